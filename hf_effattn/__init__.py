@@ -1,0 +1,11 @@
+"""Efficient attention for the Hugging Face transformers model you already have.
+
+Importing this package registers its attention functions with transformers, so that
+`attn_implementation="i-clustered"` works; nothing else about transformers changes.
+"""
+
+from . import ops
+
+__version__ = "0.1.0"
+
+__all__ = ["__version__", "ops"]

@@ -1,0 +1,69 @@
+"""Argument checks and the choice of backend, shared by every op.
+
+Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim, `C` clusters.
+"""
+
+import torch
+
+BACKENDS = ("reference", "batched")
+
+
+def choose_backend(backend: str | None) -> str:
+    """Name of the backend to run: the one asked for, else the fast PyTorch form."""
+    if backend is None:
+        return "batched"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")
+    return backend
+
+
+def check_count(name: str, value: int, *, minimum: int = 1) -> None:
+    """Raise unless `value` is an int of at least `minimum`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+
+
+def check_query_key_value(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise unless query `(B, H, N, D)`, key `(B, H, M, D)` and value `(B, H, M, Dv)` fit together."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} must have 4 dimensions (B, H, length, head_dim), got shape {tuple(tensor.shape)}")
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            raise ValueError(
+                f"query, key and value must share dtype and device, got {query.dtype} on {query.device} for query"
+                f" and {tensor.dtype} on {tensor.device} for {name}"
+            )
+    if key.shape[:2] != query.shape[:2] or key.shape[3] != query.shape[3]:
+        raise ValueError(f"key {tuple(key.shape)} must agree with query {tuple(query.shape)} in B, H and head_dim")
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(f"value {tuple(value.shape)} must agree with key {tuple(key.shape)} in B, H and length")
+
+
+def check_mask(name: str, mask: torch.Tensor | None, tensor: torch.Tensor) -> None:
+    """Raise unless `mask` is None or boolean `(B, length)` for `tensor` `(B, H, length, D)`; True = attend."""
+    if mask is None:
+        return
+    if mask.dtype != torch.bool:
+        raise TypeError(f"{name} must be boolean (True = attend), got {mask.dtype}; use mask.bool() for a 0/1 mask")
+    expected = (tensor.shape[0], tensor.shape[2])
+    if tuple(mask.shape) != expected:
+        raise ValueError(f"{name} must have shape (B, length) = {expected}, got {tuple(mask.shape)}")
+    if mask.device != tensor.device:
+        raise ValueError(f"{name} is on {mask.device}, the tensors on {tensor.device}")
+
+
+def check_labels(labels: torch.Tensor, query: torch.Tensor, clusters: int) -> None:
+    """Raise unless `labels` is an integer tensor `(B, H, N)` with values in `0 .. clusters - 1`."""
+    if labels.shape != query.shape[:3]:
+        raise ValueError(f"labels must be {tuple(query.shape[:3])} like query, got {tuple(labels.shape)}")
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise TypeError(f"labels must be integers, got {labels.dtype}")
+    if torch.compiler.is_compiling() or labels.is_meta or labels.numel() == 0:
+        return
+    smallest, largest = (int(bound) for bound in labels.aminmax())
+    if smallest < 0 or largest >= clusters:
+        raise ValueError(f"labels must lie in 0 .. clusters - 1 = {clusters - 1}, got {smallest} .. {largest}")

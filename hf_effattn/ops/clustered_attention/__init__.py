@@ -1,0 +1,55 @@
+"""Clustered attention: every query gets the attention of its cluster's centroid."""
+
+import torch
+
+from ..arguments import check_count, check_labels, check_mask, check_query_key_value, choose_backend
+from ..dropout import draw_seed
+from . import reference
+
+
+def clustered_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    clusters: int,
+    key_mask: torch.Tensor | None = None,
+    query_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Attention of the cluster centroids, handed to every member (Source: Vyas 2020, clustered attention).
+
+    Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of query and key, `Dv` of value.
+    Memory is O(N·D + C·M) per head; nothing of size N×M exists in either pass. Gradients are exact for fixed labels.
+
+    Args:
+        query (`torch.Tensor`): `(B, H, N, D)`, any strides.
+        key (`torch.Tensor`): `(B, H, M, D)`, any strides.
+        value (`torch.Tensor`): `(B, H, M, Dv)`, any strides.
+        labels (`torch.Tensor`): integers `(B, H, N)` in `0 .. clusters - 1`, from `cluster_queries`.
+        clusters (`int`): number of clusters `C`; empty ones are legal.
+        key_mask (`torch.BoolTensor`, *optional*): `(B, M)`, True = attend.
+        query_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts; other rows are in no mean and get 0.
+        scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
+        dropout_p (`float`): dropout on the centroids' attention weights, drawn from torch's global state.
+        backend (`str`, *optional*): `"reference"` or `"batched"` (the default).
+
+    Returns:
+        `(B, H, N, Dv)` in the dtype of `query`; 0 in rows that are masked or see no key.
+
+    Raises:
+        ValueError: sizes, devices or dtypes that do not fit together, labels outside `0 .. clusters - 1`, a
+            `clusters` below 1, a `dropout_p` outside [0, 1), an unknown backend.
+        TypeError: a mask that is not boolean, labels that are not integers.
+    """
+    check_count("clusters", clusters)
+    check_query_key_value(query, key, value)
+    check_mask("key_mask", key_mask, key)
+    check_mask("query_mask", query_mask, query)
+    check_labels(labels, query, clusters)
+    run = {"reference": reference.clustered_attention}[choose_backend(backend)]
+    scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+    return run(query, key, value, labels, clusters, key_mask, query_mask, scale, dropout_p, draw_seed(dropout_p))

@@ -1,0 +1,26 @@
+"""Attention dropout that a later pass can draw again.
+
+The fast form recomputes its attention weights in the backward pass and gradient checkpointing runs the forward pass
+twice, so a dropout mask is a function of a seed that is drawn once, from torch's global state, by the public op.
+"""
+
+import torch
+
+CENTROID_WEIGHTS = 0
+TOPK_WEIGHTS = 1
+
+
+def draw_seed(dropout_p: float) -> torch.Tensor | None:
+    """A seed from torch's global random state (which checkpointing restores), or None without dropout."""
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p}")
+    return torch.randint(2**48, (1,)) if dropout_p > 0.0 else None
+
+
+def dropout_factor(
+    shape: tuple[int, ...], like: torch.Tensor, dropout_p: float, seed: int, problem: int, weights: int
+) -> torch.Tensor:
+    """0 or `1 / (1 - dropout_p)` for the attention weights of one head (`problem` = batch index · H + head)."""
+    generator = torch.Generator(like.device).manual_seed((seed * 1_000_003 + 2 * problem + weights) % 2**63)
+    kept = torch.rand(shape, generator=generator, device=like.device) >= dropout_p
+    return kept.to(like.dtype) / (1.0 - dropout_p)

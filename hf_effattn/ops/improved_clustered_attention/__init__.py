@@ -1,0 +1,63 @@
+"""Improved clustered attention: the centroid's attention, with its `topk` keys recomputed for every query."""
+
+import torch
+
+from ..arguments import check_count, check_labels, check_mask, check_query_key_value, choose_backend
+from ..dropout import draw_seed
+from . import reference
+
+
+def improved_clustered_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    clusters: int,
+    topk: int,
+    key_mask: torch.Tensor | None = None,
+    query_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Clustered attention with exact attention on the centroid's top keys (Source: Vyas 2020, improved clustered).
+
+    With `j` the cluster of query `i`, `T_j` the `topk` keys with the largest centroid attention `A^c_j` and `m_j` the
+    mass of `A^c_j` on them: `V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T_j} A^c_jt V_t`.
+
+    Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of query and key, `Dv` of value.
+    Memory is O(N·(D + topk) + C·M) per head; nothing of size N×M exists in either pass. Gradients are exact for
+    fixed labels and fixed sets `T_j`. With `topk >= M` the result is exact attention.
+
+    Args:
+        query (`torch.Tensor`): `(B, H, N, D)`, any strides.
+        key (`torch.Tensor`): `(B, H, M, D)`, any strides.
+        value (`torch.Tensor`): `(B, H, M, Dv)`, any strides.
+        labels (`torch.Tensor`): integers `(B, H, N)` in `0 .. clusters - 1`, from `cluster_queries`.
+        clusters (`int`): number of clusters `C`; empty ones are legal.
+        topk (`int`): keys recomputed exactly per cluster; more than `M` means all.
+        key_mask (`torch.BoolTensor`, *optional*): `(B, M)`, True = attend.
+        query_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts; other rows are in no mean and get 0.
+        scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
+        dropout_p (`float`): dropout on the attention weights (the recomputed ones per query, the rest per cluster).
+        backend (`str`, *optional*): `"reference"` or `"batched"` (the default).
+
+    Returns:
+        `(B, H, N, Dv)` in the dtype of `query`; 0 in rows that are masked or see no key.
+
+    Raises:
+        ValueError: sizes, devices or dtypes that do not fit together, labels outside `0 .. clusters - 1`, `clusters`
+            or `topk` below 1, a `dropout_p` outside [0, 1), an unknown backend.
+        TypeError: a mask that is not boolean, labels that are not integers.
+    """
+    check_count("clusters", clusters)
+    check_count("topk", topk)
+    check_query_key_value(query, key, value)
+    check_mask("key_mask", key_mask, key)
+    check_mask("query_mask", query_mask, query)
+    check_labels(labels, query, clusters)
+    run = {"reference": reference.improved_clustered_attention}[choose_backend(backend)]
+    scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+    topk = min(topk, key.shape[2])
+    return run(query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, draw_seed(dropout_p))

@@ -1,0 +1,48 @@
+"""Improved clustered attention in the paper's words (Source: Vyas 2020, improved clustered). Plain PyTorch."""
+
+from itertools import product
+
+import torch
+
+from ..clustered_attention.reference import centroid_attention, centroid_dropout, masked_softmax
+from ..dropout import TOPK_WEIGHTS, dropout_factor
+
+
+def improved_clustered_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    labels: torch.Tensor,
+    clusters: int,
+    topk: int,
+    key_mask: torch.Tensor | None,
+    query_mask: torch.Tensor | None,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: torch.Tensor | None,
+) -> torch.Tensor:
+    """`V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T} A^c_jt V_t` with `j = l(i)`, `T = T_j`."""
+    B, H, N, _ = query.shape
+    attention = centroid_attention(query, key, labels, clusters, key_mask, query_mask, scale)  # A^c
+    top = attention.topk(topk, dim=-1).indices  # T_j: (B, H, C, T)
+    mass = attention.gather(3, top).sum(dim=-1)  # m_j: (B, H, C)
+    rest = attention.scatter(3, top, 0.0)  # A^c with the columns of T_j set to 0
+    if dropout_seed is not None:
+        rest = rest * centroid_dropout(attention, dropout_p, int(dropout_seed))
+    rest_values = rest @ value  # V^b: (B, H, C, Dv)
+
+    output = query.new_zeros(B, H, N, value.shape[3])
+    for b, h in product(range(B), range(H)):
+        if dropout_seed is not None:
+            factor = dropout_factor((N, topk), query, dropout_p, int(dropout_seed), b * H + h, TOPK_WEIGHTS)
+        for j in range(clusters):
+            member = labels[b, h] == j
+            if query_mask is not None:
+                member = member & query_mask[b]
+            chosen = top[b, h, j]
+            scores = scale * query[b, h, member] @ key[b, h, chosen].T
+            weights = mass[b, h, j] * masked_softmax(scores, None if key_mask is None else key_mask[b, chosen])
+            if dropout_seed is not None:
+                weights = weights * factor[member]
+            output[b, h, member] = weights @ value[b, h, chosen] + rest_values[b, h, j]
+    return output
