@@ -50,6 +50,6 @@ def clustered_attention(
     check_mask("key_mask", key_mask, key)
     check_mask("query_mask", query_mask, query)
     check_labels(labels, query, clusters)
-    run = {"reference": reference.clustered_attention}[choose_backend(backend)]
+    run = {"reference": reference.clustered_attention, "batched": reference.clustered_attention}[choose_backend(backend)]
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     return run(query, key, value, labels, clusters, key_mask, query_mask, scale, dropout_p, draw_seed(dropout_p))
