@@ -5,7 +5,8 @@ Importing this package registers its attention functions with transformers, so t
 """
 
 from . import ops
+from .patching import list_methods, patch_attention, unpatch_attention
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "ops"]
+__all__ = ["__version__", "list_methods", "ops", "patch_attention", "unpatch_attention"]

@@ -1,0 +1,9 @@
+"""Patching: an efficient attention method in place of a pretrained model's own, on one instance, and back."""
+
+from .attention import register
+from .methods import list_methods, make_settings, run_method
+from .patch import patch_attention, unpatch_attention
+
+register()
+
+__all__ = ["list_methods", "make_settings", "patch_attention", "run_method", "unpatch_attention"]

@@ -1,0 +1,214 @@
+"""What transformers calls: an attention function and a mask function, registered under the name of every method.
+
+Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim.
+
+One function receives every attention of a model. It runs the method in the bidirectional self-attention of the model
+types in the table, and transformers' own SDPA path in everything else: cross-attention, single decoding steps, dense
+4-D masks, sliding windows, layers that are not selected, inputs too short to gain. Where a method would look into the
+future it raises.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+from .methods import MethodSettings, attend, attention_matrix, find_groups, list_methods, make_settings
+from .model_types import MODEL_TYPES, is_causal, is_self_attention, model_type_of, supported_model_types
+from .stored import FIELD, check_layers, read_stored
+
+RECORD = "_effattn"
+
+
+@dataclass(frozen=True)
+class ModulePatch:
+    """What `patch_attention` leaves on an attention module, as a plain attribute.
+
+    Args:
+        settings (`MethodSettings`, *optional*): None where the module stays exact.
+        previous (`str`): the attention implementation before the first patch.
+    """
+
+    settings: MethodSettings | None
+    previous: str
+
+
+def padding_mask(
+    batch_size: int, q_length: int, kv_length: int, *, mask_function: Callable = causal_mask_function, **kwargs: Any
+) -> torch.Tensor | None:
+    """The key mask `(B, M)` of plain bidirectional self-attention, transformers' dense mask of anything else.
+
+    Args:
+        batch_size (`int`): `B`.
+        q_length (`int`): `N`.
+        kv_length (`int`): `M`.
+        mask_function (`Callable`): transformers' rule for who sees whom, before padding.
+        kwargs: transformers' further arguments, handed on.
+
+    Returns:
+        `torch.BoolTensor`, *optional*: `(B, M)` or `(B, 1, N, M)`, True = attend; None where nothing is masked.
+    """
+    served = getattr(kwargs.get("config"), "model_type", None) in MODEL_TYPES
+    if not served or q_length != kv_length or mask_function is not bidirectional_mask_function:
+        return sdpa_mask(batch_size, q_length, kv_length, mask_function=mask_function, **kwargs)
+    # All rows of a padding mask are alike: one row is O(M), and transformers decides in it whether any mask is needed.
+    row = sdpa_mask(batch_size, 1, kv_length, mask_function=mask_function, **kwargs)
+    return None if row is None else row[:, 0, 0, :]
+
+
+def attention(
+    method: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of one module by a method, or exactly where the method does not apply.
+
+    Args:
+        method (`str`): the name under which transformers called.
+        module (`nn.Module`): the attention module; its config and its patch decide.
+        query (`torch.Tensor`): `(B, H, N, D)`.
+        key (`torch.Tensor`): `(B, H, M, D)`.
+        value (`torch.Tensor`): `(B, H, M, D)`.
+        attention_mask (`torch.Tensor`, *optional*): from `padding_mask`, or a dense mask of the user.
+        scaling (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
+        dropout (`float`): dropout on the attention weights.
+        kwargs: what else the model passes on; `output_attentions` asks for the weights.
+
+    Returns:
+        `(torch.Tensor, torch.Tensor | None)`: the output `(B, N, H, D)` and, where asked for, the attention weights
+        `(B, H, N, M)` that produced it, before dropout.
+
+    Raises:
+        ValueError: causal attention, a model type that is not in the table, settings that do not fit.
+    """
+    wants_weights = kwargs.pop("output_attentions", None) or getattr(module.config, "output_attentions", False)
+    settings = settings_for(module, method)
+    dense = attention_mask is not None and attention_mask.ndim != 2
+    if (
+        settings is None
+        or dense
+        or query.shape[2] != key.shape[2]
+        or kwargs.get("sliding_window") is not None
+        or settings.is_exact(query.shape[2], key.shape[2], query.device.type)
+    ):
+        if attention_mask is not None and not dense:
+            attention_mask = attention_mask[:, None, None, :].expand(-1, 1, query.shape[2], -1)
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        weights = exact_attention_matrix(module, query, key, attention_mask, scaling) if wants_weights else None
+        return output, weights
+
+    groups = find_groups(settings, query, key, attention_mask)
+    result = attend(settings, query, key, value, groups, key_mask=attention_mask, scale=scaling, dropout_p=dropout)
+    weights = None
+    if wants_weights:
+        weights = attention_matrix(settings, query, key, groups, key_mask=attention_mask, scale=scaling)
+    return result.transpose(1, 2).contiguous(), weights
+
+
+def settings_for(module: nn.Module, method: str) -> MethodSettings | None:
+    """The settings of a module: its own patch's, else those of `config.effattn`; None where it stays exact.
+
+    Raises:
+        ValueError: a causal module, a model type outside the table, or settings that were made for another method.
+    """
+    if not is_self_attention(module):
+        if model_type_of(module) is None:
+            raise ValueError(_not_served(module, method))
+        return None  # cross-attention, or the decoder beside an encoder
+    if is_causal(module):
+        raise ValueError(causal_error(method, type(module).__name__))
+    patch: ModulePatch | None = getattr(module, RECORD, None)
+    settings = patch.settings if patch is not None else _settings_from_config(module, method)
+    if settings is not None and settings.method != method:
+        raise ValueError(
+            f'attn_implementation is "{method}", but the settings in config.effattn are those of '
+            f'"{settings.method}"; change the method with patch_attention(model, "{method}", ...)'
+        )
+    return settings
+
+
+def _settings_from_config(module: nn.Module, method: str) -> MethodSettings | None:
+    stored = getattr(module.config, FIELD, None)
+    if stored is None:
+        return make_settings(method)
+    settings, layers = read_stored(stored, method)
+    if layers is None:
+        return settings
+    index = getattr(module, "layer_idx", None)
+    if index is None:
+        raise ValueError(
+            f"config.effattn selects layers {layers}, but a {type(module).__name__} does not know its own index; use "
+            f'patch_attention(model, "{method}", layers=...) or hf_effattn.from_pretrained, which count the layers'
+        )
+    config: Any = module.config
+    return settings if index in check_layers(layers, config.num_hidden_layers) else None
+
+
+def exact_attention_matrix(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """The weights `(B, H, N, M)` of transformers' SDPA path, which returns none itself."""
+    scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
+    if attention_mask is None and is_causal(module) and query.shape[2] > 1:
+        attention_mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
+    if attention_mask is None:
+        return scores.softmax(dim=-1)
+    if attention_mask.dtype == torch.bool:
+        return scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min).softmax(dim=-1) * attention_mask
+    return (scores + attention_mask).softmax(dim=-1)
+
+
+def causal_error(method: str, name: str) -> str:
+    """Why a method refuses a model that masks the future, and what to do."""
+    return (
+        f'{name} is causal, and "{method}" here serves bidirectional encoders: its clusters would mix later tokens '
+        f'into earlier ones. The causal form of "{method}" (segments, with centroids of past queries only) is not in '
+        'this version; keep attn_implementation="sdpa"'
+    )
+
+
+def unsupported_error(method: str, name: str, model_type: str) -> str:
+    """Why a method refuses a model type that is not in the table, and what to do."""
+    return (
+        f'"{method}" does not know {name} (model type "{model_type}"), so it cannot tell its self-attention from '
+        f'other attention. It serves {supported_model_types()}; keep attn_implementation="sdpa" for this model'
+    )
+
+
+def _not_served(module: nn.Module, method: str) -> str:
+    name = type(module).__name__
+    if is_causal(module):
+        return causal_error(method, name)
+    return unsupported_error(method, name, getattr(module.config, "model_type", "unknown"))
+
+
+def _function_for(method: str) -> Callable:
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return attention(method, module, *args, **kwargs)
+
+    return run
+
+
+def register() -> None:
+    """Make every method known to transformers, as a value for `attn_implementation`; a second call changes nothing."""
+    for method in list_methods():
+        AttentionInterface.register(method, _function_for(method))
+        # Without a mask function of the same name transformers passes no mask, and padding is attended to.
+        AttentionMaskInterface.register(method, padding_mask)

@@ -1,0 +1,378 @@
+"""The attention methods and their settings: one frozen dataclass each, validated once.
+
+Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of query and key, `Dv` of value.
+
+A method is a subclass of `MethodSettings` with a line in `METHODS`: its fields are what a user may set, `group` makes
+everything that carries no gradient (labels), `attend` runs the op. Nothing outside this file knows a method by name.
+"""
+
+import json
+import operator
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from importlib.resources import files
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from ..ops import cluster_queries, clustered_attention, improved_clustered_attention
+from ..ops.cluster_queries import DEFAULT_BITS, DEFAULT_ITERATIONS
+
+CROSSOVER: dict[str, dict[str, int]] = json.loads(files(__package__).joinpath("crossover.json").read_text())[
+    "min_length"
+]
+CLUSTERINGS = ("kmeans", "lsh")
+METRICS = ("keys", "queries")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodSettings:
+    """What every method can be told.
+
+    Args:
+        min_length (`int`, *optional*): inputs shorter than this many tokens run exact attention. Default: the length
+            measured on this kind of device (`crossover.json`) from which the method is faster; 0 forces the method.
+    """
+
+    method: ClassVar[str]
+    purpose: ClassVar[dict[str, str]] = {
+        "min_length": "inputs with fewer tokens run exact attention; None: the measured length, 0: force the method"
+    }
+
+    min_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.min_length is not None:
+            self._check_int("min_length", minimum=0)
+
+    def is_exact(self, query_length: int, key_length: int, device_type: str) -> bool:
+        """Whether exact attention runs instead: the input is short, so the method would save nothing."""
+        return query_length < self.shortest_length(device_type)
+
+    def shortest_length(self, device_type: str) -> int:
+        """The number of tokens from which the method runs on this kind of device ("cpu", "cuda", ...)."""
+        if self.min_length is not None:
+            return self.min_length
+        measured = {device: lengths[self.method] for device, lengths in CROSSOVER.items() if self.method in lengths}
+        return measured[device_type] if device_type in measured else max(measured.values())
+
+    def group(
+        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, query_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        """What the method decides about the input before it attends, without gradient."""
+        raise NotImplementedError
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        groups: tuple[torch.Tensor, ...],
+        *,
+        key_mask: torch.Tensor | None,
+        query_mask: torch.Tensor | None,
+        scale: float | None,
+        dropout_p: float,
+    ) -> torch.Tensor:
+        """Attention with the groups that `group` returned, `(B, H, N, Dv)`."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON values."""
+        return asdict(self)
+
+    def _check_int(self, name: str, *, minimum: int) -> None:
+        """Store the field as a plain int (a numpy int is no JSON value), or raise."""
+        value = getattr(self, name)
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = None
+        if number is None or isinstance(value, bool):
+            raise TypeError(f"{name} must be an int, got {value!r}: {self.purpose[name]}")
+        if number < minimum:
+            raise ValueError(f"{name} must be at least {minimum}, got {number}: {self.purpose[name]}")
+        object.__setattr__(self, name, number)
+
+    def _check_choice(self, name: str, choices: Sequence[str]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise ValueError(
+                f"{name} must be one of {_quoted(choices)}, got {value!r}{_closest(value, choices)}: "
+                f"{self.purpose[name]}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusteredSettings(MethodSettings):
+    """Clustered attention: a query gets the attention of its cluster's centroid (Source: Vyas 2020).
+
+    Args:
+        clusters (`int`): clusters of queries per head; more are more exact and slower.
+        clustering (`str`): `"kmeans"` (smaller error for the same time) or `"lsh"` (the paper's).
+        metric (`str`): what K-means calls alike: `"keys"`, queries with like scores against the keys of the input, or
+            `"queries"`, queries near to each other. Without meaning for `"lsh"`.
+        iterations (`int`): rounds of Lloyd's algorithm.
+        bits (`int`): length of the code of `"lsh"`.
+        seed (`int`): of the clustering; the same seed gives the same clusters.
+    """
+
+    method: ClassVar[str] = "clustered"
+    purpose: ClassVar[dict[str, str]] = {
+        **MethodSettings.purpose,
+        "clusters": "the number of query clusters per head; more are more exact and slower",
+        "clustering": "how queries are put into clusters",
+        "metric": "what K-means calls alike, queries with like scores against the keys or queries near to each other",
+        "iterations": "the rounds of Lloyd's algorithm",
+        "bits": 'the length of the code of clustering="lsh"',
+        "seed": "the same seed gives the same clusters",
+    }
+
+    clusters: int = 100
+    clustering: str = "kmeans"
+    metric: str = "keys"
+    iterations: int = DEFAULT_ITERATIONS
+    bits: int = DEFAULT_BITS
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("clusters", "iterations", "bits"):
+            self._check_int(name, minimum=1)
+        self._check_int("seed", minimum=0)
+        self._check_choice("clustering", CLUSTERINGS)
+        self._check_choice("metric", METRICS)
+
+    def is_exact(self, query_length: int, key_length: int, device_type: str) -> bool:
+        return self.clusters >= query_length or super().is_exact(query_length, key_length, device_type)
+
+    def group(
+        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, query_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        in_metric_of_keys = self.clustering == "kmeans" and self.metric == "keys"
+        labels = cluster_queries(
+            query,
+            self.clusters,
+            method=self.clustering,
+            key=key if in_metric_of_keys else None,
+            key_mask=key_mask if in_metric_of_keys else None,
+            iterations=self.iterations,
+            bits=self.bits,
+            query_mask=query_mask,
+            seed=self.seed,
+        )
+        return (labels,)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        groups: tuple[torch.Tensor, ...],
+        *,
+        key_mask: torch.Tensor | None,
+        query_mask: torch.Tensor | None,
+        scale: float | None,
+        dropout_p: float,
+    ) -> torch.Tensor:
+        (labels,) = groups
+        return clustered_attention(
+            query,
+            key,
+            value,
+            labels,
+            clusters=self.clusters,
+            key_mask=key_mask,
+            query_mask=query_mask,
+            scale=scale,
+            dropout_p=dropout_p,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImprovedClusteredSettings(ClusteredSettings):
+    """Improved clustered attention: as clustered, with the centroid's top keys recomputed for every query.
+
+    Source: Vyas 2020, improved clustered.
+
+    Args:
+        topk (`int`): keys recomputed exactly per cluster; more are more exact and slower.
+    """
+
+    method: ClassVar[str] = "i-clustered"
+    purpose: ClassVar[dict[str, str]] = {
+        **ClusteredSettings.purpose,
+        "topk": "the number of keys per cluster whose weights are recomputed for every query",
+    }
+
+    topk: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_int("topk", minimum=1)
+
+    def is_exact(self, query_length: int, key_length: int, device_type: str) -> bool:
+        return self.topk >= key_length or super().is_exact(query_length, key_length, device_type)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        groups: tuple[torch.Tensor, ...],
+        *,
+        key_mask: torch.Tensor | None,
+        query_mask: torch.Tensor | None,
+        scale: float | None,
+        dropout_p: float,
+    ) -> torch.Tensor:
+        (labels,) = groups
+        return improved_clustered_attention(
+            query,
+            key,
+            value,
+            labels,
+            clusters=self.clusters,
+            topk=self.topk,
+            key_mask=key_mask,
+            query_mask=query_mask,
+            scale=scale,
+            dropout_p=dropout_p,
+        )
+
+
+METHODS: dict[str, type[MethodSettings]] = {
+    settings.method: settings for settings in (ClusteredSettings, ImprovedClusteredSettings)
+}
+
+
+def list_methods() -> tuple[str, ...]:
+    """Name the attention methods that `patch_attention` and `attn_implementation=` take.
+
+    Returns:
+        `tuple[str, ...]`: the names, `"clustered"` first.
+    """
+    return tuple(METHODS)
+
+
+def setting_names(method: str) -> tuple[str, ...]:
+    """The names of a method's settings; ValueError with the closest name where the method is unknown."""
+    if method not in METHODS:
+        raise ValueError(
+            f"unknown attention method {method!r}{_closest(method, METHODS)}; choose one of {_quoted(METHODS)}"
+        )
+    return tuple(field.name for field in fields(METHODS[method]))
+
+
+def make_settings(method: str, **settings: Any) -> MethodSettings:
+    """The validated settings of a method.
+
+    Args:
+        method (`str`): one of `list_methods()`.
+        settings: the method's fields; those not given keep their defaults.
+
+    Returns:
+        `MethodSettings`: frozen; equal settings compare equal.
+
+    Raises:
+        ValueError: an unknown method or setting (the closest name is suggested), a value outside its range.
+        TypeError: a value of the wrong type.
+    """
+    names = setting_names(method)
+    for name in settings:
+        if name not in names:
+            raise ValueError(
+                f"{method!r} has no setting {name!r}{_closest(name, names)}; its settings are {_quoted(names)}"
+            )
+    return METHODS[method](**settings)
+
+
+def run_method(
+    settings: MethodSettings,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    key_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """Self-attention by a method, its clustering included; exact attention where the method would save nothing.
+
+    Args:
+        settings (`MethodSettings`): from `make_settings`.
+        query (`torch.Tensor`): `(B, H, N, D)`, any strides.
+        key (`torch.Tensor`): `(B, H, N, D)`, any strides.
+        value (`torch.Tensor`): `(B, H, N, Dv)`, any strides.
+        key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = attend; it masks the same rows of the queries.
+        scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
+        dropout_p (`float`): dropout on the attention weights.
+
+    Returns:
+        `torch.Tensor`: `(B, H, N, Dv)`. Masked rows are 0 where the method ran.
+
+    Raises:
+        ValueError: more queries than keys or fewer, sizes that do not fit together.
+        TypeError: a mask that is not boolean.
+    """
+    if settings.is_exact(query.shape[2], key.shape[2], query.device.type):
+        mask = None if key_mask is None else key_mask[:, None, None, :]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout_p, scale=scale)
+    groups = find_groups(settings, query, key, key_mask)
+    return attend(settings, query, key, value, groups, key_mask=key_mask, scale=scale, dropout_p=dropout_p)
+
+
+def find_groups(
+    settings: MethodSettings, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """The groups of self-attention's queries; they carry no gradient."""
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"{settings.method!r} serves self-attention, where queries and keys are as many; got {query.shape[2]} "
+            f"queries and {key.shape[2]} keys"
+        )
+    with torch.no_grad():
+        return settings.group(query.detach(), key.detach(), key_mask, key_mask)
+
+
+def attend(
+    settings: MethodSettings,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    groups: tuple[torch.Tensor, ...],
+    *,
+    key_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """Self-attention with given groups, `(B, H, N, Dv)`."""
+    return settings.attend(
+        query, key, value, groups, key_mask=key_mask, query_mask=key_mask, scale=scale, dropout_p=dropout_p
+    )
+
+
+def attention_matrix(
+    settings: MethodSettings,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    groups: tuple[torch.Tensor, ...],
+    *,
+    key_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """The attention weights that the approximation implies, `(B, H, N, M)`: what it makes of an identity as values."""
+    B, H, M, _ = key.shape
+    identity = torch.eye(M, dtype=query.dtype, device=query.device).expand(B, H, M, M)
+    return attend(settings, query, key, identity, groups, key_mask=key_mask, scale=scale)
+
+
+def _quoted(names: Sequence[str] | dict[str, Any]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def _closest(name: object, names: Sequence[str] | dict[str, Any]) -> str:
+    matches = get_close_matches(str(name), list(names), n=1)
+    return f' (did you mean "{matches[0]}"?)' if matches else ""

@@ -1,0 +1,159 @@
+"""What can be patched: one table of model types, and how to find the self-attention modules of a model.
+
+Modules are recognised by the name of their class, so that no modelling file of transformers is imported.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class LearnedPositions:
+    """Where a model type keeps its absolute positions.
+
+    Args:
+        embeddings (`str`): path, from the model without its head, of the module that holds the table and its buffers.
+        table (`str`): name of the `nn.Embedding` in that module.
+        reserved_by_padding (`bool`): whether positions begin after `padding_idx` (RoBERTa: 2 rows more than tokens).
+        buffers (`tuple[str, ...]`): buffers of that module with one column per row of the table.
+    """
+
+    embeddings: str = "embeddings"
+    table: str = "position_embeddings"
+    reserved_by_padding: bool = False
+    buffers: tuple[str, ...] = ("position_ids", "token_type_ids")
+
+
+def _one_module_per_layer(config: Any, modules: int) -> list[tuple[int, ...]]:
+    return [(index,) for index in range(modules)]
+
+
+def _albert_layers(config: Any, modules: int) -> list[tuple[int, ...]]:
+    """ALBERT's groups of layers share their modules: each module serves every layer of its group."""
+    layers_per_group = config.num_hidden_layers / config.num_hidden_groups
+    group_of_layer = [int(layer / layers_per_group) for layer in range(config.num_hidden_layers)]
+    return [
+        tuple(layer for layer, group in enumerate(group_of_layer) if group == module // config.inner_group_num)
+        for module in range(modules)
+    ]
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """How to recognise the self-attention of one model type.
+
+    Args:
+        attention (`tuple[str, ...]`): class names of the modules that call the attention function for self-attention.
+        positions (`LearnedPositions`, *optional*): where the learned positions are.
+        no_positions (`str`): why `extend_positions` has nothing to do, where `positions` is None.
+        has_decoder (`bool`): whether a decoder uses the same classes beside the encoder; it stays exact.
+        layers (`Callable`): the layers that each of the modules serves, given the config and the number of modules.
+    """
+
+    attention: tuple[str, ...]
+    positions: LearnedPositions | None = None
+    no_positions: str = ""
+    has_decoder: bool = False
+    layers: Callable[[Any, int], list[tuple[int, ...]]] = _one_module_per_layer
+
+
+_BERT_POSITIONS = LearnedPositions()
+_ROBERTA_POSITIONS = LearnedPositions(reserved_by_padding=True)
+_IMAGE_POSITIONS = (
+    "its positions form a grid of image patches; pass interpolate_pos_encoding=True to the model's forward instead"
+)
+_CONVOLUTIONAL_POSITIONS = "its positions come from a convolution, so inputs of any length fit already"
+
+MODEL_TYPES: dict[str, ModelType] = {
+    "bert": ModelType(("BertSelfAttention",), _BERT_POSITIONS),
+    "roberta": ModelType(("RobertaSelfAttention",), _ROBERTA_POSITIONS),
+    "xlm-roberta": ModelType(("XLMRobertaSelfAttention",), _ROBERTA_POSITIONS),
+    "camembert": ModelType(("CamembertSelfAttention",), _ROBERTA_POSITIONS),
+    "electra": ModelType(("ElectraSelfAttention",), _BERT_POSITIONS),
+    "distilbert": ModelType(("DistilBertSelfAttention",), LearnedPositions(buffers=("position_ids",))),
+    "albert": ModelType(("AlbertAttention",), _BERT_POSITIONS, layers=_albert_layers),
+    "modernbert": ModelType(
+        ("ModernBertAttention",),
+        no_positions="its positions are rotary, computed for any length; raise config.max_position_embeddings if a "
+        "tokenizer or pipeline stops you",
+    ),
+    "vit": ModelType(("ViTAttention", "ViTSelfAttention"), no_positions=_IMAGE_POSITIONS),
+    "deit": ModelType(("DeiTAttention", "DeiTSelfAttention"), no_positions=_IMAGE_POSITIONS),
+    "wav2vec2": ModelType(("Wav2Vec2Attention",), no_positions=_CONVOLUTIONAL_POSITIONS),
+    "hubert": ModelType(("HubertAttention",), no_positions=_CONVOLUTIONAL_POSITIONS),
+    "whisper": ModelType(
+        ("WhisperAttention",),
+        no_positions="its encoder takes exactly 30 seconds of audio (config.max_source_positions)",
+        has_decoder=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """The self-attention of one config in a model: a composite model can hold several.
+
+    Args:
+        model (`PreTrainedModel`): the outermost model with this config.
+        modules (`tuple[nn.Module, ...]`): its bidirectional self-attention modules, in the order of its layers.
+        layers (`tuple[tuple[int, ...], ...]`): for each module the layers it serves (ALBERT's serve several).
+    """
+
+    model: PreTrainedModel
+    modules: tuple[nn.Module, ...]
+    layers: tuple[tuple[int, ...], ...]
+
+
+def model_type_of(module: nn.Module) -> ModelType | None:
+    """The entry of the table for a module's config."""
+    return MODEL_TYPES.get(getattr(getattr(module, "config", None), "model_type", ""))
+
+
+def is_self_attention(module: nn.Module) -> bool:
+    """Whether this is a self-attention module, causal or not, of a model type in the table."""
+    entry = model_type_of(module)
+    # Only the modules that call the attention function carry is_causal; wrappers of older versions do not.
+    if entry is None or type(module).__name__ not in entry.attention or not hasattr(module, "is_causal"):
+        return False
+    return not (entry.has_decoder and getattr(module, "is_decoder", False))
+
+
+def is_causal(module: nn.Module) -> bool:
+    """Whether an attention module masks the future."""
+    return bool(getattr(module, "is_causal", False))
+
+
+def is_sliding_window(module: nn.Module) -> bool:
+    """Whether an attention module sees a window only; ModernBERT has such layers among its full ones."""
+    return getattr(module, "sliding_window", None) is not None
+
+
+def find_encoders(model: nn.Module) -> list[Encoder]:
+    """Every bidirectional encoder of the table in a model, in the order of its modules."""
+    models: dict[int, PreTrainedModel] = {}
+    modules: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            models.setdefault(id(module.config), module)
+        elif is_self_attention(module) and not is_causal(module):
+            modules.setdefault(id(module.config), []).append(module)
+    encoders = []
+    for key, found in modules.items():
+        if key in models:
+            layers = MODEL_TYPES[models[key].config.model_type].layers(models[key].config, len(found))
+            encoders.append(Encoder(models[key], tuple(found), tuple(layers)))
+    return encoders
+
+
+def causal_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model that mask the future."""
+    return (module for module in model.modules() if is_causal(module))
+
+
+def supported_model_types() -> str:
+    """The model types of the table, for messages."""
+    return ", ".join(MODEL_TYPES)

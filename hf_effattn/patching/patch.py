@@ -1,0 +1,204 @@
+"""`patch_attention` and `unpatch_attention`: a method on and off, on one model instance."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .attention import RECORD, ModulePatch, causal_error, unsupported_error
+from .methods import MethodSettings, list_methods, make_settings
+from .model_types import (
+    MODEL_TYPES,
+    Encoder,
+    causal_modules,
+    find_encoders,
+    is_sliding_window,
+    supported_model_types,
+)
+from .stored import FIELD, check_layers, write_stored
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def patch_attention(model: Model, method: str, *, layers: Sequence[int] | None = None, **settings: Any) -> Model:
+    """Replace the self-attention of a pretrained encoder by an efficient method, in place.
+
+    The weights stay as they are. The settings are written to `model.config.effattn`, which `save_pretrained` keeps
+    (load with `hf_effattn.from_pretrained`); without this package such a checkpoint loads as the exact model. Patching
+    a patched model replaces its settings. Cross-attention, dense 4-D masks, sliding-window layers, short inputs and
+    inputs of no more tokens than `clusters` or `topk` stay exact. In a composite model every encoder that is served is
+    patched; hand over a part, such as `model.encoder`, to patch that one alone.
+
+    Args:
+        model (`PreTrainedModel`): an encoder of a served model type, with or without a head.
+        method (`str`): one of `list_methods()`.
+        layers (`Sequence[int]`, *optional*): the layers to patch, from 0; negative ones count from the
+            last. Default: all.
+        settings: the method's settings, such as `clusters`, `topk`, `clustering`, `iterations`, `seed`, `min_length`
+            (0 forces the method at every length).
+
+    Returns:
+        The same `model`.
+
+    Raises:
+        ValueError: an unknown method or setting, a value outside its range, layers that do not exist, a model that is
+            causal, of a model type that is not served, or without attention to patch. The model is then unchanged.
+        TypeError: a value of the wrong type, something that is not a model.
+    """
+    chosen = make_settings(method, **settings)
+    apply_plans([plan_patch(encoder, chosen, layers) for encoder in encoders_to_patch(model, method)])
+    return model
+
+
+def unpatch_attention(model: Model) -> Model:
+    """Give a model back the attention it had before it was patched, bit for bit; a model never patched stays as it is.
+
+    Args:
+        model (`PreTrainedModel`): the model, or a part of it, that `patch_attention` or
+            `attn_implementation=` changed.
+
+    Returns:
+        The same `model`, with its earlier attention implementation and without `config.effattn`.
+    """
+    for encoder in find_encoders(model):
+        patches = [vars(module).pop(RECORD) for module in encoder.modules if RECORD in vars(module)]
+        ours = encoder.model.config._attn_implementation in list_methods()
+        if ours:
+            encoder.model.set_attn_implementation(patches[0].previous if patches else "sdpa")
+        if (patches or ours) and hasattr(encoder.model.config, FIELD):
+            delattr(encoder.model.config, FIELD)
+    return model
+
+
+@dataclass(frozen=True)
+class PatchPlan:
+    """Everything that patching one encoder will change, decided before anything changes.
+
+    Args:
+        encoder (`Encoder`): what to patch.
+        settings (`MethodSettings`): of the modules that are patched.
+        patched (`tuple[bool, ...]`): for each module of the encoder whether it is patched.
+        layers (`tuple[int, ...]`, *optional*): the layers to store in the config; None means all.
+    """
+
+    encoder: Encoder
+    settings: MethodSettings
+    patched: tuple[bool, ...]
+    layers: tuple[int, ...] | None
+
+
+def encoders_to_patch(model: nn.Module, method: str) -> list[Encoder]:
+    """The encoders of a model that a method can serve; raises where there is none, saying why."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a transformers model, got {type(model).__name__}; load it with from_pretrained"
+        )
+    encoders = find_encoders(model)
+    for encoder in encoders:
+        _check_dispatch(encoder.model, method)
+    if encoders:
+        return encoders
+    name = type(model).__name__
+    pretrained = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if pretrained is None:
+        raise ValueError(
+            f"{name} has no attention to patch: it holds no transformers model. Pass the model that from_pretrained "
+            f"returned, of one of the types {supported_model_types()}"
+        )
+    model_type = getattr(pretrained.config, "model_type", "unknown")
+    _check_dispatch(pretrained, method)
+    if next(causal_modules(model), None) is not None:
+        raise ValueError(causal_error(method, name))
+    if model_type not in MODEL_TYPES:
+        raise ValueError(unsupported_error(method, name, model_type))
+    raise ValueError(
+        f'{name} has no attention to patch: none of its modules is the self-attention that "{model_type}" has in '
+        f"transformers ({', '.join(MODEL_TYPES[model_type].attention)})"
+    )
+
+
+def _check_dispatch(model: PreTrainedModel, method: str) -> None:
+    if not model._can_set_attn_implementation():
+        raise ValueError(
+            f"{type(model).__name__} does not dispatch its attention through transformers' AttentionInterface, so "
+            f'"{method}" cannot take its place; served are {supported_model_types()}'
+        )
+
+
+def plan_patch(encoder: Encoder, settings: MethodSettings, layers: Any) -> PatchPlan:
+    """Decide which modules of an encoder are patched; raises where `layers` cannot be had."""
+    name = type(encoder.model).__name__
+    full = [not is_sliding_window(module) for module in encoder.modules]
+    if not any(full):
+        raise ValueError(f"{name} has no attention to patch: all its layers see a sliding window only and stay exact")
+    if layers is None:
+        return PatchPlan(encoder, settings, tuple(full), None)
+    chosen = check_layers(layers, 1 + max(max(served) for served in encoder.layers))
+    patched = []
+    for served, is_full in zip(encoder.layers, full, strict=True):
+        wanted = [layer for layer in served if layer in chosen]
+        if wanted and not is_full:
+            raise ValueError(
+                f"layer {wanted[0]} of {name} sees a sliding window only and stays exact; its layers with full "
+                f"attention are {_full_layers(encoder)}"
+            )
+        if wanted and len(wanted) < len(served):
+            raise ValueError(
+                f"layers {list(served)} of {name} share one attention module; choose all of them or none, got {wanted}"
+            )
+        patched.append(bool(wanted))
+    return PatchPlan(encoder, settings, tuple(patched), chosen)
+
+
+def _full_layers(encoder: Encoder) -> list[int]:
+    both = zip(encoder.modules, encoder.layers, strict=True)
+    return [layer for module, served in both if not is_sliding_window(module) for layer in served]
+
+
+def apply_plans(plans: Sequence[PatchPlan]) -> None:
+    """Carry out the plans; when one fails, undo them all."""
+    undo = []
+    try:
+        for plan in plans:
+            undo.append((plan.encoder, _state(plan.encoder)))
+            _apply(plan)
+    except BaseException:
+        for encoder, state in reversed(undo):
+            _restore(encoder, *state)
+        raise
+
+
+def _apply(plan: PatchPlan) -> None:
+    config = plan.encoder.model.config
+    current = config._attn_implementation
+    plan.encoder.model.set_attn_implementation(plan.settings.method)
+    setattr(config, FIELD, write_stored(plan.settings, plan.layers))
+    for module, patched in zip(plan.encoder.modules, plan.patched, strict=True):
+        earlier = vars(module).get(RECORD)
+        if earlier is not None and current in list_methods():
+            previous = earlier.previous
+        else:
+            previous = "sdpa" if current in list_methods() else current
+        setattr(module, RECORD, ModulePatch(plan.settings if patched else None, previous))
+
+
+def _state(encoder: Encoder) -> tuple[str, Any, list[ModulePatch | None]]:
+    config = encoder.model.config
+    patches = [vars(module).get(RECORD) for module in encoder.modules]
+    return config._attn_implementation, getattr(config, FIELD, None), patches
+
+
+def _restore(encoder: Encoder, implementation: str, stored: Any, patches: list[ModulePatch | None]) -> None:
+    config = encoder.model.config
+    if config._attn_implementation != implementation:
+        encoder.model.set_attn_implementation(implementation)
+    if stored is not None:
+        setattr(config, FIELD, stored)
+    elif hasattr(config, FIELD):
+        delattr(config, FIELD)
+    for module, patch in zip(encoder.modules, patches, strict=True):
+        vars(module).pop(RECORD, None)
+        if patch is not None:
+            setattr(module, RECORD, patch)

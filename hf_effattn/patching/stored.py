@@ -1,0 +1,97 @@
+"""`config.effattn`: the settings as a flat dict of JSON values, all that `save_pretrained` keeps of a patch."""
+
+import operator
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from .methods import MethodSettings, make_settings, setting_names
+
+FIELD = "effattn"
+FORMAT_VERSION = 1
+
+
+def write_stored(settings: MethodSettings, layers: Iterable[int] | None) -> dict[str, Any]:
+    """The dict for `config.effattn`; `layers` None means all."""
+    return {
+        "version": FORMAT_VERSION,
+        "method": settings.method,
+        "layers": None if layers is None else list(layers),
+        **settings.to_dict(),
+    }
+
+
+def read_stored(stored: object, method: str | None = None, **overrides: Any) -> tuple[MethodSettings, Any]:
+    """Settings and layers from `config.effattn`.
+
+    Args:
+        stored (`dict`): the field; one written by hand may leave out any key.
+        method (`str`, *optional*): the method where the dict names none.
+        overrides: settings that win over the dict's.
+
+    Returns:
+        `(MethodSettings, list[int] | None)`: the validated settings, and the layers as they stand in the dict.
+
+    Raises:
+        ValueError: written in a newer format, no method, an unknown method, a value outside its range.
+        TypeError: not a dict, a value of the wrong type.
+
+    Fields that this version does not know are ignored with a warning that names them.
+    """
+    if not isinstance(stored, dict):
+        raise TypeError(
+            f"config.effattn must be a dict such as {{'method': 'i-clustered', 'clusters': 100}}, got {stored!r}"
+        )
+    values = dict(stored)
+    version = values.pop("version", FORMAT_VERSION)
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise TypeError(
+            f"config.effattn['version'] must be an int, got {version!r}; this package writes {FORMAT_VERSION}"
+        )
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"config.effattn was written by a newer hf_effattn (format {version}, this one reads up to "
+            f"{FORMAT_VERSION}): update hf_effattn, or delete the field and call patch_attention with new settings"
+        )
+    method = values.pop("method", method)
+    if method is None:
+        raise ValueError("config.effattn names no method; add one, for example {'method': 'i-clustered'}")
+    layers = values.pop("layers", None)
+    names = setting_names(method)
+    unknown = sorted(set(values) - set(names))
+    if unknown:
+        warnings.warn(
+            f"config.effattn has fields that this hf_effattn does not know and ignores: {', '.join(unknown)}. "
+            f"{method!r} knows {', '.join(names)}",
+            stacklevel=2,
+        )
+    known = {name: value for name, value in values.items() if name in names}
+    return make_settings(method, **known | overrides), layers
+
+
+def check_layers(layers: Any, count: int) -> tuple[int, ...]:
+    """Layer indices in rising order, those from the end made positive; raises unless they name layers of the model.
+
+    Args:
+        layers (`Iterable[int]`): indices from 0; negative ones count from the last layer.
+        count (`int`): how many layers the model has.
+    """
+    hint = f"give a list of layer indices from 0 to {count - 1}, negative ones count from the end"
+    if isinstance(layers, str | bytes) or not isinstance(layers, Iterable):
+        raise TypeError(f"layers must be a list of ints or None for all, got {layers!r}; {hint}")
+    indices = []
+    for layer in layers:
+        try:
+            index = operator.index(layer)
+        except TypeError:
+            index = None
+        if index is None or isinstance(layer, bool):
+            raise TypeError(f"layers must hold ints, got {layer!r}; {hint}")
+        if not -count <= index < count:
+            raise ValueError(f"layers has {index}, but the model has {count} layers; {hint}")
+        indices.append(index % count)
+    if not indices:
+        raise ValueError(f"layers is empty, so nothing would be patched; {hint}, or leave it out for all layers")
+    if len(set(indices)) < len(indices):
+        raise ValueError(f"layers names a layer twice: {list(layers)}; {hint}")
+    return tuple(sorted(indices))
