@@ -3,18 +3,20 @@
 Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim, `C` clusters.
 """
 
+from collections.abc import Callable
+
 import torch
 
 BACKENDS = ("reference", "batched")
 
 
-def choose_backend(backend: str | None) -> str:
-    """Name of the backend to run: the one asked for, else the fast PyTorch form."""
-    if backend is None:
-        return "batched"
-    if backend not in BACKENDS:
+def choose_backend(
+    backend: str | None, reference: Callable[..., torch.Tensor], batched: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    """The implementation to run: the one asked for, else the fast PyTorch form."""
+    if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")
-    return backend
+    return reference if backend == "reference" else batched
 
 
 def check_count(name: str, value: int, *, minimum: int = 1) -> None:
@@ -29,7 +31,7 @@ def check_query_key_value(query: torch.Tensor, key: torch.Tensor, value: torch.T
     """Raise unless query `(B, H, N, D)`, key `(B, H, M, D)` and value `(B, H, M, Dv)` fit together."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions (B, H, length, head_dim), got shape {tuple(tensor.shape)}")
+            raise ValueError(f"{name} must have 4 dimensions (B, H, length, head_dim), got {tuple(tensor.shape)}")
         if not tensor.is_floating_point():
             raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
         if tensor.dtype != query.dtype or tensor.device != query.device:

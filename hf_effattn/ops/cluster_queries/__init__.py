@@ -3,10 +3,12 @@
 import torch
 
 from ..arguments import check_count, check_mask, choose_backend
-from . import reference
+from . import batched, reference
 
 METHODS = ("kmeans", "lsh")
+# Chosen by attention error against time on real queries and keys: scripts/benchmark_clustering.py.
 DEFAULT_ITERATIONS = 3
+DEFAULT_FIT_QUERIES = 2048
 DEFAULT_BITS = 32
 
 
@@ -19,19 +21,64 @@ def cluster_queries(
     key_mask: torch.Tensor | None = None,
     iterations: int = DEFAULT_ITERATIONS,
     bits: int = DEFAULT_BITS,
+    fit_queries: int = DEFAULT_FIT_QUERIES,
     query_mask: torch.Tensor | None = None,
     seed: int = 0,
+    check_finite: bool = False,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Put every query of every head into one of `clusters` clusters (docstring to be completed)."""
-    check_count("clusters", clusters)
-    B, H, N, _ = query.shape
-    labels = torch.zeros(B, H, N, dtype=torch.int64, device=query.device)
-    for b in range(B):
-        rows = torch.arange(N) if query_mask is None else query_mask[b].nonzero()[:, 0]
-        if len(rows) == 0:
-            continue
-        for h in range(H):
-            points = query[b, h, rows].detach().float()
-            labels[b, h, rows] = reference.nearest(points, reference.lloyd(points, clusters, iterations, seed, False))
-    return labels
+    """Put every query of every head into one of `clusters` clusters, so that alike queries share one.
+
+    `"kmeans"` is Lloyd's algorithm on the queries, seeded farthest-first. With `key` it runs in the keys' metric: the
+    distance of two queries is the variance over the keys of the difference of their scores, so queries are alike when
+    their softmaxes are (ours; the paper bounds the error by the queries' Euclidean distance). `"lsh"` is the paper's:
+    sign bits of random projections, then Lloyd under Hamming distance (Source: Vyas 2020, clustered attention; its
+    setting is `bits=32, iterations=10` on all queries). Centroids are fitted on `fit_queries` evenly spread queries,
+    then every query goes to the nearest. The result depends on nothing but the arguments, and on no padded row; no
+    gradient flows through it. Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim.
+
+    Args:
+        query (`torch.Tensor`): `(B, H, N, D)`, any strides.
+        clusters (`int`): number of clusters; with `clusters` or fewer valid queries, each gets its own.
+        method (`str`): `"kmeans"` or `"lsh"`.
+        key (`torch.Tensor`, *optional*): `(B, H, M, D)`; K-means then runs in the keys' metric.
+        key_mask (`torch.BoolTensor`, *optional*): `(B, M)`, True = the key counts in the metric.
+        iterations (`int`): rounds of Lloyd's algorithm; 0 takes the seeds as they are.
+        bits (`int`): bits of the LSH code.
+        fit_queries (`int`): queries per head that the centroids are fitted on.
+        query_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts; other queries get label 0.
+        seed (`int`): seed of the first K-means seed or of the LSH planes.
+        check_finite (`bool`): raise if a query is not finite (costs a pass over them).
+        backend (`str`, *optional*): `"reference"` or `"batched"` (the default).
+
+    Returns:
+        Integer labels `(B, H, N)` in `0 .. clusters - 1`; clusters may be empty.
+
+    Raises:
+        ValueError: an unknown method or backend, counts that are too small, sizes that do not fit together, queries
+            that are not finite where `check_finite` asks for the check.
+        TypeError: a mask that is not boolean, a count that is not an int, queries that are not floating-point.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
+    for name, value, minimum in (
+        ("clusters", clusters, 1),
+        ("iterations", iterations, 0),
+        ("bits", bits, 1),
+        ("fit_queries", fit_queries, 1),
+        ("seed", seed, 0),
+    ):
+        check_count(name, value, minimum=minimum)
+    if query.ndim != 4 or not query.is_floating_point():
+        raise ValueError(f"query must be floating-point (B, H, N, D), got {query.dtype} {tuple(query.shape)}")
+    if key is not None and (key.shape[:2] != query.shape[:2] or key.shape[3:] != query.shape[3:]):
+        raise ValueError(f"key {tuple(key.shape)} must agree with query {tuple(query.shape)} in B, H and head_dim")
+    if key is not None:
+        check_mask("key_mask", key_mask, key)
+    check_mask("query_mask", query_mask, query)
+    if check_finite and not query.isfinite().all():
+        raise ValueError("query has values that are not finite: look for an overflow or a bad weight before attention")
+    run = choose_backend(backend, reference.cluster_queries, batched.cluster_queries)
+    query, key = query.detach(), None if key is None or method == "lsh" else key.detach()
+    key_mask = None if key is None else key_mask
+    return run(query, key, key_mask, query_mask, clusters, method, iterations, bits, fit_queries, seed)

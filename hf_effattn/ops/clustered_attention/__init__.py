@@ -4,7 +4,7 @@ import torch
 
 from ..arguments import check_count, check_labels, check_mask, check_query_key_value, choose_backend
 from ..dropout import draw_seed
-from . import reference
+from . import batched, reference
 
 
 def clustered_attention(
@@ -50,6 +50,6 @@ def clustered_attention(
     check_mask("key_mask", key_mask, key)
     check_mask("query_mask", query_mask, query)
     check_labels(labels, query, clusters)
-    run = {"reference": reference.clustered_attention, "batched": reference.clustered_attention}[choose_backend(backend)]
+    run = choose_backend(backend, reference.clustered_attention, batched.clustered_attention)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     return run(query, key, value, labels, clusters, key_mask, query_mask, scale, dropout_p, draw_seed(dropout_p))

@@ -4,7 +4,7 @@ import torch
 
 from ..arguments import check_count, check_labels, check_mask, check_query_key_value, choose_backend
 from ..dropout import draw_seed
-from . import reference
+from . import batched, reference
 
 
 def improved_clustered_attention(
@@ -57,7 +57,7 @@ def improved_clustered_attention(
     check_mask("key_mask", key_mask, key)
     check_mask("query_mask", query_mask, query)
     check_labels(labels, query, clusters)
-    run = {"reference": reference.improved_clustered_attention, "batched": reference.improved_clustered_attention}[choose_backend(backend)]
+    run = choose_backend(backend, reference.improved_clustered_attention, batched.improved_clustered_attention)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     topk = min(topk, key.shape[2])
     return run(query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, draw_seed(dropout_p))
