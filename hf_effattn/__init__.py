@@ -5,8 +5,16 @@ Importing this package registers its attention functions with transformers, so t
 """
 
 from . import ops
-from .patching import list_methods, patch_attention, unpatch_attention
+from .patching import extend_positions, from_pretrained, list_methods, patch_attention, unpatch_attention
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "list_methods", "ops", "patch_attention", "unpatch_attention"]
+__all__ = [
+    "__version__",
+    "extend_positions",
+    "from_pretrained",
+    "list_methods",
+    "ops",
+    "patch_attention",
+    "unpatch_attention",
+]

@@ -1,9 +1,19 @@
 """Patching: an efficient attention method in place of a pretrained model's own, on one instance, and back."""
 
 from .attention import register
+from .loading import from_pretrained
 from .methods import list_methods, make_settings, run_method
 from .patch import patch_attention, unpatch_attention
+from .positions import extend_positions
 
 register()
 
-__all__ = ["list_methods", "make_settings", "patch_attention", "run_method", "unpatch_attention"]
+__all__ = [
+    "extend_positions",
+    "from_pretrained",
+    "list_methods",
+    "make_settings",
+    "patch_attention",
+    "run_method",
+    "unpatch_attention",
+]

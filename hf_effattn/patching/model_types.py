@@ -95,7 +95,7 @@ MODEL_TYPES: dict[str, ModelType] = {
 
 @dataclass(frozen=True)
 class Encoder:
-    """The self-attention of one config in a model: a composite model can hold several.
+    """The self-attention of one model with one config: a composite model can hold several.
 
     Args:
         model (`PreTrainedModel`): the outermost model with this config.
@@ -134,19 +134,32 @@ def is_sliding_window(module: nn.Module) -> bool:
 
 def find_encoders(model: nn.Module) -> list[Encoder]:
     """Every bidirectional encoder of the table in a model, in the order of its modules."""
-    models: dict[int, PreTrainedModel] = {}
-    modules: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            models.setdefault(id(module.config), module)
-        elif is_self_attention(module) and not is_causal(module):
-            modules.setdefault(id(module.config), []).append(module)
-    encoders = []
-    for key, found in modules.items():
-        if key in models:
-            layers = MODEL_TYPES[models[key].config.model_type].layers(models[key].config, len(found))
-            encoders.append(Encoder(models[key], tuple(found), tuple(layers)))
-    return encoders
+    found: list[tuple[PreTrainedModel, list[nn.Module]]] = []
+    _collect(model, None, found, set())
+    return [
+        Encoder(owner, tuple(modules), tuple(MODEL_TYPES[owner.config.model_type].layers(owner.config, len(modules))))
+        for owner, modules in found
+        if modules
+    ]
+
+
+def _collect(
+    module: nn.Module,
+    owner: tuple[PreTrainedModel, list[nn.Module]] | None,
+    found: list[tuple[PreTrainedModel, list[nn.Module]]],
+    seen: set[nn.Module],
+) -> None:
+    """Put every bidirectional self-attention module to the outermost model around it that has its config."""
+    if module in seen:
+        return
+    seen.add(module)
+    if isinstance(module, PreTrainedModel) and (owner is None or module.config is not owner[0].config):
+        owner = (module, [])
+        found.append(owner)
+    if owner is not None and is_self_attention(module) and not is_causal(module) and module.config is owner[0].config:
+        owner[1].append(module)
+    for child in module.children():
+        _collect(child, owner, found, seen)
 
 
 def causal_modules(model: nn.Module) -> Iterator[nn.Module]:

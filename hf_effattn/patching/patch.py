@@ -159,20 +159,18 @@ def _full_layers(encoder: Encoder) -> list[int]:
 
 def apply_plans(plans: Sequence[PatchPlan]) -> None:
     """Carry out the plans; when one fails, undo them all."""
-    undo = []
+    states = [_state(plan.encoder) for plan in plans]
     try:
-        for plan in plans:
-            undo.append((plan.encoder, _state(plan.encoder)))
-            _apply(plan)
+        for plan, (implementation, _, _) in zip(plans, states, strict=True):
+            _apply(plan, implementation)
     except BaseException:
-        for encoder, state in reversed(undo):
-            _restore(encoder, *state)
+        for plan, state in zip(plans, states, strict=True):
+            _restore(plan.encoder, *state)
         raise
 
 
-def _apply(plan: PatchPlan) -> None:
+def _apply(plan: PatchPlan, current: str) -> None:
     config = plan.encoder.model.config
-    current = config._attn_implementation
     plan.encoder.model.set_attn_implementation(plan.settings.method)
     setattr(config, FIELD, write_stored(plan.settings, plan.layers))
     for module, patched in zip(plan.encoder.modules, plan.patched, strict=True):

@@ -1,0 +1,118 @@
+"""`extend_positions`: learned absolute positions for inputs longer than a model was trained on."""
+
+import operator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .model_types import MODEL_TYPES, LearnedPositions
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def extend_positions(model: Model, max_length: int) -> Model:
+    """Let a model with learned absolute positions take longer inputs, by repeating its pretrained positions, in place.
+
+    Token `i` beyond the pretrained length gets the position of token `i % length`. Inputs within that length give what
+    they gave before. `config.max_position_embeddings` follows, so a saved model loads again with plain
+    `from_pretrained`. The repeated positions were never trained at these distances: fine-tune, or check the result.
+    Call it before an optimizer is made, and set `tokenizer.model_max_length` to the new length yourself.
+
+    Args:
+        model (`PreTrainedModel`): BERT, ELECTRA, DistilBERT, ALBERT, RoBERTa, XLM-R or CamemBERT, with or without a
+            head.
+        max_length (`int`): the number of tokens, special ones included, that the model shall take.
+
+    Returns:
+        The same `model`.
+
+    Raises:
+        ValueError: a length below the present one, a model without learned absolute positions, a table of positions
+            that is quantised, sharded or wrapped. The model is then unchanged.
+        TypeError: something that is not a transformers model, a `max_length` that is not an int.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
+    length = _checked_length(max_length)
+    positions = _learned_positions(model)
+    module = model.base_model.get_submodule(positions.embeddings)
+    table = _plain_table(module, positions, model)
+    reserved = table.padding_idx + 1 if positions.reserved_by_padding and table.padding_idx is not None else 0
+    present = table.num_embeddings - reserved
+    if length < present:
+        raise ValueError(
+            f"{type(model).__name__} takes {present} tokens already, so max_length must be at least {present}, got "
+            f"{length}; to shorten inputs set the tokenizer's model_max_length or truncate instead"
+        )
+    if length == present:
+        return model
+    _grow(table, reserved, length, sinusoidal=getattr(model.config, "sinusoidal_pos_embds", False))
+    for name in positions.buffers:
+        _grow_buffer(module, name, reserved + length)
+    model.config.max_position_embeddings = reserved + length
+    return model
+
+
+def _checked_length(max_length: Any) -> int:
+    if isinstance(max_length, bool) or not hasattr(max_length, "__index__"):
+        raise TypeError(f"max_length must be an int, the number of tokens the model shall take; got {max_length!r}")
+    return operator.index(max_length)
+
+
+def _learned_positions(model: PreTrainedModel) -> LearnedPositions:
+    model_type = getattr(model.config, "model_type", "unknown")
+    entry = MODEL_TYPES.get(model_type)
+    if entry is not None and entry.positions is not None:
+        return entry.positions
+    extendable = ", ".join(name for name, served in MODEL_TYPES.items() if served.positions is not None)
+    reason = entry.no_positions if entry is not None else "hf_effattn does not know where its positions are"
+    raise ValueError(
+        f'{type(model).__name__} (model type "{model_type}") has no learned positions to extend: {reason}. '
+        f"extend_positions serves {extendable}"
+    )
+
+
+def _plain_table(module: nn.Module, positions: LearnedPositions, model: PreTrainedModel) -> nn.Embedding:
+    table = getattr(module, positions.table)
+    # A subclass (quantised, adapter) or a weight of another shape (sharded) stores its rows in a way of its own.
+    plain = type(table) is nn.Embedding and table.weight.is_floating_point()
+    if not plain or tuple(table.weight.shape) != (table.num_embeddings, table.embedding_dim):
+        raise ValueError(
+            f"the positions of {type(model).__name__} are a {type(table).__name__} of dtype {table.weight.dtype} and "
+            f"shape {tuple(table.weight.shape)}, not a plain nn.Embedding (quantised, sharded or wrapped?); extend "
+            "the positions of the plain model first, then quantise, shard or wrap it"
+        )
+    return table
+
+
+@torch.no_grad()
+def _grow(table: nn.Embedding, reserved: int, length: int, *, sinusoidal: bool) -> None:
+    """Repeat the rows after the reserved ones until there are `length`; continue the formula of sinusoidal rows."""
+    weight = table.weight
+    pretrained = weight[reserved:]
+    rows = pretrained[torch.arange(length, device=weight.device) % len(pretrained)]
+    if sinusoidal and not weight.is_meta:
+        formula = _sinusoids(length, weight.shape[1]).to(weight)
+        # A table that was trained on is no longer the formula's, and its own rows are the better continuation.
+        if torch.allclose(formula[: len(pretrained)], pretrained, atol=1e-2):
+            rows = torch.cat([pretrained, formula[len(pretrained) :]])
+    table.weight = nn.Parameter(torch.cat([weight[:reserved], rows]), requires_grad=weight.requires_grad)
+    table.num_embeddings = reserved + length
+
+
+def _sinusoids(length: int, width: int) -> torch.Tensor:
+    """Sines in the even columns, cosines in the odd, `(length, width)` (Source: Vaswani 2017, section 3.5)."""
+    column = torch.arange(width, dtype=torch.float64)
+    angles = torch.arange(length, dtype=torch.float64)[:, None] / 10000 ** (2 * (column // 2) / width)
+    return torch.where(column % 2 == 0, angles.sin(), angles.cos())
+
+
+def _grow_buffer(module: nn.Module, name: str, columns: int) -> None:
+    """A buffer `(1, rows)` of the position table at its new length: indices count on, token types stay 0."""
+    buffer = getattr(module, name, None)
+    if not isinstance(buffer, torch.Tensor):
+        return
+    values = torch.arange(columns) if name == "position_ids" else torch.zeros(columns)
+    setattr(module, name, values.to(buffer)[None].contiguous())
