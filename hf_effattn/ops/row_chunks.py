@@ -11,7 +11,7 @@ import torch
 
 # Bytes of one attention-shaped buffer of a chunk. Small enough to be reused by the allocator from chunk to chunk
 # (larger buffers are mapped and faulted in anew each time), large enough to keep both cores busy.
-CHUNK_BYTES = 16 * 2**20
+CHUNK_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)

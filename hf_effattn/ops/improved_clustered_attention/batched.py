@@ -70,8 +70,8 @@ class ClusterBlocks:
 
 
 def block_length(mean_size: float) -> int:
-    """Queries per block for clusters of `mean_size` queries: half of one or so, in powers of two."""
-    return next((length for length in (8, 16, 32) if mean_size < 3 * length), 64)
+    """Queries per block for clusters of `mean_size` queries: few half-empty blocks, few copies of the top keys."""
+    return next((length for length in (8, 16, 32) if mean_size <= length), 64)
 
 
 class _Chunk:

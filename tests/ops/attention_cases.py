@@ -1,0 +1,127 @@
+"""Inputs that the tests of the attention ops share: sizes, masks and a definition written as loops."""
+
+from dataclasses import dataclass
+from math import exp
+
+import torch
+
+from hf_effattn import ops
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of one test: batch, heads, query length, key length, head_dim, value dim, clusters, topk, masks."""
+
+    name: str
+    B: int = 2
+    H: int = 2
+    N: int = 37
+    M: int = 37
+    D: int = 16
+    Dv: int = 16
+    clusters: int = 5
+    topk: int = 6
+    masks: str = "none"
+
+
+CASES = (
+    Case("plain"),
+    Case("one_token", N=1, M=1),
+    Case("one_query", N=1),
+    Case("one_key", M=1),
+    Case("prime_lengths", N=53, M=101),
+    Case("fewer_queries_than_clusters", N=3, clusters=7),
+    Case("one_cluster", clusters=1),
+    Case("empty_clusters", N=9, clusters=32),
+    Case("topk_beyond_keys", topk=50),
+    Case("odd_dimensions", D=20, Dv=12, N=41, M=23),
+    Case("long", N=211, M=150, clusters=9, topk=17),
+    Case("right_padding", masks="right"),
+    Case("left_padding", masks="left"),
+    Case("holes", masks="holes", N=61, M=47),
+    Case("row_fully_padded", masks="row"),
+    Case("fewer_keys_than_topk", masks="few", topk=9),
+)
+
+
+@dataclass
+class Inputs:
+    """Tensors of a case."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    labels: torch.Tensor
+    key_mask: torch.Tensor | None
+    query_mask: torch.Tensor | None
+
+    def to(self, dtype: torch.dtype) -> "Inputs":
+        tensors = (tensor.detach().to(dtype) for tensor in (self.query, self.key, self.value))
+        return Inputs(*tensors, self.labels, self.key_mask, self.query_mask)
+
+
+def padding(kind: str, B: int, length: int) -> torch.Tensor | None:
+    """Boolean mask `(B, length)` of the asked kind; the first item is never masked but with holes."""
+    if kind == "none":
+        return None
+    mask = torch.ones(B, length, dtype=torch.bool)
+    if kind == "right":
+        mask[-1, length // 2 :] = False
+    elif kind == "left":
+        mask[-1, : length // 3] = False
+    elif kind == "holes":
+        mask = torch.rand(B, length, generator=torch.Generator().manual_seed(length)) > 0.4
+    elif kind == "row":
+        mask[-1] = False
+    elif kind == "few":
+        mask[-1, 4:] = False
+    return mask
+
+
+def make_inputs(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -> Inputs:
+    """Query, key and value as transformers hands them over: `(B, N, H, D)` in memory, seen as `(B, H, N, D)`."""
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (
+        torch.randn(case.B, length, case.H, dim, dtype=torch.float64, generator=generator).to(dtype).transpose(1, 2)
+        for length, dim in ((case.N, case.D), (case.M, case.D), (case.M, case.Dv))
+    )
+    labels = torch.randint(case.clusters, (case.B, case.H, case.N), generator=generator)
+    return Inputs(query, key, value, labels, padding(case.masks, case.B, case.M), padding(case.masks, case.B, case.N))
+
+
+def attend(op: str, case: Case, inputs: Inputs, **options: object) -> torch.Tensor:
+    """Run the op named `op` on a case."""
+    settings = {"clusters": case.clusters, "key_mask": inputs.key_mask, "query_mask": inputs.query_mask} | options
+    if op == "improved_clustered_attention":
+        settings.setdefault("topk", case.topk)
+    return getattr(ops, op)(inputs.query, inputs.key, inputs.value, inputs.labels, **settings)
+
+
+def attend_with_loops(
+    query: list, key: list, value: list, labels: list, clusters: int, topk: int, key_mask: list, query_mask: list
+) -> list:
+    """Spec of one head in plain Python: lists of rows in, list of rows out. `topk=0` is clustered attention."""
+    N, M, D, Dv = len(query), len(key), len(query[0]), len(value[0])
+
+    def dot(a, b):
+        return sum(x * y for x, y in zip(a, b, strict=True))
+
+    output = [[0.0] * Dv for _ in range(N)]
+    seen = [t for t in range(M) if key_mask[t]]
+    for j in range(clusters):
+        members = [i for i in range(N) if labels[i] == j and query_mask[i]]
+        if not members or not seen:
+            continue
+        centroid = [sum(query[i][d] for i in members) / len(members) for d in range(D)]
+        raw = {t: exp(dot(centroid, key[t]) * D**-0.5) for t in seen}
+        attention = {t: raw[t] / sum(raw.values()) for t in seen}
+        top = sorted(seen, key=lambda t: -attention[t])[:topk]
+        mass = sum(attention[t] for t in top)
+        for i in members:
+            weights = dict(attention)
+            exact = {t: exp(dot(query[i], key[t]) * D**-0.5) for t in top}
+            for t in top:
+                weights[t] = mass * exact[t] / sum(exact.values())
+            assert abs(sum(weights.values()) - 1) < 1e-12
+            output[i] = [sum(weights[t] * value[t][d] for t in seen) for d in range(Dv)]
+    return output

@@ -1,0 +1,75 @@
+"""What a caller gets for wrong arguments: what was given, what is allowed."""
+
+import pytest
+import torch
+
+from hf_effattn import ops
+
+OPS = ("clustered_attention", "improved_clustered_attention")
+
+
+def arguments(**changes):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 3, 10, 8) for _ in range(3))
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        "labels": torch.zeros(2, 3, 10).long(),
+        "clusters": 4,
+    } | changes
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"clusters": 0}, ValueError, "clusters must be at least 1, got 0"),
+        ({"clusters": 2.0}, TypeError, "clusters must be an int, got float"),
+        ({"clusters": True}, TypeError, "clusters must be an int, got bool"),
+        ({"query": torch.randn(3, 10, 8)}, ValueError, "query must have 4 dimensions"),
+        ({"query": torch.zeros(2, 3, 10, 8).long()}, TypeError, "query must be a floating-point tensor"),
+        ({"key": torch.randn(2, 3, 10, 8).double()}, ValueError, "share dtype and device"),
+        ({"key": torch.randn(2, 3, 10, 6)}, ValueError, "must agree with query"),
+        ({"value": torch.randn(2, 3, 9, 8)}, ValueError, "must agree with key"),
+        ({"key_mask": torch.ones(2, 10)}, TypeError, r"key_mask must be boolean .* use mask.bool\(\)"),
+        ({"key_mask": torch.ones(2, 9).bool()}, ValueError, r"key_mask must have shape \(B, length\) = \(2, 10\)"),
+        ({"query_mask": torch.ones(2, 1, 1, 10).bool()}, ValueError, "query_mask must have shape"),
+        ({"labels": torch.zeros(2, 3, 9).long()}, ValueError, "labels must be"),
+        ({"labels": torch.zeros(2, 3, 10)}, TypeError, "labels must be integers"),
+        ({"labels": torch.full((2, 3, 10), 4)}, ValueError, r"labels must lie in 0 .. clusters - 1 = 3, got 4 .. 4"),
+        ({"labels": torch.full((2, 3, 10), -1)}, ValueError, "labels must lie in"),
+        ({"dropout_p": 1.0}, ValueError, r"dropout_p must lie in \[0, 1\)"),
+        ({"backend": "tritn"}, ValueError, "backend must be one of 'reference', 'batched'"),
+    ],
+)
+def test_attention_arguments(op, changes, error, message):
+    topk = {} if op == "clustered_attention" else {"topk": 3}
+    with pytest.raises(error, match=message):
+        getattr(ops, op)(**arguments(**changes), **topk)
+
+
+def test_topk_below_one():
+    with pytest.raises(ValueError, match="topk must be at least 1, got 0"):
+        ops.improved_clustered_attention(**arguments(), topk=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"clusters": 0}, ValueError, "clusters must be at least 1, got 0"),
+        ({"method": "kmean"}, ValueError, "method must be one of 'kmeans', 'lsh', got 'kmean'"),
+        ({"iterations": -1}, ValueError, "iterations must be at least 0, got -1"),
+        ({"bits": 0}, ValueError, "bits must be at least 1"),
+        ({"fit_queries": 0}, ValueError, "fit_queries must be at least 1"),
+        ({"seed": 1.5}, TypeError, "seed must be an int"),
+        ({"query": torch.zeros(3, 4)}, ValueError, "query must be floating-point"),
+        ({"key": torch.zeros(2, 3, 4, 5)}, ValueError, "key .* must agree with query"),
+        ({"query_mask": torch.ones(2, 10)}, TypeError, "query_mask must be boolean"),
+        ({"query": torch.full((2, 3, 10, 8), torch.inf), "check_finite": True}, ValueError, "not finite"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of"),
+    ],
+)
+def test_clustering_arguments(changes, error, message):
+    with pytest.raises(error, match=message):
+        ops.cluster_queries(**({"query": torch.randn(2, 3, 10, 8), "clusters": 4} | changes))

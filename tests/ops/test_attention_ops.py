@@ -1,0 +1,313 @@
+"""Clustered and improved clustered attention: values, gradients, identities, masks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import CASES, Case, attend, attend_with_loops, make_inputs, padding
+from closeness import assert_close_to_reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+OPS = ("clustered_attention", "improved_clustered_attention")
+BACKENDS = ("reference", "batched")
+by_name = {"ids": lambda case: case.name if isinstance(case, Case) else str(case)}
+each_op = pytest.mark.parametrize("op", OPS)
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+each_case = pytest.mark.parametrize("case", CASES, **by_name)
+
+
+def with_gradients(op, case, inputs, **options):
+    """Output and the gradients of query, key and value, for a fixed random gradient of the output."""
+    leaves = [tensor.detach().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)]
+    inputs.query, inputs.key, inputs.value = leaves
+    output = attend(op, case, inputs, **options)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = torch.autograd.grad(output, leaves, weights.to(output.dtype))
+    return dict(zip(("output", "query", "key", "value"), (output.detach(), *gradients), strict=True))
+
+
+@each_op
+@each_backend
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("three", N=3, M=3, D=2, Dv=2, clusters=2, topk=1),
+        Case("five", N=5, M=4, D=3, Dv=2, clusters=3, topk=2),
+        Case("eight", N=8, M=7, D=4, Dv=3, clusters=3, topk=3, masks="holes"),
+        Case("topk_beyond_keys", N=4, M=3, D=2, Dv=2, clusters=2, topk=9),
+        Case("row_without_keys", N=6, M=6, D=2, Dv=2, clusters=2, topk=2, masks="row"),
+    ],
+    **by_name,
+)
+def test_equals_the_definition_written_as_loops(op, backend, case):
+    inputs = make_inputs(case)
+    actual = attend(op, case, inputs, backend=backend)
+    key_mask = torch.ones(case.B, case.M) if inputs.key_mask is None else inputs.key_mask
+    query_mask = torch.ones(case.B, case.N) if inputs.query_mask is None else inputs.query_mask
+    for b in range(case.B):
+        for h in range(case.H):
+            head = (tensor[b, h].tolist() for tensor in (inputs.query, inputs.key, inputs.value, inputs.labels))
+            topk = 0 if op == "clustered_attention" else case.topk
+            masks = key_mask[b].tolist(), query_mask[b].tolist()
+            expected = attend_with_loops(*head, case.clusters, topk, *masks)
+            torch.testing.assert_close(actual[b, h], torch.tensor(expected, dtype=torch.float64))
+
+
+@each_op
+@each_case
+def test_fast_form_equals_reference(op, case):
+    expected = with_gradients(op, case, make_inputs(case), backend="reference")
+    actual = with_gradients(op, case, make_inputs(case), backend="batched")
+    for name in expected:
+        assert_close_to_reference(name, actual[name], expected[name], rtol=1e-12)
+
+
+@each_op
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[9], CASES[13]], **by_name)
+def test_dtypes_against_float64(op, dtype, case):
+    """The error is what plain PyTorch has in the same dtype. All keys are recomputed where low precision could
+
+    choose another set of top keys: then the two would rightly differ.
+    """
+    topk = {"topk": case.M} if op == "improved_clustered_attention" else {}
+    rounded = make_inputs(case, dtype)
+    expected = with_gradients(op, case, rounded.to(torch.float64), backend="reference", **topk)
+    baseline = with_gradients(op, case, rounded.to(dtype), backend="reference", **topk)
+    actual = with_gradients(op, case, rounded.to(dtype), backend="batched", **topk)
+    for name in expected:
+        assert actual[name].dtype == dtype
+        assert_close_to_reference(name, actual[name], expected[name], baseline[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes_with_few_top_keys(dtype):
+    """As above with `topk < M`: every cluster has keys far ahead of the rest, so every dtype chooses the same."""
+    case = Case("separated", N=40, M=32, clusters=4, topk=4)
+    rounded = make_inputs(case, dtype)
+    rounded.key[:, :, :4] *= 4.0
+    rounded.query = (rounded.key[:, :, :4].mean(dim=2, keepdim=True) + 0.1 * rounded.query).to(dtype)
+    expected = with_gradients("improved_clustered_attention", case, rounded.to(torch.float64), backend="reference")
+    baseline = with_gradients("improved_clustered_attention", case, rounded.to(dtype), backend="reference")
+    actual = with_gradients("improved_clustered_attention", case, rounded.to(dtype), backend="batched")
+    for name in expected:
+        assert_close_to_reference(name, actual[name], expected[name], baseline[name], rtol=1e-6)
+
+
+@each_op
+@each_backend
+@pytest.mark.parametrize("masks", ["none", "holes"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_gradcheck(op, backend, masks, dropout_p):
+    case = Case("small", N=7, M=6, D=3, Dv=2, clusters=3, topk=2, masks=masks)
+    inputs = make_inputs(case)
+
+    def run(query, key, value):
+        torch.manual_seed(5)
+        inputs.query, inputs.key, inputs.value = query, key, value
+        return attend(op, case, inputs, backend=backend, dropout_p=dropout_p)
+
+    leaves = [tensor.detach().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)]
+    assert torch.autograd.gradcheck(run, leaves)
+
+
+@each_backend
+@pytest.mark.parametrize("masks", ["none", "right", "left", "holes", "row"])
+def test_improved_with_all_keys_is_exact(backend, masks):
+    case = Case("exact", topk=37, masks=masks)
+    inputs = make_inputs(case)
+    actual = attend("improved_clustered_attention", case, inputs, backend=backend)
+    mask = None if inputs.key_mask is None else inputs.key_mask[:, None, None, :]
+    exact = F.scaled_dot_product_attention(inputs.query, inputs.key, inputs.value, attn_mask=mask)
+    rows = torch.ones(case.B, case.N, dtype=torch.bool) if inputs.query_mask is None else inputs.query_mask
+    for b in range(case.B):
+        torch.testing.assert_close(actual[b][:, rows[b]], exact[b][:, rows[b]])
+
+
+@each_op
+@each_backend
+def test_a_cluster_for_every_query_is_exact(op, backend):
+    case = Case("own_cluster", clusters=37, topk=3)
+    inputs = make_inputs(case)
+    inputs.labels = torch.randperm(37).expand(case.B, case.H, 37)
+    exact = F.scaled_dot_product_attention(inputs.query, inputs.key, inputs.value)
+    torch.testing.assert_close(attend(op, case, inputs, backend=backend), exact)
+
+
+@each_op
+@each_backend
+@pytest.mark.parametrize("masks", ["none", "right", "holes"])
+def test_weights_sum_to_one_and_masked_keys_have_none(op, backend, masks):
+    """With the identity as values the output is the attention matrix itself."""
+    case = Case("weights", masks=masks, Dv=37)
+    inputs = make_inputs(case)
+    inputs.value = torch.eye(case.M, dtype=torch.float64).expand(case.B, case.H, -1, -1)
+    weights = attend(op, case, inputs, backend=backend)
+    key_mask, query_mask = (
+        torch.ones(case.B, case.M, dtype=torch.bool) if mask is None else mask
+        for mask in (inputs.key_mask, inputs.query_mask)
+    )
+    total = query_mask[:, None, :].expand(-1, case.H, -1).double()
+    torch.testing.assert_close(weights.sum(dim=-1), total)
+    assert (weights >= 0).all()
+    assert (weights.transpose(2, 3)[~key_mask[:, None].expand(-1, case.H, -1)] == 0).all()
+
+
+@each_op
+@each_backend
+@pytest.mark.parametrize("masks", ["right", "left", "holes"])
+def test_a_padded_batch_equals_its_texts_alone(op, backend, masks):
+    case = Case("padded", masks=masks)
+    inputs = make_inputs(case)
+    padded = attend(op, case, inputs, backend=backend)
+    mask = inputs.query_mask[-1]
+    alone = make_inputs(case)
+    for name in ("query", "key", "value"):
+        setattr(alone, name, getattr(inputs, name)[-1:, :, mask if name == "query" else inputs.key_mask[-1]])
+    alone.labels, alone.key_mask, alone.query_mask = inputs.labels[-1:, :, mask], None, None
+    expected = attend(op, case, alone, backend=backend)
+    torch.testing.assert_close(padded[-1:, :, mask], expected, rtol=0, atol=0 if backend == "batched" else 1e-14)
+    assert (padded[-1:, :, ~mask] == 0).all()
+
+
+@each_op
+@each_backend
+def test_values_of_masked_rows_change_nothing(op, backend):
+    case = Case("garbage", masks="right")
+    clean = with_gradients(op, case, make_inputs(case), backend=backend)
+    inputs = make_inputs(case)
+    inputs.key[-1, :, ~inputs.key_mask[-1]] = 1e4
+    inputs.value[-1, :, ~inputs.key_mask[-1]] = -1e4
+    inputs.query[-1, :, ~inputs.query_mask[-1]] = 1e4
+    dirty = with_gradients(op, case, inputs, backend=backend)
+    for name in clean:
+        torch.testing.assert_close(dirty[name], clean[name], rtol=0, atol=0)
+    assert (dirty["key"][-1, :, ~inputs.key_mask[-1]] == 0).all()
+    assert (dirty["value"][-1, :, ~inputs.key_mask[-1]] == 0).all()
+    assert (dirty["query"][-1, :, ~inputs.query_mask[-1]] == 0).all()
+
+
+@each_op
+@each_backend
+def test_large_scores_stay_finite(op, backend):
+    case = Case("large")
+    inputs = make_inputs(case, torch.float32)
+    inputs.query *= 300
+    results = with_gradients(op, case, inputs, backend=backend)
+    assert all(tensor.isfinite().all() for tensor in results.values())
+
+
+@each_op
+def test_strides_do_not_matter(op):
+    case = Case("strided")
+    inputs = make_inputs(case)
+    expected = attend(op, case, inputs)
+    packed = torch.stack([inputs.query, inputs.key, inputs.value], dim=-1).unbind(dim=-1)  # inner stride 3
+    inputs.query, inputs.key, inputs.value = packed
+    torch.testing.assert_close(attend(op, case, inputs), expected, rtol=0, atol=0)
+    inputs.value = inputs.value[:, :1].expand(-1, case.H, -1, -1)  # stride 0
+    dense = make_inputs(case)
+    dense.value = inputs.value.contiguous()
+    torch.testing.assert_close(attend(op, case, inputs), attend(op, case, dense), rtol=0, atol=0)
+
+
+@each_op
+def test_inputs_are_left_alone(op):
+    case = Case("untouched", masks="holes")
+    inputs, kept = make_inputs(case), make_inputs(case)
+    with_gradients(op, case, inputs)
+    for name in ("query", "key", "value", "labels", "key_mask", "query_mask"):
+        assert torch.equal(getattr(inputs, name), getattr(kept, name))
+
+
+@each_op
+@pytest.mark.parametrize("masks", ["none", "holes"])
+def test_dropout_is_the_same_in_both_forms_and_replays(op, masks):
+    case = Case("dropout", masks=masks)
+    results = []
+    for backend in (*BACKENDS, "batched"):
+        torch.manual_seed(11)
+        results.append(with_gradients(op, case, make_inputs(case), backend=backend, dropout_p=0.4))
+    for name in results[0]:
+        assert_close_to_reference(name, results[1][name], results[0][name], rtol=1e-12)
+        assert torch.equal(results[1][name], results[2][name])
+    assert not torch.equal(results[1]["output"], attend(op, case, make_inputs(case), dropout_p=0.4))
+
+
+@each_op
+def test_dropout_keeps_the_mean(op):
+    case = Case("dropout", B=1, H=1)
+    inputs = make_inputs(case)
+    torch.manual_seed(0)
+    draws = torch.stack([attend(op, case, inputs, dropout_p=0.2) for _ in range(2000)])
+    error = (draws.mean(dim=0) - attend(op, case, inputs)).abs() / (draws.std(dim=0) / 2000**0.5)
+    assert error.max() < 5.5  # standard errors, over 592 values
+
+
+@each_op
+@pytest.mark.parametrize("masks", ["none", "holes"])
+def test_compiles_as_one_graph(op, masks):
+    case = Case("compiled", masks=masks)
+    expected = with_gradients(op, case, make_inputs(case))
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    inputs = make_inputs(case)
+    leaves = [tensor.detach().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)]
+    inputs.query, inputs.key, inputs.value = leaves
+    output = compiled(op, case, inputs)
+    torch.testing.assert_close(output.detach(), expected["output"], rtol=0, atol=0)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for name, gradient in zip(("query", "key", "value"), torch.autograd.grad(output, leaves, weights), strict=True):
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=0)
+
+
+@each_op
+def test_registered_with_torch_library(op):
+    """torch's own check of the schema, the fake function and the autograd formula."""
+    case = Case("opcheck", N=11, M=9, clusters=3, topk=2, masks="holes")
+    inputs = make_inputs(case)
+    leaves = [tensor.detach().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)]
+    topk = () if op == "clustered_attention" else (case.topk,)
+    arguments = (*leaves, inputs.labels, case.clusters, *topk, inputs.key_mask, inputs.query_mask, 0.3, 0.0, None)
+    torch.library.opcheck(getattr(torch.ops.hf_effattn, op).default, arguments)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    op=st.sampled_from(OPS),
+    sizes=st.tuples(*[st.integers(1, 40)] * 2, *[st.integers(1, 9)] * 2),
+    clusters=st.integers(1, 20),
+    topk=st.integers(1, 45),
+    masks=st.sampled_from(["none", "right", "left", "holes", "row", "few"]),
+    seed=st.integers(0, 2**16),
+)
+def test_any_sizes(op, sizes, clusters, topk, masks, seed):
+    N, M, D, Dv = sizes
+    case = Case("any", N=N, M=M, D=D, Dv=Dv, clusters=clusters, topk=topk, masks=masks)
+    expected = with_gradients(op, case, make_inputs(case, seed=seed), backend="reference")
+    actual = with_gradients(op, case, make_inputs(case, seed=seed), backend="batched")
+    for name in expected:
+        assert_close_to_reference(name, actual[name], expected[name], rtol=1e-10)
+
+
+@each_op
+def test_memory_grows_with_length_not_with_its_square(op):
+    """Bytes alive at the peak of forward and backward, counted by the allocator: doubling N at most doubles them."""
+    peaks = []
+    for N in (2048, 4096):
+        case = Case("memory", B=1, H=2, N=N, M=N, D=16, Dv=16, clusters=16, topk=8)
+        inputs = make_inputs(case, torch.float32)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            with_gradients(op, case, inputs)
+        alive = peak = 0
+        for event in profile.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                alive += event.nbytes()
+                peak = max(peak, alive)
+        peaks.append(peak)
+    assert 0 < peaks[1] < 2.2 * peaks[0]
+    assert peaks[1] < 4096 * 4096 * 4  # one head's matrix would already be more
+
+
+def test_padding_kinds_are_what_they_say():
+    assert padding("right", 2, 4).tolist() == [[True] * 4, [True, True, False, False]]
+    assert not padding("row", 2, 4)[1].any()
