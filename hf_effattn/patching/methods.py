@@ -246,6 +246,8 @@ class ImprovedClusteredSettings(ClusteredSettings):
 METHODS: dict[str, type[MethodSettings]] = {
     settings.method: settings for settings in (ClusteredSettings, ImprovedClusteredSettings)
 }
+# Listed once: torch.compile cannot trace dataclasses.fields of a class.
+SETTING_NAMES = {name: tuple(field.name for field in fields(settings)) for name, settings in METHODS.items()}
 
 
 def list_methods() -> tuple[str, ...]:
@@ -263,7 +265,7 @@ def setting_names(method: str) -> tuple[str, ...]:
         raise ValueError(
             f"unknown attention method {method!r}{_closest(method, METHODS)}; choose one of {_quoted(METHODS)}"
         )
-    return tuple(field.name for field in fields(METHODS[method]))
+    return SETTING_NAMES[method]
 
 
 def make_settings(method: str, **settings: Any) -> MethodSettings:

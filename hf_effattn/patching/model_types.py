@@ -99,7 +99,8 @@ class Encoder:
 
     Args:
         model (`PreTrainedModel`): the outermost model with this config.
-        modules (`tuple[nn.Module, ...]`): its bidirectional self-attention modules, in the order of its layers.
+        modules (`tuple[nn.Module, ...]`): its bidirectional self-attention modules, in the order of its layers. Their
+            config is the model's own, but for the old composite models, which give their parts a second copy.
         layers (`tuple[tuple[int, ...], ...]`): for each module the layers it serves (ALBERT's serve several).
     """
 
@@ -149,14 +150,15 @@ def _collect(
     found: list[tuple[PreTrainedModel, list[nn.Module]]],
     seen: set[nn.Module],
 ) -> None:
-    """Put every bidirectional self-attention module to the outermost model around it that has its config."""
+    """Put every bidirectional self-attention module to the model around it, the outermost with the same config."""
     if module in seen:
         return
     seen.add(module)
     if isinstance(module, PreTrainedModel) and (owner is None or module.config is not owner[0].config):
         owner = (module, [])
         found.append(owner)
-    if owner is not None and is_self_attention(module) and not is_causal(module) and module.config is owner[0].config:
+    bidirectional = is_self_attention(module) and not is_causal(module)
+    if owner is not None and bidirectional and model_type_of(module) is model_type_of(owner[0]):
         owner[1].append(module)
     for child in module.children():
         _collect(child, owner, found, seen)

@@ -66,7 +66,7 @@ def unpatch_attention(model: Model) -> Model:
         patches = [vars(module).pop(RECORD) for module in encoder.modules if RECORD in vars(module)]
         ours = encoder.model.config._attn_implementation in list_methods()
         if ours:
-            encoder.model.set_attn_implementation(patches[0].previous if patches else "sdpa")
+            set_implementation(encoder, patches[0].previous if patches else "sdpa")
         if (patches or ours) and hasattr(encoder.model.config, FIELD):
             delattr(encoder.model.config, FIELD)
     return model
@@ -159,44 +159,52 @@ def _full_layers(encoder: Encoder) -> list[int]:
 
 def apply_plans(plans: Sequence[PatchPlan]) -> None:
     """Carry out the plans; when one fails, undo them all."""
-    states = [_state(plan.encoder) for plan in plans]
+    states = [_EncoderState(plan.encoder) for plan in plans]
     try:
-        for plan, (implementation, _, _) in zip(plans, states, strict=True):
-            _apply(plan, implementation)
-    except BaseException:
         for plan, state in zip(plans, states, strict=True):
-            _restore(plan.encoder, *state)
+            _apply(plan, state)
+    except BaseException:
+        for state in states:
+            state.restore()
         raise
 
 
-def _apply(plan: PatchPlan, current: str) -> None:
-    config = plan.encoder.model.config
-    plan.encoder.model.set_attn_implementation(plan.settings.method)
-    setattr(config, FIELD, write_stored(plan.settings, plan.layers))
-    for module, patched in zip(plan.encoder.modules, plan.patched, strict=True):
-        earlier = vars(module).get(RECORD)
-        if earlier is not None and current in list_methods():
-            previous = earlier.previous
-        else:
-            previous = "sdpa" if current in list_methods() else current
+def _apply(plan: PatchPlan, before: "_EncoderState") -> None:
+    current = before.implementation
+    exact = "sdpa" if current in list_methods() else current
+    set_implementation(plan.encoder, plan.settings.method)
+    setattr(plan.encoder.model.config, FIELD, write_stored(plan.settings, plan.layers))
+    for module, patched, earlier in zip(plan.encoder.modules, plan.patched, before.patches, strict=True):
+        previous = exact if earlier is None or current not in list_methods() else earlier.previous
         setattr(module, RECORD, ModulePatch(plan.settings if patched else None, previous))
 
 
-def _state(encoder: Encoder) -> tuple[str, Any, list[ModulePatch | None]]:
-    config = encoder.model.config
-    patches = [vars(module).get(RECORD) for module in encoder.modules]
-    return config._attn_implementation, getattr(config, FIELD, None), patches
+def set_implementation(encoder: Encoder, implementation: str) -> None:
+    """Set the attention implementation of an encoder, also in a copy of the config that its modules hold."""
+    encoder.model.set_attn_implementation(implementation)
+    for module in encoder.modules:
+        config: Any = module.config
+        if config is not encoder.model.config:
+            config._attn_implementation = implementation
 
 
-def _restore(encoder: Encoder, implementation: str, stored: Any, patches: list[ModulePatch | None]) -> None:
-    config = encoder.model.config
-    if config._attn_implementation != implementation:
-        encoder.model.set_attn_implementation(implementation)
-    if stored is not None:
-        setattr(config, FIELD, stored)
-    elif hasattr(config, FIELD):
-        delattr(config, FIELD)
-    for module, patch in zip(encoder.modules, patches, strict=True):
-        vars(module).pop(RECORD, None)
-        if patch is not None:
-            setattr(module, RECORD, patch)
+class _EncoderState:
+    """What patching changes in an encoder, as it was."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
+        self.implementation: str = encoder.model.config._attn_implementation
+        self.stored = getattr(encoder.model.config, FIELD, None)
+        self.patches: list[ModulePatch | None] = [vars(module).get(RECORD) for module in encoder.modules]
+
+    def restore(self) -> None:
+        config = self.encoder.model.config
+        set_implementation(self.encoder, self.implementation)
+        if self.stored is not None:
+            setattr(config, FIELD, self.stored)
+        elif hasattr(config, FIELD):
+            delattr(config, FIELD)
+        for module, patch in zip(self.encoder.modules, self.patches, strict=True):
+            vars(module).pop(RECORD, None)
+            if patch is not None:
+                setattr(module, RECORD, patch)

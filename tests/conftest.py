@@ -1,0 +1,5 @@
+"""Settings for every test: no network, whatever the machine."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"

@@ -1,0 +1,234 @@
+"""What cannot be patched says so, says what to do, and is left as it was."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import batch_for, encoded, tiny_config, tiny_model
+from torch import nn
+from transformers import (
+    BertLMHeadModel,
+    BertModel,
+    DebertaV2Config,
+    DebertaV2Model,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MPNetConfig,
+    MPNetModel,
+    PreTrainedModel,
+    T5Config,
+    T5EncoderModel,
+    WhisperForCausalLM,
+)
+
+import hf_effattn
+from hf_effattn.patching import patch
+
+SMALL = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+}
+
+
+def gpt2(**kwargs: Any) -> GPT2LMHeadModel:
+    config = GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
+    return GPT2LMHeadModel._from_config(config, **kwargs).eval()
+
+
+def traces_of_patching(model: nn.Module) -> list[str]:
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    traces = [name for name, module in model.named_modules() if "_effattn" in vars(module)]
+    traces += [config._attn_implementation for config in configs if config._attn_implementation != "sdpa"]
+    return traces + [str(config.effattn) for config in configs if hasattr(config, "effattn")]
+
+
+@pytest.mark.parametrize(
+    ("method", "keywords", "error", "message"),
+    [
+        ("i-cluster", {}, ValueError, 'unknown attention method .i-cluster. .did you mean "i-clustered"'),
+        ("sdpa", {}, ValueError, 'choose one of "clustered", "i-clustered"'),
+        ("i-clustered", {"top_k": 3}, ValueError, 'no setting .top_k. .did you mean "topk"'),
+        ("clustered", {"topk": 3}, ValueError, "'clustered' has no setting 'topk'"),
+        ("clustered", {"clusters": 0}, ValueError, "clusters must be at least 1, got 0"),
+        ("clustered", {"layers": [3]}, ValueError, "layers has 3, but the model has 3 layers; give a list .* 0 to 2"),
+        ("clustered", {"layers": [-4]}, ValueError, "layers has -4"),
+        ("clustered", {"layers": []}, ValueError, "layers is empty, so nothing would be patched"),
+        ("clustered", {"layers": [1, 1]}, ValueError, r"layers names a layer twice: \[1, 1\]"),
+        ("clustered", {"layers": [2, -1]}, ValueError, r"layers names a layer twice: \[2, -1\]"),
+        ("clustered", {"layers": [True]}, TypeError, "layers must hold ints, got True"),
+        ("clustered", {"layers": [1.0]}, TypeError, "layers must hold ints, got 1.0"),
+        ("clustered", {"layers": 1}, TypeError, "layers must be a list of ints or None for all, got 1"),
+        ("clustered", {"layers": "all"}, TypeError, "layers must be a list of ints or None for all, got 'all'"),
+    ],
+)
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_mistake_leaves_the_model_as_it_was(
+    method: str, keywords: dict[str, Any], error: type[Exception], message: str, patched: bool
+) -> None:
+    model = tiny_model("bert")
+    batch = batch_for(model, padding="left")
+    if patched:
+        hf_effattn.patch_attention(model, "i-clustered", clusters=5, topk=7, min_length=0)
+    config = model.config.to_dict()
+    expected = encoded(model, batch)
+    with pytest.raises(error, match=message):
+        hf_effattn.patch_attention(model, method, **keywords)
+    assert torch.equal(encoded(model, batch), expected)
+    assert model.config.to_dict() == config
+    assert bool(traces_of_patching(model)) == patched
+
+
+def test_a_failure_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a failure that no check foresaw, in the second of two encoders."""
+    from transformers import VisionTextDualEncoderModel
+
+    model = VisionTextDualEncoderModel(vision_model=tiny_model("vit"), text_model=tiny_model("bert")).eval()
+    config = model.config.to_dict()
+    write = patch.write_stored
+    calls = []
+
+    def fail_the_second_time(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("disk on fire")
+        return write(*args)
+
+    monkeypatch.setattr(patch, "write_stored", fail_the_second_time)
+    with pytest.raises(RuntimeError, match="disk on fire"):
+        hf_effattn.patch_attention(model, "clustered", clusters=4, min_length=0)
+    assert traces_of_patching(model) == []
+    assert model.config.to_dict() == config
+
+
+@pytest.mark.parametrize("method", hf_effattn.list_methods())
+def test_gpt2(method: str) -> None:
+    model = gpt2()
+    message = rf'GPT2LMHeadModel is causal, and "{method}" here serves bidirectional encoders.*The causal form.*"sdpa"'
+    with pytest.raises(ValueError, match=message):
+        hf_effattn.patch_attention(model, method)
+    assert traces_of_patching(model) == []
+    tokens = torch.arange(40)[None]
+    for switched in (gpt2(attn_implementation=method), model):
+        switched.set_attn_implementation(method)
+        with pytest.raises(ValueError, match="GPT2Attention is causal"):
+            switched(tokens)
+        switched.set_attn_implementation("sdpa")
+        switched(tokens)
+
+
+@pytest.mark.parametrize("method", hf_effattn.list_methods())
+def test_bert_as_a_decoder(method: str) -> None:
+    model = BertLMHeadModel(tiny_config("bert", is_decoder=True)).eval()
+    with pytest.raises(ValueError, match="BertLMHeadModel is causal.*The causal form of .* is not in this version"):
+        hf_effattn.patch_attention(model, method)
+    assert traces_of_patching(model) == []
+    model.set_attn_implementation(method)
+    with pytest.raises(ValueError, match="BertSelfAttention is causal"):
+        model(torch.arange(40)[None])
+
+
+def test_a_decoder_alone() -> None:
+    model = WhisperForCausalLM(tiny_config("whisper"))
+    with pytest.raises(ValueError, match="WhisperForCausalLM is causal"):
+        hf_effattn.patch_attention(model, "clustered")
+    assert traces_of_patching(model) == []
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(lambda: DebertaV2Model(DebertaV2Config(**SMALL)), id="deberta-v2"),
+        pytest.param(lambda: MPNetModel(MPNetConfig(**SMALL)), id="mpnet"),
+    ],
+)
+def test_models_that_do_not_dispatch(model: Any) -> None:
+    model = model()
+    with pytest.raises(
+        ValueError, match="does not dispatch its attention through .*AttentionInterface.*served are bert, "
+    ):
+        hf_effattn.patch_attention(model, "clustered")
+    assert not hasattr(model.config, "effattn")
+
+
+def test_model_types_that_are_not_served() -> None:
+    config = T5Config(vocab_size=60, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2)
+    model = T5EncoderModel(config).eval()
+    with pytest.raises(
+        ValueError, match=r'does not know T5EncoderModel .model type "t5".* It serves bert, roberta, .*whisper'
+    ):
+        hf_effattn.patch_attention(model, "clustered")
+    assert traces_of_patching(model) == []
+    model.set_attn_implementation("clustered")
+    with pytest.raises(ValueError, match="does not know T5Attention"):
+        model(torch.arange(40)[None])
+
+
+def test_things_that_are_not_models() -> None:
+    with pytest.raises(TypeError, match="must be a transformers model, got str"):
+        hf_effattn.patch_attention("bert-base-uncased", "clustered")
+    with pytest.raises(ValueError, match="Linear has no attention to patch: it holds no transformers model"):
+        hf_effattn.patch_attention(nn.Linear(2, 2), "clustered")
+
+
+def test_a_class_of_its_own_under_a_served_model_type() -> None:
+    class OwnAttentionModel(PreTrainedModel):
+        config_class = BertModel.config_class
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.layer = nn.Linear(2, 2)
+
+    OwnAttentionModel._can_set_attn_implementation_cached_value = True
+    model = OwnAttentionModel(tiny_config("bert"))
+    with pytest.raises(
+        ValueError, match="OwnAttentionModel has no attention to patch: none of its .*BertSelfAttention"
+    ):
+        hf_effattn.patch_attention(model, "clustered")
+
+
+def test_sliding_window_layers_cannot_be_chosen() -> None:
+    model = tiny_model("modernbert")
+    with pytest.raises(
+        ValueError, match=r"layer 1 of ModernBertModel sees a sliding window .* full attention are \[0, 2\]"
+    ):
+        hf_effattn.patch_attention(model, "clustered", layers=[0, 1])
+    assert traces_of_patching(model) == []
+    windows = tiny_model("modernbert", layer_types=["sliding_attention"] * 3)
+    with pytest.raises(ValueError, match="all its layers see a sliding window only"):
+        hf_effattn.patch_attention(windows, "clustered")
+
+
+def test_patching_again_replaces(attended: list[str]) -> None:
+    model = tiny_model("bert", attn_implementation="eager")
+    batch = batch_for(model)
+    exact = encoded(model, batch)
+    hf_effattn.patch_attention(model, "i-clustered", clusters=5, layers=[0], min_length=0)
+    hf_effattn.patch_attention(model, "clustered", clusters=9, min_length=0)
+    encoded(model, batch)
+    assert attended == ["clustered"] * 3
+    assert model.config.effattn["clusters"] == 9
+    assert model.config.effattn["layers"] is None
+    assert "topk" not in model.config.effattn
+    hf_effattn.unpatch_attention(model)
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(encoded(model, batch), exact)
+
+
+def test_unpatching_what_was_never_patched_changes_nothing() -> None:
+    model = tiny_model("bert", attn_implementation="eager", effattn={"method": "clustered"})
+    assert hf_effattn.unpatch_attention(model) is model
+    assert model.config._attn_implementation == "eager"
+    assert model.config.effattn == {"method": "clustered"}
+    assert hf_effattn.unpatch_attention(gpt2()).config._attn_implementation == "sdpa"
+
+
+def test_switched_away_and_unpatched() -> None:
+    """A user's own switch in between is kept."""
+    model = hf_effattn.patch_attention(tiny_model("bert"), "clustered")
+    model.set_attn_implementation("eager")
+    hf_effattn.unpatch_attention(model)
+    assert model.config._attn_implementation == "eager"
+    assert not hasattr(model.config, "effattn")

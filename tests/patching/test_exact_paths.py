@@ -1,0 +1,182 @@
+"""Where the method does not apply, the output is transformers' own, bit for bit."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import MODEL_TYPES, TEXTS, batch_for, encoded, tiny_config, tiny_model
+from transformers import BertLMHeadModel, DynamicCache, EncoderDecoderCache, EncoderDecoderModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_bidirectional_mask, sdpa_mask
+
+import hf_effattn
+from hf_effattn.patching.attention import attention
+from hf_effattn.patching.model_types import find_encoders
+
+FORCED = {"clusters": 6, "min_length": 0}
+
+
+@pytest.fixture(autouse=True)
+def without_gradient() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def window_mask(length: int, reach: int = 5) -> torch.Tensor:
+    index = torch.arange(length)
+    return ((index[:, None] - index).abs() <= reach).expand(2, 1, length, length)
+
+
+@pytest.mark.parametrize("form", ["bool", "additive"])
+@pytest.mark.parametrize("model_type", TEXTS)
+def test_dense_masks(model_type: str, form: str, attended: list[str]) -> None:
+    model = tiny_model(model_type)
+    batch = batch_for(model)
+    mask = window_mask(40)
+    if form == "additive":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    batch.inputs["attention_mask"] = mask
+    exact = encoded(model, batch)
+    hf_effattn.patch_attention(model, "i-clustered", **FORCED)
+    assert torch.equal(encoded(model, batch), exact)
+    assert attended == []
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+def test_layers_that_are_not_chosen(padding: str | None, attended: list[str]) -> None:
+    """With all but the last layer exact, the last layer's input is transformers' own."""
+    model = tiny_model("bert")
+    batch = batch_for(model, padding=padding)
+    exact = model(**batch.inputs, output_hidden_states=True).hidden_states
+    hf_effattn.patch_attention(model, "clustered", layers=[2], **FORCED)
+    patched = model(**batch.inputs, output_hidden_states=True).hidden_states
+    assert all(torch.equal(one, other) for one, other in zip(patched[:3], exact[:3], strict=True))
+    assert not torch.equal(patched[3], exact[3])
+    assert attended == ["clustered"]
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_inputs_of_no_more_tokens_than_clusters(model_type: str, padding: str | None, attended: list[str]) -> None:
+    if padding == "left" and model_type not in TEXTS:
+        pytest.skip("left padding is for text")
+    model = tiny_model(model_type)
+    batch = batch_for(model, padding=padding)
+    exact = encoded(model, batch)
+    for method in hf_effattn.list_methods():
+        hf_effattn.patch_attention(model, method, clusters=40, min_length=0)
+        assert torch.equal(encoded(model, batch), exact)
+    hf_effattn.patch_attention(model, "i-clustered", clusters=4, topk=40, min_length=0)
+    assert torch.equal(encoded(model, batch), exact)
+    assert attended == []
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+def test_sliding_window_layers_of_modernbert(padding: str | None, attended: list[str]) -> None:
+    """Layer 1 of the three has a window: its output is exact, given the same input."""
+    model = tiny_model("modernbert")
+    batch = batch_for(model, padding=padding)
+    hf_effattn.patch_attention(model, "i-clustered", topk=8, **FORCED)
+    sliding = model.layers[1].attn
+    assert sliding.sliding_window is not None
+    seen: dict[str, Any] = {}
+
+    def remember(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        seen.update(kwargs=kwargs, args=args, output=output[0])
+
+    with_hook = sliding.register_forward_hook(remember, with_kwargs=True)
+    encoded(model, batch)
+    with_hook.remove()
+    assert len(attended) == 2
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(sliding(*seen["args"], **seen["kwargs"])[0], seen["output"])
+
+
+def test_cross_attention_and_decoder() -> None:
+    """Of an encoder-decoder only the encoder changes: fed the same encoder output, the decoder is bit-equal."""
+    decoder = BertLMHeadModel(tiny_config("bert", is_decoder=True, add_cross_attention=True))
+    model = EncoderDecoderModel(encoder=tiny_model("bert"), decoder=decoder).eval()
+    tokens = batch_for(model.encoder).inputs["input_ids"]
+    hidden = model.encoder(input_ids=tokens)
+    exact = model(encoder_outputs=hidden, decoder_input_ids=tokens).logits
+    hf_effattn.patch_attention(model, "i-clustered", topk=8, **FORCED)
+    assert torch.equal(model(encoder_outputs=hidden, decoder_input_ids=tokens).logits, exact)
+    assert not torch.equal(model.encoder(input_ids=tokens).last_hidden_state, hidden.last_hidden_state)
+
+
+def test_bert_cross_attention_module_under_our_name(attended: list[str]) -> None:
+    """As many queries as keys, and still cross-attention: the class tells, not the lengths."""
+    model = tiny_model("bert", is_decoder=True, add_cross_attention=True)
+    module = model.encoder.layer[0].crossattention.self
+    assert type(module).__name__ == "BertCrossAttention"
+    hidden = torch.randn(2, 40, 32)
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    exact = module(hidden, encoder_hidden_states=hidden + 1, past_key_values=cache)[0]
+    model.config._attn_implementation = "clustered"
+    model.config.effattn = dict(FORCED)
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    assert torch.equal(module(hidden, encoder_hidden_states=hidden + 1, past_key_values=cache)[0], exact)
+    assert attended == []
+
+
+def test_whisper_decoder_is_exact(attended: list[str]) -> None:
+    model = tiny_model("whisper")
+    inputs = batch_for(model).inputs
+    hidden = model.encoder(inputs["input_features"])
+    long_prompt = torch.randint(5, 60, (2, 40))
+    exact = model(encoder_outputs=hidden, decoder_input_ids=long_prompt).last_hidden_state
+    hf_effattn.patch_attention(model, "clustered", **FORCED)
+    assert torch.equal(model(encoder_outputs=hidden, decoder_input_ids=long_prompt).last_hidden_state, exact)
+    assert attended == []
+
+
+def test_whisper_generates_with_a_patched_encoder(attended: list[str]) -> None:
+    from transformers import WhisperForConditionalGeneration
+
+    torch.manual_seed(0)
+    model = WhisperForConditionalGeneration(tiny_config("whisper")).eval()
+    features = batch_for(model).inputs["input_features"]
+    hf_effattn.patch_attention(model, "clustered", **FORCED)
+    tokens = model.generate(features, max_new_tokens=5, do_sample=False)
+    assert tokens.shape[0] == 2
+    assert len(attended) == 3
+
+
+def test_more_keys_than_queries(attended: list[str]) -> None:
+    """A prefix of keys, as prefix tuning adds: the self-attention module gets q_len != kv_len and stays exact."""
+    model = tiny_model("bert")
+    (encoder,) = find_encoders(model)
+    hf_effattn.patch_attention(model, "clustered", **FORCED)
+    query, key, value = (torch.randn(2, 2, length, 16) for length in (30, 40, 40))
+    mask = sdpa_mask(2, 30, 40, attention_mask=batch_for(model, padding="left").inputs["attention_mask"].bool())
+    for attention_mask in (None, mask):
+        ours, _ = attention("clustered", encoder.modules[0], query, key, value, attention_mask)
+        exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask)
+        assert torch.equal(ours, exact.transpose(1, 2))
+    assert attended == []
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right", "none masked"])
+def test_mask_function_hands_on_one_row(padding: str | None) -> None:
+    config = tiny_config("bert", attn_implementation="i-clustered")
+    embeds = torch.zeros(2, 40, 32)
+    mask = {
+        None: None,
+        "none masked": torch.ones(2, 40),
+    }.get(padding, batch_for(tiny_model("bert"), padding=padding or "left").inputs.get("attention_mask"))
+    ours = create_bidirectional_mask(config, embeds, mask)
+    if padding in (None, "none masked"):
+        assert ours is None
+    else:
+        assert torch.equal(ours, mask.bool())
+
+
+def test_mask_function_is_dense_for_other_rules_and_other_models() -> None:
+    config = tiny_config("bert", attn_implementation="i-clustered")
+    mask = batch_for(tiny_model("bert"), padding="left").inputs["attention_mask"].bool()
+    make_mask = ALL_MASK_ATTENTION_FUNCTIONS["i-clustered"]
+    causal = make_mask(batch_size=2, q_length=40, kv_length=40, attention_mask=mask, config=config)
+    assert torch.equal(causal, sdpa_mask(2, 40, 40, attention_mask=mask))
+    both = create_bidirectional_mask(config, torch.zeros(2, 40, 32), mask, and_mask_function=lambda b, h, q, k: k <= q)
+    assert both.shape == (2, 1, 40, 40)
+    config.model_type = "mpnet"
+    assert create_bidirectional_mask(config, torch.zeros(2, 40, 32), mask).shape == (2, 1, 40, 40)

@@ -1,0 +1,187 @@
+"""Settings of the methods, and `run_method` on plain tensors."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hf_effattn
+from hf_effattn.ops import cluster_queries, clustered_attention, improved_clustered_attention
+from hf_effattn.ops.cluster_queries import DEFAULT_BITS, DEFAULT_ITERATIONS
+from hf_effattn.patching.methods import CROSSOVER, METHODS, attention_matrix, find_groups, make_settings, run_method
+
+SMALL = {"clustered": {}, "i-clustered": {"topk": 6}}
+
+
+def tensors(length: int = 30, heads: int = 2, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(2, heads, length, 8, generator=generator, dtype=dtype) for _ in range(3))
+
+
+def left_padded(length: int = 30) -> torch.Tensor:
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[0, :7] = False
+    return mask
+
+
+def test_names_and_defaults() -> None:
+    assert hf_effattn.list_methods() == ("clustered", "i-clustered")
+    settings = make_settings("i-clustered")
+    assert settings.to_dict() == {
+        "min_length": None,
+        "clusters": 100,
+        "clustering": "kmeans",
+        "metric": "keys",
+        "iterations": DEFAULT_ITERATIONS,
+        "bits": DEFAULT_BITS,
+        "seed": 0,
+        "topk": 32,
+    }
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_settings_are_frozen_comparable_and_json(method: str) -> None:
+    settings = make_settings(method, clusters=np.int64(7), min_length=np.int32(0))
+    assert settings == make_settings(method, clusters=7, min_length=0)
+    assert make_settings(method, **json.loads(json.dumps(settings.to_dict()))) == settings
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.clusters = 3  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_setting_says_what_it_is_for(method: str) -> None:
+    settings = METHODS[method]
+    assert set(settings.purpose) == {field.name for field in dataclasses.fields(settings)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"clusters": 0}, ValueError, "clusters must be at least 1, got 0: the number of query clusters"),
+        ({"clusters": -4}, ValueError, "clusters must be at least 1, got -4"),
+        ({"clusters": 2.5}, TypeError, "clusters must be an int, got 2.5"),
+        ({"clusters": True}, TypeError, "clusters must be an int, got True"),
+        ({"clusters": "10"}, TypeError, "clusters must be an int, got '10'"),
+        ({"clusters": None}, TypeError, "clusters must be an int, got None"),
+        ({"topk": 0}, ValueError, "topk must be at least 1, got 0: the number of keys"),
+        ({"iterations": 0}, ValueError, "iterations must be at least 1"),
+        ({"bits": 0}, ValueError, "bits must be at least 1"),
+        ({"seed": -1}, ValueError, "seed must be at least 0"),
+        ({"min_length": -1}, ValueError, "min_length must be at least 0, got -1: .* 0: force the method"),
+        ({"clustering": "k-means"}, ValueError, 'one of "kmeans", "lsh", got \'k-means\' .did you mean "kmeans"'),
+        ({"metric": "key"}, ValueError, 'metric must be one of "keys", "queries", got \'key\' .did you mean "keys"'),
+        (
+            {"topks": 5},
+            ValueError,
+            "\"i-clustered\" has no setting|'i-clustered' has no setting 'topks' .did you mean",
+        ),
+        ({"colour": 5}, ValueError, 'its settings are .*"clusters".*"topk"'),
+    ],
+)
+def test_wrong_settings_are_named(changes: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_settings("i-clustered", **changes)
+
+
+def test_unknown_method_names_the_closest() -> None:
+    with pytest.raises(
+        ValueError, match=r'unknown attention method .iclustered. .did you mean "i-clustered".*"clustered"'
+    ):
+        make_settings("iclustered")
+
+
+def test_a_setting_of_another_method_is_refused() -> None:
+    with pytest.raises(ValueError, match="'clustered' has no setting 'topk'"):
+        make_settings("clustered", topk=4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_min_length_comes_from_the_measured_crossover(method: str) -> None:
+    settings = make_settings(method)
+    measured = [lengths[method] for lengths in CROSSOVER.values()]
+    assert settings.shortest_length("cpu") == CROSSOVER["cpu"][method]
+    assert settings.shortest_length("a-device-never-measured") == max(measured)
+    assert make_settings(method, min_length=17).shortest_length("cpu") == 17
+
+
+def test_exact_where_nothing_would_be_saved() -> None:
+    settings = make_settings("i-clustered", clusters=10, topk=12, min_length=11)
+    assert settings.is_exact(10, 10, "cpu")  # clusters >= N, N < min_length
+    assert settings.is_exact(12, 12, "cpu")  # topk >= M
+    assert not settings.is_exact(13, 13, "cpu")
+    assert make_settings("clustered", clusters=10, min_length=0).is_exact(10, 10, "cpu")
+    assert make_settings("clustered", clusters=10, min_length=12).is_exact(11, 11, "cpu")
+    assert not make_settings("clustered", clusters=10, min_length=11).is_exact(11, 11, "cpu")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("clustering", ["kmeans", "lsh"])
+@pytest.mark.parametrize("metric", ["keys", "queries"])
+@pytest.mark.parametrize("method", METHODS)
+def test_run_method_is_clustering_and_op(method: str, metric: str, clustering: str, masked: bool) -> None:
+    query, key, value = tensors()
+    mask = left_padded() if masked else None
+    settings = make_settings(method, clusters=5, metric=metric, clustering=clustering, seed=3, min_length=0)
+    weighted = clustering == "kmeans" and metric == "keys"
+    labels = cluster_queries(
+        query,
+        5,
+        method=clustering,
+        key=key if weighted else None,
+        key_mask=mask if weighted else None,
+        iterations=DEFAULT_ITERATIONS,
+        bits=DEFAULT_BITS,
+        query_mask=mask,
+        seed=3,
+    )
+    masks = {"key_mask": mask, "query_mask": mask, "scale": 0.7}
+    if method == "clustered":
+        expected = clustered_attention(query, key, value, labels, clusters=5, **masks)
+    else:
+        settings = dataclasses.replace(settings, topk=6)
+        expected = improved_clustered_attention(query, key, value, labels, clusters=5, topk=6, **masks)
+    actual = run_method(settings, query, key, value, key_mask=mask, scale=0.7)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_run_method_falls_back_to_exact_attention(masked: bool) -> None:
+    query, key, value = tensors()
+    mask = left_padded() if masked else None
+    dense = None if mask is None else mask[:, None, None, :]
+    exact = F.scaled_dot_product_attention(query, key, value, attn_mask=dense, scale=0.7)
+    for settings in (make_settings("i-clustered"), make_settings("clustered", clusters=30, min_length=0)):
+        assert torch.equal(run_method(settings, query, key, value, key_mask=mask, scale=0.7), exact)
+
+
+def test_labels_carry_no_gradient_and_the_rest_does() -> None:
+    query, key, value = (tensor.requires_grad_() for tensor in tensors())
+    settings = make_settings("i-clustered", clusters=5, topk=6, min_length=0)
+    groups = find_groups(settings, query, key, None)
+    assert not any(group.requires_grad for group in groups)
+    run_method(settings, query, key, value).square().sum().backward()
+    for tensor in (query, key, value):
+        assert tensor.grad is not None
+        assert tensor.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_attention_matrix_gives_the_output(method: str) -> None:
+    query, key, value = tensors()
+    mask = left_padded()
+    settings = make_settings(method, clusters=5, min_length=0, **SMALL[method])
+    groups = find_groups(settings, query, key, mask)
+    matrix = attention_matrix(settings, query, key, groups, key_mask=mask)
+    assert matrix.shape == (2, 2, 30, 30)
+    torch.testing.assert_close(matrix @ value, run_method(settings, query, key, value, key_mask=mask))
+    torch.testing.assert_close(matrix.sum(-1)[1], torch.ones(2, 30, dtype=matrix.dtype))
+    assert (matrix[0, :, :, :7] == 0).all()
+
+
+def test_cross_attention_is_refused() -> None:
+    query, key, value = tensors()
+    with pytest.raises(ValueError, match="as many; got 20 queries and 30 keys"):
+        run_method(make_settings("clustered", clusters=5, min_length=0), query[:, :, :20], key, value)

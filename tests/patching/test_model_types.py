@@ -1,0 +1,167 @@
+"""Every model type of the table: the method runs, stays close, honours padding, and goes away without a trace."""
+
+import pytest
+import torch
+from tiny_models import FULL_LAYERS, MODEL_TYPES, TEXTS, batch_for, encoded, tiny_config, tiny_model
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    BertLMHeadModel,
+    EncoderDecoderModel,
+    VisionTextDualEncoderModel,
+)
+
+import hf_effattn
+from hf_effattn.patching.model_types import MODEL_TYPES as TABLE
+from hf_effattn.patching.model_types import find_encoders
+
+pytestmark = pytest.mark.usefixtures("without_gradient")
+FORCED = {"clusters": 6, "min_length": 0}
+
+
+@pytest.fixture
+def without_gradient():
+    with torch.no_grad():
+        yield
+
+
+def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((actual - exact).norm() / exact.norm()).item()
+
+
+def test_the_table_is_covered() -> None:
+    assert set(MODEL_TYPES) == set(TABLE)
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_method_runs_and_is_close_where_topk_is_large(
+    model_type: str, padding: str | None, attended: list[str]
+) -> None:
+    if padding == "left" and model_type not in TEXTS:
+        pytest.skip("left padding is for text")
+    model = tiny_model(model_type)
+    batch = batch_for(model, padding=padding)
+    exact = encoded(model, batch)
+
+    assert hf_effattn.patch_attention(model, "i-clustered", topk=4, **FORCED) is model
+    coarse = relative_error(encoded(model, batch), exact)
+    assert attended == ["i-clustered"] * len(FULL_LAYERS.get(model_type, range(3)))
+
+    hf_effattn.patch_attention(model, "i-clustered", topk=36, **FORCED)
+    fine = relative_error(encoded(model, batch), exact)
+    assert 1e-3 < coarse < 1
+    assert 0 < fine < min(0.1, coarse / 2)
+
+
+@pytest.mark.parametrize("method", hf_effattn.list_methods())
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_off_is_bit_equal(model_type: str, method: str) -> None:
+    model = tiny_model(model_type)
+    batch = batch_for(model, padding="right")
+    config = model.config.to_dict()
+    names = [set(vars(module)) for module in model.modules()]
+    exact = encoded(model, batch)
+    hf_effattn.patch_attention(model, method, **FORCED)
+    assert not torch.equal(encoded(model, batch), exact)
+    assert hf_effattn.unpatch_attention(model) is model
+    assert torch.equal(encoded(model, batch), exact)
+    assert model.config.to_dict() == config
+    assert [set(vars(module)) for module in model.modules()] == names
+
+
+@pytest.mark.parametrize("model_type", TEXTS)
+def test_padding_changes_nothing(model_type: str) -> None:
+    """What the padded rows hold does not reach the rows that count."""
+    model = tiny_model(model_type)
+    hf_effattn.patch_attention(model, "i-clustered", topk=8, **FORCED)
+    batch = batch_for(model, padding="right")
+    expected = encoded(model, batch)
+    batch.inputs["input_ids"] = batch.inputs["input_ids"].masked_fill(batch.inputs["attention_mask"] == 0, 7)
+    torch.testing.assert_close(encoded(model, batch), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", TEXTS)
+def test_a_padded_batch_equals_single_runs(model_type: str) -> None:
+    """With right padding a row gets what it gets alone: padded rows cost no cluster and move no centroid."""
+    model = tiny_model(model_type)
+    hf_effattn.patch_attention(model, "i-clustered", topk=8, **FORCED)
+    batch = batch_for(model, padding="right")
+    together = model(**batch.inputs).last_hidden_state[0, :29]
+    alone = model(input_ids=batch.inputs["input_ids"][:1, :29]).last_hidden_state[0]
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_short_inputs_run_exact_attention_by_default(model_type: str, attended: list[str]) -> None:
+    model = tiny_model(model_type)
+    batch = batch_for(model, padding="left" if model_type in TEXTS else "right")
+    exact = encoded(model, batch)
+    hf_effattn.patch_attention(model, "i-clustered")
+    assert torch.equal(encoded(model, batch), exact)
+    assert attended == []
+
+
+@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in ("albert", "modernbert")])
+def test_layers_choose_modules(model_type: str, attended: list[str]) -> None:
+    model = tiny_model(model_type)
+    batch = batch_for(model)
+    hf_effattn.patch_attention(model, "clustered", layers=[-1, 0], **FORCED)
+    assert model.config.effattn["layers"] == [0, 2]
+    (encoder,) = find_encoders(model)
+    assert [module._effattn.settings is not None for module in encoder.modules] == [True, False, True]
+    encoded(model, batch)
+    assert len(attended) == 2
+
+
+def test_albert_shares_one_module_among_its_layers(attended: list[str]) -> None:
+    model = tiny_model("albert", num_hidden_layers=4, num_hidden_groups=2)
+    hf_effattn.patch_attention(model, "clustered", layers=[2, 3], **FORCED)
+    encoded(model, batch_for(model))
+    assert len(attended) == 2
+    with pytest.raises(ValueError, match=r"layers \[0, 1\] of AlbertModel share one attention module.*got \[1\]"):
+        hf_effattn.patch_attention(model, "clustered", layers=[1, 2, 3])
+
+
+@pytest.mark.parametrize("auto_class", [AutoModelForSequenceClassification, AutoModelForQuestionAnswering])
+def test_models_with_heads(auto_class: type, attended: list[str]) -> None:
+    model = tiny_model("roberta", auto_class)
+    batch = batch_for(model, padding="right")
+    exact = model(**batch.inputs)[0]
+    hf_effattn.patch_attention(model, "i-clustered", topk=8, **FORCED)
+    assert not torch.equal(model(**batch.inputs)[0], exact)
+    assert len(attended) == 3
+    hf_effattn.unpatch_attention(model.base_model)
+    assert torch.equal(model(**batch.inputs)[0], exact)
+
+
+def test_encoder_decoder_patches_the_encoder_alone(attended: list[str]) -> None:
+    decoder = tiny_config("bert", is_decoder=True, add_cross_attention=True)
+    model = EncoderDecoderModel(encoder=tiny_model("bert", seed=1), decoder=BertLMHeadModel(decoder)).eval()
+    hf_effattn.patch_attention(model, "clustered", **FORCED)
+    assert model.encoder.config._attn_implementation == "clustered"
+    assert model.decoder.config._attn_implementation == "sdpa"
+    tokens = batch_for(model.encoder).inputs["input_ids"]
+    model(input_ids=tokens, decoder_input_ids=tokens)
+    assert len(attended) == 3
+    assert "effattn" in model.config.to_dict()["encoder"]
+
+
+def test_two_encoders_in_one_model(attended: list[str]) -> None:
+    model = VisionTextDualEncoderModel(vision_model=tiny_model("vit"), text_model=tiny_model("bert")).eval()
+    hf_effattn.patch_attention(model, "clustered", layers=[0], **FORCED)
+    model(**batch_for(model.vision_model).inputs, **batch_for(model.text_model).inputs)
+    assert len(attended) == 2
+    hf_effattn.unpatch_attention(model.text_model)
+    model(**batch_for(model.vision_model).inputs, **batch_for(model.text_model).inputs)
+    assert len(attended) == 3
+
+
+def test_two_towers_that_share_one_config() -> None:
+    one = tiny_model("bert", attn_implementation="eager")
+    towers = torch.nn.ModuleList([one, type(one)(one.config).eval()])
+    hf_effattn.patch_attention(towers, "clustered", layers=[1], **FORCED)
+    assert [len(encoder.modules) for encoder in find_encoders(towers)] == [3, 3]
+    hf_effattn.unpatch_attention(towers)
+    assert one.config._attn_implementation == "eager"
+    assert not hasattr(one.config, "effattn")
