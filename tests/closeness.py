@@ -13,7 +13,7 @@ def assert_close_to_reference(
 ) -> None:
     """Relative RMS error against a float64 `reference`, at most `rtol` or `factor` times that of `baseline`.
 
-    `baseline` is plain PyTorch in the dtype of `actual`: what the dtype itself costs, so no tolerance is picked by hand.
+    `baseline` is plain PyTorch in the dtype of `actual`: what the dtype itself costs. No tolerance is picked by hand.
     """
     assert actual.shape == reference.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(reference.shape)}"
     assert torch.isfinite(actual).all(), f"{name}: not finite"

