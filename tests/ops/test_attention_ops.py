@@ -189,6 +189,17 @@ def test_values_of_masked_rows_change_nothing(op, backend):
 
 @each_op
 @each_backend
+def test_queries_that_see_no_key_give_zero_output_and_gradient(op, backend):
+    case = Case("no_keys")
+    inputs = make_inputs(case)
+    inputs.key_mask = torch.tensor([True, False])[:, None].expand(-1, case.M)  # every query counts
+    results = with_gradients(op, case, inputs, backend=backend)
+    assert all((tensor[1] == 0).all() for tensor in results.values())
+    assert all((tensor[0] != 0).any() for tensor in results.values())
+
+
+@each_op
+@each_backend
 def test_large_scores_stay_finite(op, backend):
     case = Case("large")
     inputs = make_inputs(case, torch.float32)
