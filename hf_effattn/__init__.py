@@ -6,15 +6,18 @@ Importing this package registers its attention functions with transformers, so t
 
 from . import ops
 from .patching import extend_positions, from_pretrained, list_methods, patch_attention, unpatch_attention
+from .reporting import Report, report
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Report",
     "__version__",
     "extend_positions",
     "from_pretrained",
     "list_methods",
     "ops",
     "patch_attention",
+    "report",
     "unpatch_attention",
 ]

@@ -1,0 +1,102 @@
+"""What a report compares: the methods with their settings, validated, each under a name of its own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ..patching.methods import MethodSettings, make_settings
+
+EXACT = "exact"
+DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
+    {"method": "clustered", "clusters": 100},
+    {"method": "i-clustered", "clusters": 25, "topk": 32},
+    {"method": "i-clustered", "clusters": 100, "topk": 32},
+    {"method": "i-clustered", "clusters": 100, "topk": 64},
+)
+# The settings that decide between speed and error stand in every name, others only where they differ from the default.
+ALWAYS_NAMED = ("clusters", "key_clusters", "topk")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One method with its settings.
+
+    Args:
+        label (`str`): short name, such as `i-clustered (clusters=100, topk=32)`.
+        settings (`MethodSettings`): as given; what a user who patches with them gets, `min_length` included.
+        forced (`MethodSettings`): the same with `min_length=0`, so that short inputs show the method and not SDPA.
+    """
+
+    label: str
+    settings: MethodSettings
+    forced: MethodSettings
+
+    def why_exact(self, length: int, device_type: str) -> str | None:
+        """Why patching with these settings runs exact attention on inputs of this many tokens; None where it does not.
+
+        Returns:
+            `str`, *optional*: `"min_length"` (the report still measures the method) or `"settings"` (clusters or topk
+            reach the length: there is nothing to approximate, and the report measures exact attention).
+        """
+        if self.forced.is_exact(length, length, device_type):
+            return "settings"
+        return "min_length" if self.settings.is_exact(length, length, device_type) else None
+
+
+def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None) -> list[Candidate]:
+    """The candidates for the argument `methods` of a report.
+
+    Args:
+        methods: names or dicts `{"method": name, **settings}`, one or a sequence; None for `DEFAULT_METHODS`.
+
+    Returns:
+        `list[Candidate]`: in the order given.
+
+    Raises:
+        ValueError: none at all, the same settings twice, an unknown method or setting, a value outside its range.
+        TypeError: something that is neither a name nor a dict with `"method"`.
+    """
+    if methods is None:
+        methods = DEFAULT_METHODS
+    if isinstance(methods, str | Mapping):
+        methods = [methods]
+    if not isinstance(methods, Sequence):
+        raise TypeError(
+            'methods must be a sequence of names or dicts such as {"method": "i-clustered", "clusters": 100}, '
+            f"got {type(methods).__name__}"
+        )
+    if not methods:
+        raise ValueError(
+            "methods is empty, so there is nothing to compare with exact attention; leave it out for the default"
+        )
+    candidates: list[Candidate] = []
+    for method in methods:
+        settings = _settings(method)
+        candidate = Candidate(name_settings(settings), settings, replace(settings, min_length=0))
+        if any(candidate.forced == other.forced for other in candidates):
+            raise ValueError(f"methods holds {candidate.label} twice; give each setting once")
+        candidates.append(candidate)
+    return candidates
+
+
+def name_settings(settings: MethodSettings) -> str:
+    """A short name: the method, its counts, and every other setting that is not the default, without `min_length`."""
+    defaults = type(settings)()
+    shown = [
+        f"{field.name}={getattr(settings, field.name)}"
+        for field in fields(settings)
+        if field.name != "min_length"
+        and (field.name in ALWAYS_NAMED or getattr(settings, field.name) != getattr(defaults, field.name))
+    ]
+    return f"{settings.method} ({', '.join(shown)})" if shown else settings.method
+
+
+def _settings(method: object) -> MethodSettings:
+    if isinstance(method, str):
+        return make_settings(method)
+    if not isinstance(method, Mapping) or "method" not in method:
+        raise TypeError(
+            'every entry of methods must be a name or a dict with the key "method", such as '
+            f'{{"method": "i-clustered", "clusters": 100}}; got {method!r}'
+        )
+    return make_settings(**method)

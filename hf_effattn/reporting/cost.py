@@ -1,0 +1,149 @@
+"""What a call costs: wall time, interleaved with what it is compared with, and the peak memory it adds."""
+
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+SHORTEST_TIMING_SECONDS = 0.5
+MOST_ROUNDS_PER_REPEAT = 10
+
+MEMORY_MEASURES = {
+    "cpu": "torch.profiler's memory events: the most bytes that PyTorch's CPU allocator held during the call above "
+    "those held at its start, result included; buffers that libraries allocate on their own are not seen",
+    "cuda": "torch.cuda.max_memory_allocated during the call, above what was allocated at the start, result included",
+}
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given; nothing to wait for on a CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
+    """What a call returns and the seconds it took, the device's work included."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = call()
+    synchronize(device)
+    return result, time.perf_counter() - start
+
+
+def interleaved_rounds(
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    repeats: int,
+    *,
+    before: Mapping[str, Callable[[], object]],
+    seconds: Mapping[str, list[float]],
+    after_call: Callable[[], None],
+) -> None:
+    """Time every call once per round, so that a machine that slows down slows all of them down.
+
+    Args:
+        calls (`Mapping[str, Callable]`): what to time, by name.
+        device (`torch.device`): where the work is done.
+        repeats (`int`): rounds; short calls get more, up to ten times as many, until half a second has been timed.
+        before (`Mapping[str, Callable]`): what prepares each call, not timed.
+        seconds (`Mapping[str, list[float]]`): gets one time per call and round; an interruption leaves whole rounds.
+        after_call (`Callable`): told after each call of the first `repeats` rounds, for a progress bar.
+    """
+    spent = 0.0
+    for done in range(repeats * MOST_ROUNDS_PER_REPEAT):
+        if done >= repeats and spent >= SHORTEST_TIMING_SECONDS:
+            break
+        times = {}
+        for name, call in calls.items():
+            before[name]()
+            _, times[name] = timed(call, device)
+            if done < repeats:
+                after_call()
+        for name, taken in times.items():
+            seconds[name].append(taken)
+            spent += taken
+
+
+def median_ratio(numerator: list[float], denominator: list[float]) -> float | None:
+    """Median over rounds of one time divided by the other of the same round; None without a round."""
+    ratios = [over / under for over, under in zip(numerator, denominator, strict=False) if under > 0]
+    return statistics.median(ratios) if ratios else None
+
+
+def median(values: list[float]) -> float | None:
+    """The median, None of nothing."""
+    return statistics.median(values) if values else None
+
+
+def peak_memory_added(call: Callable[[], Result], device: torch.device) -> tuple[Result, int | None]:
+    """What a call returns and the most bytes it held above those held at its start; `MEMORY_MEASURES` says how.
+
+    Args:
+        call (`Callable`): run once.
+        device (`torch.device`): a CPU or CUDA device; on another one the bytes are None. On CUDA the device's own peak
+            statistics are reset.
+
+    Returns:
+        `(result, int | None)`: the result and the bytes.
+    """
+    if device.type == "cuda":
+        synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        result = call()
+        synchronize(device)
+        return result, torch.cuda.max_memory_allocated(device) - held
+    if device.type != "cpu":
+        return call(), None
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with _without_profiler_notes():
+        profile.start()
+    try:
+        result = call()
+    finally:
+        with _without_profiler_notes():
+            profile.stop()
+    return result, _highest_sum(profile)
+
+
+def _highest_sum(profile: torch.profiler.profile) -> int | None:
+    """Highest running sum of the bytes allocated (positive) and freed (negative) on the CPU, in order of time."""
+    if profile.profiler is None or profile.profiler.kineto_results is None:
+        return None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = highest = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.device_type().name == "CPU":
+            held += event.nbytes()  # type: ignore[attr-defined]
+            highest = max(highest, held)
+    return highest
+
+
+@contextlib.contextmanager
+def _without_profiler_notes() -> Iterator[None]:
+    """Keep the notes out of stderr that the profiler's C++ code writes at every start and stop; the rest passes."""
+    try:
+        sys.stderr.flush()
+        stderr = os.dup(2)
+    except (OSError, ValueError, AttributeError):  # no stderr: nothing to keep clean
+        yield
+        return
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            caught.seek(0)
+            kept = [line for line in caught if b"SyncActivityProfilerHandler" not in line]
+            if kept:
+                os.write(stderr, b"".join(kept))
+            os.close(stderr)

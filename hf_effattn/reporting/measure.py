@@ -1,0 +1,282 @@
+"""`report`: what the methods cost and gain on one model and its user's inputs."""
+
+import contextlib
+import datetime
+import math
+import platform
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from ..patching import patch_attention, run_method
+from .candidates import EXACT, Candidate, make_candidates
+from .cost import MEMORY_MEASURES, interleaved_rounds, peak_memory_added, timed
+from .errors import ModelOutput, head_errors, output_change, run_model
+from .inputs import check_inputs
+from .recording import SeenAttention, as_it_was, encoders_to_report, layer_names, make_exact, recording
+from .result import MeasuredInput, Measurement, Report
+
+Progress = Callable[[int, int, str], None]
+
+
+def report(
+    model: PreTrainedModel,
+    inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    methods: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None = None,
+    *,
+    error_budget: float | None = None,
+    repeats: int = 3,
+    memory: bool = True,
+    progress: bool | Progress | None = None,
+) -> Report:
+    """Measure what efficient attention would cost and gain on this model and these inputs.
+
+    For every input: the error of the attention output per layer and head, on the exact model's own queries, keys and
+    values (taken one layer at a time while the exact model runs); the change of the model's output when all layers run
+    the method; times against exact SDPA, interleaved; peak memory. Methods are forced also where the input is shorter
+    than their `min_length`, and the report says that patching would run exact attention there. The model is afterwards
+    what it was, patched or not, whatever happens. It runs in eval mode, without gradients.
+
+    Ctrl-C stops the measurement and returns what has been measured so far, with `complete=False` and a warning.
+
+    Args:
+        model (`PreTrainedModel`): an encoder of a served model type, with or without a head.
+        inputs (`Mapping` or `Sequence[Mapping]`): what the tokenizer returned with `return_tensors="pt"`, one batch or
+            several, padded or not, of the lengths that matter to you.
+        methods (`Sequence[str | dict]`, *optional*): names from `list_methods()` or dicts
+            `{"method": name, **settings}`. Default: clustered and i-clustered with a few settings.
+        error_budget (`float`, *optional*): allowed relative L2 change of the last hidden state, such as 0.05; the
+            report then names the fastest of the methods that keep to it on every input, or says that none does.
+        repeats (`int`): timed rounds (short inputs get more); 0 leaves the times out.
+        memory (`bool`): False leaves peak memory out. On CUDA its measurement resets the device's peak statistics.
+        progress (`bool` or `Callable`, *optional*): show a progress bar on stderr; a function gets
+            `(done, total, what)` instead. Default: where stderr is a terminal.
+
+    Returns:
+        `Report`: `print(report)`, `.to_pandas()`, `.save(folder)`, `.plot()`.
+
+    Raises:
+        ValueError: no inputs, inputs that the model cannot take, unknown methods or settings, a model without
+            attention to patch, a budget without times. Raised before anything runs.
+        TypeError: something that is not a model, inputs that are not tensors, a value of the wrong type.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model must be a transformers model as from_pretrained returns it, got {type(model).__name__}"
+            "; of a wrapped or compiled model pass the model inside"
+        )
+    candidates = make_candidates(methods)
+    encoders_to_report(model)
+    batches = check_inputs(model, inputs)
+    _check_options(error_budget, repeats)
+    found = Report(
+        environment=_environment(model, repeats, memory),
+        layers=layer_names(model),
+        methods={
+            candidate.label: {"method": candidate.settings.method, **candidate.settings.to_dict()}
+            for candidate in candidates
+        },
+        error_budget=error_budget,
+    )
+    steps = len(batches) * (len(found.layers) + (1 + len(candidates)) * (1 + repeats))
+    with _progress_bar(progress, steps) as advance:
+        try:
+            with as_it_was(model), torch.no_grad():
+                model.eval()
+                for batch in batches:
+                    _MeasureInput(model, batch, candidates, found, repeats, memory, advance).run()
+        except KeyboardInterrupt:
+            found.complete = False
+            warnings.warn("report was interrupted: it holds what had been measured until then", stacklevel=2)
+    return found
+
+
+class _MeasureInput:
+    """All measurements of one input, added to the report as they are made."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch: dict[str, Any],
+        candidates: list[Candidate],
+        found: Report,
+        repeats: int,
+        memory: bool,
+        advance: Callable[[str], None],
+    ) -> None:
+        self.model = model
+        self.batch = batch
+        self.candidates = {candidate.label: candidate for candidate in candidates}
+        self.found = found
+        self.repeats = repeats
+        self.memory = memory
+        self.advance = advance
+        self.key_mask: torch.Tensor | None = None
+        self.measured: dict[str, Measurement] = {}
+        self.rounds_per_layer = max(1, math.ceil(repeats / len(found.layers)))
+
+    def run(self) -> None:
+        with recording(self.model, self._watch_attention):
+            run_model(self.model, self.batch)
+        if not self.measured:
+            raise ValueError(f"the forward pass of {type(self.model).__name__} reached none of its attention layers")
+        self._compare_outputs()
+        self._time_forward()
+
+    def _watch_attention(self, seen: SeenAttention) -> torch.Tensor:
+        is_first = not self.measured
+        if is_first:
+            self._start(seen)
+        calls = {EXACT: seen.exact, **{label: self._attention_call(c, seen) for label, c in self.candidates.items()}}
+        if is_first and (self.repeats or self.memory):
+            self._warm_up(calls, seen.query.device)
+        for done in range(self.rounds_per_layer):
+            seconds = {}
+            for label, call in calls.items():
+                output, seconds[label] = timed(call, seen.query.device)
+                if label == EXACT:
+                    exact = output
+                elif done == 0:
+                    errors = head_errors(exact, output, seen.key_mask)
+                    self.measured[label].attention_error[seen.layer] = errors
+            if self.repeats:
+                for label, taken in seconds.items():
+                    self.measured[label].attention_seconds.append(taken)
+        self.advance(f"attention of layer {seen.layer}, {seen.query.shape[2]:,} tokens")
+        return exact
+
+    def _start(self, seen: SeenAttention) -> None:
+        B, _, N, _ = seen.query.shape
+        self.key_mask = seen.key_mask
+        valid = B * N if seen.key_mask is None else int(seen.key_mask.sum())
+        shapes = {name: list(value.shape) for name, value in self.batch.items() if isinstance(value, torch.Tensor)}
+        index = len(self.found.inputs)
+        self.found.inputs.append(MeasuredInput(B, N, valid, shapes))
+        for label in (EXACT, *self.candidates):
+            candidate = self.candidates.get(label)
+            why = candidate.why_exact(N, seen.query.device.type) if candidate else None
+            self.measured[label] = Measurement(index, label, why)
+        self.found.measurements.extend(self.measured.values())
+
+    @staticmethod
+    def _attention_call(candidate: Candidate, seen: SeenAttention) -> Callable[[], torch.Tensor]:
+        def call() -> torch.Tensor:
+            output = run_method(
+                candidate.forced, seen.query, seen.key, seen.value, key_mask=seen.key_mask, scale=seen.scale
+            )
+            # The layout that the model needs, which a patched model pays for too.
+            return output.transpose(1, 2).contiguous()
+
+        return call
+
+    def _warm_up(self, calls: Mapping[str, Callable[[], torch.Tensor]], device: torch.device) -> None:
+        for label, call in calls.items():
+            call()
+            if self.memory:
+                self.measured[label].attention_peak_bytes = peak_memory_added(call, device)[1]
+
+    def _switch_to(self, label: str) -> None:
+        if label == EXACT:
+            make_exact(self.model)
+        else:
+            settings = self.candidates[label].forced
+            patch_attention(self.model, settings.method, **settings.to_dict())
+
+    def _compare_outputs(self) -> None:
+        """Run every method once, for its output and its memory; these runs also warm up the timed ones."""
+        exact = ModelOutput()
+        for label, measurement in self.measured.items():
+            self._switch_to(label)
+            if self.memory:
+                output, added = peak_memory_added(lambda: run_model(self.model, self.batch), self.model.device)
+                measurement.forward_peak_bytes = added
+            else:
+                output = run_model(self.model, self.batch)
+            if label == EXACT:
+                exact = output
+            else:
+                measurement.change = output_change(exact, output, self.key_mask)
+            self.advance(f"output with {label}")
+
+    def _time_forward(self) -> None:
+        if not self.repeats:
+            return
+        interleaved_rounds(
+            dict.fromkeys(self.measured, lambda: run_model(self.model, self.batch)),
+            self.model.device,
+            self.repeats,
+            before={label: lambda label=label: self._switch_to(label) for label in self.measured},  # type: ignore[misc]
+            seconds={label: measurement.forward_seconds for label, measurement in self.measured.items()},
+            after_call=lambda: self.advance(f"forward pass, {self.found.inputs[-1].length:,} tokens"),
+        )
+
+
+def _check_options(error_budget: float | None, repeats: int) -> None:
+    if isinstance(repeats, bool) or not isinstance(repeats, int):
+        raise TypeError(f"repeats must be an int, got {repeats!r}")
+    if repeats < 0:
+        raise ValueError(f"repeats must be at least 0, got {repeats}")
+    if error_budget is None:
+        return
+    if isinstance(error_budget, bool) or not isinstance(error_budget, int | float):
+        raise TypeError(f"error_budget must be a number such as 0.05, got {error_budget!r}")
+    if not error_budget > 0:
+        raise ValueError(f"error_budget must be above 0, got {error_budget}; only exact attention has no error")
+    if repeats == 0:
+        raise ValueError("error_budget asks for the fastest method, so it needs times: repeats must be at least 1")
+
+
+def _environment(model: PreTrainedModel, repeats: int, memory: bool) -> dict[str, Any]:
+    from .. import __version__
+
+    device = model.device
+    return {
+        "model": type(model).__name__,
+        "model_type": getattr(model.config, "model_type", None),
+        "parameters": model.num_parameters(),
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "repeats": repeats,
+        "baseline": "sdpa",
+        "memory_measure": MEMORY_MEASURES.get(device.type) if memory else None,
+        "versions": {
+            "hf_effattn": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "platform": platform.platform(),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+@contextlib.contextmanager
+def _progress_bar(progress: bool | Progress | None, total: int) -> Iterator[Callable[[str], None]]:
+    """A function that counts one step and says what it was."""
+    done = 0
+    if callable(progress):
+
+        def advance(what: str) -> None:
+            nonlocal done
+            done += 1
+            progress(done, total, what)
+
+        yield advance
+        return
+    if progress is False:
+        yield lambda what: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    shown = console.is_terminal or console.is_jupyter if progress is None else True
+    with Bar(console=console, disable=not shown, transient=True) as bar:
+        task = bar.add_task("report", total=total)
+        yield lambda what: bar.update(task, advance=1, description=what)

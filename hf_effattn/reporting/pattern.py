@@ -1,0 +1,253 @@
+"""Attention patterns of chosen tokens: where a head looks, exactly and as the methods approximate it.
+
+Sizes: `H` heads, `N` length, `R` chosen rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import max_pool1d
+from transformers import PreTrainedModel
+
+from ..patching import run_method
+from .candidates import EXACT, Candidate, make_candidates
+from .errors import run_model
+from .inputs import check_inputs
+from .recording import SeenAttention, as_it_was, layer_names, recording
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
+    {"method": "i-clustered", "clusters": 25, "topk": 32},
+    {"method": "clustered", "clusters": 25},
+)
+DEFAULT_ROWS = 12
+NEIGHBOURS = 3
+MISCOUNT = 2
+COLUMNS_AT_ONCE = 256
+
+
+@dataclass
+class AttentionPattern:
+    """The weights of one head for chosen queries.
+
+    Args:
+        layer (`int`): as in a report.
+        head (`int`): of the layer.
+        chosen (`bool`): whether layer or head were chosen by the data (`head_scores`) and not by the caller.
+        rows (`list[int]`): positions of the queries.
+        tokens (`list[str]`): all `N` tokens.
+        special (`list[bool]`): which of them the tokenizer added ([CLS], [SEP], padding).
+        is_pair (`bool`): whether the rows are the first of two segments.
+        weights (`dict[str, torch.Tensor]`): `(R, N)` for `"exact"` and each candidate's label.
+        exact_labels (`tuple[str, ...]`): candidates whose settings leave this input exact.
+    """
+
+    layer: int
+    head: int
+    chosen: bool
+    rows: list[int]
+    tokens: list[str]
+    special: list[bool]
+    is_pair: bool
+    weights: dict[str, torch.Tensor]
+    exact_labels: tuple[str, ...] = ()
+
+    def most_attended(self, label: str) -> list[int]:
+        """For each row the position with the largest weight, special tokens aside: many heads rest on those."""
+        weights = self.weights[label]
+        if all(self.special):
+            return weights.argmax(dim=1).tolist()
+        return weights.masked_fill(torch.tensor(self.special), -1).argmax(dim=1).tolist()
+
+
+def plot_attention(
+    model: PreTrainedModel,
+    inputs: Mapping[str, Any],
+    *,
+    methods: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None = None,
+    rows: Sequence[int] | None = None,
+    layer: int | None = None,
+    head: int | None = None,
+    tokens: Sequence[str] | None = None,
+) -> "Figure":
+    """Draw the attention of chosen tokens, exact and approximated, one panel below the other on one colour scale.
+
+    Redraws the qualitative comparison of Vyas 2020: question tokens on the left axis, their most attended token on the
+    right. All panels use the exact model's own queries and keys of one head. The model is afterwards what it was.
+
+    Args:
+        model (`PreTrainedModel`): an encoder of a served model type.
+        inputs (`BatchEncoding`): one encoded text, or question and context, with `return_tensors="pt"`.
+        methods (`Sequence[str | dict]`, *optional*): as for `report`. Default: i-clustered and clustered, 25 clusters.
+        rows (`Sequence[int]`, *optional*): positions of the tokens to draw. Default: those of the first segment of a
+            pair, else the first twelve.
+        layer (`int`, *optional*): layer. Default: chosen with the head.
+        head (`int`, *optional*): head of the layer. Default: the one with the sharpest content pattern, see
+            `head_scores`.
+        tokens (`Sequence[str]`, *optional*): labels of all tokens. Default: those that a fast tokenizer keeps.
+
+    Returns:
+        `matplotlib.figure.Figure`: free of pyplot.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: more than one text, rows, layer or head that do not exist, no tokens for labels, unknown methods.
+    """
+    from .pictures import draw_pattern
+
+    pattern = find_pattern(model, inputs, methods=methods, rows=rows, layer=layer, head=head, tokens=tokens)
+    return draw_pattern(pattern, type(model).__name__)
+
+
+def find_pattern(
+    model: PreTrainedModel,
+    inputs: Mapping[str, Any],
+    *,
+    methods: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None = None,
+    rows: Sequence[int] | None = None,
+    layer: int | None = None,
+    head: int | None = None,
+    tokens: Sequence[str] | None = None,
+) -> AttentionPattern:
+    """The weights that `plot_attention` draws; its arguments and errors."""
+    candidates = make_candidates(DEFAULT_METHODS if methods is None else methods)
+    (batch,) = check_inputs(model, inputs) if isinstance(inputs, Mapping) else check_inputs(model, [inputs])
+    labels = _labels(inputs, batch, tokens)
+    first, special = _segments(inputs, len(labels))
+    chosen_rows = _checked_rows(rows, first, len(labels))
+    layers = layer_names(model)
+    if layer is not None and layer not in layers:
+        raise ValueError(f"layer {layer} is not among the layers with attention to approximate: {list(layers)}")
+
+    content = torch.tensor([not (is_special or is_first) for is_special, is_first in zip(special, first, strict=True)])
+    best: tuple[float, SeenAttention, int, torch.Tensor] | None = None
+
+    def keep_the_best(seen: SeenAttention) -> torch.Tensor:
+        nonlocal best
+        if layer in (None, seen.layer):
+            if head is not None and not 0 <= head < seen.query.shape[1]:
+                raise ValueError(f"head {head} does not exist: layer {seen.layer} has {seen.query.shape[1]} heads")
+            weights = _exact_rows(seen, chosen_rows)  # (H, R, N)
+            scores = head_scores(weights, chosen_rows, content.to(weights.device))
+            candidate = int(scores.argmax()) if head is None else head
+            if best is None or float(scores[candidate]) > best[0]:
+                best = (float(scores[candidate]), seen, candidate, weights[candidate])
+        return seen.exact()
+
+    with as_it_was(model), torch.no_grad():
+        model.eval()
+        with recording(model, keep_the_best):
+            run_model(model, batch)
+        if best is None:
+            raise ValueError(f"the forward pass of {type(model).__name__} did not reach layer {layer}")
+        _, seen, found_head, exact = best
+        weights = {EXACT: exact.float().cpu()}
+        for one in candidates:
+            weights[one.label] = _implied_rows(one, seen, found_head, chosen_rows).float().cpu()
+    N = seen.query.shape[2]
+    return AttentionPattern(
+        layer=seen.layer,
+        head=found_head,
+        chosen=layer is None or head is None,
+        rows=chosen_rows,
+        tokens=labels,
+        special=special,
+        is_pair=any(first) and rows is None,
+        weights=weights,
+        exact_labels=tuple(one.label for one in candidates if one.why_exact(N, seen.query.device.type) == "settings"),
+    )
+
+
+def head_scores(weights: torch.Tensor, rows: Sequence[int], content: torch.Tensor) -> torch.Tensor:
+    """How sharply each head tells the chosen tokens apart by content.
+
+    For every row the largest weight on a content token that is not a neighbour, above what the other rows on average
+    give to the same token (a head that looks at [SEP] or a full stop from everywhere) and above what a row next door
+    gives to the same distance (a head that counts positions, a diagonal in the picture); the mean over rows.
+
+    Args:
+        weights (`torch.Tensor`): `(H, R, N)`, exact attention.
+        rows (`Sequence[int]`): the `R` positions.
+        content (`torch.BoolTensor`): `(N,)`, tokens that count.
+
+    Returns:
+        `torch.Tensor`: `(H,)`, from 0 to 1.
+    """
+    R, N = weights.shape[1:]
+    positions = torch.arange(N, device=weights.device)
+    starts = torch.tensor(rows, device=weights.device)
+    distances = positions - starts[:, None]  # (R, N)
+    others = max(R - 1, 1)
+    same_token = (weights.sum(dim=1, keepdim=True) - weights) / others
+    # A head that counts positions may miscount by a token or two.
+    nearby = max_pool1d(weights, 2 * MISCOUNT + 1, stride=1, padding=MISCOUNT)
+    same_distance = torch.zeros_like(weights)
+    for other, start in enumerate(rows):
+        shifted = start + distances
+        near = (starts != start) & ((starts - start).abs() <= NEIGHBOURS)
+        inside = (shifted >= 0) & (shifted < N) & near[:, None]
+        same_distance = torch.maximum(same_distance, nearby[:, other][:, shifted.clamp(0, N - 1)] * inside)
+    sharp = (weights - torch.maximum(same_token, same_distance)).clamp(min=0)
+    return sharp.masked_fill(~((distances.abs() > NEIGHBOURS) & content), 0).amax(dim=2).mean(dim=1)
+
+
+def _exact_rows(seen: SeenAttention, rows: list[int]) -> torch.Tensor:
+    scale = seen.query.shape[3] ** -0.5 if seen.scale is None else seen.scale
+    scores = (seen.query[0, :, rows] @ seen.key[0].transpose(1, 2)).float() * scale
+    if seen.key_mask is not None:
+        scores = scores.masked_fill(~seen.key_mask[0], float("-inf"))
+    return scores.softmax(dim=-1)
+
+
+def _implied_rows(candidate: Candidate, seen: SeenAttention, head: int, rows: list[int]) -> torch.Tensor:
+    """The weights that a method implies, `(R, N)`: what it makes of the columns of an identity as values."""
+    H, N = seen.query.shape[1:3]
+    columns = []
+    # In pieces, so that nothing of N×N exists for all heads; the clusters are the same each time, by their seed.
+    for identity in torch.eye(N, dtype=seen.query.dtype, device=seen.query.device).split(COLUMNS_AT_ONCE, dim=1):
+        values = identity.expand(1, H, *identity.shape)
+        output = run_method(candidate.forced, seen.query, seen.key, values, key_mask=seen.key_mask, scale=seen.scale)
+        columns.append(output[0, head, rows])
+    return torch.cat(columns, dim=1)
+
+
+def _labels(inputs: Any, batch: Mapping[str, Any], tokens: Sequence[str] | None) -> list[str]:
+    shape = batch["input_ids"].shape if "input_ids" in batch else None
+    if shape is not None and shape[0] != 1:
+        raise ValueError(f"plot_attention draws one text, got a batch of {shape[0]}; encode the one to draw")
+    if tokens is None and getattr(inputs, "encodings", None):
+        tokens = inputs.tokens(0)
+    if tokens is None:
+        raise ValueError(
+            "there are no tokens to label the picture with: pass what a fast tokenizer returned, unchanged, or tokens="
+        )
+    if shape is not None and len(tokens) != shape[1]:
+        raise ValueError(f"tokens has {len(tokens)} labels, but the text has {shape[1]} tokens")
+    return [str(token).replace("Ġ", "").replace("▁", "") for token in tokens]
+
+
+def _segments(inputs: Any, length: int) -> tuple[list[bool], list[bool]]:
+    """Which tokens are the first of two segments, and which are special; all False where that is unknown."""
+    if not getattr(inputs, "encodings", None):
+        return [False] * length, [False] * length
+    segments = inputs.sequence_ids(0)
+    special = [segment is None for segment in segments]
+    return [1 in segments and segment == 0 for segment in segments], special
+
+
+def _checked_rows(rows: Sequence[int] | None, first: list[bool], length: int) -> list[int]:
+    if rows is None:
+        return [position for position, is_first in enumerate(first) if is_first] or list(
+            range(min(DEFAULT_ROWS, length))
+        )
+    chosen = [int(row) for row in rows]
+    if not chosen:
+        raise ValueError("rows is empty: name the positions of the tokens to draw, or leave it out")
+    outside = [row for row in chosen if not 0 <= row < length]
+    if outside:
+        raise ValueError(f"rows has {outside[0]}, but the text has tokens 0 to {length - 1}")
+    return chosen

@@ -1,0 +1,169 @@
+"""The pictures of a report. Figures are made without pyplot, so no global state of the user's changes."""
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .candidates import EXACT
+from .words import percent
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from .pattern import AttentionPattern
+    from .result import Report
+
+DOTS_PER_INCH = 160
+# One hue from light to dark: reads the same with any colour vision and in print.
+ERROR_COLOURS = "YlOrBr"
+ATTENTION_COLOURS = "Blues"
+MOST_NUMBERED_CELLS = 12 * 16
+TOKENS_BETWEEN_LABELS = 0.014
+SMALLEST_NAMED = 0.04
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure of a size in inches; ImportError with what to install where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'hf_effattn[plots]'") from error
+    return Figure(figsize=(width, height), dpi=DOTS_PER_INCH, layout="constrained")
+
+
+def draw_errors(report: "Report", *, length: int | None = None, methods: Sequence[str] | None = None) -> "Figure":
+    """Error of the attention output by layer and head, a panel per method; see `Report.plot`."""
+    labels = list(report.methods) if methods is None else list(methods)
+    grids = {label: grid for label in labels if (grid := _error_grid(report, label, length)) is not None}
+    if not grids:
+        where = "" if length is None else f" at {length} tokens"
+        raise ValueError(f"the report holds no errors of the attention output{where}")
+    layers = list(report.layers)
+    heads = max(grid.shape[1] for grid in grids.values())
+    columns = 1 if len(grids) == 1 else 2
+    lines = -(-len(grids) // columns)
+    width, height = max(3.6, 1.2 + 0.36 * heads), max(2.2, 0.9 + 0.3 * len(layers))
+    figure = new_figure(columns * width + 0.9, lines * height + 0.7)
+    panels = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
+    highest = max(float(grid[grid.isfinite()].max()) for grid in grids.values()) or 1.0
+    for place, (panel, (label, grid)) in enumerate(zip(panels.flat, grids.items(), strict=False)):
+        panel.imshow(grid.numpy(), cmap=ERROR_COLOURS, vmin=0, vmax=highest, aspect="auto")
+        panel.set_title(f"{label}: mean {percent(float(grid.nanmean()))}", fontsize=10)
+        panel.set_xticks(range(heads), range(heads), fontsize=8)
+        panel.set_yticks(range(len(layers)), layers, fontsize=8)
+        panel.tick_params(labelbottom=place + columns >= len(grids), labelleft=place % columns == 0)
+        if grid.numel() <= MOST_NUMBERED_CELLS:
+            _number_cells(panel, grid, highest)
+    for panel in list(panels.flat)[len(grids) :]:
+        panel.set_axis_off()
+    figure.supxlabel("head", fontsize=10)
+    figure.supylabel("layer", fontsize=10)
+    bar = figure.colorbar(panels.flat[0].images[0], ax=panels, pad=0.015, fraction=0.04)
+    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    bar.set_label("relative L2 error", fontsize=9)
+    bar.ax.tick_params(labelsize=8)
+    figure.suptitle(_errors_title(report, length), fontsize=11)
+    return figure
+
+
+def _error_grid(report: "Report", label: str, length: int | None) -> torch.Tensor | None:
+    """Mean error over the inputs, `(layers, heads)`; NaN where a layer has fewer heads than another."""
+    found = [
+        m
+        for m in report.of(label)
+        if (length is None or report.inputs[m.input].length == length) and len(m.attention_error) == len(report.layers)
+    ]
+    if not found:
+        return None
+    heads = max(len(errors) for errors in found[0].attention_error.values())
+    grid = torch.full((len(report.layers), heads), float("nan"), dtype=torch.float64)
+    for line, layer in enumerate(report.layers):
+        errors = torch.tensor([m.attention_error[layer] for m in found], dtype=torch.float64).mean(dim=0)
+        grid[line, : len(errors)] = errors
+    return grid
+
+
+def _number_cells(panel: Any, grid: torch.Tensor, highest: float) -> None:
+    for line, values in enumerate(grid.tolist()):
+        for column, value in enumerate(values):
+            if value == value:  # not NaN
+                colour = "white" if value > 0.6 * highest else "#333333"
+                panel.text(column, line, f"{100 * value:.0f}", ha="center", va="center", fontsize=6.5, color=colour)
+
+
+def _errors_title(report: "Report", length: int | None) -> str:
+    lengths = sorted({one.length for one in report.inputs if length in (None, one.length)})
+    span = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
+    return (
+        f"Error of each head's attention output in per cent, {report.environment.get('model')}, {span} tokens\n"
+        "(against exact attention on the same queries, keys and values)"
+    )
+
+
+def draw_pattern(pattern: "AttentionPattern", model_name: str) -> "Figure":
+    """Attention of chosen tokens, a panel per method; see `plot_attention`."""
+    rows, columns = len(pattern.rows), len(pattern.tokens)
+    panel_height = 0.55 + 0.175 * rows
+    figure = new_figure(11, len(pattern.weights) * panel_height + 1.5)
+    panels = figure.subplots(len(pattern.weights), 1, squeeze=False, sharex=True)[:, 0]
+    colours = _square_root_scale(max(float(weights.max()) for weights in pattern.weights.values()))
+    exact = pattern.weights[EXACT]
+    for panel, (label, weights) in zip(panels, pattern.weights.items(), strict=True):
+        panel.imshow(weights.numpy(), cmap=ATTENTION_COLOURS, norm=colours, aspect="auto", interpolation="none")
+        panel.set_title(_pattern_title(pattern, label, weights, exact), fontsize=10, loc="left")
+        panel.set_yticks(range(rows), [pattern.tokens[row] for row in pattern.rows], fontsize=8)
+        right = panel.secondary_yaxis("right")
+        tops = pattern.most_attended(label)
+        right.set_yticks(range(rows), [pattern.tokens[top] for top in tops], fontsize=8)
+        for line, (top, same) in enumerate(zip(tops, pattern.most_attended(EXACT), strict=True)):
+            right.get_yticklabels()[line].set_color("#333333" if top == same else "#B34700")
+        for axis in (panel.yaxis, right.yaxis):
+            axis.set_tick_params(length=2)
+        panel.tick_params(axis="x", length=2)
+    places = _labelled_columns(exact, columns)
+    panels[-1].set_xticks(places, [pattern.tokens[place] for place in places], rotation=90, fontsize=7)
+    panels[-1].set_xlabel(f"token attended to ({columns} in all; the most attended are named)", fontsize=9)
+    bar = figure.colorbar(panels[0].images[0], ax=list(panels), pad=0.015, fraction=0.025)
+    bar.set_label("attention weight (square-root scale)", fontsize=9)
+    bar.ax.tick_params(labelsize=8)
+    what = "the question's tokens over question and context" if pattern.is_pair else "the chosen tokens"
+    how = ", the head with the sharpest content pattern" if pattern.chosen else ""
+    figure.suptitle(
+        f"Attention of {what}, {model_name}, layer {pattern.layer}, head {pattern.head}{how}\n"
+        "left: the token that attends; right: the token it attends to most ([CLS] and the like aside), "
+        "orange where exact attention has another",
+        fontsize=10.5,
+    )
+    return figure
+
+
+def _square_root_scale(highest: float) -> Any:
+    """Square root between 0 and the highest weight: most weights are far below it and would all look alike."""
+    from matplotlib.colors import PowerNorm
+
+    return PowerNorm(gamma=0.5, vmin=0, vmax=highest or 1.0)
+
+
+def _pattern_title(pattern: "AttentionPattern", label: str, weights: torch.Tensor, exact: torch.Tensor) -> str:
+    if label == EXACT:
+        return "exact"
+    if label in pattern.exact_labels:
+        return f"{label}: exact on so short a text"
+    same = sum(map(operator.eq, pattern.most_attended(label), pattern.most_attended(EXACT)))
+    moved = float((weights - exact).abs().sum(dim=1).mean()) / 2
+    return f"{label}: {same} of {len(exact)} most attended tokens as exact, {percent(moved)} of the weight elsewhere"
+
+
+def _labelled_columns(weights: torch.Tensor, columns: int) -> list[int]:
+    """Columns to name on the axis: by weight, those far enough from each other to be read."""
+    spacing = max(1.0, TOKENS_BETWEEN_LABELS * columns)
+    highest = weights.amax(dim=0)
+    places: list[int] = []
+    for column in highest.argsort(descending=True).tolist():
+        if highest[column] >= SMALLEST_NAMED * highest.max() and all(
+            abs(column - place) >= spacing for place in places
+        ):
+            places.append(column)
+    return sorted(places)

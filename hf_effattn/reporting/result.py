@@ -1,0 +1,316 @@
+"""What a report found: the numbers, and the forms they are handed out in."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import words
+from .candidates import EXACT
+from .cost import median, median_ratio
+from .errors import OutputChange
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+FILE_NAME = "report.json"
+FORMAT_VERSION = 1
+MOST_HEAT_MAPS = 8
+
+
+@dataclass
+class MeasuredInput:
+    """One batch. `length` counts its longest text; `valid_tokens` those that are not padding.
+
+    Args:
+        batch_size (`int`): texts.
+        length (`int`): tokens per row, padding included.
+        valid_tokens (`int`): tokens that count, over the batch.
+        shapes (`dict[str, list[int]]`): of the tensors that the model got.
+    """
+
+    batch_size: int
+    length: int
+    valid_tokens: int
+    shapes: dict[str, list[int]]
+
+
+@dataclass
+class Measurement:
+    """One method, or exact attention, on one input; what was not measured is None or empty.
+
+    Args:
+        input (`int`): index of the input.
+        method (`str`): label of the candidate, or `"exact"`.
+        why_exact (`str`, *optional*): `"min_length"` or `"settings"` where patching would run exact attention.
+        attention_error (`dict[int, list[float]]`): per layer, one relative L2 error per head.
+        change (`OutputChange`): of the model's output.
+        attention_seconds (`list[float]`): of one layer's attention, one per round and layer.
+        forward_seconds (`list[float]`): of the whole model, one per round.
+        attention_peak_bytes (`int`, *optional*): memory that one layer's attention added at its peak.
+        forward_peak_bytes (`int`, *optional*): memory that the whole model added at its peak.
+    """
+
+    input: int
+    method: str
+    why_exact: str | None = None
+    attention_error: dict[int, list[float]] = field(default_factory=dict)
+    change: OutputChange = field(default_factory=OutputChange)
+    attention_seconds: list[float] = field(default_factory=list)
+    forward_seconds: list[float] = field(default_factory=list)
+    attention_peak_bytes: int | None = None
+    forward_peak_bytes: int | None = None
+
+    @property
+    def mean_attention_error(self) -> float | None:
+        """Mean over layers and heads."""
+        values = [value for heads in self.attention_error.values() for value in heads]
+        return sum(values) / len(values) if values else None
+
+
+@dataclass(repr=False)
+class Report:
+    """What `hf_effattn.report` measured. `print(report)` says it in words.
+
+    Args:
+        environment (`dict`): model, device, dtype, threads, versions, time, how memory was measured.
+        layers (`dict[int, str]`): the layers compared, with the path of their attention module.
+        methods (`dict[str, dict]`): label of each candidate and its settings.
+        inputs (`list[MeasuredInput]`): the batches.
+        measurements (`list[Measurement]`): one per input and method, `"exact"` among them.
+        error_budget (`float`, *optional*): allowed relative L2 change of the last hidden state.
+        complete (`bool`): False where the measurement was interrupted.
+    """
+
+    environment: dict[str, Any]
+    layers: dict[int, str]
+    methods: dict[str, dict[str, Any]]
+    inputs: list[MeasuredInput] = field(default_factory=list)
+    measurements: list[Measurement] = field(default_factory=list)
+    error_budget: float | None = None
+    complete: bool = True
+
+    def of(self, method: str, index: int | None = None) -> list[Measurement]:
+        """The measurements of one method.
+
+        Args:
+            method (`str`): a label from `methods`, or `"exact"`.
+            index (`int`, *optional*): of the input. Default: all.
+
+        Raises:
+            KeyError: a label that the report does not have.
+        """
+        if method != EXACT and method not in self.methods:
+            raise KeyError(f"{method!r} is not in this report; it has {', '.join(map(repr, self.methods))}")
+        return [m for m in self.measurements if m.method == method and index in (None, m.input)]
+
+    def speedup(self, measurement: Measurement, part: str = "forward") -> float | None:
+        """Exact attention's time divided by the method's: above 1 the method is faster. None where not measured.
+
+        Args:
+            measurement (`Measurement`): one of this report's.
+            part (`str`): `"forward"`, the whole model, or `"attention"`, one layer's attention.
+        """
+        exact = self.of(EXACT, measurement.input)
+        name = f"{part}_seconds"
+        return median_ratio(getattr(exact[0], name), getattr(measurement, name)) if exact else None
+
+    def fastest_within(self, error_budget: float) -> str | None:
+        """The fastest method whose change of the last hidden state stays within a budget on every input.
+
+        Args:
+            error_budget (`float`): allowed relative L2 error.
+
+        Returns:
+            `str`, *optional*: its label; None where no method meets the budget and was timed on every input. Speed is
+            the geometric mean of the speed-ups of the whole model. Settings that leave every input exact don't count.
+        """
+        best: tuple[float, str] | None = None
+        for label in self.methods:
+            found = self.of(label)
+            errors = [m.change.hidden_error for m in found]
+            speedups = [self.speedup(m) for m in found]
+            if len(found) < len(self.inputs) or not found or all(m.why_exact == "settings" for m in found):
+                continue
+            if any(error is None or error > error_budget for error in errors):
+                continue
+            if any(speedup is None for speedup in speedups):
+                continue
+            mean = math.exp(sum(math.log(speedup) for speedup in speedups if speedup) / len(speedups))
+            if best is None or mean > best[0]:
+                best = (mean, label)
+        return None if best is None else best[1]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The table as a list of dicts, one number each, with the columns of `to_pandas`."""
+        rows = []
+        for m in self.measurements:
+            measured = self.inputs[m.input]
+            keys = {
+                "input": m.input,
+                "batch_size": measured.batch_size,
+                "length": measured.length,
+                "valid_tokens": measured.valid_tokens,
+                "method": m.method,
+                "why_exact": m.why_exact,
+            }
+            for layer, heads in m.attention_error.items():
+                for head, value in enumerate(heads):
+                    rows.append({**keys, "layer": layer, "head": head, "metric": "attention_error", "value": value})
+            for metric, number in self._model_metrics(m).items():
+                if number is not None:
+                    rows.append({**keys, "layer": None, "head": None, "metric": metric, "value": float(number)})
+        return rows
+
+    def _model_metrics(self, m: Measurement) -> dict[str, float | None]:
+        cosines = m.change.embedding_cosines
+        return {
+            "hidden_error": m.change.hidden_error,
+            "embedding_cosine_mean": sum(cosines) / len(cosines) if cosines else None,
+            "embedding_cosine_min": min(cosines) if cosines else None,
+            **{f"{name}_error": value for name, value in m.change.logits_error.items()},
+            **{f"{name}_argmax_agreement": value for name, value in m.change.argmax_agreement.items()},
+            "attention_seconds": median(m.attention_seconds),
+            "attention_speedup": self.speedup(m, "attention"),
+            "forward_seconds": median(m.forward_seconds),
+            "forward_speedup": self.speedup(m),
+            "attention_peak_bytes": m.attention_peak_bytes,
+            "forward_peak_bytes": m.forward_peak_bytes,
+        }
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """The table in tidy form, one number per row; `layer` and `head` are empty where it is of the whole model."""
+        import pandas
+
+        columns = [
+            *(
+                "input",
+                "batch_size",
+                "length",
+                "valid_tokens",
+                "method",
+                "why_exact",
+                "layer",
+                "head",
+                "metric",
+                "value",
+            )
+        ]
+        table = pandas.DataFrame(self.rows(), columns=columns)
+        return table.astype({"layer": "Int64", "head": "Int64", "value": "float64"})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON values, every single time included."""
+        return {"format": FORMAT_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Report":
+        """The report that `to_dict` wrote, also after a trip through JSON.
+
+        Raises:
+            ValueError: written by a newer version.
+        """
+        values = dict(values)
+        version = values.pop("format")
+        if version > FORMAT_VERSION:
+            raise ValueError(
+                f"the report has format {version}, this hf_effattn reads up to {FORMAT_VERSION}; update it"
+            )
+        values["layers"] = {int(layer): path for layer, path in values["layers"].items()}
+        values["inputs"] = [MeasuredInput(**measured) for measured in values["inputs"]]
+        values["measurements"] = [_measurement(m) for m in values["measurements"]]
+        return cls(**values)
+
+    def save(self, folder: str | Path, *, pictures: bool = True) -> list[Path]:
+        """Write `report.json` and the heat maps as PNG.
+
+        Args:
+            folder (`str` or `Path`): made if missing.
+            pictures (`bool`): False writes the JSON alone and needs no matplotlib.
+
+        Returns:
+            `list[Path]`: the files.
+
+        Raises:
+            ImportError: pictures without matplotlib; the JSON is written before.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [folder / FILE_NAME]
+        files[0].write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        if pictures and any(m.attention_error for m in self.measurements):
+            lengths: Sequence[int | None] = sorted({self.inputs[m.input].length for m in self.measurements})
+            if len(lengths) > MOST_HEAT_MAPS:
+                lengths = [None]
+            for length in lengths:
+                files.append(folder / f"attention_error{'' if length is None else f'_{length}'}.png")
+                self.plot(length=length).savefig(files[-1])
+        return files
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Report":
+        """The report that `save` wrote to a folder."""
+        return cls.from_dict(json.loads((Path(folder) / FILE_NAME).read_text(encoding="utf-8")))
+
+    def plot(self, *, length: int | None = None, methods: Sequence[str] | None = None) -> "Figure":
+        """Heat map of the error of the attention output by layer and head, one panel per method, one colour scale.
+
+        Args:
+            length (`int`, *optional*): only inputs of this many tokens. Default: mean over all inputs.
+            methods (`Sequence[str]`, *optional*): labels to show. Default: all.
+
+        Returns:
+            `matplotlib.figure.Figure`: free of pyplot; `figure.savefig("error.png")`.
+
+        Raises:
+            ImportError: matplotlib is missing.
+            ValueError: nothing measured at that length.
+            KeyError: a label that the report does not have.
+        """
+        from .pictures import draw_errors
+
+        return draw_errors(self, length=length, methods=methods)
+
+    def plot_attention(self, model: Any, inputs: Any, **options: Any) -> "Figure":
+        """Attention pattern of chosen tokens: exact beside i-clustered beside clustered.
+
+        Args:
+            model (`PreTrainedModel`): the model of this report.
+            inputs (`BatchEncoding`): one encoded text, or question and context.
+            options: of `hf_effattn.reporting.plot_attention`, such as `rows`, `layer`, `head`, `methods`.
+
+        Returns:
+            `matplotlib.figure.Figure`: free of pyplot.
+        """
+        from .pattern import plot_attention
+
+        if "methods" not in options:
+            # A panel per method, with its fewest clusters, where the difference is easiest to see; clustered last.
+            settings = sorted(
+                self.methods.values(), key=lambda one: (one["method"] == "clustered", one.get("clusters", 0))
+            )
+            options["methods"] = list({one["method"]: one for one in reversed(settings)}.values())[::-1]
+        return plot_attention(model, inputs, **options)
+
+    def summary(self) -> str:
+        """What was found, in plain words."""
+        return words.summary(self)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def __repr__(self) -> str:
+        state = "" if self.complete else ", interrupted"
+        return (
+            f"Report({self.environment.get('model')}, {len(self.methods)} methods, {len(self.inputs)} inputs{state})"
+        )
+
+
+def _measurement(values: dict[str, Any]) -> Measurement:
+    values = dict(values)
+    values["attention_error"] = {int(layer): heads for layer, heads in values["attention_error"].items()}
+    values["change"] = OutputChange(**values["change"])
+    return Measurement(**values)

@@ -1,0 +1,156 @@
+"""A report in plain words."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .candidates import EXACT
+from .cost import median
+
+if TYPE_CHECKING:
+    from .result import Measurement, Report
+
+MOST_LENGTHS_APART = 4
+
+
+def summary(report: "Report") -> str:
+    """What a report found: the setting, each method at each length (at most four; else all together), the budget."""
+    lines = [_headline(report)]
+    if not report.complete:
+        lines.append("The measurement was interrupted; what follows is what had been measured until then.")
+    lengths: Sequence[int | None] = sorted({measured.length for measured in report.inputs})
+    if len(lengths) > MOST_LENGTHS_APART:
+        lengths = [None]
+    for length in lengths:
+        lines += ["", _inputs_line(report, length)]
+        lines += [_method_line(report, label, length) for label in report.methods]
+        lines += _min_length_line(report, length)
+    lines += ["", *budget_lines(report)] if report.error_budget is not None else []
+    return "\n".join(lines)
+
+
+def _headline(report: "Report") -> str:
+    at = report.environment
+    where = f"{at['dtype']} on {at['device']}" + (f", {at['threads']} threads" if at["device"] == "cpu" else "")
+    return f"{at['model']} ({len(report.layers)} attention layers, {where}) against exact SDPA."
+
+
+def _at(report: "Report", label: str, length: int | None) -> list["Measurement"]:
+    return [m for m in report.of(label) if length is None or report.inputs[m.input].length == length]
+
+
+def _inputs_line(report: "Report", length: int | None) -> str:
+    measured = [one for one in report.inputs if length is None or one.length == length]
+    lengths = sorted({one.length for one in measured})
+    texts = sum(one.batch_size for one in measured)
+    span = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
+    line = f"{count(texts, 'text')} of {span} tokens"
+    exact = _at(report, EXACT, length)
+    seconds = [value for m in exact if (value := median(m.forward_seconds)) is not None]
+    peaks = [m.forward_peak_bytes for m in exact if m.forward_peak_bytes is not None]
+    facts = []
+    if seconds:
+        facts.append(f"takes {duration(sum(seconds) / len(seconds))} per forward pass")
+    if peaks:
+        facts.append(f"adds {megabytes(max(peaks))} at its peak")
+    return line + (f"; exact attention {' and '.join(facts)}:" if facts else ":")
+
+
+def _method_line(report: "Report", label: str, length: int | None) -> str:
+    found = _at(report, label, length)
+    if found and all(m.why_exact == "settings" for m in found):
+        return f"- {label}: clusters or topk reach the length, so this is exact attention."
+    facts = []
+    errors = [
+        (value, layer, head)
+        for m in found
+        for layer, heads in m.attention_error.items()
+        for head, value in enumerate(heads)
+    ]
+    if errors:
+        worst, layer, head = max(errors)
+        mean = sum(value for value, _, _ in errors) / len(errors)
+        facts.append(
+            f"the attention output is off by {percent(mean)} (worst: layer {layer}, head {head}, {percent(worst)})"
+        )
+    hidden = [m.change.hidden_error for m in found if m.change.hidden_error is not None]
+    if hidden:
+        facts.append(f"the last hidden state by {percent(sum(hidden) / len(hidden))}")
+    cosines = [cosine for m in found for cosine in m.change.embedding_cosines or []]
+    if cosines:
+        lowest = f", lowest {min(cosines):.4f}" if len(cosines) > 1 else ""
+        facts.append(f"the mean-pooled embedding keeps a cosine of {sum(cosines) / len(cosines):.4f}{lowest}")
+    for name in found[0].change.argmax_agreement if found else ():
+        same = [m.change.argmax_agreement[name] for m in found if name in m.change.argmax_agreement]
+        facts.append(f"{percent(sum(same) / len(same))} of the choices by {name} stay the same")
+    speeds = [value for m in found if (value := report.speedup(m)) is not None]
+    if speeds:
+        alone = [value for m in found if (value := report.speedup(m, "attention")) is not None]
+        facts.append(f"the model runs {ratio(speeds)} as fast (attention alone {ratio(alone)})")
+    peaks = [m.forward_peak_bytes for m in found if m.forward_peak_bytes is not None]
+    if peaks:
+        facts.append(f"adding {megabytes(max(peaks))} at its peak")
+    return f"- {label}: {'; '.join(facts)}." if facts else f"- {label}: not measured."
+
+
+def _min_length_line(report: "Report", length: int | None) -> list[str]:
+    """For which methods a patched model would run exact attention because the input is short."""
+    short = [label for label in report.methods if any(m.why_exact == "min_length" for m in _at(report, label, length))]
+    if not short:
+        return []
+    who = "any of these methods" if len(short) == len(report.methods) else ", ".join(short)
+    inputs = "some of these inputs" if length is None else "these inputs"
+    return [
+        f"Patched with {who}, the model would run exact attention on {inputs}: they are shorter than min_length. The "
+        "method was forced here (min_length=0)."
+    ]
+
+
+def budget_lines(report: "Report") -> list[str]:
+    """What to choose under the report's error budget, or that nothing does."""
+    budget = report.error_budget
+    if budget is None:
+        return []
+    start = f"Error budget {percent(budget)} for the last hidden state: "
+    if all(m.change.hidden_error is None for m in report.measurements):
+        return [start + "not decided, no last hidden state was measured."]
+    label = report.fastest_within(budget)
+    if label is None:
+        return [
+            start
+            + "none of these settings meets it on every input. Keep exact attention, or try more clusters and topk."
+        ]
+    speeds = [value for m in report.of(label) if (value := report.speedup(m)) is not None]
+    errors = [m.change.hidden_error for m in report.of(label) if m.change.hidden_error is not None]
+    line = (
+        f"{start}{label} is the fastest that meets it, off by at most {percent(max(errors))} and {ratio(speeds)} as "
+        "fast as exact attention."
+    )
+    if max(speeds) <= 1:
+        line += " It is not faster than exact attention on these inputs: keep exact attention."
+    return [line]
+
+
+def count(number: int, noun: str) -> str:
+    """`1 text`, `2 texts`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def percent(value: float) -> str:
+    """A part of 1 as per cent, with two digits that count."""
+    return f"{100 * value:.2g} %" if value < 0.1 else f"{100 * value:.0f} %"
+
+
+def ratio(values: Sequence[float]) -> str:
+    """One ratio or the span of several, `0.8×` or `0.8× to 1.3×`."""
+    low, high = (f"{value:.2f}×" if value < 1.995 else f"{value:.1f}×" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that reads best."""
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def megabytes(number: int) -> str:
+    """Bytes as MB (10^6)."""
+    return f"{number / 1e6:,.1f} MB" if number < 10e6 else f"{number / 1e6:,.0f} MB"
