@@ -122,7 +122,7 @@ def test_gpt2(method: str) -> None:
 @pytest.mark.parametrize("method", hf_effattn.list_methods())
 def test_bert_as_a_decoder(method: str) -> None:
     model = BertLMHeadModel(tiny_config("bert", is_decoder=True)).eval()
-    with pytest.raises(ValueError, match="BertLMHeadModel is causal.*The causal form of .* is not in this version"):
+    with pytest.raises(ValueError, match=r"BertLMHeadModel is causal.*The causal form of .* is not in this version"):
         hf_effattn.patch_attention(model, method)
     assert traces_of_patching(model) == []
     model.set_attn_implementation(method)
@@ -147,7 +147,7 @@ def test_a_decoder_alone() -> None:
 def test_models_that_do_not_dispatch(model: Any) -> None:
     model = model()
     with pytest.raises(
-        ValueError, match="does not dispatch its attention through .*AttentionInterface.*served are bert, "
+        ValueError, match=r"does not dispatch its attention through .*AttentionInterface.*served are bert, "
     ):
         hf_effattn.patch_attention(model, "clustered")
     assert not hasattr(model.config, "effattn")
@@ -184,7 +184,7 @@ def test_a_class_of_its_own_under_a_served_model_type() -> None:
     OwnAttentionModel._can_set_attn_implementation_cached_value = True
     model = OwnAttentionModel(tiny_config("bert"))
     with pytest.raises(
-        ValueError, match="OwnAttentionModel has no attention to patch: none of its .*BertSelfAttention"
+        ValueError, match=r"OwnAttentionModel has no attention to patch: none of its .*BertSelfAttention"
     ):
         hf_effattn.patch_attention(model, "clustered")
 

@@ -1,0 +1,117 @@
+"""`output_attentions=True` returns the attention that was used, one matrix per layer."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import MODEL_TYPES, TEXTS, batch_for, encoded, tiny_model
+
+import hf_effattn
+from hf_effattn.patching.model_types import find_encoders
+
+FORCED = {"clusters": 6, "min_length": 0}
+
+
+@pytest.fixture(autouse=True)
+def without_gradient() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def attentions(model: Any, batch: Any) -> tuple[torch.Tensor, ...]:
+    output = model(**batch.inputs, output_attentions=True)
+    return output.encoder_attentions if model.config.model_type == "whisper" else output.attentions
+
+
+@pytest.mark.parametrize("method", hf_effattn.list_methods())
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_rows_sum_to_one_and_masked_keys_have_none(model_type: str, method: str) -> None:
+    model = hf_effattn.patch_attention(tiny_model(model_type), method, **FORCED)
+    batch = batch_for(model, padding="right")
+    matrices = attentions(model, batch)
+    assert len(matrices) == 3
+    for matrix in matrices:
+        sums = matrix.sum(-1)
+        if batch.counts is None:
+            torch.testing.assert_close(sums, torch.ones_like(sums))
+        else:
+            counts = batch.counts[:, None].expand(sums.shape)
+            torch.testing.assert_close(sums[counts], torch.ones_like(sums[counts]))
+            assert (matrix.transpose(2, 3)[~counts] == 0).all()
+
+
+@pytest.mark.parametrize("method", hf_effattn.list_methods())
+def test_the_weights_are_those_that_were_used(method: str) -> None:
+    """Values times weights is what the module hands to its output projection."""
+    model = hf_effattn.patch_attention(tiny_model("bert"), method, **FORCED)
+    batch = batch_for(model, padding="left")
+    seen: dict[str, torch.Tensor] = {}
+    (encoder,) = find_encoders(model)
+    module: Any = encoder.modules[1]
+    module.value.register_forward_hook(lambda _, __, output: seen.update(value=output))
+    module.register_forward_hook(lambda _, __, output: seen.update(output=output[0], weights=output[1]))
+    matrices = attentions(model, batch)
+    assert torch.equal(matrices[1], seen["weights"])
+    value = seen["value"].unflatten(-1, (2, 16)).transpose(1, 2)
+    product = (seen["weights"] @ value).transpose(1, 2).flatten(2)
+    assert batch.counts is not None
+    torch.testing.assert_close(product[batch.counts], seen["output"][batch.counts])
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_asking_changes_no_output(model_type: str) -> None:
+    model = tiny_model(model_type)
+    batch = batch_for(model, padding="right")
+    for method in hf_effattn.list_methods():
+        hf_effattn.patch_attention(model, method, **FORCED)
+        assert torch.equal(encoded(model, batch, output_attentions=True), encoded(model, batch))
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_exact_layers_return_exact_weights(model_type: str, padding: str | None) -> None:
+    """Short inputs and unpatched layers run SDPA, which gives no weights; ours are those of eager attention."""
+    if padding == "left" and model_type not in TEXTS:
+        pytest.skip("left padding is for text")
+    model = tiny_model(model_type)
+    batch = batch_for(model, padding=padding)
+    model.set_attn_implementation("eager")
+    expected = attentions(model, batch)
+    model.set_attn_implementation("sdpa")
+    hf_effattn.patch_attention(model, "i-clustered")
+    actual = attentions(model, batch)
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        if batch.counts is not None:  # a padded query of a sliding window may see no key: 0 here, anything in eager
+            counts = batch.counts[:, None, :, None]
+            one, other = one * counts, other * counts
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_cross_and_decoder_attentions_of_whisper() -> None:
+    model = tiny_model("whisper")
+    batch = batch_for(model)
+    model.set_attn_implementation("eager")
+    expected = model(**batch.inputs, output_attentions=True)
+    model.set_attn_implementation("sdpa")
+    hf_effattn.patch_attention(model, "i-clustered")
+    actual = model(**batch.inputs, output_attentions=True)
+    for name in ("decoder_attentions", "cross_attentions"):
+        for one, other in zip(actual[name], expected[name], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_config_output_attentions_of_an_eager_model() -> None:
+    """transformers lets the config ask only while the implementation is eager, so it is set before patching."""
+    model = tiny_model("bert", attn_implementation="eager", output_attentions=True)
+    hf_effattn.patch_attention(model, "clustered", **FORCED)
+    assert len(model(**batch_for(model).inputs).attentions) == 3
+    hf_effattn.unpatch_attention(model)
+    assert len(model(**batch_for(model).inputs).attentions) == 3
+
+
+def test_weights_in_training_are_before_dropout() -> None:
+    model = tiny_model("bert", attention_probs_dropout_prob=0.5).train()
+    hf_effattn.patch_attention(model, "i-clustered", topk=8, **FORCED)
+    for matrix in attentions(model, batch_for(model)):
+        torch.testing.assert_close(matrix.sum(-1), torch.ones(2, 2, 40))

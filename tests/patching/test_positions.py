@@ -1,0 +1,175 @@
+"""Learned positions for longer inputs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import LENGTH, batch_for, encoded, tiny_config, tiny_model
+from torch import nn
+from transformers import AutoModel, AutoModelForMaskedLM, GPT2Config, GPT2Model
+
+import hf_effattn
+
+LEARNED = ("bert", "electra", "distilbert", "albert", "roberta", "xlm-roberta", "camembert")
+OFFSET = ("roberta", "xlm-roberta", "camembert")
+
+
+@pytest.fixture(autouse=True)
+def without_gradient() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def table(model: Any) -> nn.Embedding:
+    return model.base_model.embeddings.position_embeddings
+
+
+@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForMaskedLM])
+@pytest.mark.parametrize("model_type", LEARNED)
+def test_longer_inputs(model_type: str, auto_class: Any, tmp_path: Path) -> None:
+    model = tiny_model(model_type, auto_class)
+    reserved = model.config.pad_token_id + 1 if model_type in OFFSET else 0
+    assert reserved == (2 if model_type in OFFSET else 0)
+    old = table(model).weight.clone()
+    present = len(old) - reserved
+    short, long = batch_for(model, padding="right"), batch_for(model, length=150, padding="right")
+    before = model(**short.inputs)[0]
+    with pytest.raises((IndexError, RuntimeError)):
+        model(**long.inputs)
+
+    assert hf_effattn.extend_positions(model, 150) is model
+    weight = table(model).weight
+    assert weight.shape == (reserved + 150, old.shape[1])
+    assert table(model).num_embeddings == reserved + 150
+    assert torch.equal(weight[: len(old)], old)
+    assert torch.equal(weight[reserved + present : reserved + 2 * present], old[reserved:])
+    assert torch.equal(weight[reserved + 2 * present :], old[reserved:][: 150 - 2 * present])
+    assert model.config.max_position_embeddings == reserved + 150
+    assert torch.equal(model(**short.inputs)[0], before)
+    after = model(**long.inputs)[0]
+    assert after.isfinite().all()
+
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"] == reserved + 150
+    loaded = auto_class.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(**long.inputs)[0], after)
+    fresh = {name: buffer.shape for name, buffer in loaded.named_buffers()}
+    assert {name: buffer.shape for name, buffer in model.named_buffers()} == fresh
+    assert model.state_dict().keys() == loaded.state_dict().keys()
+    for name, buffer in loaded.named_buffers():
+        assert torch.equal(buffer, model.get_buffer(name))
+
+
+def test_position_i_is_repeated_for_token_i_beyond() -> None:
+    """The same token at a position and one table later gets the same embedding."""
+    model = hf_effattn.extend_positions(tiny_model("roberta"), 130)
+    tokens = torch.full((1, 130), 9)
+    embedded = model.embeddings(tokens)[0]
+    assert torch.equal(embedded[:62], embedded[62:124])
+    assert not torch.equal(embedded[0], embedded[1])
+
+
+def test_what_the_table_is_stays() -> None:
+    model = tiny_model("roberta").to(torch.bfloat16)
+    embedding = table(model)
+    embedding.weight.requires_grad_(False)
+    hf_effattn.extend_positions(model, 100)
+    assert table(model) is embedding
+    assert embedding.weight.dtype == torch.bfloat16
+    assert isinstance(embedding.weight, nn.Parameter)
+    assert not embedding.weight.requires_grad
+    assert embedding.padding_idx == 1
+    assert hf_effattn.extend_positions(tiny_model("bert"), 100).embeddings.position_embeddings.weight.requires_grad
+
+
+def test_the_present_length_changes_nothing() -> None:
+    model = tiny_model("roberta")
+    weight = table(model).weight
+    hf_effattn.extend_positions(model, 62)
+    assert table(model).weight is weight
+    assert model.config.max_position_embeddings == 64
+
+
+def test_twice_is_as_good_as_once() -> None:
+    once = hf_effattn.extend_positions(tiny_model("bert"), 256)
+    twice = hf_effattn.extend_positions(hf_effattn.extend_positions(tiny_model("bert"), 128), 256)
+    assert torch.equal(table(once).weight, table(twice).weight)
+
+
+def test_sinusoidal_positions_of_distilbert_continue() -> None:
+    model = tiny_model("distilbert", sinusoidal_pos_embds=True)
+    longer = tiny_model("distilbert", sinusoidal_pos_embds=True, max_position_embeddings=150)
+    old = table(model).weight.clone()
+    hf_effattn.extend_positions(model, 150)
+    assert torch.equal(table(model).weight[:64], old)
+    torch.testing.assert_close(table(model).weight, table(longer).weight)
+    assert table(model).weight.requires_grad == table(longer).weight.requires_grad
+
+    trained = tiny_model("distilbert", sinusoidal_pos_embds=True)
+    table(trained).weight.data.add_(1.0)
+    old = table(trained).weight.clone()
+    hf_effattn.extend_positions(trained, 128)
+    assert torch.equal(table(trained).weight, torch.cat([old, old]))
+
+
+def test_extended_and_patched(tmp_path: Path, attended: list[str]) -> None:
+    model = hf_effattn.extend_positions(tiny_model("bert"), 200)
+    hf_effattn.patch_attention(model, "i-clustered", clusters=10, topk=16, min_length=100)
+    batch = batch_for(model, length=200, padding="left")
+    expected = encoded(model, batch)
+    assert len(attended) == 3
+    model.save_pretrained(tmp_path)
+    assert torch.equal(encoded(hf_effattn.from_pretrained(AutoModel, tmp_path).eval(), batch), expected)
+    encoded(model, batch_for(model, length=LENGTH))
+    assert len(attended) == 6
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("modernbert", 'ModernBertModel .model type "modernbert". has no learned positions to extend: .* rotary'),
+        ("vit", "grid of image patches; pass interpolate_pos_encoding=True"),
+        ("deit", "grid of image patches"),
+        ("wav2vec2", "come from a convolution"),
+        ("hubert", "come from a convolution"),
+        ("whisper", "exactly 30 seconds"),
+    ],
+)
+def test_models_without_positions_to_extend(model_type: str, message: str) -> None:
+    model = tiny_model(model_type)
+    config = model.config.to_dict()
+    with pytest.raises(ValueError, match=message + ".*extend_positions serves bert, roberta, .*albert"):
+        hf_effattn.extend_positions(model, 4096)
+    assert model.config.to_dict() == config
+
+
+def test_mistakes() -> None:
+    model = tiny_model("roberta")
+    with pytest.raises(
+        ValueError, match="takes 62 tokens already, so max_length must be at least 62, got 40; to shorten"
+    ):
+        hf_effattn.extend_positions(model, 40)
+    for wrong in ("long", 100.0, True, None):
+        with pytest.raises(TypeError, match="max_length must be an int"):
+            hf_effattn.extend_positions(model, wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be a transformers model, got Linear"):
+        hf_effattn.extend_positions(nn.Linear(2, 2), 100)
+    gpt2 = GPT2Model(GPT2Config(vocab_size=60, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2))
+    with pytest.raises(ValueError, match="does not know where its positions are"):
+        hf_effattn.extend_positions(gpt2, 4096)
+    assert table(model).num_embeddings == 64
+
+
+def test_a_quantised_table_is_refused() -> None:
+    class QuantisedEmbedding(nn.Embedding):
+        pass
+
+    model = AutoModel.from_config(tiny_config("bert"))
+    model.embeddings.position_embeddings = QuantisedEmbedding(64, 32)
+    with pytest.raises(
+        ValueError, match=r"a QuantisedEmbedding of dtype .* not a plain nn.Embedding .quantised, sharded"
+    ):
+        hf_effattn.extend_positions(model, 100)
+    assert model.config.max_position_embeddings == 64

@@ -1,0 +1,115 @@
+"""Low precision, autocast and `torch.compile`."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import MODEL_TYPES, batch_for, encoded, tiny_model
+
+import hf_effattn
+
+SETTINGS = {"clusters": 6, "topk": 34, "min_length": 0}
+
+
+@pytest.fixture(autouse=True)
+def without_gradient() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.float() - expected).norm() / expected.norm()).item()
+
+
+def floating(batch: Any, dtype: torch.dtype) -> Any:
+    for name, tensor in batch.inputs.items():
+        if tensor.is_floating_point():
+            batch.inputs[name] = tensor.to(dtype)
+    return batch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_low_precision_weights(model_type: str, dtype: torch.dtype, attended: list[str]) -> None:
+    """Low precision adds no more than it adds to exact attention, up to clusters that rounding puts elsewhere."""
+    model = tiny_model(model_type)
+    batch = batch_for(model, padding="right")
+    reference = encoded(model, batch)
+    approximation = error(encoded(hf_effattn.patch_attention(model, "i-clustered", **SETTINGS), batch), reference)
+    hf_effattn.unpatch_attention(model).to(dtype)
+    attended.clear()
+    floating(batch, dtype)
+    baseline = error(encoded(model, batch), reference)
+    hf_effattn.patch_attention(model, "i-clustered", **SETTINGS)
+    output = encoded(model, batch)
+    assert output.dtype == dtype
+    assert output.isfinite().all()
+    assert len(attended) >= 2
+    assert error(output, reference) < 2 * (baseline + approximation) + 0.02
+    hf_effattn.patch_attention(model, "i-clustered")
+    assert abs(error(encoded(model, batch), reference) - baseline) < 1e-6
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_autocast(model_type: str, attended: list[str]) -> None:
+    model = tiny_model(model_type)
+    batch = batch_for(model, padding="right")
+    reference = encoded(model, batch)
+    approximation = error(encoded(hf_effattn.patch_attention(model, "i-clustered", **SETTINGS), batch), reference)
+    hf_effattn.unpatch_attention(model)
+    attended.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        exact = encoded(model, batch)
+        hf_effattn.patch_attention(model, "i-clustered", **SETTINGS)
+        output = encoded(model, batch)
+        assert len(attended) >= 2
+        assert output.dtype == exact.dtype
+        assert output.isfinite().all()
+        assert error(output, reference) < 2 * (error(exact, reference) + approximation) + 0.02
+        hf_effattn.patch_attention(model, "i-clustered")
+        assert torch.equal(encoded(model, batch), exact)
+
+
+def test_autocast_training() -> None:
+    model = hf_effattn.patch_attention(tiny_model("bert"), "i-clustered", **SETTINGS).train()
+    with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
+        encoded(model, batch_for(model, padding="left")).square().mean().backward()
+    gradient = model.encoder.layer[0].attention.self.query.weight.grad
+    assert gradient.dtype == torch.float32
+    assert gradient.isfinite().all()
+    assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("how", ["patch_attention", "attn_implementation"])
+@pytest.mark.parametrize("model_type", ["bert", "modernbert", "distilbert", "vit", "whisper"])
+def test_compiled_output_is_the_same(model_type: str, how: str) -> None:
+    torch._dynamo.reset()
+    settings = {"clusters": 6, "topk": 8, "min_length": 0}
+    model = tiny_model(model_type)
+    batch = batch_for(model, padding="right")
+    exact = encoded(model, batch)
+    if how == "patch_attention":
+        hf_effattn.patch_attention(model, "i-clustered", **settings)
+    else:
+        model.config.effattn = settings
+        model.set_attn_implementation("i-clustered")
+    expected = encoded(model, batch)
+    assert not torch.equal(expected, exact)
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(encoded(compiled, batch), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_model_follows_a_new_patch() -> None:
+    torch._dynamo.reset()
+    model = tiny_model("bert")
+    batch = batch_for(model, padding="left")
+    exact = encoded(model, batch)
+    compiled = torch.compile(model, backend="aot_eager")
+    outputs = []
+    for topk in (4, 8):
+        hf_effattn.patch_attention(model, "i-clustered", clusters=6, topk=topk, min_length=0)
+        outputs.append(encoded(compiled, batch))
+        torch.testing.assert_close(outputs[-1], encoded(model, batch), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(*outputs)
+    hf_effattn.unpatch_attention(model)
+    torch.testing.assert_close(encoded(compiled, batch), exact, rtol=1e-4, atol=1e-5)
