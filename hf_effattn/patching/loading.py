@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .methods import METHODS, MethodSettings, make_settings, setting_names
+from .methods import METHODS, MethodSettings, list_methods, make_settings, setting_names
 from .patch import apply_plans, encoders_to_patch, plan_patch
 from .stored import FIELD, read_stored
 
@@ -51,7 +51,9 @@ def from_pretrained(
 
     loaded = auto_class.from_pretrained(name_or_path, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
-    encoders = encoders_to_patch(model, method or "hf_effattn")
+    stored = getattr(model.config, FIELD, None)
+    named = stored.get("method") if isinstance(stored, dict) else None
+    encoders = encoders_to_patch(model, method or named or list_methods()[-1])
     saved = [encoder for encoder in encoders if getattr(encoder.model.config, FIELD, None) is not None]
     if not saved and method is None:
         raise ValueError(

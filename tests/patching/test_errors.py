@@ -1,5 +1,6 @@
 """What cannot be patched says so, says what to do, and is left as it was."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from tiny_models import batch_for, encoded, tiny_config, tiny_model
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     BertLMHeadModel,
     BertModel,
     DebertaV2Config,
@@ -117,6 +119,12 @@ def test_gpt2(method: str) -> None:
             switched(tokens)
         switched.set_attn_implementation("sdpa")
         switched(tokens)
+
+
+def test_loading_gpt2(tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match='GPT2LMHeadModel is causal, and "clustered" here serves'):
+        hf_effattn.from_pretrained(AutoModelForCausalLM, tmp_path, method="clustered")
 
 
 @pytest.mark.parametrize("method", hf_effattn.list_methods())
