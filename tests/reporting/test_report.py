@@ -1,0 +1,325 @@
+"""The report's numbers against direct computation, and the model afterwards against the model before."""
+
+import json
+import sys
+
+import pytest
+import torch
+from tiny_models import FULL_LAYERS, MODEL_TYPES, batch_for, tiny_model
+from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
+from transformers import AutoModelForMaskedLM, AutoModelForQuestionAnswering, AutoModelForSequenceClassification
+
+import hf_effattn
+from hf_effattn import Report
+from hf_effattn.patching import make_settings, run_method
+
+METHODS = [
+    {"method": "clustered", "clusters": 5},
+    {"method": "i-clustered", "clusters": 5, "topk": 4, "min_length": 0},
+]
+CLUSTERED, IMPROVED = "clustered (clusters=5)", "i-clustered (clusters=5, topk=4)"
+
+
+def quick_report(model, inputs, methods=METHODS, **options):
+    return hf_effattn.report(model, inputs, methods, **{"repeats": 0, "memory": False, "progress": False} | options)
+
+
+def first_layer(model, inputs):
+    """Query, key and value of the first layer of a BERT, `(B, H, N, D)`."""
+    hidden = model.embeddings(input_ids=inputs["input_ids"])
+    attention = model.encoder.layer[0].attention.self
+    heads = attention.num_attention_heads
+    return [
+        project(hidden).unflatten(-1, (heads, -1)).transpose(1, 2)
+        for project in (attention.query, attention.key, attention.value)
+    ]
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+@torch.no_grad()
+def test_error_of_every_head_of_the_first_layer_is_that_of_a_direct_computation(padding):
+    model = tiny_model("bert")
+    inputs = batch_for(model, padding=padding).inputs
+    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    query, key, value = first_layer(model, inputs)
+    exact = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None, :])
+    settings = make_settings("i-clustered", clusters=5, topk=4, min_length=0)
+    approximate = run_method(settings, query, key, value, key_mask=mask)
+    expected = []
+    for head in range(query.shape[1]):
+        reference = torch.cat([exact[text, head, mask[text]] for text in range(2)])
+        other = torch.cat([approximate[text, head, mask[text]] for text in range(2)])
+        expected.append(float((other - reference).norm() / reference.norm()))
+
+    (found,) = quick_report(model, inputs).of(IMPROVED)
+
+    assert min(expected) > 0.01
+    assert found.attention_error[0] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("padding", [None, "right"])
+@torch.no_grad()
+def test_output_change_is_that_of_the_patched_model(padding):
+    model = tiny_model("bert")
+    inputs = batch_for(model, padding=padding).inputs
+    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    exact = model(**inputs).last_hidden_state
+    (found,) = quick_report(model, inputs).of(CLUSTERED)
+    patched = hf_effattn.patch_attention(model, "clustered", clusters=5, min_length=0)
+    other = patched(**inputs).last_hidden_state
+    pooled = [torch.stack([hidden[text][mask[text]].mean(0) for text in range(2)]) for hidden in (exact, other)]
+
+    error = (other[mask] - exact[mask]).norm() / exact[mask].norm()
+    assert found.change.hidden_error == pytest.approx(float(error), rel=1e-4)
+    assert found.change.embedding_cosines == pytest.approx(cosine_similarity(*pooled).tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_every_model_type_is_measured_and_left_as_it_was(model_type):
+    model = tiny_model(model_type)
+    inputs = batch_for(model).inputs
+    config = json.dumps(model.config.to_dict(), default=str)
+    with torch.no_grad():
+        before = model(**inputs)[0]
+    found = quick_report(model, inputs)
+    with torch.no_grad():
+        after = model(**inputs)[0]
+
+    layers = FULL_LAYERS.get(model_type, (0, 1, 2))
+    assert tuple(found.layers) == layers
+    for label in (CLUSTERED, IMPROVED):
+        (measured,) = found.of(label)
+        assert tuple(measured.attention_error) == layers
+        assert all(0 < error < 2 for heads in measured.attention_error.values() for error in heads)
+        assert measured.change.hidden_error > 0
+    assert torch.equal(before, after)
+    assert json.dumps(model.config.to_dict(), default=str) == config
+
+
+def test_a_patched_model_in_training_mode_comes_back_patched_and_in_training_mode():
+    model = tiny_model("bert").train()
+    model.pooler.eval()
+    hf_effattn.patch_attention(model, "i-clustered", layers=[1], clusters=4, topk=3, min_length=0)
+    inputs = batch_for(model).inputs
+    stored = dict(model.config.effattn)
+    torch.manual_seed(0)
+    before = model(**inputs).last_hidden_state
+    found = quick_report(model, inputs)
+    torch.manual_seed(0)
+    after = model(**inputs).last_hidden_state
+
+    assert torch.equal(before, after)
+    assert model.config.effattn == stored
+    assert model.config._attn_implementation == "i-clustered"
+    assert model.training
+    assert not model.pooler.training
+    # What is compared with is the exact model, not the patched one.
+    assert (
+        found.of(CLUSTERED)[0].attention_error
+        == quick_report(hf_effattn.unpatch_attention(model), inputs).of(CLUSTERED)[0].attention_error
+    )
+
+
+def test_an_exception_in_the_forward_pass_leaves_the_model_as_it_was():
+    model = tiny_model("bert").train()
+    inputs = batch_for(model).inputs
+
+    def fail(*args):
+        raise RuntimeError("broken layer")
+
+    hook = model.encoder.layer[1].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="broken layer"):
+        quick_report(model, inputs)
+    hook.remove()
+    assert model.config._attn_implementation == "sdpa"
+    assert model.training
+    assert not hasattr(model.config, "effattn")
+
+
+@pytest.mark.parametrize("stop_at", [2, 7])
+def test_an_interruption_returns_what_has_been_measured(stop_at):
+    model = tiny_model("bert")
+    inputs = [batch_for(model, length=length).inputs for length in (20, 30)]
+    before = model(**inputs[0]).last_hidden_state
+
+    def interrupt(done, total, what):
+        if done == stop_at:
+            raise KeyboardInterrupt
+
+    with pytest.warns(UserWarning, match="interrupted"):
+        found = quick_report(model, inputs, progress=interrupt)
+    assert not found.complete
+    assert len(found.of(IMPROVED)) == (1 if stop_at == 2 else 2)
+    assert "interrupted" in found.summary()
+    assert "interrupted" in repr(found)
+    assert Report.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert torch.equal(before, model(**inputs[0]).last_hidden_state)
+
+
+def test_progress_counts_every_step():
+    model = tiny_model("bert")
+    steps = []
+    quick_report(model, batch_for(model).inputs, repeats=2, progress=lambda *step: steps.append(step))
+    assert [done for done, _, _ in steps] == list(range(1, 1 + steps[0][1]))
+
+
+def test_times_and_memory_are_measured_in_whole_rounds():
+    model = tiny_model("bert")
+    inputs = [batch_for(model, length=length).inputs for length in (30, 60)]
+    found = quick_report(model, inputs, repeats=2, memory=True, error_budget=1e-6)
+    for index in (0, 1):
+        rounds = {len(found.of(method, index)[0].forward_seconds) for method in ("exact", CLUSTERED, IMPROVED)}
+        assert len(rounds) == 1
+        assert rounds.pop() >= 2
+        for method in ("exact", CLUSTERED, IMPROVED):
+            (measured,) = found.of(method, index)
+            assert found.speedup(measured) > 0
+            assert found.speedup(measured, "attention") > 0
+            # At least the layer's own output, in float32.
+            assert measured.attention_peak_bytes >= 4 * 2 * found.inputs[index].length * 32
+            assert measured.forward_peak_bytes >= measured.attention_peak_bytes
+    assert found.speedup(found.of("exact", 0)[0]) == 1
+    assert found.fastest_within(1e-6) is None
+    assert "none of these settings meets it" in found.summary()
+    largest = max(m.change.hidden_error for method in (CLUSTERED, IMPROVED) for m in found.of(method))
+    assert found.fastest_within(2 * largest) in (CLUSTERED, IMPROVED)
+
+
+def test_peak_memory_on_the_cpu_is_that_of_the_tensors_alive_at_once():
+    def call():
+        first = torch.empty(3_000_000)
+        del first
+        return torch.empty(1_000_000), torch.empty(1_500_000)
+
+    from hf_effattn.reporting.cost import peak_memory_added
+
+    result, added = peak_memory_added(call, torch.device("cpu"))
+    assert result[1].shape == (1_500_000,)
+    assert added == 12_000_000
+
+
+def test_short_inputs_are_measured_and_said_to_run_exact():
+    model = tiny_model("bert")
+    found = quick_report(
+        model,
+        batch_for(model, length=20).inputs,
+        [{"method": "clustered", "clusters": 5, "min_length": 21}, *METHODS[1:]],
+    )
+    assert found.of(CLUSTERED)[0].why_exact == "min_length"
+    assert found.of(CLUSTERED)[0].mean_attention_error > 0.01
+    assert found.of(IMPROVED)[0].why_exact is None
+    assert f"Patched with {CLUSTERED}, the model would run exact attention" in found.summary()
+
+
+def test_settings_that_reach_the_length_are_said_to_be_exact():
+    model = tiny_model("bert")
+    found = quick_report(model, batch_for(model, length=20).inputs, [{"method": "clustered", "clusters": 20}])
+    (measured,) = found.of("clustered (clusters=20)")
+    assert measured.why_exact == "settings"
+    assert measured.mean_attention_error == pytest.approx(0, abs=1e-5)
+    assert "this is exact attention" in found.summary()
+    assert found.fastest_within(1) is None
+
+
+def test_logits_of_heads_are_compared():
+    inputs = batch_for(tiny_model("bert"), padding="right").inputs
+    answering = quick_report(tiny_model("bert", AutoModelForQuestionAnswering), inputs).of(CLUSTERED)[0].change
+    assert set(answering.logits_error) == {"start_logits", "end_logits"}
+    assert set(answering.argmax_agreement) == {"start_logits", "end_logits"}
+    language = quick_report(tiny_model("bert", AutoModelForMaskedLM), inputs).of(CLUSTERED)[0].change
+    assert language.hidden_error > 0
+    tokens = int(inputs["attention_mask"].sum())
+    assert language.argmax_agreement["logits"] * tokens == pytest.approx(
+        round(language.argmax_agreement["logits"] * tokens)
+    )
+    regression = tiny_model("bert", AutoModelForSequenceClassification, num_labels=1)
+    change = quick_report(regression, inputs).of(CLUSTERED)[0].change
+    assert change.logits_error["logits"] > 0
+    assert not change.argmax_agreement
+
+
+def test_the_table_is_tidy_and_survives_json(tmp_path):
+    model = tiny_model("bert")
+    found = quick_report(model, batch_for(model, padding="left").inputs, repeats=1, memory=True)
+    table = found.to_pandas()
+    errors = table[table.metric == "attention_error"]
+    assert len(errors) == 2 * 3 * 2  # methods, layers, heads
+    assert not errors.duplicated(["input", "method", "layer", "head"]).any()
+    assert table[table.metric == "forward_speedup"].method.tolist() == ["exact", CLUSTERED, IMPROVED]
+    assert table.valid_tokens.unique().tolist() == [69]
+    (file,) = found.save(tmp_path / "new" / "folder", pictures=False)
+    assert Report.load(file.parent) == found
+    assert json.loads(file.read_text())["environment"]["versions"]["torch"] == torch.__version__
+    assert str(found) == str(Report.load(file.parent))
+
+
+MISTAKES = {
+    "no inputs": ({"inputs": []}, ValueError, "inputs is empty"),
+    "empty tensor": ({"inputs": {"input_ids": torch.zeros(1, 0, dtype=torch.long)}}, ValueError, "is empty"),
+    "text": ({"inputs": "a text"}, TypeError, "call tokenizer"),
+    "texts": ({"inputs": ["a text"]}, TypeError, "call tokenizer"),
+    "lists": ({"inputs": {"input_ids": [[1, 2]]}}, TypeError, 'return_tensors="pt"'),
+    "one row": ({"inputs": {"input_ids": torch.tensor([1, 2])}}, ValueError, r"ids\[None\]"),
+    "foreign ids": ({"inputs": {"input_ids": torch.tensor([[1, 60]])}}, ValueError, "another model's tokenizer"),
+    "too long": ({"inputs": {"input_ids": torch.ones(1, 65).long()}}, ValueError, r"extend_positions\(model, 65\)"),
+    "dense mask": (
+        {"inputs": {"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 1, 4, 4)}},
+        ValueError,
+        "padding mask",
+    ),
+    "mask of another length": (
+        {"inputs": {"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 5)}},
+        ValueError,
+        "must have the shape of input_ids",
+    ),
+    "everything masked": (
+        {"inputs": {"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.zeros(1, 4)}},
+        ValueError,
+        "masks every token",
+    ),
+    "no methods": ({"methods": []}, ValueError, "methods is empty"),
+    "unknown method": ({"methods": ["i-clusterd"]}, ValueError, 'did you mean "i-clustered"'),
+    "unknown setting": ({"methods": {"method": "clustered", "cluster": 3}}, ValueError, 'did you mean "clusters"'),
+    "method without name": ({"methods": [{"clusters": 3}]}, TypeError, 'the key "method"'),
+    "methods as number": ({"methods": 3}, TypeError, "sequence of names"),
+    "the same twice": ({"methods": ["clustered", {"method": "clustered", "min_length": 0}]}, ValueError, "twice"),
+    "negative repeats": ({"repeats": -1}, ValueError, "repeats"),
+    "repeats as float": ({"repeats": 1.5}, TypeError, "repeats"),
+    "budget zero": ({"error_budget": 0, "repeats": 1}, ValueError, "above 0"),
+    "budget as text": ({"error_budget": "5%", "repeats": 1}, TypeError, "error_budget"),
+    "budget without times": ({"error_budget": 0.1}, ValueError, "repeats must be at least 1"),
+    "not a model": ({"model": torch.nn.Linear(2, 2)}, TypeError, "must be a transformers model"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_named_before_anything_runs(mistake):
+    arguments, error, message = MISTAKES[mistake]
+    model = tiny_model("bert")
+    arguments = {"model": model, "inputs": batch_for(model).inputs} | arguments
+
+    def fail(*args):
+        raise AssertionError("the model ran")
+
+    model.register_forward_pre_hook(fail)
+    with pytest.raises(error, match=message):
+        quick_report(**arguments)
+
+
+def test_a_causal_model_is_refused():
+    from transformers import GPT2Config, GPT2Model
+
+    model = GPT2Model(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=10))
+    with pytest.raises(ValueError, match="causal"):
+        quick_report(model, {"input_ids": torch.ones(1, 4).long()})
+
+
+def test_without_matplotlib_the_picture_says_what_to_install(monkeypatch, tmp_path):
+    model = tiny_model("bert")
+    found = quick_report(model, batch_for(model).inputs)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'hf_effattn\[plots\]'"):
+        found.plot()
+    with pytest.raises(ImportError, match="plots"):
+        found.save(tmp_path)
+    assert Report.load(tmp_path) == found
