@@ -13,6 +13,8 @@ import torch
 # (larger buffers are mapped and faulted in anew each time), large enough to keep both cores busy.
 CHUNK_BYTES = 8 * 2**20
 
+EVERY_ROW = slice(None)
+
 
 @dataclass(frozen=True)
 class RowChunk:
@@ -28,32 +30,44 @@ class RowChunk:
     query_rows: torch.Tensor | None
     key_rows: torch.Tensor | None
 
-    def queries(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The chunk's query rows of `(B, H, N, ...)`: `(heads, rows, ...)`."""
-        return self._rows(tensor, self.query_rows)
+    def queries(self, tensor: torch.Tensor, selection: slice | torch.Tensor = EVERY_ROW) -> torch.Tensor:
+        """The chunk's query rows of `(B, H, N, ...)`, or a selection of them: `(heads, rows, ...)`, contiguous."""
+        return self._rows(tensor, self.query_rows, selection)
 
-    def keys(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The chunk's key rows of `(B, H, M, ...)`: `(heads, rows, ...)`."""
-        return self._rows(tensor, self.key_rows)
+    def keys(self, tensor: torch.Tensor, selection: slice | torch.Tensor = EVERY_ROW) -> torch.Tensor:
+        """The chunk's key rows of `(B, H, M, ...)`, or a selection of them: `(heads, rows, ...)`, contiguous."""
+        return self._rows(tensor, self.key_rows, selection)
 
-    def _rows(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    def _rows(self, tensor: torch.Tensor, rows: torch.Tensor | None, selection: slice | torch.Tensor) -> torch.Tensor:
         tensor = tensor[self.batch, self.first_head : self.last_head]
-        return (tensor if rows is None else tensor.index_select(1, rows)).contiguous()
+        chosen = selection if rows is None else rows[selection]
+        if isinstance(chosen, slice):
+            return tensor[:, chosen].contiguous()
+        return tensor.index_select(1, chosen).contiguous()
 
-    def store_queries(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Write `(heads, rows, D)` to the chunk's query rows of `target` `(B, H, N, D)`."""
-        self._store(target, values, self.query_rows)
+    def store_queries(
+        self, target: torch.Tensor, values: torch.Tensor, selection: slice | torch.Tensor = EVERY_ROW
+    ) -> None:
+        """Write `(heads, rows, D)` to the chunk's query rows of `target` `(B, H, N, D)`, or to a selection of them."""
+        self._store(target, values, self.query_rows, selection)
 
     def store_keys(self, target: torch.Tensor, values: torch.Tensor) -> None:
         """Write `(heads, rows, D)` to the chunk's key rows of `target` `(B, H, M, D)`."""
-        self._store(target, values, self.key_rows)
+        self._store(target, values, self.key_rows, EVERY_ROW)
 
-    def _store(self, target: torch.Tensor, values: torch.Tensor, rows: torch.Tensor | None) -> None:
+    def _store(
+        self,
+        target: torch.Tensor,
+        values: torch.Tensor,
+        rows: torch.Tensor | None,
+        selection: slice | torch.Tensor,
+    ) -> None:
         target = target[self.batch, self.first_head : self.last_head]
-        if rows is None:
-            target.copy_(values)
+        chosen = selection if rows is None else rows[selection]
+        if isinstance(chosen, slice):
+            target[:, chosen].copy_(values)
         else:
-            target.index_copy_(1, rows, values.to(target.dtype))
+            target.index_copy_(1, chosen, values.to(target.dtype))
 
 
 def valid_rows(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
@@ -70,9 +84,11 @@ def row_chunks(
     query_mask: torch.Tensor | None,
     bytes_per_head: int,
 ) -> Iterator[RowChunk]:
-    """Chunks of heads whose largest buffer stays near `CHUNK_BYTES`; items without a valid query are left out."""
+    """Chunks of equally many heads whose largest buffer is `CHUNK_BYTES` or one head's; items without a valid query
+    are left out."""
     B, H = query.shape[:2]
-    heads = max(1, min(H, CHUNK_BYTES // max(1, bytes_per_head)))
+    parts = min(H, -(-H * bytes_per_head // CHUNK_BYTES))
+    heads = -(-H // max(1, parts))
     for batch in range(B):
         query_rows, key_rows = valid_rows(query_mask, batch), valid_rows(key_mask, batch)
         if query.shape[2] == 0 or (query_rows is not None and len(query_rows) == 0):

@@ -33,9 +33,11 @@ def cluster_queries(
     distance of two queries is the variance over the keys of the difference of their scores, so queries are alike when
     their softmaxes are (ours; the paper bounds the error by the queries' Euclidean distance). `"lsh"` is the paper's:
     sign bits of random projections, then Lloyd under Hamming distance (Source: Vyas 2020, clustered attention; its
-    setting is `bits=32, iterations=10` on all queries). Centroids are fitted on `fit_queries` evenly spread queries,
-    then every query goes to the nearest. The result depends on nothing but the arguments, and on no padded row; no
-    gradient flows through it. Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim.
+    setting is `bits=32, iterations=10` on all queries). Centroids and metric are fitted on `fit_queries` evenly spread
+    queries and keys, then every query goes to the nearest centroid. The result depends on nothing but the arguments,
+    and on no padded row; no gradient flows through it.
+
+    Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim.
 
     Args:
         query (`torch.Tensor`): `(B, H, N, D)`, any strides.
@@ -45,7 +47,7 @@ def cluster_queries(
         key_mask (`torch.BoolTensor`, *optional*): `(B, M)`, True = the key counts in the metric.
         iterations (`int`): rounds of Lloyd's algorithm; 0 takes the seeds as they are.
         bits (`int`): bits of the LSH code.
-        fit_queries (`int`): queries per head that the centroids are fitted on.
+        fit_queries (`int`): queries per head that the centroids are fitted on; at least 4 per cluster are taken.
         query_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts; other queries get label 0.
         seed (`int`): seed of the first K-means seed or of the LSH planes.
         check_finite (`bool`): raise if a query is not finite (costs a pass over them).

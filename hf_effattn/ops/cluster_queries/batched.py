@@ -3,61 +3,110 @@
 import torch
 
 from ..clustered_attention.batched import accumulation_dtype, cluster_rows, cluster_sizes, cluster_sums
-from ..row_chunks import row_chunks
+from ..row_chunks import CHUNK_BYTES, RowChunk, row_chunks
 from .reference import (
     METRIC_RIDGE,
-    SEEDING_QUERIES,
-    SEEDING_QUERIES_PER_CLUSTER,
     as_sign,
     first_seed,
-    hash_bits,
+    fit_rows,
+    hash_planes,
+    seeding_rows,
     strided_rows,
 )
 
 
-def in_keys_metric(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Queries `(P, N, D)` whose distances are those of their scores against the keys `(P, M, D)`; see reference."""
+def metric_factor(key: torch.Tensor) -> torch.Tensor:
+    """`L (P, D, D)`, lower triangular: `Q L` has the distances of the scores against the keys `(P, M, D)`."""
     centered = key - key.mean(dim=1, keepdim=True)
     covariance = centered.transpose(1, 2) @ centered / key.shape[1]
     diagonal = covariance.diagonal(dim1=1, dim2=2)
     diagonal += METRIC_RIDGE * diagonal.mean(dim=1, keepdim=True) + torch.finfo(key.dtype).tiny
     # No check of success: a failure needs values that are not finite, and any labels are legal labels.
     factor, _ = torch.linalg.cholesky_ex(covariance)
-    return query @ factor
+    return factor
 
 
 def farthest_first(points: torch.Tensor, clusters: int, seed: int) -> torch.Tensor:
     """Seeds `(P, C, D)` out of the points `(P, N, D)`: again and again the one farthest from all so far."""
     P, N, D = points.shape
-    heads = torch.arange(P, device=points.device)
-    seeds = points.new_empty(P, clusters, D)
-    seeds[:, 0] = points[:, first_seed(N, seed)]
     norms = points.square().sum(dim=2)
-    distance = torch.full_like(norms, torch.inf)
+    # All distances at once: what is left for each of the C steps is too small to be worth a second thread.
+    distances = torch.baddbmm(norms[:, :, None] + norms[:, None], points, points.transpose(1, 2), alpha=-2)
+    heads = torch.arange(P, device=points.device)
+    chosen = torch.empty(P, clusters, dtype=torch.int64, device=points.device)
+    chosen[:, 0] = first_seed(N, seed)
+    nearest_seed = torch.full_like(norms, torch.inf)
     for j in range(1, clusters):
-        last = seeds[:, j - 1, :, None]
-        # |p - s|² without |s|², which is added where it matters: distances to different seeds are compared.
-        to_last = torch.baddbmm(norms[..., None], points, last, alpha=-2)[..., 0].add_(last.square().sum(dim=1))
-        torch.minimum(distance, to_last, out=distance)
-        seeds[:, j] = points[heads, distance.argmax(dim=1)]
-    return seeds
+        torch.minimum(nearest_seed, distances[heads, chosen[:, j - 1]], out=nearest_seed)
+        chosen[:, j] = nearest_seed.argmax(dim=1)
+    return points.gather(1, chosen[..., None].expand(-1, -1, D))
 
 
-def nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Number of the nearest centroid `(P, C, D)` of every point `(P, N, D)`: `(P, N)`."""
-    half_norms = centroids.square().sum(dim=2)[:, None] / 2
-    return torch.baddbmm(half_norms, points, centroids.transpose(1, 2), alpha=-1).argmin(dim=2)
+def nearest(points: torch.Tensor, directions: torch.Tensor, half_norms: torch.Tensor) -> torch.Tensor:
+    """Number of the centroid at the smallest `|c|²/2 - p·c` for every point `(P, N, D)`: `(P, N)`."""
+    return torch.baddbmm(half_norms[:, None], points, directions.transpose(1, 2), alpha=-1).argmin(dim=2)
+
+
+def half_norms(centroids: torch.Tensor) -> torch.Tensor:
+    """`|c|²/2`, `(P, C)`."""
+    return centroids.square().sum(dim=2) / 2
 
 
 def lloyd(points: torch.Tensor, centroids: torch.Tensor, iterations: int, binary: bool) -> torch.Tensor:
     """Lloyd's algorithm (majority bits where `binary`); an empty cluster keeps its centroid."""
     P, clusters, _ = centroids.shape
     for _ in range(iterations):
-        index = cluster_rows(nearest(points, centroids), clusters)
+        index = cluster_rows(nearest(points, centroids, half_norms(centroids)), clusters)
         sizes = cluster_sizes(index, P, clusters)[..., None]
         means = cluster_sums(points, index, P, clusters) / sizes.clamp(min=1)
         centroids = torch.where(sizes > 0, as_sign(means) if binary else means, centroids)
     return centroids
+
+
+def label_chunk(
+    chunk: RowChunk,
+    labels: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    clusters: int,
+    method: str,
+    iterations: int,
+    bits: int,
+    fit_queries: int,
+    seed: int,
+) -> None:
+    """Fit the centroids of a chunk on some of its queries and write the labels of all of them."""
+    dtype = accumulation_dtype(query.dtype)
+    heads = chunk.last_head - chunk.first_head
+    rows = query.shape[2] if chunk.query_rows is None else len(chunk.query_rows)
+    if rows <= clusters:
+        chunk.store_queries(labels, torch.arange(rows, device=query.device)[:, None].expand(heads, rows, 1))
+        return
+    chosen = fit_rows(rows, clusters, fit_queries).to(query.device)
+    fitted = chunk.queries(query, chosen).to(dtype)
+    planes = factor = None
+    if method == "lsh":
+        planes = hash_planes(query.shape[3], bits, seed).to(fitted)
+        fitted = as_sign(fitted @ planes)
+        centroids = fitted[:, strided_rows(fitted.shape[1], clusters)]
+    else:
+        keys = 0 if key is None else key.shape[2] if chunk.key_rows is None else len(chunk.key_rows)
+        if key is not None and keys:
+            chosen = fit_rows(keys, clusters, fit_queries).to(query.device)
+            factor = metric_factor(chunk.keys(key, chosen).to(dtype))
+            fitted = fitted @ factor
+        centroids = farthest_first(fitted[:, seeding_rows(fitted.shape[1], clusters)], clusters, seed)
+    centroids = lloyd(fitted, centroids, iterations, binary=method == "lsh")
+
+    # (Q L)·c = Q·(c L^T): move the centroids instead of all the queries.
+    directions = centroids if factor is None else centroids @ factor.transpose(1, 2)
+    norms = half_norms(centroids)
+    step = max(1, CHUNK_BYTES // (heads * clusters * dtype.itemsize))
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        points = chunk.queries(query, part).to(dtype)
+        points = points if planes is None else as_sign(points @ planes)
+        chunk.store_queries(labels, nearest(points, directions, norms)[..., None], part)
 
 
 @torch.library.custom_op("hf_effattn::cluster_queries", mutates_args=())
@@ -75,31 +124,13 @@ def cluster_queries(
 ) -> torch.Tensor:
     """Labels `(B, H, N)`; a masked query has label 0."""
     B, H, N, D = query.shape
-    dtype = accumulation_dtype(query.dtype)
     labels = torch.zeros(B, H, N, 1, dtype=torch.int64, device=query.device)
-    binary = method == "lsh"
-    bytes_per_head = N * max(clusters, D) * dtype.itemsize
+    bytes_per_head = (
+        len(fit_rows(N, clusters, fit_queries)) * max(clusters, D, bits) * accumulation_dtype(query.dtype).itemsize
+    )
     with torch.autocast(query.device.type, enabled=False):
         for chunk in row_chunks(query, key_mask, query_mask, bytes_per_head):
-            points = chunk.queries(query).to(dtype)
-            P, rows, _ = points.shape
-            if rows <= clusters:
-                own = torch.arange(rows, device=query.device).expand(P, rows)
-                chunk.store_queries(labels, own[..., None])
-                continue
-            if binary:
-                points = hash_bits(points.flatten(0, 1), bits, seed).view(P, rows, bits)
-            elif key is not None:
-                keys = chunk.keys(key).to(dtype)
-                points = in_keys_metric(points, keys) if keys.shape[1] else points
-            fitted = points[:, strided_rows(rows, fit_queries)] if fit_queries < rows else points
-            if binary:
-                centroids = fitted[:, strided_rows(fitted.shape[1], clusters)]
-            else:
-                candidates = max(SEEDING_QUERIES, SEEDING_QUERIES_PER_CLUSTER * clusters)
-                centroids = farthest_first(fitted[:, strided_rows(fitted.shape[1], candidates)], clusters, seed)
-            centroids = lloyd(fitted, centroids, iterations, binary)
-            chunk.store_queries(labels, nearest(points, centroids)[..., None])
+            label_chunk(chunk, labels, query, key, clusters, method, iterations, bits, fit_queries, seed)
     return labels[..., 0]
 
 

@@ -4,15 +4,27 @@ import torch
 
 # Added to the diagonal of the keys' covariance, as a share of its mean: fewer keys than dimensions leave it singular.
 METRIC_RIDGE = 1e-4
-# Farthest-first seeding looks at this many queries, or at this many times the clusters.
+# Centroids are fitted on at least this many queries per cluster.
+FIT_QUERIES_PER_CLUSTER = 4
+# Farthest-first seeding looks at this many of them, or at this many per cluster.
 SEEDING_QUERIES = 512
-SEEDING_QUERIES_PER_CLUSTER = 4
+SEEDING_QUERIES_PER_CLUSTER = 2
 
 
 def strided_rows(length: int, count: int) -> torch.Tensor:
     """`count` row numbers evenly spread over `0 .. length - 1` (all of them where `count >= length`)."""
     count = min(length, count)
-    return torch.arange(count) * length // count
+    return torch.arange(count) * length // max(1, count)
+
+
+def fit_rows(length: int, clusters: int, fit_queries: int) -> torch.Tensor:
+    """The rows, of queries or of keys, that the centroids and their metric are fitted on."""
+    return strided_rows(length, max(fit_queries, FIT_QUERIES_PER_CLUSTER * clusters))
+
+
+def seeding_rows(length: int, clusters: int) -> torch.Tensor:
+    """The rows among the fitted ones that can become seeds."""
+    return strided_rows(length, max(SEEDING_QUERIES, SEEDING_QUERIES_PER_CLUSTER * clusters))
 
 
 def in_keys_metric(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -27,10 +39,9 @@ def in_keys_metric(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return query @ torch.linalg.cholesky(covariance + ridge * torch.eye(key.shape[1]).to(key))
 
 
-def hash_bits(query: torch.Tensor, bits: int, seed: int) -> torch.Tensor:
-    """Signs of `bits` random projections, as ±1, `(N, bits)`: Hamming distance = (bits - dot product) / 2."""
-    planes = torch.randn(query.shape[1], bits, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return as_sign(query @ planes.to(query))
+def hash_planes(head_dim: int, bits: int, seed: int) -> torch.Tensor:
+    """Random directions `(D, bits)`. Signs of projections as ±1: Hamming distance = (bits - dot product) / 2."""
+    return torch.randn(head_dim, bits, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def as_sign(points: torch.Tensor) -> torch.Tensor:
@@ -83,15 +94,17 @@ def cluster_head(
     """Labels `(N,)` of the valid queries `(N, D)` of one head, given its valid keys `(M, D)`."""
     if len(query) <= clusters:
         return torch.arange(len(query), device=query.device)
+    rows = fit_rows(len(query), clusters, fit_queries)
     if method == "lsh":
-        points = hash_bits(query, bits, seed)
-        fitted = points[strided_rows(len(points), fit_queries)]
+        points = as_sign(query @ hash_planes(query.shape[1], bits, seed).to(query))
+        fitted = points[rows]
         seeds = fitted[strided_rows(len(fitted), clusters)]
     else:
-        points = query if key is None or len(key) == 0 else in_keys_metric(query, key)
-        fitted = points[strided_rows(len(points), fit_queries)]
-        candidates = max(SEEDING_QUERIES, SEEDING_QUERIES_PER_CLUSTER * clusters)
-        seeds = farthest_first(fitted[strided_rows(len(fitted), candidates)], clusters, seed)
+        points = query
+        if key is not None and len(key):
+            points = in_keys_metric(query, key[fit_rows(len(key), clusters, fit_queries)])
+        fitted = points[rows]
+        seeds = farthest_first(fitted[seeding_rows(len(fitted), clusters)], clusters, seed)
     return nearest(points, lloyd(fitted, seeds, iterations, binary=method == "lsh"))
 
 
