@@ -32,14 +32,14 @@ def farthest_first(points: torch.Tensor, clusters: int, seed: int) -> torch.Tens
     norms = points.square().sum(dim=2)
     # All distances at once: what is left for each of the C steps is too small to be worth a second thread.
     distances = torch.baddbmm(norms[:, :, None] + norms[:, None], points, points.transpose(1, 2), alpha=-2)
-    heads = torch.arange(P, device=points.device)
-    chosen = torch.empty(P, clusters, dtype=torch.int64, device=points.device)
-    chosen[:, 0] = first_seed(N, seed)
+    distances = distances.flatten(0, 1)  # row p · N + i: distances of point i of head p
+    first_row = torch.arange(P, device=points.device) * N
+    chosen = [first_row + first_seed(N, seed)]
     nearest_seed = torch.full_like(norms, torch.inf)
-    for j in range(1, clusters):
-        torch.minimum(nearest_seed, distances[heads, chosen[:, j - 1]], out=nearest_seed)
-        chosen[:, j] = nearest_seed.argmax(dim=1)
-    return points.gather(1, chosen[..., None].expand(-1, -1, D))
+    for _ in range(1, clusters):
+        torch.minimum(nearest_seed, distances.index_select(0, chosen[-1]), out=nearest_seed)
+        chosen.append(nearest_seed.argmax(dim=1) + first_row)
+    return points.flatten(0, 1).index_select(0, torch.stack(chosen, dim=1).flatten()).view(P, clusters, D)
 
 
 def nearest(points: torch.Tensor, directions: torch.Tensor, half_norms: torch.Tensor) -> torch.Tensor:
@@ -125,9 +125,9 @@ def cluster_queries(
     """Labels `(B, H, N)`; a masked query has label 0."""
     B, H, N, D = query.shape
     labels = torch.zeros(B, H, N, 1, dtype=torch.int64, device=query.device)
-    bytes_per_head = (
-        len(fit_rows(N, clusters, fit_queries)) * max(clusters, D, bits) * accumulation_dtype(query.dtype).itemsize
-    )
+    rows = len(fit_rows(N, clusters, fit_queries))
+    # A quarter: the seeding is a long chain of small steps, better walked once for many heads.
+    bytes_per_head = rows * max(clusters, D, bits) * accumulation_dtype(query.dtype).itemsize // 4
     with torch.autocast(query.device.type, enabled=False):
         for chunk in row_chunks(query, key_mask, query_mask, bytes_per_head):
             label_chunk(chunk, labels, query, key, clusters, method, iterations, bits, fit_queries, seed)

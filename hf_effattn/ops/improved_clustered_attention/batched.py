@@ -17,7 +17,6 @@ from ..clustered_attention.batched import (
     chunks_of,
     cluster_rows,
     cluster_sizes,
-    cluster_sums,
     draw_dropout,
     empty_output,
     softmax_,
@@ -97,7 +96,8 @@ class _Chunk:
         sizes = cluster_sizes(self.index, self.P, clusters)
         self.blocks = ClusterBlocks.of(self.index, sizes)
         self.sizes = sizes.clamp(min=1)[..., None]
-        self.centroids = cluster_sums(self.query, self.index, self.P, clusters) / self.sizes
+        self.packed_query = self.blocks.pack(self.query)
+        self.centroids = self.cluster_sums(self.packed_query) / self.sizes
         self.attention = centroid_scores(self.centroids, self.key, scale)  # A^c after the softmax: (P, C, M)
         self.top = self.attention.topk(min(topk, self.M), dim=-1).indices  # T_j: (P, C, T)
         softmax_(self.attention)
@@ -116,13 +116,18 @@ class _Chunk:
                 factor = factor.index_select(1, chunk.query_rows)
             self.topk_factor = self.blocks.pack(factor[..., : self.top.shape[2]])
 
+    def cluster_sums(self, packed: torch.Tensor) -> torch.Tensor:
+        """Sum over the members of each cluster of rows in their blocks `(blocks, length, D)`: `(P, C, D)`."""
+        block_sums = packed.sum(dim=1, dtype=accumulation_dtype(packed.dtype))
+        return self.blocks.sum(block_sums, self.P * self.clusters).view(self.P, self.clusters, -1)
+
     def take(self, table: torch.Tensor) -> torch.Tensor:
         """The top rows of keys or values `(P, M, D)`, per block: `(blocks, T, D)`."""
         return table.flatten(0, 1).index_select(0, self.top_rows.flatten()).view(*self.top_rows.shape, -1)
 
-    def topk_softmax(self, packed_query: torch.Tensor, top_keys: torch.Tensor) -> torch.Tensor:
+    def topk_softmax(self, top_keys: torch.Tensor) -> torch.Tensor:
         """`softmax(scale · Q_i K_T^T)` `(blocks, length, T)`."""
-        scores = torch.bmm(packed_query, top_keys.transpose(1, 2)).to(self.attention.dtype)
+        scores = torch.bmm(self.packed_query, top_keys.transpose(1, 2)).to(self.attention.dtype)
         return softmax_(scores.mul_(self.scale))
 
     def rest(self) -> torch.Tensor:
@@ -153,7 +158,7 @@ def improved_clustered_attention(
             if chunk.rest_factor is not None:
                 rest *= chunk.rest_factor
             rest_values = (rest.to(value.dtype) @ chunk.value).flatten(0, 1)  # V^b: (P · C, Dv)
-            weights = chunk.topk_softmax(chunk.blocks.pack(chunk.query), chunk.take(chunk.key))
+            weights = chunk.topk_softmax(chunk.take(chunk.key))
             weights *= chunk.block_mass
             if chunk.topk_factor is not None:
                 weights *= chunk.topk_factor
@@ -190,12 +195,11 @@ def improved_clustered_attention_backward(
         for part in chunks_of(query, key, key_mask, query_mask, clusters):
             chunk = _Chunk(part, query, key, value, labels, clusters, topk, scale, dropout_p, dropout_seed)
             blocks, tables = chunk.blocks, chunk.P * clusters
-            grad_out = part.queries(grad_output)
 
             # The recomputed keys: O_i = m_j · softmax(S_i) V_T.
-            packed_query, packed_grad = blocks.pack(chunk.query), blocks.pack(grad_out)
+            packed_query, packed_grad = chunk.packed_query, blocks.pack(part.queries(grad_output))
             top_keys, top_values = chunk.take(chunk.key), chunk.take(chunk.value)
-            softmax = chunk.topk_softmax(packed_query, top_keys)
+            softmax = chunk.topk_softmax(top_keys)
             grad_weights = torch.bmm(packed_grad, top_values.transpose(1, 2)).to(dtype)
             weights = softmax * chunk.block_mass
             if chunk.topk_factor is not None:
@@ -210,7 +214,7 @@ def improved_clustered_attention_backward(
             grad_top_keys = torch.bmm(grad_scores.transpose(1, 2), packed_query)
 
             # The rest: O_i += Σ_{t∉T} A^c_jt V_t, and m_j = Σ_{t∈T} A^c_jt.
-            grad_rest_values = cluster_sums(grad_out, chunk.index, chunk.P, clusters).to(value.dtype)
+            grad_rest_values = chunk.cluster_sums(packed_grad).to(value.dtype)
             grad_attention = (grad_rest_values @ chunk.value.transpose(1, 2)).to(dtype)
             rest = chunk.rest()
             if chunk.rest_factor is not None:
