@@ -85,11 +85,13 @@ def chunks_of(
     key: torch.Tensor,
     key_mask: torch.Tensor | None,
     query_mask: torch.Tensor | None,
-    clusters: int,
+    numbers_per_head: int,
 ) -> list[RowChunk]:
-    """The chunks that have at least one key: without keys the output and every gradient are 0."""
-    size = accumulation_dtype(query.dtype).itemsize
-    chunks = row_chunks(query, key_mask, query_mask, clusters * key.shape[2] * size)
+    """The chunks that have at least one key: without keys the output and every gradient are 0.
+
+    `numbers_per_head` is the size of the largest buffer of one head.
+    """
+    chunks = row_chunks(query, key_mask, query_mask, numbers_per_head * accumulation_dtype(query.dtype).itemsize)
     return [chunk for chunk in chunks if key.shape[2] and (chunk.key_rows is None or len(chunk.key_rows))]
 
 
@@ -109,7 +111,7 @@ def clustered_attention(
     """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets."""
     output = empty_output(query, value)
     with torch.autocast(query.device.type, enabled=False):
-        for chunk in chunks_of(query, key, key_mask, query_mask, clusters):
+        for chunk in chunks_of(query, key, key_mask, query_mask, clusters * key.shape[2]):
             q, k, v = chunk.queries(query), chunk.keys(key), chunk.keys(value)
             P, N, _ = q.shape
             index = cluster_rows(chunk.queries(labels), clusters)
@@ -145,7 +147,7 @@ def clustered_attention_backward(
     """Gradients of query, key and value, labels held fixed."""
     grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
     with torch.autocast(query.device.type, enabled=False):
-        for chunk in chunks_of(query, key, key_mask, query_mask, clusters):
+        for chunk in chunks_of(query, key, key_mask, query_mask, clusters * key.shape[2]):
             q, k, v = chunk.queries(query), chunk.keys(key), chunk.keys(value)
             P, N, _ = q.shape
             index = cluster_rows(chunk.queries(labels), clusters)

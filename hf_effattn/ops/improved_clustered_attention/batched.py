@@ -73,6 +73,12 @@ def block_length(mean_size: float) -> int:
     return next((length for length in (8, 16, 32) if mean_size <= length), 64)
 
 
+def largest_buffer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, clusters: int, topk: int) -> int:
+    """Numbers per head in `A^c`, or in the copies of the top keys or values that the blocks make."""
+    blocks = clusters + query.shape[2] // block_length(query.shape[2] / clusters)
+    return max(clusters * key.shape[2], blocks * topk * max(key.shape[3], value.shape[3]))
+
+
 class _Chunk:
     """What both passes compute of a chunk: centroids, their attention, the top keys and the blocks."""
 
@@ -152,7 +158,7 @@ def improved_clustered_attention(
     """`V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T} A^c_jt V_t` with `j = l(i)`, `T = T_j`."""
     output = empty_output(query, value)
     with torch.autocast(query.device.type, enabled=False):
-        for part in chunks_of(query, key, key_mask, query_mask, clusters):
+        for part in chunks_of(query, key, key_mask, query_mask, largest_buffer(query, key, value, clusters, topk)):
             chunk = _Chunk(part, query, key, value, labels, clusters, topk, scale, dropout_p, dropout_seed)
             rest = chunk.rest()
             if chunk.rest_factor is not None:
@@ -192,7 +198,7 @@ def improved_clustered_attention_backward(
     grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
     dtype = accumulation_dtype(query.dtype)
     with torch.autocast(query.device.type, enabled=False):
-        for part in chunks_of(query, key, key_mask, query_mask, clusters):
+        for part in chunks_of(query, key, key_mask, query_mask, largest_buffer(query, key, value, clusters, topk)):
             chunk = _Chunk(part, query, key, value, labels, clusters, topk, scale, dropout_p, dropout_seed)
             blocks, tables = chunk.blocks, chunk.P * clusters
 
