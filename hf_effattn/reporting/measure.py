@@ -1,23 +1,21 @@
 """`report`: what the methods cost and gain on one model and its user's inputs."""
 
 import contextlib
-import datetime
 import math
-import platform
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
 from ..patching import patch_attention, run_method
 from .candidates import EXACT, Candidate, make_candidates
 from .cost import MEMORY_MEASURES, interleaved_rounds, peak_memory_added, timed
+from .environment import environment
 from .errors import ModelOutput, head_errors, output_change, run_model
 from .inputs import check_inputs
-from .recording import SeenAttention, as_it_was, encoders_to_report, layer_names, make_exact, recording
+from .recording import BASELINE, SeenAttention, as_it_was, encoders_to_report, layer_names, make_exact, recording
 from .result import MeasuredInput, Measurement, Report
 
 Progress = Callable[[int, int, str], None]
@@ -231,28 +229,15 @@ def _check_options(error_budget: float | None, repeats: int) -> None:
 
 
 def _environment(model: PreTrainedModel, repeats: int, memory: bool) -> dict[str, Any]:
-    from .. import __version__
-
-    device = model.device
     return {
         "model": type(model).__name__,
         "model_type": getattr(model.config, "model_type", None),
         "parameters": model.num_parameters(),
-        "device": device.type,
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor(),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
         "repeats": repeats,
-        "baseline": "sdpa",
-        "memory_measure": MEMORY_MEASURES.get(device.type) if memory else None,
-        "versions": {
-            "hf_effattn": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "platform": platform.platform(),
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "baseline": BASELINE,
+        "memory_measure": MEMORY_MEASURES.get(model.device.type) if memory else None,
+        **environment(model.device),
     }
 
 

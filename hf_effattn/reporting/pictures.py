@@ -42,7 +42,7 @@ def draw_errors(report: "Report", *, length: int | None = None, methods: Sequenc
         raise ValueError(f"the report holds no errors of the attention output{where}")
     layers = list(report.layers)
     heads = max(grid.shape[1] for grid in grids.values())
-    columns = 1 if len(grids) == 1 else 2
+    columns = 1 if len(grids) in (1, 3) else 2
     lines = -(-len(grids) // columns)
     width, height = max(3.6, 1.2 + 0.36 * heads), max(2.2, 0.9 + 0.3 * len(layers))
     figure = new_figure(columns * width + 0.9, lines * height + 0.7)
@@ -61,7 +61,7 @@ def draw_errors(report: "Report", *, length: int | None = None, methods: Sequenc
     figure.supxlabel("head", fontsize=10)
     figure.supylabel("layer", fontsize=10)
     bar = figure.colorbar(panels.flat[0].images[0], ax=panels, pad=0.015, fraction=0.04)
-    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
     bar.set_label("relative L2 error", fontsize=9)
     bar.ax.tick_params(labelsize=8)
     figure.suptitle(_errors_title(report, length), fontsize=11)

@@ -136,8 +136,8 @@ def count(number: int, noun: str) -> str:
 
 
 def percent(value: float) -> str:
-    """A part of 1 as per cent, with two digits that count."""
-    return f"{100 * value:.2g} %" if value < 0.1 else f"{100 * value:.0f} %"
+    """A part of 1 in per cent, with two digits that count."""
+    return f"{100 * value:.2g}%" if value < 0.095 else f"{100 * value:.0f}%"
 
 
 def ratio(values: Sequence[float]) -> str:
