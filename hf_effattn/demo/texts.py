@@ -1,0 +1,139 @@
+"""The demo's text: excerpts of public-domain books (see texts/SOURCES.txt) or the user's file, cut into passages."""
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+QUESTION = "Where did Pip's father lie buried, and who was laid beside him?"
+QUESTION_BOOK = "great-expectations"
+QUESTION_PARAGRAPHS = 8
+
+
+@dataclass(frozen=True)
+class Book:
+    """A text to cut passages from.
+
+    Args:
+        name (`str`): of the file, without its ending.
+        text (`str`): all of it.
+    """
+
+    name: str
+    text: str
+
+
+def bundled_books() -> list[Book]:
+    """The excerpts that ship with the package, one per book."""
+    folder = files(__package__).joinpath("texts")
+    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".txt") and entry.name[0].islower())
+    return [Book(name.removesuffix(".txt"), folder.joinpath(name).read_text(encoding="utf-8")) for name in names]
+
+
+def read_book(path: Path) -> Book:
+    """The user's own text file, UTF-8.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not UTF-8 text, or empty.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"--text: there is no file {path}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text: {path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    if not text.strip():
+        raise ValueError(f"--text: {path} is empty")
+    return Book(path.stem, text)
+
+
+def question_context(books: list[Book]) -> tuple[str, str] | None:
+    """A question and the passage that answers it; None where the books are the user's."""
+    for book in books:
+        if book.name == QUESTION_BOOK:
+            return QUESTION, " ".join(book.text.split("\n")[:QUESTION_PARAGRAPHS])
+    return None
+
+
+class Passages:
+    """Passages of exact token lengths, special tokens included.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): of the model.
+        books (`list[Book]`): tokenized once.
+    """
+
+    def __init__(self, tokenizer: Any, books: list[Book]) -> None:
+        self.names = [book.name for book in books]
+        self._ids = [_ids(tokenizer, book.text, special=False) for book in books]
+        self._before, self._after = _special_tokens(tokenizer)
+
+    def pairs(self, length: int, per_book: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+        """Pairs of passages that follow each other, from places spread over every book.
+
+        Args:
+            length (`int`): tokens of each passage.
+            per_book (`int`): pairs from each book; fewer where a book is too short for passages that do not overlap.
+
+        Returns:
+            `(torch.Tensor, torch.Tensor, list[str])`: first and second passages `(pairs, length)`, and their books.
+
+        Raises:
+            ValueError: fewer than three pairs in all.
+        """
+        own = self._own_tokens(length)
+        first, second, names = [], [], []
+        for name, ids in zip(self.names, self._ids, strict=True):
+            count = min(per_book, len(ids) // (2 * own))
+            for index in range(count):
+                start = index * (len(ids) // count)
+                first.append(self._passage(ids[start : start + own]))
+                second.append(self._passage(ids[start + own : start + 2 * own]))
+                names.append(name)
+        if len(first) < 3:
+            raise ValueError(
+                f"the text is too short: three pairs of passages of {length} tokens need {6 * own:,} tokens, it has "
+                f"{sum(map(len, self._ids)):,}; give a longer --text or shorter --lengths"
+            )
+        return torch.tensor(first), torch.tensor(second), names
+
+    def longest(self, length: int) -> torch.Tensor:
+        """The beginning of the book with the most tokens, `(1, length)`.
+
+        Raises:
+            ValueError: no book is so long.
+        """
+        own = self._own_tokens(length)
+        ids = max(self._ids, key=len)
+        if len(ids) < own:
+            raise ValueError(
+                f"the text is too short: {length:,} tokens are asked for, the longest book has {len(ids):,}; give a "
+                "longer --text or shorter --lengths"
+            )
+        return torch.tensor([self._passage(ids[:own])])
+
+    def _own_tokens(self, length: int) -> int:
+        own = length - len(self._before) - len(self._after)
+        if own < 1:
+            raise ValueError(f"--lengths: {length} tokens leave no room for text beside the special tokens")
+        return own
+
+    def _passage(self, ids: list[int]) -> list[int]:
+        return [*self._before, *ids, *self._after]
+
+
+def _ids(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    # verbose=False: the text is longer than the model takes, and is cut afterwards.
+    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+
+def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens that a tokenizer puts before and after a text."""
+    plain, marked = (_ids(tokenizer, "a", special=special) for special in (False, True))
+    for start in range(len(marked) - len(plain) + 1):
+        if marked[start : start + len(plain)] == plain:
+            return marked[:start], marked[start + len(plain) :]
+    return [], []
