@@ -8,6 +8,7 @@ everything that carries no gradient (labels), `attend` runs the op. Nothing outs
 
 import json
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from ..ops import cluster_queries, clustered_attention, improved_clustered_attention
-from ..ops.cluster_queries import DEFAULT_BITS, DEFAULT_ITERATIONS
+from ..ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS
 
 CROSSOVER: dict[str, dict[str, int]] = json.loads(files(__package__).joinpath("crossover.json").read_text())[
     "min_length"
@@ -28,7 +29,7 @@ METRICS = ("keys", "queries")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodSettings:
+class MethodSettings(ABC):
     """What every method can be told.
 
     Args:
@@ -58,12 +59,13 @@ class MethodSettings:
         measured = {device: lengths[self.method] for device, lengths in CROSSOVER.items() if self.method in lengths}
         return measured[device_type] if device_type in measured else max(measured.values())
 
+    @abstractmethod
     def group(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, query_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         """What the method decides about the input before it attends, without gradient."""
-        raise NotImplementedError
 
+    @abstractmethod
     def attend(
         self,
         query: torch.Tensor,
@@ -77,7 +79,6 @@ class MethodSettings:
         dropout_p: float,
     ) -> torch.Tensor:
         """Attention with the groups that `group` returned, `(B, H, N, Dv)`."""
-        raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON values."""
@@ -116,7 +117,9 @@ class ClusteredSettings(MethodSettings):
             `"queries"`, queries near to each other. Without meaning for `"lsh"`.
         iterations (`int`): rounds of Lloyd's algorithm.
         bits (`int`): length of the code of `"lsh"`.
+        fit_queries (`int`): queries per head that the clusters are fitted on, before all are assigned.
         seed (`int`): of the clustering; the same seed gives the same clusters.
+        check_finite (`bool`): raise at the first attention whose queries are not finite, instead of going on.
     """
 
     method: ClassVar[str] = "clustered"
@@ -127,7 +130,9 @@ class ClusteredSettings(MethodSettings):
         "metric": "what K-means calls alike, queries with like scores against the keys or queries near to each other",
         "iterations": "the rounds of Lloyd's algorithm",
         "bits": 'the length of the code of clustering="lsh"',
+        "fit_queries": "the queries per head that clusters are fitted on; more are slower on long inputs",
         "seed": "the same seed gives the same clusters",
+        "check_finite": "whether to raise where queries are not finite",
     }
 
     clusters: int = 100
@@ -135,15 +140,19 @@ class ClusteredSettings(MethodSettings):
     metric: str = "keys"
     iterations: int = DEFAULT_ITERATIONS
     bits: int = DEFAULT_BITS
+    fit_queries: int = DEFAULT_FIT_QUERIES
     seed: int = 0
+    check_finite: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("clusters", "iterations", "bits"):
+        for name in ("clusters", "iterations", "bits", "fit_queries"):
             self._check_int(name, minimum=1)
         self._check_int("seed", minimum=0)
         self._check_choice("clustering", CLUSTERINGS)
         self._check_choice("metric", METRICS)
+        if not isinstance(self.check_finite, bool):
+            raise TypeError(f"check_finite must be True or False, got {self.check_finite!r}")
 
     def is_exact(self, query_length: int, key_length: int, device_type: str) -> bool:
         return self.clusters >= query_length or super().is_exact(query_length, key_length, device_type)
@@ -160,8 +169,10 @@ class ClusteredSettings(MethodSettings):
             key_mask=key_mask if in_metric_of_keys else None,
             iterations=self.iterations,
             bits=self.bits,
+            fit_queries=self.fit_queries,
             query_mask=query_mask,
             seed=self.seed,
+            check_finite=self.check_finite,
         )
         return (labels,)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import hf_effattn
 from hf_effattn.ops import cluster_queries, clustered_attention, improved_clustered_attention
-from hf_effattn.ops.cluster_queries import DEFAULT_BITS, DEFAULT_ITERATIONS
+from hf_effattn.ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS
 from hf_effattn.patching.methods import CROSSOVER, METHODS, attention_matrix, find_groups, make_settings, run_method
 
 SMALL = {"clustered": {}, "i-clustered": {"topk": 6}}
@@ -37,7 +37,9 @@ def test_names_and_defaults() -> None:
         "metric": "keys",
         "iterations": DEFAULT_ITERATIONS,
         "bits": DEFAULT_BITS,
+        "fit_queries": DEFAULT_FIT_QUERIES,
         "seed": 0,
+        "check_finite": False,
         "topk": 32,
     }
 
@@ -69,6 +71,8 @@ def test_every_setting_says_what_it_is_for(method: str) -> None:
         ({"topk": 0}, ValueError, "topk must be at least 1, got 0: the number of keys"),
         ({"iterations": 0}, ValueError, "iterations must be at least 1"),
         ({"bits": 0}, ValueError, "bits must be at least 1"),
+        ({"fit_queries": 0}, ValueError, "fit_queries must be at least 1"),
+        ({"check_finite": 1}, TypeError, "check_finite must be True or False, got 1"),
         ({"seed": -1}, ValueError, "seed must be at least 0"),
         ({"min_length": -1}, ValueError, "min_length must be at least 0, got -1: .* 0: force the method"),
         ({"clustering": "k-means"}, ValueError, 'one of "kmeans", "lsh", got \'k-means\' .did you mean "kmeans"'),
@@ -185,3 +189,12 @@ def test_cross_attention_is_refused() -> None:
     query, key, value = tensors()
     with pytest.raises(ValueError, match="as many; got 20 queries and 30 keys"):
         run_method(make_settings("clustered", clusters=5, min_length=0), query[:, :, :20], key, value)
+
+
+def test_check_finite_is_opt_in() -> None:
+    query, key, value = tensors()
+    query[0, 0, 3] = torch.inf
+    run_method(make_settings("i-clustered", clusters=5, topk=6, min_length=0), query, key, value)
+    checked = make_settings("i-clustered", clusters=5, topk=6, min_length=0, check_finite=True)
+    with pytest.raises(ValueError, match="not finite: look for an overflow"):
+        run_method(checked, query, key, value)
