@@ -39,25 +39,39 @@ class ModulePatch:
 
 
 def padding_mask(
-    batch_size: int, q_length: int, kv_length: int, *, mask_function: Callable = causal_mask_function, **kwargs: Any
+    *,
+    batch_size: int,
+    kv_length: int,
+    q_length: int | None = None,
+    cache_position: torch.Tensor | None = None,
+    mask_function: Callable = causal_mask_function,
+    **kwargs: Any,
 ) -> torch.Tensor | None:
     """The key mask `(B, M)` of plain bidirectional self-attention, transformers' dense mask of anything else.
 
     Args:
         batch_size (`int`): `B`.
-        q_length (`int`): `N`.
         kv_length (`int`): `M`.
+        q_length (`int`, *optional*): `N`.
+        cache_position (`torch.Tensor`, *optional*): positions of the queries, `(N,)`; what transformers before 5.4
+            passes instead of `q_length`.
         mask_function (`Callable`): transformers' rule for who sees whom, before padding.
         kwargs: transformers' further arguments, handed on.
 
     Returns:
         `torch.BoolTensor`, *optional*: `(B, M)` or `(B, 1, N, M)`, True = attend; None where nothing is masked.
     """
+    queries: dict[str, Any] = {"q_length": q_length}
+    one_query: dict[str, Any] = {"q_length": 1}
+    if cache_position is not None:
+        q_length = len(cache_position)
+        queries, one_query = {"cache_position": cache_position}, {"cache_position": cache_position[:1]}
+    kwargs |= {"batch_size": batch_size, "kv_length": kv_length, "mask_function": mask_function}
     served = getattr(kwargs.get("config"), "model_type", None) in MODEL_TYPES
     if not served or q_length != kv_length or mask_function is not bidirectional_mask_function:
-        return sdpa_mask(batch_size, q_length, kv_length, mask_function=mask_function, **kwargs)
+        return sdpa_mask(**queries, **kwargs)
     # All rows of a padding mask are alike: one row is O(M), and transformers decides in it whether any mask is needed.
-    row = sdpa_mask(batch_size, 1, kv_length, mask_function=mask_function, **kwargs)
+    row = sdpa_mask(**one_query, **kwargs)
     return None if row is None else row[:, 0, 0, :]
 
 

@@ -74,9 +74,11 @@ def block_length(mean_size: float) -> int:
 
 
 def largest_buffer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, clusters: int, topk: int) -> int:
-    """Numbers per head in `A^c`, or in the copies of the top keys or values that the blocks make."""
-    blocks = clusters + query.shape[2] // block_length(query.shape[2] / clusters)
-    return max(clusters * key.shape[2], blocks * topk * max(key.shape[3], value.shape[3]))
+    """Numbers per head in `A^c`, in the packed queries, or in the copies of the top keys that the blocks make."""
+    length = block_length(query.shape[2] / clusters)
+    blocks = clusters + query.shape[2] // length
+    head_dim = max(key.shape[3], value.shape[3])
+    return max(clusters * key.shape[2], blocks * length * head_dim, blocks * topk * head_dim)
 
 
 class _Chunk:

@@ -1,0 +1,113 @@
+"""Put the tables of `scripts/results/` into README.md, between their marks.
+
+python scripts/update_readme.py
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "scripts" / "results"
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table; all columns but the first are aligned to the right."""
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *rows])
+
+
+def machine(environment: dict[str, Any], more: str = "") -> str:
+    """The line under a table."""
+    versions = environment["versions"]
+    day = environment["time"].split("T")[0]
+    return (
+        f"\n\n<sub>{more}{environment['device_name']}, {environment['threads']} threads, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}, {day}</sub>"
+    )
+
+
+def speed() -> str:
+    """Forward and forward+backward speed-up, with the error, per length."""
+    result = json.loads((RESULTS / "benchmark_attention.json").read_text(encoding="utf-8"))
+    lengths = sorted({row["length"] for row in result["rows"]})
+    methods = [name for name in dict.fromkeys(row["method"] for row in result["rows"]) if "SDPA" not in name]
+    cells = {(row["method"], row["length"]): row for row in result["rows"]}
+    rows = []
+    for method in methods:
+        for part, title in (("forward", "forward"), ("forward_backward", "forward + backward")):
+            speeds = [cells.get((method, length)) for length in lengths]
+            rows.append([f"{method}, {title}"] + [f"{row[f'{part}_speedup']:.2f}×" if row else "" for row in speeds])
+        errors = [cells.get((method, length)) for length in lengths]
+        rows.append([f"{method}, error"] + [f"{row['real_attention_error']:.3f}" if row else "" for row in errors])
+    settings = result["settings"]
+    note = f"B={settings['batch']}, H={settings['heads']}, D={settings['head_dim']}, {settings['dtype']}. "
+    return markdown(["tokens", *[f"{length:,}" for length in lengths]], rows) + machine(result["environment"], note)
+
+
+def closeness() -> str:
+    """Cosines of the sentence embeddings, the default clustering beside the others."""
+    result = json.loads((RESULTS / "benchmark_embeddings.json").read_text(encoding="utf-8"))
+    kinds = list(dict.fromkeys(row["clustering"] for row in result["rows"]))
+    rows = []
+    for length, method, clusters, topk in dict.fromkeys(
+        (row["length"], row["method"], row["clusters"], row["topk"]) for row in result["rows"]
+    ):
+        name = f"{length} tokens, {method} C={clusters}" + (f" k={topk}" if topk else "")
+        values = {
+            row["clustering"]: row
+            for row in result["rows"]
+            if (row["length"], row["method"], row["clusters"], row["topk"]) == (length, method, clusters, topk)
+        }
+        rows.append(
+            [name] + [f"{values[kind]['cosine_mean']:.4f} ({values[kind]['cosine_min']:.4f})" for kind in kinds]
+        )
+    first = result["rows"][0]
+    note = f"{result['model']}, mean (lowest) of {first['texts']} passages of {first['books']} novels. "
+    return markdown(["", *kinds], rows) + machine(result["environment"], note)
+
+
+def clustering() -> str:
+    """Time of the labels and error of i-clustered attention with them."""
+    result = json.loads((RESULTS / "benchmark_clustering.json").read_text(encoding="utf-8"))
+    lengths = sorted({row["length"] for row in result["rows"]})
+    header = ["clustering"] + [f"{length:,}: {what}" for length in lengths for what in ("ms", "error")]
+    rows = []
+    for name in dict.fromkeys(row["clustering"] for row in result["rows"]):
+        values = {row["length"]: row for row in result["rows"] if row["clustering"] == name}
+        rows.append(
+            [name]
+            + [
+                text
+                for length in lengths
+                for text in (f"{values[length]['ms']:.0f}", f"{values[length]['attention_error']:.3f}")
+            ]
+        )
+    first = result["rows"][0]
+    note = f"C={first['clusters']}, k={first['topk']}, H=12, D=32, one layer's labels. "
+    return markdown(header, rows) + machine(result["environment"], note)
+
+
+TABLES = {"speed": speed, "closeness": closeness, "clustering": clustering}
+
+
+def updated(readme: str) -> str:
+    """The README with every table made anew."""
+    for name, make in TABLES.items():
+        pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end of table -->)", re.DOTALL)
+        readme, found = pattern.subn(lambda match, make=make: f"{match[1]}{make()}\n{match[2]}", readme)
+        if found != 1:
+            raise ValueError(f"README.md has {found} places for the table {name!r}; it needs one")
+    return readme
+
+
+def main() -> None:
+    """Rewrite README.md in place."""
+    path = ROOT / "README.md"
+    path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"written: {path.name}")
+
+
+if __name__ == "__main__":
+    main()
