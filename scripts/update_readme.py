@@ -4,7 +4,6 @@ python scripts/update_readme.py
 """
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +94,12 @@ TABLES = {"speed": speed, "closeness": closeness, "clustering": clustering}
 def updated(readme: str) -> str:
     """The README with every table made anew."""
     for name, make in TABLES.items():
-        pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end of table -->)", re.DOTALL)
-        readme, found = pattern.subn(lambda match, make=make: f"{match[1]}{make()}\n{match[2]}", readme)
-        if found != 1:
-            raise ValueError(f"README.md has {found} places for the table {name!r}; it needs one")
+        start, end = f"<!-- table: {name} -->\n", "<!-- end of table -->"
+        if readme.count(start) != 1:
+            raise ValueError(f"README.md has {readme.count(start)} places for the table {name!r}; it needs one")
+        before, rest = readme.split(start)
+        _, after = rest.split(end, 1)
+        readme = f"{before}{start}{make()}\n{end}{after}"
     return readme
 
 

@@ -19,7 +19,7 @@ def test_pictures_and_commands_exist():
     for target in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
         assert (README.parent / target).is_file(), target
     makefile = (README.parent / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"`?make (\w+)", text):
+    for target in re.findall(r"(?:`|\n)make (\w+)", text):
         assert f"\n{target}:" in makefile, target
 
 
