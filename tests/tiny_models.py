@@ -72,6 +72,13 @@ MODEL_TYPES = tuple(SETTINGS)
 IMAGES = ("vit", "deit")
 SPEECHES = ("wav2vec2", "hubert")
 TEXTS = tuple(name for name in MODEL_TYPES if name not in (*IMAGES, *SPEECHES, "whisper"))
+# Images and sound have no left padding.
+MODEL_TYPES_AND_PADDINGS = [
+    (name, padding)
+    for name in MODEL_TYPES
+    for padding in (None, "left", "right")
+    if padding != "left" or name in TEXTS
+]
 FULL_LAYERS = {"modernbert": (0, 2)}
 
 

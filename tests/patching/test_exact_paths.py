@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MODEL_TYPES, TEXTS, batch_for, encoded, tiny_config, tiny_model
+from tiny_models import MODEL_TYPES_AND_PADDINGS, TEXTS, batch_for, encoded, tiny_config, tiny_model
 from transformers import BertLMHeadModel, DynamicCache, EncoderDecoderCache, EncoderDecoderModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_bidirectional_mask, sdpa_mask
 
@@ -54,11 +54,8 @@ def test_layers_that_are_not_chosen(padding: str | None, attended: list[str]) ->
     assert attended == ["clustered"]
 
 
-@pytest.mark.parametrize("padding", [None, "left", "right"])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(("model_type", "padding"), MODEL_TYPES_AND_PADDINGS)
 def test_inputs_of_no_more_tokens_than_clusters(model_type: str, padding: str | None, attended: list[str]) -> None:
-    if padding == "left" and model_type not in TEXTS:
-        pytest.skip("left padding is for text")
     model = tiny_model(model_type)
     batch = batch_for(model, padding=padding)
     exact = encoded(model, batch)

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from tiny_models import FULL_LAYERS, MODEL_TYPES, TEXTS, batch_for, encoded, tiny_config, tiny_model
+from tiny_models import (
+    FULL_LAYERS,
+    MODEL_TYPES,
+    MODEL_TYPES_AND_PADDINGS,
+    TEXTS,
+    batch_for,
+    encoded,
+    tiny_config,
+    tiny_model,
+)
 from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
@@ -33,13 +42,10 @@ def test_the_table_is_covered() -> None:
     assert set(MODEL_TYPES) == set(TABLE)
 
 
-@pytest.mark.parametrize("padding", [None, "left", "right"])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(("model_type", "padding"), MODEL_TYPES_AND_PADDINGS)
 def test_method_runs_and_is_close_where_topk_is_large(
     model_type: str, padding: str | None, attended: list[str]
 ) -> None:
-    if padding == "left" and model_type not in TEXTS:
-        pytest.skip("left padding is for text")
     model = tiny_model(model_type)
     batch = batch_for(model, padding=padding)
     exact = encoded(model, batch)

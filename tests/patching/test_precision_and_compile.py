@@ -95,7 +95,7 @@ def test_compiled_output_is_the_same(model_type: str, how: str) -> None:
         model.set_attn_implementation("i-clustered")
     expected = encoded(model, batch)
     assert not torch.equal(expected, exact)
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(encoded(compiled, batch), expected, rtol=1e-4, atol=1e-5)
 
 
