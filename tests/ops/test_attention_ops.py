@@ -209,6 +209,18 @@ def test_large_scores_stay_finite(op, backend):
 
 
 @each_op
+@each_backend
+def test_float16_holds_scores_that_fit_after_scaling(op, backend):
+    """Products of queries and keys beyond 65,504 that the scale brings back into range."""
+    case = Case("float16", D=64)
+    inputs = make_inputs(case, torch.float16)
+    inputs.query, inputs.key = inputs.query * 100, inputs.key.abs() * 100
+    assert (inputs.query.float() @ inputs.key.float().transpose(2, 3)).abs().max() > torch.finfo(torch.float16).max
+    results = with_gradients(op, case, inputs, backend=backend)
+    assert all(tensor.isfinite().all() for tensor in results.values())
+
+
+@each_op
 def test_strides_do_not_matter(op):
     case = Case("strided")
     inputs = make_inputs(case)

@@ -135,8 +135,9 @@ class _Chunk:
 
     def topk_softmax(self, top_keys: torch.Tensor) -> torch.Tensor:
         """`softmax(scale · Q_i K_T^T)` `(blocks, length, T)`."""
-        scores = torch.bmm(self.packed_query, top_keys.transpose(1, 2)).to(self.attention.dtype)
-        return softmax_(scores.mul_(self.scale))
+        # Scaled before the product, which float16 could not hold otherwise.
+        scores = torch.bmm(self.packed_query * self.scale, top_keys.transpose(1, 2))
+        return softmax_(scores.to(self.attention.dtype))
 
     def rest(self) -> torch.Tensor:
         """`A^c` with the columns of `T_j` at 0, in place."""
