@@ -69,3 +69,20 @@ def check_labels(labels: torch.Tensor, query: torch.Tensor, clusters: int) -> No
     smallest, largest = (int(bound) for bound in labels.aminmax())
     if smallest < 0 or largest >= clusters:
         raise ValueError(f"labels must lie in 0 .. clusters - 1 = {clusters - 1}, got {smallest} .. {largest}")
+
+
+def check_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    labels: torch.Tensor,
+    clusters: int,
+    key_mask: torch.Tensor | None,
+    query_mask: torch.Tensor | None,
+) -> None:
+    """Raise unless the arguments that every attention over clusters has fit together."""
+    check_count("clusters", clusters)
+    check_query_key_value(query, key, value)
+    check_mask("key_mask", key_mask, key)
+    check_mask("query_mask", query_mask, query)
+    check_labels(labels, query, clusters)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..arguments import check_count, check_labels, check_mask, check_query_key_value, choose_backend
+from ..arguments import check_attention, choose_backend
 from ..dropout import draw_seed
 from . import batched, reference
 
@@ -45,11 +45,7 @@ def clustered_attention(
             `clusters` below 1, a `dropout_p` outside [0, 1), an unknown backend.
         TypeError: a mask that is not boolean, labels that are not integers.
     """
-    check_count("clusters", clusters)
-    check_query_key_value(query, key, value)
-    check_mask("key_mask", key_mask, key)
-    check_mask("query_mask", query_mask, query)
-    check_labels(labels, query, clusters)
+    check_attention(query, key, value, labels, clusters, key_mask, query_mask)
     run = choose_backend(backend, reference.clustered_attention, batched.clustered_attention)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     return run(query, key, value, labels, clusters, key_mask, query_mask, scale, dropout_p, draw_seed(dropout_p))
