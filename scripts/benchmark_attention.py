@@ -133,7 +133,7 @@ def main(
     heads: int = 12,
     head_dim: int = 64,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 5,
     output: Path = Path(__file__).parent / "results" / "benchmark_attention.json",
 ) -> None:
     """Measure every length, print the table, and keep it as JSON and as a plot beside it."""

@@ -41,7 +41,11 @@ def speed() -> str:
         errors = [cells.get((method, length)) for length in lengths]
         rows.append([f"{method}, error"] + [f"{row['real_attention_error']:.3f}" if row else "" for row in errors])
     settings = result["settings"]
-    note = f"B={settings['batch']}, H={settings['heads']}, D={settings['head_dim']}, {settings['dtype']}. "
+    note = (
+        f"Times: random inputs, B={settings['batch']}, H={settings['heads']}, D={settings['head_dim']}, "
+        f"{settings['dtype']}, medians of {settings['repeats']} or more rounds. Errors: three layers of all-MiniLM-L6-v2 "
+        "(D=32) on novels, its positions repeated beyond 512. "
+    )
     return markdown(["tokens", *[f"{length:,}" for length in lengths]], rows) + machine(result["environment"], note)
 
 

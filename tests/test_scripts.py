@@ -1,6 +1,8 @@
 """The benchmark scripts run on small sizes and keep what they print; large data is looked up in one place."""
 
+import dataclasses
 import json
+from pathlib import Path
 
 import benchmark_attention
 import benchmark_clustering
@@ -46,11 +48,23 @@ def test_benchmark_embeddings(real_model_folder, tmp_path, monkeypatch):
 def test_measure_crossover_keeps_other_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(measure_crossover, "LENGTHS", (104, 120))
     output = tmp_path / "crossover.json"
-    output.write_text(json.dumps({"min_length": {"other": {"clustered": 7}}}), encoding="utf-8")
+    other = [{"method": "clustered", "clusters": 5, "min_length": 7}]
+    output.write_text(json.dumps({"min_length": {"other": other}}), encoding="utf-8")
     measure_crossover.main(heads=1, head_dim=8, repeats=1, output=output)
-    kept = json.loads(output.read_text(encoding="utf-8"))
-    assert kept["min_length"]["other"] == {"clustered": 7}
-    assert kept["min_length"]["cpu"]["i-clustered"] in (104, 120, 240)
+    kept = json.loads(output.read_text(encoding="utf-8"))["min_length"]
+    assert kept["other"] == other
+    assert {row["clusters"] for row in kept["cpu"]} == {25, 100}  # more clusters than tokens are left out
+    assert all(row["min_length"] in (104, 120, 240) for row in kept["cpu"])
+
+
+def test_where_the_benchmark_was_slower_exact_attention_runs():
+    """No default leaves a patched model clearly slower than it was (rows within 10 % are noise)."""
+    kept = json.loads((Path(benchmark_attention.__file__).parent / "results" / "benchmark_attention.json").read_text())
+    slower = [row for row in kept["rows"] if row["forward_speedup"] < 0.9]
+    assert slower
+    for row in slower:
+        forced = benchmark_attention.METHODS[row["method"]]
+        assert dataclasses.replace(forced, min_length=None).is_exact(row["length"], row["length"], "cpu"), row
 
 
 @pytest.mark.parametrize(

@@ -4,24 +4,41 @@ Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim, `C`
 """
 
 from collections.abc import Callable
+from numbers import Integral
 
 import torch
+from torch.autograd import forward_ad
 
 BACKENDS = ("reference", "batched")
 
 
 def choose_backend(
-    backend: str | None, reference: Callable[..., torch.Tensor], batched: Callable[..., torch.Tensor]
+    backend: str | None,
+    reference: Callable[..., torch.Tensor],
+    batched: Callable[..., torch.Tensor],
+    *differentiable: torch.Tensor,
 ) -> Callable[..., torch.Tensor]:
-    """The implementation to run: the one asked for, else the fast PyTorch form."""
+    """The implementation to run: the one asked for, else the fast PyTorch form.
+
+    The fast forms have a backward pass and no forward-mode derivative, which torch would silently take for 0: where
+    one of the `differentiable` inputs carries a tangent they raise.
+    """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")
-    return reference if backend == "reference" else batched
+    if backend == "reference":
+        return reference
+    if not torch.compiler.is_compiling() and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in differentiable
+    ):
+        raise ValueError(
+            'forward-mode derivatives (jvp) need backend="reference"; the fast form has reverse mode only'
+        )
+    return batched
 
 
 def check_count(name: str, value: int, *, minimum: int = 1) -> None:
     """Raise unless `value` is an int of at least `minimum`."""
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
@@ -58,13 +75,17 @@ def check_mask(name: str, mask: torch.Tensor | None, tensor: torch.Tensor) -> No
         raise ValueError(f"{name} is on {mask.device}, the tensors on {tensor.device}")
 
 
-def check_labels(labels: torch.Tensor, query: torch.Tensor, clusters: int) -> None:
-    """Raise unless `labels` is an integer tensor `(B, H, N)` with values in `0 .. clusters - 1`."""
+def check_labels(labels: torch.Tensor, query: torch.Tensor) -> None:
+    """Raise unless `labels` is an integer tensor `(B, H, N)`."""
     if labels.shape != query.shape[:3]:
         raise ValueError(f"labels must be {tuple(query.shape[:3])} like query, got {tuple(labels.shape)}")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(f"labels must be integers, got {labels.dtype}")
-    if torch.compiler.is_compiling() or labels.is_meta or labels.numel() == 0:
+
+
+def check_label_range(labels: torch.Tensor, clusters: int) -> None:
+    """Raise unless the labels lie in `0 .. clusters - 1`; called inside the ops, where values exist when compiled."""
+    if labels.numel() == 0:
         return
     smallest, largest = (int(bound) for bound in labels.aminmax())
     if smallest < 0 or largest >= clusters:
@@ -85,4 +106,4 @@ def check_attention(
     check_query_key_value(query, key, value)
     check_mask("key_mask", key_mask, key)
     check_mask("query_mask", query_mask, query)
-    check_labels(labels, query, clusters)
+    check_labels(labels, query)

@@ -33,8 +33,8 @@ def from_pretrained(
         The patched model; with `output_loading_info=True` a tuple with it, as from `auto_class.from_pretrained`.
 
     Raises:
-        ValueError: no `config.effattn` and no `method`, settings written in a newer format, an unknown method or
-            setting, layers that do not exist, a model that cannot be patched.
+        ValueError: no `config.effattn` and no `method`, an `attn_implementation` that is no method, settings written
+            in a newer format, an unknown method or setting, layers that do not exist, a model that cannot be patched.
         TypeError: a value of the wrong type, an `auto_class` without `from_pretrained`.
     """
     if not hasattr(auto_class, "from_pretrained"):
@@ -42,8 +42,13 @@ def from_pretrained(
             "the first argument must be a class with from_pretrained, such as transformers.AutoModel, "
             f"got {auto_class!r}"
         )
-    if method is None and kwargs.get("attn_implementation") in METHODS:
-        method = kwargs.pop("attn_implementation")
+    implementation = kwargs.pop("attn_implementation", None)
+    if implementation is not None and (implementation not in METHODS or method not in (None, implementation)):
+        raise ValueError(
+            f"attn_implementation={implementation!r} contradicts what hf_effattn.from_pretrained is for, a patched "
+            f"model; leave it out, name one of {list_methods()}, or load with {auto_class.__name__}.from_pretrained"
+        )
+    method = method or implementation
     known = {name for any_method in METHODS for name in setting_names(any_method)}
     settings = {name: kwargs.pop(name) for name in sorted(known) if name in kwargs}
     if method is not None:

@@ -7,6 +7,7 @@ everything that carries no gradient (labels), `attend` runs the op. Nothing outs
 """
 
 import json
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,9 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from ..ops import cluster_queries, clustered_attention, improved_clustered_attention
-from ..ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS
+from ..ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS, LARGEST_SEED
 
-CROSSOVER: dict[str, dict[str, int]] = json.loads(files(__package__).joinpath("crossover.json").read_text())[
+CROSSOVER: dict[str, list[dict[str, Any]]] = json.loads(files(__package__).joinpath("crossover.json").read_text())[
     "min_length"
 ]
 CLUSTERINGS = ("kmeans", "lsh")
@@ -34,10 +35,12 @@ class MethodSettings(ABC):
 
     Args:
         min_length (`int`, *optional*): inputs shorter than this many tokens run exact attention. Default: the length
-            measured on this kind of device (`crossover.json`) from which the method is faster; 0 forces the method.
+            from which the method is faster with these settings, from what was measured on this kind of device
+            (`crossover.json`); 0 forces the method.
     """
 
     method: ClassVar[str]
+    price: ClassVar[tuple[str, ...]] = ()  # the settings that the method's time grows with, at most in proportion
     purpose: ClassVar[dict[str, str]] = {
         "min_length": "inputs with fewer tokens run exact attention; None: the measured length, 0: force the method"
     }
@@ -56,8 +59,17 @@ class MethodSettings(ABC):
         """The number of tokens from which the method runs on this kind of device ("cpu", "cuda", ...)."""
         if self.min_length is not None:
             return self.min_length
-        measured = {device: lengths[self.method] for device, lengths in CROSSOVER.items() if self.method in lengths}
-        return measured[device_type] if device_type in measured else max(measured.values())
+        devices = [CROSSOVER[device_type]] if device_type in CROSSOVER else list(CROSSOVER.values())
+        return max(self._crossover(measured) for measured in devices)
+
+    def _crossover(self, measured: list[dict[str, Any]]) -> int:
+        """The least of what the measured settings promise for these: each as it is, or grown with its price."""
+        promised = []
+        for row in measured:
+            if row["method"] == self.method:
+                dearer = max((getattr(self, name) / row[name] for name in self.price), default=1.0)
+                promised.append(math.ceil(row["min_length"] * max(1.0, dearer)))
+        return min(promised)
 
     @abstractmethod
     def group(
@@ -84,7 +96,7 @@ class MethodSettings(ABC):
         """The settings as JSON values."""
         return asdict(self)
 
-    def _check_int(self, name: str, *, minimum: int) -> None:
+    def _check_int(self, name: str, *, minimum: int, maximum: int | None = None) -> None:
         """Store the field as a plain int (a numpy int is no JSON value), or raise."""
         value = getattr(self, name)
         try:
@@ -95,6 +107,8 @@ class MethodSettings(ABC):
             raise TypeError(f"{name} must be an int, got {value!r}: {self.purpose[name]}")
         if number < minimum:
             raise ValueError(f"{name} must be at least {minimum}, got {number}: {self.purpose[name]}")
+        if maximum is not None and number > maximum:
+            raise ValueError(f"{name} must be at most {maximum}, got {number}: {self.purpose[name]}")
         object.__setattr__(self, name, number)
 
     def _check_choice(self, name: str, choices: Sequence[str]) -> None:
@@ -123,6 +137,7 @@ class ClusteredSettings(MethodSettings):
     """
 
     method: ClassVar[str] = "clustered"
+    price: ClassVar[tuple[str, ...]] = ("clusters",)
     purpose: ClassVar[dict[str, str]] = {
         **MethodSettings.purpose,
         "clusters": "the number of query clusters per head; more are more exact and slower",
@@ -146,9 +161,10 @@ class ClusteredSettings(MethodSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("clusters", "iterations", "bits", "fit_queries"):
+        for name in ("clusters", "bits", "fit_queries"):
             self._check_int(name, minimum=1)
-        self._check_int("seed", minimum=0)
+        self._check_int("iterations", minimum=0)
+        self._check_int("seed", minimum=0, maximum=LARGEST_SEED)
         self._check_choice("clustering", CLUSTERINGS)
         self._check_choice("metric", METRICS)
         if not isinstance(self.check_finite, bool):
@@ -213,6 +229,7 @@ class ImprovedClusteredSettings(ClusteredSettings):
     """
 
     method: ClassVar[str] = "i-clustered"
+    price: ClassVar[tuple[str, ...]] = ("clusters", "topk")
     purpose: ClassVar[dict[str, str]] = {
         **ClusteredSettings.purpose,
         "topk": "the number of keys per cluster whose weights are recomputed for every query",
@@ -272,6 +289,8 @@ def list_methods() -> tuple[str, ...]:
 
 def setting_names(method: str) -> tuple[str, ...]:
     """The names of a method's settings; ValueError with the closest name where the method is unknown."""
+    if not isinstance(method, str):
+        raise TypeError(f"method must be the name of one, {_quoted(METHODS)}; got {method!r}")
     if method not in METHODS:
         raise ValueError(
             f"unknown attention method {method!r}{_closest(method, METHODS)}; choose one of {_quoted(METHODS)}"

@@ -29,7 +29,8 @@ def patch_attention(model: Model, method: str, *, layers: Sequence[int] | None =
     (load with `hf_effattn.from_pretrained`); without this package such a checkpoint loads as the exact model. Patching
     a patched model replaces its settings. Cross-attention, dense 4-D masks, sliding-window layers, short inputs and
     inputs of no more tokens than `clusters` or `topk` stay exact. In a composite model every encoder that is served is
-    patched; hand over a part, such as `model.encoder`, to patch that one alone.
+    patched; hand over a part, such as `model.encoder`, to patch that one alone. As everywhere in transformers, models
+    built from one config object share their attention implementation: give each its own (`copy.deepcopy(config)`).
 
     Args:
         model (`PreTrainedModel`): an encoder of a served model type, with or without a head.
@@ -61,7 +62,11 @@ def unpatch_attention(model: Model) -> Model:
 
     Returns:
         The same `model`, with its earlier attention implementation and without `config.effattn`.
+
+    Raises:
+        TypeError: something that is not a model.
     """
+    _check_model(model)
     for encoder in find_encoders(model):
         patches = [vars(module).pop(RECORD) for module in encoder.modules if RECORD in vars(module)]
         ours = encoder.model.config._attn_implementation in list_methods()
@@ -91,10 +96,7 @@ class PatchPlan:
 
 def encoders_to_patch(model: nn.Module, method: str) -> list[Encoder]:
     """The encoders of a model that a method can serve; raises where there is none, saying why."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be a transformers model, got {type(model).__name__}; load it with from_pretrained"
-        )
+    _check_model(model)
     encoders = find_encoders(model)
     for encoder in encoders:
         _check_dispatch(encoder.model, method)
@@ -117,6 +119,12 @@ def encoders_to_patch(model: nn.Module, method: str) -> list[Encoder]:
         f'{name} has no attention to patch: none of its modules is the self-attention that "{model_type}" has in '
         f"transformers ({', '.join(MODEL_TYPES[model_type].attention)})"
     )
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        name = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model must be a transformers model, got {name}; load it with from_pretrained")
 
 
 def _check_dispatch(model: PreTrainedModel, method: str) -> None:

@@ -2,7 +2,7 @@
 
 import operator
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .methods import MethodSettings, make_settings, setting_names
@@ -77,7 +77,7 @@ def check_layers(layers: Any, count: int) -> tuple[int, ...]:
         count (`int`): how many layers the model has.
     """
     hint = f"give a list of layer indices from 0 to {count - 1}, negative ones count from the end"
-    if isinstance(layers, str | bytes) or not isinstance(layers, Iterable):
+    if isinstance(layers, str | bytes | Mapping) or not isinstance(layers, Iterable):
         raise TypeError(f"layers must be a list of ints or None for all, got {layers!r}; {hint}")
     indices = []
     for layer in layers:

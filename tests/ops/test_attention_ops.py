@@ -172,13 +172,14 @@ def test_a_padded_batch_equals_its_texts_alone(op, backend, masks):
 
 @each_op
 @each_backend
-def test_values_of_masked_rows_change_nothing(op, backend):
+@pytest.mark.parametrize("garbage", [1e4, float("inf"), float("nan")])
+def test_values_of_masked_rows_change_nothing(op, backend, garbage):
     case = Case("garbage", masks="right")
     clean = with_gradients(op, case, make_inputs(case), backend=backend)
     inputs = make_inputs(case)
-    inputs.key[-1, :, ~inputs.key_mask[-1]] = 1e4
-    inputs.value[-1, :, ~inputs.key_mask[-1]] = -1e4
-    inputs.query[-1, :, ~inputs.query_mask[-1]] = 1e4
+    inputs.key[-1, :, ~inputs.key_mask[-1]] = garbage
+    inputs.value[-1, :, ~inputs.key_mask[-1]] = -garbage
+    inputs.query[-1, :, ~inputs.query_mask[-1]] = garbage
     dirty = with_gradients(op, case, inputs, backend=backend)
     for name in clean:
         torch.testing.assert_close(dirty[name], clean[name], rtol=0, atol=0)
@@ -281,6 +282,37 @@ def test_compiles_as_one_graph(op, masks):
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for name, gradient in zip(("query", "key", "value"), torch.autograd.grad(output, leaves, weights), strict=True):
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=0)
+
+
+@each_op
+def test_labels_are_checked_in_compiled_code_too(op):
+    case = Case("labels")
+    inputs = make_inputs(case)
+    inputs.labels[0, 0, 0] = case.clusters
+    for run in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        with pytest.raises(ValueError, match=r"labels must lie in 0 .. clusters - 1 = 4, got 0 .. 5"):
+            run(op, case, inputs)
+
+
+@each_op
+def test_forward_mode_and_second_derivatives_are_the_references(op):
+    """The fast form raises where torch would take a derivative that it does not have for 0."""
+    case = Case("forward_mode", N=7, M=6, D=3, Dv=2, clusters=3, topk=2)
+    inputs = make_inputs(case)
+
+    def run(value, backend):
+        inputs.value = value
+        return attend(op, case, inputs, backend=backend)
+
+    value = inputs.value.clone()
+    tangent = torch.func.jvp(lambda v: run(v, "reference"), (value,), (torch.ones_like(value),))[1]
+    torch.testing.assert_close(tangent, torch.ones_like(tangent))  # weights sum to 1
+    with pytest.raises(ValueError, match='need backend="reference"'):
+        torch.func.jvp(lambda v: run(v, "batched"), (value,), (torch.ones_like(value),))
+    leaf = value.requires_grad_()
+    (gradient,) = torch.autograd.grad(run(leaf, "batched").square().sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        torch.autograd.grad(gradient.sum(), leaf)
 
 
 @each_op

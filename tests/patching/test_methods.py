@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,7 +70,8 @@ def test_every_setting_says_what_it_is_for(method: str) -> None:
         ({"clusters": "10"}, TypeError, "clusters must be an int, got '10'"),
         ({"clusters": None}, TypeError, "clusters must be an int, got None"),
         ({"topk": 0}, ValueError, "topk must be at least 1, got 0: the number of keys"),
-        ({"iterations": 0}, ValueError, "iterations must be at least 1"),
+        ({"iterations": -1}, ValueError, "iterations must be at least 0"),
+        ({"seed": 2**70}, ValueError, "seed must be at most"),
         ({"bits": 0}, ValueError, "bits must be at least 1"),
         ({"fit_queries": 0}, ValueError, "fit_queries must be at least 1"),
         ({"check_finite": 1}, TypeError, "check_finite must be True or False, got 1"),
@@ -102,13 +104,22 @@ def test_a_setting_of_another_method_is_refused() -> None:
         make_settings("clustered", topk=4)
 
 
+@pytest.mark.parametrize("row", CROSSOVER["cpu"], ids=str)
+def test_min_length_comes_from_the_measured_crossover(row: dict[str, Any]) -> None:
+    options = {name: value for name, value in row.items() if name not in ("method", "min_length")}
+    measured = make_settings(row["method"], **options).shortest_length("cpu")
+    assert measured <= row["min_length"]
+    assert make_settings(row["method"], **options, min_length=17).shortest_length("cpu") == 17
+    doubled = make_settings(row["method"], **{name: 2 * value for name, value in options.items()})
+    assert measured <= doubled.shortest_length("cpu") <= 2 * row["min_length"]
+    assert doubled.shortest_length("a-device-never-measured") == doubled.shortest_length("cpu")
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_min_length_comes_from_the_measured_crossover(method: str) -> None:
-    settings = make_settings(method)
-    measured = [lengths[method] for lengths in CROSSOVER.values()]
-    assert settings.shortest_length("cpu") == CROSSOVER["cpu"][method]
-    assert settings.shortest_length("a-device-never-measured") == max(measured)
-    assert make_settings(method, min_length=17).shortest_length("cpu") == 17
+def test_dearer_settings_need_longer_inputs(method: str) -> None:
+    lengths = [make_settings(method, clusters=clusters).shortest_length("cpu") for clusters in (10, 100, 300, 3000)]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1]
 
 
 def test_exact_where_nothing_would_be_saved() -> None:

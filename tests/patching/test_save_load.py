@@ -80,8 +80,17 @@ def test_explicit_keywords_win(tmp_path: Path) -> None:
         assert model.config.effattn["clusters"] == 9
         assert model.config.effattn["layers"] == [1]
         assert model.config._attn_implementation == "clustered"
-    model = hf_effattn.from_pretrained(BertModel, tmp_path, attn_implementation="eager")
-    assert hf_effattn.unpatch_attention(model).config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("implementation", "keywords"),
+    [("eager", {}), ("sdpa", {}), ("sdpa", {"method": "i-clustered"}), ("clustered", {"method": "i-clustered"})],
+)
+def test_a_contradicting_attn_implementation_is_an_error(tmp_path: Path, implementation: str, keywords: dict) -> None:
+    """It used to be dropped silently, which gave an approximate model to who asked for an exact one."""
+    hf_effattn.patch_attention(tiny_model("bert"), "i-clustered", **FORCED).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"contradicts .* load with BertModel.from_pretrained"):
+        hf_effattn.from_pretrained(BertModel, tmp_path, attn_implementation=implementation, **keywords)
 
 
 def test_loading_info_is_handed_on(tmp_path: Path) -> None:

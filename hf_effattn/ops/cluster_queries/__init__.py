@@ -10,6 +10,7 @@ METHODS = ("kmeans", "lsh")
 DEFAULT_ITERATIONS = 3
 DEFAULT_FIT_QUERIES = 2048
 DEFAULT_BITS = 32
+LARGEST_SEED = 2**63 - 1  # what torch's generators and operators take
 
 
 def cluster_queries(
@@ -71,8 +72,13 @@ def cluster_queries(
         ("seed", seed, 0),
     ):
         check_count(name, value, minimum=minimum)
-    if query.ndim != 4 or not query.is_floating_point():
-        raise ValueError(f"query must be floating-point (B, H, N, D), got {query.dtype} {tuple(query.shape)}")
+    if seed > LARGEST_SEED:
+        raise ValueError(f"seed must be at most {LARGEST_SEED}, got {seed}")
+    for name, tensor in (("query", query), ("key", key)):
+        if tensor is not None and not tensor.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
+    if query.ndim != 4:
+        raise ValueError(f"query must have 4 dimensions (B, H, N, head_dim), got {tuple(query.shape)}")
     if key is not None and (key.shape[:2] != query.shape[:2] or key.shape[3:] != query.shape[3:]):
         raise ValueError(f"key {tuple(key.shape)} must agree with query {tuple(query.shape)} in B, H and head_dim")
     if key is not None:

@@ -35,7 +35,8 @@ def clustered_attention(
         query_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts; other rows are in no mean and get 0.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         dropout_p (`float`): dropout on the centroids' attention weights, drawn from torch's global state.
-        backend (`str`, *optional*): `"reference"` or `"batched"` (the default).
+        backend (`str`, *optional*): `"reference"` or `"batched"` (the default). Only the reference has second and
+            forward-mode derivatives.
 
     Returns:
         `(B, H, N, Dv)` in the dtype of `query`; 0 in rows that are masked or see no key.
@@ -46,6 +47,6 @@ def clustered_attention(
         TypeError: a mask that is not boolean, labels that are not integers.
     """
     check_attention(query, key, value, labels, clusters, key_mask, query_mask)
-    run = choose_backend(backend, reference.clustered_attention, batched.clustered_attention)
+    run = choose_backend(backend, reference.clustered_attention, batched.clustered_attention, query, key, value)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     return run(query, key, value, labels, clusters, key_mask, query_mask, scale, dropout_p, draw_seed(dropout_p))

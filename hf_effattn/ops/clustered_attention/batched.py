@@ -6,6 +6,7 @@ passes only the inputs are alive. Registered with `torch.library`: to `torch.com
 
 import torch
 
+from ..arguments import check_label_range
 from ..dropout import CENTROID_WEIGHTS, dropout_factor
 from ..row_chunks import RowChunk, row_chunks
 
@@ -109,6 +110,7 @@ def clustered_attention(
     dropout_seed: torch.Tensor | None,
 ) -> torch.Tensor:
     """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets."""
+    check_label_range(labels, clusters)
     output = empty_output(query, value)
     with torch.autocast(query.device.type, enabled=False):
         for chunk in chunks_of(query, key, key_mask, query_mask, clusters * key.shape[2]):

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from ..arguments import check_label_range
 from ..dropout import CENTROID_WEIGHTS, dropout_factor
 
 
@@ -15,6 +16,11 @@ def cluster_centroids(
         member = member * query_mask[:, None, :, None]
     sizes = member.sum(dim=2).clamp(min=1)  # (B, H, C)
     return member.transpose(2, 3) @ query / sizes[..., None]
+
+
+def zero_masked(rows: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Rows `(B, H, N, D)` with 0 where the mask `(B, N)` is False: 0 times what stands in padding may be NaN."""
+    return rows if mask is None else rows.masked_fill(~mask[:, None, :, None], 0.0)
 
 
 def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -35,6 +41,7 @@ def centroid_attention(
     scale: float,
 ) -> torch.Tensor:
     """`A^c = softmax(scale · Qc K^T)` over unmasked keys, `(B, H, C, M)`."""
+    check_label_range(labels, clusters)
     scores = scale * cluster_centroids(query, labels, clusters, query_mask) @ key.transpose(2, 3)
     return masked_softmax(scores, None if key_mask is None else key_mask[:, None, None, :])
 
@@ -61,6 +68,7 @@ def clustered_attention(
     dropout_seed: torch.Tensor | None,
 ) -> torch.Tensor:
     """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets."""
+    query, key, value = zero_masked(query, query_mask), zero_masked(key, key_mask), zero_masked(value, key_mask)
     attention = centroid_attention(query, key, labels, clusters, key_mask, query_mask, scale)
     if dropout_seed is not None:
         attention = attention * centroid_dropout(attention, dropout_p, int(dropout_seed))

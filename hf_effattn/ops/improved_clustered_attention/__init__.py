@@ -41,7 +41,8 @@ def improved_clustered_attention(
         query_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts; other rows are in no mean and get 0.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         dropout_p (`float`): dropout on the attention weights (the recomputed ones per query, the rest per cluster).
-        backend (`str`, *optional*): `"reference"` or `"batched"` (the default).
+        backend (`str`, *optional*): `"reference"` or `"batched"` (the default). Only the reference has second and
+            forward-mode derivatives.
 
     Returns:
         `(B, H, N, Dv)` in the dtype of `query`; 0 in rows that are masked or see no key.
@@ -53,7 +54,9 @@ def improved_clustered_attention(
     """
     check_count("topk", topk)
     check_attention(query, key, value, labels, clusters, key_mask, query_mask)
-    run = choose_backend(backend, reference.improved_clustered_attention, batched.improved_clustered_attention)
+    run = choose_backend(
+        backend, reference.improved_clustered_attention, batched.improved_clustered_attention, query, key, value
+    )
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     topk = min(topk, key.shape[2])
     return run(query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, draw_seed(dropout_p))

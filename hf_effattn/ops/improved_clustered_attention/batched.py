@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..arguments import check_label_range
 from ..clustered_attention.batched import (
     accumulation_dtype,
     centroid_backward,
@@ -159,6 +160,7 @@ def improved_clustered_attention(
     dropout_seed: torch.Tensor | None,
 ) -> torch.Tensor:
     """`V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T} A^c_jt V_t` with `j = l(i)`, `T = T_j`."""
+    check_label_range(labels, clusters)
     output = empty_output(query, value)
     with torch.autocast(query.device.type, enabled=False):
         for part in chunks_of(query, key, key_mask, query_mask, largest_buffer(query, key, value, clusters, topk)):
