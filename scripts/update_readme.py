@@ -43,8 +43,8 @@ def speed() -> str:
     settings = result["settings"]
     note = (
         f"Times: random inputs, B={settings['batch']}, H={settings['heads']}, D={settings['head_dim']}, "
-        f"{settings['dtype']}, medians of {settings['repeats']} or more rounds. Errors: three layers of all-MiniLM-L6-v2 "
-        "(D=32) on novels, its positions repeated beyond 512. "
+        f"{settings['dtype']}, medians of {settings['repeats']} or more rounds. Errors: three layers of "
+        "all-MiniLM-L6-v2 (D=32) on novels, its positions repeated beyond 512. "
     )
     return markdown(["tokens", *[f"{length:,}" for length in lengths]], rows) + machine(result["environment"], note)
 

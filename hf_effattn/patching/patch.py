@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -130,8 +131,9 @@ def _check_model(model: Any) -> None:
 def _check_dispatch(model: PreTrainedModel, method: str) -> None:
     if not model._can_set_attn_implementation():
         raise ValueError(
-            f"{type(model).__name__} does not dispatch its attention through transformers' AttentionInterface, so "
-            f'"{method}" cannot take its place; served are {supported_model_types()}'
+            f"{type(model).__name__} does not dispatch its attention through transformers' AttentionInterface in "
+            f'transformers {transformers.__version__}, so "{method}" cannot take its place (a newer transformers may '
+            f"dispatch it); served are {supported_model_types()}"
         )
 
 
