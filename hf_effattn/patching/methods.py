@@ -10,9 +10,10 @@ import json
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
+from functools import partial
 from importlib.resources import files
 from typing import Any, ClassVar
 
@@ -173,6 +174,11 @@ class ClusteredSettings(MethodSettings):
     def is_exact(self, query_length: int, key_length: int, device_type: str) -> bool:
         return self.clusters >= query_length or super().is_exact(query_length, key_length, device_type)
 
+    @property
+    def op(self) -> Callable[..., torch.Tensor]:
+        """The op that attends once every query has its label."""
+        return clustered_attention
+
     def group(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, query_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
@@ -205,7 +211,7 @@ class ClusteredSettings(MethodSettings):
         dropout_p: float,
     ) -> torch.Tensor:
         (labels,) = groups
-        return clustered_attention(
+        return self.op(
             query,
             key,
             value,
@@ -244,31 +250,9 @@ class ImprovedClusteredSettings(ClusteredSettings):
     def is_exact(self, query_length: int, key_length: int, device_type: str) -> bool:
         return self.topk >= key_length or super().is_exact(query_length, key_length, device_type)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        groups: tuple[torch.Tensor, ...],
-        *,
-        key_mask: torch.Tensor | None,
-        query_mask: torch.Tensor | None,
-        scale: float | None,
-        dropout_p: float,
-    ) -> torch.Tensor:
-        (labels,) = groups
-        return improved_clustered_attention(
-            query,
-            key,
-            value,
-            labels,
-            clusters=self.clusters,
-            topk=self.topk,
-            key_mask=key_mask,
-            query_mask=query_mask,
-            scale=scale,
-            dropout_p=dropout_p,
-        )
+    @property
+    def op(self) -> Callable[..., torch.Tensor]:
+        return partial(improved_clustered_attention, topk=self.topk)
 
 
 METHODS: dict[str, type[MethodSettings]] = {
