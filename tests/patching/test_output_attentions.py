@@ -82,7 +82,7 @@ def test_exact_layers_return_exact_weights(model_type: str, padding: str | None)
         if batch.counts is not None:  # a padded query of a sliding window may see no key: 0 here, anything in eager
             counts = batch.counts[:, None, :, None]
             one, other = one * counts, other * counts
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one, other)
 
 
 def test_cross_and_decoder_attentions_of_whisper() -> None:
@@ -95,7 +95,7 @@ def test_cross_and_decoder_attentions_of_whisper() -> None:
     actual = model(**batch.inputs, output_attentions=True)
     for name in ("decoder_attentions", "cross_attentions"):
         for one, other in zip(actual[name], expected[name], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(one, other)
 
 
 def test_config_output_attentions_of_an_eager_model() -> None:

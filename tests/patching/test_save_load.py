@@ -62,7 +62,7 @@ def test_loads_as_the_exact_model_without_the_package(tmp_path: Path) -> None:
         assert not any(name.startswith("hf_effattn") for name in sys.modules)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
-    torch.testing.assert_close(torch.load(tmp_path / "output.pt"), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.load(tmp_path / "output.pt"), exact, rtol=0, atol=0)
 
 
 def test_explicit_keywords_win(tmp_path: Path) -> None:

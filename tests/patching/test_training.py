@@ -82,7 +82,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(
     assert len(attended) == 3 * once  # once above, and now forward and once more in backward
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(actual[name], gradient, rtol=0, atol=0, msg=name)
 
 
 @pytest.mark.parametrize("model_type", TEXTS)

@@ -7,7 +7,6 @@ from tiny_models import batch_for, tiny_model
 import hf_effattn
 from hf_effattn.reporting.pattern import find_pattern, head_scores, plot_attention
 
-figures = pytest.importorskip("matplotlib.figure")
 METHODS = [{"method": "clustered", "clusters": 5}, {"method": "i-clustered", "clusters": 5, "topk": 4}]
 CLUSTERED, IMPROVED = "clustered (clusters=5)", "i-clustered (clusters=5, topk=4)"
 
