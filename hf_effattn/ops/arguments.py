@@ -3,37 +3,61 @@
 Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim, `C` clusters.
 """
 
+import os
+import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-BACKENDS = ("reference", "batched")
+BACKENDS = ("reference", "batched", "triton")
+HAS_TRITON = find_spec("triton") is not None
+LARGEST_KERNEL_DIM = 256  # a row of a tile must fit into a chip's registers and shared memory
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Form = Callable[..., Any]
 
 
-def choose_backend(
-    backend: str | None,
-    reference: Callable[..., torch.Tensor],
-    batched: Callable[..., torch.Tensor],
-    *differentiable: torch.Tensor,
-) -> Callable[..., torch.Tensor]:
-    """The implementation to run: the one asked for, else the fast PyTorch form.
+def choose_backend(backend: str | None, forms: tuple[Form, Form, Form], *differentiable: torch.Tensor) -> Form:
+    """The implementation to run, out of `(reference, batched, triton)`: the one asked for, else the fastest.
 
-    The fast forms have a backward pass and no forward-mode derivative, which torch would silently take for 0: where
-    one of the `differentiable` inputs carries a tangent they raise.
+    `differentiable` are the tensors that a derivative may flow to, the query first. The fast forms have a backward
+    pass and no forward-mode derivative, which torch would silently take for 0: where a tangent is carried they raise.
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")
+    reference, batched, triton = forms
     if backend == "reference":
         return reference
     if not torch.compiler.is_compiling() and any(
         forward_ad.unpack_dual(x).tangent is not None for x in differentiable
     ):
         raise ValueError(
-            'forward-mode derivatives (jvp) need backend="reference"; the fast form has reverse mode only'
+            'forward-mode derivatives (jvp) need backend="reference"; the fast forms have reverse mode only'
         )
-    return batched
+    problem = kernel_problem(*differentiable)
+    if backend == "triton" and problem is not None:
+        raise ValueError(f'backend="triton" cannot run here: {problem}; use backend="batched"')
+    if backend is None and problem is not None and differentiable[0].is_cuda and not torch.compiler.is_compiling():
+        # Python shows an equal warning from one place once.
+        warnings.warn(f"attention on a GPU runs the slower PyTorch form: {problem}", stacklevel=3)
+    return triton if problem is None and (backend == "triton" or differentiable[0].is_cuda) else batched
+
+
+def kernel_problem(*tensors: torch.Tensor) -> str | None:
+    """Why the Triton kernels cannot take these tensors `(..., D)`, or None where they can."""
+    if not HAS_TRITON:
+        return "the package triton is not installed (pip install triton)"
+    if not tensors[0].is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the tensors are on {tensors[0].device}, the kernels need a GPU (or TRITON_INTERPRET=1, to test them)"
+    if tensors[0].dtype not in KERNEL_DTYPES:
+        return f"the kernels take {', '.join(str(dtype) for dtype in KERNEL_DTYPES)}, got {tensors[0].dtype}"
+    largest = max(tensor.shape[-1] for tensor in tensors)
+    if largest > LARGEST_KERNEL_DIM:
+        return f"the kernels take a head_dim up to {LARGEST_KERNEL_DIM}, got {largest}"
+    return None
 
 
 def check_count(name: str, value: int, *, minimum: int = 1) -> None:
@@ -45,7 +69,7 @@ def check_count(name: str, value: int, *, minimum: int = 1) -> None:
 
 
 def check_query_key_value(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Raise unless query `(B, H, N, D)`, key `(B, H, M, D)` and value `(B, H, M, Dv)` fit together."""
+    """Raise unless query `(B, H, N, D)`, key `(B, H or a divisor, M, D)` and value `(..., M, Dv)` fit together."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.ndim != 4:
             raise ValueError(f"{name} must have 4 dimensions (B, H, length, head_dim), got {tuple(tensor.shape)}")
@@ -56,10 +80,21 @@ def check_query_key_value(query: torch.Tensor, key: torch.Tensor, value: torch.T
                 f"query, key and value must share dtype and device, got {query.dtype} on {query.device} for query"
                 f" and {tensor.dtype} on {tensor.device} for {name}"
             )
-    if key.shape[:2] != query.shape[:2] or key.shape[3] != query.shape[3]:
-        raise ValueError(f"key {tuple(key.shape)} must agree with query {tuple(query.shape)} in B, H and head_dim")
+    if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
+        raise ValueError(f"key {tuple(key.shape)} must agree with query {tuple(query.shape)} in B and head_dim")
+    if min(query.shape[1], key.shape[1], value.shape[3]) == 0:
+        raise ValueError("query, key and value need at least one head, and value at least one dimension")
+    check_heads(query, key)
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(f"value {tuple(value.shape)} must agree with key {tuple(key.shape)} in B, H and length")
+
+
+def check_heads(query: torch.Tensor, key: torch.Tensor) -> None:
+    """Raise unless the heads of `key` are as many as those of `query`, or divide them (grouped-query layout)."""
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"key must have as many heads as query, {query.shape[1]}, or a number that divides it, got {key.shape[1]}"
+        )
 
 
 def check_mask(name: str, mask: torch.Tensor | None, tensor: torch.Tensor) -> None:

@@ -18,28 +18,48 @@ EVERY_ROW = slice(None)
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Heads `first_head .. last_head - 1` of one batch item, with the indices of the rows that count (None = all).
+    """Some key/value heads of one batch item, with the indices of the rows that count (None = all).
 
-    A head is problem `batch · H + head` of its batch, `first_problem` the chunk's first.
+    `group` query heads share a key/value head (grouped-query attention; else 1): the rows of those heads stand one
+    after the other as rows of that one head, so that keys and values are never copied per query head.
+
+    Attributes:
+        batch: index of the item.
+        first_head, last_head: key/value heads `first_head .. last_head - 1`.
+        group: query heads per key/value head.
+        first_problem: `batch · H + head` of the first query head.
+        query_rows, key_rows: the rows that count.
     """
 
     batch: int
     first_head: int
     last_head: int
+    group: int
     first_problem: int
     query_rows: torch.Tensor | None
     key_rows: torch.Tensor | None
 
+    @property
+    def query_heads(self) -> int:
+        """How many query heads the chunk has."""
+        return (self.last_head - self.first_head) * self.group
+
     def queries(self, tensor: torch.Tensor, selection: slice | torch.Tensor = EVERY_ROW) -> torch.Tensor:
-        """The chunk's query rows of `(B, H, N, ...)`, or a selection of them: `(heads, rows, ...)`, contiguous."""
-        return self._rows(tensor, self.query_rows, selection)
+        """The chunk's query rows of `(B, H, N, ...)`, or a selection: `(heads, group · rows, ...)`, contiguous."""
+        rows = self._rows(tensor, self._query_heads(), self.query_rows, selection)
+        return rows.unflatten(0, (-1, self.group)).flatten(1, 2)
 
     def keys(self, tensor: torch.Tensor, selection: slice | torch.Tensor = EVERY_ROW) -> torch.Tensor:
         """The chunk's key rows of `(B, H, M, ...)`, or a selection of them: `(heads, rows, ...)`, contiguous."""
-        return self._rows(tensor, self.key_rows, selection)
+        return self._rows(tensor, slice(self.first_head, self.last_head), self.key_rows, selection)
 
-    def _rows(self, tensor: torch.Tensor, rows: torch.Tensor | None, selection: slice | torch.Tensor) -> torch.Tensor:
-        tensor = tensor[self.batch, self.first_head : self.last_head]
+    def _query_heads(self) -> slice:
+        return slice(self.first_head * self.group, self.last_head * self.group)
+
+    def _rows(
+        self, tensor: torch.Tensor, heads: slice, rows: torch.Tensor | None, selection: slice | torch.Tensor
+    ) -> torch.Tensor:
+        tensor = tensor[self.batch, heads]
         chosen = selection if rows is None else rows[selection]
         if isinstance(chosen, slice):
             return tensor[:, chosen].contiguous()
@@ -48,21 +68,23 @@ class RowChunk:
     def store_queries(
         self, target: torch.Tensor, values: torch.Tensor, selection: slice | torch.Tensor = EVERY_ROW
     ) -> None:
-        """Write `(heads, rows, D)` to the chunk's query rows of `target` `(B, H, N, D)`, or to a selection of them."""
-        self._store(target, values, self.query_rows, selection)
+        """Write `(heads, group · rows, D)` to the chunk's query rows of `(B, H, N, D)`, or to a selection of them."""
+        values = values.unflatten(1, (self.group, -1)).flatten(0, 1)
+        self._store(target, values, self._query_heads(), self.query_rows, selection)
 
     def store_keys(self, target: torch.Tensor, values: torch.Tensor) -> None:
         """Write `(heads, rows, D)` to the chunk's key rows of `target` `(B, H, M, D)`."""
-        self._store(target, values, self.key_rows, EVERY_ROW)
+        self._store(target, values, slice(self.first_head, self.last_head), self.key_rows, EVERY_ROW)
 
     def _store(
         self,
         target: torch.Tensor,
         values: torch.Tensor,
+        heads: slice,
         rows: torch.Tensor | None,
         selection: slice | torch.Tensor,
     ) -> None:
-        target = target[self.batch, self.first_head : self.last_head]
+        target = target[self.batch, heads]
         chosen = selection if rows is None else rows[selection]
         if isinstance(chosen, slice):
             target[:, chosen].copy_(values)
@@ -83,15 +105,20 @@ def row_chunks(
     key_mask: torch.Tensor | None,
     query_mask: torch.Tensor | None,
     bytes_per_head: int,
+    group: int = 1,
 ) -> Iterator[RowChunk]:
     """Chunks of equally many heads whose largest buffer is `CHUNK_BYTES` or one head's; items without a valid query
-    are left out."""
-    B, H = query.shape[:2]
-    parts = min(H, -(-H * bytes_per_head // CHUNK_BYTES))
+    are left out.
+
+    `bytes_per_head` counts one query head, `group` of which share a key/value head and stay together.
+    """
+    B, H = query.shape[0], query.shape[1] // group
+    parts = min(H, -(-H * group * bytes_per_head // CHUNK_BYTES))
     heads = -(-H // max(1, parts))
     for batch in range(B):
         query_rows, key_rows = valid_rows(query_mask, batch), valid_rows(key_mask, batch)
         if query.shape[2] == 0 or (query_rows is not None and len(query_rows) == 0):
             continue
         for first in range(0, H, heads):
-            yield RowChunk(batch, first, min(first + heads, H), batch * H + first, query_rows, key_rows)
+            last, problem = min(first + heads, H), (batch * H + first) * group
+            yield RowChunk(batch, first, last, group, problem, query_rows, key_rows)

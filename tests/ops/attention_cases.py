@@ -10,11 +10,12 @@ from hf_effattn import ops
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of one test: batch, heads, query length, key length, head_dim, value dim, clusters, topk, masks."""
+    """Sizes of one test; `key_heads=None` means as many heads of keys and values as of queries."""
 
     name: str
     B: int = 2
     H: int = 2
+    key_heads: int | None = None
     N: int = 37
     M: int = 37
     D: int = 16
@@ -41,6 +42,8 @@ CASES = (
     Case("holes", masks="holes", N=61, M=47),
     Case("row_fully_padded", masks="row"),
     Case("fewer_keys_than_topk", masks="few", topk=9),
+    Case("grouped_heads", H=6, key_heads=2),
+    Case("one_key_head_and_holes", H=3, key_heads=1, N=29, masks="holes"),
 )
 
 
@@ -82,8 +85,12 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -
     """Query, key and value as transformers hands them over: `(B, N, H, D)` in memory, seen as `(B, H, N, D)`."""
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (
-        torch.randn(case.B, length, case.H, dim, dtype=torch.float64, generator=generator).to(dtype).transpose(1, 2)
-        for length, dim in ((case.N, case.D), (case.M, case.D), (case.M, case.Dv))
+        torch.randn(case.B, length, heads, dim, dtype=torch.float64, generator=generator).to(dtype).transpose(1, 2)
+        for length, heads, dim in (
+            (case.N, case.H, case.D),
+            (case.M, case.key_heads or case.H, case.D),
+            (case.M, case.key_heads or case.H, case.Dv),
+        )
     )
     labels = torch.randint(case.clusters, (case.B, case.H, case.N), generator=generator)
     return Inputs(query, key, value, labels, padding(case.masks, case.B, case.M), padding(case.masks, case.B, case.N))

@@ -40,7 +40,7 @@ def arguments(**changes):
         ({"labels": torch.full((2, 3, 10), 4)}, ValueError, r"labels must lie in 0 .. clusters - 1 = 3, got 4 .. 4"),
         ({"labels": torch.full((2, 3, 10), -1)}, ValueError, "labels must lie in"),
         ({"dropout_p": 1.0}, ValueError, r"dropout_p must lie in \[0, 1\)"),
-        ({"backend": "tritn"}, ValueError, "backend must be one of 'reference', 'batched'"),
+        ({"backend": "tritn"}, ValueError, "backend must be one of .reference., .batched., .triton."),
     ],
 )
 def test_attention_arguments(op, changes, error, message):
@@ -76,3 +76,21 @@ def test_topk_below_one():
 def test_clustering_arguments(changes, error, message):
     with pytest.raises(error, match=message):
         ops.cluster_queries(**({"query": torch.randn(2, 3, 10, 8), "clusters": 4} | changes))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"key": torch.randn(2, 2, 10, 8), "value": torch.randn(2, 2, 10, 8)},
+            "heads as query, 3, or a number",
+        ),
+        ({"query": torch.randn(2, 0, 10, 8)}, "need at least one head"),
+        ({"value": torch.randn(2, 3, 10, 0)}, "value at least one dimension"),
+    ],
+)
+def test_heads_that_do_not_fit(op, changes, message):
+    topk = {} if op == "clustered_attention" else {"topk": 3}
+    with pytest.raises(ValueError, match=message):
+        getattr(ops, op)(**arguments(**changes), **topk)

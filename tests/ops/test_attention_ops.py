@@ -36,6 +36,7 @@ def with_gradients(op, case, inputs, **options):
         Case("eight", N=8, M=7, D=4, Dv=3, clusters=3, topk=3, masks="holes"),
         Case("topk_beyond_keys", N=4, M=3, D=2, Dv=2, clusters=2, topk=9),
         Case("row_without_keys", N=6, M=6, D=2, Dv=2, clusters=2, topk=2, masks="row"),
+        Case("grouped_heads", H=4, key_heads=2, N=6, M=5, D=2, Dv=2, clusters=2, topk=2),
     ],
     **by_name,
 )
@@ -46,7 +47,9 @@ def test_equals_the_definition_written_as_loops(op, backend, case):
     query_mask = torch.ones(case.B, case.N) if inputs.query_mask is None else inputs.query_mask
     for b in range(case.B):
         for h in range(case.H):
-            head = (tensor[b, h].tolist() for tensor in (inputs.query, inputs.key, inputs.value, inputs.labels))
+            kept = h // (case.H // (case.key_heads or case.H))
+            query, labels = inputs.query[b, h].tolist(), inputs.labels[b, h].tolist()
+            head = query, inputs.key[b, kept].tolist(), inputs.value[b, kept].tolist(), labels
             topk = 0 if op == "clustered_attention" else case.topk
             masks = key_mask[b].tolist(), query_mask[b].tolist()
             expected = attend_with_loops(*head, case.clusters, topk, *masks)
@@ -99,7 +102,7 @@ def test_dtypes_with_few_top_keys(dtype):
 @pytest.mark.parametrize("masks", ["none", "holes"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_gradcheck(op, backend, masks, dropout_p):
-    case = Case("small", N=7, M=6, D=3, Dv=2, clusters=3, topk=2, masks=masks)
+    case = Case("small", key_heads=1, N=7, M=6, D=3, Dv=2, clusters=3, topk=2, masks=masks)
     inputs = make_inputs(case)
 
     def run(query, key, value):
@@ -247,7 +250,7 @@ def test_inputs_are_left_alone(op):
 @each_op
 @pytest.mark.parametrize("masks", ["none", "holes"])
 def test_dropout_is_the_same_in_both_forms_and_replays(op, masks):
-    case = Case("dropout", masks=masks)
+    case = Case("dropout", H=4, key_heads=2, masks=masks)
     results = []
     for backend in (*BACKENDS, "batched"):
         torch.manual_seed(11)

@@ -1,9 +1,18 @@
 """Clustering of the queries of every head."""
 
+from typing import Any
+
 import torch
 
 from ..arguments import check_count, check_mask, choose_backend
 from . import batched, reference
+
+
+def _triton(*arguments: Any) -> torch.Tensor:
+    from . import triton
+
+    return triton.cluster_queries(*arguments)
+
 
 METHODS = ("kmeans", "lsh")
 # Chosen by attention error against time on real queries and keys: scripts/benchmark_clustering.py.
@@ -86,7 +95,8 @@ def cluster_queries(
     check_mask("query_mask", query_mask, query)
     if check_finite and not query.isfinite().all():
         raise ValueError("query has values that are not finite: look for an overflow or a bad weight before attention")
-    run = choose_backend(backend, reference.cluster_queries, batched.cluster_queries)
+    forms = reference.cluster_queries, batched.cluster_queries, _triton
+    run = choose_backend(backend, forms, query)
     query, key = query.detach(), None if key is None or method == "lsh" else key.detach()
     key_mask = None if key is None else key_mask
     return run(query, key, key_mask, query_mask, clusters, method, iterations, bits, fit_queries, seed)

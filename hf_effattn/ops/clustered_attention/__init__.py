@@ -1,10 +1,18 @@
 """Clustered attention: every query gets the attention of its cluster's centroid."""
 
+from typing import Any
+
 import torch
 
 from ..arguments import check_attention, choose_backend
 from ..dropout import draw_seed
 from . import batched, reference
+
+
+def _triton(*arguments: Any) -> torch.Tensor:
+    from . import triton
+
+    return triton.clustered_attention(*arguments)
 
 
 def clustered_attention(
@@ -27,16 +35,17 @@ def clustered_attention(
 
     Args:
         query (`torch.Tensor`): `(B, H, N, D)`, any strides.
-        key (`torch.Tensor`): `(B, H, M, D)`, any strides.
-        value (`torch.Tensor`): `(B, H, M, Dv)`, any strides.
+        key (`torch.Tensor`): `(B, H, M, D)`, any strides; or with fewer heads that divide `H` (grouped-query layout:
+            query head `h` reads key/value head `h // (H / heads)`), which are not expanded.
+        value (`torch.Tensor`): `(B, H, M, Dv)`, with the heads of `key`, any strides.
         labels (`torch.Tensor`): integers `(B, H, N)` in `0 .. clusters - 1`, from `cluster_queries`.
         clusters (`int`): number of clusters `C`; empty ones are legal.
         key_mask (`torch.BoolTensor`, *optional*): `(B, M)`, True = attend.
         query_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts; other rows are in no mean and get 0.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         dropout_p (`float`): dropout on the centroids' attention weights, drawn from torch's global state.
-        backend (`str`, *optional*): `"reference"` or `"batched"` (the default). Only the reference has second and
-            forward-mode derivatives.
+        backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`. Default: Triton on a GPU, else batched.
+            Only the reference has second and forward-mode derivatives.
 
     Returns:
         `(B, H, N, Dv)` in the dtype of `query`; 0 in rows that are masked or see no key.
@@ -47,6 +56,7 @@ def clustered_attention(
         TypeError: a mask that is not boolean, labels that are not integers.
     """
     check_attention(query, key, value, labels, clusters, key_mask, query_mask)
-    run = choose_backend(backend, reference.clustered_attention, batched.clustered_attention, query, key, value)
+    forms = reference.clustered_attention, batched.clustered_attention, _triton
+    run = choose_backend(backend, forms, query, key, value)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     return run(query, key, value, labels, clusters, key_mask, query_mask, scale, dropout_p, draw_seed(dropout_p))

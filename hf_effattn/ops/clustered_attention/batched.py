@@ -17,9 +17,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def cluster_rows(labels: torch.Tensor, clusters: int) -> torch.Tensor:
-    """`(P, N)` labels of `P` heads as row numbers of a `(P · C, ...)` table, flat."""
+    """`(heads, N)` labels as row numbers of a `(heads · C, ...)` table, flat."""
     offsets = torch.arange(labels.shape[0], device=labels.device)[:, None] * clusters
     return (labels.long() + offsets).flatten()
+
+
+def table_rows(chunk: RowChunk, labels: torch.Tensor, clusters: int) -> torch.Tensor:
+    """The chunk's labels as row numbers of its tables, flat: every query head has `clusters` rows of its own."""
+    return cluster_rows(chunk.queries(labels).view(chunk.query_heads, -1), clusters)
 
 
 def cluster_sums(rows: torch.Tensor, index: torch.Tensor, problems: int, clusters: int) -> torch.Tensor:
@@ -48,11 +53,11 @@ def softmax_(scores: torch.Tensor) -> torch.Tensor:
 def draw_dropout(
     chunk: RowChunk, shape: tuple[int, int], like: torch.Tensor, dropout_p: float, seed: torch.Tensor, weights: int
 ) -> torch.Tensor:
-    """Dropout factors `(P, *shape)` of the chunk's heads, drawn for the whole length: padding shifts nothing."""
+    """Dropout factors `(query heads, *shape)` of the chunk, drawn for the whole length: padding shifts nothing."""
     return torch.stack(
         [
             dropout_factor(shape, like, dropout_p, int(seed), problem, weights)
-            for problem in range(chunk.first_problem, chunk.first_problem + chunk.last_head - chunk.first_head)
+            for problem in range(chunk.first_problem, chunk.first_problem + chunk.query_heads)
         ]
     )
 
@@ -61,7 +66,9 @@ def centroid_dropout(
     chunk: RowChunk, attention: torch.Tensor, length: int, dropout_p: float, seed: torch.Tensor
 ) -> torch.Tensor:
     """Dropout factors for `A^c` `(P, C, keys)`: one draw for all the queries of a cluster."""
-    factor = draw_dropout(chunk, (attention.shape[1], length), attention, dropout_p, seed, CENTROID_WEIGHTS)
+    shape = attention.shape[1] // chunk.group, length
+    factor = draw_dropout(chunk, shape, attention, dropout_p, seed, CENTROID_WEIGHTS)
+    factor = factor.view(attention.shape[0], attention.shape[1], length)
     return factor if chunk.key_rows is None else factor.index_select(2, chunk.key_rows)
 
 
@@ -90,9 +97,10 @@ def chunks_of(
 ) -> list[RowChunk]:
     """The chunks that have at least one key: without keys the output and every gradient are 0.
 
-    `numbers_per_head` is the size of the largest buffer of one head.
+    `numbers_per_head` is the size of the largest buffer of one query head.
     """
-    chunks = row_chunks(query, key_mask, query_mask, numbers_per_head * accumulation_dtype(query.dtype).itemsize)
+    bytes_per_head = numbers_per_head * accumulation_dtype(query.dtype).itemsize
+    chunks = row_chunks(query, key_mask, query_mask, bytes_per_head, group=query.shape[1] // key.shape[1])
     return [chunk for chunk in chunks if key.shape[2] and (chunk.key_rows is None or len(chunk.key_rows))]
 
 
@@ -116,9 +124,10 @@ def clustered_attention(
         for chunk in chunks_of(query, key, key_mask, query_mask, clusters * key.shape[2]):
             q, k, v = chunk.queries(query), chunk.keys(key), chunk.keys(value)
             P, N, _ = q.shape
-            index = cluster_rows(chunk.queries(labels), clusters)
-            sizes = cluster_sizes(index, P, clusters)
-            centroids = cluster_sums(q, index, P, clusters) / sizes.clamp(min=1)[..., None]
+            tables = chunk.group * clusters
+            index = table_rows(chunk, labels, clusters)
+            sizes = cluster_sizes(index, P, tables)
+            centroids = cluster_sums(q, index, P, tables) / sizes.clamp(min=1)[..., None]
             attention = softmax_(centroid_scores(centroids, k, scale))
             if dropout_seed is not None:
                 attention *= centroid_dropout(chunk, attention, key.shape[2], dropout_p, dropout_seed)
@@ -152,11 +161,12 @@ def clustered_attention_backward(
         for chunk in chunks_of(query, key, key_mask, query_mask, clusters * key.shape[2]):
             q, k, v = chunk.queries(query), chunk.keys(key), chunk.keys(value)
             P, N, _ = q.shape
-            index = cluster_rows(chunk.queries(labels), clusters)
-            sizes = cluster_sizes(index, P, clusters).clamp(min=1)[..., None]
-            centroids = cluster_sums(q, index, P, clusters) / sizes
+            tables = chunk.group * clusters
+            index = table_rows(chunk, labels, clusters)
+            sizes = cluster_sizes(index, P, tables).clamp(min=1)[..., None]
+            centroids = cluster_sums(q, index, P, tables) / sizes
             attention = softmax_(centroid_scores(centroids, k, scale))
-            grad_values = cluster_sums(chunk.queries(grad_output), index, P, clusters).to(v.dtype)
+            grad_values = cluster_sums(chunk.queries(grad_output), index, P, tables).to(v.dtype)
             grad_attention = (grad_values @ v.transpose(1, 2)).to(attention.dtype)
             weights = attention
             if dropout_seed is not None:

@@ -18,6 +18,11 @@ def cluster_centroids(
     return member.transpose(2, 3) @ query / sizes[..., None]
 
 
+def for_every_head(rows: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values `(B, key/value heads, M, D)` repeated for the query heads that share them: `(B, H, M, D)`."""
+    return rows.repeat_interleave(query.shape[1] // rows.shape[1], dim=1)
+
+
 def zero_masked(rows: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Rows `(B, H, N, D)` with 0 where the mask `(B, N)` is False: 0 times what stands in padding may be NaN."""
     return rows if mask is None else rows.masked_fill(~mask[:, None, :, None], 0.0)
@@ -68,6 +73,7 @@ def clustered_attention(
     dropout_seed: torch.Tensor | None,
 ) -> torch.Tensor:
     """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets."""
+    key, value = for_every_head(key, query), for_every_head(value, query)
     query, key, value = zero_masked(query, query_mask), zero_masked(key, key_mask), zero_masked(value, key_mask)
     attention = centroid_attention(query, key, labels, clusters, key_mask, query_mask, scale)
     if dropout_seed is not None:

@@ -1,10 +1,18 @@
 """Improved clustered attention: the centroid's attention, with its `topk` keys recomputed for every query."""
 
+from typing import Any
+
 import torch
 
 from ..arguments import check_attention, check_count, choose_backend
 from ..dropout import draw_seed
 from . import batched, reference
+
+
+def _triton(*arguments: Any) -> torch.Tensor:
+    from . import triton
+
+    return triton.improved_clustered_attention(*arguments)
 
 
 def improved_clustered_attention(
@@ -32,8 +40,9 @@ def improved_clustered_attention(
 
     Args:
         query (`torch.Tensor`): `(B, H, N, D)`, any strides.
-        key (`torch.Tensor`): `(B, H, M, D)`, any strides.
-        value (`torch.Tensor`): `(B, H, M, Dv)`, any strides.
+        key (`torch.Tensor`): `(B, H, M, D)`, any strides; or with fewer heads that divide `H` (grouped-query layout:
+            query head `h` reads key/value head `h // (H / heads)`), which are not expanded.
+        value (`torch.Tensor`): `(B, H, M, Dv)`, with the heads of `key`, any strides.
         labels (`torch.Tensor`): integers `(B, H, N)` in `0 .. clusters - 1`, from `cluster_queries`.
         clusters (`int`): number of clusters `C`; empty ones are legal.
         topk (`int`): keys recomputed exactly per cluster; more than `M` means all.
@@ -41,8 +50,8 @@ def improved_clustered_attention(
         query_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts; other rows are in no mean and get 0.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         dropout_p (`float`): dropout on the attention weights (the recomputed ones per query, the rest per cluster).
-        backend (`str`, *optional*): `"reference"` or `"batched"` (the default). Only the reference has second and
-            forward-mode derivatives.
+        backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`. Default: Triton on a GPU, else batched.
+            Only the reference has second and forward-mode derivatives.
 
     Returns:
         `(B, H, N, Dv)` in the dtype of `query`; 0 in rows that are masked or see no key.
@@ -54,9 +63,8 @@ def improved_clustered_attention(
     """
     check_count("topk", topk)
     check_attention(query, key, value, labels, clusters, key_mask, query_mask)
-    run = choose_backend(
-        backend, reference.improved_clustered_attention, batched.improved_clustered_attention, query, key, value
-    )
+    forms = reference.improved_clustered_attention, batched.improved_clustered_attention, _triton
+    run = choose_backend(backend, forms, query, key, value)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     topk = min(topk, key.shape[2])
     return run(query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, draw_seed(dropout_p))

@@ -16,11 +16,11 @@ from ..clustered_attention.batched import (
     centroid_dropout,
     centroid_scores,
     chunks_of,
-    cluster_rows,
     cluster_sizes,
     draw_dropout,
     empty_output,
     softmax_,
+    table_rows,
 )
 from ..dropout import TOPK_WEIGHTS
 from ..row_chunks import RowChunk
@@ -83,7 +83,10 @@ def largest_buffer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
 
 
 class _Chunk:
-    """What both passes compute of a chunk: centroids, their attention, the top keys and the blocks."""
+    """What both passes compute of a chunk: centroids, their attention, the top keys and the blocks.
+
+    `C` below counts the clusters of all query heads that share a key/value head.
+    """
 
     def __init__(
         self,
@@ -99,10 +102,10 @@ class _Chunk:
         dropout_seed: torch.Tensor | None,
     ) -> None:
         self.query, self.key, self.value = chunk.queries(query), chunk.keys(key), chunk.keys(value)
-        self.scale, self.clusters = scale, clusters
+        self.scale, self.clusters = scale, chunk.group * clusters
         self.P, self.M, _ = self.key.shape
-        self.index = cluster_rows(chunk.queries(labels), clusters)
-        sizes = cluster_sizes(self.index, self.P, clusters)
+        self.index = table_rows(chunk, labels, clusters)
+        sizes = cluster_sizes(self.index, self.P, self.clusters)
         self.blocks = ClusterBlocks.of(self.index, sizes)
         self.sizes = sizes.clamp(min=1)[..., None]
         self.packed_query = self.blocks.pack(self.query)
@@ -123,7 +126,8 @@ class _Chunk:
             factor = draw_dropout(chunk, shape, self.attention, dropout_p, dropout_seed, TOPK_WEIGHTS)
             if chunk.query_rows is not None:
                 factor = factor.index_select(1, chunk.query_rows)
-            self.topk_factor = self.blocks.pack(factor[..., : self.top.shape[2]])
+            factor = factor[..., : self.top.shape[2]].reshape(self.P, -1, self.top.shape[2])
+            self.topk_factor = self.blocks.pack(factor)
 
     def cluster_sums(self, packed: torch.Tensor) -> torch.Tensor:
         """Sum over the members of each cluster of rows in their blocks `(blocks, length, D)`: `(P, C, D)`."""
@@ -205,7 +209,7 @@ def improved_clustered_attention_backward(
     with torch.autocast(query.device.type, enabled=False):
         for part in chunks_of(query, key, key_mask, query_mask, largest_buffer(query, key, value, clusters, topk)):
             chunk = _Chunk(part, query, key, value, labels, clusters, topk, scale, dropout_p, dropout_seed)
-            blocks, tables = chunk.blocks, chunk.P * clusters
+            blocks, tables = chunk.blocks, chunk.P * chunk.clusters
 
             # The recomputed keys: O_i = m_j · softmax(S_i) V_T.
             packed_query, packed_grad = chunk.packed_query, blocks.pack(part.queries(grad_output))
@@ -217,7 +221,7 @@ def improved_clustered_attention_backward(
                 grad_weights *= chunk.topk_factor
                 weights = weights * chunk.topk_factor
             row_dot = torch.linalg.vecdot(softmax, grad_weights)  # (blocks, length); 0 in empty places
-            grad_mass = blocks.sum(row_dot.sum(dim=1), tables).view(chunk.P, clusters, 1)
+            grad_mass = blocks.sum(row_dot.sum(dim=1), tables).view(chunk.P, chunk.clusters, 1)
             grad_top_values = torch.bmm(weights.to(value.dtype).transpose(1, 2), packed_grad)
             grad_scores = grad_weights.sub_(row_dot[..., None]).mul_(softmax).mul_(chunk.block_mass * scale)
             grad_scores = grad_scores.to(key.dtype)

@@ -4,7 +4,13 @@ from itertools import product
 
 import torch
 
-from ..clustered_attention.reference import centroid_attention, centroid_dropout, masked_softmax, zero_masked
+from ..clustered_attention.reference import (
+    centroid_attention,
+    centroid_dropout,
+    for_every_head,
+    masked_softmax,
+    zero_masked,
+)
 from ..dropout import TOPK_WEIGHTS, dropout_factor
 
 
@@ -22,6 +28,7 @@ def improved_clustered_attention(
     dropout_seed: torch.Tensor | None,
 ) -> torch.Tensor:
     """`V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T} A^c_jt V_t` with `j = l(i)`, `T = T_j`."""
+    key, value = for_every_head(key, query), for_every_head(value, query)
     query, key, value = zero_masked(query, query_mask), zero_masked(key, key_mask), zero_masked(value, key_mask)
     B, H, N, _ = query.shape
     attention = centroid_attention(query, key, labels, clusters, key_mask, query_mask, scale)  # A^c
