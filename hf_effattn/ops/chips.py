@@ -1,0 +1,51 @@
+"""What the kernels must know about the chip they run on."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Args:
+    name (`str`): `"cuda"` for NVIDIA, `"hip"` for AMD.
+    shared_memory (`int`): bytes of shared memory that one program can have.
+    """
+
+    name: str
+    shared_memory: int
+
+    def dot_precision(self, dtype: torch.dtype) -> str:
+        """How `tl.dot` multiplies numbers that were loaded as `dtype`: float32 as precisely as torch itself does."""
+        if dtype != torch.float32:
+            return "tf32" if self.name == "cuda" else "ieee"
+        if self.name != "cuda":
+            return "ieee"
+        # Three products of halves of the numbers reach float32's precision on the tensor cores.
+        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+# What the interpreter runs as: the smallest of the chips.
+INTERPRETER = Chip("hip", 64 * KIB)
+
+
+def chip_of(tensor: torch.Tensor) -> Chip:
+    """The chip that holds a tensor."""
+    return _chip(tensor.device.index or 0) if tensor.is_cuda else INTERPRETER
+
+
+@cache
+def _chip(index: int) -> Chip:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return Chip("hip", properties.shared_memory_per_block)
+    return Chip("cuda", properties.shared_memory_per_block_optin)
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager:
+    """Makes the tensor's GPU the current one: Triton launches on the current GPU, whatever the tensors are on."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
