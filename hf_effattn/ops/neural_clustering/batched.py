@@ -1,0 +1,150 @@
+"""Neural clustering for a CPU: a few rows at a time, memberships computed again in the backward pass.
+
+Registered with `torch.library`: to `torch.compile` it is one op.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..clustered_attention.batched import accumulation_dtype
+from ..row_chunks import CHUNK_BYTES
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Words of some rows of the batch, masked ones 0.
+
+    Attributes:
+        part: the rows' indices.
+        words: `(rows, N, d)`.
+        inverse: `1 / |Z_j|`, `(rows, N)`, where the similarity is the cosine.
+        hidden: `(rows, N)`, True = masked.
+    """
+
+    part: slice
+    words: torch.Tensor
+    inverse: torch.Tensor | None
+    hidden: torch.Tensor | None
+
+    def scores(self, directions: torch.Tensor) -> torch.Tensor:
+        """`φ(C_i, Z_j)`, `(rows, N, k)`: words first, so that the argmax of a word reads one stretch of memory."""
+        scores = self.words @ directions[self.part].transpose(1, 2)
+        scores = scores.to(accumulation_dtype(self.words.dtype))
+        if self.inverse is not None:
+            scores = scores * self.inverse[..., None]
+        if self.hidden is not None:
+            scores = scores.masked_fill(self.hidden[..., None], torch.finfo(scores.dtype).min)
+        return scores
+
+
+def rows_of(words: torch.Tensor, clusters: int, cosine: bool, mask: torch.Tensor | None) -> Iterator[Rows]:
+    """The batch in parts whose scores stay within `CHUNK_BYTES`, or of one row."""
+    dtype = accumulation_dtype(words.dtype)
+    step = max(1, CHUNK_BYTES // max(1, words.shape[1] * clusters * dtype.itemsize))
+    for start in range(0, words.shape[0] if words.shape[1] else 0, step):
+        part = slice(start, start + step)
+        hidden = None if mask is None else ~mask[part]
+        some = words[part] if hidden is None else words[part].masked_fill(hidden[..., None], 0.0)
+        inverse = None
+        if cosine:
+            length = torch.linalg.vector_norm(some, dim=2, dtype=dtype)
+            inverse = length.masked_fill(length == 0, torch.inf).reciprocal()
+        yield Rows(part, some, inverse, hidden)
+
+
+def memberships(scores: torch.Tensor, total: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """`U` `(rows, N, k)` out of the scores, which are overwritten; 0 for masked words."""
+    weights = scores.sub_(total[rows.part, None, :]).exp_()
+    if rows.hidden is not None:
+        # Also where every word of a row is masked: all scores are equal there and would share the weight.
+        weights = weights.masked_fill_(rows.hidden[..., None], 0.0)
+    return weights
+
+
+@torch.library.custom_op("hf_effattn::neural_clustering", mutates_args=())
+def neural_clustering(
+    words: torch.Tensor, directions: torch.Tensor, cosine: bool, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`Ĉ` `(B, k, d)`, labels `(B, N)`, and the logarithm of every centroid's sum over the words, `(B, k)`."""
+    B, N, _ = words.shape
+    clusters = directions.shape[1]
+    updated = torch.zeros_like(directions)
+    labels = torch.zeros(B, N, dtype=torch.int64, device=words.device)
+    total = torch.zeros(B, clusters, dtype=accumulation_dtype(words.dtype), device=words.device)
+    with torch.autocast(words.device.type, enabled=False):
+        for rows in rows_of(words, clusters, cosine, mask):
+            scores = rows.scores(directions)
+            total[rows.part] = scores.logsumexp(dim=1)
+            best = (scores - total[rows.part, None, :]).argmax(dim=2)
+            labels[rows.part] = best if rows.hidden is None else best.masked_fill_(rows.hidden, 0)
+            weights = memberships(scores, total, rows).to(words.dtype)
+            updated[rows.part] = weights.transpose(1, 2) @ rows.words
+    return updated, labels, total
+
+
+@neural_clustering.register_fake
+def _(words, directions, cosine, mask):  # type: ignore[no-untyped-def]
+    return (
+        torch.empty_like(directions),
+        words.new_empty(words.shape[:2], dtype=torch.int64),
+        words.new_empty(directions.shape[:2], dtype=accumulation_dtype(words.dtype)),
+    )
+
+
+@torch.library.custom_op("hf_effattn::neural_clustering_backward", mutates_args=())
+def neural_clustering_backward(
+    grad_updated: torch.Tensor,
+    words: torch.Tensor,
+    directions: torch.Tensor,
+    updated: torch.Tensor,
+    total: torch.Tensor,
+    cosine: bool,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of words and directions, labels held fixed."""
+    grad_words, grad_directions = torch.zeros_like(words), torch.zeros_like(directions)
+    dtype = accumulation_dtype(words.dtype)
+    with torch.autocast(words.device.type, enabled=False):
+        mean = (grad_updated.to(dtype) * updated.to(dtype)).sum(dim=2)
+        for rows in rows_of(words, directions.shape[1], cosine, mask):
+            scores = rows.scores(directions)
+            weights = memberships(scores.clone(), total, rows)
+            grad_scores = (rows.words @ grad_updated[rows.part].transpose(1, 2)).to(dtype)
+            grad_scores = grad_scores.sub_(mean[rows.part, None, :]).mul_(weights)
+            grad = weights.to(words.dtype) @ grad_updated[rows.part]
+            pull = None
+            if rows.inverse is not None:
+                # The cosine does not change along the word: what the product with it gives there is taken out.
+                pull = torch.linalg.vecdot(grad_scores, scores) * rows.inverse.square()
+                grad_scores = grad_scores.mul_(rows.inverse[..., None])
+            grad_scores = grad_scores.to(words.dtype)
+            grad += grad_scores @ directions[rows.part]
+            if pull is not None:
+                grad -= (pull[..., None] * rows.words).to(words.dtype)
+            grad_words[rows.part] = grad
+            grad_directions[rows.part] = grad_scores.transpose(1, 2) @ rows.words
+    return grad_words, grad_directions
+
+
+@neural_clustering_backward.register_fake
+def _(grad_updated, words, directions, *settings):  # type: ignore[no-untyped-def]
+    return torch.empty_like(words), torch.empty_like(directions)
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    words, directions, cosine, mask = inputs
+    updated, labels, total = output
+    ctx.mark_non_differentiable(labels, total)
+    ctx.save_for_backward(words, directions, updated, total, mask)
+    ctx.cosine = cosine
+
+
+def _backward(ctx, grad_updated, grad_labels, grad_total):  # type: ignore[no-untyped-def]
+    words, directions, updated, total, mask = ctx.saved_tensors
+    grads = neural_clustering_backward(grad_updated, words, directions, updated, total, ctx.cosine, mask)
+    return (*grads, None, None)
+
+
+neural_clustering.register_autograd(_backward, setup_context=_setup_context)
