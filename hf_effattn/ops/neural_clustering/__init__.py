@@ -10,7 +10,7 @@ from . import batched, reference
 SIMILARITIES = ("dot", "cosine")
 
 
-def _triton(*arguments: Any) -> tuple[torch.Tensor, ...]:
+def _triton(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     from . import triton
 
     return triton.neural_clustering(*arguments)
@@ -75,5 +75,4 @@ def neural_clustering(
     run = choose_backend(backend, forms, words[..., :1], centroids[..., :1])
     cosine = similarity == "cosine"
     directions = float(sharpness) * (reference.unit(centroids) if cosine else centroids)
-    updated, labels, _ = run(words, directions, cosine, mask)
-    return updated, labels
+    return run(words, directions, cosine, mask)

@@ -54,9 +54,9 @@ def rows_of(words: torch.Tensor, clusters: int, cosine: bool, mask: torch.Tensor
         yield Rows(part, some, inverse, hidden)
 
 
-def memberships(scores: torch.Tensor, total: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """`U` `(rows, N, k)` out of the scores, which are overwritten; 0 for masked words."""
-    weights = scores.sub_(total[rows.part, None, :]).exp_()
+def memberships(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """`U` `(rows, N, k)`; 0 for masked words."""
+    weights = scores.softmax(dim=1)
     if rows.hidden is not None:
         # Also where every word of a row is masked: all scores are equal there and would share the weight.
         weights = weights.masked_fill_(rows.hidden[..., None], 0.0)
@@ -66,22 +66,21 @@ def memberships(scores: torch.Tensor, total: torch.Tensor, rows: Rows) -> torch.
 @torch.library.custom_op("hf_effattn::neural_clustering", mutates_args=())
 def neural_clustering(
     words: torch.Tensor, directions: torch.Tensor, cosine: bool, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`Ĉ` `(B, k, d)`, labels `(B, N)`, and the logarithm of every centroid's sum over the words, `(B, k)`."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Ĉ` `(B, k, d)` and labels `(B, N)`."""
     B, N, _ = words.shape
     clusters = directions.shape[1]
     updated = torch.zeros_like(directions)
     labels = torch.zeros(B, N, dtype=torch.int64, device=words.device)
-    total = torch.zeros(B, clusters, dtype=accumulation_dtype(words.dtype), device=words.device)
     with torch.autocast(words.device.type, enabled=False):
         for rows in rows_of(words, clusters, cosine, mask):
             scores = rows.scores(directions)
-            total[rows.part] = scores.logsumexp(dim=1)
-            best = (scores - total[rows.part, None, :]).argmax(dim=2)
-            labels[rows.part] = best if rows.hidden is None else best.masked_fill_(rows.hidden, 0)
-            weights = memberships(scores, total, rows).to(words.dtype)
+            weights = memberships(scores, rows).to(words.dtype)
             updated[rows.part] = weights.transpose(1, 2) @ rows.words
-    return updated, labels, total
+            # In logs: memberships that underflow to 0 still have a largest among them.
+            best = scores.sub_(scores.logsumexp(dim=1, keepdim=True)).argmax(dim=2)
+            labels[rows.part] = best if rows.hidden is None else best.masked_fill_(rows.hidden, 0)
+    return updated, labels
 
 
 @neural_clustering.register_fake
@@ -89,7 +88,6 @@ def _(words, directions, cosine, mask):  # type: ignore[no-untyped-def]
     return (
         torch.empty_like(directions),
         words.new_empty(words.shape[:2], dtype=torch.int64),
-        words.new_empty(directions.shape[:2], dtype=accumulation_dtype(words.dtype)),
     )
 
 
@@ -98,8 +96,6 @@ def neural_clustering_backward(
     grad_updated: torch.Tensor,
     words: torch.Tensor,
     directions: torch.Tensor,
-    updated: torch.Tensor,
-    total: torch.Tensor,
     cosine: bool,
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,12 +103,11 @@ def neural_clustering_backward(
     grad_words, grad_directions = torch.zeros_like(words), torch.zeros_like(directions)
     dtype = accumulation_dtype(words.dtype)
     with torch.autocast(words.device.type, enabled=False):
-        mean = (grad_updated.to(dtype) * updated.to(dtype)).sum(dim=2)
         for rows in rows_of(words, directions.shape[1], cosine, mask):
             scores = rows.scores(directions)
-            weights = memberships(scores.clone(), total, rows)
+            weights = memberships(scores, rows)
             grad_scores = (rows.words @ grad_updated[rows.part].transpose(1, 2)).to(dtype)
-            grad_scores = grad_scores.sub_(mean[rows.part, None, :]).mul_(weights)
+            grad_scores = grad_scores.sub_((grad_scores * weights).sum(dim=1, keepdim=True)).mul_(weights)
             grad = weights.to(words.dtype) @ grad_updated[rows.part]
             pull = None
             if rows.inverse is not None:
@@ -135,15 +130,14 @@ def _(grad_updated, words, directions, *settings):  # type: ignore[no-untyped-de
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     words, directions, cosine, mask = inputs
-    updated, labels, total = output
-    ctx.mark_non_differentiable(labels, total)
-    ctx.save_for_backward(words, directions, updated, total, mask)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(words, directions, mask)
     ctx.cosine = cosine
 
 
-def _backward(ctx, grad_updated, grad_labels, grad_total):  # type: ignore[no-untyped-def]
-    words, directions, updated, total, mask = ctx.saved_tensors
-    grads = neural_clustering_backward(grad_updated, words, directions, updated, total, ctx.cosine, mask)
+def _backward(ctx, grad_updated, grad_labels):  # type: ignore[no-untyped-def]
+    words, directions, mask = ctx.saved_tensors
+    grads = neural_clustering_backward(grad_updated, words, directions, ctx.cosine, mask)
     return (*grads, None, None)
 
 

@@ -13,8 +13,8 @@ def unit(rows: torch.Tensor) -> torch.Tensor:
 
 def neural_clustering(
     words: torch.Tensor, directions: torch.Tensor, cosine: bool, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`Ĉ` `(B, k, d)`, labels `(B, N)`, and the logarithm of every centroid's sum over the words, `(B, k)`."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Ĉ` `(B, k, d)` and labels `(B, N)`."""
     if mask is not None:
         words = words.masked_fill(~mask[..., None], 0.0)
     scores = directions @ (unit(words) if cosine else words).transpose(1, 2)  # (B, k, N)
@@ -25,4 +25,4 @@ def neural_clustering(
     total = finite.logsumexp(dim=2)
     labels = (scores - total[..., None]).argmax(dim=1)
     labels = labels if mask is None else labels * mask
-    return membership @ words, labels, total
+    return membership @ words, labels
