@@ -1,7 +1,17 @@
 """Attention ops: pure functions on `(B, H, N, D)` tensors, each with a plain reference and a fast form."""
 
+from .bi_clustered_attention import bi_clustered_attention
 from .cluster_queries import cluster_queries
 from .clustered_attention import clustered_attention
 from .improved_clustered_attention import improved_clustered_attention
+from .neural_clustering import neural_clustering
+from .slice_attention import slice_attention
 
-__all__ = ["cluster_queries", "clustered_attention", "improved_clustered_attention"]
+__all__ = [
+    "bi_clustered_attention",
+    "cluster_queries",
+    "clustered_attention",
+    "improved_clustered_attention",
+    "slice_attention",
+    "neural_clustering",
+]
