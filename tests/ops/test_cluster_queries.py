@@ -118,7 +118,7 @@ def test_equal_queries_share_a_cluster_and_leave_others_empty(backend, variant):
 def test_keys_metric_ignores_what_no_key_sees(backend):
     """Keys live in the first half of the dimensions, so differences in the second half change no score."""
     query, truth = blobs(D=4)
-    noise = 100 * torch.randn(1, 3, len(truth), 4)
+    noise = 30 * torch.randn(1, 3, len(truth), 4)
     key = torch.cat([torch.randn(1, 3, 64, 4), torch.full((1, 3, 64, 4), 3.0)], dim=-1)  # equal keys: a shift
     labels = cluster_queries(torch.cat([query, noise], dim=-1), 6, key=key, backend=backend)
     for head in labels[0]:

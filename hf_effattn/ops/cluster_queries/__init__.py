@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_count, check_mask, choose_backend
+from ..arguments import check_count, check_heads, check_mask, choose_backend
+from ..kmeans import LARGEST_SEED as LARGEST_SEED
+from ..kmeans import check_seed
 from . import batched, reference
 
 
@@ -19,7 +21,6 @@ METHODS = ("kmeans", "lsh")
 DEFAULT_ITERATIONS = 3
 DEFAULT_FIT_QUERIES = 2048
 DEFAULT_BITS = 32
-LARGEST_SEED = 2**63 - 1  # what torch's generators and operators take
 
 
 def cluster_queries(
@@ -39,13 +40,13 @@ def cluster_queries(
 ) -> torch.Tensor:
     """Put every query of every head into one of `clusters` clusters, so that alike queries share one.
 
-    `"kmeans"` is Lloyd's algorithm on the queries, seeded farthest-first. With `key` it runs in the keys' metric: the
-    distance of two queries is the variance over the keys of the difference of their scores, so queries are alike when
-    their softmaxes are (ours; the paper bounds the error by the queries' Euclidean distance). `"lsh"` is the paper's:
-    sign bits of random projections, then Lloyd under Hamming distance (Source: Vyas 2020, clustered attention; its
-    setting is `bits=32, iterations=10` on all queries). Centroids and metric are fitted on `fit_queries` evenly spread
-    queries and keys, then every query goes to the nearest centroid. The result depends on nothing but the arguments,
-    and on no padded row; no gradient flows through it.
+    `"kmeans"` is `ops.kmeans` on the queries: Lloyd's algorithm, seeded farthest-first. With `key` it runs in the
+    keys' metric: the distance of two queries is the variance over the keys of the difference of their scores, so
+    queries are alike when their softmaxes are (ours; the paper bounds the error by the queries' Euclidean distance).
+    `"lsh"` is the paper's: sign bits of random projections, then Lloyd under Hamming distance (Source: Vyas 2020,
+    clustered attention; its setting is `bits=32, iterations=10` on all queries). Centroids and metric are fitted on
+    `fit_queries` evenly spread queries and keys, then every query goes to the nearest centroid. The result depends on
+    nothing but the arguments, and on no padded row; no gradient flows through it.
 
     Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim.
 
@@ -53,7 +54,7 @@ def cluster_queries(
         query (`torch.Tensor`): `(B, H, N, D)`, any strides.
         clusters (`int`): number of clusters; with `clusters` or fewer valid queries, each gets its own.
         method (`str`): `"kmeans"` or `"lsh"`.
-        key (`torch.Tensor`, *optional*): `(B, H, M, D)`; K-means then runs in the keys' metric.
+        key (`torch.Tensor`, *optional*): `(B, H or a divisor of it, M, D)`; K-means then runs in the keys' metric.
         key_mask (`torch.BoolTensor`, *optional*): `(B, M)`, True = the key counts in the metric.
         iterations (`int`): rounds of Lloyd's algorithm; 0 takes the seeds as they are.
         bits (`int`): bits of the LSH code.
@@ -61,7 +62,7 @@ def cluster_queries(
         query_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts; other queries get label 0.
         seed (`int`): seed of the first K-means seed or of the LSH planes.
         check_finite (`bool`): raise if a query is not finite (costs a pass over them).
-        backend (`str`, *optional*): `"reference"` or `"batched"` (the default).
+        backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`; default: Triton on a GPU, else batched.
 
     Returns:
         Integer labels `(B, H, N)` in `0 .. clusters - 1`; clusters may be empty.
@@ -78,19 +79,18 @@ def cluster_queries(
         ("iterations", iterations, 0),
         ("bits", bits, 1),
         ("fit_queries", fit_queries, 1),
-        ("seed", seed, 0),
     ):
         check_count(name, value, minimum=minimum)
-    if seed > LARGEST_SEED:
-        raise ValueError(f"seed must be at most {LARGEST_SEED}, got {seed}")
+    check_seed(seed)
     for name, tensor in (("query", query), ("key", key)):
         if tensor is not None and not tensor.is_floating_point():
             raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
     if query.ndim != 4:
         raise ValueError(f"query must have 4 dimensions (B, H, N, head_dim), got {tuple(query.shape)}")
-    if key is not None and (key.shape[:2] != query.shape[:2] or key.shape[3:] != query.shape[3:]):
-        raise ValueError(f"key {tuple(key.shape)} must agree with query {tuple(query.shape)} in B, H and head_dim")
     if key is not None:
+        if key.ndim != 4 or key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
+            raise ValueError(f"key {tuple(key.shape)} must agree with query {tuple(query.shape)} in B and head_dim")
+        check_heads(query, key)
         check_mask("key_mask", key_mask, key)
     check_mask("query_mask", query_mask, query)
     if check_finite and not query.isfinite().all():
