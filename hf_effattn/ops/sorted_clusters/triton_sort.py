@@ -1,0 +1,165 @@
+"""Rows sorted by cluster, and the means of the clusters, without a word to the host."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..chips import on_device_of
+
+
+@dataclass(frozen=True)
+class SortedRows:
+    """Rows of `P` problems in the order of their clusters.
+
+    Rows in no cluster, those that are masked or have a label outside `0 .. C - 1`, stand last, as cluster `C`. With
+    `j` the cluster of a tile, `tiles[p, s]`, the tile holds the sorted rows from
+    `starts[p, j] + (s - starts[p, j] // tile - j) · tile` on, up to `tile` of them and none of the next cluster.
+
+    Attributes:
+        order: `(P, N)` int32, the row that stands at each place.
+        starts: `(P, C + 2)` int32, the first place of each cluster; at `C` the rows in none, at `C + 1` their end.
+        tiles: `(P, N // tile + C + 1)` int32, the cluster of each tile of rows.
+        clusters: `C`.
+        tile: rows that a tile can hold.
+    """
+
+    order: torch.Tensor
+    starts: torch.Tensor
+    tiles: torch.Tensor
+    clusters: int
+    tile: int
+
+
+@triton.jit
+def load_clusters(
+    labels_ptr, mask_ptr, rows, N, clusters, stride_labels_n, stride_mask_n, HAS_MASK: tl.constexpr
+):  # fmt: skip
+    """The cluster of each row: `clusters` for a row in none, a number past every cluster behind the last row."""
+    m_rows = rows < N
+    # [BLOCK_N]
+    b_labels = tl.load(labels_ptr + rows.to(tl.int64) * stride_labels_n, mask=m_rows, other=0)
+    m_member = (b_labels >= 0) & (b_labels < clusters)
+    if HAS_MASK:
+        m_member &= tl.load(mask_ptr + rows.to(tl.int64) * stride_mask_n, mask=m_rows, other=0) != 0
+    return tl.where(m_rows, tl.where(m_member, b_labels, clusters).to(tl.int32), 2147483647)
+
+
+@triton.jit
+def _sort_by_cluster_kernel(
+    labels_ptr, mask_ptr, order_ptr, starts_ptr, tiles_ptr,
+    stride_labels_b, stride_labels_h, stride_labels_n, stride_mask_b, stride_mask_n,
+    H, N, clusters, slots,
+    TILE: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Stable counting sort: a program places the members of `BLOCK_C` clusters of one problem.
+
+    It finds its first place by counting all labels below its own, so that programs wait for none.
+    """
+    blocks = tl.cdiv(clusters + 1, BLOCK_C)
+    i_p = (tl.program_id(0) // blocks).to(tl.int64)
+    first = tl.program_id(0) % blocks * BLOCK_C
+    labels_ptr += i_p // H * stride_labels_b + i_p % H * stride_labels_h
+    if HAS_MASK:
+        mask_ptr += i_p // H * stride_mask_b
+    order_ptr += i_p * N
+    starts_ptr += i_p * (clusters + 2)
+    tiles_ptr += i_p * slots
+
+    o_c = first + tl.arange(0, BLOCK_C)
+    o_n = tl.arange(0, BLOCK_N)
+    b_counts = tl.zeros([BLOCK_N, BLOCK_C], tl.int32)
+    b_below = tl.zeros([BLOCK_N], tl.int32)
+    for start in range(0, N, BLOCK_N):
+        b_cluster = load_clusters(
+            labels_ptr, mask_ptr, start + o_n, N, clusters, stride_labels_n, stride_mask_n, HAS_MASK
+        )
+        b_counts += (b_cluster[:, None] == o_c[None, :]).to(tl.int32)
+        b_below += (b_cluster < first).to(tl.int32)
+    b_sizes = tl.sum(b_counts, 0)
+    below = tl.sum(b_below, 0)
+    b_starts = below + tl.cumsum(b_sizes, 0) - b_sizes
+    tl.store(starts_ptr + o_c, b_starts, mask=o_c <= clusters)
+
+    last_slot = (below + tl.sum(b_sizes, 0)) // TILE + first + BLOCK_C
+    if first + BLOCK_C > clusters:
+        tl.store(starts_ptr + clusters + 1, N)
+        last_slot = slots
+    b_first_slots = tl.where(o_c <= clusters, b_starts // TILE + o_c, slots)
+    for slot in range(below // TILE + first, last_slot, BLOCK_S):
+        o_s = slot + tl.arange(0, BLOCK_S)
+        b_begun = tl.sum((b_first_slots[None, :] <= o_s[:, None]).to(tl.int32), 1)
+        tl.store(tiles_ptr + o_s, first + b_begun - 1, mask=o_s < last_slot)
+
+    for start in range(0, N, BLOCK_N):
+        b_cluster = load_clusters(
+            labels_ptr, mask_ptr, start + o_n, N, clusters, stride_labels_n, stride_mask_n, HAS_MASK
+        )
+        b_member = (b_cluster[:, None] == o_c[None, :]).to(tl.int32)
+        # [BLOCK_N]
+        b_places = tl.sum(b_member * (b_starts[None, :] + tl.cumsum(b_member, 0) - 1), 1)
+        tl.store(order_ptr + b_places, start + o_n, mask=tl.sum(b_member, 1) > 0)
+        b_starts += tl.sum(b_member, 0)
+
+
+def sort_by_cluster(labels: torch.Tensor, mask: torch.Tensor | None, clusters: int, tile: int) -> SortedRows:
+    """Rows with integer labels `(B, H, N)`, any strides, sorted by cluster; stable, for rows where `mask` `(B, N)`."""
+    B, H, N = labels.shape
+    slots = N // tile + clusters + 1
+    order = labels.new_empty(B * H, N, dtype=torch.int32)
+    starts = labels.new_empty(B * H, clusters + 2, dtype=torch.int32)
+    tiles = labels.new_empty(B * H, slots, dtype=torch.int32)
+    # Few clusters a program, so that few heads already fill the chip; more where a program a cluster would be too many.
+    block_c = min(32, max(4, triton.next_power_of_2(clusters // 128 + 1)))
+    grid = (B * H * triton.cdiv(clusters + 1, block_c),)
+    with on_device_of(labels):
+        if B * H:
+            _sort_by_cluster_kernel[grid](
+                labels, mask, order, starts, tiles,
+                *labels.stride(), *((0, 0) if mask is None else mask.stride()),
+                H, N, clusters, slots,
+                TILE=tile, HAS_MASK=mask is not None, BLOCK_C=block_c, BLOCK_N=4096 // block_c, BLOCK_S=128,
+            )  # fmt: skip
+    return SortedRows(order, starts, tiles, clusters, tile)
+
+
+@triton.jit
+def _cluster_means_kernel(
+    rows_ptr, order_ptr, starts_ptr, means_ptr,
+    stride_rows_b, stride_rows_h, stride_rows_n, stride_rows_d,
+    H, N, D, clusters,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`(1 / n_j) Σ_{i∈j} x_i` in float32, one cluster a program; the order of the sum is that of the rows."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_p = i_row // clusters
+    starts_ptr += i_p * (clusters + 2) + i_row % clusters
+    rows_ptr += i_p // H * stride_rows_b + i_p % H * stride_rows_h
+    order_ptr += i_p * N
+    first, last = tl.load(starts_ptr), tl.load(starts_ptr + 1)
+    o_d = tl.arange(0, BLOCK_D)
+    b_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for place in range(first, last, BLOCK_N):
+        o_place = place + tl.arange(0, BLOCK_N)
+        m_place = o_place < last
+        b_row = tl.load(order_ptr + o_place, mask=m_place, other=0).to(tl.int64)
+        p_rows = rows_ptr + b_row[:, None] * stride_rows_n + o_d[None, :] * stride_rows_d
+        # [BLOCK_N, BLOCK_D]
+        b_sum += tl.load(p_rows, mask=m_place[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+    b_mean = tl.sum(b_sum, 0) / tl.maximum(last - first, 1)
+    tl.store(means_ptr + i_row * D + o_d, b_mean, mask=o_d < D)
+
+
+def cluster_means(rows: torch.Tensor, members: SortedRows) -> torch.Tensor:
+    """Mean of the rows `(B, H, N, D)`, any strides, of each cluster: `(B · H, C, D)` float32, 0 for an empty one."""
+    B, H, N, D = rows.shape
+    means = rows.new_empty(B * H, members.clusters, D, dtype=torch.float32)
+    block_d = triton.next_power_of_2(D)
+    with on_device_of(rows):
+        if B * H:
+            _cluster_means_kernel[(B * H * members.clusters,)](
+                rows, members.order, members.starts, means, *rows.stride(), H, N, D, members.clusters,
+                BLOCK_N=max(8, min(64, 4096 // block_d)), BLOCK_D=block_d,
+            )  # fmt: skip
+    return means
