@@ -17,6 +17,7 @@ BACKENDS = ("reference", "batched", "triton")
 HAS_TRITON = find_spec("triton") is not None
 LARGEST_KERNEL_DIM = 256  # a row of a tile must fit into a chip's registers and shared memory
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LABELS = {"query": ("labels", "clusters"), "key": ("key_labels", "key_clusters")}  # names of the arguments
 Form = Callable[..., Any]
 
 
@@ -110,21 +111,23 @@ def check_mask(name: str, mask: torch.Tensor | None, tensor: torch.Tensor) -> No
         raise ValueError(f"{name} is on {mask.device}, the tensors on {tensor.device}")
 
 
-def check_labels(labels: torch.Tensor, query: torch.Tensor) -> None:
-    """Raise unless `labels` is an integer tensor `(B, H, N)`."""
-    if labels.shape != query.shape[:3]:
-        raise ValueError(f"labels must be {tuple(query.shape[:3])} like query, got {tuple(labels.shape)}")
+def check_labels(labels: torch.Tensor, rows: torch.Tensor, *, of: str = "query") -> None:
+    """Raise unless `labels` is an integer tensor `(B, H, N)`, for rows `(B, H, N, D)` of the query or the key."""
+    name = LABELS[of][0]
+    if labels.shape != rows.shape[:3]:
+        raise ValueError(f"{name} must be {tuple(rows.shape[:3])} like {of}, got {tuple(labels.shape)}")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise TypeError(f"labels must be integers, got {labels.dtype}")
+        raise TypeError(f"{name} must be integers, got {labels.dtype}")
 
 
-def check_label_range(labels: torch.Tensor, clusters: int) -> None:
+def check_label_range(labels: torch.Tensor, clusters: int, *, of: str = "query") -> None:
     """Raise unless the labels lie in `0 .. clusters - 1`; called inside the ops, where values exist when compiled."""
     if labels.numel() == 0:
         return
     smallest, largest = (int(bound) for bound in labels.aminmax())
     if smallest < 0 or largest >= clusters:
-        raise ValueError(f"labels must lie in 0 .. clusters - 1 = {clusters - 1}, got {smallest} .. {largest}")
+        name, count = LABELS[of]
+        raise ValueError(f"{name} must lie in 0 .. {count} - 1 = {clusters - 1}, got {smallest} .. {largest}")
 
 
 def check_attention(

@@ -8,6 +8,8 @@ import torch
 
 CENTROID_WEIGHTS = 0
 TOPK_WEIGHTS = 1
+TOPK_AND_SUMMARY_WEIGHTS = 2
+KINDS_OF_WEIGHTS = 3
 
 
 def draw_seed(dropout_p: float) -> torch.Tensor | None:
@@ -21,6 +23,7 @@ def dropout_factor(
     shape: tuple[int, ...], like: torch.Tensor, dropout_p: float, seed: int, problem: int, weights: int
 ) -> torch.Tensor:
     """0 or `1 / (1 - dropout_p)` for the attention weights of one head (`problem` = batch index · H + head)."""
-    generator = torch.Generator(like.device).manual_seed((seed * 1_000_003 + 2 * problem + weights) % 2**63)
+    number = seed * 1_000_003 + KINDS_OF_WEIGHTS * problem + weights
+    generator = torch.Generator(like.device).manual_seed(number % 2**63)
     kept = torch.rand(shape, generator=generator, device=like.device) >= dropout_p
     return kept.to(like.dtype) / (1.0 - dropout_p)

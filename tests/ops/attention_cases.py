@@ -21,6 +21,7 @@ class Case:
     D: int = 16
     Dv: int = 16
     clusters: int = 5
+    key_clusters: int = 4
     topk: int = 6
     masks: str = "none"
 
@@ -34,6 +35,8 @@ CASES = (
     Case("fewer_queries_than_clusters", N=3, clusters=7),
     Case("one_cluster", clusters=1),
     Case("empty_clusters", N=9, clusters=32),
+    Case("one_key_cluster", key_clusters=1),
+    Case("fewer_keys_than_key_clusters", M=3, key_clusters=11),
     Case("topk_beyond_keys", topk=50),
     Case("odd_dimensions", D=20, Dv=12, N=41, M=23),
     Case("long", N=211, M=150, clusters=9, topk=17),
@@ -55,12 +58,13 @@ class Inputs:
     key: torch.Tensor
     value: torch.Tensor
     labels: torch.Tensor
+    key_labels: torch.Tensor
     key_mask: torch.Tensor | None
     query_mask: torch.Tensor | None
 
     def to(self, dtype: torch.dtype) -> "Inputs":
         tensors = (tensor.detach().to(dtype) for tensor in (self.query, self.key, self.value))
-        return Inputs(*tensors, self.labels, self.key_mask, self.query_mask)
+        return Inputs(*tensors, self.labels, self.key_labels, self.key_mask, self.query_mask)
 
 
 def padding(kind: str, B: int, length: int) -> torch.Tensor | None:
@@ -93,15 +97,29 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -
         )
     )
     labels = torch.randint(case.clusters, (case.B, case.H, case.N), generator=generator)
-    return Inputs(query, key, value, labels, padding(case.masks, case.B, case.M), padding(case.masks, case.B, case.N))
+    key_labels = torch.randint(case.key_clusters, key.shape[:3], generator=generator)
+    masks = (padding(case.masks, case.B, length) for length in (case.M, case.N))
+    return Inputs(query, key, value, labels, key_labels, *masks)
 
 
 def attend(op: str, case: Case, inputs: Inputs, **options: object) -> torch.Tensor:
     """Run the op named `op` on a case."""
     settings = {"clusters": case.clusters, "key_mask": inputs.key_mask, "query_mask": inputs.query_mask} | options
-    if op == "improved_clustered_attention":
+    tensors = [inputs.query, inputs.key, inputs.value, inputs.labels]
+    if op != "clustered_attention":
         settings.setdefault("topk", case.topk)
-    return getattr(ops, op)(inputs.query, inputs.key, inputs.value, inputs.labels, **settings)
+    if op == "bi_clustered_attention":
+        tensors.append(inputs.key_labels)
+        settings.setdefault("key_clusters", case.key_clusters)
+    return getattr(ops, op)(*tensors, **settings)
+
+
+def dot(a: list, b: list) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def mean(rows: list) -> list:
+    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
 
 
 def attend_with_loops(
@@ -109,17 +127,13 @@ def attend_with_loops(
 ) -> list:
     """Spec of one head in plain Python: lists of rows in, list of rows out. `topk=0` is clustered attention."""
     N, M, D, Dv = len(query), len(key), len(query[0]), len(value[0])
-
-    def dot(a, b):
-        return sum(x * y for x, y in zip(a, b, strict=True))
-
     output = [[0.0] * Dv for _ in range(N)]
     seen = [t for t in range(M) if key_mask[t]]
     for j in range(clusters):
         members = [i for i in range(N) if labels[i] == j and query_mask[i]]
         if not members or not seen:
             continue
-        centroid = [sum(query[i][d] for i in members) / len(members) for d in range(D)]
+        centroid = mean([query[i] for i in members])
         raw = {t: exp(dot(centroid, key[t]) * D**-0.5) for t in seen}
         attention = {t: raw[t] / sum(raw.values()) for t in seen}
         top = sorted(seen, key=lambda t: -attention[t])[:topk]
@@ -131,4 +145,39 @@ def attend_with_loops(
                 weights[t] = mass * exact[t] / sum(exact.values())
             assert abs(sum(weights.values()) - 1) < 1e-12
             output[i] = [sum(weights[t] * value[t][d] for t in seen) for d in range(Dv)]
+    return output
+
+
+def attend_to_key_clusters_with_loops(
+    query: list,
+    key: list,
+    value: list,
+    labels: list,
+    key_labels: list,
+    clusters: int,
+    key_clusters: int,
+    topk: int,
+    key_mask: list,
+    query_mask: list,
+) -> list:
+    """Spec of one head of bi-clustered attention in plain Python: lists of rows in, list of rows out."""
+    N, M, D, Dv = len(query), len(key), len(query[0]), len(value[0])
+    output = [[0.0] * Dv for _ in range(N)]
+    seen = [t for t in range(M) if key_mask[t]]
+    for j in range(clusters):
+        members = [i for i in range(N) if labels[i] == j and query_mask[i]]
+        if not members or not seen:
+            continue
+        centroid = mean([query[i] for i in members])
+        top = sorted(seen, key=lambda t: -dot(centroid, key[t]))[:topk]
+        for i in members:
+            weighted = [(exp(dot(query[i], key[t]) * D**-0.5), value[t]) for t in top]
+            for c in range(key_clusters):
+                inside = [t for t in seen if key_labels[t] == c]
+                rest = [t for t in inside if t not in top]
+                if rest:
+                    mean_key, mean_value = mean([key[t] for t in inside]), mean([value[t] for t in inside])
+                    weighted.append((len(rest) * exp(dot(query[i], mean_key) * D**-0.5), mean_value))
+            total = sum(weight for weight, _ in weighted)
+            output[i] = [sum(weight * row[d] for weight, row in weighted) / total for d in range(Dv)]
     return output

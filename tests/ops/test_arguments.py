@@ -5,7 +5,11 @@ import torch
 
 from hf_effattn import ops
 
-OPS = ("clustered_attention", "improved_clustered_attention")
+OPS = {
+    "clustered_attention": {},
+    "improved_clustered_attention": {"topk": 3},
+    "bi_clustered_attention": {"topk": 3, "key_clusters": 5, "key_labels": torch.zeros(2, 3, 10).long()},
+}
 
 
 def arguments(**changes):
@@ -44,14 +48,32 @@ def arguments(**changes):
     ],
 )
 def test_attention_arguments(op, changes, error, message):
-    topk = {} if op == "clustered_attention" else {"topk": 3}
     with pytest.raises(error, match=message):
-        getattr(ops, op)(**arguments(**changes), **topk)
+        getattr(ops, op)(**OPS[op] | arguments(**changes))
 
 
-def test_topk_below_one():
+@pytest.mark.parametrize("op", ["improved_clustered_attention", "bi_clustered_attention"])
+def test_topk_below_one(op):
     with pytest.raises(ValueError, match="topk must be at least 1, got 0"):
-        ops.improved_clustered_attention(**arguments(), topk=0)
+        getattr(ops, op)(**OPS[op] | arguments(topk=0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"key_clusters": 0}, ValueError, "key_clusters must be at least 1, got 0"),
+        ({"key_clusters": 2.0}, TypeError, "key_clusters must be an int, got float"),
+        ({"key_labels": torch.zeros(2, 3, 9).long()}, ValueError, r"key_labels must be \(2, 3, 10\) like key, got"),
+        ({"key_labels": torch.zeros(2, 1, 10).long()}, ValueError, r"key_labels must be \(2, 3, 10\) like key, got"),
+        ({"key_labels": torch.zeros(2, 3, 10)}, TypeError, "key_labels must be integers"),
+        ({"key_labels": torch.full((2, 3, 10), 5)}, ValueError, r"key_labels must lie in 0 .. key_clusters - 1 = 4"),
+        ({"key_labels": torch.full((2, 3, 10), -1)}, ValueError, "key_labels must lie in"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["reference", "batched"])
+def test_arguments_about_key_clusters(changes, error, message, backend):
+    with pytest.raises(error, match=message):
+        ops.bi_clustered_attention(**OPS["bi_clustered_attention"] | arguments(**changes), backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +113,5 @@ def test_clustering_arguments(changes, error, message):
     ],
 )
 def test_heads_that_do_not_fit(op, changes, message):
-    topk = {} if op == "clustered_attention" else {"topk": 3}
     with pytest.raises(ValueError, match=message):
-        getattr(ops, op)(**arguments(**changes), **topk)
+        getattr(ops, op)(**OPS[op] | arguments(**changes))

@@ -1,17 +1,26 @@
-"""Clustered and improved clustered attention: values, gradients, identities, masks."""
+"""Clustered, improved clustered and bi-clustered attention: values, gradients, identities, masks."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import CASES, Case, attend, attend_with_loops, make_inputs, padding
+from attention_cases import (
+    CASES,
+    Case,
+    attend,
+    attend_to_key_clusters_with_loops,
+    attend_with_loops,
+    make_inputs,
+    padding,
+)
 from closeness import assert_close_to_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-OPS = ("clustered_attention", "improved_clustered_attention")
+OPS = ("clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
 BACKENDS = ("reference", "batched")
 by_name = {"ids": lambda case: case.name if isinstance(case, Case) else str(case)}
 each_op = pytest.mark.parametrize("op", OPS)
+each_op_with_topk = pytest.mark.parametrize("op", OPS[1:])
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 each_case = pytest.mark.parametrize("case", CASES, **by_name)
 
@@ -35,6 +44,7 @@ def with_gradients(op, case, inputs, **options):
         Case("five", N=5, M=4, D=3, Dv=2, clusters=3, topk=2),
         Case("eight", N=8, M=7, D=4, Dv=3, clusters=3, topk=3, masks="holes"),
         Case("topk_beyond_keys", N=4, M=3, D=2, Dv=2, clusters=2, topk=9),
+        Case("more_key_clusters_than_keys", N=4, M=3, D=2, Dv=2, clusters=2, key_clusters=8, topk=1),
         Case("row_without_keys", N=6, M=6, D=2, Dv=2, clusters=2, topk=2, masks="row"),
         Case("grouped_heads", H=4, key_heads=2, N=6, M=5, D=2, Dv=2, clusters=2, topk=2),
     ],
@@ -50,9 +60,14 @@ def test_equals_the_definition_written_as_loops(op, backend, case):
             kept = h // (case.H // (case.key_heads or case.H))
             query, labels = inputs.query[b, h].tolist(), inputs.labels[b, h].tolist()
             head = query, inputs.key[b, kept].tolist(), inputs.value[b, kept].tolist(), labels
-            topk = 0 if op == "clustered_attention" else case.topk
             masks = key_mask[b].tolist(), query_mask[b].tolist()
-            expected = attend_with_loops(*head, case.clusters, topk, *masks)
+            if op == "bi_clustered_attention":
+                counts = case.clusters, case.key_clusters, case.topk
+                key_labels = inputs.key_labels[b, kept].tolist()
+                expected = attend_to_key_clusters_with_loops(*head, key_labels, *counts, *masks)
+            else:
+                topk = 0 if op == "clustered_attention" else case.topk
+                expected = attend_with_loops(*head, case.clusters, topk, *masks)
             torch.testing.assert_close(actual[b, h], torch.tensor(expected, dtype=torch.float64))
 
 
@@ -67,13 +82,15 @@ def test_fast_form_equals_reference(op, case):
 
 @each_op
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[9], CASES[13]], **by_name)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name in ("plain", "prime_lengths", "odd_dimensions", "holes")], **by_name
+)
 def test_dtypes_against_float64(op, dtype, case):
     """The error is what plain PyTorch has in the same dtype. All keys are recomputed where low precision could
 
     choose another set of top keys: then the two would rightly differ.
     """
-    topk = {"topk": case.M} if op == "improved_clustered_attention" else {}
+    topk = {} if op == "clustered_attention" else {"topk": case.M}
     rounded = make_inputs(case, dtype)
     expected = with_gradients(op, case, rounded.to(torch.float64), backend="reference", **topk)
     baseline = with_gradients(op, case, rounded.to(dtype), backend="reference", **topk)
@@ -83,16 +100,17 @@ def test_dtypes_against_float64(op, dtype, case):
         assert_close_to_reference(name, actual[name], expected[name], baseline[name], rtol=1e-6)
 
 
+@each_op_with_topk
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_dtypes_with_few_top_keys(dtype):
+def test_dtypes_with_few_top_keys(op, dtype):
     """As above with `topk < M`: every cluster has keys far ahead of the rest, so every dtype chooses the same."""
     case = Case("separated", N=40, M=32, clusters=4, topk=4)
     rounded = make_inputs(case, dtype)
     rounded.key[:, :, :4] *= 4.0
     rounded.query = (rounded.key[:, :, :4].mean(dim=2, keepdim=True) + 0.1 * rounded.query).to(dtype)
-    expected = with_gradients("improved_clustered_attention", case, rounded.to(torch.float64), backend="reference")
-    baseline = with_gradients("improved_clustered_attention", case, rounded.to(dtype), backend="reference")
-    actual = with_gradients("improved_clustered_attention", case, rounded.to(dtype), backend="batched")
+    expected = with_gradients(op, case, rounded.to(torch.float64), backend="reference")
+    baseline = with_gradients(op, case, rounded.to(dtype), backend="reference")
+    actual = with_gradients(op, case, rounded.to(dtype), backend="batched")
     for name in expected:
         assert_close_to_reference(name, actual[name], expected[name], baseline[name], rtol=1e-6)
 
@@ -114,12 +132,8 @@ def test_gradcheck(op, backend, masks, dropout_p):
     assert torch.autograd.gradcheck(run, leaves)
 
 
-@each_backend
-@pytest.mark.parametrize("masks", ["none", "right", "left", "holes", "row"])
-def test_improved_with_all_keys_is_exact(backend, masks):
-    case = Case("exact", topk=37, masks=masks)
-    inputs = make_inputs(case)
-    actual = attend("improved_clustered_attention", case, inputs, backend=backend)
+def assert_exact(case, inputs, actual):
+    """The output of every query that counts is that of SDPA."""
     mask = None if inputs.key_mask is None else inputs.key_mask[:, None, None, :]
     exact = F.scaled_dot_product_attention(inputs.query, inputs.key, inputs.value, attn_mask=mask)
     rows = torch.ones(case.B, case.N, dtype=torch.bool) if inputs.query_mask is None else inputs.query_mask
@@ -127,7 +141,26 @@ def test_improved_with_all_keys_is_exact(backend, masks):
         torch.testing.assert_close(actual[b][:, rows[b]], exact[b][:, rows[b]])
 
 
-@each_op
+@each_op_with_topk
+@each_backend
+@pytest.mark.parametrize("masks", ["none", "right", "left", "holes", "row"])
+def test_with_all_keys_recomputed_is_exact(op, backend, masks):
+    case = Case("exact", topk=37, masks=masks)
+    inputs = make_inputs(case)
+    assert_exact(case, inputs, attend(op, case, inputs, backend=backend))
+
+
+@each_backend
+@pytest.mark.parametrize("topk", [1, 7, 36])
+@pytest.mark.parametrize("masks", ["none", "right", "left", "holes", "row"])
+def test_a_cluster_for_every_key_is_exact(backend, topk, masks):
+    case = Case("own_key_cluster", key_clusters=41, topk=topk, masks=masks)
+    inputs = make_inputs(case)
+    inputs.key_labels = torch.randperm(41)[:37].expand(case.B, case.H, 37)
+    assert_exact(case, inputs, attend("bi_clustered_attention", case, inputs, backend=backend))
+
+
+@pytest.mark.parametrize("op", OPS[:2])
 @each_backend
 def test_a_cluster_for_every_query_is_exact(op, backend):
     case = Case("own_cluster", clusters=37, topk=3)
@@ -167,7 +200,8 @@ def test_a_padded_batch_equals_its_texts_alone(op, backend, masks):
     alone = make_inputs(case)
     for name in ("query", "key", "value"):
         setattr(alone, name, getattr(inputs, name)[-1:, :, mask if name == "query" else inputs.key_mask[-1]])
-    alone.labels, alone.key_mask, alone.query_mask = inputs.labels[-1:, :, mask], None, None
+    alone.labels, alone.key_labels = inputs.labels[-1:, :, mask], inputs.key_labels[-1:, :, inputs.key_mask[-1]]
+    alone.key_mask = alone.query_mask = None
     expected = attend(op, case, alone, backend=backend)
     torch.testing.assert_close(padded[-1:, :, mask], expected, rtol=0, atol=0 if backend == "batched" else 1e-14)
     assert (padded[-1:, :, ~mask] == 0).all()
@@ -243,7 +277,7 @@ def test_inputs_are_left_alone(op):
     case = Case("untouched", masks="holes")
     inputs, kept = make_inputs(case), make_inputs(case)
     with_gradients(op, case, inputs)
-    for name in ("query", "key", "value", "labels", "key_mask", "query_mask"):
+    for name in ("query", "key", "value", "labels", "key_labels", "key_mask", "query_mask"):
         assert torch.equal(getattr(inputs, name), getattr(kept, name))
 
 
@@ -276,6 +310,7 @@ def test_dropout_keeps_the_mean(op):
 def test_compiles_as_one_graph(op, masks):
     case = Case("compiled", masks=masks)
     expected = with_gradients(op, case, make_inputs(case))
+    torch._dynamo.reset()
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     inputs = make_inputs(case)
     leaves = [tensor.detach().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)]
@@ -292,9 +327,20 @@ def test_labels_are_checked_in_compiled_code_too(op):
     case = Case("labels")
     inputs = make_inputs(case)
     inputs.labels[0, 0, 0] = case.clusters
+    torch._dynamo.reset()
     for run in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
-        with pytest.raises(ValueError, match=r"labels must lie in 0 .. clusters - 1 = 4, got 0 .. 5"):
+        with pytest.raises(ValueError, match=r"^labels must lie in 0 .. clusters - 1 = 4, got 0 .. 5"):
             run(op, case, inputs)
+
+
+def test_key_labels_are_checked_in_compiled_code_too():
+    case = Case("key_labels")
+    inputs = make_inputs(case)
+    inputs.key_labels[0, 0, 0] = -1
+    torch._dynamo.reset()
+    for run in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        with pytest.raises(ValueError, match=r"key_labels must lie in 0 .. key_clusters - 1 = 3, got -1 .. 3"):
+            run("bi_clustered_attention", case, inputs)
 
 
 @each_op
@@ -324,8 +370,12 @@ def test_registered_with_torch_library(op):
     case = Case("opcheck", N=11, M=9, clusters=3, topk=2, masks="holes")
     inputs = make_inputs(case)
     leaves = [tensor.detach().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)]
-    topk = () if op == "clustered_attention" else (case.topk,)
-    arguments = (*leaves, inputs.labels, case.clusters, *topk, inputs.key_mask, inputs.query_mask, 0.3, 0.0, None)
+    groups = {
+        "clustered_attention": (inputs.labels, case.clusters),
+        "improved_clustered_attention": (inputs.labels, case.clusters, case.topk),
+        "bi_clustered_attention": (inputs.labels, inputs.key_labels, case.clusters, case.key_clusters, case.topk),
+    }
+    arguments = (*leaves, *groups[op], inputs.key_mask, inputs.query_mask, 0.3, 0.0, None)
     torch.library.opcheck(getattr(torch.ops.hf_effattn, op).default, arguments)
 
 
@@ -334,13 +384,15 @@ def test_registered_with_torch_library(op):
     op=st.sampled_from(OPS),
     sizes=st.tuples(*[st.integers(1, 40)] * 2, *[st.integers(1, 9)] * 2),
     clusters=st.integers(1, 20),
+    key_clusters=st.integers(1, 45),
     topk=st.integers(1, 45),
     masks=st.sampled_from(["none", "right", "left", "holes", "row", "few"]),
     seed=st.integers(0, 2**16),
 )
-def test_any_sizes(op, sizes, clusters, topk, masks, seed):
+def test_any_sizes(op, sizes, clusters, key_clusters, topk, masks, seed):
     N, M, D, Dv = sizes
-    case = Case("any", N=N, M=M, D=D, Dv=Dv, clusters=clusters, topk=topk, masks=masks)
+    counts = {"clusters": clusters, "key_clusters": key_clusters, "topk": topk}
+    case = Case("any", N=N, M=M, D=D, Dv=Dv, **counts, masks=masks)
     expected = with_gradients(op, case, make_inputs(case, seed=seed), backend="reference")
     actual = with_gradients(op, case, make_inputs(case, seed=seed), backend="batched")
     for name in expected:
