@@ -1,0 +1,188 @@
+r"""Train or evaluate a causal language model on text, with transformers' `Trainer`.
+
+Data comes from the Hub by name or from local text files (gzip too); the tokenizer and the model from a checkpoint, or
+both from scratch: a byte-level BPE of `--vocab_size` trained on the same text, a GPT-2 of the given sizes.
+
+    python scripts/run_clm.py --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-raw-v1 \
+        --model_name_or_path gpt2 --output_dir runs/gpt2 --do_train --do_eval
+    python scripts/run_clm.py --train_files texts/*.txt.gz --validation_files held-out.txt --vocab_size 6000 \
+        --config_overrides n_layer=4,n_embd=256,n_head=8 --output_dir runs/small --do_train --do_eval --bf16
+
+`--resume_from_checkpoint last` goes on from the newest checkpoint of the output folder. On a CPU, set
+`MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000`: else glibc hands the buffers of every step back
+to the system and has them cleared anew, which took more time than the arithmetic.
+"""
+
+import json
+import math
+import re
+import sys
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, DatasetDict, load_dataset
+from tokenizers import ByteLevelBPETokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    HfArgumentParser,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+END_OF_TEXT = "<|endoftext|>"
+# What Project Gutenberg puts around a book.
+GUTENBERG = re.compile(r"\*\*\* ?START OF[^\n]*\n(.*?)\*\*\* ?END OF", re.DOTALL)
+
+
+@dataclass
+class ModelArguments:
+    """Which model and tokenizer."""
+
+    model_name_or_path: str | None = field(default=None, metadata={"help": "Checkpoint to start from."})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer, where it is not the model's."})
+    vocab_size: int = field(default=6000, metadata={"help": "Size of the BPE that is trained where none is named."})
+    config_overrides: str = field(
+        default="n_layer=4,n_embd=256,n_head=8", metadata={"help": "Sizes of a GPT-2 from scratch, name=value,..."}
+    )
+
+
+@dataclass
+class DataArguments:
+    """Which text, and how it is cut."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "Data set on the Hub, with a column `text`."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration."})
+    train_files: list[str] = field(default_factory=list, metadata={"help": "Text files, one document each."})
+    validation_files: list[str] = field(default_factory=list, metadata={"help": "Held-out text files."})
+    block_length: int = field(default=1024, metadata={"help": "Tokens of an example."})
+
+
+def load_texts(arguments: DataArguments) -> DatasetDict:
+    """The splits `train` and `validation` with a column `text`, a document or a line a row."""
+    if arguments.dataset_name is not None:
+        return load_dataset(arguments.dataset_name, arguments.dataset_config_name)
+    files = {"train": arguments.train_files, "validation": arguments.validation_files}
+    files = {split: paths for split, paths in files.items() if paths}
+    if not files:
+        raise ValueError("no text: name a data set with --dataset_name, or files with --train_files")
+    texts = load_dataset("text", data_files=files, sample_by="document")
+    return texts.map(
+        lambda row: (
+            {"text": GUTENBERG.search(row["text"] + "*** END OF")[1].strip()}  # type: ignore[index]
+            if "*** START OF" in row["text"] or "***START OF" in row["text"]
+            else row
+        )
+    )
+
+
+def train_tokenizer(texts: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE, as GPT-2 has one, fitted on the texts."""
+    bpe = ByteLevelBPETokenizer()
+    rows = (row["text"] for row in texts)
+    bpe.train_from_iterator(rows, vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, unk_token=END_OF_TEXT
+    )
+
+
+def blocks(texts: DatasetDict, tokenizer: PreTrainedTokenizerBase, length: int) -> DatasetDict:
+    """All tokens of a split one after the other, cut into examples of `length`; what remains is dropped."""
+
+    def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        return {"input_ids": tokenizer([text + END_OF_TEXT for text in rows["text"]], verbose=False)["input_ids"]}
+
+    def cut(rows: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        tokens = list(chain.from_iterable(rows["input_ids"]))
+        examples = [tokens[start : start + length] for start in range(0, len(tokens) - length + 1, length)]
+        return {"input_ids": examples, "labels": [list(example) for example in examples]}
+
+    columns = texts["train" if "train" in texts else "validation"].column_names
+    return texts.map(tokenize, batched=True, remove_columns=columns).map(cut, batched=True, batch_size=None)
+
+
+def ngram_losses(train: Dataset, validation: Dataset, vocab_size: int) -> dict[str, float]:
+    """What a model that knows the tokens' frequencies reaches, and one that also knows the token before.
+
+    Nats per token on the validation text. The bigram's counts are interpolated with the unigram's (absolute
+    discounting of 0.75), those with a uniform distribution.
+    """
+    seen = np.concatenate([np.asarray(row) for row in train["input_ids"]])
+    held_out = np.concatenate([np.asarray(row) for row in validation["input_ids"]])
+    counts = np.bincount(seen, minlength=vocab_size)
+    unigram = (counts + 0.5) / (counts.sum() + 0.5 * vocab_size)
+    pairs, pair_counts = np.unique(seen[:-1].astype(np.int64) * vocab_size + seen[1:], return_counts=True)
+    before, after = held_out[:-1], held_out[1:]
+    wanted = before.astype(np.int64) * vocab_size + after
+    place = np.searchsorted(pairs, wanted).clip(max=len(pairs) - 1)
+    found = np.where(pairs[place] == wanted, pair_counts[place], 0)
+    followers = np.bincount(pairs // vocab_size, minlength=vocab_size)
+    total = np.maximum(np.bincount(seen[:-1], minlength=vocab_size), 1)
+    rest = np.where(followers > 0, 0.75 * followers / total, 1.0)
+    bigram = np.maximum(found - 0.75, 0) / total[before] + rest[before] * unigram[after]
+    return {"unigram_loss": float(-np.log(unigram[held_out]).mean()), "bigram_loss": float(-np.log(bigram).mean())}
+
+
+def make_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, block_length: int) -> Any:
+    """The checkpoint, or a GPT-2 with random weights whose positions are the block."""
+    if arguments.model_name_or_path is not None:
+        return AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path)
+    end = tokenizer.eos_token_id
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=block_length, bos_token_id=end, eos_token_id=end)
+    config.update_from_string(arguments.config_overrides)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def main(command_line: list[str] | None = None) -> dict[str, float]:
+    """Train and evaluate as the arguments say; returns the metrics of the evaluation."""
+    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+    model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
+    set_seed(training.seed)
+    texts = load_texts(data_arguments)
+    name = model_arguments.tokenizer_name or model_arguments.model_name_or_path
+    last = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
+    if name is None and last is not None:
+        name = last
+    tokenizer = AutoTokenizer.from_pretrained(name) if name else None
+    tokenizer = tokenizer or train_tokenizer(texts["train"], model_arguments.vocab_size)
+    examples = blocks(texts, tokenizer, data_arguments.block_length)
+    model = make_model(model_arguments, tokenizer, data_arguments.block_length)
+    trainer = Trainer(
+        model=model,
+        args=training,
+        train_dataset=examples.get("train"),
+        eval_dataset=examples.get("validation"),
+        processing_class=tokenizer,
+        data_collator=default_data_collator,
+    )
+    metrics: dict[str, float] = {}
+    if training.do_train:
+        resume = last if training.resume_from_checkpoint == "last" else training.resume_from_checkpoint
+        trained = trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model()
+        trainer.save_state()
+        metrics |= trained.metrics
+    if training.do_eval:
+        metrics |= trainer.evaluate()
+        metrics["perplexity"] = math.exp(metrics["eval_loss"])
+        metrics["validation_tokens"] = examples["validation"].num_rows * data_arguments.block_length
+        if "train" in examples:
+            metrics["train_tokens"] = examples["train"].num_rows * data_arguments.block_length
+            metrics |= ngram_losses(examples["train"], examples["validation"], len(tokenizer))
+    if trainer.is_world_process_zero():
+        trainer.save_metrics("all", metrics)
+        print(json.dumps(metrics, indent=1))
+    return metrics
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
