@@ -12,6 +12,6 @@ __all__ = [
     "cluster_queries",
     "clustered_attention",
     "improved_clustered_attention",
-    "slice_attention",
     "neural_clustering",
+    "slice_attention",
 ]
