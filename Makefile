@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint benchmark clean
+.PHONY: demo test test-gpu lint benchmark clean
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -27,6 +27,10 @@ test: $(READY)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+
+# On a machine with a GPU, with the Python that has its torch: make test-gpu PYTHON=python3
+test-gpu:
+	$(PYTHON) -m pytest tests/gpu tests/ops
 
 lint: $(READY)
 	$(BIN)/python -m ruff check --fix .

@@ -1,0 +1,175 @@
+"""The Triton kernels on a GPU at the sizes that they are made for: values, gradients, graphs, no synchronisation."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from closeness import assert_close_to_reference
+
+from hf_effattn import ops
+from hf_effattn.patching.methods import make_settings, run_method
+
+OPS = ("clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of one test; `padded` tokens at the end of the last item are masked."""
+
+    name: str
+    B: int = 1
+    H: int = 8
+    key_heads: int = 8
+    N: int = 4096
+    D: int = 64
+    clusters: int = 100
+    key_clusters: int = 64
+    topk: int = 32
+    padded: int = 0
+
+
+SIZES = (
+    Size("base"),
+    Size("odd", B=2, H=3, key_heads=3, N=5003, D=80, padded=1777),
+    Size("grouped", H=16, key_heads=4, N=8192, D=128, clusters=128, key_clusters=128, topk=128),
+    Size("wide", H=4, key_heads=4, D=256),
+    Size("many_clusters", H=2, key_heads=2, N=16384, clusters=1024, key_clusters=512, topk=1024),
+)
+each_op = pytest.mark.parametrize("op", OPS)
+each_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: size.name)
+
+
+def make_tensors(size, device, dtype):
+    """Query, key and value as transformers hands them over, labels from K-means, masks."""
+    generator = torch.Generator(device).manual_seed(0)
+    query, key, value = (
+        torch.randn(size.B, size.N, heads, size.D, device=device, generator=generator).to(dtype).transpose(1, 2)
+        for heads in (size.H, size.key_heads, size.key_heads)
+    )
+    mask = None
+    if size.padded:
+        mask = torch.ones(size.B, size.N, dtype=torch.bool, device=device)
+        mask[-1, -size.padded :] = False
+    return query, key, value, mask
+
+
+def options(op, size, key, mask):
+    """Keyword arguments of an op, the key labels included."""
+    chosen = {"clusters": size.clusters, "key_mask": mask, "query_mask": mask}
+    if op != "clustered_attention":
+        chosen["topk"] = size.topk
+    if op == "bi_clustered_attention":
+        chosen["key_clusters"] = size.key_clusters
+        chosen["key_labels"] = ops.cluster_queries(key.float(), size.key_clusters, query_mask=mask)
+    return chosen
+
+
+def with_gradients(op, tensors, labels, backend, **chosen):
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    output = getattr(ops, op)(*leaves, labels, backend=backend, **chosen)
+    generator = torch.Generator(output.device).manual_seed(1)
+    weights = torch.randn(output.shape, device=output.device, generator=generator)
+    gradients = torch.autograd.grad(output, leaves, weights.to(output.dtype))
+    return dict(zip(("output", "query", "key", "value"), (output.detach(), *gradients), strict=True))
+
+
+@each_op
+@each_size
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_values_and_gradients(op, size, dtype, gpu):
+    *tensors, mask = make_tensors(size, gpu, dtype)
+    labels = ops.cluster_queries(tensors[0].float(), size.clusters, query_mask=mask)
+    chosen = options(op, size, tensors[1], mask)
+    expected = with_gradients(op, [tensor.double() for tensor in tensors], labels, "batched", **chosen)
+    baseline = with_gradients(op, tensors, labels, "batched", **chosen)
+    actual = with_gradients(op, tensors, labels, "triton", **chosen)
+    for name in expected:
+        assert_close_to_reference(name, actual[name], expected[name], baseline[name], rtol=1e-5)
+
+
+@each_size
+@pytest.mark.parametrize("method", ["kmeans", "lsh"])
+def test_labels_are_as_good_and_never_change(size, method, gpu):
+    query, key, _, mask = make_tensors(size, gpu, torch.bfloat16)
+    metric = {"key": key, "key_mask": mask} if method == "kmeans" else {}
+
+    def labels(backend):
+        return ops.cluster_queries(query, size.clusters, method=method, query_mask=mask, backend=backend, **metric)
+
+    first = labels("triton")
+    assert all(torch.equal(first, labels("triton")) for _ in range(3))
+    assert first.min() >= 0
+    assert first.max() < size.clusters
+    spread = []
+    for found in (first, labels("batched")):
+        index = found[..., None].expand(-1, -1, -1, size.D)
+        rows = query.float() if mask is None else query.float() * mask[:, None, :, None]
+        counts = torch.zeros(*found.shape[:2], size.clusters, device=gpu)
+        counts.scatter_add_(2, found, torch.ones_like(found, dtype=counts.dtype))
+        sums = torch.zeros(*found.shape[:2], size.clusters, size.D, device=gpu).scatter_add_(2, index, rows)
+        means = sums / counts.clamp(min=1)[..., None]
+        spread.append((rows - means.gather(2, index)).square().sum().item())
+    assert spread[0] < 1.02 * spread[1]
+
+
+@pytest.mark.parametrize("method", ["clustered", "i-clustered", "bi-clustered"])
+def test_cuda_graph_replays_without_a_host_sync(method, gpu):
+    size = Size("graph", padded=100)
+    query, key, value, mask = make_tensors(size, gpu, torch.bfloat16)
+    settings = make_settings(method, min_length=0)
+
+    def run():
+        return run_method(settings, query, key, value, key_mask=mask)
+
+    expected = run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    query.copy_(query.flip(2))
+    query.copy_(query.flip(2))
+    graph.replay()
+    torch.testing.assert_close(captured, expected, rtol=0, atol=0)
+
+
+@each_op
+def test_compiles_as_one_graph(op, gpu):
+    size = Size("compiled", N=1024)
+    *tensors, mask = make_tensors(size, gpu, torch.bfloat16)
+    labels = ops.cluster_queries(tensors[0], size.clusters)
+    chosen = options(op, size, tensors[1], mask)
+    compiled = torch.compile(getattr(ops, op), fullgraph=True)
+    expected = getattr(ops, op)(*tensors, labels, **chosen)
+    torch.testing.assert_close(compiled(*tensors, labels, **chosen), expected, rtol=0, atol=0)
+
+
+def test_a_gpu_picks_the_kernels_by_itself(gpu):
+    size = Size("choice", N=512, clusters=16)
+    *tensors, _ = make_tensors(size, gpu, torch.bfloat16)
+    labels = ops.cluster_queries(tensors[0], size.clusters)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ops.clustered_attention(*tensors, labels, clusters=size.clusters)
+    assert any(event.key == "hf_effattn::clustered_attention_triton" for event in profile.key_averages())
+
+
+@pytest.mark.parametrize("method", ["i-clustered", "bi-clustered"])
+def test_more_numbers_than_an_int32_counts(method, gpu):
+    """B·H·N·D beyond 2³¹: the last head must be what it is alone."""
+    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        pytest.skip("needs 60 GiB of free GPU memory")
+    B, H, N, D = 1, 40, 2**20, 64
+    shared = torch.randn(B, N, H, D, device=gpu, dtype=torch.bfloat16).transpose(1, 2)
+    settings = make_settings(method, clusters=64, topk=32, min_length=0)
+    with torch.no_grad():
+        output = run_method(settings, shared, shared, shared)
+        alone = run_method(settings, *[shared[:, -1:].contiguous()] * 3)
+    torch.testing.assert_close(output[:, -1:], alone, rtol=0, atol=0)
