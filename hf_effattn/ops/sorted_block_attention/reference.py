@@ -1,0 +1,113 @@
+"""Attention within sorted blocks as one dense masked softmax (Source: Wang 2022, Eq. 8 to 10 and App. B)."""
+
+import torch
+
+from ..clustered_attention.reference import for_every_head, masked_softmax, zero_masked
+from ..dropout import dropout_factor
+
+# The gate of two words that share no cluster: the logarithm stays finite, and the pair a way back.
+MEMBERSHIP_FLOOR = 1e-4
+BLOCK_WEIGHTS = 0
+
+
+def check_values(order: torch.Tensor, block_length: torch.Tensor, key_mask: torch.Tensor | None) -> None:
+    """Raise unless every row of `order` is a permutation with the words that count first, and lengths are positive."""
+    B, N = order.shape
+    if B and int(block_length.min()) < 1:
+        raise ValueError(f"block_length must be at least 1, got {int(block_length.min())}")
+    if order.numel() == 0:
+        return
+    smallest, largest = (int(bound) for bound in order.aminmax())
+    inside = smallest >= 0 and largest < N
+    if not inside or not torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, True).all():
+        raise ValueError(f"every row of order must be a permutation of 0 .. {N - 1}")
+    if key_mask is not None:
+        counts = key_mask.gather(1, order)
+        if (counts[:, 1:] & ~counts[:, :-1]).any():
+            raise ValueError("order must put the words that count first; cluster_order(labels, mask=key_mask) does")
+
+
+def visible_pairs(
+    order: torch.Tensor,
+    block_length: torch.Tensor,
+    window_blocks: int,
+    causal: bool,
+    labels: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which key a query sees, `(B, N, N)`; the rank of every word `(B, N)`; by how many blocks a key is before."""
+    B, N = order.shape
+    index = torch.arange(N, device=order.device)
+    rank = torch.empty_like(order).scatter_(1, order, index.expand(B, N))
+    counts = torch.ones_like(order, dtype=torch.bool) if key_mask is None else key_mask
+    length = block_length[:, None]
+    used = -(-counts.sum(dim=1, keepdim=True) // length)
+    block = rank // length
+    before = (block[:, :, None] - block[:, None, :]) % used.clamp(min=1)[..., None]
+    visible = (before < window_blocks) & counts[:, :, None] & counts[:, None, :]
+    if causal:
+        visible &= index[None, :, None] >= index
+    if labels is not None:
+        reach = (window_blocks - 1) * length[..., None]
+        visible &= (labels[:, :, None] == labels[:, None, :]) & (rank[:, :, None] - rank[:, None, :] <= reach)
+    return visible, rank, before
+
+
+def dense_dropout(
+    weights: torch.Tensor,
+    visible: torch.Tensor,
+    rank: torch.Tensor,
+    before: torch.Tensor,
+    block_length: torch.Tensor,
+    window_blocks: int,
+    dropout_p: float,
+    seed: int,
+) -> torch.Tensor:
+    """Dropout factors `(B, H, N, N)`: one draw per block, for its words and those of each block of its window."""
+    _, H, N, _ = weights.shape
+    factor = torch.ones_like(weights)
+    for b, length in enumerate(block_length.tolist()):
+        words = int(visible[b].any(dim=1).sum())
+        length = max(1, min(length, words))
+        used = -(-words // length)
+        block, place = rank[b] // length, rank[b] % length
+        for i in range(used):
+            shape = H, length, min(window_blocks, used) * length
+            drawn = dropout_factor(shape, weights, dropout_p, seed, b * N + i, BLOCK_WEIGHTS)
+            q, k = (visible[b] & (block == i)[:, None]).nonzero(as_tuple=True)
+            factor[b, :, q, k] = drawn[:, place[q], before[b, q, k] * length + place[k]]
+    return factor
+
+
+def sorted_block_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    order: torch.Tensor,
+    block_length: torch.Tensor,
+    window_blocks: int,
+    causal: bool,
+    labels: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    membership: torch.Tensor | None,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: torch.Tensor | None,
+) -> torch.Tensor:
+    """Every word attends to the words of its window, 0 elsewhere."""
+    check_values(order, block_length, key_mask)
+    visible, rank, before = visible_pairs(order, block_length, window_blocks, causal, labels, key_mask)
+    key, value = for_every_head(key, query), for_every_head(value, query)
+    query, key, value = (zero_masked(rows, key_mask) for rows in (query, key, value))
+    scores = scale * query @ key.transpose(2, 3)
+    if membership is not None:
+        if key_mask is not None:
+            membership = membership.masked_fill(~key_mask[..., None], 0.0)
+        shared = membership @ membership.transpose(1, 2)
+        scores = scores + (shared + MEMBERSHIP_FLOOR).log()[:, None]
+    weights = masked_softmax(scores, visible[:, None])
+    if dropout_seed is not None:
+        weights = weights * dense_dropout(
+            weights, visible, rank, before, block_length, window_blocks, dropout_p, int(dropout_seed)
+        )
+    return weights @ value
