@@ -6,12 +6,15 @@ from .clustered_attention import clustered_attention
 from .improved_clustered_attention import improved_clustered_attention
 from .neural_clustering import neural_clustering
 from .slice_attention import slice_attention
+from .sorted_block_attention import cluster_order, sorted_block_attention
 
 __all__ = [
     "bi_clustered_attention",
+    "cluster_order",
     "cluster_queries",
     "clustered_attention",
     "improved_clustered_attention",
     "neural_clustering",
     "slice_attention",
+    "sorted_block_attention",
 ]
