@@ -32,6 +32,12 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"method": "i-clustered", "clusters": 100, "topk": 128},
     {"method": "i-clustered", "clusters": 256, "topk": 64},
     {"method": "i-clustered", "clusters": 512, "topk": 128},
+    {"method": "bi-clustered", "clusters": 25, "topk": 32, "key_clusters": 25},
+    {"method": "bi-clustered", "clusters": 100, "topk": 32, "key_clusters": 64},
+    {"method": "bi-clustered", "clusters": 100, "topk": 64, "key_clusters": 100},
+    {"method": "bi-clustered", "clusters": 100, "topk": 128, "key_clusters": 256},
+    {"method": "bi-clustered", "clusters": 256, "topk": 64, "key_clusters": 128},
+    {"method": "bi-clustered", "clusters": 512, "topk": 128, "key_clusters": 256},
 )
 CROSSOVER = Path(hf_effattn.patching.__file__).parent / "crossover.json"
 

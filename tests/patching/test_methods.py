@@ -10,11 +10,17 @@ import torch
 import torch.nn.functional as F
 
 import hf_effattn
-from hf_effattn.ops import cluster_queries, clustered_attention, improved_clustered_attention
+from hf_effattn.ops import (
+    bi_clustered_attention,
+    cluster_queries,
+    clustered_attention,
+    improved_clustered_attention,
+)
 from hf_effattn.ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS
-from hf_effattn.patching.methods import CROSSOVER, METHODS, attention_matrix, find_groups, make_settings, run_method
+from hf_effattn.patching.method_settings import CROSSOVER
+from hf_effattn.patching.methods import METHODS, attention_matrix, find_groups, make_settings, run_method
 
-SMALL = {"clustered": {}, "i-clustered": {"topk": 6}}
+SMALL = {"clustered": {}, "i-clustered": {"topk": 6}, "bi-clustered": {"topk": 6, "key_clusters": 7}}
 
 
 def tensors(length: int = 30, heads: int = 2, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
@@ -29,7 +35,7 @@ def left_padded(length: int = 30) -> torch.Tensor:
 
 
 def test_names_and_defaults() -> None:
-    assert hf_effattn.list_methods() == ("clustered", "i-clustered")
+    assert hf_effattn.list_methods() == ("clustered", "i-clustered", "bi-clustered")
     settings = make_settings("i-clustered")
     assert settings.to_dict() == {
         "min_length": None,
@@ -43,6 +49,8 @@ def test_names_and_defaults() -> None:
         "check_finite": False,
         "topk": 32,
     }
+    bi_clustered = make_settings("bi-clustered").to_dict()
+    assert bi_clustered == settings.to_dict() | {"topk": 64, "key_clusters": 100}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -99,7 +107,18 @@ def test_unknown_method_names_the_closest() -> None:
         make_settings("iclustered")
 
 
+def test_wrong_settings_of_bi_clustered_are_named() -> None:
+    with pytest.raises(ValueError, match="key_clusters must be at least 1, got 0: the number of key clusters per head"):
+        make_settings("bi-clustered", key_clusters=0)
+    with pytest.raises(TypeError, match="key_clusters must be an int, got 1.5"):
+        make_settings("bi-clustered", key_clusters=1.5)
+    with pytest.raises(ValueError, match="topk must be at least 1, got 0: the number of keys per cluster that its"):
+        make_settings("bi-clustered", topk=0)
+
+
 def test_a_setting_of_another_method_is_refused() -> None:
+    with pytest.raises(ValueError, match="'i-clustered' has no setting 'key_clusters'"):
+        make_settings("i-clustered", key_clusters=4)
     with pytest.raises(ValueError, match="'clustered' has no setting 'topk'"):
         make_settings("clustered", topk=4)
 
@@ -127,6 +146,11 @@ def test_exact_where_nothing_would_be_saved() -> None:
     assert settings.is_exact(10, 10, "cpu")  # clusters >= N, N < min_length
     assert settings.is_exact(12, 12, "cpu")  # topk >= M
     assert not settings.is_exact(13, 13, "cpu")
+    bi_clustered = make_settings("bi-clustered", clusters=10, topk=8, key_clusters=12, min_length=0)
+    assert bi_clustered.is_exact(10, 10, "cpu")  # clusters >= N
+    assert bi_clustered.is_exact(12, 12, "cpu")  # key_clusters >= M: every key its own cluster
+    assert not bi_clustered.is_exact(13, 13, "cpu")
+    assert dataclasses.replace(bi_clustered, topk=13).is_exact(13, 13, "cpu")
     assert make_settings("clustered", clusters=10, min_length=0).is_exact(10, 10, "cpu")
     assert make_settings("clustered", clusters=10, min_length=12).is_exact(11, 11, "cpu")
     assert not make_settings("clustered", clusters=10, min_length=11).is_exact(11, 11, "cpu")
@@ -139,7 +163,8 @@ def test_exact_where_nothing_would_be_saved() -> None:
 def test_run_method_is_clustering_and_op(method: str, metric: str, clustering: str, masked: bool) -> None:
     query, key, value = tensors()
     mask = left_padded() if masked else None
-    settings = make_settings(method, clusters=5, metric=metric, clustering=clustering, seed=3, min_length=0)
+    options = SMALL[method]
+    settings = make_settings(method, clusters=5, metric=metric, clustering=clustering, seed=3, min_length=0, **options)
     weighted = clustering == "kmeans" and metric == "keys"
     labels = cluster_queries(
         query,
@@ -155,9 +180,11 @@ def test_run_method_is_clustering_and_op(method: str, metric: str, clustering: s
     masks = {"key_mask": mask, "query_mask": mask, "scale": 0.7}
     if method == "clustered":
         expected = clustered_attention(query, key, value, labels, clusters=5, **masks)
+    elif method == "i-clustered":
+        expected = improved_clustered_attention(query, key, value, labels, clusters=5, **options, **masks)
     else:
-        settings = dataclasses.replace(settings, topk=6)
-        expected = improved_clustered_attention(query, key, value, labels, clusters=5, topk=6, **masks)
+        key_labels = cluster_queries(key, options["key_clusters"], query_mask=mask, seed=3)
+        expected = bi_clustered_attention(query, key, value, labels, key_labels, clusters=5, **options, **masks)
     actual = run_method(settings, query, key, value, key_mask=mask, scale=0.7)
     assert torch.equal(actual, expected)
 
@@ -172,9 +199,10 @@ def test_run_method_falls_back_to_exact_attention(masked: bool) -> None:
         assert torch.equal(run_method(settings, query, key, value, key_mask=mask, scale=0.7), exact)
 
 
-def test_labels_carry_no_gradient_and_the_rest_does() -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_labels_carry_no_gradient_and_the_rest_does(method: str) -> None:
     query, key, value = (tensor.requires_grad_() for tensor in tensors())
-    settings = make_settings("i-clustered", clusters=5, topk=6, min_length=0)
+    settings = make_settings(method, clusters=5, min_length=0, **SMALL[method])
     groups = find_groups(settings, query, key, None)
     assert not any(group.requires_grad for group in groups)
     run_method(settings, query, key, value).square().sum().backward()

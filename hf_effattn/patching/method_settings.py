@@ -1,0 +1,312 @@
+"""The settings of the attention methods: one frozen dataclass each, validated once.
+
+Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of query and key, `Dv` of value.
+
+A method is a subclass of `MethodSettings` with its line in `methods.METHODS`: its fields are what a user may set,
+`group` makes everything that carries no gradient (labels), `attend` runs the op.
+"""
+
+import json
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from functools import partial
+from importlib.resources import files
+from typing import Any, ClassVar
+
+import torch
+
+from ..ops import bi_clustered_attention, cluster_queries, clustered_attention, improved_clustered_attention
+from ..ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS, LARGEST_SEED
+
+CROSSOVER: dict[str, list[dict[str, Any]]] = json.loads(files(__package__).joinpath("crossover.json").read_text())[
+    "min_length"
+]
+CLUSTERINGS = ("kmeans", "lsh")
+METRICS = ("keys", "queries")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodSettings(ABC):
+    """What every method can be told.
+
+    Args:
+        min_length (`int`, *optional*): inputs shorter than this many tokens run exact attention. Default: the length
+            from which the method is faster with these settings, from what was measured on this kind of device
+            (`crossover.json`); 0 forces the method.
+    """
+
+    method: ClassVar[str]
+    price: ClassVar[tuple[str, ...]] = ()  # the settings that the method's time grows with, at most in proportion
+    purpose: ClassVar[dict[str, str]] = {
+        "min_length": "inputs with fewer tokens run exact attention; None: the measured length, 0: force the method"
+    }
+
+    min_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.min_length is not None:
+            self._check_int("min_length", minimum=0)
+
+    def is_exact(self, query_length: int, key_length: int, device_type: str) -> bool:
+        """Whether exact attention runs instead: the input is short, so the method would save nothing."""
+        return query_length < self.shortest_length(device_type)
+
+    def shortest_length(self, device_type: str) -> int:
+        """The number of tokens from which the method runs on this kind of device ("cpu", "cuda", ...)."""
+        if self.min_length is not None:
+            return self.min_length
+        devices = [CROSSOVER[device_type]] if device_type in CROSSOVER else list(CROSSOVER.values())
+        return max(self._crossover(measured) for measured in devices)
+
+    def _crossover(self, measured: list[dict[str, Any]]) -> int:
+        """The least of what the measured settings promise for these: each as it is, or grown with its price."""
+        promised = []
+        for row in measured:
+            if row["method"] == self.method:
+                dearer = max((getattr(self, name) / row[name] for name in self.price), default=1.0)
+                promised.append(math.ceil(row["min_length"] * max(1.0, dearer)))
+        return min(promised)
+
+    @abstractmethod
+    def group(
+        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, query_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        """What the method decides about the input before it attends, without gradient."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        groups: tuple[torch.Tensor, ...],
+        *,
+        key_mask: torch.Tensor | None,
+        query_mask: torch.Tensor | None,
+        scale: float | None,
+        dropout_p: float,
+    ) -> torch.Tensor:
+        """Attention with the groups that `group` returned, `(B, H, N, Dv)`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON values."""
+        return asdict(self)
+
+    def _check_int(self, name: str, *, minimum: int, maximum: int | None = None) -> None:
+        """Store the field as a plain int (a numpy int is no JSON value), or raise."""
+        value = getattr(self, name)
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = None
+        if number is None or isinstance(value, bool):
+            raise TypeError(f"{name} must be an int, got {value!r}: {self.purpose[name]}")
+        if number < minimum:
+            raise ValueError(f"{name} must be at least {minimum}, got {number}: {self.purpose[name]}")
+        if maximum is not None and number > maximum:
+            raise ValueError(f"{name} must be at most {maximum}, got {number}: {self.purpose[name]}")
+        object.__setattr__(self, name, number)
+
+    def _check_choice(self, name: str, choices: Sequence[str]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise ValueError(
+                f"{name} must be one of {quoted(choices)}, got {value!r}{closest(value, choices)}: "
+                f"{self.purpose[name]}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusteredSettings(MethodSettings):
+    """Clustered attention: a query gets the attention of its cluster's centroid (Source: Vyas 2020).
+
+    Args:
+        clusters (`int`): clusters of queries per head; more are more exact and slower.
+        clustering (`str`): `"kmeans"` (smaller error for the same time) or `"lsh"` (the paper's).
+        metric (`str`): what K-means calls alike: `"keys"`, queries with like scores against the keys of the input, or
+            `"queries"`, queries near to each other. Without meaning for `"lsh"`.
+        iterations (`int`): rounds of Lloyd's algorithm.
+        bits (`int`): length of the code of `"lsh"`.
+        fit_queries (`int`): queries per head that the clusters are fitted on, before all are assigned.
+        seed (`int`): of the clustering; the same seed gives the same clusters.
+        check_finite (`bool`): raise at the first attention whose queries are not finite, instead of going on.
+    """
+
+    method: ClassVar[str] = "clustered"
+    price: ClassVar[tuple[str, ...]] = ("clusters",)
+    purpose: ClassVar[dict[str, str]] = {
+        **MethodSettings.purpose,
+        "clusters": "the number of query clusters per head; more are more exact and slower",
+        "clustering": "how queries are put into clusters",
+        "metric": "what K-means calls alike, queries with like scores against the keys or queries near to each other",
+        "iterations": "the rounds of Lloyd's algorithm",
+        "bits": 'the length of the code of clustering="lsh"',
+        "fit_queries": "the queries per head that clusters are fitted on; more are slower on long inputs",
+        "seed": "the same seed gives the same clusters",
+        "check_finite": "whether to raise where queries are not finite",
+    }
+
+    clusters: int = 100
+    clustering: str = "kmeans"
+    metric: str = "keys"
+    iterations: int = DEFAULT_ITERATIONS
+    bits: int = DEFAULT_BITS
+    fit_queries: int = DEFAULT_FIT_QUERIES
+    seed: int = 0
+    check_finite: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("clusters", "bits", "fit_queries"):
+            self._check_int(name, minimum=1)
+        self._check_int("iterations", minimum=0)
+        self._check_int("seed", minimum=0, maximum=LARGEST_SEED)
+        self._check_choice("clustering", CLUSTERINGS)
+        self._check_choice("metric", METRICS)
+        if not isinstance(self.check_finite, bool):
+            raise TypeError(f"check_finite must be True or False, got {self.check_finite!r}")
+
+    def is_exact(self, query_length: int, key_length: int, device_type: str) -> bool:
+        return self.clusters >= query_length or super().is_exact(query_length, key_length, device_type)
+
+    @property
+    def op(self) -> Callable[..., torch.Tensor]:
+        """The op that attends once every query has its label."""
+        return clustered_attention
+
+    def group(
+        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, query_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        in_metric_of_keys = self.clustering == "kmeans" and self.metric == "keys"
+        labels = cluster_queries(
+            query,
+            self.clusters,
+            method=self.clustering,
+            key=key if in_metric_of_keys else None,
+            key_mask=key_mask if in_metric_of_keys else None,
+            iterations=self.iterations,
+            bits=self.bits,
+            fit_queries=self.fit_queries,
+            query_mask=query_mask,
+            seed=self.seed,
+            check_finite=self.check_finite,
+        )
+        return (labels,)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        groups: tuple[torch.Tensor, ...],
+        *,
+        key_mask: torch.Tensor | None,
+        query_mask: torch.Tensor | None,
+        scale: float | None,
+        dropout_p: float,
+    ) -> torch.Tensor:
+        return self.op(
+            query,
+            key,
+            value,
+            *groups,
+            clusters=self.clusters,
+            key_mask=key_mask,
+            query_mask=query_mask,
+            scale=scale,
+            dropout_p=dropout_p,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImprovedClusteredSettings(ClusteredSettings):
+    """Improved clustered attention: as clustered, with the centroid's top keys recomputed for every query.
+
+    Source: Vyas 2020, improved clustered.
+
+    Args:
+        topk (`int`): keys recomputed exactly per cluster; more are more exact and slower.
+    """
+
+    method: ClassVar[str] = "i-clustered"
+    price: ClassVar[tuple[str, ...]] = ("clusters", "topk")
+    purpose: ClassVar[dict[str, str]] = {
+        **ClusteredSettings.purpose,
+        "topk": "the number of keys per cluster whose weights are recomputed for every query",
+    }
+
+    topk: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_int("topk", minimum=1)
+
+    def is_exact(self, query_length: int, key_length: int, device_type: str) -> bool:
+        return self.topk >= key_length or super().is_exact(query_length, key_length, device_type)
+
+    @property
+    def op(self) -> Callable[..., torch.Tensor]:
+        return partial(improved_clustered_attention, topk=self.topk)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiClusteredSettings(ImprovedClusteredSettings):
+    """Bi-clustered attention: the top keys of the query's cluster exactly, all others through clusters of keys.
+
+    Ours, beyond Vyas 2020; see `hf_effattn.ops.bi_clustered_attention`.
+
+    Args:
+        topk (`int`): keys attended to exactly per query cluster; more are more exact and slower.
+        key_clusters (`int`): clusters of keys per head, by K-means on the keys; more are more exact and slower.
+    """
+
+    method: ClassVar[str] = "bi-clustered"
+    price: ClassVar[tuple[str, ...]] = ("clusters", "topk", "key_clusters")
+    purpose: ClassVar[dict[str, str]] = {
+        **ImprovedClusteredSettings.purpose,
+        "topk": "the number of keys per cluster that its queries attend to exactly",
+        "key_clusters": "the number of key clusters per head that stand for all other keys",
+    }
+
+    # By error against time on real queries and keys: a second 32 keys save more error than twice the key clusters.
+    topk: int = 64
+    key_clusters: int = 100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_int("key_clusters", minimum=1)
+
+    def is_exact(self, query_length: int, key_length: int, device_type: str) -> bool:
+        return self.key_clusters >= key_length or super().is_exact(query_length, key_length, device_type)
+
+    @property
+    def op(self) -> Callable[..., torch.Tensor]:
+        return partial(bi_clustered_attention, topk=self.topk, key_clusters=self.key_clusters)
+
+    def group(
+        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, query_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        key_labels = cluster_queries(
+            key,
+            self.key_clusters,
+            iterations=self.iterations,
+            fit_queries=self.fit_queries,
+            query_mask=key_mask,
+            seed=self.seed,
+        )
+        return (*super().group(query, key, key_mask, query_mask), key_labels)
+
+
+def quoted(names: Sequence[str] | dict[str, Any]) -> str:
+    """The names in quotes, for a message."""
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def closest(name: object, names: Sequence[str] | dict[str, Any]) -> str:
+    """The name that was probably meant, for a message; empty where none is near."""
+    matches = get_close_matches(str(name), list(names), n=1)
+    return f' (did you mean "{matches[0]}"?)' if matches else ""
