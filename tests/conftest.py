@@ -1,4 +1,4 @@
-"""Settings for every test: no network, whatever the machine."""
+"""Settings for every test: no network, and kernels that run, whatever the machine."""
 
 import os
 
@@ -7,6 +7,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from pathlib import Path
 
 import pytest
+import torch
+from interpreter import run_kernels_on_the_cpu
+
+if not torch.cuda.is_available():
+    run_kernels_on_the_cpu()
 
 
 @pytest.fixture(scope="session")

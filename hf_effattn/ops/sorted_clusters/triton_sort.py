@@ -110,7 +110,7 @@ def sort_by_cluster(labels: torch.Tensor, mask: torch.Tensor | None, clusters: i
     order = labels.new_empty(B * H, N, dtype=torch.int32)
     starts = labels.new_empty(B * H, clusters + 2, dtype=torch.int32)
     tiles = labels.new_empty(B * H, slots, dtype=torch.int32)
-    # Few clusters a program, so that few heads already fill the chip; more where a program a cluster would be too many.
+    # Few clusters a program, so that few heads already fill the chip; more where there would be too many programs.
     block_c = min(32, max(4, triton.next_power_of_2(clusters // 128 + 1)))
     grid = (B * H * triton.cdiv(clusters + 1, block_c),)
     with on_device_of(labels):

@@ -93,23 +93,29 @@ def _select_topk_kernel(
 
 
 def select_topk(
-    values: torch.Tensor, topk: int, *, bins: torch.Tensor | None = None, bin_length: int = 0
+    values: torch.Tensor,
+    topk: int,
+    *,
+    bins: torch.Tensor | None = None,
+    bin_length: int = 0,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices, ascending, and values of the `topk` largest of each row of `values` `(rows, columns)`, float32.
 
     `-inf` is never chosen; a row with fewer others gets index -1 and value `-inf` behind them. With `bins`
     `(rows, topk)` and their `bin_length`, column `c` stands for index `bins[row, c // bin_length] · bin_length +
-    c % bin_length`.
+    c % bin_length`. `out` are contiguous tensors to write to.
     """
     rows, columns = values.shape
-    indices = values.new_empty(rows, topk, dtype=torch.int32)
-    chosen = values.new_empty(rows, topk)
+    if out is None:
+        out = values.new_empty(rows, topk, dtype=torch.int32), values.new_empty(rows, topk)
+    indices, chosen = out
     block_n = min(WHOLE_ROW, max(64, triton.next_power_of_2(columns)))
     block_r = min(16, max(1, WHOLE_ROW // 2 // block_n))
     with on_device_of(values):
         if rows:
             _select_topk_kernel[(triton.cdiv(rows, block_r),)](
                 values, bins, indices, chosen, rows, columns, topk,
-                BIN=bin_length, WHOLE=columns <= WHOLE_ROW, BLOCK_R=block_r, BLOCK_N=block_n,
+                BIN=0 if bins is None else bin_length, WHOLE=columns <= WHOLE_ROW, BLOCK_R=block_r, BLOCK_N=block_n,
             )  # fmt: skip
     return indices, chosen
