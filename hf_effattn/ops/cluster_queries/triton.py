@@ -1,0 +1,147 @@
+"""Clustering the queries on a GPU: the keys' metric here, everything else is K-means. To `torch.compile` it is one op."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..chips import chip_of, on_device_of
+from ..kmeans.sampling import most_fit_rows
+from ..kmeans.triton import assign, block_of, fit, own_clusters
+from ..kmeans.triton_rows import Rows, find_rows, load_points, sample_mean
+from .reference import METRIC_RIDGE, as_sign, hash_planes
+
+
+@triton.jit
+def _cluster_queries_metric_kernel(
+    key_ptr,
+    stride_key_b,
+    stride_key_h,
+    stride_key_m,
+    stride_key_d,
+    rows_ptr,
+    stride_rows_b,
+    counts_ptr,
+    stride_counts_b,
+    metric_ptr,
+    heads,
+    fit_rows,
+    head_dim,
+    RIDGE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A few rows of `G`: the covariance of the fitted keys, its mean diagonal 1, and the ridge."""
+    blocks = tl.cdiv(head_dim, BLOCK_I)
+    i_p = (tl.program_id(0) // blocks).to(tl.int64)
+    i_b = i_p // heads
+    o_i = tl.program_id(0) % blocks * BLOCK_I + tl.arange(0, BLOCK_I)
+    o_d = tl.arange(0, BLOCK_D)
+    key_ptr += i_b * stride_key_b + i_p % heads * stride_key_h
+    rows_ptr += i_b * stride_rows_b
+    fitted = tl.minimum(tl.load(counts_ptr + i_b * stride_counts_b), fit_rows)
+    # Near the mean: the product of the sums, subtracted below, must not eat the digits of the sum of the products.
+    origin_i = sample_mean(key_ptr, stride_key_m, stride_key_d, rows_ptr, fitted, o_i, head_dim)
+    origin_d = sample_mean(key_ptr, stride_key_m, stride_key_d, rows_ptr, fitted, o_d, head_dim)
+    products = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
+    sums_i = tl.zeros([BLOCK_I], tl.float32)
+    sums_d = tl.zeros([BLOCK_D], tl.float32)
+    squares_d = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, fit_rows, BLOCK_R):
+        o_r = start + tl.arange(0, BLOCK_R)
+        row = tl.load(rows_ptr + o_r, mask=o_r < fit_rows, other=-1)
+        valid = row >= 0
+        b_i = load_points(key_ptr, row, valid, o_i, stride_key_m, stride_key_d, head_dim)
+        b_i = tl.where(valid[:, None], b_i - origin_i[None, :], 0.0)
+        b_d = load_points(key_ptr, row, valid, o_d, stride_key_m, stride_key_d, head_dim)
+        b_d = tl.where(valid[:, None], b_d - origin_d[None, :], 0.0)
+        products = tl.dot(tl.trans(b_i), b_d, products, input_precision=PRECISION)
+        sums_i += tl.sum(b_i, axis=0)
+        sums_d += tl.sum(b_d, axis=0)
+        squares_d += tl.sum(b_d * b_d, axis=0)
+    count = tl.maximum(fitted, 1).to(tl.float32)
+    covariance = products / count - (sums_i / count)[:, None] * (sums_d / count)[None, :]
+    variances = tl.maximum(squares_d / count - (sums_d / count) * (sums_d / count), 0.0)
+    size = tl.sum(variances, axis=0) / head_dim
+    covariance = covariance / tl.where(size > 0, size, 1.0)
+    covariance += tl.where(o_i[:, None] == o_d[None, :], RIDGE, 0.0)
+    p_metric = metric_ptr + (i_p * head_dim + o_i)[:, None] * head_dim + o_d[None, :]
+    tl.store(p_metric, covariance, mask=(o_i < head_dim)[:, None] & (o_d < head_dim)[None, :])
+
+
+def keys_metric(key: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """`G` `(B · Hk, D, D)` of the fitted rows of keys `(B, Hk, M, D)`."""
+    B, heads, _, D = key.shape
+    metric = torch.empty(B * heads, D, D, dtype=torch.float32, device=key.device)
+    block_d = block_of(D)
+    block_i = min(block_d, 32)
+    with on_device_of(key):
+        _cluster_queries_metric_kernel[(B * heads * triton.cdiv(D, block_i),)](
+            key,
+            *key.stride(),
+            rows.fit,
+            rows.fit.stride(0),
+            rows.counts,
+            rows.counts.stride(0),
+            metric,
+            heads,
+            rows.fit.shape[1],
+            D,
+            RIDGE=METRIC_RIDGE,
+            BLOCK_R=64 if block_d <= 64 else 32,
+            BLOCK_I=block_i,
+            BLOCK_D=block_d,
+            PRECISION=chip_of(key).dot_precision(torch.float32),
+            num_warps=8 if block_d > 64 else 4,
+            num_stages=1,
+        )
+    return metric
+
+
+def share_rows(
+    query: torch.Tensor, key: torch.Tensor, query_mask: torch.Tensor | None, key_mask: torch.Tensor | None
+) -> bool:
+    """Whether queries and keys have the same rows that count, as in self-attention."""
+    if query.shape[2] != key.shape[2] or (query_mask is None) != (key_mask is None):
+        return False
+    return query_mask is None or (
+        query_mask.data_ptr() == key_mask.data_ptr() and query_mask.stride() == key_mask.stride()
+    )
+
+
+@torch.library.custom_op("hf_effattn::cluster_queries_triton", mutates_args=())
+def cluster_queries(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    query_mask: torch.Tensor | None,
+    clusters: int,
+    method: str,
+    iterations: int,
+    bits: int,
+    fit_queries: int,
+    seed: int,
+) -> torch.Tensor:
+    """Labels `(B, H, N)`; a masked query has label 0."""
+    B, H, N, D = query.shape
+    if query.numel() == 0 or N <= clusters:
+        return own_clusters(query, query_mask)
+    most = most_fit_rows(clusters, fit_queries)
+    rows = find_rows(query, query_mask, most)
+    points, metric = query, None
+    if method == "lsh":
+        with torch.autocast(query.device.type, enabled=False):
+            points = as_sign(query @ hash_planes(D, bits, seed).to(query))
+    elif key is not None and key.shape[2]:
+        key_rows = rows if share_rows(query, key, query_mask, key_mask) else find_rows(key, key_mask, most)
+        metric = keys_metric(key, key_rows)
+    centroids = fit(points, rows, metric, clusters, iterations, seed, binary=method == "lsh")
+    labels = torch.empty(B, H, N, dtype=torch.int64, device=query.device)
+    assign(points, rows, centroids, labels)
+    return labels
+
+
+@cluster_queries.register_fake
+def _(query, *settings):  # type: ignore[no-untyped-def]
+    return query.new_empty(query.shape[:3], dtype=torch.int64)
