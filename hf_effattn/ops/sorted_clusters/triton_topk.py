@@ -10,15 +10,20 @@ WHOLE_ROW = 4096  # numbers of a row that a program holds in registers
 
 
 @triton.jit
-def _load_keys(values_ptr, o_row, o_column, m_row, columns):
-    """Values as unsigned integers of the same order; 0, below all numbers, where there is none or `-inf`."""
+def _load_values(values_ptr, o_row, o_column, m_row, columns):
+    """Values of some rows and columns, `-inf` where there is none."""
     m_value = m_row[:, None] & (o_column < columns)[None, :]
     # [BLOCK_R, BLOCK_N]
-    b_value = tl.load(values_ptr + o_row[:, None] * columns + o_column[None, :], mask=m_value, other=float("-inf"))
+    return tl.load(values_ptr + o_row[:, None] * columns + o_column[None, :], mask=m_value, other=float("-inf"))
+
+
+@triton.jit
+def _ordered_bits(b_value):
+    """Floats as unsigned integers of the same order; 0, below all numbers, for `-inf`."""
     b_bits = b_value.to(tl.int32, bitcast=True)
     # Negative numbers grow as their bits shrink: all bits flip there, and the sign bit elsewhere.
-    b_key = (b_bits ^ ((b_bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
-    return tl.where(b_value == float("-inf"), 0, b_key), b_value
+    b_bits = (b_bits ^ ((b_bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
+    return tl.where(b_value == float("-inf"), 0, b_bits)
 
 
 @triton.jit
@@ -35,14 +40,14 @@ def _select_topk_kernel(
     m_row = o_row < rows
     o_n = tl.arange(0, BLOCK_N)
     if WHOLE:
-        b_key, _ = _load_keys(values_ptr, o_row, o_n, m_row, columns)
+        b_whole = _ordered_bits(_load_values(values_ptr, o_row, o_n, m_row, columns))
 
     b_valid = tl.zeros([BLOCK_R], tl.int32)
     if WHOLE:
-        b_valid += tl.sum((b_key > 0).to(tl.int32), 1)
+        b_valid += tl.sum((b_whole > 0).to(tl.int32), 1)
     else:
         for start in range(0, columns, BLOCK_N):
-            b_part, _ = _load_keys(values_ptr, o_row, start + o_n, m_row, columns)
+            b_part = _ordered_bits(_load_values(values_ptr, o_row, start + o_n, m_row, columns))
             b_valid += tl.sum((b_part > 0).to(tl.int32), 1)
     b_wanted = tl.minimum(b_valid, topk)
 
@@ -52,24 +57,25 @@ def _select_topk_kernel(
         b_candidate = b_threshold | b_bit
         b_count = tl.zeros([BLOCK_R], tl.int32)
         if WHOLE:
-            b_count += tl.sum((b_key >= b_candidate[:, None]).to(tl.int32), 1)
+            b_count += tl.sum((b_whole >= b_candidate[:, None]).to(tl.int32), 1)
         else:
             for start in range(0, columns, BLOCK_N):
-                b_part, _ = _load_keys(values_ptr, o_row, start + o_n, m_row, columns)
+                b_part = _ordered_bits(_load_values(values_ptr, o_row, start + o_n, m_row, columns))
                 b_count += tl.sum((b_part >= b_candidate[:, None]).to(tl.int32), 1)
         b_threshold = tl.where(b_count >= b_wanted, b_candidate, b_threshold)
         b_bit = b_bit >> 1
 
     b_above = tl.zeros([BLOCK_R], tl.int32)
     for start in range(0, columns, BLOCK_N):
-        b_part, _ = _load_keys(values_ptr, o_row, start + o_n, m_row, columns)
+        b_part = _ordered_bits(_load_values(values_ptr, o_row, start + o_n, m_row, columns))
         b_above += tl.sum((b_part > b_threshold[:, None]).to(tl.int32), 1)
     b_ties_wanted = b_wanted - b_above
     b_taken = tl.zeros([BLOCK_R], tl.int32)
     b_ties = tl.zeros([BLOCK_R], tl.int32)
     for start in range(0, columns, BLOCK_N):
         o_column = start + o_n
-        b_part, b_value = _load_keys(values_ptr, o_row, o_column, m_row, columns)
+        b_value = _load_values(values_ptr, o_row, o_column, m_row, columns)
+        b_part = _ordered_bits(b_value)
         b_tie = (b_part == b_threshold[:, None]).to(tl.int32)
         b_tie_rank = b_ties[:, None] + tl.cumsum(b_tie, 1)
         m_take = (b_part > b_threshold[:, None]) | ((b_tie > 0) & (b_tie_rank <= b_ties_wanted[:, None]))
