@@ -13,72 +13,8 @@ import torch.nn.functional as F
 
 from ..dropout import dropout_factor
 from ..row_chunks import CHUNK_BYTES
+from .layout import Layout
 from .reference import LOCAL_WEIGHTS, accumulation_dtype, sink_rows, sink_visible, window_positions
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Sizes of one call. With an extension every head gets one empty slice more, which parts it from the next head."""
-
-    slice_length: int
-    extension: int
-    causal: bool
-    length: int
-    group: int
-
-    @property
-    def slices(self) -> int:
-        return -(-self.length // self.slice_length)
-
-    @property
-    def places(self) -> int:
-        """Slices per head in the table."""
-        return self.slices + (1 if self.extension else 0)
-
-    @property
-    def parts(self) -> tuple[tuple[int, slice, slice], ...]:
-        """Where the window's keys stand: the neighbour (-1, 0, 1), its rows, and their columns in the window."""
-        L, e = self.slice_length, self.extension
-        own = (0, slice(0, L), slice(e, e + L))
-        if not e:
-            return (own,)
-        left = (-1, slice(L - e, L), slice(0, e))
-        return (left, own) if self.causal else (left, own, (1, slice(0, e), slice(e + L, e + L + e)))
-
-    @property
-    def window(self) -> int:
-        return self.slice_length + self.extension * (1 if self.causal else 2)
-
-    def pack(self, rows: torch.Tensor, token: torch.Tensor | None, group: int) -> torch.Tensor:
-        """Rows `(b, h · group, N, D)` as `(b, h, places, group · L, D)`, masked and missing ones 0."""
-        b, heads, _, D = rows.shape
-        table = rows.new_zeros(b, heads // group, self.places, group, self.slice_length, D)
-        missing = self.slices * self.slice_length - self.length
-        if missing:
-            rows = F.pad(rows, (0, 0, 0, missing))
-        source = rows.unflatten(1, (-1, group)).unflatten(3, (self.slices, self.slice_length))
-        target = table[:, :, : self.slices]
-        target.copy_(source.transpose(2, 3))
-        if token is not None:
-            target.masked_fill_(~token[:, None, :, None, :, None], 0.0)
-        return table.flatten(3, 4)
-
-    def pack_neighbours(self, rows: torch.Tensor, token: torch.Tensor | None) -> torch.Tensor:
-        """Rows `(b, h, N, D)` as a flat table of slices `(1 + b · h · places + 1, L, D)`, an empty one at each end."""
-        table = self.pack(rows, token, 1).flatten(0, 2)
-        return F.pad(table, (0, 0, 0, 0, 1, 1)) if self.extension else table
-
-    def part(self, table: torch.Tensor, neighbour: int, rows: slice) -> torch.Tensor:
-        """The rows that each slice sees of a neighbour, out of a table with neighbours: `(T, rows, D)`, a view."""
-        if not self.extension:
-            return table
-        return table[1 + neighbour : len(table) - 1 + neighbour, rows]
-
-    def unpack(self, table: torch.Tensor, b: int) -> torch.Tensor:
-        """Inverse of `pack`: `(T, group · L, D)` to `(b, heads, N, D)`."""
-        group = table.shape[1] // self.slice_length
-        table = table.view(b, -1, self.places, group, self.slice_length, table.shape[-1])[:, :, : self.slices]
-        return table.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, : self.length]
 
 
 @dataclass(frozen=True)
@@ -103,7 +39,7 @@ class _Chunk:
     `T` counts the slices of all its heads, `G = group · L` the queries of a slice.
     """
 
-    def __init__(self, layout: _Layout, inputs: _Inputs, items: slice, heads: slice) -> None:
+    def __init__(self, layout: Layout, inputs: _Inputs, items: slice, heads: slice) -> None:
         self.layout, self.inputs, self.items, self.heads = layout, inputs, items, heads
         self.query_heads = slice(heads.start * layout.group, heads.stop * layout.group)
         self.b, self.h = items.stop - items.start, heads.stop - heads.start
@@ -259,7 +195,7 @@ class _Chunk:
         return table
 
 
-def _chunks(layout: _Layout, inputs: _Inputs) -> Iterator[_Chunk]:
+def _chunks(layout: Layout, inputs: _Inputs) -> Iterator[_Chunk]:
     """As many whole items as fit a chunk's largest buffer, else some heads of one."""
     B, heads = inputs.key.shape[:2]
     columns = layout.window + (0 if inputs.sinks is None else inputs.sinks[0].shape[1])
@@ -289,8 +225,8 @@ def _prepare(
     sink_mask: torch.Tensor | None,
     dropout_p: float,
     dropout_seed: torch.Tensor | None,
-) -> tuple[_Layout, _Inputs]:
-    layout = _Layout(slice_length, extension, causal, query.shape[2], query.shape[1] // key.shape[1])
+) -> tuple[Layout, _Inputs]:
+    layout = Layout(slice_length, extension, causal, query.shape[2], query.shape[1] // key.shape[1])
     sinks = None if sink_mask is None else sink_rows(sink_mask, key_mask)
     if sinks is not None and sinks[0].shape[1] == 0:
         sinks = None
@@ -467,10 +403,8 @@ def slice_attention_backward(
 
 
 @slice_attention_backward.register_fake
-def _(
-    grad_output, grad_pooled, grad_lse, lse, query, key, value, slice_length, extension, causal, key_mask, scale, *rest
-):  # type: ignore[no-untyped-def]
-    positions = (query.new_empty(0) if tensor is None else torch.empty_like(tensor) for tensor in rest[:2])
+def _(grad_output, grad_pooled, grad_lse, lse, query, key, value, *settings):  # type: ignore[no-untyped-def]
+    positions = (query.new_empty(0) if tensor is None else torch.empty_like(tensor) for tensor in settings[5:7])
     return (*(torch.empty_like(tensor) for tensor in (query, key, value)), *positions)
 
 

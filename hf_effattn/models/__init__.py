@@ -1,0 +1,23 @@
+"""Models that are trained from scratch, found by the Auto classes of transformers once this package is imported."""
+
+from .cst import (
+    CSTConfig,
+    CSTForCausalLM,
+    CSTForMaskedLM,
+    CSTForPairClassification,
+    CSTForQuestionAnswering,
+    CSTForSequenceClassification,
+    CSTForTokenClassification,
+    CSTModel,
+)
+
+__all__ = [
+    "CSTConfig",
+    "CSTForCausalLM",
+    "CSTForMaskedLM",
+    "CSTForPairClassification",
+    "CSTForQuestionAnswering",
+    "CSTForSequenceClassification",
+    "CSTForTokenClassification",
+    "CSTModel",
+]

@@ -1,0 +1,255 @@
+"""What a causal Composite Slice Transformer keeps to go on from: summaries of finished slices and the local window.
+
+Sizes: `B` batch, `H` heads, `D` head_dim, `d` width, `L` rows of a slice, `e` keys seen of the slice before.
+
+Rows may have different lengths (padded prompts), so every place is counted per row, and nothing depends on a number
+that would have to be read back from a GPU. States are not changed in place: a step returns a new one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+def keep(active: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """The new rows where `active` `(B,)`, else the old ones."""
+    return torch.where(active.view(-1, *[1] * (new.ndim - 1)), new, old)
+
+
+def take(rows: torch.Tensor, places: torch.Tensor, dim: int) -> torch.Tensor:
+    """Rows of `dim` at `places` `(B, n)`, each item its own; places outside give any row."""
+    places = places.clamp(0, max(0, rows.shape[dim] - 1))
+    index = places.view(len(places), *[1] * (dim - 1), -1, *[1] * (rows.ndim - dim - 1))
+    sizes = [*rows.shape[:dim], places.shape[1], *rows.shape[dim + 1 :]]
+    return rows.gather(dim, index.expand(sizes))
+
+
+def put(table: torch.Tensor, row: torch.Tensor, place: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+    """`table` `(B, ..., n, c)` with `row` `(B, ..., 1, c)` at `place` `(B,)` of each active item."""
+    at = (torch.arange(table.shape[-2], device=table.device) == place[:, None]) & active[:, None]
+    return torch.where(at.view(len(place), *[1] * (table.ndim - 3), -1, 1), row.to(table.dtype), table)
+
+
+class _State:
+    """Tensors with the batch first, and states of the same kind."""
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """The state with every tensor changed."""
+        changed: dict[str, Any] = {}
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                changed[field.name] = change(value)
+            elif isinstance(value, _State):
+                changed[field.name] = value.map(change)
+        return replace(self, **changed)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True)
+class GlobalState(_State):
+    """Keys and values of the finished slices, with their positions.
+
+    Args:
+        lengths (`torch.LongTensor`): `(B,)`, finished slices.
+        key (`torch.Tensor`): `(B, H, most slices, D)`.
+        value (`torch.Tensor`): like `key`.
+    """
+
+    lengths: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    @classmethod
+    def after(cls, lengths: torch.Tensor, most: int, key: torch.Tensor, value: torch.Tensor) -> "GlobalState":
+        """The state after rows of these lengths."""
+        key, value = (F.pad(rows, (0, 0, 0, most - rows.shape[2])) for rows in (key, value))
+        return cls(lengths, key, value)
+
+
+@dataclass(frozen=True)
+class LevelState(_State):
+    """The slice that is being filled, at one level.
+
+    Args:
+        lengths (`torch.LongTensor`): `(B,)`, rows so far.
+        key (`torch.Tensor`): `(B, H, e + L, D)` without positions: the end of the slice before, then this slice.
+        value (`torch.Tensor`): like `key`.
+        rows (`torch.Tensor`): `(B, L, d)`, what this slice's embedding is made of.
+        coarse (`torch.Tensor`): `(B, d)`, what this slice gets from the level above.
+        upper (`LevelState` or `GlobalState`): the state of the level above.
+        sink_key (`torch.Tensor`, *optional*): `(B, H, global tokens, D)`.
+        sink_value (`torch.Tensor`, *optional*): like `sink_key`.
+    """
+
+    lengths: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    rows: torch.Tensor
+    coarse: torch.Tensor
+    upper: "LevelState | GlobalState"
+    sink_key: torch.Tensor | None = None
+    sink_value: torch.Tensor | None = None
+
+    @property
+    def extension(self) -> int:
+        """`e`."""
+        return self.key.shape[2] - self.rows.shape[1]
+
+    @classmethod
+    def after(
+        cls,
+        lengths: torch.Tensor,
+        slice_length: int,
+        extension: int,
+        global_tokens: int,
+        keys_and_values: tuple[torch.Tensor, torch.Tensor],
+        rows: torch.Tensor,
+        upper: torch.Tensor,
+        upper_state: "LevelState | GlobalState | None",
+    ) -> "LevelState":
+        """The state after rows of these lengths, cut from what was computed for all of them.
+
+        Args:
+            lengths (`torch.LongTensor`): `(B,)`.
+            slice_length (`int`): `L`.
+            extension (`int`): `e`.
+            global_tokens (`int`): how many first rows every slice sees.
+            keys_and_values (`tuple[torch.Tensor, torch.Tensor]`): `(B, H, N, D)` each.
+            rows (`torch.Tensor`): `(B, N, d)`, what the slices' embeddings are made of.
+            upper (`torch.Tensor`): `(B, slices, d)`, the output of the level above.
+            upper_state (`LevelState` or `GlobalState`): its state.
+        """
+        assert upper_state is not None
+        finished = lengths // slice_length
+        places = (finished * slice_length)[:, None] + torch.arange(-extension, slice_length, device=lengths.device)
+        key, value = (take(x, places, 2) for x in keys_and_values)
+        coarse = take(upper, finished[:, None] - 1, 1)[:, 0] * (finished > 0)[:, None]
+        sinks: dict[str, torch.Tensor] = {}
+        if global_tokens:
+            first = torch.arange(global_tokens, device=lengths.device).expand(len(lengths), -1)
+            sinks = {
+                f"sink_{name}": take(x, first, 2) for name, x in zip(("key", "value"), keys_and_values, strict=True)
+            }
+        return cls(lengths, key, value, take(rows, places[:, extension:], 1), coarse, upper_state, **sinks)
+
+    def visible(self, slot: torch.Tensor) -> torch.Tensor:
+        """Which keys of the window the row in `slot` sees, `(B, e + L)`."""
+        place = torch.arange(self.key.shape[2], device=slot.device)
+        has_neighbour = (self.lengths >= self.rows.shape[1])[:, None]
+        return (place <= slot[:, None] + self.extension) & ((place >= self.extension) | has_neighbour)
+
+    def visible_sinks(self, slot: torch.Tensor) -> torch.Tensor:
+        """Which global tokens lie before the window of the row in `slot`, `(B, global tokens)`."""
+        assert self.sink_key is not None
+        first = torch.arange(self.sink_key.shape[2], device=slot.device)
+        return first < (self.lengths - slot - self.extension)[:, None]
+
+    def with_key_and_value(
+        self, slot: torch.Tensor, key: torch.Tensor, value: torch.Tensor, active: torch.Tensor
+    ) -> "LevelState":
+        """With one more key and value `(B, H, 1, D)`."""
+        place = slot + self.extension
+        state = replace(self, key=put(self.key, key, place, active), value=put(self.value, value, place, active))
+        if state.sink_key is None or state.sink_value is None:
+            return state
+        sinks = put(state.sink_key, key, self.lengths, active), put(state.sink_value, value, self.lengths, active)
+        return replace(state, sink_key=sinks[0], sink_value=sinks[1])
+
+    def with_row(self, slot: torch.Tensor, row: torch.Tensor, active: torch.Tensor) -> "LevelState":
+        """With one more row `(B, d)` for the slice's embedding."""
+        return replace(self, rows=put(self.rows, row[:, None], slot, active))
+
+    def advanced(self, active: torch.Tensor) -> "LevelState":
+        """With one row more."""
+        return replace(self, lengths=self.lengths + active)
+
+    def next_slice(
+        self, finished: torch.Tensor, upper: torch.Tensor, upper_state: "LevelState | GlobalState"
+    ) -> "LevelState":
+        """Where `finished` `(B,)`: at the start of a new slice, which gets `upper` `(B, d)` from the level above."""
+        shifted = (F.pad(x[:, :, self.rows.shape[1] :], (0, 0, 0, self.rows.shape[1])) for x in (self.key, self.value))
+        key, value = (keep(finished, new, old) for new, old in zip(shifted, (self.key, self.value), strict=True))
+        return replace(self, key=key, value=value, coarse=keep(finished, upper, self.coarse), upper=upper_state)
+
+
+class CSTCacheLayer(CacheLayerMixin):
+    """The state of one layer, as `generate` wants to handle it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: LevelState | None = None
+        self.columns = 0
+
+    def store(self, state: LevelState, columns: int) -> None:
+        """Keep a state after `columns` more columns of the input, padding included."""
+        self.state, self.is_initialized = state, True
+        self.columns += columns
+
+    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.state is not None:
+            self.state = self.state.map(change)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: the first state comes from the model."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Not supported: a composite slice layer keeps summaries, not every key.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("CSTCacheLayer keeps slice summaries; the model stores its state itself")
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Length and offset of the columns so far."""
+        return self.columns, 0
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Columns seen so far, padding included."""
+        return self.columns
+
+    def get_max_length(self) -> int:
+        """No limit of its own."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """The same, under the name of older transformers."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.state, self.columns, self.is_initialized = None, 0, False
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Rows in the order of the beams that go on."""
+        self._change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only the named rows."""
+        self._change(lambda tensor: tensor[indices])
+
+    def offload(self) -> None:
+        """The state to the CPU."""
+        self._change(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Nothing: a layer's state is small."""
+
+
+class CSTCache(Cache):
+    """Cache of `CSTForCausalLM`: per layer the local window and one summary per finished slice.
+
+    Args:
+        num_hidden_layers (`int`): layers of the model.
+    """
+
+    def __init__(self, num_hidden_layers: int) -> None:
+        super().__init__(layers=[CSTCacheLayer() for _ in range(num_hidden_layers)])

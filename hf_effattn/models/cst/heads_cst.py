@@ -1,0 +1,400 @@
+"""The Composite Slice Transformer with a head for each task.
+
+Sizes: `B` batch, `N` length.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationMixin
+from transformers.activations import ACT2FN
+from transformers.modeling_outputs import (
+    CausalLMOutputWithPast,
+    MaskedLMOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+
+from .cache_cst import CSTCache
+from .configuration_cst import CSTConfig
+from .modeling_cst import CSTModel, CSTPreTrainedModel
+
+
+def _bidirectional(config: CSTConfig, name: str) -> CSTConfig:
+    if config.is_decoder:
+        raise ValueError(f"{name} sees both sides of a token; load it with is_decoder=False, or use CSTForCausalLM")
+    return config
+
+
+def _finish(output: Any, return_dict: bool | None) -> Any:
+    return output.to_tuple() if return_dict is False else output
+
+
+def _loss_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What the Trainer passes on for the loss: with gradient accumulation the mean is over all its batches."""
+    return {name: value for name, value in arguments.items() if name == "num_items_in_batch"}
+
+
+def _classifier_dropout(config: CSTConfig) -> nn.Dropout:
+    own = config.classifier_dropout
+    return nn.Dropout(config.hidden_dropout_prob if own is None else own)
+
+
+def masked_mean(hidden: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """Mean of the tokens.
+
+    Args:
+        hidden (`torch.Tensor`): `(B, N, d)`.
+        attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 1 = token.
+
+    Returns: `(B, d)`; 0 for a row without a token.
+    """
+    if attention_mask is None:
+        return hidden.mean(dim=1)
+    counted = attention_mask.bool()[..., None]
+    return hidden.masked_fill(~counted, 0.0).sum(dim=1) / counted.sum(dim=1).clamp(min=1)
+
+
+class CSTPredictionHead(nn.Module):
+    """Dense layer, activation and LayerNorm before the vocabulary, as in BERT."""
+
+    def __init__(self, config: CSTConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Args:
+            hidden (`torch.Tensor`): `(B, N, d)`.
+
+        Returns: logits `(B, N, vocab_size)`.
+        """
+        return self.decoder(self.norm(self.activation(self.dense(hidden))))
+
+
+class CSTForMaskedLM(CSTPreTrainedModel):
+    """With a masked-language-model head.
+
+    Args:
+        config (`CSTConfig`): sizes and variant.
+    """
+
+    _tied_weights_keys = {"head.decoder.weight": "cst.embeddings.word_embeddings.weight"}  # noqa: RUF012
+
+    def __init__(self, config: CSTConfig) -> None:
+        super().__init__(_bidirectional(config, "CSTForMaskedLM"))
+        self.cst = CSTModel(config)
+        self.head = CSTPredictionHead(config)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The layer that makes the logits."""
+        return self.head.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Put another layer in.
+
+        Args:
+            new_embeddings (`nn.Linear`): the layer.
+        """
+        self.head.decoder = new_embeddings
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput | tuple:
+        """Logits of every token, and the loss where `labels` `(B, N)` (-100: not counted) are given."""
+        output = self.cst(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
+        logits = self.head(output.last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **_loss_arguments(kwargs))
+        return _finish(MaskedLMOutput(loss=loss, logits=logits, hidden_states=output.hidden_states), return_dict)
+
+
+class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
+    """With a language-model head; causal whatever `config.is_decoder` says.
+
+    Args:
+        config (`CSTConfig`): sizes and variant.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "cst.embeddings.word_embeddings.weight"}  # noqa: RUF012
+
+    def __init__(self, config: CSTConfig) -> None:
+        if not config.is_decoder:
+            config = copy.deepcopy(config)
+            config.is_decoder = True
+        super().__init__(config)
+        self.cst = CSTModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The layer that makes the logits."""
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Put another layer in.
+
+        Args:
+            new_embeddings (`nn.Linear`): the layer.
+        """
+        self.lm_head = new_embeddings
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.Tensor,
+        past_key_values: CSTCache | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Inputs of the next step: the columns that the cache has not seen.
+
+        Args:
+            input_ids (`torch.LongTensor`): `(B, all columns so far)`.
+            past_key_values (`CSTCache`, *optional*): the cache.
+            attention_mask (`torch.Tensor`, *optional*): `(B, all columns so far)`.
+            inputs_embeds (`torch.Tensor`, *optional*): embeddings of the prompt, for the first step.
+            use_cache (`bool`, *optional*): whether to keep a cache.
+            kwargs: further inputs of the model; `token_type_ids` are cut to the new columns too.
+
+        Returns: the arguments of `forward`.
+        """
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        inputs: dict[str, Any] = {"attention_mask": attention_mask, "use_cache": use_cache}
+        inputs |= {"past_key_values": past_key_values, "logits_to_keep": kwargs.get("logits_to_keep", 0)}
+        if inputs_embeds is not None and past == 0:
+            return inputs | {"inputs_embeds": inputs_embeds}
+        # After a prompt of embeddings input_ids hold only what was generated.
+        new = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1]
+        inputs["input_ids"] = input_ids[:, past - new :] if past else input_ids
+        return inputs
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        past_key_values: CSTCache | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple:
+        """Logits of the next token at every place, the cache, and the loss where `labels` `(B, N)` are given.
+
+        Labels are shifted inside. `logits_to_keep` asks for the last so many places only, or for the places it lists.
+        """
+        output = self.cst(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(output.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **_loss_arguments(kwargs))
+        result = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
+        )
+        return _finish(result, return_dict)
+
+
+class CSTClassificationHead(nn.Module):
+    """Two layers with ReLU between them (Lee 2023, A.6.1).
+
+    Args:
+        config (`CSTConfig`): sizes.
+        inputs (`int`): how many vectors of `hidden_size` come in, one after the other.
+    """
+
+    def __init__(self, config: CSTConfig, inputs: int = 1) -> None:
+        super().__init__()
+        self.dropout = _classifier_dropout(config)
+        self.inner = nn.Linear(inputs * config.hidden_size, config.intermediate_size)
+        self.outer = nn.Linear(config.intermediate_size, config.num_labels)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Args:
+            features (`torch.Tensor`): `(B, inputs · d)`.
+
+        Returns: logits `(B, num_labels)`.
+        """
+        return self.outer(torch.relu(self.inner(self.dropout(features))))
+
+
+class CSTForSequenceClassification(CSTPreTrainedModel):
+    """With a classifier, or a regression head, on the mean of the tokens.
+
+    Args:
+        config (`CSTConfig`): sizes and variant; `num_labels` and `problem_type` as everywhere in transformers.
+    """
+
+    def __init__(self, config: CSTConfig) -> None:
+        super().__init__(config)
+        self.cst = CSTModel(config)
+        self.classifier = CSTClassificationHead(config)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput | tuple:
+        """Logits `(B, num_labels)`, and the loss where `labels` `(B,)` or `(B, num_labels)` are given."""
+        output = self.cst(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
+        logits = self.classifier(masked_mean(output.last_hidden_state, attention_mask))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                labels=labels, pooled_logits=logits, config=self.config, **_loss_arguments(kwargs)
+            )
+        result = SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=output.hidden_states)
+        return _finish(result, return_dict)
+
+
+class CSTForPairClassification(CSTPreTrainedModel):
+    """With a classifier on two texts, each read alone by the same tower, as in the LRA Retrieval task.
+
+    The classifier sees both means, their product and their difference.
+
+    Args:
+        config (`CSTConfig`): sizes and variant.
+    """
+
+    def __init__(self, config: CSTConfig) -> None:
+        super().__init__(config)
+        self.loss_type = "ForSequenceClassification"
+        self.cst = CSTModel(config)
+        self.classifier = CSTClassificationHead(config, inputs=4)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        pair_input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        pair_attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput | tuple:
+        """Logits `(B, num_labels)` for `B` pairs of texts, `(B, N)` and `(B, M)` tokens, and the loss."""
+        first, second = (
+            masked_mean(self.cst(ids, mask, **kwargs).last_hidden_state, mask)
+            for ids, mask in ((input_ids, attention_mask), (pair_input_ids, pair_attention_mask))
+        )
+        logits = self.classifier(torch.cat([first, second, first * second, first - second], dim=-1))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                labels=labels, pooled_logits=logits, config=self.config, **_loss_arguments(kwargs)
+            )
+        return _finish(SequenceClassifierOutput(loss=loss, logits=logits), return_dict)
+
+
+class CSTForTokenClassification(CSTPreTrainedModel):
+    """With a classifier on every token.
+
+    Args:
+        config (`CSTConfig`): sizes and variant.
+    """
+
+    def __init__(self, config: CSTConfig) -> None:
+        super().__init__(config)
+        self.cst = CSTModel(config)
+        self.dropout = _classifier_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput | tuple:
+        """Logits `(B, N, num_labels)`, and the loss where `labels` `(B, N)` (-100: not counted) are given."""
+        output = self.cst(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
+        logits = self.classifier(self.dropout(output.last_hidden_state))
+        loss = None if labels is None else self.loss_function(logits, labels, self.config, **_loss_arguments(kwargs))
+        return _finish(
+            TokenClassifierOutput(loss=loss, logits=logits, hidden_states=output.hidden_states), return_dict
+        )
+
+
+class CSTForQuestionAnswering(CSTPreTrainedModel):
+    """With start and end logits on every token.
+
+    Args:
+        config (`CSTConfig`): sizes and variant.
+    """
+
+    def __init__(self, config: CSTConfig) -> None:
+        super().__init__(config)
+        self.cst = CSTModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        start_positions: torch.Tensor | None = None,
+        end_positions: torch.Tensor | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> QuestionAnsweringModelOutput | tuple:
+        """Start and end logits `(B, N)`, and the loss where both positions `(B,)` are given."""
+        output = self.cst(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
+        start, end = self.qa_outputs(output.last_hidden_state).unbind(dim=-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(
+                start.contiguous(), end.contiguous(), start_positions, end_positions, **_loss_arguments(kwargs)
+            )
+        result = QuestionAnsweringModelOutput(
+            loss=loss, start_logits=start, end_logits=end, hidden_states=output.hidden_states
+        )
+        return _finish(result, return_dict)
+
+
+__all__ = [
+    "CSTForCausalLM",
+    "CSTForMaskedLM",
+    "CSTForPairClassification",
+    "CSTForQuestionAnswering",
+    "CSTForSequenceClassification",
+    "CSTForTokenClassification",
+]

@@ -1,0 +1,317 @@
+"""The Composite Slice Transformer without a head (Source: Lee 2023).
+
+Sizes: `B` batch, `N` length, `d` hidden_size.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from .attention_cst import CSTAttention, Tables
+from .cache_cst import CSTCache, LevelState
+from .configuration_cst import CSTConfig
+
+
+class CSTEmbeddings(nn.Module):
+    """Word embeddings, with segments and, where the config says so, absolute positions."""
+
+    def __init__(self, config: CSTConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.word_embeddings = nn.Embedding(config.vocab_size, size, padding_idx=config.pad_token_id)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, size) if config.type_vocab_size else None
+        self.position_embeddings = None
+        if config.position_embedding == "absolute":
+            self.position_embeddings = nn.Embedding(config.max_position_embeddings, size)
+        self.norm = nn.Identity() if config.pre_norm else nn.LayerNorm(size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, words: torch.Tensor, segments: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
+        """Args:
+            words (`torch.Tensor`): `(B, N, d)`, embedded.
+            segments (`torch.LongTensor`, *optional*): `(B, N)`. Default: 0.
+            positions (`torch.LongTensor`): `(B or 1, N)`.
+
+        Returns: `(B, N, d)`.
+        """
+        if self.token_type_embeddings is not None:
+            if segments is None:
+                segments = torch.zeros(words.shape[:2], dtype=torch.long, device=words.device)
+            words = words + self.token_type_embeddings(segments)
+        if self.position_embeddings is not None:
+            words = words + self.position_embeddings(positions)
+        return self.dropout(self.norm(words))
+
+
+class CSTPositions(nn.Module):
+    """MS-VIPE: positions at the scale of each level, one set of tables for all layers (Lee 2023, section 4.2)."""
+
+    def __init__(self, config: CSTConfig) -> None:
+        super().__init__()
+        first, *upper = config.level_lengths
+        rows = [first + 2 * config.extension, *upper, config.most_slices]
+        self.levels = nn.ModuleList(nn.Embedding(count, config.hidden_size) for count in rows)
+
+    def forward(self) -> list[torch.Tensor]:
+        """The table of each level, `(rows, d)`."""
+        return list(self.levels.parameters())
+
+
+class CSTFeedForward(nn.Module):
+    """The feed-forward sublayer."""
+
+    def __init__(self, config: CSTConfig) -> None:
+        super().__init__()
+        self.inner = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.outer = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Args:
+            hidden (`torch.Tensor`): `(..., d)`.
+
+        Returns: `(..., d)`.
+        """
+        return self.outer(self.activation(self.inner(hidden)))
+
+
+class CSTLayer(GradientCheckpointingLayer):
+    """Composite slice attention and a feed-forward network, each with a residual connection."""
+
+    def __init__(self, config: CSTConfig) -> None:
+        super().__init__()
+        self.attention = CSTAttention(config)
+        self.feed_forward = CSTFeedForward(config)
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.pre_norm = config.pre_norm
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        tables: Tables,
+        mask: torch.Tensor | None,
+        lengths: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        """The layer on whole sequences; arguments and state as in `CSTAttention.forward`."""
+        attended, state = self.attention(self._before(self.attention_norm, hidden), tables, mask, lengths)
+        return self._after(hidden, attended), state
+
+    def step(
+        self, hidden: torch.Tensor, tables: Tables, state: LevelState, active: torch.Tensor
+    ) -> tuple[torch.Tensor, LevelState]:
+        """The layer on one more token of each row; arguments and state as in `CSTAttention.step`."""
+        attended, state = self.attention.step(self._before(self.attention_norm, hidden), tables, state, active)
+        return self._after(hidden, attended), state
+
+    def _before(self, norm: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        return norm(hidden) if self.pre_norm else hidden
+
+    def _after(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        if self.pre_norm:
+            hidden = hidden + self.dropout(attended)
+            return hidden + self.dropout(self.feed_forward(self.feed_forward_norm(hidden)))
+        hidden = self.attention_norm(hidden + self.dropout(attended))
+        return self.feed_forward_norm(hidden + self.dropout(self.feed_forward(hidden)))
+
+
+class CSTPreTrainedModel(PreTrainedModel):
+    """What every Composite Slice Transformer shares: loading, initialisation, what it supports."""
+
+    config_class = CSTConfig
+    config: CSTConfig
+    base_model_prefix = "cst"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("CSTLayer",)
+    _supports_sdpa = True
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _supports_attention_backend = False
+    _skip_keys_device_placement = "past_key_values"
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        # generate leaves the cache to the model: a DynamicCache would keep every key and value.
+        return False
+
+
+class CSTModel(CSTPreTrainedModel):
+    """The Composite Slice Transformer: embeddings, layers and, with pre-norm, a last LayerNorm.
+
+    Args:
+        config (`CSTConfig`): sizes and variant; causal where `config.is_decoder`.
+    """
+
+    def __init__(self, config: CSTConfig) -> None:
+        super().__init__(config)
+        self.embeddings = CSTEmbeddings(config)
+        self.positions = CSTPositions(config) if config.position_embedding == "ms-vipe" else None
+        self.layers = nn.ModuleList(CSTLayer(config) for _ in range(config.num_hidden_layers))
+        size = config.hidden_size
+        self.norm = nn.LayerNorm(size, eps=config.layer_norm_eps) if config.pre_norm else nn.Identity()
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The word embeddings."""
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Put other word embeddings in.
+
+        Args:
+            value (`nn.Embedding`): the embeddings.
+        """
+        self.embeddings.word_embeddings = value
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        past_key_values: CSTCache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast | tuple:
+        """Hidden states of the tokens.
+
+        Slices are counted from each row's first token: padding on the left, on the right or inside changes nothing.
+
+        Args:
+            input_ids (`torch.LongTensor`, *optional*): `(B, N)`; or give `inputs_embeds`.
+            attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 1 = token; with a cache `(B, past + N)`.
+            token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
+            inputs_embeds (`torch.Tensor`, *optional*): `(B, N, d)` in place of the word embeddings.
+            past_key_values (`CSTCache`, *optional*): from an earlier call; the tokens go on from there.
+            use_cache (`bool`, *optional*): whether a causal model returns its cache. Default `config.use_cache`, and
+                never while training.
+            output_hidden_states (`bool`, *optional*): whether to return every layer's hidden states.
+            return_dict (`bool`, *optional*): False for a plain tuple.
+            kwargs: ignored: what transformers passes to every model, such as `position_ids`.
+
+        Returns:
+            `BaseModelOutputWithPast`: `last_hidden_state` `(B, N, d)`, 0 in padding; the cache; the hidden states.
+
+        Raises:
+            ValueError: both or neither of `input_ids` and `inputs_embeds`, a mask that is not `(B, N)`, more tokens
+                than `max_position_embeddings`, a cache of another model, `output_attentions`.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        if kwargs.get("output_attentions"):
+            raise ValueError("a Composite Slice Transformer has no single attention matrix to return")
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        words = self.embeddings.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        B, N = words.shape[:2]
+        mask = self._mask(attention_mask, B, past, N)
+        self._check_length(past, N)
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        use_cache = use_cache and self.config.is_decoder
+        if past:
+            hidden, states = self._go_on(words, token_type_ids, mask, past_key_values)
+        else:
+            hidden, states, past_key_values = self._whole(words, token_type_ids, mask, use_cache, past_key_values)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        output = BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=states if output_hidden_states else None,
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    def _mask(self, attention_mask: torch.Tensor | None, B: int, past: int, N: int) -> torch.Tensor | None:
+        """Which of the new columns are tokens, `(B, N)`."""
+        if attention_mask is None:
+            return None
+        if attention_mask.shape not in ((B, N), (B, past + N)):
+            raise ValueError(
+                f"attention_mask must be (B, N) = {(B, past + N)}, 1 = token, got {tuple(attention_mask.shape)}"
+            )
+        return attention_mask[:, -N:].bool()
+
+    def _check_length(self, past: int, N: int) -> None:
+        most = self.config.max_position_embeddings
+        if past + N > most:
+            raise ValueError(
+                f"{past + N} tokens are more than max_position_embeddings = {most}: truncate the input, or make a "
+                "model with a larger max_position_embeddings"
+            )
+
+    def _tables(self) -> Tables:
+        return None if self.positions is None else self.positions()
+
+    def _whole(
+        self,
+        words: torch.Tensor,
+        segments: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        use_cache: bool,
+        cache: CSTCache | None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], CSTCache | None]:
+        """All layers on whole sequences; each row's tokens stand first in between."""
+        B, N = words.shape[:2]
+        order = None
+        if mask is not None:
+            order = (~mask).to(torch.int8).argsort(dim=1, stable=True)
+            words = self._reorder(words, order)
+            segments = None if segments is None else segments.gather(1, order)
+            mask = mask.gather(1, order)
+        hidden = self.embeddings(words, segments, torch.arange(N, device=words.device)[None])
+        lengths = None
+        if use_cache:
+            lengths = torch.full((B,), N, device=words.device) if mask is None else mask.sum(dim=1)
+            cache = CSTCache(len(self.layers)) if cache is None else cache
+        tables, states = self._tables(), [hidden]
+        for index, layer in enumerate(self.layers):
+            hidden, state = layer(hidden, tables, mask, lengths)
+            if use_cache and cache is not None:
+                cache.layers[index].store(state, N)
+            states.append(hidden)
+        states[-1] = self.norm(hidden)
+        if order is not None and mask is not None:
+            back = order.argsort(dim=1)
+            states = [self._reorder(state.masked_fill(~mask[..., None], 0.0), back) for state in states]
+        return states[-1], tuple(states), cache
+
+    @staticmethod
+    def _reorder(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return rows.gather(1, order[..., None].expand(-1, -1, rows.shape[2]))
+
+    def _go_on(
+        self, words: torch.Tensor, segments: torch.Tensor | None, mask: torch.Tensor | None, cache: Any
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """All layers on the tokens that follow, one column at a time: O(L + N / L) for each."""
+        if not isinstance(cache, CSTCache) or len(cache.layers) != len(self.layers):
+            raise ValueError(f"past_key_values must be a CSTCache of {len(self.layers)} layers, got {cache!r}")
+        tables, columns = self._tables(), []
+        for column in range(words.shape[1]):
+            state = cache.layers[0].state
+            assert state is not None
+            positions = state.lengths.clamp(max=self.config.max_position_embeddings - 1)[:, None]
+            at = slice(column, column + 1)
+            hidden = self.embeddings(words[:, at], None if segments is None else segments[:, at], positions)[:, 0]
+            active = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
+            active = active if mask is None else mask[:, column]
+            states = [hidden]
+            for cache_layer, layer in zip(cache.layers, self.layers, strict=True):
+                hidden, state = cast(CSTLayer, layer).step(hidden, tables, cache_layer.state, active)
+                cache_layer.store(state, 1)
+                states.append(hidden)
+            states[-1] = self.norm(hidden)
+            columns.append([row.masked_fill(~active[:, None], 0.0) for row in states])
+        stacked = tuple(torch.stack(rows, dim=1) for rows in zip(*columns, strict=True))
+        return stacked[-1], stacked
+
+
+__all__ = ["CSTModel", "CSTPreTrainedModel"]
