@@ -1,4 +1,7 @@
-"""Clustering the queries on a GPU: the keys' metric here, everything else is K-means. To `torch.compile` it is one op."""
+"""Clustering the queries on a GPU: the keys' metric is made here, the rest is K-means.
+
+To `torch.compile` it is one op.
+"""
 
 import torch
 import triton
@@ -125,7 +128,7 @@ def cluster_queries(
 ) -> torch.Tensor:
     """Labels `(B, H, N)`; a masked query has label 0."""
     B, H, N, D = query.shape
-    if query.numel() == 0 or N <= clusters:
+    if query.numel() == 0 or clusters >= N:
         return own_clusters(query, query_mask)
     most = most_fit_rows(clusters, fit_queries)
     rows = find_rows(query, query_mask, most)

@@ -47,21 +47,23 @@ def block_of(dim: int) -> int:
     return max(SMALLEST_BLOCK, triton.next_power_of_2(dim))
 
 
-def assign_blocks(block_d: int, points: int, exact: bool, shared_memory: int) -> tuple[int, int, int, int]:
-    """`(BLOCK_N, BLOCK_C, num_warps, num_stages)` of the assignment; `exact` where a product is made of three."""
-    block_n = 64 if block_d > 128 or points < 4096 else 128
-    block_c = 32 if block_d > 64 or exact else 64
-    if exact and block_d > 64:
-        block_n, block_c = 32, 16 if block_d > 128 else 32
-    stages = 2 if block_d <= 128 and shared_memory > 64 * 1024 else 1
-    return block_n, block_c, 8 if block_n * block_d >= 128 * 64 else 4, stages
+def assign_blocks(block_d: int, points: int, exact: bool, shared_memory: int) -> tuple[int, int, int, int, int]:
+    """`(BLOCK_N, BLOCK_C, BLOCK_D, num_warps, num_stages)` of the assignment.
+
+    `exact`: a float32 product is made of three. A row that would not fit into registers is walked in parts.
+    """
+    stages = 1 if shared_memory <= 64 * 1024 else 2
+    block_n = 64 if points < 4096 else 128
+    if block_d > (64 if exact else 128):
+        return block_n, 64, 32 if exact else 64, block_n // 16, stages
+    return block_n, 32 if exact or block_d > 64 else 64, block_d, 8 if block_n * block_d >= 8192 else 4, stages
 
 
 def update_blocks(block_d: int, clusters: int, exact: bool) -> tuple[int, int, int, int]:
-    """`(BLOCK_C, BLOCK_R, num_warps, num_stages)` of the update: small blocks of few clusters fill more of the GPU."""
-    block_c = 16 if clusters <= 256 or block_d > 128 else 32
-    block_r = 64 if block_d <= 64 else 32
-    return block_c, block_r, 8 if block_d > 128 else 4, 1 if exact or block_d > 128 else 2
+    """`(BLOCK_C, BLOCK_R, num_warps, num_stages)` of the update: blocks of few clusters make more programs."""
+    if exact or block_d > 128:
+        return 16, 32, 8 if block_d > 128 else 4, 1
+    return 16 if clusters <= 256 else 32, 64 if block_d <= 64 else 32, 4, 2
 
 
 def fit(
@@ -203,7 +205,7 @@ def assign(
     B, H, _, D = points.shape
     length, block_d = labels.shape[-1], block_of(D)
     chip = chip_of(points)
-    block_n, block_c, num_warps, num_stages = assign_blocks(
+    block_n, block_c, part_d, num_warps, num_stages = assign_blocks(
         block_d, length, points.dtype == torch.float32, chip.shared_memory
     )
     with on_device_of(points):
@@ -226,9 +228,10 @@ def assign(
             HAS_ROWS=fitted_only,
             HAS_RANKS=rows.ranks is not None,
             HAS_ORIGIN=centroids.origin is not None,
+            SPLIT=part_d < block_d,
             BLOCK_N=block_n,
             BLOCK_C=block_c,
-            BLOCK_D=block_d,
+            BLOCK_D=part_d,
             PRECISION=chip.dot_precision(points.dtype),
             num_warps=num_warps,
             num_stages=num_stages,
@@ -245,7 +248,7 @@ def own_clusters(points: torch.Tensor, mask: torch.Tensor | None) -> torch.Tenso
 
 
 def own_centroids(points: torch.Tensor, rows: Rows, clusters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Centroids `(B, H, C, D)` for items with no more points than clusters, and which items `(B, 1, 1, 1)` these are."""
+    """Centroids `(B, H, C, D)` of items with no more points than clusters, and which items `(B, 1, 1, 1)` are such."""
     B, H, _, D = points.shape
     centroids = torch.zeros(B, H, clusters, D, dtype=torch.float32, device=points.device)
     first = rows.fit[:, :clusters, None]
@@ -269,7 +272,7 @@ def kmeans(
     if points.numel() == 0:
         return own_clusters(points, mask), points.new_zeros(B, H, clusters, D, dtype=torch.float32)
     rows = find_rows(points, mask, most_fit_rows(clusters, fit_points))
-    if N <= clusters:
+    if clusters >= N:
         return own_clusters(points, mask), own_centroids(points, rows, clusters)[0]
     fitted = fit(points, rows, None, clusters, iterations, seed)
     labels = torch.empty(B, H, N, dtype=torch.int64, device=points.device)

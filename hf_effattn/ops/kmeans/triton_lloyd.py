@@ -7,6 +7,23 @@ from .triton_rows import load_points
 
 
 @triton.jit
+def load_centered(points_ptr, row, valid, o_d, stride_n, stride_d, p_origin, head_dim, HAS_ORIGIN: tl.constexpr):
+    """Rows of one problem in float32, the origin subtracted."""
+    b_points = load_points(points_ptr, row, valid, o_d, stride_n, stride_d, head_dim)
+    if HAS_ORIGIN:
+        b_points -= tl.load(p_origin + o_d, mask=o_d < head_dim, other=0.0)[None, :]
+    return b_points
+
+
+@triton.jit
+def load_directions(directions_ptr, o_c, o_d, clusters, head_dim):
+    """Directions of some centroids of one problem, as columns."""
+    m_directions = (o_d < head_dim)[:, None] & (o_c < clusters)[None, :]
+    # [BLOCK_D, BLOCK_C]
+    return tl.load(directions_ptr + o_c[None, :] * head_dim + o_d[:, None], mask=m_directions, other=0.0)
+
+
+@triton.jit
 def _kmeans_assign_kernel(
     points_ptr,
     stride_points_b,
@@ -29,6 +46,7 @@ def _kmeans_assign_kernel(
     HAS_ROWS: tl.constexpr,
     HAS_RANKS: tl.constexpr,
     HAS_ORIGIN: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -37,7 +55,7 @@ def _kmeans_assign_kernel(
     """Label `argmax_c x·(c G) - c G c^T / 2`, the first of equals, tile by tile of centroids.
 
     With `HAS_ROWS` the points are the fitted ones and label -1 marks where there is none; else all points, where label
-    0 stands for a masked one and few points are a cluster each.
+    0 stands for a masked one and few points are a cluster each. With `SPLIT` a block holds a part of the dimensions.
     """
     blocks = tl.cdiv(length, BLOCK_N)
     i_p = (tl.program_id(0) // blocks).to(tl.int64)
@@ -45,7 +63,6 @@ def _kmeans_assign_kernel(
     o_n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     o_c = tl.arange(0, BLOCK_C)
     o_d = tl.arange(0, BLOCK_D)
-    m_d = o_d < head_dim
     points_ptr += i_b * stride_points_b + i_p % heads * stride_points_h
     if HAS_ROWS:
         row = tl.load(rows_ptr + i_b * stride_rows_b + o_n, mask=o_n < length, other=-1)
@@ -56,22 +73,32 @@ def _kmeans_assign_kernel(
         if HAS_RANKS:
             rank = tl.load(ranks_ptr + i_b * length + o_n, mask=valid, other=-1)
             valid = rank >= 0
-    b_points = load_points(points_ptr, row, valid, o_d, stride_points_n, stride_points_d, head_dim)
+    p_origin = origin_ptr
     if HAS_ORIGIN:
-        b_points -= tl.load(origin_ptr + i_p * head_dim + o_d, mask=m_d, other=0.0)[None, :]
+        p_origin += i_p * head_dim
+    if not SPLIT:
+        b_points = load_centered(
+            points_ptr, row, valid, o_d, stride_points_n, stride_points_d, p_origin, head_dim, HAS_ORIGIN
+        )
     best = tl.full([BLOCK_N], float("-inf"), tl.float32)
     label = tl.zeros([BLOCK_N], tl.int32)
     directions_ptr += i_p * clusters * head_dim
     half_norms_ptr += i_p * clusters
     for start in range(0, clusters, BLOCK_C):
         o_j = start + o_c
-        m_j = o_j < clusters
-        # [BLOCK_D, BLOCK_C]
-        b_directions = tl.load(
-            directions_ptr + o_j[None, :] * head_dim + o_d[:, None], mask=m_d[:, None] & m_j[None, :], other=0.0
-        )
-        half_norms = tl.load(half_norms_ptr + o_j, mask=m_j, other=float("inf"))
-        scores = tl.dot(b_points, b_directions, input_precision=PRECISION) - half_norms[None, :]
+        if SPLIT:
+            scores = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+            for first in range(0, head_dim, BLOCK_D):
+                o_k = first + o_d
+                b_points = load_centered(
+                    points_ptr, row, valid, o_k, stride_points_n, stride_points_d, p_origin, head_dim, HAS_ORIGIN
+                )
+                b_directions = load_directions(directions_ptr, o_j, o_k, clusters, head_dim)
+                scores = tl.dot(b_points, b_directions, scores, input_precision=PRECISION)
+        else:
+            b_directions = load_directions(directions_ptr, o_j, o_d, clusters, head_dim)
+            scores = tl.dot(b_points, b_directions, input_precision=PRECISION)
+        scores -= tl.load(half_norms_ptr + o_j, mask=o_j < clusters, other=float("inf"))[None, :]
         tile_best, tile_label = tl.max(scores, axis=1, return_indices=True, return_indices_tie_break_left=True)
         is_better = tile_best > best
         best = tl.where(is_better, tile_best, best)
@@ -145,10 +172,7 @@ def _kmeans_update_kernel(
             # [BLOCK_R, BLOCK_D]
             b_directions = tl.load(p_directions, mask=(row >= 0)[:, None] & m_d[None, :], other=0.0)
             direction_sums = tl.dot(b_member, b_directions, direction_sums, input_precision=PRECISION)
-    if BINARY:
-        b_centroids = tl.where(sums >= 0, 1.0, -1.0)
-    else:
-        b_centroids = sums / tl.maximum(sizes, 1.0)[:, None]
+    b_centroids = tl.where(sums >= 0, 1.0, -1.0) if BINARY else sums / tl.maximum(sizes, 1.0)[:, None]
     m_c = (o_c < clusters) & (sizes > 0)
     offsets = (i_p * clusters + o_c)[:, None] * head_dim + o_d[None, :]
     tl.store(centroids_ptr + offsets, b_centroids, mask=m_c[:, None] & m_d[None, :])

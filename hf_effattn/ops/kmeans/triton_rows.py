@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ..chips import on_device_of
 
-# Rows whose mean is subtracted from all points: distances do not see it, and products lose no digits to a common shift.
+# So many rows' mean is subtracted from all points: distances do not see it, and products lose no digits to a shift.
 ORIGIN_SAMPLE: tl.constexpr = tl.constexpr(32)
 
 

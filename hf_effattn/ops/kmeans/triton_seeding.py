@@ -167,9 +167,10 @@ def _kmeans_seed_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Farthest-first in one group of rows per program (evenly spread ones where `BINARY`): seeds `i_g + groups · step`.
+    """Farthest-first in one group of rows per program (evenly spread rows where `BINARY`).
 
-    A seed is a centroid with its direction `c G` and half norm `c G c^T / 2`.
+    Seed `i_g + groups · step` is the group's choice of this step. A seed is a centroid with its direction `c G` and
+    half norm `c G c^T / 2`.
     """
     i_group = tl.program_id(0).to(tl.int64)
     i_p = first_problem + i_group // groups
@@ -191,21 +192,16 @@ def _kmeans_seed_kernel(
     nearest_seed = tl.where(o_s < own_rows, float("inf"), float("-inf"))
     for step in range(0, tl.cdiv(clusters - i_g, groups)):
         seed = i_g + groups * step
-        if BINARY:
-            fit = seed * fitted // clusters
-        else:
-            fit = (chosen * groups + i_g) * fitted // tl.maximum(candidates, 1)
+        candidate = chosen * groups + i_g
+        fit = seed * fitted // clusters if BINARY else candidate * fitted // tl.maximum(candidates, 1)
         # With fewer points than clusters no seed is ever used, but reading one must stay inside.
         fit = tl.minimum(fit, fit_rows - 1)
         row = tl.load(rows_ptr + fit).to(tl.int64)
         p_points = points_ptr + row * stride_points_n + o_d.to(tl.int64) * stride_points_d
         b_seed = tl.load(p_points, mask=m_d & (row >= 0), other=0.0).to(tl.float32) - b_origin
         tl.store(centroids_ptr + (i_p * clusters + seed) * head_dim + o_d, b_seed, mask=m_d)
-        if BINARY:
-            half_norm = head_dim * 0.5
-        else:
-            half_norm = tl.load(norms_ptr + i_p * fit_rows + fit) * 0.5
-        tl.store(half_norms_ptr + i_p * clusters + seed, half_norm)
+        norm = head_dim if BINARY else tl.load(norms_ptr + i_p * fit_rows + fit)
+        tl.store(half_norms_ptr + i_p * clusters + seed, norm * 0.5)
         if HAS_METRIC:
             b_direction = tl.load(fit_directions_ptr + (i_p * fit_rows + fit) * head_dim + o_d, mask=m_d, other=0.0)
             tl.store(directions_ptr + (i_p * clusters + seed) * head_dim + o_d, b_direction, mask=m_d)
