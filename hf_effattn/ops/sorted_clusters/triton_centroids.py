@@ -10,16 +10,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ..chips import Chip, chip_of, on_device_of
+from ..chips import on_device_of
 from ..dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS
 from .triton_dropout import dropout_factor
+from .triton_tiles import LOG2_E as LOG2_E
+from .triton_tiles import LOWEST as LOWEST
+from .triton_tiles import block_width as block_width
+from .triton_tiles import dot_by_parts, load_key_mask, tile_config
 from .triton_topk import WHOLE_ROW, select_topk
 
-LOG2_E = 1.4426950408889634
 BIN = 16  # keys of which a long row keeps only the largest score
 SCORE_BYTES = 2**28  # of scores or maxima that are in memory at once
 PROGRAMS = 264  # enough to keep a large chip busy
-LOWEST = tl.constexpr(-3.0e38)  # where a softmax begins: finite, so that a row without keys gives 0 and no NaN
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,6 @@ class CentroidPass:
     lse: torch.Tensor
     top: torch.Tensor
     top_scores: torch.Tensor
-
-
-@triton.jit
-def load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK: tl.constexpr):
-    """Which of the keys exist and may be attended to."""
-    m_key = o_m < M
-    if HAS_MASK:
-        m_key &= tl.load(key_mask_ptr + o_m.to(tl.int64) * stride_mask_m, mask=m_key, other=0) != 0
-    return m_key
 
 
 @triton.jit
@@ -74,8 +67,8 @@ def _centroid_attention_fwd_kernel(
     stride_value_b, stride_value_h, stride_value_m, stride_value_d, stride_mask_b, stride_mask_m,
     key_heads, rows, M, D, Dv, first_row, last_row, blocks, splits, split_length, columns, scale_log2, dropout_p,
     HAS_MASK: tl.constexpr, HAS_VALUES: tl.constexpr, HAS_DROPOUT: tl.constexpr, BIN: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """`softmax(scale · Qc K^T) V` over one part of the keys, for a block of the rows `first_row .. last_row - 1`.
 
@@ -86,7 +79,7 @@ def _centroid_attention_fwd_kernel(
     tables_before = first_row // rows
     i_p = tl.program_id(0) // (blocks * splits) + tables_before
     # Rows of all tables are numbered through; a table's part of the range is cut to it.
-    o_row = tl.maximum(i_p * rows, first_row) + i_block * BLOCK_C + tl.arange(0, BLOCK_C)
+    o_row = tl.maximum(i_p * rows, first_row) + i_block * ROWS + tl.arange(0, ROWS)
     m_row = o_row < tl.minimum((i_p + 1) * rows, last_row)
     o_row = o_row.to(tl.int64)
     i_b, i_h = (i_p // key_heads).to(tl.int64), (i_p % key_heads).to(tl.int64)
@@ -97,28 +90,33 @@ def _centroid_attention_fwd_kernel(
         key_mask_ptr += i_b * stride_mask_b
     o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     m_row_d = m_row[:, None] & (o_d < D)[None, :]
-    # [BLOCK_C, BLOCK_D]
+    # [ROWS, BLOCK_D]
     b_centroid = tl.load(centroids_ptr + o_row[:, None] * D + o_d[None, :], mask=m_row_d, other=0.0)
     b_centroid = b_centroid.to(key_ptr.dtype.element_ty)
     if HAS_VALUES:
-        b_values = tl.zeros([BLOCK_C, BLOCK_V], tl.float32)
-        b_highest = tl.full([BLOCK_C], LOWEST, tl.float32)
-        b_total = tl.zeros([BLOCK_C], tl.float32)
+        b_values = tl.zeros([ROWS, BLOCK_V], tl.float32)
+        b_highest = tl.full([ROWS], LOWEST, tl.float32)
+        b_total = tl.zeros([ROWS], tl.float32)
 
-    for start in range(i_split * split_length, tl.minimum(M, (i_split + 1) * split_length), BLOCK_M):
-        o_m = start + tl.arange(0, BLOCK_M)
+    for start in range(i_split * split_length, tl.minimum(M, (i_split + 1) * split_length), COLUMNS):
+        o_m = start + tl.arange(0, COLUMNS)
         m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
-        p_key = key_ptr + o_m.to(tl.int64)[None, :] * stride_key_m + o_d[:, None] * stride_key_d
-        # [BLOCK_D, BLOCK_M]
-        b_key = tl.load(p_key, mask=m_key[None, :] & (o_d < D)[:, None], other=0.0)
-        b_scores = tl.dot(b_centroid, b_key, input_precision=PRECISION) * scale_log2
-        b_scores = tl.where(m_key[None, :], b_scores, float("-inf"))
+        p_key = key_ptr + o_m.to(tl.int64) * stride_key_m
+        if BY_PARTS:
+            p_centroid = centroids_ptr + o_row * D
+            b_scores = dot_by_parts(p_centroid, m_row, 1, p_key, m_key, stride_key_d, D, ROWS, COLUMNS, PRECISION)
+        else:
+            p_key_t = p_key[None, :] + o_d[:, None] * stride_key_d
+            # [BLOCK_D, COLUMNS]
+            b_key = tl.load(p_key_t, mask=m_key[None, :] & (o_d < D)[:, None], other=0.0)
+            b_scores = tl.dot(b_centroid, b_key, input_precision=PRECISION)
+        b_scores = tl.where(m_key[None, :], b_scores * scale_log2, float("-inf"))
         if BIN == 1:
             p_scores = scores_ptr + (o_row - first_row)[:, None] * columns + o_m[None, :]
             tl.store(p_scores, b_scores, mask=m_row[:, None] & (o_m < M)[None, :])
         if BIN > 1:
-            o_bin = start // BIN + tl.arange(0, BLOCK_M // BIN)
-            b_largest = tl.max(tl.reshape(b_scores, [BLOCK_C, BLOCK_M // BIN, BIN]), 2)
+            o_bin = start // BIN + tl.arange(0, COLUMNS // BIN)
+            b_largest = tl.max(tl.reshape(b_scores, [ROWS, COLUMNS // BIN, BIN]), 2)
             p_bins = scores_ptr + (o_row - first_row)[:, None] * columns + o_bin[None, :]
             tl.store(p_bins, b_largest, mask=m_row[:, None] & (o_bin < columns)[None, :])
         if HAS_VALUES:
@@ -129,7 +127,7 @@ def _centroid_attention_fwd_kernel(
             if HAS_DROPOUT:
                 b_weights *= dropout_factor(seed_ptr, o_row, o_m, M, dropout_p, KINDS, KIND)
             p_value = value_ptr + o_m.to(tl.int64)[:, None] * stride_value_m + o_v[None, :] * stride_value_d
-            # [BLOCK_M, BLOCK_V]
+            # [COLUMNS, BLOCK_V]
             b_value = tl.load(p_value, mask=m_key[:, None] & (o_v < Dv)[None, :], other=0.0)
             b_values = b_values * b_kept[:, None]
             b_values += tl.dot(b_weights.to(b_value.dtype), b_value, input_precision=PRECISION)
@@ -174,26 +172,6 @@ def _centroid_rescore_fwd_kernel(
     tl.store(scores_ptr + i_row * topk * BIN + o_n, b_scores, mask=m_n)
 
 
-def block_width(dim: int) -> int:
-    """Columns of a block that holds rows of `dim` numbers and can be multiplied."""
-    return max(16, triton.next_power_of_2(dim))
-
-
-def centroid_blocks(itemsize: int, block_d: int, block_v: int, chip: Chip) -> dict[str, int]:
-    """Block sizes of the pass: what fits the registers and the shared memory of the chip."""
-    widest = max(block_d, block_v) * itemsize
-    block_c = 64 if itemsize == 2 else 32 if widest <= 512 else 16
-    block_m = 64 if widest <= 128 else 32 if widest <= 512 else 16
-    rows = chip.shared_memory // itemsize - block_c * block_d
-    stages = max(1, min(3, rows // (block_m * (block_d + block_v))))
-    return {
-        "BLOCK_C": block_c,
-        "BLOCK_M": block_m,
-        "num_warps": 8 if widest >= 512 else 4,
-        "num_stages": stages,
-    }
-
-
 def split_count(programs: int, length: int, block: int) -> int:
     """Parts of a walk over `length` rows in blocks, so that `programs` walkers keep the chip busy."""
     return max(1, min(triton.cdiv(PROGRAMS, programs), triton.cdiv(length, 4 * block), 64))
@@ -223,13 +201,11 @@ def centroid_pass(
     B, Hk, M, D = key.shape
     Dv = 0 if value is None else value.shape[3]
     rows = centroids.shape[0] * centroids.shape[1] // max(1, B * Hk)
-    block_d, block_v = block_width(D), block_width(Dv)
-    chip = chip_of(key)
-    config = centroid_blocks(key.element_size(), block_d, block_v, chip)
+    config = tile_config(key, D, Dv)
     scores_of = 0 if topk == 0 else BIN if WHOLE_ROW < M and 2 * topk * BIN <= M else 1
     columns = triton.cdiv(M, scores_of) if scores_of else 0
-    splits = split_count(B * Hk * triton.cdiv(rows, config["BLOCK_C"]), M, config["BLOCK_M"])
-    split_length = triton.cdiv(triton.cdiv(M, splits), config["BLOCK_M"]) * config["BLOCK_M"]
+    splits = split_count(B * Hk * triton.cdiv(rows, config["ROWS"]), M, config["COLUMNS"])
+    split_length = triton.cdiv(triton.cdiv(M, splits), config["COLUMNS"]) * config["COLUMNS"]
     total = B * Hk * rows
     values = key.new_empty(total, splits, Dv, dtype=torch.float32)
     lse = key.new_empty(total, splits, dtype=torch.float32)
@@ -240,14 +216,13 @@ def centroid_pass(
         for first, last in row_chunks(B * Hk, rows, 4 * (columns + (topk * BIN if scores_of > 1 else 0))):
             scores = key.new_empty(last - first, columns, dtype=torch.float32)
             tables = triton.cdiv(last, rows) - first // rows
-            blocks = triton.cdiv(min(rows, last - first), config["BLOCK_C"])
+            blocks = triton.cdiv(min(rows, last - first), config["ROWS"])
             _centroid_attention_fwd_kernel[(tables * splits * blocks,)](
                 centroids, key, value, key_mask, dropout_seed, values, lse, scores,
                 *key.stride(), *((0, 0, 0, 0) if value is None else value.stride()), *key_strides[4:],
                 Hk, rows, M, D, Dv, first, last, blocks, splits, split_length, columns, scale * LOG2_E, dropout_p,
                 HAS_MASK=key_mask is not None, HAS_VALUES=value is not None, HAS_DROPOUT=dropout_seed is not None,
-                BIN=scores_of, BLOCK_D=block_d, BLOCK_V=block_v, PRECISION=chip.dot_precision(key.dtype),
-                KINDS=KINDS_OF_WEIGHTS, KIND=CENTROID_WEIGHTS, **config,
+                BIN=scores_of, KINDS=KINDS_OF_WEIGHTS, KIND=CENTROID_WEIGHTS, **config,
             )  # fmt: skip
             if topk == 0:
                 continue
@@ -255,12 +230,12 @@ def centroid_pass(
             if scores_of > 1:
                 bins, _ = select_topk(scores, topk)
                 scores = key.new_empty(last - first, topk * BIN, dtype=torch.float32)
-                block_n = max(16, 8192 // block_d)
+                block_n = max(16, 8192 // config["BLOCK_D"])
                 blocks = triton.cdiv(topk * BIN, block_n)
                 _centroid_rescore_fwd_kernel[((last - first) * blocks,)](
                     centroids, key, key_mask, bins, scores, *key_strides,
                     Hk, rows, M, D, topk, first, blocks, scale * LOG2_E,
-                    HAS_MASK=key_mask is not None, BIN=BIN, BLOCK_N=block_n, BLOCK_D=block_d,
+                    HAS_MASK=key_mask is not None, BIN=BIN, BLOCK_N=block_n, BLOCK_D=config["BLOCK_D"],
                 )  # fmt: skip
             select_topk(scores, topk, bins=bins, bin_length=BIN, out=(top[first:last], top_scores[first:last]))
     return CentroidPass(values, lse, top, top_scores)
