@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MODEL_TYPES_AND_PADDINGS, TEXTS, batch_for, encoded, tiny_config, tiny_model
+from tiny_models import MODEL_TYPES_AND_PADDINGS, SMALL_SETTINGS, TEXTS, batch_for, encoded, tiny_config, tiny_model
 from transformers import BertLMHeadModel, DynamicCache, EncoderDecoderCache, EncoderDecoderModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_bidirectional_mask, sdpa_mask
 
@@ -61,6 +61,9 @@ def test_inputs_of_no_more_tokens_than_clusters(model_type: str, padding: str | 
     exact = encoded(model, batch)
     for method in hf_effattn.list_methods():
         hf_effattn.patch_attention(model, method, clusters=40, min_length=0)
+        assert torch.equal(encoded(model, batch), exact)
+    for settings in ({"topk": 40}, {"key_clusters": 40}):
+        hf_effattn.patch_attention(model, "bi-clustered", **SMALL_SETTINGS["bi-clustered"] | settings)
         assert torch.equal(encoded(model, batch), exact)
     hf_effattn.patch_attention(model, "i-clustered", clusters=4, topk=40, min_length=0)
     assert torch.equal(encoded(model, batch), exact)

@@ -6,7 +6,9 @@ from tiny_models import (
     FULL_LAYERS,
     MODEL_TYPES,
     MODEL_TYPES_AND_PADDINGS,
+    SMALL_SETTINGS,
     TEXTS,
+    WITH_TOPK,
     batch_for,
     encoded,
     tiny_config,
@@ -42,19 +44,20 @@ def test_the_table_is_covered() -> None:
     assert set(MODEL_TYPES) == set(TABLE)
 
 
+@pytest.mark.parametrize("method", WITH_TOPK)
 @pytest.mark.parametrize(("model_type", "padding"), MODEL_TYPES_AND_PADDINGS)
 def test_method_runs_and_is_close_where_topk_is_large(
-    model_type: str, padding: str | None, attended: list[str]
+    model_type: str, padding: str | None, method: str, attended: list[str]
 ) -> None:
     model = tiny_model(model_type)
     batch = batch_for(model, padding=padding)
     exact = encoded(model, batch)
 
-    assert hf_effattn.patch_attention(model, "i-clustered", topk=4, **FORCED) is model
+    assert hf_effattn.patch_attention(model, method, **SMALL_SETTINGS[method] | {"topk": 4}) is model
     coarse = relative_error(encoded(model, batch), exact)
-    assert attended == ["i-clustered"] * len(FULL_LAYERS.get(model_type, range(3)))
+    assert attended == [method] * len(FULL_LAYERS.get(model_type, range(3)))
 
-    hf_effattn.patch_attention(model, "i-clustered", topk=36, **FORCED)
+    hf_effattn.patch_attention(model, method, **SMALL_SETTINGS[method] | {"topk": 36})
     fine = relative_error(encoded(model, batch), exact)
     assert 1e-3 < coarse < 1
     assert 0 < fine < min(0.1, coarse / 2)
@@ -68,7 +71,7 @@ def test_off_is_bit_equal(model_type: str, method: str) -> None:
     config = model.config.to_dict()
     names = [set(vars(module)) for module in model.modules()]
     exact = encoded(model, batch)
-    hf_effattn.patch_attention(model, method, **FORCED)
+    hf_effattn.patch_attention(model, method, **SMALL_SETTINGS[method])
     assert not torch.equal(encoded(model, batch), exact)
     assert hf_effattn.unpatch_attention(model) is model
     assert torch.equal(encoded(model, batch), exact)
@@ -76,22 +79,24 @@ def test_off_is_bit_equal(model_type: str, method: str) -> None:
     assert [set(vars(module)) for module in model.modules()] == names
 
 
+@pytest.mark.parametrize("method", hf_effattn.list_methods())
 @pytest.mark.parametrize("model_type", TEXTS)
-def test_padding_changes_nothing(model_type: str) -> None:
+def test_padding_changes_nothing(model_type: str, method: str) -> None:
     """What the padded rows hold does not reach the rows that count."""
     model = tiny_model(model_type)
-    hf_effattn.patch_attention(model, "i-clustered", topk=8, **FORCED)
+    hf_effattn.patch_attention(model, method, **SMALL_SETTINGS[method])
     batch = batch_for(model, padding="right")
     expected = encoded(model, batch)
     batch.inputs["input_ids"] = batch.inputs["input_ids"].masked_fill(batch.inputs["attention_mask"] == 0, 7)
     torch.testing.assert_close(encoded(model, batch), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("method", hf_effattn.list_methods())
 @pytest.mark.parametrize("model_type", TEXTS)
-def test_a_padded_batch_equals_single_runs(model_type: str) -> None:
+def test_a_padded_batch_equals_single_runs(model_type: str, method: str) -> None:
     """With right padding a row gets what it gets alone: padded rows cost no cluster and move no centroid."""
     model = tiny_model(model_type)
-    hf_effattn.patch_attention(model, "i-clustered", topk=8, **FORCED)
+    hf_effattn.patch_attention(model, method, **SMALL_SETTINGS[method])
     batch = batch_for(model, padding="right")
     together = model(**batch.inputs).last_hidden_state[0, :29]
     alone = model(input_ids=batch.inputs["input_ids"][:1, :29]).last_hidden_state[0]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MODEL_TYPES, MODEL_TYPES_AND_PADDINGS, batch_for, encoded, tiny_model
+from tiny_models import MODEL_TYPES, MODEL_TYPES_AND_PADDINGS, SMALL_SETTINGS, batch_for, encoded, tiny_model
 
 import hf_effattn
 from hf_effattn.patching.model_types import find_encoders
@@ -26,7 +26,7 @@ def attentions(model: Any, batch: Any) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("method", hf_effattn.list_methods())
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_rows_sum_to_one_and_masked_keys_have_none(model_type: str, method: str) -> None:
-    model = hf_effattn.patch_attention(tiny_model(model_type), method, **FORCED)
+    model = hf_effattn.patch_attention(tiny_model(model_type), method, **SMALL_SETTINGS[method])
     batch = batch_for(model, padding="right")
     matrices = attentions(model, batch)
     assert len(matrices) == 3
@@ -43,7 +43,7 @@ def test_rows_sum_to_one_and_masked_keys_have_none(model_type: str, method: str)
 @pytest.mark.parametrize("method", hf_effattn.list_methods())
 def test_the_weights_are_those_that_were_used(method: str) -> None:
     """Values times weights is what the module hands to its output projection."""
-    model = hf_effattn.patch_attention(tiny_model("bert"), method, **FORCED)
+    model = hf_effattn.patch_attention(tiny_model("bert"), method, **SMALL_SETTINGS[method])
     batch = batch_for(model, padding="left")
     seen: dict[str, torch.Tensor] = {}
     (encoder,) = find_encoders(model)
@@ -63,7 +63,7 @@ def test_asking_changes_no_output(model_type: str) -> None:
     model = tiny_model(model_type)
     batch = batch_for(model, padding="right")
     for method in hf_effattn.list_methods():
-        hf_effattn.patch_attention(model, method, **FORCED)
+        hf_effattn.patch_attention(model, method, **SMALL_SETTINGS[method])
         assert torch.equal(encoded(model, batch, output_attentions=True), encoded(model, batch))
 
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MODEL_TYPES, batch_for, encoded, tiny_model
+from tiny_models import MODEL_TYPES, SMALL_SETTINGS, WITH_TOPK, batch_for, encoded, tiny_model
 
 import hf_effattn
 
-SETTINGS = {"clusters": 6, "topk": 34, "min_length": 0}
+SETTINGS = {method: SMALL_SETTINGS[method] | {"topk": 34} for method in WITH_TOPK}
 
 
 @pytest.fixture(autouse=True)
@@ -28,50 +28,53 @@ def floating(batch: Any, dtype: torch.dtype) -> Any:
     return batch
 
 
+@pytest.mark.parametrize("method", WITH_TOPK)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_low_precision_weights(model_type: str, dtype: torch.dtype, attended: list[str]) -> None:
+def test_low_precision_weights(model_type: str, dtype: torch.dtype, method: str, attended: list[str]) -> None:
     """Low precision adds no more than it adds to exact attention, up to clusters that rounding puts elsewhere."""
     model = tiny_model(model_type)
     batch = batch_for(model, padding="right")
     reference = encoded(model, batch)
-    approximation = error(encoded(hf_effattn.patch_attention(model, "i-clustered", **SETTINGS), batch), reference)
+    approximation = error(encoded(hf_effattn.patch_attention(model, method, **SETTINGS[method]), batch), reference)
     hf_effattn.unpatch_attention(model).to(dtype)
     attended.clear()
     floating(batch, dtype)
     baseline = error(encoded(model, batch), reference)
-    hf_effattn.patch_attention(model, "i-clustered", **SETTINGS)
+    hf_effattn.patch_attention(model, method, **SETTINGS[method])
     output = encoded(model, batch)
     assert output.dtype == dtype
     assert output.isfinite().all()
     assert len(attended) >= 2
     assert error(output, reference) < 2 * (baseline + approximation) + 0.02
-    hf_effattn.patch_attention(model, "i-clustered")
+    hf_effattn.patch_attention(model, method)
     assert abs(error(encoded(model, batch), reference) - baseline) < 1e-6
 
 
+@pytest.mark.parametrize("method", WITH_TOPK)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_autocast(model_type: str, attended: list[str]) -> None:
+def test_autocast(model_type: str, method: str, attended: list[str]) -> None:
     model = tiny_model(model_type)
     batch = batch_for(model, padding="right")
     reference = encoded(model, batch)
-    approximation = error(encoded(hf_effattn.patch_attention(model, "i-clustered", **SETTINGS), batch), reference)
+    approximation = error(encoded(hf_effattn.patch_attention(model, method, **SETTINGS[method]), batch), reference)
     hf_effattn.unpatch_attention(model)
     attended.clear()
     with torch.autocast("cpu", torch.bfloat16):
         exact = encoded(model, batch)
-        hf_effattn.patch_attention(model, "i-clustered", **SETTINGS)
+        hf_effattn.patch_attention(model, method, **SETTINGS[method])
         output = encoded(model, batch)
         assert len(attended) >= 2
         assert output.dtype == exact.dtype
         assert output.isfinite().all()
         assert error(output, reference) < 2 * (error(exact, reference) + approximation) + 0.02
-        hf_effattn.patch_attention(model, "i-clustered")
+        hf_effattn.patch_attention(model, method)
         assert torch.equal(encoded(model, batch), exact)
 
 
-def test_autocast_training() -> None:
-    model = hf_effattn.patch_attention(tiny_model("bert"), "i-clustered", **SETTINGS).train()
+@pytest.mark.parametrize("method", WITH_TOPK)
+def test_autocast_training(method: str) -> None:
+    model = hf_effattn.patch_attention(tiny_model("bert"), method, **SETTINGS[method]).train()
     with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
         encoded(model, batch_for(model, padding="left")).square().mean().backward()
     gradient = model.encoder.layer[0].attention.self.query.weight.grad
@@ -80,19 +83,20 @@ def test_autocast_training() -> None:
     assert gradient.abs().sum() > 0
 
 
+@pytest.mark.parametrize("method", WITH_TOPK)
 @pytest.mark.parametrize("how", ["patch_attention", "attn_implementation"])
 @pytest.mark.parametrize("model_type", ["bert", "modernbert", "distilbert", "vit", "whisper"])
-def test_compiled_output_is_the_same(model_type: str, how: str) -> None:
+def test_compiled_output_is_the_same(model_type: str, how: str, method: str) -> None:
     torch._dynamo.reset()
-    settings = {"clusters": 6, "topk": 8, "min_length": 0}
+    settings = SMALL_SETTINGS[method]
     model = tiny_model(model_type)
     batch = batch_for(model, padding="right")
     exact = encoded(model, batch)
     if how == "patch_attention":
-        hf_effattn.patch_attention(model, "i-clustered", **settings)
+        hf_effattn.patch_attention(model, method, **settings)
     else:
-        model.config.effattn = settings
-        model.set_attn_implementation("i-clustered")
+        model.config.effattn = dict(settings)
+        model.set_attn_implementation(method)
     expected = encoded(model, batch)
     assert not torch.equal(expected, exact)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MODEL_TYPES, batch_for, encoded, tiny_config, tiny_model
+from tiny_models import MODEL_TYPES, SMALL_SETTINGS, WITH_TOPK, batch_for, encoded, tiny_config, tiny_model
 from transformers import AutoModel, AutoModelForSequenceClassification, BertLMHeadModel, BertModel, EncoderDecoderModel
 
 import hf_effattn
@@ -25,12 +25,13 @@ def without_gradient() -> Any:
         yield
 
 
+@pytest.mark.parametrize("method", WITH_TOPK)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_saved_and_loaded(model_type: str, tmp_path: Path, attended: list[str]) -> None:
+def test_saved_and_loaded(model_type: str, method: str, tmp_path: Path, attended: list[str]) -> None:
     model = tiny_model(model_type)
     batch = batch_for(model, padding="right")
     exact = encoded(model, batch)
-    hf_effattn.patch_attention(model, "i-clustered", topk=8, **FORCED)
+    hf_effattn.patch_attention(model, method, **SMALL_SETTINGS[method])
     expected = encoded(model, batch)
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import TEXTS, batch_for, encoded, tiny_model
+from tiny_models import SMALL_SETTINGS, TEXTS, WITH_TOPK, batch_for, encoded, tiny_model
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, Trainer, TrainingArguments
 
 import hf_effattn
 
-SETTINGS = {"clusters": 6, "topk": 8, "min_length": 0}
 DROPOUT = {
     "bert": "attention_probs_dropout_prob",
     "distilbert": "attention_dropout",
@@ -52,7 +51,7 @@ def gradients(model: PreTrainedModel, batch: Any) -> dict[str, torch.Tensor]:
 def test_attention_dropout_is_honoured(model_type: str) -> None:
     batch = batch_for(tiny_model(model_type))
     for method in hf_effattn.list_methods():
-        settings = {"clusters": 6, "min_length": 0}
+        settings = SMALL_SETTINGS[method]
         dropped = hf_effattn.patch_attention(training_model(model_type, 0.5), method, **settings)
         kept = hf_effattn.patch_attention(training_model(model_type, 0.0), method, **settings)
 
@@ -67,13 +66,14 @@ def test_attention_dropout_is_honoured(model_type: str) -> None:
         assert torch.equal(output(dropped.eval(), 0), output(kept.eval(), 0))
 
 
+@pytest.mark.parametrize("method", WITH_TOPK)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("model_type", ["bert", "distilbert", "modernbert", "vit", "wav2vec2"])
 def test_gradient_checkpointing_gives_the_same_gradients(
-    model_type: str, reentrant: bool, attended: list[str]
+    model_type: str, reentrant: bool, method: str, attended: list[str]
 ) -> None:
     """The clusters and the dropout of the forward pass come again when a layer is computed anew."""
-    model = hf_effattn.patch_attention(training_model(model_type, 0.3), "i-clustered", **SETTINGS)
+    model = hf_effattn.patch_attention(training_model(model_type, 0.3), method, **SMALL_SETTINGS[method])
     batch = batch_for(model, padding="right")
     expected = gradients(model, batch)
     once = len(attended)
@@ -85,12 +85,13 @@ def test_gradient_checkpointing_gives_the_same_gradients(
         torch.testing.assert_close(actual[name], gradient, rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.parametrize("method", WITH_TOPK)
 @pytest.mark.parametrize("model_type", TEXTS)
-def test_every_weight_gets_a_gradient_near_the_exact_one(model_type: str) -> None:
+def test_every_weight_gets_a_gradient_near_the_exact_one(model_type: str, method: str) -> None:
     model = tiny_model(model_type)
     batch = batch_for(model, padding="left")
     exact = gradients(model, batch)
-    hf_effattn.patch_attention(model, "i-clustered", clusters=20, topk=36, min_length=0)
+    hf_effattn.patch_attention(model, method, **SMALL_SETTINGS[method] | {"clusters": 20, "topk": 36})
     close = gradients(model, batch)
     assert close.keys() == exact.keys()
     ours, theirs = (torch.cat([grad.flatten() for grad in grads.values()]) for grads in (close, exact))
@@ -115,7 +116,7 @@ class Sentences(torch.utils.data.Dataset):
 def test_trainer_with_gradient_checkpointing(tmp_path: Path, attended: list[str]) -> None:
     torch.manual_seed(0)
     model = tiny_model("bert", AutoModelForSequenceClassification, initializer_range=0.05)
-    hf_effattn.patch_attention(model, "i-clustered", **SETTINGS)
+    hf_effattn.patch_attention(model, "i-clustered", **SMALL_SETTINGS["i-clustered"])
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
         max_steps=20,
