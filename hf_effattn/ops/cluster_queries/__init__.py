@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_count, check_heads, check_mask, choose_backend
+from ..arguments import LARGEST_KERNEL_DIM, check_count, check_heads, check_mask, choose_backend
 from ..kmeans import LARGEST_SEED as LARGEST_SEED
 from ..kmeans import check_seed
 from . import batched, reference
@@ -97,6 +97,10 @@ def cluster_queries(
         raise ValueError("query has values that are not finite: look for an overflow or a bad weight before attention")
     forms = reference.cluster_queries, batched.cluster_queries, _triton
     run = choose_backend(backend, forms, query)
+    if run is _triton and method == "lsh" and bits > LARGEST_KERNEL_DIM:
+        if backend == "triton":
+            raise ValueError(f'the kernels take up to {LARGEST_KERNEL_DIM} bits, got {bits}; use backend="batched"')
+        run = batched.cluster_queries
     query, key = query.detach(), None if key is None or method == "lsh" else key.detach()
     key_mask = None if key is None else key_mask
     return run(query, key, key_mask, query_mask, clusters, method, iterations, bits, fit_queries, seed)

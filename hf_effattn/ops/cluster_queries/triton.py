@@ -3,6 +3,8 @@
 To `torch.compile` it is one op.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -92,7 +94,7 @@ def keys_metric(key: torch.Tensor, rows: Rows) -> torch.Tensor:
             rows.fit.shape[1],
             D,
             RIDGE=METRIC_RIDGE,
-            BLOCK_R=64 if block_d <= 64 else 32,
+            BLOCK_R=32,
             BLOCK_I=block_i,
             BLOCK_D=block_d,
             PRECISION=chip_of(key).dot_precision(torch.float32),
@@ -102,15 +104,20 @@ def keys_metric(key: torch.Tensor, rows: Rows) -> torch.Tensor:
     return metric
 
 
+@lru_cache(maxsize=16)
+def planes_on_device(head_dim: int, bits: int, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Hash planes that are copied to a GPU only once: a CUDA graph cannot capture a copy from the host."""
+    return hash_planes(head_dim, bits, seed).to(device, dtype)
+
+
 def share_rows(
     query: torch.Tensor, key: torch.Tensor, query_mask: torch.Tensor | None, key_mask: torch.Tensor | None
 ) -> bool:
     """Whether queries and keys have the same rows that count, as in self-attention."""
-    if query.shape[2] != key.shape[2] or (query_mask is None) != (key_mask is None):
-        return False
-    return query_mask is None or (
-        query_mask.data_ptr() == key_mask.data_ptr() and query_mask.stride() == key_mask.stride()
-    )
+    if query_mask is None or key_mask is None:
+        return query.shape[2] == key.shape[2] and query_mask is key_mask
+    same_layout = query_mask.shape == key_mask.shape and query_mask.stride() == key_mask.stride()
+    return same_layout and query_mask.data_ptr() == key_mask.data_ptr()
 
 
 @torch.library.custom_op("hf_effattn::cluster_queries_triton", mutates_args=())
@@ -135,7 +142,7 @@ def cluster_queries(
     points, metric = query, None
     if method == "lsh":
         with torch.autocast(query.device.type, enabled=False):
-            points = as_sign(query @ hash_planes(D, bits, seed).to(query))
+            points = as_sign(query @ planes_on_device(D, bits, seed, query.dtype, query.device))
     elif key is not None and key.shape[2]:
         key_rows = rows if share_rows(query, key, query_mask, key_mask) else find_rows(key, key_mask, most)
         metric = keys_metric(key, key_rows)

@@ -141,7 +141,7 @@ def kmeans(
     centroids = points.new_zeros(B, H, clusters, D, dtype=accumulation_dtype(points.dtype))
     bytes_per_head = fitting_bytes_per_head(points, clusters, fit_points, D)
     with torch.autocast(points.device.type, enabled=False):
-        for chunk in row_chunks(points, None, mask, bytes_per_head):
+        for chunk in row_chunks(points, None, mask, bytes_per_head) if H else ():
             heads = slice(chunk.first_head, chunk.last_head)
             centroids[chunk.batch, heads] = cluster_chunk(
                 chunk, labels, points, clusters, iterations, fit_points, seed

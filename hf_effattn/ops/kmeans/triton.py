@@ -55,7 +55,7 @@ def assign_blocks(block_d: int, points: int, exact: bool, shared_memory: int) ->
     stages = 1 if shared_memory <= 64 * 1024 else 2
     block_n = 64 if points < 4096 else 128
     if block_d > (64 if exact else 128):
-        return block_n, 64, 32 if exact else 64, block_n // 16, stages
+        return block_n, 32 if exact else 64, 32 if exact else 64, block_n // 16, stages
     return block_n, 32 if exact or block_d > 64 else 64, block_d, 8 if block_n * block_d >= 8192 else 4, stages
 
 

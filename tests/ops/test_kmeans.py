@@ -1,0 +1,216 @@
+"""K-means alone: what it finds, against Lloyd's algorithm written as loops, masks, its own clusters, its arguments."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from attention_cases import padding
+
+from hf_effattn.ops import cluster_queries
+from hf_effattn.ops.kmeans import kmeans
+
+BACKENDS = ("reference", "batched")
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture
+def few_seeds_per_group(monkeypatch):
+    monkeypatch.setattr(import_module("hf_effattn.ops.kmeans.sampling"), "SEEDS_PER_GROUP", 3)
+
+
+def random_points(P=3, N=101, D=6, seed=0):
+    return torch.randn(P, N, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def lloyd_with_loops(points, centroids, iterations):
+    """Labels and centroids of one problem after so many rounds, on Python lists."""
+    points, centroids = points.tolist(), centroids.tolist()
+
+    def closest(point):
+        distances = [sum((x - y) ** 2 for x, y in zip(point, c, strict=True)) for c in centroids]
+        return distances.index(min(distances))
+
+    for _ in range(iterations):
+        labels = [closest(point) for point in points]
+        for j in range(len(centroids)):
+            members = [point for point, label in zip(points, labels, strict=True) if label == j]
+            if members:
+                centroids[j] = [sum(column) / len(members) for column in zip(*members, strict=True)]
+    return [closest(point) for point in points], centroids
+
+
+def inertia(points, labels, centroids):
+    own = centroids.take_along_dim(labels[..., None], dim=1)
+    return (points - own).square().sum().item()
+
+
+@each_backend
+@pytest.mark.parametrize("iterations", [0, 1, 5])
+def test_is_lloyds_algorithm_from_its_own_seeds(backend, iterations):
+    points = random_points()
+    _, seeds = kmeans(points, 7, iterations=0, backend=backend)
+    labels, centroids = kmeans(points, 7, iterations=iterations, backend=backend)
+    for p in range(3):
+        expected_labels, expected_centroids = lloyd_with_loops(points[p], seeds[p], iterations)
+        assert labels[p].tolist() == expected_labels
+        torch.testing.assert_close(
+            centroids[p], torch.tensor(expected_centroids, dtype=torch.float64), rtol=0, atol=1e-14
+        )
+
+
+@each_backend
+def test_seeds_are_farthest_first(backend):
+    points = random_points()
+    _, seeds = kmeans(points, 7, iterations=0, backend=backend)
+    for p in range(3):
+        for j in range(1, 7):
+            to_chosen = torch.cdist(points[p], seeds[p, :j]).amin(dim=1)
+            assert torch.equal(seeds[p, j], points[p, to_chosen.argmax()])
+
+
+@each_backend
+def test_many_seeds_are_found_in_groups(backend, few_seeds_per_group):
+    """Seeds `i, i + g, ...` are farthest-first among the rows `i, i + g, ...`."""
+    points = random_points(P=2)
+    _, seeds = kmeans(points, 7, iterations=0, backend=backend)
+    groups = 3  # 7 seeds, at most 3 in a group
+    for p in range(2):
+        for i in range(groups):
+            own, found = points[p, i::groups], seeds[p, i::groups]
+            for j in range(1, len(found)):
+                to_chosen = torch.cdist(own, found[:j]).amin(dim=1)
+                assert torch.equal(found[j], own[to_chosen.argmax()])
+
+
+@pytest.mark.parametrize("masks", ["none", "right", "left", "holes", "row", "few"])
+@pytest.mark.parametrize("clusters", [1, 5, 40])
+def test_both_forms_agree(masks, clusters):
+    points = random_points(P=4, N=90)
+    mask = padding(masks, 4, 90)
+    (labels, centroids), expected = (
+        kmeans(points, clusters, mask=mask, iterations=3, fit_points=50, backend=backend) for backend in BACKENDS[::-1]
+    )
+    assert torch.equal(labels, expected[0])
+    torch.testing.assert_close(centroids, expected[1], rtol=0, atol=1e-14)
+
+
+@each_backend
+@pytest.mark.parametrize("masks", ["right", "left", "holes"])
+def test_masked_points_have_no_influence(backend, masks):
+    points = random_points(P=2, N=60)
+    mask = padding(masks, 2, 60)
+    points[~mask] = torch.nan
+    labels, centroids = kmeans(points, 6, mask=mask, backend=backend)
+    for p in range(2):
+        alone = kmeans(points[p : p + 1, mask[p]], 6, backend=backend)
+        assert torch.equal(labels[p, mask[p]], alone[0][0])
+        assert torch.equal(centroids[p], alone[1][0])
+        assert (labels[p, ~mask[p]] == 0).all()
+
+
+@each_backend
+@pytest.mark.parametrize("masked", [False, True])
+def test_few_points_are_their_own_centroids(backend, masked):
+    points = random_points(P=2, N=8)
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    mask[:, ::3] = False
+    labels, centroids = kmeans(points, 8, mask=mask if masked else None, backend=backend)
+    for p in range(2):
+        own = points[p, mask[p]] if masked else points[p]
+        assert labels[p, mask[p]].tolist() == (list(range(5)) if masked else [1, 2, 4, 5, 7])
+        assert torch.equal(centroids[p, : len(own)], own)
+        assert (centroids[p, len(own) :] == 0).all()
+
+
+@each_backend
+def test_an_empty_cluster_keeps_its_seed(backend):
+    """Of equal points each is as near to the first centroid as to the others, which stay empty."""
+    points = torch.randn(1, 1, 5).expand(2, 30, 5)
+    labels, centroids = kmeans(points, 4, backend=backend)
+    assert (labels == 0).all()
+    torch.testing.assert_close(centroids, points[:, :4])
+
+
+def test_inertia_falls_with_iterations_and_a_fit_on_some_is_close():
+    points = random_points(P=2, N=700)
+    after = [inertia(points, *kmeans(points, 20, iterations=i)) for i in (0, 1, 2, 5, 20)]
+    assert after == sorted(after, reverse=True)
+    assert inertia(points, *kmeans(points, 20, fit_points=350)) < 1.1 * after[-1]
+
+
+def test_finds_as_good_clusters_as_many_random_starts():
+    """Farthest-first needs one start where well separated groups would catch a random one in a bad optimum."""
+    generator = torch.Generator().manual_seed(0)
+    centers = 10 * torch.randn(1, 8, 4, generator=generator)
+    points = (centers[:, :, None] + torch.randn(1, 8, 20, 4, generator=generator)).flatten(1, 2)
+    found = inertia(points, *kmeans(points, 8))
+    starts = []
+    for _ in range(8):
+        seeds = points[0, torch.randperm(160, generator=generator)[:8]]
+        labels, centroids = lloyd_with_loops(points[0], seeds, 10)
+        starts.append(inertia(points, torch.tensor([labels]), torch.tensor([centroids])))
+    assert found <= 1.0001 * min(starts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_computes_in_float32(dtype):
+    points = random_points().to(dtype)
+    labels, centroids = kmeans(points, 5)
+    assert centroids.dtype == torch.float32
+    expected = kmeans(points.float(), 5)
+    assert torch.equal(labels, expected[0])
+    assert torch.equal(centroids, expected[1])
+
+
+def test_same_result_every_time_other_seeds_other_starts():
+    points = random_points()
+    first = kmeans(points, 9)
+    assert all(torch.equal(a, b) for a, b in zip(first, kmeans(points, 9), strict=True))
+    starts = {int((kmeans(points, 9, iterations=0, seed=seed)[1] == points[:, :1]).sum()) for seed in range(200)}
+    assert len(starts) > 1
+
+
+def test_is_what_clusters_the_queries():
+    query = random_points(P=6).unflatten(0, (2, 3))
+    mask = padding("holes", 2, 101)
+    labels = cluster_queries(query, 7, query_mask=mask, iterations=4)
+    expected, _ = kmeans(query.flatten(0, 1), 7, mask=mask.repeat_interleave(3, dim=0), iterations=4, fit_points=2048)
+    assert torch.equal(labels.flatten(0, 1), expected)
+
+
+def test_no_gradient_and_one_graph():
+    points = random_points().requires_grad_()
+    labels, centroids = kmeans(points, 7)
+    assert not centroids.requires_grad
+    compiled = torch.compile(kmeans, fullgraph=True, backend="aot_eager")(points, 7)
+    assert torch.equal(compiled[0], labels)
+    assert torch.equal(compiled[1], centroids)
+
+
+@each_backend
+@pytest.mark.parametrize("shape", [(0, 5, 3), (2, 0, 3), (2, 1, 1)])
+def test_small_sizes(backend, shape):
+    labels, centroids = kmeans(torch.ones(shape), 2, backend=backend)
+    assert labels.shape == shape[:2]
+    assert centroids.shape == (shape[0], 2, shape[2])
+    assert (labels == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"clusters": 0}, ValueError, "clusters must be at least 1, got 0"),
+        ({"iterations": -1}, ValueError, "iterations must be at least 0"),
+        ({"fit_points": 0}, ValueError, "fit_points must be at least 1"),
+        ({"seed": -1}, ValueError, "seed must be at least 0"),
+        ({"seed": 2**63}, ValueError, "seed must be at most"),
+        ({"points": torch.zeros(3, 4)}, ValueError, "points must have 3 dimensions"),
+        ({"points": torch.zeros(3, 4, 5).int()}, TypeError, "points must be a floating-point tensor"),
+        ({"mask": torch.ones(2, 9)}, TypeError, "mask must be boolean"),
+        ({"mask": torch.ones(2, 8).bool()}, ValueError, r"mask must be \(2, 9\) on cpu like points, got \(2, 8\)"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of"),
+    ],
+)
+def test_arguments(changes, error, message):
+    with pytest.raises(error, match=message):
+        kmeans(**({"points": torch.zeros(2, 9, 3), "clusters": 2} | changes))
