@@ -160,6 +160,7 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        next_sequence_length: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Inputs of the next step: the columns that the cache has not seen.
@@ -170,7 +171,8 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
             attention_mask (`torch.Tensor`, *optional*): `(B, all columns so far)`.
             inputs_embeds (`torch.Tensor`, *optional*): embeddings of the prompt, for the first step.
             use_cache (`bool`, *optional*): whether to keep a cache.
-            kwargs: further inputs of the model; `token_type_ids` are cut to the new columns too.
+            next_sequence_length (`int`, *optional*): how many columns are new, where `generate` knows.
+            kwargs: further arguments of `generate`; only `logits_to_keep` is used.
 
         Returns: the arguments of `forward`.
         """
@@ -179,9 +181,11 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
         inputs |= {"past_key_values": past_key_values, "logits_to_keep": kwargs.get("logits_to_keep", 0)}
         if inputs_embeds is not None and past == 0:
             return inputs | {"inputs_embeds": inputs_embeds}
-        # After a prompt of embeddings input_ids hold only what was generated.
-        new = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1]
-        inputs["input_ids"] = input_ids[:, past - new :] if past else input_ids
+        if past and next_sequence_length is None:
+            # After a prompt of embeddings input_ids hold only what was generated; the mask has every column.
+            columns = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1]
+            next_sequence_length = columns - past
+        inputs["input_ids"] = input_ids[:, -next_sequence_length:] if next_sequence_length else input_ids
         return inputs
 
     def forward(

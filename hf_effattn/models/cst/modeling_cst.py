@@ -267,6 +267,8 @@ class CSTModel(CSTPreTrainedModel):
             words = self._reorder(words, order)
             segments = None if segments is None else segments.gather(1, order)
             mask = mask.gather(1, order)
+            # Not even the gradient of a LayerNorm may meet what stands in padding.
+            words = words.masked_fill(~mask[..., None], 0.0)
         hidden = self.embeddings(words, segments, torch.arange(N, device=words.device)[None])
         lengths = None
         if use_cache:

@@ -1,0 +1,237 @@
+"""The composite attention of the Composite Slice Transformer: equations, causality, padding, identities."""
+
+from math import ceil, exp, sqrt
+
+import pytest
+import torch
+import torch.nn.functional as F
+from closeness import assert_close_to_reference
+from cst_models import LENGTH, VARIANTS, tiny_model, tokens
+
+from hf_effattn.models import CSTForCausalLM, CSTModel
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+TWO_LEVELS = ["paper", "half_extension", "whole_extension", "parallel", "global_local", "separate_projections"]
+
+
+def rows_times(rows, linear, with_bias=True):
+    """`rows W + b` for lists of rows, one product at a time."""
+    weight, bias = linear.weight.tolist(), linear.bias.tolist()
+    return [
+        [sum(x * w for x, w in zip(row, column, strict=True)) + (b if with_bias else 0.0) for column, b in
+         zip(weight, bias, strict=True)]
+        for row in rows
+    ]  # fmt: skip
+
+
+def add(first, second):
+    return [[x + y for x, y in zip(a, b, strict=True)] for a, b in zip(first, second, strict=True)]
+
+
+def attend(query, keys, values, heads):
+    """softmax(q K^T / sqrt(d_h)) V of every head for one query (Eq. 2)."""
+    size = len(query) // heads
+    output = []
+    for h in range(heads):
+        part = slice(h * size, (h + 1) * size)
+        weights = [exp(sum(a * b for a, b in zip(query[part], key[part], strict=True)) / sqrt(size)) for key in keys]
+        total = sum(weights)
+        output += [sum(w * v[part][i] for w, v in zip(weights, values, strict=True)) / total for i in range(size)]
+    return output
+
+
+def composite_slice_attention(module, x, local_table, global_table, causal):
+    """Lee 2023, Eq. 8–15, token by token: `x` is one sequence as a list of rows, so are the tables."""
+    L, e, heads = module.level_lengths[0], module.extension, module.num_heads
+    to, to_global = module.projections, module.global_projections or module.projections
+    N, width = len(x), len(x[0])
+    starts = list(range(0, N, L))
+
+    def local(inputs):
+        query, key, value = (rows_times(inputs, w) for w in (to.query, to.key, to.value))
+        of_query = rows_times(local_table[e : e + L], to.query, with_bias=False)
+        of_key = rows_times(local_table, to.key, with_bias=False)
+        output = []
+        for i in range(N):
+            start = i // L * L
+            window = [
+                t for t in range(start - e, start + L + e)
+                if 0 <= t < N and (not causal or t <= i)
+            ]  # fmt: skip
+            places = add([key[t] for t in window], [of_key[t - start + e] for t in window])
+            output.append(attend(add([query[i]], [of_query[i - start]])[0], places, [value[t] for t in window], heads))
+        return output
+
+    def pooled(rows):
+        slices = [rows[start : start + L] for start in starts]
+        return [[sum(row[d] for row in part) / len(part) for d in range(width)] for part in slices]
+
+    def across(slices):
+        placed = add(slices, global_table[: len(slices)])
+        query, key = rows_times(placed, to_global.query), rows_times(placed, to_global.key)
+        value = rows_times(slices, to_global.value)
+        if not causal:
+            return [attend(q, key, value, heads) for q in query]
+        # The query of the slice before, and only keys of slices before: Q_{g,t-1}, diagonal masked.
+        return [[0.0] * width] + [attend(query[t - 1], key[:t], value[:t], heads) for t in range(1, len(slices))]
+
+    if module.composition == "local-global":
+        of_tokens = local(x)
+        of_slices = across(pooled(of_tokens))
+    else:
+        of_slices = across(pooled(x))
+        inner = add(x, [of_slices[i // L] for i in range(N)]) if module.composition == "global-local" else x
+        of_tokens = local(inner)
+    return rows_times(add(of_tokens, [of_slices[i // L] for i in range(N)]), module.output)
+
+
+@pytest.mark.parametrize("model_class", [CSTModel, CSTForCausalLM], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("variant", TWO_LEVELS)
+def test_equals_the_papers_equations_written_as_loops(variant, model_class):
+    model = tiny_model(model_class, variant)
+    module = getattr(model, "cst", model).layers[0].attention
+    tables = getattr(model, "cst", model).positions()
+    x = torch.randn(1, 11, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    actual, _ = module(x, tables, None)
+    causal = model_class is CSTForCausalLM
+    expected = composite_slice_attention(module, x[0].tolist(), tables[0].tolist(), tables[1].tolist(), causal)
+    torch.testing.assert_close(actual[0], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@every_variant
+def test_causal_form_never_looks_ahead(variant):
+    """Changing a token changes no logit before it, bit for bit."""
+    model = tiny_model(CSTForCausalLM, variant)
+    ids = tokens()
+    before = model(ids).logits
+    for t in range(LENGTH):
+        changed = ids.clone()
+        changed[:, t] = (changed[:, t] + 7) % 49 + 1
+        after = model(changed).logits
+        assert torch.equal(after[:, :t], before[:, :t])
+        assert not torch.equal(after[:, t], before[:, t])
+
+
+@pytest.mark.parametrize("mistake", ["no shift", "own slice as key"])
+def test_the_perturbation_test_finds_the_leaks_it_is_for(mistake, monkeypatch):
+    """Negative controls: without the shift of the query a slice sees the mean of its own later tokens."""
+    model = tiny_model(CSTForCausalLM)
+    attention = type(model.cst.layers[0].attention)
+    if mistake == "no shift":
+        monkeypatch.setattr(attention, "_seen_by_slices", lambda self, upper: upper)
+    else:
+        # The query is shifted as it must be, but its keys reach to the slice itself.
+        exact = attention._exact
+
+        def one_more_key(self, query, key, value, mask, *, causal=False):
+            visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(1)
+            weights = (query @ key.transpose(2, 3) * query.shape[3] ** -0.5).masked_fill(~visible, -torch.inf)
+            result = (weights.softmax(dim=-1) @ value).transpose(1, 2).flatten(2)
+            return result if causal else exact(self, query, key, value, mask)
+
+        monkeypatch.setattr(attention, "_exact", one_more_key)
+    ids = tokens()
+    before = model(ids).logits
+    changed = ids.clone()
+    changed[:, 6] = (changed[:, 6] + 7) % 49 + 1
+    assert not torch.equal(model(changed).logits[:, 4:6], before[:, 4:6])
+
+
+@every_variant
+@pytest.mark.parametrize("model_class", [CSTModel, CSTForCausalLM], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("padding", ["left", "right", "holes", "whole_row"])
+def test_a_padded_batch_equals_the_single_runs(variant, model_class, padding):
+    model = tiny_model(model_class, variant)
+    ids, mask = tokens(3), torch.ones(3, LENGTH, dtype=torch.long)
+    if padding == "left":
+        mask[1, :5], mask[2, :19] = 0, 0
+    elif padding == "right":
+        mask[1, 13:], mask[2, 2:] = 0, 0
+    elif padding == "holes":
+        mask[1:] = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(0)) > 0.4
+    else:
+        mask[1] = 0
+    padded = model(ids, attention_mask=mask)[0]
+    for row in range(3):
+        kept = mask[row].bool()
+        if kept.any():
+            single = model(ids[row : row + 1, kept])[0][0]
+            assert_close_to_reference("padded", padded[row, kept], single, rtol=1e-14)
+    assert padded.isfinite().all()
+    if model_class is CSTModel:
+        assert (padded[~mask.bool()] == 0).all()
+
+
+@every_variant
+def test_what_stands_in_padding_changes_nothing(variant):
+    """Neither the outputs nor the gradients, whatever the masked embeddings hold."""
+    results = []
+    for garbage in (0.0, float("nan"), float("inf")):
+        model = tiny_model(CSTModel, variant)
+        words = torch.randn(2, LENGTH, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        mask = torch.ones(2, LENGTH, dtype=torch.long)
+        mask[0, 15:], mask[1, :6] = 0, 0
+        words[mask == 0] = garbage
+        output = model(inputs_embeds=words, attention_mask=mask)[0]
+        output.sin().sum().backward()
+        results.append([output.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for dirty in results[1:]:
+        for clean, other in zip(results[0], dirty, strict=True):
+            assert torch.equal(clean, other)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_slice_adds_one_global_row_to_full_attention(causal):
+    """`L ≥ N`: the local part is full attention, the global part the one slice's value, or nothing when causal."""
+    model = tiny_model(CSTForCausalLM if causal else CSTModel, "one_slice", position_embedding="absolute")
+    module = getattr(model, "cst", model).layers[0].attention
+    x = torch.randn(2, 13, 16, dtype=torch.float64)
+    query, key, value = module._query_key_value(0, x)
+    full = F.scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).flatten(2)
+    top = 0.0 if causal else module.projections.value(full.mean(dim=1, keepdim=True))
+    assert_close_to_reference("output", module(x, None, None)[0], module.output(full + top), rtol=1e-14)
+
+
+def test_slices_of_one_token_are_full_attention_over_their_values():
+    """`L = 1`, no positions: `Y_i = V_i` plus full attention among the values."""
+    model = tiny_model(CSTModel, "slices_of_one", position_embedding="absolute")
+    module = model.layers[0].attention
+    x = torch.randn(2, 13, 16, dtype=torch.float64)
+    value = module.projections.value(x)
+    full = F.scaled_dot_product_attention(*module._query_key_value(1, value)).transpose(1, 2).flatten(2)
+    assert_close_to_reference("output", module(x, None, None)[0], module.output(value + full), rtol=1e-14)
+
+
+def test_a_global_token_sees_and_is_seen_at_full_resolution():
+    model = tiny_model(CSTModel, "global_tokens", position_embedding="absolute", composition="parallel")
+    module = model.layers[0].attention
+    x = torch.randn(1, LENGTH, 16, dtype=torch.float64)
+    local = module._local(0, x, None, None)[0]
+    query, key, value = module._query_key_value(0, x)
+    full = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+    assert_close_to_reference("sees", module._with_global_tokens(local, x, None)[:, :2], full[:, :2], rtol=1e-14)
+    changed = x.clone()
+    changed[:, 1] += 1.0
+    assert (module._local(0, changed, None, None)[0][:, -4:] != local[:, -4:]).all()
+
+
+def test_a_level_more_shortens_the_last_attention():
+    """Three levels: the last one attends among slices of 8 tokens, not of 4."""
+    model = tiny_model(CSTModel, "three_levels")
+    assert [len(table) for table in model.positions()] == [8, 2, ceil(64 / 8)]
+
+
+def test_memory_grows_with_length_not_with_its_square():
+    peaks = []
+    for N in (2048, 4096):
+        model = tiny_model(CSTModel, slice_length=(16, 256), max_position_embeddings=4096).float()
+        ids = tokens(1, N)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            model(ids)[0].sum().backward()
+        alive = peak = 0
+        for event in profile.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                alive += event.nbytes()
+                peak = max(peak, alive)
+        peaks.append(peak)
+    assert 0 < peaks[1] < 2.2 * peaks[0]

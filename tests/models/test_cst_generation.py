@@ -1,0 +1,144 @@
+"""Generation with the Composite Slice Transformer: the cache against full recomputation."""
+
+import pytest
+import torch
+from closeness import assert_close_to_reference
+from cst_models import LENGTH, VARIANTS, tiny_model, tokens
+
+from hf_effattn.models import CSTForCausalLM
+from hf_effattn.models.cst import CSTCache
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def logits_step_by_step(model, ids, mask, prompt, steps=1):
+    """Logits `(B, N, vocabulary)`: a prompt at once, then `steps` columns a call, through the cache."""
+    output = model(ids[:, :prompt], attention_mask=None if mask is None else mask[:, :prompt], use_cache=True)
+    logits = [output.logits]
+    for first in range(prompt, ids.shape[1], steps):
+        last = min(first + steps, ids.shape[1])
+        output = model(
+            ids[:, first:last],
+            attention_mask=None if mask is None else mask[:, :last],
+            past_key_values=output.past_key_values,
+            use_cache=True,
+        )
+        logits.append(output.logits)
+    assert output.past_key_values.get_seq_length() == ids.shape[1]
+    return torch.cat(logits, dim=1)
+
+
+@every_variant
+def test_cached_steps_equal_the_full_recomputation(variant):
+    model = tiny_model(CSTForCausalLM, variant)
+    ids = tokens()
+    with torch.no_grad():
+        full = model(ids, use_cache=False).logits
+        for prompt in (1, 3, 4, 5, 8, 13, 20):
+            actual = logits_step_by_step(model, ids, None, prompt, steps=1 if prompt < 13 else 3)
+            assert_close_to_reference(f"prompt of {prompt}", actual, full, rtol=1e-13)
+
+
+@every_variant
+def test_cached_steps_equal_the_full_recomputation_with_padding(variant):
+    """Rows of different length: each is at its own place of its own slice. Padding may also come while decoding."""
+    model = tiny_model(CSTForCausalLM, variant)
+    ids, mask = tokens(3), torch.ones(3, LENGTH, dtype=torch.long)
+    mask[1, :5], mask[2, :2], mask[2, 14:16] = 0, 0, 0
+    with torch.no_grad():
+        full = model(ids, attention_mask=mask, use_cache=False).logits
+        actual = logits_step_by_step(model, ids, mask, 9)
+    assert_close_to_reference("logits", actual[mask.bool()], full[mask.bool()], rtol=1e-13)
+
+
+def test_a_new_token_costs_no_more_than_its_window_and_one_row_per_slice():
+    """What the cache holds: O(L + N / L) numbers per layer, not one key per token."""
+    model = tiny_model(CSTForCausalLM, "half_extension", max_position_embeddings=4096, slice_length=32)
+    with torch.no_grad():
+        cache = model(tokens(1, 3000), use_cache=True, logits_to_keep=1).past_key_values
+    held = []
+    cache.layers[0].state.map(lambda tensor: held.append(tensor.numel()) or tensor)
+    window, slices, width = 32 + 16, 4096 // 32, 16
+    assert sum(held) == 1 + 2 * window * width + 32 * width + width + 1 + 2 * slices * width
+
+
+@pytest.mark.parametrize("variant", ["paper", "three_levels", "global_tokens"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generate_equals_generating_without_a_cache(variant, beams):
+    model = tiny_model(CSTForCausalLM, variant)
+    options = {"max_new_tokens": 14, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
+    cached = model.generate(tokens(2, 6), use_cache=True, **options)
+    plain = model.generate(tokens(2, 6), use_cache=False, **options)
+    assert torch.equal(cached, plain)
+    assert cached.shape == (2, 20)
+
+
+def test_generate_uses_the_cache_and_feeds_one_token_a_step(monkeypatch):
+    model = tiny_model(CSTForCausalLM)
+    seen = []
+    forward = model.cst.forward
+    monkeypatch.setattr(model.cst, "forward", lambda ids, *args, **kwargs: seen.append(ids.shape[1]) or forward(
+        ids, *args, **kwargs
+    ))  # fmt: skip
+    output = model.generate(tokens(2, 6), max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    assert seen == [6, 1, 1, 1, 1]
+    assert isinstance(output.past_key_values, CSTCache)
+
+
+def test_generate_pads_on_the_left_without_a_trace():
+    model = tiny_model(CSTForCausalLM, "half_extension")
+    ids, mask = tokens(2, 11), torch.ones(2, 11, dtype=torch.long)
+    ids[1, :4], mask[1, :4] = 0, 0
+    options = {"max_new_tokens": 12, "do_sample": False}
+    batch = model.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(batch[1, 4:], model.generate(ids[1:, 4:], **options)[0])
+    assert torch.equal(batch[0], model.generate(ids[:1], **options)[0])
+
+
+def test_generate_from_embeddings_and_several_samples():
+    model = tiny_model(CSTForCausalLM)
+    ids = tokens(2, 6)
+    greedy = model.generate(ids, max_new_tokens=8, do_sample=False)
+    words = model.get_input_embeddings()(ids)
+    assert torch.equal(model.generate(inputs_embeds=words, max_new_tokens=8, do_sample=False), greedy[:, 6:])
+    torch.manual_seed(0)
+    samples = model.generate(ids, max_new_tokens=8, do_sample=True, num_return_sequences=3)
+    torch.manual_seed(0)
+    assert torch.equal(
+        samples, model.generate(ids, max_new_tokens=8, do_sample=True, num_return_sequences=3, use_cache=False)
+    )
+
+
+def test_the_cache_follows_its_rows():
+    model = tiny_model(CSTForCausalLM)
+    ids = tokens(3, 10)
+    with torch.no_grad():
+        cache = model(ids[:, :9], use_cache=True).past_key_values
+        order = torch.tensor([2, 0, 2])
+        cache.reorder_cache(order)
+        actual = model(ids[order, 9:], past_key_values=cache, use_cache=True).logits
+        assert_close_to_reference("reordered", actual[:, 0], model(ids[order]).logits[:, -1], rtol=1e-13)
+        cache = model(ids[:, :9], use_cache=True).past_key_values
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0, 5]))
+        actual = model(ids[[0, 2], 9:], past_key_values=cache, use_cache=True).logits
+        assert_close_to_reference("selected", actual[:, 0], model(ids[[0, 2]]).logits[:, -1], rtol=1e-13)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+def test_a_foreign_cache_raises():
+    model = tiny_model(CSTForCausalLM)
+    cache = model(tokens(2, 5), use_cache=True).past_key_values
+    other = tiny_model(CSTForCausalLM, num_hidden_layers=1)
+    with pytest.raises(ValueError, match="must be a CSTCache of 1 layers"):
+        other(tokens(2, 1), past_key_values=cache)
+
+
+def test_more_tokens_than_positions_raise():
+    model = tiny_model(CSTForCausalLM, max_position_embeddings=8)
+    with pytest.raises(ValueError, match="9 tokens are more than max_position_embeddings = 8"):
+        model(tokens(1, 9))
+    cache = model(tokens(1, 8), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="9 tokens are more than max_position_embeddings = 8"):
+        model(tokens(1, 1), past_key_values=cache)
