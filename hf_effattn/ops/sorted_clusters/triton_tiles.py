@@ -8,7 +8,7 @@ from ..chips import Chip, chip_of
 
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-3.0e38)  # where a softmax begins: finite, so that a row without keys gives 0 and no NaN
-PART = tl.constexpr(64)  # columns of a part of a row
+PART = tl.constexpr(32)  # columns of a part of a row
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def tile_config(tensor: torch.Tensor, head_dim: int, value_dim: int, *, backward
     itemsize = tensor.element_size()
     block_d, block_v = block_width(head_dim), block_width(value_dim)
     widest = max(block_d, block_v)
-    by_parts = itemsize == 4 and widest > PART.value
+    by_parts = itemsize == 4 and widest > 2 * PART.value
     rows = 64 if itemsize == 2 else 32
     columns = 64 if itemsize == 2 and widest <= 64 else 32
     if itemsize == 4 and widest > 128:
