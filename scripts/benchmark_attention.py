@@ -1,10 +1,13 @@
-"""Speed and memory of the attention ops against exact attention, the error beside every speed.
+"""Speed and memory of the attention methods against the fastest exact attention of the machine, errors beside them.
 
-Every row compares with `scaled_dot_product_attention` in the same run, interleaved; clustering is included. Times are
-taken on random inputs of `--heads` heads; the error is that of the attention output on the queries, keys and values
-which the pretrained BERT of the demo makes of novels at the same length (its positions repeated beyond 512 tokens).
+Every call of a length is timed in the same run, interleaved, clustering included. Times are taken on random inputs of
+`--heads` heads; the errors are those of the attention output on these, and on the queries, keys and values which the
+pretrained BERT of the demo makes of novels at the same length (its positions repeated beyond 512 tokens).
 
-    python scripts/benchmark_attention.py                  # writes scripts/results/benchmark_attention.{json,png}
+    python scripts/benchmark_attention.py                   # writes scripts/results/benchmark_attention.{json,png}
+    python scripts/benchmark_attention.py --dtypes bfloat16 --heads 16   # runs on the GPU where there is one
+
+What the output file already holds, from this machine, is not measured again: an interrupted run goes on.
 """
 
 import json
@@ -13,18 +16,27 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 import typer
-from real_attention import attention_inputs
+from attention_plots import draw_lengths
+from exact_kernels import exact_kernels
+from real_attention import Inputs, attention_inputs
 from rich.progress import track
 
 from hf_effattn.patching.methods import MethodSettings, make_settings, run_method
-from hf_effattn.reporting.cost import interleaved_rounds, median, median_ratio, peak_memory_added
+from hf_effattn.reporting.cost import (
+    interleaved_rounds,
+    median,
+    median_ratio,
+    peak_memory_added,
+    without_profiler_notes,
+)
 from hf_effattn.reporting.environment import environment
 from hf_effattn.reporting.errors import relative_error
 
-EXACT = "exact (SDPA)"
+EXACT = "exact"
 METHODS: dict[str, MethodSettings] = {
     "clustered C=100": make_settings("clustered", clusters=100, min_length=0),
     "i-clustered C=100 k=32": make_settings("i-clustered", clusters=100, topk=32, min_length=0),
@@ -33,18 +45,29 @@ METHODS: dict[str, MethodSettings] = {
     "i-clustered C=100 k=32, LSH 10": make_settings(
         "i-clustered", clusters=100, topk=32, clustering="lsh", iterations=10, min_length=0
     ),
+    "bi-clustered C=100 k=32 G=64": make_settings(
+        "bi-clustered", clusters=100, topk=32, key_clusters=64, min_length=0
+    ),
+    "bi-clustered C=128 k=128 G=128": make_settings(
+        "bi-clustered", clusters=128, topk=128, key_clusters=128, min_length=0
+    ),
+    "bi-clustered C=256 k=256 G=256": make_settings(
+        "bi-clustered", clusters=256, topk=256, key_clusters=256, min_length=0
+    ),
 }
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+DEFAULT_LENGTHS = {"cpu": "512,1024,2048,4096,8192,16384", "cuda": "512,1024,2048,4096,8192,16384,32768,65536,131072"}
+LONGEST_REAL = 16384
+STEPS_KEPT = 8
 
 
-def random_inputs(length: int, heads: int, head_dim: int, dtype: torch.dtype) -> Inputs:
-    """Query, key and value in the layout in which transformers hands them over, `(1, H, N, D)`."""
+def random_inputs(batch: int, length: int, heads: int, head_dim: int, dtype: torch.dtype, device: str) -> Inputs:
+    """Query, key and value in the layout in which transformers hands them over, `(B, H, N, D)`."""
     generator = torch.Generator().manual_seed(length)
     query, key, value = (
-        torch.randn(1, length, heads, head_dim, generator=generator).to(dtype).transpose(1, 2).requires_grad_()
+        torch.randn(batch, length, heads, head_dim, generator=generator).to(device, dtype).transpose(1, 2)
         for _ in range(3)
     )
-    return query, key, value
+    return query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
 
 
 def forward(attend: Callable[..., torch.Tensor], inputs: Inputs) -> torch.Tensor:
@@ -59,97 +82,115 @@ def forward_backward(attend: Callable[..., torch.Tensor], inputs: Inputs) -> tup
     return torch.autograd.grad(output, inputs, torch.ones_like(output))
 
 
-def attention_error(attend: Callable[..., torch.Tensor], real: list[Inputs]) -> float:
-    """Relative L2 error of the attention output, the mean over the layers of the pretrained model."""
-    errors = [relative_error(F.scaled_dot_product_attention(*inputs), forward(attend, inputs)) for inputs in real]
+def attention_error(attend: Callable[..., torch.Tensor], seen: list[Inputs]) -> float:
+    """Relative L2 error of the attention output, the mean over the inputs; exact attention runs in float32."""
+    errors = []
+    for inputs in seen:
+        query, key, value = (tensor.detach().float() for tensor in inputs)
+        expected = F.scaled_dot_product_attention(query, key, value)
+        errors.append(relative_error(expected, forward(attend, inputs).float()))
     return sum(errors) / len(errors)
 
 
-def measure_length(length: int, heads: int, head_dim: int, dtype: torch.dtype, repeats: int) -> list[dict[str, Any]]:
-    """One row for exact attention and one for each method."""
-    calls = {EXACT: F.scaled_dot_product_attention} | {
+def steps(call: Callable[[], Any], device: torch.device) -> list[dict[str, Any]]:
+    """Where one call spends its time: kernels on a GPU, PyTorch's operators on a CPU, the dearest first."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with without_profiler_notes(), torch.profiler.profile(activities=activities) as profile:
+        call()
+    on_gpu = device.type == "cuda"
+    spent = {
+        event.key: ((event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3, event.count)
+        for event in profile.key_averages()
+    }
+    total = sum(ms for ms, _ in spent.values()) or 1.0
+    dearest = sorted(spent.items(), key=lambda item: -item[1][0])[:STEPS_KEPT]
+    return [{"step": name, "ms": ms, "share": ms / total, "calls": count} for name, (ms, count) in dearest if ms]
+
+
+def measure(
+    batch: int, length: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, repeats: int
+) -> list[dict[str, Any]]:
+    """One row for every exact kernel and one for each method; speeds are against the fastest of the exact ones."""
+    inputs = random_inputs(batch, length, heads, head_dim, dtype, device.type)
+    exact, refused = exact_kernels(*inputs)
+    calls = exact | {
         name: partial(run_method, settings)
         for name, settings in METHODS.items()
-        if not settings.is_exact(length, length, "cpu")
+        if not settings.is_exact(length, length, device.type)
     }
-    inputs = random_inputs(length, heads, head_dim, dtype)
-    rows = {name: {"length": length, "method": name} for name in calls}
-    device = torch.device("cpu")
+    shape = {"dtype": str(dtype).removeprefix("torch."), "batch": batch, "length": length}
+    rows: dict[str, dict[str, Any]] = {name: shape | {"method": name, "exact": name in exact} for name in calls}
     for part, run in (("forward", forward), ("forward_backward", forward_backward)):
-        runs = {name: partial(run, attend, inputs) for name, attend in calls.items()}
-        for name, call in runs.items():
-            _, rows[name][f"{part}_peak_bytes"] = peak_memory_added(call, device)  # the warm-up round too
+        runs = {}
+        for name, attend in calls.items():
+            try:  # the warm-up round too
+                _, peak = peak_memory_added(partial(run, attend, inputs), device)
+            except RuntimeError as error:  # no memory, or no backward pass
+                refused[f"{name}, {part}"] = str(error).splitlines()[0]
+                continue
+            rows[name][f"{part}_peak_bytes"] = peak
+            runs[name] = partial(run, attend, inputs)
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         nothing = dict.fromkeys(runs, lambda: None)
         interleaved_rounds(runs, device, repeats, before=nothing, seconds=seconds, after_call=lambda: None)
+        fastest = min((name for name in runs if name in exact), key=lambda name: median(seconds[name]) or 0.0)
         for name, times in seconds.items():
             rows[name] |= {
                 f"{part}_ms": 1e3 * (median(times) or 0.0),
-                f"{part}_speedup": median_ratio(seconds[EXACT], times),
+                f"{part}_speedup": median_ratio(seconds[fastest], times),
                 f"{part}_rounds": len(times),
+                f"{part}_fastest_exact": fastest,
             }
-    real = attention_inputs(length)
+    real = attention_inputs(length, device, dtype) if length <= LONGEST_REAL else []
     for name, attend in calls.items():
-        rows[name]["real_attention_error"] = 0.0 if name == EXACT else attention_error(attend, real)
+        rows[name]["real_error"] = attention_error(attend, real) if real else None
+        rows[name]["random_error"] = attention_error(attend, [inputs])
+        rows[name]["forward_steps"] = steps(partial(forward, attend, inputs), device)
+    first = next(iter(rows.values()))
+    first["refused"] = refused
     return list(rows.values())
 
 
-def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Speed-up and memory against length, as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    panels = figure.subplots(1, 3)
-    names = list(dict.fromkeys(row["method"] for row in rows))
-    for number, name in enumerate(names):
-        mine = [row for row in rows if row["method"] == name]
-        lengths = [row["length"] for row in mine]
-        style = {"color": "black", "linestyle": "--"} if name == EXACT else {"color": f"C{number - 1}", "marker": "o"}
-        for panel, values in (
-            (panels[0], [row["forward_speedup"] for row in mine]),
-            (panels[1], [row["forward_backward_speedup"] for row in mine]),
-            (panels[2], [row["forward_backward_peak_bytes"] / 2**20 for row in mine]),
-        ):
-            panel.plot(lengths, values, label=name, markersize=4, **style)
-    for panel, label in zip(
-        panels,
-        ("forward: times faster than exact", "forward + backward: times faster", "peak memory added, MiB (fwd + bwd)"),
-        strict=True,
-    ):
-        panel.set(xscale="log", yscale="log", xlabel="tokens", title=label)
-        panel.set_xticks(sorted({row["length"] for row in rows}), minor=False)
-        panel.get_xaxis().set_major_formatter(lambda value, _: f"{value:,.0f}")
-        panel.get_yaxis().set_major_formatter(lambda value, _: f"{value:g}")
-        panel.tick_params(axis="x", rotation=45)
-        panel.minorticks_off()
-        panel.grid(alpha=0.3)
-    panels[0].legend(fontsize=8)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=130)
+def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """What a reader wants to see of the rows."""
+    shown = [
+        {name: value for name, value in row.items() if not isinstance(value, list | dict) and "rounds" not in name}
+        for row in rows
+    ]
+    return pd.DataFrame(shown).drop(columns=["exact", "forward_fastest_exact", "forward_backward_fastest_exact"])
 
 
 def main(
-    lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "512,1024,2048,4096,8192,16384",
+    lengths: Annotated[str | None, typer.Option(help="Comma-separated numbers of tokens.")] = None,
+    dtypes: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16, float16.")] = "float32",
+    batches: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1",
     heads: int = 12,
     head_dim: int = 64,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 10,
     output: Path = Path(__file__).parent / "results" / "benchmark_attention.json",
 ) -> None:
-    """Measure every length, print the table, and keep it as JSON and as a plot beside it."""
-    import pandas as pd
-
+    """Measure every shape, print the table, and keep it as JSON and as a plot beside it."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    machine = environment(device)
+    settings = {"heads": heads, "head_dim": head_dim, "repeats": repeats}
     rows: list[dict[str, Any]] = []
-    settings = {"batch": 1, "heads": heads, "head_dim": head_dim, "dtype": dtype, "repeats": repeats}
+    if output.exists():
+        kept = json.loads(output.read_text(encoding="utf-8"))
+        if kept["settings"] == settings and kept["environment"]["device_name"] == machine["device_name"]:
+            rows = kept["rows"]
     output.parent.mkdir(parents=True, exist_ok=True)
-    for length in track([int(part) for part in lengths.split(",")], description="lengths"):
-        rows += measure_length(length, heads, head_dim, getattr(torch, dtype), repeats)
-        # After every length: what was measured survives an interruption.
-        output.write_text(json.dumps({"environment": environment(), "settings": settings, "rows": rows}, indent=1))
-    draw(rows, output.with_suffix(".png"), f"B=1, H={heads}, D={head_dim}, {dtype}, clustering included")
-    with pd.option_context("display.width", 200, "display.max_columns", 20, "display.precision", 3):
-        print(pd.DataFrame(rows).drop(columns=["forward_rounds", "forward_backward_rounds"]).to_string(index=False))
-    print(f"written: {output} and {output.with_suffix('.png')}")
+    chosen = [int(length) for length in (lengths or DEFAULT_LENGTHS[device.type]).split(",")]
+    shapes = [(dtype, int(batch), n) for dtype in dtypes.split(",") for batch in batches.split(",") for n in chosen]
+    done = {(row["dtype"], row["batch"], row["length"]) for row in rows}
+    for dtype, batch, length in track([shape for shape in shapes if shape not in done], description="shapes"):
+        rows += measure(batch, length, heads, head_dim, getattr(torch, dtype), device, repeats)
+        output.write_text(json.dumps({"environment": machine, "settings": settings, "rows": rows}, indent=1))
+    for path in draw_lengths(rows, output, f"H={heads}, D={head_dim}, {machine['device_name']}"):
+        print(f"written: {path}")
+    with pd.option_context("display.width", 220, "display.max_columns", 30, "display.precision", 3):
+        print(table(rows).to_string(index=False))
 
 
 if __name__ == "__main__":

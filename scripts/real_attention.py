@@ -10,7 +10,12 @@ from hf_effattn.reporting.recording import SeenAttention, recording
 LAYERS = (0, 2, 5)
 
 
-def attention_inputs(length: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def attention_inputs(
+    length: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> list[Inputs]:
     """Query, key and value `(1, 12, length, 32)` of the first, a middle and the last layer of all-MiniLM-L6-v2.
 
     The text is the bundled novels, one after the other; positions beyond 512 tokens are repeated, which the model
@@ -21,11 +26,12 @@ def attention_inputs(length: int) -> list[tuple[torch.Tensor, torch.Tensor, torc
     tokens = Passages(tokenizer, [joined]).longest(length)
     if length > model.config.max_position_embeddings:
         extend_positions(model, length)
-    kept = []
+    kept: list[Inputs] = []
 
     def keep(seen: SeenAttention) -> torch.Tensor:
         if seen.layer in LAYERS:
-            kept.append((seen.query.clone(), seen.key.clone(), seen.value.clone()))
+            query, key, value = (tensor.to(device, dtype, copy=True) for tensor in (seen.query, seen.key, seen.value))
+            kept.append((query, key, value))
         return seen.exact()
 
     with torch.no_grad(), recording(model, keep):

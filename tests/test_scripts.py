@@ -2,28 +2,120 @@
 
 import dataclasses
 import json
+import math
+import shutil
 from pathlib import Path
 
 import benchmark_attention
 import benchmark_clustering
 import benchmark_embeddings
+import benchmark_frontier
+import benchmark_models
+import datasets
 import measure_crossover
 import pytest
+import run_clm
 import shared_data
 from typer.testing import CliRunner
 
 
 def test_benchmark_attention(real_model_folder, tmp_path):
     output = tmp_path / "attention.json"
-    benchmark_attention.main("104,128", heads=2, head_dim=8, repeats=1, output=output)
+    benchmark_attention.main("104,136", "float32,bfloat16", heads=2, head_dim=8, repeats=1, output=output)
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
-    assert {row["length"] for row in rows} == {104, 128}
-    exact, approximate = rows[0], rows[1]
-    assert exact["forward_speedup"] == 1.0
-    assert exact["real_attention_error"] == 0.0
-    assert approximate["real_attention_error"] > 0
-    assert approximate["forward_backward_peak_bytes"] > 0
+    assert {(row["dtype"], row["length"]) for row in rows} == {
+        (dtype, length) for dtype in ("float32", "bfloat16") for length in (104, 136)
+    }
+    assert {row["forward_fastest_exact"] for row in rows} < {row["method"] for row in rows if row["exact"]}
+    for row in rows:
+        assert 0 <= row["real_error"] < (2e-3 if row["exact"] else 1), row
+        assert row["forward_backward_peak_bytes"] > 0
+        assert 0 < sum(step["share"] for step in row["forward_steps"]) <= 1.0001
+        if row["method"] == row["forward_fastest_exact"]:
+            assert row["forward_speedup"] == 1.0
+    assert "flash-attn" in rows[0]["refused"]
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "attention_bfloat16_batch1.png").exists()
+
+
+def test_benchmark_attention_goes_on_where_it_stopped(real_model_folder, tmp_path):
+    output = tmp_path / "attention.json"
+    benchmark_attention.main("104", heads=2, head_dim=8, repeats=1, output=output)
+    first = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    benchmark_attention.main("104,112", heads=2, head_dim=8, repeats=1, output=output)
+    both = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert both[: len(first)] == first
+    assert {row["length"] for row in both} == {104, 112}
+    benchmark_attention.main("104", heads=2, head_dim=16, repeats=1, output=output)  # other settings: from the start
+    assert {row["length"] for row in json.loads(output.read_text(encoding="utf-8"))["rows"]} == {104}
+
+
+def test_benchmark_frontier(real_model_folder, tmp_path, monkeypatch):
+    for name, values in (("CLUSTERS", (8, 12)), ("TOPK", (16,)), ("KEY_CLUSTERS", (16, 32))):
+        monkeypatch.setattr(benchmark_frontier, name, values)
+    output = tmp_path / "frontier.json"
+    benchmark_frontier.main("200", repeats=1, output=output)
+    result = json.loads(output.read_text(encoding="utf-8"))
+    assert len(result["rows"]) == 2 + 4
+    assert {row["method"] for row in result["rows"] if row["on_frontier"]} == {"i-clustered", "bi-clustered"}
+    assert all(0 < row["error"] < 1 for row in result["rows"])
+    assert [row["error at most"] for row in result["least_times"]] == list(benchmark_frontier.TARGETS)
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_setting_on_the_frontier_is_beaten_by_none():
+    rows = [
+        {"length": 8, "method": "i-clustered", "name": str(n), "ms": ms, "error": error, "speedup": 1.0}
+        for n, (ms, error) in enumerate([(1.0, 0.5), (2.0, 0.6), (3.0, 0.2), (3.5, 0.2)])
+    ]
+    benchmark_frontier.mark_frontier(rows)
+    assert [row["on_frontier"] for row in rows] == [True, False, True, False]
+    best = benchmark_frontier.least_times(rows).set_index("error at most")["i-clustered ms"]
+    assert best[0.2] == 3.0
+    assert best.isna()[0.15]
+
+
+def test_benchmark_models(tmp_path, monkeypatch):
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    monkeypatch.setitem(benchmark_models.SHAPES, "base", small)
+    output = tmp_path / "models.json"
+    benchmark_models.main("base", "300", "float32", 1, output)
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert [row["method"] for row in rows] == ["exact", *benchmark_models.METHODS]
+    assert all(row["forward_tokens_per_second"] > 0 and row["training_step_peak_bytes"] > 0 for row in rows)
+
+
+def test_run_clm_learns_and_resumes(tmp_path):
+    """From scratch on one text; a run that is stopped and resumed ends as one that was not."""
+    (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog sat on the cat. " * 300)
+    sizes = "n_layer=1,n_embd=16,n_head=2,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
+    common = f"--vocab_size 270 --block_length 16 --config_overrides {sizes} --do_train --do_eval --use_cpu".split()
+    common += ["--train_files", str(tmp_path / "text.txt"), "--validation_files", str(tmp_path / "text.txt")]
+    common += "--max_steps 30 --learning_rate 1e-2 --save_steps 20 --report_to none".split()  # noqa: SIM905
+    whole = run_clm.main([*common, "--output_dir", str(tmp_path / "whole")])
+    assert whole["eval_loss"] < whole["unigram_loss"]
+    for folder in ("whole", "stopped"):
+        assert (tmp_path / "whole" / "checkpoint-20").is_dir(), folder
+    shutil.copytree(tmp_path / "whole" / "checkpoint-20", tmp_path / "stopped" / "checkpoint-20")
+    resumed = run_clm.main([*common, "--output_dir", str(tmp_path / "stopped"), "--resume_from_checkpoint", "last"])
+    assert resumed["eval_loss"] == pytest.approx(whole["eval_loss"], abs=1e-6)
+
+
+def test_ngram_losses_by_hand():
+    """Two tokens that alternate: the bigram knows what follows, the unigram half of it."""
+    rows = datasets.Dataset.from_dict({"input_ids": [[0, 1] * 500]})
+    found = run_clm.ngram_losses(rows, rows, vocab_size=2)
+    assert found["unigram_loss"] == pytest.approx(math.log(2))
+    assert found["bigram_loss"] < 0.01
+
+
+def test_run_clm_strips_what_gutenberg_adds(tmp_path):
+    text = "Title\n*** START OF THE PROJECT ***\nOnce upon a time.\n*** END OF THE PROJECT ***\nLicence"
+    (tmp_path / "book.txt").write_text(text)
+    arguments = run_clm.DataArguments(train_files=[str(tmp_path / "book.txt")])
+    assert run_clm.load_texts(arguments)["train"]["text"] == ["Once upon a time."]
+    with pytest.raises(ValueError, match="no text: name a data set"):
+        run_clm.load_texts(run_clm.DataArguments())
 
 
 def test_benchmark_clustering(real_model_folder, tmp_path):
@@ -37,11 +129,11 @@ def test_benchmark_clustering(real_model_folder, tmp_path):
 
 
 def test_benchmark_embeddings(real_model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark_embeddings, "SIZES", ((48, 12, 8),))
+    monkeypatch.setattr(benchmark_embeddings, "SIZES", ((48, 12, 8, 10),))
     output = tmp_path / "embeddings.json"
     benchmark_embeddings.main(output=output)
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
-    assert len(rows) == 6
+    assert len(rows) == 9
     assert all(0.5 < row["cosine_min"] <= row["cosine_mean"] < 1 for row in rows)
 
 
@@ -60,7 +152,7 @@ def test_measure_crossover_keeps_other_devices(tmp_path, monkeypatch):
 def test_where_the_benchmark_was_slower_exact_attention_runs():
     """No default leaves a patched model clearly slower than it was (rows within 10 % are noise)."""
     kept = json.loads((Path(benchmark_attention.__file__).parent / "results" / "benchmark_attention.json").read_text())
-    slower = [row for row in kept["rows"] if row["forward_speedup"] < 0.9]
+    slower = [row for row in kept["rows"] if not row["exact"] and row["forward_speedup"] < 0.9]
     assert slower
     for row in slower:
         forced = benchmark_attention.METHODS[row["method"]]
@@ -85,7 +177,14 @@ def test_missing_data_says_what_and_where(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "script",
-    [benchmark_attention, benchmark_clustering, benchmark_embeddings, measure_crossover],
+    [
+        benchmark_attention,
+        benchmark_clustering,
+        benchmark_embeddings,
+        benchmark_frontier,
+        benchmark_models,
+        measure_crossover,
+    ],
     ids=lambda m: m.__name__,
 )
 def test_help_says_what_a_script_does(script):

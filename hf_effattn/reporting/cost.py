@@ -104,12 +104,12 @@ def peak_memory_added(call: Callable[[], Result], device: torch.device) -> tuple
     if device.type != "cpu":
         return call(), None
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-    with _without_profiler_notes():
+    with without_profiler_notes():
         profile.start()
     try:
         result = call()
     finally:
-        with _without_profiler_notes():
+        with without_profiler_notes():
             profile.stop()
     return result, _highest_sum(profile)
 
@@ -128,7 +128,7 @@ def _highest_sum(profile: torch.profiler.profile) -> int | None:
 
 
 @contextlib.contextmanager
-def _without_profiler_notes() -> Iterator[None]:
+def without_profiler_notes() -> Iterator[None]:
     """Keep the notes out of stderr that the profiler's C++ code writes at every start and stop; the rest passes."""
     try:
         sys.stderr.flush()
