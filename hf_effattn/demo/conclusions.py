@@ -18,20 +18,24 @@ def conclusions(result: DemoResult) -> list[str]:
     """
     said = []
     if result.short:
-        said += [_closeness(result.short), *_clustered_alone(result.short[-1]), _short_inputs(result)]
+        last = result.short[-1]
+        said += [_closeness(result.short), *_key_clusters(last), *_clustered_alone(last), _short_inputs(result)]
     if result.long is not None:
         said += [_long_inputs(result.long), _memory(result.long), *_beyond_training(result)]
     return said
 
 
 def short_label(label: str) -> str:
-    """A label of a report in the paper's letters: `i-clustered C=100 k=32`."""
-    return label.replace("(", "").replace(")", "").replace(",", "").replace("clusters=", "C=").replace("topk=", "k=")
+    """A label of a report in the paper's letters: `i-clustered C=100 k=32`, and G for the key clusters."""
+    for name, letter in (("key_clusters=", "G="), ("clusters=", "C="), ("topk=", "k=")):
+        label = label.replace(name, letter)
+    return label.replace("(", "").replace(")", "").replace(",", "")
 
 
 def _closeness(short: list[ShortLength]) -> str:
-    """How close each improved method is at each length, and what retrieval with the closest one still finds."""
-    labels = list(dict.fromkeys(label for one in short for label in one.changes if label.startswith("i-clustered")))
+    """How close the methods with exact keys are at each length, and what retrieval with the closest still finds."""
+    with_exact_keys = ("i-clustered", "bi-clustered")
+    labels = list(dict.fromkeys(label for one in short for label in one.changes if label.startswith(with_exact_keys)))
     parts = []
     for label in labels:
         at = [
@@ -49,6 +53,25 @@ def _closeness(short: list[ShortLength]) -> str:
         f"book (exact attention {percent(last.next_found)}), and {percent(change.nearest_kept)} keep their nearest "
         "neighbour."
     )
+
+
+def _key_clusters(one: ShortLength) -> list[str]:
+    """What clusters of keys in the place of the centroid's remainder change, at equal clusters and topk."""
+    by_counts = {
+        (found["method"], found["clusters"], found.get("topk")): label for label, found in one.report.methods.items()
+    }
+    compared = []
+    for (method, *counts), label in by_counts.items():
+        beside = by_counts.get(("i-clustered", *counts))
+        if method == "bi-clustered" and beside is not None:
+            errors = (f"{short_label(name)} {percent(one.changes[name].hidden_error)}" for name in (label, beside))
+            compared.append(", ".join(errors))
+    if not compared:
+        return []
+    return [
+        "bi-clustered lets every query weigh clusters of the remaining keys itself, where i-clustered takes the "
+        f"centroid's weights. Change of the last hidden state at {one.length} tokens: {'; '.join(compared)}."
+    ]
 
 
 def _clustered_alone(one: ShortLength) -> list[str]:

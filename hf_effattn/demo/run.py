@@ -29,10 +29,13 @@ SHORT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "clustered", "clusters": 25},
     {"method": "i-clustered", "clusters": 25, "topk": 32},
     {"method": "i-clustered", "clusters": 100, "topk": 64},
+    {"method": "bi-clustered", "clusters": 25, "topk": 32, "key_clusters": 50},
+    {"method": "bi-clustered", "clusters": 100, "topk": 64, "key_clusters": 200},
 )
 LONG_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "clustered", "clusters": 100},
     {"method": "i-clustered", "clusters": 100, "topk": 32},
+    {"method": "bi-clustered", "clusters": 100, "topk": 32, "key_clusters": 100},
 )
 PATTERN_LENGTH = 256
 RESULT_FILE = "demo.json"

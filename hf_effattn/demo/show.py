@@ -90,11 +90,11 @@ def _short_table(result: DemoResult) -> Table:
     one = result.short[0]
     table = _table(
         "Sentence embeddings: exact attention against approximate",
-        f"{one.passages} passages from {count(one.books, 'book')}; C clusters, k exact keys per cluster. cosine: of "
-        "the mean-pooled embedding with the exact model's, mean and lowest. itself first: its own exact embedding is "
-        "the nearest one. nearest kept: the nearest other passage stays. finds next: the nearest of all second "
-        "passages is the one that follows it in the book. errors: relative L2, of the attention output and of the "
-        "last hidden state. speed: whole model, exact = 1.",
+        f"{one.passages} passages from {count(one.books, 'book')}; C clusters, k exact keys per cluster, "
+        "G key clusters. cosine: of the mean-pooled embedding with the exact model's, mean and lowest. itself first: "
+        "its own exact embedding is the nearest one. nearest kept: the nearest other passage stays. finds next: the "
+        "nearest of all second passages is the one that follows it in the book. errors: relative L2, of the attention "
+        "output and of the last hidden state. speed: whole model, exact = 1.",
         (
             "cosine",
             "lowest",

@@ -12,6 +12,8 @@ DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "i-clustered", "clusters": 25, "topk": 32},
     {"method": "i-clustered", "clusters": 100, "topk": 32},
     {"method": "i-clustered", "clusters": 100, "topk": 64},
+    {"method": "bi-clustered", "clusters": 100, "topk": 32, "key_clusters": 64},
+    {"method": "bi-clustered", "clusters": 100, "topk": 64, "key_clusters": 100},
 )
 # The settings that decide between speed and error stand in every name, others only where they differ from the default.
 ALWAYS_NAMED = ("clusters", "key_clusters", "topk")
@@ -35,8 +37,8 @@ class Candidate:
         """Why patching with these settings runs exact attention on inputs of this many tokens; None where it does not.
 
         Returns:
-            `str`, *optional*: `"min_length"` (the report still measures the method) or `"settings"` (clusters or topk
-            reach the length: there is nothing to approximate, and the report measures exact attention).
+            `str`, *optional*: `"min_length"` (the report still measures the method) or `"settings"` (one of its counts
+            reaches the length: there is nothing to approximate, and the report measures exact attention).
         """
         if self.forced.is_exact(length, length, device_type):
             return "settings"

@@ -46,7 +46,7 @@ def report(
         inputs (`Mapping` or `Sequence[Mapping]`): what the tokenizer returned with `return_tensors="pt"`, one batch or
             several, padded or not, of the lengths that matter to you.
         methods (`Sequence[str | dict]`, *optional*): names from `list_methods()` or dicts
-            `{"method": name, **settings}`. Default: clustered and i-clustered with a few settings.
+            `{"method": name, **settings}`. Default: every method with a few settings.
         error_budget (`float`, *optional*): allowed relative L2 change of the last hidden state, such as 0.05; the
             report then names the fastest of the methods that keep to it on every input, or says that none does.
         repeats (`int`): timed rounds (short inputs get more); 0 leaves the times out.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
+    {"method": "bi-clustered", "clusters": 25, "topk": 32, "key_clusters": 50},
     {"method": "i-clustered", "clusters": 25, "topk": 32},
     {"method": "clustered", "clusters": 25},
 )
@@ -82,7 +83,7 @@ def plot_attention(
     Args:
         model (`PreTrainedModel`): an encoder of a served model type.
         inputs (`BatchEncoding`): one encoded text, or question and context, with `return_tensors="pt"`.
-        methods (`Sequence[str | dict]`, *optional*): as for `report`. Default: i-clustered and clustered, 25 clusters.
+        methods (`Sequence[str | dict]`, *optional*): as for `report`. Default: each method with 25 clusters.
         rows (`Sequence[int]`, *optional*): positions of the tokens to draw. Default: those of the first segment of a
             pair, else the first twelve.
         layer (`int`, *optional*): layer. Default: chosen with the head.

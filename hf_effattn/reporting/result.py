@@ -275,7 +275,7 @@ class Report:
         return draw_errors(self, length=length, methods=methods)
 
     def plot_attention(self, model: Any, inputs: Any, **options: Any) -> "Figure":
-        """Attention pattern of chosen tokens: exact beside i-clustered beside clustered.
+        """Attention pattern of chosen tokens: exact above each method, clustered last.
 
         Args:
             model (`PreTrainedModel`): the model of this report.

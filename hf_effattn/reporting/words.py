@@ -58,7 +58,7 @@ def _inputs_line(report: "Report", length: int | None) -> str:
 def _method_line(report: "Report", label: str, length: int | None) -> str:
     found = _at(report, label, length)
     if found and all(m.why_exact == "settings" for m in found):
-        return f"- {label}: clusters or topk reach the length, so this is exact attention."
+        return f"- {label}: one of its counts reaches the length, so this is exact attention."
     facts = []
     errors = [
         (value, layer, head)

@@ -15,10 +15,16 @@ from hf_effattn.reporting.errors import OutputChange
 from hf_effattn.reporting.result import MeasuredInput, Measurement
 
 CLUSTERED, IMPROVED = "clustered (clusters=25)", "i-clustered (clusters=25, topk=32)"
+BI_CLUSTERED = "bi-clustered (clusters=25, topk=32, key_clusters=50)"
+SETTINGS = {
+    CLUSTERED: {"method": "clustered", "clusters": 25},
+    IMPROVED: {"method": "i-clustered", "clusters": 25, "topk": 32},
+    BI_CLUSTERED: {"method": "bi-clustered", "clusters": 25, "topk": 32, "key_clusters": 50},
+}
 
 
 def made_up_report(length, seconds, peaks):
-    """A report of one input, with times and peak bytes for exact, clustered and i-clustered."""
+    """A report of one input, with times and peak bytes for exact and every method."""
     measurements = [
         Measurement(
             0,
@@ -28,25 +34,26 @@ def made_up_report(length, seconds, peaks):
             forward_seconds=[second],
             forward_peak_bytes=peak,
         )
-        for method, second, peak in zip(("exact", CLUSTERED, IMPROVED), seconds, peaks, strict=True)
+        for method, second, peak in zip(("exact", *SETTINGS), seconds, peaks, strict=True)
     ]
-    return Report(
-        {}, {0: "attention"}, {CLUSTERED: {}, IMPROVED: {}}, [MeasuredInput(1, length, length, {})], measurements
-    )
+    return Report({}, {0: "attention"}, SETTINGS, [MeasuredInput(1, length, length, {})], measurements)
 
 
 def made_up_short(seconds):
     changes = {
         label: EmbeddingChange(cosine, cosine - 0.1, 1, 0.75, 0.5, 1 - cosine)
-        for label, cosine in ((CLUSTERED, 0.4), (IMPROVED, 0.9))
+        for label, cosine in ((CLUSTERED, 0.4), (IMPROVED, 0.9), (BI_CLUSTERED, 0.95))
     }
-    return ShortLength(128, 36, 6, 0.6, changes, made_up_report(128, seconds, (1, 1, 1)))
+    return ShortLength(128, 36, 6, 0.6, changes, made_up_report(128, seconds, (1, 1, 1, 1)))
 
 
 def test_conclusions_follow_the_numbers_when_short_is_slow_and_long_is_fast():
-    result = DemoResult("m", 512, [made_up_short((1, 2, 4))], made_up_report(8192, (4, 1, 2), (100e6, 99e6, 120e6)))
+    result = DemoResult(
+        "m", 512, [made_up_short((1, 2, 4, 5))], made_up_report(8192, (4, 1, 2, 1), (1e8, 99e6, 1e8, 1e8))
+    )
     said = "\n".join(conclusions(result))
     assert "0.9000 at 128 tokens (worst 0.8000)" in said
+    assert "at 128 tokens: bi-clustered C=25 k=32 G=50 5%, i-clustered C=25 k=32 10%." in said
     assert "moved the last hidden state by 60%" in said
     assert "every method was slower than exact attention (the fastest ran 0.50× as fast)" in said
     assert "i-clustered C=25 k=32 2.0× as fast at 8,192 tokens with the last hidden state off by 25%" in said
@@ -55,7 +62,9 @@ def test_conclusions_follow_the_numbers_when_short_is_slow_and_long_is_fast():
 
 
 def test_conclusions_follow_the_numbers_when_short_is_fast_and_long_is_slow():
-    result = DemoResult("m", None, [made_up_short((4, 2, 4))], made_up_report(8192, (1, 4, 2), (100e6, 10e6, 20e6)))
+    result = DemoResult(
+        "m", None, [made_up_short((4, 2, 4, 4))], made_up_report(8192, (1, 4, 2, 3), (1e8, 1e7, 2e7, 2e7))
+    )
     said = "\n".join(conclusions(result))
     assert "Already at 128 tokens the fastest of the methods ran 2.0× as fast" in said
     assert "No gain on these long inputs" in said
@@ -71,6 +80,7 @@ def test_quick_demo_end_to_end(real_model_folder, tmp_path):
     (short,) = result.short
     assert (short.length, short.passages, short.books) == (128, 12, 6)
     assert short.changes[IMPROVED].cosine_mean > 0.99
+    assert short.changes[BI_CLUSTERED].cosine_mean > short.changes[IMPROVED].cosine_mean
     assert short.changes[IMPROVED].cosine_mean > short.changes[CLUSTERED].cosine_mean
     assert [one.length for one in result.long.inputs] == [1024]
     assert all(m.forward_peak_bytes > 0 for m in result.long.measurements)

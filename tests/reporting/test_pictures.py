@@ -7,8 +7,13 @@ from tiny_models import batch_for, tiny_model
 import hf_effattn
 from hf_effattn.reporting.pattern import find_pattern, head_scores, plot_attention
 
-METHODS = [{"method": "clustered", "clusters": 5}, {"method": "i-clustered", "clusters": 5, "topk": 4}]
+METHODS = [
+    {"method": "clustered", "clusters": 5},
+    {"method": "i-clustered", "clusters": 5, "topk": 4},
+    {"method": "bi-clustered", "clusters": 5, "topk": 4, "key_clusters": 6},
+]
 CLUSTERED, IMPROVED = "clustered (clusters=5)", "i-clustered (clusters=5, topk=4)"
+BI_CLUSTERED = "bi-clustered (clusters=5, topk=4, key_clusters=6)"
 
 
 @pytest.fixture
@@ -31,7 +36,7 @@ def test_a_heat_map_has_a_panel_per_method_with_the_mean_errors(model, tmp_path)
     found = hf_effattn.report(model, inputs, METHODS, repeats=0, memory=False, progress=False)
     figure = found.plot(length=20)
     panels = [panel for panel in figure.axes if panel.images]
-    assert [panel.get_title().split(":")[0] for panel in panels] == [CLUSTERED, IMPROVED]
+    assert [panel.get_title().split(":")[0] for panel in panels] == [CLUSTERED, IMPROVED, BI_CLUSTERED]
     assert panels[0].images[0].get_clim() == panels[1].images[0].get_clim()
     shown = torch.as_tensor(panels[0].images[0].get_array().data)
     expected = torch.tensor(
@@ -54,7 +59,7 @@ def test_a_pattern_shows_the_weights_of_the_model_and_of_the_methods(model, text
     with torch.no_grad():
         exact = model(**text, output_attentions=True).attentions[1][0, 1]
     torch.testing.assert_close(pattern.weights["exact"], exact[[3, 4, 9]])
-    for label in (CLUSTERED, IMPROVED):
+    for label in (CLUSTERED, IMPROVED, BI_CLUSTERED):
         torch.testing.assert_close(pattern.weights[label].sum(dim=1), torch.ones(3))
     # One layer patched: its queries and keys are the exact model's, as in the picture.
     model.set_attn_implementation("sdpa")
@@ -70,8 +75,9 @@ def test_a_picture_labels_rows_and_their_most_attended_tokens(model, text):
     figure = found.plot_attention(model, text, rows=[3, 4, 9], layer=2, head=0, tokens=labels)
     pattern = find_pattern(model, text, methods=METHODS, rows=[3, 4, 9], layer=2, head=0, tokens=labels)
     panels = [panel for panel in figure.axes if panel.images]
-    assert [panel.get_title(loc="left").split(":")[0] for panel in panels] == ["exact", IMPROVED, CLUSTERED]
-    for panel, label in zip(panels, ("exact", IMPROVED, CLUSTERED), strict=True):
+    shown = ["exact", IMPROVED, BI_CLUSTERED, CLUSTERED]
+    assert [panel.get_title(loc="left").split(":")[0] for panel in panels] == shown
+    for panel, label in zip(panels, shown, strict=True):
         assert [tick.get_text() for tick in panel.get_yticklabels()] == [labels[row] for row in (3, 4, 9)]
         (right,) = [axis for axis in panel.child_axes if axis.get_yticklabels()]
         tops = [labels[place] for place in pattern.most_attended(label)]

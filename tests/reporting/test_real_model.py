@@ -7,8 +7,13 @@ import hf_effattn
 from hf_effattn.demo.texts import bundled_books, question_context
 from hf_effattn.reporting.pattern import find_pattern
 
-METHODS = [{"method": "clustered", "clusters": 25}, {"method": "i-clustered", "clusters": 25, "topk": 32}]
+METHODS = [
+    {"method": "clustered", "clusters": 25},
+    {"method": "i-clustered", "clusters": 25, "topk": 32},
+    {"method": "bi-clustered", "clusters": 25, "topk": 32, "key_clusters": 50},
+]
 CLUSTERED, IMPROVED = "clustered (clusters=25)", "i-clustered (clusters=25, topk=32)"
+BI_CLUSTERED = "bi-clustered (clusters=25, topk=32, key_clusters=50)"
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +28,10 @@ def test_improved_clustered_is_close_and_clustered_is_not(real):
         [books[0].text[:900], books[1].text[:500]], truncation=True, max_length=128, padding=True, return_tensors="pt"
     )
     found = hf_effattn.report(model, batch, METHODS, repeats=0, memory=False, progress=False)
-    (improved,), (clustered,) = found.of(IMPROVED), found.of(CLUSTERED)
+    (improved,), (clustered,), (bi_clustered,) = (found.of(name) for name in (IMPROVED, CLUSTERED, BI_CLUSTERED))
     assert found.inputs[0].valid_tokens < 256
     assert improved.mean_attention_error < 0.15
+    assert bi_clustered.mean_attention_error < 0.75 * improved.mean_attention_error
     assert clustered.mean_attention_error > 2 * improved.mean_attention_error
     assert min(improved.change.embedding_cosines) > 0.99
 
@@ -41,6 +47,6 @@ def test_the_pattern_of_a_question_follows_exact_attention(real):
     exact = pattern.most_attended("exact")
     agreement = {
         label: sum(one == other for one, other in zip(exact, pattern.most_attended(label), strict=True))
-        for label in (IMPROVED, CLUSTERED)
+        for label in (BI_CLUSTERED, IMPROVED, CLUSTERED)
     }
-    assert agreement[IMPROVED] > agreement[CLUSTERED]
+    assert min(agreement[BI_CLUSTERED], agreement[IMPROVED]) > agreement[CLUSTERED]

@@ -16,8 +16,10 @@ from hf_effattn.patching import make_settings, run_method
 METHODS = [
     {"method": "clustered", "clusters": 5},
     {"method": "i-clustered", "clusters": 5, "topk": 4, "min_length": 0},
+    {"method": "bi-clustered", "clusters": 5, "topk": 4, "key_clusters": 6, "min_length": 0},
 ]
 CLUSTERED, IMPROVED = "clustered (clusters=5)", "i-clustered (clusters=5, topk=4)"
+BI_CLUSTERED = "bi-clustered (clusters=5, topk=4, key_clusters=6)"
 
 
 def quick_report(model, inputs, methods=METHODS, **options):
@@ -87,7 +89,7 @@ def test_every_model_type_is_measured_and_left_as_it_was(model_type):
 
     layers = FULL_LAYERS.get(model_type, (0, 1, 2))
     assert tuple(found.layers) == layers
-    for label in (CLUSTERED, IMPROVED):
+    for label in (CLUSTERED, IMPROVED, BI_CLUSTERED):
         (measured,) = found.of(label)
         assert tuple(measured.attention_error) == layers
         assert all(0 < error < 2 for heads in measured.attention_error.values() for error in heads)
@@ -136,7 +138,7 @@ def test_an_exception_in_the_forward_pass_leaves_the_model_as_it_was():
     assert not hasattr(model.config, "effattn")
 
 
-@pytest.mark.parametrize("stop_at", [2, 7])
+@pytest.mark.parametrize("stop_at", [2, 8])
 def test_an_interruption_returns_what_has_been_measured(stop_at):
     model = tiny_model("bert")
     inputs = [batch_for(model, length=length).inputs for length in (20, 30)]
@@ -243,9 +245,9 @@ def test_the_table_is_tidy_and_survives_json(tmp_path):
     found = quick_report(model, batch_for(model, padding="left").inputs, repeats=1, memory=True)
     table = found.to_pandas()
     errors = table[table.metric == "attention_error"]
-    assert len(errors) == 2 * 3 * 2  # methods, layers, heads
+    assert len(errors) == 3 * 3 * 2  # methods, layers, heads
     assert not errors.duplicated(["input", "method", "layer", "head"]).any()
-    assert table[table.metric == "forward_speedup"].method.tolist() == ["exact", CLUSTERED, IMPROVED]
+    assert table[table.metric == "forward_speedup"].method.tolist() == ["exact", CLUSTERED, IMPROVED, BI_CLUSTERED]
     assert table.valid_tokens.unique().tolist() == [69]
     (file,) = found.save(tmp_path / "new" / "folder", pictures=False)
     assert Report.load(file.parent) == found
