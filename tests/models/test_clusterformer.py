@@ -361,7 +361,8 @@ def test_found_by_the_auto_classes_saved_and_loaded(auto_class, tmp_path):
 def test_config_round_trip(tmp_path):
     config = tiny_config(gated=True, window_blocks=3, sharpness=4.0, causal="paper", is_decoder=True)
     config.save_pretrained(tmp_path)
-    assert AutoConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
+    loaded = AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert loaded | {"_name_or_path": ""} == config.to_dict() | {"_name_or_path": ""}
     assert isinstance(AutoConfig.from_pretrained(tmp_path), ClusterFormerConfig)
     assert ClusterFormerConfig(max_position_embeddings=400).clusters == 20
     assert ClusterFormerConfig().clusters == 23

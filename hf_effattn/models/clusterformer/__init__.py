@@ -1,0 +1,53 @@
+"""ClusterFormer (Wang 2022): configuration, models, and their registration with the Auto classes."""
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from .configuration_clusterformer import ClusterFormerConfig
+from .modeling_clusterformer import ClusterFormerModel, ClusterFormerPreTrainedModel
+from .modeling_clusterformer_heads import (
+    ClusterFormerForCausalLM,
+    ClusterFormerForMaskedLM,
+    ClusterFormerForPreTraining,
+    ClusterFormerForQuestionAnswering,
+    ClusterFormerForSequenceClassification,
+    ClusterFormerForTokenClassification,
+)
+from .modeling_clusterformer_seq2seq import ClusterFormerForConditionalGeneration
+from .training_log import log_clustering
+
+AutoConfig.register(ClusterFormerConfig.model_type, ClusterFormerConfig, exist_ok=True)
+for _auto_class, _model_class in (
+    (AutoModel, ClusterFormerModel),
+    (AutoModelForCausalLM, ClusterFormerForCausalLM),
+    (AutoModelForMaskedLM, ClusterFormerForMaskedLM),
+    (AutoModelForPreTraining, ClusterFormerForPreTraining),
+    (AutoModelForQuestionAnswering, ClusterFormerForQuestionAnswering),
+    (AutoModelForSeq2SeqLM, ClusterFormerForConditionalGeneration),
+    (AutoModelForSequenceClassification, ClusterFormerForSequenceClassification),
+    (AutoModelForTokenClassification, ClusterFormerForTokenClassification),
+):
+    _auto_class.register(ClusterFormerConfig, _model_class, exist_ok=True)
+
+__all__ = [
+    "ClusterFormerConfig",
+    "ClusterFormerForCausalLM",
+    "ClusterFormerForConditionalGeneration",
+    "ClusterFormerForMaskedLM",
+    "ClusterFormerForPreTraining",
+    "ClusterFormerForQuestionAnswering",
+    "ClusterFormerForSequenceClassification",
+    "ClusterFormerForTokenClassification",
+    "ClusterFormerModel",
+    "ClusterFormerPreTrainedModel",
+    "log_clustering",
+]

@@ -1,0 +1,148 @@
+"""The two attentions of a ClusterFormer layer: within sorted blocks, and to an encoder."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from ...ops import sorted_block_attention
+from ...ops.sorted_block_attention.reference import MEMBERSHIP_FLOOR
+from .configuration_clusterformer import ClusterFormerConfig
+from .sorting import SortedWords
+
+# A label is kept in two cache columns of at most this many values: bfloat16 holds integers up to 256 exactly.
+LABEL_BASE = 256
+
+
+class Projections(nn.Module):
+    """Queries, keys, values and the output of one attention."""
+
+    def __init__(self, config: ClusterFormerConfig) -> None:
+        super().__init__()
+        self.heads = config.num_attention_heads
+        self.dropout_p = config.attention_probs_dropout_prob
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+        self.output = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def split(self, rows: torch.Tensor) -> torch.Tensor:
+        """`(B, N, d)` as heads `(B, H, N, D)`."""
+        return rows.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def join(self, rows: torch.Tensor) -> torch.Tensor:
+        """Heads `(B, H, N, D)` through the output projection, `(B, N, d)`."""
+        return self.output(rows.transpose(1, 2).flatten(2))
+
+    @property
+    def dropout(self) -> float:
+        """The rate of attention dropout now."""
+        return self.dropout_p if self.training else 0.0
+
+
+class SortedBlockSelfAttention(Projections):
+    """Attention of every word to the words of its window of sorted blocks (Source: Wang 2022, Eq. 7 to 10)."""
+
+    def __init__(self, config: ClusterFormerConfig, layer_idx: int) -> None:
+        super().__init__(config)
+        self.layer_idx = layer_idx
+        self.window_blocks = config.window_blocks
+        self.causal = config.is_decoder
+        self.strict = config.is_decoder and config.causal == "strict"
+
+    def forward(
+        self, words: torch.Tensor, clustered: SortedWords, mask: torch.Tensor | None, cache: Cache | None
+    ) -> torch.Tensor:
+        """Attend from words `(B, N, d)`; with a cache (strict form only) also to the words before them."""
+        query, key, value = (self.split(layer(words)) for layer in (self.query, self.key, self.value))
+        if cache is not None:
+            past = cache.get_seq_length(self.layer_idx)
+            kept = torch.cat([key, self.remembered(clustered, key)], dim=-1)
+            kept, value = cache.update(kept, value, self.layer_idx)
+            if past:
+                return self.join(self.attend_to_cache(query, kept, value, clustered, mask))
+        return self.join(
+            sorted_block_attention(
+                query,
+                key,
+                value,
+                clustered.order,
+                block_length=clustered.block_length,
+                window_blocks=self.window_blocks,
+                causal=self.causal,
+                labels=clustered.labels if self.strict else None,
+                key_mask=mask,
+                membership=None if clustered.membership is None else clustered.membership.to(query.dtype),
+                dropout_p=self.dropout,
+            )
+        )
+
+    def remembered(self, clustered: SortedWords, key: torch.Tensor) -> torch.Tensor:
+        """Labels and memberships as columns beside the keys `(B, H, N, ·)`.
+
+        In the cache they follow the beams, and every kind of cache holds them.
+        """
+        label = torch.stack([clustered.labels // LABEL_BASE, clustered.labels % LABEL_BASE], dim=-1).to(key.dtype)
+        columns = label[:, None].expand(-1, self.heads, -1, -1)
+        if clustered.membership is not None:
+            membership = clustered.membership.to(key.dtype)
+            membership = F.pad(membership, (0, -membership.shape[2] % self.heads))
+            columns = torch.cat([columns, self.split(membership)], dim=-1)
+        return columns
+
+    def attend_to_cache(
+        self,
+        query: torch.Tensor,
+        kept: torch.Tensor,
+        value: torch.Tensor,
+        clustered: SortedWords,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """What the block form gives the last words of a text: as many earlier words of the own label as it reaches."""
+        D, N, M = query.shape[3], query.shape[2], kept.shape[2]
+        key, label, shares = kept.split([D, 2, kept.shape[3] - D - 2], dim=-1)
+        label = label[:, 0].round().long()
+        label = label[..., 0] * LABEL_BASE + label[..., 1]
+        same = clustered.labels[:, :, None] == label[:, None, :]
+        if mask is not None:
+            same = same & mask[:, None, :M]
+        same = same & torch.ones(N, M, dtype=torch.bool, device=query.device).tril(M - N)
+        later = same.flip(-1).cumsum(dim=-1).flip(-1) - same.long()
+        assert isinstance(clustered.block_length, int)
+        visible = (same & (later <= (self.window_blocks - 1) * clustered.block_length))[:, None]
+        bias = query.new_zeros(visible.shape)
+        if clustered.membership is not None:
+            k = clustered.membership.shape[2]
+            of_keys = shares.transpose(1, 2).flatten(2)[..., :k]
+            bias = (clustered.membership.to(of_keys.dtype) @ of_keys.transpose(1, 2) + MEMBERSHIP_FLOOR).log()[:, None]
+        # Finite: a padded query sees nothing, and its row must not become NaN.
+        bias = bias.masked_fill(~visible, torch.finfo(query.dtype).min)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=self.dropout)
+
+
+class CrossAttention(Projections):
+    """Exact attention of a decoder's words to the encoder's."""
+
+    def __init__(self, config: ClusterFormerConfig, layer_idx: int) -> None:
+        super().__init__(config)
+        self.layer_idx = layer_idx
+
+    def forward(
+        self,
+        words: torch.Tensor,
+        encoded: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: EncoderDecoderCache | None,
+    ) -> torch.Tensor:
+        """Attend from `(B, N, d)` to `encoded` `(B, M, d)`, of which `mask` `(B, M)` says what counts."""
+        if cache is not None and cache.is_updated.get(self.layer_idx):
+            layer = cache.cross_attention_cache.layers[self.layer_idx]
+            key, value = layer.keys, layer.values
+        else:
+            key, value = self.split(self.key(encoded)), self.split(self.value(encoded))
+            if cache is not None:
+                key, value = cache.cross_attention_cache.update(key, value, self.layer_idx)
+                cache.is_updated[self.layer_idx] = True
+        seen = None if mask is None else mask[:, None, None, :]
+        query = self.split(self.query(words))
+        return self.join(F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=self.dropout))

@@ -1,0 +1,201 @@
+"""Configuration of ClusterFormer; impossible combinations raise before any weight exists."""
+
+import warnings
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from ...ops.arguments import check_count
+from ...ops.neural_clustering import SIMILARITIES
+
+ASSIGNMENTS = ("neural", "kmeans", "lsh", "random", "identity")
+CAUSAL_FORMS = ("strict", "paper")
+POOLINGS = ("mean", "first")
+
+
+class ClusterFormerConfig(PretrainedConfig):
+    """Settings of every ClusterFormer model (Source: Wang 2022).
+
+    The defaults of the sizes are those of the paper's pre-training (App. F). `clusters`, `window_blocks`, the weights
+    of the losses and `assignment` are what its tables vary.
+
+    Args:
+        vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, hidden_act,
+        hidden_dropout_prob, attention_probs_dropout_prob, max_position_embeddings, type_vocab_size,
+        initializer_range, layer_norm_eps, use_cache, tie_word_embeddings, classifier_dropout: as in BERT.
+        pre_norm (`bool`): LayerNorm before each sublayer; False: after it, as in BERT.
+        clusters (`int`, *optional*): the paper's `k`. Default: the square root of `max_position_embeddings`.
+        window_blocks (`int`): blocks of sorted words that a word sees, its own included; the paper's is 2.
+        assignment (`str`): what sorts the words: `"neural"`; `"kmeans"` (as in the Routing Transformer) or `"lsh"` (as
+            in the Reformer), which learn nothing; `"random"` or `"identity"`, the controls.
+        assignment_seed (`int`): seed of `"kmeans"`, `"lsh"` and `"random"`.
+        similarity (`str`): `"cosine"`, or `"dot"`, the paper's, which is unbounded: its losses diverge.
+        sharpness (`float`): factor on the cosine inside the memberships; the inner product is taken as it is.
+        gated (`bool`): adds the logarithm of how much two words' clusters overlap to their score, so that the task
+            trains the clustering too (ours, not in the paper).
+        cluster_loss_weight, sorting_loss_weight, task_loss_weight (`float`): the paper's μ, ν and λ (Eq. 17). With
+            μ = ν = 0 and no gate nothing can train the centroids: they are frozen.
+        is_decoder (`bool`): words do not see later ones.
+        causal (`str`): how: `"strict"`, or `"paper"` (App. B), where later words still move the clusters.
+        block_length (`int`, *optional*): words before it that a word sees per block of the window, with
+            `causal="strict"`, where it cannot depend on the length of the text. Default: `max_position_embeddings`
+            over `clusters`.
+        add_cross_attention (`bool`): decoder layers attend to an encoder.
+        num_decoder_layers (`int`, *optional*): of `ClusterFormerForConditionalGeneration`. Default:
+            `num_hidden_layers`.
+        pooling (`str`): how a text becomes one vector: the `"mean"` of its words or its `"first"`.
+    """
+
+    model_type = "clusterformer"
+    keys_to_ignore_at_inference = (
+        "past_key_values",
+        "task_loss",
+        "cluster_loss",
+        "sorting_loss",
+        "largest_cluster",
+        "empty_clusters",
+        "word_cosine",
+    )
+
+    def __init__(
+        self,
+        vocab_size: int = 30522,
+        hidden_size: int = 512,
+        num_hidden_layers: int = 4,
+        num_attention_heads: int = 8,
+        intermediate_size: int = 2048,
+        hidden_act: str = "gelu",
+        hidden_dropout_prob: float = 0.1,
+        attention_probs_dropout_prob: float = 0.1,
+        max_position_embeddings: int = 512,
+        type_vocab_size: int = 2,
+        initializer_range: float = 0.02,
+        layer_norm_eps: float = 1e-12,
+        pre_norm: bool = True,
+        clusters: int | None = None,
+        window_blocks: int = 2,
+        assignment: str = "neural",
+        assignment_seed: int = 0,
+        similarity: str = "cosine",
+        sharpness: float = 10.0,
+        gated: bool = False,
+        cluster_loss_weight: float = 0.01,
+        sorting_loss_weight: float = 0.01,
+        task_loss_weight: float = 1.0,
+        is_decoder: bool = False,
+        causal: str = "strict",
+        block_length: int | None = None,
+        add_cross_attention: bool = False,
+        num_decoder_layers: int | None = None,
+        pooling: str = "mean",
+        classifier_dropout: float | None = None,
+        use_cache: bool = True,
+        tie_word_embeddings: bool = True,
+        pad_token_id: int | None = 0,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        decoder_start_token_id: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        counts = {
+            "hidden_size": hidden_size,
+            "num_attention_heads": num_attention_heads,
+            "max_position_embeddings": max_position_embeddings,
+            "window_blocks": window_blocks,
+            "clusters": clusters,
+            "block_length": block_length,
+        }
+        for name, count in counts.items():
+            if count is not None:
+                check_count(name, count)
+        choices = {
+            "assignment": (assignment, ASSIGNMENTS),
+            "similarity": (similarity, SIMILARITIES),
+            "causal": (causal, CAUSAL_FORMS),
+            "pooling": (pooling, POOLINGS),
+        }
+        for name, (choice, allowed) in choices.items():
+            if choice not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {choice!r}")
+        weights = {
+            "cluster_loss_weight": cluster_loss_weight,
+            "sorting_loss_weight": sorting_loss_weight,
+            "task_loss_weight": task_loss_weight,
+        }
+        for name, weight in weights.items():
+            if weight < 0:
+                raise ValueError(f"{name} must not be negative, got {weight}")
+        if not sharpness > 0:
+            raise ValueError(f"sharpness must be above 0, got {sharpness}")
+        if hidden_size % num_attention_heads:
+            raise ValueError(
+                f"hidden_size {hidden_size} must be a multiple of num_attention_heads {num_attention_heads}"
+            )
+        if add_cross_attention and not is_decoder:
+            raise ValueError("add_cross_attention=True needs is_decoder=True")
+        if gated and assignment != "neural":
+            raise ValueError(
+                f'gated=True needs assignment="neural", got {assignment!r}: the others have no memberships'
+            )
+        if is_decoder and causal == "strict" and assignment not in ("neural", "lsh"):
+            raise ValueError(
+                f'causal="strict" needs assignment="neural" or "lsh", got {assignment!r}: there later words move'
+                " earlier ones to other clusters"
+            )
+        if is_decoder and causal == "strict" and window_blocks < 2:
+            raise ValueError('causal="strict" needs window_blocks of at least 2: with 1 a word would see only itself')
+        if similarity == "dot" and assignment == "neural" and (cluster_loss_weight or sorting_loss_weight):
+            warnings.warn(
+                'similarity="dot" with clustering losses: the inner product has no bound, so the losses fall for ever'
+                ' and the words collapse into one direction; use similarity="cosine", or weights of 0',
+                stacklevel=2,
+            )
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.intermediate_size = intermediate_size
+        self.hidden_act = hidden_act
+        self.hidden_dropout_prob = hidden_dropout_prob
+        self.attention_probs_dropout_prob = attention_probs_dropout_prob
+        self.max_position_embeddings = max_position_embeddings
+        self.type_vocab_size = type_vocab_size
+        self.initializer_range = initializer_range
+        self.layer_norm_eps = layer_norm_eps
+        self.pre_norm = pre_norm
+        self.clusters = round(max_position_embeddings**0.5) if clusters is None else clusters
+        self.window_blocks = window_blocks
+        self.assignment = assignment
+        self.assignment_seed = assignment_seed
+        self.similarity = similarity
+        self.sharpness = sharpness
+        self.gated = gated
+        self.cluster_loss_weight = cluster_loss_weight
+        self.sorting_loss_weight = sorting_loss_weight
+        self.task_loss_weight = task_loss_weight
+        self.is_decoder = is_decoder
+        self.causal = causal
+        self.block_length = -(-max_position_embeddings // self.clusters) if block_length is None else block_length
+        self.add_cross_attention = add_cross_attention
+        self.num_decoder_layers = num_hidden_layers if num_decoder_layers is None else num_decoder_layers
+        self.pooling = pooling
+        self.classifier_dropout = classifier_dropout
+        self.use_cache = use_cache
+        self.decoder_start_token_id = decoder_start_token_id
+        self.pad_token_id = pad_token_id
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.tie_word_embeddings = tie_word_embeddings
+        super().__init__(
+            pad_token_id=pad_token_id,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            tie_word_embeddings=tie_word_embeddings,
+            **kwargs,
+        )
+
+    @property
+    def trains_centroids(self) -> bool:
+        """Whether some loss depends on the centroids."""
+        losses = self.cluster_loss_weight > 0 or self.sorting_loss_weight > 0
+        return self.assignment == "neural" and (losses or self.gated)

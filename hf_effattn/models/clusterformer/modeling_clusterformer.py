@@ -1,0 +1,293 @@
+"""ClusterFormer: a Transformer whose attention sees the words that neural clustering put together (Wang 2022)."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.generic import can_return_tuple
+
+from .attention import CrossAttention, SortedBlockSelfAttention
+from .configuration_clusterformer import ClusterFormerConfig
+from .outputs import ClusterFormerModelOutput
+from .sorting import CentroidProjection, WordSorting, cluster_loss, cluster_statistics, sorting_loss
+
+
+class ClusterFormerEmbeddings(nn.Module):
+    """Words, positions and token types; positions are counted among the words that count."""
+
+    def __init__(self, config: ClusterFormerConfig) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self, words: torch.Tensor, token_type_ids: torch.Tensor | None, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        words = words + self.position_embeddings(position_ids)
+        if token_type_ids is None:
+            words = words + self.token_type_embeddings.weight[0]
+        else:
+            words = words + self.token_type_embeddings(token_type_ids)
+        return self.dropout(self.LayerNorm(words))
+
+
+class ClusterFormerLayer(GradientCheckpointingLayer):
+    """Sort, attend within blocks, attend to the encoder where there is one, feed forward."""
+
+    def __init__(self, config: ClusterFormerConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.sorting = WordSorting(config, layer_idx)
+        self.attention = SortedBlockSelfAttention(config, layer_idx)
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        if config.add_cross_attention:
+            self.cross_attention = CrossAttention(config, layer_idx)
+            self.cross_attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.intermediate = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.output = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.output_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        centroids: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        encoder_hidden_states: torch.Tensor | None,
+        encoder_mask: torch.Tensor | None,
+        past_key_values: Cache | None = None,
+        output_clustering: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
+        """New hidden states `(B, N, d)`, centroids for the next layer, and what the clustering reports."""
+        pre_norm = self.config.pre_norm
+        own_cache, both_caches = past_key_values, None
+        if isinstance(past_key_values, EncoderDecoderCache):
+            own_cache, both_caches = past_key_values.self_attention_cache, past_key_values
+
+        words = self.attention_norm(hidden_states) if pre_norm else hidden_states
+        own_mask = mask if mask is None else mask[:, -words.shape[1] :]
+        clustered = self.sorting(words, centroids, own_mask, output_clustering)
+        report = self.report(words, clustered.updated, clustered.labels, own_mask) if output_clustering else ()
+        attended = self.attention(words, clustered, mask, own_cache)
+        hidden_states = hidden_states + self.dropout(attended)
+        hidden_states = hidden_states if pre_norm else self.attention_norm(hidden_states)
+
+        if encoder_hidden_states is not None:
+            words = self.cross_attention_norm(hidden_states) if pre_norm else hidden_states
+            attended = self.cross_attention(words, encoder_hidden_states, encoder_mask, both_caches)
+            hidden_states = hidden_states + self.dropout(attended)
+            hidden_states = hidden_states if pre_norm else self.cross_attention_norm(hidden_states)
+
+        words = self.output_norm(hidden_states) if pre_norm else hidden_states
+        hidden_states = hidden_states + self.dropout(self.output(self.activation(self.intermediate(words))))
+        hidden_states = hidden_states if pre_norm else self.output_norm(hidden_states)
+        # The strict form cannot pass updated centroids on: they have seen all the words.
+        return hidden_states, centroids if self.sorting.strict else clustered.updated, report
+
+    def report(
+        self, words: torch.Tensor, updated: torch.Tensor | None, labels: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        """`L1` and `L2` where centroids are learned, then the statistics of the clusters where there are any."""
+        if not self.sorting.has_clusters:
+            return ()
+        losses: tuple[torch.Tensor, ...] = ()
+        if updated is not None:
+            cosine = self.sorting.cosine
+            losses = cluster_loss(words, updated, labels, mask, cosine), sorting_loss(updated, cosine)
+        return *losses, *cluster_statistics(words, labels, self.config.clusters, mask)
+
+
+class ClusterFormerPreTrainedModel(PreTrainedModel):
+    """Initialisation and what transformers must know of the class."""
+
+    config_class = ClusterFormerConfig
+    base_model_prefix = "clusterformer"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("ClusterFormerLayer",)
+    # The clustering losses are means: Trainer must average them over accumulation steps as it does the loss.
+    accepts_loss_kwargs = False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, CentroidProjection):
+            # From a random start the clusters are those of a random projection, and hardly leave them.
+            init.eye_(module.weight)
+        elif isinstance(module, ClusterFormerModel) and module.centroids is not None:
+            init.normal_(module.centroids, std=self.config.hidden_size**-0.5)
+
+
+class ClusterFormerModel(ClusterFormerPreTrainedModel):
+    """Embeddings and layers, as an encoder or (`config.is_decoder`) a decoder.
+
+    Args:
+        config (`ClusterFormerConfig`): the settings.
+        add_pooling_layer (`bool`): a dense layer with tanh over the first word, as in BERT; it gives `pooler_output`.
+    """
+
+    def __init__(self, config: ClusterFormerConfig, add_pooling_layer: bool = True) -> None:
+        super().__init__(config)
+        self.embeddings = ClusterFormerEmbeddings(config)
+        self.layers = nn.ModuleList(ClusterFormerLayer(config, i) for i in range(config.num_hidden_layers))
+        self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.pre_norm else None
+        self.pooler = nn.Linear(config.hidden_size, config.hidden_size) if add_pooling_layer else None
+        self.centroids = None
+        if config.assignment == "neural":
+            self.centroids = nn.Parameter(torch.empty(config.clusters, config.hidden_size))
+            self.centroids.requires_grad_(config.trains_centroids)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embeddings.word_embeddings = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_clustering: bool | None = None,
+        **kwargs: Any,
+    ) -> ClusterFormerModelOutput:
+        """Encode texts.
+
+        Args:
+            input_ids (`torch.LongTensor`): `(B, N)`; or `inputs_embeds`, `(B, N, hidden_size)`.
+            attention_mask (`torch.Tensor`, *optional*): `(B, N)`, with a cache `(B, past + N)`; 0 = padding.
+            token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`. Default: all 0.
+            position_ids (`torch.LongTensor`, *optional*): `(B, N)`. Default: the place among the words that count.
+            encoder_hidden_states, encoder_attention_mask: `(B, M, hidden_size)` and `(B, M)`, for cross attention.
+            past_key_values (`Cache`, *optional*): of a decoder with `causal="strict"`.
+            use_cache (`bool`, *optional*): return a cache. Default: the config's, of such a decoder.
+            output_hidden_states (`bool`, *optional*): the input of every layer and the output of the last.
+            output_clustering (`bool`, *optional*): clustering losses and statistics. Default: while training.
+
+        Returns:
+            `ClusterFormerModelOutput`.
+
+        Raises:
+            ValueError: not exactly one of `input_ids` and `inputs_embeds`, a mask that is not 2D, a text longer than
+                `max_position_embeddings`, `output_attentions`, a cache where the model cannot use one.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds, one of the two")
+        if kwargs.get("output_attentions"):
+            raise ValueError(
+                "output_attentions: attention runs within sorted blocks, a matrix of weights never exists"
+            )
+        words = self.embeddings.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        past_key_values = self._cache(past_key_values, use_cache)
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        mask = _as_mask("attention_mask", attention_mask, words, past + words.shape[1])
+        encoder_mask = None
+        if encoder_hidden_states is not None:
+            sources = encoder_hidden_states.shape[1]
+            encoder_mask = _as_mask("encoder_attention_mask", encoder_attention_mask, words, sources)
+        if position_ids is None:
+            position_ids = self._positions(words, mask, past)
+        hidden_states = self.embeddings(words, token_type_ids, position_ids)
+
+        output_clustering = self.training if output_clustering is None else output_clustering
+        output_hidden_states = (
+            self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        )
+        centroids = None if self.centroids is None else self.centroids.expand(len(words), -1, -1)
+        seen = [hidden_states]
+        reports = []
+        for layer in self.layers:
+            hidden_states, centroids, report = layer(
+                hidden_states,
+                centroids,
+                mask,
+                encoder_hidden_states,
+                encoder_mask,
+                past_key_values=past_key_values,
+                output_clustering=output_clustering,
+            )
+            seen.append(hidden_states)
+            if report:
+                reports.append(torch.stack([number.to(report[0].dtype) for number in report]))
+        if self.final_norm is not None:
+            hidden_states = self.final_norm(hidden_states)
+            seen[-1] = hidden_states
+
+        pooled = None if self.pooler is None else self.pooler(pool(hidden_states, mask, "first")).tanh()
+        numbers = list(torch.stack(reports).mean(dim=0)) if reports else []
+        losses = numbers[:-3] or [None, None]
+        statistics = numbers[-3:] or [None, None, None]
+        return ClusterFormerModelOutput(
+            last_hidden_state=hidden_states,
+            pooler_output=pooled,
+            past_key_values=past_key_values,
+            hidden_states=tuple(seen) if output_hidden_states else None,
+            cluster_loss=losses[0],
+            sorting_loss=losses[1],
+            largest_cluster=statistics[0],
+            empty_clusters=statistics[1],
+            word_cosine=statistics[2],
+        )
+
+    def _cache(self, past_key_values: Cache | None, use_cache: bool | None) -> Cache | None:
+        config = self.config
+        strict = config.is_decoder and config.causal == "strict"
+        if not strict:
+            if past_key_values is not None:
+                form = 'causal="paper" moves earlier words too' if config.is_decoder else "an encoder has none"
+                raise ValueError(f"past_key_values: {form}; use_cache=False computes the text anew")
+            return None
+        use_cache = config.use_cache and not self.training if use_cache is None else use_cache
+        if past_key_values is None and use_cache:
+            past_key_values = DynamicCache()
+            if config.add_cross_attention:
+                past_key_values = EncoderDecoderCache(past_key_values, DynamicCache())
+        return past_key_values
+
+    def _positions(self, words: torch.Tensor, mask: torch.Tensor | None, past: int) -> torch.Tensor:
+        length = past + words.shape[1]
+        if length > self.config.max_position_embeddings:
+            raise ValueError(
+                f"{length} words, but max_position_embeddings is {self.config.max_position_embeddings}; cut the text"
+                " or build the model with a larger max_position_embeddings"
+            )
+        if mask is None:
+            return torch.arange(past, length, device=words.device)[None]
+        return (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, past:]
+
+
+def pool(hidden_states: torch.Tensor, mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
+    """One vector per text `(B, d)`: the mean of its words that count, or the first of them."""
+    if mask is None:
+        return hidden_states.mean(dim=1) if pooling == "mean" else hidden_states[:, 0]
+    if pooling == "mean":
+        total = (hidden_states * mask[..., None]).sum(dim=1)
+        return total / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    rows = torch.arange(len(mask), device=mask.device)
+    return hidden_states[rows, mask.long().argmax(dim=1)]
+
+
+def _as_mask(name: str, mask: torch.Tensor | None, words: torch.Tensor, length: int) -> torch.Tensor | None:
+    """The 0/1 mask as booleans; checked for its shape."""
+    if mask is None:
+        return None
+    if tuple(mask.shape) != (len(words), length):
+        raise ValueError(f"{name} must be (B, length) = ({len(words)}, {length}), got {tuple(mask.shape)}")
+    return mask.bool()

@@ -1,0 +1,351 @@
+"""ClusterFormer with the heads of an encoder or a decoder."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import GenerationMixin
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.utils.generic import can_return_tuple
+
+from .configuration_clusterformer import ClusterFormerConfig
+from .modeling_clusterformer import ClusterFormerModel, ClusterFormerPreTrainedModel, pool
+from .outputs import (
+    CLUSTERING_FIELDS,
+    ClusterFormerCausalLMOutput,
+    ClusterFormerMaskedLMOutput,
+    ClusterFormerPreTrainingOutput,
+    ClusterFormerQuestionAnsweringOutput,
+    ClusterFormerSequenceClassifierOutput,
+    ClusterFormerTokenClassifierOutput,
+    ClusteringOutput,
+)
+from .sorting import full_precision
+
+IGNORED = -100
+
+
+def total_loss(
+    config: ClusterFormerConfig, task_loss: torch.Tensor | None, clustering: ClusteringOutput
+) -> torch.Tensor | None:
+    """`μ L1 + ν L2 + λ L3` (Eq. 17), or None without labels."""
+    if task_loss is None:
+        return None
+    loss = config.task_loss_weight * task_loss
+    for weight, part in (
+        (config.cluster_loss_weight, clustering.cluster_loss),
+        (config.sorting_loss_weight, clustering.sorting_loss),
+    ):
+        if weight and part is not None:
+            loss = loss + weight * part
+    return loss
+
+
+def clustering_of(task_loss: torch.Tensor | None, output: ClusteringOutput) -> dict[str, torch.Tensor | None]:
+    """The fields that every output has, with the loss of the task."""
+    return {name: getattr(output, name) for name in CLUSTERING_FIELDS} | {"task_loss": task_loss}
+
+
+def word_loss(logits: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor | None:
+    """Cross-entropy of logits `(..., classes)`, its mean over the labels that are not -100; 0 where none is."""
+    if labels is None:
+        return None
+    logits = full_precision(logits.flatten(0, -2))
+    total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total / (labels != IGNORED).sum().clamp(min=1)
+
+
+def shifted_loss(logits: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor | None:
+    """Cross-entropy of each word's logits on the word after it."""
+    return None if labels is None else word_loss(logits[:, :-1], labels[:, 1:])
+
+
+class WordHead(nn.Module):
+    """Dense layer, activation and LayerNorm before the decoder that is tied to the embeddings, as in BERT."""
+
+    def __init__(self, config: ClusterFormerConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.LayerNorm(self.activation(self.dense(hidden_states))))
+
+
+class _WithWordHead(ClusterFormerPreTrainedModel):
+    """A model whose `lm_head` scores the vocabulary."""
+
+    _tied_weights_keys = {"lm_head.decoder.weight": "clusterformer.embeddings.word_embeddings.weight"}  # noqa: RUF012
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head.decoder
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.lm_head.decoder = value
+
+
+class ClusterFormerForMaskedLM(_WithWordHead):
+    """ClusterFormer that fills masked words in."""
+
+    def __init__(self, config: ClusterFormerConfig) -> None:
+        super().__init__(config)
+        self.clusterformer = ClusterFormerModel(config, add_pooling_layer=False)
+        self.lm_head = WordHead(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self, input_ids: torch.Tensor | None = None, labels: torch.Tensor | None = None, **kwargs: Any
+    ) -> ClusterFormerMaskedLMOutput:
+        """Score the vocabulary for every word.
+
+        Args:
+            input_ids (`torch.LongTensor`): `(B, N)`.
+            labels (`torch.LongTensor`, *optional*): `(B, N)`, the words; -100 = not to be guessed.
+            kwargs: what `ClusterFormerModel` takes.
+        Returns: `ClusterFormerMaskedLMOutput`, logits `(B, N, vocab_size)`.
+        """
+        kwargs.setdefault("output_clustering", self.training or labels is not None)
+        encoded = self.clusterformer(input_ids, **kwargs)
+        logits = self.lm_head(encoded.last_hidden_state)
+        task_loss = word_loss(logits, labels)
+        return ClusterFormerMaskedLMOutput(
+            loss=total_loss(self.config, task_loss, encoded),
+            logits=logits,
+            hidden_states=encoded.hidden_states,
+            **clustering_of(task_loss, encoded),
+        )
+
+
+class ClusterFormerForPreTraining(_WithWordHead):
+    """ClusterFormer with both heads of the paper's pre-training (App. F): masked words and next sentence."""
+
+    def __init__(self, config: ClusterFormerConfig) -> None:
+        super().__init__(config)
+        self.clusterformer = ClusterFormerModel(config)
+        self.lm_head = WordHead(config)
+        self.next_sentence = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        next_sentence_label: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> ClusterFormerPreTrainingOutput:
+        """Score the vocabulary for every word, and whether the second text follows the first.
+
+        Args:
+            input_ids (`torch.LongTensor`): `(B, N)`.
+            labels (`torch.LongTensor`, *optional*): `(B, N)`, the words; -100 = not to be guessed.
+            next_sentence_label (`torch.LongTensor`, *optional*): `(B,)`, 0 = it follows, 1 = it does not.
+            kwargs: what `ClusterFormerModel` takes.
+        Returns: `ClusterFormerPreTrainingOutput`; the loss is there with any of the two labels.
+        """
+        labelled = labels is not None or next_sentence_label is not None
+        kwargs.setdefault("output_clustering", self.training or labelled)
+        encoded = self.clusterformer(input_ids, **kwargs)
+        logits = self.lm_head(encoded.last_hidden_state)
+        follows = self.next_sentence(encoded.pooler_output)
+        parts = [word_loss(logits, labels), word_loss(follows, next_sentence_label)]
+        task_loss = torch.stack([part for part in parts if part is not None]).sum() if labelled else None
+        return ClusterFormerPreTrainingOutput(
+            loss=total_loss(self.config, task_loss, encoded),
+            prediction_logits=logits,
+            seq_relationship_logits=follows,
+            hidden_states=encoded.hidden_states,
+            **clustering_of(task_loss, encoded),
+        )
+
+
+class ClusterFormerForCausalLM(_WithWordHead, GenerationMixin):
+    """ClusterFormer that predicts the next word; `config.is_decoder` is set."""
+
+    def __init__(self, config: ClusterFormerConfig) -> None:
+        if not config.is_decoder:
+            config = copy.deepcopy(config)
+            config.is_decoder = True
+        # Built anew, so that what a decoder cannot have is refused.
+        super().__init__(type(config)(**config.to_dict()))
+        self.clusterformer = ClusterFormerModel(self.config, add_pooling_layer=False)
+        self.lm_head = WordHead(self.config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **kwargs: Any,
+    ) -> ClusterFormerCausalLMOutput:
+        """Score the vocabulary for the word after every word.
+
+        Args:
+            input_ids (`torch.LongTensor`): `(B, N)`.
+            labels (`torch.LongTensor`, *optional*): `(B, N)`, the input; -100 = not to be predicted.
+            past_key_values (`Cache`, *optional*), use_cache (`bool`, *optional*): with `causal="strict"`.
+            logits_to_keep (`int`): only the last so many words; 0 = all.
+            kwargs: what `ClusterFormerModel` takes.
+        Returns: `ClusterFormerCausalLMOutput`, logits `(B, N, vocab_size)`.
+        """
+        kwargs.setdefault("output_clustering", self.training or labels is not None)
+        decoded = self.clusterformer(input_ids, past_key_values=past_key_values, use_cache=use_cache, **kwargs)
+        logits = self.lm_head(decoded.last_hidden_state[:, -logits_to_keep:])
+        task_loss = shifted_loss(logits, labels)
+        return ClusterFormerCausalLMOutput(
+            loss=total_loss(self.config, task_loss, decoded),
+            logits=logits,
+            past_key_values=decoded.past_key_values,
+            hidden_states=decoded.hidden_states,
+            **clustering_of(task_loss, decoded),
+        )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; `causal="paper"` computes the text anew for every word, for its clusters move."""
+        if self.config.causal == "paper":
+            kwargs["use_cache"] = False
+        return super().generate(*args, **kwargs)
+
+
+class ClusterFormerForSequenceClassification(ClusterFormerPreTrainedModel):
+    """ClusterFormer that classifies texts or pairs of texts (`token_type_ids` tells the two apart)."""
+
+    def __init__(self, config: ClusterFormerConfig) -> None:
+        super().__init__(config)
+        self.clusterformer = ClusterFormerModel(config, add_pooling_layer=False)
+        self.dropout = classifier_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> ClusterFormerSequenceClassifierOutput:
+        """Score the classes.
+
+        Args:
+            input_ids (`torch.LongTensor`): `(B, N)`.
+            attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 0 = padding.
+            labels (`torch.Tensor`, *optional*): `(B,)` classes; numbers where `num_labels` is 1; `(B, num_labels)`
+                0 or 1 where `config.problem_type` is `"multi_label_classification"`.
+            kwargs: what `ClusterFormerModel` takes.
+        Returns: `ClusterFormerSequenceClassifierOutput`, logits `(B, num_labels)`.
+        """
+        kwargs.setdefault("output_clustering", self.training or labels is not None)
+        encoded = self.clusterformer(input_ids, attention_mask=attention_mask, **kwargs)
+        mask = None if attention_mask is None else attention_mask.bool()
+        pooled = pool(encoded.last_hidden_state, mask, self.config.pooling)
+        logits = self.classifier(self.dropout(pooled))
+        task_loss = None if labels is None else self._loss(logits, labels)
+        return ClusterFormerSequenceClassifierOutput(
+            loss=total_loss(self.config, task_loss, encoded),
+            logits=logits,
+            hidden_states=encoded.hidden_states,
+            **clustering_of(task_loss, encoded),
+        )
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        problem, logits = self.config.problem_type, full_precision(logits)
+        if problem == "multi_label_classification":
+            return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
+        if problem == "regression" or (problem is None and self.config.num_labels == 1):
+            numbers = logits.squeeze(-1)
+            return F.mse_loss(numbers, labels.to(numbers.dtype).view(numbers.shape))
+        return F.cross_entropy(logits, labels)
+
+
+class ClusterFormerForTokenClassification(ClusterFormerPreTrainedModel):
+    """ClusterFormer that classifies every word."""
+
+    def __init__(self, config: ClusterFormerConfig) -> None:
+        super().__init__(config)
+        self.clusterformer = ClusterFormerModel(config, add_pooling_layer=False)
+        self.dropout = classifier_dropout(config)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self, input_ids: torch.Tensor | None = None, labels: torch.Tensor | None = None, **kwargs: Any
+    ) -> ClusterFormerTokenClassifierOutput:
+        """Score the classes of every word.
+
+        Args:
+            input_ids (`torch.LongTensor`): `(B, N)`.
+            labels (`torch.LongTensor`, *optional*): `(B, N)`; -100 = does not count.
+            kwargs: what `ClusterFormerModel` takes.
+        Returns: `ClusterFormerTokenClassifierOutput`, logits `(B, N, num_labels)`.
+        """
+        kwargs.setdefault("output_clustering", self.training or labels is not None)
+        encoded = self.clusterformer(input_ids, **kwargs)
+        logits = self.classifier(self.dropout(encoded.last_hidden_state))
+        task_loss = word_loss(logits, labels)
+        return ClusterFormerTokenClassifierOutput(
+            loss=total_loss(self.config, task_loss, encoded),
+            logits=logits,
+            hidden_states=encoded.hidden_states,
+            **clustering_of(task_loss, encoded),
+        )
+
+
+class ClusterFormerForQuestionAnswering(ClusterFormerPreTrainedModel):
+    """ClusterFormer that finds the first and the last word of an answer."""
+
+    def __init__(self, config: ClusterFormerConfig) -> None:
+        super().__init__(config)
+        self.clusterformer = ClusterFormerModel(config, add_pooling_layer=False)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        start_positions: torch.Tensor | None = None,
+        end_positions: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> ClusterFormerQuestionAnsweringOutput:
+        """Score every word as the first and as the last of the answer.
+
+        Args:
+            input_ids (`torch.LongTensor`): `(B, N)`.
+            start_positions, end_positions (`torch.LongTensor`, *optional*): `(B,)`; beyond the text = does not count.
+            kwargs: what `ClusterFormerModel` takes.
+        Returns: `ClusterFormerQuestionAnsweringOutput`, both logits `(B, N)`.
+        """
+        labelled = start_positions is not None and end_positions is not None
+        kwargs.setdefault("output_clustering", self.training or labelled)
+        encoded = self.clusterformer(input_ids, **kwargs)
+        start, end = self.qa_outputs(encoded.last_hidden_state).unbind(dim=-1)
+        task_loss = None
+        if start_positions is not None and end_positions is not None:
+            N = start.shape[1]
+            places = torch.stack([start_positions, end_positions])
+            task_loss = word_loss(torch.stack([start, end]), places.where(places < N, IGNORED))
+        return ClusterFormerQuestionAnsweringOutput(
+            loss=total_loss(self.config, task_loss, encoded),
+            start_logits=start,
+            end_logits=end,
+            hidden_states=encoded.hidden_states,
+            **clustering_of(task_loss, encoded),
+        )
+
+
+def classifier_dropout(config: ClusterFormerConfig) -> nn.Dropout:
+    """Dropout before a classifier: its own rate, else that of the hidden states."""
+    rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+    return nn.Dropout(rate)

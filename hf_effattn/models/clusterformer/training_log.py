@@ -1,0 +1,58 @@
+"""What the clustering does during training, in the log of transformers' `Trainer`."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .outputs import CLUSTERING_FIELDS, ClusteringOutput
+
+
+class ClusteringLog(TrainerCallback):
+    """Collects what a model's outputs report while it trains, and adds the means since the last log to the next."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.sums: dict[str, torch.Tensor] = {}
+        self.steps = 0
+        model.register_forward_hook(self.collect)
+
+    def collect(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Keep the numbers of one forward pass, on their device: reading them here would make the GPU wait."""
+        if not module.training or not isinstance(output, ClusteringOutput):
+            return
+        self.steps += 1
+        for name in CLUSTERING_FIELDS:
+            number = getattr(output, name)
+            if number is not None:
+                self.sums[name] = self.sums.get(name, 0.0) + number.detach()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the means to a log of training steps."""
+        if logs is None or "loss" not in logs or not self.steps:
+            return
+        numbers = {name: float(total) / self.steps for name, total in self.sums.items()}
+        logs.update(numbers)
+        # Trainer keeps its own copy of the log before it calls anyone.
+        state.log_history[-1].update(numbers)
+        self.sums, self.steps = {}, 0
+
+
+def log_clustering(trainer: Trainer) -> None:
+    """Let a `Trainer` log the losses and statistics of the clustering beside its loss.
+
+    Every integration that the trainer reports to gets them. `L1` and `L2` that fall without end, a largest cluster
+    near 1 or a cosine of words near 1 show a collapse that the task's loss shows late.
+
+    Args:
+        trainer (`transformers.Trainer`): of a ClusterFormer model, before `train()`.
+    """
+    # First in the list: those that write the log elsewhere come after.
+    trainer.callback_handler.callbacks.insert(0, ClusteringLog(trainer.model))
