@@ -1,5 +1,17 @@
 """Models that are trained from scratch, found by the Auto classes of transformers once this package is imported."""
 
+from .clusterformer import (
+    ClusterFormerConfig,
+    ClusterFormerForCausalLM,
+    ClusterFormerForConditionalGeneration,
+    ClusterFormerForMaskedLM,
+    ClusterFormerForPreTraining,
+    ClusterFormerForQuestionAnswering,
+    ClusterFormerForSequenceClassification,
+    ClusterFormerForTokenClassification,
+    ClusterFormerModel,
+    log_clustering,
+)
 from .cst import (
     CSTConfig,
     CSTForCausalLM,
@@ -20,4 +32,14 @@ __all__ = [
     "CSTForSequenceClassification",
     "CSTForTokenClassification",
     "CSTModel",
+    "ClusterFormerConfig",
+    "ClusterFormerForCausalLM",
+    "ClusterFormerForConditionalGeneration",
+    "ClusterFormerForMaskedLM",
+    "ClusterFormerForPreTraining",
+    "ClusterFormerForQuestionAnswering",
+    "ClusterFormerForSequenceClassification",
+    "ClusterFormerForTokenClassification",
+    "ClusterFormerModel",
+    "log_clustering",
 ]
