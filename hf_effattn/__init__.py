@@ -5,17 +5,39 @@ Importing this package registers its attention functions with transformers, so t
 """
 
 from . import ops
+from .models import (
+    ClusterFormerConfig,
+    ClusterFormerForCausalLM,
+    ClusterFormerForConditionalGeneration,
+    ClusterFormerForMaskedLM,
+    ClusterFormerForPreTraining,
+    ClusterFormerForQuestionAnswering,
+    ClusterFormerForSequenceClassification,
+    ClusterFormerForTokenClassification,
+    ClusterFormerModel,
+    log_clustering,
+)
 from .patching import extend_positions, from_pretrained, list_methods, patch_attention, unpatch_attention
 from .reporting import Report, report
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ClusterFormerConfig",
+    "ClusterFormerForCausalLM",
+    "ClusterFormerForConditionalGeneration",
+    "ClusterFormerForMaskedLM",
+    "ClusterFormerForPreTraining",
+    "ClusterFormerForQuestionAnswering",
+    "ClusterFormerForSequenceClassification",
+    "ClusterFormerForTokenClassification",
+    "ClusterFormerModel",
     "Report",
     "__version__",
     "extend_positions",
     "from_pretrained",
     "list_methods",
+    "log_clustering",
     "ops",
     "patch_attention",
     "report",
