@@ -17,6 +17,7 @@ from .conclusions import conclusions, short_label
 from .run import RESULT_FILE, DemoOptions, DemoResult, run_demo
 
 TABLE_WIDTH = 80
+LONGEST_NAME = 24  # what the columns of numbers leave
 
 
 def show_demo(options: DemoOptions) -> DemoResult:
@@ -86,6 +87,12 @@ def _table(title: str, caption: str, columns: tuple[str, ...]) -> Table:
     return table
 
 
+def _name(label: str) -> str:
+    """The short label of a method, its counts on a line of their own where one line is too long."""
+    short = short_label(label)
+    return short if len(short) <= LONGEST_NAME else short.replace(" ", "\n  ", 1)
+
+
 def _short_table(result: DemoResult) -> Table:
     one = result.short[0]
     table = _table(
@@ -113,7 +120,7 @@ def _short_table(result: DemoResult) -> Table:
             (m,) = one.report.of(label)
             speed = one.report.speedup(m)
             table.add_row(
-                short_label(label),
+                _name(label),
                 f"{change.cosine_mean:.4f}",
                 f"{change.cosine_min:.4f}",
                 percent(change.same_first),
@@ -143,7 +150,7 @@ def _long_table(found: Report) -> Table:
             speed, alone, seconds = found.speedup(m), found.speedup(m, "attention"), median(m.forward_seconds)
             cosines = m.change.embedding_cosines
             table.add_row(
-                short_label(label),
+                _name(label),
                 "" if seconds is None else duration(seconds),
                 "1×" if is_exact else "" if speed is None else ratio([speed]),
                 "1×" if is_exact else "" if alone is None else ratio([alone]),

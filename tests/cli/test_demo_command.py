@@ -24,7 +24,8 @@ def test_quick_demo_prints_tables_paths_and_meaning(real_model_folder, tmp_path)
         "Sentence embeddings",
         "64 tokens",
         "i-clustered C=25 k=32",
-        "bi-clustered C=25 k=32 G=50",
+        "bi-clustered",
+        "C=25 k=32 G=50",
         "attention_pattern.png",
         "What this means",
     ):

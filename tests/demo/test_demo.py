@@ -1,9 +1,11 @@
 """The demo end to end on the real model, and what it says about numbers that are made up."""
 
+import io
 import json
 
 import pytest
 import torch
+from rich.console import Console
 
 from hf_effattn import Report
 from hf_effattn.demo import DemoOptions, run_demo
@@ -11,6 +13,7 @@ from hf_effattn.demo.conclusions import conclusions
 from hf_effattn.demo.embeddings import EmbeddingChange
 from hf_effattn.demo.models import load_model
 from hf_effattn.demo.run import DemoResult, ShortLength
+from hf_effattn.demo.show import _long_table, _short_table
 from hf_effattn.reporting.errors import OutputChange
 from hf_effattn.reporting.result import MeasuredInput, Measurement
 
@@ -70,6 +73,17 @@ def test_conclusions_follow_the_numbers_when_short_is_fast_and_long_is_slow():
     assert "No gain on these long inputs" in said
     assert "not memory" not in said
     assert "Beyond training" not in said
+
+
+def test_tables_fit_into_80_columns_without_cutting_a_number():
+    result = DemoResult(
+        "m", 512, [made_up_short((1, 2, 4, 5))], made_up_report(8192, (4, 1, 2, 1), (1e8, 99e6, 1e8, 1e8))
+    )
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(_short_table(result), _long_table(result.long))
+    shown = console.export_text()
+    assert "…" not in shown
+    assert all(part in shown for part in ("0.9500 0.8500", "C=25 k=32 G=50", "nearest", "4.0×"))
 
 
 def test_quick_demo_end_to_end(real_model_folder, tmp_path):
