@@ -1,6 +1,7 @@
 """Attention ops: pure functions on `(B, H, N, D)` tensors, each with a plain reference and a fast form."""
 
 from .bi_clustered_attention import bi_clustered_attention
+from .causal_clustered_attention import causal_clustered_attention
 from .cluster_queries import cluster_queries
 from .clustered_attention import clustered_attention
 from .improved_clustered_attention import improved_clustered_attention
@@ -10,6 +11,7 @@ from .sorted_block_attention import cluster_order, sorted_block_attention
 
 __all__ = [
     "bi_clustered_attention",
+    "causal_clustered_attention",
     "cluster_order",
     "cluster_queries",
     "clustered_attention",

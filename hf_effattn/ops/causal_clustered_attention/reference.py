@@ -1,0 +1,178 @@
+"""Causal attention over clusters as its definition reads, segment by segment. Plain PyTorch, any device."""
+
+from dataclasses import dataclass, fields
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+
+from ..cluster_queries.reference import cluster_head, keys_metric
+from ..clustered_attention.reference import for_every_head
+from ..dropout import TOPK_AND_SUMMARY_WEIGHTS, dropout_factor
+from ..kmeans.reference import lloyd, nearest
+from ..kmeans.sampling import fit_rows, strided_rows
+from .layout import Layout
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What both forms are told, see the public op; `topk` is 0 for clustered attention."""
+
+    method: str
+    clusters: int
+    topk: int
+    keys_per_cluster: int
+    key_clusters: int
+    segment_length: int
+    window: int
+    iterations: int
+    fit_queries: int
+    seed: int
+    prefill: bool
+    scale: float
+    dropout_p: float
+
+    def values(self) -> tuple[str | int | float | bool, ...]:
+        """The fields in their order, as an op takes them."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    def layout(self, length: int) -> Layout:
+        return Layout(length, self.segment_length, self.window, self.keys_per_cluster, self.key_clusters, self.prefill)
+
+    def columns(self, layout: Layout) -> int:
+        """Weights of a query that dropout can drop: of local keys, top keys, and key clusters or the remainder."""
+        rest = layout.first_cluster_columns[-1] if self.method == "bi-clustered" else 1
+        return layout.local_keys + self.topk + rest
+
+
+@torch.no_grad()
+def cluster_keys(key: torch.Tensor, clusters: int, settings: Settings) -> torch.Tensor:
+    """Labels `(M,)` of the keys `(M, D)` of a block: Lloyd's algorithm from evenly spread seeds."""
+    key = key.to(torch.promote_types(key.dtype, torch.float32))
+    fitted = key[fit_rows(len(key), clusters, settings.fit_queries)]
+    seeds = fitted[strided_rows(len(fitted), clusters)]
+    return nearest(key, lloyd(fitted, seeds, settings.iterations, None, binary=False), None)
+
+
+def query_clusters(
+    query: torch.Tensor, key: torch.Tensor, readers: torch.Tensor, settings: Settings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Centroids `(C, D)` of past queries `(n, D)`, and the nearest of them to queries `readers`, in the keys' metric."""
+    with torch.no_grad():
+        points, keys, readers = (
+            rows.to(torch.promote_types(rows.dtype, torch.float32)) for rows in (query, key, readers)
+        )
+        arguments = settings.clusters, "kmeans", settings.iterations, 1, settings.fit_queries, settings.seed
+        labels = cluster_head(points, keys, *arguments).unique(return_inverse=True)[1]  # no empty cluster
+        metric = keys_metric(keys[fit_rows(len(keys), settings.clusters, settings.fit_queries)])
+    member = F.one_hot(labels).to(query.dtype)  # (n, C)
+    centroids = member.T @ query / member.sum(dim=0)[:, None]
+    with torch.no_grad():
+        return centroids, nearest(readers, centroids.to(readers.dtype), metric)
+
+
+def attend_segment(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segment: int,
+    layout: Layout,
+    settings: Settings,
+    centroids: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    factor: torch.Tensor | None,
+) -> torch.Tensor:
+    """Output of one segment of one head; `query` are all (scaled) ones, `factor` the segment's dropout factors."""
+    S = layout.segment_length
+    own = slice(segment * S, (segment + 1) * S)
+    old = layout.older(segment) * S
+    rows = query[own]
+    position = torch.arange(len(query), device=query.device)
+    local_keys, local_values = key[old : own.stop], value[old : own.stop]
+    visible = position[old : own.stop] <= position[own, None]
+    scores = [(rows @ local_keys.T).masked_fill(~visible, -torch.inf)]
+    values = [local_values.expand(len(rows), -1, -1)]
+    # Of every column, its place among the columns that dropout draws for.
+    columns = [position[old : own.stop] - (segment - layout.window_segments) * S]
+    if old:
+        assert centroids is not None
+        assert labels is not None
+        centroid_scores = centroids @ key[:old].T
+        top = centroid_scores.detach().topk(min(settings.topk, old), dim=-1).indices  # T_j: (C, T)
+        chosen = top[labels]  # (S, T)
+        scores.append((rows[:, None] @ key[chosen].transpose(1, 2))[:, 0])
+        values.append(value[chosen])
+        columns.append(layout.local_keys + torch.arange(chosen.shape[1], device=query.device))
+        first_rest = layout.local_keys + settings.topk
+        if settings.method == "bi-clustered":
+            for level, index in layout.blocks(segment):
+                block = slice(index * layout.block_keys(level), (index + 1) * layout.block_keys(level))
+                G = layout.clusters_of_block(level)
+                member = F.one_hot(cluster_keys(key[block], G, settings), G)  # (keys, G)
+                sizes = member.sum(dim=0)
+                means, mean_values = (
+                    member.to(key.dtype).T @ part[block] / sizes.clamp(min=1)[:, None] for part in (key, value)
+                )
+                is_top = torch.zeros(len(top), old, device=key.device).scatter(1, top, 1.0)[:, block]
+                rest = sizes - (is_top @ member.to(is_top.dtype)).long()  # n_jc: (C, G)
+                scores.append(rows @ means.T + rest.double().log().to(key.dtype)[labels])
+                values.append(mean_values.expand(len(rows), -1, -1))
+                start = first_rest + layout.first_cluster_columns[level]
+                columns.append(start + torch.arange(G, device=query.device))
+        else:
+            rest_scores = centroid_scores.scatter(1, top, -torch.inf)
+            scores.append(rest_scores[labels])
+            values.append(value[:old].expand(len(rows), -1, -1))
+            columns.append(torch.full((old,), first_rest, device=query.device))
+    weights = torch.cat(scores, dim=1).softmax(dim=1)
+    if factor is not None:
+        weights = weights * factor[:, torch.cat(columns)]
+    return (weights[:, None] @ torch.cat(values, dim=1))[:, 0]
+
+
+def attend_head(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings, factor: torch.Tensor | None
+) -> torch.Tensor:
+    """Output `(N, Dv)` of one head of valid rows; `query` is scaled."""
+    layout = settings.layout(len(query))
+    S = layout.segment_length
+    readers: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+    for first, end, past in layout.epochs():
+        found = query_clusters(query[:past], key[:past], query[first * S : end * S], settings)
+        for segment in range(first, end):
+            readers[segment] = found[0], found[1][(segment - first) * S :][:S]
+    outputs = []
+    for segment in range(layout.segments):
+        own = slice(segment * S, (segment + 1) * S)
+        centroids, labels = readers.get(segment, (None, None))
+        drawn = None if factor is None else factor[own]
+        outputs.append(attend_segment(query, key, value, segment, layout, settings, centroids, labels, drawn))
+    return torch.cat(outputs)
+
+
+def causal_clustered_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    settings: Settings,
+    dropout_seed: torch.Tensor | None,
+) -> torch.Tensor:
+    """One softmax over the local keys, the top keys of the nearest past centroid, and what stands for the others."""
+    B, H, N, _ = query.shape
+    key, value = for_every_head(key, query), for_every_head(value, query)
+    query = query * settings.scale
+    output = query.new_zeros(B, H, N, value.shape[3])
+    for b, h in product(range(B), range(H)):
+        rows = torch.arange(N, device=query.device) if key_mask is None else key_mask[b].nonzero()[:, 0]
+        if len(rows) == 0:
+            continue
+        factor = None
+        if dropout_seed is not None:
+            shape = N, settings.columns(settings.layout(N))
+            drawn = dropout_factor(
+                shape, query, settings.dropout_p, int(dropout_seed), b * H + h, TOPK_AND_SUMMARY_WEIGHTS
+            )
+            factor = drawn[rows]
+        output[b, h, rows] = attend_head(query[b, h, rows], key[b, h, rows], value[b, h, rows], settings, factor)
+    return output

@@ -1,0 +1,348 @@
+"""Causal attention over clusters: values, gradients, identities, masks, and that no output sees a later token."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import padding
+from closeness import assert_close_to_reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_effattn.ops import causal_clustered_attention
+from hf_effattn.ops.causal_clustered_attention.layout import Layout
+
+METHODS = ("clustered", "i-clustered", "bi-clustered")
+each_method = pytest.mark.parametrize("method", METHODS)
+each_backend = pytest.mark.parametrize("backend", ["reference", "batched"])
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of one test; several segments and key blocks of several levels, but where the name says otherwise."""
+
+    name: str
+    B: int = 2
+    H: int = 2
+    key_heads: int | None = None
+    N: int = 53
+    D: int = 8
+    Dv: int = 8
+    masks: str = "none"
+    clusters: int = 5
+    topk: int = 3
+    keys_per_cluster: int = 2
+    key_clusters: int = 6
+    segment_length: int = 4
+    window: int = 4
+    iterations: int = 3
+    prefill: bool = False
+    dropout_p: float = 0.0
+
+
+CASES = (
+    Case("plain"),
+    Case("one_token", N=1),
+    Case("shorter_than_the_window", N=7),
+    Case("first_token_beyond_the_window", N=9),
+    Case("whole_segments", N=64),
+    Case("no_window", window=0),
+    Case("window_of_many_segments", window=17),
+    Case("segments_of_one_token", segment_length=1, window=3, N=23),
+    Case("odd_dimensions", D=5, Dv=3, segment_length=7, window=6),
+    Case("one_cluster", clusters=1),
+    Case("more_clusters_than_queries", clusters=100),
+    Case("topk_beyond_the_first_older_keys", topk=11),
+    Case("topk_beyond_keys", topk=99),
+    Case("one_key_cluster", key_clusters=1),
+    Case("no_iterations", iterations=0),
+    Case("prefill", prefill=True),
+    Case("right_padding", masks="right"),
+    Case("left_padding", masks="left", N=61),
+    Case("holes", masks="holes"),
+    Case("row_fully_padded", masks="row"),
+    Case("prefill_and_holes", masks="holes", prefill=True),
+    Case("grouped_heads", H=6, key_heads=2),
+    Case("one_key_head_and_holes", H=3, key_heads=1, masks="holes"),
+    Case("dropout", dropout_p=0.3),
+    Case("dropout_and_left_padding", dropout_p=0.3, masks="left", H=4, key_heads=2),
+)
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def make_inputs(case, dtype=torch.float64, seed=0):
+    """Query, key and value as transformers hands them over, and the mask."""
+    generator = torch.Generator().manual_seed(seed)
+    key_heads = case.key_heads or case.H
+    tensors = [
+        torch.randn(case.B, case.N, heads, dim, dtype=torch.float64, generator=generator).to(dtype).transpose(1, 2)
+        for heads, dim in ((case.H, case.D), (key_heads, case.D), (key_heads, case.Dv))
+    ]
+    return *tensors, padding(case.masks, case.B, case.N)
+
+
+def attend(method, case, query, key, value, mask, **options):
+    names = "clusters", "topk", "keys_per_cluster", "key_clusters", "segment_length", "window", "iterations"
+    chosen = {name: getattr(case, name) for name in (*names, "prefill", "dropout_p")}
+    torch.manual_seed(4)
+    return causal_clustered_attention(query, key, value, method=method, key_mask=mask, **chosen | options)
+
+
+def with_gradients(method, case, dtype=torch.float64, run=attend, **options):
+    """Output and the gradients of query, key and value, for a fixed random gradient of the output."""
+    *tensors, mask = make_inputs(case, dtype)
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    output = run(method, case, *leaves, mask, **options)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = torch.autograd.grad(output, leaves, weights.to(output.dtype))
+    return dict(zip(("output", "query", "key", "value"), (output.detach(), *gradients), strict=True))
+
+
+def exact(query, key, value, mask):
+    """Causal softmax attention with a key mask; rows that are masked are 0."""
+    N = query.shape[2]
+    visible = torch.ones(N, N, dtype=torch.bool).tril()
+    if mask is not None:
+        visible = visible & mask[:, None, None] & mask[:, None, :, None] | torch.eye(N, dtype=torch.bool)
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=visible)
+    return output if mask is None else output * mask[:, None, :, None]
+
+
+@each_method
+@each_case
+def test_fast_form_equals_reference(method, case):
+    expected = with_gradients(method, case, backend="reference")
+    actual = with_gradients(method, case, backend="batched")
+    for name in expected:
+        assert_close_to_reference(name, actual[name], expected[name], rtol=1e-12)
+
+
+@each_method
+@each_backend
+@pytest.mark.parametrize("masks", ["none", "right", "left", "holes"])
+def test_a_window_over_all_is_exact_attention(method, backend, masks):
+    case = Case("wide", window=64, masks=masks, key_heads=1)
+    actual = with_gradients(method, case, backend=backend)
+    expected = with_gradients(method, case, run=lambda method, case, *inputs: exact(*inputs))
+    for name in expected:
+        assert_close_to_reference(name, actual[name], expected[name], rtol=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+@each_backend
+@pytest.mark.parametrize("masks", ["none", "left"])
+def test_topk_of_all_older_keys_is_exact_attention(method, backend, masks):
+    case = Case("all", topk=53, masks=masks)
+    actual = with_gradients(method, case, backend=backend)
+    expected = with_gradients(method, case, run=lambda method, case, *inputs: exact(*inputs))
+    for name in expected:
+        assert_close_to_reference(name, actual[name], expected[name], rtol=1e-12)
+
+
+@each_backend
+def test_a_cluster_for_every_key_is_exact_attention(backend):
+    case = Case("own", keys_per_cluster=1, key_clusters=64)
+    inputs = make_inputs(case)
+    actual = attend("bi-clustered", case, *inputs, backend=backend)
+    assert_close_to_reference("output", actual, exact(*inputs), rtol=1e-12)
+
+
+@each_method
+@each_backend
+def test_equal_queries_get_exact_attention_of_their_centroid(method, backend):
+    """A centroid of equal queries is that query: its scores are theirs."""
+    case = Case("equal", keys_per_cluster=1, key_clusters=64)
+    query, key, value, mask = make_inputs(case)
+    query = query[:, :, :1].expand(query.shape)
+    actual = attend(method, case, query, key, value, mask, backend=backend)
+    assert_close_to_reference("output", actual, exact(query, key, value, mask), rtol=1e-12)
+
+
+@each_method
+@each_backend
+def test_weights_sum_to_one(method, backend):
+    case = Case("ones", masks="holes")
+    query, key, value, mask = make_inputs(case)
+    output = attend(method, case, query, key, torch.ones_like(value), mask, backend=backend)
+    expected = mask[:, None, :, None].to(output).expand(output.shape)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+
+
+@each_method
+@pytest.mark.parametrize("masks", ["left", "right"])
+def test_padding_changes_nothing(method, masks):
+    case = Case("padded", masks=masks, N=60)
+    query, key, value, mask = make_inputs(case, torch.float32)
+    for tensor in (query, key, value):
+        tensor.masked_fill_(~mask[:, None, :, None], torch.nan)
+    output = attend(method, case, query, key, value, mask)
+    alone = attend(method, case, *(tensor[1:, :, mask[1]] for tensor in (query, key, value)), None)
+    assert torch.equal(output[1:, :, mask[1]], alone)
+    assert (output[1:, :, ~mask[1]] == 0).all()
+
+
+@each_method
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_is_as_close_as_exact_attention_in_it(method, dtype):
+    """All older keys are top keys, so both compute the same; rounding alone parts them."""
+    case = Case("low", N=96, D=16, Dv=16, topk=96, segment_length=8, window=8, clusters=6)
+    run = {"run": lambda method, case, *inputs: exact(*inputs)}
+    expected, baseline = with_gradients(method, case, **run), with_gradients(method, case, dtype, **run)
+    if method == "clustered":
+        case = replace(case, window=96)
+    actual = with_gradients(method, case, dtype)
+    for name in expected:
+        assert actual[name].dtype == dtype
+        assert_close_to_reference(name, actual[name], expected[name], baseline[name], rtol=0.0)
+
+
+@given(
+    st.sampled_from(METHODS),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    st.integers(2, 90),
+    st.integers(1, 9),
+    st.integers(0, 20),
+    st.integers(1, 24),
+    st.sampled_from(["none", "left", "right", "holes"]),
+    st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    st.floats(0, 1, exclude_max=True),
+    st.integers(0, 2**20),
+)
+@settings(max_examples=120, deadline=None)
+def test_no_output_sees_a_later_token(method, dtype, N, segment_length, window, D, masks, heads, share, seed):
+    case = Case(
+        "leak", H=heads[0], key_heads=heads[1], N=N, D=D, masks=masks, segment_length=segment_length, window=window
+    )
+    inputs = make_inputs(case, dtype, seed)
+    before = attend(method, case, *inputs)
+    token = int(share * N)
+    generator = torch.Generator().manual_seed(seed)
+    changed = [tensor.clone() for tensor in inputs[:3]]
+    for tensor in changed:
+        # One token or all that follow, near to what they were or far away.
+        last = N if seed % 2 else token + 1
+        noise = torch.randn(tensor[:, :, token:last].shape, generator=generator, dtype=torch.float64)
+        tensor[:, :, token:last] += (noise * 10.0 ** (seed % 5 - 2)).to(dtype)
+    after = attend(method, case, *changed, inputs[3])
+    assert torch.equal(before[:, :, :token], after[:, :, :token])
+
+
+@each_method
+def test_a_later_token_reaches_every_later_segment(method):
+    """The negative of the test before: what must not be seen earlier is seen later."""
+    case = Case("seen", N=40)
+    query, key, value, mask = make_inputs(case)
+    before = attend(method, case, query, key, value, mask)
+    value = value.clone()
+    value[:, :, 9] += 1.0
+    changed = (attend(method, case, query, key, value, mask) != before).any(dim=-1)
+    assert changed[:, :, 9:].all()
+    assert not changed[:, :, :9].any()
+
+
+def test_prefill_lets_no_later_value_through():
+    case = Case("prefill", prefill=True)
+    query, key, value, mask = make_inputs(case)
+    for method in METHODS:
+        before = attend(method, case, query, key, value, mask)
+        changed = value.clone()
+        changed[:, :, 20:] += 1.0
+        assert torch.equal(before[:, :, :20], attend(method, case, query, key, changed, mask)[:, :, :20])
+
+
+@each_method
+def test_dropout_keeps_the_mean(method):
+    case = Case("mean", B=1, H=1, N=24, D=4, Dv=4)
+    query, key, value, mask = make_inputs(case)
+    key = key.expand(400, -1, -1, -1)
+    repeated = query.expand(400, -1, -1, -1), key, value.expand(400, -1, -1, -1)
+    dropped = attend(method, case, *repeated, mask, dropout_p=0.2)
+    expected = attend(method, case, query, key[:1], value, mask)
+    spread = dropped.std(dim=0) / 400**0.5
+    assert ((dropped.mean(dim=0) - expected[0]).abs() < 5 * spread + 1e-12).all()
+    assert (dropped.std(dim=0) > 0).all()
+
+
+@each_method
+def test_compiles_to_one_op(method):
+    case = Case("compiled", N=24)
+    inputs = make_inputs(case, torch.float32)
+    expected = with_gradients(method, case, torch.float32)
+
+    def run(method, case, *inputs):
+        return attend_compiled(*inputs)
+
+    attend_compiled = torch.compile(
+        lambda *inputs: causal_clustered_attention(
+            *inputs[:3],
+            method=method,
+            clusters=case.clusters,
+            topk=case.topk,
+            keys_per_cluster=case.keys_per_cluster,
+            key_clusters=case.key_clusters,
+            segment_length=case.segment_length,
+            window=case.window,
+            key_mask=inputs[3],
+        ),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    actual = with_gradients(method, case, torch.float32, run=run)
+    assert inputs[3] is None
+    for name in expected:
+        assert torch.equal(actual[name], expected[name])
+
+
+@pytest.mark.parametrize("served", range(1, 70))
+@pytest.mark.parametrize("window", [0, 3, 5])
+def test_blocks_cover_the_older_segments_once(served, window):
+    layout = Layout((served + -(-window // 2) + 1) * 2 - 1, 2, window, 2, 6, prefill=False)
+    assert layout.served == served
+    read = {segment: [] for segment in range(layout.segments)}
+    for run in layout.runs():
+        for number in range(run.blocks):
+            first = run.first_segment + number * (2 << run.level)
+            for segment in range(first, first + run.segments):
+                read[segment].append((run.level, run.first_block + 2 * number))
+    for segment, blocks in read.items():
+        assert sorted(blocks, reverse=True) == layout.blocks(segment)
+        covered = [part for level, index in blocks for part in range(index << level, (index + 1) << level)]
+        assert sorted(covered) == list(range(layout.older(segment)))
+    epochs = layout.epochs()
+    assert [part for first, end, _ in epochs for part in range(first, end)] == list(
+        range(layout.first_served, layout.segments)
+    )
+    assert all(past <= first * layout.segment_length for first, _, past in epochs)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"method": "improved"}, ValueError, "method must be one of 'clustered', 'i-clustered', 'bi-clustered'"),
+        ({"clusters": 0}, ValueError, "clusters must be at least 1, got 0"),
+        ({"topk": 0}, ValueError, "topk must be at least 1, got 0"),
+        ({"segment_length": 0}, ValueError, "segment_length must be at least 1, got 0"),
+        ({"window": -1}, ValueError, "window must be at least 0, got -1"),
+        ({"window": 1.5}, TypeError, "window must be an int"),
+        ({"keys_per_cluster": 0}, ValueError, "keys_per_cluster must be at least 1"),
+        ({"key_clusters": 0}, ValueError, "key_clusters must be at least 1"),
+        ({"dropout_p": 1.0}, ValueError, r"dropout_p must lie in \[0, 1\)"),
+        ({"backend": "triton"}, ValueError, 'backend="triton" is not there for causal attention'),
+        ({"backend": "fast"}, ValueError, "backend must be one of"),
+        ({"key_mask": torch.ones(1, 6)}, TypeError, "key_mask must be boolean"),
+        ({"key_mask": torch.ones(1, 5, dtype=torch.bool)}, ValueError, "key_mask must have shape"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_says_what_is_wrong(change, error, message):
+    tensors = [torch.zeros(1, 2, 6, 4) for _ in range(3)]
+    with pytest.raises(error, match=message):
+        causal_clustered_attention(*tensors, **{"clusters": 2} | change)
+
+
+def test_refuses_other_keys_than_its_own():
+    with pytest.raises(ValueError, match="got 3 queries and 6 keys"):
+        causal_clustered_attention(torch.zeros(1, 2, 3, 4), *[torch.zeros(1, 2, 6, 4)] * 2, clusters=2)
