@@ -13,7 +13,7 @@ from ..sorted_clusters.triton_centroids import centroid_pass, merge_splits
 from ..sorted_clusters.triton_sort import SortedRows, cluster_means, sort_by_cluster
 from ..sorted_clusters.triton_tiles import block_width, load_tile
 from .batched import empty_output
-from .triton_backward import centroid_backward
+from .triton_backward import centroid_backward, load_split_sum
 
 TILE = 64  # queries that one program writes
 
@@ -64,17 +64,6 @@ def _clustered_attention_bwd_query_kernel(
     p_grad = grad_query_ptr + i_p // H * stride_gq_b + i_p % H * stride_gq_h
     p_grad += b_row[:, None] * stride_gq_n + o_d[None, :] * stride_gq_d
     tl.store(p_grad, b_grad.to(grad_query_ptr.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])
-
-
-@triton.jit
-def load_split_sum(parts_ptr, i_row, splits, D, BLOCK_D: tl.constexpr):
-    """Sum of the parts `(splits, D)` of one row, in their order."""
-    o_d = tl.arange(0, BLOCK_D)
-    b_sum = tl.zeros([BLOCK_D], tl.float32)
-    for split in range(splits):
-        # [BLOCK_D]
-        b_sum += tl.load(parts_ptr + (i_row * splits + split) * D + o_d, mask=o_d < D, other=0.0)
-    return b_sum
 
 
 def unwritten_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
