@@ -1,7 +1,7 @@
 """Configuration of ClusterFormer; impossible combinations raise before any weight exists."""
 
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
@@ -41,13 +41,13 @@ class ClusterFormerConfig(PretrainedConfig):
             `causal="strict"`, where it cannot depend on the length of the text. Default: `max_position_embeddings`
             over `clusters`.
         add_cross_attention (`bool`): decoder layers attend to an encoder.
-        num_decoder_layers (`int`, *optional*): of `ClusterFormerForConditionalGeneration`. Default:
+        decoder_layers (`int`, *optional*): of `ClusterFormerForConditionalGeneration`. Default:
             `num_hidden_layers`.
         pooling (`str`): how a text becomes one vector: the `"mean"` of its words or its `"first"`.
     """
 
     model_type = "clusterformer"
-    keys_to_ignore_at_inference = (
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [
         "past_key_values",
         "task_loss",
         "cluster_loss",
@@ -55,7 +55,7 @@ class ClusterFormerConfig(PretrainedConfig):
         "largest_cluster",
         "empty_clusters",
         "word_cosine",
-    )
+    ]
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class ClusterFormerConfig(PretrainedConfig):
         causal: str = "strict",
         block_length: int | None = None,
         add_cross_attention: bool = False,
-        num_decoder_layers: int | None = None,
+        decoder_layers: int | None = None,
         pooling: str = "mean",
         classifier_dropout: float | None = None,
         use_cache: bool = True,
@@ -177,7 +177,7 @@ class ClusterFormerConfig(PretrainedConfig):
         self.causal = causal
         self.block_length = -(-max_position_embeddings // self.clusters) if block_length is None else block_length
         self.add_cross_attention = add_cross_attention
-        self.num_decoder_layers = num_hidden_layers if num_decoder_layers is None else num_decoder_layers
+        self.decoder_layers = num_hidden_layers if decoder_layers is None else decoder_layers
         self.pooling = pooling
         self.classifier_dropout = classifier_dropout
         self.use_cache = use_cache

@@ -24,7 +24,7 @@ def part_config(config: ClusterFormerConfig, **changes: Any) -> ClusterFormerCon
 
 
 class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, GenerationMixin):
-    """An encoder of `num_hidden_layers`, and a decoder of `num_decoder_layers` that also attends to the encoder.
+    """An encoder of `num_hidden_layers`, and a decoder of `decoder_layers` that also attends to the encoder.
 
     Both sort their own words; the decoder by `config.causal`. Embeddings and the scores of the vocabulary are tied.
     """
@@ -47,7 +47,7 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Genera
                 config,
                 is_decoder=True,
                 add_cross_attention=True,
-                num_hidden_layers=config.num_decoder_layers,
+                num_hidden_layers=config.decoder_layers,
             ),
             add_pooling_layer=False,
         )

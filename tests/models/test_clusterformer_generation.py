@@ -1,0 +1,188 @@
+"""ClusterFormer decoders: no word sees a later one, cached generation equals recomputation, translation."""
+
+import pytest
+import torch
+from clusterformer_cases import padded_texts, texts, tiny_model
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from hf_effattn.models.clusterformer import ClusterFormerForCausalLM, ClusterFormerForConditionalGeneration
+
+STRICT = {
+    "neural": {},
+    "gated": {"gated": True},
+    "lsh": {"assignment": "lsh"},
+    "dot": {"similarity": "dot", "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0},
+    "short_reach": {"block_length": 2},
+    "wide_window": {"window_blocks": 4, "block_length": 1},
+}
+each_strict = pytest.mark.parametrize("variant", STRICT)
+each_causal = pytest.mark.parametrize("causal", ["strict", "paper"])
+
+
+def changed_before(model, words, t, run):
+    """Largest change of any output before `t` when all words from `t` on are others."""
+    other = words.clone()
+    other[:, t:] = texts(*words.shape, seed=99)[:, t:]
+    return (run(model, other)[:, :t] - run(model, words)[:, :t]).abs().max().item()
+
+
+def logits_of(model, words):
+    return model(words, use_cache=False).logits
+
+
+@each_strict
+def test_strict_sees_no_later_word(variant):
+    """Bit for bit; also with every parameter moved from its start."""
+    model = tiny_model(ClusterFormerForCausalLM, **STRICT[variant])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    words = texts(2, 30)
+    for t in range(1, 30):
+        assert changed_before(model, words, t, logits_of) < 1e-13
+
+
+def test_the_published_form_leaks():
+    """The negative control: as published, later words move the clusters of earlier ones."""
+    model = tiny_model(ClusterFormerForCausalLM, causal="paper")
+    assert max(changed_before(model, texts(2, 30), t, logits_of) for t in range(1, 30)) > 1e-3
+
+
+def test_the_published_form_hides_later_words_within_a_block():
+    """With one block nothing can move, and what is left is the mask: exact causal attention."""
+    model = tiny_model(ClusterFormerForCausalLM, causal="paper", clusters=1)
+    assert max(changed_before(model, texts(2, 30), t, logits_of) for t in range(1, 30)) < 1e-13
+
+
+@each_strict
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_cached_logits_equal_recomputation(variant, chunk):
+    model = tiny_model(ClusterFormerForCausalLM, **STRICT[variant])
+    words = texts(2, 26)
+    expected = logits_of(model, words)
+    output = model(words[:, :10], use_cache=True)
+    torch.testing.assert_close(output.logits, expected[:, :10], rtol=1e-11, atol=1e-12)
+    for start in range(10, 26, chunk):
+        output = model(words[:, start : start + chunk], past_key_values=output.past_key_values, use_cache=True)
+        torch.testing.assert_close(output.logits, expected[:, start : start + chunk], rtol=1e-11, atol=1e-12)
+
+
+def test_labels_beyond_256_survive_a_bfloat16_cache():
+    """A label is kept in columns of the cache: bfloat16 holds integers up to 256 only."""
+    model = tiny_model(ClusterFormerForCausalLM, dtype=torch.bfloat16, clusters=700)
+    sorting = model.clusterformer.layers[0].sorting
+    attention = model.clusterformer.layers[0].attention
+    words = torch.randn(1, 60, 24).bfloat16()
+    clustered = sorting(words, model.clusterformer.centroids[None], None, False)
+    clustered.labels = torch.arange(60)[None] * 11 + 40
+    kept = attention.remembered(clustered, attention.split(words))
+    assert kept.dtype == torch.bfloat16
+    assert torch.equal((kept[..., 0].long() * 256 + kept[..., 1].long())[0, 0], clustered.labels[0])
+
+
+@each_strict
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_with_a_cache_equals_generation_without(variant, beams):
+    model = tiny_model(ClusterFormerForCausalLM, **STRICT[variant])
+    options = {"max_new_tokens": 12, "num_beams": beams, "do_sample": False}
+    words = texts(2, 9)
+    cached = model.generate(words, use_cache=True, **options)
+    assert torch.equal(cached, model.generate(words, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("variant", ["neural", "gated"])
+def test_generation_of_a_left_padded_batch_equals_each_text_alone(variant):
+    model = tiny_model(ClusterFormerForCausalLM, **STRICT[variant])
+    words, mask = padded_texts("left", N=14, padding=5)
+    options = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8}
+    together = model.generate(words, attention_mask=mask, **options)
+    for b in range(len(words)):
+        alone = model.generate(words[b : b + 1, mask[b].bool()], **options)
+        assert torch.equal(together[b, 14:], alone[0, -8:])
+
+
+def test_the_published_form_generates_without_a_cache_and_refuses_one():
+    model = tiny_model(ClusterFormerForCausalLM, causal="paper")
+    words = texts(2, 9)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    expected = words
+    for _ in range(5):
+        expected = torch.cat([expected, model(expected).logits[:, -1].argmax(dim=-1, keepdim=True)], dim=1)
+    generated = model.generate(words, use_cache=True, eos_token_id=None, **options)
+    assert torch.equal(generated, expected)
+    assert model(words).past_key_values is None
+    with pytest.raises(ValueError, match="moves earlier words too"):
+        model(words, past_key_values=DynamicCache())
+
+
+def test_a_language_model_is_a_decoder_whatever_its_config_says():
+    model = tiny_model(ClusterFormerForCausalLM)
+    assert model.config.is_decoder
+    with pytest.raises(ValueError, match='causal="strict" needs assignment'):
+        tiny_model(ClusterFormerForCausalLM, assignment="kmeans")
+
+
+@each_causal
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_translation_with_a_cache_equals_translation_without(causal, gated, beams):
+    model = tiny_model(ClusterFormerForConditionalGeneration, causal=causal, gated=gated, decoder_layers=3)
+    words, mask = padded_texts("right")
+    options = {"attention_mask": mask, "max_new_tokens": 10, "num_beams": beams, "do_sample": False}
+    cached = model.generate(words, use_cache=True, **options)
+    assert torch.equal(cached, model.generate(words, use_cache=False, **options))
+    assert cached.shape[1] > 2
+
+
+@each_causal
+def test_a_padded_source_changes_no_translation(causal):
+    model = tiny_model(ClusterFormerForConditionalGeneration, causal=causal)
+    words, mask = padded_texts("right")
+    targets = texts(3, 8, seed=4)
+    together = model(words, attention_mask=mask, decoder_input_ids=targets).logits
+    for b in range(3):
+        alone = model(words[b : b + 1, mask[b].bool()], decoder_input_ids=targets[b : b + 1]).logits
+        torch.testing.assert_close(together[b : b + 1], alone, rtol=1e-11, atol=1e-12)
+
+
+def test_a_strict_decoder_of_a_translation_sees_no_later_word_but_the_whole_source():
+    model = tiny_model(ClusterFormerForConditionalGeneration)
+    source = texts(2, 11)
+
+    def run(model, targets):
+        return model(source, decoder_input_ids=targets, use_cache=False).logits
+
+    assert max(changed_before(model, texts(2, 20, seed=4), t, run) for t in range(1, 20)) < 1e-13
+    other = source.clone()
+    other[:, -1] += 1
+    targets = texts(2, 20, seed=4)
+    change = model(other, decoder_input_ids=targets).logits - run(model, targets)
+    assert (change.abs().amax(dim=-1) > 0).all()
+
+
+def test_labels_are_moved_one_place_for_the_decoder():
+    model = tiny_model(ClusterFormerForConditionalGeneration)
+    labels = torch.tensor([[7, 8, 9, -100]])
+    assert model.prepare_decoder_input_ids_from_labels(labels).tolist() == [[2, 7, 8, 9]]
+    words = texts(1, 11)
+    by_labels = model(words, labels=labels)
+    by_inputs = model(words, decoder_input_ids=torch.tensor([[2, 7, 8, 9]]))
+    assert torch.equal(by_labels.logits, by_inputs.logits)
+
+
+def test_embeddings_are_tied():
+    model = tiny_model(ClusterFormerForConditionalGeneration)
+    weight = model.encoder.embeddings.word_embeddings.weight
+    assert model.decoder.embeddings.word_embeddings.weight is weight
+    assert model.lm_head.weight is weight
+    lm = tiny_model(ClusterFormerForCausalLM)
+    assert lm.lm_head.decoder.weight is lm.clusterformer.embeddings.word_embeddings.weight
+    assert lm.resize_token_embeddings(71).weight is lm.lm_head.decoder.weight
+
+
+def test_the_caches_are_those_of_transformers():
+    lm = tiny_model(ClusterFormerForCausalLM)
+    assert isinstance(lm(texts(), use_cache=True).past_key_values, DynamicCache)
+    translation = tiny_model(ClusterFormerForConditionalGeneration)
+    output = translation(texts(), decoder_input_ids=texts(3, 5), use_cache=True)
+    assert isinstance(output.past_key_values, EncoderDecoderCache)

@@ -1,0 +1,163 @@
+"""Training ClusterFormer: with transformers' Trainer, its log, and that it stays stable."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from clusterformer_cases import texts, tiny_config, tiny_model
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_effattn.models.clusterformer import (
+    ClusterFormerForCausalLM,
+    ClusterFormerForConditionalGeneration,
+    ClusterFormerForSequenceClassification,
+    log_clustering,
+)
+
+REPORTED = {"task_loss", "cluster_loss", "sorting_loss", "largest_cluster", "empty_clusters", "word_cosine"}
+
+
+class Parity(Dataset):
+    """Texts of one of two vocabularies: a model that learns at all learns to tell them apart."""
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, i):
+        label = i % 2
+        words = torch.randint(5, 30, (17,), generator=torch.Generator().manual_seed(i)) + 25 * label
+        return {"input_ids": words, "attention_mask": torch.ones(17, dtype=torch.long), "labels": label}
+
+
+class Copy(Dataset):
+    """Sources that are their own translation."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        words = texts(1, 9, seed=i)[0]
+        return {"input_ids": words, "labels": words}
+
+
+def trainer_for(model, dataset, folder, **changes):
+    settings = {
+        "output_dir": str(folder),
+        "max_steps": 20,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 3e-3,
+        "logging_steps": 5,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    arguments = TrainingArguments(**settings | changes)
+    return Trainer(model=model, args=arguments, train_dataset=dataset, eval_dataset=dataset)
+
+
+class Seen(TrainerCallback):
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
+def test_trainer_learns_and_logs_the_clustering(tmp_path):
+    torch.manual_seed(0)
+    model = ClusterFormerForSequenceClassification(tiny_config(initializer_range=0.02))
+    trainer = trainer_for(model, Parity(), tmp_path)
+    seen = Seen()
+    trainer.add_callback(seen)
+    log_clustering(trainer)
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(steps) == 4
+    assert all(entry.keys() >= REPORTED for entry in steps)
+    assert steps[-1]["task_loss"] < 0.5 * steps[0]["task_loss"]
+    for entry in steps:
+        total = entry["task_loss"] + 0.01 * entry["cluster_loss"] + 0.01 * entry["sorting_loss"]
+        assert entry["loss"] == pytest.approx(total, abs=2e-4)  # Trainer rounds its loss to 4 places
+    # Whoever writes the log elsewhere gets the same numbers.
+    assert next(entry for entry in seen.logs if "loss" in entry).keys() >= REPORTED
+    evaluated = trainer.predict(Parity())
+    assert evaluated.predictions.shape == (32, 2)
+    assert (evaluated.predictions.argmax(axis=1) == evaluated.label_ids).mean() == 1.0
+
+
+def test_losses_are_averaged_over_accumulation_steps(tmp_path):
+    """Two halves accumulated move the weights as one batch does; with the losses added twice they would not."""
+    moved = []
+    for batch, accumulation in ((8, 1), (4, 2)):
+        model = tiny_model(ClusterFormerForSequenceClassification, dtype=torch.float64, hidden_dropout_prob=0.0)
+        model.config.cluster_loss_weight = 1.0
+        trainer = trainer_for(
+            model,
+            Parity(),
+            tmp_path,
+            max_steps=1,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            optim="sgd",
+            max_grad_norm=0.0,
+        )
+        model.config.hidden_dropout_prob = 0.0
+        for module in model.modules():
+            if hasattr(module, "dropout_p"):
+                module.dropout_p = 0.0
+        trainer.train()
+        moved.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    for name in moved[0]:
+        torch.testing.assert_close(moved[1][name], moved[0][name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("causal", ["strict", "paper"])
+def test_translation_learns_with_trainer(tmp_path, causal):
+    torch.manual_seed(0)
+    model = ClusterFormerForConditionalGeneration(tiny_config(initializer_range=0.02, causal=causal))
+    trainer = trainer_for(model, Copy(), tmp_path, max_steps=40, logging_steps=20, learning_rate=1e-2)
+    log_clustering(trainer)
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert all(entry.keys() >= REPORTED for entry in steps)
+    assert steps[-1]["task_loss"] < 0.9 * steps[0]["task_loss"]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_language_model_learns_a_text_by_heart(gated):
+    torch.manual_seed(0)
+    model = ClusterFormerForCausalLM(tiny_config(initializer_range=0.02, gated=gated, hidden_dropout_prob=0.0)).train()
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=5e-3)
+    words = texts(2, 20)
+    losses = []
+    for _ in range(60):
+        output = model(words, labels=words)
+        optimizer.zero_grad()
+        output.loss.backward()
+        optimizer.step()
+        losses.append(output.task_loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_the_default_losses_stay_bounded_and_the_papers_do_not():
+    """A cosine lies within -1 and 1; an inner product runs off."""
+    losses = {}
+    for similarity in ("cosine", "dot"):
+        torch.manual_seed(0)
+        warned = pytest.warns(UserWarning, match="no bound") if similarity == "dot" else nullcontext()
+        with warned:
+            config = tiny_config(similarity=similarity, cluster_loss_weight=1.0, sorting_loss_weight=1.0)
+        config.hidden_dropout_prob = 0.0
+        model = ClusterFormerForSequenceClassification(config).train()
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        for _ in range(60):
+            output = model(texts(), labels=torch.tensor([0, 1, 0]))
+            optimizer.zero_grad()
+            output.loss.backward()
+            optimizer.step()
+        losses[similarity] = output.sorting_loss.item()
+    assert -1.0001 <= losses["cosine"] <= 1.0001
+    assert losses["dot"] < -100
