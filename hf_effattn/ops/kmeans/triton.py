@@ -144,6 +144,7 @@ def fit(
                     BLOCK_S=64,
                     BLOCK_K=block_k,
                     PRECISION=precision,
+                    num_stages=2,
                 )
             _kmeans_seed_kernel[(problems * groups,)](
                 *sampled,

@@ -1,0 +1,232 @@
+"""The clustering kernels, under Triton's interpreter or on a GPU, against the PyTorch forms."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from attention_cases import padding
+
+from hf_effattn.ops import cluster_queries
+from hf_effattn.ops.kmeans import kmeans
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+METHODS = {"kmeans": {}, "keys_metric": {"metric": True}, "lsh": {"method": "lsh", "bits": 16}}
+each_method = pytest.mark.parametrize("method", METHODS)
+
+
+@pytest.fixture
+def few_seeds_per_group(monkeypatch):
+    monkeypatch.setattr(import_module("hf_effattn.ops.kmeans.sampling"), "SEEDS_PER_GROUP", 3)
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def on_device(mask):
+    return None if mask is None else mask.to(DEVICE)
+
+
+def blobs(B, H, N, D, groups, seed=0):
+    """Queries so well separated, far from 0, that rounding decides no label, in transformers' memory layout."""
+    generator = torch.Generator().manual_seed(seed)
+    centers = 20 + 5 * torch.randn(B, H, groups, D, generator=generator)
+    group = torch.randint(groups, (B, H, N, 1), generator=generator)
+    query = centers.take_along_dim(group, dim=2) + 0.2 * torch.randn(B, H, N, D, generator=generator)
+    return query.to(DEVICE).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def cluster(query, clusters, method, key=None, key_mask=None, **options):
+    options = dict(METHODS[method]) | options
+    if options.pop("metric", False):
+        options |= {"key": key, "key_mask": key_mask}
+    return cluster_queries(query, clusters, iterations=2, **options)
+
+
+def assert_same_labels(query, clusters, method, share=1.0, **options):
+    """`share` of the labels are those of the batched form in float32."""
+    actual = cluster(query, clusters, method, backend="triton", **options)
+    options = {name: x.float() if name == "key" else x for name, x in options.items()}
+    expected = cluster(query.float(), clusters, method, backend="batched", **options)
+    assert actual.dtype == torch.int64
+    assert (actual == expected).float().mean() >= share
+    return actual
+
+
+@each_method
+@pytest.mark.parametrize("masks", ["none", "left", "holes", "row", "few"])
+def test_labels_are_those_of_the_batched_form(method, masks):
+    query, key = blobs(2, 2, 37, 20, groups=6), 1 + randn(2, 2, 45, 20)
+    masks = {"query_mask": on_device(padding(masks, 2, 37)), "key_mask": on_device(padding(masks, 2, 45))}
+    assert_same_labels(query, 5, method, key=key, **masks)
+
+
+@pytest.mark.parametrize(
+    ("N", "D", "clusters"), [(1, 16, 1), (2, 1, 1), (67, 3, 2), (70, 60, 21), (33, 100, 20), (20, 256, 3)]
+)
+def test_awkward_sizes(N, D, clusters):
+    assert_same_labels(blobs(1, 1, N, D, groups=clusters + 3), clusters, "keys_metric", key=randn(1, 1, 29, D))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_fitted_on_some(masked):
+    query, key = blobs(2, 1, 90, 8, groups=6), randn(2, 1, 90, 8)
+    mask = on_device(padding("holes", 2, 90)) if masked else None
+    assert_same_labels(query, 5, "keys_metric", key=key, key_mask=mask, query_mask=mask, fit_queries=32)
+
+
+@pytest.mark.parametrize("method", ["kmeans", "keys_metric"])
+def test_seeds_in_groups(few_seeds_per_group, method):
+    assert_same_labels(blobs(1, 2, 50, 8, groups=9), 8, method, key=randn(1, 2, 20, 8))
+
+
+def test_one_metric_for_the_heads_that_share_keys():
+    query, key = blobs(2, 4, 40, 12, groups=6), randn(2, 2, 30, 12)
+    key[:, 1] *= torch.linspace(0.1, 5, 12, device=DEVICE)
+    grouped = assert_same_labels(query, 5, "keys_metric", key=key)
+    assert torch.equal(
+        grouped, cluster(query, 5, "keys_metric", key=key.repeat_interleave(2, dim=1), backend="triton")
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", ["kmeans", "keys_metric"])
+def test_low_precision_inputs_are_clustered_in_float32(dtype, method):
+    query, key = blobs(1, 2, 60, 16, groups=6).to(dtype), randn(1, 2, 45, 16, dtype=dtype)
+    assert_same_labels(query, 6, method, key=key)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_random_queries(dtype):
+    """Without groups to find rounding decides some labels, a few of which other centroids then decide."""
+    query, key = randn(1, 2, 100, 16, dtype=dtype), randn(1, 2, 60, 16, dtype=dtype)
+    assert_same_labels(query, 10, "keys_metric", share=0.99, key=key)
+    assert_same_labels(query, 10, "lsh", share=0.99 if dtype == torch.float32 else 0.8)
+
+
+@each_method
+def test_same_labels_every_time(method):
+    query, key = randn(1, 2, 60, 8), randn(1, 2, 60, 8)
+    first = cluster(query, 7, method, key=key, backend="triton")
+    assert torch.equal(first, cluster(query, 7, method, key=key, backend="triton"))
+
+
+@each_method
+@pytest.mark.parametrize("masks", ["left", "holes"])
+def test_a_padded_batch_gets_the_labels_of_its_texts_alone(method, masks):
+    query, key = randn(2, 1, 40, 8), randn(2, 1, 40, 8)
+    mask = on_device(padding(masks, 2, 40))
+    query[~mask[:, None]] = torch.nan
+    key[~mask[:, None]] = torch.nan
+    padded = cluster(query, 6, method, key=key, key_mask=mask, query_mask=mask, backend="triton")
+    for b in range(2):
+        row = mask[b]
+        alone = cluster(query[b : b + 1, :, row], 6, method, key=key[b : b + 1, :, row], backend="triton")
+        assert torch.equal(padded[b : b + 1, :, row], alone)
+        assert (padded[b, :, ~row] == 0).all()
+
+
+@each_method
+def test_few_queries_get_a_cluster_each(method):
+    query, key = randn(2, 1, 12, 8), randn(2, 1, 12, 8)
+    mask = torch.zeros(2, 12, dtype=torch.bool, device=DEVICE)
+    mask[0, 3::2] = True
+    labels = cluster(query, 9, method, key=key, query_mask=mask, backend="triton")
+    assert labels[0, 0, 3::2].tolist() == list(range(5))
+    assert (labels[1] == 0).all()
+    assert torch.equal(cluster(query, 12, method, key=key, backend="triton")[0, 0], torch.arange(12, device=DEVICE))
+
+
+@each_method
+def test_values_that_are_not_finite_still_give_legal_labels(method):
+    query, key = randn(1, 2, 40, 8), randn(1, 2, 40, 8)
+    query[0, 0, 7], query[0, 1], key[0, 1, 3] = torch.inf, torch.nan, torch.nan
+    labels = cluster(query, 7, method, key=key, backend="triton")
+    assert labels.min() >= 0
+    assert labels.max() < 7
+
+
+@pytest.mark.parametrize("keys", ["equal", "one", "masked", "none"])
+def test_keys_without_spread_leave_the_plain_distance(keys):
+    query = blobs(1, 1, 40, 8, groups=5)
+    key = torch.ones(1, 1, {"one": 1, "none": 0}.get(keys, 20), 8, device=DEVICE)
+    mask = torch.zeros(1, 20, dtype=torch.bool, device=DEVICE) if keys == "masked" else None
+    labels = cluster(query, 5, "keys_metric", key=key, key_mask=mask, backend="triton")
+    assert torch.equal(labels, cluster(query, 5, "kmeans", backend="batched"))
+
+
+def test_large_common_shift_costs_no_digits():
+    """Distances do not see where the origin is, so labels must not either."""
+    query = torch.round(64 * blobs(1, 2, 60, 16, groups=6)) / 64
+    labels = cluster(query, 6, "kmeans", backend="triton")
+    assert torch.equal(labels, cluster(query + 4096, 6, "kmeans", backend="triton"))
+
+
+@pytest.mark.parametrize("masks", ["none", "holes", "row", "few"])
+def test_kmeans_centroids(masks):
+    points = blobs(1, 3, 50, 10, groups=6)[0]
+    mask = on_device(padding(masks, 3, 50))
+    labels, centroids = kmeans(points, 5, iterations=3, mask=mask, backend="triton")
+    expected_labels, expected = kmeans(points.double(), 5, iterations=3, mask=mask, backend="reference")
+    assert torch.equal(labels, expected_labels)
+    assert centroids.dtype == torch.float32
+    error = (centroids - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert error <= 1e-6
+
+
+def test_kmeans_keeps_empty_clusters_and_few_points():
+    points = torch.randint(-3, 4, (1, 1, 5), generator=torch.Generator().manual_seed(0)).float().to(DEVICE)
+    labels, centroids = kmeans(points.expand(2, 30, 5), 4, backend="triton")
+    assert (labels == 0).all()
+    torch.testing.assert_close(centroids, points.expand(2, 4, 5), rtol=1e-6, atol=0)
+    labels, centroids = kmeans(randn(2, 3, 5), 4, backend="triton")
+    assert torch.equal(labels, torch.arange(3, device=DEVICE).expand(2, 3))
+    assert torch.equal(centroids[:, :3], randn(2, 3, 5))
+    assert (centroids[:, 3] == 0).all()
+    labels, centroids = kmeans(randn(2, 0, 5), 4, backend="triton")
+    assert labels.shape == (2, 0)
+    assert (centroids == 0).all()
+
+
+def test_inertia_of_random_points():
+    points = randn(2, 150, 6)
+
+    def inertia(backend):
+        labels, centroids = kmeans(points, 12, iterations=4, backend=backend)
+        return (points - centroids.take_along_dim(labels[..., None], dim=1)).square().sum().item()
+
+    assert inertia("triton") == pytest.approx(inertia("batched"), rel=1e-3)
+
+
+def test_one_graph_and_legal_ops():
+    query, key = blobs(1, 2, 30, 8, groups=5), randn(1, 2, 30, 8)
+    mask = on_device(padding("left", 1, 30))
+    queries_op = import_module("hf_effattn.ops.cluster_queries.triton").cluster_queries
+    torch.library.opcheck(queries_op, (query, key, mask, None, 4, "kmeans", 1, 16, 64, 0))
+    torch.library.opcheck(import_module("hf_effattn.ops.kmeans.triton").kmeans, (query, mask, 4, 1, 64, 0))
+
+    def labels(query):
+        return cluster_queries(query, 4, key=key, iterations=1, backend="triton")
+
+    assert torch.equal(torch.compile(labels, fullgraph=True, backend="aot_eager")(query), labels(query))
+
+
+def test_seeding_in_parts_is_the_same(monkeypatch):
+    """Where all distances between seeding rows do not fit into memory at once."""
+    query = randn(1, 3, 40, 8)
+    expected = cluster(query, 5, "kmeans", backend="triton")
+    monkeypatch.setattr(import_module("hf_effattn.ops.kmeans.triton"), "DISTANCES_BYTES", 2 * 40 * 40 * 4)
+    assert torch.equal(cluster(query, 5, "kmeans", backend="triton"), expected)
+
+
+def test_rows_longer_than_a_tile_are_walked_in_parts(monkeypatch):
+    triton_form = import_module("hf_effattn.ops.kmeans.triton")
+    query = blobs(1, 1, 40, 40, groups=6)
+    expected = cluster(query, 5, "kmeans", backend="triton")
+    monkeypatch.setattr(triton_form, "assign_blocks", lambda *sizes: (16, 16, 16, 4, 1))
+    assert torch.equal(cluster(query, 5, "kmeans", backend="triton"), expected)
+
+
+def test_more_bits_than_a_kernel_takes():
+    with pytest.raises(ValueError, match='up to 256 bits, got 300; use backend="batched"'):
+        cluster_queries(randn(1, 1, 9, 4), 2, method="lsh", bits=300, backend="triton")
