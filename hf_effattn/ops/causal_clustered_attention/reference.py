@@ -57,7 +57,7 @@ def cluster_keys(key: torch.Tensor, clusters: int, settings: Settings) -> torch.
 def query_clusters(
     query: torch.Tensor, key: torch.Tensor, readers: torch.Tensor, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Centroids `(C, D)` of past queries `(n, D)`, and the nearest of them to queries `readers`, in the keys' metric."""
+    """Centroids `(C, D)` of past queries `(n, D)`, and the nearest of them to `readers` in the keys' metric."""
     with torch.no_grad():
         points, keys, readers = (
             rows.to(torch.promote_types(rows.dtype, torch.float32)) for rows in (query, key, readers)
