@@ -5,6 +5,7 @@ from .causal_clustered_attention import causal_clustered_attention
 from .cluster_queries import cluster_queries
 from .clustered_attention import clustered_attention
 from .improved_clustered_attention import improved_clustered_attention
+from .kmeans import kmeans
 from .neural_clustering import neural_clustering
 from .slice_attention import slice_attention
 from .sorted_block_attention import cluster_order, sorted_block_attention
@@ -16,6 +17,7 @@ __all__ = [
     "cluster_queries",
     "clustered_attention",
     "improved_clustered_attention",
+    "kmeans",
     "neural_clustering",
     "slice_attention",
     "sorted_block_attention",

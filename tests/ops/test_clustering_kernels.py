@@ -6,8 +6,7 @@ import pytest
 import torch
 from attention_cases import padding
 
-from hf_effattn.ops import cluster_queries
-from hf_effattn.ops.kmeans import kmeans
+from hf_effattn.ops import cluster_queries, kmeans
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 METHODS = {"kmeans": {}, "keys_metric": {"metric": True}, "lsh": {"method": "lsh", "bits": 16}}

@@ -6,8 +6,7 @@ import pytest
 import torch
 from attention_cases import padding
 
-from hf_effattn.ops import cluster_queries
-from hf_effattn.ops.kmeans import kmeans
+from hf_effattn.ops import cluster_queries, kmeans
 
 BACKENDS = ("reference", "batched")
 each_backend = pytest.mark.parametrize("backend", BACKENDS)

@@ -23,7 +23,8 @@ def keys_metric(key: torch.Tensor) -> torch.Tensor:
 
 def hash_planes(head_dim: int, bits: int, seed: int) -> torch.Tensor:
     """Random directions `(D, bits)`. Signs of projections as ±1: Hamming distance = (bits - dot product) / 2."""
-    return torch.randn(head_dim, bits, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(head_dim, bits, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def cluster_head(

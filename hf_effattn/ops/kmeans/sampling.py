@@ -49,7 +49,7 @@ def seeding_groups(clusters: int) -> int:
 
 def first_seed_share(seed: int) -> int:
     """Where among the rows farthest-first starts, in units of `2 ** -SHARE_BITS`."""
-    return int(torch.randint(2**SHARE_BITS, (1,), generator=torch.Generator().manual_seed(seed)))
+    return int(torch.randint(2**SHARE_BITS, (1,), generator=torch.Generator().manual_seed(seed), device="cpu"))
 
 
 def first_seed(length: int, seed: int) -> int:

@@ -144,6 +144,7 @@ def fit(
                     BLOCK_S=64,
                     BLOCK_K=block_k,
                     PRECISION=precision,
+                    num_warps=8,
                     num_stages=2,
                 )
             _kmeans_seed_kernel[(problems * groups,)](
@@ -278,8 +279,8 @@ def kmeans(
     fitted = fit(points, rows, None, clusters, iterations, seed)
     labels = torch.empty(B, H, N, dtype=torch.int64, device=points.device)
     assign(points, rows, fitted, labels)
-    assert fitted.origin is not None
-    centroids = (fitted.centroids + fitted.origin[:, None]).view(B, H, clusters, D)
+    centroids = fitted.centroids if fitted.origin is None else fitted.centroids + fitted.origin[:, None]
+    centroids = centroids.view(B, H, clusters, D)
     if mask is not None:
         own, is_own = own_centroids(points, rows, clusters)
         centroids = torch.where(is_own, own, centroids)
