@@ -22,13 +22,18 @@ from hf_effattn.demo.models import load_model
 from hf_effattn.demo.texts import Book, Passages, bundled_books
 from hf_effattn.reporting.environment import environment
 
-SIZES = ((128, 25, 32), (256, 25, 32), (256, 100, 64), (512, 100, 64))
+# Tokens, clusters, topk, key clusters.
+SIZES = ((128, 25, 32, 50), (256, 25, 32, 50), (256, 100, 64, 200), (512, 100, 64, 200))
 CLUSTERINGS: dict[str, dict[str, Any]] = {
     "K-means, keys' metric (default)": {},
     "K-means on the queries": {"metric": "queries"},
     "LSH 32 bits, 10 iterations": {"clustering": "lsh", "iterations": 10},
 }
-METHODS = ("i-clustered", "clustered")
+COUNTS = {
+    "bi-clustered": ("clusters", "topk", "key_clusters"),
+    "i-clustered": ("clusters", "topk"),
+    "clustered": ("clusters",),
+}
 
 
 def embed(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -38,25 +43,25 @@ def embed(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.normalize(hidden.mean(dim=1), dim=-1)
 
 
-def measure(model: Any, passages: Passages, length: int, clusters: int, topk: int) -> list[dict[str, Any]]:
+def measure(
+    model: Any, passages: Passages, length: int, clusters: int, topk: int, key_clusters: int
+) -> list[dict[str, Any]]:
     """One row per method and clustering: the cosine with the exact model's embeddings."""
     tokens, _, books = passages.pairs(length, per_book=4)
     exact = embed(model, tokens)
+    counts = {"clusters": clusters, "topk": topk, "key_clusters": key_clusters}
     rows = []
-    for method in METHODS:
+    for method, used in COUNTS.items():
         for name, options in CLUSTERINGS.items():
-            settings = {"clusters": clusters, "min_length": 0} | options
-            if method == "i-clustered":
-                settings["topk"] = topk
-            patch_attention(model, method, **settings)
+            own: dict[str, Any] = {count: counts[count] for count in used}
+            patch_attention(model, method, min_length=0, **own, **options)
             cosine = (embed(model, tokens) * exact).sum(dim=-1)
             unpatch_attention(model)
             rows.append(
                 {
                     "length": length,
                     "method": method,
-                    "clusters": clusters,
-                    "topk": topk if method == "i-clustered" else None,
+                    **{count: own.get(count) for count in counts},
                     "clustering": name,
                     "texts": len(books),
                     "books": len(set(books)),
