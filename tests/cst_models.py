@@ -33,6 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mlp": {"local_mixing": "mlp", "local_mixing_size": 3},
     "mlp_global_local": {"local_mixing": "mlp", "local_mixing_size": 5, "composition": "global-local"},
     "separate_projections": {"share_projections": False},
+    "mlp_separate_projections": {"local_mixing": "mlp", "share_projections": False, "slice_length": (4, 8)},
     "absolute_positions": {"position_embedding": "absolute"},
     "global_tokens": {"num_global_tokens": 2, "extension_ratio": 2},
     "post_norm": {"pre_norm": False},

@@ -218,7 +218,7 @@ def test_a_global_token_sees_and_is_seen_at_full_resolution():
 def test_a_level_more_shortens_the_last_attention():
     """Three levels: the last one attends among slices of 8 tokens, not of 4."""
     model = tiny_model(CSTModel, "three_levels")
-    assert [len(table) for table in model.positions()] == [8, 2, ceil(64 / 8)]
+    assert [len(table) for table in model.positions().values()] == [8, 2, ceil(64 / 8)]
 
 
 def test_memory_grows_with_length_not_with_its_square():

@@ -15,16 +15,17 @@ from .cache_cst import GlobalState, LevelState, keep, put, take
 from .configuration_cst import CSTConfig
 from .slices import SliceMLP, SlicePooling, add_to_slices, slice_mask
 
-Tables = list[torch.Tensor] | None
+Tables = dict[int, torch.Tensor] | None
 
 
 class Projections(nn.Module):
-    """Queries, keys and values of one attention."""
+    """Queries, keys and values of one attention; values alone where it is not attention that mixes them."""
 
-    def __init__(self, config: CSTConfig) -> None:
+    def __init__(self, config: CSTConfig, *, attends: bool = True) -> None:
         super().__init__()
-        self.query = nn.Linear(config.hidden_size, config.hidden_size)
-        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+        if attends:
+            self.query = nn.Linear(config.hidden_size, config.hidden_size)
+            self.key = nn.Linear(config.hidden_size, config.hidden_size)
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
 
 
@@ -42,7 +43,7 @@ class CSTAttention(nn.Module):
         self.causal, self.global_tokens = config.is_decoder, config.num_global_tokens
         self.dropout_p = config.attention_probs_dropout_prob
         self.most_slices = config.most_slices
-        self.projections = Projections(config)
+        self.projections = Projections(config, attends=config.share_projections or config.local_mixing == "attention")
         self.global_projections = None if config.share_projections else Projections(config)
         self.pools = nn.ModuleList(SlicePooling(config, length) for length in self.level_lengths)
         self.mlp = SliceMLP(config) if config.local_mixing == "mlp" else None
@@ -55,8 +56,8 @@ class CSTAttention(nn.Module):
 
         Args:
             hidden (`torch.Tensor`): `(B, N, d)`.
-            tables (`list[torch.Tensor]`, *optional*): MS-VIPE, for each level its positions: `P_l` `(αL, d)` of the
-                tokens, then those of the slices.
+            tables (`dict[int, torch.Tensor]`, *optional*): MS-VIPE, the positions of each level: at 0 `P_l` `(αL, d)`
+                of the tokens, above it those of the slices.
             mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = token; the tokens of a row come first.
             lengths (`torch.LongTensor`, *optional*): `(B,)` tokens of each row; asks for the state to go on from.
 
@@ -72,7 +73,7 @@ class CSTAttention(nn.Module):
 
         Args:
             hidden (`torch.Tensor`): `(B, d)`.
-            tables (`list[torch.Tensor]`, *optional*): as in `forward`.
+            tables (`dict[int, torch.Tensor]`, *optional*): as in `forward`.
             state (`LevelState`): what `forward` or the step before returned.
             active (`torch.BoolTensor`): `(B,)`, False = padding, which leaves the row's state as it is.
 

@@ -62,7 +62,7 @@ class CSTConfig(PreTrainedConfig):
     """
 
     model_type = "cst"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class CSTConfig(PreTrainedConfig):
     @property
     def slice_lengths(self) -> tuple[int, ...]:
         """Tokens of a slice at each level, rising."""
-        return (self.slice_length,) if isinstance(self.slice_length, int) else tuple(self.slice_length)
+        return tuple(self.slice_length) if isinstance(self.slice_length, list) else (self.slice_length,)
 
     @property
     def level_lengths(self) -> tuple[int, ...]:

@@ -55,11 +55,14 @@ class CSTPositions(nn.Module):
         super().__init__()
         first, *upper = config.level_lengths
         rows = [first + 2 * config.extension, *upper, config.most_slices]
+        if config.local_mixing == "mlp":
+            del rows[0]  # an MLP over the places of a slice knows the places
         self.levels = nn.ModuleList(nn.Embedding(count, config.hidden_size) for count in rows)
+        self.first_level = len(config.level_lengths) + 1 - len(rows)
 
-    def forward(self) -> list[torch.Tensor]:
-        """The table of each level, `(rows, d)`."""
-        return list(self.levels.parameters())
+    def forward(self) -> Tables:
+        """The table `(rows, d)` of each level that has one, by the number of the level."""
+        return dict(enumerate(self.levels.parameters(), start=self.first_level))
 
 
 class CSTFeedForward(nn.Module):
@@ -128,7 +131,7 @@ class CSTPreTrainedModel(PreTrainedModel):
     config: CSTConfig
     base_model_prefix = "cst"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("CSTLayer",)
+    _no_split_modules = ["CSTLayer"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flash_attn = False
     _supports_flex_attn = False

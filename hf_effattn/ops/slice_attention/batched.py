@@ -343,7 +343,7 @@ def slice_attention_backward(
     dtype = lse.dtype
     grad_query, grad_key, grad_value = (torch.empty_like(tensor) for tensor in (query, key, value))
     grad_positions = [
-        torch.zeros(0 if tensor is None else tensor.shape, dtype=dtype, device=query.device)
+        lse.new_zeros(0) if tensor is None else torch.zeros_like(tensor, dtype=dtype)
         for tensor in (query_positions, key_positions)
     ]
     with torch.autocast(query.device.type, enabled=False):
