@@ -21,8 +21,9 @@ def machine(environment: dict[str, Any], more: str = "") -> str:
     """The line under a table."""
     versions = environment["versions"]
     day = environment["time"].split("T")[0]
+    threads = "1 thread" if environment["threads"] == 1 else f"{environment['threads']} threads"
     return (
-        f"\n\n<sub>{more}{environment['device_name']}, {environment['threads']} threads, torch {versions['torch']}, "
+        f"\n\n<sub>{more}{environment['device_name']}, {threads}, torch {versions['torch']}, "
         f"transformers {versions['transformers']}, {day}</sub>"
     )
 
