@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 
 from ..chips import chip_of, on_device_of
+from ..kmeans.reference import as_sign
 from ..kmeans.sampling import most_fit_rows
 from ..kmeans.triton import assign, block_of, fit, own_clusters
 from ..kmeans.triton_rows import Rows, find_rows, load_points, sample_mean
-from .reference import METRIC_RIDGE, as_sign, hash_planes
+from .reference import METRIC_RIDGE, hash_planes
 
 
 @triton.jit

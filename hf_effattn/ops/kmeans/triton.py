@@ -121,7 +121,7 @@ def fit(
         groups = clusters if binary else seeding_groups(clusters)
         seeding = most_seeding_rows(clusters)
         group_rows = 1 if binary else triton.cdiv(min(R, seeding), groups)
-        step = P if binary else max(1, DISTANCES_BYTES // (groups * group_rows**2 * norms.element_size()))
+        step = P if binary else max(1, DISTANCES_BYTES // (groups * group_rows**2 * torch.float32.itemsize))
         for first in range(0, P, step):
             problems = min(step, P - first)
             distances = None
