@@ -13,10 +13,12 @@ from typing import NamedTuple
 import torch
 
 from ..clustered_attention.batched import empty_output
+from ..clustered_attention.triton import seed_on_device, unwritten_output
 from ..sorted_clusters.triton_centroids import centroid_topk
 from ..sorted_clusters.triton_sort import SortedRows, cluster_means, sort_by_cluster
 from .triton_backward import attend_backward
-from .triton_forward import attend, query_tile
+from .triton_blocks import query_tile
+from .triton_forward import attend
 
 KEY_TILE = 32  # keys of a cluster that one program of the backward pass writes
 
@@ -67,10 +69,8 @@ def make_plan(
     keys = sort_by_cluster(key_labels, key_mask, key_clusters, KEY_TILE)
     top, _ = centroid_topk(cluster_means(query, queries), key, key_mask, scale, topk)
     mean_keys, mean_values = (cluster_means(rows, keys, rows.dtype) for rows in (key, value))
-    return Plan(
-        *(queries.order, queries.starts, queries.tiles, keys.order, keys.starts, keys.tiles),
-        *(top, mean_keys, mean_values),
-    )
+    of_queries = queries.order, queries.starts, queries.tiles
+    return Plan(*of_queries, keys.order, keys.starts, keys.tiles, top, mean_keys, mean_values)
 
 
 def empty_plan(
@@ -80,16 +80,19 @@ def empty_plan(
     B, H, N, D = query.shape
     Hk, M, Dv = value.shape[1:]
 
-    def sorted_rows(problems: int, length: int, count: int, tile: int) -> list[torch.Tensor]:
-        sizes = length, count + 2, length // tile + count + 1
-        return [query.new_empty(problems, size, dtype=torch.int32) for size in sizes]
+    def empty(*shape: int) -> torch.Tensor:
+        return query.new_empty(*shape, dtype=torch.int32)
 
     return Plan(
-        *sorted_rows(B * H, N, clusters, query_tile(query, Dv, clusters)),
-        *sorted_rows(B * Hk, M, key_clusters, KEY_TILE),
-        query.new_empty(B * H, clusters, topk, dtype=torch.int32),
-        query.new_empty(B * Hk, key_clusters, D),
-        query.new_empty(B * Hk, key_clusters, Dv),
+        order=empty(B * H, N),
+        starts=empty(B * H, clusters + 2),
+        tiles=empty(B * H, N // query_tile(query, Dv, clusters) + clusters + 1),
+        key_order=empty(B * Hk, M),
+        key_starts=empty(B * Hk, key_clusters + 2),
+        key_tiles=empty(B * Hk, M // KEY_TILE + key_clusters + 1),
+        top=empty(B * H, clusters, topk),
+        mean_keys=query.new_empty(B * Hk, key_clusters, D),
+        mean_values=query.new_empty(B * Hk, key_clusters, Dv),
     )
 
 
@@ -112,9 +115,9 @@ def bi_clustered_attention_triton(
     """The output, the base-2 log-sum-exp of the sorted queries `(P, N)`, and the `Plan`."""
     B, H, N, _ = query.shape
     lse = query.new_empty(B * H, N, dtype=torch.float32)
-    output = empty_output(query, value)
     if query.shape[:3].numel() == 0 or key.shape[2] == 0:
-        return [output, lse, *empty_plan(query, key, value, clusters, key_clusters, topk)]
+        return [empty_output(query, value), lse, *empty_plan(query, key, value, clusters, key_clusters, topk)]
+    output = unwritten_output(query, value)
     plan = make_plan(query, key, value, labels, key_labels, clusters, key_clusters, topk, key_mask, query_mask, scale)
     tile = query_tile(query, value.shape[3], clusters)
     attend(output, lse, query, key, value, key_labels, *plan.for_kernels(tile), scale, dropout_p, dropout_seed)
@@ -143,10 +146,10 @@ def bi_clustered_attention_triton_backward(
     """Gradients of query, key and value, labels and `T_j` held fixed; `forward` is what the forward op returned."""
     if query.shape[:3].numel() == 0 or key.shape[2] == 0:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    output, lse, *plan = forward
-    sorted_rows = Plan(*plan).for_kernels(query_tile(query, value.shape[3], clusters))
+    output, lse = forward[:2]
+    plan = Plan(*forward[2:]).for_kernels(query_tile(query, value.shape[3], clusters))
     inputs = query, key, value, key_labels
-    return attend_backward(grad_output, output, lse, *inputs, *sorted_rows, scale, dropout_p, dropout_seed)
+    return attend_backward(grad_output, output, lse, *inputs, *plan, scale, dropout_p, dropout_seed)
 
 
 @bi_clustered_attention_triton_backward.register_fake
@@ -156,11 +159,15 @@ def _(grad_output, query, key, value, *settings):  # type: ignore[no-untyped-def
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     query, key, value, _, key_labels, clusters, _, _, _, _, scale, dropout_p, dropout_seed = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(query, key, value, key_labels, dropout_seed, *output)
     ctx.settings = clusters, scale, dropout_p
 
 
 def _backward(ctx, grads):  # type: ignore[no-untyped-def]
+    if grads[0] is None:
+        return (None,) * 13
     query, key, value, key_labels, dropout_seed, *forward = ctx.saved_tensors
     inputs = query, key, value, key_labels
     input_grads = bi_clustered_attention_triton_backward(grads[0], *inputs, forward, *ctx.settings, dropout_seed)
@@ -187,6 +194,7 @@ def bi_clustered_attention(
 ) -> torch.Tensor:
     """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic V̄_c` with `T = T_j`, `j = l(i)`, `p_i` one softmax over both."""
     sizes = clusters, key_clusters, topk
+    seed = seed_on_device(dropout_seed, query)
     return bi_clustered_attention_triton(
-        query, key, value, labels, key_labels, *sizes, key_mask, query_mask, scale, dropout_p, dropout_seed
+        query, key, value, labels, key_labels, *sizes, key_mask, query_mask, scale, dropout_p, seed
     )[0]

@@ -14,7 +14,8 @@ from ..chips import on_device_of
 from ..sorted_clusters.triton_centroids import split_count
 from ..sorted_clusters.triton_dropout import dropout_factor
 from ..sorted_clusters.triton_sort import SortedRows, cluster_means, sort_by_cluster
-from ..sorted_clusters.triton_tiles import LOG2_E, load_rows, load_tile, tile_config
+from ..sorted_clusters.triton_tiles import LOG2_E, load_rows, load_tile
+from .triton_blocks import blocks
 from .triton_forward import KIND, KINDS, count_chosen, dot_rows, load_rest, problem_chunks
 
 ROWS_OF_A_SPLIT = 512  # queries of a cluster that one program walks before a large cluster is split
@@ -354,14 +355,17 @@ def attend_backward(
     group, C, G, T = H // Hk, queries.clusters, keys.clusters, top.shape[2]
     grad_query, grad_key, grad_value = (torch.empty_like(tensor) for tensor in (query, key, value))
     add = not torch.are_deterministic_algorithms_enabled()
-    config = tile_config(query, D, Dv, backward=True) | {"ROWS": queries.tile, "HAS_DROPOUT": dropout_seed is not None}
+    dropout = {"HAS_DROPOUT": dropout_seed is not None}
+    of_query, of_columns = (
+        blocks(query, Dv, queries.tile, of_columns=of_columns) | dropout for of_columns in (False, True)
+    )
     tiles = queries.tiles.shape[1]
     strides = *grad_output.stride(), *query.stride()
     factors = scale, scale * LOG2_E, dropout_p
 
     delta = torch.empty_like(lse)
     top_grads = [lse.new_zeros(B * Hk, M, dim) for dim in (D, Dv)]
-    top_blocks, mean_blocks = triton.cdiv(T, config["COLUMNS"]), triton.cdiv(G, config["COLUMNS"])
+    top_blocks, mean_blocks = triton.cdiv(T, of_columns["COLUMNS"]), triton.cdiv(G, of_columns["COLUMNS"])
     top_splits = min(LARGEST_SPLIT, triton.cdiv(N, ROWS_OF_A_SPLIT)) if add else 1
     mean_splits = split_count(B * Hk * mean_blocks, tiles * queries.tile, queries.tile)
     mean_grads = [lse.new_empty(B * Hk, mean_splits, G, dim) for dim in (D, Dv)]
@@ -373,14 +377,14 @@ def attend_backward(
                 queries.order, queries.starts, queries.tiles, keys.starts, lse, delta, grad_query,
                 *grad_output.stride(), *output.stride(), *query.stride(), *key.stride(), *value.stride(),
                 *grad_query.stride(), H, group, N, D, Dv, C, G, T, tiles, first, *factors,
-                **config,
+                **of_query,
             )  # fmt: skip
             of_chunk = top_grads if add else [lse.new_empty(last - first, C, T, dim) for dim in (D, Dv)]
             _bi_clustered_attention_bwd_top_kernel[((last - first) * C * top_blocks * top_splits,)](
                 grad_output, query, key, value, top, dropout_seed, queries.order, queries.starts, lse, delta,
                 *of_chunk, *strides, *key.stride(), *value.stride(),
                 H, group, N, M, D, Dv, C, G, T, first, top_blocks, top_splits, ROWS_OF_A_SPLIT, *factors,
-                ADD=add, **config,
+                ADD=add, **of_columns,
             )  # fmt: skip
             if not add:
                 of_keys = slice(first // group, last // group)
@@ -390,7 +394,7 @@ def attend_backward(
                 grad_output, query, mean_keys, mean_values, chosen, dropout_seed,
                 queries.order, queries.starts, queries.tiles, keys.starts, lse, delta, *mean_grads, *strides,
                 H, group, N, D, Dv, C, G, T, tiles, first, mean_blocks, mean_splits, *factors,
-                **config,
+                **of_columns,
             )  # fmt: skip
         for of_top, of_means, grad in zip(top_grads, mean_grads, (grad_key, grad_value), strict=True):
             dim, key_tiles = grad.shape[3], keys.tiles.shape[1]

@@ -12,7 +12,8 @@ from ..chips import on_device_of
 from ..dropout import KINDS_OF_WEIGHTS, TOPK_AND_SUMMARY_WEIGHTS
 from ..sorted_clusters.triton_dropout import dropout_factor
 from ..sorted_clusters.triton_sort import SortedRows
-from ..sorted_clusters.triton_tiles import LOG2_E, LOWEST, dot_by_parts, load_rows, load_tile, tile_config
+from ..sorted_clusters.triton_tiles import LOG2_E, LOWEST, dot_by_parts, load_rows, load_tile
+from .triton_blocks import blocks
 
 KINDS = tl.constexpr(KINDS_OF_WEIGHTS)
 KIND = tl.constexpr(TOPK_AND_SUMMARY_WEIGHTS)
@@ -167,14 +168,6 @@ def _bi_clustered_attention_fwd_kernel(
     tl.store(lse_ptr + i_p * N + o_place, b_highest + tl.log2(b_total), mask=m_row)
 
 
-def query_tile(query: torch.Tensor, value_dim: int, clusters: int) -> int:
-    """Rows of a tile of queries: few enough that those of a cluster of mean size fill most of their tiles."""
-    _, _, N, D = query.shape
-    mean_size = N // clusters
-    wanted = 16 if mean_size < 24 else 32 if mean_size < 48 else 64
-    return min(wanted, *(tile_config(query, D, value_dim, backward=backward)["ROWS"] for backward in (False, True)))
-
-
 def problem_chunks(problems: int, group: int, bytes_per_problem: int) -> list[tuple[int, int]]:
     """Ranges of the problems whose buffers fit into memory; the query heads of a key head stay together."""
     step = max(1, COUNTS_BYTES // max(1, bytes_per_problem * group)) * group
@@ -215,7 +208,7 @@ def attend(
     B, H, N, D = query.shape
     Dv, group = value.shape[3], H // key.shape[1]
     tiles = queries.tiles.shape[1]
-    config = tile_config(query, D, Dv) | {"ROWS": queries.tile}
+    config = blocks(query, Dv, queries.tile)
     with on_device_of(query):
         for first, last in problem_chunks(B * H, group, 4 * queries.clusters * keys.clusters):
             chosen = count_chosen(top, key_labels, keys.clusters, first, last)

@@ -1,0 +1,41 @@
+"""Block sizes of the kernels of bi-clustered attention: what compiles without a spill for every type and chip."""
+
+import torch
+
+from ..chips import chip_of
+from ..sorted_clusters.triton_tiles import block_width
+
+FEW_ROWS = 16  # the fewest that tensor cores multiply
+
+
+def query_tile(query: torch.Tensor, value_dim: int, clusters: int) -> int:
+    """Rows of a tile of queries `(B, H, N, D)`, or few, where those of a cluster of mean size would not fill half."""
+    widest = max(block_width(query.shape[3]), block_width(value_dim))
+    tile = 64 if query.element_size() == 2 else 32
+    if chip_of(query).name == "hip" and widest > 128:
+        tile = FEW_ROWS
+    return FEW_ROWS if query.shape[2] // clusters < tile // 2 else tile
+
+
+def blocks(query: torch.Tensor, value_dim: int, tile: int, *, of_columns: bool = False) -> dict:
+    """Block sizes, warps and stages of a kernel that walks keys for a tile of queries, or queries for keys."""
+    itemsize = query.element_size()
+    block_d, block_v = block_width(query.shape[3]), block_width(value_dim)
+    widest = max(block_d, block_v)
+    chip = chip_of(query)
+    wide = widest > 128
+    columns = 16 if wide and (itemsize == 4 or chip.name == "hip") else 32
+    # The walk over queries has two sums as wide as the rows instead of one.
+    if widest <= 64 and tile == 64 and not of_columns:
+        columns = 64
+    return {
+        "ROWS": tile,
+        "COLUMNS": columns,
+        "BLOCK_D": block_d,
+        "BLOCK_V": block_v,
+        "BY_PARTS": itemsize == 4,
+        "PRECISION": chip.dot_precision(query.dtype),
+        # A program of few warps has more registers on AMD; on NVIDIA a warp of a wide product needs too many.
+        "num_warps": 8 if chip.name == "cuda" and (wide or itemsize == 4) else 4,
+        "num_stages": 2 if chip.name == "cuda" and itemsize == 2 else 1,
+    }

@@ -1,0 +1,316 @@
+"""The Triton kernels of bi-clustered attention: on a GPU, or under Triton's interpreter, against the reference."""
+
+from importlib import import_module
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import Case, attend, make_inputs
+from closeness import assert_close_to_reference
+
+from hf_effattn.ops.dropout import TOPK_AND_SUMMARY_WEIGHTS
+
+OP = "bi_clustered_attention"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = {"B": 1, "N": 21, "M": 23, "clusters": 3}
+CASES = (
+    Case("one_query", **SMALL | {"N": 1}),
+    Case("prime_lengths", B=1, H=1, N=53, M=101, clusters=2),
+    Case("empty_clusters", B=1, H=1, N=9, M=13, clusters=32),
+    Case("fewer_keys_than_key_clusters", **SMALL | {"M": 3}, key_clusters=11),
+    Case("more_top_keys_and_key_clusters_than_a_tile", B=1, H=1, N=19, M=90, clusters=2, topk=37, key_clusters=41),
+    Case("topk_beyond_keys", **SMALL, topk=50),
+    Case("odd_dimensions", **SMALL, D=20, Dv=5),
+    Case("value_wider_than_key", **SMALL, D=3, Dv=40),
+    Case("left_padding", N=21, M=23, H=1, clusters=3, masks="left"),
+    Case("holes", N=21, M=19, H=1, clusters=3, masks="holes"),
+    Case("row_fully_padded", N=11, M=12, H=1, clusters=2, masks="row"),
+    Case("fewer_keys_than_topk", N=11, M=12, H=1, clusters=2, masks="few", topk=9),
+    Case("grouped_heads_and_holes", **SMALL | {"N": 17}, H=4, key_heads=2, masks="holes"),
+)
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+TENSORS = ("query", "key", "value", "labels", "key_labels", "key_mask", "query_mask")
+
+
+def kernel_inputs(case, dtype=torch.float32, seed=0):
+    """Inputs of a case on the device of the kernels."""
+    inputs = make_inputs(case, dtype, seed)
+    for name in TENSORS:
+        tensor = getattr(inputs, name)
+        setattr(inputs, name, None if tensor is None else tensor.to(DEVICE))
+    return inputs
+
+
+def with_gradients(case, inputs, run=attend, **options):
+    """Output and the gradients of query, key and value, for a fixed random gradient of the output."""
+    leaves = [tensor.detach().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)]
+    inputs.query, inputs.key, inputs.value = leaves
+    output = run(OP, case, inputs, **options)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = torch.autograd.grad(output, leaves, weights.to(output))
+    return dict(zip(("output", "query", "key", "value"), (output.detach(), *gradients), strict=True))
+
+
+def assert_close(case, inputs, actual=None, **options):
+    """Kernels against the reference in float64, allowing twice the error of the reference in their own dtype."""
+    dtype = inputs.query.dtype
+    expected = with_gradients(case, inputs.to(torch.float64), backend="reference", **options)
+    baseline = with_gradients(case, inputs.to(dtype), backend="reference", **options)
+    actual = with_gradients(case, inputs.to(dtype), backend="triton", **options) if actual is None else actual
+    for name in expected:
+        assert actual[name].dtype == dtype
+        assert_close_to_reference(name, actual[name], expected[name], baseline[name], rtol=1e-6)
+
+
+def separated(case, dtype):
+    """Every cluster has `topk` keys far ahead of the rest, so that every dtype chooses the same."""
+    inputs = kernel_inputs(case, dtype)
+    inputs.key[:, :, : case.topk] *= 4.0
+    heads = case.H // (case.key_heads or case.H)
+    ahead = inputs.key[:, :, : case.topk].mean(dim=2, keepdim=True).repeat_interleave(heads, dim=1)
+    inputs.query = (ahead + 0.1 * inputs.query).to(dtype)
+    return inputs
+
+
+@each_case
+def test_equals_reference(case):
+    assert_close(case, kernel_inputs(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("D", [16, 60])
+def test_dtypes(dtype, D):
+    case = Case("separated", B=1, N=40, M=32, D=D, Dv=D, clusters=2, topk=4)
+    assert_close(case, separated(case, dtype))
+
+
+@pytest.mark.parametrize("one_label", [True, False])
+def test_queries_of_a_cluster_beyond_a_tile_and_a_split(one_label, monkeypatch):
+    """All queries in one cluster, and tiles as large as a GPU has them; the walk of the backward pass is split."""
+    monkeypatch.setattr(import_module(f"hf_effattn.ops.{OP}.triton_backward"), "ROWS_OF_A_SPLIT", 32)
+    case = Case("huge", B=1, H=1, N=150, M=40, clusters=3, topk=5)
+    inputs = kernel_inputs(case)
+    if one_label:
+        inputs.labels.fill_(1)
+    assert_close(case, inputs)
+
+
+def test_heads_in_chunks(monkeypatch):
+    """Counts of chosen keys that do not fit into memory at once: the key heads are walked in parts."""
+    monkeypatch.setattr(import_module(f"hf_effattn.ops.{OP}.triton_forward"), "COUNTS_BYTES", 1)
+    case = Case("chunks", B=2, H=4, key_heads=2, N=9, M=11, clusters=2)
+    assert_close(case, kernel_inputs(case))
+
+
+@pytest.mark.parametrize("masks", ["none", "right"])
+def test_with_all_keys_recomputed_is_exact(masks):
+    case = Case("exact", N=23, M=23, H=1, clusters=3, topk=23, masks=masks)
+    inputs = kernel_inputs(case)
+    assert_exact(inputs, attend(OP, case, inputs, backend="triton"))
+
+
+def test_a_cluster_for_every_key_is_exact():
+    case = Case("own_key_cluster", B=1, H=1, N=23, M=29, clusters=3, key_clusters=31, topk=7)
+    inputs = kernel_inputs(case)
+    inputs.key_labels = torch.randperm(31, device=DEVICE)[: case.M].expand(1, 1, -1)
+    assert_exact(inputs, attend(OP, case, inputs, backend="triton"))
+
+
+def assert_exact(inputs, actual):
+    """Rows that count are those of SDPA, the others 0."""
+    mask = None if inputs.key_mask is None else inputs.key_mask[:, None, None, :]
+    exact = F.scaled_dot_product_attention(inputs.query, inputs.key, inputs.value, attn_mask=mask)
+    if inputs.query_mask is not None:
+        exact = exact.masked_fill(~inputs.query_mask[:, None, :, None], 0.0)
+    torch.testing.assert_close(actual, exact, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_sum_to_one_and_masked_keys_have_none():
+    """With the identity as values the output is the attention matrix itself."""
+    case = Case("weights", H=1, N=19, M=17, Dv=17, clusters=3, masks="holes")
+    inputs = kernel_inputs(case)
+    inputs.value = torch.eye(case.M, device=DEVICE).expand(case.B, case.H, -1, -1)
+    weights = attend(OP, case, inputs, backend="triton")
+    torch.testing.assert_close(weights.sum(dim=-1), inputs.query_mask[:, None].float())
+    assert (weights >= 0).all()
+    assert (weights.transpose(2, 3)[~inputs.key_mask[:, None]] == 0).all()
+
+
+@pytest.mark.parametrize("garbage", [float("inf"), float("nan")])
+def test_values_of_masked_rows_change_nothing(garbage):
+    case = Case("garbage", H=1, N=15, M=15, clusters=2, masks="right")
+    clean = with_gradients(case, kernel_inputs(case), backend="triton")
+    inputs = kernel_inputs(case)
+    inputs.key[-1, :, ~inputs.key_mask[-1]] = garbage
+    inputs.value[-1, :, ~inputs.key_mask[-1]] = -garbage
+    inputs.query[-1, :, ~inputs.query_mask[-1]] = garbage
+    inputs.labels[-1, :, ~inputs.query_mask[-1]] = -(2**40)
+    inputs.key_labels[-1, :, ~inputs.key_mask[-1]] = 2**40
+    dirty = with_gradients(case, inputs, backend="triton")
+    for name in clean:
+        # Clusters add to the keys' gradients in no fixed order.
+        torch.testing.assert_close(dirty[name], clean[name], rtol=1e-5, atol=1e-6)
+    assert (dirty["key"][-1, :, ~inputs.key_mask[-1]] == 0).all()
+    assert (dirty["value"][-1, :, ~inputs.key_mask[-1]] == 0).all()
+    assert (dirty["query"][-1, :, ~inputs.query_mask[-1]] == 0).all()
+
+
+def test_rows_with_labels_out_of_range_are_in_no_cluster():
+    """Queries give 0; keys are in no mean, yet can be top keys: as if their number were in `T_j` alone."""
+    case = Case("labels", B=1, H=1, N=15, M=14, clusters=2, key_clusters=3, topk=3)
+    inputs = kernel_inputs(case)
+    inputs.labels[..., :4] = torch.tensor([-1, 2, 2**40, -(2**40)], device=DEVICE)
+    inputs.key_labels[..., 5:9] = torch.tensor([-1, 3, 2**40, -(2**40)], device=DEVICE)
+    actual = with_gradients(case, inputs, backend="triton")
+    assert (actual["output"][..., :4, :] == 0).all()
+    assert (actual["query"][..., :4, :] == 0).all()
+    # The same, said with labels in range: a cluster more for the queries, one of value 0 and no key for the rest.
+    widened = Case("labels", B=1, H=1, N=15, M=14, clusters=3, key_clusters=4, topk=3)
+    inputs.labels[..., :4], inputs.key_labels[..., 5:9] = 2, 3
+    plan = forward_tensors(widened, inputs, masked=inputs.key_labels == 3)
+    torch.testing.assert_close(actual["output"][..., 4:, :].flatten(0, 2), plan, rtol=1e-5, atol=1e-6)
+
+
+def forward_tensors(case, inputs, masked):
+    """The formula for one head whose keys at `masked` are in no mean, for queries not in the last cluster."""
+    query, key, value = (tensor[0, 0].double() for tensor in (inputs.query, inputs.key, inputs.value))
+    rows = []
+    for i in range(4, case.N):
+        members = inputs.labels[0, 0] == inputs.labels[0, 0, i]
+        top = (query[members].mean(dim=0) @ key.T).topk(case.topk).indices
+        scores, values = list(key[top] @ query[i] * case.D**-0.5), list(value[top])
+        for c in range(case.key_clusters - 1):
+            inside = (inputs.key_labels[0, 0] == c) & ~masked[0, 0]
+            rest = inside.sum() - inside[top].sum()
+            if rest:
+                scores.append(key[inside].mean(dim=0) @ query[i] * case.D**-0.5 + rest.log())
+                values.append(value[inside].mean(dim=0))
+        rows.append(torch.stack(scores).softmax(dim=0) @ torch.stack(values))
+    return torch.stack(rows).float()
+
+
+def test_no_keys_and_no_queries():
+    """Rows that see no key, and tensors without rows."""
+    case = Case("no_keys", H=1, N=9, M=8, clusters=2)
+    inputs = kernel_inputs(case)
+    inputs.key_mask = torch.tensor([[True], [False]], device=DEVICE).expand(-1, case.M)
+    results = with_gradients(case, inputs, backend="triton")
+    assert all((tensor[1] == 0).all() for tensor in results.values())
+    assert all((tensor[0] != 0).any() for tensor in results.values())
+    for empty in (Case("M", N=3, M=0), Case("N", N=0, M=3), Case("B", B=0, N=3, M=3)):
+        results = with_gradients(empty, kernel_inputs(empty), backend="triton")
+        assert all((tensor == 0).all() for tensor in results.values())
+
+
+def test_large_scores_stay_finite():
+    case = Case("large", B=1, H=1, N=15, M=17, clusters=2)
+    inputs = kernel_inputs(case)
+    inputs.query *= 300
+    assert all(tensor.isfinite().all() for tensor in with_gradients(case, inputs, backend="triton").values())
+
+
+def test_strides_do_not_matter():
+    case = Case("strided", B=1, N=15, M=15, clusters=2)
+    inputs = kernel_inputs(case)
+    expected = with_gradients(case, inputs, backend="triton")
+    inputs = kernel_inputs(case)
+    inputs.query, inputs.key, inputs.value = torch.stack([inputs.query, inputs.key, inputs.value], dim=-1).unbind(-1)
+    inputs.labels, inputs.key_labels = torch.stack([inputs.labels, inputs.key_labels], dim=-1).int().unbind(-1)
+    actual = with_gradients(case, inputs, backend="triton")
+    torch.testing.assert_close(actual["output"], expected["output"], rtol=0, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_reruns_are_bit_equal_and_all_of_it_where_torch_is_told_so():
+    case = Case("reruns", B=1, H=2, key_heads=1, N=33, M=29, clusters=3, masks="holes")
+    first, second = (with_gradients(case, kernel_inputs(case), backend="triton") for _ in range(2))
+    assert torch.equal(first["output"], second["output"])
+    assert torch.equal(first["query"], second["query"])
+    torch.use_deterministic_algorithms(True)
+    try:
+        ordered, again = (with_gradients(case, kernel_inputs(case), backend="triton") for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(ordered[name], again[name]) for name in ordered)
+    assert_close(case, kernel_inputs(case), actual=ordered)
+
+
+@pytest.mark.parametrize("masks", ["none", "holes"])
+def test_dropout_drops_the_same_weights_in_both_passes(masks, monkeypatch):
+    """Against the reference with the factors that the kernels draw, seen as output where values are one-hot."""
+    case = Case("dropout", B=1, H=2, key_heads=1, N=13, M=11, clusters=2, key_clusters=3, topk=4, masks=masks)
+    dropout_p = 0.4
+    columns = case.topk + case.key_clusters
+    launcher = import_module(f"hf_effattn.ops.{OP}.triton_forward")
+    drawn = draw_factors(launcher, case, columns, dropout_p)
+    assert set(drawn.unique().tolist()) == {0.0, pytest.approx(1 / (1 - dropout_p))}
+    reference = import_module(f"hf_effattn.ops.{OP}.reference")
+    monkeypatch.setattr(
+        reference,
+        "dropout_factor",
+        lambda shape, like, p, seed, problem, weights: drawn[problem].to(like) if weights == WEIGHTS else None,
+    )
+    monkeypatch.setattr(reference, "top_keys", ascending(reference.top_keys))
+    monkeypatch.setattr(torch, "randint", lambda *_: torch.tensor([SEED]))
+    assert_close(case, kernel_inputs(case), dropout_p=dropout_p)
+
+
+SEED = 2**40 + 17
+WEIGHTS = TOPK_AND_SUMMARY_WEIGHTS
+
+
+def ascending(top_keys):
+    """The kernels number the columns of top keys in the order of the keys, masked ones last."""
+
+    def ordered(query, key, labels, clusters, topk, key_mask, *rest):
+        top = top_keys(query, key, labels, clusters, topk, key_mask, *rest).sort(dim=-1).values
+        if key_mask is None:
+            return top
+        masked = ~key_mask[:, None, None].expand(*top.shape[:3], -1).gather(3, top)
+        return top.gather(3, masked.int().argsort(dim=-1, stable=True))
+
+    return ordered
+
+
+def draw_factors(launcher, case, columns, dropout_p):
+    """The factors `(H, N, topk + key clusters)` as the kernels' own function draws them."""
+    import triton
+    import triton.language as tl
+
+    factor, kinds, kind = launcher.dropout_factor, launcher.KINDS, launcher.KIND
+
+    @triton.jit
+    def draw(seed_ptr, factors_ptr, columns, dropout_p, KINDS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
+        o_row = tl.program_id(0) + tl.arange(0, 1)
+        o_column = tl.arange(0, BLOCK)
+        b_factor = factor(seed_ptr, o_row, o_column, columns, dropout_p, KINDS, KIND)
+        tl.store(factors_ptr + o_row[:, None] * columns + o_column[None, :], b_factor, mask=(o_column < columns)[None])
+
+    factors = torch.zeros(case.H, case.N, columns, device=DEVICE)
+    seed = torch.tensor([SEED], device=DEVICE)
+    draw[(case.H * case.N,)](seed, factors, columns, dropout_p, KINDS=kinds, KIND=kind, BLOCK=16)
+    return factors
+
+
+def test_compiles_as_one_graph():
+    case = Case("compiled", B=1, H=1, N=13, M=11, clusters=2, masks="holes")
+    expected = with_gradients(case, kernel_inputs(case), backend="triton")
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    actual = with_gradients(case, kernel_inputs(case), run=compiled, backend="triton")
+    assert torch.equal(actual["output"], expected["output"])
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_registered_with_torch_library():
+    """torch's own check of the schemas, the fake functions and the autograd formula."""
+    import_module(f"hf_effattn.ops.{OP}.triton")
+    case = Case("opcheck", B=1, H=1, N=7, M=6, clusters=2, topk=2, masks="holes")
+    inputs = kernel_inputs(case)
+    leaves = [tensor.detach().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)]
+    masks = inputs.key_mask, inputs.query_mask
+    settings = inputs.labels, inputs.key_labels, case.clusters, case.key_clusters, case.topk, *masks, 0.3, 0.0, None
+    checks = "test_schema", "test_autograd_registration", "test_faketensor"
+    torch.library.opcheck(
+        torch.ops.hf_effattn.bi_clustered_attention_triton.default, (*leaves, *settings), test_utils=checks
+    )
