@@ -63,7 +63,7 @@ def update_blocks(block_d: int, clusters: int, exact: bool) -> tuple[int, int, i
     """`(BLOCK_C, BLOCK_R, num_warps, num_stages)` of the update: blocks of few clusters make more programs."""
     if exact or block_d > 128:
         return 16, 32, 8 if block_d > 128 else 4, 1
-    return 16 if clusters <= 256 else 32, 64 if block_d <= 64 else 32, 4, 2
+    return (16, 64 if block_d <= 64 else 32, 4, 2) if clusters <= 256 else (32, 32, 4, 2)
 
 
 def fit(
