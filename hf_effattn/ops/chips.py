@@ -43,7 +43,9 @@ def _chip(index: int) -> Chip:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         return Chip("hip", properties.shared_memory_per_block)
-    return Chip("cuda", properties.shared_memory_per_block_optin)
+    # What a program can have on request; torch versions that don't tell say at least what it has without.
+    most = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return Chip("cuda", most)
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager:
