@@ -125,7 +125,7 @@ def check_pass(centroids, key, value, mask, topk):
     """Attention, log-sum-exp and top keys against float64; equal scores may differ in the last bit there."""
     arguments = [tensor if tensor is None else tensor.to(DEVICE) for tensor in (centroids, key, value, mask)]
     found = centroid_pass(*arguments, 0.3, topk)
-    B, Hk = key.shape[:2]
+    B, Hk, _, D = key.shape
     scores = 0.3 * centroids.double().view(B, Hk, -1, D) @ key.double().transpose(2, 3)
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None, None], float("-inf"))

@@ -142,7 +142,8 @@ def _backward_op(
     saved = Saved(*saved_tensors)
     B, H, N, D = query.shape
     Hk, M, Dv = value.shape[1:]
-    config = tile_config(query, D, Dv) | {"HAS_DROPOUT": dropout_seed is not None, "KINDS": KINDS_OF_WEIGHTS}
+    config = tile_config(query, D, Dv, backward=True)
+    config |= {"HAS_DROPOUT": dropout_seed is not None, "KINDS": KINDS_OF_WEIGHTS}
     members = SortedRows(saved.order, saved.starts, saved.tiles, clusters, config["ROWS"])
     strides = *query.stride(), *key.stride(), *value.stride(), *grad_output.stride()
     grads = cluster_means(grad_output, members)

@@ -174,7 +174,7 @@ def _centroid_rescore_fwd_kernel(
 
 def split_count(programs: int, length: int, block: int) -> int:
     """Parts of a walk over `length` rows in blocks, so that `programs` walkers keep the chip busy."""
-    return max(1, min(triton.cdiv(PROGRAMS, programs), triton.cdiv(length, 4 * block), 64))
+    return max(1, min(triton.cdiv(PROGRAMS, max(1, programs)), triton.cdiv(length, 4 * block), 64))
 
 
 def centroid_pass(
@@ -243,6 +243,8 @@ def centroid_pass(
 
 def row_chunks(tables: int, rows: int, bytes_per_row: int) -> list[tuple[int, int]]:
     """Ranges of the `tables · rows` rows whose scores fit into memory: whole tables, or parts of one."""
+    if tables * rows == 0:
+        return []
     fitting = max(1, SCORE_BYTES // max(1, bytes_per_row))
     step = min(tables, fitting // rows) * rows if fitting >= rows else fitting
     chunks = []

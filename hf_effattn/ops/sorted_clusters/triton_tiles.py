@@ -77,9 +77,12 @@ def tile_config(tensor: torch.Tensor, head_dim: int, value_dim: int, *, backward
     widest = max(block_d, block_v)
     by_parts = itemsize == 4 and widest > 2 * PART.value
     rows = 64 if itemsize == 2 else 32
-    columns = 64 if itemsize == 2 and widest <= 64 else 32
-    if itemsize == 4 and widest > 128:
+    columns = 64 if itemsize == 2 and widest <= 64 and not backward else 32
+    if widest > 128:
+        rows //= 2
+    if (itemsize == 4 and backward) or (widest > 128 and (itemsize == 4 or backward)):
         columns = 16
+    wide = widest * itemsize >= (256 if backward else 512)
     stages = _stages(chip, itemsize, rows, columns, block_d + block_v)
     return {
         "ROWS": rows,
@@ -88,7 +91,7 @@ def tile_config(tensor: torch.Tensor, head_dim: int, value_dim: int, *, backward
         "BLOCK_V": block_v,
         "BY_PARTS": by_parts,
         "PRECISION": chip.dot_precision(tensor.dtype),
-        "num_warps": 8 if widest * itemsize >= 512 else 4,
+        "num_warps": 8 if wide and rows > 16 else 4,
         "num_stages": stages,
     }
 
