@@ -147,9 +147,11 @@ def bi_clustered_attention_triton_backward(
     if query.shape[:3].numel() == 0 or key.shape[2] == 0:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     output, lse = forward[:2]
-    plan = Plan(*forward[2:]).for_kernels(query_tile(query, value.shape[3], clusters))
-    inputs = query, key, value, key_labels
-    return attend_backward(grad_output, output, lse, *inputs, *plan, scale, dropout_p, dropout_seed)
+    tile = query_tile(query, value.shape[3], clusters)
+    queries, keys, top, mean_keys, mean_values = Plan(*forward[2:]).for_kernels(tile)
+    rows = query, key, value, key_labels, queries, keys
+    tables = top, mean_keys, mean_values
+    return attend_backward(grad_output, output, lse, *rows, *tables, scale, dropout_p, dropout_seed)
 
 
 @bi_clustered_attention_triton_backward.register_fake

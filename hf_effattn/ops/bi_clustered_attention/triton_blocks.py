@@ -1,5 +1,7 @@
 """Block sizes of the kernels of bi-clustered attention: what compiles without a spill for every type and chip."""
 
+from typing import Literal
+
 import torch
 
 from ..chips import chip_of
@@ -17,16 +19,18 @@ def query_tile(query: torch.Tensor, value_dim: int, clusters: int) -> int:
     return FEW_ROWS if query.shape[2] // clusters < tile // 2 else tile
 
 
-def blocks(query: torch.Tensor, value_dim: int, tile: int, *, of_columns: bool = False) -> dict:
-    """Block sizes, warps and stages of a kernel that walks keys for a tile of queries, or queries for keys."""
+def blocks(query: torch.Tensor, value_dim: int, tile: int, computes: Literal["output", "query", "key"]) -> dict:
+    """Block sizes, warps and stages of a kernel that computes the output, or gradients of queries, or of keys."""
     itemsize = query.element_size()
     block_d, block_v = block_width(query.shape[3]), block_width(value_dim)
     widest = max(block_d, block_v)
     chip = chip_of(query)
     wide = widest > 128
-    columns = 16 if wide and (itemsize == 4 or chip.name == "hip") else 32
-    # The walk over queries has two sums as wide as the rows instead of one.
-    if widest <= 64 and tile == 64 and not of_columns:
+    # For keys the sums are two rows wide, for queries one; but then the tile itself stays in registers.
+    columns = 32
+    if wide and (itemsize == 4 or chip.name == "hip" or (computes != "key" and tile > FEW_ROWS)):
+        columns = 16
+    elif widest <= 64 and tile == 64 and computes == "output" and chip.name == "cuda":
         columns = 64
     return {
         "ROWS": tile,

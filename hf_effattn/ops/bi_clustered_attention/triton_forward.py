@@ -208,7 +208,7 @@ def attend(
     B, H, N, D = query.shape
     Dv, group = value.shape[3], H // key.shape[1]
     tiles = queries.tiles.shape[1]
-    config = blocks(query, Dv, queries.tile)
+    config = blocks(query, Dv, queries.tile, "output")
     with on_device_of(query):
         for first, last in problem_chunks(B * H, group, 4 * queries.clusters * keys.clusters):
             chosen = count_chosen(top, key_labels, keys.clusters, first, last)
