@@ -59,4 +59,5 @@ def clustered_attention(
     forms = reference.clustered_attention, batched.clustered_attention, _triton
     run = choose_backend(backend, forms, query, key, value)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-    return run(query, key, value, labels, clusters, key_mask, query_mask, scale, dropout_p, draw_seed(dropout_p))
+    seed = draw_seed(dropout_p, query.device)
+    return run(query, key, value, labels, clusters, key_mask, query_mask, scale, dropout_p, seed)

@@ -67,4 +67,5 @@ def improved_clustered_attention(
     run = choose_backend(backend, forms, query, key, value)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     topk = min(topk, key.shape[2])
-    return run(query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, draw_seed(dropout_p))
+    seed = draw_seed(dropout_p, query.device)
+    return run(query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, seed)
