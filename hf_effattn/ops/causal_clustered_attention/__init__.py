@@ -41,7 +41,7 @@ def causal_clustered_attention(
 
     Tokens are cut into segments. A query attends exactly to its segment's keys up to itself and to `window` keys
     before the segment. For the older keys, past queries are put into clusters (K-means in the keys' metric, again
-    whenever the past has grown by half), and the query goes to the nearest centroid `Qc_j`, which chooses the `topk`
+    whenever the past has doubled), and the query goes to the nearest centroid `Qc_j`, which chooses the `topk`
     older keys with the largest product for it. One softmax runs over all of
 
     - the local keys and, but for `"clustered"`, the chosen keys, with the query's own scores;

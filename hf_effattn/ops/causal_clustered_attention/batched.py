@@ -22,7 +22,10 @@ from .remainder import RemainderPart
 
 
 def largest_buffer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings) -> int:
-    """Numbers per head in the local scores, the centroids' scores, those of all levels, or the copies of top keys."""
+    """A quarter of the numbers per head in the scores, the centroids' scores, or the copies of top keys.
+
+    The segments are walked in many small steps, better walked for several heads at once.
+    """
     layout = settings.layout(query.shape[2])
     head_dim = max(key.shape[3], value.shape[3])
     length = layout.segments * layout.segment_length
@@ -30,7 +33,7 @@ def largest_buffer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     blocks = layout.served * min(layout.segment_length, clusters + layout.segment_length // 4)
     summaries = layout.first_cluster_columns[-1] // 2 if settings.method == "bi-clustered" else 0
     scores = max(layout.local_keys + settings.topk + summaries, head_dim)
-    return max(length * scores, clusters * length, blocks * settings.topk * head_dim)
+    return max(length * scores, clusters * length, blocks * settings.topk * head_dim) // 4
 
 
 @dataclass

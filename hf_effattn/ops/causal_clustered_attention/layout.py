@@ -107,13 +107,13 @@ class Layout:
     def epochs(self) -> list[tuple[int, int, int]]:
         """`(first, end, past)`: segments `first .. end - 1` share query clusters, made of the first `past` queries.
 
-        The clusters are made anew when there are half as many queries again: few times, and often while they are few.
+        The clusters are made anew when the queries have doubled: a logarithmic number of times.
         """
         if self.prefill:
             return [(self.first_served, self.segments, self.length)] if self.served else []
         epochs, first = [], self.first_served
         while first < self.segments:
-            end = min(self.segments, first + max(1, first // 2))
+            end = min(self.segments, 2 * first)
             epochs.append((first, end, first * self.segment_length))
             first = end
         return epochs
