@@ -1,0 +1,125 @@
+"""The kernels of attention within sorted blocks, under Triton's interpreter or on a GPU, against the reference."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from closeness import assert_close_to_reference
+from test_sorted_block_attention import CASES, Case, Inputs, attend, make_inputs, with_gradients
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Two heads per key head where heads are grouped, one text where no mask tells texts apart: the interpreter is slow.
+SMALL = [
+    replace(case, N=min(case.N, 23), B=1 if case.masks == "none" else 2, H=2 if case.key_heads else 1)
+    for case in (replace(case, key_heads=case.key_heads and 1) for case in CASES)
+]
+
+
+def on_device(inputs):
+    moved = {
+        name: x.to(DEVICE) if isinstance(x := getattr(inputs, name), torch.Tensor) else x
+        for name in Inputs.__dataclass_fields__
+    }
+    return Inputs(**moved)
+
+
+def run(case, inputs, **options):
+    results = with_gradients(case, on_device(inputs), backend="triton", **options)
+    return {name: tensor.cpu() for name, tensor in results.items()}
+
+
+def assert_all_close(actual, expected, baseline):
+    """Within twice what plain PyTorch has; where a gradient is 0 (a query with one key), rounding is all there is."""
+    for name in expected:
+        if expected[name].abs().max() < 1e-12:
+            assert actual[name].abs().max() < 1e-6, name
+        else:
+            assert_close_to_reference(name, actual[name], expected[name], baseline[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_kernels_equal_reference(case):
+    """Output and every gradient in float32, within twice what plain PyTorch has."""
+    inputs = make_inputs(case, torch.float32)
+    expected = with_gradients(case, inputs.to(torch.float64), backend="reference")
+    baseline = with_gradients(case, inputs, backend="reference")
+    actual = run(case, inputs)
+    assert_all_close(actual, expected, baseline)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("tiles", B=1, H=1, N=150, clusters=4, D=40, Dv=24, masks="right"),
+        Case("gated", B=1, H=2, key_heads=1, N=70, clusters=6, D=16, Dv=16, gated=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_low_precision(case, dtype):
+    """More words than a tile, dimensions that fill none."""
+    inputs = make_inputs(case, dtype)
+    expected = with_gradients(case, inputs.to(torch.float64), backend="reference")
+    baseline = with_gradients(case, inputs, backend="reference")
+    actual = run(case, inputs)
+    assert all(tensor.dtype == dtype for tensor in actual.values())
+    assert_all_close(actual, expected, baseline)
+
+
+@pytest.mark.parametrize("head_dim", [100, 256])
+def test_wide_heads(head_dim):
+    case = Case("wide", B=1, H=1, N=40, clusters=3, D=head_dim, Dv=head_dim)
+    inputs = make_inputs(case, torch.float32)
+    expected = with_gradients(case, inputs.to(torch.float64), backend="reference")
+    baseline = with_gradients(case, inputs, backend="reference")
+    actual = run(case, inputs)
+    assert_all_close(actual, expected, baseline)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_masked_garbage_changes_nothing_and_runs_repeat(gated):
+    case = Case("garbage", B=2, H=1, N=41, masks="right", gated=gated)
+    clean = run(case, make_inputs(case, torch.float32))
+    inputs = make_inputs(case, torch.float32)
+    hidden = ~inputs.key_mask[-1]
+    for tensor in (inputs.query, inputs.key, inputs.value):
+        tensor[-1, :, hidden] = float("nan")
+    if gated:
+        inputs.membership[-1, hidden] = float("inf")
+    dirty = run(case, inputs)
+    for name in clean:
+        torch.testing.assert_close(dirty[name], clean[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_backward_drops_what_forward_dropped(gated):
+    """The weights are read off with the identity as values; the definition with them fixed gives the gradients."""
+    case = Case("dropout", B=1, H=2, N=21, clusters=3, Dv=21, gated=gated)
+    inputs = make_inputs(case, torch.float32)
+    inputs.value = torch.eye(21).expand(1, 2, -1, -1).contiguous()
+    torch.manual_seed(3)
+    actual = run(case, inputs, dropout_p=0.3)
+    full = with_gradients(case, inputs.to(torch.float64), backend="reference")["output"]
+    factor = torch.where(full > 0, actual["output"].double() / full.clamp(min=1e-30), 0.0)
+    kept = factor > 0.5
+    torch.testing.assert_close(factor[kept], torch.full_like(factor[kept], 1 / 0.7), rtol=1e-5, atol=0)
+    assert 0.6 < kept[full > 0].double().mean() < 0.8
+    exact = inputs.to(torch.float64)
+    names = ("query", "key", "membership") if gated else ("query", "key")
+    leaves = {name: getattr(exact, name).requires_grad_() for name in names}
+    weights = attend(case, replace(exact, value=torch.eye(21).double().expand(1, 2, -1, -1)), backend="reference")
+    grad = torch.randn(weights.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = torch.autograd.grad(weights * kept / 0.7, list(leaves.values()), grad)
+    for name, gradient in zip(leaves, gradients, strict=True):
+        assert_close_to_reference(name, actual[name], gradient, rtol=1e-5)
+
+
+def test_registered_with_torch_library():
+    from hf_effattn.ops.sorted_block_attention import triton as _  # noqa: F401
+
+    case = Case("opcheck", B=1, H=1, N=9, D=4, Dv=4, clusters=2, masks="holes", gated=True)
+    inputs = on_device(make_inputs(case, torch.float32))
+    leaves = [leaf.requires_grad_() for leaf in inputs.leaves()]
+    settings = (inputs.order, inputs.block_length, 2, False, None, inputs.key_mask)
+    arguments = (*leaves[:3], *settings, leaves[3], 0.3, 0.0, None)
+    torch.library.opcheck(torch.ops.hf_effattn.sorted_block_attention_triton.default, arguments)
