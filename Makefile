@@ -40,6 +40,8 @@ lint: $(READY)
 # Long: speed, memory and error tables of the README, as JSON and plots beside the scripts.
 benchmark: $(READY)
 	$(BIN)/python scripts/benchmark_attention.py
+	$(BIN)/python scripts/benchmark_frontier.py
+	$(BIN)/python scripts/benchmark_models.py
 	$(BIN)/python scripts/benchmark_clustering.py
 	$(BIN)/python scripts/benchmark_embeddings.py
 	$(BIN)/python scripts/measure_crossover.py
