@@ -75,14 +75,16 @@ def tile_config(tensor: torch.Tensor, head_dim: int, value_dim: int, *, backward
     itemsize = tensor.element_size()
     block_d, block_v = block_width(head_dim), block_width(value_dim)
     widest = max(block_d, block_v)
-    by_parts = itemsize == 4 and widest > 2 * PART.value
-    rows = 64 if itemsize == 2 else 32
-    columns = 64 if itemsize == 2 and widest <= 64 and not backward else 32
+    single = itemsize == 4
+    row_bytes = widest * itemsize
+    rows = 32 if single else 64
+    columns = 64 if row_bytes <= 128 and not single and not backward else 32
     if widest > 128:
         rows //= 2
-    if (itemsize == 4 and backward) or (widest > 128 and (itemsize == 4 or backward)):
+    if (single and backward) or (widest > 128 and (single or backward)):
         columns = 16
-    wide = widest * itemsize >= (256 if backward else 512)
+    by_parts = row_bytes >= 512 or (single and backward and row_bytes >= 256)
+    wide = row_bytes >= 256 if backward else row_bytes >= 512 and rows > 16
     stages = _stages(chip, itemsize, rows, columns, block_d + block_v)
     return {
         "ROWS": rows,
@@ -91,7 +93,7 @@ def tile_config(tensor: torch.Tensor, head_dim: int, value_dim: int, *, backward
         "BLOCK_V": block_v,
         "BY_PARTS": by_parts,
         "PRECISION": chip.dot_precision(tensor.dtype),
-        "num_warps": 8 if wide and rows > 16 else 4,
+        "num_warps": 8 if wide else 4,
         "num_stages": stages,
     }
 
