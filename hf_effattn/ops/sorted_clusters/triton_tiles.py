@@ -84,7 +84,7 @@ def tile_config(tensor: torch.Tensor, head_dim: int, value_dim: int, *, backward
     if (single and backward) or (widest > 128 and (single or backward)):
         columns = 16
     by_parts = row_bytes >= 512 or (single and backward and row_bytes >= 256)
-    wide = row_bytes >= 256 if backward else row_bytes >= 512 and rows > 16
+    wide = row_bytes >= 256 if backward else single and widest == 128
     stages = _stages(chip, itemsize, rows, columns, block_d + block_v)
     return {
         "ROWS": rows,
