@@ -125,7 +125,7 @@ def bi_clustered_attention_triton(
 
 
 @bi_clustered_attention_triton.register_fake
-def _(query, key, value, labels, key_labels, clusters, key_clusters, topk, *settings):  # type: ignore[no-untyped-def]
+def _(query, key, value, labels, key_labels, clusters, key_clusters, topk, *settings):
     lse = query.new_empty(query.shape[0] * query.shape[1], query.shape[2], dtype=torch.float32)
     return [empty_output(query, value), lse, *empty_plan(query, key, value, clusters, key_clusters, topk)]
 
@@ -155,11 +155,11 @@ def bi_clustered_attention_triton_backward(
 
 
 @bi_clustered_attention_triton_backward.register_fake
-def _(grad_output, query, key, value, *settings):  # type: ignore[no-untyped-def]
+def _(grad_output, query, key, value, *settings):
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     query, key, value, _, key_labels, clusters, _, _, _, _, scale, dropout_p, dropout_seed = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -167,7 +167,7 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.settings = clusters, scale, dropout_p
 
 
-def _backward(ctx, grads):  # type: ignore[no-untyped-def]
+def _backward(ctx, grads):
     if grads[0] is None:
         return (None,) * 13
     query, key, value, key_labels, dropout_seed, *forward = ctx.saved_tensors

@@ -355,9 +355,8 @@ def attend_backward(
     group, C, G, T = H // Hk, queries.clusters, keys.clusters, top.shape[2]
     grad_query, grad_key, grad_value = (torch.empty_like(tensor) for tensor in (query, key, value))
     add = not torch.are_deterministic_algorithms_enabled()
-    dropout = {"HAS_DROPOUT": dropout_seed is not None}
-    of_query = blocks(query, Dv, queries.tile, "query") | dropout
-    of_columns = blocks(query, Dv, queries.tile, "key") | dropout
+    tile = queries.tile, dropout_seed is not None
+    of_query, of_columns = blocks(query, Dv, *tile, "query"), blocks(query, Dv, *tile, "key")
     tiles = queries.tiles.shape[1]
     strides = *grad_output.stride(), *query.stride()
     factors = scale, scale * LOG2_E, dropout_p

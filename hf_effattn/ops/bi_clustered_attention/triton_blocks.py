@@ -19,7 +19,9 @@ def query_tile(query: torch.Tensor, value_dim: int, clusters: int) -> int:
     return FEW_ROWS if query.shape[2] // clusters < tile // 2 else tile
 
 
-def blocks(query: torch.Tensor, value_dim: int, tile: int, computes: Literal["output", "query", "key"]) -> dict:
+def blocks(
+    query: torch.Tensor, value_dim: int, tile: int, dropout: bool, computes: Literal["output", "query", "key"]
+) -> dict:
     """Block sizes, warps and stages of a kernel that computes the output, or gradients of queries, or of keys."""
     itemsize = query.element_size()
     block_d, block_v = block_width(query.shape[3]), block_width(value_dim)
@@ -28,18 +30,21 @@ def blocks(query: torch.Tensor, value_dim: int, tile: int, computes: Literal["ou
     wide = widest > 128
     # For keys the sums are two rows wide, for queries one; but then the tile itself stays in registers.
     columns = 32
-    if wide and (itemsize == 4 or chip.name == "hip" or (computes != "key" and tile > FEW_ROWS)):
-        columns = 16
-    elif widest <= 64 and tile == 64 and computes == "output" and chip.name == "cuda":
+    if itemsize == 4:
+        columns = 16 if wide or computes == "key" else 32
+    elif wide:
+        columns = 32 if chip.name == "cuda" and (computes == "key" or tile == FEW_ROWS) else 16
+    elif chip.name == "cuda" and tile > FEW_ROWS and widest <= 64 and computes == "output" and not dropout:
         columns = 64
     return {
+        "HAS_DROPOUT": dropout,
         "ROWS": tile,
         "COLUMNS": columns,
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
         "BY_PARTS": itemsize == 4,
         "PRECISION": chip.dot_precision(query.dtype),
-        # A program of few warps has more registers on AMD; on NVIDIA a warp of a wide product needs too many.
-        "num_warps": 8 if chip.name == "cuda" and (wide or itemsize == 4) else 4,
+        # A program of few warps has more registers on AMD; on NVIDIA a warp has too few for much at once.
+        "num_warps": 8 if chip.name == "cuda" and (wide or itemsize == 4 or (dropout and tile > FEW_ROWS)) else 4,
         "num_stages": 2 if chip.name == "cuda" and itemsize == 2 else 1,
     }

@@ -112,6 +112,7 @@ def _bi_clustered_attention_fwd_kernel(
     m_output = m_row[:, None] & (o_v < Dv)[None, :]
     if i_c == clusters:
         tl.store(p_output, tl.zeros([ROWS, BLOCK_V], tl.float32), mask=m_output)
+        tl.store(lse_ptr + i_p * N + o_place, tl.zeros([ROWS], tl.float32), mask=m_row)
         return
     query_ptr += i_b * stride_query_b + i_h * stride_query_h
     key_ptr += i_b * stride_key_b + i_kh * stride_key_h
@@ -208,7 +209,7 @@ def attend(
     B, H, N, D = query.shape
     Dv, group = value.shape[3], H // key.shape[1]
     tiles = queries.tiles.shape[1]
-    config = blocks(query, Dv, queries.tile, "output")
+    config = blocks(query, Dv, queries.tile, dropout_seed is not None, "output")
     with on_device_of(query):
         for first, last in problem_chunks(B * H, group, 4 * queries.clusters * keys.clusters):
             chosen = count_chosen(top, key_labels, keys.clusters, first, last)
@@ -218,5 +219,5 @@ def attend(
                 *query.stride(), *key.stride(), *value.stride(), *output.stride(),
                 H, group, N, D, Dv, queries.clusters, keys.clusters, top.shape[2], tiles, first,
                 scale * LOG2_E, dropout_p,
-                HAS_DROPOUT=dropout_seed is not None, **config,
+                **config,
             )  # fmt: skip
