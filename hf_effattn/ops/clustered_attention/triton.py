@@ -110,7 +110,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(query, key, value, labels, clusters, *settings):  # type: ignore[no-untyped-def]
+def _(query, key, value, labels, clusters, *settings):
     B, H, N, D = query.shape
     return (
         empty_output(query, value),
@@ -160,11 +160,11 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(grad_output, query, key, value, *settings):  # type: ignore[no-untyped-def]
+def _(grad_output, query, key, value, *settings):
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     query, key, value, _, clusters, key_mask, _, scale, dropout_p, dropout_seed = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -172,7 +172,7 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.settings = clusters, scale, dropout_p
 
 
-def _backward(ctx, grad_output, *unused):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad_output, *unused):
     if grad_output is None:
         return (None,) * 10
     return (*_backward_op(grad_output, *ctx.saved_tensors, *ctx.settings), *[None] * 7)

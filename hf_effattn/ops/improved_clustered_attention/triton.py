@@ -103,7 +103,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(query, key, value, labels, clusters, topk, *settings):  # type: ignore[no-untyped-def]
+def _(query, key, value, labels, clusters, topk, *settings):
     B, H, N, D = query.shape
 
     def empty(*shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -232,11 +232,11 @@ def _add_top_keys(
 
 
 @_backward_op.register_fake
-def _(grad_output, query, key, value, *settings):  # type: ignore[no-untyped-def]
+def _(grad_output, query, key, value, *settings):
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     query, key, value, _, clusters, topk, key_mask, _, scale, dropout_p, dropout_seed = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -244,11 +244,11 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.settings = clusters, topk, scale, dropout_p
 
 
-def _backward(ctx, grads):  # type: ignore[no-untyped-def]
+def _backward(ctx, grads):
     if grads[0] is None:
         return (None,) * 11
-    (*inputs,) = ctx.saved_tensors[:5]
-    return (*_backward_op(grads[0], *inputs, list(ctx.saved_tensors[5:]), *ctx.settings), *[None] * 8)
+    inputs, saved = ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
+    return (*_backward_op(grads[0], *inputs, saved, *ctx.settings), *[None] * 8)
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)

@@ -13,10 +13,7 @@ import triton.language as tl
 from ..chips import on_device_of
 from ..dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS
 from .triton_dropout import dropout_factor
-from .triton_tiles import LOG2_E as LOG2_E
-from .triton_tiles import LOWEST as LOWEST
-from .triton_tiles import block_width as block_width
-from .triton_tiles import dot_by_parts, load_key_mask, tile_config
+from .triton_tiles import LOG2_E, LOWEST, dot_by_parts, load_key_mask, tile_config
 from .triton_topk import WHOLE_ROW, select_topk
 
 BIN = 16  # keys of which a long row keeps only the largest score
