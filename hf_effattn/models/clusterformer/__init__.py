@@ -1,5 +1,7 @@
 """ClusterFormer (Wang 2022): configuration, models, and their registration with the Auto classes."""
 
+from typing import Any
+
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -37,6 +39,16 @@ for _auto_class, _model_class in (
     (AutoModelForTokenClassification, ClusterFormerForTokenClassification),
 ):
     _auto_class.register(ClusterFormerConfig, _model_class, exist_ok=True)
+
+
+def __getattr__(name: str) -> Any:
+    """`NeuralClustering`, imported on demand: it alone needs scikit-learn."""
+    if name == "NeuralClustering":
+        from .estimator import NeuralClustering
+
+        return NeuralClustering
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "ClusterFormerConfig",

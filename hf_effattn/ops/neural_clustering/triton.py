@@ -86,7 +86,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(words, directions, cosine, mask):  # type: ignore[no-untyped-def]
+def _(words, directions, cosine, mask):
     B, N, _ = words.shape
     return (
         directions.new_empty(directions.shape),
@@ -136,18 +136,18 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(grad_updated, words, directions, *settings):  # type: ignore[no-untyped-def]
+def _(grad_updated, words, directions, *settings):
     return words.new_empty(words.shape), directions.new_empty(directions.shape)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     words, directions, cosine, mask = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(words, directions, *output[2:], mask)
     ctx.cosine = cosine
 
 
-def _backward(ctx, grad_updated, *nothing):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad_updated, *nothing):
     words, directions, exact, total, inverse, mask = ctx.saved_tensors
     grads = _backward_op(grad_updated, words, directions, exact, total, inverse, ctx.cosine, mask)
     return (*grads, None, None)

@@ -98,7 +98,7 @@ def _forward(
     lse = query.new_empty(B * H, N, dtype=torch.float32)
     if output.numel() == 0:
         return output, lse
-    options = _options(causal, labels, dropout_seed, _config(query, Dv, 64, 64))
+    options = _options(causal, labels, dropout_seed, _config(query, Dv, 64, 64 if membership is None else 32))
     tiles = triton.cdiv(N, options["ROWS"])
     ranked_order, lengths, words, ranked_labels = _texts(order, block_length, key_mask, labels)
     with on_device_of(query):
@@ -112,7 +112,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(query, key, value, *settings):  # type: ignore[no-untyped-def]
+def _(query, key, value, *settings):
     B, H, N, _ = query.shape
     return empty_output(query, value), query.new_empty(B * H, N, dtype=torch.float32)
 
@@ -179,13 +179,13 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(grad_output, output, lse, query, key, value, *settings):  # type: ignore[no-untyped-def]
+def _(grad_output, output, lse, query, key, value, *settings):
     membership = settings[6]
     grads = (empty_output(tensor, tensor) for tensor in (query, key, value))
     return *grads, query.new_empty(0 if membership is None else membership.shape)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     query, key, value, order, block_length, window_blocks, causal, labels, key_mask, membership, *rest = inputs
     scale, dropout_p, dropout_seed = rest
     ctx.mark_non_differentiable(output[1])
@@ -193,7 +193,7 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.settings = window_blocks, causal, scale, dropout_p
 
 
-def _backward(ctx, grad_output, grad_lse):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad_output, grad_lse):
     output, lse, query, key, value, order, block_length, labels, key_mask, membership, seed = ctx.saved_tensors
     window_blocks, causal, scale, dropout_p = ctx.settings
     *grads, grad_membership = _backward_op(

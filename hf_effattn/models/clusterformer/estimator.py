@@ -1,0 +1,140 @@
+"""The clustering of ClusterFormer alone, on a matrix of features (Source: Wang 2022, App. A)."""
+
+import sys
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.progress import track
+
+from ...ops import neural_clustering
+from ...ops.arguments import check_count
+from .sorting import cluster_loss, sorting_loss
+
+try:
+    from sklearn.base import BaseEstimator, ClusterMixin, TransformerMixin  # type: ignore[import-untyped]
+    from sklearn.utils.validation import (  # type: ignore[import-untyped]
+        check_is_fitted,
+        check_random_state,
+        validate_data,
+    )
+except ImportError as error:  # pragma: no cover
+    raise ImportError("NeuralClustering needs scikit-learn: pip install scikit-learn") from error
+
+
+class NeuralClustering(TransformerMixin, ClusterMixin, BaseEstimator):
+    """Clusters the rows of a matrix by centroids that are trained with the paper's clustering losses.
+
+    The centroids start at rows of the data. Every step draws a batch, updates the centroids by it (Eq. 2 and 3) and
+    descends `μ L1 + ν L2` of the updated ones. `cluster_centers_` are those updated by all the rows; a row is in the
+    cluster of the nearest of them, by the same similarity, so that its label does not depend on the rows beside it.
+
+    Args:
+        n_clusters (`int`): the paper's `k`.
+        similarity (`str`): `"cosine"`, or `"dot"`, the paper's, whose losses have no bound.
+        sharpness (`float`): factor on the similarity inside the memberships.
+        cluster_loss_weight, sorting_loss_weight (`float`): the paper's μ and ν.
+        max_iter (`int`): training steps.
+        batch_size (`int`): rows per step.
+        learning_rate (`float`): of Adam.
+        verbose (`bool`): a progress bar on the error stream.
+        random_state (`int`, `numpy.random.RandomState`, *optional*): for the start and the batches.
+
+    Attributes:
+        cluster_centers_: `(n_clusters, n_features)`, the updated centroids.
+        labels_: `(n_samples,)`, of the rows that were fitted.
+        n_iter_: steps that were made.
+        losses_: `(n_iter_, 2)`, `L1` and `L2` of every step.
+    """
+
+    def __init__(
+        self,
+        n_clusters: int = 8,
+        *,
+        similarity: str = "cosine",
+        sharpness: float = 15.0,
+        cluster_loss_weight: float = 1.0,
+        sorting_loss_weight: float = 0.01,
+        max_iter: int = 400,
+        batch_size: int = 2000,
+        learning_rate: float = 3e-2,
+        verbose: bool = False,
+        random_state: Any = None,
+    ) -> None:
+        self.n_clusters = n_clusters
+        self.similarity = similarity
+        self.sharpness = sharpness
+        self.cluster_loss_weight = cluster_loss_weight
+        self.sorting_loss_weight = sorting_loss_weight
+        self.max_iter = max_iter
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.verbose = verbose
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: None = None) -> Self:
+        """Train the centroids.
+
+        Args:
+            X: `(n_samples, n_features)`.
+            y: ignored.
+        Returns: self.
+        Raises: `ValueError` for fewer rows than clusters, or a setting that is out of range.
+        """
+        X = validate_data(self, X, dtype=(np.float64, np.float32), ensure_min_samples=1)
+        for name in ("n_clusters", "max_iter", "batch_size"):
+            check_count(name, getattr(self, name))
+        if len(X) < self.n_clusters:
+            raise ValueError(f"n_samples={len(X)} should be >= n_clusters={self.n_clusters}")
+        random = check_random_state(self.random_state)
+        rows = torch.tensor(X)
+        cosine = self.similarity == "cosine"
+        centroids = rows[random.permutation(len(X))[: self.n_clusters]].clone().requires_grad_()
+        optimizer = torch.optim.Adam([centroids], lr=self.learning_rate)
+        losses = []
+        steps = range(self.max_iter)
+        for _ in track(steps, "clustering", disable=not self.verbose, console=_error_console()):
+            batch = rows[random.randint(len(X), size=min(self.batch_size, len(X)))][None]
+            updated, labels = self._update(batch, centroids)
+            parts = cluster_loss(batch, updated, labels, None, cosine), sorting_loss(updated, cosine)
+            loss = self.cluster_loss_weight * parts[0] + self.sorting_loss_weight * parts[1]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append([float(part.detach()) for part in parts])
+        with torch.no_grad():
+            updated, _ = self._update(rows[None], centroids)
+        self.cluster_centers_ = updated[0].numpy()
+        self.losses_ = np.array(losses)
+        self.n_iter_ = self.max_iter
+        self.labels_ = self._nearest(X)
+        return self
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The cluster of each row `(n_samples, n_features)`: `(n_samples,)` in `0 .. n_clusters - 1`."""
+        check_is_fitted(self)
+        return self._nearest(validate_data(self, X, dtype=(np.float64, np.float32), reset=False))
+
+    def transform(self, X: Any) -> np.ndarray:
+        """The similarity of each row to each centroid, `(n_samples, n_clusters)`."""
+        check_is_fitted(self)
+        return self._similarities(validate_data(self, X, dtype=(np.float64, np.float32), reset=False))
+
+    def _update(self, rows: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return neural_clustering(rows, centroids[None], similarity=self.similarity, sharpness=self.sharpness)
+
+    def _similarities(self, X: np.ndarray) -> np.ndarray:
+        centers = self.cluster_centers_.astype(X.dtype)
+        if self.similarity == "cosine":
+            X, centers = (F.normalize(torch.tensor(rows), dim=1).numpy() for rows in (X, centers))
+        return X @ centers.T
+
+    def _nearest(self, X: np.ndarray) -> np.ndarray:
+        return self._similarities(X).argmax(axis=1)
+
+
+def _error_console() -> Any:
+    from rich.console import Console
+
+    return Console(file=sys.stderr)
