@@ -104,6 +104,7 @@ def merged_attention(
     Returns: `(B, H, N, Dv)`, 0 in masked rows.
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
+    sink_mask = first_and_last_tokens(key_mask, query, causal=causal) if sinks else None
     local, _, local_lse = slice_attention(
         query,
         key,
@@ -115,15 +116,20 @@ def merged_attention(
         scale=scale,
         query_positions=local_terms[0],
         key_positions=local_terms[1],
-        sink_mask=first_and_last_tokens(key_mask, query, causal=causal) if sinks else None,
+        sink_mask=sink_mask,
         dropout_p=dropout_p,
         return_lse=True,
     )
-    means = [slice_means(rows, key_mask, slice_length) for rows in (query, key, value)]
+    # Every slice sees the sinks one by one, so they are in no mean of keys: each key counts once.
+    summarised = key_mask
+    if sink_mask is not None:
+        summarised = ~sink_mask if key_mask is None else key_mask & ~sink_mask
+    means = slice_means(query, key_mask, slice_length), slice_means(key, summarised, slice_length)
     mean_query, mean_key = (
-        rows if term is None else rows + term for rows, term in zip(means[:2], slice_terms, strict=True)
+        rows if term is None else rows + term for rows, term in zip(means, slice_terms, strict=True)
     )
-    sizes = slice_sizes(query, key_mask, slice_length)
+    mean_value = slice_means(value, summarised, slice_length)
+    sizes = slice_sizes(query, summarised, slice_length)
     S = mean_query.shape[2]
     slices = torch.arange(S, device=query.device)
     whole = 1 if extension_tokens(slice_length, extension_ratio) == slice_length else 0  # neighbours seen whole
@@ -138,7 +144,7 @@ def merged_attention(
     # A finite fill and a weight of 0 below: a slice that sees no other must give no NaN, nor must its gradient.
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     weights = F.dropout(scores.softmax(dim=-1).to(value.dtype), dropout_p)
-    coarse = weights @ means[2]  # (B, H, S, Dv)
+    coarse = weights @ mean_value  # (B, H, S, Dv)
     N = query.shape[2]
     of_token = torch.arange(N, device=query.device) // slice_length
     gap = scores.logsumexp(dim=-1).index_select(2, of_token) - local_lse
