@@ -42,9 +42,9 @@ def blocks(
         "COLUMNS": columns,
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
-        "BY_PARTS": itemsize == 4,
+        "BY_PARTS": itemsize == 4 and (widest > 32 or computes != "key"),
         "PRECISION": chip.dot_precision(query.dtype),
         # A program of few warps has more registers on AMD; on NVIDIA a warp has too few for much at once.
         "num_warps": 8 if chip.name == "cuda" and (wide or itemsize == 4 or (dropout and tile > FEW_ROWS)) else 4,
-        "num_stages": 2 if chip.name == "cuda" and itemsize == 2 else 1,
+        "num_stages": 2 if chip.name == "cuda" and itemsize == 2 and widest > 32 and not dropout else 1,
     }
