@@ -46,7 +46,7 @@ def dot_by_parts(
 ):  # fmt: skip
     """`A B^T` of rows at the pointers `p_a` and `p_b`, some of their columns at a time.
 
-    A float32 product on tensor cores keeps both operands, in halves, in registers: long rows do not fit at once.
+    A product keeps its operands in registers (float32 in halves, on tensor cores): long rows do not fit at once.
     """
     b_product = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, D, PART):
@@ -83,7 +83,7 @@ def tile_config(tensor: torch.Tensor, head_dim: int, value_dim: int, *, backward
         rows //= 2
     if (single and backward) or (widest > 128 and (single or backward)):
         columns = 16
-    by_parts = row_bytes >= 512 or (single and backward and row_bytes >= 256)
+    by_parts = row_bytes >= 512 or (backward and row_bytes >= 256 and (single or chip.name == "hip"))
     wide = row_bytes >= 256 if backward else single and widest == 128
     stages = _stages(chip, itemsize, rows, columns, block_d + block_v)
     return {
