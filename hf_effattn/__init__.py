@@ -15,6 +15,14 @@ from .models import (
     ClusterFormerForSequenceClassification,
     ClusterFormerForTokenClassification,
     ClusterFormerModel,
+    CSTConfig,
+    CSTForCausalLM,
+    CSTForMaskedLM,
+    CSTForPairClassification,
+    CSTForQuestionAnswering,
+    CSTForSequenceClassification,
+    CSTForTokenClassification,
+    CSTModel,
     log_clustering,
 )
 from .patching import extend_positions, from_pretrained, list_methods, patch_attention, unpatch_attention
@@ -23,6 +31,14 @@ from .reporting import Report, report
 __version__ = "0.1.0"
 
 __all__ = [
+    "CSTConfig",
+    "CSTForCausalLM",
+    "CSTForMaskedLM",
+    "CSTForPairClassification",
+    "CSTForQuestionAnswering",
+    "CSTForSequenceClassification",
+    "CSTForTokenClassification",
+    "CSTModel",
     "ClusterFormerConfig",
     "ClusterFormerForCausalLM",
     "ClusterFormerForConditionalGeneration",
