@@ -98,7 +98,9 @@ def _forward(
     lse = query.new_empty(B * H, N, dtype=torch.float32)
     if output.numel() == 0:
         return output, lse
-    options = _options(causal, labels, dropout_seed, _config(query, Dv, 64, 64 if membership is None else 32))
+    options = _options(
+        causal, labels, dropout_seed, _config(query, Dv, 64, 64 if membership is None and max(D, Dv) <= 64 else 32)
+    )
     tiles = triton.cdiv(N, options["ROWS"])
     ranked_order, lengths, words, ranked_labels = _texts(order, block_length, key_mask, labels)
     with on_device_of(query):
@@ -145,8 +147,9 @@ def _backward_op(
     grad_membership = query.new_empty(shape or (0,), dtype=torch.float32)
     if output.numel() == 0:
         return grad_query, grad_key, grad_value, grad_membership.to(query.dtype)
-    rows = 64 if membership is None else 32
-    options = _options(causal, labels, dropout_seed, _config(query, Dv, rows, 32))
+    rows, columns = (64, 32) if membership is None else (32, 16)
+    config = _config(query, Dv, rows, columns, by_parts=membership is not None)
+    options = _options(causal, labels, dropout_seed, config)
     gated = {"HAS_MEMBERSHIP": membership is not None}
     tiles = triton.cdiv(N, options["ROWS"])
     ranked_order, lengths, words, ranked_labels = _texts(order, block_length, key_mask, labels)
@@ -167,7 +170,7 @@ def _backward_op(
             *sizes, scale, scale * LOG2_E, dropout_p, **gated, **options,
         )  # fmt: skip
         if membership is not None:
-            options |= _config(query, Dv, 32, 32, by_parts=True)
+            options |= _config(query, Dv, 32, 16, by_parts=True)
             tiles = triton.cdiv(N, options["ROWS"])
             for as_key in (False, True):
                 _sorted_block_attention_bwd_membership_kernel[(B * tiles, triton.cdiv(clusters, CLUSTER_COLUMNS))](
