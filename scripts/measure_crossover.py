@@ -4,6 +4,7 @@ The result is what `min_length=None` means on this kind of device; it is written
 where the lengths of other kinds of device are kept.
 
     python scripts/measure_crossover.py
+    python scripts/measure_crossover.py --causal
 """
 
 import json
@@ -39,18 +40,31 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"method": "bi-clustered", "clusters": 256, "topk": 64, "key_clusters": 128},
     {"method": "bi-clustered", "clusters": 512, "topk": 128, "key_clusters": 256},
 )
+# Of the causal form, whose work per token is larger and grows with the logarithm of the length.
+CAUSAL_LENGTHS = (1024, 2048, 4096, 8192, 16384)
+CAUSAL_SETTINGS: tuple[dict[str, Any], ...] = (
+    {"method": "clustered", "clusters": 25},
+    {"method": "clustered", "clusters": 100},
+    {"method": "i-clustered", "clusters": 25, "topk": 32},
+    {"method": "i-clustered", "clusters": 100, "topk": 32},
+    {"method": "bi-clustered", "clusters": 25, "topk": 32, "key_clusters": 64},
+    {"method": "bi-clustered", "clusters": 100, "topk": 64, "key_clusters": 100},
+)
 CROSSOVER = Path(hf_effattn.patching.__file__).parent / "crossover.json"
 
 
-def speedups(length: int, heads: int, head_dim: int, device: torch.device, repeats: int) -> dict[int, float]:
-    """Forward time of exact attention over that of each of `SETTINGS` that fits, clustering included."""
+def speedups(
+    length: int, heads: int, head_dim: int, device: torch.device, repeats: int, *, causal: bool = False
+) -> dict[int, float]:
+    """Forward time of exact attention over that of each of the settings that fits, clustering included."""
+    tried = CAUSAL_SETTINGS if causal else SETTINGS
     torch.manual_seed(length)
     query, key, value = (torch.randn(1, length, heads, head_dim, device=device).transpose(1, 2) for _ in range(3))
-    calls = {-1: partial(F.scaled_dot_product_attention, query, key, value)}
-    for number, options in enumerate(SETTINGS):
+    calls = {-1: partial(F.scaled_dot_product_attention, query, key, value, is_causal=causal)}
+    for number, options in enumerate(tried):
         settings = make_settings(**options, min_length=0)
-        if not settings.is_exact(length, length, device.type):
-            calls[number] = partial(run_method, settings, query, key, value)
+        if not settings.is_exact(length, length, device.type, causal=causal):
+            calls[number] = partial(run_method, settings, query, key, value, causal=causal)
     seconds: dict[str, list[float]] = {str(number): [] for number in calls}
     for call in calls.values():
         call()
@@ -60,7 +74,7 @@ def speedups(length: int, heads: int, head_dim: int, device: torch.device, repea
         interleaved_rounds(named, device, repeats, before=nothing, seconds=seconds, after_call=lambda: None)
     return {
         number: median_ratio(seconds["-1"], seconds[str(number)]) or 0.0
-        for number in range(len(SETTINGS))
+        for number in range(len(tried))
         if number in calls
     }
 
@@ -80,29 +94,29 @@ def main(
     heads: int = 12,
     head_dim: int = 64,
     repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 5,
+    causal: Annotated[bool, typer.Option(help="Measure the form of models that mask the future.")] = False,
     output: Path = CROSSOVER,
 ) -> None:
     """Measure every length, print the ratios and keep them, with the crossover, as JSON."""
     chosen = torch.device(device)
-    measured: list[dict[int, float]] = [{} for _ in SETTINGS]
-    for length in track(LENGTHS, description="lengths"):
-        for number, ratio in speedups(length, heads, head_dim, chosen, repeats).items():
+    tried, prefix = (CAUSAL_SETTINGS, "causal_") if causal else (SETTINGS, "")
+    measured: list[dict[int, float]] = [{} for _ in tried]
+    for length in track(CAUSAL_LENGTHS if causal else LENGTHS, description="lengths"):
+        for number, ratio in speedups(length, heads, head_dim, chosen, repeats, causal=causal).items():
             measured[number][length] = round(ratio, 3)
     kept: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
     kept["measured_by"] = "scripts/measure_crossover.py"
     found = [
-        options | {"min_length": crossover(ratios)}
-        for options, ratios in zip(SETTINGS, measured, strict=True)
-        if ratios
+        options | {"min_length": crossover(ratios)} for options, ratios in zip(tried, measured, strict=True) if ratios
     ]
-    kept.setdefault("min_length", {})[device] = found
-    kept.setdefault("measurements", {})[device] = {
+    kept.setdefault(f"{prefix}min_length", {})[device] = found
+    kept.setdefault(f"{prefix}measurements", {})[device] = {
         "environment": environment(chosen),
         "batch": 1,
         "heads": heads,
         "head_dim": head_dim,
         "dtype": "float32",
-        "forward_speedup": [options | {"speedup": ratios} for options, ratios in zip(SETTINGS, measured, strict=True)],
+        "forward_speedup": [options | {"speedup": ratios} for options, ratios in zip(tried, measured, strict=True)],
     }
     output.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     for options in found:

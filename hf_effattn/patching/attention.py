@@ -2,10 +2,10 @@
 
 Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim.
 
-One function receives every attention of a model. It runs the method in the bidirectional self-attention of the model
-types in the table, and transformers' own SDPA path in everything else: cross-attention, single decoding steps, dense
-4-D masks, sliding windows, layers that are not selected, inputs too short to gain. Where a method would look into the
-future it raises.
+One function receives every attention of a model. It runs the method in the self-attention of the model types in the
+table (of decoders by the method's causal form), and transformers' own SDPA path in everything else: cross-attention,
+decoding steps and further chunks of a prompt over a cache, dense 4-D masks, packed sequences, sliding windows, layers
+that are not selected, inputs too short to gain. Where a method would look into the future it raises.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from .methods import MethodSettings, attend, attention_matrix, find_groups, list_methods, make_settings
-from .model_types import MODEL_TYPES, is_causal, is_self_attention, model_type_of, supported_model_types
+from .model_types import MODEL_TYPES, is_causal, is_self_attention, is_served, model_type_of, supported_model_types
 from .stored import FIELD, check_layers, read_stored
 
 RECORD = "_effattn"
@@ -43,36 +43,58 @@ def padding_mask(
     batch_size: int,
     kv_length: int,
     q_length: int | None = None,
+    q_offset: int | torch.Tensor = 0,
     cache_position: torch.Tensor | None = None,
     mask_function: Callable = causal_mask_function,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The key mask `(B, M)` of plain bidirectional self-attention, transformers' dense mask of anything else.
+    """The key mask of plain self-attention, bidirectional or causal, and transformers' dense mask of anything else.
 
     Args:
         batch_size (`int`): `B`.
         kv_length (`int`): `M`.
         q_length (`int`, *optional*): `N`.
+        q_offset (`int`): position of the first query; above 0 where a cache holds earlier keys.
         cache_position (`torch.Tensor`, *optional*): positions of the queries, `(N,)`; what transformers before 5.4
             passes instead of `q_length`.
         mask_function (`Callable`): transformers' rule for who sees whom, before padding.
         kwargs: transformers' further arguments, handed on.
 
     Returns:
-        `torch.BoolTensor`, *optional*: `(B, M)` or `(B, 1, N, M)`, True = attend; None where nothing is masked.
+        `torch.BoolTensor`, *optional*: `(B, N)` or `(B, 1, N, M)`, True = attend; None where nothing is masked but the
+        future. With a causal `(B, N)`, or None, the queries' own keys are the first `N`, whatever room a cache has.
     """
-    queries: dict[str, Any] = {"q_length": q_length}
-    one_query: dict[str, Any] = {"q_length": 1}
+    queries: dict[str, Any] = {"q_length": q_length, "q_offset": q_offset}
+    one_query: dict[str, Any] = {"q_length": 1, "q_offset": q_offset}
     if cache_position is not None:
-        q_length = len(cache_position)
+        q_length, q_offset = len(cache_position), cache_position[0]
         queries, one_query = {"cache_position": cache_position}, {"cache_position": cache_position[:1]}
     kwargs |= {"batch_size": batch_size, "kv_length": kv_length, "mask_function": mask_function}
-    served = getattr(kwargs.get("config"), "model_type", None) in MODEL_TYPES
-    if not served or q_length != kv_length or mask_function is not bidirectional_mask_function:
-        return sdpa_mask(**queries, **kwargs)
-    # All rows of a padding mask are alike: one row is O(M), and transformers decides in it whether any mask is needed.
-    row = sdpa_mask(**one_query, **kwargs)
-    return None if row is None else row[:, 0, 0, :]
+    entry = MODEL_TYPES.get(getattr(kwargs.get("config"), "model_type", ""))
+    if entry is not None and entry.causal and mask_function is causal_mask_function:
+        if q_length is not None and 1 < q_length <= kv_length and _is_first(q_offset) and not kwargs.get("kv_offset"):
+            return _prompt_mask(kwargs.get("attention_mask"), q_length)
+    elif entry is not None and q_length == kv_length and mask_function is bidirectional_mask_function:
+        # All rows of a padding mask are alike: one row is O(M), and transformers decides in it whether any mask is
+        # needed.
+        row = sdpa_mask(**one_query, **kwargs)
+        return None if row is None else row[:, 0, 0, :]
+    return sdpa_mask(**queries, **kwargs)
+
+
+def _is_first(position: int | torch.Tensor) -> bool:
+    """Whether the queries begin the sequence. A static cache keeps the position in a tensor, unread when compiled."""
+    if isinstance(position, torch.Tensor):
+        return not torch.compiler.is_compiling() and int(position) == 0
+    return position == 0
+
+
+def _prompt_mask(mask: torch.Tensor | None, q_length: int) -> torch.Tensor | None:
+    """The key mask `(B, N)` of queries that are the first `N` tokens; None where none is masked."""
+    if mask is None:
+        return None
+    mask = mask[:, :q_length].bool()
+    return None if not torch.compiler.is_compiling() and mask.all() else mask
 
 
 def attention(
@@ -104,25 +126,43 @@ def attention(
         `(B, H, N, M)` that produced it, before dropout.
 
     Raises:
-        ValueError: causal attention, a model type that is not in the table, settings that do not fit.
+        ValueError: a causal model, or any, of a model type that is not in the table, settings that do not fit.
     """
     wants_weights = kwargs.pop("output_attentions", None) or getattr(module.config, "output_attentions", False)
     settings = settings_for(module, method)
     dense = attention_mask is not None and attention_mask.ndim != 2
+    causal = is_causal(module) and kwargs.get("is_causal") is not False
+    if causal and not dense and query.shape[2] > 1:
+        # A prompt's keys are the first of a static cache; further chunks of a prompt come with a dense mask.
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if (
         settings is None
         or dense
         or query.shape[2] != key.shape[2]
         or kwargs.get("sliding_window") is not None
-        or settings.is_exact(query.shape[2], key.shape[2], query.device.type)
+        or (causal and query.shape[2] == 1)
+        or settings.is_exact(query.shape[2], key.shape[2], query.device.type, causal=causal)
     ):
         if attention_mask is not None and not dense:
             attention_mask = attention_mask[:, None, None, :].expand(-1, 1, query.shape[2], -1)
+            if causal:  # given a mask, the SDPA path no longer hides the future itself
+                attention_mask = attention_mask & causal_square(query.shape[2], query.device)
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         weights = exact_attention_matrix(module, query, key, attention_mask, scaling) if wants_weights else None
         return output, weights
+
+    if causal:
+        prompt = not torch.is_grad_enabled() and bool(kwargs.get("use_cache"))
+        options: dict[str, Any] = {"key_mask": attention_mask, "scale": scaling, "prompt": prompt}
+        options["training"] = module.training
+        result = settings.attend_causal(query, key, value, dropout_p=dropout, **options)
+        weights = None
+        if wants_weights:
+            identity = torch.eye(key.shape[2], dtype=query.dtype, device=query.device)
+            weights = settings.attend_causal(query, key, identity.expand(*key.shape[:2], -1, -1), **options)
+        return result.transpose(1, 2).contiguous(), weights
 
     groups = find_groups(settings, query, key, attention_mask)
     result = attend(settings, query, key, value, groups, key_mask=attention_mask, scale=scaling, dropout_p=dropout)
@@ -142,7 +182,7 @@ def settings_for(module: nn.Module, method: str) -> MethodSettings | None:
         if model_type_of(module) is None:
             raise ValueError(_not_served(module, method))
         return None  # cross-attention, or the decoder beside an encoder
-    if is_causal(module):
+    if not is_served(module):
         raise ValueError(causal_error(method, type(module).__name__))
     patch: ModulePatch | None = getattr(module, RECORD, None)
     settings = patch.settings if patch is not None else _settings_from_config(module, method)
@@ -179,9 +219,10 @@ def exact_attention_matrix(
     scaling: float | None,
 ) -> torch.Tensor:
     """The weights `(B, H, N, M)` of transformers' SDPA path, which returns none itself."""
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
     if attention_mask is None and is_causal(module) and query.shape[2] > 1:
-        attention_mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
+        attention_mask = causal_square(query.shape[2], scores.device)
     if attention_mask is None:
         return scores.softmax(dim=-1)
     if attention_mask.dtype == torch.bool:
@@ -189,12 +230,17 @@ def exact_attention_matrix(
     return (scores + attention_mask).softmax(dim=-1)
 
 
+def causal_square(length: int, device: torch.device) -> torch.Tensor:
+    """Who sees whom where the future is hidden, `(N, N)`."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+
+
 def causal_error(method: str, name: str) -> str:
     """Why a method refuses a model that masks the future, and what to do."""
     return (
-        f'{name} is causal, and "{method}" here serves bidirectional encoders: its clusters would mix later tokens '
-        f'into earlier ones. The causal form of "{method}" (segments, with centroids of past queries only) is not in '
-        'this version; keep attn_implementation="sdpa"'
+        f'{name} is causal, and "{method}" serves causal attention in decoders of the types '
+        f"{supported_model_types(causal=True)} only; in others its clusters could mix later tokens into earlier ones. "
+        'Keep attn_implementation="sdpa"'
     )
 
 

@@ -19,14 +19,22 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..ops import bi_clustered_attention, cluster_queries, clustered_attention, improved_clustered_attention
+from ..ops import (
+    bi_clustered_attention,
+    causal_clustered_attention,
+    cluster_queries,
+    clustered_attention,
+    improved_clustered_attention,
+)
+from ..ops.causal_clustered_attention import DEFAULT_KEYS_PER_CLUSTER, DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW
 from ..ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS, LARGEST_SEED
 
-CROSSOVER: dict[str, list[dict[str, Any]]] = json.loads(files(__package__).joinpath("crossover.json").read_text())[
-    "min_length"
-]
+_MEASURED = json.loads(files(__package__).joinpath("crossover.json").read_text())
+CROSSOVER: dict[str, list[dict[str, Any]]] = _MEASURED["min_length"]
+CAUSAL_CROSSOVER: dict[str, list[dict[str, Any]]] = _MEASURED["causal_min_length"]
 CLUSTERINGS = ("kmeans", "lsh")
 METRICS = ("keys", "queries")
+CAUSAL = ("strict", "prefill")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +59,16 @@ class MethodSettings(ABC):
         if self.min_length is not None:
             self._check_int("min_length", minimum=0)
 
-    def is_exact(self, query_length: int, key_length: int, device_type: str) -> bool:
+    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
         """Whether exact attention runs instead: the input is short, so the method would save nothing."""
-        return query_length < self.shortest_length(device_type)
+        return query_length < self.shortest_length(device_type, causal=causal)
 
-    def shortest_length(self, device_type: str) -> int:
+    def shortest_length(self, device_type: str, *, causal: bool = False) -> int:
         """The number of tokens from which the method runs on this kind of device ("cpu", "cuda", ...)."""
         if self.min_length is not None:
             return self.min_length
-        devices = [CROSSOVER[device_type]] if device_type in CROSSOVER else list(CROSSOVER.values())
+        crossover = CAUSAL_CROSSOVER if causal else CROSSOVER
+        devices = [crossover[device_type]] if device_type in crossover else list(crossover.values())
         return max(self._crossover(measured) for measured in devices)
 
     def _crossover(self, measured: list[dict[str, Any]]) -> int:
@@ -91,6 +100,24 @@ class MethodSettings(ABC):
         dropout_p: float,
     ) -> torch.Tensor:
         """Attention with the groups that `group` returned, `(B, H, N, Dv)`."""
+
+    def check_causal(self) -> None:  # noqa: B027
+        """Raise where the settings ask for something that the causal form has not."""
+
+    @abstractmethod
+    def attend_causal(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        key_mask: torch.Tensor | None,
+        scale: float | None,
+        dropout_p: float = 0.0,
+        prompt: bool = False,
+        training: bool = False,
+    ) -> torch.Tensor:
+        """Causal self-attention, `(B, H, N, Dv)`; `prompt`: only what follows the last token will be read."""
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON values."""
@@ -134,6 +161,12 @@ class ClusteredSettings(MethodSettings):
         fit_queries (`int`): queries per head that the clusters are fitted on, before all are assigned.
         seed (`int`): of the clustering; the same seed gives the same clusters.
         check_finite (`bool`): raise at the first attention whose queries are not finite, instead of going on.
+        causal (`str`): in models that mask the future (which always cluster by K-means in the keys' metric):
+            `"strict"`, clusters of past queries only, so that no token changes what comes before it; or `"prefill"`,
+            clusters of all queries of a prompt, faster, for generation only: the model's outputs before the last
+            token must not be read then (set `use_cache=False` to measure a loss), and training refuses it.
+        segment_length (`int`): tokens of a segment in models that mask the future.
+        window (`int`): keys before the segment that those attend to exactly.
     """
 
     method: ClassVar[str] = "clustered"
@@ -148,6 +181,9 @@ class ClusteredSettings(MethodSettings):
         "fit_queries": "the queries per head that clusters are fitted on; more are slower on long inputs",
         "seed": "the same seed gives the same clusters",
         "check_finite": "whether to raise where queries are not finite",
+        "causal": "in causal models, whether clusters are of past queries only, or of all queries of a prompt",
+        "segment_length": "in causal models, the tokens of a segment, which attends to itself exactly",
+        "window": "in causal models, the keys before a segment that it attends to exactly",
     }
 
     clusters: int = 100
@@ -158,10 +194,15 @@ class ClusteredSettings(MethodSettings):
     fit_queries: int = DEFAULT_FIT_QUERIES
     seed: int = 0
     check_finite: bool = False
+    causal: str = "strict"
+    segment_length: int = DEFAULT_SEGMENT_LENGTH
+    window: int = DEFAULT_WINDOW
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("clusters", "bits", "fit_queries"):
+        self._check_int("window", minimum=0)
+        self._check_choice("causal", CAUSAL)
+        for name in ("clusters", "bits", "fit_queries", "segment_length"):
             self._check_int(name, minimum=1)
         self._check_int("iterations", minimum=0)
         self._check_int("seed", minimum=0, maximum=LARGEST_SEED)
@@ -170,8 +211,13 @@ class ClusteredSettings(MethodSettings):
         if not isinstance(self.check_finite, bool):
             raise TypeError(f"check_finite must be True or False, got {self.check_finite!r}")
 
-    def is_exact(self, query_length: int, key_length: int, device_type: str) -> bool:
-        return self.clusters >= query_length or super().is_exact(query_length, key_length, device_type)
+    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
+        all_local = causal and query_length <= self.window + self.segment_length
+        return (
+            all_local
+            or self.clusters >= query_length
+            or super().is_exact(query_length, key_length, device_type, causal=causal)
+        )
 
     @property
     def op(self) -> Callable[..., torch.Tensor]:
@@ -221,6 +267,57 @@ class ClusteredSettings(MethodSettings):
             dropout_p=dropout_p,
         )
 
+    def check_causal(self) -> None:
+        """Raise where the settings ask for something that the causal form has not."""
+        if self.clustering != "kmeans" or self.metric != "keys":
+            raise ValueError(
+                f'causal attention clusters by clustering="kmeans" with metric="keys" only, got {self.clustering!r} '
+                f"with {self.metric!r}; leave both out"
+            )
+
+    @property
+    def causal_options(self) -> dict[str, Any]:
+        """What this method tells the causal op beyond what all methods do."""
+        return {}
+
+    def attend_causal(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        key_mask: torch.Tensor | None,
+        scale: float | None,
+        dropout_p: float = 0.0,
+        prompt: bool = False,
+        training: bool = False,
+    ) -> torch.Tensor:
+        if training and self.causal == "prefill":
+            raise ValueError(
+                'causal="prefill" puts later queries into the clusters that earlier tokens read, so training would '
+                'learn from the future; patch the model with causal="strict" to train it'
+            )
+        self.check_causal()
+        if self.check_finite and not query.isfinite().all():
+            raise ValueError("query has values that are not finite: look for an overflow or a bad weight before it")
+        return causal_clustered_attention(
+            query,
+            key,
+            value,
+            method=self.method,
+            clusters=self.clusters,
+            **self.causal_options,
+            segment_length=self.segment_length,
+            window=self.window,
+            iterations=self.iterations,
+            fit_queries=self.fit_queries,
+            seed=self.seed,
+            prefill=self.causal == "prefill" and prompt,
+            key_mask=key_mask,
+            scale=scale,
+            dropout_p=dropout_p,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImprovedClusteredSettings(ClusteredSettings):
@@ -245,12 +342,16 @@ class ImprovedClusteredSettings(ClusteredSettings):
         super().__post_init__()
         self._check_int("topk", minimum=1)
 
-    def is_exact(self, query_length: int, key_length: int, device_type: str) -> bool:
-        return self.topk >= key_length or super().is_exact(query_length, key_length, device_type)
+    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
+        return self.topk >= key_length or super().is_exact(query_length, key_length, device_type, causal=causal)
 
     @property
     def op(self) -> Callable[..., torch.Tensor]:
         return partial(improved_clustered_attention, topk=self.topk)
+
+    @property
+    def causal_options(self) -> dict[str, Any]:
+        return {"topk": self.topk}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +362,9 @@ class BiClusteredSettings(ImprovedClusteredSettings):
 
     Args:
         topk (`int`): keys attended to exactly per query cluster; more are more exact and slower.
-        key_clusters (`int`): clusters of keys per head, by K-means on the keys; more are more exact and slower.
+        key_clusters (`int`): clusters of keys per head, by K-means on the keys; more are more exact and slower. In
+            models that mask the future: the most of one block of older keys, whose lengths are powers of two.
+        keys_per_cluster (`int`): mean size of the key clusters of short blocks in models that mask the future.
     """
 
     method: ClassVar[str] = "bi-clustered"
@@ -270,22 +373,30 @@ class BiClusteredSettings(ImprovedClusteredSettings):
         **ImprovedClusteredSettings.purpose,
         "topk": "the number of keys per cluster that its queries attend to exactly",
         "key_clusters": "the number of key clusters per head that stand for all other keys",
+        "keys_per_cluster": "in causal models, the mean size of the key clusters of short blocks",
     }
 
     # By error against time on real queries and keys: a second 32 keys save more error than twice the key clusters.
     topk: int = 64
     key_clusters: int = 100
+    keys_per_cluster: int = DEFAULT_KEYS_PER_CLUSTER
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_int("key_clusters", minimum=1)
+        self._check_int("keys_per_cluster", minimum=1)
 
-    def is_exact(self, query_length: int, key_length: int, device_type: str) -> bool:
-        return self.key_clusters >= key_length or super().is_exact(query_length, key_length, device_type)
+    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
+        own_clusters = not causal and self.key_clusters >= key_length
+        return own_clusters or super().is_exact(query_length, key_length, device_type, causal=causal)
 
     @property
     def op(self) -> Callable[..., torch.Tensor]:
         return partial(bi_clustered_attention, topk=self.topk, key_clusters=self.key_clusters)
+
+    @property
+    def causal_options(self) -> dict[str, Any]:
+        return {"topk": self.topk, "key_clusters": self.key_clusters, "keys_per_cluster": self.keys_per_cluster}
 
     def group(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, query_mask: torch.Tensor | None

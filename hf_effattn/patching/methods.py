@@ -89,6 +89,7 @@ def run_method(
     key_mask: torch.Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
+    causal: bool = False,
 ) -> torch.Tensor:
     """Self-attention by a method, its clustering included; exact attention where the method would save nothing.
 
@@ -100,6 +101,7 @@ def run_method(
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = attend; it masks the same rows of the queries.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         dropout_p (`float`): dropout on the attention weights.
+        causal (`bool`): whether no query sees a later key; as a prompt, where the settings say `causal="prefill"`.
 
     Returns:
         `torch.Tensor`: `(B, H, N, Dv)`. Masked rows are 0 where the method ran.
@@ -108,9 +110,17 @@ def run_method(
         ValueError: more queries than keys or fewer, sizes that do not fit together.
         TypeError: a mask that is not boolean.
     """
-    if settings.is_exact(query.shape[2], key.shape[2], query.device.type):
+    if settings.is_exact(query.shape[2], key.shape[2], query.device.type, causal=causal):
         mask = None if key_mask is None else key_mask[:, None, None, :]
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout_p, scale=scale)
+        if causal and mask is not None:
+            mask = mask & torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
+        options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "is_causal": causal and mask is None}
+        gqa = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=gqa, **options)
+    if causal:
+        return settings.attend_causal(
+            query, key, value, key_mask=key_mask, scale=scale, dropout_p=dropout_p, prompt=True
+        )
     groups = find_groups(settings, query, key, key_mask)
     return attend(settings, query, key, value, groups, key_mask=key_mask, scale=scale, dropout_p=dropout_p)
 

@@ -51,6 +51,8 @@ class ModelType:
         positions (`LearnedPositions`, *optional*): where the learned positions are.
         no_positions (`str`): why `extend_positions` has nothing to do, where `positions` is None.
         has_decoder (`bool`): whether a decoder uses the same classes beside the encoder; it stays exact.
+        causal (`bool`): whether it is a decoder alone, whose attention masks the future.
+        window_in_config (`bool`): whether all its layers see the window only that the config names.
         layers (`Callable`): the layers that each of the modules serves, given the config and the number of modules.
     """
 
@@ -58,6 +60,8 @@ class ModelType:
     positions: LearnedPositions | None = None
     no_positions: str = ""
     has_decoder: bool = False
+    causal: bool = False
+    window_in_config: bool = False
     layers: Callable[[Any, int], list[tuple[int, ...]]] = _one_module_per_layer
 
 
@@ -67,6 +71,13 @@ _IMAGE_POSITIONS = (
     "its positions form a grid of image patches; pass interpolate_pos_encoding=True to the model's forward instead"
 )
 _CONVOLUTIONAL_POSITIONS = "its positions come from a convolution, so inputs of any length fit already"
+_ROTARY_POSITIONS = "its positions are rotary, computed for any length; see config.rope_parameters to scale them"
+_GPT2_POSITIONS = LearnedPositions(embeddings="", table="wpe", buffers=())
+
+
+def _decoder(attention: str, no_positions: str = _ROTARY_POSITIONS, **options: Any) -> ModelType:
+    return ModelType((attention,), no_positions=no_positions, causal=True, **options)
+
 
 MODEL_TYPES: dict[str, ModelType] = {
     "bert": ModelType(("BertSelfAttention",), _BERT_POSITIONS),
@@ -90,17 +101,25 @@ MODEL_TYPES: dict[str, ModelType] = {
         no_positions="its encoder takes exactly 30 seconds of audio (config.max_source_positions)",
         has_decoder=True,
     ),
+    "gpt2": _decoder("GPT2Attention", "", positions=_GPT2_POSITIONS),
+    "opt": _decoder("OPTAttention", "its table of positions counts from 2 and has a class of its own"),
+    "gpt_neox": _decoder("GPTNeoXAttention"),
+    "llama": _decoder("LlamaAttention"),
+    "qwen2": _decoder("Qwen2Attention"),
+    "qwen3": _decoder("Qwen3Attention"),
+    "mistral": _decoder("MistralAttention", window_in_config=True),
+    "gemma": _decoder("GemmaAttention"),
 }
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """The self-attention of one model with one config: a composite model can hold several.
+    """The self-attention of an encoder, or decoder alone, with one config: a composite model can hold several.
 
     Args:
         model (`PreTrainedModel`): the outermost model with this config.
-        modules (`tuple[nn.Module, ...]`): its bidirectional self-attention modules, in the order of its layers. Their
-            config is the model's own, but for the old composite models, which give their parts a second copy.
+        modules (`tuple[nn.Module, ...]`): its self-attention modules, in the order of its layers. Their config is the
+            model's own, but for the old composite models, which give their parts a second copy.
         layers (`tuple[tuple[int, ...], ...]`): for each module the layers it serves (ALBERT's serve several).
     """
 
@@ -120,7 +139,15 @@ def is_self_attention(module: nn.Module) -> bool:
     # Only the modules that call the attention function carry is_causal; wrappers of older versions do not.
     if entry is None or type(module).__name__ not in entry.attention or not hasattr(module, "is_causal"):
         return False
+    if entry.causal:  # not the cross-attention of GPT-2, nor a decoder that is run without a causal mask
+        return is_causal(module) and getattr(module.config, "is_causal", True) is not False
     return not (entry.has_decoder and getattr(module, "is_decoder", False))
+
+
+def is_served(module: nn.Module) -> bool:
+    """Whether this is a self-attention module that a method can take over: causal ones in decoders alone."""
+    entry = model_type_of(module)
+    return entry is not None and is_self_attention(module) and (entry.causal or not is_causal(module))
 
 
 def is_causal(module: nn.Module) -> bool:
@@ -129,12 +156,14 @@ def is_causal(module: nn.Module) -> bool:
 
 
 def is_sliding_window(module: nn.Module) -> bool:
-    """Whether an attention module sees a window only; ModernBERT has such layers among its full ones."""
-    return getattr(module, "sliding_window", None) is not None
+    """Whether an attention module sees a window only; ModernBERT and Qwen have such layers among their full ones."""
+    entry = model_type_of(module)
+    holder = module.config if entry is not None and entry.window_in_config else module
+    return getattr(holder, "sliding_window", None) is not None
 
 
 def find_encoders(model: nn.Module) -> list[Encoder]:
-    """Every bidirectional encoder of the table in a model, in the order of its modules."""
+    """Every encoder, or decoder alone, of the table in a model, in the order of its modules."""
     found: list[tuple[PreTrainedModel, list[nn.Module]]] = []
     _collect(model, None, found, set())
     return [
@@ -150,15 +179,14 @@ def _collect(
     found: list[tuple[PreTrainedModel, list[nn.Module]]],
     seen: set[nn.Module],
 ) -> None:
-    """Put every bidirectional self-attention module to the model around it, the outermost with the same config."""
+    """Put every self-attention module that is served to the model around it, the outermost with the same config."""
     if module in seen:
         return
     seen.add(module)
     if isinstance(module, PreTrainedModel) and (owner is None or module.config is not owner[0].config):
         owner = (module, [])
         found.append(owner)
-    bidirectional = is_self_attention(module) and not is_causal(module)
-    if owner is not None and bidirectional and model_type_of(module) is model_type_of(owner[0]):
+    if owner is not None and is_served(module) and model_type_of(module) is model_type_of(owner[0]):
         owner[1].append(module)
     for child in module.children():
         _collect(child, owner, found, seen)
@@ -169,6 +197,6 @@ def causal_modules(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if is_causal(module))
 
 
-def supported_model_types() -> str:
-    """The model types of the table, for messages."""
-    return ", ".join(MODEL_TYPES)
+def supported_model_types(*, causal: bool | None = None) -> str:
+    """The model types of the table, or its causal ones, or the others, for messages."""
+    return ", ".join(name for name, entry in MODEL_TYPES.items() if causal is None or entry.causal == causal)

@@ -15,6 +15,7 @@ from .model_types import (
     Encoder,
     causal_modules,
     find_encoders,
+    is_causal,
     is_sliding_window,
     supported_model_types,
 )
@@ -24,17 +25,19 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def patch_attention(model: Model, method: str, *, layers: Sequence[int] | None = None, **settings: Any) -> Model:
-    """Replace the self-attention of a pretrained encoder by an efficient method, in place.
+    """Replace the self-attention of a pretrained encoder, or decoder alone, by an efficient method, in place.
 
     The weights stay as they are. The settings are written to `model.config.effattn`, which `save_pretrained` keeps
     (load with `hf_effattn.from_pretrained`); without this package such a checkpoint loads as the exact model. Patching
-    a patched model replaces its settings. Cross-attention, dense 4-D masks, sliding-window layers, short inputs and
+    a patched model replaces its settings. Models that mask the future run the method's causal form, in which no token
+    changes what comes before it; when they generate, the prompt runs by the method and what follows exactly over the
+    cache. Cross-attention, packed sequences, dense 4-D masks, sliding-window layers, short inputs and
     inputs of no more tokens than `clusters` or `topk` stay exact. In a composite model every encoder that is served is
     patched; hand over a part, such as `model.encoder`, to patch that one alone. As everywhere in transformers, models
     built from one config object share their attention implementation: give each its own (`copy.deepcopy(config)`).
 
     Args:
-        model (`PreTrainedModel`): an encoder of a served model type, with or without a head.
+        model (`PreTrainedModel`): an encoder or decoder of a served model type, with or without a head.
         method (`str`): one of `list_methods()`.
         layers (`Sequence[int]`, *optional*): the layers to patch, from 0; negative ones count from the
             last. Default: all.
@@ -45,8 +48,9 @@ def patch_attention(model: Model, method: str, *, layers: Sequence[int] | None =
         The same `model`.
 
     Raises:
-        ValueError: an unknown method or setting, a value outside its range, layers that do not exist, a model that is
-            causal, of a model type that is not served, or without attention to patch. The model is then unchanged.
+        ValueError: an unknown method or setting, a value outside its range, layers that do not exist, a model of a
+            type that is not served, or not when it is causal, or without attention to patch. The model is then
+            unchanged.
         TypeError: a value of the wrong type, something that is not a model.
     """
     chosen = make_settings(method, **settings)
@@ -140,6 +144,8 @@ def _check_dispatch(model: PreTrainedModel, method: str) -> None:
 def plan_patch(encoder: Encoder, settings: MethodSettings, layers: Any) -> PatchPlan:
     """Decide which modules of an encoder are patched; raises where `layers` cannot be had."""
     name = type(encoder.model).__name__
+    if any(is_causal(module) for module in encoder.modules):
+        settings.check_causal()
     full = [not is_sliding_window(module) for module in encoder.modules]
     if not any(full):
         raise ValueError(f"{name} has no attention to patch: all its layers see a sliding window only and stay exact")

@@ -21,8 +21,8 @@ def extend_positions(model: Model, max_length: int) -> Model:
     Call it before an optimizer is made, and set `tokenizer.model_max_length` to the new length yourself.
 
     Args:
-        model (`PreTrainedModel`): BERT, ELECTRA, DistilBERT, ALBERT, RoBERTa, XLM-R or CamemBERT, with or without a
-            head.
+        model (`PreTrainedModel`): BERT, ELECTRA, DistilBERT, ALBERT, RoBERTa, XLM-R, CamemBERT or GPT-2, with or
+            without a head.
         max_length (`int`): the number of tokens, special ones included, that the model shall take.
 
     Returns:

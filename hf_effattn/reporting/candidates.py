@@ -33,16 +33,16 @@ class Candidate:
     settings: MethodSettings
     forced: MethodSettings
 
-    def why_exact(self, length: int, device_type: str) -> str | None:
+    def why_exact(self, length: int, device_type: str, *, causal: bool = False) -> str | None:
         """Why patching with these settings runs exact attention on inputs of this many tokens; None where it does not.
 
         Returns:
             `str`, *optional*: `"min_length"` (the report still measures the method) or `"settings"` (one of its counts
             reaches the length: there is nothing to approximate, and the report measures exact attention).
         """
-        if self.forced.is_exact(length, length, device_type):
+        if self.forced.is_exact(length, length, device_type, causal=causal):
             return "settings"
-        return "min_length" if self.settings.is_exact(length, length, device_type) else None
+        return "min_length" if self.settings.is_exact(length, length, device_type, causal=causal) else None
 
 
 def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None) -> list[Candidate]:

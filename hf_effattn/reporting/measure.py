@@ -156,7 +156,7 @@ class _MeasureInput:
         self.found.inputs.append(MeasuredInput(B, N, valid, shapes))
         for label in (EXACT, *self.candidates):
             candidate = self.candidates.get(label)
-            why = candidate.why_exact(N, seen.query.device.type) if candidate else None
+            why = candidate.why_exact(N, seen.query.device.type, causal=seen.causal) if candidate else None
             self.measured[label] = Measurement(index, label, why)
         self.found.measurements.extend(self.measured.values())
 
@@ -164,7 +164,13 @@ class _MeasureInput:
     def _attention_call(candidate: Candidate, seen: SeenAttention) -> Callable[[], torch.Tensor]:
         def call() -> torch.Tensor:
             output = run_method(
-                candidate.forced, seen.query, seen.key, seen.value, key_mask=seen.key_mask, scale=seen.scale
+                candidate.forced,
+                seen.query,
+                seen.key,
+                seen.value,
+                key_mask=seen.key_mask,
+                scale=seen.scale,
+                causal=seen.causal,
             )
             # The layout that the model needs, which a patched model pays for too.
             return output.transpose(1, 2).contiguous()

@@ -159,7 +159,11 @@ def find_pattern(
         special=special,
         is_pair=any(first) and rows is None,
         weights=weights,
-        exact_labels=tuple(one.label for one in candidates if one.why_exact(N, seen.query.device.type) == "settings"),
+        exact_labels=tuple(
+            one.label
+            for one in candidates
+            if one.why_exact(N, seen.query.device.type, causal=seen.causal) == "settings"
+        ),
     )
 
 
@@ -198,7 +202,12 @@ def head_scores(weights: torch.Tensor, rows: Sequence[int], content: torch.Tenso
 
 def _exact_rows(seen: SeenAttention, rows: list[int]) -> torch.Tensor:
     scale = seen.query.shape[3] ** -0.5 if seen.scale is None else seen.scale
-    scores = (seen.query[0, :, rows] @ seen.key[0].transpose(1, 2)).float() * scale
+    H = seen.query.shape[1]
+    key = seen.key[0].repeat_interleave(H // seen.key.shape[1], dim=0)
+    scores = (seen.query[0, :, rows] @ key.transpose(1, 2)).float() * scale
+    if seen.causal:
+        positions = torch.arange(key.shape[1], device=key.device)
+        scores = scores.masked_fill(positions > torch.tensor(rows, device=key.device)[:, None], float("-inf"))
     if seen.key_mask is not None:
         scores = scores.masked_fill(~seen.key_mask[0], float("-inf"))
     return scores.softmax(dim=-1)
@@ -206,12 +215,13 @@ def _exact_rows(seen: SeenAttention, rows: list[int]) -> torch.Tensor:
 
 def _implied_rows(candidate: Candidate, seen: SeenAttention, head: int, rows: list[int]) -> torch.Tensor:
     """The weights that a method implies, `(R, N)`: what it makes of the columns of an identity as values."""
-    H, N = seen.query.shape[1:3]
+    N = seen.query.shape[2]
     columns = []
     # In pieces, so that nothing of N×N exists for all heads; the clusters are the same each time, by their seed.
     for identity in torch.eye(N, dtype=seen.query.dtype, device=seen.query.device).split(COLUMNS_AT_ONCE, dim=1):
-        values = identity.expand(1, H, *identity.shape)
-        output = run_method(candidate.forced, seen.query, seen.key, values, key_mask=seen.key_mask, scale=seen.scale)
+        values = identity.expand(1, seen.key.shape[1], *identity.shape)
+        options: dict[str, Any] = {"key_mask": seen.key_mask, "scale": seen.scale, "causal": seen.causal}
+        output = run_method(candidate.forced, seen.query, seen.key, values, **options)
         columns.append(output[0, head, rows])
     return torch.cat(columns, dim=1)
 

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..patching.attention import RECORD
-from ..patching.model_types import Encoder, is_sliding_window
+from ..patching.model_types import Encoder, is_causal, is_sliding_window
 from ..patching.patch import encoders_to_patch
 from ..patching.stored import FIELD
 
@@ -36,6 +36,7 @@ class SeenAttention:
         value (`torch.Tensor`): `(B, H, N, D)`.
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = attend; None where nothing is masked.
         scale (`float`, *optional*): factor on the scores; None means `D ** -0.5`.
+        causal (`bool`): whether no query sees a later key.
         exact (`Callable`): runs the model's exact attention, `(B, N, H, D)`.
     """
 
@@ -45,6 +46,7 @@ class SeenAttention:
     value: torch.Tensor
     key_mask: torch.Tensor | None
     scale: float | None
+    causal: bool
     exact: Callable[[], torch.Tensor]
 
 
@@ -83,13 +85,13 @@ def recording_attention(
         return exact(), None
     layer = watch.layers[watch.calls % len(watch.layers)]
     watch.calls += 1
-    seen = SeenAttention(layer, query, key, value, _padding_of(attention_mask), scaling, exact)
+    seen = SeenAttention(layer, query, key, value, _padding_of(attention_mask), scaling, is_causal(module), exact)
     return watch.observer(seen), None
 
 
 def _padding_of(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The key mask `(B, N)` of a dense padding mask `(B, 1, N, N)`."""
-    return None if mask is None else mask[:, 0, 0, :].contiguous()
+    """The key mask `(B, N)` of a dense mask `(B, 1, N, N)`: the last row's, which sees all that is not padding."""
+    return None if mask is None else mask[:, 0, -1, :].contiguous()
 
 
 def encoders_to_report(model: nn.Module) -> list[Encoder]:

@@ -24,6 +24,7 @@ def summary(report: "Report") -> str:
         lines += ["", _inputs_line(report, length)]
         lines += [_method_line(report, label, length) for label in report.methods]
         lines += _min_length_line(report, length)
+    lines += _prefill_line(report)
     lines += ["", *budget_lines(report)] if report.error_budget is not None else []
     return "\n".join(lines)
 
@@ -102,6 +103,18 @@ def _min_length_line(report: "Report", length: int | None) -> list[str]:
     return [
         f"Patched with {who}, the model would run exact attention on {inputs}: they are shorter than min_length. The "
         "method was forced here (min_length=0)."
+    ]
+
+
+def _prefill_line(report: "Report") -> list[str]:
+    """Which methods are for prompts only: what they say of earlier tokens has seen later ones."""
+    prompts = [label for label, settings in report.methods.items() if settings.get("causal") == "prefill"]
+    if not prompts:
+        return []
+    return [
+        "",
+        f"{', '.join(prompts)}: for the prompt of a generation only. In a causal model its clusters are of all "
+        "queries, so outputs before the last token depend on later ones.",
     ]
 
 

@@ -13,10 +13,10 @@ from transformers import (
     BertModel,
     DebertaV2Config,
     DebertaV2Model,
-    GPT2Config,
-    GPT2LMHeadModel,
     MPNetConfig,
     MPNetModel,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
     T5Config,
     T5EncoderModel,
@@ -35,9 +35,11 @@ SMALL = {
 }
 
 
-def gpt2(**kwargs: Any) -> GPT2LMHeadModel:
-    config = GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
-    return GPT2LMHeadModel._from_config(config, **kwargs).eval()
+def phi(**kwargs: Any) -> PhiForCausalLM:
+    config = PhiConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, bos_token_id=1
+    )
+    return PhiForCausalLM._from_config(config, **kwargs).eval()
 
 
 def traces_of_patching(model: nn.Module) -> list[str]:
@@ -106,31 +108,31 @@ def test_a_failure_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("method", hf_effattn.list_methods())
-def test_gpt2(method: str) -> None:
-    model = gpt2()
-    message = rf'GPT2LMHeadModel is causal, and "{method}" here serves bidirectional encoders.*The causal form.*"sdpa"'
+def test_a_causal_model_outside_the_table(method: str) -> None:
+    model = phi()
+    message = rf'PhiForCausalLM is causal, and "{method}" serves causal attention in decoders .*gpt2, opt, .*"sdpa"'
     with pytest.raises(ValueError, match=message):
         hf_effattn.patch_attention(model, method)
     assert traces_of_patching(model) == []
     tokens = torch.arange(40)[None]
-    for switched in (gpt2(attn_implementation=method), model):
+    for switched in (phi(attn_implementation=method), model):
         switched.set_attn_implementation(method)
-        with pytest.raises(ValueError, match="GPT2Attention is causal"):
+        with pytest.raises(ValueError, match="PhiAttention is causal"):
             switched(tokens)
         switched.set_attn_implementation("sdpa")
         switched(tokens)
 
 
-def test_loading_gpt2(tmp_path: Path) -> None:
-    gpt2().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match='GPT2LMHeadModel is causal, and "clustered" here serves'):
+def test_loading_a_causal_model_outside_the_table(tmp_path: Path) -> None:
+    phi().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match='PhiForCausalLM is causal, and "clustered" serves'):
         hf_effattn.from_pretrained(AutoModelForCausalLM, tmp_path, method="clustered")
 
 
 @pytest.mark.parametrize("method", hf_effattn.list_methods())
 def test_bert_as_a_decoder(method: str) -> None:
     model = BertLMHeadModel(tiny_config("bert", is_decoder=True)).eval()
-    with pytest.raises(ValueError, match=r"BertLMHeadModel is causal.*The causal form of .* is not in this version"):
+    with pytest.raises(ValueError, match=r"BertLMHeadModel is causal.* in decoders of the types gpt2"):
         hf_effattn.patch_attention(model, method)
     assert traces_of_patching(model) == []
     model.set_attn_implementation(method)
@@ -230,7 +232,7 @@ def test_unpatching_what_was_never_patched_changes_nothing() -> None:
     assert hf_effattn.unpatch_attention(model) is model
     assert model.config._attn_implementation == "eager"
     assert model.config.effattn == {"method": "clustered"}
-    assert hf_effattn.unpatch_attention(gpt2()).config._attn_implementation == "sdpa"
+    assert hf_effattn.unpatch_attention(phi()).config._attn_implementation == "sdpa"
 
 
 def test_switched_away_and_unpatched() -> None:

@@ -47,10 +47,13 @@ def test_names_and_defaults() -> None:
         "fit_queries": DEFAULT_FIT_QUERIES,
         "seed": 0,
         "check_finite": False,
+        "causal": "strict",
+        "segment_length": 64,
+        "window": 64,
         "topk": 32,
     }
     bi_clustered = make_settings("bi-clustered").to_dict()
-    assert bi_clustered == settings.to_dict() | {"topk": 64, "key_clusters": 100}
+    assert bi_clustered == settings.to_dict() | {"topk": 64, "key_clusters": 100, "keys_per_cluster": 8}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -41,7 +41,8 @@ def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def test_the_table_is_covered() -> None:
-    assert set(MODEL_TYPES) == set(TABLE)
+    """Causal model types have tests of their own."""
+    assert set(MODEL_TYPES) == {name for name, entry in TABLE.items() if not entry.causal}
 
 
 @pytest.mark.parametrize("method", WITH_TOPK)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import LENGTH, batch_for, encoded, tiny_config, tiny_model
 from torch import nn
-from transformers import AutoModel, AutoModelForMaskedLM, GPT2Config, GPT2Model
+from transformers import AutoModel, AutoModelForMaskedLM, PhiConfig, PhiModel
 
 import hf_effattn
 
@@ -156,9 +156,9 @@ def test_mistakes() -> None:
             hf_effattn.extend_positions(model, wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be a transformers model, got Linear"):
         hf_effattn.extend_positions(nn.Linear(2, 2), 100)
-    gpt2 = GPT2Model(GPT2Config(vocab_size=60, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2))
+    phi = PhiModel(PhiConfig(vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
     with pytest.raises(ValueError, match="does not know where its positions are"):
-        hf_effattn.extend_positions(gpt2, 4096)
+        hf_effattn.extend_positions(phi, 4096)
     assert table(model).num_embeddings == 64
 
 

@@ -308,10 +308,39 @@ def test_mistakes_are_named_before_anything_runs(mistake):
         quick_report(**arguments)
 
 
-def test_a_causal_model_is_refused():
-    from transformers import GPT2Config, GPT2Model
+@torch.no_grad()
+def test_a_causal_model_with_grouped_heads():
+    from transformers import LlamaConfig, LlamaModel
 
-    model = GPT2Model(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=10))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    torch.manual_seed(0)
+    model = LlamaModel(LlamaConfig(vocab_size=60, num_key_value_heads=2, initializer_range=0.25, **sizes)).eval()
+    ids = torch.randint(5, 60, (2, 40))
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    small = {"clusters": 4, "topk": 3, "segment_length": 4, "window": 4}
+    methods = [{"method": "i-clustered", **small}, {"method": "i-clustered", "causal": "prefill", **small}]
+    found = quick_report(model, {"input_ids": ids, "attention_mask": mask}, methods)
+    hidden = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    for label, settings in zip(found.methods, methods, strict=True):
+        (measured,) = found.of(label)
+        assert all(0 < error < 1 for errors in measured.attention_error.values() for error in errors)
+        hf_effattn.patch_attention(model, **settings, min_length=0)
+        changed = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+        hf_effattn.unpatch_attention(model)
+        assert measured.change.hidden_error == pytest.approx(
+            float((changed - hidden).norm() / hidden.norm()), rel=1e-4
+        )
+    marked = [line for line in str(found).splitlines() if "for the prompt of a generation only" in line]
+    assert len(marked) == 1
+    assert "causal=prefill" in marked[0]
+
+
+def test_a_causal_model_outside_the_table_is_refused():
+    from transformers import PhiConfig, PhiModel
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    model = PhiModel(PhiConfig(vocab_size=10, **sizes))
     with pytest.raises(ValueError, match="causal"):
         quick_report(model, {"input_ids": torch.ones(1, 4).long()})
 

@@ -1,0 +1,390 @@
+"""Models that mask the future: no leak, generation with caches, padding, packing, sliding windows, training."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+import hf_effattn
+from hf_effattn.patching import method_settings
+from hf_effattn.patching.model_types import MODEL_TYPES
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.25,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+    "pad_token_id": 1,
+}
+GROUPED = COMMON | {"num_key_value_heads": 2, "head_dim": 8}
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "vocab_size": 60,
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 128,
+        "initializer_range": 0.25,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+    },
+    "opt": COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.25},
+    "gpt_neox": COMMON,
+    "llama": GROUPED,
+    "qwen2": GROUPED,
+    "qwen3": GROUPED,
+    "mistral": GROUPED | {"sliding_window": None},
+    "gemma": GROUPED | {"num_key_value_heads": 1},
+}
+MODELS = tuple(SIZES)
+METHODS = hf_effattn.list_methods()
+SMALL: dict[str, dict[str, Any]] = {
+    "clustered": {},
+    "i-clustered": {"topk": 3},
+    "bi-clustered": {"topk": 3, "key_clusters": 6, "keys_per_cluster": 2},
+}
+LENGTH = 61
+each_model = pytest.mark.parametrize("model_type", MODELS)
+each_method = pytest.mark.parametrize("method", METHODS)
+
+
+def make_model(model_type: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **SIZES[model_type] | changes)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def patch(model: Any, method: str = "bi-clustered", **settings: Any) -> Any:
+    small = {"clusters": 4, "segment_length": 4, "window": 4, "min_length": 0} | SMALL[method]
+    return hf_effattn.patch_attention(model, method, **small | settings)
+
+
+def tokens(length: int = LENGTH, batch: int = 2) -> torch.Tensor:
+    return torch.randint(5, 60, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """One entry per call of the causal op: its settings and the length."""
+    calls: list[dict[str, Any]] = []
+    run = method_settings.causal_clustered_attention
+
+    def counted(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(kwargs | {"length": query.shape[2]})
+        return run(query, *args, **kwargs)
+
+    monkeypatch.setattr(method_settings, "causal_clustered_attention", counted)
+    return calls
+
+
+def test_the_table_and_these_tests_hold_the_same_models() -> None:
+    assert {name for name, entry in MODEL_TYPES.items() if entry.causal} == set(MODELS)
+
+
+@each_model
+@each_method
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_no_logit_sees_a_later_token(
+    model_type: str, method: str, dtype: torch.dtype, attended: list[dict[str, Any]]
+) -> None:
+    model = patch(make_model(model_type).to(dtype), method)
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    before = model(ids, attention_mask=mask).logits
+    assert len(attended) == 3
+    for position in (12, 37, 60):
+        changed = ids.clone()
+        changed[:, position] = (changed[:, position] + 7) % 55 + 5
+        after = model(changed, attention_mask=mask).logits
+        assert torch.equal(before[:, :position], after[:, :position])
+        assert not torch.equal(before[:, position], after[:, position])
+
+
+@each_model
+@torch.no_grad()
+def test_a_window_over_all_is_the_exact_model(model_type: str, attended: list[dict[str, Any]]) -> None:
+    model = make_model(model_type).double()
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, :9] = 0
+    ids = tokens()
+    exact = model(ids, attention_mask=mask).logits
+    # A longer window than the input would be handed to SDPA at once; this leaves the op one segment of older keys.
+    patch(model, "bi-clustered", window=52, topk=60)
+    actual = model(ids, attention_mask=mask).logits
+    assert len(attended) == 3
+    torch.testing.assert_close(actual[mask.bool()], exact[mask.bool()], rtol=1e-9, atol=1e-9)
+    patch(model, "bi-clustered", window=60)
+    assert torch.equal(model(ids, attention_mask=mask).logits, exact)
+    hf_effattn.unpatch_attention(model)
+    assert torch.equal(model(ids, attention_mask=mask).logits, exact)
+
+
+@each_model
+@each_method
+@torch.no_grad()
+def test_a_padded_batch_is_its_texts_alone(model_type: str, method: str) -> None:
+    model = patch(make_model(model_type).double(), method)
+    ids = tokens()
+    alone = model(ids[:1, 9:]).logits
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    left = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    torch.testing.assert_close(left[:1, 9:], alone, rtol=1e-9, atol=1e-9)
+    rolled = ids.roll(-9, dims=1)
+    right = model(rolled, attention_mask=mask.flip(1)).logits
+    torch.testing.assert_close(right[:1, :-9], alone, rtol=1e-9, atol=1e-9)
+
+
+@each_model
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@torch.no_grad()
+def test_generation(model_type: str, cache: str, attended: list[dict[str, Any]]) -> None:
+    """The prompt runs by the method, once per layer; every step after it exactly over the keys of the cache."""
+    model = patch(make_model(model_type))
+    ids = tokens(40)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    options = {"do_sample": False, "min_new_tokens": 6, "max_new_tokens": 6, "pad_token_id": 1}
+    kind = {"cache_implementation": "static"} if cache == "static" else {}
+    written = model.generate(ids, attention_mask=mask, **options, **kind, disable_compile=True)
+    assert [call["length"] for call in attended] == [40, 40, 40]
+    by_hand, past = ids, DynamicCache(config=model.config)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=past).logits
+    for _ in range(6):
+        chosen = logits[:, -1].index_fill(1, torch.tensor([3]), -torch.inf).argmax(dim=1, keepdim=True)
+        by_hand = torch.cat([by_hand, chosen], dim=1)
+        mask = torch.cat([mask, torch.ones_like(chosen)], dim=1)
+        at = mask.sum(dim=1, keepdim=True) - 1
+        logits = model(chosen, attention_mask=mask, position_ids=at, past_key_values=past).logits
+    assert torch.equal(written, by_hand)
+
+
+@each_model
+@torch.no_grad()
+def test_a_left_padded_batch_generates_what_its_texts_do(model_type: str) -> None:
+    model = patch(make_model(model_type).double())
+    ids = tokens(40)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 1}
+    together = model.generate(ids.masked_fill(mask == 0, 1), attention_mask=mask, **options)
+    alone = model.generate(ids[:1, 9:], attention_mask=mask[:1, 9:], **options)
+    assert torch.equal(together[:1, 9 : 9 + alone.shape[1]], alone)
+
+
+@each_model
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@torch.no_grad()
+def test_further_chunks_of_a_prompt_are_exact_over_the_cache(
+    model_type: str, cache: str, attended: list[dict[str, Any]]
+) -> None:
+    model = make_model(model_type).double()
+    ids = tokens(40)
+
+    def make_cache() -> Any:
+        return DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, max_cache_len=64)
+
+    exact_cache = make_cache()
+    model(ids[:, :25], past_key_values=exact_cache)
+    exact = model(ids[:, 25:], past_key_values=exact_cache).logits
+    # A window over the first chunk makes that one exact too, so that the second can be compared.
+    patch(model, window=20, topk=24)
+    own_cache = make_cache()
+    model(ids[:, :25], past_key_values=own_cache)
+    assert [call["length"] for call in attended] == [25] * 3
+    attended.clear()
+    actual = model(ids[:, 25:], past_key_values=own_cache).logits
+    assert attended == []
+    torch.testing.assert_close(actual, exact, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("model_type", [name for name in MODELS if name != "opt"])
+@torch.no_grad()
+def test_packed_sequences_stay_exact(model_type: str, attended: list[dict[str, Any]]) -> None:
+    """OPT is left out: transformers itself lets packed sequences see each other there."""
+    model = make_model(model_type)
+    ids = tokens()
+    positions = torch.cat([torch.arange(30), torch.arange(31)]).expand(2, -1)
+    exact = model(ids, position_ids=positions, use_cache=False).logits
+    patch(model)
+    assert torch.equal(model(ids, position_ids=positions, use_cache=False).logits, exact)
+    assert attended == []
+
+
+@torch.no_grad()
+def test_layers_that_are_not_chosen_stay_exact(attended: list[dict[str, Any]]) -> None:
+    model = make_model("llama")
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    options = {"attention_mask": mask, "output_hidden_states": True}
+    exact = model(ids, **options).hidden_states
+    patch(model, layers=[1])
+    patched = model(ids, **options).hidden_states
+    assert torch.equal(patched[1], exact[1])
+    assert not torch.equal(patched[2], exact[2])
+    assert len(attended) == 1
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+@torch.no_grad()
+def test_sliding_layers_of_qwen_stay_exact(model_type: str, attended: list[dict[str, Any]]) -> None:
+    layers = ["full_attention", "sliding_attention", "full_attention"]
+    model = make_model(model_type, use_sliding_window=True, sliding_window=16, layer_types=layers)
+    patch(model)
+    model(tokens())
+    assert len(attended) == 2
+    with pytest.raises(ValueError, match=r"layer 1 of .* sees a sliding window only.*\[0, 2\]"):
+        patch(model, layers=[1])
+
+
+def test_mistral_with_a_window_has_nothing_to_patch() -> None:
+    model = make_model("mistral", sliding_window=16)
+    with pytest.raises(ValueError, match="all its layers see a sliding window only and stay exact"):
+        patch(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "options", [{"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True}], ids=str
+)
+@torch.no_grad()
+def test_scaling_of_gpt2(options: dict[str, bool], attended: list[dict[str, Any]]) -> None:
+    model = make_model("gpt2", **options).double()
+    ids = tokens()
+    exact = model(ids).logits
+    patch(model, window=52, topk=60)
+    torch.testing.assert_close(model(ids).logits, exact, rtol=1e-9, atol=1e-9)
+    expected = [1.0] * 3 if "scale_attn_weights" in options else [8**-0.5 / (layer + 1) for layer in range(3)]
+    assert [call["scale"] for call in attended] == pytest.approx(expected)
+
+
+@torch.no_grad()
+def test_cross_attention_of_gpt2_stays_exact(attended: list[dict[str, Any]]) -> None:
+    model = patch(make_model("gpt2", add_cross_attention=True))
+    model(tokens(), encoder_hidden_states=torch.randn(2, LENGTH, 32))
+    assert len(attended) == 3
+
+
+@each_method
+def test_training(method: str, attended: list[dict[str, Any]]) -> None:
+    model = patch(make_model("llama"), method).train()
+    model.gradient_checkpointing_enable()
+    ids = tokens()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
+    model.zero_grad()
+    model.gradient_checkpointing_disable()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_dropout_of_training_is_drawn_and_replayed(attended: list[dict[str, Any]]) -> None:
+    model = patch(make_model("gpt2", attn_pdrop=0.2)).train()
+    assert model(tokens()).logits.isfinite().all()
+    assert {call["dropout_p"] for call in attended} == {0.2}
+
+
+def test_prefill_is_for_prompts_only(attended: list[dict[str, Any]]) -> None:
+    model = patch(make_model("llama"), causal="prefill")
+    ids = tokens(40)
+    with torch.no_grad():
+        model.generate(ids, do_sample=False, max_new_tokens=2, pad_token_id=1)
+        model(ids, use_cache=False)
+    model(ids)
+    assert [call["prefill"] for call in attended] == [True] * 3 + [False] * 6
+    with pytest.raises(
+        ValueError, match=r'causal="prefill" puts later queries .* patch the model with causal="strict"'
+    ):
+        model.train()(ids)
+
+
+@each_method
+@torch.no_grad()
+def test_compiles_to_one_graph(method: str) -> None:
+    model = patch(make_model("llama"), method)
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    actual = compiled(ids, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_attention_weights() -> None:
+    model = make_model("llama").double()
+    patch(model)
+    weights = model(tokens(), output_attentions=True).attentions
+    assert len(weights) == 3
+    for layer in weights:
+        assert layer.shape == (2, 4, LENGTH, LENGTH)
+        assert (layer.triu(1) == 0).all()
+        torch.testing.assert_close(layer.sum(dim=-1), torch.ones(2, 4, LENGTH).double(), rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_save_and_load(tmp_path: Any) -> None:
+    model = patch(make_model("llama"), segment_length=8, window=5)
+    model.save_pretrained(tmp_path)
+    loaded = hf_effattn.from_pretrained(AutoModelForCausalLM, tmp_path).eval()
+    assert loaded.config.effattn["segment_length"] == 8
+    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+
+
+@torch.no_grad()
+def test_gpt2_takes_longer_inputs_after_extension(attended: list[dict[str, Any]]) -> None:
+    model = make_model("gpt2")
+    before = model(tokens()).logits
+    hf_effattn.extend_positions(model, 300)
+    assert model.config.max_position_embeddings == 300
+    assert torch.equal(model(tokens()).logits, before)
+    patch(model)
+    assert model(tokens(300)).logits.shape == (2, 300, 60)
+    assert [call["length"] for call in attended] == [300] * 3
+    table = model.transformer.wpe.weight
+    assert torch.equal(table[128:256], table[:128])
+
+
+def test_mask_function() -> None:
+    make_mask = ALL_MASK_ATTENTION_FUNCTIONS["i-clustered"]
+    config = make_model("llama").config
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    options: dict[str, Any] = {"batch_size": 2, "config": config}
+    assert make_mask(q_length=20, kv_length=20, attention_mask=mask, **options) is None
+    mask[0, :4] = False
+    assert torch.equal(make_mask(q_length=20, kv_length=20, attention_mask=mask, **options), mask)
+    assert torch.equal(make_mask(q_length=20, kv_length=64, attention_mask=mask, **options), mask)
+    assert torch.equal(
+        make_mask(q_length=20, kv_length=64, q_offset=torch.tensor(0), attention_mask=mask, **options), mask
+    )
+    later = make_mask(q_length=8, kv_length=20, q_offset=12, attention_mask=mask, **options)
+    assert torch.equal(later, sdpa_mask(2, 8, 20, q_offset=12, attention_mask=mask))
+
+
+def test_settings_that_the_causal_form_has_not() -> None:
+    model = make_model("llama")
+    with pytest.raises(ValueError, match='clustering="kmeans" with metric="keys" only'):
+        patch(model, "clustered", clustering="lsh")
+    for settings, message in (
+        ({"causal": "loose"}, 'causal must be one of "strict", "prefill"'),
+        ({"segment_length": 0}, "segment_length must be at least 1"),
+        ({"window": -1}, "window must be at least 0"),
+        ({"keys_per_cluster": 0}, "keys_per_cluster must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            patch(model, **settings)
+    assert model.config._attn_implementation == "sdpa"
