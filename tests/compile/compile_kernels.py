@@ -1,12 +1,17 @@
 """Compile for one GPU, without a GPU, every kernel that the ops launch on it, and print what each needs as JSON lines.
 
-    python tests/compile/compile_kernels.py sm_90 bfloat16
+    python tests/compile/compile_kernels.py sm_90 bfloat16            # writes what fits into compiled.json
 
 The ops run for real on CPU tensors, but a launch only compiles: which kernels, types and configurations are compiled
 is decided by the code that launches them, not by a list. It needs a process of its own, in which Triton's interpreter
 is off and Triton's driver is one that names the GPU.
+
+All of it takes a processor more than an hour, so `compiled.json` remembers what fitted: a hash of the kernel's source
+with all that it calls, its configuration, the GPU and Triton's version. What has not changed is not compiled again,
+except, by the tests, every kernel at `FRESH_HEAD_DIM`.
 """
 
+import hashlib
 import json
 import re
 import subprocess
@@ -26,9 +31,13 @@ from triton.backends.driver import DriverBase
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+import hf_effattn
 from hf_effattn.ops import chips
 
 KIB = 1024
+FRESH_HEAD_DIM = 64
+HEAD_DIMS = (FRESH_HEAD_DIM, 128, 32, 256, 16)
+RECORD = Path(__file__).with_name("compiled.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -94,32 +103,69 @@ def hip_resources(assembly: str) -> dict[str, int]:
     return {"registers": usage["vgpr_count"], "spilled": usage["vgpr_spill_count"] + scratch}
 
 
-def print_resources(kernel: Any, name: str, constants: dict[str, Any]) -> None:
-    """One JSON line of a compiled kernel."""
+def resources(kernel: Any) -> dict[str, int]:
+    """What a compiled kernel needs."""
     hip = "amdgcn" in kernel.asm
     used = hip_resources(kernel.asm["amdgcn"]) if hip else cuda_resources(kernel.asm["cubin"])
-    row = {"kernel": name, "shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, **used}
-    print(json.dumps(row | {"constants": {name: str(value) for name, value in constants.items()}}), flush=True)
+    return {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, **used}
 
 
-def compile_instead_of_launching() -> None:
-    """From now on a launch compiles its kernel, prints what it needs, and runs nothing."""
-    run = JITFunction.run
-    seen = set()
+def forget_line_numbers() -> None:
+    """Keep the place of a kernel in its file out of its hash."""
+    for module in list(sys.modules.values()):
+        if module.__name__.startswith("hf_effattn"):
+            for function in vars(module).values():
+                if isinstance(function, JITFunction):
+                    function.starting_line_number = 0
 
-    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        if id(kernel) not in seen:
-            seen.add(id(kernel))
-            bound = self.signature.bind(*args, **{name: x for name, x in kwargs.items() if name in self.arg_names})
-            constants = {p.name: bound.arguments.get(p.name) for p in self.params if p.is_constexpr}
-            print_resources(kernel, self.__name__, constants)
-        return kernel
 
-    JITFunction.run = compile_only
-    # Outputs that no kernel writes must be legal indices for what follows.
-    torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
-    torch.Tensor.new_empty = torch.Tensor.new_zeros
+class Compiler:
+    """Stands in for launches: compiles a kernel once per configuration and prints a JSON line about it.
+
+    Args:
+        gpu: name of the GPU, one of `GPUS`.
+        compile_known: whether to compile again what `compiled.json` has at `FRESH_HEAD_DIM`.
+    """
+
+    def __init__(self, gpu: str, compile_known: bool) -> None:
+        self.gpu, self.limit, self.compile_known = gpu, GPUS[gpu].chip.shared_memory, compile_known
+        self.known = set(json.loads(RECORD.read_text())["fitted"]) if RECORD.exists() else set()
+        self.head_dim = 0
+        self.seen: set[str] = set()
+        self.fitted: list[str] = []
+        self.compile = JITFunction.run
+
+    def install(self) -> None:
+        """From now on a launch compiles its kernel and runs nothing."""
+        compiler = self
+
+        def run(function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+            compiler.launched(function, args, kwargs)
+
+        JITFunction.run = run  # type: ignore[method-assign]
+        # Outputs that no kernel writes must be legal indices for what follows.
+        torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
+        torch.Tensor.new_empty = torch.Tensor.new_zeros
+
+    def launched(self, function: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile what is launched, unless it is known to fit."""
+        bound = function.signature.bind(*args, **{k: x for k, x in kwargs.items() if k in function.arg_names})
+        constants = {p.name: str(bound.arguments.get(p.name)) for p in function.params if p.is_constexpr}
+        types = [str(getattr(x, "dtype", type(x).__name__)) for x in args]
+        options = {name: x for name, x in kwargs.items() if name not in function.arg_names}
+        described = [function.cache_key, constants, types, options, self.gpu, triton.__version__]
+        key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        row: dict[str, Any] = {"kernel": function.__name__, "key": key, "head_dim": self.head_dim}
+        again = self.compile_known and self.head_dim == FRESH_HEAD_DIM
+        if key not in self.known or again:
+            row |= resources(self.compile(function, *args, grid=None, warmup=True, **kwargs))
+            row["constants"] = constants
+            if row["spilled"] == 0 and row["shared"] <= self.limit:
+                self.fitted.append(key)
+        print(json.dumps(row), flush=True)
 
 
 def tensors(head_dim: int, dtype: torch.dtype, *, length: int, heads: int, key_heads: int) -> tuple[torch.Tensor, ...]:
@@ -139,6 +185,7 @@ def attention_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], 
     variants: list[dict[str, Any]] = [
         {"length": 1024, "clusters": 100, "topk": 32},
         {"length": 16384, "clusters": 512, "topk": 128, "masks": True},
+        {"length": 16384, "clusters": 100, "topk": 128, "dropout_p": 0.1},
         {"length": 32768, "clusters": 4096, "topk": 1024, "key_heads": 1, "dropout_p": 0.1},
     ]
     # A head_dim that fills its tile is compiled with everything, the others as most models call them.
@@ -168,19 +215,49 @@ def clustering_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[],
             yield partial(cluster_queries, query, metric, key_mask, mask, clusters, method, 1, 32, 2048, 0)
 
 
-def main(gpu: str, dtype: str) -> None:
-    """Run every call on the named GPU."""
-    chosen = GPUS[gpu]
-    driver.set_active(NamedGpu(chosen.target))
-    chips.INTERPRETER = chosen.chip
-    compile_instead_of_launching()
-    for head_dim in (16, 32, 64, 128, 256):
-        for call in (*clustering_calls(head_dim, DTYPES[dtype]), *attention_calls(head_dim, DTYPES[dtype])):
-            output = call()
-            for tensor in output if isinstance(output, tuple) else (output,):
-                if tensor.requires_grad:
-                    tensor.sum().backward()
+def clusterformer_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
+    """Calls of ClusterFormer's ops: plain, and with everything that a kernel can have."""
+    clustering, attention = (
+        getattr(import_module(f"hf_effattn.ops.{name}.triton"), name)
+        for name in ("neural_clustering", "sorted_block_attention")
+    )
+    length, clusters = 1024, 32
+    order, mask = torch.arange(length)[None], torch.ones(1, length, dtype=torch.bool)
+    lengths = torch.full((1,), clusters)
+    for everything in (False, True):
+        query, key, value = tensors(head_dim, dtype, length=length, heads=2, key_heads=1 if everything else 2)
+        labels, membership, seed, key_mask = None, None, None, None
+        if everything:
+            labels, seed, key_mask = torch.zeros_like(order), torch.zeros(1, dtype=torch.int64), mask
+            membership = torch.zeros(1, length, clusters, dtype=dtype, requires_grad=True)
+        rest = membership, 0.125, 0.1 if everything else 0.0, seed
+        yield partial(attention, query, key, value, order, lengths, 2, everything, labels, key_mask, *rest)
+        words, centroids = (
+            torch.zeros(1, n, 4 * head_dim, dtype=dtype, requires_grad=True) for n in (length, clusters)
+        )
+        yield partial(clustering, words, centroids, everything, key_mask)
+
+
+def main(gpu: str, dtype: str, compile_known: bool) -> None:
+    """Run every call on the named GPU; add what fitted to `compiled.json` unless it was compiled as a test."""
+    driver.set_active(NamedGpu(GPUS[gpu].target))
+    chips.INTERPRETER = GPUS[gpu].chip
+    for path in sorted(Path(hf_effattn.__file__).parent.glob("ops/*/triton*.py")):
+        import_module(f"hf_effattn.ops.{path.parent.name}.{path.stem}")
+    forget_line_numbers()
+    compiler = Compiler(gpu, compile_known)
+    compiler.install()
+    for compiler.head_dim in HEAD_DIMS:
+        for calls in (clustering_calls, attention_calls, clusterformer_calls):
+            for call in calls(compiler.head_dim, DTYPES[dtype]):
+                output = call()
+                for tensor in output if isinstance(output, tuple) else (output,):
+                    if tensor.requires_grad:
+                        tensor.sum().backward()
+        if not compile_known:  # after every head_dim: what was compiled survives an interruption
+            record = json.loads(RECORD.read_text()) if RECORD.exists() else {"fitted": []}
+            RECORD.write_text(json.dumps({"fitted": sorted({*record["fitted"], *compiler.fitted})}, indent=0) + "\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], sys.argv[2], compile_known="--again" in sys.argv)

@@ -1,12 +1,15 @@
 """What the clustering does during training, in the log of transformers' `Trainer`."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 
 from .outputs import CLUSTERING_FIELDS, ClusteringOutput
+
+if TYPE_CHECKING:  # the trainer imports datasets and pandas, which most users of a model don't need
+    from transformers import Trainer, TrainingArguments
 
 
 class ClusteringLog(TrainerCallback):
@@ -29,7 +32,7 @@ class ClusteringLog(TrainerCallback):
 
     def on_log(
         self,
-        args: TrainingArguments,
+        args: "TrainingArguments",
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, float] | None = None,
@@ -45,7 +48,7 @@ class ClusteringLog(TrainerCallback):
         self.sums, self.steps = {}, 0
 
 
-def log_clustering(trainer: Trainer) -> None:
+def log_clustering(trainer: "Trainer") -> None:
     """Let a `Trainer` log the losses and statistics of the clustering beside its loss.
 
     Every integration that the trainer reports to gets them. `L1` and `L2` that fall without end, a largest cluster
