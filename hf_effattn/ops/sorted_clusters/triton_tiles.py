@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..chips import Chip, chip_of
+from ..chips import chip_of
 
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-3.0e38)  # where a softmax begins: finite, so that a row without keys gives 0 and no NaN
@@ -85,7 +85,11 @@ def tile_config(tensor: torch.Tensor, head_dim: int, value_dim: int, *, backward
         columns = 16
     by_parts = row_bytes >= 512 or (backward and row_bytes >= 256 and (single or chip.name == "hip"))
     wide = row_bytes >= 256 if backward else single and widest == 128
-    stages = _stages(chip, itemsize, rows, columns, block_d + block_v)
+    # Loads further ahead cost registers, which the float32 and the widest rows do not have.
+    ahead = 2 if single or by_parts else 3
+    fitting = (chip.shared_memory // itemsize - rows * (block_d + block_v)) // (columns * (block_d + block_v))
+    # Left to itself, NVIDIA's assembler spills a few registers where that lets one more program run beside.
+    registers = {"maxnreg": 255} if chip.name == "cuda" else {}
     return {
         "ROWS": rows,
         "COLUMNS": columns,
@@ -94,11 +98,6 @@ def tile_config(tensor: torch.Tensor, head_dim: int, value_dim: int, *, backward
         "BY_PARTS": by_parts,
         "PRECISION": chip.dot_precision(tensor.dtype),
         "num_warps": 8 if wide else 4,
-        "num_stages": stages,
+        "num_stages": max(1, min(ahead, fitting)),
+        **registers,
     }
-
-
-def _stages(chip: Chip, itemsize: int, rows: int, columns: int, width: int) -> int:
-    """How many tiles of columns are loaded ahead, beside the tile of rows."""
-    left = chip.shared_memory // itemsize - rows * width
-    return max(1, min(3, left // (columns * width)))

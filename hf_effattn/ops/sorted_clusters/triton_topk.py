@@ -116,12 +116,13 @@ def select_topk(
     if out is None:
         out = values.new_empty(rows, topk, dtype=torch.int32), values.new_empty(rows, topk)
     indices, chosen = out
-    block_n = min(WHOLE_ROW, max(64, triton.next_power_of_2(columns)))
+    whole = columns <= WHOLE_ROW
+    block_n = max(64, triton.next_power_of_2(columns)) if whole else WHOLE_ROW // 2
     block_r = min(16, max(1, WHOLE_ROW // 2 // block_n))
     with on_device_of(values):
         if rows:
             _select_topk_kernel[(triton.cdiv(rows, block_r),)](
                 values, bins, indices, chosen, rows, columns, topk,
-                BIN=0 if bins is None else bin_length, WHOLE=columns <= WHOLE_ROW, BLOCK_R=block_r, BLOCK_N=block_n,
+                BIN=0 if bins is None else bin_length, WHOLE=whole, BLOCK_R=block_r, BLOCK_N=block_n,
             )  # fmt: skip
     return indices, chosen
