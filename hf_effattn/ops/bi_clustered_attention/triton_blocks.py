@@ -32,6 +32,8 @@ def blocks(
     columns = 32
     if itemsize == 4:
         columns = 16 if wide or computes == "key" else 32
+    elif computes == "key" and dropout and widest <= 32:
+        columns = 16
     elif wide:
         columns = 32 if chip.name == "cuda" and (computes == "key" or tile == FEW_ROWS) else 16
     elif chip.name == "cuda" and tile > FEW_ROWS and widest <= 64 and computes == "output" and not dropout:

@@ -124,5 +124,6 @@ def select_topk(
             _select_topk_kernel[(triton.cdiv(rows, block_r),)](
                 values, bins, indices, chosen, rows, columns, topk,
                 BIN=0 if bins is None else bin_length, WHOLE=whole, BLOCK_R=block_r, BLOCK_N=block_n,
+                num_warps=8 if block_n == WHOLE_ROW else 4,
             )  # fmt: skip
     return indices, chosen
