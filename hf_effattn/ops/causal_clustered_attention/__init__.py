@@ -76,8 +76,8 @@ def causal_clustered_attention(
         fit_queries (`int`): queries, and keys of a block, that clusters are fitted on.
         seed (`int`): of the clustering of queries.
         prefill (`bool`): cluster all queries at once, later ones among them: faster, for prompts whose outputs are
-            read at the end only. Then no later key or value reaches an earlier output, but which older keys are
-            chosen for it may depend on later queries.
+            read at the end only. Then an earlier output is made of no later key or value, but which older keys stand
+            out in it, and how, depends on later tokens.
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts. Masked tokens are taken out, as if they
             did not stand there: their outputs are 0.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
