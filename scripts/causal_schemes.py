@@ -31,6 +31,9 @@ from hf_effattn.reporting.errors import relative_error
 SEGMENT = 64
 KEYS_PER_CLUSTER = 8
 KEY_CLUSTERS = 128
+# Window, query clusters, top keys, keys per cluster. Schemes that are not in the op run with the first only.
+SETTINGS = ((64, 25, 32, 8), (64, 16, 32, 8), (64, 8, 16, 6), (64, 25, 64, 8), (128, 25, 32, 8), (128, 25, 64, 4))
+LONGEST_BY_SEGMENT = 2048  # clustering all older keys at every segment is quadratic
 SKIPPED = 5_000  # tokens at the beginning of a book: titles and contents
 
 Scheme = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -152,14 +155,16 @@ def scored(method: str, length: int, window: int, clusters: int, topk: int, keys
     return total / length
 
 
-def schemes(window: int, clusters: int, topk: int, keys_per_cluster: int) -> dict[str, tuple[str, Scheme]]:
+def schemes(
+    window: int, clusters: int, topk: int, keys_per_cluster: int, *, by_segment_too: bool
+) -> dict[str, tuple[str, Scheme]]:
     """Name: (how its scores are counted, the scheme)."""
     settings: dict[str, Any] = {"window": window, "clusters": clusters, "topk": topk}
     ours = partial(causal_clustered_attention, segment_length=SEGMENT, keys_per_cluster=keys_per_cluster, **settings)
     found: dict[str, tuple[str, Scheme]] = {
         name: (name, partial(ours, method=name)) for name in ("clustered", "i-clustered", "bi-clustered")
     }
-    if keys_per_cluster == KEYS_PER_CLUSTER:
+    if by_segment_too:
         for old in (
             "none",
             "key clusters only",
@@ -207,7 +212,7 @@ def measure(layers: list[Inputs], name: str, how: str, scheme: Scheme, row: dict
 @torch.no_grad()
 def main(
     model: Annotated[Path, typer.Option(help="Folder of the causal model that run_clm.py trained.")],
-    lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "1024,4096",
+    lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "1024,2048,4096",
     output: Path = Path(__file__).parent / "results" / "causal_schemes.json",
 ) -> None:
     """Measure every scheme, print the table and keep it as JSON."""
@@ -223,13 +228,14 @@ def main(
         tokens = torch.stack([book[SKIPPED : SKIPPED + length] for book in held_out_tokens(tokenizer, HELD_OUT)])
         layers = causal_attention_inputs(loaded, tokens)
         turned = [(rotated(query), rotated(key), value) for query, key, value in layers]
-        for window, clusters, topk, per in track(
-            ((64, 25, 32, 8), (128, 25, 32, 8), (64, 25, 32, 6), (64, 25, 64, 8)), description=f"{length} tokens"
-        ):
+        for settings in track(SETTINGS, description=f"{length} tokens"):
+            window, clusters, topk, per = settings
+            is_first = settings == SETTINGS[0]
+            found = schemes(*settings, by_segment_too=is_first and length <= LONGEST_BY_SEGMENT)
             row = {"length": length, "window": window, "clusters": clusters, "topk": topk, "keys_per_cluster": per}
-            for name, (how, scheme) in schemes(window, clusters, topk, per).items():
+            for name, (how, scheme) in found.items():
                 rows.append(measure(layers, name, how, scheme, row | {"rotary": False}))
-                if (window, topk) == (64, 32):
+                if is_first:
                     rows.append(measure(turned, name, how, scheme, row | {"rotary": True}))
                 kept = {"environment": environment(), "trained_length": trained, "rows": rows}
                 output.write_text(json.dumps(kept, indent=1) + "\n")

@@ -68,6 +68,8 @@ CASES = (
     Case("dropout", dropout_p=0.3),
     Case("dropout_and_left_padding", dropout_p=0.3, masks="left", H=4, key_heads=2),
 )
+# Without masks a second item would only be another draw.
+CASES = tuple(replace(case, B=1) if case.masks == "none" else case for case in CASES)
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -211,7 +213,7 @@ def test_low_precision_is_as_close_as_exact_attention_in_it(method, dtype):
     st.floats(0, 1, exclude_max=True),
     st.integers(0, 2**20),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_no_output_sees_a_later_token(method, dtype, N, segment_length, window, D, masks, heads, share, seed):
     case = Case(
         "leak", H=heads[0], key_heads=heads[1], N=N, D=D, masks=masks, segment_length=segment_length, window=window
@@ -257,11 +259,10 @@ def test_prefill_lets_no_later_value_through():
 def test_dropout_keeps_the_mean(method):
     case = Case("mean", B=1, H=1, N=24, D=4, Dv=4)
     query, key, value, mask = make_inputs(case)
-    key = key.expand(400, -1, -1, -1)
-    repeated = query.expand(400, -1, -1, -1), key, value.expand(400, -1, -1, -1)
+    repeated = [tensor.expand(200, -1, -1, -1) for tensor in (query, key, value)]
     dropped = attend(method, case, *repeated, mask, dropout_p=0.2)
-    expected = attend(method, case, query, key[:1], value, mask)
-    spread = dropped.std(dim=0) / 400**0.5
+    expected = attend(method, case, query, key, value, mask)
+    spread = dropped.std(dim=0) / 200**0.5
     assert ((dropped.mean(dim=0) - expected[0]).abs() < 5 * spread + 1e-12).all()
     assert (dropped.std(dim=0) > 0).all()
 
