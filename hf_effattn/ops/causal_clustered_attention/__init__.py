@@ -74,7 +74,7 @@ def causal_clustered_attention(
         window (`int`): keys before the segment that are attended to exactly, rounded up to whole segments.
         iterations (`int`): rounds of Lloyd's algorithm, for queries and keys.
         fit_queries (`int`): queries, and keys of a block, that clusters are fitted on.
-        seed (`int`): of the clustering of queries.
+        seed (`int`): of the clustering of queries and keys.
         prefill (`bool`): cluster all queries at once, later ones among them: faster, for prompts whose outputs are
             read at the end only. Then an earlier output is made of no later key or value, but which older keys stand
             out in it, and how, depends on later tokens.

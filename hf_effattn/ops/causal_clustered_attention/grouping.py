@@ -19,8 +19,9 @@ from ..clustered_attention.batched import (
     cluster_sizes,
     cluster_sums,
 )
-from ..kmeans.batched import lloyd, nearest, prepare
-from ..kmeans.sampling import fit_rows, strided_rows
+from ..kmeans import kmeans
+from ..kmeans.batched import nearest, prepare
+from ..kmeans.sampling import fit_rows
 from .layout import Layout
 from .reference import Settings
 
@@ -130,8 +131,12 @@ def group(query: torch.Tensor, key: torch.Tensor, layout: Layout, settings: Sett
 
 @torch.no_grad()
 def cluster_keys(blocks: torch.Tensor, clusters: int, settings: Settings) -> torch.Tensor:
-    """Labels `(blocks, keys)` of the keys `(blocks, keys, D)`: Lloyd's algorithm from evenly spread seeds."""
-    points = blocks.to(accumulation_dtype(blocks.dtype))
-    fitted = points.index_select(1, fit_rows(points.shape[1], clusters, settings.fit_queries).to(points.device))
-    seeds = fitted.index_select(1, strided_rows(fitted.shape[1], clusters).to(points.device))
-    return nearest(points, *prepare(lloyd(fitted, seeds, settings.iterations, None, binary=False), None))
+    """Labels `(blocks, keys)` of the keys `(blocks, keys, D)`, every block by K-means of its own."""
+    return kmeans(
+        blocks,
+        clusters,
+        iterations=settings.iterations,
+        fit_points=settings.fit_queries,
+        seed=settings.seed,
+        backend="batched",
+    )[0]

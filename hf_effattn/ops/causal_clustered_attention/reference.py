@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from ..cluster_queries.reference import cluster_head, keys_metric
 from ..clustered_attention.reference import for_every_head
 from ..dropout import TOPK_AND_SUMMARY_WEIGHTS, dropout_factor
-from ..kmeans.reference import lloyd, nearest
-from ..kmeans.sampling import fit_rows, strided_rows
+from ..kmeans.reference import cluster_points, nearest
+from ..kmeans.sampling import fit_rows
 from .layout import Layout
 
 
@@ -47,11 +47,9 @@ class Settings:
 
 @torch.no_grad()
 def cluster_keys(key: torch.Tensor, clusters: int, settings: Settings) -> torch.Tensor:
-    """Labels `(M,)` of the keys `(M, D)` of a block: Lloyd's algorithm from evenly spread seeds."""
+    """Labels `(M,)` of the keys `(M, D)` of a block, by K-means."""
     key = key.to(torch.promote_types(key.dtype, torch.float32))
-    fitted = key[fit_rows(len(key), clusters, settings.fit_queries)]
-    seeds = fitted[strided_rows(len(fitted), clusters)]
-    return nearest(key, lloyd(fitted, seeds, settings.iterations, None, binary=False), None)
+    return cluster_points(key, clusters, settings.iterations, settings.fit_queries, settings.seed)[0]
 
 
 def query_clusters(
