@@ -25,9 +25,9 @@ from hf_effattn.patching.methods import MethodSettings, make_settings, run_metho
 from hf_effattn.reporting.cost import interleaved_rounds, median, median_ratio
 from hf_effattn.reporting.environment import environment
 
-CLUSTERS = (50, 100, 200, 400)
-TOPK = (32, 64, 128, 256)
-KEY_CLUSTERS = (64, 128, 256)
+CLUSTERS = (50, 64, 100, 128, 200, 400)
+TOPK = (32, 64, 128, 192, 256, 384)
+KEY_CLUSTERS = (64, 128)
 TARGETS = (0.3, 0.2, 0.15, 0.1, 0.075, 0.05)
 
 

@@ -15,7 +15,7 @@ KINDS_OF_WEIGHTS = 3
 def draw_seed(dropout_p: float, device: torch.device | None = None) -> torch.Tensor | None:
     """A seed from torch's global random state (which checkpointing restores), or None without dropout.
 
-    Kernels want it on their GPU: there it costs no copy from the host, and a CUDA graph draws a new one at each replay.
+    Kernels want it on their GPU: no copy from the host, and a CUDA graph draws a new one at each replay.
     """
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p}")
