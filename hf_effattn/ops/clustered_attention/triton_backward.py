@@ -55,7 +55,8 @@ def _clustered_attention_bwd_key_kernel(
         b_grad = load_rows(p_grad, m_c, 1, Dv, BLOCK_V).to(b_value.dtype)
         b_lse = tl.load(lse_ptr + o_row, mask=m_c, other=0.0)
         b_delta = tl.load(delta_ptr + o_row, mask=m_c, other=0.0)
-        p_start = starts_ptr + o_row // clusters * (clusters + 2) + o_row % clusters
+        # A table holds the clusters of several problems, whose starts have two entries more.
+        p_start = starts_ptr + i_p * (rows // clusters) * (clusters + 2) + o_c + o_c // clusters * 2
         b_size = tl.load(p_start + 1, mask=m_c, other=0) - tl.load(p_start, mask=m_c, other=0)
         if BY_PARTS:
             b_scores = dot_by_parts(p_key, m_key, stride_key_d, p_centroid, m_c, 1, D, ROWS, COLUMNS, PRECISION)
@@ -180,7 +181,9 @@ def centroid_backward(
     grad_key = torch.empty_like(key, dtype=torch.float32)
     grad_value = torch.empty_like(value, dtype=torch.float32)
     mask_strides = (0, 0) if key_mask is None else key_mask.stride()
-    config = tile_config(key, D, Dv, backward=True) | {
+    config = tile_config(key, D, Dv, backward=True)
+    key_config = tile_config(key, D, Dv, backward=True, two_sums=True)
+    switches = {
         "HAS_MASK": key_mask is not None,
         "HAS_DROPOUT": dropout_seed is not None,
         "KINDS": KINDS_OF_WEIGHTS,
@@ -190,18 +193,20 @@ def centroid_backward(
     splits = split_count(B * Hk * blocks, M, config["COLUMNS"])
     split_length = triton.cdiv(triton.cdiv(M, splits), config["COLUMNS"]) * config["COLUMNS"]
     grad_centroids = key.new_empty(B * Hk * rows, splits, D, dtype=torch.float32)
-    key_blocks = triton.cdiv(M, config["ROWS"])
+    key_blocks = triton.cdiv(M, key_config["ROWS"])
     with on_device_of(key):
         if B * Hk * key_blocks:
             _clustered_attention_bwd_key_kernel[(B * Hk * key_blocks,)](
                 centroids, key, value, key_mask, dropout_seed, grads, lse, delta, members.starts, grad_key, grad_value,
                 *key.stride(), *value.stride(), *mask_strides, *grad_key.stride(), *grad_value.stride(),
-                Hk, rows, M, D, Dv, members.clusters, key_blocks, scale, scale * LOG2_E, dropout_p, **config,
+                Hk, rows, M, D, Dv, members.clusters, key_blocks, scale, scale * LOG2_E, dropout_p,
+                **switches, **key_config,
             )  # fmt: skip
         if B * Hk * blocks:
             _clustered_attention_bwd_centroid_kernel[(B * Hk * blocks * splits,)](
                 centroids, key, value, key_mask, dropout_seed, grads, lse, delta, grad_centroids,
                 *key.stride(), *value.stride(), *mask_strides,
-                Hk, rows, M, D, Dv, blocks, splits, split_length, scale, scale * LOG2_E, dropout_p, **config,
+                Hk, rows, M, D, Dv, blocks, splits, split_length, scale, scale * LOG2_E, dropout_p,
+                **switches, **config,
             )  # fmt: skip
     return grad_centroids, grad_key, grad_value

@@ -209,7 +209,7 @@ def _add_top_keys(
     targets = grad_key, grad_value
     if ordered:
         targets = grad_key.new_empty(saved.top.numel(), D), grad_value.new_empty(saved.top.numel(), Dv)
-    config = tile_config(query, D, Dv, backward=True)
+    config = tile_config(query, D, Dv, backward=True, two_sums=True)
     blocks = triton.cdiv(topk, config["ROWS"])
     if blocks == 0:
         return

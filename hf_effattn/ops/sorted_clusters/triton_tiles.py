@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..chips import chip_of
+from ..chips import KIB, chip_of
 
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-3.0e38)  # where a softmax begins: finite, so that a row without keys gives 0 and no NaN
@@ -66,10 +66,13 @@ def block_width(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-def tile_config(tensor: torch.Tensor, head_dim: int, value_dim: int, *, backward: bool = False) -> dict:
+def tile_config(
+    tensor: torch.Tensor, head_dim: int, value_dim: int, *, backward: bool = False, two_sums: bool = False
+) -> dict:
     """Block sizes, warps and stages of a kernel that walks a tile of rows over tiles of columns (keys or rows).
 
-    The largest that fit the registers and the shared memory of the tensor's chip without a spill.
+    The largest that fit the registers and the shared memory of the tensor's chip without a spill; with `two_sums`
+    of a backward kernel that adds up the gradients of keys and of values at once.
     """
     chip = chip_of(tensor)
     itemsize = tensor.element_size()
@@ -83,11 +86,15 @@ def tile_config(tensor: torch.Tensor, head_dim: int, value_dim: int, *, backward
         rows //= 2
     if (single and backward) or (widest > 128 and (single or backward)):
         columns = 16
-    by_parts = row_bytes >= 512 or (backward and row_bytes >= 256 and (single or chip.name == "hip"))
+    # Hopper's 16-bit products read operands from shared memory, others keep a whole tile's in registers.
+    from_shared = not single and chip.name == "cuda" and chip.shared_memory > 200 * KIB
+    by_parts = row_bytes >= 512 or (backward and row_bytes >= 256 and not from_shared)
     wide = row_bytes >= 256 if backward else single and widest == 128
     # Loads further ahead cost registers, which the float32 and the widest rows do not have.
     ahead = 2 if single or by_parts else 3
     fitting = (chip.shared_memory // itemsize - rows * (block_d + block_v)) // (columns * (block_d + block_v))
+    if two_sums and not from_shared:
+        rows = min(rows, 32)
     # Left to itself, NVIDIA's assembler spills a few registers where that lets one more program run beside.
     registers = {"maxnreg": 255} if chip.name == "cuda" else {}
     return {
