@@ -89,14 +89,16 @@ def tile_config(
     # Hopper's 16-bit products read operands from shared memory, others keep a whole tile's in registers.
     from_shared = not single and chip.name == "cuda" and chip.shared_memory > 200 * KIB
     by_parts = row_bytes >= 512 or (backward and row_bytes >= 256 and not from_shared)
-    wide = row_bytes >= 256 if backward else single and widest == 128
-    # Loads further ahead cost registers, which the float32 and the widest rows do not have.
-    ahead = 2 if single or by_parts else 3
+    # AMD's warps are twice as wide, and leave each lane half the registers where there are eight.
+    hip = chip.name == "hip"
+    wide = not hip and (row_bytes >= 256 if backward else single and widest == 128)
+    # Loads further ahead cost registers, which float32 and the widest rows do not have.
+    ahead = 2 if single or by_parts or hip else 3
     fitting = (chip.shared_memory // itemsize - rows * (block_d + block_v)) // (columns * (block_d + block_v))
     if two_sums and not from_shared:
         rows = min(rows, 32)
     # Left to itself, NVIDIA's assembler spills a few registers where that lets one more program run beside.
-    registers = {"maxnreg": 255} if chip.name == "cuda" else {}
+    registers = {} if hip else {"maxnreg": 255}
     return {
         "ROWS": rows,
         "COLUMNS": columns,
