@@ -38,13 +38,17 @@ def blocks(
         columns = 32 if chip.name == "cuda" and (computes == "key" or tile == FEW_ROWS) else 16
     elif chip.name == "cuda" and tile > FEW_ROWS and widest <= 64 and computes == "output" and not dropout:
         columns = 64
+    if itemsize == 4:
+        by_parts = widest > 32 or computes != "key"
+    else:
+        by_parts = wide and dropout and computes == "query"
     return {
         "HAS_DROPOUT": dropout,
         "ROWS": tile,
         "COLUMNS": columns,
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
-        "BY_PARTS": itemsize == 4 and (widest > 32 or computes != "key"),
+        "BY_PARTS": by_parts,
         "PRECISION": chip.dot_precision(query.dtype),
         # A program of few warps has more registers on AMD; on NVIDIA a warp has too few for much at once.
         "num_warps": 8 if chip.name == "cuda" and (wide or itemsize == 4 or (dropout and tile > FEW_ROWS)) else 4,
