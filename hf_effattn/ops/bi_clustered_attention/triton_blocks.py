@@ -38,10 +38,7 @@ def blocks(
         columns = 32 if chip.name == "cuda" and (computes == "key" or tile == FEW_ROWS) else 16
     elif chip.name == "cuda" and tile > FEW_ROWS and widest <= 64 and computes == "output" and not dropout:
         columns = 64
-    if itemsize == 4:
-        by_parts = widest > 32 or computes != "key"
-    else:
-        by_parts = wide and dropout and computes == "query"
+    by_parts = (widest > 32 or computes != "key") if itemsize == 4 else (wide and dropout and computes == "query")
     return {
         "HAS_DROPOUT": dropout,
         "ROWS": tile,
