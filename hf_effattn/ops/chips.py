@@ -19,6 +19,14 @@ class Chip:
     name: str
     shared_memory: int
 
+    @property
+    def all_registers(self) -> dict[str, int]:
+        """Option of a launch that lets a program use all registers it can have.
+
+        Left to itself, NVIDIA's assembler spills a few where that lets one more program run beside.
+        """
+        return {"maxnreg": 255} if self.name == "cuda" else {}
+
     def dot_precision(self, dtype: torch.dtype) -> str:
         """How `tl.dot` multiplies numbers that were loaded as `dtype`: float32 as precisely as torch itself does."""
         if dtype != torch.float32:

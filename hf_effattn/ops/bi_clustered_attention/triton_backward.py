@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..chips import on_device_of
+from ..chips import chip_of, on_device_of
 from ..sorted_clusters.triton_centroids import split_count
 from ..sorted_clusters.triton_dropout import dropout_factor
 from ..sorted_clusters.triton_sort import SortedRows, cluster_means, sort_by_cluster
@@ -399,5 +399,6 @@ def attend_backward(
             _bi_clustered_attention_bwd_keys_kernel[(B * Hk * key_tiles,)](
                 of_top, of_means, keys.order, keys.starts, keys.tiles, grad, *grad.stride(),
                 Hk, M, dim, G, key_tiles, mean_splits, TILE=keys.tile, BLOCK_D=triton.next_power_of_2(dim),
+                **chip_of(query).all_registers,
             )  # fmt: skip
     return grad_query, grad_key, grad_value

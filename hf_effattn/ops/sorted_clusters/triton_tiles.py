@@ -97,8 +97,6 @@ def tile_config(
     fitting = (chip.shared_memory // itemsize - rows * (block_d + block_v)) // (columns * (block_d + block_v))
     if two_sums and not from_shared:
         rows = min(rows, 32)
-    # Left to itself, NVIDIA's assembler spills a few registers where that lets one more program run beside.
-    registers = {} if hip else {"maxnreg": 255}
     return {
         "ROWS": rows,
         "COLUMNS": columns,
@@ -108,5 +106,5 @@ def tile_config(
         "PRECISION": chip.dot_precision(tensor.dtype),
         "num_warps": 8 if wide else 4,
         "num_stages": max(1, min(ahead, fitting)),
-        **registers,
+        **chip.all_registers,
     }
