@@ -39,8 +39,8 @@ def blocks(
     elif chip.name == "cuda" and tile > FEW_ROWS and widest <= 64 and computes == "output" and not dropout:
         columns = 64
     by_parts = (widest > 32 or computes != "key") if itemsize == 4 else (wide and dropout and computes == "query")
-    # The large 16-bit tiles are better off with what the assembler chooses.
-    registers = chip.all_registers if tile == FEW_ROWS or itemsize == 4 else {}
+    # The gradients of large 16-bit tiles are better off with what the assembler chooses.
+    registers = chip.all_registers if tile == FEW_ROWS or itemsize == 4 or computes == "output" else {}
     return registers | {
         "HAS_DROPOUT": dropout,
         "ROWS": tile,
