@@ -40,7 +40,8 @@ def blocks(
         columns = 64
     by_parts = (widest > 32 or computes != "key") if itemsize == 4 else (wide and dropout and computes == "query")
     # The gradients of large 16-bit tiles are better off with what the assembler chooses.
-    registers = chip.all_registers if tile == FEW_ROWS or itemsize == 4 or computes == "output" else {}
+    large = tile > FEW_ROWS and itemsize == 2 and widest > 16 and computes != "output"
+    registers = {} if large else chip.all_registers
     return registers | {
         "HAS_DROPOUT": dropout,
         "ROWS": tile,
