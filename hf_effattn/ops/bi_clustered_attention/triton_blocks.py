@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from ..chips import chip_of
+from ..chips import KIB, chip_of
 from ..sorted_clusters.triton_tiles import block_width
 
 FEW_ROWS = 16  # the fewest that tensor cores multiply
@@ -14,7 +14,7 @@ def query_tile(query: torch.Tensor, value_dim: int, clusters: int) -> int:
     """Rows of a tile of queries `(B, H, N, D)`, or few, where those of a cluster of mean size would not fill half."""
     widest = max(block_width(query.shape[3]), block_width(value_dim))
     tile = 64 if query.element_size() == 2 else 32
-    if chip_of(query).name == "hip" and widest > 128:
+    if widest > 128 and (chip_of(query).name == "hip" or query.element_size() == 4):
         tile = FEW_ROWS
     return FEW_ROWS if query.shape[2] // clusters < tile // 2 else tile
 
@@ -36,7 +36,7 @@ def blocks(
         columns = 16
     elif wide:
         columns = 32 if chip.name == "cuda" and (computes == "key" or tile == FEW_ROWS) else 16
-    elif chip.name == "cuda" and tile > FEW_ROWS and widest <= 64 and computes == "output" and not dropout:
+    elif chip.shared_memory > 200 * KIB and tile > FEW_ROWS and widest <= 64 and computes == "output" and not dropout:
         columns = 64
     by_parts = (widest > 32 or computes != "key") if itemsize == 4 else (wide and dropout and computes == "query")
     # The gradients of large 16-bit tiles are better off with what the assembler chooses.
