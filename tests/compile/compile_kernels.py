@@ -184,11 +184,11 @@ def attention_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], 
     )
     variants: list[dict[str, Any]] = [
         {"length": 1024, "clusters": 100, "topk": 32},
-        {"length": 16384, "clusters": 512, "topk": 128, "masks": True},
+        {"length": 16384, "clusters": 100, "topk": 128, "masks": True},
         {"length": 16384, "clusters": 100, "topk": 128, "dropout_p": 0.1},
-        {"length": 32768, "clusters": 4096, "topk": 1024, "key_heads": 1, "dropout_p": 0.1},
     ]
-    # A head_dim that fills its tile is compiled with everything, the others as most models call them.
+    if head_dim == FRESH_HEAD_DIM:
+        variants.append({"length": 32768, "clusters": 4096, "topk": 1024, "key_heads": 1, "dropout_p": 0.1})
     for variant in variants:
         length, clusters, topk = variant["length"], variant["clusters"], variant["topk"]
         heads, key_heads = 2, variant.get("key_heads", 2)
