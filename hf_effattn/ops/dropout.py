@@ -12,7 +12,7 @@ TOPK_AND_SUMMARY_WEIGHTS = 2
 KINDS_OF_WEIGHTS = 3
 
 
-def draw_seed(dropout_p: float, device: torch.device | None = None) -> torch.Tensor | None:
+def draw_seed(dropout_p: float, device: torch.device) -> torch.Tensor | None:
     """A seed from torch's global random state (which checkpointing restores), or None without dropout.
 
     Kernels want it on their GPU: no copy from the host, and a CUDA graph draws a new one at each replay.

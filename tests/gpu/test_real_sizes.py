@@ -33,6 +33,7 @@ SIZES = (
     Size("odd", B=2, H=3, key_heads=3, N=5003, D=80, padded=1777),
     Size("grouped", H=16, key_heads=4, N=8192, D=128, clusters=128, key_clusters=128, topk=128),
     Size("wide", H=4, key_heads=4, D=256),
+    Size("not_a_power_of_two", H=2, key_heads=1, N=2050, D=200),
     Size("many_clusters", H=2, key_heads=2, N=16384, clusters=1024, key_clusters=512, topk=1024),
 )
 each_op = pytest.mark.parametrize("op", OPS)

@@ -83,7 +83,7 @@ def bi_clustered_attention(
     run = choose_backend(backend, forms, query, key, value)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     topk = min(topk, key.shape[2])
-    seed = draw_seed(dropout_p)
+    seed = draw_seed(dropout_p, query.device)
     return run(
         query,
         key,

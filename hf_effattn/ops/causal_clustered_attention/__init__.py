@@ -131,4 +131,4 @@ def causal_clustered_attention(
         query.shape[3] ** -0.5 if scale is None else float(scale),
         dropout_p,
     )
-    return run(query, key, value, key_mask, settings, draw_seed(dropout_p))
+    return run(query, key, value, key_mask, settings, draw_seed(dropout_p, query.device))

@@ -134,7 +134,7 @@ def slice_attention(
         key_positions,
         sink_mask,
         dropout_p,
-        draw_seed(dropout_p),
+        draw_seed(dropout_p, query.device),
     )
     return (output, pooled, lse) if return_lse else (output, pooled)
 

@@ -114,7 +114,7 @@ def sorted_block_attention(
     scale = D**-0.5 if scale is None else float(scale)
     return run(
         *(query, key, value, order.long(), lengths, window_blocks, causal, labels, key_mask, membership),
-        *(scale, dropout_p, draw_seed(dropout_p)),
+        *(scale, dropout_p, draw_seed(dropout_p, query.device)),
     )
 
 
