@@ -7,21 +7,23 @@ from ..row_chunks import CHUNK_BYTES, RowChunk, row_chunks
 from .reference import as_sign
 from .sampling import first_seed, fit_rows, most_fit_rows, seeding_groups, seeding_rows, strided_rows
 
+BYTE_LABELS = 255  # numbers from 1 on that a byte holds
+
 
 def farthest_first(points: torch.Tensor, directions: torch.Tensor, clusters: int, seed: int) -> torch.Tensor:
-    """Row numbers `(P, C)` of the seeds out of points `(P, N, D)` with directions `x G`."""
+    """Seeds `(P, C, D)` out of points `(P, N, D)` with directions `x G`."""
     P, N, _ = points.shape
     norms = torch.linalg.vecdot(points, directions)
-    # All distances at once: what is left for each of the C steps is too small to be worth a second thread.
-    distances = torch.baddbmm(norms[:, :, None] + norms[:, None], points, directions.transpose(1, 2), alpha=-2)
-    distances = distances.flatten(0, 1)  # row p · N + i: distances of point i of problem p
+    # All products at once: what is left for each of the C steps is too small to be worth a second thread.
+    distances = torch.bmm(points, directions.mul(-2).transpose(1, 2)).add_(norms[..., None])
+    distances = distances.flatten(0, 1)  # row p · N + i: distances from point i of problem p, less the others' norms
     first_row = torch.arange(P, device=points.device) * N
     chosen = [first_row + first_seed(N, seed)]
     nearest_seed = torch.full_like(norms, torch.inf)
     for _ in range(1, clusters):
         torch.minimum(nearest_seed, distances.index_select(0, chosen[-1]), out=nearest_seed)
-        chosen.append(nearest_seed.argmax(dim=1) + first_row)
-    return torch.stack(chosen, dim=1) - first_row[:, None]
+        chosen.append((nearest_seed + norms).argmax(dim=1) + first_row)
+    return points.flatten(0, 1).index_select(0, torch.stack(chosen, dim=1).flatten()).view(P, clusters, -1)
 
 
 def in_metric(points: torch.Tensor, metric: torch.Tensor | None) -> torch.Tensor:
@@ -36,14 +38,22 @@ def find_seeds(points: torch.Tensor, clusters: int, seed: int, metric: torch.Ten
     groups = seeding_groups(clusters)
     for i in range(groups):
         own = points.index_select(1, rows[i::groups])
-        chosen = farthest_first(own, in_metric(own, metric), len(range(i, clusters, groups)), seed)
-        seeds[:, i::groups] = own.take_along_dim(chosen[..., None], dim=1)
+        seeds[:, i::groups] = farthest_first(own, in_metric(own, metric), len(range(i, clusters, groups)), seed)
     return seeds
 
 
 def nearest(points: torch.Tensor, directions: torch.Tensor, half_norms: torch.Tensor) -> torch.Tensor:
     """Number of the centroid at the smallest `c G c^T / 2 - x G c^T` for every point `(P, N, D)`: `(P, N)`."""
-    return torch.baddbmm(half_norms[:, None], points, directions.transpose(1, 2), alpha=-1).argmin(dim=2)
+    clusters = directions.shape[1]
+    if clusters > BYTE_LABELS:
+        return torch.baddbmm(half_norms[:, None], points, directions.transpose(1, 2), alpha=-1).argmin(dim=2)
+    # On a CPU argmax would be the dearest step of all, as it takes one number at a time; these take vectors of them.
+    # The largest are marked by their number counted from the last: the first of equals has the largest mark.
+    scores = torch.bmm(directions, points.transpose(1, 2)).sub_(half_norms[..., None])  # (P, C, N)
+    marks = (scores >= scores.amax(dim=1, keepdim=True)).view(torch.uint8)
+    marks *= torch.arange(clusters, 0, -1, dtype=torch.uint8, device=points.device)[:, None]
+    # A score that is not a number is marked nowhere and must not lead outside.
+    return clusters - marks.amax(dim=1).long().clamp_(min=1)
 
 
 def prepare(centroids: torch.Tensor, metric: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
