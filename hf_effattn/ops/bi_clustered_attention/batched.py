@@ -1,10 +1,10 @@
 """Bi-clustered attention for a CPU: queries sorted by cluster, cut into blocks, batched matrix products.
 
-The queries of a block share their exact keys, those of a head share the means of the key clusters: scores against the
-former are one product per block, against the latter one per head, without a copy of the means for every block. As in
-the clustered form, nothing but the inputs is kept for the backward pass, and to `torch.compile` each pass is one op.
+The queries of a block share their columns, the top keys and the means of the key clusters: the means stand behind the
+keys in one table, so that scores, outputs and gradients are one product per block each. As in the clustered form,
+nothing but the inputs is kept for the backward pass, and to `torch.compile` each pass is one op.
 
-Sizes: `P` key/value heads of a chunk, `T` top keys, `G` key clusters, `length` queries of a block.
+Sizes: `P` key/value heads of a chunk, `M` keys, `T` top keys, `G` key clusters, `length` queries of a block.
 """
 
 import torch
@@ -34,7 +34,8 @@ def largest_buffer(
     length = block_length(query.shape[2] / clusters)
     blocks = clusters + query.shape[2] // length
     head_dim = max(key.shape[3], value.shape[3])
-    return max(clusters * key.shape[2], blocks * length * max(head_dim, topk + key_clusters), blocks * topk * head_dim)
+    columns = topk + key_clusters
+    return max(clusters * key.shape[2], blocks * length * max(head_dim, columns), blocks * columns * head_dim)
 
 
 class _Chunk:
@@ -58,26 +59,28 @@ class _Chunk:
         dropout_p: float,
         dropout_seed: torch.Tensor | None,
     ) -> None:
-        self.key, self.value = chunk.keys(key), chunk.keys(value)
-        self.P, self.M, _ = self.key.shape
+        keys, values = chunk.keys(key), chunk.keys(value)
+        self.P, self.M, _ = keys.shape
         self.T, self.G = min(topk, self.M), key_clusters
         tables = chunk.group * clusters  # C
         index = table_rows(chunk, labels, clusters)
         sizes = cluster_sizes(index, self.P, tables)
         self.blocks = ClusterBlocks.of(index, sizes)
-        self.blocks_of_heads = torch.bincount(self.blocks.clusters // tables, minlength=self.P).tolist()
         # Scaled before any product, which float16 could not hold otherwise.
         self.packed_query = self.blocks.pack(chunk.queries(query) * scale)
-        top = self.top_keys(sizes)  # T_j: (P, C, T)
-        heads = torch.arange(self.P, device=key.device)[:, None, None]
-        # Rows of the flat (P · M, D) key table, per block.
-        self.top_rows = (top + heads * self.M).flatten(0, 1).index_select(0, self.blocks.clusters)  # (blocks, T)
+        # The order of the top keys decides nothing but their dropout.
+        top = self.centroid_scores(sizes, keys).topk(self.T, dim=-1, sorted=dropout_seed is not None).indices
 
         self.key_index = cluster_rows(chunk.keys(key_labels), self.G)
         key_sizes = cluster_sizes(self.key_index, self.P, self.G)  # n_c: (P, G)
         self.key_sizes = key_sizes.clamp(min=1)[..., None]
-        self.mean_keys, self.mean_values = self.cluster_means(self.key), self.cluster_means(self.value)
+        self.keys, self.values = self.with_means(keys), self.with_means(values)  # (P, M + G, D)
         self.log_rest = self.log_rest_sizes(top, key_sizes).index_select(0, self.blocks.clusters)  # (blocks, G)
+        # Rows of these tables, flat, that a block's queries attend to: (blocks · (T + G),)
+        means = torch.arange(self.M, self.M + self.G, device=key.device).expand(*top.shape[:2], -1)
+        heads = torch.arange(self.P, device=key.device)[:, None, None] * (self.M + self.G)
+        columns = (torch.cat([top, means], dim=2) + heads).flatten(0, 1)
+        self.columns = columns.index_select(0, self.blocks.clusters).flatten()
 
         self.factor = None
         if dropout_seed is not None:
@@ -88,15 +91,16 @@ class _Chunk:
             factor = torch.cat([factor[..., : self.T], factor[..., -self.G :]], dim=2)
             self.factor = self.blocks.pack(factor.view(self.P, -1, self.T + self.G))
 
-    def top_keys(self, sizes: torch.Tensor) -> torch.Tensor:
-        """The keys with the largest product with the centroids of clusters of `sizes` `(P, C)`: `(P, C, T)`."""
-        sums = self.packed_query.sum(dim=1, dtype=accumulation_dtype(self.key.dtype))
+    def centroid_scores(self, sizes: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Products `(P, C, M)` of the centroids of clusters of `sizes` `(P, C)` with the keys."""
+        sums = self.packed_query.sum(dim=1, dtype=accumulation_dtype(keys.dtype))
         centroids = self.blocks.sum(sums, sizes.numel()).view(*sizes.shape, -1) / sizes.clamp(min=1)[..., None]
-        return centroid_scores(centroids, self.key, 1.0).topk(self.T, dim=-1).indices
+        return centroid_scores(centroids, keys, 1.0)
 
-    def cluster_means(self, rows: torch.Tensor) -> torch.Tensor:
-        """Means of keys or values `(P, M, D)` over the key clusters, `(P, G, D)`."""
-        return (cluster_sums(rows, self.key_index, self.P, self.G) / self.key_sizes).to(rows.dtype)
+    def with_means(self, rows: torch.Tensor) -> torch.Tensor:
+        """Keys or values `(P, M, D)`, and behind them their means over the key clusters: `(P, M + G, D)`."""
+        means = cluster_sums(rows, self.key_index, self.P, self.G) / self.key_sizes
+        return torch.cat([rows, means.to(rows.dtype)], dim=1)
 
     def log_rest_sizes(self, top: torch.Tensor, key_sizes: torch.Tensor) -> torch.Tensor:
         """`log n_jc` `(P · C, G)`; -inf, and so no weight, for key clusters without a key outside `T_j`."""
@@ -104,40 +108,17 @@ class _Chunk:
         chosen = self.key_index.view(P, 1, -1).expand(-1, C, -1).gather(2, top) % self.G  # (P, C, T)
         row = torch.arange(P * C, device=top.device)[:, None] * self.G
         counts = torch.bincount((chosen.view(P * C, T) + row).flatten(), minlength=P * C * self.G).view(P, C, self.G)
-        return (key_sizes[:, None] - counts).to(accumulation_dtype(self.key.dtype)).log_().flatten(0, 1)
+        return (key_sizes[:, None] - counts).to(accumulation_dtype(self.keys.dtype)).log_().flatten(0, 1)
 
     def take(self, table: torch.Tensor) -> torch.Tensor:
-        """The top rows of keys or values `(P, M, D)`, per block: `(blocks, T, D)`."""
-        return table.flatten(0, 1).index_select(0, self.top_rows.flatten()).view(*self.top_rows.shape, -1)
+        """What a block's queries attend to, of the table `(P, M + G, D)`: `(blocks, T + G, D)`."""
+        return table.flatten(0, 1).index_select(0, self.columns).view(len(self.blocks.clusters), -1, table.shape[2])
 
-    def of_heads(self, blocks: torch.Tensor) -> list[torch.Tensor]:
-        """Views of `(blocks, length, ...)` as `(rows, ...)`, one per head."""
-        return [part.flatten(0, 1) for part in blocks.split(self.blocks_of_heads)]
-
-    def times(self, weights: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-        """`weights` `(blocks, length, G)` times the table `(P, G, D)` of their head: `(blocks, length, D)`."""
-        product = torch.empty(*weights.shape[:2], tables.shape[2], dtype=tables.dtype, device=tables.device)
-        for rows, table, target in zip(self.of_heads(weights), tables, self.of_heads(product), strict=True):
-            torch.mm(rows, table, out=target)
-        return product
-
-    def transposed_times(self, weights: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-        """Per head, `weights` `(blocks, length, G)` transposed times `packed` `(blocks, length, D)`: `(P, G, D)`."""
-        pairs = zip(self.of_heads(weights), self.of_heads(packed), strict=True)
-        return torch.stack([rows.T @ others for rows, others in pairs])
-
-    def weights(self, top_keys: torch.Tensor) -> torch.Tensor:
+    def weights(self, keys: torch.Tensor) -> torch.Tensor:
         """`p_i`, one softmax over the top keys and the key clusters: `(blocks, length, T + G)`."""
-        shape = *self.packed_query.shape[:2], self.T + self.G
-        scores = torch.empty(shape, dtype=self.log_rest.dtype, device=self.key.device)
-        scores[..., : self.T] = torch.bmm(self.packed_query, top_keys.transpose(1, 2))
-        summary_scores = self.times(self.packed_query, self.mean_keys.transpose(1, 2))
-        torch.add(summary_scores, self.log_rest[:, None], out=scores[..., self.T :])
+        scores = torch.bmm(self.packed_query, keys.transpose(1, 2)).to(self.log_rest.dtype)
+        scores[..., self.T :] += self.log_rest[:, None]
         return softmax_(scores)
-
-    def weighted_sum(self, weights: torch.Tensor, top_rows: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
-        """`weights` `(blocks, length, T + G)` over `top_rows` `(blocks, T, D)` and `means` `(P, G, D)`, packed."""
-        return torch.baddbmm(self.times(weights[..., self.T :], means), weights[..., : self.T], top_rows)
 
 
 @torch.library.custom_op("hf_effattn::bi_clustered_attention", mutates_args=())
@@ -165,10 +146,10 @@ def bi_clustered_attention(
         numbers = largest_buffer(query, key, value, clusters, key_clusters, topk)
         for part in chunks_of(query, key, key_mask, query_mask, numbers):
             chunk = _Chunk(part, query, key, value, labels, key_labels, *settings)
-            weights = chunk.weights(chunk.take(chunk.key))
+            weights = chunk.weights(chunk.take(chunk.keys))
             if chunk.factor is not None:
                 weights *= chunk.factor
-            values = chunk.weighted_sum(weights.to(value.dtype), chunk.take(chunk.value), chunk.mean_values)
+            values = torch.bmm(weights.to(value.dtype), chunk.take(chunk.values))
             part.store_queries(output, chunk.blocks.unpack(values, chunk.P))
     return output
 
@@ -203,37 +184,29 @@ def bi_clustered_attention_backward(
         numbers = largest_buffer(query, key, value, clusters, key_clusters, topk)
         for part in chunks_of(query, key, key_mask, query_mask, numbers):
             chunk = _Chunk(part, query, key, value, labels, key_labels, *settings)
-            T, blocks, packed_query = chunk.T, chunk.blocks, chunk.packed_query
-            packed_grad = blocks.pack(part.queries(grad_output))
-            top_keys, top_values = chunk.take(chunk.key), chunk.take(chunk.value)
-            softmax = chunk.weights(top_keys)
-            grad_weights = torch.empty_like(softmax)
-            grad_weights[..., :T] = torch.bmm(packed_grad, top_values.transpose(1, 2))
-            grad_weights[..., T:] = chunk.times(packed_grad, chunk.mean_values.transpose(1, 2))
+            packed_grad = chunk.blocks.pack(part.queries(grad_output))
+            keys = chunk.take(chunk.keys)
+            softmax = chunk.weights(keys)
+            grad_weights = torch.bmm(packed_grad, chunk.take(chunk.values).transpose(1, 2)).to(dtype)
             weights = softmax
             if chunk.factor is not None:
                 grad_weights *= chunk.factor
                 weights = softmax * chunk.factor
-            weights = weights.to(value.dtype)
-            grad_top_values = torch.bmm(weights[..., :T].transpose(1, 2), packed_grad)
-            grad_mean_values = chunk.transposed_times(weights[..., T:], packed_grad)
+            grad_values = torch.bmm(weights.to(value.dtype).transpose(1, 2), packed_grad)
 
             row_dot = torch.linalg.vecdot(softmax, grad_weights)[..., None]
             grad_scores = grad_weights.sub_(row_dot).mul_(softmax).to(key.dtype)
-            grad_q = blocks.unpack(chunk.weighted_sum(grad_scores, top_keys, chunk.mean_keys), chunk.P)
+            grad_q = chunk.blocks.unpack(torch.bmm(grad_scores, keys), chunk.P)
             part.store_queries(grad_query, grad_q * scale)
-            grad_top_keys = torch.bmm(grad_scores[..., :T].transpose(1, 2), packed_query)
-            grad_mean_keys = chunk.transposed_times(grad_scores[..., T:], packed_query)
+            grad_keys = torch.bmm(grad_scores.transpose(1, 2), chunk.packed_query)
 
-            rows = chunk.top_rows.flatten()
-            for target, grad_means, grad_top in (
-                (grad_key, grad_mean_keys, grad_top_keys),
-                (grad_value, grad_mean_values, grad_top_values),
-            ):
-                shares = grad_means.to(dtype) / chunk.key_sizes  # of every key of a cluster in its mean's gradient
-                summed = shares.flatten(0, 1).index_select(0, chunk.key_index)
-                summed.index_add_(0, rows, grad_top.flatten(0, 1).to(dtype))
-                part.store_keys(target, summed.view(chunk.P, chunk.M, -1))
+            for target, of_columns in ((grad_key, grad_keys), (grad_value, grad_values)):
+                summed = softmax.new_zeros(chunk.P * (chunk.M + chunk.G), of_columns.shape[2])
+                summed.index_add_(0, chunk.columns, of_columns.flatten(0, 1).to(dtype))
+                of_rows, of_means = summed.view(chunk.P, chunk.M + chunk.G, -1).split([chunk.M, chunk.G], dim=1)
+                shares = of_means / chunk.key_sizes  # of every key of a cluster in its mean's gradient
+                of_rows = of_rows + shares.flatten(0, 1).index_select(0, chunk.key_index).view(of_rows.shape)
+                part.store_keys(target, of_rows)
     return grad_query, grad_key, grad_value
 
 
