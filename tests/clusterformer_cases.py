@@ -31,6 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lsh": {"assignment": "lsh"},
     "random": {"assignment": "random"},
     "identity": {"assignment": "identity"},
+    "full": {"assignment": "full"},
 }
 
 

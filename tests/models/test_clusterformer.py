@@ -164,6 +164,20 @@ def test_one_cluster_is_full_attention(side):
     torch.testing.assert_close(actual[counts], exact[counts], rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("decoder", [False, True])
+@pytest.mark.parametrize("side", ["none", "right", "left"])
+def test_full_attention_is_that_of_one_cluster(side, decoder):
+    """The Transformer to compare with: the same weights, and what sorting into a single block gives."""
+    settings = {"is_decoder": decoder, "causal": "paper"}
+    full = tiny_model(ClusterFormerModel, assignment="full", **settings)
+    sorted_words = tiny_model(ClusterFormerModel, assignment="identity", clusters=1, **settings)
+    assert full.state_dict().keys() == sorted_words.state_dict().keys()
+    words, mask = (texts(), None) if side == "none" else padded_texts(side)
+    counts = slice(None) if mask is None else mask.bool()
+    actual, expected = (model(words, attention_mask=mask).last_hidden_state[counts] for model in (full, sorted_words))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+
+
 @each_variant
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padding_changes_nothing(variant, side):
@@ -204,8 +218,9 @@ def test_any_length(variant, N):
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
-def test_a_text_without_words_harms_no_other():
-    model = tiny_model(ClusterFormerForSequenceClassification)
+@pytest.mark.parametrize("assignment", ["neural", "full"])
+def test_a_text_without_words_harms_no_other(assignment):
+    model = tiny_model(ClusterFormerForSequenceClassification, assignment=assignment)
     words, mask = padded_texts("right")
     mask[0] = 0
     output = model(words, attention_mask=mask, labels=torch.tensor([0, 1, 0]))
@@ -304,13 +319,14 @@ def test_token_types_tell_the_texts_of_a_pair_apart():
         ({"cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0, "gated": True}, True),
         ({"assignment": "kmeans"}, None),
         ({"assignment": "identity"}, None),
+        ({"assignment": "full"}, None),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("model_class", [ClusterFormerForMaskedLM, ClusterFormerForCausalLM], ids=lambda c: c.__name__)
 def test_every_parameter_that_is_trained_has_a_gradient(model_class, changes, trained):
     """Else DistributedDataParallel waits for it for ever."""
-    if model_class is ClusterFormerForCausalLM and trained is None:
+    if model_class is ClusterFormerForCausalLM and changes.get("assignment") in ("kmeans", "identity"):
         pytest.skip("the strict form knows no K-means and no identity order")
     model = tiny_model(model_class, dtype=torch.float32, **changes).train()
     words = texts()
@@ -452,7 +468,7 @@ def test_controls_are_what_they_say():
         ({"window_blocks": 0}, "window_blocks must be at least 1"),
         (
             {"assignment": "som"},
-            "assignment must be one of 'neural', 'kmeans', 'lsh', 'random', 'identity', got 'som'",
+            "assignment must be one of 'neural', 'kmeans', 'lsh', 'random', 'identity', 'full', got 'som'",
         ),
         ({"similarity": "l2"}, "similarity must be one of"),
         ({"causal": "no"}, "causal must be one of"),

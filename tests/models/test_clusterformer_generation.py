@@ -14,6 +14,7 @@ STRICT = {
     "dot": {"similarity": "dot", "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0},
     "short_reach": {"block_length": 2},
     "wide_window": {"window_blocks": 4, "block_length": 1},
+    "full": {"assignment": "full"},
 }
 each_strict = pytest.mark.parametrize("variant", STRICT)
 each_causal = pytest.mark.parametrize("causal", ["strict", "paper"])
@@ -90,7 +91,7 @@ def test_generation_with_a_cache_equals_generation_without(variant, beams):
     assert torch.equal(cached, model.generate(words, use_cache=False, **options))
 
 
-@pytest.mark.parametrize("variant", ["neural", "gated"])
+@pytest.mark.parametrize("variant", ["neural", "gated", "full"])
 def test_generation_of_a_left_padded_batch_equals_each_text_alone(variant):
     model = tiny_model(ClusterFormerForCausalLM, **STRICT[variant])
     words, mask = padded_texts("left", N=14, padding=5)
@@ -123,10 +124,10 @@ def test_a_language_model_is_a_decoder_whatever_its_config_says():
 
 
 @each_causal
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"gated": True}, {"assignment": "full"}], ids=str)
 @pytest.mark.parametrize("beams", [1, 3])
-def test_translation_with_a_cache_equals_translation_without(causal, gated, beams):
-    model = tiny_model(ClusterFormerForConditionalGeneration, causal=causal, gated=gated, decoder_layers=3)
+def test_translation_with_a_cache_equals_translation_without(causal, changes, beams):
+    model = tiny_model(ClusterFormerForConditionalGeneration, causal=causal, decoder_layers=3, **changes)
     words, mask = padded_texts("right")
     options = {"attention_mask": mask, "max_new_tokens": 10, "num_beams": beams, "do_sample": False}
     cached = model.generate(words, use_cache=True, **options)

@@ -1,4 +1,4 @@
-"""The two attentions of a ClusterFormer layer: within sorted blocks, and to an encoder."""
+"""The attentions of a ClusterFormer layer: within sorted blocks or, to compare with, to all words; to an encoder."""
 
 import torch
 import torch.nn.functional as F
@@ -118,6 +118,32 @@ class SortedBlockSelfAttention(Projections):
         # Finite: a padded query sees nothing, and its row must not become NaN.
         bias = bias.masked_fill(~visible, torch.finfo(query.dtype).min)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=self.dropout)
+
+
+class FullSelfAttention(Projections):
+    """Attention of every word to all words, in a decoder to itself and those before it: the Transformer's."""
+
+    def __init__(self, config: ClusterFormerConfig, layer_idx: int) -> None:
+        super().__init__(config)
+        self.layer_idx = layer_idx
+        self.causal = config.is_decoder
+
+    def forward(
+        self, words: torch.Tensor, clustered: None, mask: torch.Tensor | None, cache: Cache | None
+    ) -> torch.Tensor:
+        """Attend from words `(B, N, d)`; with a cache also to the words before them."""
+        query, key, value = (self.split(layer(words)) for layer in (self.query, self.key, self.value))
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        N, M = query.shape[2], key.shape[2]
+        seen = None if mask is None else mask[:, None, None, :M]
+        plain = self.causal and seen is None and N == M
+        if self.causal and not plain:
+            earlier = torch.ones(N, M, dtype=torch.bool, device=query.device).tril(M - N)
+            seen = earlier if seen is None else seen & earlier
+        return self.join(
+            F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=self.dropout, is_causal=plain)
+        )
 
 
 class CrossAttention(Projections):

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from ...ops.arguments import check_count
 from ...ops.neural_clustering import SIMILARITIES
 
-ASSIGNMENTS = ("neural", "kmeans", "lsh", "random", "identity")
+ASSIGNMENTS = ("neural", "kmeans", "lsh", "random", "identity", "full")
 CAUSAL_FORMS = ("strict", "paper")
 POOLINGS = ("mean", "first")
 
@@ -26,8 +26,10 @@ class ClusterFormerConfig(PretrainedConfig):
         pre_norm (`bool`): LayerNorm before each sublayer; False: after it, as in BERT.
         clusters (`int`, *optional*): the paper's `k`. Default: the square root of `max_position_embeddings`.
         window_blocks (`int`): blocks of sorted words that a word sees, its own included; the paper's is 2.
-        assignment (`str`): what sorts the words: `"neural"`; `"kmeans"` (as in the Routing Transformer) or `"lsh"` (as
-            in the Reformer), which learn nothing; `"random"` or `"identity"`, the controls.
+        assignment (`str`): what sorts the words: `"neural"`; `"kmeans"` (as the Routing Transformer does, but fitted
+            on each text) or `"lsh"` (as the Reformer does), which learn nothing; `"random"` or `"identity"`, the
+            controls; `"full"`: nothing is sorted, every word sees all others, as in the Transformer that the paper
+            compares with.
         assignment_seed (`int`): seed of `"kmeans"`, `"lsh"` and `"random"`.
         similarity (`str`): `"cosine"`, or `"dot"`, the paper's, which is unbounded: its losses diverge.
         sharpness (`float`): factor on the cosine inside the memberships; the inner product is taken as it is.
@@ -137,12 +139,13 @@ class ClusterFormerConfig(PretrainedConfig):
             raise ValueError(
                 f'gated=True needs assignment="neural", got {assignment!r}: the others have no memberships'
             )
-        if is_decoder and causal == "strict" and assignment not in ("neural", "lsh"):
+        strict = is_decoder and causal == "strict"
+        if strict and assignment not in ("neural", "lsh", "full"):
             raise ValueError(
-                f'causal="strict" needs assignment="neural" or "lsh", got {assignment!r}: there later words move'
-                " earlier ones to other clusters"
+                f'causal="strict" needs assignment="neural", "lsh" or "full", got {assignment!r}: there later words'
+                " move earlier ones to other clusters"
             )
-        if is_decoder and causal == "strict" and window_blocks < 2:
+        if strict and assignment != "full" and window_blocks < 2:
             raise ValueError('causal="strict" needs window_blocks of at least 2: with 1 a word would see only itself')
         if similarity == "dot" and assignment == "neural" and (cluster_loss_weight or sorting_loss_weight):
             warnings.warn(

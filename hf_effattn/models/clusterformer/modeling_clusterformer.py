@@ -11,10 +11,10 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import can_return_tuple
 
-from .attention import CrossAttention, SortedBlockSelfAttention
+from .attention import CrossAttention, FullSelfAttention, SortedBlockSelfAttention
 from .configuration_clusterformer import ClusterFormerConfig
 from .outputs import ClusterFormerModelOutput
-from .sorting import CentroidProjection, WordSorting, cluster_loss, cluster_statistics, sorting_loss
+from .sorting import CentroidProjection, SortedWords, WordSorting, cluster_loss, cluster_statistics, sorting_loss
 
 
 class ClusterFormerEmbeddings(nn.Module):
@@ -45,8 +45,9 @@ class ClusterFormerLayer(GradientCheckpointingLayer):
     def __init__(self, config: ClusterFormerConfig, layer_idx: int) -> None:
         super().__init__()
         self.config = config
-        self.sorting = WordSorting(config, layer_idx)
-        self.attention = SortedBlockSelfAttention(config, layer_idx)
+        full = config.assignment == "full"
+        self.sorting = None if full else WordSorting(config, layer_idx)
+        self.attention = (FullSelfAttention if full else SortedBlockSelfAttention)(config, layer_idx)
         self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         if config.add_cross_attention:
             self.cross_attention = CrossAttention(config, layer_idx)
@@ -75,8 +76,13 @@ class ClusterFormerLayer(GradientCheckpointingLayer):
 
         words = self.attention_norm(hidden_states) if pre_norm else hidden_states
         own_mask = mask if mask is None else mask[:, -words.shape[1] :]
-        clustered = self.sorting(words, centroids, own_mask, output_clustering)
-        report = self.report(words, clustered.updated, clustered.labels, own_mask) if output_clustering else ()
+        clustered: SortedWords | None = None
+        report: tuple[torch.Tensor, ...] = ()
+        if self.sorting is not None:
+            clustered = self.sorting(words, centroids, own_mask, output_clustering)
+            report = self.report(words, self.sorting, clustered, own_mask) if output_clustering else ()
+            # The strict form cannot pass updated centroids on: they have seen all the words.
+            centroids = centroids if self.sorting.strict else clustered.updated
         attended = self.attention(words, clustered, mask, own_cache)
         hidden_states = hidden_states + self.dropout(attended)
         hidden_states = hidden_states if pre_norm else self.attention_norm(hidden_states)
@@ -90,20 +96,21 @@ class ClusterFormerLayer(GradientCheckpointingLayer):
         words = self.output_norm(hidden_states) if pre_norm else hidden_states
         hidden_states = hidden_states + self.dropout(self.output(self.activation(self.intermediate(words))))
         hidden_states = hidden_states if pre_norm else self.output_norm(hidden_states)
-        # The strict form cannot pass updated centroids on: they have seen all the words.
-        return hidden_states, centroids if self.sorting.strict else clustered.updated, report
+        return hidden_states, centroids, report
 
     def report(
-        self, words: torch.Tensor, updated: torch.Tensor | None, labels: torch.Tensor, mask: torch.Tensor | None
+        self, words: torch.Tensor, sorting: WordSorting, clustered: SortedWords, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         """`L1` and `L2` where centroids are learned, then the statistics of the clusters where there are any."""
-        if not self.sorting.has_clusters:
+        if not sorting.has_clusters:
             return ()
         losses: tuple[torch.Tensor, ...] = ()
-        if updated is not None:
-            cosine = self.sorting.cosine
-            losses = cluster_loss(words, updated, labels, mask, cosine), sorting_loss(updated, cosine)
-        return *losses, *cluster_statistics(words, labels, self.config.clusters, mask)
+        if clustered.updated is not None:
+            losses = (
+                cluster_loss(words, clustered.updated, clustered.labels, mask, sorting.cosine),
+                sorting_loss(clustered.updated, sorting.cosine),
+            )
+        return *losses, *cluster_statistics(words, clustered.labels, self.config.clusters, mask)
 
 
 class ClusterFormerPreTrainedModel(PreTrainedModel):
