@@ -1,0 +1,70 @@
+"""Results that are kept after every run, so that an experiment that was stopped goes on where it was."""
+
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_effattn.reporting.environment import environment
+
+
+class KeptRuns:
+    """The rows of a JSON file: what identifies a run, and what came out of it.
+
+    Args:
+        path (`Path`): the file; made with the first run, its folder too.
+        settings (`dict`): JSON values that all runs of the file share.
+        device (`torch.device`, *optional*): where the runs are made. Default: the CPU.
+
+    Raises:
+        ValueError: the file holds runs with other settings.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any], device: torch.device | None = None) -> None:
+        self.path = path
+        self.settings = json.loads(json.dumps(settings))
+        self.environment = environment(device)
+        self.rows: list[dict[str, Any]] = []
+        if not path.exists():
+            return
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        other = [name for name in self.settings | kept["settings"] if self.differs(name, kept["settings"])]
+        if other:
+            raise ValueError(
+                f"{path} holds runs with other settings ({', '.join(other)}): name another file with --output"
+            )
+        self.rows = kept["rows"]
+
+    def differs(self, name: str, settings: dict[str, Any]) -> bool:
+        """Whether a setting is another one in `settings`."""
+        return (name in settings, settings.get(name)) != (name in self.settings, self.settings.get(name))
+
+    def matching(self, run: dict[str, Any]) -> list[dict[str, Any]]:
+        """The rows with all the values of `run`."""
+        return [row for row in self.rows if run.items() <= row.items()]
+
+    def missing(self, runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those of `runs` that have no row yet."""
+        return [run for run in runs if not self.matching(run)]
+
+    def add(self, *rows: dict[str, Any]) -> None:
+        """Keep rows, on disk too; whoever is stopped while writing leaves the file as it was."""
+        machine = {name: self.environment[name] for name in ("device_name", "threads")}
+        self.rows += [row | machine for row in rows]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        written = self.path.with_suffix(".part")
+        kept = {"environment": self.environment, "settings": self.settings, "rows": self.rows}
+        written.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+        written.replace(self.path)
+
+
+def mean_and_deviation(values: Iterable[float], digits: int = 1) -> str:
+    """Mean ± standard deviation of the sample and the number of values; without a deviation where there is one."""
+    values = list(values)
+    if not values:
+        return ""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f} ({len(values)})"
