@@ -4,17 +4,19 @@ Sizes: `B` batch, `H` heads, `N` length, `D` head_dim, `L` slice length, `S` sli
 
 The paper's sum of local and global attention (Lee 2023, Eq. 10) doubles the output of a layer that was trained with
 exact attention, and takes the values through their projection twice. The merged form here approximates the one
-softmax that the layer was trained with: tokens of the slice one by one, every other slice by the means of its queries,
-keys and values, weighted by the number of its tokens.
+softmax that the layer was trained with: tokens of the slice one by one, every other slice by the means of its keys and
+values (and, unless causal, of its queries), weighted by the number of its tokens.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from ..ops import slice_attention
 from ..ops.slice_attention import extension_tokens
+from ..ops.slice_attention.reference import accumulation_dtype
 
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Terms = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -84,8 +86,8 @@ def merged_attention(
 
     `Y_i = (1 − w_i) Y_l,i + w_i Y_g,s` for a token `i` of slice `s`, with `w_i = sigmoid(lse_g,s − lse_l,i)`. The
     global scores are `scale · q̄_s · k̄_t + log n_t`, `n_t` the tokens of slice `t`, over the slices that no token of
-    `s` sees whole. Causal: only slices before, by the mean query of the slice before, so that nothing of a slice's
-    own later tokens is in its earlier ones.
+    `s` sees whole. Causal: only slices before, and the token's own query in place of the mean, of which later tokens
+    are a part: then the keys and values of earlier tokens are all that a next one needs, see `merged_over_cache`.
 
     Args:
         query (`torch.Tensor`): `(B, H, N, D)`.
@@ -124,34 +126,149 @@ def merged_attention(
     summarised = key_mask
     if sink_mask is not None:
         summarised = ~sink_mask if key_mask is None else key_mask & ~sink_mask
-    means = slice_means(query, key_mask, slice_length), slice_means(key, summarised, slice_length)
-    mean_query, mean_key = (
-        rows if term is None else rows + term for rows, term in zip(means, slice_terms, strict=True)
-    )
-    mean_value = slice_means(value, summarised, slice_length)
-    sizes = slice_sizes(query, summarised, slice_length)
-    S = mean_query.shape[2]
-    slices = torch.arange(S, device=query.device)
-    whole = 1 if extension_tokens(slice_length, extension_ratio) == slice_length else 0  # neighbours seen whole
-    if causal:
-        mean_query = F.pad(mean_query[:, :, :-1], (0, 0, 1, 0))
-        visible = slices < slices[:, None] - whole
-    else:
-        visible = (slices - slices[:, None]).abs() > whole
-    visible = (visible & (sizes > 0)[:, None])[:, None]  # (B or 1, 1, S, S)
-    scores = (mean_query * scale) @ mean_key.transpose(2, 3) + sizes.clamp(min=1).log()[:, None, None]
+    slices = _Slices.of(key, value, summarised, slice_length, slice_terms[1])
+    whole = _neighbours_seen_whole(slice_length, extension_ratio)
+    of_token = torch.arange(query.shape[2], device=query.device) // slice_length
+    # Of each row of coarse queries, a token or a slice, its own slice.
+    own = of_token if causal else torch.arange(slices.key.shape[2], device=query.device)
+    coarse_query = query if causal else slice_means(query, key_mask, slice_length)
+    if causal and key_mask is not None:
+        coarse_query = coarse_query.masked_fill(~key_mask[:, None, :, None], 0.0)
+    if slice_terms[0] is not None:
+        coarse_query = coarse_query + (slice_terms[0].index_select(1, of_token) if causal else slice_terms[0])
+    distance = own[:, None] - torch.arange(slices.key.shape[2], device=query.device)
+    scores, visible = slices.scores(coarse_query * scale, (distance if causal else distance.abs()) > whole)
     scores = scores.to(local_lse.dtype)
-    # A finite fill and a weight of 0 below: a slice that sees no other must give no NaN, nor must its gradient.
-    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     weights = F.dropout(scores.softmax(dim=-1).to(value.dtype), dropout_p)
-    coarse = weights @ mean_value  # (B, H, S, Dv)
-    N = query.shape[2]
-    of_token = torch.arange(N, device=query.device) // slice_length
-    gap = scores.logsumexp(dim=-1).index_select(2, of_token) - local_lse
-    gap = gap.masked_fill(~visible.any(dim=-1).index_select(2, of_token), -torch.inf)
-    share = gap.sigmoid().to(value.dtype)[..., None]
-    output = local + share * (coarse.index_select(2, of_token) - local)
+    coarse = weights @ slices.value  # (B, H, N or S, Dv)
+    coarse_lse = scores.logsumexp(dim=-1).masked_fill(~visible.any(dim=-1), -torch.inf)
+    if not causal:
+        coarse, coarse_lse = coarse.index_select(2, of_token), coarse_lse.index_select(2, of_token)
+    share = (coarse_lse - local_lse).sigmoid().to(value.dtype)[..., None]
+    output = local + share * (coarse - local)
     return output if key_mask is None else output.masked_fill(~key_mask[:, None, :, None], 0.0)
+
+
+def merged_over_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor | None,
+    *,
+    slice_length: int,
+    extension_ratio: float = 1,
+    sinks: bool = True,
+    scale: float | None = None,
+    local_terms: Terms = NO_TERMS,
+    slice_terms: Terms = NO_TERMS,
+) -> torch.Tensor:
+    """The rows of the last tokens in the causal `merged_attention`, from a cache of keys and values.
+
+    Args:
+        query (`torch.Tensor`): `(B, H, Q, D)`, of the last `Q` tokens.
+        key (`torch.Tensor`): `(B, H, M, D)`, of all tokens so far; a static cache has empty rows behind them.
+        value (`torch.Tensor`): `(B, H, M, Dv)`.
+        visible (`torch.BoolTensor`, *optional*): `(B, Q, M)`, which keys a query sees: all tokens up to its own.
+            Default: one query, which sees every row.
+        slice_length (`int`): `L`.
+        extension_ratio (`float`): `α` in [1, 3].
+        sinks (`bool`): whether every slice sees the first token.
+        scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
+        local_terms (`tuple`): as in `merged_attention`.
+        slice_terms (`tuple`): as in `merged_attention`, for at least the slices of `M` rows.
+
+    Returns: `(B, H, Q, Dv)`.
+    """
+    B, H, Q, D = query.shape
+    M = key.shape[2]
+    scale = D**-0.5 if scale is None else scale
+    if visible is None:
+        visible = torch.ones(B, Q, M, dtype=torch.bool, device=query.device)
+    token = visible[:, -1]
+    order = tokens_first(token)
+    if order is not None:
+        key, value = take_rows(key, order), take_rows(value, order)
+        token = token.gather(1, order)
+    places = torch.arange(M, device=query.device)
+    place = visible.sum(dim=2)[..., None] - 1  # (B, Q, 1), of each query among its text's tokens
+    own = place // slice_length
+    extension = extension_tokens(slice_length, extension_ratio)
+    at = places - own * slice_length + extension  # (B, Q, M), place of a key in the query's window
+    window = (at >= 0) & (places <= place)
+    local_query = query
+    if local_terms[0] is not None:
+        of_query = local_terms[0][:, place[..., 0] % slice_length].transpose(0, 1)  # (B, H, Q, D)
+        local_query = query + of_query
+    scores = (local_query * scale) @ key.transpose(2, 3)
+    if local_terms[1] is not None:
+        of_places = (local_query * scale) @ local_terms[1].transpose(1, 2)  # (B, H, Q, αL)
+        index = at.clamp(0, of_places.shape[3] - 1)[:, None].expand(-1, H, -1, -1)
+        scores = scores + of_places.gather(3, index).masked_fill(~window[:, None], 0.0)
+    near = window | ((places == 0) & (places <= place)) if sinks else window
+    summarised = token & (places > 0) if sinks else token
+    slices = _Slices.of(key, value, summarised, slice_length, slice_terms[1])
+    coarse_query = query
+    if slice_terms[0] is not None:
+        coarse_query = query + slice_terms[0][:, own[..., 0].clamp(min=0)].transpose(0, 1)
+    distance = own - torch.arange(slices.key.shape[2], device=query.device)
+    coarse, _ = slices.scores(coarse_query * scale, distance > _neighbours_seen_whole(slice_length, extension_ratio))
+    scores = scores.masked_fill(~near[:, None], torch.finfo(scores.dtype).min)
+    weights = torch.cat([scores, coarse], dim=3).softmax(dim=3, dtype=accumulation_dtype(query.dtype))
+    near_weights, coarse_weights = weights.to(value.dtype).split([M, coarse.shape[3]], dim=3)
+    return near_weights @ value.masked_fill(~token[:, None, :, None], 0.0) + coarse_weights @ slices.value
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """Mean keys `(B, heads, S, D)` and values of all slices, and their sizes `(B or 1, S)`."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    sizes: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_mask: torch.Tensor | None,
+        slice_length: int,
+        term: torch.Tensor | None,
+    ) -> "_Slices":
+        mean_key = slice_means(key, key_mask, slice_length)
+        if term is not None:
+            mean_key = mean_key + term[:, : mean_key.shape[2]]
+        return cls(mean_key, slice_means(value, key_mask, slice_length), slice_sizes(key, key_mask, slice_length))
+
+    def scores(self, scaled_query: torch.Tensor, allowed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores of the slices `(B, H, rows, S)`, and who sees which `(B or 1, 1, rows, S)`."""
+        visible = (allowed & (self.sizes > 0)[:, None])[:, None]
+        scores = scaled_query @ self.key.transpose(2, 3) + self.sizes.clamp(min=1).log()[:, None, None]
+        # A finite fill: a row that sees no other slice must give no NaN, nor must its gradient.
+        return scores.masked_fill(~visible, torch.finfo(scores.dtype).min), visible
+
+
+def _neighbours_seen_whole(slice_length: int, extension_ratio: float) -> int:
+    return 1 if extension_tokens(slice_length, extension_ratio) == slice_length else 0
+
+
+def tokens_first(mask: torch.Tensor) -> torch.Tensor | None:
+    """The order of rows `(B, N)` that puts each text's tokens first, or None where they are known to be.
+
+    Slices are counted from the first token, so that padding before it changes nothing.
+
+    Args:
+        mask (`torch.BoolTensor`): `(B, N)`, True = token.
+    """
+    # On a GPU the question would stop the stream of kernels, so there the rows are always put in order.
+    if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not (mask[:, 1:] & ~mask[:, :-1]).any():
+        return None
+    return (~mask).to(torch.int8).argsort(dim=1, stable=True)
+
+
+def take_rows(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Rows `(B, heads, N, D)` in an order `(B, N)`."""
+    return rows.gather(2, order[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[3]))
 
 
 def summed_attention(
@@ -163,6 +280,7 @@ def summed_attention(
     slice_length: int,
     extension_ratio: float = 1,
     causal: bool = False,
+    sinks: bool = False,
     key_mask: torch.Tensor | None = None,
     scale: float | None = None,
     local_terms: Terms = NO_TERMS,
@@ -181,6 +299,7 @@ def summed_attention(
         slice_length (`int`): `L`.
         extension_ratio (`float`): `α` in [1, 3].
         causal (`bool`): whether later tokens are hidden.
+        sinks (`bool`): as in `merged_attention`, of the local attention; beyond the paper.
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = token.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         local_terms (`tuple`): position terms `(H, L, D)` of queries and `(H, αL, D)` of keys in a slice, or None.
@@ -200,6 +319,7 @@ def summed_attention(
         scale=scale,
         query_positions=local_terms[0],
         key_positions=local_terms[1],
+        sink_mask=first_and_last_tokens(key_mask, query, causal=causal) if sinks else None,
         dropout_p=dropout_p,
     )
     slice_query, slice_key, slice_value = project(means.transpose(1, 2).flatten(2))

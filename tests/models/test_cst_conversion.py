@@ -1,17 +1,18 @@
-"""Attention of converted models: the merged form against one dense softmax, causality, padding, a real BERT."""
+"""Attention of converted models: the merged form against one dense softmax, causality, padding, caches."""
 
 from math import log
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from closeness import assert_close_to_reference
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, AutoTokenizer
-from transformers.masking_utils import sdpa_mask
 
-from hf_effattn.demo.texts import __file__ as demo_texts
-from hf_effattn.patching.cst_attention import first_and_last_tokens, merged_attention, summed_attention
+from hf_effattn.patching.cst_attention import (
+    first_and_last_tokens,
+    merged_attention,
+    merged_over_cache,
+    summed_attention,
+)
 
 N, L = 27, 4
 
@@ -47,13 +48,12 @@ def merged_with_loops(query, key, value, b, h, extension, causal, sinks, mask):
         scores = [query[i] @ key[t] * scale for t in seen]
         values = [value[t] for t in seen]
         reach = 1 if extension == L else 0
-        of_query = s - 1 if causal else s
+        coarse_query = query[i] if causal else query[slices[s]].mean(dim=0)
         for t, members in enumerate(slices):
             allowed = t < s - reach if causal else abs(t - s) > reach
             members = [t for t in members if t not in ends]  # sinks are seen one by one
             if members and allowed:
-                mean_query = query[slices[of_query]].mean(dim=0) if slices[of_query] else torch.zeros_like(query[0])
-                scores.append(mean_query @ key[members].mean(dim=0) * scale + log(len(members)))
+                scores.append(coarse_query @ key[members].mean(dim=0) * scale + log(len(members)))
                 values.append(value[members].mean(dim=0))
         output[i] = torch.stack(scores).softmax(dim=0) @ torch.stack(values)
     return output
@@ -149,50 +149,83 @@ def test_sinks_are_the_first_and_the_last_token():
     assert first_and_last_tokens(mask, query, causal=True).int().tolist() == [[0, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0]]
 
 
-def test_a_converted_bert_keeps_its_sentence_embeddings(real_model_folder):
-    """Before any fine-tuning, 128 tokens: cosine at least .82 with slices of 16, .91 with whole neighbours."""
-    settings = {}
+def position_terms(ratio, H=2, D=8):
+    generator = torch.Generator().manual_seed(7)
+    window, slices = L + (ratio - 1) * L, -(-N // L)
 
-    def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-        if settings.get("form") == "summed":
+    def terms(*sizes):
+        return tuple(torch.randn(H, size, D, dtype=torch.float64, generator=generator) for size in sizes)
 
-            def project(x):
-                projections = module.query, module.key, module.value
-                return tuple(to(x).unflatten(-1, (query.shape[1], -1)).transpose(1, 2) for to in projections)
+    return terms(L, window), terms(slices, slices)
 
-            result = summed_attention(query, key, value, project, slice_length=settings["L"], scale=scaling)
-        else:
-            length, ratio = settings["L"], settings["ratio"]
-            result = merged_attention(query, key, value, slice_length=length, extension_ratio=ratio, scale=scaling)
-        return result.transpose(1, 2).contiguous(), None
 
-    AttentionInterface.register("cst-under-test", attention)
-    AttentionMaskInterface.register("cst-under-test", sdpa_mask)
-    tokenizer = AutoTokenizer.from_pretrained(real_model_folder)
-    texts = sorted((Path(demo_texts).parent / "texts").glob("*.txt"))
-    passages = []
-    for path in texts:
-        if path.name != "SOURCES.txt":
-            ids = tokenizer(path.read_text()[4000:8000], add_special_tokens=False)["input_ids"][:126]
-            passages.append([tokenizer.cls_token_id, *ids, tokenizer.sep_token_id])
-    ids = torch.tensor(passages)
-    assert ids.shape == (6, 128)
+def test_position_terms_are_added_to_queries_and_keys():
+    """In the own slice those of its places, among the slices those of the slices: here with one neighbour's half."""
+    query, key, value = rows()
+    local, coarse = position_terms(2)
+    actual = merged_attention(
+        query, key, value, slice_length=L, extension_ratio=2, sinks=False, local_terms=local, slice_terms=coarse
+    )
+    own = torch.arange(N) // L
+    scale = 8**-0.5
+    for i in (0, 9, 26):
+        s = int(own[i])
+        near = [t for t in range(s * L - 2, s * L + L + 2) if 0 <= t < N]
+        places = [t - s * L + 2 for t in near]
+        local_query = query[0, 0, i] + local[0][0, i - s * L]
+        scores = [(key[0, 0, near] + local[1][0, places]) @ local_query * scale]
+        others = [t for t in range(own[-1] + 1) if t != s]
+        coarse_query = query[0, 0, own == s].mean(dim=0) + coarse[0][0, s]
+        for t in others:
+            of_slice = key[0, 0, own == t].mean(dim=0) + coarse[1][0, t]
+            scores.append((coarse_query @ of_slice * scale + log((own == t).sum()))[None])
+        values = torch.cat([value[0, 0, near], *(value[0, 0, own == t].mean(dim=0)[None] for t in others)])
+        expected = torch.cat(scores).softmax(dim=0) @ values
+        torch.testing.assert_close(actual[0, 0, i], expected, rtol=0, atol=1e-12)
 
-    def embeddings(model):
-        with torch.no_grad():
-            return F.normalize(model(ids).last_hidden_state.mean(dim=1), dim=-1)
 
-    exact = embeddings(AutoModel.from_pretrained(real_model_folder).eval())
-    model = AutoModel.from_pretrained(real_model_folder, attn_implementation="cst-under-test").eval()
-    cosines = {}
-    for name, chosen in {
-        "L=16": {"L": 16, "ratio": 1},
-        "L=16, whole neighbours": {"L": 16, "ratio": 3},
-        "paper": {"L": 16, "form": "summed"},
-    }.items():
-        settings.clear()
-        settings.update(chosen)
-        cosines[name] = (embeddings(model) * exact).sum(dim=-1).mean().item()
-    assert cosines["L=16"] >= 0.82
-    assert cosines["L=16, whole neighbours"] >= 0.91
-    assert cosines["paper"] < 0.3
+@pytest.mark.parametrize("kind", ["none", "left", "room"])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("with_terms", [False, True])
+@pytest.mark.parametrize("ratio", [1, 2, 3])
+def test_a_cache_of_keys_and_values_gives_the_rows_of_the_whole(ratio, with_terms, sinks, kind):
+    """One query or several over the cache, padding on the left, empty rows of a static cache behind the tokens."""
+    query, key, value = rows()
+    terms = position_terms(ratio) if with_terms else ((None, None), (None, None))
+    options = {"slice_length": L, "extension_ratio": ratio, "sinks": sinks}
+    options |= {"local_terms": terms[0], "slice_terms": terms[1]}
+    whole = merged_attention(query, key, value, causal=True, **options)
+    before, after = (5, 0) if kind == "left" else (0, 6 if kind == "room" else 0)
+    cached_key, cached_value = (F.pad(x, (0, 0, before, after), value=3.0) for x in (key, value))
+    if with_terms and kind != "none":
+        options["slice_terms"] = tuple(F.pad(x, (0, 0, 0, 2)) for x in terms[1])
+    for first, last in [(i, i + 1) for i in range(N)] + [(9, 16)]:
+        end = before + last + after
+        columns = torch.arange(end)
+        visible = (columns >= before) & (columns <= torch.arange(before + first, before + last)[:, None])
+        visible = None if kind == "none" and last == first + 1 else visible.expand(2, -1, -1)
+        slices = tuple(None if x is None else x[:, : -(-end // L)] for x in options["slice_terms"])
+        actual = merged_over_cache(
+            query[:, :, first:last],
+            cached_key[:, :, :end],
+            cached_value[:, :, :end],
+            visible,
+            **options | {"slice_terms": slices},
+        )
+        torch.testing.assert_close(actual, whole[:, :, first:last], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_papers_sum_can_see_the_sinks_too(causal):
+    """Then [CLS] reaches every slice's local attention, one by one."""
+    query, key, value = rows()
+
+    def silent(embeddings):
+        return tuple(torch.zeros(2, 2, embeddings.shape[1], 8, dtype=torch.float64) for _ in range(3))
+
+    outputs = []
+    for change in (0.0, 2.0):
+        changed = value.clone()
+        changed[:, :, 0] += change
+        outputs.append(summed_attention(query, key, changed, silent, slice_length=L, causal=causal, sinks=True))
+    assert (outputs[0] != outputs[1]).all()
