@@ -4,12 +4,12 @@ Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim.
 
 One function receives every attention of a model. It runs the method in the self-attention of the model types in the
 table (of decoders by the method's causal form), and transformers' own SDPA path in everything else: cross-attention,
-decoding steps and further chunks of a prompt over a cache, dense 4-D masks, packed sequences, sliding windows, layers
-that are not selected, inputs too short to gain. Where a method would look into the future it raises.
+decoding steps and further chunks of a prompt over a cache (unless the method has a form for them), dense 4-D masks,
+packed sequences, sliding windows, layers that are not selected, inputs too short to gain. Where a method would look
+into the future it raises.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,24 +18,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from .methods import MethodSettings, attend, attention_matrix, find_groups, list_methods, make_settings
+from .method_settings import RECORD, ModulePatch
+from .methods import METHODS, MethodSettings, attend, attention_matrix, find_groups, list_methods, make_settings
 from .model_types import MODEL_TYPES, is_causal, is_self_attention, is_served, model_type_of, supported_model_types
 from .stored import FIELD, check_layers, read_stored
-
-RECORD = "_effattn"
-
-
-@dataclass(frozen=True)
-class ModulePatch:
-    """What `patch_attention` leaves on an attention module, as a plain attribute.
-
-    Args:
-        settings (`MethodSettings`, *optional*): None where the module stays exact.
-        previous (`str`): the attention implementation before the first patch.
-    """
-
-    settings: MethodSettings | None
-    previous: str
 
 
 def padding_mask(
@@ -132,6 +118,12 @@ def attention(
     settings = settings_for(module, method)
     dense = attention_mask is not None and attention_mask.ndim != 2
     causal = is_causal(module) and kwargs.get("is_causal") is not False
+    over_cache = causal and query.shape[2] != key.shape[2] and (dense or query.shape[2] == 1)
+    if over_cache and settings is not None and not settings.exact_over_cache:
+        M, kind = key.shape[2], query.device.type
+        readable = attention_mask is None or attention_mask.dtype == torch.bool
+        if readable and not settings.is_exact(M, M, kind, causal=True):
+            return _over_cache(settings, module, query, key, value, attention_mask, scaling, bool(wants_weights))
     if causal and not dense and query.shape[2] > 1:
         # A prompt's keys are the first of a static cache; further chunks of a prompt come with a dense mask.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
@@ -155,7 +147,7 @@ def attention(
 
     if causal:
         prompt = not torch.is_grad_enabled() and bool(kwargs.get("use_cache"))
-        options: dict[str, Any] = {"key_mask": attention_mask, "scale": scaling, "prompt": prompt}
+        options: dict[str, Any] = {"key_mask": attention_mask, "scale": scaling, "prompt": prompt, "module": module}
         options["training"] = module.training
         result = settings.attend_causal(query, key, value, dropout_p=dropout, **options)
         weights = None
@@ -165,10 +157,28 @@ def attention(
         return result.transpose(1, 2).contiguous(), weights
 
     groups = find_groups(settings, query, key, attention_mask)
-    result = attend(settings, query, key, value, groups, key_mask=attention_mask, scale=scaling, dropout_p=dropout)
-    weights = None
+    options = {"key_mask": attention_mask, "scale": scaling, "module": module}
+    result = attend(settings, query, key, value, groups, dropout_p=dropout, **options)
+    weights = attention_matrix(settings, query, key, groups, **options) if wants_weights else None
+    return result.transpose(1, 2).contiguous(), weights
+
+
+def _over_cache(
+    settings: MethodSettings,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+    wants_weights: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The last tokens over a cache, by a method that has a form for them."""
+    options: dict[str, Any] = {"mask": attention_mask, "scale": scaling, "module": module}
+    result, weights = settings.attend_over_cache(query, key, value, **options), None
     if wants_weights:
-        weights = attention_matrix(settings, query, key, groups, key_mask=attention_mask, scale=scaling)
+        identity = torch.eye(key.shape[2], dtype=query.dtype, device=query.device)
+        weights = settings.attend_over_cache(query, key, identity.expand(*key.shape[:2], -1, -1), **options)
     return result.transpose(1, 2).contiguous(), weights
 
 
@@ -185,6 +195,11 @@ def settings_for(module: nn.Module, method: str) -> MethodSettings | None:
     if not is_served(module):
         raise ValueError(causal_error(method, type(module).__name__))
     patch: ModulePatch | None = getattr(module, RECORD, None)
+    if patch is None and METHODS[method].needs_fine_tuning:
+        raise ValueError(
+            f'"{method}" adds parameters to a model, which attn_implementation= and config.effattn cannot: convert it '
+            f'with patch_attention(model, "{method}", ...), and load a converted one with hf_effattn.from_pretrained'
+        )
     settings = patch.settings if patch is not None else _settings_from_config(module, method)
     if settings is not None and settings.method != method:
         raise ValueError(

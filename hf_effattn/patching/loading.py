@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from .cst_loading import load_positions, quiet_about_tables
+from .cst_positions import held_by
 from .methods import METHODS, MethodSettings, list_methods, make_settings, setting_names
 from .patch import apply_plans, encoders_to_patch, plan_patch
 from .stored import FIELD, read_stored
@@ -54,11 +56,12 @@ def from_pretrained(
     if method is not None:
         make_settings(method, **settings)  # a mistake in the settings is cheaper to learn before the weights load
 
-    loaded = auto_class.from_pretrained(name_or_path, **kwargs)
+    with quiet_about_tables():
+        loaded = auto_class.from_pretrained(name_or_path, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     stored = getattr(model.config, FIELD, None)
     named = stored.get("method") if isinstance(stored, dict) else None
-    encoders = encoders_to_patch(model, method or named or list_methods()[-1])
+    encoders = encoders_to_patch(model, method or named or list_methods()[0])
     saved = [encoder for encoder in encoders if getattr(encoder.model.config, FIELD, None) is not None]
     if not saved and method is None:
         raise ValueError(
@@ -66,11 +69,17 @@ def from_pretrained(
             f'for example from_pretrained({auto_class.__name__}, ..., method="i-clustered"), or load it with '
             f"{auto_class.__name__}.from_pretrained for exact attention"
         )
-    plans = []
+    plans, converted = [], []
     for encoder in saved or encoders:
-        chosen, chosen_layers = _settings_to_apply(getattr(encoder.model.config, FIELD, None), method, settings)
+        stored = getattr(encoder.model.config, FIELD, None)
+        chosen, chosen_layers = _settings_to_apply(stored, method, settings)
         plans.append(plan_patch(encoder, chosen, chosen_layers if layers is None else layers))
+        if isinstance(stored, dict) and stored.get("method") == chosen.method:
+            converted.append(encoder)
     apply_plans(plans)
+    for encoder in converted:
+        if held_by(encoder.model) is not None:
+            load_positions(model, encoder, name_or_path, kwargs)
     return loaded
 
 

@@ -3,7 +3,8 @@
 Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of query and key, `Dv` of value.
 
 A method is a subclass of `MethodSettings` with its line in `methods.METHODS`: its fields are what a user may set,
-`group` makes everything that carries no gradient (labels), `attend` runs the op.
+`group` makes everything that carries no gradient (labels), `attend` runs the op. A method that adds parameters to a
+model says so in `added_to`.
 """
 
 import json
@@ -18,6 +19,7 @@ from importlib.resources import files
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from ..ops import (
     bi_clustered_attention,
@@ -28,6 +30,7 @@ from ..ops import (
 )
 from ..ops.causal_clustered_attention import DEFAULT_KEYS_PER_CLUSTER, DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW
 from ..ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS, LARGEST_SEED
+from .model_types import Encoder
 
 _MEASURED = json.loads(files(__package__).joinpath("crossover.json").read_text())
 CROSSOVER: dict[str, list[dict[str, Any]]] = _MEASURED["min_length"]
@@ -35,6 +38,7 @@ CAUSAL_CROSSOVER: dict[str, list[dict[str, Any]]] = _MEASURED["causal_min_length
 CLUSTERINGS = ("kmeans", "lsh")
 METRICS = ("keys", "queries")
 CAUSAL = ("strict", "prefill")
+RECORD = "_effattn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,8 @@ class MethodSettings(ABC):
     """
 
     method: ClassVar[str]
+    needs_fine_tuning: ClassVar[bool] = False  # it changes what the model computes, and is trained into it
+    exact_over_cache: ClassVar[bool] = True  # what a causal model writes after its prompt attends exactly
     price: ClassVar[tuple[str, ...]] = ()  # the settings that the method's time grows with, at most in proportion
     purpose: ClassVar[dict[str, str]] = {
         "min_length": "inputs with fewer tokens run exact attention; None: the measured length, 0: force the method"
@@ -80,6 +86,13 @@ class MethodSettings(ABC):
                 promised.append(math.ceil(row["min_length"] * max(1.0, dearer)))
         return min(promised)
 
+    def check_encoder(self, encoder: Encoder) -> None:  # noqa: B027
+        """Raise where the method cannot serve an encoder that others can."""
+
+    def added_to(self, encoder: Encoder) -> nn.Module | None:
+        """The module with the parameters that the method adds to an encoder; None where it adds none."""
+        return None
+
     @abstractmethod
     def group(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, query_mask: torch.Tensor | None
@@ -98,8 +111,9 @@ class MethodSettings(ABC):
         query_mask: torch.Tensor | None,
         scale: float | None,
         dropout_p: float,
+        module: nn.Module | None = None,
     ) -> torch.Tensor:
-        """Attention with the groups that `group` returned, `(B, H, N, Dv)`."""
+        """Attention with the groups that `group` returned, `(B, H, N, Dv)`; `module`: the attention module."""
 
     def check_causal(self) -> None:  # noqa: B027
         """Raise where the settings ask for something that the causal form has not."""
@@ -116,8 +130,25 @@ class MethodSettings(ABC):
         dropout_p: float = 0.0,
         prompt: bool = False,
         training: bool = False,
+        module: nn.Module | None = None,
     ) -> torch.Tensor:
         """Causal self-attention, `(B, H, N, Dv)`; `prompt`: only what follows the last token will be read."""
+
+    def attend_over_cache(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        mask: torch.Tensor | None,
+        scale: float | None,
+        module: nn.Module | None = None,
+    ) -> torch.Tensor:
+        """Causal attention of the last tokens over a cache, `(B, H, N, Dv)`, unless `exact_over_cache`.
+
+        `mask` `(B, 1, N, M)`: which keys a query sees; None where its one query sees all of them.
+        """
+        raise NotImplementedError(f"{self.method!r} attends exactly over a cache")
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON values."""
@@ -145,6 +176,21 @@ class MethodSettings(ABC):
                 f"{name} must be one of {quoted(choices)}, got {value!r}{closest(value, choices)}: "
                 f"{self.purpose[name]}"
             )
+
+
+@dataclass(frozen=True)
+class ModulePatch:
+    """What `patch_attention` leaves on an attention module, as the plain attribute `RECORD`.
+
+    Args:
+        settings (`MethodSettings`, *optional*): None where the module stays exact.
+        previous (`str`): the attention implementation before the first patch.
+        added (`nn.Module`, *optional*): the parameters that the method added to the model.
+    """
+
+    settings: MethodSettings | None
+    previous: str
+    added: nn.Module | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +300,7 @@ class ClusteredSettings(MethodSettings):
         query_mask: torch.Tensor | None,
         scale: float | None,
         dropout_p: float,
+        module: nn.Module | None = None,
     ) -> torch.Tensor:
         return self.op(
             query,
@@ -291,6 +338,7 @@ class ClusteredSettings(MethodSettings):
         dropout_p: float = 0.0,
         prompt: bool = False,
         training: bool = False,
+        module: nn.Module | None = None,
     ) -> torch.Tensor:
         if training and self.causal == "prefill":
             raise ValueError(

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from .cst_settings import SliceSettings
 from .method_settings import (
     BiClusteredSettings,
     ClusteredSettings,
@@ -31,17 +33,19 @@ __all__ = [
 ]
 
 METHODS: dict[str, type[MethodSettings]] = {
-    settings.method: settings for settings in (ClusteredSettings, ImprovedClusteredSettings, BiClusteredSettings)
+    settings.method: settings
+    for settings in (ClusteredSettings, ImprovedClusteredSettings, BiClusteredSettings, SliceSettings)
 }
 # Listed once: torch.compile cannot trace dataclasses.fields of a class.
 SETTING_NAMES = {name: tuple(field.name for field in fields(settings)) for name, settings in METHODS.items()}
 
 
 def list_methods() -> tuple[str, ...]:
-    """Name the attention methods that `patch_attention` and `attn_implementation=` take.
+    """Name the attention methods that `patch_attention` takes.
 
     Returns:
-        `tuple[str, ...]`: the names, `"clustered"` first.
+        `tuple[str, ...]`: the names, `"clustered"` first. `attn_implementation=` takes them too, but for `"cst"`, a
+        conversion that adds parameters.
     """
     return tuple(METHODS)
 
@@ -90,6 +94,7 @@ def run_method(
     scale: float | None = None,
     dropout_p: float = 0.0,
     causal: bool = False,
+    module: nn.Module | None = None,
 ) -> torch.Tensor:
     """Self-attention by a method, its clustering included; exact attention where the method would save nothing.
 
@@ -102,6 +107,7 @@ def run_method(
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         dropout_p (`float`): dropout on the attention weights.
         causal (`bool`): whether no query sees a later key; as a prompt, where the settings say `causal="prefill"`.
+        module (`nn.Module`, *optional*): the attention module, for methods that use its weights.
 
     Returns:
         `torch.Tensor`: `(B, H, N, Dv)`. Masked rows are 0 where the method ran.
@@ -119,10 +125,12 @@ def run_method(
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=gqa, **options)
     if causal:
         return settings.attend_causal(
-            query, key, value, key_mask=key_mask, scale=scale, dropout_p=dropout_p, prompt=True
+            query, key, value, key_mask=key_mask, scale=scale, dropout_p=dropout_p, prompt=True, module=module
         )
     groups = find_groups(settings, query, key, key_mask)
-    return attend(settings, query, key, value, groups, key_mask=key_mask, scale=scale, dropout_p=dropout_p)
+    return attend(
+        settings, query, key, value, groups, key_mask=key_mask, scale=scale, dropout_p=dropout_p, module=module
+    )
 
 
 def find_groups(
@@ -148,11 +156,11 @@ def attend(
     key_mask: torch.Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
+    module: nn.Module | None = None,
 ) -> torch.Tensor:
     """Self-attention with given groups, `(B, H, N, Dv)`."""
-    return settings.attend(
-        query, key, value, groups, key_mask=key_mask, query_mask=key_mask, scale=scale, dropout_p=dropout_p
-    )
+    options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "module": module}
+    return settings.attend(query, key, value, groups, key_mask=key_mask, query_mask=key_mask, **options)
 
 
 def attention_matrix(
@@ -163,8 +171,9 @@ def attention_matrix(
     *,
     key_mask: torch.Tensor | None = None,
     scale: float | None = None,
+    module: nn.Module | None = None,
 ) -> torch.Tensor:
     """The attention weights that the approximation implies, `(B, H, N, M)`: what it makes of an identity as values."""
     B, H, M, _ = key.shape
     identity = torch.eye(M, dtype=query.dtype, device=query.device).expand(B, H, M, M)
-    return attend(settings, query, key, identity, groups, key_mask=key_mask, scale=scale)
+    return attend(settings, query, key, identity, groups, key_mask=key_mask, scale=scale, module=module)

@@ -8,7 +8,9 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from .attention import RECORD, ModulePatch, causal_error, unsupported_error
+from .attention import causal_error, unsupported_error
+from .cst_positions import held_by, hold
+from .method_settings import RECORD, ModulePatch
 from .methods import MethodSettings, list_methods, make_settings
 from .model_types import (
     MODEL_TYPES,
@@ -27,14 +29,16 @@ Model = TypeVar("Model", bound=nn.Module)
 def patch_attention(model: Model, method: str, *, layers: Sequence[int] | None = None, **settings: Any) -> Model:
     """Replace the self-attention of a pretrained encoder, or decoder alone, by an efficient method, in place.
 
-    The weights stay as they are. The settings are written to `model.config.effattn`, which `save_pretrained` keeps
-    (load with `hf_effattn.from_pretrained`); without this package such a checkpoint loads as the exact model. Patching
-    a patched model replaces its settings. Models that mask the future run the method's causal form, in which no token
-    changes what comes before it; when they generate, the prompt runs by the method and what follows exactly over the
-    cache. Cross-attention, packed sequences, dense 4-D masks, sliding-window layers, short inputs and
-    inputs of no more tokens than `clusters` or `topk` stay exact. In a composite model every encoder that is served is
-    patched; hand over a part, such as `model.encoder`, to patch that one alone. As everywhere in transformers, models
-    built from one config object share their attention implementation: give each its own (`copy.deepcopy(config)`).
+    The weights stay as they are; `"cst"`, a conversion that is to be fine-tuned, adds position embeddings to them, in
+    `hf_effattn_cst` of the model without its head, which are trained and saved with the model. The settings are
+    written to `model.config.effattn`, which `save_pretrained` keeps (load with `hf_effattn.from_pretrained`); without
+    this package such a checkpoint loads as the exact model. Patching a patched model replaces its settings. Models
+    that mask the future run the method's causal form, in which no token changes what comes before it; when they
+    generate, the prompt runs by the method and what follows exactly over the cache (`"cst"`: by the method too).
+    Cross-attention, packed sequences, dense 4-D masks, sliding-window layers, short inputs and inputs of no more
+    tokens than `clusters` or `topk` stay exact. In a composite model every encoder that is served is patched; hand
+    over a part, such as `model.encoder`, to patch that one alone. As everywhere in transformers, models built from one
+    config object share their attention implementation: give each its own (`copy.deepcopy(config)`).
 
     Args:
         model (`PreTrainedModel`): an encoder or decoder of a served model type, with or without a head.
@@ -42,7 +46,7 @@ def patch_attention(model: Model, method: str, *, layers: Sequence[int] | None =
         layers (`Sequence[int]`, *optional*): the layers to patch, from 0; negative ones count from the
             last. Default: all.
         settings: the method's settings, such as `clusters`, `topk`, `clustering`, `iterations`, `seed`, `min_length`
-            (0 forces the method at every length).
+            (0 forces the method at every length); for `"cst"` `slice_length`, `extension_ratio`, `composition`.
 
     Returns:
         The same `model`.
@@ -66,7 +70,8 @@ def unpatch_attention(model: Model) -> Model:
             `attn_implementation=` changed.
 
     Returns:
-        The same `model`, with its earlier attention implementation and without `config.effattn`.
+        The same `model`, with its earlier attention implementation and without `config.effattn` and what the method
+        added to its parameters.
 
     Raises:
         TypeError: something that is not a model.
@@ -75,6 +80,7 @@ def unpatch_attention(model: Model) -> Model:
     for encoder in find_encoders(model):
         patches = [vars(module).pop(RECORD) for module in encoder.modules if RECORD in vars(module)]
         ours = encoder.model.config._attn_implementation in list_methods()
+        hold(encoder.model, None)
         if ours:
             set_implementation(encoder, patches[0].previous if patches else "sdpa")
         if (patches or ours) and hasattr(encoder.model.config, FIELD):
@@ -144,6 +150,7 @@ def _check_dispatch(model: PreTrainedModel, method: str) -> None:
 def plan_patch(encoder: Encoder, settings: MethodSettings, layers: Any) -> PatchPlan:
     """Decide which modules of an encoder are patched; raises where `layers` cannot be had."""
     name = type(encoder.model).__name__
+    settings.check_encoder(encoder)
     if any(is_causal(module) for module in encoder.modules):
         settings.check_causal()
     full = [not is_sliding_window(module) for module in encoder.modules]
@@ -188,11 +195,13 @@ def apply_plans(plans: Sequence[PatchPlan]) -> None:
 def _apply(plan: PatchPlan, before: "_EncoderState") -> None:
     current = before.implementation
     exact = "sdpa" if current in list_methods() else current
+    added = plan.settings.added_to(plan.encoder)
+    hold(plan.encoder.model, added)
     set_implementation(plan.encoder, plan.settings.method)
     setattr(plan.encoder.model.config, FIELD, write_stored(plan.settings, plan.layers))
     for module, patched, earlier in zip(plan.encoder.modules, plan.patched, before.patches, strict=True):
         previous = exact if earlier is None or current not in list_methods() else earlier.previous
-        setattr(module, RECORD, ModulePatch(plan.settings if patched else None, previous))
+        setattr(module, RECORD, ModulePatch(plan.settings if patched else None, previous, added))
 
 
 def set_implementation(encoder: Encoder, implementation: str) -> None:
@@ -211,10 +220,12 @@ class _EncoderState:
         self.encoder = encoder
         self.implementation: str = encoder.model.config._attn_implementation
         self.stored = getattr(encoder.model.config, FIELD, None)
+        self.added = held_by(encoder.model)
         self.patches: list[ModulePatch | None] = [vars(module).get(RECORD) for module in encoder.modules]
 
     def restore(self) -> None:
         config = self.encoder.model.config
+        hold(self.encoder.model, self.added)
         set_implementation(self.encoder, self.implementation)
         if self.stored is not None:
             setattr(config, FIELD, self.stored)

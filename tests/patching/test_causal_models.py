@@ -44,12 +44,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "gemma": GROUPED | {"num_key_value_heads": 1},
 }
 MODELS = tuple(SIZES)
-METHODS = hf_effattn.list_methods()
 SMALL: dict[str, dict[str, Any]] = {
     "clustered": {},
     "i-clustered": {"topk": 3},
     "bi-clustered": {"topk": 3, "key_clusters": 6, "keys_per_cluster": 2},
 }
+METHODS = tuple(SMALL)
 LENGTH = 61
 each_model = pytest.mark.parametrize("model_type", MODELS)
 each_method = pytest.mark.parametrize("method", METHODS)

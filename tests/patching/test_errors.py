@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import batch_for, encoded, tiny_config, tiny_model
+from tiny_models import APPROXIMATIONS, batch_for, encoded, tiny_config, tiny_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -107,7 +107,7 @@ def test_a_failure_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.config.to_dict() == config
 
 
-@pytest.mark.parametrize("method", hf_effattn.list_methods())
+@pytest.mark.parametrize("method", APPROXIMATIONS)
 def test_a_causal_model_outside_the_table(method: str) -> None:
     model = phi()
     message = rf'PhiForCausalLM is causal, and "{method}" serves causal attention in decoders .*gpt2, opt, .*"sdpa"'
@@ -129,7 +129,7 @@ def test_loading_a_causal_model_outside_the_table(tmp_path: Path) -> None:
         hf_effattn.from_pretrained(AutoModelForCausalLM, tmp_path, method="clustered")
 
 
-@pytest.mark.parametrize("method", hf_effattn.list_methods())
+@pytest.mark.parametrize("method", APPROXIMATIONS)
 def test_bert_as_a_decoder(method: str) -> None:
     model = BertLMHeadModel(tiny_config("bert", is_decoder=True)).eval()
     with pytest.raises(ValueError, match=r"BertLMHeadModel is causal.* in decoders of the types gpt2"):

@@ -4,7 +4,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MODEL_TYPES_AND_PADDINGS, SMALL_SETTINGS, TEXTS, batch_for, encoded, tiny_config, tiny_model
+from tiny_models import (
+    APPROXIMATIONS,
+    MODEL_TYPES_AND_PADDINGS,
+    SMALL_SETTINGS,
+    TEXTS,
+    batch_for,
+    encoded,
+    tiny_config,
+    tiny_model,
+)
 from transformers import BertLMHeadModel, DynamicCache, EncoderDecoderCache, EncoderDecoderModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_bidirectional_mask, sdpa_mask
 
@@ -59,7 +68,7 @@ def test_inputs_of_no_more_tokens_than_clusters(model_type: str, padding: str | 
     model = tiny_model(model_type)
     batch = batch_for(model, padding=padding)
     exact = encoded(model, batch)
-    for method in hf_effattn.list_methods():
+    for method in APPROXIMATIONS:
         hf_effattn.patch_attention(model, method, clusters=40, min_length=0)
         assert torch.equal(encoded(model, batch), exact)
     for settings in ({"topk": 40}, {"key_clusters": 40}):

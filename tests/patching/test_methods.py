@@ -18,9 +18,11 @@ from hf_effattn.ops import (
 )
 from hf_effattn.ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS
 from hf_effattn.patching.method_settings import CROSSOVER
-from hf_effattn.patching.methods import METHODS, attention_matrix, find_groups, make_settings, run_method
+from hf_effattn.patching.methods import METHODS as EVERY_METHOD
+from hf_effattn.patching.methods import attention_matrix, find_groups, make_settings, run_method
 
 SMALL = {"clustered": {}, "i-clustered": {"topk": 6}, "bi-clustered": {"topk": 6, "key_clusters": 7}}
+METHODS = tuple(SMALL)
 
 
 def tensors(length: int = 30, heads: int = 2, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
@@ -35,7 +37,7 @@ def left_padded(length: int = 30) -> torch.Tensor:
 
 
 def test_names_and_defaults() -> None:
-    assert hf_effattn.list_methods() == ("clustered", "i-clustered", "bi-clustered")
+    assert hf_effattn.list_methods() == ("clustered", "i-clustered", "bi-clustered", "cst")
     settings = make_settings("i-clustered")
     assert settings.to_dict() == {
         "min_length": None,
@@ -54,6 +56,13 @@ def test_names_and_defaults() -> None:
     }
     bi_clustered = make_settings("bi-clustered").to_dict()
     assert bi_clustered == settings.to_dict() | {"topk": 64, "key_clusters": 100, "keys_per_cluster": 8}
+    assert make_settings("cst").to_dict() == {
+        "min_length": 0,
+        "slice_length": 16,
+        "extension_ratio": 1.0,
+        "composition": "merged",
+        "sinks": True,
+    }
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -65,9 +74,9 @@ def test_settings_are_frozen_comparable_and_json(method: str) -> None:
         settings.clusters = 3  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY_METHOD)
 def test_every_setting_says_what_it_is_for(method: str) -> None:
-    settings = METHODS[method]
+    settings = EVERY_METHOD[method]
     assert set(settings.purpose) == {field.name for field in dataclasses.fields(settings)}
 
 

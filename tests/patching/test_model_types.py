@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tiny_models import (
+    APPROXIMATIONS,
     FULL_LAYERS,
     MODEL_TYPES,
     MODEL_TYPES_AND_PADDINGS,
@@ -64,7 +65,7 @@ def test_method_runs_and_is_close_where_topk_is_large(
     assert 0 < fine < min(0.1, coarse / 2)
 
 
-@pytest.mark.parametrize("method", hf_effattn.list_methods())
+@pytest.mark.parametrize("method", APPROXIMATIONS)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_off_is_bit_equal(model_type: str, method: str) -> None:
     model = tiny_model(model_type)
@@ -80,7 +81,7 @@ def test_off_is_bit_equal(model_type: str, method: str) -> None:
     assert [set(vars(module)) for module in model.modules()] == names
 
 
-@pytest.mark.parametrize("method", hf_effattn.list_methods())
+@pytest.mark.parametrize("method", APPROXIMATIONS)
 @pytest.mark.parametrize("model_type", TEXTS)
 def test_padding_changes_nothing(model_type: str, method: str) -> None:
     """What the padded rows hold does not reach the rows that count."""
@@ -92,7 +93,7 @@ def test_padding_changes_nothing(model_type: str, method: str) -> None:
     torch.testing.assert_close(encoded(model, batch), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("method", hf_effattn.list_methods())
+@pytest.mark.parametrize("method", APPROXIMATIONS)
 @pytest.mark.parametrize("model_type", TEXTS)
 def test_a_padded_batch_equals_single_runs(model_type: str, method: str) -> None:
     """With right padding a row gets what it gets alone: padded rows cost no cluster and move no centroid."""

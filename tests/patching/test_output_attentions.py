@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MODEL_TYPES, MODEL_TYPES_AND_PADDINGS, SMALL_SETTINGS, batch_for, encoded, tiny_model
+from tiny_models import (
+    APPROXIMATIONS,
+    MODEL_TYPES,
+    MODEL_TYPES_AND_PADDINGS,
+    SMALL_SETTINGS,
+    batch_for,
+    encoded,
+    tiny_model,
+)
 
 import hf_effattn
 from hf_effattn.patching.model_types import find_encoders
@@ -23,7 +31,7 @@ def attentions(model: Any, batch: Any) -> tuple[torch.Tensor, ...]:
     return output.encoder_attentions if model.config.model_type == "whisper" else output.attentions
 
 
-@pytest.mark.parametrize("method", hf_effattn.list_methods())
+@pytest.mark.parametrize("method", APPROXIMATIONS)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_rows_sum_to_one_and_masked_keys_have_none(model_type: str, method: str) -> None:
     model = hf_effattn.patch_attention(tiny_model(model_type), method, **SMALL_SETTINGS[method])
@@ -40,7 +48,7 @@ def test_rows_sum_to_one_and_masked_keys_have_none(model_type: str, method: str)
             assert (matrix.transpose(2, 3)[~counts] == 0).all()
 
 
-@pytest.mark.parametrize("method", hf_effattn.list_methods())
+@pytest.mark.parametrize("method", APPROXIMATIONS)
 def test_the_weights_are_those_that_were_used(method: str) -> None:
     """Values times weights is what the module hands to its output projection."""
     model = hf_effattn.patch_attention(tiny_model("bert"), method, **SMALL_SETTINGS[method])
@@ -62,7 +70,7 @@ def test_the_weights_are_those_that_were_used(method: str) -> None:
 def test_asking_changes_no_output(model_type: str) -> None:
     model = tiny_model(model_type)
     batch = batch_for(model, padding="right")
-    for method in hf_effattn.list_methods():
+    for method in APPROXIMATIONS:
         hf_effattn.patch_attention(model, method, **SMALL_SETTINGS[method])
         assert torch.equal(encoded(model, batch, output_attentions=True), encoded(model, batch))
 

@@ -1,0 +1,155 @@
+"""A converted model through save and load: same process, a fresh one, shards, other heads, other classes."""
+
+import logging
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cst_conversions import CONVERTED, LENGTH, SLICES, convert, first_output, small_model, tokens
+from tiny_models import tiny_config
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertLMHeadModel,
+    EncoderDecoderModel,
+)
+
+import hf_effattn
+from hf_effattn.patching.cst_positions import NAME
+
+
+@pytest.fixture(autouse=True)
+def without_gradient() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def auto_class_of(model_type: str) -> Any:
+    return AutoModelForCausalLM if model_type == "gpt2" else AutoModel
+
+
+@pytest.fixture
+def warnings_of_transformers() -> Any:
+    """What transformers logs; its logger hands nothing on to pytest's."""
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    yield seen
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("model_type", CONVERTED)
+@pytest.mark.parametrize("composition", ["merged", "local-global"])
+def test_saved_and_loaded(
+    model_type: str, composition: str, tmp_path: Path, warnings_of_transformers: list[str]
+) -> None:
+    model = convert(small_model(model_type), composition=composition, extension_ratio=2)
+    expected = first_output(model, tokens())
+    model.save_pretrained(tmp_path)
+    warnings_of_transformers.clear()
+    loaded, info = hf_effattn.from_pretrained(auto_class_of(model_type), tmp_path, output_loading_info=True)
+    assert torch.equal(first_output(loaded, tokens()), expected)
+    assert loaded.config.effattn == model.config.effattn
+    assert not info["missing_keys"]
+    assert not any(NAME in text for text in warnings_of_transformers)
+    assert all(table.requires_grad for table in getattr(loaded.base_model, NAME).parameters())
+
+
+def test_loaded_in_a_fresh_process(tmp_path: Path) -> None:
+    model = convert(small_model("gpt2"))
+    expected = first_output(model, tokens())
+    model.save_pretrained(tmp_path)
+    torch.save(tokens(), tmp_path / "tokens.pt")
+    code = f"""
+        import torch, hf_effattn
+        from transformers import AutoModelForCausalLM
+        model = hf_effattn.from_pretrained(AutoModelForCausalLM, {str(tmp_path)!r})
+        with torch.no_grad():
+            torch.save(model(torch.load({str(tmp_path / "tokens.pt")!r})).logits, {str(tmp_path / "output.pt")!r})
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+    torch.testing.assert_close(torch.load(tmp_path / "output.pt"), expected, rtol=0, atol=0)
+
+
+def test_without_the_package_the_loading_report_names_what_is_left_out(
+    tmp_path: Path, warnings_of_transformers: list[str]
+) -> None:
+    """The pretrained weights load, with exact attention; the names of the tables say whose they are."""
+    model = small_model("bert", AutoModelForSequenceClassification)
+    exact = first_output(model, tokens())
+    convert(model).save_pretrained(tmp_path)
+    warnings_of_transformers.clear()
+    plain, info = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert torch.equal(first_output(plain, tokens()), exact)
+    assert info["unexpected_keys"] == {f"bert.{NAME}.token_positions", f"bert.{NAME}.slice_positions"}
+    assert any(f"{NAME}.slice_positions" in text for text in warnings_of_transformers)
+    plain.set_attn_implementation("cst")
+    with pytest.raises(ValueError, match=r"load a converted one with hf_effattn\.from_pretrained"):
+        first_output(plain, tokens())
+
+
+def test_other_findings_of_transformers_are_still_reported(
+    tmp_path: Path, warnings_of_transformers: list[str]
+) -> None:
+    convert(small_model("bert")).save_pretrained(tmp_path)
+    warnings_of_transformers.clear()
+    hf_effattn.from_pretrained(AutoModelForSequenceClassification, tmp_path)
+    assert any("classifier.weight" in text for text in warnings_of_transformers)
+
+
+def test_saved_with_a_head_and_loaded_without_and_the_other_way(tmp_path: Path) -> None:
+    model = convert(small_model("bert", AutoModelForSequenceClassification))
+    model.save_pretrained(tmp_path / "head")
+    loaded = hf_effattn.from_pretrained(AutoModel, tmp_path / "head")
+    assert torch.equal(first_output(loaded, tokens()), first_output(model.bert, tokens()))
+    loaded.save_pretrained(tmp_path / "base")
+    again = hf_effattn.from_pretrained(AutoModelForSequenceClassification, tmp_path / "base")
+    assert torch.equal(first_output(again.bert, tokens()), first_output(model.bert, tokens()))
+
+
+def test_a_checkpoint_in_shards_and_another_dtype(tmp_path: Path) -> None:
+    model = convert(small_model("bert"))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded = hf_effattn.from_pretrained(AutoModel, tmp_path, dtype=torch.float64)
+    assert getattr(loaded, NAME).token_positions.dtype == torch.float64
+    assert torch.equal(first_output(loaded, tokens()), first_output(model.double(), tokens()))
+
+
+def test_an_encoder_inside_a_composite_model(tmp_path: Path) -> None:
+    decoder = BertLMHeadModel(tiny_config("bert", is_decoder=True, add_cross_attention=True))
+    model = EncoderDecoderModel(encoder=small_model("bert"), decoder=decoder).eval()
+    convert(model.encoder)
+    expected = model(input_ids=tokens(), decoder_input_ids=tokens()).logits
+    model.save_pretrained(tmp_path)
+    loaded = hf_effattn.from_pretrained(EncoderDecoderModel, tmp_path).eval()
+    torch.testing.assert_close(loaded(input_ids=tokens(), decoder_input_ids=tokens()).logits, expected)
+    assert torch.equal(getattr(loaded.encoder, NAME).token_positions, getattr(model.encoder, NAME).token_positions)
+
+
+def test_an_unconverted_checkpoint_is_converted_while_it_loads(tmp_path: Path) -> None:
+    small_model("bert").save_pretrained(tmp_path)
+    model = hf_effattn.from_pretrained(AutoModel, tmp_path, method="cst", **SLICES)
+    assert not getattr(model, NAME).token_positions.any()
+    assert first_output(model, tokens(LENGTH)).isfinite().all()
+
+
+def test_tables_of_other_sizes_or_none_are_an_error(tmp_path: Path) -> None:
+    model = convert(small_model("bert"))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"converted with other settings: its .* has shape \(4, 32\).*\(8, 32\)"):
+        hf_effattn.from_pretrained(AutoModel, tmp_path, slice_length=8)
+    sums = hf_effattn.from_pretrained(AutoModel, tmp_path, composition="local-global")
+    assert torch.equal(getattr(sums, NAME).token_positions, getattr(model, NAME).token_positions)
+    clustered = hf_effattn.from_pretrained(AutoModel, tmp_path, method="clustered")
+    assert not hasattr(clustered, NAME)
+    AutoModel.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"its weights hold no {NAME}.token_positions: save the converted model"):
+        hf_effattn.from_pretrained(AutoModel, tmp_path)
