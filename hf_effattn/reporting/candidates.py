@@ -16,7 +16,7 @@ DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "bi-clustered", "clusters": 100, "topk": 64, "key_clusters": 100},
 )
 # The settings that decide between speed and error stand in every name, others only where they differ from the default.
-ALWAYS_NAMED = ("clusters", "key_clusters", "topk")
+ALWAYS_NAMED = ("clusters", "key_clusters", "topk", "slice_length", "extension_ratio")
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,16 @@ def name_settings(settings: MethodSettings) -> str:
     """A short name: the method, its counts, and every other setting that is not the default, without `min_length`."""
     defaults = type(settings)()
     shown = [
-        f"{field.name}={getattr(settings, field.name)}"
+        f"{field.name}={_shown(getattr(settings, field.name))}"
         for field in fields(settings)
         if field.name != "min_length"
         and (field.name in ALWAYS_NAMED or getattr(settings, field.name) != getattr(defaults, field.name))
     ]
     return f"{settings.method} ({', '.join(shown)})" if shown else settings.method
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _settings(method: object) -> MethodSettings:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..patching import patch_attention, run_method
+from ..patching.patch import encoders_to_patch, plan_patch
 from .candidates import EXACT, Candidate, make_candidates
 from .cost import MEMORY_MEASURES, interleaved_rounds, peak_memory_added, timed
 from .environment import environment
@@ -37,7 +38,8 @@ def report(
     values (taken one layer at a time while the exact model runs); the change of the model's output when all layers run
     the method; times against exact SDPA, interleaved; peak memory. Methods are forced also where the input is shorter
     than their `min_length`, and the report says that patching would run exact attention there. The model is afterwards
-    what it was, patched or not, whatever happens. It runs in eval mode, without gradients.
+    what it was, patched or not, whatever happens. It runs in eval mode, without gradients. A conversion (`"cst"`) is
+    meant to be fine-tuned, and the report says so.
 
     Ctrl-C stops the measurement and returns what has been measured so far, with `complete=False` and a warning.
 
@@ -69,6 +71,9 @@ def report(
         )
     candidates = make_candidates(methods)
     encoders_to_report(model)
+    for candidate in candidates:
+        for encoder in encoders_to_patch(model, candidate.settings.method):
+            plan_patch(encoder, candidate.settings, None)
     batches = check_inputs(model, inputs)
     _check_options(error_budget, repeats)
     found = Report(
@@ -83,10 +88,10 @@ def report(
     steps = len(batches) * (len(found.layers) + (1 + len(candidates)) * (1 + repeats))
     with _progress_bar(progress, steps) as advance:
         try:
-            with as_it_was(model), torch.no_grad():
+            with as_it_was(model) as put_back, torch.no_grad():
                 model.eval()
                 for batch in batches:
-                    _MeasureInput(model, batch, candidates, found, repeats, memory, advance).run()
+                    _MeasureInput(model, batch, candidates, found, repeats, memory, advance, put_back).run()
         except KeyboardInterrupt:
             found.complete = False
             warnings.warn("report was interrupted: it holds what had been measured until then", stacklevel=2)
@@ -105,6 +110,7 @@ class _MeasureInput:
         repeats: int,
         memory: bool,
         advance: Callable[[str], None],
+        put_back: Callable[[], None],
     ) -> None:
         self.model = model
         self.batch = batch
@@ -113,11 +119,14 @@ class _MeasureInput:
         self.repeats = repeats
         self.memory = memory
         self.advance = advance
+        self.put_back = put_back
         self.key_mask: torch.Tensor | None = None
         self.measured: dict[str, Measurement] = {}
         self.rounds_per_layer = max(1, math.ceil(repeats / len(found.layers)))
 
     def run(self) -> None:
+        # Another method's patch took away what a converted model was trained with.
+        self.put_back()
         with recording(self.model, self._watch_attention):
             run_model(self.model, self.batch)
         if not self.measured:
@@ -171,6 +180,7 @@ class _MeasureInput:
                 key_mask=seen.key_mask,
                 scale=seen.scale,
                 causal=seen.causal,
+                module=seen.module,
             )
             # The layout that the model needs, which a patched model pays for too.
             return output.transpose(1, 2).contiguous()
@@ -188,6 +198,7 @@ class _MeasureInput:
             make_exact(self.model)
         else:
             settings = self.candidates[label].forced
+            self.put_back()
             patch_attention(self.model, settings.method, **settings.to_dict())
 
     def _compare_outputs(self) -> None:

@@ -221,6 +221,7 @@ def _implied_rows(candidate: Candidate, seen: SeenAttention, head: int, rows: li
     for identity in torch.eye(N, dtype=seen.query.dtype, device=seen.query.device).split(COLUMNS_AT_ONCE, dim=1):
         values = identity.expand(1, seen.key.shape[1], *identity.shape)
         options: dict[str, Any] = {"key_mask": seen.key_mask, "scale": seen.scale, "causal": seen.causal}
+        options["module"] = seen.module
         output = run_method(candidate.forced, seen.query, seen.key, values, **options)
         columns.append(output[0, head, rows])
     return torch.cat(columns, dim=1)

@@ -16,7 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..patching.attention import RECORD
+from ..patching.cst_positions import held_by, hold
+from ..patching.method_settings import RECORD
 from ..patching.model_types import Encoder, is_causal, is_sliding_window
 from ..patching.patch import encoders_to_patch
 from ..patching.stored import FIELD
@@ -30,6 +31,7 @@ class SeenAttention:
     """One call of exact self-attention. Sizes: `B` batch, `H` heads, `N` length, `D` head_dim.
 
     Args:
+        module (`nn.Module`): the attention module.
         layer (`int`): counted through all encoders of the model that can be patched, in their order.
         query (`torch.Tensor`): `(B, H, N, D)`.
         key (`torch.Tensor`): `(B, H, N, D)`.
@@ -40,6 +42,7 @@ class SeenAttention:
         exact (`Callable`): runs the model's exact attention, `(B, N, H, D)`.
     """
 
+    module: nn.Module
     layer: int
     query: torch.Tensor
     key: torch.Tensor
@@ -85,7 +88,8 @@ def recording_attention(
         return exact(), None
     layer = watch.layers[watch.calls % len(watch.layers)]
     watch.calls += 1
-    seen = SeenAttention(layer, query, key, value, _padding_of(attention_mask), scaling, is_causal(module), exact)
+    mask = _padding_of(attention_mask)
+    seen = SeenAttention(module, layer, query, key, value, mask, scaling, is_causal(module), exact)
     return watch.observer(seen), None
 
 
@@ -144,8 +148,11 @@ def make_exact(model: nn.Module) -> None:
 
 
 @contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Whatever the block does to attention implementations, patches and train/eval modes, undo it at the end."""
+def as_it_was(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Whatever the block does to attention implementations, patches and train/eval modes, undo it at the end.
+
+    Gives a function that puts back the patches alone, with the parameters which they had added to the model.
+    """
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     # Submodels share configs: each config once, with the outermost model that has it, the outermost config first.
     outermost: dict[int, PreTrainedModel] = {}
@@ -156,9 +163,19 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
         for submodel in outermost.values()
     ]
     patches = [(module, vars(module).get(RECORD)) for module in model.modules()]
+    added = [(submodel, held_by(submodel)) for submodel in models]
     modes = [(module, module.training) for module in model.modules()]
+
+    def put_back() -> None:
+        for submodel, parameters in added:
+            hold(submodel, parameters)
+        for module, patch in patches:
+            vars(module).pop(RECORD, None)
+            if patch is not None:
+                setattr(module, RECORD, patch)
+
     try:
-        yield
+        yield put_back
     finally:
         # Outermost first: setting an implementation hands it down to the submodels, whose own is then set again.
         for submodel, implementation, stored in before:
@@ -167,10 +184,7 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
             vars(submodel.config).pop(FIELD, None)
             if stored is not None:
                 setattr(submodel.config, FIELD, stored)
-        for module, patch in patches:
-            vars(module).pop(RECORD, None)
-            if patch is not None:
-                setattr(module, RECORD, patch)
+        put_back()
         for module, training in modes:
             module.training = training
 

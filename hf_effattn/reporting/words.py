@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..patching.methods import METHODS
 from .candidates import EXACT
 from .cost import median
 
@@ -25,6 +26,7 @@ def summary(report: "Report") -> str:
         lines += [_method_line(report, label, length) for label in report.methods]
         lines += _min_length_line(report, length)
     lines += _prefill_line(report)
+    lines += _fine_tuning_line(report)
     lines += ["", *budget_lines(report)] if report.error_budget is not None else []
     return "\n".join(lines)
 
@@ -115,6 +117,18 @@ def _prefill_line(report: "Report") -> list[str]:
         "",
         f"{', '.join(prompts)}: for the prompt of a generation only. In a causal model its clusters are of all "
         "queries, so outputs before the last token depend on later ones.",
+    ]
+
+
+def _fine_tuning_line(report: "Report") -> list[str]:
+    """Which methods convert the model, so that these numbers are only where its training begins."""
+    converting = [label for label, settings in report.methods.items() if METHODS[settings["method"]].needs_fine_tuning]
+    if not converting:
+        return []
+    return [
+        "",
+        f"{', '.join(converting)}: a conversion of the model, which needs fine-tuning on your task before you use it. "
+        "Errors against exact attention say how near it begins; judge what it has become by the task.",
     ]
 
 
