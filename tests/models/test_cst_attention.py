@@ -1,6 +1,6 @@
 """The composite attention of the Composite Slice Transformer: equations, causality, padding, identities."""
 
-from math import ceil, exp, sqrt
+from math import ceil, erf, exp, sqrt
 
 import pytest
 import torch
@@ -11,7 +11,22 @@ from cst_models import LENGTH, VARIANTS, tiny_model, tokens
 from hf_effattn.models import CSTForCausalLM, CSTModel
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
-TWO_LEVELS = ["paper", "half_extension", "whole_extension", "parallel", "global_local", "separate_projections"]
+# All but those beyond the paper (more levels, global tokens) and those outside the attention (norms).
+TWO_LEVELS = [
+    "paper",
+    "half_extension",
+    "whole_extension",
+    "max_pooling",
+    "linear_pooling",
+    "parallel",
+    "global_local",
+    "mlp",
+    "mlp_global_local",
+    "separate_projections",
+    "absolute_positions",
+    "slices_of_one",
+    "one_slice",
+]
 
 
 def rows_times(rows, linear, with_bias=True):
@@ -40,17 +55,40 @@ def attend(query, keys, values, heads):
     return output
 
 
+def mix_places(mlp, rows, causal):
+    """The two-layer MLP over the places of a slice, for every channel of its rows (A.6.2)."""
+    L = mlp.slice_length
+    reads, writes = mlp.reader.weight.tolist(), mlp.writer.weight.tolist()
+    units = range(len(reads))
+    mixed = [[0.0] * len(rows[0]) for _ in rows]
+    for channel in range(len(rows[0])):
+        column = [row[channel] for row in rows] + [0.0] * (L - len(rows))
+        hidden = []
+        for j in units:
+            last = j * L // len(units) if causal else L - 1
+            total = sum(reads[j][t] * column[t] for t in range(last + 1)) + mlp.reader.bias[j].item()
+            hidden.append(total * (1 + erf(total / sqrt(2))) / 2)
+        for t in range(len(rows)):
+            written = [j for j in units if not causal or j * L // len(units) <= t]
+            mixed[t][channel] = sum(writes[t][j] * hidden[j] for j in written) + mlp.writer.bias[t].item()
+    return mixed
+
+
 def composite_slice_attention(module, x, local_table, global_table, causal):
-    """Lee 2023, Eq. 8–15, token by token: `x` is one sequence as a list of rows, so are the tables."""
+    """Lee 2023, Eq. 8–15, token by token: `x` is one sequence as a list of rows, so are the tables, if any."""
     L, e, heads = module.level_lengths[0], module.extension, module.num_heads
     to, to_global = module.projections, module.global_projections or module.projections
     N, width = len(x), len(x[0])
     starts = list(range(0, N, L))
 
     def local(inputs):
+        if module.mlp is not None:
+            value = rows_times(inputs, to.value)
+            return [row for start in starts for row in mix_places(module.mlp, value[start : start + L], causal)]
         query, key, value = (rows_times(inputs, w) for w in (to.query, to.key, to.value))
-        of_query = rows_times(local_table[e : e + L], to.query, with_bias=False)
-        of_key = rows_times(local_table, to.key, with_bias=False)
+        table = local_table or [[0.0] * width] * (L + 2 * e)
+        of_query = rows_times(table[e : e + L], to.query, with_bias=False)
+        of_key = rows_times(table, to.key, with_bias=False)
         output = []
         for i in range(N):
             start = i // L * L
@@ -64,10 +102,15 @@ def composite_slice_attention(module, x, local_table, global_table, causal):
 
     def pooled(rows):
         slices = [rows[start : start + L] for start in starts]
+        if module.pooling == "max":
+            return [[max(row[d] for row in part) for d in range(width)] for part in slices]
+        if module.pooling == "linear":
+            filled = [[x for row in part for x in row] + [0.0] * width * (L - len(part)) for part in slices]
+            return rows_times(filled, module.pools[0].projection)
         return [[sum(row[d] for row in part) / len(part) for d in range(width)] for part in slices]
 
     def across(slices):
-        placed = add(slices, global_table[: len(slices)])
+        placed = add(slices, global_table[: len(slices)]) if global_table else slices
         query, key = rows_times(placed, to_global.query), rows_times(placed, to_global.key)
         value = rows_times(slices, to_global.value)
         if not causal:
@@ -90,11 +133,13 @@ def composite_slice_attention(module, x, local_table, global_table, causal):
 def test_equals_the_papers_equations_written_as_loops(variant, model_class):
     model = tiny_model(model_class, variant)
     module = getattr(model, "cst", model).layers[0].attention
-    tables = getattr(model, "cst", model).positions()
+    positions = getattr(model, "cst", model).positions
+    tables = None if positions is None else positions()
     x = torch.randn(1, 11, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     actual, _ = module(x, tables, None)
     causal = model_class is CSTForCausalLM
-    expected = composite_slice_attention(module, x[0].tolist(), tables[0].tolist(), tables[1].tolist(), causal)
+    lists = {} if tables is None else {level: table.tolist() for level, table in tables.items()}
+    expected = composite_slice_attention(module, x[0].tolist(), lists.get(0), lists.get(1), causal)
     torch.testing.assert_close(actual[0], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
