@@ -331,7 +331,6 @@ def test_blocks_cover_the_older_segments_once(served, window):
         ({"keys_per_cluster": 0}, ValueError, "keys_per_cluster must be at least 1"),
         ({"key_clusters": 0}, ValueError, "key_clusters must be at least 1"),
         ({"dropout_p": 1.0}, ValueError, r"dropout_p must lie in \[0, 1\)"),
-        ({"backend": "triton"}, ValueError, 'backend="triton" is not there for causal attention'),
         ({"backend": "fast"}, ValueError, "backend must be one of"),
         ({"key_mask": torch.ones(1, 6)}, TypeError, "key_mask must be boolean"),
         ({"key_mask": torch.ones(1, 5, dtype=torch.bool)}, ValueError, "key_mask must have shape"),

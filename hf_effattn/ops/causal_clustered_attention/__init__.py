@@ -1,5 +1,7 @@
 """Causal attention over clusters: no output depends on a later token."""
 
+from typing import Any
+
 import torch
 
 from ..arguments import check_count, check_mask, check_query_key_value, choose_backend
@@ -9,11 +11,19 @@ from ..kmeans import check_seed
 from . import batched, reference
 from .reference import Settings
 
+
+def _triton(*arguments: Any) -> torch.Tensor:
+    from . import triton
+
+    return triton.causal_clustered_attention(*arguments)
+
+
 METHODS = ("clustered", "i-clustered", "bi-clustered")
 DEFAULT_SEGMENT_LENGTH = 64
 DEFAULT_WINDOW = 64
 DEFAULT_KEYS_PER_CLUSTER = 8
 DEFAULT_KEY_CLUSTERS = 128
+LARGEST_KERNEL_TOPK = 1024  # a centroid's top keys must fit into a chip's registers
 
 
 def causal_clustered_attention(
@@ -82,7 +92,10 @@ def causal_clustered_attention(
             did not stand there: their outputs are 0.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         dropout_p (`float`): dropout on the attention weights; what stands for many keys is dropped as one.
-        backend (`str`, *optional*): `"reference"` or `"batched"`. Default: batched.
+        backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`. Default: Triton on a GPU, else batched.
+            The kernels take a `topk` up to 1,024, and add up gradients of keys and values in no fixed order: where
+            torch is told to be deterministic and a gradient is wanted, the batched form runs instead. Under a
+            `key_mask` they run on copies of the inputs in which the tokens that count stand together.
 
     Returns:
         `(B, H, N, Dv)` in the dtype of `query`.
@@ -111,11 +124,18 @@ def causal_clustered_attention(
     if key.shape[2] != N:
         raise ValueError(f"causal self-attention has as many keys as queries, got {N} queries and {key.shape[2]} keys")
     check_mask("key_mask", key_mask, key)
-    if backend == "triton":
-        raise ValueError('backend="triton" is not there for causal attention over clusters; use backend="batched"')
-    forms = reference.causal_clustered_attention, batched.causal_clustered_attention
-    # Without kernels of its own, the batched form is also the fastest on a GPU.
-    run = choose_backend(backend or "batched", (*forms, forms[1]), query, key, value)
+    forms = reference.causal_clustered_attention, batched.causal_clustered_attention, _triton
+    run = choose_backend(backend, forms, query, key, value)
+    if run is _triton:
+        if method != "clustered" and min(topk, N) > LARGEST_KERNEL_TOPK:
+            if backend == "triton":
+                raise ValueError(
+                    f'the kernels take a topk up to {LARGEST_KERNEL_TOPK}, got {min(topk, N)}; use backend="batched"'
+                )
+            run = forms[1]
+        wants_gradient = torch.is_grad_enabled() and any(rows.requires_grad for rows in (query, key, value))
+        if wants_gradient and torch.are_deterministic_algorithms_enabled():
+            run = forms[1]
     settings = Settings(
         method,
         min(clusters, max(1, N)),
