@@ -48,13 +48,17 @@ TEST_BATCHES = 8
 
 @dataclass(frozen=True)
 class Sizes:
-    """What all runs share."""
+    """What all runs share; `words` are those of a batch, however long its texts are."""
 
     hidden_size: int
     steps: int
-    batch: int
+    words: int
     learning_rate: float
     dtype: str
+
+    def batch(self, run: dict[str, Any]) -> int:
+        """Texts of a batch."""
+        return max(1, self.words // run["length"])
 
 
 def recall_texts(batch: int, length: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
@@ -133,7 +137,7 @@ def train(
     generator = torch.Generator().manual_seed(run["seed"])
     model.train()
     for _ in range(sizes.steps):
-        ids, values, answers = (part.to(device) for part in recall_texts(sizes.batch, run["length"], generator))
+        ids, values, answers = (part.to(device) for part in recall_texts(sizes.batch(run), run["length"], generator))
         with autocast(device, sizes.dtype):
             loss = model(ids, token_type_ids=values, labels=answers).loss
         optimizer.zero_grad()
@@ -167,7 +171,7 @@ def evaluate(
     generator = torch.Generator().manual_seed(TEST_SEED)
     right = []
     for _ in range(TEST_BATCHES):
-        ids, values, answers = recall_texts(sizes.batch, run["length"], generator)
+        ids, values, answers = recall_texts(sizes.batch(run), run["length"], generator)
         with autocast(device, sizes.dtype):
             logits = model(ids.to(device), token_type_ids=values.to(device)).logits
         right.append((logits.argmax(dim=-1).cpu() == answers).float().mean().item())
@@ -202,8 +206,8 @@ def main(
     seeds: Annotated[str, typer.Option(help="Comma-separated seeds.")] = "0,1,2",
     hidden_size: int = 64,
     steps: int = 2000,
-    batch: int = 64,
-    learning_rate: float = 2e-3,
+    words: Annotated[int, typer.Option(help="Words of a batch.")] = 4096,
+    learning_rate: float = 3e-3,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16: autocast.")] = "float32",
     output: Path = Path(__file__).parent / "results" / "partner_recall.json",
 ) -> None:
@@ -213,7 +217,7 @@ def main(
     unknown = [name for name in chosen if name not in ROUTINGS]
     if unknown:
         raise typer.BadParameter(f"unknown routings {unknown}; there are {list(ROUTINGS)}")
-    sizes = Sizes(hidden_size, steps, batch, learning_rate, dtype)
+    sizes = Sizes(hidden_size, steps, words, learning_rate, dtype)
     kept = KeptRuns(output, vars(sizes), device)
     runs = [
         {

@@ -138,7 +138,7 @@ def test_partners_seen_by_hand():
 def test_partner_recall(tmp_path, monkeypatch):
     output = tmp_path / "recall.json"
     routings = ",".join(partner_recall.ROUTINGS)
-    small = {"windows": "2,3", "seeds": "0", "hidden_size": 16, "steps": 2, "batch": 4, "output": output}
+    small = {"windows": "2,3", "seeds": "0", "hidden_size": 16, "steps": 2, "words": 64, "output": output}
     partner_recall.main("16", routings=routings, **small)
     rows = rows_of(output)
     assert len(rows) == 2 * len(partner_recall.ROUTINGS) - 1  # full attention has no window
@@ -154,7 +154,7 @@ def test_partner_recall(tmp_path, monkeypatch):
 
 def test_full_attention_recalls_partners():
     run = {"length": 8, "clusters": 2, "window_blocks": 2, "routing": "full attention", "seed": 0}
-    sizes = partner_recall.Sizes(hidden_size=32, steps=400, batch=32, learning_rate=5e-3, dtype="float32")
+    sizes = partner_recall.Sizes(hidden_size=32, steps=400, words=256, learning_rate=5e-3, dtype="float32")
     found = partner_recall.measure(run, sizes, torch.device("cpu"), lambda: None)
     assert found["accuracy"] > 95
 
