@@ -1,0 +1,287 @@
+"""Text classification from scratch: ClusterFormer, its rivals and the Transformer (Source: Wang 2022, Tables 2, 4, 5).
+
+Every model has 2 layers, 300 wide, with 4 heads (for pairs of texts 1 layer with 6 heads, as in the paper), and the
+mean of its words as the text's vector. They differ in
+`assignment` alone; the Transformer is the same model with `assignment="full"`, whose attention is PyTorch's. There are
+no GloVe vectors here, as the paper has: its differences can be compared with these, its levels cannot. Short texts do
+not tell the methods apart; the controls, random and identity order, show how much the routing itself is worth.
+
+Every seed holds out another tenth of CR, MR, SUBJ and MPQA; the other data sets have a test set. All runs see all
+their epochs: no model is chosen by what it is tested on.
+
+    python scripts/classification_table.py               # writes scripts/results/classification_table.json
+    python scripts/classification_table.py --sweep clusters
+    python scripts/classification_table.py --sweep losses --data-sets WikiQA,SICK
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import datasets
+import pandas as pd
+import run_classification
+import torch
+import typer
+from answer_ranking import rank_answers
+from classification_data import DATA_SETS
+from kept_runs import KeptRuns, mean_and_deviation
+from rich.progress import track
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from hf_effattn.reporting.cost import peak_memory_added
+
+TRANSFORMER, RANDOM = "Transformer", "random order"
+# Attention dropout is off: SDPA on a CPU is slow with it, and the comparison would be one of that.
+SIZES: dict[str, Any] = {
+    "hidden_size": 300,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 600,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.0,
+}
+TRAINING: dict[str, Any] = {
+    "vocab_size": 8000,
+    "learning_rate": 5e-4,
+    "warmup_steps": 0.1,
+    "weight_decay": 0.01,
+    "per_device_train_batch_size": 32,
+}
+ROUTINGS: dict[str, dict[str, Any]] = {
+    TRANSFORMER: {"assignment": "full"},
+    "neural": {},
+    "gated": {"gated": True},
+    "K-means": {"assignment": "kmeans"},
+    "LSH": {"assignment": "lsh"},
+    RANDOM: {"assignment": "random"},
+    "identity order": {"assignment": "identity"},
+}
+CLUSTERS = (5, 10, 20, 30, 60, 100, 300)
+WITHOUT_L1, WITHOUT_L2 = {"cluster_loss_weight": 0.0}, {"sorting_loss_weight": 0.0}
+LOSSES: dict[str, dict[str, Any]] = {
+    f"{name}, {losses}": ROUTINGS[name] | without
+    for name in ("neural", "gated")
+    for losses, without in (
+        ("no loss", WITHOUT_L1 | WITHOUT_L2),
+        ("L2", WITHOUT_L1),
+        ("L1", WITHOUT_L2),
+        ("L1 and L2", {}),
+    )
+}
+SWEEPS: dict[str, dict[str, dict[str, Any]]] = {
+    "routings": ROUTINGS,
+    "clusters": {TRANSFORMER: ROUTINGS[TRANSFORMER]} | {f"neural, k={k}": {"clusters": k} for k in CLUSTERS},
+    "losses": LOSSES,
+}
+DATA_SETS_OF_SWEEP = {
+    "routings": "CR,MR,SUBJ,MPQA,20 Newsgroups",
+    "clusters": "20 Newsgroups",
+    "losses": "20 Newsgroups,WikiQA,SICK",
+}
+# Its Reformer stands beside LSH, its Routing Transformer beside K-means. WikiQA: mean average precision.
+PAPER: dict[str, dict[str, dict[str, float]]] = {
+    "routings": {
+        TRANSFORMER: {"CR": 86.2, "MR": 81.8, "SUBJ": 95.4, "MPQA": 89.9, "20 Newsgroups": 83.6, "WikiQA": 60.1},
+        "neural": {"CR": 88.1, "MR": 82.7, "SUBJ": 96.2, "MPQA": 90.4, "20 Newsgroups": 83.8, "WikiQA": 63.0},
+        "K-means": {"CR": 80.1, "MR": 78.8, "SUBJ": 94.3, "MPQA": 81.2, "20 Newsgroups": 81.3, "WikiQA": 56.0},
+        "LSH": {"CR": 83.0, "MR": 79.7, "SUBJ": 94.7, "MPQA": 88.6, "20 Newsgroups": 81.7, "WikiQA": 58.7},
+    },
+    "clusters": {TRANSFORMER: {"20 Newsgroups": 84.8}}
+    | {
+        f"neural, k={k}": {"20 Newsgroups": accuracy}
+        for k, accuracy in zip(CLUSTERS, (84.9, 84.3, 85.0, 84.5, 84.3, 83.6, 83.6), strict=True)
+    },
+    "losses": {
+        "neural, no loss": {"WikiQA": 61.2},
+        "neural, L2": {"WikiQA": 62.0},
+        "neural, L1": {"WikiQA": 61.9},
+        "neural, L1 and L2": {"WikiQA": 63.1},
+    },
+}
+
+
+@contextmanager
+def data_folder() -> Iterator[Path]:
+    """A temporary folder that holds the caches of the data sets too."""
+    cache = datasets.config.HF_DATASETS_CACHE
+    with TemporaryDirectory() as folder:
+        datasets.config.HF_DATASETS_CACHE = Path(folder) / "cache"
+        try:
+            yield Path(folder)
+        finally:
+            datasets.config.HF_DATASETS_CACHE = cache
+
+
+def train_once(run: dict[str, Any], paths: dict[str, Path], low_precision: bool) -> dict[str, float]:
+    """Train and test one model; what `run_classification` reports, and how it ranks answers."""
+    data = DATA_SETS[run["dataset"]]
+    arguments = {
+        "model_type": "clusterformer",
+        "config_overrides": json.dumps(SIZES | {"max_position_embeddings": run["max_length"]} | run["settings"]),
+        "train_files": paths["train"],
+        "max_length": run["max_length"],
+        "num_train_epochs": run["epochs"],
+        "per_device_eval_batch_size": 64,
+        "train_sampling_strategy": "group_by_length",
+        "optim": "adamw_torch_fused",
+        "seed": run["seed"],
+        "split_seed": run["seed"],
+        "save_strategy": "no",
+        "report_to": "none",
+        **TRAINING,
+    }
+    if run["train_samples"] is not None:
+        arguments["max_train_samples"] = run["train_samples"]
+    if data.pairs:
+        arguments["text_pair_column"] = "second_text"
+    switches = ["--do_train"]
+    if "test" in paths:
+        arguments |= {"test_files": paths["test"], "validation_share": 0}
+        switches.append("--do_predict")
+    else:
+        switches.append("--do_eval")
+    if low_precision:
+        switches.append("--bf16")
+    if not torch.cuda.is_available():
+        switches.append("--use_cpu")
+    with TemporaryDirectory() as folder:
+        arguments["output_dir"] = folder
+        pairs = (part for name, value in arguments.items() for part in (f"--{name}", str(value)))
+        found = run_classification.main([*pairs, *switches])
+        if data.metric == "map" and data.test is not None:
+            found |= rank_answers(folder, data.test(), run["max_length"])
+        return found
+
+
+def step_memory(run: dict[str, Any]) -> int | None:
+    """Bytes that a training step adds on a full batch of the longest texts."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = {"vocab_size": TRAINING["vocab_size"], "max_position_embeddings": run["max_length"]}
+    config = AutoConfig.for_model("clusterformer", **SIZES | sizes | run["settings"])
+    model = AutoModelForSequenceClassification.from_config(config).to(device).train()
+    shape = TRAINING["per_device_train_batch_size"], run["max_length"]
+    words = torch.randint(1, TRAINING["vocab_size"], shape, device=device)
+    labels = torch.zeros(shape[0], dtype=torch.long, device=device)
+    return peak_memory_added(lambda: model(words, labels=labels).loss.backward(), device)[1]
+
+
+def measure(run: dict[str, Any], paths: dict[str, Path], low_precision: bool) -> dict[str, Any]:
+    """The run with its scores in percent, its time and its memory."""
+    found = train_once(run, paths, low_precision)
+    ranked = {name: found[name] for name in ("map", "mrr") if name in found}
+    return (
+        run
+        | ranked
+        | {
+            "accuracy": 100 * (found["test_accuracy"] if "test" in paths else found["eval_accuracy"]),
+            "seconds_per_epoch": found["train_runtime"] / run["epochs"],
+            "parameters": found["parameters"],
+            "step_peak_bytes": step_memory(run),
+        }
+    )
+
+
+def differences(frame: pd.DataFrame, metric: str, name: str, to: str) -> list[float]:
+    """Differences of the metric between two runs of the same seed."""
+    by_seed = frame.pivot(index="seed", columns="name", values=metric)
+    return [] if to not in by_seed or name == to else (by_seed[name] - by_seed[to]).dropna().tolist()
+
+
+def table(rows: list[dict[str, Any]], sweep: str) -> pd.DataFrame:
+    """For every data set: its metric, the differences to the Transformer and the random order, cost, the paper's."""
+    frame = pd.DataFrame(rows)
+    columns: dict[str, pd.Series] = {}
+    for dataset, part in frame.groupby("dataset", sort=False):
+        named = part.groupby("name", sort=False)
+        metric = DATA_SETS[str(dataset)].metric
+        columns[str(dataset)] = named[metric].apply(mean_and_deviation)
+        for short, to in (("Transformer", TRANSFORMER), ("random", RANDOM)):
+            if to in named.groups:
+                gain = {name: mean_and_deviation(differences(part, metric, str(name), to)) for name in named.groups}
+                columns[f"{dataset} - {short}"] = pd.Series(gain)
+        if sweep == "clusters":
+            columns[f"{dataset}, s/epoch"] = named["seconds_per_epoch"].median().round(1).astype(str)
+            columns[f"{dataset}, MiB"] = (named["step_peak_bytes"].median() / 2**20).round().astype(str)
+        numbers = {name: str(found[str(dataset)]) for name, found in PAPER[sweep].items() if dataset in found}
+        if numbers:
+            columns[f"{dataset}, paper"] = pd.Series(numbers)
+    shown = pd.DataFrame(columns)
+    return shown.reindex([name for name in SWEEPS[sweep] if name in set(frame["name"])]).fillna("")
+
+
+def planned(
+    sweep: str,
+    names: Iterable[str],
+    data_sets: Iterable[str],
+    seeds: Iterable[int],
+    epochs: int | None,
+    max_length: int | None,
+    train_samples: int | None,
+) -> list[tuple[str, dict[str, Any]]]:
+    """The runs of a sweep with their names; a model that is in two sweeps is one run."""
+    return [
+        (
+            name,
+            {
+                "dataset": dataset,
+                "settings": {
+                    **DATA_SETS[dataset].settings,
+                    "clusters": DATA_SETS[dataset].clusters,
+                    **SWEEPS[sweep][name],
+                },
+                "seed": seed,
+                "epochs": epochs or DATA_SETS[dataset].epochs,
+                "max_length": max_length or DATA_SETS[dataset].max_length,
+                "train_samples": train_samples,
+            },
+        )
+        for dataset in data_sets
+        for seed in seeds
+        for name in names
+    ]
+
+
+def main(
+    sweep: Annotated[str, typer.Option(help="routings, clusters or losses.")] = "routings",
+    data_sets: Annotated[str | None, typer.Option(help="Comma-separated; default: the sweep's.")] = None,
+    names: Annotated[
+        str | None, typer.Option(help="Rows of the table, separated by semicolons; default: all.")
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="Comma-separated seeds.")] = "0,1,2",
+    epochs: Annotated[int | None, typer.Option(help="Default: the data set's.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens of a text. Default: the data set's.")] = None,
+    train_samples: Annotated[int | None, typer.Option(help="Train on so many texts only.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, or bfloat16: autocast.")] = "float32",
+    output: Path = Path(__file__).parent / "results" / "classification_table.json",
+) -> None:
+    """Run what the output file does not hold yet, keep it as JSON after every run, and print the table."""
+    if sweep not in SWEEPS:
+        raise typer.BadParameter(f"unknown sweep {sweep!r}; there are {list(SWEEPS)}")
+    chosen = names.split(";") if names else list(SWEEPS[sweep])
+    data = (data_sets or DATA_SETS_OF_SWEEP[sweep]).split(",")
+    for what, given, known in (("rows", chosen, SWEEPS[sweep]), ("data sets", data, DATA_SETS)):
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise typer.BadParameter(f"unknown {what} {unknown}; there are {list(known)}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kept = KeptRuns(output, {"sizes": SIZES, "training": TRAINING, "dtype": dtype}, device)
+    plan = planned(sweep, chosen, data, [int(seed) for seed in seeds.split(",")], epochs, max_length, train_samples)
+    with data_folder() as folder:
+        paths: dict[str, dict[str, Path]] = {}
+        for run in track(kept.missing(run for _, run in plan), description="models"):
+            name = run["dataset"]
+            if name not in paths:
+                paths[name] = DATA_SETS[name].write(folder / name.replace(" ", "-"))
+            kept.add(measure(run, paths[name], dtype != "float32"))
+    rows = [row | {"name": name} for name, run in plan for row in kept.matching(run)]
+    with pd.option_context("display.width", 250, "display.max_columns", 40):
+        print(table(rows, sweep).to_string())
+    print(f"written: {output}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
