@@ -4,10 +4,11 @@ Every call of a length is timed in the same run, interleaved, clustering include
 `--heads` heads; the errors are those of the attention output on these, and on the queries, keys and values which the
 pretrained BERT of the demo makes of novels at the same length (its positions repeated beyond 512 tokens).
 
-    python scripts/benchmark_attention.py                   # writes scripts/results/benchmark_attention.{json,png}
-    python scripts/benchmark_attention.py --dtypes bfloat16 --heads 16   # runs on the GPU where there is one
+    python scripts/benchmark_attention.py      # writes scripts/results/benchmark_attention.{json,png}
 
-What the output file already holds, from this machine, is not measured again: an interrupted run goes on.
+Where there is a GPU it runs there, in bfloat16 with 16 heads, and writes benchmark_attention_gpu.{json,png}. What the
+output file already holds, from this machine with these versions and methods, is not measured again: an interrupted run
+goes on.
 """
 
 import json
@@ -56,6 +57,10 @@ METHODS: dict[str, MethodSettings] = {
     ),
 }
 DEFAULT_LENGTHS = {"cpu": "512,1024,2048,4096,8192,16384", "cuda": "512,1024,2048,4096,8192,16384,32768,65536,131072"}
+DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+DEFAULT_HEADS = {"cpu": 12, "cuda": 16}
+RESULTS = Path(__file__).parent / "results"
+DEFAULT_OUTPUTS = {"cpu": RESULTS / "benchmark_attention.json", "cuda": RESULTS / "benchmark_attention_gpu.json"}
 LONGEST_REAL = 16384
 STEPS_KEPT = 8
 
@@ -144,13 +149,26 @@ def measure(
                 f"{part}_fastest_exact": fastest,
             }
     real = attention_inputs(length, device, dtype) if length <= LONGEST_REAL else []
-    for name, attend in calls.items():
-        rows[name]["real_error"] = attention_error(attend, real) if real else None
-        rows[name]["random_error"] = attention_error(attend, [inputs])
-        rows[name]["forward_steps"] = steps(partial(forward, attend, inputs), device)
+    for name, row in rows.items():
+        ran = "forward_ms" in row
+        row["real_error"] = attention_error(calls[name], real) if real and ran else None
+        row["random_error"] = attention_error(calls[name], [inputs]) if ran else None
+        row["forward_steps"] = steps(partial(forward, calls[name], inputs), device) if ran else []
     first = next(iter(rows.values()))
     first["refused"] = refused
     return list(rows.values())
+
+
+def kept_rows(output: Path, machine: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """What an earlier run of the same methods with the same settings, versions and device left."""
+    if not output.exists():
+        return []
+    kept = json.loads(output.read_text(encoding="utf-8"))
+    same = kept["settings"] == settings and all(
+        kept["environment"][field] == machine[field] for field in ("device_name", "threads", "versions")
+    )
+    rows: list[dict[str, Any]] = kept["rows"] if same else []
+    return rows
 
 
 def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
@@ -164,22 +182,21 @@ def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
 
 def main(
     lengths: Annotated[str | None, typer.Option(help="Comma-separated numbers of tokens.")] = None,
-    dtypes: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16, float16.")] = "float32",
+    dtypes: Annotated[str | None, typer.Option(help="Comma-separated: float32, bfloat16, float16.")] = None,
     batches: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1",
-    heads: int = 12,
+    heads: int | None = None,
     head_dim: int = 64,
     repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 10,
-    output: Path = Path(__file__).parent / "results" / "benchmark_attention.json",
+    output: Path | None = None,
 ) -> None:
     """Measure every shape, print the table, and keep it as JSON and as a plot beside it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     machine = environment(device)
-    settings = {"heads": heads, "head_dim": head_dim, "repeats": repeats}
-    rows: list[dict[str, Any]] = []
-    if output.exists():
-        kept = json.loads(output.read_text(encoding="utf-8"))
-        if kept["settings"] == settings and kept["environment"]["device_name"] == machine["device_name"]:
-            rows = kept["rows"]
+    heads, output = heads or DEFAULT_HEADS[device.type], output or DEFAULT_OUTPUTS[device.type]
+    dtypes = dtypes or DEFAULT_DTYPES[device.type]
+    methods = {name: {"method": method.method} | method.to_dict() for name, method in METHODS.items()}
+    settings = {"heads": heads, "head_dim": head_dim, "repeats": repeats, "methods": methods}
+    rows = kept_rows(output, machine, settings)
     output.parent.mkdir(parents=True, exist_ok=True)
     chosen = [int(length) for length in (lengths or DEFAULT_LENGTHS[device.type]).split(",")]
     shapes = [(dtype, int(batch), n) for dtype in dtypes.split(",") for batch in batches.split(",") for n in chosen]

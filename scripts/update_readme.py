@@ -28,6 +28,12 @@ def machine(environment: dict[str, Any], more: str = "") -> str:
     )
 
 
+def number(row: dict[str, Any] | None, field: str, form: str, unit: str = "") -> str:
+    """A cell of a table, empty where nothing was measured."""
+    value = None if row is None else row.get(field)
+    return "" if value is None else f"{value:{form}}{unit}"
+
+
 def speed() -> str:
     """Forward and forward+backward speed-up, with the error, per length, of the first dtype and batch size."""
     result = json.loads((RESULTS / "benchmark_attention.json").read_text(encoding="utf-8"))
@@ -40,9 +46,9 @@ def speed() -> str:
     for method in methods:
         for part, title in (("forward", "forward"), ("forward_backward", "forward + backward")):
             speeds = [cells.get((method, length)) for length in lengths]
-            rows.append([f"{method}, {title}"] + [f"{row[f'{part}_speedup']:.2f}×" if row else "" for row in speeds])
+            rows.append([f"{method}, {title}"] + [number(row, f"{part}_speedup", ".2f", "×") for row in speeds])
         errors = [cells.get((method, length)) for length in lengths]
-        rows.append([f"{method}, error"] + [f"{row['real_error']:.3f}" if row else "" for row in errors])
+        rows.append([f"{method}, error"] + [number(row, "real_error", ".3f") for row in errors])
     settings = result["settings"]
     note = (
         f"Times against the fastest exact kernel: random inputs, B={batch}, H={settings['heads']}, "

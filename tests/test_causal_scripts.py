@@ -9,7 +9,7 @@ import perplexity
 import pytest
 import torch
 import torch.nn.functional as F
-from run_clm import train_tokenizer
+from training import train_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_effattn.demo.texts import bundled_books
@@ -19,7 +19,7 @@ from hf_effattn.demo.texts import bundled_books
 def model_folder(tmp_path_factory):
     """A random GPT-2 of 256 positions with a tokenizer of its own."""
     folder = tmp_path_factory.mktemp("gpt2")
-    tokenizer = train_tokenizer([{"text": bundled_books()[0].text[:20_000]}], 300)
+    tokenizer = train_tokenizer([bundled_books()[0].text[:20_000]], 300)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = GPT2Config(

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import math
-import shutil
 from pathlib import Path
 
 import benchmark_attention
@@ -11,10 +9,8 @@ import benchmark_clustering
 import benchmark_embeddings
 import benchmark_frontier
 import benchmark_models
-import datasets
 import measure_crossover
 import pytest
-import run_clm
 import shared_data
 from typer.testing import CliRunner
 
@@ -83,39 +79,6 @@ def test_benchmark_models(tmp_path, monkeypatch):
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     assert [row["method"] for row in rows] == ["exact", *benchmark_models.METHODS]
     assert all(row["forward_tokens_per_second"] > 0 and row["training_step_peak_bytes"] > 0 for row in rows)
-
-
-def test_run_clm_learns_and_resumes(tmp_path):
-    """From scratch on one text; a run that is stopped and resumed ends as one that was not."""
-    (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog sat on the cat. " * 300)
-    sizes = "n_layer=1,n_embd=16,n_head=2,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
-    common = f"--vocab_size 270 --block_length 16 --config_overrides {sizes} --do_train --do_eval --use_cpu".split()
-    common += ["--train_files", str(tmp_path / "text.txt"), "--validation_files", str(tmp_path / "text.txt")]
-    common += "--max_steps 30 --learning_rate 1e-2 --save_steps 20 --report_to none".split()  # noqa: SIM905
-    whole = run_clm.main([*common, "--output_dir", str(tmp_path / "whole")])
-    assert whole["eval_loss"] < whole["unigram_loss"]
-    for folder in ("whole", "stopped"):
-        assert (tmp_path / "whole" / "checkpoint-20").is_dir(), folder
-    shutil.copytree(tmp_path / "whole" / "checkpoint-20", tmp_path / "stopped" / "checkpoint-20")
-    resumed = run_clm.main([*common, "--output_dir", str(tmp_path / "stopped"), "--resume_from_checkpoint", "last"])
-    assert resumed["eval_loss"] == pytest.approx(whole["eval_loss"], abs=1e-6)
-
-
-def test_ngram_losses_by_hand():
-    """Two tokens that alternate: the bigram knows what follows, the unigram half of it."""
-    rows = datasets.Dataset.from_dict({"input_ids": [[0, 1] * 500]})
-    found = run_clm.ngram_losses(rows, rows, vocab_size=2)
-    assert found["unigram_loss"] == pytest.approx(math.log(2))
-    assert found["bigram_loss"] < 0.01
-
-
-def test_run_clm_strips_what_gutenberg_adds(tmp_path):
-    text = "Title\n*** START OF THE PROJECT ***\nOnce upon a time.\n*** END OF THE PROJECT ***\nLicence"
-    (tmp_path / "book.txt").write_text(text)
-    arguments = run_clm.DataArguments(train_files=[str(tmp_path / "book.txt")])
-    assert run_clm.load_texts(arguments)["train"]["text"] == ["Once upon a time."]
-    with pytest.raises(ValueError, match="no text: name a data set"):
-        run_clm.load_texts(run_clm.DataArguments())
 
 
 def test_benchmark_clustering(real_model_folder, tmp_path):

@@ -58,6 +58,8 @@ def kernel_problem(*tensors: torch.Tensor) -> str | None:
     largest = max(tensor.shape[-1] for tensor in tensors)
     if largest > LARGEST_KERNEL_DIM:
         return f"the kernels take a head_dim up to {LARGEST_KERNEL_DIM}, got {largest}"
+    if any(abs(tensor.stride(-1)) * tensor.shape[-1] >= 2**31 for tensor in tensors):
+        return "the numbers of a row lie further apart in memory than the kernels can count; use .contiguous()"
     return None
 
 
@@ -118,6 +120,8 @@ def check_labels(labels: torch.Tensor, rows: torch.Tensor, *, of: str = "query")
         raise ValueError(f"{name} must be {tuple(rows.shape[:3])} like {of}, got {tuple(labels.shape)}")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(f"{name} must be integers, got {labels.dtype}")
+    if labels.device != rows.device:
+        raise ValueError(f"{name} must be on {rows.device} like {of}, got {labels.device}")
 
 
 def check_label_range(labels: torch.Tensor, clusters: int, *, of: str = "query") -> None:

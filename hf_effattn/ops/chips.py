@@ -1,4 +1,4 @@
-"""What the kernels must know about the chip they run on."""
+"""What the kernels must know about the chip they run on, and its compiler."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -7,6 +7,12 @@ from functools import cache
 import torch
 
 KIB = 1024
+# Arguments that change with the length of the inputs: Triton is not to compile a kernel anew where one of them is 1 or
+# a multiple of 16.
+LENGTHS = (
+    *("N", "M", "length", "numbers", "rows", "columns", "slots", "tiles", "blocks", "splits", "split_length"),
+    *("first_problem", "first_row", "last_row", "first_share", "fit_rows", "group_rows", "seed"),
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,18 @@ class Chip:
         if self.name != "cuda":
             return "ieee"
         # Three products of halves of the numbers reach float32's precision on the tensor cores.
-        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+        return "tf32" if tf32_allowed() else "tf32x3"
+
+
+def tf32_allowed() -> bool:
+    """Whether torch multiplies float32 matrices in TF32; reading the old switch may raise where there is a new one."""
+    matmul = torch.backends.cuda.matmul
+    return bool(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
+
+
+def block_width(dim: int) -> int:
+    """Columns of a block that holds rows of `dim` numbers and can be multiplied: a power of two, 16 or more."""
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 # What the interpreter runs as: the smallest of the chips.

@@ -153,7 +153,8 @@ class Compiler:
         constants = {p.name: str(bound.arguments.get(p.name)) for p in function.params if p.is_constexpr}
         types = [str(getattr(x, "dtype", type(x).__name__)) for x in args]
         options = {name: x for name, x in kwargs.items() if name not in function.arg_names}
-        described = [function.cache_key, constants, types, options, self.gpu, triton.__version__]
+        general = [p.name for p in function.params if p.do_not_specialize]
+        described = [function.cache_key, constants, types, options, general, self.gpu, triton.__version__]
         key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
         if key in self.seen:
             return
@@ -168,11 +169,13 @@ class Compiler:
         print(json.dumps(row), flush=True)
 
 
-def tensors(head_dim: int, dtype: torch.dtype, *, length: int, heads: int, key_heads: int) -> tuple[torch.Tensor, ...]:
+def tensors(
+    head_dim: int, dtype: torch.dtype, *, length: int, heads: int, key_heads: int, value_dim: int | None = None
+) -> tuple[torch.Tensor, ...]:
     """Query, key and value in transformers' layout, with a gradient to come."""
     return tuple(
-        torch.zeros(1, length, count, head_dim, dtype=dtype).transpose(1, 2).requires_grad_()
-        for count in (heads, key_heads, key_heads)
+        torch.zeros(1, length, count, dim, dtype=dtype).transpose(1, 2).requires_grad_()
+        for count, dim in ((heads, head_dim), (key_heads, head_dim), (key_heads, value_dim or head_dim))
     )
 
 
@@ -189,6 +192,8 @@ def attention_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], 
     ]
     if head_dim == FRESH_HEAD_DIM:
         variants.append({"length": 32768, "clusters": 4096, "topk": 1024, "key_heads": 1, "dropout_p": 0.1})
+        # Rows that end within a block, lengths and strides that are no multiples of 16.
+        variants.append({"length": 1001, "clusters": 33, "topk": 20, "head_dim": 60, "value_dim": 36})
     for variant in variants:
         length, clusters, topk = variant["length"], variant["clusters"], variant["topk"]
         heads, key_heads = 2, variant.get("key_heads", 2)
@@ -196,12 +201,30 @@ def attention_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], 
         seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
         mask = torch.ones(1, length, dtype=torch.bool) if variant.get("masks") else None
         labels, key_labels = (torch.zeros(1, count, length, dtype=torch.int64) for count in (heads, key_heads))
-        query, key, value = tensors(head_dim, dtype, length=length, heads=heads, key_heads=key_heads)
+        dims = variant.get("head_dim", head_dim), variant.get("value_dim")
+        query, key, value = tensors(dims[0], dtype, length=length, heads=heads, key_heads=key_heads, value_dim=dims[1])
         rest = mask, mask, 0.125, dropout_p, seed
         qkv = query, key, value
         yield partial(clustered, *qkv, labels, clusters, *rest)
         yield partial(improved, *qkv, labels, clusters, topk, *rest)
         yield partial(bi_clustered, *qkv, labels, key_labels, clusters, 2 * clusters, topk, *rest)
+
+
+def causal_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
+    """Calls of causal attention: every method, plain and with everything, long segments and short ones."""
+    attention = import_module("hf_effattn.ops.causal_clustered_attention.triton").causal_clustered_attention
+    Settings = import_module("hf_effattn.ops.causal_clustered_attention.reference").Settings
+    variants = [("bi-clustered", 64, 32, 0.0), ("bi-clustered", 64, 32, 0.1), ("i-clustered", 64, 32, 0.1)]
+    variants += [("i-clustered", 16, 32, 0.0), ("clustered", 64, 0, 0.0)]
+    if head_dim == FRESH_HEAD_DIM:
+        variants += [("bi-clustered", 16, 32, 0.1), ("i-clustered", 64, 512, 0.0)]
+    for method, segment_length, topk, dropout_p in variants:
+        length = 16 * segment_length
+        query, key, value = tensors(head_dim, dtype, length=length, heads=2, key_heads=2)
+        seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
+        mask = torch.ones(1, length, dtype=torch.bool) if dropout_p else None
+        sizes = 32, topk, 8, 128, segment_length, segment_length, 1, 2048, 0, False
+        yield partial(attention, query, key, value, mask, Settings(method, *sizes, 0.125, dropout_p), seed)
 
 
 def clustering_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
@@ -248,7 +271,7 @@ def main(gpu: str, dtype: str, compile_known: bool) -> None:
     compiler = Compiler(gpu, compile_known)
     compiler.install()
     for compiler.head_dim in HEAD_DIMS:
-        for calls in (clustering_calls, attention_calls, clusterformer_calls):
+        for calls in (clustering_calls, attention_calls, causal_calls, clusterformer_calls):
             for call in calls(compiler.head_dim, DTYPES[dtype]):
                 output = call()
                 for tensor in output if isinstance(output, tuple) else (output,):

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from closeness import assert_close_to_reference
+from transformers import RobertaConfig, RobertaForMaskedLM
 
-from hf_effattn import ops
+from hf_effattn import ops, patch_attention
 from hf_effattn.patching.methods import make_settings, run_method
 
 OPS = ("clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
@@ -54,6 +55,16 @@ def make_tensors(size, device, dtype):
     return query, key, value, mask
 
 
+def separate_top_keys(query, key, topk):
+    """Make some keys stand out for every query, in place, so that no dtype's rounding decides which ones do."""
+    generator = torch.Generator(key.device).manual_seed(2)
+    group = query.shape[1] // key.shape[1]
+    direction = torch.randn(1, key.shape[1], 1, key.shape[3], device=key.device, generator=generator)
+    direction /= direction.norm(dim=3, keepdim=True)
+    key[:, :, :topk] += 24 * direction
+    query += 2 * direction.repeat_interleave(group, dim=1)
+
+
 def options(op, size, key, mask):
     """Keyword arguments of an op, the key labels included."""
     chosen = {"clusters": size.clusters, "key_mask": mask, "query_mask": mask}
@@ -80,6 +91,7 @@ def with_gradients(op, tensors, labels, backend, **chosen):
 def test_values_and_gradients(op, size, dtype, gpu):
     *tensors, mask = make_tensors(size, gpu, dtype)
     labels = ops.cluster_queries(tensors[0].float(), size.clusters, query_mask=mask)
+    separate_top_keys(*tensors[:2], size.topk)
     chosen = options(op, size, tensors[1], mask)
     expected = with_gradients(op, [tensor.double() for tensor in tensors], labels, "batched", **chosen)
     baseline = with_gradients(op, tensors, labels, "batched", **chosen)
@@ -113,33 +125,106 @@ def test_labels_are_as_good_and_never_change(size, method, gpu):
     assert spread[0] < 1.02 * spread[1]
 
 
-@pytest.mark.parametrize("method", ["clustered", "i-clustered", "bi-clustered"])
-def test_cuda_graph_replays_without_a_host_sync(method, gpu):
+def captured(run):
+    """`run` as a CUDA graph, warmed up on a stream of its own as torch asks for, and what replays write to."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+    return graph, output
+
+
+GRAPHS = {
+    "clustered": ("clustered", {}),
+    "i-clustered": ("i-clustered", {}),
+    "i-clustered, LSH": ("i-clustered", {"clustering": "lsh"}),
+    "bi-clustered": ("bi-clustered", {}),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_cuda_graph_replays_on_new_inputs_without_a_host_sync(name, gpu):
+    method, chosen = GRAPHS[name]
     size = Size("graph", padded=100)
     query, key, value, mask = make_tensors(size, gpu, torch.bfloat16)
-    settings = make_settings(method, min_length=0)
+    settings = make_settings(method, min_length=0, **chosen)
 
     def run():
         return run_method(settings, query, key, value, key_mask=mask)
 
-    expected = run()
+    run()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    query.copy_(query.flip(2))
+    graph, output = captured(run)
+    before = run().clone()
     query.copy_(query.flip(2))
     graph.replay()
-    torch.testing.assert_close(captured, expected, rtol=0, atol=0)
+    torch.testing.assert_close(output, run(), rtol=0, atol=0)
+    assert not torch.equal(output, before)
+
+
+@each_op
+def test_cuda_graph_of_forward_and_backward_pass(op, gpu):
+    """Query gradients are compared: the order in which keys shared by clusters get theirs is not fixed."""
+    size = Size("graph", N=2048)
+    *tensors, mask = make_tensors(size, gpu, torch.bfloat16)
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    labels = ops.cluster_queries(tensors[0], size.clusters)
+    chosen = options(op, size, tensors[1], mask)
+
+    def run():
+        output = getattr(ops, op)(*leaves, labels, **chosen)
+        return torch.autograd.grad(output, leaves, torch.ones_like(output))
+
+    graph, gradients = captured(run)
+    with torch.no_grad():
+        leaves[2].copy_(leaves[2].flip(2))
+    graph.replay()
+    torch.testing.assert_close(gradients[0], run()[0], rtol=0, atol=0)
+
+
+@each_op
+def test_cuda_graph_draws_new_dropout_at_every_replay(op, gpu):
+    size = Size("graph", N=2048)
+    *tensors, mask = make_tensors(size, gpu, torch.bfloat16)
+    labels = ops.cluster_queries(tensors[0], size.clusters)
+    chosen = options(op, size, tensors[1], mask) | {"dropout_p": 0.2}
+    graph, output = captured(lambda: getattr(ops, op)(*tensors, labels, **chosen))
+    graph.replay()
+    first = output.clone()
+    graph.replay()
+    assert not torch.equal(output, first)
+
+
+@pytest.mark.parametrize("method", ["i-clustered", "bi-clustered"])
+def test_a_patched_model_compiles_with_cuda_graphs_and_trains(method, gpu):
+    config = RobertaConfig(
+        hidden_size=256, num_attention_heads=4, num_hidden_layers=2, intermediate_size=512, vocab_size=1000,
+        max_position_embeddings=2050, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = RobertaForMaskedLM(config).to(gpu, torch.bfloat16)
+    patch_attention(model, method, min_length=0)
+    ids = torch.randint(3, 1000, (2, 2048), device=gpu)
+    with torch.no_grad():
+        expected = model(ids).logits
+        compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            actual = compiled(ids).logits
+    assert (actual - expected).norm() < 0.02 * expected.norm()
+    model.gradient_checkpointing_enable()
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
 
 
 @each_op
@@ -173,4 +258,5 @@ def test_more_numbers_than_an_int32_counts(method, gpu):
     with torch.no_grad():
         output = run_method(settings, shared, shared, shared)
         alone = run_method(settings, *[shared[:, -1:].contiguous()] * 3)
-    torch.testing.assert_close(output[:, -1:], alone, rtol=0, atol=0)
+    # Alone, one head's keys are split over more programs: the sums round differently.
+    torch.testing.assert_close(output[:, -1:], alone, rtol=2**-7, atol=1e-3)

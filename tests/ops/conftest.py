@@ -4,11 +4,13 @@ import torch
 
 @pytest.fixture(autouse=True)
 def poisoned_empty(monkeypatch):
-    """`torch.empty` and its kin hand out NaN, so that an output nobody wrote shows."""
+    """`torch.empty` and its kin hand out NaN or a huge number, so that an output nobody wrote shows."""
 
     def poison(make):
         def made(*args, **kwargs):
             tensor = make(*args, **kwargs)
+            if tensor.dtype in (torch.int32, torch.int64):
+                return tensor.fill_(2**30)
             return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
         return made

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from hf_effattn import ops
+from hf_effattn.ops import chips
+from hf_effattn.ops.arguments import kernel_problem
 
 OPS = {
     "clustered_attention": {},
@@ -41,6 +43,7 @@ def arguments(**changes):
         ({"query_mask": torch.ones(2, 1, 1, 10).bool()}, ValueError, "query_mask must have shape"),
         ({"labels": torch.zeros(2, 3, 9).long()}, ValueError, "labels must be"),
         ({"labels": torch.zeros(2, 3, 10)}, TypeError, "labels must be integers"),
+        ({"labels": torch.zeros(2, 3, 10, device="meta").long()}, ValueError, "labels must be on cpu like query"),
         ({"labels": torch.full((2, 3, 10), 4)}, ValueError, r"labels must lie in 0 .. clusters - 1 = 3, got 4 .. 4"),
         ({"labels": torch.full((2, 3, 10), -1)}, ValueError, "labels must lie in"),
         ({"dropout_p": 1.0}, ValueError, r"dropout_p must lie in \[0, 1\)"),
@@ -50,6 +53,30 @@ def arguments(**changes):
 def test_attention_arguments(op, changes, error, message):
     with pytest.raises(error, match=message):
         getattr(ops, op)(**OPS[op] | arguments(**changes))
+
+
+@pytest.mark.parametrize("switch", ["new", "old"])
+def test_tf32_is_read_from_the_switch_that_was_used(switch):
+    """Reading the old switch raises once the new one was used."""
+    chip, default = chips.Chip("cuda", 2**16), torch.backends.fp32_precision
+    assert chip.dot_precision(torch.float32) == "tf32x3"
+    try:
+        if switch == "new":
+            torch.backends.fp32_precision = "tf32"
+        else:
+            torch.backends.cuda.matmul.allow_tf32 = True
+        assert chip.dot_precision(torch.float32) == "tf32"
+    finally:
+        if switch == "new":
+            torch.backends.fp32_precision = default
+        else:
+            torch.backends.cuda.matmul.allow_tf32 = False
+    assert chip.dot_precision(torch.float32) == "tf32x3"
+
+
+def test_rows_whose_numbers_lie_too_far_apart():
+    far = torch.empty_strided((1, 1, 2, 4), (0, 0, 1, 2**29), device="meta")
+    assert "further apart" in kernel_problem(far)
 
 
 @pytest.mark.parametrize("op", ["improved_clustered_attention", "bi_clustered_attention"])

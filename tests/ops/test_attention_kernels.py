@@ -9,6 +9,8 @@ from closeness import assert_close_to_reference
 
 pytest.importorskip("triton")
 
+from hf_effattn import ops
+from hf_effattn.ops import chips
 from hf_effattn.ops.clustered_attention import triton as clustered
 from hf_effattn.ops.improved_clustered_attention import triton as improved
 from hf_effattn.ops.sorted_clusters import triton_centroids
@@ -72,11 +74,44 @@ def test_kernels_equal_the_reference(op, case):
 
 
 @each_op
+@pytest.mark.parametrize("head_dim", [64, 136])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kib", [163, 227])
+def test_block_sizes_of_large_chips(op, head_dim, dtype, kib, monkeypatch):
+    """The interpreter runs what is launched on NVIDIA's chips, in which a tile holds other numbers of rows."""
+    monkeypatch.setattr(chips, "INTERPRETER", chips.Chip("cuda", kib * chips.KIB))
+    case = Case("large_chip", B=1, H=1, N=70, M=40, D=head_dim, Dv=head_dim, clusters=2, topk=40)
+    check(op, case, make_inputs(case, dtype), dtype)
+
+
+@each_op
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision(op, dtype):
     """All keys are recomputed: low precision could choose other top keys, and rightly differ."""
     case = Case("all_keys", B=1, H=1, N=40, M=32, D=32, clusters=3, topk=32)
     check(op, case, make_inputs(case, dtype), dtype)
+
+
+@each_op
+def test_half_precision_gradients_of_a_huge_cluster_stay_in_range(op):
+    """A cluster's weights times its size are beyond float16 long before exact attention's gradients are."""
+    case = Case("in_range", B=1, H=1, N=600, M=2, D=16, Dv=16, clusters=2, topk=2)
+    inputs = make_inputs(case, torch.float16)
+    inputs.labels = torch.zeros(1, 1, 600, dtype=torch.int64)
+    inputs.labels[..., -1] = 1
+    rounded = on_device(inputs, torch.float16)
+
+    def gradients_of(dtype, backend):
+        leaves = [getattr(rounded.to(dtype), name).detach().requires_grad_() for name in NAMES[1:]]
+        options = {"clusters": 2} | ({"topk": 2} if op == "improved_clustered_attention" else {})
+        output = getattr(ops, op)(*leaves, rounded.labels, backend=backend, **options)
+        return torch.autograd.grad(output, leaves, torch.full_like(output, 100.0))
+
+    for actual, expected in zip(
+        gradients_of(torch.float16, "triton"), gradients_of(torch.float64, "reference"), strict=True
+    ):
+        assert actual.isfinite().all()
+        assert (actual.double() - expected).norm() < 0.01 * expected.norm() + 1.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -10,6 +10,7 @@ import triton.language as tl
 from attention_cases import Case, attend, make_inputs
 from closeness import assert_close_to_reference
 
+from hf_effattn.ops import chips
 from hf_effattn.ops.dropout import KINDS_OF_WEIGHTS, TOPK_AND_SUMMARY_WEIGHTS
 from hf_effattn.ops.sorted_clusters.triton_dropout import dropout_factor
 
@@ -79,6 +80,16 @@ def separated(case, dtype):
 @each_case
 def test_equals_reference(case):
     assert_close(case, kernel_inputs(case))
+
+
+@pytest.mark.parametrize("head_dim", [64, 136])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kib", [163, 227])
+def test_block_sizes_of_large_chips(head_dim, dtype, kib, monkeypatch):
+    """The interpreter runs what is launched on NVIDIA's chips, in which a tile holds other numbers of rows."""
+    monkeypatch.setattr(chips, "INTERPRETER", chips.Chip("cuda", kib * chips.KIB))
+    case = Case("large_chip", B=1, H=1, N=130, M=40, D=head_dim, Dv=head_dim, clusters=2, key_clusters=3, topk=40)
+    assert_close(case, kernel_inputs(case, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -248,7 +259,8 @@ def test_dropout_drops_the_same_weights_in_both_passes(masks, monkeypatch):
         reference, "dropout_factor", lambda _, like, p, seed, problem, weights: drawn[problem].to(like)
     )
     monkeypatch.setattr(reference, "top_keys", ascending(reference.top_keys))
-    monkeypatch.setattr(import_module(f"hf_effattn.ops.{OP}"), "draw_seed", lambda _: torch.tensor([SEED]))
+    seed = torch.tensor([SEED], device=DEVICE)
+    monkeypatch.setattr(import_module(f"hf_effattn.ops.{OP}"), "draw_seed", lambda *_: seed)
     assert_close(case, kernel_inputs(case), dropout_p=dropout_p)
 
 

@@ -9,7 +9,7 @@ from closeness import assert_close_to_reference
 pytest.importorskip("triton")
 
 from hf_effattn.ops.sorted_clusters import triton_centroids, triton_topk
-from hf_effattn.ops.sorted_clusters.triton_centroids import centroid_pass, centroid_topk, row_chunks, split_count
+from hf_effattn.ops.sorted_clusters.triton_centroids import centroid_pass, centroid_topk, score_chunks, split_count
 from hf_effattn.ops.sorted_clusters.triton_sort import cluster_means, sort_by_cluster
 from hf_effattn.ops.sorted_clusters.triton_topk import select_topk
 
@@ -168,12 +168,12 @@ def test_long_rows_through_bins(monkeypatch, score_bytes):
 
 
 def test_chunks_are_whole_tables_or_parts_of_one():
-    assert row_chunks(3, 10, triton_centroids.SCORE_BYTES // 20) == [(0, 20), (20, 30)]
-    assert row_chunks(2, 10, triton_centroids.SCORE_BYTES // 4) == [
+    assert score_chunks(3, 10, triton_centroids.SCORE_BYTES // 20) == [(0, 20), (20, 30)]
+    assert score_chunks(2, 10, triton_centroids.SCORE_BYTES // 4) == [
         (0, 4), (4, 8), (8, 10), (10, 14), (14, 18), (18, 20)
     ]  # fmt: skip
-    assert row_chunks(2, 3, 1) == [(0, 6)]
-    assert row_chunks(0, 3, 1) == []
+    assert score_chunks(2, 3, 1) == [(0, 6)]
+    assert score_chunks(0, 3, 1) == []
 
 
 def test_splits_fill_the_chip_and_keep_parts_long():

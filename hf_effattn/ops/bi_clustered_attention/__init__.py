@@ -71,8 +71,9 @@ def bi_clustered_attention(
 
     Raises:
         ValueError: sizes, devices or dtypes that do not fit together, labels outside `0 .. clusters - 1` or key labels
-            outside `0 .. key_clusters - 1`, `clusters`, `key_clusters` or `topk` below 1, a `dropout_p` outside
-            [0, 1), an unknown backend.
+            outside `0 .. key_clusters - 1` (the kernels, which would have to wait for the GPU to know, give such
+            queries 0 and leave such keys out of all means instead), `clusters`, `key_clusters` or `topk` below 1, a
+            `dropout_p` outside [0, 1), an unknown backend.
         TypeError: a mask that is not boolean, labels that are not integers.
     """
     check_count("topk", topk)

@@ -1,8 +1,19 @@
 """Bi-clustered attention on a GPU: queries sorted by cluster, one softmax over top keys and means of key clusters.
 
-Steps of the forward pass: sort queries and keys by cluster; means of both and of the values; the centroids' top keys;
-how many of those each key cluster has; then tiles of sorted queries. Labels in no cluster are legal here, for what a
-GPU cannot raise without waiting for it: such queries get 0, such keys are in no mean.
+Forward, from `make_plan` to `attend`:
+
+| step | kernel | file |
+| --- | --- | --- |
+| sort queries and keys by cluster | `_sort_by_cluster_kernel` | `sorted_clusters/triton_sort.py` |
+| means of both and of the values | `_cluster_means_kernel` | the same |
+| scores of the centroids | `_centroid_attention_fwd_kernel` | `triton_centroids.py` there |
+| their `topk` keys | `_select_topk_kernel` | `triton_topk.py` there |
+| how many of those each key cluster has | `_bi_clustered_attention_fwd_count_kernel` | `triton_forward.py` |
+| one softmax per query, in tiles of sorted queries | `_bi_clustered_attention_fwd_kernel` | the same |
+
+Backward, `attend_backward` in `triton_backward.py`: gradients of queries, of the top keys, of the means, and of every
+key from both. Labels in no cluster are legal here, for what a GPU cannot raise without waiting for it: such queries
+get 0, such keys are in no mean.
 
 Between the passes are kept, besides the inputs, the output, one number per query, the orders, the top keys and the
 means. To `torch.compile` each pass is one op, and nothing in them waits for the GPU.
@@ -13,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from ..clustered_attention.batched import empty_output
-from ..clustered_attention.triton import seed_on_device, unwritten_output
+from ..clustered_attention.triton import unwritten_output
 from ..sorted_clusters.triton_centroids import centroid_topk
 from ..sorted_clusters.triton_sort import SortedRows, cluster_means, sort_by_cluster
 from .triton_backward import attend_backward
@@ -196,7 +207,6 @@ def bi_clustered_attention(
 ) -> torch.Tensor:
     """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic V̄_c` with `T = T_j`, `j = l(i)`, `p_i` one softmax over both."""
     sizes = clusters, key_clusters, topk
-    seed = seed_on_device(dropout_seed, query)
     return bi_clustered_attention_triton(
-        query, key, value, labels, key_labels, *sizes, key_mask, query_mask, scale, dropout_p, seed
+        query, key, value, labels, key_labels, *sizes, key_mask, query_mask, scale, dropout_p, dropout_seed
     )[0]

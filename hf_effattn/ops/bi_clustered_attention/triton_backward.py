@@ -10,12 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..chips import chip_of, on_device_of
+from ..chips import LENGTHS, chip_of, on_device_of
 from ..sorted_clusters.triton_centroids import split_count
 from ..sorted_clusters.triton_dropout import dropout_factor
 from ..sorted_clusters.triton_sort import SortedRows, cluster_means, sort_by_cluster
 from ..sorted_clusters.triton_tiles import LOG2_E, load_rows, load_tile
-from .triton_blocks import blocks
+from .triton_blocks import bi_clustered_config
 from .triton_forward import KIND, KINDS, count_chosen, dot_rows, load_rest, problem_chunks
 
 ROWS_OF_A_SPLIT = 512  # queries of a cluster that one program walks before a large cluster is split
@@ -50,7 +50,7 @@ def _query_step(
     return b_grad_query + tl.dot(b_grad_scores, b_key, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _bi_clustered_attention_bwd_query_kernel(
     grad_ptr, output_ptr, query_ptr, key_ptr, value_ptr, mean_key_ptr, mean_value_ptr, top_ptr, chosen_ptr, seed_ptr,
     order_ptr, starts_ptr, tiles_ptr, key_starts_ptr, lse_ptr, delta_ptr, grad_query_ptr,
@@ -161,7 +161,7 @@ def _column_step(
     return b_grad_key, b_grad_value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _bi_clustered_attention_bwd_top_kernel(
     grad_ptr, query_ptr, key_ptr, value_ptr, top_ptr, seed_ptr, order_ptr, starts_ptr, lse_ptr, delta_ptr,
     grad_key_ptr, grad_value_ptr,
@@ -238,7 +238,7 @@ def _bi_clustered_attention_bwd_top_kernel(
         tl.store(p_grad_value, b_grad_value, mask=m_key_v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _bi_clustered_attention_bwd_means_kernel(
     grad_ptr, query_ptr, mean_key_ptr, mean_value_ptr, chosen_ptr, seed_ptr,
     order_ptr, starts_ptr, tiles_ptr, key_starts_ptr, lse_ptr, delta_ptr, grad_mean_key_ptr, grad_mean_value_ptr,
@@ -292,7 +292,7 @@ def _bi_clustered_attention_bwd_means_kernel(
     tl.store(p_grad_value, b_grad_value, mask=m_g[:, None] & (o_v < Dv)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _bi_clustered_attention_bwd_keys_kernel(
     grad_top_ptr, grad_means_ptr, order_ptr, starts_ptr, tiles_ptr, grad_rows_ptr,
     stride_rows_b, stride_rows_h, stride_rows_m, stride_rows_d,
@@ -356,7 +356,7 @@ def attend_backward(
     grad_query, grad_key, grad_value = (torch.empty_like(tensor) for tensor in (query, key, value))
     add = not torch.are_deterministic_algorithms_enabled()
     tile = queries.tile, dropout_seed is not None
-    of_query, of_columns = blocks(query, Dv, *tile, "query"), blocks(query, Dv, *tile, "key")
+    of_query, of_columns = (bi_clustered_config(query, Dv, *tile, computes) for computes in ("query", "key"))
     tiles = queries.tiles.shape[1]
     strides = *grad_output.stride(), *query.stride()
     factors = scale, scale * LOG2_E, dropout_p

@@ -4,8 +4,7 @@ from typing import Literal
 
 import torch
 
-from ..chips import KIB, chip_of
-from ..sorted_clusters.triton_tiles import block_width
+from ..chips import KIB, block_width, chip_of
 
 FEW_ROWS = 16  # the fewest that tensor cores multiply
 
@@ -19,7 +18,7 @@ def query_tile(query: torch.Tensor, value_dim: int, clusters: int) -> int:
     return FEW_ROWS if query.shape[2] // clusters < tile // 2 else tile
 
 
-def blocks(
+def bi_clustered_config(
     query: torch.Tensor, value_dim: int, tile: int, dropout: bool, computes: Literal["output", "query", "key"]
 ) -> dict:
     """Block sizes, warps and stages of a kernel that computes the output, or gradients of queries, or of keys."""

@@ -8,12 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..chips import on_device_of
+from ..chips import LENGTHS, on_device_of
 from ..dropout import KINDS_OF_WEIGHTS, TOPK_AND_SUMMARY_WEIGHTS
 from ..sorted_clusters.triton_dropout import dropout_factor
 from ..sorted_clusters.triton_sort import SortedRows
 from ..sorted_clusters.triton_tiles import LOG2_E, LOWEST, dot_by_parts, load_rows, load_tile
-from .triton_blocks import blocks
+from .triton_blocks import bi_clustered_config
 
 KINDS = tl.constexpr(KINDS_OF_WEIGHTS)
 KIND = tl.constexpr(TOPK_AND_SUMMARY_WEIGHTS)
@@ -43,7 +43,7 @@ def load_rest(key_starts_ptr, chosen_ptr, i_pk, i_row, o_g, key_clusters):
     return b_size - tl.load(chosen_ptr + i_row * key_clusters + o_g, mask=m_g, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _bi_clustered_attention_fwd_count_kernel(
     top_ptr, labels_ptr, chosen_ptr,
     stride_labels_b, stride_labels_h, stride_labels_m,
@@ -82,7 +82,7 @@ def _softmax_step(
     return b_output, b_higher, b_total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _bi_clustered_attention_fwd_kernel(
     query_ptr, key_ptr, value_ptr, mean_key_ptr, mean_value_ptr, top_ptr, chosen_ptr, seed_ptr,
     order_ptr, starts_ptr, tiles_ptr, key_starts_ptr, output_ptr, lse_ptr,
@@ -209,7 +209,7 @@ def attend(
     B, H, N, D = query.shape
     Dv, group = value.shape[3], H // key.shape[1]
     tiles = queries.tiles.shape[1]
-    config = blocks(query, Dv, queries.tile, dropout_seed is not None, "output")
+    config = bi_clustered_config(query, Dv, queries.tile, dropout_seed is not None, "output")
     with on_device_of(query):
         for first, last in problem_chunks(B * H, group, 4 * queries.clusters * keys.clusters):
             chosen = count_chosen(top, key_labels, keys.clusters, first, last)

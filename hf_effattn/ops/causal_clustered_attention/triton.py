@@ -31,7 +31,7 @@ from .triton_backward import (
 )
 from .triton_forward import attend, group_block, softmax_columns
 from .triton_grouping import Plan, block_count, empty_plan, make_plan
-from .triton_walk import walk_backward
+from .triton_walk import rest_backward
 
 READERS_OF_A_SPLIT = 1024  # queries of a block that one program walks
 
@@ -269,7 +269,7 @@ def attend_backward(
     members, query_shares = plan.key_members, query_sums.new_empty(B * H, 0, D)
     if U and not has_means:
         sums = plan.rest_lse, alpha, beta, key_sums, value_sums
-        grad_centroids = walk_backward(plan.centroids, key, value, counts, plan.top, *sums, layout, settings)
+        grad_centroids = rest_backward(plan.centroids, key, value, counts, plan.top, *sums, layout, settings)
         query_shares = (grad_centroids / plan.sizes.clamp(min=1)[..., None]).flatten(1, 2)
     divisors = plan.mean_sizes.clamp(min=1)[..., None]
     for target, sums_of_rows, shares, tables in (
@@ -308,8 +308,8 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grads):
     if grads[0] is None:
         return (None,) * (5 + len(ctx.settings))
-    inputs, forward = ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
-    return (*_backward_op(grads[0], *inputs, forward, *ctx.settings), *[None] * (2 + len(ctx.settings)))
+    saved = ctx.saved_tensors  # under checkpointing they come only once
+    return (*_backward_op(grads[0], *saved[:5], list(saved[5:]), *ctx.settings), *[None] * (2 + len(ctx.settings)))
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)

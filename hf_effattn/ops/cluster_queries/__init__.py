@@ -60,7 +60,7 @@ def cluster_queries(
         bits (`int`): bits of the LSH code.
         fit_queries (`int`): queries per head that the centroids are fitted on; at least 4 per cluster are taken.
         query_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts; other queries get label 0.
-        seed (`int`): seed of the first K-means seed or of the LSH planes.
+        seed (`int`): seed of the first K-means seed or of the LSH planes, which are other ones on a GPU.
         check_finite (`bool`): raise if a query is not finite (costs a pass over them).
         backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`; default: Triton on a GPU, else batched.
 
@@ -90,6 +90,8 @@ def cluster_queries(
     if key is not None:
         if key.ndim != 4 or key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
             raise ValueError(f"key {tuple(key.shape)} must agree with query {tuple(query.shape)} in B and head_dim")
+        if key.device != query.device:
+            raise ValueError(f"key must be on {query.device} like query, got {key.device}")
         check_heads(query, key)
         check_mask("key_mask", key_mask, key)
     check_mask("query_mask", query_mask, query)

@@ -3,21 +3,19 @@
 To `torch.compile` it is one op.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 
-from ..chips import chip_of, on_device_of
+from ..chips import LENGTHS, block_width, chip_of, on_device_of
 from ..kmeans.reference import as_sign
 from ..kmeans.sampling import most_fit_rows
-from ..kmeans.triton import assign, block_of, fit, own_clusters
+from ..kmeans.triton import assign, fit, own_clusters
 from ..kmeans.triton_rows import Rows, find_rows, load_points, sample_mean
-from .reference import METRIC_RIDGE, hash_planes
+from .reference import METRIC_RIDGE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _cluster_queries_metric_kernel(
     key_ptr,
     stride_key_b,
@@ -80,7 +78,7 @@ def keys_metric(key: torch.Tensor, rows: Rows) -> torch.Tensor:
     """`G` `(B · Hk, D, D)` of the fitted rows of keys `(B, Hk, M, D)`."""
     B, heads, _, D = key.shape
     metric = torch.empty(B * heads, D, D, dtype=torch.float32, device=key.device)
-    block_d = block_of(D)
+    block_d = block_width(D)
     block_i = min(block_d, 32)
     with on_device_of(key):
         _cluster_queries_metric_kernel[(B * heads * triton.cdiv(D, block_i),)](
@@ -105,10 +103,22 @@ def keys_metric(key: torch.Tensor, rows: Rows) -> torch.Tensor:
     return metric
 
 
-@lru_cache(maxsize=16)
-def planes_on_device(head_dim: int, bits: int, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Hash planes that are copied to a GPU only once: a CUDA graph cannot capture a copy from the host."""
-    return hash_planes(head_dim, bits, seed).to(device, dtype)
+@triton.jit(do_not_specialize=LENGTHS)
+def _cluster_queries_planes_kernel(planes_ptr, numbers, seed, BLOCK: tl.constexpr):
+    """Independent normal numbers."""
+    o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(planes_ptr + o_n, tl.randn(seed, o_n), mask=o_n < numbers)
+
+
+def draw_planes(query: torch.Tensor, bits: int, seed: int) -> torch.Tensor:
+    """Hash planes `(D, bits)`, drawn on the GPU at every call: a CUDA graph cannot capture a copy from the host.
+
+    They are not those of the other forms, whose generator runs on the host only.
+    """
+    planes = query.new_empty(query.shape[3], bits)
+    with on_device_of(query):
+        _cluster_queries_planes_kernel[(triton.cdiv(planes.numel(), 1024),)](planes, planes.numel(), seed, BLOCK=1024)
+    return planes
 
 
 def share_rows(
@@ -135,7 +145,7 @@ def cluster_queries(
     seed: int,
 ) -> torch.Tensor:
     """Labels `(B, H, N)`; a masked query has label 0."""
-    B, H, N, D = query.shape
+    B, H, N, _ = query.shape
     if query.numel() == 0 or clusters >= N:
         return own_clusters(query, query_mask)
     most = most_fit_rows(clusters, fit_queries)
@@ -143,7 +153,7 @@ def cluster_queries(
     points, metric = query, None
     if method == "lsh":
         with torch.autocast(query.device.type, enabled=False):
-            points = as_sign(query @ planes_on_device(D, bits, seed, query.dtype, query.device))
+            points = as_sign(query @ draw_planes(query, bits, seed))
     elif key is not None and key.shape[2]:
         key_rows = rows if share_rows(query, key, query_mask, key_mask) else find_rows(key, key_mask, most)
         metric = keys_metric(key, key_rows)

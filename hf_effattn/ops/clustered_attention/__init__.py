@@ -51,8 +51,9 @@ def clustered_attention(
         `(B, H, N, Dv)` in the dtype of `query`; 0 in rows that are masked or see no key.
 
     Raises:
-        ValueError: sizes, devices or dtypes that do not fit together, labels outside `0 .. clusters - 1`, a
-            `clusters` below 1, a `dropout_p` outside [0, 1), an unknown backend.
+        ValueError: sizes, devices or dtypes that do not fit together, labels outside `0 .. clusters - 1` (the kernels,
+            which would have to wait for the GPU to know, give such queries 0 instead), `clusters`
+            below 1, a `dropout_p` outside [0, 1), an unknown backend.
         TypeError: a mask that is not boolean, labels that are not integers.
     """
     check_attention(query, key, value, labels, clusters, key_mask, query_mask)

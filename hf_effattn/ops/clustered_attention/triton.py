@@ -8,17 +8,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ..chips import on_device_of
+from ..chips import LENGTHS, block_width, on_device_of
 from ..sorted_clusters.triton_centroids import centroid_pass, merge_splits
 from ..sorted_clusters.triton_sort import SortedRows, cluster_means, sort_by_cluster
-from ..sorted_clusters.triton_tiles import block_width, load_tile
+from ..sorted_clusters.triton_tiles import load_tile
 from .batched import empty_output
 from .triton_backward import centroid_backward, load_split_sum
 
 TILE = 64  # queries that one program writes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _clustered_attention_fwd_kernel(
     values_ptr, partial_lse_ptr, order_ptr, starts_ptr, tiles_ptr, output_ptr, merged_ptr, lse_ptr,
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,
@@ -45,7 +45,7 @@ def _clustered_attention_fwd_kernel(
     tl.store(p_output, b_output.to(output_ptr.dtype.element_ty), mask=m_row[:, None] & (o_v < Dv)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _clustered_attention_bwd_query_kernel(
     grad_centroids_ptr, order_ptr, starts_ptr, tiles_ptr, grad_query_ptr,
     stride_gq_b, stride_gq_h, stride_gq_n, stride_gq_d,
@@ -70,11 +70,6 @@ def unwritten_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Memory for the output, laid out as `empty_output` does."""
     B, H, N, _ = query.shape
     return query.new_empty(B, N, H, value.shape[3]).transpose(1, 2)
-
-
-def seed_on_device(seed: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor | None:
-    """The dropout seed where kernels can read it."""
-    return None if seed is None else seed.to(tensor.device, non_blocking=True)
 
 
 @torch.library.custom_op("hf_effattn::clustered_attention_triton", mutates_args=())
@@ -194,5 +189,4 @@ def clustered_attention(
     dropout_seed: torch.Tensor | None,
 ) -> torch.Tensor:
     """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets."""
-    seed = seed_on_device(dropout_seed, query)
-    return _forward(query, key, value, labels, clusters, key_mask, query_mask, scale, dropout_p, seed)[0]
+    return _forward(query, key, value, labels, clusters, key_mask, query_mask, scale, dropout_p, dropout_seed)[0]

@@ -2,14 +2,15 @@
 
 Per query of cluster `j`, with `ḡ_j` the mean gradient of its queries' outputs and `n_j` their number:
 `dS̄_jt = A_jt (ḡ_j · V_t - δ_j)`, and then `dQ_i = scale Σ_t dS̄_jt K_t` for its members,
-`dK_t = scale Σ_j n_j dS̄_jt Qc_j` and `dV_t = Σ_j n_j A_jt ḡ_j`. Means instead of sums stay in range in float16.
+`dK_t = scale Σ_j n_j dS̄_jt Qc_j` and `dV_t = Σ_j n_j A_jt ḡ_j`. Means instead of sums stay in range in float16, and so
+do `n_j` over the mean size of a cluster, which multiplies the sums once they are made.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from ..chips import on_device_of
+from ..chips import LENGTHS, on_device_of
 from ..dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS
 from ..sorted_clusters.triton_centroids import split_count
 from ..sorted_clusters.triton_dropout import dropout_factor
@@ -17,14 +18,14 @@ from ..sorted_clusters.triton_sort import SortedRows
 from ..sorted_clusters.triton_tiles import LOG2_E, dot_by_parts, load_key_mask, load_rows, tile_config
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _clustered_attention_bwd_key_kernel(
     centroids_ptr, key_ptr, value_ptr, key_mask_ptr, seed_ptr, grads_ptr, lse_ptr, delta_ptr, starts_ptr,
     grad_key_ptr, grad_value_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
     stride_value_b, stride_value_h, stride_value_m, stride_value_d, stride_mask_b, stride_mask_m,
     stride_gk_b, stride_gk_h, stride_gk_m, stride_gk_d, stride_gv_b, stride_gv_h, stride_gv_m, stride_gv_d,
-    key_heads, rows, M, D, Dv, clusters, blocks, scale, scale_log2, dropout_p,
+    key_heads, rows, M, D, Dv, clusters, blocks, mean_size, scale, scale_log2, dropout_p,
     HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
     KINDS: tl.constexpr, KIND: tl.constexpr,
@@ -67,7 +68,7 @@ def _clustered_attention_bwd_key_kernel(
         b_scores = tl.where(m_key[:, None], b_scores * scale_log2, float("-inf"))
         b_weights = tl.exp2(b_scores - b_lse[None, :])
         # [ROWS, COLUMNS], every member of a cluster counted
-        b_weights *= b_size.to(tl.float32)[None, :]
+        b_weights *= (b_size.to(tl.float32) / mean_size)[None, :]
         b_dropped = b_weights
         if HAS_DROPOUT:
             b_factor = tl.trans(dropout_factor(seed_ptr, o_row, o_m, M, dropout_p, KINDS, KIND))
@@ -79,11 +80,11 @@ def _clustered_attention_bwd_key_kernel(
     p_gk = grad_key_ptr + i_b * stride_gk_b + i_h * stride_gk_h + o_m64[:, None] * stride_gk_m
     p_gv = grad_value_ptr + i_b * stride_gv_b + i_h * stride_gv_h + o_m64[:, None] * stride_gv_m
     m_m = (o_m < M)[:, None]
-    tl.store(p_gk + o_d[None, :] * stride_gk_d, b_grad_key * scale, mask=m_m & (o_d < D)[None, :])
-    tl.store(p_gv + o_v[None, :] * stride_gv_d, b_grad_value, mask=m_m & (o_v < Dv)[None, :])
+    tl.store(p_gk + o_d[None, :] * stride_gk_d, b_grad_key * (scale * mean_size), mask=m_m & (o_d < D)[None, :])
+    tl.store(p_gv + o_v[None, :] * stride_gv_d, b_grad_value * mean_size, mask=m_m & (o_v < Dv)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _clustered_attention_bwd_centroid_kernel(
     centroids_ptr, key_ptr, value_ptr, key_mask_ptr, seed_ptr, grads_ptr, lse_ptr, delta_ptr, grad_centroids_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
@@ -194,12 +195,13 @@ def centroid_backward(
     split_length = triton.cdiv(triton.cdiv(M, splits), config["COLUMNS"]) * config["COLUMNS"]
     grad_centroids = key.new_empty(B * Hk * rows, splits, D, dtype=torch.float32)
     key_blocks = triton.cdiv(M, key_config["ROWS"])
+    mean_size = max(1.0, members.order.shape[1] / members.clusters)
     with on_device_of(key):
         if B * Hk * key_blocks:
             _clustered_attention_bwd_key_kernel[(B * Hk * key_blocks,)](
                 centroids, key, value, key_mask, dropout_seed, grads, lse, delta, members.starts, grad_key, grad_value,
                 *key.stride(), *value.stride(), *mask_strides, *grad_key.stride(), *grad_value.stride(),
-                Hk, rows, M, D, Dv, members.clusters, key_blocks, scale, scale * LOG2_E, dropout_p,
+                Hk, rows, M, D, Dv, members.clusters, key_blocks, mean_size, scale, scale * LOG2_E, dropout_p,
                 **switches, **key_config,
             )  # fmt: skip
         if B * Hk * blocks:

@@ -57,7 +57,8 @@ def improved_clustered_attention(
         `(B, H, N, Dv)` in the dtype of `query`; 0 in rows that are masked or see no key.
 
     Raises:
-        ValueError: sizes, devices or dtypes that do not fit together, labels outside `0 .. clusters - 1`, `clusters`
+        ValueError: sizes, devices or dtypes that do not fit together, labels outside `0 .. clusters - 1` (the kernels,
+            which would have to wait for the GPU to know, give such queries 0 instead), `clusters`
             or `topk` below 1, a `dropout_p` outside [0, 1), an unknown backend.
         TypeError: a mask that is not boolean, labels that are not integers.
     """

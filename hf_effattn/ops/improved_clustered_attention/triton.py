@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..chips import on_device_of
+from ..chips import block_width, on_device_of
 from ..clustered_attention.batched import empty_output
-from ..clustered_attention.triton import seed_on_device, unwritten_output
+from ..clustered_attention.triton import unwritten_output
 from ..clustered_attention.triton_backward import centroid_backward
 from ..dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS, TOPK_WEIGHTS
 from ..sorted_clusters.triton_centroids import centroid_pass
 from ..sorted_clusters.triton_sort import SortedRows, cluster_means, sort_by_cluster
-from ..sorted_clusters.triton_tiles import LOG2_E, block_width, tile_config
+from ..sorted_clusters.triton_tiles import LOG2_E, tile_config
 from .triton_backward import (
     _improved_clustered_attention_bwd_cluster_kernel,
     _improved_clustered_attention_bwd_dot_kernel,
@@ -143,6 +143,8 @@ def _backward_op(
     B, H, N, D = query.shape
     Hk, M, Dv = value.shape[1:]
     config = tile_config(query, D, Dv, backward=True)
+    if saved.tiles.shape[1] != N // config["ROWS"] + clusters + 1:
+        raise RuntimeError(f"the forward pass had tiles of {_tile(query, value)} rows, this one {config['ROWS']}")
     config |= {"HAS_DROPOUT": dropout_seed is not None, "KINDS": KINDS_OF_WEIGHTS}
     members = SortedRows(saved.order, saved.starts, saved.tiles, clusters, config["ROWS"])
     strides = *query.stride(), *key.stride(), *value.stride(), *grad_output.stride()
@@ -247,7 +249,8 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grads):
     if grads[0] is None:
         return (None,) * 11
-    inputs, saved = ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
+    query, key, value, key_mask, dropout_seed, *saved = ctx.saved_tensors  # under checkpointing they come only once
+    inputs = query, key, value, key_mask, dropout_seed
     return (*_backward_op(grads[0], *inputs, saved, *ctx.settings), *[None] * 8)
 
 
@@ -268,5 +271,5 @@ def improved_clustered_attention(
     dropout_seed: torch.Tensor | None,
 ) -> torch.Tensor:
     """`V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T} A^c_jt V_t` with `j = l(i)`, `T = T_j`."""
-    seed = seed_on_device(dropout_seed, query)
-    return _forward(query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, seed)[0]
+    masks = key_mask, query_mask
+    return _forward(query, key, value, labels, clusters, topk, *masks, scale, dropout_p, dropout_seed)[0]

@@ -9,13 +9,14 @@ former for all keys, and what that gets wrong on `T` is put right here, by `extr
 import triton
 import triton.language as tl
 
+from ..chips import LENGTHS
 from ..clustered_attention.triton_backward import load_split_sum
 from ..sorted_clusters.triton_dropout import dropout_factor
 from ..sorted_clusters.triton_tiles import dot_by_parts, load_rows, load_tile
 from .triton_forward import load_top, load_top_weights, row_dropout
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _improved_clustered_attention_bwd_dot_kernel(
     query_ptr, key_ptr, value_ptr, grad_output_ptr, seed_ptr, order_ptr, starts_ptr, tiles_ptr, top_ptr, top_lse_ptr,
     row_dot_ptr,
@@ -68,7 +69,7 @@ def _improved_clustered_attention_bwd_dot_kernel(
     tl.store(row_dot_ptr + i_p * N + o_place, b_dot, mask=m_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _improved_clustered_attention_bwd_cluster_kernel(
     key_ptr, value_ptr, seed_ptr, starts_ptr, top_ptr, top_scores_ptr, lse_ptr, rest_ptr, mass_ptr, grads_ptr,
     row_dot_ptr, delta_ptr, extra_ptr, correction_ptr,
@@ -115,7 +116,7 @@ def _improved_clustered_attention_bwd_cluster_kernel(
     tl.store(correction_ptr + i_row * D + o_d, tl.sum(b_correction, 0) * scale, mask=o_d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _improved_clustered_attention_bwd_key_kernel(
     query_ptr, key_ptr, value_ptr, grad_output_ptr, seed_ptr, order_ptr, starts_ptr, top_ptr, top_scores_ptr,
     top_lse_ptr, row_dot_ptr, lse_ptr, mass_ptr, centroids_ptr, grads_ptr, extra_ptr, grad_key_ptr, grad_value_ptr,
@@ -206,7 +207,7 @@ def _improved_clustered_attention_bwd_key_kernel(
         tl.atomic_add(p_gv + o_v[None, :] * stride_gv_d, b_grad_value, mask=m_v, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _improved_clustered_attention_bwd_query_kernel(
     query_ptr, key_ptr, value_ptr, grad_output_ptr, seed_ptr, order_ptr, starts_ptr, tiles_ptr, top_ptr, top_lse_ptr,
     row_dot_ptr, mass_ptr, grad_centroids_ptr, correction_ptr, grad_query_ptr,

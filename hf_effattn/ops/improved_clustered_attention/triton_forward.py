@@ -6,6 +6,7 @@
 import triton
 import triton.language as tl
 
+from ..chips import LENGTHS
 from ..sorted_clusters.triton_centroids import merge_splits
 from ..sorted_clusters.triton_dropout import dropout_factor
 from ..sorted_clusters.triton_tiles import LOWEST, dot_by_parts, load_rows, load_tile
@@ -31,7 +32,7 @@ def row_dropout(seed_ptr, i_row, columns, row_length, dropout_p, KINDS: tl.const
     return tl.sum(b_factor, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _improved_clustered_attention_fwd_rest_kernel(
     values_ptr, partial_lse_ptr, top_ptr, top_scores_ptr, value_ptr, seed_ptr, rest_ptr, mass_ptr, lse_ptr,
     stride_value_b, stride_value_h, stride_value_m, stride_value_d,
@@ -64,7 +65,7 @@ def _improved_clustered_attention_fwd_rest_kernel(
     tl.store(lse_ptr + i_row, lse)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _improved_clustered_attention_fwd_kernel(
     query_ptr, key_ptr, value_ptr, seed_ptr, order_ptr, starts_ptr, tiles_ptr, top_ptr, rest_ptr, mass_ptr,
     output_ptr, top_lse_ptr,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ..chips import chip_of, on_device_of
+from ..chips import block_width, chip_of, on_device_of
 from .sampling import (
     SHARE_BITS,
     first_seed_share,
@@ -23,7 +23,6 @@ from .triton_seeding import _kmeans_distances_kernel, _kmeans_prepare_kernel, _k
 
 # Bytes of the distances between seeding rows that are in memory at once.
 DISTANCES_BYTES = 128 * 2**20
-SMALLEST_BLOCK = 16  # of tl.dot
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,6 @@ class Centroids:
     centroids: torch.Tensor
     directions: torch.Tensor
     half_norms: torch.Tensor
-
-
-def block_of(dim: int) -> int:
-    """The block that holds `dim` numbers: what `tl.arange` and `tl.dot` take."""
-    return max(SMALLEST_BLOCK, triton.next_power_of_2(dim))
 
 
 def assign_blocks(block_d: int, points: int, exact: bool, shared_memory: int) -> tuple[int, int, int, int, int]:
@@ -80,7 +74,7 @@ def fit(
     `metric` is `(B · Hk, D, D)`, float32, for `Hk` heads that divide `H`.
     """
     B, H, _, D = points.shape
-    P, R, block_d = B * H, rows.fit.shape[1], block_of(D)
+    P, R, block_d = B * H, rows.fit.shape[1], block_width(D)
     chip = chip_of(points)
     precision = chip.dot_precision(points.dtype)
     exact = points.dtype == torch.float32
@@ -168,7 +162,7 @@ def fit(
                 BINARY=binary,
                 HAS_METRIC=metric is not None,
                 SHARE_BITS=SHARE_BITS,
-                BLOCK_S=block_of(group_rows),
+                BLOCK_S=block_width(group_rows),
                 BLOCK_D=block_d,
                 num_warps=1,
             )
@@ -205,7 +199,7 @@ def assign(
 ) -> None:
     """Write the label of every point to `(B · H, N)`, or to `(B · H, R)` that of the fitted ones only."""
     B, H, _, D = points.shape
-    length, block_d = labels.shape[-1], block_of(D)
+    length, block_d = labels.shape[-1], block_width(D)
     chip = chip_of(points)
     block_n, block_c, part_d, num_warps, num_stages = assign_blocks(
         block_d, length, points.dtype == torch.float32, chip.shared_memory

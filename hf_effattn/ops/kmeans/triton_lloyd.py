@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ..chips import LENGTHS
 from .triton_rows import load_points
 
 
@@ -23,7 +24,7 @@ def load_directions(directions_ptr, o_c, o_d, clusters, head_dim):
     return tl.load(directions_ptr + o_c[None, :] * head_dim + o_d[:, None], mask=m_directions, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _kmeans_assign_kernel(
     points_ptr,
     stride_points_b,
@@ -112,7 +113,7 @@ def _kmeans_assign_kernel(
     tl.store(labels_ptr + i_p * length + o_n, label.to(labels_ptr.dtype.element_ty), mask=o_n < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _kmeans_update_kernel(
     points_ptr,
     stride_points_b,

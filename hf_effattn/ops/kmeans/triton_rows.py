@@ -6,18 +6,25 @@ import torch
 import triton
 import triton.language as tl
 
-from ..chips import on_device_of
+from ..chips import LENGTHS, on_device_of
 
 # So many rows' mean is subtracted from all points: distances do not see it, and products lose no digits to a shift.
 ORIGIN_SAMPLE: tl.constexpr = tl.constexpr(32)
 
 
 @triton.jit
+def finite(b_points):
+    """The points with 0 for every number that is not finite: in a product it would reach the mean of every cluster."""
+    return tl.where(tl.abs(b_points) < float("inf"), b_points, 0.0)
+
+
+@triton.jit
 def load_points(points_ptr, row, valid, o_d, stride_n, stride_d, head_dim):
-    """Rows of one problem in float32, 0 where they are not valid."""
+    """Rows of one problem in float32, 0 where they are not valid or not finite."""
     p_points = points_ptr + row.to(tl.int64)[:, None] * stride_n + o_d.to(tl.int64)[None, :] * stride_d
     # [BLOCK_N, BLOCK_D]
-    return tl.load(p_points, mask=valid[:, None] & (o_d < head_dim)[None, :], other=0.0).to(tl.float32)
+    b_points = tl.load(p_points, mask=valid[:, None] & (o_d < head_dim)[None, :], other=0.0).to(tl.float32)
+    return finite(b_points)
 
 
 @triton.jit
@@ -29,7 +36,7 @@ def sample_mean(points_ptr, stride_n, stride_d, rows_ptr, fitted, o_d, head_dim)
     return tl.sum(b_points, axis=0) / ORIGIN_SAMPLE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _kmeans_rows_kernel(
     mask_ptr,
     stride_mask_b,

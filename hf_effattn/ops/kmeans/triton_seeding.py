@@ -3,10 +3,11 @@
 import triton
 import triton.language as tl
 
-from .triton_rows import load_points, sample_mean
+from ..chips import LENGTHS
+from .triton_rows import finite, load_points, sample_mean
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _kmeans_prepare_kernel(
     points_ptr,
     stride_points_b,
@@ -68,7 +69,7 @@ def _kmeans_prepare_kernel(
     tl.store(norms_ptr + i_p * fit_rows + o_r, norms, mask=o_r < fit_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _kmeans_distances_kernel(
     points_ptr,
     stride_points_b,
@@ -134,7 +135,7 @@ def _kmeans_distances_kernel(
     tl.store(p_distances, b_distances, mask=(o_s < group_rows)[:, None] & (o_t < group_rows)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _kmeans_seed_kernel(
     points_ptr,
     stride_points_b,
@@ -198,7 +199,8 @@ def _kmeans_seed_kernel(
         fit = tl.minimum(fit, fit_rows - 1)
         row = tl.load(rows_ptr + fit).to(tl.int64)
         p_points = points_ptr + row * stride_points_n + o_d.to(tl.int64) * stride_points_d
-        b_seed = tl.load(p_points, mask=m_d & (row >= 0), other=0.0).to(tl.float32) - b_origin
+        b_seed = tl.load(p_points, mask=m_d & (row >= 0), other=0.0).to(tl.float32)
+        b_seed = finite(b_seed) - b_origin
         tl.store(centroids_ptr + (i_p * clusters + seed) * head_dim + o_d, b_seed, mask=m_d)
         norm = head_dim if BINARY else tl.load(norms_ptr + i_p * fit_rows + fit)
         tl.store(half_norms_ptr + i_p * clusters + seed, norm * 0.5)

@@ -3,11 +3,12 @@
 import triton
 import triton.language as tl
 
+from ..chips import LENGTHS
 from ..sorted_clusters.triton_tiles import dot_by_parts, load_key_mask
 from .triton_forward import scores_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _neural_clustering_bwd_direction_kernel(
     words_ptr, directions_ptr, mask_ptr, inverse_ptr, total_ptr, grad_updated_ptr, mean_ptr, partial_ptr,
     stride_words_b, stride_words_n, stride_words_d, stride_dir_b, stride_dir_k, stride_dir_d,
@@ -53,7 +54,7 @@ def _neural_clustering_bwd_direction_kernel(
     tl.store(p_partial, b_grad_direction, mask=m_k[:, None] & (o_d < d)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _neural_clustering_bwd_word_kernel(
     words_ptr, directions_ptr, mask_ptr, inverse_ptr, total_ptr, grad_updated_ptr, mean_ptr, grad_words_ptr,
     stride_words_b, stride_words_n, stride_words_d, stride_dir_b, stride_dir_k, stride_dir_d,

@@ -7,12 +7,13 @@ logarithm of its sum of weights.
 import triton
 import triton.language as tl
 
+from ..chips import LENGTHS
 from ..sorted_clusters.triton_tiles import LOWEST, dot_by_parts, load_key_mask
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _neural_clustering_fwd_length_kernel(
     words_ptr, mask_ptr, inverse_ptr, stride_words_b, stride_words_n, stride_words_d, stride_mask_b, stride_mask_n,
     N, d, tiles, HAS_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -46,7 +47,7 @@ def scores_of(
     return b_product * b_inverse * LOG2E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _neural_clustering_fwd_update_kernel(
     words_ptr, directions_ptr, mask_ptr, inverse_ptr, partial_ptr, lse_ptr,
     stride_words_b, stride_words_n, stride_words_d, stride_dir_b, stride_dir_k, stride_dir_d,
@@ -101,7 +102,7 @@ def _neural_clustering_fwd_update_kernel(
         tl.store(lse_ptr + o_part, tl.where(b_total > 0, b_highest + tl.log2(b_divisor), LOWEST), mask=m_k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _neural_clustering_fwd_label_kernel(
     words_ptr, directions_ptr, mask_ptr, inverse_ptr, total_ptr, labels_ptr,
     stride_words_b, stride_words_n, stride_words_d, stride_dir_b, stride_dir_k, stride_dir_d,

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import triton
 
-from ..chips import chip_of, on_device_of
+from ..chips import block_width, chip_of, on_device_of
 from ..clustered_attention.batched import empty_output
-from ..clustered_attention.triton import seed_on_device, unwritten_output
-from ..sorted_clusters.triton_tiles import LOG2_E, PART, block_width
+from ..clustered_attention.triton import unwritten_output
+from ..sorted_clusters.triton_tiles import LOG2_E, PART
 from .reference import BLOCK_WEIGHTS
 from .triton_backward import (
     _sorted_block_attention_bwd_key_kernel,
@@ -211,5 +211,4 @@ _forward.register_autograd(_backward, setup_context=_setup_context)
 
 def sorted_block_attention(*arguments: Any) -> torch.Tensor:
     """Every word attends to the words of its window, 0 elsewhere."""
-    *rest, dropout_seed = arguments
-    return _forward(*rest, seed_on_device(dropout_seed, arguments[0]))[0]
+    return _forward(*arguments)[0]

@@ -3,12 +3,13 @@
 import triton
 import triton.language as tl
 
+from ..chips import LENGTHS
 from ..sorted_clusters.triton_dropout import dropout_factor
 from ..sorted_clusters.triton_tiles import LOWEST, load_rows
 from .triton_windows import load_partners, load_text, meet, products, shared_membership, walk_of_queries
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _sorted_block_attention_fwd_kernel(
     query_ptr, key_ptr, value_ptr, order_ptr, labels_ptr, membership_ptr, lengths_ptr, words_ptr, seed_ptr,
     output_ptr, lse_ptr,

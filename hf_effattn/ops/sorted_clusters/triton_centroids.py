@@ -1,4 +1,7 @@
-"""Attention of the centroids over all keys, and their top keys found in the same pass.
+"""Attention of the centroids over all keys, which also leaves what their top keys are selected from.
+
+That is the scores, of so few keys that they fit into memory; else the largest of every few keys, from which come the
+candidates that are scored again.
 
 Where few centroids would leave the chip idle the keys are split over programs; each leaves a partial result and the
 logarithm of its sum of weights, and `merge_splits` puts them together where they are used. Scores are exponents of 2.
@@ -10,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..chips import on_device_of
+from ..chips import LENGTHS, on_device_of
 from ..dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS
 from .triton_dropout import dropout_factor
 from .triton_tiles import LOG2_E, LOWEST, dot_by_parts, load_key_mask, tile_config
@@ -57,7 +60,7 @@ def merge_splits(values_ptr, lse_ptr, i_row, splits, Dv, BLOCK_V: tl.constexpr):
     return b_value / total, highest + tl.log2(total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _centroid_attention_fwd_kernel(
     centroids_ptr, key_ptr, value_ptr, key_mask_ptr, seed_ptr, values_ptr, lse_ptr, scores_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
@@ -140,7 +143,7 @@ def _centroid_attention_fwd_kernel(
         tl.store(lse_ptr + o_part, b_lse, mask=m_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _centroid_rescore_fwd_kernel(
     centroids_ptr, key_ptr, key_mask_ptr, bins_ptr, scores_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d, stride_mask_b, stride_mask_m,
@@ -210,7 +213,7 @@ def centroid_pass(
     top_scores = key.new_empty(total, topk, dtype=torch.float32)
     key_strides = *key.stride(), *((0, 0) if key_mask is None else key_mask.stride())
     with on_device_of(key):
-        for first, last in row_chunks(B * Hk, rows, 4 * (columns + (topk * BIN if scores_of > 1 else 0))):
+        for first, last in score_chunks(B * Hk, rows, 4 * (columns + (topk * BIN if scores_of > 1 else 0))):
             scores = key.new_empty(last - first, columns, dtype=torch.float32)
             tables = triton.cdiv(last, rows) - first // rows
             blocks = triton.cdiv(min(rows, last - first), config["ROWS"])
@@ -238,7 +241,7 @@ def centroid_pass(
     return CentroidPass(values, lse, top, top_scores)
 
 
-def row_chunks(tables: int, rows: int, bytes_per_row: int) -> list[tuple[int, int]]:
+def score_chunks(tables: int, rows: int, bytes_per_row: int) -> list[tuple[int, int]]:
     """Ranges of the `tables · rows` rows whose scores fit into memory: whole tables, or parts of one."""
     if tables * rows == 0:
         return []

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..chips import on_device_of
+from ..chips import LENGTHS, on_device_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def load_clusters(
     return tl.where(m_rows, tl.where(m_member, b_labels, clusters).to(tl.int32), 2147483647)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _sort_by_cluster_kernel(
     labels_ptr, mask_ptr, order_ptr, starts_ptr, tiles_ptr,
     stride_labels_b, stride_labels_h, stride_labels_n, stride_mask_b, stride_mask_n,
@@ -124,7 +124,7 @@ def sort_by_cluster(labels: torch.Tensor, mask: torch.Tensor | None, clusters: i
     return SortedRows(order, starts, tiles, clusters, tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _cluster_means_kernel(
     rows_ptr, order_ptr, starts_ptr, means_ptr,
     stride_rows_b, stride_rows_h, stride_rows_n, stride_rows_d,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..chips import KIB, chip_of
+from ..chips import KIB, block_width, chip_of
 
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-3.0e38)  # where a softmax begins: finite, so that a row without keys gives 0 and no NaN
@@ -59,11 +59,6 @@ def dot_by_parts(
         b_a = tl.load(p_part_a, mask=m_a[:, None] & (o_d < D)[None, :], other=0.0)
         b_product = tl.dot(b_a.to(b_b.dtype), tl.trans(b_b), b_product, input_precision=PRECISION)
     return b_product
-
-
-def block_width(dim: int) -> int:
-    """Columns of a block that holds rows of `dim` numbers and can be multiplied."""
-    return max(16, triton.next_power_of_2(dim))
 
 
 def tile_config(

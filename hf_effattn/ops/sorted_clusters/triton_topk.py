@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..chips import on_device_of
+from ..chips import LENGTHS, on_device_of
 
 WHOLE_ROW = 4096  # numbers of a row that a program holds in registers
 
@@ -26,7 +26,7 @@ def _ordered_bits(b_value):
     return tl.where(b_value == float("-inf"), 0, b_bits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _select_topk_kernel(
     values_ptr, bins_ptr, indices_ptr, chosen_ptr,
     rows, columns, topk,

@@ -1,0 +1,82 @@
+"""A patched model on the Triton kernels, on a GPU or under the interpreter: values, compiled, checkpointed."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from tiny_models import SMALL_SETTINGS, batch_for, encoded, tiny_model
+
+import hf_effattn
+
+pytest.importorskip("triton")
+OPS = ("cluster_queries", "clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
+SMALL = {"num_hidden_layers": 2, "hidden_dropout_prob": 0.0}
+each_method = pytest.mark.parametrize("method", SMALL_SETTINGS)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The ops choose as they would on a GPU."""
+    used = []
+
+    def choose(backend, forms, *tensors):
+        used.append(forms[2])
+        return forms[2]
+
+    for op in OPS:
+        monkeypatch.setattr(import_module(f"hf_effattn.ops.{op}"), "choose_backend", choose)
+    return used
+
+
+def patched(method, dropout_p=0.0):
+    model = tiny_model("bert", **SMALL, attention_probs_dropout_prob=dropout_p)
+    return hf_effattn.patch_attention(model.train(), method, **SMALL_SETTINGS[method])
+
+
+def output_and_gradients(model, batch):
+    torch.manual_seed(5)
+    model.zero_grad()
+    output = encoded(model, batch)
+    output.square().mean().backward()
+    gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    return {"output": output.detach()} | gradients
+
+
+@each_method
+def test_kernels_give_what_the_form_for_a_cpu_gives(method, request):
+    model = patched(method)
+    batch = batch_for(model, padding="left")
+    expected = output_and_gradients(model, batch)
+    used = request.getfixturevalue("kernels")
+    actual = output_and_gradients(model, batch)
+    assert len(used) >= 2 * SMALL["num_hidden_layers"]
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (actual[name] - tensor).norm() <= 1e-4 * tensor.norm() + 1e-7, name
+
+
+@each_method
+def test_checkpointing_draws_the_same_clusters_and_dropout(method, kernels):
+    model = patched(method, dropout_p=0.3)
+    batch = batch_for(model, padding="right")
+    expected = output_and_gradients(model, batch)
+    model.gradient_checkpointing_enable()
+    actual = output_and_gradients(model, batch)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=0, atol=0, msg=name)
+
+
+@each_method
+def test_compiles_as_one_graph(method, kernels):
+    model = patched(method)
+    batch = batch_for(model, padding="right")
+    expected = output_and_gradients(model, batch)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.manual_seed(5)
+    model.zero_grad()
+    output = compiled(**batch.inputs).last_hidden_state[batch.counts]
+    output.square().mean().backward()
+    torch.testing.assert_close(output.detach(), expected.pop("output"))
+    weights = dict(model.named_parameters())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(weights[name].grad, gradient, msg=name)

@@ -1,0 +1,139 @@
+"""The training scripts learn, resume to the same result, and say what is wrong with their arguments."""
+
+import json
+import math
+import shutil
+
+import datasets
+import pytest
+import run_classification
+import run_clm
+import training
+from transformers import AutoModelForSequenceClassification
+
+from hf_effattn import from_pretrained
+
+SMALL = {
+    "bert": "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16,max_position_embeddings=32",
+    "cst": "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,slice_length=4,max_position_embeddings=32",
+    "clusterformer": "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,clusters=2,max_position_embeddings=32",
+}
+RUN = "--use_cpu --report_to none --per_device_train_batch_size 16 --learning_rate 1e-2".split()  # noqa: SIM905
+
+
+def test_run_clm_learns_and_resumes(tmp_path):
+    """From scratch on one text; a run that is stopped and resumed ends as one that was not."""
+    (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog sat on the cat. " * 300)
+    sizes = "n_layer=1,n_embd=16,n_head=2,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
+    common = f"--vocab_size 270 --block_length 16 --model_type gpt2 --config_overrides {sizes}".split()
+    common += "--do_train --do_eval --use_cpu".split()  # noqa: SIM905
+    common += ["--train_files", str(tmp_path / "text.txt"), "--validation_files", str(tmp_path / "text.txt")]
+    common += "--max_steps 30 --learning_rate 1e-2 --save_steps 20 --report_to none".split()  # noqa: SIM905
+    whole = run_clm.main([*common, "--output_dir", str(tmp_path / "whole")])
+    assert whole["eval_loss"] < whole["unigram_loss"]
+    for folder in ("whole", "stopped"):
+        assert (tmp_path / "whole" / "checkpoint-20").is_dir(), folder
+    shutil.copytree(tmp_path / "whole" / "checkpoint-20", tmp_path / "stopped" / "checkpoint-20")
+    resumed = run_clm.main([*common, "--output_dir", str(tmp_path / "stopped"), "--resume_from_checkpoint", "last"])
+    assert resumed["eval_loss"] == pytest.approx(whole["eval_loss"], abs=1e-6)
+
+
+def test_ngram_losses_by_hand():
+    """Two tokens that alternate: the bigram knows what follows, the unigram half of it."""
+    rows = datasets.Dataset.from_dict({"input_ids": [[0, 1] * 500]})
+    found = run_clm.ngram_losses(rows, rows, vocab_size=2)
+    assert found["unigram_loss"] == pytest.approx(math.log(2))
+    assert found["bigram_loss"] < 0.01
+
+
+def test_run_clm_strips_what_gutenberg_adds(tmp_path):
+    text = "Title\n*** START OF THE PROJECT ***\nOnce upon a time.\n*** END OF THE PROJECT ***\nLicence"
+    (tmp_path / "book.txt").write_text(text)
+    arguments = run_clm.DataArguments(train_files=[str(tmp_path / "book.txt")])
+    assert run_clm.load_texts(arguments)["train"]["text"] == ["Once upon a time."]
+    with pytest.raises(ValueError, match="no text: name a data set"):
+        run_clm.load_texts(run_clm.DataArguments())
+
+
+@pytest.fixture
+def class_files(tmp_path):
+    """Two classes that differ in one word; an empty line."""
+    for number, (name, word) in enumerate((("good.txt", "fine"), ("bad.txt", "poor"))):
+        lines = [f"a {word} story of {place} things" for place in range(40 + number)]
+        (tmp_path / name).write_text("\n".join([*lines, "", ""]))
+    return [str(tmp_path / "good.txt"), str(tmp_path / "bad.txt")]
+
+
+@pytest.mark.parametrize("model_type", SMALL)
+def test_run_classification_from_scratch(model_type, class_files, tmp_path):
+    found = run_classification.main(
+        [
+            *(*RUN, "--class_files", *class_files, "--vocab_size", "300", "--max_length", "32"),
+            *("--model_type", model_type, "--config_overrides", SMALL[model_type], "--do_train", "--do_eval"),
+            *("--num_train_epochs", "12", "--output_dir", str(tmp_path / "run")),
+        ]
+    )
+    assert found["eval_accuracy"] == 1.0
+    assert json.loads((tmp_path / "run" / "all_results.json").read_text())["eval_accuracy"] == 1.0
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
+    assert (model.config.model_type, model.config.num_labels) == (model_type, 2)
+
+
+def test_run_classification_of_pairs_with_a_method_resumes(tmp_path):
+    """Bytes of JSON lines: whether two words are the same; a run that is stopped ends as one that was not."""
+    words = ["ab", "cd", "ef", "gh"]
+    rows = [{"one": a, "two": b, "same": "yes" if a == b else "no"} for a in words for b in [*words, a, a]] * 3
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    common = [*RUN, "--train_files", str(tmp_path / "pairs.jsonl"), "--test_files", str(tmp_path / "pairs.jsonl")]
+    common += "--text_column one --text_pair_column two --label_column same --tokenizer_name bytes".split()  # noqa: SIM905
+    common += ["--model_type", "bert", "--config_overrides", SMALL["bert"] + ",hidden_dropout_prob=0"]
+    common += "--method bi-clustered --method_settings clusters=2,topk=2,key_clusters=4,min_length=0".split()  # noqa: SIM905
+    common += "--do_train --do_predict --max_steps 20 --save_steps 10".split()  # noqa: SIM905
+    whole = run_classification.main([*common, "--output_dir", str(tmp_path / "whole")])
+    shutil.copytree(tmp_path / "whole" / "checkpoint-10", tmp_path / "stopped" / "checkpoint-10")
+    resume = ["--output_dir", str(tmp_path / "stopped"), "--resume_from_checkpoint", "last"]
+    resumed = run_classification.main([*common, *resume])
+    assert resumed["test_loss"] == pytest.approx(whole["test_loss"], abs=1e-6)
+    model = from_pretrained(AutoModelForSequenceClassification, tmp_path / "whole")
+    assert model.config._attn_implementation == "bi-clustered"
+
+
+def test_a_tenth_of_the_training_texts_is_held_out(class_files):
+    data = run_classification.load_texts(run_classification.DataArguments(class_files=class_files))
+    assert (len(data["train"]), len(data["validation"])) == (72, 9)
+    assert not {row["text"] for row in data["train"]} & {row["text"] for row in data["validation"]}
+    again = run_classification.load_texts(run_classification.DataArguments(class_files=class_files))
+    assert data["validation"]["text"] == again["validation"]["text"]
+
+
+def test_settings_from_a_command_line():
+    assert training.parse_settings("a=1,b=x, c=True,d=1e-3") == {"a": 1, "b": "x", "c": True, "d": 1e-3}
+    assert training.parse_settings('{"slice_length": [8, 64]}') == {"slice_length": [8, 64]}
+    assert training.parse_settings("") == {}
+    with pytest.raises(ValueError, match="name=value"):
+        training.parse_settings("clusters")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "no model: name a checkpoint"),
+        ({"model_type": "bert", "config_overrides": "layers=3"}, "has no setting 'layers'"),
+    ],
+)
+def test_models_that_cannot_be_made(arguments, message):
+    tokenizer = training.train_tokenizer(["some text"], 270)
+    with pytest.raises(ValueError, match=message):
+        training.make_model(
+            training.ModelArguments(**arguments), AutoModelForSequenceClassification, tokenizer, {"num_labels": 2}
+        )
+
+
+def test_no_texts():
+    with pytest.raises(ValueError, match="no texts: name a data set"):
+        run_classification.load_texts(run_classification.DataArguments())
+
+
+def test_accuracy_has_the_keys_of_the_hub():
+    metric = training.load_metric("accuracy")
+    assert metric.compute(predictions=[1, 0, 1], references=[1, 1, 1]) == {"accuracy": pytest.approx(2 / 3)}
