@@ -1,59 +1,40 @@
 r"""Train or evaluate a causal language model on text, with transformers' `Trainer`.
 
 Data comes from the Hub by name or from local text files (gzip too); the tokenizer and the model from a checkpoint, or
-both from scratch: a byte-level BPE of `--vocab_size` trained on the same text, a GPT-2 of the given sizes.
+both from scratch: a byte-level BPE of `--vocab_size` trained on the same text, a model of the given kind and sizes.
 
     python scripts/run_clm.py --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-raw-v1 \
         --model_name_or_path gpt2 --output_dir runs/gpt2 --do_train --do_eval
     python scripts/run_clm.py --train_files texts/*.txt.gz --validation_files held-out.txt --vocab_size 6000 \
-        --config_overrides n_layer=4,n_embd=256,n_head=8 --output_dir runs/small --do_train --do_eval --bf16
+        --model_type gpt2 --config_overrides n_layer=4,n_embd=256,n_head=8 --output_dir runs/small \
+        --do_train --do_eval --bf16
 
 `--resume_from_checkpoint last` goes on from the newest checkpoint of the output folder. On a CPU, set
 `MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000`: else glibc hands the buffers of every step back
 to the system and has them cleared anew, which took more time than the arithmetic.
 """
 
-import json
 import math
 import re
 import sys
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from datasets import Dataset, DatasetDict, load_dataset
-from tokenizers import ByteLevelBPETokenizer
+from training import END_OF_TEXT, ModelArguments, keep_metrics, load_tokenizer, make_model, train
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
     HfArgumentParser,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
     default_data_collator,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
-END_OF_TEXT = "<|endoftext|>"
 # What Project Gutenberg puts around a book.
 GUTENBERG = re.compile(r"\*\*\* ?START OF[^\n]*\n(.*?)\*\*\* ?END OF", re.DOTALL)
-
-
-@dataclass
-class ModelArguments:
-    """Which model and tokenizer."""
-
-    model_name_or_path: str | None = field(default=None, metadata={"help": "Checkpoint to start from."})
-    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer, where it is not the model's."})
-    vocab_size: int = field(default=6000, metadata={"help": "Size of the BPE that is trained where none is named."})
-    config_overrides: str = field(
-        default="n_layer=4,n_embd=256,n_head=8", metadata={"help": "Sizes of a GPT-2 from scratch, name=value,..."}
-    )
 
 
 @dataclass
@@ -82,16 +63,6 @@ def load_texts(arguments: DataArguments) -> DatasetDict:
             if "*** START OF" in row["text"] or "***START OF" in row["text"]
             else row
         )
-    )
-
-
-def train_tokenizer(texts: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE, as GPT-2 has one, fitted on the texts."""
-    bpe = ByteLevelBPETokenizer()
-    rows = (row["text"] for row in texts)
-    bpe.train_from_iterator(rows, vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, unk_token=END_OF_TEXT
     )
 
 
@@ -132,32 +103,20 @@ def ngram_losses(train: Dataset, validation: Dataset, vocab_size: int) -> dict[s
     return {"unigram_loss": float(-np.log(unigram[held_out]).mean()), "bigram_loss": float(-np.log(bigram).mean())}
 
 
-def make_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, block_length: int) -> Any:
-    """The checkpoint, or a GPT-2 with random weights whose positions are the block."""
-    if arguments.model_name_or_path is not None:
-        return AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path)
-    end = tokenizer.eos_token_id
-    config = GPT2Config(vocab_size=len(tokenizer), n_positions=block_length, bos_token_id=end, eos_token_id=end)
-    config.update_from_string(arguments.config_overrides)
-    return AutoModelForCausalLM.from_config(config)
-
-
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train and evaluate as the arguments say; returns the metrics of the evaluation."""
     parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
     model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
     set_seed(training.seed)
     texts = load_texts(data_arguments)
-    name = model_arguments.tokenizer_name or model_arguments.model_name_or_path
-    last = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
-    if name is None and last is not None:
-        name = last
-    tokenizer = AutoTokenizer.from_pretrained(name) if name else None
-    tokenizer = tokenizer or train_tokenizer(texts["train"], model_arguments.vocab_size)
-    examples = blocks(texts, tokenizer, data_arguments.block_length)
-    model = make_model(model_arguments, tokenizer, data_arguments.block_length)
+    tokenizer = load_tokenizer(model_arguments, training, (row["text"] for row in texts["train"]))
+    length = data_arguments.block_length
+    examples = blocks(texts, tokenizer, length)
+    # One name of the longest input for GPT-2, another for all others.
+    positions = "n_positions" if model_arguments.model_type == "gpt2" else "max_position_embeddings"
+    defaults = {} if model_arguments.model_name_or_path else {positions: length}
     trainer = Trainer(
-        model=model,
+        model=make_model(model_arguments, AutoModelForCausalLM, tokenizer, defaults),
         args=training,
         train_dataset=examples.get("train"),
         eval_dataset=examples.get("validation"),
@@ -166,21 +125,15 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     )
     metrics: dict[str, float] = {}
     if training.do_train:
-        resume = last if training.resume_from_checkpoint == "last" else training.resume_from_checkpoint
-        trained = trainer.train(resume_from_checkpoint=resume)
-        trainer.save_model()
-        trainer.save_state()
-        metrics |= trained.metrics
+        metrics |= train(trainer, training)
     if training.do_eval:
         metrics |= trainer.evaluate()
         metrics["perplexity"] = math.exp(metrics["eval_loss"])
-        metrics["validation_tokens"] = examples["validation"].num_rows * data_arguments.block_length
+        metrics["validation_tokens"] = examples["validation"].num_rows * length
         if "train" in examples:
-            metrics["train_tokens"] = examples["train"].num_rows * data_arguments.block_length
+            metrics["train_tokens"] = examples["train"].num_rows * length
             metrics |= ngram_losses(examples["train"], examples["validation"], len(tokenizer))
-    if trainer.is_world_process_zero():
-        trainer.save_metrics("all", metrics)
-        print(json.dumps(metrics, indent=1))
+    keep_metrics(trainer, metrics)
     return metrics
 
 

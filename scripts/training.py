@@ -1,0 +1,150 @@
+"""What the training scripts share: which model and tokenizer, how a method replaces its attention, and the run itself.
+
+Every script takes `ModelArguments`, its own data arguments and transformers' `TrainingArguments` on the command line.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import evaluate
+from tokenizers import ByteLevelBPETokenizer
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+import hf_effattn
+
+END_OF_TEXT = "<|endoftext|>"
+BYTES = "bytes"
+METRICS = Path(__file__).parent / "metrics"
+
+
+@dataclass
+class ModelArguments:
+    """Which model and tokenizer, and whether a method replaces the model's attention."""
+
+    model_name_or_path: str | None = field(default=None, metadata={"help": "Checkpoint to start from."})
+    model_type: str | None = field(
+        default=None, metadata={"help": "Kind of model from scratch: bert, gpt2, cst, clusterformer, ..."}
+    )
+    config_overrides: str = field(
+        default="", metadata={"help": "Settings of a model from scratch, as JSON or name=value,..."}
+    )
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "Tokenizer, where it is not the model's; `bytes` for one token per byte."}
+    )
+    vocab_size: int = field(default=6000, metadata={"help": "Size of the BPE that is trained where none is named."})
+    method: str | None = field(default=None, metadata={"help": "Method that replaces the attention: i-clustered, ..."})
+    method_settings: str = field(default="", metadata={"help": "Its settings, as JSON or name=value,..."})
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """Settings from a command line: a JSON object, or `name=value,name=value` with JSON values or plain words."""
+    if text.lstrip().startswith("{"):
+        settings: dict[str, Any] = json.loads(text)
+        return settings
+    settings = {}
+    for pair in filter(None, text.split(",")):
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise ValueError(f"settings are written name=value,name=value or as JSON, got {pair!r}")
+        try:
+            settings[name.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            settings[name.strip()] = {"True": True, "False": False, "None": None}.get(value, value)
+    return settings
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE, as GPT-2 has one, fitted on the texts."""
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        unk_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+    )
+
+
+def newest_checkpoint(training: TrainingArguments) -> str | None:
+    """The newest checkpoint of the output folder, if there is one."""
+    return get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
+
+
+def load_tokenizer(
+    arguments: ModelArguments, training: TrainingArguments, texts: Iterable[str]
+) -> PreTrainedTokenizerBase:
+    """The tokenizer that is named, the model's, that of a run which is resumed, or one made of `texts`."""
+    if arguments.tokenizer_name == BYTES:
+        return ByT5Tokenizer(extra_ids=0)
+    name = arguments.tokenizer_name or arguments.model_name_or_path or newest_checkpoint(training)
+    return AutoTokenizer.from_pretrained(name) if name else train_tokenizer(texts, arguments.vocab_size)
+
+
+def make_model(
+    arguments: ModelArguments, auto_class: Any, tokenizer: PreTrainedTokenizerBase, defaults: dict[str, Any]
+) -> Any:
+    """The checkpoint, or a model of `model_type` with random weights; its attention replaced where a method is named.
+
+    Args:
+        arguments (`ModelArguments`): which model.
+        auto_class: transformers' class that makes it, such as `AutoModelForCausalLM`.
+        tokenizer (`PreTrainedTokenizerBase`): gives the vocabulary and special tokens of a model from scratch.
+        defaults (`dict`): settings that the task wants, such as `num_labels`; `config_overrides` win.
+
+    Raises:
+        ValueError: neither a checkpoint nor a kind of model is named, or a setting that the model does not know.
+    """
+    overrides = defaults | parse_settings(arguments.config_overrides)
+    if arguments.model_name_or_path is not None:
+        model = auto_class.from_pretrained(arguments.model_name_or_path, **overrides)
+    elif arguments.model_type is not None:
+        special = {
+            name: getattr(tokenizer, name)
+            for name in ("pad_token_id", "bos_token_id", "eos_token_id")
+            if getattr(tokenizer, name) is not None
+        }
+        config = AutoConfig.for_model(arguments.model_type)
+        unknown = [name for name in overrides if not hasattr(config, name)]
+        if unknown:
+            raise ValueError(f"a {arguments.model_type!r} model has no setting {', '.join(map(repr, unknown))}")
+        config = AutoConfig.for_model(arguments.model_type, **{"vocab_size": len(tokenizer)} | special | overrides)
+        model = auto_class.from_config(config)
+    else:
+        raise ValueError("no model: name a checkpoint with --model_name_or_path, or a kind with --model_type")
+    if arguments.method is not None:
+        hf_effattn.patch_attention(model, arguments.method, **parse_settings(arguments.method_settings))
+    return model
+
+
+def load_metric(name: str) -> Any:
+    """A metric that lies in the repository, by `evaluate`: no Hub is needed, the keys are the Hub's."""
+    return evaluate.load(str(METRICS / name))
+
+
+def train(trainer: Trainer, training: TrainingArguments) -> dict[str, float]:
+    """Train, from a checkpoint where the arguments name one (`last`: the newest); save the model and the log."""
+    resume = training.resume_from_checkpoint
+    trained = trainer.train(resume_from_checkpoint=newest_checkpoint(training) if resume == "last" else resume)
+    trainer.save_model()
+    trainer.save_state()
+    return trained.metrics
+
+
+def keep_metrics(trainer: Trainer, metrics: dict[str, float]) -> None:
+    """Write the metrics to `all_results.json` of the output folder, and print them, once."""
+    if trainer.is_world_process_zero():
+        trainer.save_metrics("all", metrics)
+        print(json.dumps(metrics, indent=1))
