@@ -23,7 +23,7 @@ DEFAULT_SEGMENT_LENGTH = 64
 DEFAULT_WINDOW = 64
 DEFAULT_KEYS_PER_CLUSTER = 8
 DEFAULT_KEY_CLUSTERS = 128
-LARGEST_KERNEL_TOPK = 1024  # a centroid's top keys must fit into a chip's registers
+LARGEST_KERNEL_TOPK = 256  # a centroid's top keys must fit into a chip's registers
 
 
 def causal_clustered_attention(
@@ -93,7 +93,7 @@ def causal_clustered_attention(
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         dropout_p (`float`): dropout on the attention weights; what stands for many keys is dropped as one.
         backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`. Default: Triton on a GPU, else batched.
-            The kernels take a `topk` up to 1,024, and add up gradients of keys and values in no fixed order: where
+            The kernels take a `topk` up to 256, and add up gradients of keys and values in no fixed order: where
             torch is told to be deterministic and a gradient is wanted, the batched form runs instead. Under a
             `key_mask` they run on copies of the inputs in which the tokens that count stand together.
 
