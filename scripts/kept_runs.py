@@ -28,13 +28,17 @@ class KeptRuns:
         self.settings = json.loads(json.dumps(settings))
         self.environment = environment(device)
         self.rows: list[dict[str, Any]] = []
-        if not path.exists():
+        self.read()
+
+    def read(self) -> None:
+        """Take over what the file holds: other processes may add to it too, other runs with the same settings."""
+        if not self.path.exists():
             return
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = json.loads(self.path.read_text(encoding="utf-8"))
         other = [name for name in self.settings | kept["settings"] if self.differs(name, kept["settings"])]
         if other:
             raise ValueError(
-                f"{path} holds runs with other settings ({', '.join(other)}): name another file with --output"
+                f"{self.path} holds runs with other settings ({', '.join(other)}): name another file with --output"
             )
         self.rows = kept["rows"]
 
@@ -52,6 +56,7 @@ class KeptRuns:
 
     def add(self, *rows: dict[str, Any]) -> None:
         """Keep rows, on disk too; whoever is stopped while writing leaves the file as it was."""
+        self.read()
         machine = {name: self.environment[name] for name in ("device_name", "threads")}
         self.rows += [row | machine for row in rows]
         self.path.parent.mkdir(parents=True, exist_ok=True)

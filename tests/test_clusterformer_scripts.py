@@ -63,6 +63,9 @@ def test_kept_runs_are_found_again_and_not_mixed(tmp_path):
     assert kept.missing(runs) == [runs[0], runs[2], runs[3]]
     assert kept.missing([runs[1] | {"settings": {"k": 6}}]) != []
     assert [row["accuracy"] for row in kept.matching({"name": "a"})] == [50.0]
+    KeptRuns(path, {"steps": [3, 4]}).add(runs[2])  # another process
+    kept.add(runs[3])
+    assert [row["seed"] for row in rows_of(path)] == [1, 0, 1]
     assert list(tmp_path.joinpath("results").iterdir()) == [path]
     for other in ({"steps": [3, 5]}, {"steps": [3, 4], "width": 1}, {}):
         with pytest.raises(ValueError, match=r"runs\.json holds runs with other settings \((steps|width)\)"):
