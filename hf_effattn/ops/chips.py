@@ -7,11 +7,11 @@ from functools import cache
 import torch
 
 KIB = 1024
-# Arguments that change with the length of the inputs: Triton is not to compile a kernel anew where one of them is 1 or
-# a multiple of 16.
+# Arguments that change with the length of the inputs or with their number: Triton is not to compile a kernel anew where
+# one of them is 1 or a multiple of 16. It may where the length itself is: that saves registers.
 LENGTHS = (
-    *("N", "M", "length", "numbers", "rows", "columns", "slots", "tiles", "blocks", "splits", "split_length"),
-    *("first_problem", "first_row", "last_row", "first_share", "fit_rows", "group_rows", "seed"),
+    *("numbers", "columns", "slots", "tiles", "blocks", "splits", "first_problem", "first_row", "last_row"),
+    *("first_share", "fit_rows", "group_rows", "seed"),
 )
 
 

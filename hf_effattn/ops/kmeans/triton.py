@@ -190,6 +190,7 @@ def fit(
                 PRECISION=precision,
                 num_warps=num_warps,
                 num_stages=num_stages,
+                **chip.all_registers,
             )
     return result
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ..chips import LENGTHS
-from .triton_rows import load_points
+from .triton_rows import finite, load_points
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def _kmeans_update_kernel(
         b_member = (o_c[:, None] == label[None, :]).to(tl.float32)
         sizes += tl.sum(b_member, axis=1)
         b_points = load_points(points_ptr, row, row >= 0, o_d, stride_points_n, stride_points_d, head_dim)
-        b_points -= b_origin[None, :]
+        b_points = finite(b_points) - b_origin[None, :]
         sums = tl.dot(b_member, b_points, sums, input_precision=PRECISION)
         if HAS_METRIC:
             p_directions = fit_directions_ptr + (i_p * fit_rows + o_r)[:, None] * head_dim + o_d[None, :]

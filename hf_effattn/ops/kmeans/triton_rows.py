@@ -20,11 +20,10 @@ def finite(b_points):
 
 @triton.jit
 def load_points(points_ptr, row, valid, o_d, stride_n, stride_d, head_dim):
-    """Rows of one problem in float32, 0 where they are not valid or not finite."""
+    """Rows of one problem in float32, 0 where they are not valid."""
     p_points = points_ptr + row.to(tl.int64)[:, None] * stride_n + o_d.to(tl.int64)[None, :] * stride_d
     # [BLOCK_N, BLOCK_D]
-    b_points = tl.load(p_points, mask=valid[:, None] & (o_d < head_dim)[None, :], other=0.0).to(tl.float32)
-    return finite(b_points)
+    return tl.load(p_points, mask=valid[:, None] & (o_d < head_dim)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -33,7 +32,7 @@ def sample_mean(points_ptr, stride_n, stride_d, rows_ptr, fitted, o_d, head_dim)
     o_s = tl.arange(0, ORIGIN_SAMPLE)
     row = tl.load(rows_ptr + o_s.to(tl.int64) * fitted // ORIGIN_SAMPLE)
     b_points = load_points(points_ptr, row, row >= 0, o_d, stride_n, stride_d, head_dim)
-    return tl.sum(b_points, axis=0) / ORIGIN_SAMPLE
+    return tl.sum(finite(b_points), axis=0) / ORIGIN_SAMPLE
 
 
 @triton.jit(do_not_specialize=LENGTHS)

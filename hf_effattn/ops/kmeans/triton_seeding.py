@@ -49,7 +49,7 @@ def _kmeans_prepare_kernel(
         if i_r == 0:
             tl.store(origin_ptr + i_p * head_dim + o_d, b_origin, mask=o_d < head_dim)
         b_points = load_points(points_ptr, row, row >= 0, o_d, stride_points_n, stride_points_d, head_dim)
-        b_points -= b_origin[None, :]
+        b_points = finite(b_points) - b_origin[None, :]
         b_directions = b_points
         if HAS_METRIC:
             b_directions = tl.zeros([BLOCK_R, BLOCK_K], tl.float32)
@@ -58,7 +58,7 @@ def _kmeans_prepare_kernel(
                 o_i = inner + o_k
                 b_origin_i = sample_mean(points_ptr, stride_points_n, stride_points_d, rows_ptr, fitted, o_i, head_dim)
                 b_inner = load_points(points_ptr, row, row >= 0, o_i, stride_points_n, stride_points_d, head_dim)
-                b_inner -= b_origin_i[None, :]
+                b_inner = finite(b_inner) - b_origin_i[None, :]
                 m_metric = (o_i < head_dim)[:, None] & (o_d < head_dim)[None, :]
                 # [BLOCK_K, BLOCK_K]
                 b_metric = tl.load(p_metric + o_i[:, None] * head_dim + o_d[None, :], mask=m_metric, other=0.0)
@@ -119,14 +119,15 @@ def _kmeans_distances_kernel(
     for start in range(0, head_dim, BLOCK_K):
         o_d = start + tl.arange(0, BLOCK_K)
         b_origin = tl.load(origin_ptr + i_p * head_dim + o_d, mask=o_d < head_dim, other=0.0)
-        b_s = load_points(points_ptr, row_s, m_s, o_d, stride_points_n, stride_points_d, head_dim) - b_origin[None, :]
+        b_s = load_points(points_ptr, row_s, m_s, o_d, stride_points_n, stride_points_d, head_dim)
+        b_s = finite(b_s) - b_origin[None, :]
         if HAS_METRIC:
             p_t = fit_directions_ptr + (i_p * fit_rows + fit_t)[:, None] * head_dim + o_d[None, :]
             # [BLOCK_S, BLOCK_K]
             b_t = tl.load(p_t, mask=m_t[:, None] & (o_d < head_dim)[None, :], other=0.0)
         else:
             b_t = load_points(points_ptr, row_t, m_t, o_d, stride_points_n, stride_points_d, head_dim)
-            b_t -= b_origin[None, :]
+            b_t = finite(b_t) - b_origin[None, :]
         products = tl.dot(b_s, tl.trans(b_t), products, input_precision=PRECISION)
     norms_s = tl.load(norms_ptr + i_p * fit_rows + fit_s, mask=m_s, other=0.0)
     norms_t = tl.load(norms_ptr + i_p * fit_rows + fit_t, mask=m_t, other=0.0)

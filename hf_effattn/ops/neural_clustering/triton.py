@@ -27,6 +27,7 @@ def _config(words: torch.Tensor) -> dict:
         "COLUMNS": 64 if wide else 32,
         "PRECISION": chip_of(words).dot_precision(words.dtype),
         "num_warps": 8,
+        **chip_of(words).all_registers,
         "num_stages": 2,
     }
 
