@@ -9,10 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ..chips import on_device_of
+from ..chips import block_width, on_device_of
+from ..sorted_clusters.triton_dropout import dropout_factor
 from ..sorted_clusters.triton_tiles import LOG2_E, load_rows
 from .triton_forward import Call, strides
 from .triton_tiles import (
+    KIND,
+    KINDS,
+    NOT_SPECIALIZED,
+    dot_with_positions,
     load_tokens,
     load_with_positions,
     part_range,
@@ -23,40 +28,60 @@ from .triton_tiles import (
     weights_and_score_gradients,
 )
 
-
-@triton.jit
-def load_gradient(
-    grad_ptr, grad_pooled_ptr, inverse_size_ptr, o_row, m_row, stride_grad_n, stride_grad_d, stride_pooled_n,
-    stride_pooled_d, L, Dv, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """`G_i`: the gradients of the outputs of the rows, with their share of those of the slices' means."""
-    o_row = o_row.to(tl.int64)
-    # [rows, BLOCK_V]
-    b_grad = load_rows(grad_ptr + o_row * stride_grad_n, m_row, stride_grad_d, Dv, BLOCK_V)
-    b_pooled = load_rows(grad_pooled_ptr + o_row // L * stride_pooled_n, m_row, stride_pooled_d, Dv, BLOCK_V)
-    b_share = tl.load(inverse_size_ptr + o_row // L, mask=m_row, other=0.0)
-    return (b_grad.to(tl.float32) + b_pooled.to(tl.float32) * b_share[:, None]).to(b_grad.dtype)
+GRADIENT_ROWS = 16
 
 
-@triton.jit
-def _slice_attention_bwd_query_kernel(
-    grad_ptr, grad_pooled_ptr, grad_lse_ptr, output_ptr, lse_ptr, query_ptr, key_ptr, value_ptr, mask_ptr,
-    query_positions_ptr, key_positions_ptr, sink_ptr, sink_count_ptr, inverse_size_ptr, seed_ptr, delta_ptr,
-    whole_grad_ptr, grad_query_ptr,
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def _slice_attention_bwd_gradient_kernel(
+    grad_ptr, grad_pooled_ptr, grad_lse_ptr, output_ptr, mask_ptr, inverse_size_ptr, delta_ptr, whole_grad_ptr,
     stride_grad_b, stride_grad_h, stride_grad_n, stride_grad_d,
     stride_pooled_b, stride_pooled_h, stride_pooled_n, stride_pooled_d,
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,
+    stride_mask_b, stride_mask_n,
+    H, N, L, Dv, slices, tiles,
+    HAS_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """`G_i` and `δ_i` of a tile of rows."""
+    i_p = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b, i_h = i_p // H, i_p % H
+    o_row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    m_row = o_row < N
+    m_token = load_tokens(mask_ptr + i_b * stride_mask_b, o_row, m_row, stride_mask_n, HAS_MASK)
+    o_row = o_row.to(tl.int64)
+    grad_ptr += i_b * stride_grad_b + i_h * stride_grad_h
+    grad_pooled_ptr += i_b * stride_pooled_b + i_h * stride_pooled_h
+    output_ptr += i_b * stride_output_b + i_h * stride_output_h
+    # [ROWS, BLOCK_V]
+    b_grad = load_rows(grad_ptr + o_row * stride_grad_n, m_token, stride_grad_d, Dv, BLOCK_V)
+    b_pooled = load_rows(grad_pooled_ptr + o_row // L * stride_pooled_n, m_token, stride_pooled_d, Dv, BLOCK_V)
+    b_share = tl.load(inverse_size_ptr + i_b * slices + o_row // L, mask=m_token, other=0.0)
+    b_grad = (b_grad.to(tl.float32) + b_pooled.to(tl.float32) * b_share[:, None]).to(b_grad.dtype)
+    o_v = tl.arange(0, BLOCK_V)
+    p_whole = whole_grad_ptr + (i_p * N + o_row)[:, None] * Dv + o_v[None, :]
+    tl.store(p_whole, b_grad, mask=m_row[:, None] & (o_v < Dv)[None, :])
+    # [ROWS, BLOCK_V]
+    b_output = load_rows(output_ptr + o_row * stride_output_n, m_token, stride_output_d, Dv, BLOCK_V)
+    b_delta = tl.sum(b_grad.to(tl.float32) * b_output.to(tl.float32), 1)
+    b_delta -= tl.load(grad_lse_ptr + i_p * N + o_row, mask=m_token, other=0.0)
+    tl.store(delta_ptr + i_p * N + o_row, b_delta, mask=m_row)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def _slice_attention_bwd_query_kernel(
+    whole_grad_ptr, lse_ptr, delta_ptr, query_ptr, key_ptr, value_ptr, mask_ptr, query_positions_ptr,
+    key_positions_ptr, sink_ptr, sink_count_ptr, seed_ptr, grad_query_ptr,
     stride_query_b, stride_query_h, stride_query_n, stride_query_d,
     stride_key_b, stride_key_h, stride_key_n, stride_key_d,
     stride_value_b, stride_value_h, stride_value_n, stride_value_d,
     stride_gq_b, stride_gq_h, stride_gq_n, stride_gq_d,
     stride_mask_b, stride_mask_n,
-    H, group, N, L, extension, D, Dv, slices, tiles, tiles_per_slice, last_part, scale, scale_log2, log2_e, dropout_p,
+    H, group, N, L, extension, D, Dv, tiles, tiles_per_slice, last_part, scale, scale_log2, log2_e, dropout_p,
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_QUERY_POSITIONS: tl.constexpr, HAS_KEY_POSITIONS: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_DROPOUT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`G_i`, `δ_i` and `dQ_i` of a tile of rows."""
+    """`dQ_i` of a tile of rows."""
     i_p = (tl.program_id(0) // tiles).to(tl.int64)
     i_b, i_h, i_kh = i_p // H, i_p % H, i_p % H // group
     query_ptr += i_b * stride_query_b + i_h * stride_query_h
@@ -67,28 +92,16 @@ def _slice_attention_bwd_query_kernel(
     window = L + 2 * extension
     first_slice, o_row, m_row = tile_rows(tl.program_id(0) % tiles, L, N, tiles_per_slice, SLICES, ROWS)
     m_token = load_tokens(mask_ptr, o_row, m_row, stride_mask_n, HAS_MASK)
-    # [ROWS, BLOCK_V]
-    b_grad = load_gradient(
-        grad_ptr + i_b * stride_grad_b + i_h * stride_grad_h,
-        grad_pooled_ptr + i_b * stride_pooled_b + i_h * stride_pooled_h, inverse_size_ptr + i_b * slices,
-        o_row, m_token, stride_grad_n, stride_grad_d, stride_pooled_n, stride_pooled_d, L, Dv, BLOCK_V,
-    )  # fmt: skip
-    o_v = tl.arange(0, BLOCK_V)
-    p_whole = whole_grad_ptr + (i_p * N + o_row)[:, None] * Dv + o_v[None, :]
-    tl.store(p_whole, b_grad, mask=m_row[:, None] & (o_v < Dv)[None, :])
-    p_output = output_ptr + i_b * stride_output_b + i_h * stride_output_h + o_row.to(tl.int64) * stride_output_n
-    b_output = load_rows(p_output, m_token, stride_output_d, Dv, BLOCK_V)
-    b_delta = tl.sum(b_grad.to(tl.float32) * b_output.to(tl.float32), 1)
-    b_delta -= tl.load(grad_lse_ptr + i_p * N + o_row, mask=m_token, other=0.0)
-    tl.store(delta_ptr + i_p * N + o_row, b_delta, mask=m_row)
+    p_query = query_ptr + o_row.to(tl.int64) * stride_query_n
+    p_place = query_positions_ptr + (i_h * L + o_row % L) * D
+    p_whole = whole_grad_ptr + (i_p * N + o_row) * Dv
+    o_d, o_n = tl.arange(0, BLOCK_D), tl.arange(0, COLUMNS)
+    # [ROWS, BLOCK_V], [ROWS, BLOCK_D]
+    b_grad = load_rows(p_whole, m_token, 1, Dv, BLOCK_V)
+    b_query = load_with_positions(p_query, m_token, stride_query_d, p_place, m_token, o_d, D, HAS_QUERY_POSITIONS)
+    b_delta = tl.load(delta_ptr + i_p * N + o_row, mask=m_token, other=0.0)
     b_lse = tl.load(lse_ptr + i_p * N + o_row, mask=m_token, other=0.0) * log2_e
-    # [ROWS, BLOCK_D]
-    b_query = load_with_positions(
-        query_ptr + o_row.to(tl.int64) * stride_query_n, m_token, stride_query_d,
-        query_positions_ptr + i_h * L * D, o_row % L, m_token, D, BLOCK_D, HAS_QUERY_POSITIONS,
-    )  # fmt: skip
     b_grad_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    o_n = tl.arange(0, COLUMNS)
     for part in range(tl.where(extension > 0, -1, 0), last_part + 1):
         begin, end = part_range(part, first_slice, L, extension, N, SLICES)
         if CAUSAL:
@@ -98,15 +111,25 @@ def _slice_attention_bwd_query_kernel(
             m_key = load_tokens(mask_ptr, o_key, o_key < end, stride_mask_n, HAS_MASK)
             m_visible, o_place = part_visible(o_row, m_token, o_key, m_key, part, L, extension, CAUSAL)
             m_place = (o_place >= 0) & (o_place < window)
-            # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-            b_key = load_with_positions(
-                key_ptr + o_key.to(tl.int64) * stride_key_n, m_key, stride_key_d,
-                key_positions_ptr, o_place, m_place, D, BLOCK_D, HAS_KEY_POSITIONS,
+            p_key = key_ptr + o_key.to(tl.int64) * stride_key_n
+            p_key_place = key_positions_ptr + o_place.to(tl.int64) * D
+            p_value = value_ptr + o_key.to(tl.int64) * stride_value_n
+            # [COLUMNS, BLOCK_D]
+            b_key = load_with_positions(p_key, m_key, stride_key_d, p_key_place, m_place, o_d, D, HAS_KEY_POSITIONS)
+            b_scores = dot_with_positions(
+                b_query, p_query, m_token, stride_query_d, p_place,
+                b_key, p_key, m_key, stride_key_d, p_key_place, m_place, D,
+                ROWS, COLUMNS, HAS_QUERY_POSITIONS, HAS_KEY_POSITIONS, BY_PARTS, PRECISION,
             )  # fmt: skip
-            b_value = load_rows(value_ptr + o_key.to(tl.int64) * stride_value_n, m_key, stride_value_d, Dv, BLOCK_V)
+            # [COLUMNS, BLOCK_V]
+            b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
+            b_grad_weights = dot_with_positions(
+                b_grad, p_whole, m_token, 1, p_whole, b_value, p_value, m_key, stride_value_d, p_value, m_key, Dv,
+                ROWS, COLUMNS, False, False, BY_PARTS, PRECISION,
+            )  # fmt: skip
             _, b_grad_scores = weights_and_score_gradients(
-                b_query, b_key, b_value, b_grad, m_visible, b_lse, b_delta, scale_log2,
-                seed_ptr, i_p * N + o_row, o_place, window + N, dropout_p, HAS_DROPOUT, PRECISION,
+                b_scores, b_grad_weights, m_visible, b_lse, b_delta, scale_log2,
+                seed_ptr, i_p * N + o_row, o_place, window + N, dropout_p, HAS_DROPOUT,
             )  # fmt: skip
             b_grad_query += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
     if HAS_SINKS:
@@ -116,15 +139,24 @@ def _slice_attention_bwd_query_kernel(
             # [COLUMNS]
             o_key = tl.load(sink_ptr + i_b * N + start + o_n, mask=m_key, other=0)
             m_visible = sink_visible(o_row, m_token, o_key, m_key, L, extension, CAUSAL)
+            p_key, p_value = key_ptr + o_key * stride_key_n, value_ptr + o_key * stride_value_n
             # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-            b_key = load_rows(key_ptr + o_key * stride_key_n, m_key, stride_key_d, D, BLOCK_D)
-            b_value = load_rows(value_ptr + o_key * stride_value_n, m_key, stride_value_d, Dv, BLOCK_V)
+            b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
+            b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
+            b_scores = dot_with_positions(
+                b_query, p_query, m_token, stride_query_d, p_place,
+                b_key, p_key, m_key, stride_key_d, p_key, m_key, D,
+                ROWS, COLUMNS, HAS_QUERY_POSITIONS, False, BY_PARTS, PRECISION,
+            )  # fmt: skip
+            b_grad_weights = dot_with_positions(
+                b_grad, p_whole, m_token, 1, p_whole, b_value, p_value, m_key, stride_value_d, p_value, m_key, Dv,
+                ROWS, COLUMNS, False, False, BY_PARTS, PRECISION,
+            )  # fmt: skip
             _, b_grad_scores = weights_and_score_gradients(
-                b_query, b_key, b_value, b_grad, m_visible, b_lse, b_delta, scale_log2,
-                seed_ptr, i_p * N + o_row, window + o_key, window + N, dropout_p, HAS_DROPOUT, PRECISION,
+                b_scores, b_grad_weights, m_visible, b_lse, b_delta, scale_log2,
+                seed_ptr, i_p * N + o_row, window + o_key, window + N, dropout_p, HAS_DROPOUT,
             )  # fmt: skip
             b_grad_query += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
-    o_d = tl.arange(0, BLOCK_D)
     p_grad = grad_query_ptr + i_b * stride_gq_b + i_h * stride_gq_h
     p_grad += o_row.to(tl.int64)[:, None] * stride_gq_n + o_d[None, :] * stride_gq_d
     b_grad_query = (b_grad_query * scale).to(grad_query_ptr.dtype.element_ty)
@@ -133,31 +165,49 @@ def _slice_attention_bwd_query_kernel(
 
 @triton.jit
 def key_gradients(
-    b_grad_key, b_grad_value, b_key, b_value, o_row, m_token, m_visible, o_column, i_h, i_p,
-    whole_grad_ptr, lse_ptr, delta_ptr, p_query, query_positions_ptr, seed_ptr, stride_query_n, stride_query_d,
-    N, L, D, Dv, columns, scale_log2, log2_e, dropout_p,
-    HAS_QUERY_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    b_grad_key, b_grad_value, b_key, p_key, m_key, stride_key_d, p_place, m_place, b_value, p_value, stride_value_d,
+    o_row, m_token, m_visible, o_column, i_h, i_p, whole_grad_ptr, lse_ptr, delta_ptr, query_ptr, query_positions_ptr,
+    seed_ptr, stride_query_n, stride_query_d, N, L, D, Dv, columns, scale_log2, log2_e, dropout_p,
+    HAS_QUERY_POSITIONS: tl.constexpr, HAS_KEY_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds what a tile of queries of one head gives a tile of keys and values; without `scale`."""
+    p_query = query_ptr + o_row.to(tl.int64) * stride_query_n
+    p_query_place = query_positions_ptr + (i_h * L + o_row % L) * D
+    p_whole = whole_grad_ptr + (i_p * N + o_row) * Dv
+    o_d = tl.arange(0, BLOCK_D)
     # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
     b_query = load_with_positions(
-        p_query + o_row.to(tl.int64) * stride_query_n, m_token, stride_query_d,
-        query_positions_ptr + i_h * L * D, o_row % L, m_token, D, BLOCK_D, HAS_QUERY_POSITIONS,
+        p_query, m_token, stride_query_d, p_query_place, m_token, o_d, D, HAS_QUERY_POSITIONS
     )  # fmt: skip
-    b_grad = load_rows(whole_grad_ptr + (i_p * N + o_row) * Dv, m_token, 1, Dv, BLOCK_V)
+    b_grad = load_rows(p_whole, m_token, 1, Dv, BLOCK_V)
     b_lse = tl.load(lse_ptr + i_p * N + o_row, mask=m_token, other=0.0) * log2_e
     b_delta = tl.load(delta_ptr + i_p * N + o_row, mask=m_token, other=0.0)
-    b_weights, b_grad_scores = weights_and_score_gradients(
-        b_query, b_key, b_value, b_grad, m_visible, b_lse, b_delta, scale_log2,
-        seed_ptr, i_p * N + o_row, o_column, columns, dropout_p, HAS_DROPOUT, PRECISION,
+    # Keys by queries, as the products below take them.
+    b_scores = dot_with_positions(
+        b_key, p_key, m_key, stride_key_d, p_place,
+        b_query, p_query, m_token, stride_query_d, p_query_place, m_token, D,
+        ROWS, COLUMNS, HAS_KEY_POSITIONS, HAS_QUERY_POSITIONS, BY_PARTS, PRECISION,
     )  # fmt: skip
-    b_grad_value += tl.dot(tl.trans(b_weights.to(b_grad.dtype)), b_grad, input_precision=PRECISION)
-    b_grad_key += tl.dot(tl.trans(b_grad_scores.to(b_query.dtype)), b_query, input_precision=PRECISION)
+    b_grad_weights = dot_with_positions(
+        b_value, p_value, m_key, stride_value_d, p_value, b_grad, p_whole, m_token, 1, p_whole, m_token, Dv,
+        ROWS, COLUMNS, False, False, BY_PARTS, PRECISION,
+    )  # fmt: skip
+    b_weights = tl.exp2(tl.where(tl.trans(m_visible), b_scores * scale_log2 - b_lse[None, :], float("-inf")))
+    b_dropped = b_weights
+    if HAS_DROPOUT:
+        o_problem_row = i_p * N + o_row
+        b_factor = tl.trans(dropout_factor(seed_ptr, o_problem_row, o_column, columns, dropout_p, KINDS, KIND))
+        b_dropped = b_weights * b_factor
+        b_grad_weights *= b_factor
+    b_grad_scores = b_weights * (b_grad_weights - b_delta[None, :])
+    b_grad_value += tl.dot(b_dropped.to(b_grad.dtype), b_grad, input_precision=PRECISION)
+    b_grad_key += tl.dot(b_grad_scores.to(b_query.dtype), b_query, input_precision=PRECISION)
     return b_grad_key, b_grad_value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def _slice_attention_bwd_key_kernel(
     whole_grad_ptr, lse_ptr, delta_ptr, query_ptr, key_ptr, value_ptr, mask_ptr,
     query_positions_ptr, key_positions_ptr, seed_ptr, grad_key_ptr, grad_value_ptr,
@@ -170,7 +220,7 @@ def _slice_attention_bwd_key_kernel(
     H, group, N, L, extension, D, Dv, tiles, tiles_per_slice, parts, scale, scale_log2, log2_e, dropout_p,
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_QUERY_POSITIONS: tl.constexpr, HAS_KEY_POSITIONS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`dK_t` and `dV_t` of a tile of keys, over `parts` parts of the windows from the program's own on."""
     key_heads = H // group
@@ -187,15 +237,14 @@ def _slice_attention_bwd_key_kernel(
     b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
     b_grad_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_grad_value = tl.zeros([ROWS, BLOCK_V], tl.float32)
-    o_n = tl.arange(0, COLUMNS)
+    o_d, o_v, o_n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, COLUMNS)
     first_part = tl.program_id(1) + tl.where(extension > 0, -1, 0)
     for part in range(first_part, first_part + parts):
         o_place = o_key % L + part * L + extension
         m_place = (o_place >= 0) & (o_place < window)
+        p_place = key_positions_ptr + o_place.to(tl.int64) * D
         # [ROWS, BLOCK_D]
-        b_key = load_with_positions(
-            p_key, m_key, stride_key_d, key_positions_ptr, o_place, m_place, D, BLOCK_D, HAS_KEY_POSITIONS
-        )
+        b_key = load_with_positions(p_key, m_key, stride_key_d, p_place, m_place, o_d, D, HAS_KEY_POSITIONS)
         begin = tl.maximum((first_slice - part) * L, 0)
         end = tl.minimum((first_slice - part + SLICES) * L, N)
         for i_g in range(0, group):
@@ -205,13 +254,13 @@ def _slice_attention_bwd_key_kernel(
                 m_token = load_tokens(mask_ptr, o_row, o_row < end, stride_mask_n, HAS_MASK)
                 m_visible, _ = part_visible(o_row, m_token, o_key, m_key, part, L, extension, CAUSAL)
                 b_grad_key, b_grad_value = key_gradients(
-                    b_grad_key, b_grad_value, b_key, b_value, o_row, m_token, m_visible, o_place,
-                    i_h, i_b * H + i_h, whole_grad_ptr, lse_ptr, delta_ptr,
-                    query_ptr + i_b * stride_query_b + i_h * stride_query_h, query_positions_ptr, seed_ptr,
+                    b_grad_key, b_grad_value, b_key, p_key, m_key, stride_key_d, p_place, m_place, b_value, p_value,
+                    stride_value_d, o_row, m_token, m_visible, o_place, i_h, i_b * H + i_h, whole_grad_ptr, lse_ptr,
+                    delta_ptr, query_ptr + i_b * stride_query_b + i_h * stride_query_h, query_positions_ptr, seed_ptr,
                     stride_query_n, stride_query_d, N, L, D, Dv, window + N, scale_log2, log2_e, dropout_p,
-                    HAS_QUERY_POSITIONS, HAS_DROPOUT, BLOCK_D, BLOCK_V, PRECISION,
+                    HAS_QUERY_POSITIONS, HAS_KEY_POSITIONS, HAS_DROPOUT, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS,
+                    PRECISION,
                 )  # fmt: skip
-    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     i_part = tl.program_id(1).to(tl.int64)
     o_key = o_key.to(tl.int64)[:, None]
     p_grad = grad_key_ptr + i_part * stride_gk_part + i_b * stride_gk_b + i_kh * stride_gk_h
@@ -223,7 +272,7 @@ def _slice_attention_bwd_key_kernel(
     tl.store(p_grad, b_grad_value.to(grad_value_ptr.dtype.element_ty), mask=m_row[:, None] & (o_v < Dv)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def _slice_attention_bwd_sink_kernel(
     whole_grad_ptr, lse_ptr, delta_ptr, query_ptr, key_ptr, value_ptr, mask_ptr,
     query_positions_ptr, sink_ptr, sink_count_ptr, seed_ptr, grad_key_ptr, grad_value_ptr,
@@ -235,7 +284,7 @@ def _slice_attention_bwd_sink_kernel(
     stride_mask_b, stride_mask_n,
     H, group, N, L, extension, D, Dv, scale, scale_log2, log2_e, dropout_p,
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_QUERY_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds to `dK_t` and `dV_t` what a tile of sinks gets from the slices that see them beside their windows."""
@@ -266,11 +315,11 @@ def _slice_attention_bwd_sink_kernel(
             m_token = load_tokens(mask_ptr, o_row, o_row < N, stride_mask_n, HAS_MASK)
             m_visible = sink_visible(o_row, m_token, o_key, m_key, L, extension, CAUSAL)
             b_grad_key, b_grad_value = key_gradients(
-                b_grad_key, b_grad_value, b_key, b_value, o_row, m_token, m_visible, window + o_key,
-                i_h, i_b * H + i_h, whole_grad_ptr, lse_ptr, delta_ptr,
-                query_ptr + i_b * stride_query_b + i_h * stride_query_h, query_positions_ptr, seed_ptr,
+                b_grad_key, b_grad_value, b_key, p_key, m_key, stride_key_d, p_key, m_key, b_value, p_value,
+                stride_value_d, o_row, m_token, m_visible, window + o_key, i_h, i_b * H + i_h, whole_grad_ptr, lse_ptr,
+                delta_ptr, query_ptr + i_b * stride_query_b + i_h * stride_query_h, query_positions_ptr, seed_ptr,
                 stride_query_n, stride_query_d, N, L, D, Dv, window + N, scale_log2, log2_e, dropout_p,
-                HAS_QUERY_POSITIONS, HAS_DROPOUT, BLOCK_D, BLOCK_V, PRECISION,
+                HAS_QUERY_POSITIONS, False, HAS_DROPOUT, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
             )  # fmt: skip
     o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     m_grad = m_key[:, None] & (o_d < D)[None, :]
@@ -331,18 +380,25 @@ def backward(
         "value_ptr": value, "Dv": Dv, "scale": scale, "scale_log2": scale * LOG2_E, "log2_e": LOG2_E,
         **numbers, **strides("query", query), **strides("key", key), **strides("value", value),
     }  # fmt: skip
-    config = tile_config(query, L, D, Dv)
+    if B and N:
+        with on_device_of(query):
+            tiles = triton.cdiv(N, GRADIENT_ROWS)
+            _slice_attention_bwd_gradient_kernel[(B * H * tiles,)](
+                grad_output, grad_pooled, grad_lse, output, tensors["mask_ptr"], inverse_sizes, delta, whole_grad,
+                H=H, N=N, L=L, Dv=Dv, slices=slices, tiles=tiles, HAS_MASK=flags["HAS_MASK"], ROWS=GRADIENT_ROWS,
+                BLOCK_V=block_width(Dv), stride_mask_b=numbers["stride_mask_b"],
+                stride_mask_n=numbers["stride_mask_n"], **strides("grad", grad_output),
+                **strides("pooled", grad_pooled), **strides("output", output),
+            )  # fmt: skip
+    config = tile_config(query, L, D, Dv, computes="query")
     tiling = call.tiling(config)
     if B and N:
         with on_device_of(query):
             _slice_attention_bwd_query_kernel[(B * H * tiling["tiles"],)](
-                grad_ptr=grad_output, grad_pooled_ptr=grad_pooled, grad_lse_ptr=grad_lse, output_ptr=output,
-                inverse_size_ptr=inverse_sizes, grad_query_ptr=grad_query, slices=slices, last_part=last_part,
-                HAS_SINKS=has_sinks, **common, **tensors, **sinks, **flags, **tiling, **config,
-                **strides("grad", grad_output), **strides("pooled", grad_pooled), **strides("output", output),
-                **strides("gq", grad_query),
+                grad_query_ptr=grad_query, last_part=last_part, HAS_SINKS=has_sinks, **common, **tensors, **sinks,
+                **flags, **tiling, **config, **strides("gq", grad_query),
             )  # fmt: skip
-    config = tile_config(query, L, D, Dv, keys=True)
+    config = tile_config(query, L, D, Dv, computes="key")
     tiling = call.tiling(config)
     if B and N:
         with on_device_of(query):

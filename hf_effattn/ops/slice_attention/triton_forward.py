@@ -11,6 +11,8 @@ from ..chips import on_device_of
 from ..sorted_clusters.triton_tiles import LOG2_E, LOWEST, load_rows
 from .batched import empty_outputs
 from .triton_tiles import (
+    NOT_SPECIALIZED,
+    dot_with_positions,
     load_tokens,
     load_with_positions,
     part_range,
@@ -25,7 +27,7 @@ LOWEST_LSE = tl.constexpr(torch.finfo(torch.float32).min)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def _slice_attention_fwd_kernel(
     query_ptr, key_ptr, value_ptr, mask_ptr, query_positions_ptr, key_positions_ptr, sink_ptr, sink_count_ptr,
     inverse_size_ptr, seed_ptr, output_ptr, pooled_ptr, lse_ptr,
@@ -37,7 +39,8 @@ def _slice_attention_fwd_kernel(
     H, group, N, L, extension, D, Dv, slices, tiles, tiles_per_slice, last_part, scale_log2, dropout_p,
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_QUERY_POSITIONS: tl.constexpr, HAS_KEY_POSITIONS: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_DROPOUT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`Y_l` of a tile of rows, its log-sum-exps, and the means of its slices (or this tile's part of one mean)."""
     i_p = (tl.program_id(0) // tiles).to(tl.int64)
@@ -51,11 +54,11 @@ def _slice_attention_fwd_kernel(
     window = L + 2 * extension
     first_slice, o_row, m_row = tile_rows(i_tile, L, N, tiles_per_slice, SLICES, ROWS)
     m_token = load_tokens(mask_ptr, o_row, m_row, stride_mask_n, HAS_MASK)
+    p_query = query_ptr + o_row.to(tl.int64) * stride_query_n
+    p_place = query_positions_ptr + (i_h * L + o_row % L) * D
+    o_d = tl.arange(0, BLOCK_D)
     # [ROWS, BLOCK_D]
-    b_query = load_with_positions(
-        query_ptr + o_row.to(tl.int64) * stride_query_n, m_token, stride_query_d,
-        query_positions_ptr + i_h * L * D, o_row % L, m_token, D, BLOCK_D, HAS_QUERY_POSITIONS,
-    )  # fmt: skip
+    b_query = load_with_positions(p_query, m_token, stride_query_d, p_place, m_token, o_d, D, HAS_QUERY_POSITIONS)
     b_output = tl.zeros([ROWS, BLOCK_V], tl.float32)
     b_highest = tl.full([ROWS], LOWEST, tl.float32)
     b_total = tl.zeros([ROWS], tl.float32)
@@ -69,14 +72,18 @@ def _slice_attention_fwd_kernel(
             m_key = load_tokens(mask_ptr, o_key, o_key < end, stride_mask_n, HAS_MASK)
             m_visible, o_place = part_visible(o_row, m_token, o_key, m_key, part, L, extension, CAUSAL)
             m_place = (o_place >= 0) & (o_place < window)
+            p_key = key_ptr + o_key.to(tl.int64) * stride_key_n
+            p_key_place = key_positions_ptr + o_place.to(tl.int64) * D
             # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-            b_key = load_with_positions(
-                key_ptr + o_key.to(tl.int64) * stride_key_n, m_key, stride_key_d,
-                key_positions_ptr, o_place, m_place, D, BLOCK_D, HAS_KEY_POSITIONS,
-            )  # fmt: skip
+            b_key = load_with_positions(p_key, m_key, stride_key_d, p_key_place, m_place, o_d, D, HAS_KEY_POSITIONS)
             b_value = load_rows(value_ptr + o_key.to(tl.int64) * stride_value_n, m_key, stride_value_d, Dv, BLOCK_V)
+            b_scores = dot_with_positions(
+                b_query, p_query, m_token, stride_query_d, p_place,
+                b_key, p_key, m_key, stride_key_d, p_key_place, m_place, D,
+                ROWS, COLUMNS, HAS_QUERY_POSITIONS, HAS_KEY_POSITIONS, BY_PARTS, PRECISION,
+            )  # fmt: skip
             b_output, b_highest, b_total = softmax_step(
-                b_query, b_key, b_value, m_visible, b_output, b_highest, b_total, scale_log2,
+                b_scores, b_value, m_visible, b_output, b_highest, b_total, scale_log2,
                 seed_ptr, i_p * N + o_row, o_place, window + N, dropout_p, HAS_DROPOUT, PRECISION,
             )  # fmt: skip
     if HAS_SINKS:
@@ -86,11 +93,17 @@ def _slice_attention_fwd_kernel(
             # [COLUMNS]
             o_key = tl.load(sink_ptr + i_b * N + start + o_n, mask=m_key, other=0)
             m_visible = sink_visible(o_row, m_token, o_key, m_key, L, extension, CAUSAL)
+            p_key = key_ptr + o_key * stride_key_n
             # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-            b_key = load_rows(key_ptr + o_key * stride_key_n, m_key, stride_key_d, D, BLOCK_D)
+            b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
             b_value = load_rows(value_ptr + o_key * stride_value_n, m_key, stride_value_d, Dv, BLOCK_V)
+            b_scores = dot_with_positions(
+                b_query, p_query, m_token, stride_query_d, p_place,
+                b_key, p_key, m_key, stride_key_d, p_key, m_key, D,
+                ROWS, COLUMNS, HAS_QUERY_POSITIONS, False, BY_PARTS, PRECISION,
+            )  # fmt: skip
             b_output, b_highest, b_total = softmax_step(
-                b_query, b_key, b_value, m_visible, b_output, b_highest, b_total, scale_log2,
+                b_scores, b_value, m_visible, b_output, b_highest, b_total, scale_log2,
                 seed_ptr, i_p * N + o_row, window + o_key, window + N, dropout_p, HAS_DROPOUT, PRECISION,
             )  # fmt: skip
 

@@ -5,20 +5,21 @@ a part of one slice. The keys of the windows come in parts: those of a query's o
 before and after it (parts -1 and 1). Within a part a key meets one slice only, so it has one position term.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
 import triton.language as tl
 
-from ..chips import chip_of
+from ..chips import KIB, LENGTHS, block_width, chip_of
 from ..dropout import KINDS_OF_WEIGHTS
 from ..sorted_clusters.triton_dropout import dropout_factor
-from ..sorted_clusters.triton_tiles import block_width, load_rows
+from ..sorted_clusters.triton_tiles import PART
 from .reference import LOCAL_WEIGHTS
 
 KINDS = tl.constexpr(KINDS_OF_WEIGHTS)
 KIND = tl.constexpr(LOCAL_WEIGHTS)
+NOT_SPECIALIZED = (*LENGTHS, "slices")
 
 
 @triton.jit
@@ -41,14 +42,40 @@ def load_tokens(mask_ptr, o_row, m_row, stride_mask_n, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def load_with_positions(
-    p_rows, m_rows, stride_d, positions_ptr, o_position, m_position, D, BLOCK_D: tl.constexpr, HAS: tl.constexpr
+    p_rows, m_rows, stride_d, p_positions, m_positions, o_d, D, HAS_POSITIONS: tl.constexpr
 ):  # fmt: skip
-    """Rows with their position terms, from a contiguous table `(rows, D)`, in the dtype of the rows."""
-    b_rows = load_rows(p_rows, m_rows, stride_d, D, BLOCK_D)
-    if HAS:
-        b_position = load_rows(positions_ptr + o_position.to(tl.int64) * D, m_rows & m_position, 1, D, BLOCK_D)
+    """Columns `o_d` of rows with those of their position terms (rows of a contiguous table), in the rows' dtype."""
+    m_d = (o_d < D)[None, :]
+    # [rows, columns]
+    b_rows = tl.load(p_rows[:, None] + o_d[None, :] * stride_d, mask=m_rows[:, None] & m_d, other=0.0)
+    if HAS_POSITIONS:
+        m_both = (m_rows & m_positions)[:, None] & m_d
+        b_position = tl.load(p_positions[:, None] + o_d[None, :], mask=m_both, other=0.0)
         b_rows = (b_rows.to(tl.float32) + b_position.to(tl.float32)).to(b_rows.dtype)
     return b_rows
+
+
+@triton.jit
+def dot_with_positions(
+    b_a, p_a, m_a, stride_a, p_positions_a, b_b, p_b, m_b, stride_b, p_positions_b, m_positions_b, D,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`A B^T` of blocks that were loaded with their position terms, or by parts of what they were loaded from.
+
+    A product keeps its operands in registers (float32 in halves, on tensor cores): long rows do not fit at once.
+    """
+    if BY_PARTS:
+        b_product = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for first in range(0, D, PART):
+            o_d = first + tl.arange(0, PART)
+            # [ROWS, PART], [COLUMNS, PART]
+            b_part_a = load_with_positions(p_a, m_a, stride_a, p_positions_a, m_a, o_d, D, HAS_A)
+            b_part_b = load_with_positions(p_b, m_b, stride_b, p_positions_b, m_positions_b, o_d, D, HAS_B)
+            b_product = tl.dot(b_part_a, tl.trans(b_part_b), b_product, input_precision=PRECISION)
+    else:
+        b_product = tl.dot(b_a, tl.trans(b_b), input_precision=PRECISION)
+    return b_product
 
 
 @triton.jit
@@ -84,12 +111,11 @@ def sink_visible(o_row, m_row, o_key, m_key, L, extension, CAUSAL: tl.constexpr)
 
 @triton.jit
 def softmax_step(
-    b_query, b_key, b_value, m_visible, b_output, b_highest, b_total, scale_log2,
+    b_scores, b_value, m_visible, b_output, b_highest, b_total, scale_log2,
     seed_ptr, o_row, o_column, columns, dropout_p, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes a tile of keys and values into the running softmax of a tile of queries, in base 2."""
-    b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION) * scale_log2
-    b_scores = tl.where(m_visible, b_scores, float("-inf"))
+    """Takes the scores on a tile of keys, and its values, into the running softmax of a tile of queries, in base 2."""
+    b_scores = tl.where(m_visible, b_scores * scale_log2, float("-inf"))
     b_higher = tl.maximum(b_highest, tl.max(b_scores, 1))
     b_weights = tl.exp2(b_scores - b_higher[:, None])
     b_kept = tl.exp2(b_highest - b_higher)
@@ -103,13 +129,11 @@ def softmax_step(
 
 @triton.jit
 def weights_and_score_gradients(
-    b_query, b_key, b_value, b_grad, m_visible, b_lse, b_delta, scale_log2,
-    seed_ptr, o_row, o_column, columns, dropout_p, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    b_scores, b_grad_weights, m_visible, b_lse, b_delta, scale_log2,
+    seed_ptr, o_row, o_column, columns, dropout_p, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """The weights after dropout and the gradients of the scaled scores, `p (dO · V f − δ)`, both `(rows, keys)`."""
-    b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION) * scale_log2
-    b_weights = tl.exp2(tl.where(m_visible, b_scores - b_lse[:, None], float("-inf")))
-    b_grad_weights = tl.dot(b_grad, tl.trans(b_value), input_precision=PRECISION)
+    """The weights after dropout and the gradients of the scaled scores, `p (G · V f − δ)`, both `(rows, keys)`."""
+    b_weights = tl.exp2(tl.where(m_visible, b_scores * scale_log2 - b_lse[:, None], float("-inf")))
     b_dropped = b_weights
     if HAS_DROPOUT:
         b_factor = dropout_factor(seed_ptr, o_row, o_column, columns, dropout_p, KINDS, KIND)
@@ -119,21 +143,31 @@ def weights_and_score_gradients(
 
 
 def tile_config(
-    tensor: torch.Tensor, slice_length: int, head_dim: int, value_dim: int, *, keys: bool = False
+    tensor: torch.Tensor,
+    slice_length: int,
+    head_dim: int,
+    value_dim: int,
+    *,
+    computes: Literal["output", "query", "key"] = "output",
 ) -> dict[str, Any]:
-    """Block sizes, warps and stages of kernels whose programs own a tile of queries or, with `keys`, one of keys."""
+    """Block sizes, warps and stages of a kernel that computes the output, or gradients of queries, or of keys."""
+    chip = chip_of(tensor)
     itemsize = tensor.element_size()
     block_d, block_v = block_width(head_dim), block_width(value_dim)
     row_bytes = max(block_d, block_v, 32) * itemsize
     # What a program holds grows with its rows: two sums beside its keys and values, one beside its queries.
-    rows = min(64 if itemsize == 2 else 32, max(16, (4096 if keys else 8192) // row_bytes))
+    rows = min(64 if itemsize == 2 else 32, max(16, (4096 if computes == "key" else 8192) // row_bytes))
+    wide = row_bytes >= 512 or (row_bytes >= 256 and (itemsize == 4 or chip.name == "hip"))
+    hopper = chip.name == "cuda" and chip.shared_memory > 200 * KIB
     return {
         "SLICES": max(1, rows // slice_length),
         "ROWS": rows,
-        "COLUMNS": min(rows, 32),
+        "COLUMNS": 16 if wide and itemsize == 4 and not hopper else min(rows, 32),
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
-        "PRECISION": chip_of(tensor).dot_precision(tensor.dtype),
+        "BY_PARTS": wide,
+        "PRECISION": chip.dot_precision(tensor.dtype),
         "num_warps": 4 if row_bytes <= 128 or (row_bytes <= 256 and itemsize == 4) else 8,
         "num_stages": 1,
+        **chip.all_registers,
     }
