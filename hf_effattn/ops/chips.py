@@ -7,8 +7,8 @@ from functools import cache
 import torch
 
 KIB = 1024
-# Arguments that change with the length of the inputs or with their number: Triton is not to compile a kernel anew where
-# one of them is 1 or a multiple of 16. It may where the length itself is: that saves registers.
+# Arguments that change with the length of the inputs or with their number: Triton is not to compile a kernel anew
+# where one of them is 1 or a multiple of 16. It may where the length itself is: that saves registers.
 LENGTHS = (
     *("numbers", "columns", "slots", "tiles", "blocks", "splits", "first_problem", "first_row", "last_row"),
     *("first_share", "fit_rows", "group_rows", "seed"),
