@@ -217,7 +217,7 @@ def causal_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any
     variants = [("bi-clustered", 64, 32, 0.0), ("bi-clustered", 64, 32, 0.1), ("i-clustered", 64, 32, 0.1)]
     variants += [("i-clustered", 16, 32, 0.0), ("clustered", 64, 0, 0.0)]
     if head_dim == FRESH_HEAD_DIM:
-        variants += [("bi-clustered", 16, 32, 0.1), ("i-clustered", 64, 512, 0.0)]
+        variants += [("bi-clustered", 16, 32, 0.1), ("i-clustered", 64, 256, 0.0)]
     for method, segment_length, topk, dropout_p in variants:
         length = 16 * segment_length
         query, key, value = tensors(head_dim, dtype, length=length, heads=2, key_heads=2)
