@@ -165,6 +165,7 @@ def fit(
                 BLOCK_S=block_width(group_rows),
                 BLOCK_D=block_d,
                 num_warps=1,
+                **chip.all_registers,
             )
         block_c, block_r, num_warps, num_stages = update_blocks(block_d, clusters, exact)
         for _ in range(iterations):
