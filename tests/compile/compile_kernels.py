@@ -1,6 +1,7 @@
 """Compile for one GPU, without a GPU, every kernel that the ops launch on it, and print what each needs as JSON lines.
 
     python tests/compile/compile_kernels.py sm_90 bfloat16            # writes what fits into compiled.json
+    python tests/compile/compile_kernels.py sm_90 bfloat16 --changed  # compiles what is not in it, and writes nothing
 
 The ops run for real on CPU tensors, but a launch only compiles: which kernels, types and configurations are compiled
 is decided by the code that launches them, not by a list. It needs a process of its own, in which Triton's interpreter
@@ -8,7 +9,7 @@ is off and Triton's driver is one that names the GPU.
 
 All of it takes a processor more than an hour, so `compiled.json` remembers what fitted: a hash of the kernel's source
 with all that it calls, its configuration, the GPU and Triton's version. What has not changed is not compiled again,
-except, by the tests, every kernel at `FRESH_HEAD_DIM`.
+except, with `--again`, every kernel at `FRESH_HEAD_DIM`.
 """
 
 import hashlib
@@ -261,8 +262,8 @@ def clusterformer_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[
         yield partial(clustering, words, centroids, everything, key_mask)
 
 
-def main(gpu: str, dtype: str, compile_known: bool) -> None:
-    """Run every call on the named GPU; add what fitted to `compiled.json` unless it was compiled as a test."""
+def main(gpu: str, dtype: str, compile_known: bool, record: bool) -> None:
+    """Run every call on the named GPU; add what fitted to `compiled.json` unless it is compiled as a test."""
     driver.set_active(NamedGpu(GPUS[gpu].target))
     chips.INTERPRETER = GPUS[gpu].chip
     for path in sorted(Path(hf_effattn.__file__).parent.glob("ops/*/triton*.py")):
@@ -277,10 +278,11 @@ def main(gpu: str, dtype: str, compile_known: bool) -> None:
                 for tensor in output if isinstance(output, tuple) else (output,):
                     if tensor.requires_grad:
                         tensor.sum().backward()
-        if not compile_known:  # after every head_dim: what was compiled survives an interruption
-            record = json.loads(RECORD.read_text()) if RECORD.exists() else {"fitted": []}
-            RECORD.write_text(json.dumps({"fitted": sorted({*record["fitted"], *compiler.fitted})}, indent=0) + "\n")
+        if record:  # after every head_dim: what was compiled survives an interruption
+            fitted = json.loads(RECORD.read_text())["fitted"] if RECORD.exists() else []
+            RECORD.write_text(json.dumps({"fitted": sorted({*fitted, *compiler.fitted})}, indent=0) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], compile_known="--again" in sys.argv)
+    again, changed = ("--again" in sys.argv), ("--changed" in sys.argv)
+    main(sys.argv[1], sys.argv[2], compile_known=again, record=not again and not changed)

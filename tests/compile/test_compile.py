@@ -1,6 +1,7 @@
 """Every kernel, dtype and configuration that dispatch can choose compiles for real GPUs, without one at hand.
 
-Compiled here: every kernel at the commonest head_dim, and whatever differs from what `compiled.json` remembers to fit.
+Compiled here: every kernel at the commonest head_dim and dtype, and whatever differs from what `compiled.json` remembers
+to fit.
 """
 
 import ast
@@ -34,12 +35,15 @@ def kernels_in_the_package() -> Iterator[str]:
 @pytest.mark.parametrize("gpu", list(SHARED_MEMORY))
 def test_kernels_fit_the_gpu(gpu, dtype):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(HERE / "compile_kernels.py"), gpu, dtype, "--again"]
+    command = [sys.executable, str(HERE / "compile_kernels.py"), gpu, dtype]
+    command.append("--again" if dtype == "bfloat16" else "--changed")
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     finished = set(kernels_in_the_package())
     rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {row["kernel"] for row in rows} >= finished
     compiled = [row for row in rows if "spilled" in row and row["kernel"] in finished]
-    assert {row["kernel"] for row in compiled} == finished
+    if dtype == "bfloat16":
+        assert {row["kernel"] for row in compiled} == finished
     too_much = [row for row in compiled if row["spilled"] or row["shared"] > SHARED_MEMORY[gpu]]
     assert not too_much, "\n".join(map(str, too_much))
