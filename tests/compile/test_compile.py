@@ -1,7 +1,7 @@
 """Every kernel, dtype and configuration that dispatch can choose compiles for real GPUs, without one at hand.
 
-Compiled here: every kernel at the commonest head_dim and dtype, and whatever differs from what `compiled.json` remembers
-to fit.
+Compiled here: every kernel at the commonest head_dim and dtype, and whatever differs from what `compiled.json`
+remembers to fit.
 """
 
 import ast
