@@ -114,13 +114,14 @@ def _forward(
     output = unwritten_output(query, value)
     with torch.autocast(query.device.type, enabled=False):
         packing = None if key_mask is None else Packing.of(key_mask)
-        rows, counts, packed = (query, key, value), None, output
-        if packing is not None:
-            rows, counts = tuple(packing.pack(tensor) for tensor in rows), packing.counts
+        if packing is None:
+            plan = make_plan(query, key, value, None, layout, settings)
+            attend(output, lse, query, key, value, None, plan, layout, settings, dropout_seed)
+        else:
+            rows = packing.pack(query), packing.pack(key), packing.pack(value)
+            plan = make_plan(*rows, packing.counts, layout, settings)
             packed = torch.empty_like(output)
-        plan = make_plan(*rows, counts, layout, settings)
-        attend(packed, lse, *rows, counts, plan, layout, settings, dropout_seed)
-        if packing is not None:
+            attend(packed, lse, *rows, packing.counts, plan, layout, settings, dropout_seed)
             packing.unpack(packed, output)
     return [output, lse, *plan]
 
@@ -177,14 +178,15 @@ def _backward_op(
     output, lse, *tables = forward
     layout, plan = settings.layout(query.shape[2]), Plan(*tables)
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    rows: tuple[torch.Tensor, ...] = grad_output, output, query, key, value
     with torch.autocast(query.device.type, enabled=False):
         if key_mask is None:
+            rows = grad_output, output, query, key, value
             attend_backward(*grads, *rows, lse, None, plan, layout, settings, dropout_seed)
             return grads
         packing = Packing.of(key_mask)
-        rows = tuple(packing.pack(tensor) for tensor in rows)
-        packed = tuple(torch.empty_like(tensor) for tensor in rows[2:])
+        inputs = packing.pack(query), packing.pack(key), packing.pack(value)
+        rows = packing.pack(grad_output), packing.pack(output), *inputs
+        packed = torch.empty_like(inputs[0]), torch.empty_like(inputs[1]), torch.empty_like(inputs[2])
         attend_backward(*packed, *rows, lse, packing.counts, plan, layout, settings, dropout_seed)
         for source, target in zip(packed, grads, strict=True):
             packing.unpack(source, target)

@@ -254,8 +254,8 @@ def attend(
     S, U = layout.segment_length, layout.served
     partial, (highest, total) = lse.new_empty(B * H, N if U else 0, Dv), lse.new_empty(2, B * H, N if U else 0)
     strides = *query.stride(), *key.stride(), *value.stride()
-    sizes = H, group, N, D, Dv, S, layout.window_segments, U, layout.levels, plan.mean_keys.shape[1]
-    sizes = *sizes, settings.keys_per_cluster, settings.key_clusters
+    summaries = U, layout.levels, plan.mean_keys.shape[1], settings.keys_per_cluster, settings.key_clusters
+    sizes = H, group, N, D, Dv, S, layout.window_segments, *summaries
     factors = softmax_columns(layout, settings), settings.scale * LOG2_E, settings.dropout_p
     switches = {"HAS_COUNTS": counts is not None, "HAS_MEANS": has_means}
     dropout = dropout_seed is not None
