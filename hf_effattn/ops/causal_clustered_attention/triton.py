@@ -129,7 +129,7 @@ def _forward(
 @_forward.register_fake
 def _(query, key, value, key_mask, dropout_seed, *values):
     settings = Settings(*values)
-    layout = settings.layout(query.shape[2])
+    layout = settings.layout(int(query.shape[2]))  # the sizes of the tables go in steps: one graph for each length
     lse = query.new_empty(query.shape[0] * query.shape[1], query.shape[2], dtype=torch.float32)
     return [empty_output(query, value), lse, *empty_plan(query, value, layout, settings)]
 

@@ -298,7 +298,7 @@ def walk_config(key: torch.Tensor, value_dim: int, topk: int, *, backward: bool)
     # All top keys stay in registers during the walk.
     warps = max(4, block_t // 64)
     if backward:
-        warps = max(warps, widest * (2 if single else 1) // 32)
+        warps = max(warps, block_t // 32, widest * (2 if single else 1) // 32)
     warps = min(warps, 8)
     return {
         "BLOCK_T": block_t,
