@@ -63,6 +63,7 @@ RESULTS = Path(__file__).parent / "results"
 DEFAULT_OUTPUTS = {"cpu": RESULTS / "benchmark_attention.json", "cuda": RESULTS / "benchmark_attention_gpu.json"}
 LONGEST_REAL = 16384
 STEPS_KEPT = 8
+LONG = 16384  # from here on, on a CPU, a third of the rounds has to do for forward and backward pass
 
 
 def random_inputs(batch: int, length: int, heads: int, head_dim: int, dtype: torch.dtype, device: str) -> Inputs:
@@ -87,14 +88,17 @@ def forward_backward(attend: Callable[..., torch.Tensor], inputs: Inputs) -> tup
     return torch.autograd.grad(output, inputs, torch.ones_like(output))
 
 
-def attention_error(attend: Callable[..., torch.Tensor], seen: list[Inputs]) -> float:
-    """Relative L2 error of the attention output, the mean over the inputs; exact attention runs in float32."""
-    errors = []
-    for inputs in seen:
-        query, key, value = (tensor.detach().float() for tensor in inputs)
-        expected = F.scaled_dot_product_attention(query, key, value)
-        errors.append(relative_error(expected, forward(attend, inputs).float()))
-    return sum(errors) / len(errors)
+def exact_outputs(seen: list[Inputs]) -> list[torch.Tensor]:
+    """Exact attention of the inputs, in float32."""
+    return [forward(F.scaled_dot_product_attention, (q.float(), k.float(), v.float())) for q, k, v in seen]
+
+
+def attention_error(
+    attend: Callable[..., torch.Tensor], seen: list[Inputs], expected: list[torch.Tensor]
+) -> float | None:
+    """Relative L2 error of the attention output, the mean over the inputs; None without any."""
+    errors = [relative_error(exact, forward(attend, inputs)) for inputs, exact in zip(seen, expected, strict=True)]
+    return sum(errors) / len(errors) if errors else None
 
 
 def steps(call: Callable[[], Any], device: torch.device) -> list[dict[str, Any]]:
@@ -139,7 +143,9 @@ def measure(
             runs[name] = partial(run, attend, inputs)
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         nothing = dict.fromkeys(runs, lambda: None)
-        interleaved_rounds(runs, device, repeats, before=nothing, seconds=seconds, after_call=lambda: None)
+        few = run is forward_backward and device.type == "cpu" and length >= LONG
+        rounds = max(3, repeats // 3) if few else repeats
+        interleaved_rounds(runs, device, rounds, before=nothing, seconds=seconds, after_call=lambda: None)
         fastest = min((name for name in runs if name in exact), key=lambda name: median(seconds[name]) or 0.0)
         for name, times in seconds.items():
             rows[name] |= {
@@ -149,10 +155,10 @@ def measure(
                 f"{part}_fastest_exact": fastest,
             }
     real = attention_inputs(length, device, dtype) if length <= LONGEST_REAL else []
+    expected = {"real_error": (real, exact_outputs(real)), "random_error": ([inputs], exact_outputs([inputs]))}
     for name, row in rows.items():
         ran = "forward_ms" in row
-        row["real_error"] = attention_error(calls[name], real) if real and ran else None
-        row["random_error"] = attention_error(calls[name], [inputs]) if ran else None
+        row |= {field: attention_error(calls[name], *of) if ran else None for field, of in expected.items()}
         row["forward_steps"] = steps(partial(forward, calls[name], inputs), device) if ran else []
     first = next(iter(rows.values()))
     first["refused"] = refused

@@ -30,15 +30,10 @@ def exact_kernels(
 ) -> tuple[dict[str, Callable[..., torch.Tensor]], dict[str, str]]:
     """The kernels that take these inputs, by name, and why the others don't."""
     candidates: dict[str, Callable[..., torch.Tensor]] = {"SDPA": F.scaled_dot_product_attention}
-    candidates |= {
-        f"SDPA {backend.name.lower()}": partial(sdpa, backend)
-        for backend in (
-            SDPBackend.FLASH_ATTENTION,
-            SDPBackend.EFFICIENT_ATTENTION,
-            SDPBackend.CUDNN_ATTENTION,
-            QUADRATIC,
-        )
-    }
+    # On a CPU there are two, and SDPA itself takes the faster one.
+    backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+    named = (*backends, QUADRATIC) if query.is_cuda else (QUADRATIC,)
+    candidates |= {f"SDPA {backend.name.lower()}": partial(sdpa, backend) for backend in named}
     candidates["flash-attn"] = flash_attention
     usable, refused = {}, {}
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * 4

@@ -262,7 +262,11 @@ def clusterformer_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[
         yield partial(clustering, words, centroids, everything, key_mask)
 
 
-def main(gpu: str, dtype: str, compile_known: bool, record: bool) -> None:
+FINISHED = (clustering_calls, attention_calls, clusterformer_calls)
+UNFINISHED = (causal_calls,)  # not yet shown to fit every GPU; `--unfinished` compiles them
+
+
+def main(gpu: str, dtype: str, compile_known: bool, record: bool, of: tuple[Callable[..., Any], ...]) -> None:
     """Run every call on the named GPU; add what fitted to `compiled.json` unless it is compiled as a test."""
     driver.set_active(NamedGpu(GPUS[gpu].target))
     chips.INTERPRETER = GPUS[gpu].chip
@@ -272,7 +276,7 @@ def main(gpu: str, dtype: str, compile_known: bool, record: bool) -> None:
     compiler = Compiler(gpu, compile_known)
     compiler.install()
     for compiler.head_dim in HEAD_DIMS:
-        for calls in (clustering_calls, attention_calls, causal_calls, clusterformer_calls):
+        for calls in of:
             for call in calls(compiler.head_dim, DTYPES[dtype]):
                 output = call()
                 for tensor in output if isinstance(output, tuple) else (output,):
@@ -285,4 +289,5 @@ def main(gpu: str, dtype: str, compile_known: bool, record: bool) -> None:
 
 if __name__ == "__main__":
     again, changed = ("--again" in sys.argv), ("--changed" in sys.argv)
-    main(sys.argv[1], sys.argv[2], compile_known=again, record=not again and not changed)
+    chosen = UNFINISHED if "--unfinished" in sys.argv else FINISHED
+    main(sys.argv[1], sys.argv[2], compile_known=again, record=not again and not changed, of=chosen)
