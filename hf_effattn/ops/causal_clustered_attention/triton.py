@@ -108,7 +108,7 @@ def _forward(
     )
     B, H, N, _ = query.shape
     layout = settings.layout(N)
-    lse = query.new_empty(B * H, N, dtype=torch.float32)
+    lse = query.new_zeros(B * H, N, dtype=torch.float32)  # tokens that do not count have none
     if query.shape[:3].numel() == 0:
         return [empty_output(query, value), lse, *empty_plan(query, value, layout, settings)]
     output = unwritten_output(query, value)
