@@ -3,7 +3,7 @@
 import datasets
 import evaluate
 import numpy as np
-from sklearn.metrics import accuracy_score
+from sklearn.metrics import accuracy_score  # type: ignore[import-untyped]
 
 
 class Accuracy(evaluate.Metric):
