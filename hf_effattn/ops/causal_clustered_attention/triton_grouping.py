@@ -69,7 +69,7 @@ def mean_count(layout: Layout) -> int:
 
 
 def empty_plan(query: torch.Tensor, value: torch.Tensor, layout: Layout, settings: Settings) -> Plan:
-    """A plan of the right sizes, without numbers."""
+    """A plan of the right sizes, all zeros: what no query that counts reads stays so."""
     B, H, N, D = query.shape
     Hk, Dv = value.shape[1], value.shape[3]
     P, E, U, C = B * H, len(layout.epochs()), layout.served, settings.clusters
@@ -77,7 +77,7 @@ def empty_plan(query: torch.Tensor, value: torch.Tensor, layout: Layout, setting
     levels, rest = (layout.levels, 0) if settings.method == "bi-clustered" else (0, U)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return query.new_empty(shape, dtype=dtype)
+        return query.new_zeros(shape, dtype=dtype)
 
     return Plan(
         labels=empty(P, N),
