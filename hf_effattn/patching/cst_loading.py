@@ -28,10 +28,12 @@ def load_positions(model: nn.Module, encoder: Encoder, name_or_path: Any, option
         options (`Mapping`): keywords of `from_pretrained`, of which those for the Hub are used.
 
     Raises:
-        ValueError: the checkpoint has no such tables, or of other sizes.
+        ValueError: the encoder is not converted, or the checkpoint has no such tables, or of other sizes.
     """
     tables = held_by(encoder.model)
-    assert tables is not None
+    if tables is None:
+        name = type(encoder.model).__name__
+        raise ValueError(f'{name} holds no {NAME}: convert it with patch_attention(model, "cst") first')
     owner = encoder.model.base_model
     path = next(path for path, module in model.named_modules() if module is owner)
     stored = _stored_tables(name_or_path, {name: options[name] for name in HUB_OPTIONS if name in options})

@@ -226,9 +226,10 @@ class SliceSettings(MethodSettings):
     ) -> tuple[Terms, Terms]:
         patch: ModulePatch | None = getattr(module, RECORD, None)
         # A module that is not converted, or with other slices, as a report compares them, has no positions for these.
-        if module is None or patch is None or not self._same_slices(patch.settings):
+        if module is None or patch is None or not isinstance(patch.added, SlicePositions):
             return NO_TERMS, NO_TERMS
-        assert isinstance(patch.added, SlicePositions)
+        if not self._same_slices(patch.settings):
+            return NO_TERMS, NO_TERMS
         return patch.added.terms(module, query, self.slice_length, -(-key.shape[2] // self.slice_length), fill=fill)
 
     def _same_slices(self, other: MethodSettings | None) -> bool:

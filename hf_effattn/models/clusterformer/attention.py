@@ -108,8 +108,8 @@ class SortedBlockSelfAttention(Projections):
             same = same & mask[:, None, :M]
         same = same & torch.ones(N, M, dtype=torch.bool, device=query.device).tril(M - N)
         later = same.flip(-1).cumsum(dim=-1).flip(-1) - same.long()
-        assert isinstance(clustered.block_length, int)
-        visible = (same & (later <= (self.window_blocks - 1) * clustered.block_length))[:, None]
+        reach = (self.window_blocks - 1) * torch.as_tensor(clustered.block_length, device=later.device)
+        visible = (same & (later <= reach.view(-1, 1, 1)))[:, None]
         bias = query.new_zeros(visible.shape)
         if clustered.membership is not None:
             k = clustered.membership.shape[2]

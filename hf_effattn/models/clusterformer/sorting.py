@@ -103,8 +103,9 @@ class WordSorting(nn.Module):
         membership = updated = None
         if self.config.assignment != "neural":
             labels = self.fixed_labels(words, mask)
+        elif centroids is None:
+            raise ValueError('assignment="neural" sorts words by centroids, got None; pass those of the layer before')
         else:
-            assert centroids is not None
             projected = self.centroid_projection(words)
             centroids = centroids.to(projected.dtype)
             sharpness = self.config.sharpness if self.cosine else 1.0

@@ -79,8 +79,7 @@ class CSTAttention(nn.Module):
 
         Returns: the output `(B, d)` and the state after it.
         """
-        output, after = self._step_level(0, hidden, tables, state, active)
-        assert isinstance(after, LevelState)
+        output, after = self._step_slice(0, hidden, tables, state, active)
         return self.output(output), after
 
     def _projections_of(self, level: int) -> Projections:
@@ -127,7 +126,7 @@ class CSTAttention(nn.Module):
             local, _, kept = self._local(level, inner, tables, mask)
             pooled_rows = rows
         state = None
-        if lengths is not None:
+        if lengths is not None and upper_state is not None:  # asked for here, it was asked for above
             state = LevelState.after(
                 lengths, L, self.extension if level == 0 else 0, self.global_tokens if level == 0 else 0, kept,
                 pooled_rows, upper, upper_state,
@@ -208,16 +207,9 @@ class CSTAttention(nn.Module):
             output = output.masked_fill(~mask[:, : self.global_tokens, None], 0.0)
         return torch.cat([output, local[:, self.global_tokens :]], dim=1)
 
-    def _step_level(
-        self,
-        level: int,
-        row: torch.Tensor,
-        tables: Tables,
-        state: LevelState | GlobalState,
-        active: torch.Tensor,
-    ) -> tuple[torch.Tensor, LevelState | GlobalState]:
-        if isinstance(state, GlobalState):
-            return self._step_to_all(level, row, tables, state, active)
+    def _step_slice(
+        self, level: int, row: torch.Tensor, tables: Tables, state: LevelState, active: torch.Tensor
+    ) -> tuple[torch.Tensor, LevelState]:
         L = self.level_lengths[level]
         slot = state.lengths % L
         inner = row + state.coarse if self.composition == "global-local" else row
@@ -230,8 +222,12 @@ class CSTAttention(nn.Module):
         # On a GPU the question would stop the stream of kernels, so there the work is always done.
         if finished.is_cuda or finished.any():
             embedding = self.pools[level](state.rows, None)[:, 0]
-            upper, upper_state = self._step_level(level + 1, embedding, tables, state.upper, finished)
-            state = state.next_slice(finished, upper, upper_state)
+            above: tuple[torch.Tensor, LevelState | GlobalState]
+            if isinstance(state.upper, GlobalState):
+                above = self._step_to_all(level + 1, embedding, tables, state.upper, finished)
+            else:
+                above = self._step_slice(level + 1, embedding, tables, state.upper, finished)
+            state = state.next_slice(finished, *above)
         return output, state
 
     def _step_local(
@@ -256,9 +252,9 @@ class CSTAttention(nn.Module):
         if of_queries is not None and of_keys is not None:
             query = query + of_queries[:, slot].transpose(0, 1)[:, :, None]
             keys = keys + of_keys[:, : keys.shape[2]]
-        if state.sink_key is not None and state.sink_value is not None:
-            keys, values = torch.cat([keys, state.sink_key], dim=2), torch.cat([values, state.sink_value], dim=2)
-            visible = torch.cat([visible, state.visible_sinks(slot)], dim=1)
+        if state.sinks is not None:
+            keys, values = (torch.cat(rows, dim=2) for rows in zip((keys, values), state.sinks, strict=True))
+            visible = torch.cat([visible, state.visible_sinks(slot, state.sinks[0].shape[2])], dim=1)
         output = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible[:, None, None])
         return state, output.transpose(1, 2).flatten(1)
 

@@ -109,7 +109,7 @@ class LevelState(_State):
         keys_and_values: tuple[torch.Tensor, torch.Tensor],
         rows: torch.Tensor,
         upper: torch.Tensor,
-        upper_state: "LevelState | GlobalState | None",
+        upper_state: "LevelState | GlobalState",
     ) -> "LevelState":
         """The state after rows of these lengths, cut from what was computed for all of them.
 
@@ -123,7 +123,6 @@ class LevelState(_State):
             upper (`torch.Tensor`): `(B, slices, d)`, the output of the level above.
             upper_state (`LevelState` or `GlobalState`): its state.
         """
-        assert upper_state is not None
         finished = lengths // slice_length
         places = (finished * slice_length)[:, None] + torch.arange(-extension, slice_length, device=lengths.device)
         key, value = (take(x, places, 2) for x in keys_and_values)
@@ -142,10 +141,14 @@ class LevelState(_State):
         has_neighbour = (self.lengths >= self.rows.shape[1])[:, None]
         return (place <= slot[:, None] + self.extension) & ((place >= self.extension) | has_neighbour)
 
-    def visible_sinks(self, slot: torch.Tensor) -> torch.Tensor:
-        """Which global tokens lie before the window of the row in `slot`, `(B, global tokens)`."""
-        assert self.sink_key is not None
-        first = torch.arange(self.sink_key.shape[2], device=slot.device)
+    @property
+    def sinks(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values of the global tokens; None without any."""
+        return None if self.sink_key is None or self.sink_value is None else (self.sink_key, self.sink_value)
+
+    def visible_sinks(self, slot: torch.Tensor, count: int) -> torch.Tensor:
+        """Which of `count` global tokens lie before the window of the row in `slot`, `(B, count)`."""
+        first = torch.arange(count, device=slot.device)
         return first < (self.lengths - slot - self.extension)[:, None]
 
     def with_key_and_value(
@@ -154,9 +157,10 @@ class LevelState(_State):
         """With one more key and value `(B, H, 1, D)`."""
         place = slot + self.extension
         state = replace(self, key=put(self.key, key, place, active), value=put(self.value, value, place, active))
-        if state.sink_key is None or state.sink_value is None:
+        if state.sinks is None:
             return state
-        sinks = put(state.sink_key, key, self.lengths, active), put(state.sink_value, value, self.lengths, active)
+        rows = zip(state.sinks, (key, value), strict=True)
+        sinks = [put(sink, row, self.lengths, active) for sink, row in rows]
         return replace(state, sink_key=sinks[0], sink_value=sinks[1])
 
     def with_row(self, slot: torch.Tensor, row: torch.Tensor, active: torch.Tensor) -> "LevelState":

@@ -302,7 +302,8 @@ class CSTModel(CSTPreTrainedModel):
         tables, columns = self._tables(), []
         for column in range(words.shape[1]):
             state = cache.layers[0].state
-            assert state is not None
+            if state is None:
+                raise ValueError("past_key_values counts columns but holds no state; pass a new CSTCache, or None")
             positions = state.lengths.clamp(max=self.config.max_position_embeddings - 1)[:, None]
             at = slice(column, column + 1)
             hidden = self.embeddings(words[:, at], None if segments is None else segments[:, at], positions)[:, 0]

@@ -253,13 +253,7 @@ def _chunk_gradients(chunk: _Chunk, grad: torch.Tensor) -> tuple[torch.Tensor, t
         part = weights.part
         grad_table = weights.dropped.to(grad.dtype).transpose(1, 2) @ part.take(grad)
         grad_scores = product.sub_(part.take(row_dot)).mul_(weights.softmax)
-        if isinstance(part, RemainderPart):
-            part.add_gradients(grad_scores, grad_table, grad_query, grad_key, grad_value)
-            continue
-        grad_scores = grad_scores.to(part.keys.dtype)
-        part.add_to_keys(grad_value, grad_table)
-        part.add_to_keys(grad_key, grad_scores.transpose(1, 2) @ part.take(chunk.query))
-        part.add(grad_query, grad_scores @ part.keys)
+        part.add_gradients(chunk.query, grad_scores, grad_table, grad_query, grad_key, grad_value)
     return grad_query, grad_key, grad_value
 
 

@@ -26,11 +26,10 @@ class Part(ABC):
 
     Attributes:
         columns: where the part's columns stand among those that dropout draws for.
-        keys, values: the tables `(batch, columns, D)`.
+        values: the table `(batch, columns, Dv)`.
     """
 
     columns: slice
-    keys: torch.Tensor
     values: torch.Tensor
 
     @abstractmethod
@@ -50,24 +49,67 @@ class Part(ABC):
         """Scores `(batch, rows, columns)` with what the part adds to them."""
 
     @abstractmethod
-    def add_to_keys(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add the gradient `(batch, columns, D)` of a table to that of all keys `(P, segments · S, D)`."""
+    def scores(self, query: torch.Tensor) -> torch.Tensor:
+        """Scores `(batch, rows, columns)` in float32 or float64 of all queries `(P, g, segments, S, D)`."""
+
+    @abstractmethod
+    def add_gradients(
+        self,
+        query: torch.Tensor,
+        grad_scores: torch.Tensor,
+        grad_values: torch.Tensor,
+        grad_query: torch.Tensor,
+        grad_key: torch.Tensor,
+        grad_value: torch.Tensor,
+    ) -> None:
+        """Add what flows through the part.
+
+        Args:
+            query: all (scaled) queries, `(P, g, segments, S, D)`.
+            grad_scores: `(batch, rows, columns)`.
+            grad_values: `(batch, columns, Dv)`, of the table.
+            grad_query: `(P, g, segments, S, D)`, added to.
+            grad_key, grad_value: `(P, segments · S, D)`, added to.
+        """
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part's queries `(batch, rows, ...)` out of all."""
         return self.to_rows(self.region(tensor))
-
-    def scores(self, query: torch.Tensor) -> torch.Tensor:
-        """Scores `(batch, rows, columns)` in float32 or float64."""
-        products = self.take(query) @ self.keys.transpose(1, 2)
-        return self.mask_(products.to(accumulation_dtype(products.dtype)))
 
     def add(self, target: torch.Tensor, rows: torch.Tensor) -> None:
         """Add rows of the part to the target of all queries."""
         self.region(target).add_(self.from_rows(rows))
 
 
-class LocalPart(Part):
+class KeyPart(Part):
+    """A part whose columns are keys, or means of keys: `keys` is their table `(batch, columns, D)`."""
+
+    keys: torch.Tensor
+
+    @abstractmethod
+    def add_to_keys(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add the gradient `(batch, columns, D)` of a table to that of all keys `(P, segments · S, D)`."""
+
+    def scores(self, query: torch.Tensor) -> torch.Tensor:
+        products = self.take(query) @ self.keys.transpose(1, 2)
+        return self.mask_(products.to(accumulation_dtype(products.dtype)))
+
+    def add_gradients(
+        self,
+        query: torch.Tensor,
+        grad_scores: torch.Tensor,
+        grad_values: torch.Tensor,
+        grad_query: torch.Tensor,
+        grad_key: torch.Tensor,
+        grad_value: torch.Tensor,
+    ) -> None:
+        grad_scores = grad_scores.to(self.keys.dtype)
+        self.add_to_keys(grad_value, grad_values)
+        self.add_to_keys(grad_key, grad_scores.transpose(1, 2) @ self.take(query))
+        self.add(grad_query, grad_scores @ self.keys)
+
+
+class LocalPart(KeyPart):
     """The exact keys of the window and the segment itself."""
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, group: int, layout: Layout) -> None:
@@ -107,7 +149,7 @@ class LocalPart(Part):
             target[:, : segments - back] += windows[:, back:, w - back]
 
 
-class TopPart(Part):
+class TopPart(KeyPart):
     """The exact keys that centroids chose, for blocks of queries of one segment and cluster.
 
     A query joins the open block of its cluster or opens the next one: its place depends on earlier queries only.
@@ -177,7 +219,7 @@ class TopPart(Part):
         target.flatten(0, 1).index_add_(0, self.top_rows.flatten(), gradient.flatten(0, 1).to(target.dtype))
 
 
-class SummaryPart(Part):
+class SummaryPart(KeyPart):
     """The means of the key clusters of some blocks of one level, weighed by the keys that are not among the top."""
 
     def __init__(

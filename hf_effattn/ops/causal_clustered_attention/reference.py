@@ -76,11 +76,14 @@ def attend_segment(
     segment: int,
     layout: Layout,
     settings: Settings,
-    centroids: torch.Tensor | None,
-    labels: torch.Tensor | None,
+    clustered: tuple[torch.Tensor, torch.Tensor] | None,
     factor: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Output of one segment of one head; `query` are all (scaled) ones, `factor` the segment's dropout factors."""
+    """Output of one segment of one head.
+
+    `query` are all (scaled) ones, `clustered` the centroids of past queries and the segment's labels, None where no
+    key is older than the window, `factor` the segment's dropout factors.
+    """
     S = layout.segment_length
     own = slice(segment * S, (segment + 1) * S)
     old = layout.older(segment) * S
@@ -92,9 +95,8 @@ def attend_segment(
     values = [local_values.expand(len(rows), -1, -1)]
     # Of every column, its place among the columns that dropout draws for.
     columns = [position[old : own.stop] - (segment - layout.window_segments) * S]
-    if old:
-        assert centroids is not None
-        assert labels is not None
+    if clustered is not None:
+        centroids, labels = clustered
         centroid_scores = centroids @ key[:old].T
         top = centroid_scores.detach().topk(min(settings.topk, old), dim=-1).indices  # T_j: (C, T)
         chosen = top[labels]  # (S, T)
@@ -134,7 +136,7 @@ def attend_head(
     """Output `(N, Dv)` of one head of valid rows; `query` is scaled."""
     layout = settings.layout(len(query))
     S = layout.segment_length
-    readers: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+    readers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for first, end, past in layout.epochs():
         found = query_clusters(query[:past], key[:past], query[first * S : end * S], settings)
         for segment in range(first, end):
@@ -142,9 +144,8 @@ def attend_head(
     outputs = []
     for segment in range(layout.segments):
         own = slice(segment * S, (segment + 1) * S)
-        centroids, labels = readers.get(segment, (None, None))
         drawn = None if factor is None else factor[own]
-        outputs.append(attend_segment(query, key, value, segment, layout, settings, centroids, labels, drawn))
+        outputs.append(attend_segment(query, key, value, segment, layout, settings, readers.get(segment), drawn))
     return torch.cat(outputs)
 
 

@@ -77,9 +77,6 @@ class RemainderPart(Part):
         log_sums = self.log_sums.flatten(0, 2).transpose(1, 2)
         return self.mask_(log_sums.repeat(1, self.layout.segment_length, 1))
 
-    def add_to_keys(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        raise NotImplementedError("the remainder's columns are no keys; see add_gradients")
-
     def _steps(self, epoch: Epoch) -> Iterator[_Step]:
         seen, largest = 0, None
         clusters = epoch.scores.shape[1] // self.shape[1]
@@ -130,20 +127,13 @@ class RemainderPart(Part):
 
     def add_gradients(
         self,
+        query: torch.Tensor,
         grad_scores: torch.Tensor,
         grad_values: torch.Tensor,
         grad_query: torch.Tensor,
         grad_key: torch.Tensor,
         grad_value: torch.Tensor,
     ) -> None:
-        """Add what flows through centroids and older keys.
-
-        Args:
-            grad_scores: `(P · g · U, S, C)`.
-            grad_values: `(P · g · U, C, Dv)`, of the mean values.
-            grad_query: `(P, g, segments, S, D)`, of the scaled queries.
-            grad_key, grad_value: `(P, segments · S, D)`.
-        """
         grad_means = grad_values.to(self.value.dtype).view_as(self.means)
         grad_logs = grad_scores.sum(dim=1).view_as(self.log_sums)
         grad_totals = (grad_logs - (grad_means * self.means).sum(dim=-1, keepdim=True)) / self.sums

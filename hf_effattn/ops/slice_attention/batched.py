@@ -58,7 +58,7 @@ class _Chunk:
         if inputs.sinks is not None:
             rows, counts = inputs.sinks
             self.sinks = rows[items], counts[items]
-            self.sink_keys, self.sink_values = self._take_sinks(inputs.key), self._take_sinks(inputs.value)
+            self.sink_keys, self.sink_values = (self._take_sinks(x, *self.sinks) for x in (inputs.key, inputs.value))
 
     def _tokens(self) -> torch.Tensor | None:
         """Which rows of the slices are tokens, `(b, slices, L)`; None where all are."""
@@ -72,16 +72,14 @@ class _Chunk:
             mask = key_mask[self.items]
         return F.pad(mask, (0, missing)).unflatten(1, (layout.slices, layout.slice_length))
 
-    def sink_index(self, columns: int) -> torch.Tensor:
-        """Positions of the sinks, repeated to gather rows of `columns` numbers: `(b, h, K, columns)`."""
-        assert self.sinks is not None
-        return self.sinks[0][:, None, :, None].expand(-1, self.h, -1, columns)
+    def sink_index(self, places: torch.Tensor, columns: int) -> torch.Tensor:
+        """Positions `(b, K)` of the sinks, repeated to gather rows of `columns` numbers: `(b, h, K, columns)`."""
+        return places[:, None, :, None].expand(-1, self.h, -1, columns)
 
-    def _take_sinks(self, rows: torch.Tensor) -> torch.Tensor:
+    def _take_sinks(self, rows: torch.Tensor, places: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
         """Rows of the sinks, `(b · h, K, D)`, 0 where a place holds none."""
-        assert self.sinks is not None
-        taken = rows[self.items, self.heads].gather(2, self.sink_index(rows.shape[3]))
-        return taken.masked_fill_(~self.sinks[1][:, None, :, None], 0.0).flatten(0, 1)
+        taken = rows[self.items, self.heads].gather(2, self.sink_index(places, rows.shape[3]))
+        return taken.masked_fill_(~held[:, None, :, None], 0.0).flatten(0, 1)
 
     def per_slice(self, tensor: torch.Tensor) -> torch.Tensor:
         """`(T, G, ...)` as `(b, h, slices, group, L, ...)`, without the empty slices."""
@@ -190,8 +188,9 @@ class _Chunk:
         if self.sinks is not None:
             rows_of_head = table.view(self.b, self.h, -1, table.shape[2])
             summed = on_sinks.unflatten(0, (self.b, self.h)).to(dtype)
-            summed = summed.masked_fill(~self.sinks[1][:, None, :, None], 0.0)
-            rows_of_head.scatter_add_(2, self.sink_index(table.shape[2]), summed)
+            places, held = self.sinks
+            summed = summed.masked_fill(~held[:, None, :, None], 0.0)
+            rows_of_head.scatter_add_(2, self.sink_index(places, table.shape[2]), summed)
         return table
 
 
@@ -374,17 +373,16 @@ def slice_attention_backward(
             ).view_as(shared)
             grad_scores = grad_weights.sub_(shared).mul_(weights).to(key.dtype)
 
-            key_parts, value_parts, grad_q = [], [], None
+            key_parts, value_parts, grad_q = [], [], torch.zeros_like(chunk.query)
             for neighbour, rows, columns in layout.parts:
                 on_part = grad_scores[:, :, columns]
                 keys = chunk.key_part(neighbour, rows, columns)
-                grad_q = torch.bmm(on_part, keys) if grad_q is None else grad_q.baddbmm_(on_part, keys)
+                grad_q.baddbmm_(on_part, keys)
                 key_parts.append(torch.bmm(on_part.transpose(1, 2), chunk.query))
                 value_parts.append(torch.bmm(dropped[:, :, columns].transpose(1, 2), grad))
                 if key_positions is not None:
                     summed = key_parts[-1].unflatten(0, (chunk.b, chunk.h, -1)).sum(dim=(0, 2), dtype=dtype)
                     grad_positions[1][chunk.heads, columns] += summed
-            assert grad_q is not None
             sink_parts = [grad, grad]
             if chunk.sinks is not None:
                 on_sinks = chunk.per_head(grad_scores[:, :, layout.window :])
