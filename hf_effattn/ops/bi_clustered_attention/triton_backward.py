@@ -12,42 +12,14 @@ import triton.language as tl
 
 from ..chips import LENGTHS, chip_of, on_device_of
 from ..sorted_clusters.triton_centroids import split_count
-from ..sorted_clusters.triton_dropout import dropout_factor
+from ..sorted_clusters.triton_softmax import column_step, query_step
 from ..sorted_clusters.triton_sort import SortedRows, cluster_means, sort_by_cluster
 from ..sorted_clusters.triton_tiles import LOG2_E, load_rows, load_tile
 from .triton_blocks import bi_clustered_config
-from .triton_forward import KIND, KINDS, count_chosen, dot_rows, load_rest, problem_chunks
+from .triton_forward import count_chosen, load_rest, problem_chunks
 
 ROWS_OF_A_SPLIT = 512  # queries of a cluster that one program walks before a large cluster is split
 LARGEST_SPLIT = 4
-
-
-@triton.jit
-def _query_step(
-    p_key, stride_key_d, p_value, stride_value_d, m_column, b_bias, m_weight, b_grad_query,
-    b_query, p_query, stride_query_d, b_grad, p_grad, stride_grad_d, m_row, b_lse, b_delta,
-    D, Dv, scale_log2, seed_ptr, o_row, o_column, columns, dropout_p,
-    HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Adds `Σ_x dS_ix K_x` over the block of columns whose keys and values stand at the pointers."""
-    # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-    b_key = load_rows(p_key, m_column, stride_key_d, D, BLOCK_D)
-    b_value = load_rows(p_value, m_column, stride_value_d, Dv, BLOCK_V)
-    b_scores = dot_rows(
-        b_query, b_key, p_query, m_row, stride_query_d, p_key, m_column, stride_key_d, D,
-        ROWS, COLUMNS, BY_PARTS, PRECISION,
-    )  # fmt: skip
-    b_scores = b_scores * scale_log2 + b_bias[None, :] - b_lse[:, None]
-    b_weights = tl.exp2(tl.where(m_weight[None, :], b_scores, float("-inf")))
-    b_grad_weights = dot_rows(
-        b_grad, b_value, p_grad, m_row, stride_grad_d, p_value, m_column, stride_value_d, Dv,
-        ROWS, COLUMNS, BY_PARTS, PRECISION,
-    )  # fmt: skip
-    if HAS_DROPOUT:
-        b_grad_weights *= dropout_factor(seed_ptr, o_row, o_column, columns, dropout_p, KINDS, KIND)
-    b_grad_scores = (b_weights * (b_grad_weights - b_delta[:, None])).to(b_key.dtype)
-    return b_grad_query + tl.dot(b_grad_scores, b_key, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -105,9 +77,9 @@ def _bi_clustered_attention_bwd_query_kernel(
         # [COLUMNS]
         b_top = tl.load(top_ptr + start + o_n, mask=start + o_n < topk, other=-1).to(tl.int64)
         m_key = b_top >= 0
-        b_grad_query = _query_step(
+        b_grad_query = query_step(
             key_ptr + b_top * stride_key_m, stride_key_d, value_ptr + b_top * stride_value_m, stride_value_d,
-            m_key, tl.zeros([COLUMNS], tl.float32), m_key, b_grad_query,
+            m_key, tl.zeros([COLUMNS], tl.float32), m_key[None, :], b_grad_query,
             b_query, p_query, stride_query_d, b_grad, p_grad, stride_grad_d, m_row, b_lse, b_delta,
             D, Dv, scale_log2, seed_ptr, o_row, start + o_n, columns, dropout_p,
             HAS_DROPOUT, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
@@ -115,50 +87,14 @@ def _bi_clustered_attention_bwd_query_kernel(
     for start in range(0, key_clusters, COLUMNS):
         o_g = start + o_n
         b_rest = load_rest(key_starts_ptr, chosen_ptr, i_pk, i_local * clusters + i_c, o_g, key_clusters)
-        b_grad_query = _query_step(
+        b_grad_query = query_step(
             mean_key_ptr + o_g * D, 1, mean_value_ptr + o_g * Dv, 1,
-            o_g < key_clusters, tl.log2(tl.maximum(b_rest, 1).to(tl.float32)), b_rest > 0, b_grad_query,
+            o_g < key_clusters, tl.log2(tl.maximum(b_rest, 1).to(tl.float32)), (b_rest > 0)[None, :], b_grad_query,
             b_query, p_query, stride_query_d, b_grad, p_grad, stride_grad_d, m_row, b_lse, b_delta,
             D, Dv, scale_log2, seed_ptr, o_row, topk + o_g, columns, dropout_p,
             HAS_DROPOUT, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
         )  # fmt: skip
     tl.store(p_grad_query, b_grad_query * scale, mask=m_query)
-
-
-@triton.jit
-def _column_step(
-    b_key, p_key, stride_key_d, b_value, p_value, stride_value_d, m_column, b_bias, m_weight, b_grad_key, b_grad_value,
-    p_query, stride_query_d, p_grad, stride_grad_d, m_row, p_lse, p_delta,
-    D, Dv, scale_log2, seed_ptr, o_row, o_column, columns, dropout_p,
-    HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Adds `Σ_i dS_ix Q_i` and `Σ_i p_ix dV_i` over the block of queries `i` that stand at the pointers."""
-    # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
-    b_query = load_rows(p_query, m_row, stride_query_d, D, BLOCK_D)
-    b_grad = load_rows(p_grad, m_row, stride_grad_d, Dv, BLOCK_V)
-    # [ROWS]
-    b_lse = tl.load(p_lse, mask=m_row, other=0.0)
-    b_delta = tl.load(p_delta, mask=m_row, other=0.0)
-    b_scores = dot_rows(
-        b_key, b_query, p_key, m_column, stride_key_d, p_query, m_row, stride_query_d, D,
-        COLUMNS, ROWS, BY_PARTS, PRECISION,
-    )  # fmt: skip
-    b_scores = b_scores * scale_log2 + b_bias[:, None] - b_lse[None, :]
-    b_weights = tl.exp2(tl.where(m_weight[:, None] & m_row[None, :], b_scores, float("-inf")))
-    b_grad_weights = dot_rows(
-        b_value, b_grad, p_value, m_column, stride_value_d, p_grad, m_row, stride_grad_d, Dv,
-        COLUMNS, ROWS, BY_PARTS, PRECISION,
-    )  # fmt: skip
-    b_dropped = b_weights
-    if HAS_DROPOUT:
-        b_factor = tl.trans(dropout_factor(seed_ptr, o_row, o_column, columns, dropout_p, KINDS, KIND))
-        b_dropped = b_weights * b_factor
-        b_grad_weights *= b_factor
-    b_grad_scores = (b_weights * (b_grad_weights - b_delta[None, :])).to(b_query.dtype)
-    b_grad_key += tl.dot(b_grad_scores, b_query, input_precision=PRECISION)
-    b_grad_value += tl.dot(b_dropped.to(b_grad.dtype), b_grad, input_precision=PRECISION)
-    return b_grad_key, b_grad_value
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -214,10 +150,10 @@ def _bi_clustered_attention_bwd_top_kernel(
         o_place = start + tl.arange(0, ROWS)
         m_row = o_place < last
         b_row = tl.load(order_ptr + o_place, mask=m_row, other=0).to(tl.int64)
-        b_grad_key, b_grad_value = _column_step(
-            b_key, p_key, stride_key_d, b_value, p_value, stride_value_d, m_key, b_bias, m_key,
-            b_grad_key, b_grad_value, query_ptr + b_row * stride_query_n, stride_query_d,
-            grad_ptr + b_row * stride_grad_n, stride_grad_d, m_row,
+        b_grad_key, b_grad_value = column_step(
+            b_key, p_key, stride_key_d, b_value, p_value, stride_value_d, m_key, b_bias,
+            m_key[:, None] & m_row[None, :], b_grad_key, b_grad_value,
+            query_ptr + b_row * stride_query_n, stride_query_d, grad_ptr + b_row * stride_grad_n, stride_grad_d, m_row,
             lse_ptr + i_p * N + o_place, delta_ptr + i_p * N + o_place,
             D, Dv, scale_log2, seed_ptr, i_p * N + b_row, o_column, topk + key_clusters, dropout_p,
             HAS_DROPOUT, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
@@ -277,9 +213,10 @@ def _bi_clustered_attention_bwd_means_kernel(
                 key_starts_ptr, chosen_ptr, i_pk, (i_p - first_problem) * clusters + i_c, o_g, key_clusters
             )
             b_bias = tl.log2(tl.maximum(b_rest, 1).to(tl.float32))
-            b_grad_key, b_grad_value = _column_step(
-                b_key, p_key, 1, b_value, p_value, 1, m_g, b_bias, b_rest > 0,
-                b_grad_key, b_grad_value, query_head_ptr + b_row * stride_query_n, stride_query_d,
+            b_grad_key, b_grad_value = column_step(
+                b_key, p_key, 1, b_value, p_value, 1, m_g, b_bias,
+                (b_rest > 0)[:, None] & m_row[None, :], b_grad_key, b_grad_value,
+                query_head_ptr + b_row * stride_query_n, stride_query_d,
                 grad_head_ptr + b_row * stride_grad_n, stride_grad_d, m_row,
                 lse_ptr + i_p * N + o_place, delta_ptr + i_p * N + o_place,
                 D, Dv, scale_log2, seed_ptr, i_p * N + b_row, topk + o_g, topk + key_clusters, dropout_p,

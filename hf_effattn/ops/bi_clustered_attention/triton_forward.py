@@ -9,28 +9,12 @@ import triton
 import triton.language as tl
 
 from ..chips import LENGTHS, on_device_of
-from ..dropout import KINDS_OF_WEIGHTS, TOPK_AND_SUMMARY_WEIGHTS
-from ..sorted_clusters.triton_dropout import dropout_factor
+from ..sorted_clusters.triton_softmax import dot_rows, softmax_step
 from ..sorted_clusters.triton_sort import SortedRows
-from ..sorted_clusters.triton_tiles import LOG2_E, LOWEST, dot_by_parts, load_rows, load_tile
+from ..sorted_clusters.triton_tiles import LOG2_E, LOWEST, load_rows, load_tile
 from .triton_blocks import bi_clustered_config
 
-KINDS = tl.constexpr(KINDS_OF_WEIGHTS)
-KIND = tl.constexpr(TOPK_AND_SUMMARY_WEIGHTS)
 COUNTS_BYTES = 2**28  # of counts of chosen keys, per query cluster and key cluster, that are in memory at once
-
-
-@triton.jit
-def dot_rows(
-    b_a, b_b, p_a, m_a, stride_a, p_b, m_b, stride_b, D,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """`A B^T` of blocks of rows, or by parts of the rows at the pointers that the blocks were loaded from."""
-    if BY_PARTS:
-        b_product = dot_by_parts(p_a, m_a, stride_a, p_b, m_b, stride_b, D, ROWS, COLUMNS, PRECISION)
-    else:
-        b_product = tl.dot(b_a, tl.trans(b_b), input_precision=PRECISION)
-    return b_product
 
 
 @triton.jit
@@ -63,23 +47,6 @@ def _bi_clustered_attention_fwd_count_kernel(
     m_key &= (b_label >= 0) & (b_label < key_clusters)
     i_row = i_local * clusters + o_place // topk
     tl.atomic_add(chosen_ptr + i_row * key_clusters + b_label, tl.full([BLOCK], 1, tl.int32), mask=m_key)
-
-
-@triton.jit
-def _softmax_step(
-    b_scores, b_value, b_output, b_highest, b_total, seed_ptr, o_row, o_column, columns, dropout_p,
-    HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Takes a block of columns, with base-2 scores and their values, into the running softmax."""
-    b_higher = tl.maximum(b_highest, tl.max(b_scores, 1))
-    b_weights = tl.exp2(b_scores - b_higher[:, None])
-    b_kept = tl.exp2(b_highest - b_higher)
-    b_total = b_total * b_kept + tl.sum(b_weights, 1)
-    if HAS_DROPOUT:
-        b_weights *= dropout_factor(seed_ptr, o_row, o_column, columns, dropout_p, KINDS, KIND)
-    b_output = b_output * b_kept[:, None]
-    b_output += tl.dot(b_weights.to(b_value.dtype), b_value, input_precision=PRECISION)
-    return b_output, b_higher, b_total
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -142,9 +109,9 @@ def _bi_clustered_attention_fwd_kernel(
             ROWS, COLUMNS, BY_PARTS, PRECISION,
         )  # fmt: skip
         b_scores = tl.where(m_key[None, :], b_scores * scale_log2, float("-inf"))
-        b_output, b_highest, b_total = _softmax_step(
+        b_output, b_highest, b_total = softmax_step(
             b_scores, b_value, b_output, b_highest, b_total,
-            seed_ptr, o_row, start + o_n, columns, dropout_p, HAS_DROPOUT, PRECISION,
+            seed_ptr, o_row, start + o_n, columns, dropout_p, False, HAS_DROPOUT, PRECISION,
         )  # fmt: skip
     for start in range(0, key_clusters, COLUMNS):
         o_g = start + o_n
@@ -159,9 +126,9 @@ def _bi_clustered_attention_fwd_kernel(
         )
         b_bias = tl.log2(tl.maximum(b_rest, 1).to(tl.float32))
         b_scores = tl.where((b_rest > 0)[None, :], b_scores * scale_log2 + b_bias[None, :], float("-inf"))
-        b_output, b_highest, b_total = _softmax_step(
+        b_output, b_highest, b_total = softmax_step(
             b_scores, b_value, b_output, b_highest, b_total,
-            seed_ptr, o_row, topk + o_g, columns, dropout_p, HAS_DROPOUT, PRECISION,
+            seed_ptr, o_row, topk + o_g, columns, dropout_p, False, HAS_DROPOUT, PRECISION,
         )  # fmt: skip
 
     b_total = tl.where(b_total > 0, b_total, 1.0)

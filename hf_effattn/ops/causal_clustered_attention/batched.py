@@ -8,6 +8,7 @@ Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `S` token
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from ..dropout import TOPK_AND_SUMMARY_WEIGHTS
 from ..row_chunks import RowChunk
 from .grouping import group
 from .parts import LocalPart, Part, SummaryPart, TopPart
-from .reference import Settings
+from .reference import ARGUMENTS, Settings
 from .remainder import RemainderPart
 
 
@@ -126,46 +127,20 @@ class _Chunk:
         return weights
 
 
-def _settings(*values: object) -> Settings:
-    return Settings(*values)  # type: ignore[arg-type]
-
-
-@torch.library.custom_op("hf_effattn::causal_clustered_attention", mutates_args=())
+@torch.library.custom_op(
+    "hf_effattn::causal_clustered_attention",
+    mutates_args=(),
+    schema=f"({ARGUMENTS}) -> Tensor",
+)
 def _forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     key_mask: torch.Tensor | None,
     dropout_seed: torch.Tensor | None,
-    method: str,
-    clusters: int,
-    topk: int,
-    keys_per_cluster: int,
-    key_clusters: int,
-    segment_length: int,
-    window: int,
-    iterations: int,
-    fit_queries: int,
-    seed: int,
-    prefill: bool,
-    scale: float,
-    dropout_p: float,
+    *values: Any,
 ) -> torch.Tensor:
-    settings = _settings(
-        method,
-        clusters,
-        topk,
-        keys_per_cluster,
-        key_clusters,
-        segment_length,
-        window,
-        iterations,
-        fit_queries,
-        seed,
-        prefill,
-        scale,
-        dropout_p,
-    )
+    settings = Settings(*values)
     output = empty_output(query, value)
     with torch.autocast(query.device.type, enabled=False):
         for part_of_batch in chunks_of(query, key, key_mask, key_mask, largest_buffer(query, key, value, settings)):
@@ -184,7 +159,11 @@ def _(query, key, value, *settings):  # type: ignore[no-untyped-def]
     return empty_output(query, value)
 
 
-@torch.library.custom_op("hf_effattn::causal_clustered_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "hf_effattn::causal_clustered_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_output, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)
 def _backward_op(
     grad_output: torch.Tensor,
     query: torch.Tensor,
@@ -192,41 +171,15 @@ def _backward_op(
     value: torch.Tensor,
     key_mask: torch.Tensor | None,
     dropout_seed: torch.Tensor | None,
-    method: str,
-    clusters: int,
-    topk: int,
-    keys_per_cluster: int,
-    key_clusters: int,
-    segment_length: int,
-    window: int,
-    iterations: int,
-    fit_queries: int,
-    seed: int,
-    prefill: bool,
-    scale: float,
-    dropout_p: float,
+    *values: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    settings = _settings(
-        method,
-        clusters,
-        topk,
-        keys_per_cluster,
-        key_clusters,
-        segment_length,
-        window,
-        iterations,
-        fit_queries,
-        seed,
-        prefill,
-        scale,
-        dropout_p,
-    )
+    settings = Settings(*values)
     grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
     with torch.autocast(query.device.type, enabled=False):
         for part_of_batch in chunks_of(query, key, key_mask, key_mask, largest_buffer(query, key, value, settings)):
             chunk = _Chunk(part_of_batch, query, key, value, settings, dropout_seed)
             grads = _chunk_gradients(chunk, chunk.pad(part_of_batch.queries(grad_output)))
-            part_of_batch.store_queries(grad_query, chunk.unpad(grads[0]) * scale)
+            part_of_batch.store_queries(grad_query, chunk.unpad(grads[0]) * settings.scale)
             for target, gradient in zip((grad_key, grad_value), grads[1:], strict=True):
                 part_of_batch.store_keys(target, gradient[:, : chunk.N])
     return grad_query, grad_key, grad_value

@@ -45,6 +45,11 @@ class Settings:
         return layout.local_keys + self.topk + rest
 
 
+# Of the registered ops, as `torch.library` reads them: the inputs, then the fields of `Settings`.
+ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? dropout_seed, "
+ARGUMENTS += ", ".join(f"{field.type.__name__} {field.name}" for field in fields(Settings))  # type: ignore[union-attr]
+
+
 @torch.no_grad()
 def cluster_keys(key: torch.Tensor, clusters: int, settings: Settings) -> torch.Tensor:
     """Labels `(M,)` of the keys `(M, D)` of a block, by K-means."""

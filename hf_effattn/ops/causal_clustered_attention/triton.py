@@ -21,7 +21,7 @@ from ..clustered_attention.batched import empty_output
 from ..clustered_attention.triton import unwritten_output
 from ..sorted_clusters.triton_tiles import LOG2_E
 from .layout import Layout
-from .reference import Settings
+from .reference import ARGUMENTS, Settings
 from .triton_backward import (
     _causal_clustered_attention_bwd_group_kernel,
     _causal_clustered_attention_bwd_key_kernel,
@@ -69,43 +69,21 @@ class Packing:
         rows.copy_(packed.gather(2, index).masked_fill_(~self.mask[:, None, :, None], 0))
 
 
-@torch.library.custom_op("hf_effattn::causal_clustered_attention_triton", mutates_args=())
+@torch.library.custom_op(
+    "hf_effattn::causal_clustered_attention_triton",
+    mutates_args=(),
+    schema=f"({ARGUMENTS}) -> Tensor[]",
+)
 def _forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     key_mask: torch.Tensor | None,
     dropout_seed: torch.Tensor | None,
-    method: str,
-    clusters: int,
-    topk: int,
-    keys_per_cluster: int,
-    key_clusters: int,
-    segment_length: int,
-    window: int,
-    iterations: int,
-    fit_queries: int,
-    seed: int,
-    prefill: bool,
-    scale: float,
-    dropout_p: float,
+    *values: Any,
 ) -> list[torch.Tensor]:
     """The output, the base-2 log-sum-exp `(P, N)` of the queries that count, brought together, and the `Plan`."""
-    settings = Settings(
-        method,
-        clusters,
-        topk,
-        keys_per_cluster,
-        key_clusters,
-        segment_length,
-        window,
-        iterations,
-        fit_queries,
-        seed,
-        prefill,
-        scale,
-        dropout_p,
-    )
+    settings = Settings(*values)
     B, H, N, _ = query.shape
     layout = settings.layout(N)
     lse = query.new_zeros(B * H, N, dtype=torch.float32)  # tokens that do not count have none
@@ -134,45 +112,23 @@ def _(query, key, value, key_mask, dropout_seed, *values):
     return [empty_output(query, value), lse, *empty_plan(query, value, layout, settings)]
 
 
-@torch.library.custom_op("hf_effattn::causal_clustered_attention_triton_backward", mutates_args=())
+@torch.library.custom_op(
+    "hf_effattn::causal_clustered_attention_triton_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_output, Tensor[] forward, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)
 def _backward_op(
     grad_output: torch.Tensor,
+    forward: list[torch.Tensor],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     key_mask: torch.Tensor | None,
     dropout_seed: torch.Tensor | None,
-    forward: list[torch.Tensor],
-    method: str,
-    clusters: int,
-    topk: int,
-    keys_per_cluster: int,
-    key_clusters: int,
-    segment_length: int,
-    window: int,
-    iterations: int,
-    fit_queries: int,
-    seed: int,
-    prefill: bool,
-    scale: float,
-    dropout_p: float,
+    *values: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, clusters and top keys held fixed; `forward` is what the op returned."""
-    settings = Settings(
-        method,
-        clusters,
-        topk,
-        keys_per_cluster,
-        key_clusters,
-        segment_length,
-        window,
-        iterations,
-        fit_queries,
-        seed,
-        prefill,
-        scale,
-        dropout_p,
-    )
+    settings = Settings(*values)
     if query.shape[:3].numel() == 0:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     output, lse, *tables = forward
@@ -194,7 +150,7 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(grad_output, query, key, value, *settings):
+def _(grad_output, forward, query, key, value, *settings):
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
@@ -311,7 +267,7 @@ def _backward(ctx, grads):
     if grads[0] is None:
         return (None,) * (5 + len(ctx.settings))
     saved = ctx.saved_tensors  # under checkpointing they come only once
-    return (*_backward_op(grads[0], *saved[:5], list(saved[5:]), *ctx.settings), *[None] * (2 + len(ctx.settings)))
+    return (*_backward_op(grads[0], list(saved[5:]), *saved[:5], *ctx.settings), *[None] * (2 + len(ctx.settings)))
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)

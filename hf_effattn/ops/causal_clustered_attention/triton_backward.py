@@ -9,21 +9,10 @@ columns as in `triton_steps`.
 import triton
 import triton.language as tl
 
-from ..bi_clustered_attention.triton_forward import dot_rows
 from ..sorted_clusters.triton_dropout import dropout_factor
+from ..sorted_clusters.triton_softmax import KIND, KINDS, column_step, dot_rows, query_step
 from ..sorted_clusters.triton_tiles import load_rows
-from .triton_steps import (
-    KIND,
-    KINDS,
-    LENGTHS,
-    blocks_of_level,
-    clusters_of_block,
-    column_step,
-    load_count,
-    load_group,
-    load_summaries,
-    query_step,
-)
+from .triton_steps import LENGTHS, blocks_of_level, clusters_of_block, load_count, load_group, load_summaries
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -75,16 +64,12 @@ def _causal_clustered_attention_bwd_query_kernel(
         o_m = start + o_n
         m_key = o_m < last_row
         b_m = o_m.to(tl.int64)
-        # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-        p_key, p_value = key_ptr + b_m * stride_key_m, value_ptr + b_m * stride_value_m
-        b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
-        b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
         b_grad_query = query_step(
-            b_key, p_key, stride_key_d, b_value, p_value, stride_value_d, m_key, tl.zeros([COLUMNS], tl.float32),
-            o_m[None, :] <= o_row[:, None], b_grad_query,
+            key_ptr + b_m * stride_key_m, stride_key_d, value_ptr + b_m * stride_value_m, stride_value_d,
+            m_key, tl.zeros([COLUMNS], tl.float32), o_m[None, :] <= o_row[:, None], b_grad_query,
             b_query, p_query, stride_query_d, b_grad, p_grad, stride_grad_d, m_row, b_lse, b_delta,
             D, Dv, scale_log2, seed_ptr, o_state, o_m, columns, dropout_p,
-            HAS_DROPOUT, ROWS, COLUMNS, BY_PARTS, PRECISION,
+            HAS_DROPOUT, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
         )  # fmt: skip
     if HAS_MEANS:
         base = 0
@@ -96,17 +81,13 @@ def _causal_clustered_attention_bwd_query_kernel(
                 o_g = start + o_n
                 m_g = o_g < G
                 b_size = tl.load(sizes_ptr + o_block + o_g, mask=m_g, other=0)
-                # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-                p_key, p_value = mean_key_ptr + (o_block + o_g) * D, mean_value_ptr + (o_block + o_g) * Dv
-                b_key = load_rows(p_key, m_g, 1, D, BLOCK_D)
-                b_value = load_rows(p_value, m_g, 1, Dv, BLOCK_V)
                 m_pair = m_row[:, None] & (b_size > 0)[None, :]
                 b_grad_query = query_step(
-                    b_key, p_key, 1, b_value, p_value, 1, m_g, tl.log2(tl.maximum(b_size, 1).to(tl.float32)),
-                    m_pair, b_grad_query,
+                    mean_key_ptr + (o_block + o_g) * D, 1, mean_value_ptr + (o_block + o_g) * Dv, 1,
+                    m_g, tl.log2(tl.maximum(b_size, 1).to(tl.float32)), m_pair, b_grad_query,
                     b_query, p_query, stride_query_d, b_grad, p_grad, stride_grad_d, m_row, b_lse, b_delta,
                     D, Dv, scale_log2, seed_ptr, o_state, N + first_column + o_g, columns, dropout_p,
-                    HAS_DROPOUT, ROWS, COLUMNS, BY_PARTS, PRECISION,
+                    HAS_DROPOUT, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
                 )  # fmt: skip
             base += blocks_of_level(level, served) * G
             first_column += G

@@ -10,24 +10,14 @@ import triton
 import triton.language as tl
 
 from ..bi_clustered_attention.triton_blocks import FEW_ROWS, bi_clustered_config, query_tile
-from ..bi_clustered_attention.triton_forward import dot_rows
 from ..chips import on_device_of
 from ..sorted_clusters.triton_dropout import dropout_factor
+from ..sorted_clusters.triton_softmax import KIND, KINDS, dot_rows, softmax_step
 from ..sorted_clusters.triton_tiles import LOG2_E, LOWEST, load_rows
 from .layout import Layout
 from .reference import Settings
 from .triton_grouping import Plan
-from .triton_steps import (
-    KIND,
-    KINDS,
-    LENGTHS,
-    blocks_of_level,
-    clusters_of_block,
-    load_count,
-    load_group,
-    load_summaries,
-    softmax_step,
-)
+from .triton_steps import LENGTHS, blocks_of_level, clusters_of_block, load_count, load_group, load_summaries
 
 GROUP_BLOCK = 64  # labels that are looked at together
 

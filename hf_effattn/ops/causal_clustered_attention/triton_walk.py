@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from ..bi_clustered_attention.triton_blocks import FEW_ROWS
-from ..bi_clustered_attention.triton_forward import dot_rows
 from ..chips import block_width, chip_of, on_device_of
+from ..sorted_clusters.triton_softmax import dot_rows
 from ..sorted_clusters.triton_tiles import LOG2_E, LOWEST, dot_by_parts, load_rows
 from .layout import Layout
 from .reference import Settings
