@@ -32,10 +32,12 @@ def held_out_tokens(tokenizer: PreTrainedTokenizerBase, books: tuple[str, ...] =
 
 
 def load_causal_model(folder: Path) -> tuple[Any, Any]:
-    """The model, in evaluation mode, and its tokenizer."""
+    """The model in float32 and evaluation mode, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(
+        folder
+    )
 
 
 def _record(

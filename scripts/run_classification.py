@@ -151,7 +151,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     )
     metrics = {"parameters": float(model.num_parameters())}
     if training.do_train:
-        metrics |= train(trainer, training)
+        metrics |= train(trainer, training, model_arguments.save_dtype)
     if training.do_eval:
         metrics |= trainer.evaluate()
     if training.do_predict:

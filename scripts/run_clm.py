@@ -125,7 +125,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     )
     metrics: dict[str, float] = {}
     if training.do_train:
-        metrics |= train(trainer, training)
+        metrics |= train(trainer, training, model_arguments.save_dtype)
     if training.do_eval:
         metrics |= trainer.evaluate()
         metrics["perplexity"] = math.exp(metrics["eval_loss"])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import evaluate
+import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     AutoConfig,
@@ -46,6 +47,9 @@ class ModelArguments:
     vocab_size: int = field(default=6000, metadata={"help": "Size of the BPE that is trained where none is named."})
     method: str | None = field(default=None, metadata={"help": "Method that replaces the attention: i-clustered, ..."})
     method_settings: str = field(default="", metadata={"help": "Its settings, as JSON or name=value,..."})
+    save_dtype: str | None = field(
+        default=None, metadata={"help": "Number type of the weights once trained, such as bfloat16: a smaller file."}
+    )
 
 
 def parse_settings(text: str) -> dict[str, Any]:
@@ -134,10 +138,15 @@ def load_metric(name: str) -> Any:
     return evaluate.load(str(METRICS / name))
 
 
-def train(trainer: Trainer, training: TrainingArguments) -> dict[str, float]:
-    """Train, from a checkpoint where the arguments name one (`last`: the newest); save the model and the log."""
+def train(trainer: Trainer, training: TrainingArguments, save_dtype: str | None = None) -> dict[str, float]:
+    """Train, from a checkpoint where the arguments name one (`last`: the newest); save the model and the log.
+
+    What is evaluated afterwards is the model as it was saved, in `save_dtype` where one is named.
+    """
     resume = training.resume_from_checkpoint
     trained = trainer.train(resume_from_checkpoint=newest_checkpoint(training) if resume == "last" else resume)
+    if save_dtype is not None:
+        trainer.model.to(getattr(torch, save_dtype))
     trainer.save_model()
     trainer.save_state()
     return trained.metrics

@@ -29,6 +29,7 @@ def test_run_clm_learns_and_resumes(tmp_path):
     common += "--do_train --do_eval --use_cpu".split()  # noqa: SIM905
     common += ["--train_files", str(tmp_path / "text.txt"), "--validation_files", str(tmp_path / "text.txt")]
     common += "--max_steps 30 --learning_rate 1e-2 --save_steps 20 --report_to none".split()  # noqa: SIM905
+    common += ["--save_dtype", "bfloat16"]
     whole = run_clm.main([*common, "--output_dir", str(tmp_path / "whole")])
     assert whole["eval_loss"] < whole["unigram_loss"]
     for folder in ("whole", "stopped"):
@@ -36,6 +37,9 @@ def test_run_clm_learns_and_resumes(tmp_path):
     shutil.copytree(tmp_path / "whole" / "checkpoint-20", tmp_path / "stopped" / "checkpoint-20")
     resumed = run_clm.main([*common, "--output_dir", str(tmp_path / "stopped"), "--resume_from_checkpoint", "last"])
     assert resumed["eval_loss"] == pytest.approx(whole["eval_loss"], abs=1e-6)
+    # In two bytes a number; the checkpoints keep four.
+    sizes = [(tmp_path / "stopped" / name / "model.safetensors").stat().st_size for name in ("", "checkpoint-30")]
+    assert sizes[0] < 0.6 * sizes[1]
 
 
 def test_ngram_losses_by_hand():
