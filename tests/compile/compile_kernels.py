@@ -262,8 +262,34 @@ def clusterformer_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[
         yield partial(clustering, words, centroids, everything, key_mask)
 
 
+def slice_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
+    """Calls of slice attention: plain, with everything that a kernel can have, and with slices of several tiles."""
+    attention = import_module("hf_effattn.ops.slice_attention.triton").slice_attention
+
+    def total(*arguments: Any) -> torch.Tensor:
+        """One number of all outputs, for one backward pass."""
+        return torch.stack([output.float().sum() for output in attention(*arguments)]).sum()
+
+    length, heads = 512, 2
+    mask, seed = torch.ones(1, length, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
+    for slice_length, extension, causal, everything in (
+        (16, 0, False, False),
+        (8, 4, False, True),
+        (200, 0, True, False),
+    ):
+        query, key, value = tensors(head_dim, dtype, length=length, heads=heads, key_heads=1 if everything else heads)
+        optional: list[torch.Tensor | None] = [None, None, None]
+        if everything:
+            sizes = (heads, slice_length), (1, slice_length + 2 * extension)
+            terms = [torch.zeros(*size, head_dim, dtype=dtype, requires_grad=True) for size in sizes]
+            optional = [*terms, mask]
+        dropout = (0.1, seed) if everything else (0.0, None)
+        rest = slice_length, extension, causal, mask if everything else None, 0.125, *optional, *dropout
+        yield partial(total, query, key, value, *rest)
+
+
 FINISHED = (clustering_calls, attention_calls, clusterformer_calls)
-UNFINISHED = (causal_calls,)  # not yet shown to fit every GPU; `--unfinished` compiles them
+UNFINISHED = (causal_calls, slice_calls)  # not yet shown to fit every GPU; `--unfinished` compiles them
 
 
 def main(gpu: str, dtype: str, compile_known: bool, record: bool, of: tuple[Callable[..., Any], ...]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import triton
 
-from ..bi_clustered_attention.triton_blocks import FEW_ROWS, bi_clustered_config, query_tile
+from ..bi_clustered_attention.triton_blocks import query_tile
 from ..chips import on_device_of
 from ..clustered_attention.batched import empty_output
 from ..clustered_attention.triton import unwritten_output
@@ -29,7 +29,8 @@ from .triton_backward import (
     _causal_clustered_attention_bwd_query_kernel,
     _causal_clustered_attention_bwd_spread_kernel,
 )
-from .triton_forward import attend, group_block, softmax_columns
+from .triton_blocks import group_config, segment_config
+from .triton_forward import attend, softmax_columns
 from .triton_grouping import Plan, block_count, empty_plan, make_plan
 from .triton_walk import rest_backward
 
@@ -183,8 +184,8 @@ def attend_backward(
     alpha, beta = torch.zeros_like(plan.rest_lse), torch.zeros_like(plan.rest_means)
 
     tile = query_tile(query, Dv, layout.segments)
-    of_queries, of_groups = bi_clustered_config(query, Dv, tile, dropout, "query"), group_blocks(query, Dv, dropout)
-    of_columns = bi_clustered_config(query, Dv, tile, dropout, "key")
+    of_queries = segment_config(query, Dv, tile, dropout, "query")
+    of_columns = segment_config(query, Dv, tile, dropout, "key")
     of_rows = *grad_output.stride(), *query.stride()
     strides = *key.stride(), *value.stride()
     head = H, H // Hk, N, D, Dv, S, layout.window_segments
@@ -222,7 +223,7 @@ def attend_backward(
                 plan.top, plan.labels, plan.key_members, counts, dropout_seed, lse, delta,
                 query_sums, key_sums, value_sums, grad_mean_keys, grad_mean_values, alpha, beta,
                 *of_rows, *strides, *sizes, C, T, *factors,
-                HAS_MEANS=has_means, BLOCK_S=group_block(S), **counted, **of_groups,
+                HAS_MEANS=has_means, **counted, **group_config(query, Dv, S, dropout, backward=True),
             )  # fmt: skip
     members, query_shares = plan.key_members, query_sums.new_empty(B * H, 0, D)
     if U and not has_means:
@@ -236,11 +237,6 @@ def attend_backward(
         (grad_value, value_sums, grad_mean_values / divisors, members),
     ):
         spread(target, sums_of_rows, shares, tables)
-
-
-def group_blocks(query: torch.Tensor, value_dim: int, dropout: bool) -> dict[str, Any]:
-    """Block sizes, warps and stages of the kernel that computes gradients of queries and of keys at once."""
-    return bi_clustered_config(query, value_dim, FEW_ROWS, dropout, "key") | {"COLUMNS": 16}
 
 
 def spread(target: torch.Tensor, sums: torch.Tensor, shares: torch.Tensor, members: torch.Tensor) -> None:

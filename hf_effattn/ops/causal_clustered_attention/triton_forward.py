@@ -9,17 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ..bi_clustered_attention.triton_blocks import FEW_ROWS, bi_clustered_config, query_tile
+from ..bi_clustered_attention.triton_blocks import query_tile
 from ..chips import on_device_of
 from ..sorted_clusters.triton_dropout import dropout_factor
 from ..sorted_clusters.triton_softmax import KIND, KINDS, dot_rows, softmax_step
 from ..sorted_clusters.triton_tiles import LOG2_E, LOWEST, load_rows
 from .layout import Layout
 from .reference import Settings
+from .triton_blocks import group_config, segment_config
 from .triton_grouping import Plan
 from .triton_steps import LENGTHS, blocks_of_level, clusters_of_block, load_count, load_group, load_summaries
-
-GROUP_BLOCK = 64  # labels that are looked at together
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -215,11 +214,6 @@ def _causal_clustered_attention_fwd_kernel(
     tl.store(lse_ptr + o_state, b_highest + tl.log2(b_total), mask=m_row)
 
 
-def group_block(segment_length: int) -> int:
-    """Labels of a segment that are looked at together."""
-    return min(GROUP_BLOCK, max(16, triton.next_power_of_2(segment_length)))
-
-
 def softmax_columns(layout: Layout, settings: Settings) -> int:
     """Columns of a query's softmax as `triton_steps` numbers them."""
     return layout.length + (layout.first_cluster_columns[-1] if settings.method == "bi-clustered" else 1)
@@ -256,12 +250,12 @@ def attend(
                 query, key, value, plan.mean_keys, plan.mean_values, plan.rest_lse, plan.rest_means, plan.top,
                 plan.labels, plan.key_members, counts, dropout_seed, partial, highest, total,
                 *strides, *sizes, plan.top.shape[2], settings.topk, *factors,
-                BLOCK_S=group_block(S), **switches, **bi_clustered_config(query, Dv, FEW_ROWS, dropout, "output"),
+                **switches, **group_config(query, Dv, S, dropout, backward=False),
             )  # fmt: skip
         tiles = triton.cdiv(S, tile)
         _causal_clustered_attention_fwd_kernel[(B * H * layout.segments * tiles,)](
             query, key, value, plan.mean_keys, plan.mean_values, plan.mean_sizes, counts, dropout_seed,
             partial, highest, total, output, lse,
             *strides, *output.stride(), *sizes, layout.segments, tiles, *factors,
-            **switches, **bi_clustered_config(query, Dv, tile, dropout, "output"),
+            **switches, **segment_config(query, Dv, tile, dropout, "output"),
         )  # fmt: skip

@@ -297,7 +297,7 @@ def walk_config(key: torch.Tensor, value_dim: int, topk: int, *, backward: bool)
     single = key.element_size() == 4
     # All top keys stay in registers during the walk.
     warps = max(4, block_t // 64)
-    if backward:
+    if backward or (single and widest > 128):
         warps = max(warps, block_t // 32, widest * (2 if single else 1) // 32)
     warps = min(warps, 8)
     return {

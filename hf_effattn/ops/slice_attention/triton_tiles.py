@@ -159,6 +159,7 @@ def tile_config(
     rows = min(64 if itemsize == 2 else 32, max(16, (4096 if computes == "key" else 8192) // row_bytes))
     wide = row_bytes >= 512 or (row_bytes >= 256 and (itemsize == 4 or chip.name == "hip"))
     hopper = chip.name == "cuda" and chip.shared_memory > 200 * KIB
+    few_warps = row_bytes < (256 if computes == "output" else 128) or (row_bytes == 256 and itemsize == 4)
     return {
         "SLICES": max(1, rows // slice_length),
         "ROWS": rows,
@@ -167,7 +168,8 @@ def tile_config(
         "BLOCK_V": block_v,
         "BY_PARTS": wide,
         "PRECISION": chip.dot_precision(tensor.dtype),
-        "num_warps": 4 if row_bytes <= 128 or (row_bytes <= 256 and itemsize == 4) else 8,
+        # Eight of AMD's warps, twice as wide, leave each lane half the registers.
+        "num_warps": 4 if few_warps or chip.name == "hip" else 8,
         "num_stages": 1,
         **chip.all_registers,
     }
