@@ -1,7 +1,7 @@
 r"""Train or evaluate a classifier of texts or of pairs of texts, with transformers' `Trainer`.
 
-Data comes from the Hub by name, from local JSON-lines or CSV files, or from files that hold one class each, a text a
-line. The model is a checkpoint, plain or with its attention replaced, or one from scratch.
+Data comes from the Hub by name, from local JSON-lines, CSV or TSV files, or from files that hold one class each, a
+text a line. The model is a checkpoint, plain or with its attention replaced, or one from scratch.
 
     python scripts/run_classification.py --dataset_name stanfordnlp/imdb --model_name_or_path roberta-base \
         --method i-clustered --method_settings clusters=25,topk=32 --output_dir runs/imdb --do_train --do_eval
@@ -15,10 +15,12 @@ line. The model is a checkpoint, plain or with its attention replaced, or one fr
 kept in `all_results.json` there.
 """
 
+import csv
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +44,7 @@ class DataArguments:
 
     dataset_name: str | None = field(default=None, metadata={"help": "Data set on the Hub."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration."})
-    train_files: list[str] = field(default_factory=list, metadata={"help": "JSON-lines or CSV files (gzip too)."})
+    train_files: list[str] = field(default_factory=list, metadata={"help": "JSON-lines, CSV or TSV files (gzip too)."})
     validation_files: list[str] = field(default_factory=list, metadata={"help": "The same, to evaluate on."})
     test_files: list[str] = field(default_factory=list, metadata={"help": "The same, to predict at the end."})
     class_files: list[str] = field(default_factory=list, metadata={"help": "Text files, one for each class."})
@@ -81,8 +83,11 @@ def load_texts(arguments: DataArguments) -> DatasetDict:
     elif arguments.class_files:
         data = DatasetDict({"train": load_classes(arguments.class_files, arguments.encoding)})
     elif files:
-        kind = "csv" if ".csv" in next(iter(files.values()))[0] else "json"
-        data = load_dataset(kind, data_files=files)
+        first_file = Path(next(iter(files.values()))[0]).name
+        if ".tsv" in first_file:  # of GLUE, in which a quotation mark is a character like others
+            data = load_dataset("csv", data_files=files, sep="\t", quoting=csv.QUOTE_NONE)
+        else:
+            data = load_dataset("csv" if ".csv" in first_file else "json", data_files=files)
     else:
         raise ValueError("no texts: name a data set with --dataset_name, or files with --train_files or --class_files")
     if arguments.label_column != "label":

@@ -83,6 +83,16 @@ def test_run_classification_from_scratch(model_type, class_files, tmp_path):
     assert (model.config.model_type, model.config.num_labels) == (model_type, 2)
 
 
+def test_tab_separated_files_keep_quotation_marks(tmp_path):
+    """As GLUE has them; a quotation mark that opens nothing must not swallow the lines after it."""
+    (tmp_path / "train.tsv").write_text('sentence\tlabel\nan " odd one\t0\ntwo "\t1\n')
+    data = run_classification.load_texts(
+        run_classification.DataArguments(train_files=[str(tmp_path / "train.tsv")], validation_share=0)
+    )
+    assert data["train"]["sentence"][:] == ['an " odd one', 'two "']
+    assert data["train"]["label"][:] == [0, 1]
+
+
 def test_run_classification_of_pairs_with_a_method_resumes(tmp_path):
     """Bytes of JSON lines: whether two words are the same; a run that is stopped ends as one that was not."""
     words = ["ab", "cd", "ef", "gh"]

@@ -30,6 +30,7 @@ CASES = (
     Case("segments_of_one_token", **SMALL | {"N": 6}, segment_length=1, window=1),
     Case("segments_beyond_a_tile", **SMALL | {"N": 111, "clusters": 2}, segment_length=37, window=30),
     Case("odd_dimensions", **SMALL, D=5, Dv=20, segment_length=5, window=6),
+    Case("values_walked_in_two_parts", **SMALL, D=4, Dv=140, segment_length=5, window=5),
     Case("clusters_beyond_a_tile_and_queries", **SMALL | {"N": 25, "clusters": 18}, segment_length=8, window=0),
     Case("more_top_keys_than_a_tile", **SMALL | {"N": 49}, topk=35, segment_length=12, window=0),
     Case("prefill_and_holes", **SMALL | {"B": 2, "N": 29}, masks="holes", prefill=True),

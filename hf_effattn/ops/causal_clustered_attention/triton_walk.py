@@ -45,18 +45,22 @@ def _causal_clustered_attention_fwd_walk_kernel(
     centroids_ptr, key_ptr, value_ptr, counts_ptr, top_ptr, rest_lse_ptr, rest_mean_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
     stride_value_b, stride_value_h, stride_value_m, stride_value_d,
-    problems, H, group, N, D, Dv, segment_length, segments, first_served, epochs, clusters, topk, tiles, scale_log2,
+    problems, H, group, N, D, Dv, segment_length, segments, first_served, epochs, clusters, topk, tiles,
+    value_tiles, scale_log2,
     HAS_COUNTS: tl.constexpr, HAS_TOP: tl.constexpr, HAS_REST: tl.constexpr, BLOCK_T: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Top keys, and log-sum-exp and mean value of the others, of some centroids of one epoch for all its segments.
 
-    New keys take the places of the smallest top keys, the largest first.
+    New keys take the places of the smallest top keys, the largest first. Programs that walk the same centroids for
+    other columns of the values find, and store, the same numbers besides.
     """
-    i_tile = tl.program_id(0) % tiles
-    i_p = (tl.program_id(0) // tiles % problems).to(tl.int64)
-    i_e = epochs - 1 - tl.program_id(0) // tiles // problems  # the longest walks begin first
+    i_v = tl.program_id(0) % value_tiles
+    i_tile = tl.program_id(0) // value_tiles % tiles
+    i_walk = tl.program_id(0) // value_tiles // tiles
+    i_p = (i_walk % problems).to(tl.int64)
+    i_e = epochs - 1 - i_walk // problems  # the longest walks begin first
     i_b, i_kh = i_p // H, i_p % H // group
     count = load_count(counts_ptr, i_b, N, HAS_COUNTS)
     first, end = _epoch_segments(i_e, epochs, first_served, segments, segment_length, count)
@@ -64,6 +68,9 @@ def _causal_clustered_attention_fwd_walk_kernel(
         return
     key_ptr += i_b * stride_key_b + i_kh * stride_key_h
     value_ptr += i_b * stride_value_b + i_kh * stride_value_h
+    value_ptr += i_v * BLOCK_V * stride_value_d
+    rest_mean_ptr += i_v * BLOCK_V
+    columns = tl.minimum(Dv - i_v * BLOCK_V, BLOCK_V)
     served = segments - first_served
     o_c = i_tile * ROWS + tl.arange(0, ROWS)
     m_c = o_c < clusters
@@ -104,7 +111,7 @@ def _causal_clustered_attention_fwd_walk_kernel(
                         m_old = m_enters & (b_old >= 0)
                         # [ROWS, BLOCK_V]
                         p_old = value_ptr + b_old.to(tl.int64) * stride_value_m
-                        b_value = load_rows(p_old, m_old, stride_value_d, Dv, BLOCK_V).to(tl.float32)
+                        b_value = load_rows(p_old, m_old, stride_value_d, columns, BLOCK_V).to(tl.float32)
                         b_higher = tl.where(m_old, tl.maximum(b_highest, b_worst), b_highest)
                         b_weight = tl.exp2(tl.where(m_old, b_worst - b_higher, float("-inf")))
                         b_kept = tl.exp2(b_highest - b_higher)
@@ -119,7 +126,7 @@ def _causal_clustered_attention_fwd_walk_kernel(
             if HAS_REST:
                 # [COLUMNS, BLOCK_V]
                 p_value = value_ptr + o_m.to(tl.int64) * stride_value_m
-                b_values = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
+                b_values = load_rows(p_value, m_key, stride_value_d, columns, BLOCK_V)
                 b_rest, b_highest, b_total = _add_to_rest(b_scores, b_values, b_rest, b_highest, b_total, PRECISION)
         if i_u >= first - first_served:
             o_table = (i_p * served + i_u) * clusters + o_c
@@ -131,7 +138,7 @@ def _causal_clustered_attention_fwd_walk_kernel(
                 b_lse = tl.where(b_total > 0, b_highest + tl.log2(b_divisor), LOWEST)
                 tl.store(rest_lse_ptr + o_table, b_lse, mask=m_c)
                 p_mean = rest_mean_ptr + o_table[:, None] * Dv + o_v[None, :]
-                tl.store(p_mean, b_rest / b_divisor[:, None], mask=m_c[:, None] & (o_v < Dv)[None, :])
+                tl.store(p_mean, b_rest / b_divisor[:, None], mask=m_c[:, None] & (o_v < columns)[None, :])
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -297,9 +304,12 @@ def walk_config(key: torch.Tensor, value_dim: int, topk: int, *, backward: bool)
     single = key.element_size() == 4
     # All top keys stay in registers during the walk.
     warps = max(4, block_t // 64)
-    if backward or (single and widest > 128):
+    if backward:
         warps = max(warps, block_t // 32, widest * (2 if single else 1) // 32)
     warps = min(warps, 8)
+    if single and not backward:
+        # Longer float32 rows are walked by several programs, each for a part of the values.
+        block_v = min(block_v, 128)
     return {
         "BLOCK_T": block_t,
         "ROWS": FEW_ROWS,
@@ -337,13 +347,14 @@ def walk(
     B, Hk, N, Dv = value.shape
     T = settings.topk
     config = walk_config(key, Dv, T, backward=False)
-    tiles = triton.cdiv(C, config["ROWS"])
+    has_rest = settings.method != "bi-clustered"
+    tiles, value_tiles = triton.cdiv(C, config["ROWS"]), triton.cdiv(Dv, config["BLOCK_V"]) if has_rest else 1
     with on_device_of(key):
-        _causal_clustered_attention_fwd_walk_kernel[(E * P * tiles,)](
+        _causal_clustered_attention_fwd_walk_kernel[(E * P * tiles * value_tiles,)](
             centroids, key, value, counts, top, rest_lse, rest_means, *key.stride(), *value.stride(),
             P, P // B, P // (B * Hk), N, D, Dv, layout.segment_length, layout.segments, layout.first_served, E, C, T,
-            tiles, settings.scale * LOG2_E,
-            HAS_COUNTS=counts is not None, HAS_TOP=T > 0, HAS_REST=settings.method != "bi-clustered", **config,
+            tiles, value_tiles, settings.scale * LOG2_E,
+            HAS_COUNTS=counts is not None, HAS_TOP=T > 0, HAS_REST=has_rest, **config,
         )  # fmt: skip
 
 

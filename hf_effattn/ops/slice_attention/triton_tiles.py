@@ -156,17 +156,19 @@ def tile_config(
     block_d, block_v = block_width(head_dim), block_width(value_dim)
     row_bytes = max(block_d, block_v, 32) * itemsize
     # What a program holds grows with its rows: two sums beside its keys and values, one beside its queries.
-    rows = min(64 if itemsize == 2 else 32, max(16, (4096 if computes == "key" else 8192) // row_bytes))
+    numbers = (2048 if itemsize == 4 else 4096) if computes == "key" else 8192
+    rows = min(64 if itemsize == 2 else 32, max(16, numbers // row_bytes))
     wide = row_bytes >= 512 or (row_bytes >= 256 and (itemsize == 4 or chip.name == "hip"))
     hopper = chip.name == "cuda" and chip.shared_memory > 200 * KIB
-    few_warps = row_bytes < (256 if computes == "output" else 128) or (row_bytes == 256 and itemsize == 4)
+    few_warps = row_bytes <= 64 or (row_bytes == 128 and (itemsize == 4 or computes == "output"))
+    few_warps |= row_bytes == 256 and itemsize == 4
     return {
         "SLICES": max(1, rows // slice_length),
         "ROWS": rows,
-        "COLUMNS": 16 if wide and itemsize == 4 and not hopper else min(rows, 32),
+        "COLUMNS": 16 if itemsize == 4 and (not hopper if wide else computes == "query") else min(rows, 32),
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
-        "BY_PARTS": wide,
+        "BY_PARTS": wide or (itemsize == 4 and computes != "output" and chip.name == "cuda"),
         "PRECISION": chip.dot_precision(tensor.dtype),
         # Eight of AMD's warps, twice as wide, leave each lane half the registers.
         "num_warps": 4 if few_warps or chip.name == "hip" else 8,
