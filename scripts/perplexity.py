@@ -120,7 +120,7 @@ def main(
     model: Annotated[Path, typer.Option(help="Folder of the causal model that run_clm.py trained.")],
     lengths: Annotated[
         str, typer.Option(help="Comma-separated numbers of tokens, multiples of 4.")
-    ] = "512,1024,2048,4096",
+    ] = "512,1024,2048,4096,8192",
     tokens: Annotated[int, typer.Option(help="Tokens of held-out text read at every length.")] = 16_384,
     window: int = 64,
     segment_length: int = 64,

@@ -288,11 +288,10 @@ def slice_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]
         yield partial(total, query, key, value, *rest)
 
 
-FINISHED = (clustering_calls, attention_calls, clusterformer_calls)
-UNFINISHED = (causal_calls, slice_calls)  # not yet shown to fit every GPU; `--unfinished` compiles them
+CALLS = (clustering_calls, attention_calls, causal_calls, clusterformer_calls, slice_calls)
 
 
-def main(gpu: str, dtype: str, compile_known: bool, record: bool, of: tuple[Callable[..., Any], ...]) -> None:
+def main(gpu: str, dtype: str, compile_known: bool, record: bool) -> None:
     """Run every call on the named GPU; add what fitted to `compiled.json` unless it is compiled as a test."""
     driver.set_active(NamedGpu(GPUS[gpu].target))
     chips.INTERPRETER = GPUS[gpu].chip
@@ -302,7 +301,7 @@ def main(gpu: str, dtype: str, compile_known: bool, record: bool, of: tuple[Call
     compiler = Compiler(gpu, compile_known)
     compiler.install()
     for compiler.head_dim in HEAD_DIMS:
-        for calls in of:
+        for calls in CALLS:
             for call in calls(compiler.head_dim, DTYPES[dtype]):
                 output = call()
                 for tensor in output if isinstance(output, tuple) else (output,):
@@ -315,5 +314,4 @@ def main(gpu: str, dtype: str, compile_known: bool, record: bool, of: tuple[Call
 
 if __name__ == "__main__":
     again, changed = ("--again" in sys.argv), ("--changed" in sys.argv)
-    chosen = UNFINISHED if "--unfinished" in sys.argv else FINISHED
-    main(sys.argv[1], sys.argv[2], compile_known=again, record=not again and not changed, of=chosen)
+    main(sys.argv[1], sys.argv[2], compile_known=again, record=not again and not changed)

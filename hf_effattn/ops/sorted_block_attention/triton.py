@@ -47,15 +47,17 @@ def _config(
     block_d, block_v = block_width(tensor.shape[3]), block_width(value_dim)
     widest, itemsize = max(block_d, block_v), tensor.element_size()
     shrink = (itemsize == 4) + (widest > 128)
+    chip = chip_of(tensor)
     return {
         "ROWS": max(16, rows >> shrink),
         "COLUMNS": max(16, columns >> shrink),
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
         "BY_PARTS": by_parts or (itemsize == 4 and widest > PART.value),
-        "PRECISION": chip_of(tensor).dot_precision(tensor.dtype),
-        "num_warps": 8 if widest * itemsize >= 256 else 4,
+        "PRECISION": chip.dot_precision(tensor.dtype),
+        "num_warps": 8 if chip.name == "cuda" and widest * itemsize >= 256 else 4,
         "num_stages": 2 if widest * itemsize < 512 else 1,
+        **chip.all_registers,
     }
 
 
