@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from causal_inputs import held_out_tokens, load_causal_model
-from causal_schemes import SKIPPED
+from causal_schemes import SKIPPED, scored
 from rich.progress import track
 
 import hf_effattn
@@ -24,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "clusters": 25,
         "topk": 64,
         "keys_per_cluster": 4,
-        "window": 128,
+        "window": 256,
     },
     "bi-clustered, prefill": {"method": "bi-clustered", "clusters": 16, "topk": 32, "causal": "prefill"},
 }
@@ -69,7 +69,10 @@ def main(
         hf_effattn.unpatch_attention(loaded)
         same = [same_tokens(*both) for both in zip(exact, written, strict=True)]
         equal = sum(number == new_tokens for number in same)
-        rows.append({"run": name, "settings": settings, "equal_texts": equal, "prompts": prompts, "same_tokens": same})
+        sizes = settings.get("window", 64), settings["clusters"], settings["topk"], settings.get("keys_per_cluster", 8)
+        share = scored(settings["method"], prompt_length, *sizes) / ((prompt_length + 1) / 2)
+        row = {"run": name, "settings": settings, "scored_share": share, "equal_texts": equal, "prompts": prompts}
+        rows.append(row | {"same_tokens": same})
         kept = {"environment": environment(), "prompt_length": prompt_length, "new_tokens": new_tokens, "rows": rows}
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(kept, indent=1) + "\n")

@@ -28,6 +28,7 @@ from hf_effattn.ops.kmeans import kmeans
 from hf_effattn.reporting.environment import environment
 from hf_effattn.reporting.errors import relative_error
 
+EXACT = "exact"
 SEGMENT = 64
 KEYS_PER_CLUSTER = 8
 KEY_CLUSTERS = 128
@@ -133,6 +134,8 @@ def older_columns(
 
 def scored(method: str, length: int, window: int, clusters: int, topk: int, keys_per_cluster: int) -> float:
     """Keys, key clusters and centroids' keys that are scored per query, on average; exact attention: all before it."""
+    if method == EXACT:
+        return (length + 1) / 2
     layout = Layout(length, SEGMENT, window, keys_per_cluster, KEY_CLUSTERS, prefill=False)
     dyadic = method in ("clustered", "i-clustered", "bi-clustered")
     total = 0.0
@@ -164,6 +167,7 @@ def schemes(
     found: dict[str, tuple[str, Scheme]] = {
         name: (name, partial(ours, method=name)) for name in ("clustered", "i-clustered", "bi-clustered")
     }
+    found[EXACT] = EXACT, partial(F.scaled_dot_product_attention, is_causal=True)
     if by_segment_too:
         for old in (
             "none",

@@ -18,14 +18,13 @@ import torch
 import torch.nn.functional as F
 import typer
 from causal_inputs import held_out_tokens, load_causal_model
-from causal_schemes import SKIPPED, scored
+from causal_schemes import EXACT, SKIPPED, scored
 from rich.progress import track
 from transformers import DynamicCache
 
 import hf_effattn
 from hf_effattn.reporting.environment import environment
 
-EXACT = "exact"
 SHORTER = "shorter context"
 PARTS = 4
 BI_CLUSTERED = {"clusters": 16, "topk": 32, "keys_per_cluster": 8, "key_clusters": 128}

@@ -1,4 +1,4 @@
-"""Put the tables of `scripts/results/` into README.md, between their marks.
+"""Put the tables of `scripts/results/` into README.md and the model cards, between their marks.
 
 python scripts/update_readme.py
 """
@@ -9,6 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
+CARDS = ROOT / "model_cards"
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -98,26 +99,96 @@ def clustering() -> str:
     return markdown(header, rows) + machine(result["environment"], note)
 
 
-TABLES = {"speed": speed, "closeness": closeness, "clustering": clustering}
+def perplexity() -> str:
+    """Loss of exact attention on held-out text, and what each method adds to the perplexity, per length."""
+    result = json.loads((RESULTS / "perplexity.json").read_text(encoding="utf-8"))
+    lengths = sorted({row["length"] for row in result["rows"]})
+    cells = {(row["run"], row["length"]): row for row in result["rows"]}
+    exact = [f"{cells['exact', length]['last_quarter_loss']:.3f}" for length in lengths]
+    rows = [["exact: loss of the last quarter", *exact]]
+    for run in dict.fromkeys(row["run"] for row in result["rows"] if row["run"] != "exact"):
+        found = [cells.get((run, length)) for length in lengths]
+        rows.append([run] + [number(row, "last_quarter_perplexity_change", "+.2%") for row in found])
+        if run != "shorter context":
+            rows.append([f"{run}: scores computed"] + [number(row, "scored_share", ".0%") for row in found])
+    note = (
+        f"Perplexity of the last quarter of the text against exact attention; {result['tokens']:,} tokens of held-out "
+        f"books for each length, model_cards/gpt2-books, trained on {result['trained_length']:,} tokens at a time, "
+        "positions repeated beyond. "
+    )
+    return markdown(["tokens", *[f"{length:,}" for length in lengths]], rows) + machine(result["environment"], note)
 
 
-def updated(readme: str) -> str:
-    """The README with every table made anew."""
-    for name, make in TABLES.items():
+def schemes() -> str:
+    """What stands for the keys older than the window: error, work and time of every scheme."""
+    result = json.loads((RESULTS / "causal_schemes.json").read_text(encoding="utf-8"))
+    first = result["rows"][0]
+    shown = [row for row in result["rows"] if all(row[x] == first[x] for x in ("window", "clusters", "topk"))]
+    lengths = sorted({row["length"] for row in shown})
+    cells = {(row["scheme"], row["length"], row["rotary"]): row for row in shown}
+    header = ["older keys"] + [
+        f"{length:,}: {what}" for length in lengths for what in ("error", "rotary", "scores", "ms")
+    ]
+    rows = []
+    for name in dict.fromkeys(row["scheme"] for row in shown):
+        texts = [name]
+        for length in lengths:
+            plain, rotary = (cells.get((name, length, turned)) for turned in (False, True))
+            texts += [number(plain, "error", ".3f"), number(rotary, "error", ".3f")]
+            texts += [number(plain, "scored_share", ".0%"), number(plain, "ms", ".0f")]
+        rows.append(texts)
+    note = (
+        f"window {first['window']}, C={first['clusters']}, k={first['topk']}, a key cluster per "
+        f"{first['keys_per_cluster']} keys; error of the last three quarters, mean over the layers of "
+        "model_cards/gpt2-books on two held-out books; rotary: the same queries and keys, rotated; scores: of those "
+        "that exact attention computes. "
+    )
+    return markdown(header, rows) + machine(result["environment"], note)
+
+
+def training() -> str:
+    """How the small GPT-2 does beside counting tokens."""
+    metrics = json.loads((CARDS / "gpt2-books" / "all_results.json").read_text(encoding="utf-8"))
+    rows = [
+        ["frequencies of tokens", f"{metrics['unigram_loss']:.3f}"],
+        ["frequencies of pairs", f"{metrics['bigram_loss']:.3f}"],
+        ["this model", f"{metrics['eval_loss']:.3f}"],
+    ]
+    note = f"{metrics['validation_tokens']:,} tokens of held-out books, {metrics['train_tokens']:,} to train on"
+    return markdown(["", "loss, nats per token"], rows) + f"\n\n<sub>{note}</sub>"
+
+
+# Which tables each text has.
+TABLES = {
+    ROOT / "README.md": {
+        "speed": speed,
+        "closeness": closeness,
+        "clustering": clustering,
+        "perplexity": perplexity,
+        "schemes": schemes,
+    },
+    CARDS / "gpt2-books" / "README.md": {"training": training},
+}
+
+
+def updated(path: Path) -> str:
+    """The text at `path` with every table made anew."""
+    text = path.read_text(encoding="utf-8")
+    for name, make in TABLES[path].items():
         start, end = f"<!-- table: {name} -->\n", "<!-- end of table -->"
-        if readme.count(start) != 1:
-            raise ValueError(f"README.md has {readme.count(start)} places for the table {name!r}; it needs one")
-        before, rest = readme.split(start)
+        if text.count(start) != 1:
+            raise ValueError(f"{path.name} has {text.count(start)} places for the table {name!r}; it needs one")
+        before, rest = text.split(start)
         _, after = rest.split(end, 1)
-        readme = f"{before}{start}{make()}\n{end}{after}"
-    return readme
+        text = f"{before}{start}{make()}\n{end}{after}"
+    return text
 
 
 def main() -> None:
-    """Rewrite README.md in place."""
-    path = ROOT / "README.md"
-    path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"written: {path.name}")
+    """Rewrite every text in place."""
+    for path in TABLES:
+        path.write_text(updated(path), encoding="utf-8")
+        print(f"written: {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
