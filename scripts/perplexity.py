@@ -56,8 +56,8 @@ def losses_after_prompt(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """The losses of the last quarter, read over the cache of the prompt before it."""
     prompt = ids.shape[1] - ids.shape[1] // PARTS
     cache = DynamicCache(config=model.config)
-    model(ids[:, : prompt - 1], past_key_values=cache, logits_to_keep=1)
-    logits = model(ids[:, prompt - 1 : -1], past_key_values=cache).logits[0]
+    model(ids[:, : prompt - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits = model(ids[:, prompt - 1 : -1], past_key_values=cache, use_cache=True).logits[0]
     return F.cross_entropy(logits.float(), ids[0, prompt:], reduction="none")
 
 

@@ -22,9 +22,9 @@ def model_folder(tmp_path_factory):
     tokenizer = train_tokenizer([bundled_books()[0].text[:20_000]], 300)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=300, n_positions=256, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
-    )
+    sizes = {"vocab_size": 300, "n_positions": 256, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    # As `Trainer` leaves it.
+    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)
     GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
 
@@ -89,7 +89,9 @@ def test_perplexity(model_folder, tmp_path):
     assert len(rows) == 2 * (2 + len(perplexity.RUNS))
     assert rows[256, "exact"]["perplexity_change"] == 0
     assert 0 < abs(rows[512, "bi-clustered"]["perplexity_change"]) < 0.01
-    assert rows[512, "bi-clustered, prefill, prompt"]["loss"] is None
+    prompts = [rows[512, f"bi-clustered, {kind}prompt"] for kind in ("", "prefill, ")]
+    assert [row["loss"] for row in prompts] == [None, None]
+    assert prompts[0]["last_quarter_loss"] != prompts[1]["last_quarter_loss"]
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
