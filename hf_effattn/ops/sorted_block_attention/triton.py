@@ -150,7 +150,7 @@ def _backward_op(
     if output.numel() == 0:
         return grad_query, grad_key, grad_value, grad_membership.to(query.dtype)
     rows, columns = (64, 32) if membership is None else (32, 16)
-    config = _config(query, Dv, rows, columns, by_parts=membership is not None)
+    config = _config(query, Dv, rows, columns, by_parts=membership is not None or max(query.shape[3], Dv) > 128)
     options = _options(causal, labels, dropout_seed, config)
     gated = {"HAS_MEMBERSHIP": membership is not None}
     tiles = triton.cdiv(N, options["ROWS"])
