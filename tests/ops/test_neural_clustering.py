@@ -5,7 +5,7 @@ from math import exp, log, sqrt
 import pytest
 import torch
 from closeness import assert_close_to_reference
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hf_effattn.ops import neural_clustering
@@ -192,6 +192,7 @@ def test_registered_with_torch_library():
     seed=st.integers(0, 2**16),
 )
 def test_any_sizes(sizes, masks, similarity, seed):
+    assume(similarity == "dot" or sizes[3] > 1)  # in one dimension cosines are 1 or -1: which of many is largest?
     words, centroids, mask = make_inputs(*sizes, masks=masks, seed=seed)
     options = {"mask": mask, "similarity": similarity}
     expected, expected_labels = with_gradients(words, centroids, backend="reference", **options)
