@@ -35,28 +35,42 @@ def number(row: dict[str, Any] | None, field: str, form: str, unit: str = "") ->
     return "" if value is None else f"{value:{form}}{unit}"
 
 
+def by_length(
+    shown: list[dict[str, Any]], field: str, lines: list[tuple[str, str, str, str]]
+) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of a table with a column per length: for every value of `field` the lines
+    (what is put behind the value, field of the number, its format, its unit)."""
+    lengths = sorted({row["length"] for row in shown})
+    cells = {(row[field], row["length"]): row for row in shown}
+    rows = [
+        [f"{name}{more}"] + [number(cells.get((name, length)), what, form, unit) for length in lengths]
+        for name in dict.fromkeys(row[field] for row in shown)
+        for more, what, form, unit in lines
+    ]
+    return ["tokens", *[f"{length:,}" for length in lengths]], rows
+
+
 def speed() -> str:
     """Forward and forward+backward speed-up, with the error, per length, of the first dtype and batch size."""
     result = json.loads((RESULTS / "benchmark_attention.json").read_text(encoding="utf-8"))
     dtype, batch = result["rows"][0]["dtype"], result["rows"][0]["batch"]
-    shown = [row for row in result["rows"] if (row["dtype"], row["batch"]) == (dtype, batch)]
-    lengths = sorted({row["length"] for row in shown})
-    methods = list(dict.fromkeys(row["method"] for row in shown if not row["exact"]))
-    cells = {(row["method"], row["length"]): row for row in shown}
-    rows = []
-    for method in methods:
-        for part, title in (("forward", "forward"), ("forward_backward", "forward + backward")):
-            speeds = [cells.get((method, length)) for length in lengths]
-            rows.append([f"{method}, {title}"] + [number(row, f"{part}_speedup", ".2f", "×") for row in speeds])
-        errors = [cells.get((method, length)) for length in lengths]
-        rows.append([f"{method}, error"] + [number(row, "real_error", ".3f") for row in errors])
+    shown = [row for row in result["rows"] if (row["dtype"], row["batch"], row["exact"]) == (dtype, batch, False)]
+    header, rows = by_length(
+        shown,
+        "method",
+        [
+            (", forward", "forward_speedup", ".2f", "×"),
+            (", forward + backward", "forward_backward_speedup", ".2f", "×"),
+            (", error", "real_error", ".3f", ""),
+        ],
+    )
     settings = result["settings"]
     note = (
         f"Times against the fastest exact kernel: random inputs, B={batch}, H={settings['heads']}, "
         f"D={settings['head_dim']}, {dtype}, medians of {settings['repeats']} or more rounds. Errors: three layers of "
         "all-MiniLM-L6-v2 (D=32) on novels, its positions repeated beyond 512. "
     )
-    return markdown(["tokens", *[f"{length:,}" for length in lengths]], rows) + machine(result["environment"], note)
+    return markdown(header, rows) + machine(result["environment"], note)
 
 
 def closeness() -> str:
@@ -102,21 +116,18 @@ def clustering() -> str:
 def perplexity() -> str:
     """Loss of exact attention on held-out text, and what each method adds to the perplexity, per length."""
     result = json.loads((RESULTS / "perplexity.json").read_text(encoding="utf-8"))
-    lengths = sorted({row["length"] for row in result["rows"]})
-    cells = {(row["run"], row["length"]): row for row in result["rows"]}
-    exact = [f"{cells['exact', length]['last_quarter_loss']:.3f}" for length in lengths]
-    rows = [["exact: loss of the last quarter", *exact]]
-    for run in dict.fromkeys(row["run"] for row in result["rows"] if row["run"] != "exact"):
-        found = [cells.get((run, length)) for length in lengths]
-        rows.append([run] + [number(row, "last_quarter_perplexity_change", "+.2%") for row in found])
-        if run != "shorter context":
-            rows.append([f"{run}: scores computed"] + [number(row, "scored_share", ".0%") for row in found])
+    exact, others = (
+        [row for row in result["rows"] if (row["run"] == "exact") == is_exact] for is_exact in (True, False)
+    )
+    header, rows = by_length(exact, "run", [(": loss of the last quarter", "last_quarter_loss", ".3f", "")])
+    changes = [("", "last_quarter_perplexity_change", "+.2%", ""), (": scores computed", "scored_share", ".0%", "")]
+    rows += by_length(others, "run", changes)[1]
     note = (
         f"Perplexity of the last quarter of the text against exact attention; {result['tokens']:,} tokens of held-out "
         f"books for each length, model_cards/gpt2-books, trained on {result['trained_length']:,} tokens at a time, "
         "positions repeated beyond. "
     )
-    return markdown(["tokens", *[f"{length:,}" for length in lengths]], rows) + machine(result["environment"], note)
+    return markdown(header, rows) + machine(result["environment"], note)
 
 
 def schemes() -> str:

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from .method_settings import RECORD, ModulePatch
+from .method_settings import RECORD, MethodOverCache, ModulePatch
 from .methods import METHODS, MethodSettings, attend, attention_matrix, find_groups, list_methods, make_settings
 from .model_types import MODEL_TYPES, is_causal, is_self_attention, is_served, model_type_of, supported_model_types
 from .stored import FIELD, check_layers, read_stored
@@ -119,7 +119,7 @@ def attention(
     dense = attention_mask is not None and attention_mask.ndim != 2
     causal = is_causal(module) and kwargs.get("is_causal") is not False
     over_cache = causal and query.shape[2] != key.shape[2] and (dense or query.shape[2] == 1)
-    if over_cache and settings is not None and not settings.exact_over_cache:
+    if over_cache and isinstance(settings, MethodOverCache):
         M, kind = key.shape[2], query.device.type
         readable = attention_mask is None or attention_mask.dtype == torch.bool
         if readable and not settings.is_exact(M, M, kind, causal=True):
@@ -164,7 +164,7 @@ def attention(
 
 
 def _over_cache(
-    settings: MethodSettings,
+    settings: MethodOverCache,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -21,14 +21,14 @@ from .cst_attention import (
     tokens_first,
 )
 from .cst_positions import PROJECTIONS, SlicePositions, positions_for, project
-from .method_settings import RECORD, MethodSettings, ModulePatch
+from .method_settings import RECORD, MethodOverCache, MethodSettings, ModulePatch
 from .model_types import Encoder
 
 COMPOSITIONS = ("merged", "local-global")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SliceSettings(MethodSettings):
+class SliceSettings(MethodOverCache):
     """Composite slice attention: a slice's own tokens exactly, the rest of the input by its slices (Lee 2023).
 
     A conversion: it adds trainable position embeddings, which begin at 0, and is meant to be fine-tuned.
@@ -48,7 +48,6 @@ class SliceSettings(MethodSettings):
 
     method: ClassVar[str] = "cst"
     needs_fine_tuning: ClassVar[bool] = True
-    exact_over_cache: ClassVar[bool] = False
     purpose: ClassVar[dict[str, str]] = {
         "min_length": "inputs with fewer tokens run exact attention",
         "slice_length": "the tokens of a slice; more are more exact and slower",

@@ -53,7 +53,6 @@ class MethodSettings(ABC):
 
     method: ClassVar[str]
     needs_fine_tuning: ClassVar[bool] = False  # it changes what the model computes, and is trained into it
-    exact_over_cache: ClassVar[bool] = True  # what a causal model writes after its prompt attends exactly
     price: ClassVar[tuple[str, ...]] = ()  # the settings that the method's time grows with, at most in proportion
     purpose: ClassVar[dict[str, str]] = {
         "min_length": "inputs with fewer tokens run exact attention; None: the measured length, 0: force the method"
@@ -134,22 +133,6 @@ class MethodSettings(ABC):
     ) -> torch.Tensor:
         """Causal self-attention, `(B, H, N, Dv)`; `prompt`: only what follows the last token will be read."""
 
-    def attend_over_cache(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        mask: torch.Tensor | None,
-        scale: float | None,
-        module: nn.Module | None = None,
-    ) -> torch.Tensor:
-        """Causal attention of the last tokens over a cache, `(B, H, N, Dv)`, unless `exact_over_cache`.
-
-        `mask` `(B, 1, N, M)`: which keys a query sees; None where its one query sees all of them.
-        """
-        raise NotImplementedError(f"{self.method!r} attends exactly over a cache")
-
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON values."""
         return asdict(self)
@@ -176,6 +159,27 @@ class MethodSettings(ABC):
                 f"{name} must be one of {quoted(choices)}, got {value!r}{closest(value, choices)}: "
                 f"{self.purpose[name]}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodOverCache(MethodSettings):
+    """A method with a form for what a causal model writes after its prompt; any other attends exactly then."""
+
+    @abstractmethod
+    def attend_over_cache(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        mask: torch.Tensor | None,
+        scale: float | None,
+        module: nn.Module | None = None,
+    ) -> torch.Tensor:
+        """Causal attention of the last tokens over a cache, `(B, H, N, Dv)`.
+
+        `mask` `(B, 1, N, M)`: which keys a query sees; None where its one query sees all of them.
+        """
 
 
 @dataclass(frozen=True)

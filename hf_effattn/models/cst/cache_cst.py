@@ -201,12 +201,15 @@ class CSTCacheLayer(CacheLayerMixin):
         """Nothing: the first state comes from the model."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Not supported: a composite slice layer keeps summaries, not every key.
+        """How other models add keys: refused, since the summaries here cannot hold them.
 
         Raises:
-            NotImplementedError: always.
+            TypeError: always.
         """
-        raise NotImplementedError("CSTCacheLayer keeps slice summaries; the model stores its state itself")
+        raise TypeError(
+            "this cache keeps the slice summaries of a CST model, not keys and values: give it to such a model, and "
+            "any other model a transformers.DynamicCache"
+        )
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Length and offset of the columns so far."""

@@ -17,7 +17,7 @@ from ..clustered_attention.batched import accumulation_dtype, chunks_of, draw_dr
 from ..dropout import TOPK_AND_SUMMARY_WEIGHTS
 from ..row_chunks import RowChunk
 from .grouping import group
-from .parts import LocalPart, Part, SummaryPart, TopPart
+from .parts import Gradients, LocalPart, Part, SummaryPart, TopPart
 from .reference import ARGUMENTS, Settings
 from .remainder import RemainderPart
 
@@ -179,14 +179,14 @@ def _backward_op(
         for part_of_batch in chunks_of(query, key, key_mask, key_mask, largest_buffer(query, key, value, settings)):
             chunk = _Chunk(part_of_batch, query, key, value, settings, dropout_seed)
             grads = _chunk_gradients(chunk, chunk.pad(part_of_batch.queries(grad_output)))
-            part_of_batch.store_queries(grad_query, chunk.unpad(grads[0]) * settings.scale)
-            for target, gradient in zip((grad_key, grad_value), grads[1:], strict=True):
+            part_of_batch.store_queries(grad_query, chunk.unpad(grads.query) * settings.scale)
+            for target, gradient in ((grad_key, grads.key), (grad_value, grads.value)):
                 part_of_batch.store_keys(target, gradient[:, : chunk.N])
     return grad_query, grad_key, grad_value
 
 
-def _chunk_gradients(chunk: _Chunk, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of the scaled queries `(P, g, segments, S, D)`, and of the keys and values `(P, segments · S, D)`."""
+def _chunk_gradients(chunk: _Chunk, grad: torch.Tensor) -> Gradients:
+    """What one chunk adds to the gradients."""
     dtype = accumulation_dtype(grad.dtype)
     found = chunk.weights()
     row_dot = torch.zeros(*grad.shape[:4], 1, dtype=dtype, device=grad.device)
@@ -198,16 +198,14 @@ def _chunk_gradients(chunk: _Chunk, grad: torch.Tensor) -> tuple[torch.Tensor, t
             product *= weights.factor
         part.add(row_dot, torch.linalg.vecdot(weights.softmax, product)[..., None])
         grad_weights.append(product)
-    grad_query = torch.zeros(chunk.query.shape, dtype=dtype, device=grad.device)
-    grad_key, grad_value = (
-        torch.zeros(rows.shape, dtype=dtype, device=grad.device) for rows in (chunk.key, chunk.value)
-    )
+    rows = chunk.query, chunk.key, chunk.value
+    sums = Gradients(*(torch.zeros(tensor.shape, dtype=dtype, device=grad.device) for tensor in rows))
     for weights, product in zip(found, grad_weights, strict=True):
         part = weights.part
         grad_table = weights.dropped.to(grad.dtype).transpose(1, 2) @ part.take(grad)
         grad_scores = product.sub_(part.take(row_dot)).mul_(weights.softmax)
-        part.add_gradients(chunk.query, grad_scores, grad_table, grad_query, grad_key, grad_value)
-    return grad_query, grad_key, grad_value
+        part.add_gradients(chunk.query, grad_scores, grad_table, sums)
+    return sums
 
 
 @_backward_op.register_fake

@@ -8,6 +8,7 @@ older ones, `C` query clusters, `T` top keys, `G` key clusters of a block.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -17,6 +18,20 @@ from ..clustered_attention.batched import accumulation_dtype, cluster_rows, clus
 from .grouping import Grouping, cluster_keys
 from .layout import Layout, Run
 from .reference import Settings
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Sums in float32 or float64.
+
+    Attributes:
+        query: of the scaled queries, `(P, g, segments, S, D)`.
+        key, value: `(P, segments · S, D)`.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
 
 
 class Part(ABC):
@@ -54,13 +69,7 @@ class Part(ABC):
 
     @abstractmethod
     def add_gradients(
-        self,
-        query: torch.Tensor,
-        grad_scores: torch.Tensor,
-        grad_values: torch.Tensor,
-        grad_query: torch.Tensor,
-        grad_key: torch.Tensor,
-        grad_value: torch.Tensor,
+        self, query: torch.Tensor, grad_scores: torch.Tensor, grad_values: torch.Tensor, into: Gradients
     ) -> None:
         """Add what flows through the part.
 
@@ -68,8 +77,7 @@ class Part(ABC):
             query: all (scaled) queries, `(P, g, segments, S, D)`.
             grad_scores: `(batch, rows, columns)`.
             grad_values: `(batch, columns, Dv)`, of the table.
-            grad_query: `(P, g, segments, S, D)`, added to.
-            grad_key, grad_value: `(P, segments · S, D)`, added to.
+            into: what is added to.
         """
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -95,18 +103,12 @@ class KeyPart(Part):
         return self.mask_(products.to(accumulation_dtype(products.dtype)))
 
     def add_gradients(
-        self,
-        query: torch.Tensor,
-        grad_scores: torch.Tensor,
-        grad_values: torch.Tensor,
-        grad_query: torch.Tensor,
-        grad_key: torch.Tensor,
-        grad_value: torch.Tensor,
+        self, query: torch.Tensor, grad_scores: torch.Tensor, grad_values: torch.Tensor, into: Gradients
     ) -> None:
         grad_scores = grad_scores.to(self.keys.dtype)
-        self.add_to_keys(grad_value, grad_values)
-        self.add_to_keys(grad_key, grad_scores.transpose(1, 2) @ self.take(query))
-        self.add(grad_query, grad_scores @ self.keys)
+        self.add_to_keys(into.value, grad_values)
+        self.add_to_keys(into.key, grad_scores.transpose(1, 2) @ self.take(query))
+        self.add(into.query, grad_scores @ self.keys)
 
 
 class LocalPart(KeyPart):

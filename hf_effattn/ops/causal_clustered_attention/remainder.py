@@ -15,7 +15,7 @@ import torch
 from ..clustered_attention.batched import accumulation_dtype
 from .grouping import Epoch, Grouping
 from .layout import Layout
-from .parts import Part
+from .parts import Gradients, Part
 
 
 @dataclass(frozen=True)
@@ -126,29 +126,17 @@ class RemainderPart(Part):
                 self._tables(target, step.segment, clusters).copy_(table.view(P, g, clusters, -1))
 
     def add_gradients(
-        self,
-        query: torch.Tensor,
-        grad_scores: torch.Tensor,
-        grad_values: torch.Tensor,
-        grad_query: torch.Tensor,
-        grad_key: torch.Tensor,
-        grad_value: torch.Tensor,
+        self, query: torch.Tensor, grad_scores: torch.Tensor, grad_values: torch.Tensor, into: Gradients
     ) -> None:
         grad_means = grad_values.to(self.value.dtype).view_as(self.means)
         grad_logs = grad_scores.sum(dim=1).view_as(self.log_sums)
         grad_totals = (grad_logs - (grad_means * self.means).sum(dim=-1, keepdim=True)) / self.sums
         grad_total_values = grad_means / self.sums
         for epoch in self.grouping.epochs:
-            self._walk_back(epoch, grad_totals, grad_total_values, grad_query, grad_key, grad_value)
+            self._walk_back(epoch, grad_totals, grad_total_values, into)
 
     def _walk_back(
-        self,
-        epoch: Epoch,
-        grad_totals: torch.Tensor,
-        grad_total_values: torch.Tensor,
-        grad_query: torch.Tensor,
-        grad_key: torch.Tensor,
-        grad_value: torch.Tensor,
+        self, epoch: Epoch, grad_totals: torch.Tensor, grad_total_values: torch.Tensor, into: Gradients
     ) -> None:
         P, g = self.shape[:2]
         rows, clusters = epoch.scores.shape[1], epoch.scores.shape[1] // g
@@ -168,15 +156,15 @@ class RemainderPart(Part):
             values = self.value[:, step.new]
             weights = (epoch.scores[:, :, step.new] - step.largest).exp_()
             grad_scores[:, :, step.new] += weights * (total_values @ values.transpose(1, 2) + total)
-            grad_value[:, step.new] += weights.transpose(1, 2) @ total_values
+            into.value[:, step.new] += weights.transpose(1, 2) @ total_values
 
             of_top = (self._top_values(step.top) @ of_values[..., None])[..., 0] + of_total
             grad_scores.scatter_add_(2, step.top, -step.top_weights * of_top)
             heads = torch.arange(P, device=step.top.device)[:, None, None] * self.value.shape[1]
             shares = -step.top_weights[..., None] * of_values[:, :, None]
-            grad_value.flatten(0, 1).index_add_(0, (step.top + heads).flatten(), shares.flatten(0, 2))
+            into.value.flatten(0, 1).index_add_(0, (step.top + heads).flatten(), shares.flatten(0, 2))
         keys = self.key[:, : epoch.scores.shape[2]].to(grad_scores.dtype)
-        grad_key[:, : keys.shape[1]] += grad_scores.transpose(1, 2) @ epoch.centroids
+        into.key[:, : keys.shape[1]] += grad_scores.transpose(1, 2) @ epoch.centroids
         grad_members = grad_scores @ keys / epoch.sizes.clamp(min=1)[..., None]
         of_queries = grad_members.flatten(0, 1).index_select(0, epoch.past_rows).view(P, g, -1, keys.shape[2])
-        grad_query.flatten(2, 3)[:, :, : of_queries.shape[2]] += of_queries
+        into.query.flatten(2, 3)[:, :, : of_queries.shape[2]] += of_queries
