@@ -7,6 +7,7 @@ from cst_models import LENGTH, VARIANTS, tiny_model, tokens
 
 from hf_effattn.models import CSTForCausalLM
 from hf_effattn.models.cst import CSTCache
+from hf_effattn.models.cst.cache_cst import CSTCacheLayer
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -142,3 +143,8 @@ def test_more_tokens_than_positions_raise():
     cache = model(tokens(1, 8), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="9 tokens are more than max_position_embeddings = 8"):
         model(tokens(1, 1), past_key_values=cache)
+
+
+def test_the_cache_says_which_models_it_is_not_for():
+    with pytest.raises(TypeError, match="not keys and values: give it to such a model"):
+        CSTCacheLayer().update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
