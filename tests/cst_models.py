@@ -39,6 +39,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "post_norm": {"pre_norm": False},
     "slices_of_one": {"slice_length": 1},
     "one_slice": {"slice_length": 64},
+    "full": {"composition": "full", "position_embedding": "absolute"},
+    "full_with_positions_of_keys": {"composition": "full"},
 }
 
 

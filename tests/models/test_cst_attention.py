@@ -226,6 +226,20 @@ def test_what_stands_in_padding_changes_nothing(variant):
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("variant", ["full", "full_with_positions_of_keys"])
+def test_without_slices_it_is_the_attention_of_a_transformer(variant, causal):
+    model = tiny_model(CSTForCausalLM if causal else CSTModel, variant)
+    model = getattr(model, "cst", model)
+    module, tables = model.layers[0].attention, None if model.positions is None else model.positions()
+    x = torch.randn(2, 13, 16, dtype=torch.float64)
+    placed = x if tables is None else x + tables[0][:13]
+    to = module.projections
+    query, key, value = (module._heads(rows) for rows in (to.query(placed), to.key(placed), to.value(x)))
+    full = F.scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).flatten(2)
+    assert_close_to_reference("output", module(x, tables, None)[0], module.output(full), rtol=1e-14)
+
+
+@pytest.mark.parametrize("causal", [False, True])
 def test_one_slice_adds_one_global_row_to_full_attention(causal):
     """`L ≥ N`: the local part is full attention, the global part the one slice's value, or nothing when causal."""
     model = tiny_model(CSTForCausalLM if causal else CSTModel, "one_slice", position_embedding="absolute")

@@ -319,6 +319,9 @@ def test_tokenizers_of_bert_and_gpt2_are_usable(real_model_folder, tmp_path):
         ({"num_global_tokens": -1}, ValueError, "num_global_tokens must be at least 0"),
         ({"local_mixing": "mlp", "extension_ratio": 2}, ValueError, "takes neither an extension_ratio"),
         ({"local_mixing": "mlp", "num_global_tokens": 1}, ValueError, "nor global tokens"),
+        ({"composition": "full", "local_mixing": "mlp"}, ValueError, "has no slices and one attention"),
+        ({"composition": "full", "num_global_tokens": 1}, ValueError, "has no slices and one attention"),
+        ({"composition": "full", "share_projections": False}, ValueError, "has no slices and one attention"),
     ],
 )
 def test_mistakes_in_a_config_raise(changes, error, message):

@@ -67,19 +67,19 @@ class CSTAttention(nn.Module):
         return self.output(output), state
 
     def step(
-        self, hidden: torch.Tensor, tables: Tables, state: LevelState, active: torch.Tensor
-    ) -> tuple[torch.Tensor, LevelState]:
+        self, hidden: torch.Tensor, tables: Tables, state: LevelState | GlobalState, active: torch.Tensor
+    ) -> tuple[torch.Tensor, LevelState | GlobalState]:
         """Attention of one more token of each row.
 
         Args:
             hidden (`torch.Tensor`): `(B, d)`.
             tables (`dict[int, torch.Tensor]`, *optional*): as in `forward`.
-            state (`LevelState`): what `forward` or the step before returned.
+            state (`LevelState` or `GlobalState`): what `forward` or the step before returned.
             active (`torch.BoolTensor`): `(B,)`, False = padding, which leaves the row's state as it is.
 
         Returns: the output `(B, d)` and the state after it.
         """
-        output, after = self._step_slice(0, hidden, tables, state, active)
+        output, after = self._step(0, hidden, tables, state, active)
         return self.output(output), after
 
     def _projections_of(self, level: int) -> Projections:
@@ -207,6 +207,14 @@ class CSTAttention(nn.Module):
             output = output.masked_fill(~mask[:, : self.global_tokens, None], 0.0)
         return torch.cat([output, local[:, self.global_tokens :]], dim=1)
 
+    def _step(
+        self, level: int, row: torch.Tensor, tables: Tables, state: LevelState | GlobalState, active: torch.Tensor
+    ) -> tuple[torch.Tensor, LevelState | GlobalState]:
+        """One more row `(B, d)` of a level."""
+        if isinstance(state, GlobalState):
+            return self._step_to_all(level, row, tables, state, active)
+        return self._step_slice(level, row, tables, state, active)
+
     def _step_slice(
         self, level: int, row: torch.Tensor, tables: Tables, state: LevelState, active: torch.Tensor
     ) -> tuple[torch.Tensor, LevelState]:
@@ -222,12 +230,7 @@ class CSTAttention(nn.Module):
         # On a GPU the question would stop the stream of kernels, so there the work is always done.
         if finished.is_cuda or finished.any():
             embedding = self.pools[level](state.rows, None)[:, 0]
-            above: tuple[torch.Tensor, LevelState | GlobalState]
-            if isinstance(state.upper, GlobalState):
-                above = self._step_to_all(level + 1, embedding, tables, state.upper, finished)
-            else:
-                above = self._step_slice(level + 1, embedding, tables, state.upper, finished)
-            state = state.next_slice(finished, *above)
+            state = state.next_slice(finished, *self._step(level + 1, embedding, tables, state.upper, finished))
         return output, state
 
     def _step_local(

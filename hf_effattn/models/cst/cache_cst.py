@@ -185,10 +185,10 @@ class CSTCacheLayer(CacheLayerMixin):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state: LevelState | None = None
+        self.state: LevelState | GlobalState | None = None
         self.columns = 0
 
-    def store(self, state: LevelState, columns: int) -> None:
+    def store(self, state: LevelState | GlobalState, columns: int) -> None:
         """Keep a state after `columns` more columns of the input, padding included."""
         self.state, self.is_initialized = state, True
         self.columns += columns

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from ...ops.arguments import check_count
 from ...ops.slice_attention import extension_tokens
 
-COMPOSITIONS = ("local-global", "parallel", "global-local")
+COMPOSITIONS = ("local-global", "parallel", "global-local", "full")
 LOCAL_MIXINGS = ("attention", "mlp")
 POOLINGS = ("mean", "max", "linear")
 POSITION_EMBEDDINGS = ("ms-vipe", "absolute")
@@ -38,7 +38,9 @@ class CSTConfig(PreTrainedConfig):
             keys of each level; or `"absolute"`, a learned table added once to the word embeddings.
         pooling (`str`): how a slice becomes one embedding: `"mean"`, `"max"` or `"linear"` (a projection of its rows).
         composition (`str`): `"local-global"`: the global attention runs on the slices' local output; `"parallel"`: on
-            their input; `"global-local"`: the same, and its output is added to the input of the local attention.
+            their input; `"global-local"`: the same, and its output is added to the input of the local attention;
+            `"full"`: no slices, every token sees all others by SDPA, as in the Transformer that the paper compares
+            with (what belongs to slices is not used then).
         local_mixing (`str`): `"attention"`, or `"mlp"`, a two-layer MLP over the places of a slice.
         local_mixing_size (`int`): hidden size of that MLP (the paper: 16 and 32).
         share_projections (`bool`): whether local and global attention share their projections (the paper: yes).
@@ -144,19 +146,24 @@ class CSTConfig(PreTrainedConfig):
 
     @property
     def level_lengths(self) -> tuple[int, ...]:
-        """Rows of a slice at each level, in embeddings of the level below."""
+        """Rows of a slice at each level, in embeddings of the level below; none where there are no slices."""
+        if self.composition == "full":
+            return ()
         lengths = self.slice_lengths
         return (lengths[0], *(large // small for small, large in pairwise(lengths)))
 
     @property
     def extension(self) -> int:
         """Keys that a slice of tokens sees of each neighbour."""
+        if self.composition == "full":
+            return 0
         return extension_tokens(self.slice_lengths[0], self.extension_ratio)
 
     @property
     def most_slices(self) -> int:
-        """Slices of the last level in the longest input."""
-        return math.ceil(self.max_position_embeddings / self.slice_lengths[-1])
+        """Slices of the last level in the longest input; its tokens where there are no slices."""
+        longest = self.max_position_embeddings
+        return longest if self.composition == "full" else math.ceil(longest / self.slice_lengths[-1])
 
     def _check(self) -> None:
         if self.hidden_size % self.num_attention_heads:
@@ -184,6 +191,13 @@ class CSTConfig(PreTrainedConfig):
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}")
+        if self.composition == "full" and (
+            self.local_mixing != "attention" or self.num_global_tokens or not self.share_projections
+        ):
+            raise ValueError(
+                'composition="full" has no slices and one attention: it takes neither local_mixing="mlp" nor global '
+                f"tokens ({self.num_global_tokens}) nor share_projections=False"
+            )
         if self.local_mixing == "mlp" and (self.extension_ratio != 1 or self.num_global_tokens):
             raise ValueError(
                 'local_mixing="mlp" mixes the places of one slice: it takes neither an extension_ratio '

@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .attention_cst import CSTAttention, Tables
-from .cache_cst import CSTCache, LevelState
+from .cache_cst import CSTCache, GlobalState, LevelState
 from .configuration_cst import CSTConfig
 
 
@@ -53,8 +53,8 @@ class CSTPositions(nn.Module):
 
     def __init__(self, config: CSTConfig) -> None:
         super().__init__()
-        first, *upper = config.level_lengths
-        rows = [first + 2 * config.extension, *upper, config.most_slices]
+        rows = [*config.level_lengths, config.most_slices]
+        rows[0] += 2 * config.extension
         if config.local_mixing == "mlp":
             del rows[0]  # an MLP over the places of a slice knows the places
         self.levels = nn.ModuleList(nn.Embedding(count, config.hidden_size) for count in rows)
@@ -107,8 +107,8 @@ class CSTLayer(GradientCheckpointingLayer):
         return self._after(hidden, attended), state
 
     def step(
-        self, hidden: torch.Tensor, tables: Tables, state: LevelState, active: torch.Tensor
-    ) -> tuple[torch.Tensor, LevelState]:
+        self, hidden: torch.Tensor, tables: Tables, state: LevelState | GlobalState, active: torch.Tensor
+    ) -> tuple[torch.Tensor, LevelState | GlobalState]:
         """The layer on one more token of each row; arguments and state as in `CSTAttention.step`."""
         attended, state = self.attention.step(self._before(self.attention_norm, hidden), tables, state, active)
         return self._after(hidden, attended), state
