@@ -58,6 +58,7 @@ class DataArguments:
     split_seed: int = field(default=0, metadata={"help": "Decides which texts those are."})
     max_length: int = field(default=512, metadata={"help": "Tokens of an example; longer texts are cut."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many, shuffled."})
+    max_predict_samples: int | None = field(default=None, metadata={"help": "Test on the first so many, shuffled."})
 
 
 def load_classes(files: list[str], encoding: str) -> Dataset:
@@ -133,9 +134,11 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
             yield from (row[column] for row in data["train"])
 
     tokenizer = load_tokenizer(model_arguments, training, texts())
-    if "train" in data and data_arguments.max_train_samples is not None:
-        chosen = data["train"].shuffle(seed=data_arguments.split_seed)
-        data["train"] = chosen.select(range(min(len(chosen), data_arguments.max_train_samples)))
+    most = {"train": data_arguments.max_train_samples, "test": data_arguments.max_predict_samples}
+    for split, count in most.items():
+        if split in data and count is not None:
+            shuffled = data[split].shuffle(seed=data_arguments.split_seed)
+            data[split] = shuffled.select(range(min(len(shuffled), count)))
     settings = {"tokenizer": tokenizer, "arguments": data_arguments}
     kept = {"label"}
     examples = data.map(

@@ -81,6 +81,12 @@ def blocks(texts: DatasetDict, tokenizer: PreTrainedTokenizerBase, length: int) 
     return texts.map(tokenize, batched=True, remove_columns=columns).map(cut, batched=True, batch_size=None)
 
 
+def tokens_per_word(texts: Dataset, tokenizer: PreTrainedTokenizerBase) -> float:
+    """Tokens for each word between blanks: what makes perplexities of different tokenizers comparable."""
+    tokens = sum(len(ids) for ids in tokenizer(texts["text"][:], verbose=False)["input_ids"])
+    return tokens / sum(len(text.split()) for text in texts["text"])
+
+
 def ngram_losses(train: Dataset, validation: Dataset, vocab_size: int) -> dict[str, float]:
     """What a model that knows the tokens' frequencies reaches, and one that also knows the token before.
 
@@ -129,6 +135,9 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     if training.do_eval:
         metrics |= trainer.evaluate()
         metrics["perplexity"] = math.exp(metrics["eval_loss"])
+        ratio = tokens_per_word(texts["validation"], tokenizer)
+        metrics["word_perplexity"] = math.exp(metrics["eval_loss"] * ratio)
+        metrics["parameters"] = float(trainer.model.num_parameters())
         metrics["validation_tokens"] = examples["validation"].num_rows * length
         if "train" in examples:
             metrics["train_tokens"] = examples["train"].num_rows * length

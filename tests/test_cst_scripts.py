@@ -1,10 +1,15 @@
-"""The benchmark of slice attention at small sizes."""
+"""The benchmark of slice attention and the training of its models, at small sizes."""
 
+import gzip
 import json
+from dataclasses import replace
 
 import benchmark_cst
+import cst_training
 import pytest
+import shared_data
 import torch
+import typer
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -63,3 +68,92 @@ def test_another_setting_is_measured_anew(lengths, tmp_path):
     benchmark_cst.main("32", slice_length=8, **options)
     benchmark_cst.main(lengths, slice_length=4, **options)
     assert json.loads(output.read_text())["settings"]["slice_length"] == (4 if lengths else 8)
+
+
+def write_gzip(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(text.encode()))
+
+
+@pytest.fixture
+def small_tasks(tmp_path, monkeypatch):
+    """Every task with a model and data so small that a step is a moment; the tests' folder of data sets."""
+    folder = tmp_path / "data"
+    monkeypatch.setenv(shared_data.VARIABLE, str(folder))
+    monkeypatch.chdir(tmp_path)
+    texts = [{"label": word, "text": f"a {word} film about {n}"} for n in range(8) for word in ("good", "bad")]
+    for name in ("imdb", "20newsgroups"):
+        for split in ("train", "test"):
+            write_gzip(folder / name / f"{split}.jsonl.gz", "\n".join(map(json.dumps, texts)))
+    for split in ("train", "valid"):
+        write_gzip(folder / f"wikitext-2/wiki.{split}.tokens.gz", "the cat sat on the mat . " * 60)
+    for split in ("train", "dev"):
+        lines = [f"a {row['label']} one\t{int(row['label'] == 'good')}" for row in texts]
+        write_gzip(folder / f"glue/SST-2/{split}.tsv.gz", "\n".join(["sentence\tlabel", *lines]))
+    for name, task in cst_training.TASKS.items():
+        if task.batch is not None:
+            sizes = task.sizes | {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+            arguments = {key: value for key, value in task.arguments.items() if key != "vocab_size"}
+            arguments |= {key: 32 for key in ("max_length", "block_length") if key in arguments}
+            arguments |= {"vocab_size": 270, "save_steps": 1}
+            sizes["max_position_embeddings"] = 32
+            small = replace(task, sizes=sizes, arguments=arguments, batch=(2, 32, 270))
+            monkeypatch.setitem(cst_training.TASKS, name, small)
+
+
+@pytest.mark.parametrize("task", list(cst_training.TASKS))
+def test_models_of_a_task_are_trained_and_kept(task, small_tasks, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "out" / "cst.json"
+    names = list(cst_training.TASKS[task].models)[:2]
+    arguments = {"models": ";".join(names), "steps": 2, "output": output, "dtype": "float32"}
+    cst_training.main(task, **arguments)
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["task"], row["model"], row["steps"]) for row in rows] == [(task, name, 2) for name in names]
+    metric = "word_perplexity" if "WikiText" in task else ("eval" if task == "SST-2" else "test") + "_accuracy"
+    assert all(row[metric] > 0 and row["parameters"] > 0 for row in rows)
+    assert rows[0]["parameters"] != rows[1]["parameters"]  # the two have other positions: a setting that arrived
+    monkeypatch.setattr(cst_training, "train", None)
+    cst_training.main(task, **arguments)
+    assert json.loads(output.read_text())["rows"] == rows
+    assert "written" in capsys.readouterr().out
+
+
+def test_a_stopped_training_goes_on(small_tasks, tmp_path, monkeypatch):
+    """The second step starts from the first one's checkpoint, not from the beginning."""
+    arguments = {"models": "Transformer", "dtype": "float32"}
+    cst_training.main("20 Newsgroups", **arguments, steps=2, output=tmp_path / "whole.json")
+    run = next((tmp_path / "runs" / "cst").iterdir())
+    assert run.name == "20_Newsgroups,_Transformer,_seed_0,_2_steps"
+    state = json.loads((run / "checkpoint-2" / "trainer_state.json").read_text())
+    (run / "model.safetensors").unlink()
+    seen = []
+    original = cst_training.run_classification.Trainer.training_step
+    monkeypatch.setattr(
+        cst_training.run_classification.Trainer,
+        "training_step",
+        lambda self, *rest, **named: (seen.append(1), original(self, *rest, **named))[1],
+    )
+    cst_training.main("20 Newsgroups", **arguments, steps=2, output=tmp_path / "again.json")
+    rows = [json.loads((tmp_path / name).read_text())["rows"][0] for name in ("whole.json", "again.json")]
+    assert state["global_step"] == 2
+    assert not seen
+    assert rows[0]["test_loss"] == pytest.approx(rows[1]["test_loss"], abs=1e-6)
+
+
+def test_costs_of_a_step(small_tasks, tmp_path):
+    output = tmp_path / "cst.json"
+    for _ in range(2):  # measured once
+        cst_training.main("IMDb bytes", costs=True, repeats=1, dtype="float32", output=output)
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["model"] for row in rows] == list(cst_training.TASKS["IMDb bytes"].models)
+    assert rows[0]["speedup"] == 1
+    assert all(row["step_ms"] > 0 and row["step_peak_bytes"] > 0 for row in rows)
+    with pytest.raises(typer.BadParameter, match="depends on the lengths of its texts"):
+        cst_training.main("SST-2", costs=True, dtype="float32", output=output)
+
+
+def test_unknown_tasks_and_models_are_named():
+    with pytest.raises(typer.BadParameter, match="unknown task 'MNLI'"):
+        cst_training.main("MNLI")
+    with pytest.raises(typer.BadParameter, match="unknown models"):
+        cst_training.main("SST-2", models="BERT;GPT-3")
