@@ -25,13 +25,21 @@ from typing import Any
 
 import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, concatenate_datasets, load_dataset
-from training import ModelArguments, keep_metrics, load_metric, load_tokenizer, make_model, train
+from training import (
+    ModelArguments,
+    first_samples,
+    keep_metrics,
+    load_metric,
+    load_tokenizer,
+    make_model,
+    tokenize_texts,
+    train,
+)
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     EvalPrediction,
     HfArgumentParser,
-    PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
     set_seed,
@@ -106,14 +114,6 @@ def load_texts(arguments: DataArguments) -> DatasetDict:
     return data
 
 
-def tokenize(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, arguments: DataArguments) -> dict[str, Any]:
-    """Token numbers of texts or pairs, cut to the length that is allowed."""
-    texts = [rows[arguments.text_column]]
-    if arguments.text_pair_column is not None:
-        texts.append(rows[arguments.text_pair_column])
-    return dict(tokenizer(*texts, truncation=True, max_length=arguments.max_length))
-
-
 def compute_metrics(metric: Any, prediction: EvalPrediction) -> dict[str, float]:
     """The metric of the most likely classes."""
     logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
@@ -127,24 +127,19 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     set_seed(training.seed)
     data = load_texts(data_arguments)
     classes = data[next(iter(data))].features["label"].names
-    columns = [data_arguments.text_column, data_arguments.text_pair_column]
+    columns = list(filter(None, [data_arguments.text_column, data_arguments.text_pair_column]))
 
     def texts() -> Iterator[str]:
-        for column in filter(None, columns):
+        for column in columns:
             yield from (row[column] for row in data["train"])
 
     tokenizer = load_tokenizer(model_arguments, training, texts())
     most = {"train": data_arguments.max_train_samples, "test": data_arguments.max_predict_samples}
-    for split, count in most.items():
-        if split in data and count is not None:
-            shuffled = data[split].shuffle(seed=data_arguments.split_seed)
-            data[split] = shuffled.select(range(min(len(shuffled), count)))
-    settings = {"tokenizer": tokenizer, "arguments": data_arguments}
-    kept = {"label"}
+    data = first_samples(data, most, data_arguments.split_seed)
     examples = data.map(
-        partial(tokenize, **settings),
+        partial(tokenize_texts, tokenizer=tokenizer, columns=columns, max_length=data_arguments.max_length),
         batched=True,
-        remove_columns=[name for name in data[next(iter(data))].column_names if name not in kept],
+        remove_columns=[name for name in data[next(iter(data))].column_names if name != "label"],
     )
     labels = {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
     model = make_model(model_arguments, AutoModelForSequenceClassification, tokenizer, labels)

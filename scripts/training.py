@@ -4,13 +4,14 @@ Every script takes `ModelArguments`, its own data arguments and transformers' `T
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import evaluate
 import torch
+from datasets import DatasetDict
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     AutoConfig,
@@ -133,9 +134,25 @@ def make_model(
     return model
 
 
-def load_metric(name: str) -> Any:
+def tokenize_texts(
+    rows: dict[str, list], tokenizer: PreTrainedTokenizerBase, columns: Sequence[str], max_length: int
+) -> dict[str, Any]:
+    """Token numbers of texts, or of pairs where two columns are named, cut to the length that is allowed."""
+    return dict(tokenizer(*(rows[column] for column in columns), truncation=True, max_length=max_length))
+
+
+def first_samples(data: DatasetDict, most: dict[str, int | None], seed: int) -> DatasetDict:
+    """The data with no more rows in a split than `most` says; which ones they are, `seed` decides."""
+    chosen = {}
+    for split, rows in data.items():
+        count = most.get(split)
+        chosen[split] = rows if count is None else rows.shuffle(seed=seed).select(range(min(len(rows), count)))
+    return DatasetDict(chosen)
+
+
+def load_metric(name: str, config_name: str | None = None) -> Any:
     """A metric that lies in the repository, by `evaluate`: no Hub is needed, the keys are the Hub's."""
-    return evaluate.load(str(METRICS / name))
+    return evaluate.load(str(METRICS / name), config_name)
 
 
 def train(trainer: Trainer, training: TrainingArguments, save_dtype: str | None = None) -> dict[str, float]:

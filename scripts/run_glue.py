@@ -1,0 +1,147 @@
+r"""Fine-tune or evaluate a model on a task of GLUE, with transformers' `Trainer`.
+
+Data comes from the Hub, or from the benchmark's own files with `--data_dir`. The model is a checkpoint, plain or with
+its attention replaced, or one from scratch.
+
+    python scripts/run_glue.py --task_name cola --model_name_or_path roberta-base --output_dir runs/cola \
+        --do_train --do_eval --learning_rate 2e-5
+    python scripts/run_glue.py --task_name mrpc --data_dir glue --model_name_or_path runs/mrpc --do_eval \
+        --output_dir runs/check --method i-clustered --method_settings clusters=25,topk=32,min_length=0
+
+`--resume_from_checkpoint last` goes on from the newest checkpoint of the output folder. The metrics, with the Hub's
+names, are printed and kept in `all_results.json` there; `--do_predict` writes the labels of the test set as the
+benchmark's server takes them.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import DatasetDict
+from glue_tasks import TASKS, GlueTask, load_glue
+from training import (
+    ModelArguments,
+    first_samples,
+    keep_metrics,
+    load_metric,
+    load_tokenizer,
+    make_model,
+    tokenize_texts,
+    train,
+)
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    HfArgumentParser,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+
+@dataclass
+class DataArguments:
+    """Which task."""
+
+    task_name: str = field(metadata={"help": f"One of {', '.join(TASKS)}."})
+    data_dir: str | None = field(default=None, metadata={"help": "Folder of the benchmark's files; default: the Hub."})
+    max_length: int = field(default=128, metadata={"help": "Tokens of an example; longer texts are cut."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many, shuffled."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many, shuffled."})
+
+
+def prepare(data: DatasetDict, task: GlueTask, tokenizer: PreTrainedTokenizerBase, max_length: int) -> DatasetDict:
+    """The examples as tokens, with their labels."""
+    columns = data[next(iter(data))].column_names
+    return data.map(
+        partial(tokenize_texts, tokenizer=tokenizer, columns=task.texts, max_length=max_length),
+        batched=True,
+        remove_columns=[name for name in columns if name != "label"],
+    )
+
+
+def predicted(logits: np.ndarray | tuple[np.ndarray, ...], task: GlueTask) -> np.ndarray:
+    """The classes of the logits `(examples, classes)`, or the scores."""
+    first = logits[0] if isinstance(logits, tuple) else logits
+    return np.argmax(first, axis=1) if task.labels else first[:, 0]
+
+
+def metrics_of(task_name: str) -> Callable[[EvalPrediction], dict[str, float]]:
+    """What GLUE reports of a task, as `Trainer` calls it."""
+    metric, task = load_metric("glue", task_name), TASKS[task_name]
+
+    def compute(prediction: EvalPrediction) -> dict[str, float]:
+        return metric.compute(predictions=predicted(prediction.predictions, task), references=prediction.label_ids)
+
+    return compute
+
+
+def label_settings(task: GlueTask) -> dict[str, Any]:
+    """Settings of a model's configuration for the task's labels."""
+    if not task.labels:
+        return {"num_labels": 1, "problem_type": "regression"}
+    return {
+        "id2label": dict(enumerate(task.labels)),
+        "label2id": {name: number for number, name in enumerate(task.labels)},
+    }
+
+
+def write_predictions(values: np.ndarray, task: GlueTask, path: Path) -> None:
+    """A file as the benchmark's server takes it: a number, and a word where the task's labels are words."""
+    words = any("entailment" in name for name in task.labels) and task.folder != "WNLI"
+    with path.open("w", encoding="utf-8") as file:
+        file.write("index\tprediction\n")
+        for index, value in enumerate(values):
+            file.write(f"{index}\t{task.labels[value] if words else value}\n")
+
+
+def main(command_line: list[str] | None = None) -> dict[str, float]:
+    """Train, evaluate and predict as the arguments say; returns the metrics."""
+    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+    model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
+    set_seed(training.seed)
+    name = data_arguments.task_name
+    data = load_glue(name, Path(data_arguments.data_dir) if data_arguments.data_dir else None)
+    task = TASKS[name]
+
+    def texts() -> Iterator[str]:
+        for column in task.texts:
+            yield from data["train"][column]
+
+    tokenizer = load_tokenizer(model_arguments, training, texts())
+    most = {"train": data_arguments.max_train_samples}
+    most |= dict.fromkeys(task.validation, data_arguments.max_eval_samples)
+    examples = prepare(first_samples(data, most, training.data_seed or 0), task, tokenizer, data_arguments.max_length)
+    model = make_model(model_arguments, AutoModelForSequenceClassification, tokenizer, label_settings(task))
+    trainer = Trainer(
+        model=model,
+        args=training,
+        train_dataset=examples.get("train"),
+        eval_dataset=examples[next(iter(task.validation))],
+        processing_class=tokenizer,
+        data_collator=DataCollatorWithPadding(tokenizer),
+        compute_metrics=metrics_of(name),
+    )
+    metrics = {"parameters": float(model.num_parameters())}
+    if training.do_train:
+        metrics |= train(trainer, training, model_arguments.save_dtype)
+    if training.do_eval:
+        for split in task.validation:
+            prefix = split.replace("validation", "eval")
+            metrics |= trainer.evaluate(examples[split], metric_key_prefix=prefix)
+    if training.do_predict:
+        test = examples["test"].remove_columns("label")
+        values = predicted(trainer.predict(test).predictions, task)
+        write_predictions(values, task, Path(training.output_dir) / f"{task.folder}.tsv")
+    keep_metrics(trainer, metrics)
+    return metrics
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
