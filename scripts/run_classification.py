@@ -133,7 +133,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
         for column in columns:
             yield from (row[column] for row in data["train"])
 
-    tokenizer = load_tokenizer(model_arguments, training, texts())
+    tokenizer = load_tokenizer(model_arguments, training, texts(), pairs=len(columns) == 2)
     most = {"train": data_arguments.max_train_samples, "test": data_arguments.max_predict_samples}
     data = first_samples(data, most, data_arguments.split_seed)
     examples = data.map(

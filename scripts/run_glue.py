@@ -114,7 +114,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
         for column in task.texts:
             yield from data["train"][column]
 
-    tokenizer = load_tokenizer(model_arguments, training, texts())
+    tokenizer = load_tokenizer(model_arguments, training, texts(), pairs=len(task.texts) == 2)
     most = {"train": data_arguments.max_train_samples}
     most |= dict.fromkeys(task.validation, data_arguments.max_eval_samples)
     examples = prepare(first_samples(data, most, training.data_seed or 0), task, tokenizer, data_arguments.max_length)

@@ -6,6 +6,7 @@ Every script takes `ModelArguments`, its own data arguments and transformers' `T
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import evaluate
 import torch
 from datasets import DatasetDict
 from tokenizers import ByteLevelBPETokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -26,7 +28,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import hf_effattn
 
-END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT, MASK = "<|endoftext|>", "<|mask|>"
 BYTES = "bytes"
 METRICS = Path(__file__).parent / "metrics"
 
@@ -70,32 +72,58 @@ def parse_settings(text: str) -> dict[str, Any]:
     return settings
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE, as GPT-2 has one, fitted on the texts."""
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, *, pairs: bool = False, masks: bool = False
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE, as GPT-2 has one, fitted on the texts.
+
+    Args:
+        texts (`Iterable[str]`): what it is fitted on.
+        vocab_size (`int`): tokens, at least 257.
+        pairs (`bool`): put the mark of a text's end before the first text and between the two, and number them by
+            `token_type_ids`. Otherwise there is nothing but the text.
+        masks (`bool`): have a mask token.
+    """
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False)
+    special = [END_OF_TEXT, MASK] if masks else [END_OF_TEXT]
+    bpe.train_from_iterator(texts, vocab_size=vocab_size, special_tokens=special, show_progress=False)
+    if pairs:
+        bpe._tokenizer.post_processor = TemplateProcessing(
+            single=f"{END_OF_TEXT} $A",
+            pair=f"{END_OF_TEXT} $A {END_OF_TEXT} $B:1",
+            special_tokens=[(END_OF_TEXT, bpe.token_to_id(END_OF_TEXT))],
+        )
+    segments = ["token_type_ids"] if pairs else []
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe._tokenizer,
+        model_input_names=["input_ids", *segments, "attention_mask"],
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         unk_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
+        mask_token=MASK if masks else None,
     )
 
 
-def newest_checkpoint(training: TrainingArguments) -> str | None:
-    """The newest checkpoint of the output folder, if there is one."""
+def checkpoint_to_resume(training: TrainingArguments) -> str | None:
+    """The checkpoint that the arguments name; for `last` the newest of the output folder, if there is one."""
+    resume: str | None = training.resume_from_checkpoint
+    if resume != "last":
+        return resume
     return get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
 
 
 def load_tokenizer(
-    arguments: ModelArguments, training: TrainingArguments, texts: Iterable[str]
+    arguments: ModelArguments, training: TrainingArguments, texts: Iterable[str], **kinds: bool
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer that is named, the model's, that of a run which is resumed, or one made of `texts`."""
+    """The tokenizer that is named, the model's, that of a run which is resumed, or one made of `texts`.
+
+    `kinds` are what `train_tokenizer` can be asked for; bytes and existing tokenizers are what they are.
+    """
     if arguments.tokenizer_name == BYTES:
         return ByT5Tokenizer(extra_ids=0)
-    name = arguments.tokenizer_name or arguments.model_name_or_path or newest_checkpoint(training)
-    return AutoTokenizer.from_pretrained(name) if name else train_tokenizer(texts, arguments.vocab_size)
+    name = arguments.tokenizer_name or arguments.model_name_or_path or checkpoint_to_resume(training)
+    return AutoTokenizer.from_pretrained(name) if name else train_tokenizer(texts, arguments.vocab_size, **kinds)
 
 
 def make_model(
@@ -114,7 +142,11 @@ def make_model(
     """
     overrides = defaults | parse_settings(arguments.config_overrides)
     if arguments.model_name_or_path is not None:
-        model = auto_class.from_pretrained(arguments.model_name_or_path, **overrides)
+        path = arguments.model_name_or_path
+        # One that was saved with its attention replaced comes back so.
+        patched = getattr(AutoConfig.from_pretrained(path), "effattn", None) is not None
+        load = partial(hf_effattn.from_pretrained, auto_class) if patched else auto_class.from_pretrained
+        model = load(path, **overrides)
     elif arguments.model_type is not None:
         special = {
             name: getattr(tokenizer, name)
@@ -160,8 +192,7 @@ def train(trainer: Trainer, training: TrainingArguments, save_dtype: str | None 
 
     What is evaluated afterwards is the model as it was saved, in `save_dtype` where one is named.
     """
-    resume = training.resume_from_checkpoint
-    trained = trainer.train(resume_from_checkpoint=newest_checkpoint(training) if resume == "last" else resume)
+    trained = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training))
     if save_dtype is not None:
         trainer.model.to(getattr(torch, save_dtype))
     trainer.save_model()

@@ -8,8 +8,9 @@ import datasets
 import pytest
 import run_classification
 import run_clm
+import text_data
 import training
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
 from hf_effattn import from_pretrained
 
@@ -53,10 +54,10 @@ def test_ngram_losses_by_hand():
 def test_run_clm_strips_what_gutenberg_adds(tmp_path):
     text = "Title\n*** START OF THE PROJECT ***\nOnce upon a time.\n*** END OF THE PROJECT ***\nLicence"
     (tmp_path / "book.txt").write_text(text)
-    arguments = run_clm.DataArguments(train_files=[str(tmp_path / "book.txt")])
-    assert run_clm.load_texts(arguments)["train"]["text"] == ["Once upon a time."]
+    arguments = text_data.DataArguments(train_files=[str(tmp_path / "book.txt")])
+    assert text_data.load_texts(arguments)["train"]["text"] == ["Once upon a time."]
     with pytest.raises(ValueError, match="no text: name a data set"):
-        run_clm.load_texts(run_clm.DataArguments())
+        text_data.load_texts(text_data.DataArguments())
 
 
 @pytest.fixture
@@ -110,6 +111,33 @@ def test_run_classification_of_pairs_with_a_method_resumes(tmp_path):
     assert resumed["test_loss"] == pytest.approx(whole["test_loss"], abs=1e-6)
     model = from_pretrained(AutoModelForSequenceClassification, tmp_path / "whole")
     assert model.config._attn_implementation == "bi-clustered"
+    arguments = training.ModelArguments(model_name_or_path=str(tmp_path / "whole"))
+    again = training.make_model(arguments, AutoModelForSequenceClassification, tokenizer=None, defaults={})
+    assert again.config._attn_implementation == "bi-clustered"
+
+
+def test_pairs_are_marked_in_every_tokenizer_that_is_trained(tmp_path):
+    """Two texts, one after the other, would be one text."""
+    tokenizer = training.train_tokenizer(["the cat sat"] * 9, 300, pairs=True)
+    tokenizer.save_pretrained(tmp_path)
+    for known in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        both = known("the cat", "sat the")
+        end = known.eos_token_id
+        middle = both["input_ids"].index(end, 1)
+        assert both["input_ids"][0] == end
+        assert both["token_type_ids"] == [0] * (middle + 1) + [1] * (len(both["input_ids"]) - middle - 1)
+    alone = training.train_tokenizer(["the cat sat"] * 9, 300)
+    assert alone.decode(alone("the cat")["input_ids"]) == "the cat"
+    assert "token_type_ids" not in alone("the cat")
+
+
+def test_a_fresh_run_has_its_own_tokenizer(tmp_path):
+    """Only a run that is resumed takes the vocabulary of what lies in its folder."""
+    training.train_tokenizer(["abc"], 260).save_pretrained(tmp_path / "checkpoint-1")
+    arguments = training.ModelArguments(vocab_size=300)
+    for resume, size in (("last", 260), (None, 280)):
+        run = TrainingArguments(str(tmp_path), resume_from_checkpoint=resume, report_to=[], use_cpu=True)
+        assert (len(training.load_tokenizer(arguments, run, ["the cat sat on the mat"] * 9)) < 262) == (size == 260)
 
 
 def test_a_tenth_of_the_training_texts_is_held_out(class_files):

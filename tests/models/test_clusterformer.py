@@ -1,5 +1,6 @@
 """ClusterFormer encoders: the definition, padding, losses, gradients, saving, the variants of the paper's tables."""
 
+import inspect
 from math import exp, log, sqrt
 
 import pytest
@@ -358,6 +359,14 @@ def test_the_projection_of_the_centroids_starts_as_the_identity():
         found = [p for name, p in model.named_parameters() if "centroid_projection" in name]
         assert found
         assert all(torch.equal(p, torch.eye(24)) for p in found)
+
+
+@pytest.mark.parametrize("model_class", HEADS.values(), ids=lambda c: c.__name__)
+def test_a_forward_names_what_trainer_shall_pass_on(model_class):
+    """Trainer drops the columns that a forward does not name: segments of pairs were lost that way."""
+    names = inspect.signature(model_class.forward).parameters
+    assert {"input_ids", "attention_mask"} <= set(names)
+    assert "token_type_ids" in names or model_class is ClusterFormerForConditionalGeneration
 
 
 @pytest.mark.parametrize("auto_class", HEADS, ids=lambda c: c.__name__)

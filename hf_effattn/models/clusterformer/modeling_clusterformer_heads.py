@@ -100,18 +100,25 @@ class ClusterFormerForMaskedLM(_WithWordHead):
 
     @can_return_tuple
     def forward(
-        self, input_ids: torch.Tensor | None = None, labels: torch.Tensor | None = None, **kwargs: Any
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
     ) -> ClusterFormerMaskedLMOutput:
         """Score the vocabulary for every word.
 
         Args:
             input_ids (`torch.LongTensor`): `(B, N)`.
+            attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 0 = padding.
+            token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
             labels (`torch.LongTensor`, *optional*): `(B, N)`, the words; -100 = not to be guessed.
             kwargs: what `ClusterFormerModel` takes.
         Returns: `ClusterFormerMaskedLMOutput`, logits `(B, N, vocab_size)`.
         """
         kwargs.setdefault("output_clustering", self.training or labels is not None)
-        encoded = self.clusterformer(input_ids, **kwargs)
+        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, **kwargs)
         logits = self.lm_head(encoded.last_hidden_state)
         task_loss = word_loss(logits, labels)
         return ClusterFormerMaskedLMOutput(
@@ -136,6 +143,8 @@ class ClusterFormerForPreTraining(_WithWordHead):
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         next_sentence_label: torch.Tensor | None = None,
         **kwargs: Any,
@@ -144,6 +153,8 @@ class ClusterFormerForPreTraining(_WithWordHead):
 
         Args:
             input_ids (`torch.LongTensor`): `(B, N)`.
+            attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 0 = padding.
+            token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
             labels (`torch.LongTensor`, *optional*): `(B, N)`, the words; -100 = not to be guessed.
             next_sentence_label (`torch.LongTensor`, *optional*): `(B,)`, 0 = it follows, 1 = it does not.
             kwargs: what `ClusterFormerModel` takes.
@@ -151,7 +162,7 @@ class ClusterFormerForPreTraining(_WithWordHead):
         """
         labelled = labels is not None or next_sentence_label is not None
         kwargs.setdefault("output_clustering", self.training or labelled)
-        encoded = self.clusterformer(input_ids, **kwargs)
+        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, **kwargs)
         logits = self.lm_head(encoded.last_hidden_state)
         follows = self.next_sentence(encoded.pooler_output)
         parts = [word_loss(logits, labels), word_loss(follows, next_sentence_label)]
@@ -182,6 +193,8 @@ class ClusterFormerForCausalLM(_WithWordHead, GenerationMixin):
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
@@ -192,6 +205,8 @@ class ClusterFormerForCausalLM(_WithWordHead, GenerationMixin):
 
         Args:
             input_ids (`torch.LongTensor`): `(B, N)`.
+            attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 0 = padding.
+            token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
             labels (`torch.LongTensor`, *optional*): `(B, N)`, the input; -100 = not to be predicted.
             past_key_values (`Cache`, *optional*), use_cache (`bool`, *optional*): with `causal="strict"`.
             logits_to_keep (`int`): only the last so many words; 0 = all.
@@ -199,7 +214,8 @@ class ClusterFormerForCausalLM(_WithWordHead, GenerationMixin):
         Returns: `ClusterFormerCausalLMOutput`, logits `(B, N, vocab_size)`.
         """
         kwargs.setdefault("output_clustering", self.training or labels is not None)
-        decoded = self.clusterformer(input_ids, past_key_values=past_key_values, use_cache=use_cache, **kwargs)
+        state = {"past_key_values": past_key_values, "use_cache": use_cache}
+        decoded = self.clusterformer(input_ids, attention_mask, token_type_ids, **state, **kwargs)
         logits = self.lm_head(decoded.last_hidden_state[:, -logits_to_keep:])
         task_loss = shifted_loss(logits, labels)
         return ClusterFormerCausalLMOutput(
@@ -232,6 +248,7 @@ class ClusterFormerForSequenceClassification(ClusterFormerPreTrainedModel):
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> ClusterFormerSequenceClassifierOutput:
@@ -240,13 +257,14 @@ class ClusterFormerForSequenceClassification(ClusterFormerPreTrainedModel):
         Args:
             input_ids (`torch.LongTensor`): `(B, N)`.
             attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 0 = padding.
+            token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
             labels (`torch.Tensor`, *optional*): `(B,)` classes; numbers where `num_labels` is 1; `(B, num_labels)`
                 0 or 1 where `config.problem_type` is `"multi_label_classification"`.
             kwargs: what `ClusterFormerModel` takes.
         Returns: `ClusterFormerSequenceClassifierOutput`, logits `(B, num_labels)`.
         """
         kwargs.setdefault("output_clustering", self.training or labels is not None)
-        encoded = self.clusterformer(input_ids, attention_mask=attention_mask, **kwargs)
+        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, **kwargs)
         mask = None if attention_mask is None else attention_mask.bool()
         pooled = pool(encoded.last_hidden_state, mask, self.config.pooling)
         logits = self.classifier(self.dropout(pooled))
@@ -280,18 +298,25 @@ class ClusterFormerForTokenClassification(ClusterFormerPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self, input_ids: torch.Tensor | None = None, labels: torch.Tensor | None = None, **kwargs: Any
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
     ) -> ClusterFormerTokenClassifierOutput:
         """Score the classes of every word.
 
         Args:
             input_ids (`torch.LongTensor`): `(B, N)`.
+            attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 0 = padding.
+            token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
             labels (`torch.LongTensor`, *optional*): `(B, N)`; -100 = does not count.
             kwargs: what `ClusterFormerModel` takes.
         Returns: `ClusterFormerTokenClassifierOutput`, logits `(B, N, num_labels)`.
         """
         kwargs.setdefault("output_clustering", self.training or labels is not None)
-        encoded = self.clusterformer(input_ids, **kwargs)
+        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, **kwargs)
         logits = self.classifier(self.dropout(encoded.last_hidden_state))
         task_loss = word_loss(logits, labels)
         return ClusterFormerTokenClassifierOutput(
@@ -315,6 +340,8 @@ class ClusterFormerForQuestionAnswering(ClusterFormerPreTrainedModel):
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
         start_positions: torch.Tensor | None = None,
         end_positions: torch.Tensor | None = None,
         **kwargs: Any,
@@ -323,13 +350,15 @@ class ClusterFormerForQuestionAnswering(ClusterFormerPreTrainedModel):
 
         Args:
             input_ids (`torch.LongTensor`): `(B, N)`.
+            attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 0 = padding.
+            token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
             start_positions, end_positions (`torch.LongTensor`, *optional*): `(B,)`; beyond the text = does not count.
             kwargs: what `ClusterFormerModel` takes.
         Returns: `ClusterFormerQuestionAnsweringOutput`, both logits `(B, N)`.
         """
         labelled = start_positions is not None and end_positions is not None
         kwargs.setdefault("output_clustering", self.training or labelled)
-        encoded = self.clusterformer(input_ids, **kwargs)
+        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, **kwargs)
         start, end = self.qa_outputs(encoded.last_hidden_state).unbind(dim=-1)
         task_loss = None
         if start_positions is not None and end_positions is not None:
