@@ -124,7 +124,7 @@ TASKS = {
             "vocab_size": 8000,
             "max_length": 512,
             "validation_share": 0,
-            "num_train_epochs": 3,
+            "num_train_epochs": 2,
             "per_device_train_batch_size": 32,
             "per_device_eval_batch_size": 32,
             "learning_rate": 5e-4,

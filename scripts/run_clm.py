@@ -15,14 +15,12 @@ to the system and has them cleared anew, which took more time than the arithmeti
 """
 
 import math
-import re
 import sys
-from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
-from datasets import Dataset, DatasetDict, load_dataset
-from training import END_OF_TEXT, ModelArguments, keep_metrics, load_tokenizer, make_model, train
+from datasets import Dataset
+from text_data import DataArguments, blocks, load_texts
+from training import ModelArguments, keep_metrics, load_tokenizer, make_model, train
 from transformers import (
     AutoModelForCausalLM,
     HfArgumentParser,
@@ -32,53 +30,6 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
-
-# What Project Gutenberg puts around a book.
-GUTENBERG = re.compile(r"\*\*\* ?START OF[^\n]*\n(.*?)\*\*\* ?END OF", re.DOTALL)
-
-
-@dataclass
-class DataArguments:
-    """Which text, and how it is cut."""
-
-    dataset_name: str | None = field(default=None, metadata={"help": "Data set on the Hub, with a column `text`."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration."})
-    train_files: list[str] = field(default_factory=list, metadata={"help": "Text files, one document each."})
-    validation_files: list[str] = field(default_factory=list, metadata={"help": "Held-out text files."})
-    block_length: int = field(default=1024, metadata={"help": "Tokens of an example."})
-
-
-def load_texts(arguments: DataArguments) -> DatasetDict:
-    """The splits `train` and `validation` with a column `text`, a document or a line a row."""
-    if arguments.dataset_name is not None:
-        return load_dataset(arguments.dataset_name, arguments.dataset_config_name)
-    files = {"train": arguments.train_files, "validation": arguments.validation_files}
-    files = {split: paths for split, paths in files.items() if paths}
-    if not files:
-        raise ValueError("no text: name a data set with --dataset_name, or files with --train_files")
-    texts = load_dataset("text", data_files=files, sample_by="document")
-    return texts.map(
-        lambda row: (
-            {"text": GUTENBERG.search(row["text"] + "*** END OF")[1].strip()}  # type: ignore[index]
-            if "*** START OF" in row["text"] or "***START OF" in row["text"]
-            else row
-        )
-    )
-
-
-def blocks(texts: DatasetDict, tokenizer: PreTrainedTokenizerBase, length: int) -> DatasetDict:
-    """All tokens of a split one after the other, cut into examples of `length`; what remains is dropped."""
-
-    def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        return {"input_ids": tokenizer([text + END_OF_TEXT for text in rows["text"]], verbose=False)["input_ids"]}
-
-    def cut(rows: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        tokens = list(chain.from_iterable(rows["input_ids"]))
-        examples = [tokens[start : start + length] for start in range(0, len(tokens) - length + 1, length)]
-        return {"input_ids": examples, "labels": [list(example) for example in examples]}
-
-    columns = texts["train" if "train" in texts else "validation"].column_names
-    return texts.map(tokenize, batched=True, remove_columns=columns).map(cut, batched=True, batch_size=None)
 
 
 def tokens_per_word(texts: Dataset, tokenizer: PreTrainedTokenizerBase) -> float:
