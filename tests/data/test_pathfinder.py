@@ -1,0 +1,167 @@
+"""Pathfinder: what an image shows agrees with its label, found in the pixels as far as they tell it."""
+
+import numpy as np
+import pytest
+
+from hf_effattn.data.paddles import WINDOW, paddle_tables
+from hf_effattn.data.pathfinder import CHUNK, PathfinderSettings, generate_pathfinder
+
+SIZE = 32
+SIDE = 2 * WINDOW + 1
+
+
+@pytest.fixture(scope="module", params=[14, 6], ids=["hard", "easy"])
+def images(request):
+    return generate_pathfinder(PathfinderSettings(contour_length=request.param), "train", 0)
+
+
+def circles_in(image):
+    """The places where an image has a whole circle, whatever its brightness."""
+    marker = paddle_tables().marker.reshape(SIDE, SIDE).astype(int)
+    padded = np.pad(image.reshape(SIZE, SIZE).astype(int), WINDOW)
+    centre = image.reshape(SIZE, SIZE).astype(int)
+    there = centre > 100
+    for row, column in np.argwhere(marker >= 40):
+        there &= padded[row : row + SIZE, column : column + SIZE] >= marker[row, column] * centre // 255 - 2
+    return {tuple(place) for place in np.argwhere(there).tolist()}
+
+
+def reachable(lit, start):
+    """Pixels that a walk over lit ones reaches, which may step over two dark ones: the gap between two dashes."""
+    steps = [(down, right) for down in range(-3, 4) for right in range(-3, 4)]
+    seen, waiting = {start}, [start]
+    while waiting:
+        row, column = waiting.pop()
+        for down, right in steps:
+            place = (row + down, column + right)
+            if place not in seen and min(place) >= 0 and max(place) < SIZE and lit[place]:
+                seen.add(place)
+                waiting.append(place)
+    return seen
+
+
+def alone(image, path):
+    """What an image shows near one path: the pixels within two of a dash's ends."""
+    near = np.zeros((SIZE + 4, SIZE + 4), dtype=bool)
+    for row, column in path[:, 1:]:
+        near[row : row + 5, column : column + 5] = True
+    return np.where(near[2:-2, 2:-2], image.reshape(SIZE, SIZE), 0)
+
+
+def test_there_are_two_circles_where_they_are_said_to_be(images):
+    """And no others; where the two overlap, what they share may look like a third."""
+    for image, circles in zip(images.pixels, images.circles.tolist(), strict=True):
+        found, (first, second) = circles_in(image), map(tuple, circles)
+        assert found >= {first, second}
+        assert first != second
+        if max(abs(first[0] - second[0]), abs(first[1] - second[1])) > 4:
+            assert found == {first, second}
+
+
+def test_joined_circles_are_connected_in_the_pixels(images):
+    """By what is lit along the path that begins in the first circle; that path ends in the second, or elsewhere."""
+    for image, label, circles, dashes in zip(
+        images.pixels, images.labels, images.circles.tolist(), images.dashes, strict=True
+    ):
+        first, second = map(tuple, circles)
+        (path,) = (path for path in dashes if tuple(path[0, 1:]) == first)
+        shown = alone(image, path) >= 40
+        end = tuple(path[-1, 1:].tolist())
+        assert shown[end]
+        assert end in reachable(shown, first)
+        assert (end == second) == bool(label)
+
+
+def test_in_easy_images_the_pixels_alone_often_tell():
+    """Without any knowledge of the paths: joined circles always hang together, others often do not."""
+    images = generate_pathfinder(PathfinderSettings(contour_length=6), "validation", 0)
+    together = np.array(
+        [
+            tuple(second) in reachable(image.reshape(SIZE, SIZE) >= 60, tuple(first))
+            for image, (first, second) in zip(images.pixels, images.circles.tolist(), strict=True)
+        ]
+    )
+    assert together[images.labels == 1].mean() > 0.99
+    assert together[images.labels == 0].mean() < 0.97
+
+
+def test_paths_are_dashed_and_do_not_turn_back(images):
+    """Dashes at the distance of a dash and a gap, each at most a right angle off the one before."""
+    ends = images.dashes[..., 1:].astype(float)
+    steps = np.diff(ends[:, :, 1:], axis=2)
+    lengths = np.linalg.norm(steps, axis=-1)
+    assert lengths.min() > 2
+    assert lengths.max() < 6
+    assert ((images.dashes[..., 1:] >= 0) & (images.dashes[..., 1:] < SIZE)).all()
+
+
+def test_no_dash_touches_another_path(images):
+    """The dark pixels beside it apart, no pixel belongs to two long paths."""
+    ink = paddle_tables().ink[0].reshape(-1, SIDE, SIDE)
+    for paths in images.dashes:
+        first, second = (
+            {
+                (row + down - WINDOW, column + right - WINDOW)
+                for direction, row, column in path
+                for down, right in np.argwhere(ink[direction] >= 80)
+            }
+            for path in paths
+        )
+        assert not first & second
+
+
+def test_statistics(images):
+    """Half the labels each; brightness, and the circles' places, are no hint."""
+    count = len(images.labels)
+    assert count == CHUNK
+    assert images.pixels.shape == (CHUNK, SIZE * SIZE)
+    assert abs(images.labels.mean() - 0.5) < 4 * 0.5 / count**0.5
+    apart, joined = (images.labels == 0, images.labels == 1)
+    distance = np.linalg.norm(images.circles[:, 0] - images.circles[:, 1], axis=1)
+    for feature in (images.pixels.mean(axis=1), distance):
+        error = (feature[apart].var() / apart.sum() + feature[joined].var() / joined.sum()) ** 0.5
+        assert abs(feature[apart].mean() - feature[joined].mean()) < 4 * error
+    assert (images.pixels.max(axis=1) == 255).all()
+
+
+def test_hard_images_are_like_the_published_generator_makes_them():
+    """Measured on 1,200 images of that generator with the parameters of the Long Range Arena.
+
+    Share of pixels above 60 and 128, mean brightness, distractors that found room, distance of the circles.
+    """
+    settings = PathfinderSettings()
+    images = generate_pathfinder(settings, "train", 1)
+    assert (images.pixels > 60).mean() == pytest.approx(0.177, abs=0.01)
+    assert (images.pixels > 128).mean() == pytest.approx(0.110, abs=0.01)
+    assert images.pixels.mean() == pytest.approx(27.7, abs=1.0)
+    placed = (images.distractors[:, :: settings.distractor_length, 0] >= 0).sum(axis=1)
+    assert placed.mean() == pytest.approx(4.65, abs=0.1)
+    distance = np.linalg.norm(images.circles[:, 0] - images.circles[:, 1], axis=1)
+    assert distance.mean() == pytest.approx(12.9, abs=1.0)
+
+
+def test_a_chunk_depends_on_seed_split_and_number_only():
+    settings = PathfinderSettings(contour_length=6)
+    first = generate_pathfinder(settings, "train", 2).pixels
+    generate_pathfinder(settings, "train", 1)
+    assert (generate_pathfinder(settings, "train", 2).pixels == first).all()
+    for others in (
+        generate_pathfinder(settings, "train", 3),
+        generate_pathfinder(settings, "test", 2),
+        generate_pathfinder(PathfinderSettings(contour_length=6, seed=1), "train", 2),
+    ):
+        assert (others.pixels != first).any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"validation_size": 0}, ValueError, "validation_size must be at least 1, got 0"),
+        ({"contour_length": 2}, ValueError, "contour_length must be from 3 to 20, got 2"),
+        ({"contour_length": 40}, ValueError, "contour_length must be from 3 to 20, got 40"),
+        ({"seed": "0"}, TypeError, "seed must be a whole number, got '0'"),
+    ],
+)
+def test_settings_that_cannot_be(settings, error, message):
+    with pytest.raises(error, match=message):
+        PathfinderSettings(**settings)
