@@ -1,0 +1,260 @@
+r"""What clustered attention does to fine-tuned models without retraining (Source: Vyas 2020, section 3.3).
+
+Every task of GLUE, and SQuAD, with exact attention and with the methods: the task's metric as mean ± standard
+deviation over the seeds of the clustering, its drop, and the error of the attention output in each layer.
+
+    python scripts/approximate.py cola --model runs/cola                 # a model of yours, data from the Hub
+    python scripts/approximate.py cola,mrpc,squad --local --methods "clustered-25;i-clustered-25"
+
+Without `--model` the demo's BERT, or `--base`, is fine-tuned first, in `--runs`, from the newest checkpoint there.
+What the output file holds is not run again. On a CPU set `MALLOC_MMAP_THRESHOLD_=8000000000
+MALLOC_TRIM_THRESHOLD_=16000000000`, as for `run_clm.py`.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import glue_tasks
+import pandas as pd
+import run_glue
+import run_qa
+import torch
+import typer
+from kept_runs import KeptRuns, mean_and_deviation
+from rich.progress import track
+from shared_data import dataset_path
+from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
+
+from hf_effattn import report
+from hf_effattn.demo.models import default_model_folder
+
+FULL = "full"
+COMMON: dict[str, Any] = {"report_to": "none", "per_device_eval_batch_size": 32, "eval_strategy": "no"}
+FINE_TUNING: dict[str, Any] = {
+    "per_device_train_batch_size": 32,
+    "learning_rate": 5e-5,
+    "warmup_steps": 0.1,
+    "lr_scheduler_type": "linear",
+    "save_total_limit": 1,
+    "resume_from_checkpoint": "last",
+}
+TEXTS_FOR_ERRORS = 16
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task as its training script knows it.
+
+    Attributes:
+        main: the script's `main`.
+        auto_class: of its models.
+        arguments: what every run of the script gets.
+        hub: where the data are on the Hub.
+        local: the same from files: names of arguments, and paths inside the data sets.
+        metric: key of the script's metrics.
+        best: what the metric is of perfect answers.
+        training: what differs in fine-tuning.
+        paper: the paper's numbers for RoBERTa by the name of the row.
+    """
+
+    main: Callable[[list[str]], dict[str, float]]
+    auto_class: Any
+    arguments: dict[str, Any]
+    hub: dict[str, str]
+    local: dict[str, str]
+    metric: str
+    training: dict[str, Any]
+    paper: dict[str, float] = field(default_factory=dict)
+    best: float = 1.0
+
+
+def glue(name: str, metric: str, epochs: int, paper: tuple[float, float, float]) -> Task:
+    """A task of GLUE, at 128 tokens."""
+    return Task(
+        run_glue.main,
+        AutoModelForSequenceClassification,
+        {"task_name": name, "max_length": 128},
+        {},
+        {"data_dir": "glue"},
+        metric,
+        {"num_train_epochs": epochs, "save_steps": 200},
+        dict(zip((FULL, "clustered-25", "i-clustered-25"), paper, strict=True)),
+    )
+
+
+TASKS = {
+    "cola": glue("cola", "eval_matthews_correlation", 4, (0.601, 0.598, 0.601)),
+    "mrpc": glue("mrpc", "eval_accuracy", 4, (0.868, 0.436, 0.873)),
+    "rte": glue("rte", "eval_accuracy", 4, (0.682, 0.498, 0.704)),
+    "sst2": glue("sst2", "eval_accuracy", 1, (0.947, 0.944, 0.947)),
+    "stsb": glue("stsb", "eval_pearson", 4, (0.900, 0.789, 0.900)),
+    "wnli": glue("wnli", "eval_accuracy", 2, (0.437, 0.437, 0.437)),
+    "squad": Task(
+        run_qa.main,
+        AutoModelForQuestionAnswering,
+        {"max_length": 384, "doc_stride": 128},
+        {"dataset_name": "rajpurkar/squad"},
+        {"train_files": "squad/train-subset-44articles-v1.1.json.gz", "validation_files": "squad/dev-v1.1.json.gz"},
+        "eval_f1",
+        {"num_train_epochs": 2, "per_device_train_batch_size": 16, "save_steps": 200},
+        dict(zip((FULL, "clustered-25", "i-clustered-25"), (0.904, 0.006, 0.876), strict=True)),
+        best=100.0,
+    ),
+}
+
+
+def settings_of(row: str) -> dict[str, Any]:
+    """The method and the settings that a row is named after, `method-clusters` or `method-clusters-topk`.
+
+    Returns: nothing for exact attention.
+
+    Raises:
+        typer.BadParameter: a name that is none.
+    """
+    if row == FULL:
+        return {}
+    parts = re.fullmatch(r"(clustered|i-clustered|bi-clustered)-(\d+)(?:-(\d+))?", row)
+    if parts is None or (parts[1] == "clustered" and parts[3]):
+        raise typer.BadParameter(f"rows are named 'clustered-25', 'i-clustered-25', 'i-clustered-25-64', not {row!r}")
+    topk = {} if parts[1] == "clustered" else {"topk": int(parts[3] or 32)}
+    return {"method": parts[1], "clusters": int(parts[2]), **topk}
+
+
+def switches(low_precision: bool) -> list[str]:
+    """Switches of `TrainingArguments` for this machine."""
+    found = [] if torch.cuda.is_available() else ["--use_cpu"]
+    return [*found, "--bf16"] if low_precision else found
+
+
+def run_script(task: Task, arguments: dict[str, Any], local: bool, *more: str) -> dict[str, float]:
+    """Run the task's script."""
+    data = {name: dataset_path(path) for name, path in task.local.items()} if local else task.hub
+    named = COMMON | task.arguments | data | arguments
+    return task.main([*(part for name, value in named.items() for part in (f"--{name}", str(value))), *more])
+
+
+def fine_tuned(name: str, base: str, runs: Path, seed: int, local: bool) -> str:
+    """Folder of the task's model, trained where it is not there yet."""
+    folder = runs / f"{name}-{Path(base).name}-{seed}"
+    if not (folder / "config.json").exists():
+        task = TASKS[name]
+        arguments = FINE_TUNING | task.training | {"model_name_or_path": base, "output_dir": folder, "seed": seed}
+        run_script(task, arguments, local, "--do_train", *switches(low_precision=True))
+    return str(folder)
+
+
+def evaluate(name: str, model: str, row: str, seed: int, samples: int | None, local: bool) -> dict[str, float]:
+    """The task's metrics of a model whose attention is replaced as the row says, in float32."""
+    settings = settings_of(row)
+    arguments: dict[str, Any] = {"model_name_or_path": model}
+    if samples is not None:
+        arguments["max_eval_samples"] = samples
+    if settings:
+        arguments["method"] = settings.pop("method")
+        # Forced: at these lengths exact attention would be the faster one.
+        settings |= {"seed": seed, "min_length": 0}
+        arguments["method_settings"] = ",".join(f"{key}={value}" for key, value in settings.items())
+    task = TASKS[name]
+    with TemporaryDirectory() as folder:
+        found = run_script(task, arguments | {"output_dir": folder}, local, "--do_eval", *switches(False))
+    kept = {key: value for key, value in found.items() if key.startswith("eval_") and not key.endswith("_second")}
+    return kept | {"value": found[task.metric] / task.best}
+
+
+def texts_of(name: str, local: bool) -> list[list[str]]:
+    """Some texts of the evaluation, or two lists where they are pairs."""
+    if name == "squad":
+        files = {key: [str(dataset_path(path))] for key, path in TASKS[name].local.items()}
+        questions = run_qa.load_questions(run_qa.DataArguments(**(files if local else TASKS[name].hub)))
+        rows = questions["validation"]
+        columns: tuple[str, ...] = ("question", "context")
+    else:
+        task = glue_tasks.TASKS[name]
+        rows = glue_tasks.load_glue(name, dataset_path("glue") if local else None)[next(iter(task.validation))]
+        columns = task.texts
+    return [rows[column][:TEXTS_FOR_ERRORS] for column in columns]
+
+
+def layer_errors(name: str, path: str, rows: list[str], local: bool) -> dict[str, list[float]]:
+    """Relative L2 error of the attention output, mean over heads, for every layer, by the name of the row."""
+    methods = {row: settings_of(row) for row in rows if row != FULL}
+    if not methods:
+        return {}
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = TASKS[name].auto_class.from_pretrained(path)
+    length, cut = TASKS[name].arguments["max_length"], "only_second" if name == "squad" else True
+    texts = texts_of(name, local)
+    inputs = tokenizer(*texts, truncation=cut, max_length=length, padding=True, return_tensors="pt")
+    found = report(model, dict(inputs), list(methods.values()), repeats=0, memory=False, progress=False)
+    return {
+        row: [sum(heads) / len(heads) for heads in found.of(label)[0].attention_error.values()]
+        for row, label in zip(methods, found.methods, strict=True)
+    }
+
+
+def table(rows: list[dict[str, Any]], names: list[str]) -> pd.DataFrame:
+    """For every task the metric, its drop against exact attention and the paper's number."""
+    columns: dict[str, dict[str, str]] = {}
+    for task in dict.fromkeys(row["task"] for row in rows):
+        values = {name: [row["value"] for row in rows if (row["task"], row["row"]) == (task, name)] for name in names}
+        columns[task] = {name: mean_and_deviation(values[name], 3) for name in names}
+        exact = values[FULL][0]
+        columns[f"{task}, drop"] = {
+            name: mean_and_deviation((exact - value for value in values[name]), 3) for name in names
+        }
+        columns[f"{task}, paper"] = {name: str(TASKS[task].paper.get(name, "")) for name in names}
+    return pd.DataFrame(columns, index=names)
+
+
+def main(
+    tasks: Annotated[str, typer.Argument(help=f"Comma-separated, of {', '.join(TASKS)}; or all.")] = "all",
+    model: Annotated[str | None, typer.Option(help="Model fine-tuned on the task, where there is one task.")] = None,
+    base: Annotated[str | None, typer.Option(help="Model to fine-tune; default: the demo's BERT.")] = None,
+    methods: Annotated[str, typer.Option(help="Rows, separated by semicolons.")] = "clustered-25;i-clustered-25",
+    seeds: Annotated[str, typer.Option(help="Comma-separated seeds of the clustering.")] = "0,1,2",
+    training_seed: Annotated[int, typer.Option(help="Seed of the fine-tuning.")] = 0,
+    samples: Annotated[int | None, typer.Option(help="Evaluate on so many examples only.")] = None,
+    local: Annotated[bool, typer.Option("--local", help="Data from $HF_EFFATTN_DATA instead of the Hub.")] = False,
+    runs: Annotated[Path, typer.Option(help="Folder of what is fine-tuned.")] = Path("runs/approximate"),
+    output: Path = Path(__file__).parent / "results" / "approximation.json",
+) -> None:
+    """Fine-tune where no model is named, evaluate what the output file does not hold yet, and print the table."""
+    chosen = list(TASKS) if tasks == "all" else tasks.split(",")
+    unknown = [name for name in chosen if name not in TASKS]
+    if unknown or (model is not None and len(chosen) > 1):
+        raise typer.BadParameter(f"tasks are {', '.join(TASKS)}, one of them where a model is named; got {tasks!r}")
+    rows = [FULL, *methods.split(";")]
+    for row in rows:
+        settings_of(row)  # a mistake is told before anything runs
+    kept = KeptRuns(output, {}, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    start = base or str(default_model_folder())
+    for name in track(chosen, description="tasks"):
+        identity: dict[str, Any] = {"task": name, "model": Path(model or start).name, "samples": samples}
+        if model is None:
+            identity["training_seed"] = training_seed
+        plan = [
+            identity | {"row": row, "seed": seed}
+            for row in rows
+            for seed in ([None] if row == FULL else map(int, seeds.split(",")))
+        ]
+        missing = kept.missing(plan)
+        if not missing:
+            continue
+        path = model or fine_tuned(name, start, runs, training_seed, local)
+        errors = layer_errors(name, path, list(dict.fromkeys(run["row"] for run in missing)), local)
+        for run in missing:
+            found = evaluate(name, path, run["row"], run["seed"] or 0, samples, local)
+            kept.add(run | found | {"layer_errors": errors.get(run["row"])})
+    origin = Path(model or start).name
+    shown = [row for row in kept.matching({"model": origin, "samples": samples}) if row["task"] in chosen]
+    with pd.option_context("display.width", 250, "display.max_columns", 60):
+        print(table(shown, rows).to_string())
+    print(f"written: {output}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
