@@ -24,7 +24,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
 
 import hf_effattn
 
@@ -106,11 +106,21 @@ def train_tokenizer(
 
 
 def checkpoint_to_resume(training: TrainingArguments) -> str | None:
-    """The checkpoint that the arguments name; for `last` the newest of the output folder, if there is one."""
+    """The checkpoint that the arguments name; for `last` the newest whole one of the output folder, or None."""
     resume: str | None = training.resume_from_checkpoint
     if resume != "last":
         return resume
-    return get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
+    found = sorted(Path(training.output_dir).glob("checkpoint-*"), key=lambda path: -int(path.name.split("-")[1]))
+    return next((str(path) for path in found if is_whole(path)), None)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether Trainer had written it to the end: a process that is killed leaves one without what comes last."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return False
+    return True
 
 
 def load_tokenizer(

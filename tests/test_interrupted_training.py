@@ -1,0 +1,92 @@
+"""Training that is stopped by a signal, or killed, goes on from its last checkpoint to the same result."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import training
+from transformers import TrainingArguments
+
+SCRIPT = Path(training.__file__).parent / "run_clm.py"
+LONGEST_WAIT_SECONDS = 240
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """A run of steps that are short enough to wait for, and long enough to be interrupted."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text("the cat sat on the mat and the dog sat on the cat. " * 600)
+    sizes = "n_layer=2,n_embd=32,n_head=2"  # with dropout: the state of the random numbers is part of a checkpoint
+    return [
+        *(sys.executable, str(SCRIPT), "--train_files", str(folder / "text.txt")),
+        *("--validation_files", str(folder / "text.txt"), "--model_type", "gpt2", "--config_overrides", sizes),
+        *("--vocab_size", "270", "--block_length", "64", "--max_steps", str(STEPS), "--save_steps", "5"),
+        *"--do_train --do_eval --use_cpu --report_to none --disable_tqdm true --save_total_limit 2".split(),  # noqa: SIM905
+        *"--per_device_train_batch_size 8 --resume_from_checkpoint last --logging_steps 1".split(),  # noqa: SIM905
+    ]
+
+
+def run(command, folder):
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, "--output_dir", str(folder)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def result(command, folder):
+    """What the run ends with."""
+    process = run(command, folder)
+    _, errors = process.communicate(timeout=LONGEST_WAIT_SECONDS)
+    assert process.returncode == 0, errors[-2000:]
+    return json.loads((folder / "all_results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def unbroken(command, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    return result(command, folder), json.loads((folder / "trainer_state.json").read_text())["log_history"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
+def test_a_stopped_run_goes_on_to_the_same_result(how, command, unbroken, tmp_path):
+    process = run(command, tmp_path)
+    started = time.monotonic()
+    arguments = TrainingArguments(str(tmp_path), resume_from_checkpoint="last", report_to=[], use_cpu=True)
+    while (found := training.checkpoint_to_resume(arguments)) is None:
+        assert process.poll() is None, process.stderr.read()[-2000:]
+        assert time.monotonic() - started < LONGEST_WAIT_SECONDS
+        time.sleep(0.005)
+    process.send_signal(how)
+    process.communicate(timeout=LONGEST_WAIT_SECONDS)
+    assert process.returncode != 0
+    assert not (tmp_path / "all_results.json").exists()
+    kept = int(Path(training.checkpoint_to_resume(arguments)).name.split("-")[1])
+    assert int(Path(found).name.split("-")[1]) <= kept < STEPS
+    resumed = result(command, tmp_path)
+    log = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    expected, expected_log = unbroken
+    assert resumed["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-6)
+    losses = [[row["loss"] for row in rows if "loss" in row] for rows in (log, expected_log)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_a_checkpoint_that_was_being_written_is_passed_over(tmp_path):
+    for step, state in ((5, "{}"), (10, None), (15, '{"global_st')):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if state is not None:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+    arguments = TrainingArguments(str(tmp_path), resume_from_checkpoint="last", report_to=[], use_cpu=True)
+    assert training.checkpoint_to_resume(arguments) == str(tmp_path / "checkpoint-5")
+    shutil.rmtree(tmp_path / "checkpoint-5")
+    assert training.checkpoint_to_resume(arguments) is None
