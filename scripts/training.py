@@ -27,6 +27,7 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 
 import hf_effattn
+from hf_effattn.models.clusterformer import log_clustering
 
 END_OF_TEXT, MASK = "<|endoftext|>", "<|mask|>"
 BYTES = "bytes"
@@ -200,8 +201,11 @@ def load_metric(name: str, config_name: str | None = None) -> Any:
 def train(trainer: Trainer, training: TrainingArguments, save_dtype: str | None = None) -> dict[str, float]:
     """Train, from a checkpoint where the arguments name one (`last`: the newest); save the model and the log.
 
+    The log of a ClusterFormer tells of its clusters too.
     What is evaluated afterwards is the model as it was saved, in `save_dtype` where one is named.
     """
+    if trainer.model.config.model_type == "clusterformer":
+        log_clustering(trainer)
     trained = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training))
     if save_dtype is not None:
         trainer.model.to(getattr(torch, save_dtype))

@@ -75,13 +75,15 @@ def test_run_classification_from_scratch(model_type, class_files, tmp_path):
         [
             *(*RUN, "--class_files", *class_files, "--vocab_size", "300", "--max_length", "32"),
             *("--model_type", model_type, "--config_overrides", SMALL[model_type], "--do_train", "--do_eval"),
-            *("--num_train_epochs", "12", "--output_dir", str(tmp_path / "run")),
+            *("--num_train_epochs", "12", "--logging_steps", "10", "--output_dir", str(tmp_path / "run")),
         ]
     )
     assert found["eval_accuracy"] == 1.0
     assert json.loads((tmp_path / "run" / "all_results.json").read_text())["eval_accuracy"] == 1.0
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
     assert (model.config.model_type, model.config.num_labels) == (model_type, 2)
+    log = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    assert ("largest_cluster" in log[0]) == (model_type == "clusterformer")
 
 
 def test_tab_separated_files_keep_quotation_marks(tmp_path):
