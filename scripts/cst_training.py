@@ -1,8 +1,9 @@
 """Composite Slice Transformers trained beside the Transformer, and a converted BERT fine-tuned beside the exact one.
 
 From scratch, at the size of Lee 2023 (Table 6: 256 wide, 4 heads, pre-norm): IMDb as bytes (the Text task of Long
-Range Arena) and 20 Newsgroups with 2 layers, WikiText-2 with 4. The Transformer is the same model with
-`composition="full"`, whose attention is PyTorch's, and absolute positions. The BERT is all-MiniLM-L6-v2 on SST-2.
+Range Arena) and 20 Newsgroups with 2 layers, WikiText-2 and books with 4 (Table 9, attention of matched cost, on the
+books). The Transformer is the same model with `composition="full"`, whose attention is PyTorch's, and absolute
+positions. The BERT is all-MiniLM-L6-v2 on SST-2.
 
     python scripts/cst_training.py "WikiText-2, 256 tokens"      # adds to scripts/results/cst_training.json
     python scripts/cst_training.py "IMDb bytes" --models "CST L=16 α=1" --steps 1300
@@ -33,7 +34,9 @@ from hf_effattn.demo.models import default_model_folder
 from hf_effattn.reporting.cost import interleaved_rounds, median, median_ratio, peak_memory_added
 
 TRANSFORMER = "Transformer"
-FULL = {"composition": "full", "position_embedding": "absolute"}
+BASELINE: dict[str, dict[str, Any]] = {TRANSFORMER: {"composition": "full", "position_embedding": "absolute"}}
+# With the positions of CST, which enter queries and keys of every layer.
+TRANSFORMERS = BASELINE | {"Transformer, VIPE": {"composition": "full"}}
 # What run_clm and run_classification report of a run.
 KEPT = ("perplexity", "word_perplexity", "eval_loss", "eval_accuracy", "test_loss", "test_accuracy", "parameters")
 COMMON: dict[str, Any] = {
@@ -51,7 +54,7 @@ class Task:
 
     Attributes:
         run: trains, evaluates and returns the metrics: `main` of a training script.
-        files: its arguments that name files, as paths inside the data sets.
+        files: its arguments that name files, as patterns inside the data sets; on files of others it is not trained.
         arguments: its other arguments.
         models: settings of the configuration by name; of the method, where the model is a pretrained one.
         auto_class: makes the model from a configuration.
@@ -62,7 +65,7 @@ class Task:
     """
 
     run: Callable[[list[str]], dict[str, float]]
-    files: dict[str, str]
+    files: dict[str, tuple[str, ...]]
     arguments: dict[str, Any]
     models: dict[str, dict[str, Any]]
     auto_class: Any = AutoModelForSequenceClassification
@@ -71,11 +74,24 @@ class Task:
     predicts: bool = False
 
 
-def language_model(batch: int, length: int, epochs: int) -> Task:
-    """WikiText-2 in tokens of a BPE, 4,096 of them a step."""
+WIKITEXT: dict[str, tuple[str, ...]] = {
+    "train_files": ("wikitext-2/wiki.train.tokens.gz",),
+    "validation_files": ("wikitext-2/wiki.valid.tokens.gz",),
+}
+BOOKS: dict[str, tuple[str, ...]] = {
+    "train_files": ("books/*.txt.gz",),
+    "validation_files": ("books/pg1661-*.txt.gz", "books/pg98-*.txt.gz"),
+}
+
+
+def language_model(
+    files: dict[str, tuple[str, ...]], length: int, epochs: int, models: dict[str, dict[str, Any]]
+) -> Task:
+    """A model of text in tokens of a BPE, 4,096 of them a step."""
+    batch = 4096 // length
     return Task(
         run_clm.main,
-        {"train_files": "wikitext-2/wiki.train.tokens.gz", "validation_files": "wikitext-2/wiki.valid.tokens.gz"},
+        files,
         {
             "vocab_size": 6000,
             "block_length": length,
@@ -89,7 +105,7 @@ def language_model(batch: int, length: int, epochs: int) -> Task:
             "adam_beta2": 0.98,
             "save_steps": 250,
         },
-        {TRANSFORMER: FULL, "CST L=32 α=3": {"slice_length": 32, "extension_ratio": 3}},
+        models,
         AutoModelForCausalLM,
         batch=(batch, length, 6000),
         # Attention dropout is off in all tasks from scratch: SDPA on a CPU is slow with it.
@@ -97,10 +113,16 @@ def language_model(batch: int, length: int, epochs: int) -> Task:
     )
 
 
+def slices(slice_length: int, extension_ratio: int) -> dict[str, dict[str, Any]]:
+    """A Composite Slice Transformer by its name."""
+    settings = {"slice_length": slice_length, "extension_ratio": extension_ratio}
+    return {f"CST L={slice_length} α={extension_ratio}": settings}
+
+
 TASKS = {
     "IMDb bytes": Task(
         run_classification.main,
-        {"train_files": "imdb/train.jsonl.gz", "test_files": "imdb/test.jsonl.gz"},
+        {"train_files": ("imdb/train.jsonl.gz",), "test_files": ("imdb/test.jsonl.gz",)},
         {
             "tokenizer_name": "bytes",
             "max_length": 4096,
@@ -112,14 +134,14 @@ TASKS = {
             "warmup_steps": 0.1,
             "save_steps": 20,
         },
-        {TRANSFORMER: FULL, "CST L=16 α=1": {"slice_length": 16}},
+        BASELINE | slices(16, 1),
         batch=(8, 4096, 259),
         sizes={"num_hidden_layers": 2, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 4096},
         predicts=True,
     ),
     "20 Newsgroups": Task(
         run_classification.main,
-        {"train_files": "20newsgroups/train.jsonl.gz", "test_files": "20newsgroups/test.jsonl.gz"},
+        {"train_files": ("20newsgroups/train.jsonl.gz",), "test_files": ("20newsgroups/test.jsonl.gz",)},
         {
             "vocab_size": 8000,
             "max_length": 512,
@@ -132,16 +154,22 @@ TASKS = {
             "train_sampling_strategy": "group_by_length",
             "save_steps": 100,
         },
-        {TRANSFORMER: FULL, "CST L=16 α=1": {"slice_length": 16}},
+        BASELINE | slices(16, 1),
         batch=(32, 512, 8000),
         sizes={"num_hidden_layers": 2, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 512},
         predicts=True,
     ),
-    "WikiText-2, 256 tokens": language_model(16, 256, 3),
-    "WikiText-2, 1,024 tokens": language_model(4, 1024, 2),
+    "WikiText-2, 256 tokens": language_model(WIKITEXT, 256, 3, TRANSFORMERS | slices(32, 3)),
+    "WikiText-2, 1,024 tokens": language_model(WIKITEXT, 1024, 2, TRANSFORMERS | slices(32, 3)),
+    # Table 9, matched complexity: a Transformer of 256 tokens costs as much attention as the first of each longer one.
+    "Books, 256 tokens": language_model(BOOKS, 256, 1, BASELINE),
+    "Books, 512 tokens": language_model(BOOKS, 512, 1, BASELINE | slices(64, 3)),
+    "Books, 1,024 tokens": language_model(BOOKS, 1024, 1, BASELINE | slices(32, 3)),
+    "Books, 2,048 tokens": language_model(BOOKS, 2048, 1, slices(16, 2) | slices(16, 3) | slices(64, 3)),
+    "Books, 4,096 tokens": language_model(BOOKS, 4096, 1, slices(32, 3)),
     "SST-2": Task(
         run_classification.main,
-        {"train_files": "glue/SST-2/train.tsv.gz", "validation_files": "glue/SST-2/dev.tsv.gz"},
+        {"train_files": ("glue/SST-2/train.tsv.gz",), "validation_files": ("glue/SST-2/dev.tsv.gz",)},
         {
             "text_column": "sentence",
             "max_length": 128,
@@ -166,10 +194,22 @@ def settings_of(values: dict[str, Any]) -> str:
     return ",".join(f"{name}={value}" for name, value in values.items())
 
 
+def files_of(task: Task) -> list[str]:
+    """The arguments that name the task's files."""
+
+    def matching(pattern: str) -> list[Path]:
+        folder, _, name = pattern.rpartition("/")
+        return sorted(dataset_path(folder).glob(name))
+
+    found = {name: [path for one in patterns for path in matching(one)] for name, patterns in task.files.items()}
+    held_out = {path for name, paths in found.items() if name != "train_files" for path in paths}
+    found["train_files"] = [path for path in found["train_files"] if path not in held_out]
+    return [part for name, paths in found.items() for part in (f"--{name}", *map(str, paths))]
+
+
 def command_line(task: Task, run: dict[str, Any], folder: Path, low_precision: bool) -> list[str]:
     """The arguments of the training script for one run, whose checkpoints and model lie in `folder`."""
     arguments = {"seed": run["seed"], "output_dir": folder, **COMMON, **task.arguments}
-    arguments |= {name: dataset_path(path) for name, path in task.files.items()}
     model = task.models[run["model"]]
     if task.batch is None:
         arguments["model_name_or_path"] = default_model_folder()
@@ -184,7 +224,8 @@ def command_line(task: Task, run: dict[str, Any], folder: Path, low_precision: b
         switches.append("--bf16")
     if not torch.cuda.is_available():
         switches.append("--use_cpu")
-    return [*(part for name, value in arguments.items() for part in (f"--{name}", str(value))), *switches]
+    named = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
+    return [*files_of(task), *named, *switches]
 
 
 def train(run: dict[str, Any], runs: Path, low_precision: bool) -> dict[str, Any]:
@@ -231,7 +272,7 @@ def step_costs(name: str, device: torch.device, low_precision: bool, repeats: in
             "step_ms": 1e3 * (median(times) or 0.0),
             "rounds": len(times),
             "step_peak_bytes": peaks[model],
-            "speedup": median_ratio(seconds[TRANSFORMER], times),
+            "speedup": median_ratio(seconds.get(TRANSFORMER, []), times),
         }
         for model, times in seconds.items()
     ]

@@ -87,6 +87,8 @@ def small_tasks(tmp_path, monkeypatch):
             write_gzip(folder / name / f"{split}.jsonl.gz", "\n".join(map(json.dumps, texts)))
     for split in ("train", "valid"):
         write_gzip(folder / f"wikitext-2/wiki.{split}.tokens.gz", "the cat sat on the mat . " * 60)
+    for name in ("pg1-train", "pg1661-held-out", "pg98-held-out"):
+        write_gzip(folder / f"books/{name}.txt.gz", f"this is {name} . " * 100)
     for split in ("train", "dev"):
         lines = [f"a {row['label']} one\t{int(row['label'] == 'good')}" for row in texts]
         write_gzip(folder / f"glue/SST-2/{split}.tsv.gz", "\n".join(["sentence\tlabel", *lines]))
@@ -104,14 +106,19 @@ def small_tasks(tmp_path, monkeypatch):
 @pytest.mark.parametrize("task", list(cst_training.TASKS))
 def test_models_of_a_task_are_trained_and_kept(task, small_tasks, tmp_path, monkeypatch, capsys):
     output = tmp_path / "out" / "cst.json"
-    names = list(cst_training.TASKS[task].models)[:2]
+    names = list(cst_training.TASKS[task].models)[-2:]
     arguments = {"models": ";".join(names), "steps": 2, "output": output, "dtype": "float32"}
     cst_training.main(task, **arguments)
     rows = json.loads(output.read_text())["rows"]
     assert [(row["task"], row["model"], row["steps"]) for row in rows] == [(task, name, 2) for name in names]
-    metric = "word_perplexity" if "WikiText" in task else ("eval" if task == "SST-2" else "test") + "_accuracy"
+    metric = (
+        "word_perplexity"
+        if task.startswith(("WikiText", "Books"))
+        else ("eval" if task == "SST-2" else "test") + "_accuracy"
+    )
     assert all(row[metric] > 0 and row["parameters"] > 0 for row in rows)
-    assert rows[0]["parameters"] != rows[1]["parameters"]  # the two have other positions: a setting that arrived
+    # The models of a task have other tables of positions: the settings arrived.
+    assert len({row["parameters"] for row in rows}) == len(rows)
     monkeypatch.setattr(cst_training, "train", None)
     cst_training.main(task, **arguments)
     assert json.loads(output.read_text())["rows"] == rows
@@ -138,6 +145,16 @@ def test_a_stopped_training_goes_on(small_tasks, tmp_path, monkeypatch):
     assert state["global_step"] == 2
     assert not seen
     assert rows[0]["test_loss"] == pytest.approx(rows[1]["test_loss"], abs=1e-6)
+
+
+def test_held_out_books_are_not_trained_on(small_tasks):
+    arguments = cst_training.files_of(cst_training.TASKS["Books, 256 tokens"])
+    middle = arguments.index("--validation_files")
+    assert [path.rpartition("/")[2] for path in arguments[1:middle]] == ["pg1-train.txt.gz"]
+    assert [path.rpartition("/")[2] for path in arguments[middle + 1 :]] == [
+        "pg1661-held-out.txt.gz",
+        "pg98-held-out.txt.gz",
+    ]
 
 
 def test_costs_of_a_step(small_tasks, tmp_path):
