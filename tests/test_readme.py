@@ -1,6 +1,8 @@
 """The README says what the kept results say, and its code runs."""
 
+import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,34 @@ def test_the_ten_lines_run(real_model_folder, tmp_path, monkeypatch):
     exec(code, names)
     assert names["embedding"].shape == (1, 384)
     assert torch.isfinite(names["embedding"]).all()
+
+
+def training_commands():
+    """The lines of the README that start a training script, without `python scripts/`."""
+    text = README.read_text(encoding="utf-8").replace("\\\n", " ")
+    return [
+        line.removeprefix("python scripts/") for line in text.splitlines() if line.startswith("python scripts/run_")
+    ]
+
+
+@pytest.mark.parametrize("command", training_commands(), ids=lambda command: command.split()[0])
+def test_commands_for_the_training_scripts_are_understood(command, monkeypatch, tmp_path):
+    """Up to where the script has read its arguments; there is no Hub here to go on with."""
+    script, *arguments = shlex.split(command)
+    module = importlib.import_module(script.removesuffix(".py"))
+    monkeypatch.chdir(tmp_path)
+
+    class UnderstoodError(Exception):
+        pass
+
+    def stop(seed):
+        raise UnderstoodError
+
+    monkeypatch.setattr(module, "set_seed", stop)
+    with pytest.raises(UnderstoodError):
+        module.main(arguments)
+
+
+def test_every_training_script_has_its_command_in_the_readme():
+    scripts = {path.name for path in (README.parent / "scripts").glob("run_*.py")}
+    assert scripts == {command.split()[0] for command in training_commands()}
