@@ -7,32 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import paper_tables
+from markdown_tables import machine, markdown, number
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
 CARDS = ROOT / "model_cards"
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; all columns but the first are aligned to the right."""
-    rule = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *rows])
-
-
-def machine(environment: dict[str, Any], more: str = "") -> str:
-    """The line under a table."""
-    versions = environment["versions"]
-    day = environment["time"].split("T")[0]
-    threads = "1 thread" if environment["threads"] == 1 else f"{environment['threads']} threads"
-    return (
-        f"\n\n<sub>{more}{environment['device_name']}, {threads}, torch {versions['torch']}, "
-        f"transformers {versions['transformers']}, {day}</sub>"
-    )
-
-
-def number(row: dict[str, Any] | None, field: str, form: str, unit: str = "") -> str:
-    """A cell of a table, empty where nothing was measured."""
-    value = None if row is None else row.get(field)
-    return "" if value is None else f"{value:{form}}{unit}"
 
 
 def by_length(
@@ -179,6 +159,17 @@ TABLES = {
         "schemes": schemes,
     },
     CARDS / "gpt2-books" / "README.md": {"training": training},
+    CARDS / "minilm-cst-sst2" / "README.md": {
+        "converted": paper_tables.converted,
+        "before": paper_tables.before_fine_tuning,
+    },
+    CARDS / "RESULTS.md": {
+        "layers": paper_tables.layers,
+        "language models": paper_tables.language_models,
+        "classifiers": paper_tables.classifiers,
+        "converted": paper_tables.converted,
+        "before": paper_tables.before_fine_tuning,
+    },
 }
 
 

@@ -1,0 +1,157 @@
+"""Tables of `scripts/results/` with the papers' numbers beside them, as Markdown; `update_readme.py` places them."""
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kept_runs import mean_and_deviation
+from markdown_tables import machine, markdown, number
+
+RESULTS = Path(__file__).resolve().parent / "results"
+NOT_RUN = "Not run yet."
+# Lee 2023, Tables 2 to 4: test perplexity on WikiText-103, and speed-up of training against the Transformer.
+PAPER_PERPLEXITY = {
+    ("WikiText-2, 256 tokens", "Transformer"): "34.29",
+    ("WikiText-2, 256 tokens", "CST L=32 α=3"): "34.98 (1.51×)",
+    ("WikiText-2, 1,024 tokens", "Transformer"): "25.26",
+    ("WikiText-2, 1,024 tokens", "CST L=32 α=3"): "26.82",
+}
+# Lee 2023, Table 1: accuracy of the Text task.
+PAPER_ACCURACY = {("IMDb bytes", "CST L=16 α=1"): "73.6"}
+
+
+def kept(name: str) -> dict[str, Any] | None:
+    """A file of results, if it is there."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def of_tasks(
+    prefix: str, lines: Callable[[list[dict[str, Any]]], tuple[list[str], list[list[str]]]], note: str
+) -> str:
+    """A table of the trained models whose task begins with `prefix`."""
+    result = kept("cst_training")
+    rows = [] if result is None else [row for row in result["rows"] if row["task"].startswith(prefix)]
+    if result is None or not any("arguments" in row for row in rows):
+        return NOT_RUN
+    return markdown(*lines(rows)) + machine(result["environment"], note)
+
+
+def trained(rows: list[dict[str, Any]]) -> dict[tuple[str, str, int | None], list[dict[str, Any]]]:
+    """The rows of training by task, model and steps, in the order they stand in."""
+    groups: dict[tuple[str, str, int | None], list[dict[str, Any]]] = {}
+    for row in rows:
+        if "arguments" in row:
+            groups.setdefault((row["task"], row["model"], row["steps"]), []).append(row)
+    return groups
+
+
+def costs(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """The measured training steps by task and model."""
+    return {(row["task"], row["model"]): row for row in rows if "step_ms" in row}
+
+
+def language_models() -> str:
+    """Perplexities on WikiText-2, and the speed of a training step."""
+
+    def lines(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+        header = ["", "perplexity", "per word", "parameters", "step", "against SDPA", "memory of a step", "paper"]
+        table = []
+        for (task, model, _), runs in trained(rows).items():
+            cost = costs(rows).get((task, model))
+            memory = None if cost is None else {"mib": cost["step_peak_bytes"] / 2**20}
+            cells = [mean_and_deviation((run[name] for run in runs), 1) for name in ("perplexity", "word_perplexity")]
+            cells += [f"{runs[0]['parameters'] / 1e6:.2f} M", number(cost, "step_ms", ".0f", " ms")]
+            cells += [number(cost, "speedup", ".2f", "×"), number(memory, "mib", ".0f", " MiB")]
+            table.append([f"{task}: {model}", *cells, PAPER_PERPLEXITY.get((task, model), "")])
+        return header, table
+
+    note = (
+        "WikiText-2, validation text, a byte-level BPE of 6,000, 4 layers, 256 wide, 4 heads, 4,096 tokens a step, 3 "
+        "epochs at 256 tokens and 2 at 1,024, bfloat16 autocast. The paper: WikiText-103, words, 16 layers. Steps: "
+        "forward and backward, interleaved. "
+    )
+    return of_tasks("WikiText-2", lines, note)
+
+
+def classifiers() -> str:
+    """Accuracies from scratch on long texts, and the cost of a training step."""
+
+    def lines(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+        header = ["", "steps", "accuracy", "step", "against SDPA", "memory of a step", "paper"]
+        table = []
+        for (task, model, steps), runs in trained(rows).items():
+            cost = costs(rows).get((task, model))
+            memory = None if cost is None else {"mib": cost["step_peak_bytes"] / 2**20}
+            epochs = runs[0]["arguments"].get("num_train_epochs")
+            cells = [f"{steps:,}" if steps else f"{epochs} epochs"]
+            cells += [mean_and_deviation((100 * run["test_accuracy"] for run in runs), 1)]
+            cells += [number(cost, "step_ms", ".0f", " ms"), number(cost, "speedup", ".2f", "×")]
+            cells += [number(memory, "mib", ".0f", " MiB"), PAPER_ACCURACY.get((task, model), "")]
+            table.append([f"{task}: {model}", *cells])
+        return header, table
+
+    note = (
+        "2 layers, 256 wide, 4 heads, bfloat16 autocast. IMDb: 4,096 bytes, 8 texts a step, tested on 1,000 texts; the "
+        "paper: 20,000 steps of 32 texts. "
+    )
+    parts = [of_tasks(task, lines, note) for task in ("IMDb bytes", "20 Newsgroups")]
+    return "\n\n".join(parts)
+
+
+def converted() -> str:
+    """Fine-tuning of a converted BERT beside the exact one."""
+
+    def lines(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+        groups = {model: runs for (_, model, _), runs in trained(rows).items()}
+        exact = {run["seed"]: run["eval_accuracy"] for run in groups["BERT"]}
+        table = []
+        for model, runs in groups.items():
+            gains = [100 * (run["eval_accuracy"] - exact[run["seed"]]) for run in runs if run["seed"] in exact]
+            each = ", ".join(f"{100 * run['eval_accuracy']:.2f}" for run in runs)
+            table.append([model, each, f"{statistics.fmean(gains):+.2f}"])
+        return ["", "accuracy, by seed", "against exact attention"], table
+
+    note = "SST-2, validation set of 872 sentences, one epoch, the same settings for all, bfloat16 autocast. "
+    return of_tasks("SST-2", lines, note)
+
+
+def before_fine_tuning() -> str:
+    """Cosines of the sentence embeddings of a converted BERT with those of the exact one."""
+    result = kept("benchmark_cst")
+    if result is None:
+        return NOT_RUN
+    lengths = sorted({row["length"] for row in result["conversions"]})
+    cells = {
+        (row["conversion"], row["slice_length"], row["extension_ratio"], row["length"]): f"{row['cosine_mean']:.3f}"
+        for row in result["conversions"]
+    }
+    kinds = dict.fromkeys(key[:3] for key in cells)
+    rows = [[f"{name}, L={L} α={ratio}", *(cells[name, L, ratio, N] for N in lengths)] for name, L, ratio in kinds]
+    note = f"Mean over {result['conversions'][0]['texts']} passages of novels. "
+    return markdown(["", *(f"{N} tokens" for N in lengths)], rows) + machine(result["environment"], note)
+
+
+def layers() -> str:
+    """Speed and memory of a layer of slices against the same with SDPA."""
+    result = kept("benchmark_cst")
+    if result is None:
+        return NOT_RUN
+    header = ["", "forward", "forward + backward", "memory", "memory of SDPA"]
+    exact = {(row["length"], row["part"]): row for row in result["layers"] if row["attention"] == "SDPA"}
+    rows = []
+    for row in result["layers"]:
+        if row["attention"] == "SDPA":
+            continue
+        both = row, exact[row["length"], row["part"]]
+        cells = [f"{row[f'{kind}_speedup']:.1f}×" for kind in ("forward", "forward_backward")]
+        cells += [f"{one['forward_backward_peak_bytes'] / 2**20:.0f} MiB" for one in both]
+        rows.append([f"{row['length']:,} tokens, {row['part']}", *cells])
+    settings = result["settings"]
+    note = (
+        f"{settings['width']} wide, {settings['heads']} heads, L={settings['slice_length']}, float32, one sequence; a "
+        "layer with its feed-forward network, an attention with its projections. "
+    )
+    return markdown(header, rows) + machine(result["environment"], note)
