@@ -94,8 +94,8 @@ def classifiers() -> str:
         return header, table
 
     note = (
-        "2 layers, 256 wide, 4 heads, bfloat16 autocast. IMDb: 4,096 bytes, 8 texts a step, tested on 1,000 texts; the "
-        "paper: 20,000 steps of 32 texts. "
+        "2 layers, 256 wide, 4 heads, bfloat16 autocast. IMDb: 4,096 bytes, 8 texts a step, tested on 1,000 texts; "
+        "the paper: 20,000 steps of 32 texts. "
     )
     parts = [of_tasks(task, lines, note) for task in ("IMDb bytes", "20 Newsgroups")]
     return "\n\n".join(parts)
