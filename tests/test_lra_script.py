@@ -2,10 +2,12 @@
 
 import json
 
+import lra_table
 import numpy as np
 import PIL.Image
 import pytest
 import run_lra
+import typer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_effattn import CSTForPairClassification
@@ -19,6 +21,7 @@ SMALL = {
     "cst": TINY + ",slice_length=4",
     "clusterformer": TINY + ",clusters=2",
     "full": TINY + ",composition=full,position_embedding=absolute",
+    "fnet": "hidden_size=16,num_hidden_layers=1,intermediate_size=16",
 }
 COUNTS = "train_size=24,validation_size=8,test_size=8"
 SETTINGS = {"listops": COUNTS + ",min_length=5,max_length=30", "pathfinder": COUNTS + ",contour_length=4"}
@@ -113,3 +116,22 @@ def test_a_command_line_that_cannot_be(capsys, folder):
             ]
         )
     assert not (folder / "run").exists()
+
+
+def test_the_table_of_all_models(tmp_path, monkeypatch, capsys):
+    """Every row of it, on a few short expressions; what is kept is not run again."""
+    monkeypatch.setattr(run_lra, "SIZES", {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1})
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    options = {"tasks": "listops", "share": 0.0001, "batch_size": 8, "dtype": "float32", "samples": 8}
+    options |= {"data_settings": SETTINGS["listops"], "runs": tmp_path / "runs", "output": tmp_path / "lra.json"}
+    lra_table.main(**options)
+    rows = json.loads((tmp_path / "lra.json").read_text())["rows"]
+    assert [row["model"] for row in rows] == list(lra_table.MODELS)
+    assert {row["steps"] for row in rows} == {2}
+    assert len({row["parameters"] for row in rows}) >= 4
+    assert "39.92" in capsys.readouterr().out  # the paper's Transformer
+    monkeypatch.setattr(lra_table, "train", None)
+    lra_table.main(**options)
+    assert json.loads((tmp_path / "lra.json").read_text())["rows"] == rows
+    with pytest.raises(typer.BadParameter, match="unknown tasks"):
+        lra_table.main(tasks="chess")

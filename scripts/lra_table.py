@@ -1,0 +1,137 @@
+"""Long Range Arena: Transformer, Composite Slice Transformer, ClusterFormer and FNet (Source: Lee 2023, Table 1).
+
+Every model has the sizes and the settings of training of the paper's Table 6; `--share` of its steps are run, with as
+large a share of the warm-up. The Transformer is CST without slices, with absolute positions; FNet is transformers'.
+
+    python scripts/lra_table.py --tasks listops,image --share 0.01      # adds to scripts/results/lra_table.json
+    python scripts/lra_table.py --tasks text --data-path imdb --models "Transformer;CST L=8"
+
+Training writes checkpoints below `--runs`: a run that was stopped goes on from the newest when it is asked for again,
+and one that the output file holds is not run. On a CPU set `MALLOC_MMAP_THRESHOLD_=8000000000
+MALLOC_TRIM_THRESHOLD_=16000000000`, as for `run_clm.py`.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import run_lra
+import torch
+import typer
+from kept_runs import KeptRuns, mean_and_deviation
+from rich.progress import track
+
+KEPT = ("test_accuracy", "test_loss", "parameters")
+# Attention dropout is off: SDPA on a CPU is slow with it, and the comparison would be one of that.
+WITHOUT_DROPOUT = {"attention_probs_dropout_prob": 0.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Transformer": ("cst", WITHOUT_DROPOUT | {"composition": "full", "position_embedding": "absolute"}),
+    "CST L=8": ("cst", WITHOUT_DROPOUT | {"slice_length": 8}),
+    "CST L=16": ("cst", WITHOUT_DROPOUT | {"slice_length": 16}),
+    "ClusterFormer": ("clusterformer", WITHOUT_DROPOUT),
+    "FNet": ("fnet", {}),
+}
+PAPER: dict[str, dict[str, float]] = {
+    "Transformer": {"listops": 39.92, "text": 64.20, "retrieval": 82.11, "image": 44.25, "pathfinder": 74.79},
+    "FNet": {"listops": 36.74, "text": 64.37, "retrieval": 74.29, "image": 44.08, "pathfinder": 50.22},
+    "CST L=8": {"listops": 37.45, "text": 77.23, "retrieval": 84.15, "image": 51.27, "pathfinder": 76.32},
+    "CST L=16": {"listops": 37.90, "text": 73.60, "retrieval": 84.00, "image": 51.39, "pathfinder": 76.97},
+}
+
+
+def train(run: dict[str, Any], data_path: Path | None, runs: Path, low_precision: bool) -> dict[str, Any]:
+    """Train and test one model, from its newest checkpoint where it has one; the row to keep."""
+    model_type, settings = MODELS[run["model"]]
+    defaults = run_lra.DEFAULTS[run["task"]]
+    steps = max(1, round(run["share"] * defaults.max_steps))
+    folder = runs / f"{run['task']}, {run['model']}, seed {run['seed']}, {steps} steps".replace(" ", "_")
+    arguments: dict[str, Any] = {
+        "task": run["task"],
+        "model_type": model_type,
+        "config_overrides": ",".join(f"{name}={value}" for name, value in settings.items()),
+        "max_steps": steps,
+        "warmup_steps": max(1, round(run["share"] * defaults.warmup_steps)),
+        "per_device_train_batch_size": run["batch_size"],
+        "per_device_eval_batch_size": run["batch_size"],
+        "learning_rate": run["learning_rate"],
+        "data_settings": run["data_settings"],
+        "seed": run["seed"],
+        "output_dir": folder,
+        "save_steps": max(1, steps // 20),
+        "save_total_limit": 1,
+        "report_to": "none",
+        "resume_from_checkpoint": "last",
+    }
+    if run["samples"] is not None:
+        arguments["max_predict_samples"] = run["samples"]
+    if data_path is not None:
+        arguments["data_path"] = data_path
+    switches = ["--do_train", "--do_predict", *(["--bf16"] if low_precision else [])]
+    switches += [] if torch.cuda.is_available() else ["--use_cpu"]
+    found = run_lra.main(
+        [*(part for name, value in arguments.items() for part in (f"--{name}", str(value))), *switches]
+    )
+    return run | {"steps": steps} | {name: found[name] for name in KEPT if name in found}
+
+
+def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """For every task the accuracy in percent, and the paper's."""
+    columns: dict[str, dict[str, str]] = {}
+    for task in dict.fromkeys(row["task"] for row in rows):
+        groups = {
+            name: [100 * row["test_accuracy"] for row in rows if (row["task"], row["model"]) == (task, name)]
+            for name in MODELS
+        }
+        columns[task] = {name: mean_and_deviation(values) for name, values in groups.items()}
+        columns[f"{task}, paper"] = {name: str(PAPER.get(name, {}).get(task, "")) for name in MODELS}
+    return pd.DataFrame(columns, index=list(MODELS))
+
+
+def main(
+    tasks: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(run_lra.DEFAULTS)}.")] = (
+        "listops,text,image,pathfinder"
+    ),
+    models: Annotated[str | None, typer.Option(help="Rows, separated by semicolons; default: all.")] = None,
+    seeds: Annotated[str, typer.Option(help="Comma-separated seeds.")] = "0",
+    share: Annotated[float, typer.Option(help="Of the paper's steps.", min=0.0, max=1.0)] = 1.0,
+    batch_size: Annotated[int | None, typer.Option(help="Default: the paper's.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Default: the paper's.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Test on so many only.")] = None,
+    data_settings: Annotated[str, typer.Option(help="Of the data, such as train_size=1000.")] = "",
+    data_path: Annotated[Path | None, typer.Option(help="Files of a task that is not generated.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16: autocast, or float32.")] = "bfloat16",
+    runs: Annotated[Path, typer.Option(help="Folder of the checkpoints.")] = Path("runs/lra"),
+    output: Path = Path(__file__).parent / "results" / "lra_table.json",
+) -> None:
+    """Train what the output file does not hold yet, keep it as JSON after every run, and print the table."""
+    chosen = models.split(";") if models else list(MODELS)
+    wanted = tasks.split(",")
+    for what, given, known in (("models", chosen, list(MODELS)), ("tasks", wanted, list(run_lra.DEFAULTS))):
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise typer.BadParameter(f"unknown {what} {unknown}; there are {known}")
+    kept = KeptRuns(output, {"dtype": dtype}, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    plan = [
+        {
+            "task": task,
+            "model": model,
+            "seed": int(seed),
+            "share": share,
+            "batch_size": batch_size or run_lra.DEFAULTS[task].batch_size,
+            "learning_rate": learning_rate or run_lra.DEFAULTS[task].learning_rate,
+            "samples": samples,
+            "data_settings": data_settings,
+        }
+        for task in wanted
+        for seed in seeds.split(",")
+        for model in chosen
+    ]
+    for run in track(kept.missing(plan), description="models"):
+        kept.add(train(run, data_path, runs, dtype != "float32"))
+    with pd.option_context("display.width", 250, "display.max_columns", 40):
+        print(table([row for run in plan for row in kept.matching(run)]).to_string())
+    print(f"written: {output}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
