@@ -202,9 +202,14 @@ def train(trainer: Trainer, training: TrainingArguments, save_dtype: str | None 
     """Train, from a checkpoint where the arguments name one (`last`: the newest); save the model and the log.
 
     The log of a ClusterFormer tells of its clusters too.
+
+    Raises:
+        ValueError: smoothed labels for a ClusterFormer by a Trainer that would lose the losses of its clusters.
     What is evaluated afterwards is the model as it was saved, in `save_dtype` where one is named.
     """
     if trainer.model.config.model_type == "clusterformer":
+        if training.label_smoothing_factor and type(trainer).compute_loss is Trainer.compute_loss:
+            raise ValueError("label_smoothing_factor makes Trainer leave out the losses of the clusters: pass 0")
         log_clustering(trainer)
     trained = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training))
     if save_dtype is not None:

@@ -86,6 +86,16 @@ def test_run_classification_from_scratch(model_type, class_files, tmp_path):
     assert ("largest_cluster" in log[0]) == (model_type == "clusterformer")
 
 
+def test_smoothed_labels_would_lose_the_losses_of_clusters(class_files, tmp_path):
+    common = [*RUN, "--class_files", *class_files, "--vocab_size", "300", "--max_length", "32", "--do_train"]
+    common += ["--label_smoothing_factor", "0.1", "--max_steps", "1", "--output_dir", str(tmp_path / "run")]
+    run_classification.main([*common, "--model_type", "cst", "--config_overrides", SMALL["cst"]])
+    with pytest.raises(ValueError, match="leave out the losses of the clusters"):
+        run_classification.main(
+            [*common, "--model_type", "clusterformer", "--config_overrides", SMALL["clusterformer"]]
+        )
+
+
 def test_tab_separated_files_keep_quotation_marks(tmp_path):
     """As GLUE has them; a quotation mark that opens nothing must not swallow the lines after it."""
     (tmp_path / "train.tsv").write_text('sentence\tlabel\nan " odd one\t0\ntwo "\t1\n')
