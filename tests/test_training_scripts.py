@@ -146,6 +146,7 @@ def test_pairs_are_marked_in_every_tokenizer_that_is_trained(tmp_path):
 def test_a_fresh_run_has_its_own_tokenizer(tmp_path):
     """Only a run that is resumed takes the vocabulary of what lies in its folder."""
     training.train_tokenizer(["abc"], 260).save_pretrained(tmp_path / "checkpoint-1")
+    (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("{}")
     arguments = training.ModelArguments(vocab_size=300)
     for resume, size in (("last", 260), (None, 280)):
         run = TrainingArguments(str(tmp_path), resume_from_checkpoint=resume, report_to=[], use_cpu=True)
