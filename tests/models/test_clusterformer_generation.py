@@ -124,7 +124,11 @@ def test_a_language_model_is_a_decoder_whatever_its_config_says():
 
 
 @each_causal
-@pytest.mark.parametrize("changes", [{}, {"gated": True}, {"assignment": "full"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"gated": True}, {"assignment": "full"}, {"assignment": "kmeans", "decoder_assignment": "full"}],
+    ids=str,
+)
 @pytest.mark.parametrize("beams", [1, 3])
 def test_translation_with_a_cache_equals_translation_without(causal, changes, beams):
     model = tiny_model(ClusterFormerForConditionalGeneration, causal=causal, decoder_layers=3, **changes)
@@ -133,6 +137,24 @@ def test_translation_with_a_cache_equals_translation_without(causal, changes, be
     cached = model.generate(words, use_cache=True, **options)
     assert torch.equal(cached, model.generate(words, use_cache=False, **options))
     assert cached.shape[1] > 2
+
+
+@each_causal
+def test_an_encoder_that_sorts_and_a_decoder_that_does_not(causal):
+    """The decoder is that of the Transformer; the losses of the clusters are those of the encoder."""
+    settings = {"causal": causal, "gated": True, "decoder_assignment": "full", "num_hidden_layers": 2}
+    model = tiny_model(ClusterFormerForConditionalGeneration, **settings)
+    assert [layer.sorting is None for layer in model.decoder.layers] == [True, True]
+    assert [layer.sorting is None for layer in model.encoder.layers] == [False, False]
+    words, targets = texts(2, 11), texts(2, 9, seed=4)
+    output = model(words, labels=targets)
+    encoded = model.encoder(words, output_clustering=True)
+    assert torch.equal(output.cluster_loss, encoded.cluster_loss)
+    output.loss.backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "centroid" in name)
+    again = type(model)(type(model.config)(**model.config.to_dict())).double()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again.eval()(words, labels=targets).logits, output.logits)
 
 
 @each_causal

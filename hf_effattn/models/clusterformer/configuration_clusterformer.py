@@ -45,6 +45,8 @@ class ClusterFormerConfig(PretrainedConfig):
         add_cross_attention (`bool`): decoder layers attend to an encoder.
         decoder_layers (`int`, *optional*): of `ClusterFormerForConditionalGeneration`. Default:
             `num_hidden_layers`.
+        decoder_assignment (`str`, *optional*): what sorts the words of that model's decoder. Default: `assignment`. A
+            word of a sorted decoder seldom sees the word before it; with `"full"` it does, which short outputs afford.
         pooling (`str`): how a text becomes one vector: the `"mean"` of its words or its `"first"`.
     """
 
@@ -89,6 +91,7 @@ class ClusterFormerConfig(PretrainedConfig):
         block_length: int | None = None,
         add_cross_attention: bool = False,
         decoder_layers: int | None = None,
+        decoder_assignment: str | None = None,
         pooling: str = "mean",
         classifier_dropout: float | None = None,
         use_cache: bool = True,
@@ -112,6 +115,7 @@ class ClusterFormerConfig(PretrainedConfig):
                 check_count(name, count)
         choices = {
             "assignment": (assignment, ASSIGNMENTS),
+            "decoder_assignment": (decoder_assignment or assignment, ASSIGNMENTS),
             "similarity": (similarity, SIMILARITIES),
             "causal": (causal, CAUSAL_FORMS),
             "pooling": (pooling, POOLINGS),
@@ -181,6 +185,7 @@ class ClusterFormerConfig(PretrainedConfig):
         self.block_length = -(-max_position_embeddings // self.clusters) if block_length is None else block_length
         self.add_cross_attention = add_cross_attention
         self.decoder_layers = num_hidden_layers if decoder_layers is None else decoder_layers
+        self.decoder_assignment = decoder_assignment
         self.pooling = pooling
         self.classifier_dropout = classifier_dropout
         self.use_cache = use_cache

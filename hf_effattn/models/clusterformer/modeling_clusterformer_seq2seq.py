@@ -26,7 +26,8 @@ def part_config(config: ClusterFormerConfig, **changes: Any) -> ClusterFormerCon
 class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, GenerationMixin):
     """An encoder of `num_hidden_layers`, and a decoder of `decoder_layers` that also attends to the encoder.
 
-    Both sort their own words; the decoder by `config.causal`. Embeddings and the scores of the vocabulary are tied.
+    Both sort their own words; the decoder by `config.decoder_assignment` and `config.causal`. Embeddings and scores
+    of the vocabulary are tied.
     """
 
     _tied_weights_keys = {  # noqa: RUF012
@@ -42,9 +43,12 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Genera
         self.encoder = ClusterFormerModel(
             part_config(config, is_decoder=False, add_cross_attention=False), add_pooling_layer=False
         )
+        assignment = config.decoder_assignment or config.assignment
         self.decoder = ClusterFormerModel(
             part_config(
                 config,
+                assignment=assignment,
+                gated=config.gated and assignment == "neural",
                 is_decoder=True,
                 add_cross_attention=True,
                 num_hidden_layers=config.decoder_layers,
