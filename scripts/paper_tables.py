@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import approximate
+import lra_table
 from kept_runs import mean_and_deviation
 from markdown_tables import machine, markdown, number
 
@@ -155,3 +157,50 @@ def layers() -> str:
         "layer with its feed-forward network, an attention with its projections. "
     )
     return markdown(header, rows) + machine(result["environment"], note)
+
+
+def approximation() -> str:
+    """Fine-tuned models with exact attention and with the methods, beside the paper's RoBERTa."""
+    result = kept("approximation")
+    if result is None:
+        return NOT_RUN
+    names = list(dict.fromkeys(row["row"] for row in result["rows"]))
+    rows = []
+    for task in dict.fromkeys(row["task"] for row in result["rows"]):
+        values = {
+            name: [row["value"] for row in result["rows"] if (row["task"], row["row"]) == (task, name)]
+            for name in names
+        }
+        paper = (approximate.TASKS[task].paper.get(name) for name in names)
+        rows.append(
+            [task, *(mean_and_deviation(values[name], 3) for name in names)]
+            + ["" if number is None else f"{number:.3f}" for number in paper]
+        )
+    header = ["", *names, *(f"{name}, paper" for name in names)]
+    note = (
+        f"{result['rows'][0]['model']}, fine-tuned; Matthews correlation on CoLA, Pearson on STS-B, F1 on SQuAD, else "
+        "accuracy; the deviation is over seeds of the clustering. The paper: RoBERTa. "
+    )
+    return markdown(header, rows) + machine(result["environment"], note)
+
+
+def long_range_arena() -> str:
+    """Accuracies of the Long Range Arena beside the paper's."""
+    result = kept("lra_table")
+    if result is None:
+        return NOT_RUN
+    shares = dict.fromkeys((row["task"], row["share"], row["steps"], row["batch_size"]) for row in result["rows"])
+    rows = []
+    for task, share, steps, batch in shares:
+        cells = {}
+        for name in lra_table.MODELS:
+            found = [
+                100 * row["test_accuracy"]
+                for row in result["rows"]
+                if (row["task"], row["share"], row["batch_size"], row["model"]) == (task, share, batch, name)
+            ]
+            paper = lra_table.PAPER.get(name, {}).get(task)
+            cells[name] = mean_and_deviation(found) + ("" if paper is None else f" ({paper})")
+        rows.append([f"{task}, {steps:,} steps of {batch}", *cells.values()])
+    note = "Accuracy on the test set in percent, in brackets the paper's after all its steps. "
+    return markdown(["", *lra_table.MODELS], rows) + machine(result["environment"], note)

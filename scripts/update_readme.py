@@ -169,6 +169,8 @@ TABLES = {
         "classifiers": paper_tables.classifiers,
         "converted": paper_tables.converted,
         "before": paper_tables.before_fine_tuning,
+        "approximation": paper_tables.approximation,
+        "long range arena": paper_tables.long_range_arena,
     },
 }
 

@@ -1,0 +1,83 @@
+"""The tables beside the papers' numbers, made of results that stand here."""
+
+import json
+
+import paper_tables
+import pytest
+
+ENVIRONMENT = {
+    "device_name": "a machine",
+    "threads": 1,
+    "versions": {"torch": "2", "transformers": "5"},
+    "time": "2026-01-02T03:04",
+}
+
+
+@pytest.fixture
+def keep(tmp_path, monkeypatch):
+    """Write a file of results with these rows."""
+    monkeypatch.setattr(paper_tables, "RESULTS", tmp_path)
+
+    def write(name, rows):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": rows}))
+
+    return write
+
+
+def trained(task, model, seed=0, **metrics):
+    return {
+        "task": task,
+        "model": model,
+        "seed": seed,
+        "steps": None,
+        "arguments": {"num_train_epochs": "2"},
+    } | metrics
+
+
+def cells(table, row):
+    """The cells of the row that begins so."""
+    line = next(line for line in table.splitlines() if line.startswith(f"| {row}"))
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def test_what_has_not_been_run_says_so(keep):
+    for make in (paper_tables.language_models, paper_tables.converted, paper_tables.approximation):
+        assert make() == paper_tables.NOT_RUN
+    keep("cst_training", [])
+    assert paper_tables.converted() == paper_tables.NOT_RUN
+
+
+def test_converted_models_are_compared_seed_by_seed(keep):
+    rows = [trained("SST-2", "BERT", seed, eval_accuracy=accuracy) for seed, accuracy in ((0, 0.90), (1, 0.92))]
+    rows += [trained("SST-2", "BERT, CST", seed, eval_accuracy=accuracy) for seed, accuracy in ((1, 0.91), (0, 0.88))]
+    keep("cst_training", rows)
+    assert cells(paper_tables.converted(), "BERT, CST") == ["91.00, 88.00", "-1.50"]
+
+
+def test_language_models_have_their_costs_and_the_papers_perplexity(keep):
+    task, model = "WikiText-2, 256 tokens", "CST L=32 α=3"
+    cost = {
+        "task": task,
+        "model": model,
+        "measured": "step",
+        "step_ms": 12.3,
+        "step_peak_bytes": 2**21,
+        "speedup": 1.5,
+    }
+    keep("cst_training", [trained(task, model, perplexity=50.0, word_perplexity=200.0, parameters=2e6), cost])
+    found = cells(paper_tables.language_models(), f"{task}: {model}")
+    assert found == ["50.0", "200.0", "2.00 M", "12 ms", "1.50×", "2 MiB", "34.98 (1.51×)"]
+
+
+def test_approximations_are_means_over_the_seeds(keep):
+    values = [("full", 0.6), ("i-clustered-25", 0.58), ("i-clustered-25", 0.60)]
+    keep("approximation", [{"task": "cola", "row": row, "value": value, "model": "m"} for row, value in values])
+    found = cells(paper_tables.approximation(), "cola")
+    assert found == ["0.600", "0.590 ± 0.014 (2)", "0.601", "0.601"]
+
+
+def test_the_long_range_arena_has_a_column_for_each_model(keep):
+    row = {"task": "image", "share": 0.01, "steps": 350, "batch_size": 32, "model": "CST L=8", "test_accuracy": 0.31}
+    keep("lra_table", [row, row | {"model": "Transformer", "test_accuracy": 0.3}])
+    found = cells(paper_tables.long_range_arena(), "image, 350 steps of 32")
+    assert found[:3] == ["30.0 (44.25)", "31.0 (51.27)", "(51.39)"]
