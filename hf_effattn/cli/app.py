@@ -110,3 +110,47 @@ def report(
             typer.secho(f"written: {path}", err=True)
         if not found.complete:
             raise typer.Exit(130)
+
+
+@app.command()
+def convert(
+    model: Annotated[str, typer.Argument(help="Hub id or folder.")],
+    output: Annotated[Path, typer.Argument(help="Folder to write; must not hold a model yet.")],
+    method: Annotated[
+        str, typer.Option(help='Such as "i-clustered clusters=100" or "cst slice_length=16 extension_ratio=3".')
+    ] = "i-clustered",
+    auto_class: Annotated[
+        str | None,
+        typer.Option(help="Class of transformers, such as AutoModelForSequenceClassification; default: its own."),
+    ] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens it shall take; its positions are repeated.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
+) -> None:
+    """Write a copy of a model with its attention replaced, and its tokenizer: ready to load, to fine-tune, to push."""
+    settings = method_of(method)
+    import transformers
+
+    from ..patching import extend_positions, patch_attention
+
+    with mistakes_in_words():
+        if (output / "config.json").exists():
+            raise ValueError(f"{output} holds a model already: name another folder")
+        architectures = transformers.AutoConfig.from_pretrained(model).architectures or ["AutoModel"]
+        name = auto_class or architectures[0]
+        model_class: Any = getattr(transformers, name, None)
+        if not hasattr(model_class, "from_pretrained"):
+            raise ValueError(f"transformers has no class {name!r}: name one with --auto-class")
+        loaded = model_class.from_pretrained(model, dtype=dtype)
+        if max_length is not None:
+            loaded = extend_positions(loaded, max_length)
+        patch_attention(loaded, **settings)
+        loaded.save_pretrained(output)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+        # Of a folder without one transformers makes a tokenizer that knows no word.
+        if len(tokenizer) > len(tokenizer.all_special_tokens):
+            tokenizer.save_pretrained(output)
+        else:
+            typer.secho(f"{model} has no tokenizer, so none was written.", err=True)
+        typer.echo(f"written: {output}. Load it with:")
+        typer.echo(f"    from transformers import {name}")
+        typer.echo(f"    model = hf_effattn.from_pretrained({name}, {str(output)!r})")

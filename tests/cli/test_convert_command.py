@@ -1,0 +1,70 @@
+"""`effattn convert`: what it writes is the patched model, and it says how it is loaded."""
+
+import pytest
+import torch
+from tiny_models import TEXT
+from transformers import AutoConfig, BertForSequenceClassification
+from typer.testing import CliRunner
+
+import hf_effattn
+from hf_effattn.cli import app
+
+runner = CliRunner()
+WORDS = torch.arange(1, 41)[None]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(AutoConfig.for_model("bert", **TEXT))
+    model.save_pretrained(tmp_path / "exact")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "method", ["bi-clustered clusters=6 topk=8 key_clusters=7 min_length=0", "cst slice_length=4"]
+)
+def test_a_converted_model_is_that_of_the_library(method, folder):
+    result = runner.invoke(app, ["convert", str(folder / "exact"), str(folder / "new"), "--method", method])
+    assert result.exit_code == 0, result.output
+    lines = [line.strip() for line in result.stdout.splitlines() if line.startswith("    ")]
+    names = {"hf_effattn": hf_effattn}
+    exec("\n".join(lines), names)  # as printed
+    converted = names["model"].eval()
+    name, *settings = method.split()
+    exact = BertForSequenceClassification.from_pretrained(folder / "exact").eval()
+    before = exact(WORDS).logits
+    values = {key: int(value) for key, value in (setting.split("=") for setting in settings)}
+    hf_effattn.patch_attention(exact, name, **values)
+    torch.testing.assert_close(converted(WORDS).logits, exact.eval()(WORDS).logits)
+    assert not torch.allclose(converted(WORDS).logits, before, rtol=1e-3)
+    assert "has no tokenizer" in result.stderr
+    assert not (folder / "new" / "tokenizer.json").exists()
+
+
+def test_a_longer_model_in_half_the_bytes(folder, real_model_folder):
+    arguments = ["--max-length", "600", "--dtype", "bfloat16", "--auto-class", "AutoModel"]
+    result = runner.invoke(app, ["convert", str(real_model_folder), str(folder / "long"), *arguments])
+    assert result.exit_code == 0, result.output
+    config = AutoConfig.from_pretrained(folder / "long")
+    assert config.max_position_embeddings == 600
+    assert (folder / "long" / "tokenizer.json").exists()
+    size = (folder / "long" / "model.safetensors").stat().st_size
+    assert size < 0.6 * (real_model_folder / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-folder", "new"], "Error"),
+        (["exact", "exact"], "holds a model already"),
+        (["exact", "new", "--method", "i-clustered cluster=5"], "cluster"),
+        (["exact", "new", "--auto-class", "AutoModelForChess"], "has no class 'AutoModelForChess'"),
+    ],
+)
+def test_mistakes_write_nothing(arguments, message, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    result = runner.invoke(app, ["convert", *arguments])
+    assert result.exit_code == 1
+    assert message in result.output
+    assert not (folder / "new").exists()
