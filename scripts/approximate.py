@@ -1,6 +1,6 @@
 r"""What clustered attention does to fine-tuned models without retraining (Source: Vyas 2020, section 3.3).
 
-Every task of GLUE, and SQuAD, with exact attention and with the methods: the task's metric as mean ± standard
+Tasks of GLUE, and SQuAD, with exact attention and with the methods: the task's metric as mean ± standard
 deviation over the seeds of the clustering, its drop, and the error of the attention output in each layer.
 
     python scripts/approximate.py cola --model runs/cola                 # a model of yours, data from the Hub
@@ -30,7 +30,7 @@ from shared_data import dataset_path
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_effattn import report
-from hf_effattn.demo.models import default_model_folder
+from hf_effattn.demo.models import DEFAULT_NAME, default_model_folder
 
 FULL = "full"
 COMMON: dict[str, Any] = {"report_to": "none", "per_device_eval_batch_size": 32, "eval_strategy": "no"}
@@ -140,7 +140,7 @@ def run_script(task: Task, arguments: dict[str, Any], local: bool, *more: str) -
 def fine_tuned(name: str, base: str, runs: Path, seed: int, local: bool) -> str:
     """Folder of the task's model, trained where it is not there yet."""
     folder = runs / f"{name}-{Path(base).name}-{seed}"
-    if not (folder / "config.json").exists():
+    if not (folder / "all_results.json").exists():  # written last
         task = TASKS[name]
         arguments = FINE_TUNING | task.training | {"model_name_or_path": base, "output_dir": folder, "seed": seed}
         run_script(task, arguments, local, "--do_train", *switches(low_precision=True))
@@ -232,8 +232,10 @@ def main(
         settings_of(row)  # a mistake is told before anything runs
     kept = KeptRuns(output, {}, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     start = base or str(default_model_folder())
+    origin = model or base or DEFAULT_NAME
+    shown: list[dict[str, Any]] = []
     for name in track(chosen, description="tasks"):
-        identity: dict[str, Any] = {"task": name, "model": Path(model or start).name, "samples": samples}
+        identity: dict[str, Any] = {"task": name, "model": origin, "samples": samples}
         if model is None:
             identity["training_seed"] = training_seed
         plan = [
@@ -243,14 +245,14 @@ def main(
         ]
         missing = kept.missing(plan)
         if not missing:
+            shown += [row for run in plan for row in kept.matching(run)]
             continue
         path = model or fine_tuned(name, start, runs, training_seed, local)
         errors = layer_errors(name, path, list(dict.fromkeys(run["row"] for run in missing)), local)
         for run in missing:
             found = evaluate(name, path, run["row"], run["seed"] or 0, samples, local)
             kept.add(run | found | {"layer_errors": errors.get(run["row"])})
-    origin = Path(model or start).name
-    shown = [row for row in kept.matching({"model": origin, "samples": samples}) if row["task"] in chosen]
+        shown += [row for run in plan for row in kept.matching(run)]
     with pd.option_context("display.width", 250, "display.max_columns", 60):
         print(table(shown, rows).to_string())
     print(f"written: {output}")

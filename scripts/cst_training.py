@@ -25,7 +25,7 @@ import run_classification
 import run_clm
 import torch
 import typer
-from kept_runs import KeptRuns
+from kept_runs import KeptRuns, run_folder
 from rich.progress import track
 from shared_data import dataset_path
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -228,12 +228,16 @@ def command_line(task: Task, run: dict[str, Any], folder: Path, low_precision: b
     return [*files_of(task), *named, *switches]
 
 
+def folder_of(run: dict[str, Any], runs: Path, low_precision: bool) -> Path:
+    """Where the checkpoints of a run lie."""
+    name = f"{run['task']}, {run['model']}, seed {run['seed']}"
+    return run_folder(runs, name, [run, TASKS[run["task"]].models[run["model"]], low_precision])
+
+
 def train(run: dict[str, Any], runs: Path, low_precision: bool) -> dict[str, Any]:
     """Train and evaluate one model, from its newest checkpoint where it has one; the row to keep."""
     task = TASKS[run["task"]]
-    steps = "" if run["steps"] is None else f", {run['steps']} steps"
-    folder = runs / f"{run['task']}, {run['model']}, seed {run['seed']}{steps}".replace(" ", "_")
-    found = task.run(command_line(task, run, folder, low_precision))
+    found = task.run(command_line(task, run, folder_of(run, runs, low_precision), low_precision))
     return run | {name: found[name] for name in KEPT if name in found}
 
 

@@ -22,6 +22,7 @@ class GlueTask:
         columns: the files' names of the columns `texts` and `label`, where they are others.
         header: columns of the labelled files, where these begin without a line that names them.
         validation: the splits to evaluate on, with their files.
+        test: the splits whose labels the benchmark keeps, with their files.
     """
 
     folder: str
@@ -30,6 +31,7 @@ class GlueTask:
     columns: dict[str, str] = field(default_factory=dict)
     header: tuple[str, ...] | None = None
     validation: dict[str, str] = field(default_factory=lambda: {"validation": "dev"})
+    test: dict[str, str] = field(default_factory=lambda: {"test": "test"})
 
 
 TASKS = {
@@ -54,6 +56,7 @@ TASKS = {
         ("entailment", "neutral", "contradiction"),
         {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"},
         validation={"validation_matched": "dev_matched", "validation_mismatched": "dev_mismatched"},
+        test={"test_matched": "test_matched", "test_mismatched": "test_mismatched"},
     ),
     "qnli": GlueTask("QNLI", ("question", "sentence"), ("entailment", NOT_ENTAILMENT)),
     "rte": GlueTask("RTE", ("sentence1", "sentence2"), ("entailment", NOT_ENTAILMENT)),
@@ -81,9 +84,15 @@ def read_split(path: Path, task: GlueTask) -> Dataset:
         found["label"] = -1 if task.labels else -1.0
     elif task.labels:
         numbers = {name: number for number, name in enumerate(task.labels)}
-        found["label"] = [numbers[label] if label in numbers else int(label) for label in found["label"]]
+        numbers |= {str(number): number for number in range(len(task.labels))}
+        found["label"] = found["label"].map(numbers)
     else:
-        found["label"] = found["label"].astype("float32")
+        found["label"] = pd.to_numeric(found["label"], errors="coerce")
+    broken = found["label"].isna()
+    if broken.any():
+        row = broken.to_list().index(True) + 1
+        raise ValueError(f"{path}: row {row} of {len(found)}, not counting a header, has no label of the task")
+    found["label"] = found["label"].astype("int64" if task.labels else "float32")
     return Dataset.from_pandas(found, preserve_index=False).cast_column("label", kind)
 
 
@@ -96,18 +105,19 @@ def load_glue(name: str, folder: Path | None = None) -> DatasetDict:
             the Hub.
 
     Returns:
-        `DatasetDict`: `train`, `test` and the task's validation splits, those of them that are there.
+        `DatasetDict`: `train` and the task's validation and test splits, those of them that are there.
 
     Raises:
         ValueError: an unknown task.
         FileNotFoundError: the folder has no file of the task.
+        ValueError: a row whose label is none of the task's; the message names the file and the row.
     """
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r} of GLUE; there are {', '.join(TASKS)}")
     if folder is None:
         return load_dataset(HUB_NAME, name)
     task = TASKS[name]
-    splits = {"train": "train", **task.validation, "test": "test"}
+    splits = {"train": "train", **task.validation, **task.test}
     found = {
         split: path
         for split, file in splits.items()

@@ -1,5 +1,6 @@
 """Results that are kept after every run, so that an experiment that was stopped goes on where it was."""
 
+import hashlib
 import json
 import statistics
 from collections.abc import Iterable
@@ -64,6 +65,18 @@ class KeptRuns:
         kept = {"environment": self.environment, "settings": self.settings, "rows": self.rows}
         written.write_text(json.dumps(kept, indent=1), encoding="utf-8")
         written.replace(self.path)
+
+
+def run_folder(parent: Path, name: str, identity: Any) -> Path:
+    """Where the checkpoints of a run lie: a folder of its own for everything that makes it another run.
+
+    Args:
+        parent (`Path`): of all runs.
+        name (`str`): begins the folder's name.
+        identity: JSON values.
+    """
+    whole = json.dumps(identity, sort_keys=True)
+    return parent / f"{name}-{hashlib.sha256(whole.encode()).hexdigest()[:12]}".replace(" ", "_").replace(",", "")
 
 
 def mean_and_deviation(values: Iterable[float], digits: int = 1) -> str:

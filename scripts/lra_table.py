@@ -1,9 +1,9 @@
 """Long Range Arena: Transformer, Composite Slice Transformer, ClusterFormer and others (Source: Lee 2023, Table 1).
 
 Every model has the sizes and the settings of training of the paper's Table 6; `--share` of its steps are run, with as
-large a share of the warm-up. The Transformer is CST without slices, with absolute positions. FNet, Nyströmformer and
-Reformer are those of transformers, unmodified; they classify by the first token, and Nyströmformer and Reformer get
-every input at its full length, which they need.
+large a share of the warm-up; attention dropout is off where a model has it. The Transformer is CST without slices,
+with absolute positions. FNet, Nyströmformer and Reformer are those of transformers, unmodified; they classify by the
+first token, and Nyströmformer and Reformer get every input at its full length, which they need.
 
     python scripts/lra_table.py --tasks listops,image --share 0.01      # adds to scripts/results/lra_table.json
     python scripts/lra_table.py --tasks text --data-path imdb --models "Transformer;CST L=8"
@@ -21,8 +21,10 @@ import pandas as pd
 import run_lra
 import torch
 import typer
-from kept_runs import KeptRuns, mean_and_deviation
+from kept_runs import KeptRuns, mean_and_deviation, run_folder
 from rich.progress import track
+
+from hf_effattn.data.long_range_arena import GENERATED
 
 KEPT = ("test_accuracy", "test_loss", "parameters")
 # Attention dropout is off: SDPA on a CPU is slow with it, and the comparison would be one of that.
@@ -68,7 +70,8 @@ def train(run: dict[str, Any], data_path: Path | None, runs: Path, low_precision
     defaults = run_lra.DEFAULTS[run["task"]]
     settings = settings | settings_for(model_type, defaults.max_length)
     steps = max(1, round(run["share"] * defaults.max_steps))
-    folder = runs / f"{run['task']}, {run['model']}, seed {run['seed']}, {steps} steps".replace(" ", "_")
+    name = f"{run['task']}, {run['model']}, seed {run['seed']}"
+    folder = run_folder(runs, name, [run, model_type, settings, str(data_path), low_precision])
     arguments: dict[str, Any] = {
         "task": run["task"],
         "model_type": model_type,
@@ -90,7 +93,7 @@ def train(run: dict[str, Any], data_path: Path | None, runs: Path, low_precision
         arguments["pad_to"] = defaults.max_length
     if run["samples"] is not None:
         arguments["max_predict_samples"] = run["samples"]
-    if data_path is not None:
+    if data_path is not None and run["task"] not in GENERATED:
         arguments["data_path"] = data_path
     switches = ["--do_train", "--do_predict", *(["--bf16"] if low_precision else [])]
     switches += [] if torch.cuda.is_available() else ["--use_cpu"]
@@ -124,7 +127,7 @@ def main(
     learning_rate: Annotated[float | None, typer.Option(help="Default: the paper's.")] = None,
     samples: Annotated[int | None, typer.Option(help="Test on so many only.")] = None,
     data_settings: Annotated[str, typer.Option(help="Of the data, such as train_size=1000.")] = "",
-    data_path: Annotated[Path | None, typer.Option(help="Files of a task that is not generated.")] = None,
+    data_path: Annotated[Path | None, typer.Option(help="Files of the task that is not generated.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16: autocast, or float32.")] = "bfloat16",
     runs: Annotated[Path, typer.Option(help="Folder of the checkpoints.")] = Path("runs/lra"),
     output: Path = Path(__file__).parent / "results" / "lra_table.json",

@@ -16,11 +16,12 @@ to the system and has them cleared anew, which took more time than the arithmeti
 
 import math
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 from datasets import Dataset
 from text_data import DataArguments, blocks, load_texts
-from training import ModelArguments, keep_metrics, load_tokenizer, make_model, train
+from training import ModelArguments, keep_metrics, load_tokenizer, make_model, task_loss_alone, train
 from transformers import (
     AutoModelForCausalLM,
     HfArgumentParser,
@@ -33,8 +34,9 @@ from transformers import (
 
 
 def tokens_per_word(texts: Dataset, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Tokens for each word between blanks: what makes perplexities of different tokenizers comparable."""
-    tokens = sum(len(ids) for ids in tokenizer(texts["text"][:], verbose=False)["input_ids"])
+    """Tokens, marks of an end among them, for each word between blanks: what makes tokenizers comparable."""
+    found = tokenizer(texts["text"][:], add_special_tokens=False, verbose=False)["input_ids"]
+    tokens = sum(len(ids) + 1 for ids in found)
     return tokens / sum(len(text.split()) for text in texts["text"])
 
 
@@ -66,7 +68,11 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
     set_seed(training.seed)
     texts = load_texts(data_arguments)
-    tokenizer = load_tokenizer(model_arguments, training, (row["text"] for row in texts["train"]))
+
+    def words() -> Iterator[str]:
+        yield from texts["train"]["text"]
+
+    tokenizer = load_tokenizer(model_arguments, training, words())
     length = data_arguments.block_length
     examples = blocks(texts, tokenizer, length)
     # One name of the longest input for GPT-2, another for all others.
@@ -84,7 +90,8 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     if training.do_train:
         metrics |= train(trainer, training, model_arguments.save_dtype)
     if training.do_eval:
-        metrics |= trainer.evaluate()
+        with task_loss_alone(trainer.model):
+            metrics |= trainer.evaluate()
         metrics["perplexity"] = math.exp(metrics["eval_loss"])
         ratio = tokens_per_word(texts["validation"], tokenizer)
         metrics["word_perplexity"] = math.exp(metrics["eval_loss"] * ratio)

@@ -92,6 +92,14 @@ def label_settings(task: GlueTask) -> dict[str, Any]:
     }
 
 
+def missing_splits(examples: DatasetDict, task: GlueTask, training: TrainingArguments) -> list[str]:
+    """Splits that the arguments ask for and the data have not."""
+    asked = ["train"] if training.do_train else []
+    asked += list(task.validation) if training.do_eval else []
+    asked += list(task.test) if training.do_predict else []
+    return [split for split in asked if split not in examples]
+
+
 def write_predictions(values: np.ndarray, task: GlueTask, path: Path) -> None:
     """A file as the benchmark's server takes it: a number, and a word where the task's labels are words."""
     words = any("entailment" in name for name in task.labels) and task.folder != "WNLI"
@@ -118,12 +126,15 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     most = {"train": data_arguments.max_train_samples}
     most |= dict.fromkeys(task.validation, data_arguments.max_eval_samples)
     examples = prepare(first_samples(data, most, training.data_seed or 0), task, tokenizer, data_arguments.max_length)
+    missing = missing_splits(examples, task, training)
+    if missing:
+        raise ValueError(f"the data of {name} have no {' and no '.join(missing)}")
     model = make_model(model_arguments, AutoModelForSequenceClassification, tokenizer, label_settings(task))
     trainer = Trainer(
         model=model,
         args=training,
         train_dataset=examples.get("train"),
-        eval_dataset=examples[next(iter(task.validation))],
+        eval_dataset=examples.get(next(iter(task.validation))),
         processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=metrics_of(name),
@@ -136,9 +147,11 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
             prefix = split.replace("validation", "eval")
             metrics |= trainer.evaluate(examples[split], metric_key_prefix=prefix)
     if training.do_predict:
-        test = examples["test"].remove_columns("label")
-        values = predicted(trainer.predict(test).predictions, task)
-        write_predictions(values, task, Path(training.output_dir) / f"{task.folder}.tsv")
+        for split in task.test:
+            values = predicted(trainer.predict(examples[split].remove_columns("label")).predictions, task)
+            if trainer.is_world_process_zero():
+                file = f"{task.folder}{split.removeprefix('test').replace('_', '-')}.tsv"
+                write_predictions(values, task, Path(training.output_dir) / file)
     keep_metrics(trainer, metrics)
     return metrics
 

@@ -152,6 +152,11 @@ def only_named(collator: LRACollator, names: Mapping[str, Any], rows: list[dict[
     return {name: tensor for name, tensor in collator(rows).items() if name in names}
 
 
+def longest_texts(task: str, max_length: int) -> dict[str, int]:
+    """The setting of the data that cuts their texts, where the task has one."""
+    return {"max_length": max_length} if task in ("text", "retrieval") else {}
+
+
 def compute_metrics(metric: Any, prediction: EvalPrediction) -> dict[str, float]:
     """The metric of the most likely classes."""
     logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
@@ -169,7 +174,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
             data_arguments.data_path,
             cache_dir=data_arguments.cache_dir,
             num_proc=data_arguments.num_proc,
-            **parse_settings(data_arguments.data_settings),
+            **longest_texts(task, max_length) | parse_settings(data_arguments.data_settings),
         )
     if data_arguments.verify_data:
         verify_lra(task, data)

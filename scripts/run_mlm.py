@@ -16,6 +16,7 @@ head for it (`BertForPreTraining`, `ClusterFormerForPreTraining`).
 import math
 import sys
 import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
 from text_data import DataArguments, blocks, load_texts
-from training import ModelArguments, keep_metrics, load_metric, load_tokenizer, make_model, train
+from training import ModelArguments, keep_metrics, load_metric, load_tokenizer, make_model, task_loss_alone, train
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForPreTraining,
@@ -49,18 +50,30 @@ class MaskArguments:
     next_sentence: bool = field(default=False, metadata={"help": "Also guess whether the second text follows."})
 
 
+def documents(rows: Iterable[str], characters: int) -> Iterator[str]:
+    """The rows, those that follow each other in one until it has so many characters."""
+    lines: list[str] = []
+    for row in rows:
+        lines.append(row)
+        if sum(map(len, lines)) >= characters:
+            yield "\n".join(lines)
+            lines = []
+    if lines:
+        yield "\n".join(lines)
+
+
 def sentence_pairs(texts: Dataset, tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Dataset:
     """Pairs of pieces of text, with their special tokens at most `length` tokens long.
 
     Of the pieces of a document, which follow each other, two make a pair; in every second pair, drawn at random, the
-    later one is that of another pair.
+    later one is that of another pair. Rows of a text that comes line by line are put together to documents.
 
     Raises:
         ValueError: there are fewer than two pairs in the text.
     """
     pieces = (length - tokenizer.num_special_tokens_to_add(pair=True)) // 2
     pairs: list[tuple[str, str]] = []
-    for text in texts["text"]:
+    for text in documents(texts["text"], 16 * length):
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         places = [start for start, _ in encoded["offset_mapping"]]
         cuts = [*places[::pieces], len(text)] if len(places) % pieces == 0 else places[::pieces]
@@ -127,8 +140,11 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     set_seed(training.seed)
     texts = load_texts(data_arguments)
     paired = mask_arguments.next_sentence
-    words = (row["text"] for row in texts["train"])
-    tokenizer = load_tokenizer(model_arguments, training, words, pairs=paired, masks=True)
+
+    def words() -> Iterator[str]:
+        yield from texts["train"]["text"]
+
+    tokenizer = load_tokenizer(model_arguments, training, words(), pairs=paired, masks=True)
     length = data_arguments.block_length
     examples = examples_of(texts, tokenizer, length, training.seed if paired else None)
     metric = load_metric("accuracy")
@@ -148,7 +164,8 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     if training.do_train:
         metrics |= train(trainer, training, model_arguments.save_dtype)
     if training.do_eval:
-        metrics |= trainer.evaluate()
+        with task_loss_alone(trainer.model):
+            metrics |= trainer.evaluate()
         if not paired:
             metrics["perplexity"] = math.exp(metrics["eval_loss"])
     keep_metrics(trainer, metrics)

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from datasets import DatasetDict, load_dataset
-from training import END_OF_TEXT
 from transformers import PreTrainedTokenizerBase
 
 # What Project Gutenberg puts around a book.
@@ -42,10 +41,15 @@ def load_texts(arguments: DataArguments) -> DatasetDict:
 
 
 def blocks(texts: DatasetDict, tokenizer: PreTrainedTokenizerBase, length: int) -> DatasetDict:
-    """All tokens of a split one after the other, cut into examples of `length`; what remains is dropped."""
+    """All tokens of a split one after the other, cut into examples of `length`; what remains is dropped.
+
+    Behind each text stands the tokenizer's mark of an end, or what BERT-like ones have between texts.
+    """
+    end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
 
     def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        return {"input_ids": tokenizer([text + END_OF_TEXT for text in rows["text"]], verbose=False)["input_ids"]}
+        found = tokenizer(rows["text"], add_special_tokens=False, verbose=False)["input_ids"]
+        return {"input_ids": [[*tokens, end] for tokens in found]}
 
     def cut(rows: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
         tokens = list(chain.from_iterable(rows["input_ids"]))

@@ -4,7 +4,8 @@ Every script takes `ModelArguments`, its own data arguments and transformers' `T
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,14 @@ from transformers import (
     AutoConfig,
     AutoTokenizer,
     ByT5Tokenizer,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
 
 import hf_effattn
 from hf_effattn.models.clusterformer import log_clustering
@@ -124,6 +127,14 @@ def is_whole(checkpoint: Path) -> bool:
     return True
 
 
+def is_finished(checkpoint: Path, training: TrainingArguments) -> bool:
+    """Whether it is of the last step that the arguments ask for."""
+    state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    last = training.max_steps if training.max_steps > 0 else state["max_steps"]
+    same = training.max_steps > 0 or state["num_train_epochs"] >= training.num_train_epochs
+    return bool(same and state["global_step"] >= last)
+
+
 def load_tokenizer(
     arguments: ModelArguments, training: TrainingArguments, texts: Iterable[str], **kinds: bool
 ) -> PreTrainedTokenizerBase:
@@ -201,22 +212,50 @@ def load_metric(name: str, config_name: str | None = None) -> Any:
 def train(trainer: Trainer, training: TrainingArguments, save_dtype: str | None = None) -> dict[str, float]:
     """Train, from a checkpoint where the arguments name one (`last`: the newest); save the model and the log.
 
-    The log of a ClusterFormer tells of its clusters too.
+    The log of a ClusterFormer tells of its clusters too. What is evaluated afterwards is the model as it was saved. A
+    checkpoint of the last step is loaded and not trained any further.
+
+    Args:
+        trainer (`Trainer`): with its model and data.
+        training (`TrainingArguments`): its arguments.
+        save_dtype (`str`, *optional*): number type of the weights that are saved. Default: as trained.
+
+    Returns: the metrics of the training; none where nothing was left to train.
 
     Raises:
         ValueError: smoothed labels for a ClusterFormer by a Trainer that would lose the losses of its clusters.
-    What is evaluated afterwards is the model as it was saved, in `save_dtype` where one is named.
     """
     if trainer.model.config.model_type == "clusterformer":
         if training.label_smoothing_factor and type(trainer).compute_loss is Trainer.compute_loss:
             raise ValueError("label_smoothing_factor makes Trainer leave out the losses of the clusters: pass 0")
         log_clustering(trainer)
-    trained = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training))
+    checkpoint = checkpoint_to_resume(training)
+    metrics: dict[str, float] = {}
+    if checkpoint is not None and is_finished(Path(checkpoint), training):
+        # Trainer would take a step more.
+        trainer._load_from_checkpoint(checkpoint)
+        trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+    else:
+        metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
     if save_dtype is not None:
         trainer.model.to(getattr(torch, save_dtype))
     trainer.save_model()
     trainer.save_state()
-    return trained.metrics
+    return metrics
+
+
+@contextmanager
+def task_loss_alone(model: PreTrainedModel) -> Iterator[None]:
+    """Let a ClusterFormer's loss be that of its task, of which perplexities are made, without its clusters'."""
+    names = {"cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0, "task_loss_weight": 1.0}
+    kept = {name: getattr(model.config, name) for name in names if hasattr(model.config, name)}
+    try:
+        for name in kept:
+            setattr(model.config, name, names[name])
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(model.config, name, value)
 
 
 def keep_metrics(trainer: Trainer, metrics: dict[str, float]) -> None:

@@ -12,7 +12,6 @@ test_2016_flickr, translated with beams after all epochs: no model is chosen by 
 With `--checkpoints` a run that was stopped goes on from its last epoch; without, it begins anew.
 """
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -24,7 +23,7 @@ import run_translation
 import torch
 import typer
 from classification_table import TRANSFORMER, data_folder, differences
-from kept_runs import KeptRuns, mean_and_deviation
+from kept_runs import KeptRuns, mean_and_deviation, run_folder
 from rich.progress import track
 from shared_data import dataset_path
 
@@ -97,8 +96,7 @@ def train_once(run: dict[str, Any], low_precision: bool, folder: Path) -> dict[s
 
 def measure(run: dict[str, Any], low_precision: bool, checkpoints: Path) -> dict[str, Any]:
     """The run with its BLEU, its losses and its time; what it left among the checkpoints is removed."""
-    whole = json.dumps([SIZES, TRAINING, run, low_precision], sort_keys=True)
-    folder = checkpoints / hashlib.sha256(whole.encode()).hexdigest()[:16]
+    folder = run_folder(checkpoints, "translation", [SIZES, TRAINING, run, low_precision])
     resumed = folder.is_dir()
     found = train_once(run, low_precision, folder)
     shutil.rmtree(folder)

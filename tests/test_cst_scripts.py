@@ -130,7 +130,7 @@ def test_a_stopped_training_goes_on(small_tasks, tmp_path, monkeypatch):
     arguments = {"models": "Transformer", "dtype": "float32"}
     cst_training.main("20 Newsgroups", **arguments, steps=2, output=tmp_path / "whole.json")
     run = next((tmp_path / "runs" / "cst").iterdir())
-    assert run.name == "20_Newsgroups,_Transformer,_seed_0,_2_steps"
+    assert run.name.startswith("20_Newsgroups_Transformer_seed_0-")
     state = json.loads((run / "checkpoint-2" / "trainer_state.json").read_text())
     (run / "model.safetensors").unlink()
     seen = []

@@ -136,6 +136,10 @@ def test_the_table_of_all_models(task, tmp_path, monkeypatch, capsys):
     assert {row["steps"] for row in rows} == {2}
     assert len({row["parameters"] for row in rows}) >= 4
     assert str(lra_table.PAPER["Transformer"][task]) in capsys.readouterr().out
+    one = {"models": "CST L=8", "output": tmp_path / "other.json"}
+    lra_table.main(**options | one | {"learning_rate": 0.1})
+    other = json.loads((tmp_path / "other.json").read_text())["rows"][0]
+    assert other["test_loss"] != rows[1]["test_loss"]  # trained anew, not the first one's checkpoint
     monkeypatch.setattr(lra_table, "train", None)
     lra_table.main(**options)
     assert json.loads((tmp_path / "lra.json").read_text())["rows"] == rows

@@ -52,6 +52,25 @@ def test_pairs_are_what_their_labels_say():
     assert again["input_ids"][:] == pairs["input_ids"][:]
 
 
+def test_lines_are_put_together_to_documents():
+    rows = ["a line", "", "another line", "one of many words that is long enough"]
+    assert list(run_mlm.documents(rows, 15)) == ["a line\n\nanother line", "one of many words that is long enough"]
+    lines = Dataset.from_dict({"text": [f"line {n} of many" for n in range(200)]})
+    tokenizer = training.train_tokenizer(lines["text"], 400, pairs=True, masks=True)
+    pairs = run_mlm.sentence_pairs(lines, tokenizer, 32, seed=0)
+    used = sum(len(ids) - 2 for ids in pairs["input_ids"])
+    assert used > 0.7 * sum(len(ids) - 1 for ids in tokenizer(lines["text"][:])["input_ids"])
+
+
+def test_evaluation_needs_no_text_to_train_on(arguments, tmp_path):
+    model = ["--model_type", "bert", "--config_overrides", MODELS["bert"]]
+    run_mlm.main([*arguments, *model, "--max_steps", "1", "--output_dir", str(tmp_path / "run")])
+    held_out = arguments[arguments.index("--validation_files") :]
+    alone = ["--model_name_or_path", str(tmp_path / "run"), "--use_cpu", "--report_to", "none", "--block_length", "16"]
+    found = run_mlm.main([*alone, *held_out, "--do_eval", "--output_dir", str(tmp_path / "check")])
+    assert found["perplexity"] > 1
+
+
 def test_too_little_text_for_pairs_raises():
     tokenizer = training.train_tokenizer(["abc"], 300, pairs=True, masks=True)
     with pytest.raises(ValueError, match="has 0 pairs of 32 tokens"):

@@ -9,8 +9,15 @@ import pytest
 import run_classification
 import run_clm
 import text_data
+import torch
 import training
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainingArguments,
+)
 
 from hf_effattn import from_pretrained
 
@@ -141,6 +148,44 @@ def test_pairs_are_marked_in_every_tokenizer_that_is_trained(tmp_path):
     alone = training.train_tokenizer(["the cat sat"] * 9, 300)
     assert alone.decode(alone("the cat")["input_ids"]) == "the cat"
     assert "token_type_ids" not in alone("the cat")
+
+
+def test_a_finished_run_is_not_trained_any_further(class_files, tmp_path):
+    """In the middle of an epoch, with a learning rate that does not end at 0: a step more would show."""
+    common = [*RUN, "--class_files", *class_files, "--vocab_size", "300", "--max_length", "32", "--do_train"]
+    common += ["--model_type", "bert", "--config_overrides", SMALL["bert"], "--lr_scheduler_type", "constant"]
+    common += ["--do_eval", "--max_steps", "3", "--save_steps", "3", "--output_dir", str(tmp_path / "run")]
+    first = run_classification.main([*common, "--resume_from_checkpoint", "last"])
+    second = run_classification.main([*common, "--resume_from_checkpoint", "last"])
+    assert second["eval_loss"] == pytest.approx(first["eval_loss"], abs=1e-6)
+    assert json.loads((tmp_path / "run" / "trainer_state.json").read_text())["global_step"] == 3
+    longer = run_classification.main([*common, "--resume_from_checkpoint", "last", "--max_steps", "5"])
+    assert longer["eval_loss"] != pytest.approx(first["eval_loss"], abs=1e-6)
+
+
+def test_texts_end_with_the_mark_of_their_tokenizer(real_model_folder):
+    """Not with the words of another one's mark."""
+    texts = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a line", "two"]})})
+    bert = AutoTokenizer.from_pretrained(real_model_folder)
+    found = text_data.blocks(texts, bert, 5)["train"]["input_ids"][0]
+    assert bert.convert_ids_to_tokens(found) == ["a", "line", "[SEP]", "two", "[SEP]"]
+    own = training.train_tokenizer(["a line", "two"] * 9, 270)
+    whole = own("a line")["input_ids"]
+    found = text_data.blocks(texts, own, len(whole) + 1)["train"]["input_ids"][0]
+    assert found == [*whole, own.eos_token_id]
+    assert run_clm.tokens_per_word(texts["train"], bert) == pytest.approx(5 / 3)
+
+
+def test_perplexity_is_of_the_task_alone():
+    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "clusters": 2}
+    model = AutoModelForMaskedLM.from_config(AutoConfig.for_model("clusterformer", **sizes)).eval()
+    words = torch.arange(1, 11)[None]
+    whole = model(words, labels=words)
+    with training.task_loss_alone(model):
+        alone = model(words, labels=words)
+    assert alone.loss.item() == pytest.approx(whole.task_loss.item(), abs=1e-6)
+    assert whole.loss.item() != pytest.approx(whole.task_loss.item(), abs=1e-6)
+    assert model(words, labels=words).loss.item() == pytest.approx(whole.loss.item(), abs=1e-6)
 
 
 def test_a_fresh_run_has_its_own_tokenizer(tmp_path):

@@ -44,7 +44,7 @@ def method_of(text: str) -> dict[str, Any]:
     Raises:
         typer.BadParameter: a setting without a value.
     """
-    method, *settings = text.split()
+    method, *settings = text.split() or [""]
     found: dict[str, Any] = {"method": method}
     for setting in settings:
         name, separator, value = setting.partition("=")
@@ -53,5 +53,5 @@ def method_of(text: str) -> dict[str, Any]:
         try:
             found[name] = json.loads(value)
         except json.JSONDecodeError:
-            found[name] = value
+            found[name] = {"True": True, "False": False, "None": None}.get(value, value)
     return found

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,7 +229,7 @@ def image_examples(images: list[Image], split: str) -> Iterator[Example]:
 
 
 def _stored_images(source: Path) -> list[Image]:
-    """Images of a folder or tar file: by their names, which count within a class, then by their class."""
+    """Images of a folder or tar file, by their place among their class, then by class."""
     import PIL.Image  # only for files; the images of the Hub come decoded
 
     def read(data: bytes) -> np.ndarray:
@@ -249,7 +250,14 @@ def _stored_images(source: Path) -> list[Image]:
                     images.append((name.name, name.parent.name, read(data.read())))
     if not images:
         raise ValueError(f"{source} holds no images; they are looked for in a folder for each class")
+    # Not by their names alone: where these begin with the class, the last tenth would be of one class.
     images.sort(key=lambda image: image[:2])
+    seen: Counter[str] = Counter()
+    places = []
+    for _, label, _ in images:
+        places.append((seen[label], label))
+        seen[label] += 1
+    images = [image for _, image in sorted(zip(places, images, strict=True), key=lambda pair: pair[0])]
     return [(pixels, _class_number(label, CIFAR10_CLASSES, f"{source}/{label}")) for _, label, pixels in images]
 
 

@@ -223,7 +223,7 @@ def test_images_of_a_folder_and_of_a_tar_file(tmp_path):
             folder = tmp_path / "folder" / kind / name
             folder.mkdir(parents=True)
             for image in range(10):
-                PIL.Image.new("RGB", (32, 32), (number, image, 0)).save(folder / f"{image:04}.png")
+                PIL.Image.new("RGB", (32, 32), (number, image, 0)).save(folder / f"{name}_{image:04}.png")
         (tmp_path / "tar").mkdir(exist_ok=True)
         with tarfile.open(tmp_path / "tar" / f"{kind}.tar.gz", "w:gz") as archive:
             archive.add(tmp_path / "folder" / kind, kind)
