@@ -27,6 +27,7 @@ import typer
 from kept_runs import KeptRuns, mean_and_deviation
 from rich.progress import track
 from shared_data import dataset_path
+from training import command_line_of
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_effattn import report
@@ -134,7 +135,7 @@ def run_script(task: Task, arguments: dict[str, Any], local: bool, *more: str) -
     """Run the task's script."""
     data = {name: dataset_path(path) for name, path in task.local.items()} if local else task.hub
     named = COMMON | task.arguments | data | arguments
-    return task.main([*(part for name, value in named.items() for part in (f"--{name}", str(value))), *more])
+    return task.main([*command_line_of(named), *more])
 
 
 def fine_tuned(name: str, base: str, runs: Path, seed: int, local: bool) -> str:

@@ -30,6 +30,7 @@ from answer_ranking import rank_answers
 from classification_data import DATA_SETS
 from kept_runs import KeptRuns, mean_and_deviation
 from rich.progress import track
+from training import command_line_of
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hf_effattn.reporting.cost import peak_memory_added
@@ -150,8 +151,7 @@ def train_once(run: dict[str, Any], paths: dict[str, Path], low_precision: bool)
         switches.append("--use_cpu")
     with TemporaryDirectory() as folder:
         arguments["output_dir"] = folder
-        pairs = (part for name, value in arguments.items() for part in (f"--{name}", str(value)))
-        found = run_classification.main([*pairs, *switches])
+        found = run_classification.main([*command_line_of(arguments), *switches])
         if data.metric == "map" and data.test is not None:
             found |= rank_answers(folder, data.test(), run["max_length"])
         return found

@@ -28,6 +28,7 @@ import typer
 from kept_runs import KeptRuns, run_folder
 from rich.progress import track
 from shared_data import dataset_path
+from training import command_line_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_effattn.demo.models import default_model_folder
@@ -224,8 +225,7 @@ def command_line(task: Task, run: dict[str, Any], folder: Path, low_precision: b
         switches.append("--bf16")
     if not torch.cuda.is_available():
         switches.append("--use_cpu")
-    named = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
-    return [*files_of(task), *named, *switches]
+    return [*files_of(task), *command_line_of(arguments), *switches]
 
 
 def folder_of(run: dict[str, Any], runs: Path, low_precision: bool) -> Path:

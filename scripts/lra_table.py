@@ -23,6 +23,7 @@ import torch
 import typer
 from kept_runs import KeptRuns, mean_and_deviation, run_folder
 from rich.progress import track
+from training import command_line_of
 
 from hf_effattn.data.long_range_arena import GENERATED
 
@@ -97,9 +98,7 @@ def train(run: dict[str, Any], data_path: Path | None, runs: Path, low_precision
         arguments["data_path"] = data_path
     switches = ["--do_train", "--do_predict", *(["--bf16"] if low_precision else [])]
     switches += [] if torch.cuda.is_available() else ["--use_cpu"]
-    found = run_lra.main(
-        [*(part for name, value in arguments.items() for part in (f"--{name}", str(value))), *switches]
-    )
+    found = run_lra.main([*command_line_of(arguments), *switches])
     return run | {"steps": steps} | {name: found[name] for name in KEPT if name in found}
 
 

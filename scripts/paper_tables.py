@@ -3,6 +3,7 @@
 import json
 import statistics
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from markdown_tables import machine, markdown, number
 
 RESULTS = Path(__file__).resolve().parent / "results"
 NOT_RUN = "Not run yet."
+# Header, rows and the line below.
+Table = tuple[list[str], list[list[str]], str]
 # Lee 2023, Tables 2 to 4: test perplexity on WikiText-103, and speed-up of training against the Transformer.
 PAPER_PERPLEXITY = {
     ("WikiText-2, 256 tokens", "Transformer"): "34.29",
@@ -28,6 +31,23 @@ def kept(name: str) -> dict[str, Any] | None:
     """A file of results, if it is there."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def of_file(name: str) -> Callable[[Callable[[dict[str, Any]], Table]], Callable[[], str]]:
+    """Make the text of a table from a file of results, or say that there is none."""
+
+    def text_of(make: Callable[[dict[str, Any]], Table]) -> Callable[[], str]:
+        @wraps(make)
+        def text() -> str:
+            result = kept(name)
+            if result is None:
+                return NOT_RUN
+            header, rows, note = make(result)
+            return markdown(header, rows) + machine(result["environment"], note)
+
+        return text
+
+    return text_of
 
 
 def of_tasks(
@@ -122,11 +142,9 @@ def converted() -> str:
     return of_tasks("SST-2", lines, note)
 
 
-def before_fine_tuning() -> str:
+@of_file("benchmark_cst")
+def before_fine_tuning(result: dict[str, Any]) -> Table:
     """Cosines of the sentence embeddings of a converted BERT with those of the exact one."""
-    result = kept("benchmark_cst")
-    if result is None:
-        return NOT_RUN
     lengths = sorted({row["length"] for row in result["conversions"]})
     cells = {
         (row["conversion"], row["slice_length"], row["extension_ratio"], row["length"]): f"{row['cosine_mean']:.3f}"
@@ -135,14 +153,12 @@ def before_fine_tuning() -> str:
     kinds = dict.fromkeys(key[:3] for key in cells)
     rows = [[f"{name}, L={L} α={ratio}", *(cells[name, L, ratio, N] for N in lengths)] for name, L, ratio in kinds]
     note = f"Mean over {result['conversions'][0]['texts']} passages of novels. "
-    return markdown(["", *(f"{N} tokens" for N in lengths)], rows) + machine(result["environment"], note)
+    return ["", *(f"{N} tokens" for N in lengths)], rows, note
 
 
-def layers() -> str:
+@of_file("benchmark_cst")
+def layers(result: dict[str, Any]) -> Table:
     """Speed and memory of a layer of slices against the same with SDPA."""
-    result = kept("benchmark_cst")
-    if result is None:
-        return NOT_RUN
     header = ["", "forward", "forward + backward", "memory", "memory of SDPA"]
     exact = {(row["length"], row["part"]): row for row in result["layers"] if row["attention"] == "SDPA"}
     rows = []
@@ -158,14 +174,12 @@ def layers() -> str:
         f"{settings['width']} wide, {settings['heads']} heads, L={settings['slice_length']}, float32, one sequence; a "
         "layer with its feed-forward network, an attention with its projections. "
     )
-    return markdown(header, rows) + machine(result["environment"], note)
+    return header, rows, note
 
 
-def approximation() -> str:
+@of_file("approximation")
+def approximation(result: dict[str, Any]) -> Table:
     """Fine-tuned models with exact attention and with the methods, beside the paper's RoBERTa."""
-    result = kept("approximation")
-    if result is None:
-        return NOT_RUN
     names = list(dict.fromkeys(row["row"] for row in result["rows"]))
     rows = []
     for task in dict.fromkeys(row["task"] for row in result["rows"]):
@@ -183,14 +197,12 @@ def approximation() -> str:
         f"{result['rows'][0]['model']}, fine-tuned; Matthews correlation on CoLA, Pearson on STS-B, F1 on SQuAD, else "
         "accuracy; the deviation is over seeds of the clustering. The paper: RoBERTa. "
     )
-    return markdown(header, rows) + machine(result["environment"], note)
+    return header, rows, note
 
 
-def long_range_arena() -> str:
+@of_file("lra_table")
+def long_range_arena(result: dict[str, Any]) -> Table:
     """Accuracies of the Long Range Arena beside the paper's."""
-    result = kept("lra_table")
-    if result is None:
-        return NOT_RUN
     shares = dict.fromkeys((row["task"], row["share"], row["steps"], row["batch_size"]) for row in result["rows"])
     rows = []
     for task, share, steps, batch in shares:
@@ -205,4 +217,4 @@ def long_range_arena() -> str:
             cells[name] = mean_and_deviation(found) + ("" if paper is None else f" ({paper})")
         rows.append([f"{task}, {steps:,} steps of {batch}", *cells.values()])
     note = "Accuracy on the test set in percent, in brackets the paper's after all its steps. "
-    return markdown(["", *lra_table.MODELS], rows) + machine(result["environment"], note)
+    return ["", *lra_table.MODELS], rows, note

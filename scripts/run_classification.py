@@ -21,24 +21,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, concatenate_datasets, load_dataset
 from training import (
     ModelArguments,
+    accuracy,
     first_samples,
-    keep_metrics,
-    load_metric,
+    label_settings,
     load_tokenizer,
     make_model,
+    run_classifier,
     tokenize_texts,
-    train,
 )
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
-    EvalPrediction,
     HfArgumentParser,
     Trainer,
     TrainingArguments,
@@ -114,12 +111,6 @@ def load_texts(arguments: DataArguments) -> DatasetDict:
     return data
 
 
-def compute_metrics(metric: Any, prediction: EvalPrediction) -> dict[str, float]:
-    """The metric of the most likely classes."""
-    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-    return metric.compute(predictions=np.argmax(logits, axis=1), references=prediction.label_ids)
-
-
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate and predict as the arguments say; returns the metrics."""
     parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
@@ -141,8 +132,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
         batched=True,
         remove_columns=[name for name in data[next(iter(data))].column_names if name != "label"],
     )
-    labels = {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
-    model = make_model(model_arguments, AutoModelForSequenceClassification, tokenizer, labels)
+    model = make_model(model_arguments, AutoModelForSequenceClassification, tokenizer, label_settings(classes))
     trainer = Trainer(
         model=model,
         args=training,
@@ -150,17 +140,9 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
         eval_dataset=examples.get("validation"),
         processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer),
-        compute_metrics=partial(compute_metrics, load_metric("accuracy")),
+        compute_metrics=accuracy(),
     )
-    metrics = {"parameters": float(model.num_parameters())}
-    if training.do_train:
-        metrics |= train(trainer, training, model_arguments.save_dtype)
-    if training.do_eval:
-        metrics |= trainer.evaluate()
-    if training.do_predict:
-        metrics |= trainer.predict(examples["test"]).metrics
-    keep_metrics(trainer, metrics)
-    return metrics
+    return run_classifier(trainer, training, examples.get("test"), model_arguments.save_dtype)
 
 
 if __name__ == "__main__":

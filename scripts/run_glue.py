@@ -18,15 +18,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from datasets import DatasetDict
 from glue_tasks import TASKS, GlueTask, load_glue
 from training import (
     ModelArguments,
+    first_logits,
     first_samples,
     keep_metrics,
+    label_settings,
     load_metric,
     load_tokenizer,
     make_model,
@@ -66,9 +67,9 @@ def prepare(data: DatasetDict, task: GlueTask, tokenizer: PreTrainedTokenizerBas
     )
 
 
-def predicted(logits: np.ndarray | tuple[np.ndarray, ...], task: GlueTask) -> np.ndarray:
-    """The classes of the logits `(examples, classes)`, or the scores."""
-    first = logits[0] if isinstance(logits, tuple) else logits
+def predicted(prediction: EvalPrediction, task: GlueTask) -> np.ndarray:
+    """The likeliest classes, or the scores."""
+    first = first_logits(prediction)
     return np.argmax(first, axis=1) if task.labels else first[:, 0]
 
 
@@ -77,19 +78,9 @@ def metrics_of(task_name: str) -> Callable[[EvalPrediction], dict[str, float]]:
     metric, task = load_metric("glue", task_name), TASKS[task_name]
 
     def compute(prediction: EvalPrediction) -> dict[str, float]:
-        return metric.compute(predictions=predicted(prediction.predictions, task), references=prediction.label_ids)
+        return metric.compute(predictions=predicted(prediction, task), references=prediction.label_ids)
 
     return compute
-
-
-def label_settings(task: GlueTask) -> dict[str, Any]:
-    """Settings of a model's configuration for the task's labels."""
-    if not task.labels:
-        return {"num_labels": 1, "problem_type": "regression"}
-    return {
-        "id2label": dict(enumerate(task.labels)),
-        "label2id": {name: number for number, name in enumerate(task.labels)},
-    }
 
 
 def missing_splits(examples: DatasetDict, task: GlueTask, training: TrainingArguments) -> list[str]:
@@ -129,7 +120,8 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     missing = missing_splits(examples, task, training)
     if missing:
         raise ValueError(f"the data of {name} have no {' and no '.join(missing)}")
-    model = make_model(model_arguments, AutoModelForSequenceClassification, tokenizer, label_settings(task))
+    labels = label_settings(task.labels) if task.labels else {"num_labels": 1, "problem_type": "regression"}
+    model = make_model(model_arguments, AutoModelForSequenceClassification, tokenizer, labels)
     trainer = Trainer(
         model=model,
         args=training,
@@ -148,7 +140,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
             metrics |= trainer.evaluate(examples[split], metric_key_prefix=prefix)
     if training.do_predict:
         for split in task.test:
-            values = predicted(trainer.predict(examples[split].remove_columns("label")).predictions, task)
+            values = predicted(trainer.predict(examples[split].remove_columns("label")), task)
             if trainer.is_world_process_zero():
                 file = f"{task.folder}{split.removeprefix('test').replace('_', '-')}.tsv"
                 write_predictions(values, task, Path(training.output_dir) / file)

@@ -22,12 +22,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-from training import ModelArguments, first_samples, keep_metrics, load_metric, make_model, parse_settings, train
+from training import (
+    ModelArguments,
+    accuracy,
+    first_samples,
+    label_settings,
+    make_model,
+    parse_settings,
+    run_classifier,
+)
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
-    EvalPrediction,
     HfArgumentParser,
     Trainer,
     TrainingArguments,
@@ -157,12 +163,6 @@ def longest_texts(task: str, max_length: int) -> dict[str, int]:
     return {"max_length": max_length} if task in ("text", "retrieval") else {}
 
 
-def compute_metrics(metric: Any, prediction: EvalPrediction) -> dict[str, float]:
-    """The metric of the most likely classes."""
-    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-    return metric.compute(predictions=np.argmax(logits, axis=1), references=prediction.label_ids)
-
-
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate and predict as the arguments say; returns the metrics."""
     model_arguments, data_arguments, training = parse(command_line)
@@ -189,8 +189,9 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     # Two texts in one input have `</s>` between them.
     positions = 2 * max_length + 1 if task == "retrieval" and not two_towers else max_length
     classes = data["train"].features["label"].names
-    labels = {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
-    model = make_model(model_arguments, auto_class, tokenizer, model_settings(model_arguments, positions) | labels)
+    model = make_model(
+        model_arguments, auto_class, tokenizer, model_settings(model_arguments, positions) | label_settings(classes)
+    )
     collator = LRACollator(task, tokenizer, max_length, two_towers, data_arguments.pad_to)
     trainer = Trainer(
         model=model,
@@ -199,17 +200,9 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
         eval_dataset=data["validation"],
         processing_class=tokenizer,
         data_collator=partial(only_named, collator, inspect.signature(model.forward).parameters),
-        compute_metrics=partial(compute_metrics, load_metric("accuracy")),
+        compute_metrics=accuracy(),
     )
-    metrics = {"parameters": float(model.num_parameters())}
-    if training.do_train:
-        metrics |= train(trainer, training, model_arguments.save_dtype)
-    if training.do_eval:
-        metrics |= trainer.evaluate()
-    if training.do_predict:
-        metrics |= trainer.predict(data["test"]).metrics
-    keep_metrics(trainer, metrics)
-    return metrics
+    return run_classifier(trainer, training, data["test"], model_arguments.save_dtype)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Every script takes `ModelArguments`, its own data arguments and transformers' `T
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import evaluate
+import numpy as np
 import torch
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoConfig,
     AutoTokenizer,
     ByT5Tokenizer,
+    EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -202,6 +204,48 @@ def first_samples(data: DatasetDict, most: dict[str, int | None], seed: int) -> 
         count = most.get(split)
         chosen[split] = rows if count is None else rows.shuffle(seed=seed).select(range(min(len(rows), count)))
     return DatasetDict(chosen)
+
+
+def label_settings(names: Sequence[str]) -> dict[str, Any]:
+    """Settings of a classifier's configuration: its classes by their numbers."""
+    return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
+
+
+def first_logits(prediction: EvalPrediction) -> np.ndarray:
+    """The logits `(examples, classes)`, which stand first where a model returns more."""
+    logits = prediction.predictions
+    return logits[0] if isinstance(logits, tuple) else logits
+
+
+def accuracy() -> Callable[[EvalPrediction], dict[str, float]]:
+    """Share of examples whose likeliest class is theirs, as `Trainer` calls it."""
+    metric = load_metric("accuracy")
+
+    def compute(prediction: EvalPrediction) -> dict[str, float]:
+        found = np.argmax(first_logits(prediction), axis=1)
+        return metric.compute(predictions=found, references=prediction.label_ids)
+
+    return compute
+
+
+def run_classifier(
+    trainer: Trainer, training: TrainingArguments, test: Dataset | None, save_dtype: str | None
+) -> dict[str, float]:
+    """Train, evaluate and test as the arguments say; the metrics, which are kept too."""
+    metrics = {"parameters": float(trainer.model.num_parameters())}
+    if training.do_train:
+        metrics |= train(trainer, training, save_dtype)
+    if training.do_eval:
+        metrics |= trainer.evaluate()
+    if training.do_predict:
+        metrics |= trainer.predict(test).metrics
+    keep_metrics(trainer, metrics)
+    return metrics
+
+
+def command_line_of(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments by name as a script takes them."""
+    return [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
 
 
 def load_metric(name: str, config_name: str | None = None) -> Any:

@@ -26,6 +26,7 @@ from classification_table import TRANSFORMER, data_folder, differences
 from kept_runs import KeptRuns, mean_and_deviation, run_folder
 from rich.progress import track
 from shared_data import dataset_path
+from training import command_line_of
 
 # The paper's number of centroids and heads; layers and width are less, as the data are.
 SIZES: dict[str, Any] = {
@@ -90,8 +91,7 @@ def train_once(run: dict[str, Any], low_precision: bool, folder: Path) -> dict[s
         switches.append("--bf16")
     if not torch.cuda.is_available():
         switches.append("--use_cpu")
-    pairs = (part for name, value in arguments.items() for part in (f"--{name}", str(value)))
-    return run_translation.main([*pairs, *switches])
+    return run_translation.main([*command_line_of(arguments), *switches])
 
 
 def measure(run: dict[str, Any], low_precision: bool, checkpoints: Path) -> dict[str, Any]:

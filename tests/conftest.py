@@ -4,6 +4,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,20 @@ from interpreter import run_kernels_on_the_cpu
 
 if not torch.cuda.is_available():
     run_kernels_on_the_cpu()
+
+
+@pytest.fixture(scope="session")
+def large_data() -> Callable[[str], Path]:
+    """Paths inside the large data sets, which a user's machine has not: there a test that asks for one is skipped."""
+    from shared_data import dataset_path
+
+    def path(name: str) -> Path:
+        try:
+            return dataset_path(name)
+        except FileNotFoundError as missing:
+            pytest.skip(str(missing))
+
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from shared_data import dataset_path
 
 from hf_effattn.data import listops
 from hf_effattn.data.listops import CHUNK, TOKENS, ListOpsSettings, generate_listops
@@ -59,13 +58,9 @@ def default_chunk():
 
 
 @pytest.mark.parametrize("name", ["d8", "d14", "d20", "d20s"])
-def test_the_evaluator_agrees_with_the_original_labels(name):
+def test_the_evaluator_agrees_with_the_original_labels(name, large_data):
     """Nangia and Bowman's own test files, so that the other tests may trust the evaluator."""
-    try:
-        path = dataset_path(f"listops/test_{name}.tsv.gz")
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    with gzip.open(path, "rt") as file:
+    with gzip.open(large_data(f"listops/test_{name}.tsv.gz"), "rt") as file:
         for line in islice(file, 1500):
             label, text = line.rstrip("\n").split("\t")
             assert evaluate(parse(text)) == int(label)

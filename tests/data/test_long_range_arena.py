@@ -10,7 +10,6 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from shared_data import dataset_path
 
 from hf_effattn.data import (
     TASKS,
@@ -264,16 +263,9 @@ def test_retrieval_files(tmp_path):
         load_lra("retrieval", tmp_path, cache_dir=tmp_path / "cache")
 
 
-def shared(name):
-    try:
-        return dataset_path(name)
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-
-
-def test_real_reviews(tmp_path):
+def test_real_reviews(tmp_path, large_data):
     """IMDb as JSON lines: 25,000 of each, half of them good; the published lengths in bytes."""
-    data = load_lra("text", shared("imdb"), cache_dir=tmp_path)
+    data = load_lra("text", large_data("imdb"), cache_dir=tmp_path)
     assert [len(data[split]) for split in SPLITS] == [25_000] * 3
     assert np.mean(data["train"]["label"]) == 0.5
     lengths = [len(text.encode()) for text in data["test"]["text"]]
@@ -282,9 +274,9 @@ def test_real_reviews(tmp_path):
     assert 1200 < np.mean(lengths) < 1350
 
 
-def test_real_images(tmp_path):
+def test_real_images(tmp_path, large_data):
     """CIFAR-10 in JPEG; its test images stand for the training images too, to be quick."""
-    archive = shared("cifar10-jpeg/test.tar.xz")
+    archive = large_data("cifar10-jpeg/test.tar.xz")
     for kind in ("train", "test"):
         (tmp_path / f"{kind}.tar.xz").symlink_to(archive)
     data = load_lra("image", tmp_path, cache_dir=tmp_path / "cache").with_format("numpy")

@@ -259,4 +259,5 @@ def test_more_numbers_than_an_int32_counts(method, gpu):
         output = run_method(settings, shared, shared, shared)
         alone = run_method(settings, *[shared[:, -1:].contiguous()] * 3)
     # Alone, one head's keys are split over more programs: the sums round differently.
-    torch.testing.assert_close(output[:, -1:], alone, rtol=2**-7, atol=1e-3)
+    # A head read from a wrong place has nothing in common with it.
+    assert (output[:, -1:] - alone).float().norm() < torch.finfo(torch.bfloat16).eps * alone.float().norm()

@@ -5,7 +5,6 @@ import gzip
 import pytest
 import torch
 import torch.nn.functional as F
-from shared_data import dataset_path
 
 import hf_effattn
 from hf_effattn.demo.models import load_model
@@ -83,12 +82,9 @@ def test_padding_changes_nothing(bert, method):
 
 
 @pytest.mark.parametrize(("method", "promised"), [("i-clustered", 0.989), ("bi-clustered", 0.995)])
-def test_books_of_the_large_data_sets(bert, real_model_folder, method, promised):
+def test_books_of_the_large_data_sets(bert, real_model_folder, large_data, method, promised):
     """The same promise on every long book that is at hand, not only on the excerpts."""
-    try:
-        folder = dataset_path("books")
-    except FileNotFoundError as missing:
-        pytest.skip(str(missing))
+    folder = large_data("books")
     books = []
     for path in sorted(folder.glob("*.txt.gz")):
         text = gzip.decompress(path.read_bytes()).decode("utf-8")
