@@ -5,6 +5,7 @@ Importing this package registers its attention functions with transformers, so t
 """
 
 from . import ops
+from .hub import model_card, push_to_hub
 from .models import (
     ClusterFormerConfig,
     ClusterFormerForCausalLM,
@@ -54,8 +55,10 @@ __all__ = [
     "from_pretrained",
     "list_methods",
     "log_clustering",
+    "model_card",
     "ops",
     "patch_attention",
+    "push_to_hub",
     "report",
     "unpatch_attention",
 ]

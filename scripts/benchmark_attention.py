@@ -19,21 +19,14 @@ from typing import Annotated, Any
 
 import pandas as pd
 import torch
-import torch.nn.functional as F
 import typer
 from attention_plots import draw_lengths
-from exact_kernels import exact_kernels
 from real_attention import Inputs, attention_inputs
 from rich.progress import track
 
-from hf_effattn.patching.methods import MethodSettings, make_settings, run_method
-from hf_effattn.reporting.cost import (
-    interleaved_rounds,
-    median,
-    median_ratio,
-    peak_memory_added,
-    without_profiler_notes,
-)
+from hf_effattn.patching.methods import MethodSettings, make_settings
+from hf_effattn.reporting.bench import exact_output, forward, measure_shape, random_inputs
+from hf_effattn.reporting.cost import without_profiler_notes
 from hf_effattn.reporting.environment import environment
 from hf_effattn.reporting.errors import relative_error
 
@@ -66,33 +59,6 @@ STEPS_KEPT = 8
 LONG = 16384  # from here on, on a CPU, a third of the rounds has to do for forward and backward pass
 
 
-def random_inputs(batch: int, length: int, heads: int, head_dim: int, dtype: torch.dtype, device: str) -> Inputs:
-    """Query, key and value in the layout in which transformers hands them over, `(B, H, N, D)`."""
-    generator = torch.Generator().manual_seed(length)
-    query, key, value = (
-        torch.randn(batch, length, heads, head_dim, generator=generator).to(device, dtype).transpose(1, 2)
-        for _ in range(3)
-    )
-    return query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
-
-
-def forward(attend: Callable[..., torch.Tensor], inputs: Inputs) -> torch.Tensor:
-    """Attention without gradients."""
-    with torch.no_grad():
-        return attend(*inputs)
-
-
-def forward_backward(attend: Callable[..., torch.Tensor], inputs: Inputs) -> tuple[torch.Tensor, ...]:
-    """Attention and the gradients of query, key and value."""
-    output = attend(*inputs)
-    return torch.autograd.grad(output, inputs, torch.ones_like(output))
-
-
-def exact_outputs(seen: list[Inputs]) -> list[torch.Tensor]:
-    """Exact attention of the inputs, in float32."""
-    return [forward(F.scaled_dot_product_attention, (q.float(), k.float(), v.float())) for q, k, v in seen]
-
-
 def attention_error(
     attend: Callable[..., torch.Tensor], seen: list[Inputs], expected: list[torch.Tensor]
 ) -> float | None:
@@ -122,47 +88,22 @@ def measure(
     batch: int, length: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, repeats: int
 ) -> list[dict[str, Any]]:
     """One row for every exact kernel and one for each method; speeds are against the fastest of the exact ones."""
-    inputs = random_inputs(batch, length, heads, head_dim, dtype, device.type)
-    exact, refused = exact_kernels(*inputs)
-    calls = exact | {
-        name: partial(run_method, settings)
-        for name, settings in METHODS.items()
-        if not settings.is_exact(length, length, device.type)
-    }
+    inputs = random_inputs(batch, length, heads, head_dim, dtype, device)
+    few = device.type == "cpu" and length >= LONG
+    rounds = {"forward": repeats, "forward_backward": max(3, repeats // 3) if few else repeats}
+    measured, calls = measure_shape(METHODS, inputs, rounds)
     shape = {"dtype": str(dtype).removeprefix("torch."), "batch": batch, "length": length}
-    rows: dict[str, dict[str, Any]] = {name: shape | {"method": name, "exact": name in exact} for name in calls}
-    for part, run in (("forward", forward), ("forward_backward", forward_backward)):
-        runs = {}
-        for name, attend in calls.items():
-            try:  # the warm-up round too
-                _, peak = peak_memory_added(partial(run, attend, inputs), device)
-            except RuntimeError as error:  # no memory, or no backward pass
-                refused[f"{name}, {part}"] = str(error).splitlines()[0]
-                continue
-            rows[name][f"{part}_peak_bytes"] = peak
-            runs[name] = partial(run, attend, inputs)
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        nothing = dict.fromkeys(runs, lambda: None)
-        few = run is forward_backward and device.type == "cpu" and length >= LONG
-        rounds = max(3, repeats // 3) if few else repeats
-        interleaved_rounds(runs, device, rounds, before=nothing, seconds=seconds, after_call=lambda: None)
-        fastest = min((name for name in runs if name in exact), key=lambda name: median(seconds[name]) or 0.0)
-        for name, times in seconds.items():
-            rows[name] |= {
-                f"{part}_ms": 1e3 * (median(times) or 0.0),
-                f"{part}_speedup": median_ratio(seconds[fastest], times),
-                f"{part}_rounds": len(times),
-                f"{part}_fastest_exact": fastest,
-            }
+    rows = [shape | row for row in measured]
     real = attention_inputs(length, device, dtype) if length <= LONGEST_REAL else []
-    expected = {"real_error": (real, exact_outputs(real)), "random_error": ([inputs], exact_outputs([inputs]))}
-    for name, row in rows.items():
-        ran = "forward_ms" in row
+    expected = {
+        "real_error": (real, [exact_output(one) for one in real]),
+        "random_error": ([inputs], [exact_output(inputs)]),
+    }
+    for row in rows:
+        name, ran = str(row["method"]), "forward_ms" in row
         row |= {field: attention_error(calls[name], *of) if ran else None for field, of in expected.items()}
         row["forward_steps"] = steps(partial(forward, calls[name], inputs), device) if ran else []
-    first = next(iter(rows.values()))
-    first["refused"] = refused
-    return list(rows.values())
+    return rows
 
 
 def kept_rows(output: Path, machine: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:

@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 import typer
 from attention_plots import draw_frontier
-from benchmark_attention import EXACT, forward
+from benchmark_attention import EXACT
 from real_attention import attention_inputs
 from rich.progress import track
 
 from hf_effattn.patching.methods import MethodSettings, make_settings, run_method
+from hf_effattn.reporting.bench import forward
 from hf_effattn.reporting.cost import interleaved_rounds, median, median_ratio
 from hf_effattn.reporting.environment import environment
 from hf_effattn.reporting.errors import relative_error

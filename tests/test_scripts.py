@@ -22,7 +22,7 @@ def test_benchmark_attention(real_model_folder, tmp_path):
     assert {(row["dtype"], row["length"]) for row in rows} == {
         (dtype, length) for dtype in ("float32", "bfloat16") for length in (104, 136)
     }
-    assert {row["forward_fastest_exact"] for row in rows} < {row["method"] for row in rows if row["exact"]}
+    assert {row["forward_fastest_exact"] for row in rows} <= {row["method"] for row in rows if row["exact"]}
     for row in rows:
         assert 0 <= row["real_error"] < (2e-3 if row["exact"] else 1), row
         assert row["forward_backward_peak_bytes"] > 0

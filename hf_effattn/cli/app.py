@@ -1,12 +1,14 @@
 """`effattn` and `python -m hf_effattn`."""
 
 import json
+import textwrap
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from . import benching, publishing
 from .words import lengths_of, method_of, mistakes_in_words
 
 app = typer.Typer(
@@ -60,11 +62,14 @@ def methods(as_json: AsJSON = False) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    console = Console()
     for name, settings in found.items():
-        table = Table(title=name, title_justify="left", title_style="bold", show_header=False, box=None)
+        console.print(f"[bold]{name}[/bold]: {METHODS[name].summary}", highlight=False)
+        table = Table(show_header=False, box=None)
         for setting, default in settings.items():
-            table.add_row(setting, "by the length and the device" if default is None else repr(default))
-        Console().print(table)
+            table.add_row(setting, repr(default), METHODS[name].purpose[setting])
+        console.print(table)
+        console.print()
 
 
 @app.command()
@@ -83,6 +88,7 @@ def report(
     ] = None,
     repeats: Annotated[int, typer.Option(help="Timed rounds; 0 leaves the times out.")] = 3,
     output: Annotated[Path | None, typer.Option(help="Folder for report.json and the pictures.")] = None,
+    html: Annotated[Path | None, typer.Option(help="File for one page with words, tables and pictures.")] = None,
     as_json: AsJSON = False,
 ) -> None:
     """Measure what the methods cost and gain on your model and your text: error, output change, time, memory."""
@@ -93,10 +99,13 @@ def report(
     from ..patching import extend_positions
     from ..reporting import report as measure
     from ..reporting.candidates import make_candidates
+    from ..reporting.html import check_destination
     from ..reporting.inputs import longest_input
 
     with mistakes_in_words():
         make_candidates(chosen)  # a mistake is told before a model is loaded
+        if html is not None:
+            check_destination(html)
         loaded, tokenizer, _ = load_model(model)
         passages = Passages(tokenizer, bundled_books() if text is None else [read_book(text)])
         inputs: list[dict[str, Any]] = [{"input_ids": passages.longest(length)} for length in wanted]
@@ -108,6 +117,11 @@ def report(
         typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
         for path in [] if output is None else found.save(output):
             typer.secho(f"written: {path}", err=True)
+        if html is not None:
+            # Who interrupted waits for no further pass of the model.
+            shown = (loaded, inputs, tokenizer) if found.complete else ()
+            html.write_text(found.to_html(*shown), encoding="utf-8")
+            typer.secho(f"written: {html}", err=True)
         if not found.complete:
             raise typer.Exit(130)
 
@@ -130,6 +144,7 @@ def convert(
     settings = method_of(method)
     import transformers
 
+    from ..hub import loading_code
     from ..patching import extend_positions, patch_attention
 
     with mistakes_in_words():
@@ -151,6 +166,10 @@ def convert(
             tokenizer.save_pretrained(output)
         else:
             typer.secho(f"{model} has no tokenizer, so none was written.", err=True)
-        typer.echo(f"written: {output}. Load it with:")
-        typer.echo(f"    from transformers import {name}")
-        typer.echo(f"    model = hf_effattn.from_pretrained({name}, {str(output)!r})")
+        typer.echo(f"written: {output}. Load it with:\n")
+        typer.echo(textwrap.indent(loading_code(loaded.config, type(loaded).__name__, str(output)), "    "))
+        typer.echo(f"\nPush it with a model card: effattn push {output} NAME")
+
+
+for command in (benching.bench, publishing.card, publishing.push):
+    app.command()(command)

@@ -47,13 +47,14 @@ class SliceSettings(MethodOverCache):
     """
 
     method: ClassVar[str] = "cst"
+    summary: ClassVar[str] = "the tokens of a slice attend to each other exactly, and to other slices by their means"
     needs_fine_tuning: ClassVar[bool] = True
     purpose: ClassVar[dict[str, str]] = {
         "min_length": "inputs with fewer tokens run exact attention",
         "slice_length": "the tokens of a slice; more are more exact and slower",
         "extension_ratio": "the reach of a slice's keys, from 1 for no neighbour to 3 for both",
         "composition": "how the attention in slices and among them are put together",
-        "sinks": "whether every slice sees the first and the last token of the text",
+        "sinks": "whether every slice sees the first and the last token of the text; None: in the merged composition",
     }
 
     slice_length: int = 16

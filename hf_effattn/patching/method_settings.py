@@ -52,6 +52,7 @@ class MethodSettings(ABC):
     """
 
     method: ClassVar[str]
+    summary: ClassVar[str]  # half a sentence, for a reader who has to choose
     needs_fine_tuning: ClassVar[bool] = False  # it changes what the model computes, and is trained into it
     price: ClassVar[tuple[str, ...]] = ()  # the settings that the method's time grows with, at most in proportion
     purpose: ClassVar[dict[str, str]] = {
@@ -220,6 +221,7 @@ class ClusteredSettings(MethodSettings):
     """
 
     method: ClassVar[str] = "clustered"
+    summary: ClassVar[str] = "every query gets the attention of the mean query of its cluster"
     price: ClassVar[tuple[str, ...]] = ("clusters",)
     purpose: ClassVar[dict[str, str]] = {
         **MethodSettings.purpose,
@@ -382,6 +384,9 @@ class ImprovedClusteredSettings(ClusteredSettings):
     """
 
     method: ClassVar[str] = "i-clustered"
+    summary: ClassVar[str] = (
+        "every query gets the attention of its cluster's mean query, the keys that weigh most there recomputed for it"
+    )
     price: ClassVar[tuple[str, ...]] = ("clusters", "topk")
     purpose: ClassVar[dict[str, str]] = {
         **ClusteredSettings.purpose,
@@ -420,6 +425,9 @@ class BiClusteredSettings(ImprovedClusteredSettings):
     """
 
     method: ClassVar[str] = "bi-clustered"
+    summary: ClassVar[str] = (
+        "the most attended keys of each cluster exactly for every query, all other keys through clusters of keys"
+    )
     price: ClassVar[tuple[str, ...]] = ("clusters", "topk", "key_clusters")
     purpose: ClassVar[dict[str, str]] = {
         **ImprovedClusteredSettings.purpose,

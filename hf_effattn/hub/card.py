@@ -1,0 +1,236 @@
+"""Model cards: what a model of this package is, how it is loaded, what was measured of it, in the Hub's format."""
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..models import ClusterFormerConfig, CSTConfig
+from ..patching.methods import METHODS, MethodSettings
+from ..patching.stored import FIELD, read_stored
+from ..reporting import Report
+from ..reporting.candidates import ALWAYS_NAMED
+from ..reporting.table import markdown, report_table, table_note
+from .heads import TASKS, auto_class_of
+
+TAG = "hf_effattn"
+VYAS = (
+    "Vyas, Katharopoulos, Fleuret: Fast Transformers with Clustered Attention. NeurIPS 2020, "
+    "<https://arxiv.org/abs/2007.04825>"
+)
+LEE = (
+    "Lee et al.: Composite Slice Transformer: An Efficient Transformer with Composition of Multi-Scale Multi-Range "
+    "Attentions. ICLR 2023, <https://openreview.net/forum?id=nWTzIsgrYNN>"
+)
+WANG = "Wang et al.: ClusterFormer: Neural Clustering Attention for Efficient and Effective Transformer. ACL 2022"
+SOURCES = {"clustered": VYAS, "i-clustered": VYAS, "bi-clustered": VYAS, "cst": LEE, "clusterformer": WANG}
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size")
+# What makes the attention of a model from scratch what it is.
+OF_ATTENTION: dict[str, tuple[str, ...]] = {
+    "cst": ("slice_length", "extension_ratio", "composition", "position_embedding", "pooling", "num_global_tokens"),
+    "clusterformer": ("clusters", "window_blocks", "assignment", "decoder_assignment", "similarity", "gated"),
+}
+
+
+def model_card(
+    model: PreTrainedModel | PreTrainedConfig,
+    *,
+    name: str | None = None,
+    repo_id: str | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+    language: str | list[str] | None = None,
+    datasets: Sequence[str] | None = None,
+    report: Report | None = None,
+    evaluations: Sequence[EvalResult] = (),
+    description: str | None = None,
+    sections: Mapping[str, str] | None = None,
+    limits: Sequence[str] = (),
+) -> ModelCard:
+    """The card of a patched, converted or from-scratch model, with the Hub's metadata.
+
+    Args:
+        model (`PreTrainedModel` or `PreTrainedConfig`): the model; its configuration is all that is read.
+        name (`str`, *optional*): the title. Default: the last part of `repo_id`, or of where the model came from.
+        repo_id (`str`, *optional*): what the lines that load it name. Default: `name`.
+        base_model (`str`, *optional*): the pretrained model's id on the Hub. Default: where a patched or converted
+            model was loaded from, unless that is a folder.
+        license (`str`, *optional*): the Hub's identifier, such as `"apache-2.0"`.
+        language (`str` or `list[str]`, *optional*): such as `"en"`.
+        datasets (`Sequence[str]`, *optional*): ids on the Hub of what it was trained on.
+        report (`Report`, *optional*): from `hf_effattn.report`; becomes a table with hardware and versions.
+        evaluations (`Sequence[EvalResult]`): become a table and `model-index`, which the Hub shows.
+        description (`str`, *optional*): Markdown below the first paragraph.
+        sections (`Mapping[str, str]`, *optional*): further headings with their Markdown, such as how it was trained.
+        limits (`Sequence[str]`): sentences to add to those that hold for every model of its kind.
+
+    Returns:
+        `huggingface_hub.ModelCard`: `.save("README.md")`, `.push_to_hub(repo_id)`.
+
+    Raises:
+        ValueError: `config.effattn` cannot be read (see `hf_effattn.from_pretrained`).
+    """
+    config = model.config if isinstance(model, PreTrainedModel) else model
+    named = [type(model).__name__] if isinstance(model, PreTrainedModel) else config.architectures
+    architecture = named[0] if named else None
+    auto_class = None if architecture is None else auto_class_of(config, architecture)
+    settings = _patch_of(config)
+    kind = settings.method if settings is not None else config.model_type
+    origin = str(config._name_or_path or "")
+    name = name or (repo_id or Path(origin).name or kind).split("/")[-1]
+    if base_model is None and settings is not None and origin and not Path(origin).exists():
+        base_model = origin
+    data = ModelCardData(
+        base_model=base_model,
+        license=license,
+        language=language,
+        library_name="transformers",
+        pipeline_tag=None if auto_class is None else TASKS[auto_class],
+        tags=[TAG, *([kind] if kind in SOURCES else [])],
+        datasets=None if datasets is None else list(datasets),
+        model_name=name,
+        eval_results=list(evaluations) or None,
+    )
+    return ModelCard.from_template(
+        data,
+        template_str=files(__package__).joinpath("card.md").read_text(encoding="utf-8"),
+        name=name,
+        opening=_opening(kind, settings, base_model),
+        description=(description or "").strip(),
+        loading=loading_code(config, architecture, repo_id or name),
+        without=_without_the_package(settings, kind),
+        settings=_settings(config, settings),
+        costs="" if report is None else _costs(report),
+        results=_results(evaluations),
+        sections=sections or {},
+        limits=[*_limits(config, settings), *limits],
+        sources=[SOURCES[kind]] if kind in SOURCES else [],
+    )
+
+
+def _patch_of(config: Any) -> MethodSettings | None:
+    """The method that the configuration says, of the model or of the encoder inside it."""
+    for one in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        stored = getattr(one, FIELD, None)
+        if stored is not None:
+            return read_stored(stored)[0]
+    return None
+
+
+def _opening(kind: str, settings: MethodSettings | None, base_model: str | None) -> str:
+    if settings is not None:
+        of = "a pretrained model" if base_model is None else f"[{base_model}](https://huggingface.co/{base_model})"
+        what = METHODS[kind].summary
+        if settings.needs_fine_tuning:
+            return (
+                f'The attention of {of} converted to `"{kind}"` by hf_effattn: {what}. All pretrained weights were '
+                "kept, two small tables of position embeddings came to them."
+            )
+        return (
+            f'{of[0].upper()}{of[1:]} with its self-attention replaced by `"{kind}"` of hf_effattn: {what}. The '
+            "weights are those of the exact model: nothing was retrained."
+        )
+    if kind == CSTConfig.model_type:
+        return (
+            "A Composite Slice Transformer, trained from scratch with hf_effattn: a token attends to the tokens of "
+            "its slice exactly and to the rest of the text by one embedding per slice."
+        )
+    if kind == ClusterFormerConfig.model_type:
+        return (
+            "A ClusterFormer, trained from scratch with hf_effattn: words are sorted by learned clusters, and a word "
+            "attends to those near it in that order."
+        )
+    return "A model with exact attention, made with the training scripts of hf_effattn."
+
+
+def loading_code(config: PreTrainedConfig, architecture: str | None, path: str) -> str:
+    """The lines of Python that load a model.
+
+    Args:
+        config (`PreTrainedConfig`): of the model.
+        architecture (`str`, *optional*): the name of its class. Default: the base model's.
+        path (`str`): a folder, or a name on the Hub.
+    """
+    settings, kind = _patch_of(config), config.model_type
+    auto_class = None if architecture is None else auto_class_of(config, architecture)
+    wanted = auto_class or architecture or "AutoModel"
+    ours = auto_class is None and kind in OF_ATTENTION
+    lines = [f"from {'hf_effattn' if ours else 'transformers'} import {wanted}", ""]
+    if settings is not None:
+        return "\n".join(["import hf_effattn", *lines, f'model = hf_effattn.from_pretrained({wanted}, "{path}")'])
+    lines.append(f'model = {wanted}.from_pretrained("{path}")')
+    if kind in OF_ATTENTION:
+        return "\n".join(["import hf_effattn  # tells transformers what this model is", *lines])
+    return "\n".join(["import hf_effattn", *lines, 'hf_effattn.patch_attention(model, "i-clustered")'])
+
+
+def _without_the_package(settings: MethodSettings | None, kind: str) -> str:
+    if settings is not None and settings.needs_fine_tuning:
+        return (
+            "transformers alone loads the pretrained architecture with exact attention, and names the tables "
+            "`hf_effattn_cst` as unexpected. The weights were tuned for slices, so that is another model: load it as "
+            "above."
+        )
+    if settings is not None:
+        return "Without the package the same files load as the exact model, by transformers alone."
+    if kind in OF_ATTENTION:
+        return (
+            f"Where transformers says that it does not recognize the architecture `{kind}`, the package is missing or "
+            "not imported: these are the lines to type."
+        )
+    return "The last line is optional: without it the attention is exact, and transformers alone is enough."
+
+
+def _settings(config: Any, settings: MethodSettings | None) -> str:
+    if settings is not None:
+        defaults = type(settings)().to_dict()
+        rows = [
+            [f"`{name}`", f"`{value!r}`", settings.purpose[name]]
+            for name, value in settings.to_dict().items()
+            if name in ALWAYS_NAMED or value != defaults[name]
+        ]
+        others = "\n\nAll others have their defaults, which `effattn methods` lists."
+        return markdown(["setting", "value", "meaning"], rows, right=()) + others
+    names = (*SIZES, *OF_ATTENTION.get(config.model_type, ()))
+    rows = [[f"`{name}`", f"`{getattr(config, name)!r}`"] for name in names if getattr(config, name, None) is not None]
+    return markdown(["setting", "value"], rows, right=())
+
+
+def _costs(report: Report) -> str:
+    table = markdown(*report_table(report), right=range(2, 99))
+    return f"Against exact attention in the same run.\n\n{table}\n\n<sub>{table_note(report)}</sub>"
+
+
+def _results(evaluations: Sequence[EvalResult]) -> str:
+    if not evaluations:
+        return ""
+    rows = []
+    for one in evaluations:
+        split = "" if one.dataset_split is None else f", {one.dataset_split}"
+        value = f"{one.metric_value:.4g}" if isinstance(one.metric_value, float) else str(one.metric_value)
+        rows.append([f"{one.dataset_name}{split}", one.metric_name or one.metric_type, value])
+    return markdown(["data", "metric", "value"], rows, right=(2,))
+
+
+def _limits(config: Any, settings: MethodSettings | None) -> list[str]:
+    if settings is not None and settings.needs_fine_tuning:
+        return [
+            "A conversion changes what the model computes. It is as good as its fine-tuning, on texts like those of "
+            "its fine-tuning; before any, it is of no use.",
+            "`slice_length` and `extension_ratio` belong to the weights: loaded with others it fails.",
+        ]
+    if settings is not None:
+        shortest = settings.min_length
+        from_where = "the length from which the method is faster" if shortest is None else f"{shortest:,} tokens"
+        lines = [
+            "Outputs differ from the exact model's. The errors of the layers add up, and grow with the length as long "
+            "as the settings stay: measure them on your own texts, `hf_effattn.report(model, inputs)`.",
+        ]
+        if shortest != 0:
+            lines.append(f"Inputs shorter than {from_where} run exact attention.")
+        return lines
+    longest = getattr(config, "max_position_embeddings", None)
+    return [] if longest is None else [f"Inputs of up to {longest:,} tokens."]

@@ -1,0 +1,187 @@
+"""Speed and memory of the attention methods alone, against the fastest exact attention of the machine."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..patching.methods import METHODS, MethodSettings, run_method
+from .candidates import make_candidates
+from .cost import interleaved_rounds, median, median_ratio, peak_memory_added
+from .environment import environment
+from .errors import relative_error
+from .exact_kernels import exact_kernels
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Attend = Callable[..., torch.Tensor]
+DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
+    {"method": "clustered", "clusters": 100},
+    {"method": "i-clustered", "clusters": 100, "topk": 32},
+    {"method": "bi-clustered", "clusters": 100, "topk": 64, "key_clusters": 100},
+)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def bench(
+    lengths: Sequence[int],
+    methods: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None = None,
+    *,
+    batch_size: int = 1,
+    num_heads: int = 12,
+    head_dim: int = 64,
+    dtype: str = "float32",
+    device: str | torch.device | None = None,
+    backward: bool = True,
+    repeats: int = 5,
+    advance: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
+    """Time attention on random inputs, methods and exact attention interleaved, clustering included.
+
+    Random queries and keys have no structure that clusters could use, so the errors are those of the worst case; speed
+    hardly depends on the values. For errors on real text use `hf_effattn.report`.
+
+    Args:
+        lengths (`Sequence[int]`): tokens.
+        methods (`Sequence[str | dict]`, *optional*): as of `hf_effattn.report`, but for conversions. Default: one
+            setting of each. They are forced, whatever their `min_length`.
+        batch_size (`int`): `B`.
+        num_heads (`int`): `H`.
+        head_dim (`int`): `D`.
+        dtype (`str`): `"float32"`, `"bfloat16"` or `"float16"`.
+        device (`str`, *optional*): Default: a GPU where there is one, else the CPU.
+        backward (`bool`): whether the gradients are timed too.
+        repeats (`int`): rounds of timing; short calls get more.
+        advance (`Callable`): told what has been measured, once per length.
+
+    Returns:
+        `dict`: JSON values, `environment`, `settings` and `rows`: one per length and kernel or method, with
+        `forward_ms`, `forward_speedup` against the fastest exact kernel, `forward_peak_bytes`, the same of
+        `forward_backward`, and `random_error`, the relative L2 error of the output.
+
+    Raises:
+        ValueError: a count below 1, an unknown dtype or method, a conversion.
+        TypeError: a value of the wrong type.
+    """
+    for name, count in {
+        "batch_size": batch_size,
+        "num_heads": num_heads,
+        "head_dim": head_dim,
+        "repeats": repeats,
+    }.items():
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"lengths must hold numbers of tokens above 0, got {list(lengths)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    candidates = make_candidates(DEFAULT_METHODS if methods is None else methods)
+    for one in candidates:
+        if METHODS[one.settings.method].needs_fine_tuning:
+            raise ValueError(
+                f"{one.label} is a conversion, whose attention belongs to a model: measure it with hf_effattn.report"
+            )
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    rows: list[dict[str, Any]] = []
+    for length in lengths:
+        inputs = random_inputs(batch_size, length, num_heads, head_dim, getattr(torch, dtype), chosen)
+        forced = {one.label: one.forced for one in candidates}
+        parts = {"forward": repeats} | ({"forward_backward": repeats} if backward else {})
+        found, calls = measure_shape(forced, inputs, parts)
+        exact = exact_output(inputs)
+        for row in found:
+            if "forward_ms" in row:
+                row["random_error"] = relative_error(exact, forward(calls[row["method"]], inputs))
+        rows += [{"length": length, **row} for row in found]
+        advance(f"{length:,} tokens")
+    settings = {"batch_size": batch_size, "num_heads": num_heads, "head_dim": head_dim, "dtype": dtype}
+    settings |= {"repeats": repeats, "methods": {one.label: _as_given(one.settings) for one in candidates}}
+    return {"environment": environment(chosen), "settings": settings, "rows": rows}
+
+
+def _as_given(settings: MethodSettings) -> dict[str, Any]:
+    return {"method": settings.method, **settings.to_dict()}
+
+
+def random_inputs(
+    batch_size: int, length: int, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Inputs:
+    """Query, key and value in the layout in which transformers hands them over, `(B, H, N, D)`."""
+    generator = torch.Generator().manual_seed(length)
+    query, key, value = (
+        torch.randn(batch_size, length, num_heads, head_dim, generator=generator).to(device, dtype).transpose(1, 2)
+        for _ in range(3)
+    )
+    return query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
+
+
+def forward(attend: Attend, inputs: Inputs) -> torch.Tensor:
+    """Attention without gradients."""
+    with torch.no_grad():
+        return attend(*inputs)
+
+
+def forward_backward(attend: Attend, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    """Attention and the gradients of query, key and value."""
+    output = attend(*inputs)
+    return torch.autograd.grad(output, inputs, torch.ones_like(output))
+
+
+def exact_output(inputs: Inputs) -> torch.Tensor:
+    """Exact attention of the inputs, in float32."""
+    query, key, value = (tensor.float() for tensor in inputs)
+    return forward(F.scaled_dot_product_attention, (query, key, value))
+
+
+PARTS: dict[str, Callable[[Attend, Inputs], Any]] = {"forward": forward, "forward_backward": forward_backward}
+
+
+def measure_shape(
+    methods: Mapping[str, MethodSettings], inputs: Inputs, repeats: Mapping[str, int]
+) -> tuple[list[dict[str, Any]], dict[str, Attend]]:
+    """Time and memory of every exact kernel that takes the inputs, and of every method, interleaved.
+
+    Args:
+        methods (`Mapping[str, MethodSettings]`): by name, with `min_length=0`.
+        inputs (`Inputs`): query, key and value, with gradients where `"forward_backward"` is measured.
+        repeats (`Mapping[str, int]`): rounds of timing by part, `"forward"` and `"forward_backward"`.
+
+    Returns:
+        `(list[dict], dict)`: a row per kernel and method, whose speed-ups are against the fastest exact kernel, the
+        first with `refused`, the kernels and parts that did not run and why; and what was called, by name. Methods
+        that have nothing to approximate at this length have no row.
+    """
+    query = inputs[0]
+    length, device = query.shape[2], query.device
+    exact, refused = exact_kernels(*inputs)
+    calls: dict[str, Attend] = exact | {
+        name: partial(run_method, settings)
+        for name, settings in methods.items()
+        if not settings.is_exact(length, length, device.type)
+    }
+    rows: dict[str, dict[str, Any]] = {name: {"method": name, "exact": name in exact} for name in calls}
+    for part, rounds in repeats.items():
+        runs: dict[str, Callable[[], object]] = {}
+        for name, attend in calls.items():
+            run = partial(PARTS[part], attend, inputs)
+            try:  # the warm-up round too
+                _, peak = peak_memory_added(run, device)
+            except RuntimeError as error:  # no memory, or no backward pass
+                refused[f"{name}, {part}"] = str(error).splitlines()[0]
+                continue
+            rows[name][f"{part}_peak_bytes"] = peak
+            runs[name] = run
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        nothing = dict.fromkeys(runs, lambda: None)
+        interleaved_rounds(runs, device, rounds, before=nothing, seconds=seconds, after_call=lambda: None)
+        fastest = min((name for name in runs if name in exact), key=lambda name: median(seconds[name]) or 0.0)
+        for name, times in seconds.items():
+            rows[name] |= {
+                f"{part}_ms": 1e3 * (median(times) or 0.0),
+                f"{part}_speedup": median_ratio(seconds[fastest], times),
+                f"{part}_rounds": len(times),
+                f"{part}_fastest_exact": fastest,
+            }
+    next(iter(rows.values()))["refused"] = refused
+    return list(rows.values()), calls

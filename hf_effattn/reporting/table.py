@@ -1,0 +1,72 @@
+"""A report as a table of words and numbers, which Markdown and HTML are made from."""
+
+from collections.abc import Collection, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from .candidates import EXACT
+from .words import count, megabytes, percent
+
+if TYPE_CHECKING:
+    from .result import Report
+
+# Metric of `Report.rows`, heading, and how the mean over the inputs of a length is written.
+COLUMNS: tuple[tuple[str, str, Any], ...] = (
+    ("attention_error", "attention output off by", percent),
+    ("hidden_error", "last hidden state off by", percent),
+    ("embedding_cosine_mean", "cosine of the embedding", "{:.4f}".format),
+    ("forward_speedup", "model, times as fast", "{:.2f}×".format),
+    ("attention_speedup", "attention, times as fast", "{:.2f}×".format),
+    ("forward_peak_bytes", "memory added at the peak", megabytes),
+)
+FORCED = "¹"
+
+
+def report_table(report: "Report") -> tuple[list[str], list[list[str]]]:
+    """What was measured of every method at every length; means where there were several inputs of a length.
+
+    Args:
+        report (`Report`): from `hf_effattn.report`.
+
+    Returns:
+        `(list[str], list[list[str]])`: headings, and rows as long. A column that nothing was measured for is left out,
+        an empty cell was not measured. `FORCED` marks methods that a patched model would not run at that length.
+    """
+    values: dict[tuple[int, str], dict[str, list[float]]] = {}
+    forced = set()
+    for row in report.rows():
+        key = (row["length"], row["method"])
+        values.setdefault(key, {}).setdefault(row["metric"], []).append(row["value"])
+        if row["why_exact"] == "min_length":
+            forced.add(key)
+    shown = [column for column in COLUMNS if any(column[0] in found for found in values.values())]
+    rows = []
+    for (length, method), found in sorted(values.items(), key=lambda item: item[0][0]):
+        mark = FORCED if (length, method) in forced else ""
+        cells = [write(fmean(found[metric])) if metric in found else "" for metric, _, write in shown]
+        rows.append([f"{length:,}", f"{method}{mark}", *cells])
+    return ["tokens", "method", *(heading for _, heading, _ in shown)], rows
+
+
+def table_note(report: "Report") -> str:
+    """What has to stand below the table: the machine, the versions, the day, and what the marks mean."""
+    at = report.environment
+    versions = ", ".join(f"{name} {version}" for name, version in at["versions"].items())
+    where = f"{at['device_name']}, {count(at['threads'], 'thread')}" if at["device"] == "cpu" else at["device_name"]
+    note = f"{at['model']}, {at['dtype']}, {where}; {versions}; {at['time'].split('T')[0]}."
+    if any(m.why_exact == "min_length" for m in report.measurements if m.method != EXACT):
+        note += f" {FORCED} forced here: a patched model runs exact attention at this length (`min_length`)."
+    return note
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] | None = None) -> str:
+    """A Markdown table.
+
+    Args:
+        header (`Sequence[str]`): the headings.
+        rows (`Sequence[Sequence[str]]`): cells, as many per row.
+        right (`Collection[int]`, *optional*): columns to align to the right. Default: all but the first.
+    """
+    aligned = range(1, len(header)) if right is None else right
+    rule = ["---:" if column in aligned else "---" for column in range(len(header))]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *rows])

@@ -1,0 +1,144 @@
+"""Model cards: their code loads the model, their metadata is the Hub's, their numbers are the report's."""
+
+import re
+
+import cst_models
+import pytest
+import torch
+from huggingface_hub import EvalResult, ModelCard
+from round_trips import KINDS, changed, inputs_for, output_of, own_memory
+from transformers import BertModel
+
+import hf_effattn
+from hf_effattn.hub import evaluations_of
+from hf_effattn.hub.card import SOURCES
+from hf_effattn.reporting.table import FORCED, report_table
+
+TASKS = {
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSeq2SeqLM": "translation",
+}
+
+
+def made(name):
+    kind = KINDS[name]
+    return changed(kind.build(), kind)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_code_of_a_card_loads_the_model(name, tmp_path):
+    model = made(name)
+    model.save_pretrained(tmp_path / "saved")
+    card = hf_effattn.model_card(model, repo_id=str(tmp_path / "saved"))
+    code = re.search(r"```python\n(.*?)```", card.text, re.DOTALL)[1]
+    names: dict = {}
+    exec(code, names)
+    assert type(names["model"]) is type(model)
+    own_memory(names["model"])
+    assert torch.equal(output_of(names["model"]), output_of(model))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_metadata_is_read_back_and_names_task_and_method(name):
+    kind = KINDS[name]
+    text = str(hf_effattn.model_card(made(name), repo_id=f"me/{name}", license="mit", language="en"))
+    data = ModelCard(text).data
+    assert data.pipeline_tag == TASKS[kind.auto_class]
+    assert data.library_name == "transformers"
+    assert data.tags == ["hf_effattn", kind.method or name.split("-")[0]]
+    assert data.license == "mit"
+    assert "None" not in re.sub("None: [a-z]", "", text)  # the meaning of a setting
+    assert SOURCES[data.tags[1]] in text
+    assert f"\n# {name}\n" in text
+    assert "\n\n\n" not in text
+
+
+def test_the_table_has_the_numbers_of_the_report():
+    model = KINDS["bert-clustered"].build()
+    report = hf_effattn.report(
+        model, inputs_for(model), [{"method": "i-clustered", "clusters": 3, "topk": 2}], repeats=1
+    )
+    text = hf_effattn.model_card(model, report=report).text
+    header, rows = report_table(report)
+    assert len(rows) == 2
+    for row in [header, *rows]:
+        assert "| " + " | ".join(row) + " |" in text
+    measured = report.of("i-clustered (clusters=3, topk=2)")[0]
+    assert f"{measured.change.embedding_cosines[0]:.2f}"[:3] in text
+    assert f"{report.speedup(measured):.2f}×" in text
+    assert FORCED in rows[1][1]
+    assert f"{FORCED} forced here" in text
+    for fact in (report.environment["device_name"], report.environment["versions"]["torch"]):
+        assert fact in text
+
+
+def test_a_part_that_was_not_measured_has_no_column():
+    model = KINDS["bert-clustered"].build()
+    report = hf_effattn.report(model, inputs_for(model), ["clustered"], repeats=0, memory=False)
+    header, rows = report_table(report)
+    assert not any("as fast" in heading or "memory" in heading for heading in header)
+    assert all(len(row) == len(header) for row in rows)
+
+
+def test_evaluations_become_a_table_and_the_model_index():
+    results = {"eval_accuracy": 0.875, "eval_runtime": 3.0, "epoch": 1.0, "test_f1": 0.5, "train_loss": 0.1}
+    found = evaluations_of(results, task="text-classification", dataset="stanfordnlp/sst2")
+    assert [(one.dataset_split, one.metric_type, one.metric_value) for one in found] == [
+        ("validation", "accuracy", 0.875),
+        ("test", "f1", 0.5),
+    ]
+    card = hf_effattn.model_card(made("bert-cst"), name="tuned", evaluations=found)
+    assert "| sst2, validation | accuracy | 0.875 |" in card.text
+    index = ModelCard(str(card)).data.eval_results
+    assert [(one.dataset_type, one.metric_value) for one in index] == [
+        ("stanfordnlp/sst2", 0.875),
+        ("stanfordnlp/sst2", 0.5),
+    ]
+    with pytest.raises(ValueError, match="no metric among train_loss"):
+        evaluations_of({"train_loss": 0.1}, task="text-classification", dataset="a/b")
+
+
+@pytest.mark.parametrize(
+    ("min_length", "said"), [(None, "faster run exact"), (0, None), (1500, "than 1,500 tokens run")]
+)
+def test_the_limits_say_when_exact_attention_runs(min_length, said):
+    model = hf_effattn.patch_attention(KINDS["bert-clustered"].build(), "clustered", min_length=min_length)
+    text = hf_effattn.model_card(model, limits=["English only."]).text.split("## Limits")[1]
+    assert "- English only." in text
+    assert (said in text) if said else ("run exact attention" not in text)
+
+
+def test_the_base_model_is_where_a_patched_model_came_from(tmp_path):
+    model = made("bert-clustered")
+    model.config._name_or_path = "google-bert/bert-base-uncased"
+    card = hf_effattn.model_card(model)
+    assert card.data.base_model == "google-bert/bert-base-uncased"
+    assert (
+        "[google-bert/bert-base-uncased](https://huggingface.co/google-bert/bert-base-uncased) with its" in card.text
+    )
+    model.config._name_or_path = str(tmp_path)
+    assert hf_effattn.model_card(model, name="mine").data.base_model is None
+    assert hf_effattn.model_card(model, base_model="a/b").data.base_model == "a/b"
+
+
+def test_a_class_that_transformers_has_no_auto_class_for():
+    model = hf_effattn.CSTForPairClassification(cst_models.tiny_config())
+    text = hf_effattn.model_card(model, repo_id="me/pairs").text
+    assert "from hf_effattn import CSTForPairClassification\n" in text
+    assert 'CSTForPairClassification.from_pretrained("me/pairs")' in text
+
+
+def test_an_exact_model_has_a_card_too():
+    model = BertModel(made("bert-clustered").config.__class__(num_hidden_layers=1, hidden_size=12))
+    text = hf_effattn.model_card(model, repo_id="me/exact").text
+    assert 'hf_effattn.patch_attention(model, "i-clustered")' in text
+    assert "exact attention" in text
+
+
+def test_several_evaluations_of_other_kinds_are_written_as_they_are():
+    one = EvalResult(
+        task_type="translation", dataset_type="a/b", dataset_name="AB", metric_type="bleu", metric_value="23.1 / 40"
+    )
+    assert "| AB | bleu | 23.1 / 40 |" in hf_effattn.model_card(made("cst-causal"), evaluations=[one]).text
