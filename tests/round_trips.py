@@ -40,7 +40,9 @@ class Kind:
         return "from-scratch" if self.method is None else "converted" if self.method == "cst" else "patched"
 
 
-def _patched(model_type: str, auto_class: str, method: str, **settings: Any) -> Kind:
+def patched(model_type: str, auto_class: str, method: str, **settings: Any) -> Kind:
+    """A pretrained model, to be patched or converted."""
+
     def build() -> Any:
         return cst_conversions.small_model(model_type, getattr(transformers, auto_class))
 
@@ -48,7 +50,9 @@ def _patched(model_type: str, auto_class: str, method: str, **settings: Any) -> 
     return Kind(auto_class, build, method, forced | settings)
 
 
-def _from_scratch(auto_class: str, cases: Any, **changes: Any) -> Kind:
+def from_scratch(auto_class: str, cases: Any, **changes: Any) -> Kind:
+    """A model of this package, from the module that has tiny ones of its family."""
+
     def build() -> Any:
         torch.manual_seed(0)
         return getattr(transformers, auto_class).from_config(cases.tiny_config(**changes))
@@ -59,30 +63,29 @@ def _from_scratch(auto_class: str, cases: Any, **changes: Any) -> Kind:
 CLASSIFICATION, CAUSAL = "AutoModelForSequenceClassification", "AutoModelForCausalLM"
 SEGMENTS = {"segment_length": 4, "window": 4}
 KINDS = {
-    "bert-clustered": _patched("bert", CLASSIFICATION, "clustered"),
-    "bert-i-clustered": _patched("bert", CLASSIFICATION, "i-clustered", topk=8, layers=[0, 2]),
-    "bert-bi-clustered": _patched("bert", CLASSIFICATION, "bi-clustered", topk=8, key_clusters=7),
-    "gpt2-clustered": _patched("gpt2", CAUSAL, "clustered", **SEGMENTS),
-    "gpt2-i-clustered": _patched("gpt2", CAUSAL, "i-clustered", topk=3, **SEGMENTS),
-    "gpt2-bi-clustered": _patched(
+    "bert-clustered": patched("bert", CLASSIFICATION, "clustered"),
+    "bert-i-clustered": patched("bert", CLASSIFICATION, "i-clustered", topk=8, layers=[0, 2]),
+    "bert-bi-clustered": patched("bert", CLASSIFICATION, "bi-clustered", topk=8, key_clusters=7),
+    "gpt2-clustered": patched("gpt2", CAUSAL, "clustered", **SEGMENTS),
+    "gpt2-i-clustered": patched("gpt2", CAUSAL, "i-clustered", topk=3, **SEGMENTS),
+    "gpt2-bi-clustered": patched(
         "gpt2", CAUSAL, "bi-clustered", topk=3, key_clusters=6, keys_per_cluster=2, **SEGMENTS
     ),
-    "bert-cst": _patched("bert", CLASSIFICATION, "cst"),
-    "gpt2-cst": _patched("gpt2", CAUSAL, "cst", extension_ratio=2),
-    "cst-classification": _from_scratch(CLASSIFICATION, cst_models),
-    "cst-causal": _from_scratch(CAUSAL, cst_models),
-    "cst-masked": _from_scratch("AutoModelForMaskedLM", cst_models, variant="three_levels", num_global_tokens=2),
-    "clusterformer-classification": _from_scratch(CLASSIFICATION, clusterformer_cases),
-    "clusterformer-causal": _from_scratch(CAUSAL, clusterformer_cases),
-    "clusterformer-translation": _from_scratch("AutoModelForSeq2SeqLM", clusterformer_cases),
+    "bert-cst": patched("bert", CLASSIFICATION, "cst"),
+    "gpt2-cst": patched("gpt2", CAUSAL, "cst", extension_ratio=2),
+    "cst-classification": from_scratch(CLASSIFICATION, cst_models),
+    "cst-causal": from_scratch(CAUSAL, cst_models),
+    "cst-masked": from_scratch("AutoModelForMaskedLM", cst_models, variant="three_levels", num_global_tokens=2),
+    "clusterformer-classification": from_scratch(CLASSIFICATION, clusterformer_cases),
+    "clusterformer-causal": from_scratch(CAUSAL, clusterformer_cases),
+    "clusterformer-translation": from_scratch("AutoModelForSeq2SeqLM", clusterformer_cases),
 }
 CASES = [(kind, precision, form) for kind in KINDS for precision in PRECISIONS for form in FORMS]
 # Those that are also saved in a folder.
 SAVED = ("float32", "one-file")
-# Those that are also loaded with `device_map="auto"`, one of a family.
-SPREAD = ("bert-i-clustered", "bert-cst", "cst-causal", "clusterformer-causal")
-# Loaded into less memory than it needs, so that some layers stay on the disk.
-OFFLOADED = "bert-i-clustered"
+# Those that are also loaded with `device_map="auto"`, one of a family: once like this, and once with this much memory,
+# which is less than they need, so that some layers stay on the disk.
+SPREAD = {"bert-i-clustered": "60KB", "bert-cst": "60KB", "cst-causal": "15KB", "clusterformer-causal": "40KB"}
 # Converted, pushed twice; converted, for who has a token.
 HISTORY, PRIVATE = "history", "private"
 
@@ -178,9 +181,8 @@ def load(folder: Path, owner: str, token: str) -> None:
             keep(f"{name} switched", auto_class.from_pretrained(f"{owner}/{name}", attn_implementation=kind.method))
         if kind_name in SPREAD and precision == "float32" and form == "shards":
             keep(f"{name} spread", from_pretrained(f"{owner}/{name}", device_map="auto"))
-        if kind_name == OFFLOADED and precision == "float32" and form == "shards":
-            most = {"device_map": "auto", "max_memory": {"cpu": "60KB"}, "offload_folder": folder / "offload"}
-            keep(f"{name} offloaded", from_pretrained(f"{owner}/{name}", **most))
+            most = {"max_memory": {"cpu": SPREAD[kind_name]}, "offload_folder": folder / "offload"}
+            keep(f"{name} offloaded", from_pretrained(f"{owner}/{name}", device_map="auto", **most))
 
     auto_class = getattr(transformers, CLASSIFICATION)
     for name, commit in json.loads((folder / "commits.json").read_text()).items():

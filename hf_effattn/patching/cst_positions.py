@@ -6,6 +6,7 @@ One pair of tables serves all layers (MS-VIPE, Lee 2023, section 4.2): each laye
 adds them to its queries and keys. They begin at 0, so that a converted model begins with what it knows.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +45,10 @@ class SlicePositions(nn.Module):
         self.token_positions = nn.Parameter(torch.zeros(window, width, **options))
         self.slice_positions = nn.Parameter(torch.zeros(slices, width, **options))
 
+    def forward(self, slices: int) -> torch.Tensor:
+        """The rows of a window and of the first slices, `(αL + slices, d)`."""
+        return torch.cat([self.token_positions, self.slice_positions[:slices]])
+
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Places of a window, slices, width."""
@@ -71,7 +76,7 @@ class SlicePositions(nn.Module):
                 f"{most}: call hf_effattn.extend_positions before patch_attention, or truncate the input"
             )
         known = min(slices, most)
-        tables = torch.cat([self.token_positions, self.slice_positions[:known]]).to(query.device)
+        tables = self(known).to(query.device)
         heads, head_dim = query.shape[1], query.shape[3]
         projected = project(module, tables, bias=False)[:2]
         of_query, of_key = (
@@ -101,12 +106,21 @@ def project(module: nn.Module, rows: torch.Tensor, *, bias: bool) -> Projected:
 
 
 def _without_bias(to: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    if type(to) is nn.Linear:
-        return F.linear(rows, to.weight)
-    if type(to) is Conv1D:
-        return rows @ to.weight  # type: ignore[operator]
-    # Adapters and quantised layers: an affine map all the same.
-    return to(rows) - to(torch.zeros_like(rows[:1]))
+    if type(to) not in (nn.Linear, Conv1D):
+        # Adapters and quantised layers: an affine map all the same.
+        return to(rows) - to(torch.zeros_like(rows[:1]))
+    with _onloaded(to):
+        return F.linear(rows, to.weight) if type(to) is nn.Linear else rows @ to.weight  # type: ignore[operator]
+
+
+def _onloaded(module: nn.Module) -> AbstractContextManager[None]:
+    """In this context the weights of an offloaded module are at hand, as they are while it is called."""
+    if not module.weight.is_meta:
+        return nullcontext()
+    # Imported here, for versions that are too old for transformers to offload with do not have it.
+    from accelerate.utils import align_module_device  # type: ignore[import-untyped]
+
+    return align_module_device(module)
 
 
 def positions_for(encoder: Encoder, window: int, slice_length: int) -> SlicePositions:
@@ -124,7 +138,14 @@ def positions_for(encoder: Encoder, window: int, slice_length: int) -> SlicePosi
         return present
     like = next(encoder.modules[0].parameters())
     dtype = like.dtype if like.is_floating_point() else encoder.model.dtype
-    return SlicePositions(*sizes, dtype=dtype, device=like.device)
+    return SlicePositions(*sizes, dtype=dtype, device=_device_of(encoder.modules[0]))
+
+
+def _device_of(module: nn.Module) -> torch.device | int | str:
+    """Where a module computes. Offloaded weights are on no device between its calls; its hooks know where to."""
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return next((device for device in devices if device is not None), next(module.parameters()).device)
 
 
 def held_by(model: nn.Module) -> SlicePositions | None:

@@ -30,7 +30,7 @@ def extend_positions(model: Model, max_length: int) -> Model:
 
     Raises:
         ValueError: a length below the present one, a model without learned absolute positions, a table of positions
-            that is quantised, sharded or wrapped. The model is then unchanged.
+            that is quantised, sharded, wrapped or offloaded. The model is then unchanged.
         TypeError: something that is not a transformers model, a `max_length` that is not an int.
     """
     if not isinstance(model, PreTrainedModel):
@@ -76,6 +76,11 @@ def _learned_positions(model: PreTrainedModel) -> LearnedPositions:
 
 def _plain_table(module: nn.Module, positions: LearnedPositions, model: PreTrainedModel) -> nn.Embedding:
     table = getattr(module, positions.table)
+    if table.weight.is_meta and hasattr(table, "_hf_hook"):
+        raise ValueError(
+            f"the positions of {type(model).__name__} are offloaded: load it without device_map, extend its "
+            "positions, save it, and load what is saved with device_map"
+        )
     # A subclass (quantised, adapter) or a weight of another shape (sharded) stores its rows in a way of its own.
     plain = type(table) is nn.Embedding and table.weight.is_floating_point()
     if not plain or tuple(table.weight.shape) != (table.num_embeddings, table.embedding_dim):

@@ -125,10 +125,10 @@ def test_a_layer_equals_the_definition_written_as_loops(variant, N):
     layer = model.layers[0]
     with torch.no_grad():
         layer.sorting.centroid_projection.weight += 0.1 * torch.randn(24, 24, dtype=torch.float64)
-        clustered = layer.sorting(words, model.centroids[None], None, True)
+        clustered = layer.sorting(words, model.centroids.weight[None], None, True)
         actual = layer.attention(words, clustered, None, None)
         expected, updated, labels = attention_with_loops(
-            words[0].tolist(), layer, model.centroids.tolist(), model.config
+            words[0].tolist(), layer, model.centroids.weight.tolist(), model.config
         )
     assert clustered.labels[0].tolist() == labels
     torch.testing.assert_close(clustered.updated[0], torch.tensor(updated, dtype=torch.float64), **ROUNDING)
@@ -142,7 +142,7 @@ def test_updated_centroids_go_to_the_next_layer():
     for layer in model.layers:
         layer.register_forward_hook(lambda module, inputs, output: handed.append((inputs[1], output[1])))
     model(texts())
-    assert torch.equal(handed[0][0][0], model.centroids)
+    assert torch.equal(handed[0][0][0], model.centroids.weight)
     assert torch.equal(handed[1][0], handed[0][1])
     assert not torch.equal(handed[1][0][0], handed[1][0][1])  # another text, other centroids
 
@@ -156,7 +156,7 @@ def test_one_cluster_is_full_attention(side):
         mask = torch.ones(2, 23, dtype=torch.bool)
         mask[0, slice(0, 9) if side == "left" else slice(14, 23)] = False
     attention = model.layers[0].attention
-    clustered = model.layers[0].sorting(words, model.centroids.expand(2, -1, -1), mask, False)
+    clustered = model.layers[0].sorting(words, model.centroids.weight.expand(2, -1, -1), mask, False)
     actual = attention(words, clustered, mask, None)
     q, k, v = (attention.split(part(words)) for part in (attention.query, attention.key, attention.value))
     seen = None if mask is None else mask[:, None, None, :]
@@ -346,7 +346,7 @@ def test_the_task_trains_the_clustering_only_through_the_gate():
         model = tiny_model(ClusterFormerForMaskedLM, gated=gated)
         output = model(texts(), labels=texts())
         output.task_loss.backward()
-        gradients[gated] = model.clusterformer.centroids.grad
+        gradients[gated] = model.clusterformer.centroids.weight.grad
     assert gradients[False] is None
     assert gradients[True].abs().max() > 0
 
@@ -425,7 +425,7 @@ def test_low_precision_is_as_close_as_plain_low_precision(variant, dtype):
     """A layer's attention against float64 with the same order: labels may rightly differ where two are near."""
     exact = tiny_model(ClusterFormerModel, **VARIANTS[variant])
     words = torch.randn(2, 23, 24, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    centroids = exact.centroids.expand(2, -1, -1)
+    centroids = exact.centroids.weight.expand(2, -1, -1)
     clustered = exact.layers[0].sorting(words, centroids, None, True)
     expected = exact.layers[0].attention(words, clustered, None, None)
     low = tiny_model(ClusterFormerModel, dtype=dtype, **VARIANTS[variant]).layers[0].attention

@@ -74,7 +74,7 @@ def test_labels_beyond_256_survive_a_bfloat16_cache():
     sorting = model.clusterformer.layers[0].sorting
     attention = model.clusterformer.layers[0].attention
     words = torch.randn(1, 60, 24).bfloat16()
-    clustered = sorting(words, model.clusterformer.centroids[None], None, False)
+    clustered = sorting(words, model.clusterformer.centroids.weight[None], None, False)
     clustered.labels = torch.arange(60)[None] * 11 + 40
     kept = attention.remembered(clustered, attention.split(words))
     assert kept.dtype == torch.bfloat16

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import hf_effattn
+from hf_effattn.patching.cst_loading import HINT
 from hf_effattn.patching.cst_positions import NAME
 
 
@@ -95,6 +96,30 @@ def test_without_the_package_the_loading_report_names_what_is_left_out(
         first_output(plain, tokens())
 
 
+def test_what_transformers_own_classes_say_on_the_screen(tmp_path: Path) -> None:
+    """At its usual verbosity transformers names the tables; with this package it also says how to load them."""
+    convert(small_model("bert")).save_pretrained(tmp_path)
+    code = f"""
+        import sys
+        from transformers import AutoModel
+        AutoModel.from_pretrained({str(tmp_path)!r})
+        assert not any(name.startswith("hf_effattn") for name in sys.modules)
+        print("next", file=sys.stderr)
+        import hf_effattn
+        AutoModel.from_pretrained({str(tmp_path)!r})
+        print("next", file=sys.stderr)
+        hf_effattn.from_pretrained(AutoModel, {str(tmp_path)!r})
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True, text=True)
+    without, plain, ours = done.stderr.split("next\n")
+    for said in (without, plain):
+        for table in ("token_positions", "slice_positions"):
+            assert any(f"{NAME}.{table}" in line and "UNEXPECTED" in line for line in said.splitlines())
+    assert HINT not in without
+    assert f"- {NAME}:\t{HINT}" in plain
+    assert NAME not in ours
+
+
 def test_other_findings_of_transformers_are_still_reported(
     tmp_path: Path, warnings_of_transformers: list[str]
 ) -> None:
@@ -102,6 +127,7 @@ def test_other_findings_of_transformers_are_still_reported(
     warnings_of_transformers.clear()
     hf_effattn.from_pretrained(AutoModelForSequenceClassification, tmp_path)
     assert any("classifier.weight" in text for text in warnings_of_transformers)
+    assert not any(NAME in text for text in warnings_of_transformers)
 
 
 def test_saved_with_a_head_and_loaded_without_and_the_other_way(tmp_path: Path) -> None:
@@ -121,6 +147,15 @@ def test_a_checkpoint_in_shards_and_another_dtype(tmp_path: Path) -> None:
     loaded = hf_effattn.from_pretrained(AutoModel, tmp_path, dtype=torch.float64)
     assert getattr(loaded, NAME).token_positions.dtype == torch.float64
     assert torch.equal(first_output(loaded, tokens()), first_output(model.double(), tokens()))
+
+
+@pytest.mark.parametrize("size", ["20KB", "1GB"])
+def test_a_variant_of_the_weights(size: str, tmp_path: Path) -> None:
+    model = convert(small_model("bert")).half()
+    model.save_pretrained(tmp_path, variant="fp16", max_shard_size=size)
+    assert all("fp16" in path.name for path in tmp_path.glob("*.safetensors*"))
+    loaded = hf_effattn.from_pretrained(AutoModel, tmp_path, variant="fp16")
+    assert torch.equal(getattr(loaded, NAME).token_positions, getattr(model, NAME).token_positions)
 
 
 def test_an_encoder_inside_a_composite_model(tmp_path: Path) -> None:
@@ -152,4 +187,16 @@ def test_tables_of_other_sizes_or_none_are_an_error(tmp_path: Path) -> None:
     assert not hasattr(clustered, NAME)
     AutoModel.from_pretrained(tmp_path).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"its weights hold no {NAME}.token_positions: save the converted model"):
+        hf_effattn.from_pretrained(AutoModel, tmp_path)
+
+
+def test_weights_in_the_old_form_of_pytorch_are_an_error(tmp_path: Path) -> None:
+    """transformers reads the model out of them, which then has no tables."""
+    model = convert(small_model("bert"))
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        ValueError, match=rf"has no safetensors, and no {NAME} is read from other files: load it where"
+    ):
         hf_effattn.from_pretrained(AutoModel, tmp_path)

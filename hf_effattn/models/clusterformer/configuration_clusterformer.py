@@ -3,17 +3,16 @@
 import warnings
 from typing import Any, ClassVar
 
-from transformers import PretrainedConfig
-
 from ...ops.arguments import check_count
 from ...ops.neural_clustering import SIMILARITIES
+from ..stored_config import StoredConfig
 
 ASSIGNMENTS = ("neural", "kmeans", "lsh", "random", "identity", "full")
 CAUSAL_FORMS = ("strict", "paper")
 POOLINGS = ("mean", "first")
 
 
-class ClusterFormerConfig(PretrainedConfig):
+class ClusterFormerConfig(StoredConfig):
     """Settings of every ClusterFormer model (Source: Wang 2022).
 
     The defaults of the sizes are those of the paper's pre-training (App. F). `clusters`, `window_blocks`, the weights

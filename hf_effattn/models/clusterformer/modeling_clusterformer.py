@@ -14,7 +14,15 @@ from transformers.utils.generic import can_return_tuple
 from .attention import CrossAttention, FullSelfAttention, SortedBlockSelfAttention
 from .configuration_clusterformer import ClusterFormerConfig
 from .outputs import ClusterFormerModelOutput
-from .sorting import CentroidProjection, SortedWords, WordSorting, cluster_loss, cluster_statistics, sorting_loss
+from .sorting import (
+    CentroidProjection,
+    Centroids,
+    SortedWords,
+    WordSorting,
+    cluster_loss,
+    cluster_statistics,
+    sorting_loss,
+)
 
 
 class ClusterFormerEmbeddings(nn.Module):
@@ -33,10 +41,8 @@ class ClusterFormerEmbeddings(nn.Module):
     ) -> torch.Tensor:
         words = words + self.position_embeddings(position_ids)
         if token_type_ids is None:
-            words = words + self.token_type_embeddings.weight[0]
-        else:
-            words = words + self.token_type_embeddings(token_type_ids)
-        return self.dropout(self.LayerNorm(words))
+            token_type_ids = position_ids.new_zeros(1, 1)
+        return self.dropout(self.LayerNorm(words + self.token_type_embeddings(token_type_ids)))
 
 
 class ClusterFormerLayer(GradientCheckpointingLayer):
@@ -129,8 +135,8 @@ class ClusterFormerPreTrainedModel(PreTrainedModel):
         if isinstance(module, CentroidProjection):
             # From a random start the clusters are those of a random projection, and hardly leave them.
             init.eye_(module.weight)
-        elif isinstance(module, ClusterFormerModel) and module.centroids is not None:
-            init.normal_(module.centroids, std=self.config.hidden_size**-0.5)
+        elif isinstance(module, Centroids):
+            init.normal_(module.weight, std=self.config.hidden_size**-0.5)
 
 
 class ClusterFormerModel(ClusterFormerPreTrainedModel):
@@ -149,8 +155,7 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
         self.pooler = nn.Linear(config.hidden_size, config.hidden_size) if add_pooling_layer else None
         self.centroids = None
         if config.assignment == "neural":
-            self.centroids = nn.Parameter(torch.empty(config.clusters, config.hidden_size))
-            self.centroids.requires_grad_(config.trains_centroids)
+            self.centroids = Centroids(config)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -217,7 +222,7 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
         output_hidden_states = (
             self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         )
-        centroids = None if self.centroids is None else self.centroids.expand(len(words), -1, -1)
+        centroids = None if self.centroids is None else self.centroids(words)
         seen = [hidden_states]
         reports = []
         for layer in self.layers:

@@ -80,6 +80,19 @@ class CentroidProjection(nn.Linear):
     """The paper's `W^C`; a class of its own because it starts as the identity."""
 
 
+class Centroids(nn.Module):
+    """The centroids that the first layer starts from; a module, because a bare parameter cannot be offloaded."""
+
+    def __init__(self, config: ClusterFormerConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.clusters, config.hidden_size))
+        self.weight.requires_grad_(config.trains_centroids)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """The centroids `(B, k, d)` for words `(B, N, d)`."""
+        return self.weight.expand(len(words), -1, -1)
+
+
 class WordSorting(nn.Module):
     """The sorting step of one layer; every other part of ClusterFormer is the same whatever sorts the words."""
 

@@ -18,14 +18,21 @@ from .slices import SliceMLP, SlicePooling, add_to_slices, slice_mask
 Tables = dict[int, torch.Tensor] | None
 
 
+class Projection(nn.Linear):
+    """A linear layer that can leave out its bias: the weights of an offloaded one can be read nowhere but here."""
+
+    def forward(self, rows: torch.Tensor, *, biased: bool = True) -> torch.Tensor:
+        return F.linear(rows, self.weight, self.bias if biased else None)
+
+
 class Projections(nn.Module):
     """Queries, keys and values of one attention; values alone where it is not attention that mixes them."""
 
     def __init__(self, config: CSTConfig, *, attends: bool = True) -> None:
         super().__init__()
         if attends:
-            self.query = nn.Linear(config.hidden_size, config.hidden_size)
-            self.key = nn.Linear(config.hidden_size, config.hidden_size)
+            self.query = Projection(config.hidden_size, config.hidden_size)
+            self.key = Projection(config.hidden_size, config.hidden_size)
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
 
 
@@ -102,7 +109,7 @@ class CSTAttention(nn.Module):
         to, table = self._projections_of(level), tables[level][:length]
         extension = self.extension if level == 0 else 0
         of_queries = table[extension : len(table) - extension]
-        return self._heads(F.linear(of_queries, to.query.weight)), self._heads(F.linear(table, to.key.weight))
+        return self._heads(to.query(of_queries, biased=False)), self._heads(to.key(table, biased=False))
 
     def _compose(
         self, level: int, rows: torch.Tensor, tables: Tables, mask: torch.Tensor | None, lengths: torch.Tensor | None
@@ -270,8 +277,8 @@ class CSTAttention(nn.Module):
             table = tables[level]
             at = table.index_select(0, state.lengths.clamp(max=len(table) - 1))[:, None]
             to = self._projections_of(level)
-            query = query + self._heads(F.linear(at, to.query.weight))
-            key = key + self._heads(F.linear(at, to.key.weight))
+            query = query + self._heads(to.query(at, biased=False))
+            key = key + self._heads(to.key(at, biased=False))
         place = state.lengths.clamp(max=state.key.shape[2] - 1)
         keys, values = put(state.key, key, place, active), put(state.value, value, place, active)
         visible = torch.arange(keys.shape[2], device=keys.device) <= place[:, None]

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from ...ops.arguments import check_count
 from ...ops.slice_attention import extension_tokens
+from ..stored_config import StoredConfig
 
 COMPOSITIONS = ("local-global", "parallel", "global-local", "full")
 LOCAL_MIXINGS = ("attention", "mlp")
@@ -16,7 +15,7 @@ POOLINGS = ("mean", "max", "linear")
 POSITION_EMBEDDINGS = ("ms-vipe", "absolute")
 
 
-class CSTConfig(PreTrainedConfig):
+class CSTConfig(StoredConfig):
     """Configuration of a Composite Slice Transformer (Lee 2023); every variant of its ablations is a value here.
 
     Args:

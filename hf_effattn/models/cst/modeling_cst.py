@@ -60,9 +60,18 @@ class CSTPositions(nn.Module):
         self.levels = nn.ModuleList(nn.Embedding(count, config.hidden_size) for count in rows)
         self.first_level = len(config.level_lengths) + 1 - len(rows)
 
-    def forward(self) -> Tables:
-        """The table `(rows, d)` of each level that has one, by the number of the level."""
-        return dict(enumerate(self.levels.parameters(), start=self.first_level))
+    def forward(self, device: torch.device | None = None) -> Tables:
+        """The table `(rows, d)` of each level that has one, by the number of the level.
+
+        Args:
+            device (`torch.device`, *optional*): where the model computes, which offloaded tables cannot tell.
+                Default: where the tables are.
+        """
+        tables = []
+        for level in cast(list[nn.Embedding], list(self.levels)):
+            # As embeddings of all places: the weights of an offloaded module are there only while it is called.
+            tables.append(level(torch.arange(level.num_embeddings, device=device or level.weight.device)))
+        return dict(enumerate(tables, start=self.first_level))
 
 
 class CSTFeedForward(nn.Module):
@@ -251,8 +260,8 @@ class CSTModel(CSTPreTrainedModel):
                 "model with a larger max_position_embeddings"
             )
 
-    def _tables(self) -> Tables:
-        return None if self.positions is None else self.positions()
+    def _tables(self, device: torch.device) -> Tables:
+        return None if self.positions is None else self.positions(device)
 
     def _whole(
         self,
@@ -277,7 +286,7 @@ class CSTModel(CSTPreTrainedModel):
         if use_cache:
             lengths = torch.full((B,), N, device=words.device) if mask is None else mask.sum(dim=1)
             cache = CSTCache(len(self.layers)) if cache is None else cache
-        tables, states = self._tables(), [hidden]
+        tables, states = self._tables(words.device), [hidden]
         for index, layer in enumerate(self.layers):
             hidden, state = layer(hidden, tables, mask, lengths)
             if use_cache and cache is not None:
@@ -299,7 +308,7 @@ class CSTModel(CSTPreTrainedModel):
         """All layers on the tokens that follow, one column at a time: O(L + N / L) for each."""
         if not isinstance(cache, CSTCache) or len(cache.layers) != len(self.layers):
             raise ValueError(f"past_key_values must be a CSTCache of {len(self.layers)} layers, got {cache!r}")
-        tables, columns = self._tables(), []
+        tables, columns = self._tables(words.device), []
         for column in range(words.shape[1]):
             state = cache.layers[0].state
             if state is None:

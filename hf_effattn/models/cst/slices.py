@@ -66,6 +66,13 @@ class SlicePooling(nn.Module):
         return slices.sum(dim=2) / sizes
 
 
+class MaskedLinear(nn.Linear):
+    """A linear layer of which some weights can be left out."""
+
+    def forward(self, rows: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(rows, self.weight if kept is None else self.weight * kept, self.bias)
+
+
 class SliceMLP(nn.Module):
     """Local mixing by a two-layer MLP over the places of a slice (Lee 2023, A.6.2).
 
@@ -77,7 +84,7 @@ class SliceMLP(nn.Module):
         super().__init__()
         L, hidden = config.slice_lengths[0], config.local_mixing_size
         self.slice_length = L
-        self.reader, self.writer = nn.Linear(L, hidden), nn.Linear(hidden, L)
+        self.reader, self.writer = MaskedLinear(L, hidden), MaskedLinear(hidden, L)
         self.activation = ACT2FN[config.hidden_act]
         self.causal = config.is_decoder
 
@@ -86,13 +93,13 @@ class SliceMLP(nn.Module):
         length = rows.shape[1]
         if mask is not None:
             rows = rows.masked_fill(~mask[..., None], 0.0)
-        reads, writes = self.reader.weight, self.writer.weight
+        reads = writes = None
         if self.causal:
+            units = self.reader.out_features
             place = torch.arange(self.slice_length, device=rows.device)
-            unit = torch.arange(len(reads), device=rows.device) * self.slice_length // len(reads)
-            reads = reads * (place <= unit[:, None])
-            writes = writes * (unit <= place[:, None])
+            unit = torch.arange(units, device=rows.device) * self.slice_length // units
+            reads, writes = place <= unit[:, None], unit <= place[:, None]
         slices = in_slices(rows, self.slice_length).transpose(2, 3)  # (B, S, d, L)
-        hidden = self.activation(F.linear(slices, reads, self.reader.bias))
-        mixed = F.linear(hidden, writes, self.writer.bias).transpose(2, 3).flatten(1, 2)[:, :length]
+        hidden = self.activation(self.reader(slices, reads))
+        mixed = self.writer(hidden, writes).transpose(2, 3).flatten(1, 2)[:, :length]
         return mixed if mask is None else mixed.masked_fill(~mask[..., None], 0.0)

@@ -1,0 +1,38 @@
+"""What the configurations of both model families share: the format that they were saved in."""
+
+import warnings
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+FIELD = "effattn_format"
+# Raised when a field is added that an older version must not overlook.
+FORMAT_VERSION = 1
+# What transformers stores beside the attributes of its own configuration.
+OF_TRANSFORMERS = ("auto_map", "quantization_config", "torch_dtype")
+
+
+class StoredConfig(PreTrainedConfig):
+    """A configuration whose file says in which format it was written.
+
+    Files without it, from before there was any, load silently. Of a newer one the fields that this version does not
+    know are named in a warning; like all that transformers does not know they stay attributes and do nothing.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        written = kwargs.pop(FIELD, FORMAT_VERSION)
+        if written > FORMAT_VERSION:
+            # Called when the model's own fields are set, so what is on neither is known to nobody.
+            known = {*dir(self), *dir(PreTrainedConfig()), *OF_TRANSFORMERS}
+            unknown = sorted(set(kwargs) - known)
+            ignored = f"and has fields that are ignored: {', '.join(unknown)}" if unknown else "with no unknown field"
+            warnings.warn(
+                f"this {type(self).__name__} was written by a newer hf_effattn (format {written}, this one reads up "
+                f"to {FORMAT_VERSION}) {ignored}. The model may compute something else: update hf_effattn",
+                stacklevel=3,
+            )
+        super().__init__(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in transformers, with the format."""
+        return super().to_dict() | {FIELD: FORMAT_VERSION}
