@@ -1,12 +1,6 @@
-"""Tables in Markdown, as the README and the model cards have them."""
+"""What the tables in the README and the model cards share."""
 
 from typing import Any
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; all columns but the first are aligned to the right."""
-    rule = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *rows])
 
 
 def machine(environment: dict[str, Any], more: str = "") -> str:

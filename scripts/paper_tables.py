@@ -10,7 +10,9 @@ from typing import Any
 import approximate
 import lra_table
 from kept_runs import mean_and_deviation
-from markdown_tables import machine, markdown, number
+from markdown_tables import machine, number
+
+from hf_effattn.reporting.table import markdown
 
 RESULTS = Path(__file__).resolve().parent / "results"
 NOT_RUN = "Not run yet."

@@ -1,18 +1,23 @@
-"""Put the tables of `scripts/results/` into README.md and the model cards, between their marks.
+"""Put the tables of `scripts/results/` into README.md and RESULTS.md, between their marks, and write the model cards.
 
 python scripts/update_readme.py
 """
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import paper_tables
-from markdown_tables import machine, markdown, number
+import project_cards
+from markdown_tables import machine, number
+from project_cards import CARDS
+
+from hf_effattn.reporting.table import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
-CARDS = ROOT / "model_cards"
 
 
 def by_length(
@@ -137,31 +142,74 @@ def schemes() -> str:
     return markdown(header, rows) + machine(result["environment"], note)
 
 
-def training() -> str:
-    """How the small GPT-2 does beside counting tokens."""
-    metrics = json.loads((CARDS / "gpt2-books" / "all_results.json").read_text(encoding="utf-8"))
+def choice() -> str:
+    """The fastest settings within an error of the attention output, per length."""
+    result = json.loads((RESULTS / "benchmark_frontier.json").read_text(encoding="utf-8"))
+    found = {(row["length"], row["error at most"]): row for row in result["least_times"]}
+    lengths, targets = sorted({key[0] for key in found}), sorted({key[1] for key in found}, reverse=True)
+
+    def cell(row: dict[str, Any]) -> str:
+        ours = [name for name in ("i-clustered", "bi-clustered") if row[f"{name} ms"] is not None]
+        if not ours:
+            return "none tried"
+        best = min(ours, key=lambda name: row[f"{name} ms"])
+        return f"{row[f'{best} setting']}: {row[f'{best}: times faster']:.1f}×"
+
+    rows = [[f"{target:g}", *(cell(found[length, target]) for length in lengths)] for target in targets]
+    tried = len({row["name"] for row in result["rows"]})
+    note = f"Attention alone, {tried} settings tried, all-MiniLM-L6-v2 on novels, positions repeated beyond 512. "
+    header = ["error of the attention output at most", *(f"{length:,} tokens" for length in lengths)]
+    return markdown(header, rows) + machine(result["environment"], note)
+
+
+def whole_models() -> str:
+    """Speed of a whole model, as it runs and as it trains."""
+    result = json.loads((RESULTS / "benchmark_models.json").read_text(encoding="utf-8"))
     rows = [
-        ["frequencies of tokens", f"{metrics['unigram_loss']:.3f}"],
-        ["frequencies of pairs", f"{metrics['bigram_loss']:.3f}"],
-        ["this model", f"{metrics['eval_loss']:.3f}"],
+        [f"{row['length']:,} tokens, {row['method']}"]
+        + [number(row, f"{part}_speedup", ".2f", "×") for part in ("forward", "training_step")]
+        + [f"{row[f'{part}_peak_bytes'] / 2**20:.0f} MiB" for part in ("forward", "training_step")]
+        for row in result["rows"]
+        if row["method"] != "exact"
     ]
-    note = f"{metrics['validation_tokens']:,} tokens of held-out books, {metrics['train_tokens']:,} to train on"
-    return markdown(["", "loss, nats per token"], rows) + f"\n\n<sub>{note}</sub>"
+    first = result["rows"][0]
+    note = f"A random RoBERTa of {first['shape']} size, {first['dtype']} autocast, one text. "
+    header = ["", "forward", "training step", "memory", "memory of a step"]
+    return markdown(header, rows) + machine(result["environment"], note)
+
+
+def shortest() -> str:
+    """From which length each setting is faster than exact attention, in encoders and where the future is masked."""
+    measured = json.loads((ROOT / "hf_effattn" / "patching" / "crossover.json").read_text(encoding="utf-8"))
+
+    def by_name(rows: list[dict[str, Any]]) -> dict[str, int]:
+        letters = {"clusters": "C", "topk": "k", "key_clusters": "G"}
+        return {
+            " ".join(
+                [row["method"], *(f"{letter}={row[field]}" for field, letter in letters.items() if field in row)]
+            ): (row["min_length"])
+            for row in rows
+        }
+
+    encoders, causal = (by_name(measured[name]["cpu"]) for name in ("min_length", "causal_min_length"))
+    rows = [
+        [name, *("" if name not in found else f"{found[name]:,}" for found in (encoders, causal))]
+        for name in dict.fromkeys([*encoders, *causal])
+    ]
+    return markdown(["on a CPU", "encoders", "models that mask the future"], rows)
 
 
 # Which tables each text has.
 TABLES = {
     ROOT / "README.md": {
         "speed": speed,
+        "choice": choice,
+        "whole models": whole_models,
+        "shortest": shortest,
         "closeness": closeness,
         "clustering": clustering,
         "perplexity": perplexity,
         "schemes": schemes,
-    },
-    CARDS / "gpt2-books" / "README.md": {"training": training},
-    CARDS / "minilm-cst-sst2" / "README.md": {
-        "converted": paper_tables.converted,
-        "before": paper_tables.before_fine_tuning,
     },
     CARDS / "RESULTS.md": {
         "layers": paper_tables.layers,
@@ -175,7 +223,7 @@ TABLES = {
 }
 
 
-def updated(path: Path) -> str:
+def with_tables(path: Path) -> str:
     """The text at `path` with every table made anew."""
     text = path.read_text(encoding="utf-8")
     for name, make in TABLES[path].items():
@@ -188,10 +236,15 @@ def updated(path: Path) -> str:
     return text
 
 
+# What makes each text that is made of results.
+TEXTS: dict[Path, Callable[[], str]] = {path: partial(with_tables, path) for path in TABLES}
+TEXTS |= {CARDS / name / "README.md": partial(project_cards.text_of, name) for name in project_cards.MADE}
+
+
 def main() -> None:
-    """Rewrite every text in place."""
-    for path in TABLES:
-        path.write_text(updated(path), encoding="utf-8")
+    """Write every text."""
+    for path, make in TEXTS.items():
+        path.write_text(make(), encoding="utf-8")
         print(f"written: {path.relative_to(ROOT)}")
 
 

@@ -12,9 +12,14 @@ import update_readme
 README = Path(__file__).resolve().parents[1] / "README.md"
 
 
-@pytest.mark.parametrize("path", update_readme.TABLES, ids=lambda path: path.parent.name)
-def test_tables_are_those_of_the_results(path):
-    assert update_readme.updated(path) == path.read_text(encoding="utf-8"), "run: python scripts/update_readme.py"
+@pytest.mark.parametrize("path", update_readme.TEXTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_text_is_made_of_the_results_byte_for_byte(path):
+    assert update_readme.TEXTS[path]().encode() == path.read_bytes(), "run: python scripts/update_readme.py"
+
+
+def test_every_model_card_is_among_them():
+    cards = set((README.parent / "model_cards").glob("*/README.md"))
+    assert cards == {path for path in update_readme.TEXTS if path.parent.parent.name == "model_cards"}
 
 
 def test_pictures_and_commands_exist():

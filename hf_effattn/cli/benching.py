@@ -87,5 +87,6 @@ def _show(found: dict[str, Any]) -> None:
     at, settings = found["environment"], found["settings"]
     typer.echo(
         "Times as fast as the fastest exact kernel, and the memory added, on random inputs: "
-        f"B={settings['batch_size']}, H={settings['num_heads']}, D={settings['head_dim']}, {settings['dtype']}, {at['device_name']}."
+        f"B={settings['batch_size']}, H={settings['num_heads']}, D={settings['head_dim']}, {settings['dtype']}, "
+        f"{at['device_name']}."
     )

@@ -113,12 +113,17 @@ def find_pattern(
     layer: int | None = None,
     head: int | None = None,
     tokens: Sequence[str] | None = None,
+    special: Sequence[bool] | None = None,
 ) -> AttentionPattern:
-    """The weights that `plot_attention` draws; its arguments and errors."""
+    """The weights that `plot_attention` draws; its arguments and errors.
+
+    `special` says of each token whether the tokenizer added it; without it, what a fast tokenizer keeps does.
+    """
     candidates = make_candidates(DEFAULT_METHODS if methods is None else methods)
     (batch,) = check_inputs(model, inputs) if isinstance(inputs, Mapping) else check_inputs(model, [inputs])
     labels = _labels(inputs, batch, tokens)
-    first, special = _segments(inputs, len(labels))
+    first, known = _segments(inputs, len(labels))
+    special = known if special is None else list(special)
     chosen_rows = _checked_rows(rows, first, len(labels))
     layers = layer_names(model)
     if layer is not None and layer not in layers:
@@ -165,6 +170,17 @@ def find_pattern(
             if one.why_exact(N, seen.query.device.type, causal=seen.causal) == "settings"
         ),
     )
+
+
+def one_of_each(methods: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of the methods of a report those to draw: each once, with its fewest clusters, `"clustered"` last.
+
+    Fewest, because there the difference is easiest to see. A sum of two attentions is no matrix of weights, so a
+    conversion with `composition="local-global"` is not among them.
+    """
+    settings = [one for one in methods.values() if one.get("composition") != "local-global"]
+    settings.sort(key=lambda one: (one["method"] == "clustered", one.get("clusters", 0)))
+    return list({one["method"]: one for one in reversed(settings)}.values())[::-1]
 
 
 def head_scores(weights: torch.Tensor, rows: Sequence[int], content: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .candidates import EXACT
-from .words import percent
+from .words import duration, megabytes, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,6 +22,12 @@ ATTENTION_COLOURS = "Blues"
 MOST_NUMBERED_CELLS = 12 * 16
 TOKENS_BETWEEN_LABELS = 0.014
 SMALLEST_NAMED = 0.04
+# Okabe and Ito's colours, which differ with any colour vision; markers tell the lines apart too.
+LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = "osD^vPX<>*"
+NARROW = 4
+LETTER_WIDTH = 0.076  # inches, of a title's letters
+NARROWEST_TITLE = 66  # letters that the title of the whole picture needs
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -33,7 +39,9 @@ def new_figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), dpi=DOTS_PER_INCH, layout="constrained")
 
 
-def draw_errors(report: "Report", *, length: int | None = None, methods: Sequence[str] | None = None) -> "Figure":
+def draw_errors(
+    report: "Report", *, length: int | None = None, methods: Sequence[str] | None = None, columns: int | None = None
+) -> "Figure":
     """Error of the attention output by layer and head, a panel per method; see `Report.plot`."""
     labels = list(report.methods) if methods is None else list(methods)
     grids = {label: grid for label in labels if (grid := _error_grid(report, label, length)) is not None}
@@ -42,15 +50,21 @@ def draw_errors(report: "Report", *, length: int | None = None, methods: Sequenc
         raise ValueError(f"the report holds no errors of the attention output{where}")
     layers = list(report.layers)
     heads = max(grid.shape[1] for grid in grids.values())
-    columns = 1 if len(grids) in (1, 3) else 2
+    if columns is None:
+        columns = 1 if len(grids) in (1, 3) else 2
     lines = -(-len(grids) // columns)
-    width, height = max(3.6, 1.2 + 0.36 * heads), max(2.2, 0.9 + 0.3 * len(layers))
+    titles = {label: f"{label}: mean {percent(float(grid.nanmean()))}" for label, grid in grids.items()}
+    title_width = LETTER_WIDTH * max(max(map(len, titles.values())), 0 if columns > 1 else NARROWEST_TITLE)
+    width, height = max(3.6, 1.2 + 0.36 * heads, title_width), max(2.2, 0.9 + 0.3 * len(layers))
     figure = new_figure(columns * width + 0.9, lines * height + 0.7)
     panels = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
-    highest = max(float(grid[grid.isfinite()].max()) for grid in grids.values()) or 1.0
+    highest = max(
+        (float(grid[grid.isfinite()].max()) for grid in grids.values() if grid.isfinite().any()), default=1.0
+    )
+    highest = highest or 1.0
     for place, (panel, (label, grid)) in enumerate(zip(panels.flat, grids.items(), strict=False)):
         panel.imshow(grid.numpy(), cmap=ERROR_COLOURS, vmin=0, vmax=highest, aspect="auto")
-        panel.set_title(f"{label}: mean {percent(float(grid.nanmean()))}", fontsize=10)
+        panel.set_title(titles[label], fontsize=10)
         panel.set_xticks(range(heads), range(heads), fontsize=8)
         panel.set_yticks(range(len(layers)), layers, fontsize=8)
         panel.tick_params(labelbottom=place + columns >= len(grids), labelleft=place % columns == 0)
@@ -97,9 +111,86 @@ def _errors_title(report: "Report", length: int | None) -> str:
     lengths = sorted({one.length for one in report.inputs if length in (None, one.length)})
     span = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
     return (
-        f"Error of each head's attention output in per cent, {report.environment.get('model')}, {span} tokens\n"
+        f"Error of each head's attention output in per cent, {plain(report.environment.get('model'))}, {span} tokens\n"
         "(against exact attention on the same queries, keys and values)"
     )
+
+
+def draw_cost(report: "Report", *, parts: Sequence[str] = ("time", "memory")) -> "Figure":
+    """Time and peak memory of a forward pass against the length, on log axes; see `Report.plot_cost`."""
+    kinds = {
+        "time": ("time of a forward pass", duration, _points(report, "forward_seconds")),
+        "memory": (
+            "peak memory added by a forward pass",
+            lambda value: megabytes(round(value)),
+            _points(report, "forward_peak_bytes"),
+        ),
+    }
+    kinds = {kind: entry for kind, entry in kinds.items() if entry[2] and kind in parts}
+    if not kinds:
+        raise ValueError(f"the report holds no {' and no '.join(parts)} of the whole model")
+    lengths = sorted({one.length for one in report.inputs})
+    batches = {one.batch_size for one in report.inputs}
+    sizes = f" (batches of {', '.join(map(str, sorted(batches)))} texts)" if len(batches) > 1 else ""
+    labels = [EXACT, *report.methods]
+    legend_columns = len(kinds)
+    figure = new_figure(5.4 * len(kinds), 3.7 + 0.18 * -(-len(labels) // legend_columns))
+    panels = figure.subplots(1, len(kinds), squeeze=False)[0]
+    for panel, (title, worded, lines) in zip(panels, kinds.values(), strict=True):
+        for place, label in enumerate(labels):
+            _draw_line(panel, lines.get(label, {}), label, place)
+        _log_axes(panel, lengths, worded, [value for line in lines.values() for value in line.values()])
+        panel.set_title(title, fontsize=10)
+        panel.set_xlabel(f"tokens per text{sizes}", fontsize=9)
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=legend_columns, fontsize=8, frameon=False)
+    figure.suptitle(f"{plain(report.environment.get('model'))} with exact attention and with each method", fontsize=11)
+    return figure
+
+
+def _points(report: "Report", name: str) -> dict[str, dict[int, float]]:
+    """For each method its mean over the inputs of a length, by length; methods without any are left out."""
+    lines: dict[str, dict[int, float]] = {}
+    for label in (EXACT, *report.methods):
+        found: dict[int, list[float]] = {}
+        for m in report.of(label):
+            value = report.metrics(m)[name]
+            if value:
+                found.setdefault(report.inputs[m.input].length, []).append(value)
+        if found:
+            lines[label] = {length: sum(values) / len(values) for length, values in sorted(found.items())}
+    return lines
+
+
+def _draw_line(panel: Any, line: dict[int, float], label: str, place: int) -> None:
+    colour = "#222222" if label == EXACT else LINE_COLOURS[(place - 1) % len(LINE_COLOURS)]
+    style = "--" if label == EXACT else "-"
+    marker = MARKERS[place % len(MARKERS)]
+    panel.plot(list(line), list(line.values()), style, color=colour, marker=marker, markersize=5, label=plain(label))
+
+
+def _log_axes(panel: Any, lengths: list[int], worded: Any, values: list[float]) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=8)
+    panel.xaxis.set_minor_locator(NullLocator())
+    low, high = min(values), max(values)
+    if high < NARROW * low:  # so that there are ticks to read it by
+        low, high = low / 2, high * 2
+        panel.set_ylim(low, high)
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+    panel.yaxis.set_minor_locator(NullLocator())
+    panel.yaxis.set_major_formatter(lambda value, _: worded(value))
+    panel.tick_params(axis="y", labelsize=8)
+    panel.grid(color="#dddddd", linewidth=0.6)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def plain(text: object) -> str:
+    """Text for a picture as it is: matplotlib would read what stands between two dollar signs as mathematics."""
+    return str(text).replace("$", r"\$")
 
 
 def draw_pattern(pattern: "AttentionPattern", model_name: str) -> "Figure":
@@ -113,17 +204,17 @@ def draw_pattern(pattern: "AttentionPattern", model_name: str) -> "Figure":
     for panel, (label, weights) in zip(panels, pattern.weights.items(), strict=True):
         panel.imshow(weights.numpy(), cmap=ATTENTION_COLOURS, norm=colours, aspect="auto", interpolation="none")
         panel.set_title(_pattern_title(pattern, label, weights, exact), fontsize=10, loc="left")
-        panel.set_yticks(range(rows), [pattern.tokens[row] for row in pattern.rows], fontsize=8)
+        panel.set_yticks(range(rows), [plain(pattern.tokens[row]) for row in pattern.rows], fontsize=8)
         right = panel.secondary_yaxis("right")
         tops = pattern.most_attended(label)
-        right.set_yticks(range(rows), [pattern.tokens[top] for top in tops], fontsize=8)
+        right.set_yticks(range(rows), [plain(pattern.tokens[top]) for top in tops], fontsize=8)
         for line, (top, same) in enumerate(zip(tops, pattern.most_attended(EXACT), strict=True)):
             right.get_yticklabels()[line].set_color("#333333" if top == same else "#B34700")
         for axis in (panel.yaxis, right.yaxis):
             axis.set_tick_params(length=2)
         panel.tick_params(axis="x", length=2)
     places = _labelled_columns(exact, columns)
-    panels[-1].set_xticks(places, [pattern.tokens[place] for place in places], rotation=90, fontsize=7)
+    panels[-1].set_xticks(places, [plain(pattern.tokens[place]) for place in places], rotation=90, fontsize=7)
     panels[-1].set_xlabel(f"token attended to ({columns} in all; the most attended are named)", fontsize=9)
     bar = figure.colorbar(panels[0].images[0], ax=list(panels), pad=0.015, fraction=0.025)
     bar.set_label("attention weight (square-root scale)", fontsize=9)
@@ -131,7 +222,7 @@ def draw_pattern(pattern: "AttentionPattern", model_name: str) -> "Figure":
     what = "the question's tokens over question and context" if pattern.is_pair else "the chosen tokens"
     how = ", the head with the sharpest content pattern" if pattern.chosen else ""
     figure.suptitle(
-        f"Attention of {what}, {model_name}, layer {pattern.layer}, head {pattern.head}{how}\n"
+        f"Attention of {what}, {plain(model_name)}, layer {pattern.layer}, head {pattern.head}{how}\n"
         "left: the token that attends; right: the token it attends to most ([CLS] and the like aside), "
         "orange where exact attention has another",
         fontsize=10.5,

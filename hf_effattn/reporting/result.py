@@ -118,6 +118,17 @@ class Report:
         name = f"{part}_seconds"
         return median_ratio(getattr(exact[0], name), getattr(measurement, name)) if exact else None
 
+    def memory_ratio(self, measurement: Measurement) -> float | None:
+        """The method's peak memory of the whole model over exact attention's: below 1 it takes less; None: unknown.
+
+        Args:
+            measurement (`Measurement`): one of this report's.
+        """
+        for exact in self.of(EXACT, measurement.input):
+            if exact.forward_peak_bytes and measurement.forward_peak_bytes is not None:
+                return measurement.forward_peak_bytes / exact.forward_peak_bytes
+        return None
+
     def fastest_within(self, error_budget: float) -> str | None:
         """The fastest method whose change of the last hidden state stays within a budget on every input.
 
@@ -160,12 +171,13 @@ class Report:
             for layer, heads in m.attention_error.items():
                 for head, value in enumerate(heads):
                     rows.append({**keys, "layer": layer, "head": head, "metric": "attention_error", "value": value})
-            for metric, number in self._model_metrics(m).items():
+            for metric, number in self.metrics(m).items():
                 if number is not None:
                     rows.append({**keys, "layer": None, "head": None, "metric": metric, "value": float(number)})
         return rows
 
-    def _model_metrics(self, m: Measurement) -> dict[str, float | None]:
+    def metrics(self, m: Measurement) -> dict[str, float | None]:
+        """The numbers of a measurement that are of the whole model, by the names in `rows`; None: not measured."""
         cosines = m.change.embedding_cosines
         return {
             "hidden_error": m.change.hidden_error,
@@ -179,6 +191,7 @@ class Report:
             "forward_speedup": self.speedup(m),
             "attention_peak_bytes": m.attention_peak_bytes,
             "forward_peak_bytes": m.forward_peak_bytes,
+            "forward_memory_ratio": self.memory_ratio(m),
         }
 
     def to_pandas(self) -> "pandas.DataFrame":
@@ -274,6 +287,20 @@ class Report:
 
         return draw_errors(self, length=length, methods=methods)
 
+    def plot_cost(self) -> "Figure":
+        """Time and peak memory of a forward pass against the number of tokens, a line per method, exact among them.
+
+        Returns:
+            `matplotlib.figure.Figure`: free of pyplot; points instead of lines where one length was measured.
+
+        Raises:
+            ImportError: matplotlib is missing.
+            ValueError: neither times nor memory were measured.
+        """
+        from .pictures import draw_cost
+
+        return draw_cost(self)
+
     def plot_attention(self, model: Any, inputs: Any, **options: Any) -> "Figure":
         """Attention pattern of chosen tokens: exact above each method, clustered last.
 
@@ -285,15 +312,54 @@ class Report:
         Returns:
             `matplotlib.figure.Figure`: free of pyplot.
         """
-        from .pattern import plot_attention
+        from .pattern import one_of_each, plot_attention
 
         if "methods" not in options:
-            # A panel per method, with its fewest clusters, where the difference is easiest to see; clustered last.
-            settings = sorted(
-                self.methods.values(), key=lambda one: (one["method"] == "clustered", one.get("clusters", 0))
-            )
-            options["methods"] = list({one["method"]: one for one in reversed(settings)}.values())[::-1]
+            options["methods"] = one_of_each(self.methods) or list(self.methods.values())
         return plot_attention(model, inputs, **options)
+
+    def to_html(
+        self,
+        model: Any = None,
+        inputs: Any = None,
+        tokenizer: Any = None,
+        *,
+        layer: int | None = None,
+        head: int | None = None,
+    ) -> str:
+        """One page with the words, the numbers and the pictures, in a single file that loads nothing from elsewhere.
+
+        With a model and inputs it also shows where the model looks in the first text (up to 256 tokens of it), exactly
+        and by the methods, and which of its tokens each method puts together. The model is afterwards what it was.
+
+        Args:
+            model (`PreTrainedModel`, *optional*): the model of this report. Default: without those pictures.
+            inputs (`Mapping` or `Sequence[Mapping]`, *optional*): as `report` takes them; goes with `model`.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): for the tokens. Default: those that a fast tokenizer
+                keeps in the inputs.
+            layer (`int`, *optional*): layer to show. Default: chosen with the head.
+            head (`int`, *optional*): head to show. Default: the one with the sharpest content pattern.
+
+        Returns:
+            `str`: the page; `Path("report.html").write_text(page, encoding="utf-8")`.
+
+        Raises:
+            ImportError: matplotlib is missing.
+            ValueError: a model without inputs or inputs without a model, a model that is not the report's, inputs that
+                it cannot take, a layer or head that does not exist.
+            TypeError: inputs that are not tensors.
+        """
+        from .html import render_page
+        from .illustrations import illustrate, illustrate_text
+
+        shown = illustrate_text(self, model, inputs, tokenizer, layer=layer, head=head)
+        return render_page(self, [*illustrate(self), *shown.sections], shown.colouring)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the words and the table."""
+        from .html import render_fragment
+
+        return render_fragment(self)
 
     def summary(self) -> str:
         """What was found, in plain words."""

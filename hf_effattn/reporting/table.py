@@ -1,4 +1,4 @@
-"""A report as a table of words and numbers, which Markdown and HTML are made from."""
+"""A report as a table in Markdown, one row per method and length, for model cards."""
 
 from collections.abc import Collection, Sequence
 from statistics import fmean

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .result import Measurement, Report
 
 MOST_LENGTHS_APART = 4
+SMALLEST_SHARE = 1e-4  # what is below is rounding, and unreadable
 
 
 def summary(report: "Report") -> str:
@@ -33,7 +34,9 @@ def summary(report: "Report") -> str:
 
 def _headline(report: "Report") -> str:
     at = report.environment
-    where = f"{at['dtype']} on {at['device']}" + (f", {at['threads']} threads" if at["device"] == "cpu" else "")
+    where = f"{at['dtype']} on {at['device']}" + (
+        f", {count(at['threads'], 'thread')}" if at["device"] == "cpu" else ""
+    )
     return f"{at['model']} ({len(report.layers)} attention layers, {where}) against exact SDPA."
 
 
@@ -164,6 +167,8 @@ def count(number: int, noun: str) -> str:
 
 def percent(value: float) -> str:
     """A part of 1 in per cent, with two digits that count."""
+    if 0 < value < SMALLEST_SHARE:
+        return f"under {100 * SMALLEST_SHARE:g}%"
     return f"{100 * value:.2g}%" if value < 0.095 else f"{100 * value:.0f}%"
 
 

@@ -1,6 +1,8 @@
 """`effattn report` and `effattn methods`: what they print and write, and how they fail."""
 
+import functools
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -8,7 +10,7 @@ from typer.testing import CliRunner
 from hf_effattn import list_methods
 from hf_effattn.cli import app
 from hf_effattn.cli.words import method_of
-from hf_effattn.reporting import Report
+from hf_effattn.reporting import Report, report
 
 runner = CliRunner()
 SMALL = ["--lengths", "24,48", "--repeats", "0", "--method", "i-clustered clusters=5 topk=4"]
@@ -43,6 +45,51 @@ def test_report_goes_beyond_the_positions_of_the_model_and_says_so(real_model_fo
     assert result.exit_code == 0, result.output
     assert "knows 512 positions" in result.stderr
     assert "1 text of 530 tokens" in result.stdout
+
+
+def test_a_page_is_written_beside_the_other_forms(real_model_folder, tmp_path):
+    page = tmp_path / "new" / "page.html"
+    result = runner.invoke(app, ["report", *SMALL, "--json", "--output", str(tmp_path / "out"), "--html", str(page)])
+    assert result.exit_code == 0, result.output
+    found = Report.from_dict(json.loads(result.stdout))
+    assert Report.load(tmp_path / "out") == found
+    text = page.read_text(encoding="utf-8")
+    assert text.endswith("</html>")
+    assert "BertModel (6 attention layers" in text
+    assert 'title="cluster ' in text
+    assert f"written: {page}" in result.stderr
+
+
+def test_a_page_that_could_not_be_written_is_told_before_anything_is_measured(monkeypatch, tmp_path):
+    def fail(*args, **options):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("hf_effattn.demo.models.load_model", fail)
+    (tmp_path / "file").touch()
+    for path, message in ((tmp_path, "is a folder"), (tmp_path / "file" / "page.html", "file")):
+        result = runner.invoke(app, ["report", *SMALL, "--html", str(path)])
+        assert result.exit_code == 1
+        assert message in result.output
+        assert "Traceback" not in result.output
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = runner.invoke(app, ["report", *SMALL, "--html", str(tmp_path / "page.html")])
+    assert result.exit_code == 1
+    assert "hf_effattn[plots]" in result.output
+
+
+@pytest.mark.filterwarnings("ignore:report was interrupted")
+def test_an_interruption_keeps_the_page_of_what_was_measured(real_model_folder, monkeypatch, tmp_path):
+    def stop(done, total, what):
+        if "48 tokens" in what:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_effattn.reporting.report", functools.partial(report, progress=stop))
+    page = tmp_path / "page.html"
+    result = runner.invoke(app, ["report", *SMALL, "--html", str(page)])
+    assert result.exit_code == 130
+    text = page.read_text(encoding="utf-8")
+    assert "The measurement was stopped before its end" in text
+    assert "1 text of 24 tokens" in text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,314 @@
+"""A report as one page of HTML that loads nothing from elsewhere, and the short form that notebooks show."""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from .candidates import EXACT
+from .illustrations import Colouring, Section
+from .text_groups import DrawnText, TextGroups
+from .words import count, duration, megabytes, percent, ratio
+
+if TYPE_CHECKING:
+    from .result import Measurement, Report
+
+NOT_MEASURED = "not measured"
+MEANINGS = {
+    "output change": "Output change: relative L2 change of the last hidden state, all layers replaced.",
+    "embedding cosine": "Embedding cosine: of the mean-pooled last hidden state with the exact model's.",
+    "attention error": "Attention error: relative L2 error of the attention output, mean over layers and heads.",
+    "model speed-up": "Speed-up: exact attention's time over the method's; above 1× the method is faster.",
+    "memory ratio": "Memory ratio: the method's peak memory over exact attention's; below 1× it takes less.",
+}
+REMARKS = {
+    "min_length": "Below its min_length: a patched model runs exact attention there; the method was forced here.",
+    "settings": "Is exact here: one of its counts reaches the length, so there is nothing to approximate.",
+}
+MOST_LISTED = 40
+GOLDEN_ANGLE = 137.508  # degrees; hues of groups of like size are then far apart
+ENVIRONMENT = {
+    "model": "Model",
+    "model_type": "Model type",
+    "parameters": "Parameters",
+    "dtype": "Type of the weights",
+    "device": "Device",
+    "device_name": "Hardware",
+    "threads": "Threads",
+    "platform": "Platform",
+    "versions": "Versions",
+    "time": "Measured at",
+    "repeats": "Timed rounds",
+    "baseline": "Compared with",
+    "memory_measure": "Memory is",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one input: its name, the rest of its label, what is to be noted, and a cell per column."""
+
+    name: str
+    settings: str
+    note: str
+    cells: list[str]
+
+
+@dataclass
+class Table:
+    """The numbers of a report, worded.
+
+    Args:
+        columns (`list[str]`): headings of the cells.
+        bodies (`list[tuple[str, list[Row]]]`): for each input what it is, and its rows.
+        missing (`list[str]`): columns that were measured nowhere, which are left out.
+        notes (`list[str]`): what the columns and the remarks at some methods mean.
+    """
+
+    columns: list[str]
+    bodies: list[tuple[str, list[Row]]]
+    missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A paragraph, or a list where it has items."""
+
+    text: str = ""
+    items: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A token in a panel; `border`: its group is not that of the token before."""
+
+    text: str
+    space: bool
+    group: int
+    border: bool
+    alone: bool
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The text in one set of groups.
+
+    Args:
+        methods (`list[str]`): labels.
+        what (`str`): `"cluster"` or `"slice"`.
+        facts (`str`): how many groups there are, and of which sizes; or why there are none.
+        runs (`list[Run]`): the tokens.
+        members (`list[tuple[int, int, str]]`): number, size and tokens of the groups with more than one.
+    """
+
+    methods: list[str]
+    what: str
+    facts: str
+    runs: list[Run] = field(default_factory=list)
+    members: list[tuple[int, int, str]] = field(default_factory=list)
+
+
+def render_page(report: "Report", sections: Sequence[Section], colouring: Colouring) -> str:
+    """The page.
+
+    Args:
+        report (`Report`): its words, numbers and environment.
+        sections (`Sequence[Section]`): pictures.
+        colouring (`Colouring`): the text in the colours of its groups.
+
+    Returns:
+        `str`: HTML with everything in it.
+    """
+    panels = [] if colouring.text is None else [_panel(colouring.text, groups) for groups in colouring.groups]
+    hues: dict[int, float] = {}
+    for panel in panels:
+        for group in sorted({run.group for run in panel.runs}):
+            hues.setdefault(group, round(group * GOLDEN_ANGLE % 360, 1))
+    return _environment().get_template("report.html").render(
+        title=f"Efficient attention in {report.environment.get('model', 'a model')}",
+        complete=report.complete,
+        words=word_blocks(report),
+        table=number_table(report),
+        facts=environment_facts(report),
+        sections=sections,
+        colouring=colouring,
+        panels=panels,
+        hues=hues,
+    )  # fmt: skip
+
+
+def render_fragment(report: "Report") -> str:
+    """The words and the table of a report, for a notebook's cell."""
+    parts: Any = _environment().get_template("report_parts.html").module
+    return str(parts.notebook(word_blocks(report), number_table(report)))
+
+
+def check_destination(path: Path) -> None:
+    """Raise before a measurement where a page could not be written after it; missing folders are made.
+
+    Args:
+        path (`Path`): of the page.
+
+    Raises:
+        OSError: it is a folder, or it cannot be written there.
+        ImportError: matplotlib is missing.
+    """
+    from .pictures import new_figure
+
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file, such as {path / 'report.html'}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(f"{path} cannot be written")
+    new_figure(1, 1)
+
+
+def _environment() -> jinja2.Environment:
+    loader = jinja2.FunctionLoader(lambda name: files(__package__).joinpath(name).read_text(encoding="utf-8"))
+    return jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+
+
+def word_blocks(report: "Report") -> list[Block]:
+    """The summary in paragraphs and lists."""
+    blocks: list[Block] = []
+    items: list[str] = []
+    for line in [*report.summary().splitlines(), ""]:
+        if line.startswith("- "):
+            items.append(line.removeprefix("- "))
+            continue
+        if items:
+            blocks.append(Block(items=tuple(items)))
+            items = []
+        if line:
+            blocks.append(Block(line))
+    return blocks
+
+
+def environment_facts(report: "Report") -> list[tuple[str, str]]:
+    """What the report was measured with, as names and values; what it does not know is left out."""
+    known = [*ENVIRONMENT, *(name for name in report.environment if name not in ENVIRONMENT)]
+    return [
+        (ENVIRONMENT.get(name, name.replace("_", " ")), _fact(report.environment[name]))
+        for name in known
+        if report.environment.get(name) is not None
+    ]
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {version}" for name, version in value.items())
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def number_table(report: "Report") -> Table:
+    """Every method at every input, exact attention first."""
+    rows = [(m, {**report.metrics(m), "attention_error": m.mean_attention_error}) for m in report.measurements]
+    names = {name: None for _, metrics in rows for name in metrics}
+    shown = _columns(list(names))
+    cells = [[cell(metrics) for cell in shown.values()] for _, metrics in rows]
+    used = [any(row[place] is not None for row in cells) for place in range(len(shown))]
+    bodies: list[tuple[str, list[Row]]] = [(_input_words(report, index), []) for index in range(len(report.inputs))]
+    for (m, _), row in zip(rows, cells, strict=True):
+        worded = [
+            _missing_word(m, heading) if cell is None else cell
+            for heading, cell, is_used in zip(shown, row, used, strict=True)
+            if is_used
+        ]
+        name, bracket, settings = m.method.partition(" (")
+        bodies[m.input][1].append(Row(name, f"{bracket.strip()}{settings}", _note(m), worded))
+    return Table(
+        [heading for heading, is_used in zip(shown, used, strict=True) if is_used],
+        bodies,
+        [heading for heading, is_used in zip(shown, used, strict=True) if not is_used] if rows else [],
+        [
+            *(note for heading, note in MEANINGS.items() if used[list(shown).index(heading)]),
+            *(note for why, note in REMARKS.items() if any(m.why_exact == why for m in report.measurements)),
+        ],
+    )
+
+
+Cell = Callable[[dict[str, float | None]], str | None]
+
+
+def _columns(metrics: list[str]) -> dict[str, Cell]:
+    """Headings and what stands below them; logits have a column where the model returns any."""
+    logits = [name.removesuffix("_argmax_agreement") for name in metrics if name.endswith("_argmax_agreement")]
+    return {
+        "output change": _worded("hidden_error", percent),
+        "embedding cosine": _cosine,
+        **{f"choices by {name} kept": _worded(f"{name}_argmax_agreement", percent) for name in logits},
+        "attention error": _worded("attention_error", percent),
+        "model speed-up": _worded("forward_speedup", _times),
+        "attention speed-up": _worded("attention_speedup", _times),
+        "memory ratio": _worded("forward_memory_ratio", _times),
+        "time": _worded("forward_seconds", duration),
+        "peak memory": _worded("forward_peak_bytes", lambda value: megabytes(int(value))),
+    }
+
+
+def _worded(name: str, words: Callable[[float], str]) -> Cell:
+    def cell(metrics: dict[str, float | None]) -> str | None:
+        value = metrics.get(name)
+        if value is None:
+            return None
+        return words(value) if math.isfinite(value) else "not finite"
+
+    return cell
+
+
+def _times(value: float) -> str:
+    return ratio([value])
+
+
+def _cosine(metrics: dict[str, float | None]) -> str | None:
+    mean, lowest = metrics.get("embedding_cosine_mean"), metrics.get("embedding_cosine_min")
+    if mean is None or lowest is None:
+        return None
+    return f"{mean:.4f}" if mean == lowest else f"{mean:.4f} (lowest {lowest:.4f})"
+
+
+def _missing_word(m: "Measurement", heading: str) -> str:
+    """Exact attention is what the others are compared with; of them something was not measured."""
+    compared = heading not in ("time", "peak memory")
+    return "reference" if m.method == EXACT and compared else NOT_MEASURED
+
+
+def _note(m: "Measurement") -> str:
+    return {"settings": "is exact here", "min_length": "below its min_length"}.get(m.why_exact or "", "")
+
+
+def _input_words(report: "Report", index: int) -> str:
+    measured = report.inputs[index]
+    padding = measured.batch_size * measured.length - measured.valid_tokens
+    words = f"{count(measured.batch_size, 'text')} of {measured.length:,} tokens"
+    return f"{words}, {measured.valid_tokens:,} without padding" if padding else words
+
+
+def _panel(text: DrawnText, one: TextGroups) -> Panel:
+    if not one.groups:
+        return Panel(one.methods, one.what, f"Not shown: {one.why_missing}")
+    sizes = one.sizes()
+    runs = [
+        Run(piece.text, piece.space, group, place == 0 or one.groups[place - 1] != group, sizes[group] == 1)
+        for place, (piece, group) in enumerate(zip(text.pieces, one.groups, strict=True))
+    ]
+    alone = sum(size == 1 for size in sizes.values())
+    facts = f"{count(len(sizes), one.what)} with tokens, the largest with {count(max(sizes.values()), 'token')}"
+    if alone:
+        facts += f"; {count(alone, 'token')} alone in {'its' if alone == 1 else 'their'} {one.what}, without colour"
+    members = [(group, size, _tokens_of(text, one, group)) for group, size in sizes.items() if size > 1]
+    return Panel(one.methods, one.what, f"{facts}.", runs, members)
+
+
+def _tokens_of(text: DrawnText, one: TextGroups, group: int) -> str:
+    own = [piece.text for piece, other in zip(text.pieces, one.groups, strict=True) if other == group]
+    rest = len(own) - MOST_LISTED
+    return " · ".join(own[:MOST_LISTED]) + (f" and {rest} more" if rest > 0 else "")

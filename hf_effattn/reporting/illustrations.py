@@ -1,0 +1,189 @@
+"""The pictures of a report's page, each with the words that stand for it where it cannot be seen or drawn."""
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .candidates import make_candidates
+from .pattern import find_pattern, one_of_each
+from .pictures import draw_cost, draw_errors, draw_pattern
+from .recording import layer_names
+from .text_groups import DrawnText, NothingToDraw, TextGroups, group_text, text_to_draw
+from .words import MOST_LENGTHS_APART
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from .result import Report
+
+
+PIXELS_PER_INCH = 96
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture of a page.
+
+    Args:
+        source (`str`): the picture itself, as a `data:` address.
+        alt (`str`): what it shows, for who cannot see it.
+        width (`int`): in CSS pixels, at which its letters have the size of the page's.
+    """
+
+    source: str
+    alt: str
+    width: int
+
+
+@dataclass
+class Section:
+    """A heading with pictures below it, or with what is missing.
+
+    Args:
+        title (`str`): the heading.
+        text (`str`): how to read the pictures; of a section without any, why there are none.
+        pictures (`list[Picture]`): in their order.
+    """
+
+    title: str
+    text: str
+    pictures: list[Picture] = field(default_factory=list)
+
+
+@dataclass
+class Colouring:
+    """The text in the colours of its groups.
+
+    Args:
+        intro (`str`): what is shown, or why nothing is.
+        text (`DrawnText`, *optional*): its tokens.
+        groups (`list[TextGroups]`): a panel each.
+    """
+
+    intro: str
+    text: DrawnText | None = None
+    groups: list[TextGroups] = field(default_factory=list)
+
+
+@dataclass
+class TextPictures:
+    """What a page shows of one text: where the model looks in it, and how the methods group its tokens."""
+
+    sections: list[Section]
+    colouring: Colouring
+
+
+def illustrate(report: "Report") -> list[Section]:
+    """The pictures that need the report alone: cost against length, and the errors of layers and heads.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    cost = Section("Time and memory", "Neither times nor memory of the whole model were measured.")
+    metrics = [report.metrics(m) for m in report.measurements]
+    missing = ""
+    for part, name, words in (("time", "forward_seconds", "Time"), ("memory", "forward_peak_bytes", "Peak memory")):
+        if any(one[name] for one in metrics):
+            alt = f"{words} of a forward pass against the length, exact attention and {_listed(report)}."
+            cost.pictures.append(_picture(draw_cost(report, parts=[part]), alt))
+        else:
+            missing = f" {words} was not measured."
+    if cost.pictures:
+        cost.text = "Both axes are logarithmic; the dashed line is exact attention."
+        if len({one.length for one in report.inputs}) == 1:
+            cost.text = "One length was measured, so there is a point for each method."
+        cost.text += f" The numbers are in the table.{missing}"
+    errors = Section("Error by layer and head", "The errors of the attention output were not measured in all layers.")
+    for length in _drawn_lengths(report):
+        where = "mean over all inputs" if length is None else f"{length:,} tokens"
+        alt = f"Heat maps, {where}: error of the attention output, layers down, heads across, {_listed(report)}."
+        errors.pictures.append(_picture(draw_errors(report, length=length, columns=1), alt))
+    if errors.pictures:
+        errors.text = "The darker, the further a head's output is from exact attention; one colour scale per picture."
+    return [cost, errors]
+
+
+def _drawn_lengths(report: "Report") -> Sequence[int | None]:
+    """The lengths at which some method was measured in all layers; one None for all together where they are many."""
+    done = [m for m in report.measurements if m.attention_error and len(m.attention_error) == len(report.layers)]
+    lengths = sorted({report.inputs[m.input].length for m in done})
+    return [None] if len(lengths) > MOST_LENGTHS_APART else lengths
+
+
+def _listed(report: "Report") -> str:
+    return ", ".join(report.methods)
+
+
+def illustrate_text(
+    report: "Report",
+    model: Any,
+    inputs: Any,
+    tokenizer: Any = None,
+    *,
+    layer: int | None = None,
+    head: int | None = None,
+) -> TextPictures:
+    """The pictures that need the model and a text; see `Report.to_html` for arguments and errors."""
+    title = "Where the model looks"
+    if model is None and inputs is None:
+        why = "Not on this page: it was made without the model and a text."
+        return TextPictures([Section(title, why)], Colouring(why))
+    if model is None or inputs is None:
+        given, missing = ("inputs", "model") if model is None else ("model", "inputs")
+        raise ValueError(f"pictures of a text need the model and its inputs; got {given} without {missing}")
+    if type(model).__name__ != report.environment.get("model") or layer_names(model) != report.layers:
+        raise ValueError(
+            f"the report is of a {report.environment.get('model')} with {len(report.layers)} attention layers, but "
+            f"model is another: a {type(model).__name__} with {len(layer_names(model))}"
+        )
+    try:
+        text = text_to_draw(model, inputs, tokenizer)
+    except NothingToDraw as reason:
+        why = f"Not on this page: {reason}."
+        return TextPictures([Section(title, why)], Colouring(why))
+    section = Section(title, "Not on this page: the weights of none of these methods can be shown.")
+    methods = one_of_each(report.methods)
+    if methods:
+        pattern = find_pattern(
+            model,
+            text.inputs,
+            methods=methods,
+            rows=text.rows,
+            layer=layer,
+            head=head,
+            tokens=[piece.text for piece in text.pieces],
+            special=text.special,
+        )
+        layer, head = pattern.layer, pattern.head
+        section.text = (
+            f"{_shown(text)} Weights of head {head} in layer {layer}, exactly and as the methods approximate them; of "
+            "every method the settings with the fewest clusters."
+        )
+        alt = f"Attention of the first words to the text, exact and approximated, in layer {layer}, head {head}."
+        section.pictures.append(_picture(draw_pattern(pattern, type(model).__name__), alt))
+    candidates = make_candidates([dict(settings) for settings in report.methods.values()])
+    groups = group_text(model, text, candidates, layer, head)
+    clustered = any(one.groups and one.what == "cluster" for one in groups)
+    where = f" Clusters are those of the queries of head {head} in layer {layer}." if clustered else ""
+    return TextPictures([section], Colouring(_shown(text) + where, text, groups))
+
+
+def _shown(text: DrawnText) -> str:
+    shown = len(text.pieces)
+    if shown < text.whole_length:
+        return f"The first {shown} of the {text.whole_length:,} tokens of the first text, which the model read alone."
+    return f"The first text, {shown} tokens."
+
+
+def _picture(figure: "Figure", alt: str) -> Picture:
+    """A figure as SVG: sharp at every size. As an image, so that the names inside are no concern of the page's."""
+    import matplotlib
+
+    drawn = io.BytesIO()
+    # Without date and with a fixed salt the same report gives the same page.
+    with matplotlib.rc_context({"svg.hashsalt": "hf_effattn"}):
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    source = "data:image/svg+xml;base64," + base64.b64encode(drawn.getvalue()).decode("ascii")
+    return Picture(source, alt, round(PIXELS_PER_INCH * figure.get_figwidth()))
