@@ -133,6 +133,7 @@ TASKS = {
             "per_device_eval_batch_size": 8,
             "learning_rate": 5e-4,
             "warmup_steps": 0.1,
+            "train_sampling_strategy": "group_by_length",
             "save_steps": 20,
         },
         BASELINE | slices(16, 1),
@@ -304,6 +305,8 @@ def main(
     kept = KeptRuns(output, {"dtype": dtype}, device)
     low_precision = dtype != "float32"
     if costs:
+        if models:
+            raise typer.BadParameter("--costs measures all models of a task together: leave out --models")
         if not kept.matching({"task": task, "measured": "step"}):
             kept.add(*step_costs(task, device, low_precision, repeats))
     else:

@@ -26,7 +26,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, concatenate_datasets, loa
 from training import (
     ModelArguments,
     accuracy,
-    first_samples,
+    drawn_samples,
     label_settings,
     load_tokenizer,
     make_model,
@@ -62,8 +62,8 @@ class DataArguments:
     )
     split_seed: int = field(default=0, metadata={"help": "Decides which texts those are."})
     max_length: int = field(default=512, metadata={"help": "Tokens of an example; longer texts are cut."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many, shuffled."})
-    max_predict_samples: int | None = field(default=None, metadata={"help": "Test on the first so many, shuffled."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on so many, drawn by lot."})
+    max_predict_samples: int | None = field(default=None, metadata={"help": "Test on so many, drawn by lot."})
 
 
 def load_classes(files: list[str], encoding: str) -> Dataset:
@@ -126,7 +126,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
 
     tokenizer = load_tokenizer(model_arguments, training, texts(), pairs=len(columns) == 2)
     most = {"train": data_arguments.max_train_samples, "test": data_arguments.max_predict_samples}
-    data = first_samples(data, most, data_arguments.split_seed)
+    data = drawn_samples(data, most, data_arguments.split_seed)
     examples = data.map(
         partial(tokenize_texts, tokenizer=tokenizer, columns=columns, max_length=data_arguments.max_length),
         batched=True,

@@ -24,8 +24,8 @@ from datasets import DatasetDict
 from glue_tasks import TASKS, GlueTask, load_glue
 from training import (
     ModelArguments,
+    drawn_samples,
     first_logits,
-    first_samples,
     keep_metrics,
     label_settings,
     load_metric,
@@ -53,8 +53,8 @@ class DataArguments:
     task_name: str = field(metadata={"help": f"One of {', '.join(TASKS)}."})
     data_dir: str | None = field(default=None, metadata={"help": "Folder of the benchmark's files; default: the Hub."})
     max_length: int = field(default=128, metadata={"help": "Tokens of an example; longer texts are cut."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many, shuffled."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many, shuffled."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on so many, drawn by lot."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on so many, drawn by lot."})
 
 
 def prepare(data: DatasetDict, task: GlueTask, tokenizer: PreTrainedTokenizerBase, max_length: int) -> DatasetDict:
@@ -116,7 +116,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     tokenizer = load_tokenizer(model_arguments, training, texts(), pairs=len(task.texts) == 2)
     most = {"train": data_arguments.max_train_samples}
     most |= dict.fromkeys(task.validation, data_arguments.max_eval_samples)
-    examples = prepare(first_samples(data, most, training.data_seed or 0), task, tokenizer, data_arguments.max_length)
+    examples = prepare(drawn_samples(data, most, training.data_seed or 0), task, tokenizer, data_arguments.max_length)
     missing = missing_splits(examples, task, training)
     if missing:
         raise ValueError(f"the data of {name} have no {' and no '.join(missing)}")

@@ -25,7 +25,7 @@ from typing import Any
 from training import (
     ModelArguments,
     accuracy,
-    first_samples,
+    drawn_samples,
     label_settings,
     make_model,
     parse_settings,
@@ -182,7 +182,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     if not (training.do_train or training.do_eval or training.do_predict):
         return {}
     most = {"validation": data_arguments.max_eval_samples, "test": data_arguments.max_predict_samples}
-    data = first_samples(data, most, seed=0)
+    data = drawn_samples(data, most, seed=0)
     tokenizer = lra_tokenizer(task)
     two_towers = task == "retrieval" and model_type(model_arguments) == "cst"
     auto_class = AutoModelForPairClassification if two_towers else AutoModelForSequenceClassification

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, DatasetDict, Features, Sequence, Value, load_dataset
 from qa_features import count_from_left, find_answers, make_windows
-from training import ModelArguments, first_samples, keep_metrics, load_metric, load_tokenizer, make_model, train
+from training import ModelArguments, drawn_samples, keep_metrics, load_metric, load_tokenizer, make_model, train
 from transformers import (
     AutoModelForQuestionAnswering,
     DataCollatorWithPadding,
@@ -111,7 +111,7 @@ def load_questions(arguments: DataArguments) -> DatasetDict:
     else:
         raise ValueError("no questions: name a data set with --dataset_name, or files with --train_files")
     most = {"train": arguments.max_train_samples, "validation": arguments.max_eval_samples}
-    data = first_samples(data, most, arguments.sample_seed)
+    data = drawn_samples(data, most, arguments.sample_seed)
     references = data["validation"]["answers"] if "validation" in data else []
     if not arguments.version_2_with_negative and not all(answers["text"] for answers in references):
         raise ValueError("some questions have no answer: pass --version_2_with_negative")

@@ -30,7 +30,7 @@ import numpy as np
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 from torch.utils.data import SequentialSampler
-from training import ModelArguments, first_samples, keep_metrics, load_metric, load_tokenizer, make_model, train
+from training import ModelArguments, drawn_samples, keep_metrics, load_metric, load_tokenizer, make_model, train
 from transformers import (
     AutoModelForSeq2SeqLM,
     DataCollatorForSeq2Seq,
@@ -147,7 +147,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
         "validation": data_arguments.max_eval_samples,
         "test": data_arguments.max_predict_samples,
     }
-    data = first_samples(data, most, data_arguments.sample_seed)
+    data = drawn_samples(data, most, data_arguments.sample_seed)
     examples = data.map(
         partial(tokenize_pairs, tokenizer=tokenizer, arguments=data_arguments),
         batched=True,

@@ -32,6 +32,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
 import hf_effattn
+from hf_effattn.cli.arguments import value_of
 from hf_effattn.models.clusterformer import log_clustering
 
 END_OF_TEXT, MASK = "<|endoftext|>", "<|mask|>"
@@ -71,10 +72,7 @@ def parse_settings(text: str) -> dict[str, Any]:
         name, separator, value = pair.partition("=")
         if not separator:
             raise ValueError(f"settings are written name=value,name=value or as JSON, got {pair!r}")
-        try:
-            settings[name.strip()] = json.loads(value)
-        except json.JSONDecodeError:
-            settings[name.strip()] = {"True": True, "False": False, "None": None}.get(value, value)
+        settings[name.strip()] = value_of(value)
     return settings
 
 
@@ -197,7 +195,7 @@ def tokenize_texts(
     return dict(tokenizer(*(rows[column] for column in columns), truncation=True, max_length=max_length))
 
 
-def first_samples(data: DatasetDict, most: dict[str, int | None], seed: int) -> DatasetDict:
+def drawn_samples(data: DatasetDict, most: dict[str, int | None], seed: int) -> DatasetDict:
     """The data with no more rows in a split than `most` says; which ones they are, `seed` decides."""
     chosen = {}
     for split, rows in data.items():

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from . import benching, publishing
-from .words import lengths_of, method_of, mistakes_in_words
+from .arguments import lengths_of, method_of, mistakes_in_words
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .words import lengths_of, method_of, mistakes_in_words
+from .arguments import lengths_of, method_of, mistakes_in_words
 
 
 def bench(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .words import mistakes_in_words
+from .arguments import mistakes_in_words
 
 RepoId = Annotated[str, typer.Argument(help="Such as me/roberta-base-i-clustered; made if it is missing.")]
 

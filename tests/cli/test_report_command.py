@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from hf_effattn import list_methods
 from hf_effattn.cli import app
-from hf_effattn.cli.words import method_of
+from hf_effattn.cli.arguments import method_of
 from hf_effattn.reporting import Report, report
 
 runner = CliRunner()

@@ -50,8 +50,13 @@ def method_of(text: str) -> dict[str, Any]:
         name, separator, value = setting.partition("=")
         if not separator or not value:
             raise typer.BadParameter(f"a setting is written name=value, got {setting!r} in {text!r}")
-        try:
-            found[name] = json.loads(value)
-        except json.JSONDecodeError:
-            found[name] = {"True": True, "False": False, "None": None}.get(value, value)
+        found[name] = value_of(value)
     return found
+
+
+def value_of(text: str) -> Any:
+    """A setting's value: JSON, Python's True, False and None, or else the word itself."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return {"True": True, "False": False, "None": None}.get(text, text)
