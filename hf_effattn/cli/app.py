@@ -101,6 +101,8 @@ def report(
     from ..reporting.candidates import make_candidates
     from ..reporting.html import check_destination
     from ..reporting.inputs import longest_input
+    from ..reporting.table import report_table, table_note
+    from .tables import show_table
 
     with mistakes_in_words():
         make_candidates(chosen)  # a mistake is told before a model is loaded
@@ -114,7 +116,11 @@ def report(
             typer.secho(f"The model knows {positions} positions; beyond, they are repeated.", err=True)
             loaded = extend_positions(loaded, max(wanted))
         found = measure(loaded, inputs, chosen, error_budget=error_budget, repeats=repeats)
-        typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
+        if as_json:
+            typer.echo(json.dumps(found.to_dict()))
+        else:
+            show_table(*report_table(found))
+            typer.echo(f"{table_note(found)}\n\n{found}")
         for path in [] if output is None else found.save(output):
             typer.secho(f"written: {path}", err=True)
         if html is not None:

@@ -62,19 +62,11 @@ def bench(
 
 def _show(found: dict[str, Any]) -> None:
     """The table, and what it was measured on."""
-    from rich.console import Console
-    from rich.table import Table
-
     from ..reporting.words import megabytes
+    from .tables import show_table
 
-    table = Table(box=None, header_style="bold")
-    table.add_column("tokens", justify="right")
-    table.add_column("attention", overflow="fold")
     parts = [part for part in ("forward", "forward_backward") if any(f"{part}_ms" in row for row in found["rows"])]
-    for part in parts:
-        table.add_column(part.replace("_", " + "), justify="right", no_wrap=True)
-    table.add_column("memory", justify="right", no_wrap=True)
-    table.add_column("error", justify="right", no_wrap=True)
+    rows = []
     for row in found["rows"]:
         cells = [
             f"{row[f'{part}_speedup']:.2f}× {row[f'{part}_ms']:.1f} ms" if f"{part}_ms" in row else ""
@@ -82,8 +74,8 @@ def _show(found: dict[str, Any]) -> None:
         ]
         peak, error = row.get(f"{parts[-1]}_peak_bytes"), row.get("random_error")
         cells += ["" if peak is None else megabytes(peak), "" if error is None else f"{error:.3f}"]
-        table.add_row(f"{row['length']:,}", row["method"], *cells)
-    Console().print(table)
+        rows.append([f"{row['length']:,}", row["method"], *cells])
+    show_table(["tokens", "attention", *(part.replace("_", " + ") for part in parts), "memory", "error"], rows)
     at, settings = found["environment"], found["settings"]
     typer.echo(
         "Times as fast as the fastest exact kernel, and the memory added, on random inputs: "

@@ -12,14 +12,18 @@ if TYPE_CHECKING:
 
 # Metric of `Report.rows`, heading, and how the mean over the inputs of a length is written.
 COLUMNS: tuple[tuple[str, str, Any], ...] = (
-    ("attention_error", "attention output off by", percent),
-    ("hidden_error", "last hidden state off by", percent),
-    ("embedding_cosine_mean", "cosine of the embedding", "{:.4f}".format),
-    ("forward_speedup", "model, times as fast", "{:.2f}×".format),
-    ("attention_speedup", "attention, times as fast", "{:.2f}×".format),
-    ("forward_peak_bytes", "memory added at the peak", megabytes),
+    ("attention_error", "attention error", percent),
+    ("hidden_error", "output error", percent),
+    ("embedding_cosine_mean", "cosine", "{:.4f}".format),
+    ("forward_speedup", "model speed", "{:.2f}×".format),
+    ("attention_speedup", "attention speed", "{:.2f}×".format),
+    ("forward_peak_bytes", "peak memory", megabytes),
 )
 FORCED = "¹"
+MEANING = (
+    "Errors: relative L2 change of the attention output and of the last hidden state. Cosine: of the mean-pooled "
+    "embedding. Speed: exact attention's time over the method's. Memory: added by a forward pass at its peak."
+)
 
 
 def report_table(report: "Report") -> tuple[list[str], list[list[str]]]:
@@ -53,7 +57,7 @@ def table_note(report: "Report") -> str:
     at = report.environment
     versions = ", ".join(f"{name} {version}" for name, version in at["versions"].items())
     where = f"{at['device_name']}, {count(at['threads'], 'thread')}" if at["device"] == "cpu" else at["device_name"]
-    note = f"{at['model']}, {at['dtype']}, {where}; {versions}; {at['time'].split('T')[0]}."
+    note = f"{MEANING} {at['model']}, {at['dtype']}, {where}; {versions}; {at['time'].split('T')[0]}."
     if any(m.why_exact == "min_length" for m in report.measurements if m.method != EXACT):
         note += f" {FORCED} forced here: a patched model runs exact attention at this length (`min_length`)."
     return note
