@@ -45,6 +45,14 @@ def test_the_ten_lines_run(real_model_folder, tmp_path, monkeypatch):
     assert torch.isfinite(names["embedding"]).all()
 
 
+def test_the_model_from_scratch_is_made_as_printed():
+    text = README.read_text(encoding="utf-8").split("## Models from scratch")[1]
+    names: dict = {}
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
+    assert names["model"].config.slice_length == 16
+    assert names["model"](torch.arange(1, 65)[None]).logits.shape == (1, 2)
+
+
 def training_commands():
     """The lines of the README that start a training script, without `python scripts/`."""
     text = README.read_text(encoding="utf-8").replace("\\\n", " ")
