@@ -114,12 +114,12 @@ def cst_wikitext() -> ModelCard:
     """A Composite Slice Transformer that models language, with its weights."""
     folder = CARDS / "cst-wikitext2"
     run = rows_of("WikiText-2, 256 tokens", "CST L=32 α=3")[0]
-    found = {"eval_perplexity": run["perplexity"], "eval_word_perplexity": run["word_perplexity"]}
+    found = {f"eval_{name}": round(run[name], 2) for name in ("perplexity", "word_perplexity")}
     return model_card(
         AutoConfig.from_pretrained(folder),
         name=folder.name,
         repo_id=f"model_cards/{folder.name}",
-        license="cc-by-sa-4.0",
+        license="cc-by-sa-3.0",
         language="en",
         datasets=["Salesforce/wikitext"],
         evaluations=evaluations_of(
@@ -158,13 +158,13 @@ def gpt2_books() -> ModelCard:
         AutoConfig.from_pretrained(folder),
         name=folder.name,
         repo_id=f"model_cards/{folder.name}",
-        license="cc-by-sa-4.0",
+        license="cc-by-sa-3.0",
         language="en",
         datasets=["Salesforce/wikitext"],
         description=(
             "A small GPT-2 to test causal attention on, trained on public-domain novels of Project Gutenberg and on "
             "WikiText-2. Its purpose is that its queries, keys and values are those of a trained model, on inputs "
-            "longer than BERT's. It gains little from context beyond a few hundred tokens: a test that needs long "
+            "longer than BERT's. It gains nothing from context beyond a few hundred tokens: a test that needs long "
             "memory must take another model.\n\n"
             "What clustered attention does to it is in the tables of the project's README, by "
             "`scripts/causal_schemes.py`, `scripts/perplexity.py` and `scripts/causal_generation.py`."
@@ -192,7 +192,7 @@ def gpt2_books() -> ModelCard:
         },
         limits=[
             "English of the nineteenth century with its prejudices; nothing it writes is true. Not for use.",
-            "WikiText-2 is under CC BY-SA, so the weights are too.",
+            "WikiText-2 is under CC BY-SA 3.0, so the weights are too.",
         ],
     )
 

@@ -1,6 +1,7 @@
 """The README says what the kept results say, and its code runs."""
 
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import update_readme
+
+from hf_effattn.patching.methods import make_settings
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 
@@ -20,6 +23,23 @@ def test_every_text_is_made_of_the_results_byte_for_byte(path):
 def test_every_model_card_is_among_them():
     cards = set((README.parent / "model_cards").glob("*/README.md"))
     assert cards == {path for path in update_readme.TEXTS if path.parent.parent.name == "model_cards"}
+
+
+def test_a_patched_model_runs_the_settings_that_the_guide_recommends():
+    """At the lengths they are recommended for: below its min_length a method does not run."""
+    result = json.loads((update_readme.RESULTS / "benchmark_frontier.json").read_text(encoding="utf-8"))
+    tried = {row["name"]: row for row in result["rows"]}
+    checked = 0
+    for row in result["least_times"]:
+        for method in ("i-clustered", "bi-clustered"):
+            name = row[f"{method} setting"]
+            if name is None or row[f"{method}: times faster"] < 1.2:
+                continue
+            fields = ("clusters", "topk", "key_clusters")
+            counts = {field: tried[name][field] for field in fields if tried[name][field] is not None}
+            assert make_settings(method, **counts).shortest_length("cpu") <= row["length"], name
+            checked += 1
+    assert checked > 5
 
 
 def test_pictures_and_commands_exist():

@@ -1,15 +1,15 @@
 """`effattn` and `python -m hf_effattn`."""
 
 import json
-import textwrap
+import warnings
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from . import benching, publishing
-from .arguments import lengths_of, method_of, mistakes_in_words
+from . import benching, converting, publishing
+from .arguments import check_output_folder, lengths_of, method_of, mistakes_in_words
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,8 +20,20 @@ app = typer.Typer(
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        typer.echo(f"hf_effattn {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Efficient attention for the Hugging Face transformers model you already have."""
 
 
@@ -44,6 +56,7 @@ def demo(
     from ..demo.show import show_demo
 
     with mistakes_in_words():
+        check_output_folder(output)
         show_demo(DemoOptions(output=output, model=model, text=text, lengths=chosen, quick=quick))
 
 
@@ -72,6 +85,23 @@ def methods(as_json: AsJSON = False) -> None:
         console.print()
 
 
+def _own_and_default_methods(config: Any) -> list[dict[str, Any]]:
+    """What a patched model was saved with, and the default methods."""
+    from ..patching.methods import make_settings
+    from ..patching.stored import FIELD, read_stored
+    from ..reporting.candidates import DEFAULT_METHODS
+
+    settings = read_stored(getattr(config, FIELD))[0]
+    if settings.needs_fine_tuning:
+        raise ValueError(
+            f'the model is a conversion to "{settings.method}", fine-tuned as one: errors against exact attention say '
+            "nothing of it. Compare it with the exact model on your task, or name methods with --method to measure "
+            "its exact form"
+        )
+    own = {"method": settings.method, **settings.to_dict()}
+    return [own, *(one for one in DEFAULT_METHODS if make_settings(**one) != settings)]
+
+
 @app.command()
 def report(
     model: Annotated[
@@ -97,30 +127,34 @@ def report(
     from ..demo.models import load_model
     from ..demo.texts import Passages, bundled_books, read_book
     from ..patching import extend_positions
+    from ..patching.stored import FIELD
     from ..reporting import report as measure
     from ..reporting.candidates import make_candidates
     from ..reporting.html import check_destination
     from ..reporting.inputs import longest_input
+    from ..reporting.pictures import new_figure
     from ..reporting.table import report_table, table_note
     from .tables import show_table
 
     with mistakes_in_words():
         make_candidates(chosen)  # a mistake is told before a model is loaded
+        check_output_folder(output)
         if html is not None:
             check_destination(html)
+        elif output is not None:
+            new_figure(1, 1)  # raises where matplotlib is missing
         loaded, tokenizer, _ = load_model(model)
+        if chosen is None and getattr(loaded.config, FIELD, None) is not None:
+            chosen = _own_and_default_methods(loaded.config)
         passages = Passages(tokenizer, bundled_books() if text is None else [read_book(text)])
         inputs: list[dict[str, Any]] = [{"input_ids": passages.longest(length)} for length in wanted]
         positions = longest_input(loaded)
         if positions is not None and max(wanted) > positions:
             typer.secho(f"The model knows {positions} positions; beyond, they are repeated.", err=True)
             loaded = extend_positions(loaded, max(wanted))
-        found = measure(loaded, inputs, chosen, error_budget=error_budget, repeats=repeats)
-        if as_json:
-            typer.echo(json.dumps(found.to_dict()))
-        else:
-            show_table(*report_table(found))
-            typer.echo(f"{table_note(found)}\n\n{found}")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="report was interrupted")  # the report says so itself
+            found = measure(loaded, inputs, chosen, error_budget=error_budget, repeats=repeats)
         for path in [] if output is None else found.save(output):
             typer.secho(f"written: {path}", err=True)
         if html is not None:
@@ -128,54 +162,14 @@ def report(
             shown = (loaded, inputs, tokenizer) if found.complete else ()
             html.write_text(found.to_html(*shown), encoding="utf-8")
             typer.secho(f"written: {html}", err=True)
+        if as_json:
+            typer.echo(json.dumps(found.to_dict()))
+        else:
+            show_table(*report_table(found))
+            typer.echo(f"{table_note(found)}\n\n{found}")
         if not found.complete:
             raise typer.Exit(130)
 
 
-@app.command()
-def convert(
-    model: Annotated[str, typer.Argument(help="Hub id or folder.")],
-    output: Annotated[Path, typer.Argument(help="Folder to write; must not hold a model yet.")],
-    method: Annotated[
-        str, typer.Option(help='Such as "i-clustered clusters=100" or "cst slice_length=16 extension_ratio=3".')
-    ] = "i-clustered",
-    auto_class: Annotated[
-        str | None,
-        typer.Option(help="Class of transformers, such as AutoModelForSequenceClassification; default: its own."),
-    ] = None,
-    max_length: Annotated[int | None, typer.Option(help="Tokens it shall take; its positions are repeated.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
-) -> None:
-    """Write a copy of a model with its attention replaced, and its tokenizer: ready to load, to fine-tune, to push."""
-    settings = method_of(method)
-    import transformers
-
-    from ..hub import loading_code
-    from ..patching import extend_positions, patch_attention
-
-    with mistakes_in_words():
-        if (output / "config.json").exists():
-            raise ValueError(f"{output} holds a model already: name another folder")
-        architectures = transformers.AutoConfig.from_pretrained(model).architectures or ["AutoModel"]
-        name = auto_class or architectures[0]
-        model_class: Any = getattr(transformers, name, None)
-        if not hasattr(model_class, "from_pretrained"):
-            raise ValueError(f"transformers has no class {name!r}: name one with --auto-class")
-        loaded = model_class.from_pretrained(model, dtype=dtype)
-        if max_length is not None:
-            loaded = extend_positions(loaded, max_length)
-        patch_attention(loaded, **settings)
-        loaded.save_pretrained(output)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-        # Of a folder without one transformers makes a tokenizer that knows no word.
-        if len(tokenizer) > len(tokenizer.all_special_tokens):
-            tokenizer.save_pretrained(output)
-        else:
-            typer.secho(f"{model} has no tokenizer, so none was written.", err=True)
-        typer.echo(f"written: {output}. Load it with:\n")
-        typer.echo(textwrap.indent(loading_code(loaded.config, type(loaded).__name__, str(output)), "    "))
-        typer.echo(f"\nPush it with a model card: effattn push {output} NAME")
-
-
-for command in (benching.bench, publishing.card, publishing.push):
+for command in (benching.bench, converting.convert, publishing.card, publishing.push):
     app.command()(command)

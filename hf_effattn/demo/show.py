@@ -65,8 +65,8 @@ def _environment(result: DemoResult) -> str:
     at = found.environment
     versions = at["versions"]
     return (
-        f"{at['parameters'] / 1e6:.0f} M parameters, {at['dtype']} on {at['device']}, {at['threads']} threads, "
-        f"torch {versions['torch']}, transformers {versions['transformers']}"
+        f"{at['parameters'] / 1e6:.0f} M parameters, {at['dtype']} on {at['device']}, "
+        f"{count(at['threads'], 'thread')}, torch {versions['torch']}, transformers {versions['transformers']}"
     )
 
 

@@ -1,5 +1,6 @@
 """Model cards: what a model of this package is, how it is loaded, what was measured of it, in the Hub's format."""
 
+import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -10,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..models import ClusterFormerConfig, CSTConfig
 from ..patching.methods import METHODS, MethodSettings
-from ..patching.stored import FIELD, read_stored
+from ..patching.stored import FIELD, base_model_of, read_stored
 from ..reporting import Report
 from ..reporting.candidates import ALWAYS_NAMED
 from ..reporting.table import markdown, report_table, table_note
@@ -71,18 +72,29 @@ def model_card(
         `huggingface_hub.ModelCard`: `.save("README.md")`, `.push_to_hub(repo_id)`.
 
     Raises:
-        ValueError: `config.effattn` cannot be read (see `hf_effattn.from_pretrained`).
+        ValueError: `config.effattn` cannot be read (see `hf_effattn.from_pretrained`), a report of another kind of
+            model.
+        TypeError: neither a model nor a configuration.
     """
+    if not isinstance(model, PreTrainedModel | PreTrainedConfig):
+        raise TypeError(
+            f"model must be a transformers model or its configuration, got {type(model).__name__}; load it with "
+            "from_pretrained, or its configuration with AutoConfig.from_pretrained"
+        )
     config = model.config if isinstance(model, PreTrainedModel) else model
     named = [type(model).__name__] if isinstance(model, PreTrainedModel) else config.architectures
     architecture = named[0] if named else None
     auto_class = None if architecture is None else auto_class_of(config, architecture)
     settings = _patch_of(config)
     kind = settings.method if settings is not None else config.model_type
-    origin = str(config._name_or_path or "")
-    name = name or (repo_id or Path(origin).name or kind).split("/")[-1]
-    if base_model is None and settings is not None and origin and not Path(origin).exists():
-        base_model = origin
+    name = name or (repo_id or Path(str(config._name_or_path or "")).name or kind).split("/")[-1]
+    if base_model is None and settings is not None:
+        base_model = base_model_of(config)
+    if report is not None and report.environment.get("model_type", config.model_type) != config.model_type:
+        raise ValueError(
+            f"the report is of a model of type {report.environment['model_type']!r}, this one is "
+            f"{config.model_type!r}: give the report that was measured on it"
+        )
     data = ModelCardData(
         base_model=base_model,
         license=license,
@@ -98,7 +110,7 @@ def model_card(
         data,
         template_str=files(__package__).joinpath("card.md").read_text(encoding="utf-8"),
         name=name,
-        opening=_opening(kind, settings, base_model),
+        opening=_opening(config, kind, settings, base_model),
         description=(description or "").strip(),
         loading=loading_code(config, architecture, repo_id or name),
         without=_without_the_package(settings, kind),
@@ -120,7 +132,7 @@ def _patch_of(config: Any) -> MethodSettings | None:
     return None
 
 
-def _opening(kind: str, settings: MethodSettings | None, base_model: str | None) -> str:
+def _opening(config: Any, kind: str, settings: MethodSettings | None, base_model: str | None) -> str:
     if settings is not None:
         of = "a pretrained model" if base_model is None else f"[{base_model}](https://huggingface.co/{base_model})"
         what = METHODS[kind].summary
@@ -130,9 +142,11 @@ def _opening(kind: str, settings: MethodSettings | None, base_model: str | None)
                 "kept, two small tables of position embeddings came to them."
             )
         return (
-            f'{of[0].upper()}{of[1:]} with its self-attention replaced by `"{kind}"` of hf_effattn: {what}. The '
-            "weights are those of the exact model: nothing was retrained."
+            f'{of[0].upper()}{of[1:]} with its self-attention replaced by `"{kind}"` of hf_effattn: {what}. A '
+            "patch changes no weights and needs no training."
         )
+    if kind == CSTConfig.model_type and config.composition == "full":
+        return "The Transformer that Composite Slice Transformers are compared with, trained with hf_effattn."
     if kind == CSTConfig.model_type:
         return (
             "A Composite Slice Transformer, trained from scratch with hf_effattn: a token attends to the tokens of "
@@ -164,15 +178,27 @@ def loading_code(config: PreTrainedConfig, architecture: str | None, path: str) 
     lines.append(f'model = {wanted}.from_pretrained("{path}")')
     if kind in OF_ATTENTION:
         return "\n".join(["import hf_effattn  # tells transformers what this model is", *lines])
-    return "\n".join(["import hf_effattn", *lines, 'hf_effattn.patch_attention(model, "i-clustered")'])
+    patch = 'hf_effattn.patch_attention(model, "i-clustered", min_length=0)  # exact without this line'
+    return "\n".join(["import hf_effattn", *lines, patch])
+
+
+def loaded_from(card: str, path: str) -> str:
+    """A card of this package whose loading code names another place; any other card as it is.
+
+    Args:
+        card (`str`): its whole text.
+        path (`str`): a folder, or a name on the Hub.
+    """
+    if TAG not in (getattr(ModelCard(card, ignore_metadata_errors=True).data, "tags", None) or []):
+        return card
+    return re.sub(r'(\bfrom_pretrained\((?:\w+, )?)"[^"\n]*"', lambda found: f'{found[1]}"{path}"', card, count=1)
 
 
 def _without_the_package(settings: MethodSettings | None, kind: str) -> str:
     if settings is not None and settings.needs_fine_tuning:
         return (
             "transformers alone loads the pretrained architecture with exact attention, and names the tables "
-            "`hf_effattn_cst` as unexpected. The weights were tuned for slices, so that is another model: load it as "
-            "above."
+            "`hf_effattn_cst` as unexpected. Once fine-tuned, the weights are for slices: load it as above."
         )
     if settings is not None:
         return "Without the package the same files load as the exact model, by transformers alone."
@@ -181,7 +207,7 @@ def _without_the_package(settings: MethodSettings | None, kind: str) -> str:
             f"Where transformers says that it does not recognize the architecture `{kind}`, the package is missing or "
             "not imported: these are the lines to type."
         )
-    return "The last line is optional: without it the attention is exact, and transformers alone is enough."
+    return "transformers alone is enough to load it."
 
 
 def _settings(config: Any, settings: MethodSettings | None) -> str:
@@ -224,6 +250,7 @@ def _limits(config: Any, settings: MethodSettings | None) -> list[str]:
         ]
     if settings is not None:
         shortest = settings.min_length
+        longest = getattr(config, "max_position_embeddings", None)
         from_where = "the length from which the method is faster" if shortest is None else f"{shortest:,} tokens"
         lines = [
             "Outputs differ from the exact model's. The errors of the layers add up, and grow with the length as long "
@@ -231,6 +258,6 @@ def _limits(config: Any, settings: MethodSettings | None) -> list[str]:
         ]
         if shortest != 0:
             lines.append(f"Inputs shorter than {from_where} run exact attention.")
-        return lines
+        return lines if longest is None else [*lines, f"Inputs of up to {longest:,} tokens."]
     longest = getattr(config, "max_position_embeddings", None)
     return [] if longest is None else [f"Inputs of up to {longest:,} tokens."]

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from .card import model_card
+from .card import loaded_from, model_card
 
 # What save_pretrained of models and tokenizers writes, and the card with its pictures. Checkpoints of a training,
 # pickles (`training_args.bin`, `optimizer.pt`) and folders stay here.
@@ -88,9 +88,10 @@ def push_folder(
 ) -> CommitInfo:
     """Push a folder that `save_pretrained` wrote, in one commit.
 
-    Its `README.md` is the card; where it has none, the one that the repository has stays, and a repository without one
-    gets a card of the model's configuration. Weights of an earlier push that the folder has not are deleted there.
-    Pickles, checkpoints of a training and folders are not pushed.
+    Its `README.md` is the card, whose loading code gets the name of the repository; where it has none, the one that
+    the repository has stays, and a repository without one gets a card of the model's configuration. Weights of an
+    earlier push that the folder has not are deleted there. Pickles, checkpoints of a training and folders are not
+    pushed.
 
     Args:
         folder (`str` or `Path`): with `config.json` and weights as safetensors.
@@ -120,16 +121,20 @@ def push_folder(
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         paths = sorted({path for pattern in PUSHED for path in folder.glob(pattern) if path.is_file()})
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
-            CommitOperationAdd(path.name, path) for path in paths
+            CommitOperationAdd(path.name, path) for path in paths if path.name != REPOCARD_NAME
         ]
         here = {path.name for path in paths}
         there = set(api.list_repo_files(repo_id, revision=revision))
         # Weights of an earlier push in another number of files: loading would take them for these.
         stale = {path for path in there - here if path.endswith((".safetensors", SAFE_WEIGHTS_INDEX_NAME))}
         operations += [CommitOperationDelete(path) for path in sorted(stale) if "/" not in path]
-        if REPOCARD_NAME not in here | there:
-            card = model_card(config, repo_id=repo_id)
-            operations.append(CommitOperationAdd(REPOCARD_NAME, str(card).encode()))
+        card = None
+        if REPOCARD_NAME in here:
+            card = loaded_from((folder / REPOCARD_NAME).read_text(encoding="utf-8"), repo_id)
+        elif REPOCARD_NAME not in there:
+            card = str(model_card(config, repo_id=repo_id))
+        if card is not None:
+            operations.append(CommitOperationAdd(REPOCARD_NAME, card.encode()))
         return api.create_commit(
             repo_id,
             operations,

@@ -53,7 +53,7 @@ class SliceSettings(MethodOverCache):
         "min_length": "inputs with fewer tokens run exact attention",
         "slice_length": "the tokens of a slice; more are more exact and slower",
         "extension_ratio": "the reach of a slice's keys, from 1 for no neighbour to 3 for both",
-        "composition": "how the attention in slices and among them are put together",
+        "composition": "how the attention in slices and among them are put together, merged or local-global",
         "sinks": "whether every slice sees the first and the last token of the text; None: in the merged composition",
     }
 

@@ -226,14 +226,14 @@ class ClusteredSettings(MethodSettings):
     purpose: ClassVar[dict[str, str]] = {
         **MethodSettings.purpose,
         "clusters": "the number of query clusters per head; more are more exact and slower",
-        "clustering": "how queries are put into clusters",
-        "metric": "what K-means calls alike, queries with like scores against the keys or queries near to each other",
+        "clustering": "how queries are put into clusters, kmeans or lsh",
+        "metric": "what K-means calls alike: keys, queries with like scores against the keys; queries, those near",
         "iterations": "the rounds of Lloyd's algorithm",
         "bits": 'the length of the code of clustering="lsh"',
         "fit_queries": "the queries per head that clusters are fitted on; more are slower on long inputs",
         "seed": "the same seed gives the same clusters",
         "check_finite": "whether to raise where queries are not finite",
-        "causal": "in causal models, whether clusters are of past queries only, or of all queries of a prompt",
+        "causal": "in causal models, clusters of past queries only, strict, or of all queries of a prompt, prefill",
         "segment_length": "in causal models, the tokens of a segment, which attends to itself exactly",
         "window": "in causal models, the keys before a segment that it attends to exactly",
     }

@@ -1,5 +1,6 @@
 """`patch_attention` and `unpatch_attention`: a method on and off, on one model instance."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from .model_types import (
     is_sliding_window,
     supported_model_types,
 )
-from .stored import FIELD, check_layers, write_stored
+from .stored import FIELD, base_model_of, check_layers, write_stored
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -190,6 +191,23 @@ def apply_plans(plans: Sequence[PatchPlan]) -> None:
         for state in states:
             state.restore()
         raise
+    for plan in plans:
+        _warn_if_never_used(plan)
+
+
+def _warn_if_never_used(plan: PatchPlan) -> None:
+    """Say so where exact attention runs on every input that the model takes."""
+    model = plan.encoder.model
+    longest = getattr(model.config, "max_position_embeddings", None)
+    causal = any(is_causal(module) for module in plan.encoder.modules)
+    shortest = plan.settings.shortest_length(model.device.type, causal=causal)
+    if longest is not None and longest < shortest:
+        warnings.warn(
+            f"{type(model).__name__} takes {longest:,} tokens at most, and with these settings of "
+            f'"{plan.settings.method}" exact attention runs below {shortest:,}, where it is faster: nothing changes. '
+            "Give fewer clusters, longer inputs (hf_effattn.extend_positions), or min_length=0 to have the method",
+            stacklevel=4,
+        )
 
 
 def _apply(plan: PatchPlan, before: "_EncoderState") -> None:
@@ -198,7 +216,8 @@ def _apply(plan: PatchPlan, before: "_EncoderState") -> None:
     added = plan.settings.added_to(plan.encoder)
     hold(plan.encoder.model, added)
     set_implementation(plan.encoder, plan.settings.method)
-    setattr(plan.encoder.model.config, FIELD, write_stored(plan.settings, plan.layers))
+    config = plan.encoder.model.config
+    setattr(config, FIELD, write_stored(plan.settings, plan.layers, base_model_of(config)))
     for module, patched, earlier in zip(plan.encoder.modules, plan.patched, before.patches, strict=True):
         previous = exact if earlier is None or current not in list_methods() else earlier.previous
         setattr(module, RECORD, ModulePatch(plan.settings if patched else None, previous, added))

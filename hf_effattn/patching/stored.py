@@ -3,22 +3,40 @@
 import operator
 import warnings
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from .methods import MethodSettings, make_settings, setting_names
 
 FIELD = "effattn"
 FORMAT_VERSION = 1
+BASE_MODEL = "base_model"
 
 
-def write_stored(settings: MethodSettings, layers: Iterable[int] | None) -> dict[str, Any]:
-    """The dict for `config.effattn`; `layers` None means all."""
+def write_stored(
+    settings: MethodSettings, layers: Iterable[int] | None, base_model: str | None = None
+) -> dict[str, Any]:
+    """The dict for `config.effattn`; `layers` None means all, `base_model` is the exact model's id on the Hub."""
     return {
         "version": FORMAT_VERSION,
         "method": settings.method,
         "layers": None if layers is None else list(layers),
+        **({} if base_model is None else {BASE_MODEL: base_model}),
         **settings.to_dict(),
     }
+
+
+def base_model_of(config: Any) -> str | None:
+    """The id on the Hub of the exact model: as stored when it was patched, or where a model comes from that never was.
+
+    Args:
+        config (`PreTrainedConfig`): of the model.
+    """
+    stored = getattr(config, FIELD, None)
+    if stored is not None:
+        return stored.get(BASE_MODEL) if isinstance(stored, dict) else None
+    origin = str(config._name_or_path or "")
+    return None if not origin or Path(origin).is_absolute() or Path(origin).exists() else origin
 
 
 def read_stored(stored: object, method: str | None = None, **overrides: Any) -> tuple[MethodSettings, Any]:
@@ -57,6 +75,7 @@ def read_stored(stored: object, method: str | None = None, **overrides: Any) -> 
     if method is None:
         raise ValueError("config.effattn names no method; add one, for example {'method': 'i-clustered'}")
     layers = values.pop("layers", None)
+    values.pop(BASE_MODEL, None)
     names = setting_names(method)
     unknown = sorted(set(values) - set(names))
     if unknown:

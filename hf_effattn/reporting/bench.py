@@ -37,7 +37,7 @@ def bench(
     repeats: int = 5,
     advance: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Time attention on random inputs, methods and exact attention interleaved, clustering included.
+    """Time attention that sees all tokens, on random inputs, interleaved with exact attention, clustering included.
 
     Random queries and keys have no structure that clusters could use, so the errors are those of the worst case; speed
     hardly depends on the values. For errors on real text use `hf_effattn.report`.
@@ -58,7 +58,8 @@ def bench(
     Returns:
         `dict`: JSON values, `environment`, `settings` and `rows`: one per length and kernel or method, with
         `forward_ms`, `forward_speedup` against the fastest exact kernel, `forward_peak_bytes`, the same of
-        `forward_backward`, and `random_error`, the relative L2 error of the output.
+        `forward_backward`, and `random_error`, the relative L2 error of the output. A method that has nothing to
+        approximate at a length has `why_exact` instead.
 
     Raises:
         ValueError: a count below 1, an unknown dtype or method, a conversion.
@@ -82,7 +83,11 @@ def bench(
             raise ValueError(
                 f"{one.label} is a conversion, whose attention belongs to a model: measure it with hf_effattn.report"
             )
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
     rows: list[dict[str, Any]] = []
     for length in lengths:
         inputs = random_inputs(batch_size, length, num_heads, head_dim, getattr(torch, dtype), chosen)
@@ -94,6 +99,10 @@ def bench(
             if "forward_ms" in row:
                 row["random_error"] = relative_error(exact, forward(calls[row["method"]], inputs))
         rows += [{"length": length, **row} for row in found]
+        measured = {row["method"] for row in found}
+        rows += [
+            {"length": length, "method": name, "why_exact": "settings"} for name in forced if name not in measured
+        ]
         advance(f"{length:,} tokens")
     settings = {"batch_size": batch_size, "num_heads": num_heads, "head_dim": head_dim, "dtype": dtype}
     settings |= {"repeats": repeats, "methods": {one.label: _as_given(one.settings) for one in candidates}}

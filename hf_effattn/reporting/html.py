@@ -37,6 +37,7 @@ ENVIRONMENT = {
     "model_type": "Model type",
     "parameters": "Parameters",
     "dtype": "Type of the weights",
+    "causal": "Masks the future",
     "device": "Device",
     "device_name": "Hardware",
     "threads": "Threads",
@@ -203,6 +204,8 @@ def environment_facts(report: "Report") -> list[tuple[str, str]]:
 
 
 def _fact(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, dict):
         return ", ".join(f"{name} {version}" for name, version in value.items())
     return f"{value:,}" if isinstance(value, int) else str(value)

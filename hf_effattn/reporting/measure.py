@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..patching import patch_attention, run_method
+from ..patching.model_types import is_causal
 from ..patching.patch import encoders_to_patch, plan_patch
 from .candidates import EXACT, Candidate, make_candidates
 from .cost import MEMORY_MEASURES, interleaved_rounds, peak_memory_added, timed
@@ -57,7 +58,7 @@ def report(
             `(done, total, what)` instead. Default: where stderr is a terminal.
 
     Returns:
-        `Report`: `print(report)`, `.to_pandas()`, `.save(folder)`, `.plot()`.
+        `Report`: `print(report)`, `.to_pandas()`, `.save(folder)`, `.plot()`, `.to_html()`.
 
     Raises:
         ValueError: no inputs, inputs that the model cannot take, unknown methods or settings, a model without
@@ -251,6 +252,7 @@ def _environment(model: PreTrainedModel, repeats: int, memory: bool) -> dict[str
         "model_type": getattr(model.config, "model_type", None),
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "causal": any(is_causal(module) for encoder in encoders_to_report(model) for module in encoder.modules),
         "repeats": repeats,
         "baseline": BASELINE,
         "memory_measure": MEMORY_MEASURES.get(model.device.type) if memory else None,

@@ -259,8 +259,12 @@ class Report:
             if len(lengths) > MOST_HEAT_MAPS:
                 lengths = [None]
             for length in lengths:
+                try:
+                    figure = self.plot(length=length)
+                except ValueError:
+                    continue  # interrupted before all layers of that length
                 files.append(folder / f"attention_error{'' if length is None else f'_{length}'}.png")
-                self.plot(length=length).savefig(files[-1])
+                figure.savefig(files[-1])
         return files
 
     @classmethod

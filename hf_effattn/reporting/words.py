@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..patching.methods import METHODS
+from ..patching.methods import METHODS, make_settings
 from .candidates import EXACT
 from .cost import median
 
@@ -37,7 +37,7 @@ def _headline(report: "Report") -> str:
     where = f"{at['dtype']} on {at['device']}" + (
         f", {count(at['threads'], 'thread')}" if at["device"] == "cpu" else ""
     )
-    return f"{at['model']} ({len(report.layers)} attention layers, {where}) against exact SDPA."
+    return f"{at['model']} ({count(len(report.layers), 'attention layer')}, {where}) against exact SDPA."
 
 
 def _at(report: "Report", label: str, length: int | None) -> list["Measurement"]:
@@ -105,9 +105,15 @@ def _min_length_line(report: "Report", length: int | None) -> list[str]:
         return []
     who = "any of these methods" if len(short) == len(report.methods) else ", ".join(short)
     inputs = "some of these inputs" if length is None else "these inputs"
+    device = report.environment.get("device", "cpu")
+    lengths = []
+    for label in short:
+        settings = make_settings(**report.methods[label])
+        lengths.append(settings.shortest_length(device, causal=bool(report.environment.get("causal"))))
+    span = f"{min(lengths):,}" if min(lengths) == max(lengths) else f"{min(lengths):,} to {max(lengths):,}"
     return [
-        f"Patched with {who}, the model would run exact attention on {inputs}: they are shorter than min_length. The "
-        "method was forced here (min_length=0)."
+        f"Patched with {who}, the model would run exact attention on {inputs}: they are shorter than min_length "
+        f"({span} tokens here). The method was forced here (min_length=0)."
     ]
 
 
@@ -155,6 +161,8 @@ def budget_lines(report: "Report") -> list[str]:
         f"{start}{label} is the fastest that meets it, off by at most {percent(max(errors))} and {ratio(speeds)} as "
         "fast as exact attention."
     )
+    if any(m.why_exact == "min_length" for m in report.of(label)):
+        line += " Patch with min_length=0 to have it at these lengths, which are below its own min_length."
     if max(speeds) <= 1:
         line += " It is not faster than exact attention on these inputs: keep exact attention."
     return [line]

@@ -53,6 +53,7 @@ def test_the_table_of_forward_passes_alone():
         (["--method", "cst"], 1, "is a conversion"),
         (["--method", "clusterd"], 1, 'did you mean "clustered"'),
         (["--dtype", "int8"], 1, "dtype must be one of float32"),
+        (["--device", "nowhere"], 1, "nowhere"),
         (["--num-heads", "0"], 1, "num_heads must be at least 1"),
         (
             ["--output", "no/such/folder.json", "--lengths", "16", "--method", "clustered clusters=4", *SMALL],
@@ -67,6 +68,10 @@ def test_mistakes_are_told(arguments, status, message):
     assert message in " ".join(result.stderr.replace("│", " ").split())
 
 
-def test_a_method_with_nothing_to_approximate_has_no_row():
+def test_a_method_with_nothing_to_approximate_says_so():
     found = bench([16], [{"method": "clustered", "clusters": 16}], num_heads=1, head_dim=8, repeats=1, backward=False)
-    assert all(row["exact"] for row in found["rows"])
+    *exact, ours = found["rows"]
+    assert all(row["exact"] for row in exact)
+    assert ours == {"length": 16, "method": "clustered (clusters=16)", "why_exact": "settings"}
+    result = runner.invoke(app, ["bench", "--lengths", "16", "--method", "clustered clusters=16", *SMALL])
+    assert "is exact here" in result.stdout

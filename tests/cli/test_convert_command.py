@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny_models import TEXT
-from transformers import AutoConfig, BertForSequenceClassification
+from transformers import AutoConfig, BertForSequenceClassification, ViTImageProcessor, ViTModel
 from typer.testing import CliRunner
 
 import hf_effattn
@@ -59,12 +59,37 @@ def test_a_longer_model_in_half_the_bytes(folder, real_model_folder):
         (["no-such-folder", "new"], "Error"),
         (["exact", "exact"], "holds a model already"),
         (["exact", "new", "--method", "i-clustered cluster=5"], "cluster"),
+        (["exact", "exact/config.json"], "is a file"),
+        (["scratch", "new"], "is a cst model from scratch"),
         (["exact", "new", "--auto-class", "AutoModelForChess"], "has no class 'AutoModelForChess'"),
     ],
 )
 def test_mistakes_write_nothing(arguments, message, folder, monkeypatch):
     monkeypatch.chdir(folder)
+    AutoConfig.for_model("cst").save_pretrained(folder / "scratch")
     result = runner.invoke(app, ["convert", *arguments])
     assert result.exit_code == 1
     assert message in result.output
     assert not (folder / "new").exists()
+
+
+def test_a_model_of_images_keeps_its_processor(folder):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32}
+    ViTModel(AutoConfig.for_model("vit", image_size=32, patch_size=4, **sizes)).save_pretrained(folder / "vit")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder / "vit")
+    result = runner.invoke(app, ["convert", str(folder / "vit"), str(folder / "new"), "--method", "clustered"])
+    assert result.exit_code == 0, result.output
+    assert (folder / "new" / "preprocessor_config.json").exists()
+
+
+def test_what_would_never_run_is_told(folder):
+    result = runner.invoke(app, ["convert", str(folder / "exact"), str(folder / "new"), "--method", "i-clustered"])
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stderr.split())
+    assert "Warning: Bert" in said
+    assert "min_length=0" in said
+    method = "cst slice_length=4"
+    result = runner.invoke(app, ["convert", str(folder / "exact"), str(folder / "cst"), "--method", method])
+    assert "Warning" not in result.stderr
+    assert "fine-tune it" in result.stdout

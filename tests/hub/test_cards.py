@@ -7,11 +7,11 @@ import pytest
 import torch
 from huggingface_hub import EvalResult, ModelCard
 from round_trips import KINDS, changed, inputs_for, output_of, own_memory
-from transformers import BertModel
+from transformers import AutoModelForSequenceClassification, BertModel
 
 import hf_effattn
 from hf_effattn.hub import evaluations_of
-from hf_effattn.hub.card import SOURCES
+from hf_effattn.hub.card import SOURCES, loaded_from
 from hf_effattn.reporting.table import FORCED, report_table
 
 TASKS = {
@@ -111,16 +111,22 @@ def test_the_limits_say_when_exact_attention_runs(min_length, said):
 
 
 def test_the_base_model_is_where_a_patched_model_came_from(tmp_path):
-    model = made("bert-clustered")
+    kind = KINDS["bert-i-clustered"]
+    model = kind.build()
     model.config._name_or_path = "google-bert/bert-base-uncased"
-    card = hf_effattn.model_card(model)
-    assert card.data.base_model == "google-bert/bert-base-uncased"
-    assert (
-        "[google-bert/bert-base-uncased](https://huggingface.co/google-bert/bert-base-uncased) with its" in card.text
-    )
-    model.config._name_or_path = str(tmp_path)
-    assert hf_effattn.model_card(model, name="mine").data.base_model is None
-    assert hf_effattn.model_card(model, base_model="a/b").data.base_model == "a/b"
+    changed(model, kind).save_pretrained(tmp_path / "patched")
+    # Saved, loaded and patched once more it still comes from there.
+    loaded = hf_effattn.from_pretrained(AutoModelForSequenceClassification, tmp_path / "patched")
+    for one in (model, loaded, hf_effattn.patch_attention(loaded, "clustered")):
+        card = hf_effattn.model_card(one, name="mine")
+        assert card.data.base_model == "google-bert/bert-base-uncased"
+        assert (
+            "[google-bert/bert-base-uncased](https://huggingface.co/google-bert/bert-base-uncased) with" in card.text
+        )
+    assert hf_effattn.model_card(loaded, base_model="a/b").data.base_model == "a/b"
+    hf_effattn.unpatch_attention(loaded)
+    hf_effattn.patch_attention(loaded, "clustered")
+    assert hf_effattn.model_card(loaded, name="mine").data.base_model is None, "a folder is no base model"
 
 
 def test_a_class_that_transformers_has_no_auto_class_for():
@@ -133,8 +139,26 @@ def test_a_class_that_transformers_has_no_auto_class_for():
 def test_an_exact_model_has_a_card_too():
     model = BertModel(made("bert-clustered").config.__class__(num_hidden_layers=1, hidden_size=12))
     text = hf_effattn.model_card(model, repo_id="me/exact").text
-    assert 'hf_effattn.patch_attention(model, "i-clustered")' in text
+    assert 'hf_effattn.patch_attention(model, "i-clustered", min_length=0)' in text
     assert "exact attention" in text
+
+
+def test_a_report_of_another_kind_of_model_is_refused():
+    bert, gpt2 = KINDS["bert-clustered"].build(), KINDS["gpt2-clustered"].build()
+    report = hf_effattn.report(bert, inputs_for(bert), ["clustered"], repeats=0, memory=False)
+    with pytest.raises(ValueError, match="of a model of type 'bert', this one is 'gpt2'"):
+        hf_effattn.model_card(gpt2, report=report)
+    with pytest.raises(TypeError, match="a transformers model or its configuration"):
+        hf_effattn.model_card("me/bert")
+
+
+def test_the_loading_code_gets_the_name_of_the_repository():
+    text = str(hf_effattn.model_card(made("bert-clustered"), name="mine"))
+    there = loaded_from(text, "me/there")
+    assert 'hf_effattn.from_pretrained(AutoModelForSequenceClassification, "me/there")' in there
+    assert loaded_from(there, "mine") == text
+    by_hand = '---\nlicense: mit\n---\nmodel = AutoModel.from_pretrained("mine")\n'
+    assert loaded_from(by_hand, "me/there") == by_hand
 
 
 def test_several_evaluations_of_other_kinds_are_written_as_they_are():

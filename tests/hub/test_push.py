@@ -9,8 +9,9 @@ import pytest
 from hub_server import HubServer
 from hub_state import USER
 from round_trips import KINDS, changed
+from transformers import AutoConfig
 
-from hf_effattn.hub import push_folder
+from hf_effattn.hub import model_card, push_folder
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "checkpoint-5").mkdir()
     (folder / "checkpoint-5" / "config.json").write_text("{}")
     (folder / "all_results.json").write_text(json.dumps({"eval_accuracy": 0.5}))
+    model_card(AutoConfig.from_pretrained(folder), name="mine").save(folder / "README.md")
     return folder
 
 

@@ -1,5 +1,6 @@
 """What cannot be patched says so, says what to do, and is left as it was."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -242,3 +243,14 @@ def test_switched_away_and_unpatched() -> None:
     hf_effattn.unpatch_attention(model)
     assert model.config._attn_implementation == "eager"
     assert not hasattr(model.config, "effattn")
+
+
+def test_a_patch_that_changes_nothing_is_told() -> None:
+    """Below its min_length a method leaves every input to exact attention, and this model takes no longer one."""
+    with pytest.warns(UserWarning, match="takes 64 tokens at most.* exact attention runs below 1,.*min_length=0"):
+        model = hf_effattn.patch_attention(tiny_model("bert"), "clustered", clusters=4)
+    assert model.config.effattn["clusters"] == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf_effattn.patch_attention(model, "clustered", clusters=4, min_length=64)
+        hf_effattn.patch_attention(tiny_model("bert"), "cst", slice_length=4)

@@ -139,7 +139,7 @@ def test_an_exception_in_the_forward_pass_leaves_the_model_as_it_was():
 
 
 @pytest.mark.parametrize("stop_at", [2, 8])
-def test_an_interruption_returns_what_has_been_measured(stop_at):
+def test_an_interruption_returns_what_has_been_measured(stop_at, tmp_path):
     model = tiny_model("bert")
     inputs = [batch_for(model, length=length).inputs for length in (20, 30)]
     before = model(**inputs[0]).last_hidden_state
@@ -154,6 +154,8 @@ def test_an_interruption_returns_what_has_been_measured(stop_at):
     assert len(found.of(IMPROVED)) == (1 if stop_at == 2 else 2)
     assert "interrupted" in found.summary()
     assert "interrupted" in repr(found)
+    # A heat map needs all layers of a length.
+    assert [path.name for path in found.save(tmp_path)][0] == "report.json"
     assert Report.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     assert torch.equal(before, model(**inputs[0]).last_hidden_state)
 
@@ -185,6 +187,10 @@ def test_times_and_memory_are_measured_in_whole_rounds():
     assert "none of these settings meets it" in found.summary()
     largest = max(m.change.hidden_error for method in (CLUSTERED, IMPROVED) for m in found.of(method))
     assert found.fastest_within(2 * largest) in (CLUSTERED, IMPROVED)
+    # What a patched model would not run is not recommended without a word.
+    found.error_budget = 2 * largest
+    assert "Patch with min_length=0 to have it" in found.summary()
+    assert "they are shorter than min_length (1," in found.summary()
 
 
 def test_peak_memory_on_the_cpu_is_that_of_the_tensors_alive_at_once():

@@ -48,6 +48,9 @@ class CSTConfig(StoredConfig):
         pre_norm (`bool`): LayerNorm before each sublayer (the paper's LRA models), else after it as in BERT.
         is_decoder (`bool`): causal attention (Eq. 12). `CSTForCausalLM` sets it.
         initializer_range (`float`): standard deviation of the initial weights.
+        embedding_initializer_range (`float`, *optional*): that of the word embeddings; without a norm after them
+            (`pre_norm`) small ones are drowned by what the first layers add, and classifiers learn slowly. 1.0 is
+            that of the published code of Long Range Arena. Default: `initializer_range`, which tied heads need.
         layer_norm_eps (`float`): epsilon of the LayerNorms.
         use_cache (`bool`): whether a decoder returns its cache.
         classifier_dropout (`float`, *optional*): dropout before a classifier. Default `hidden_dropout_prob`.
@@ -89,6 +92,7 @@ class CSTConfig(StoredConfig):
         pre_norm: bool = True,
         is_decoder: bool = False,
         initializer_range: float = 0.02,
+        embedding_initializer_range: float | None = None,
         layer_norm_eps: float = 1e-12,
         use_cache: bool = True,
         classifier_dropout: float | None = None,
@@ -121,6 +125,7 @@ class CSTConfig(StoredConfig):
         self.pre_norm = pre_norm
         self.is_decoder = is_decoder
         self.initializer_range = initializer_range
+        self.embedding_initializer_range = embedding_initializer_range
         self.layer_norm_eps = layer_norm_eps
         self.use_cache = use_cache
         self.classifier_dropout = classifier_dropout
@@ -180,6 +185,8 @@ class CSTConfig(StoredConfig):
                     f"of {small}"
                 )
         extension_tokens(self.slice_lengths[0], self.extension_ratio)
+        if self.embedding_initializer_range is not None and not self.embedding_initializer_range > 0:
+            raise ValueError(f"embedding_initializer_range must be above 0, got {self.embedding_initializer_range}")
         check_count("num_global_tokens", self.num_global_tokens, minimum=0)
         check_count("local_mixing_size", self.local_mixing_size)
         for name, allowed in (

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -17,13 +18,17 @@ from .cache_cst import CSTCache, GlobalState, LevelState
 from .configuration_cst import CSTConfig
 
 
+class WordEmbedding(nn.Embedding):
+    """A class of its own because it may start from other numbers than other embeddings."""
+
+
 class CSTEmbeddings(nn.Module):
     """Word embeddings, with segments and, where the config says so, absolute positions."""
 
     def __init__(self, config: CSTConfig) -> None:
         super().__init__()
         size = config.hidden_size
-        self.word_embeddings = nn.Embedding(config.vocab_size, size, padding_idx=config.pad_token_id)
+        self.word_embeddings: nn.Embedding = WordEmbedding(config.vocab_size, size, padding_idx=config.pad_token_id)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, size) if config.type_vocab_size else None
         self.position_embeddings = None
         if config.position_embedding == "absolute":
@@ -146,6 +151,15 @@ class CSTPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = False
     _supports_attention_backend = False
     _skip_keys_device_placement = "past_key_values"
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, WordEmbedding) and self.config.embedding_initializer_range is not None:
+            init.normal_(module.weight, std=self.config.embedding_initializer_range)
+            # The flag is the table's, not that of its row.
+            if module.padding_idx is not None and not getattr(module.weight, "_is_hf_initialized", False):
+                init.zeros_(module.weight[module.padding_idx])
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -1,0 +1,92 @@
+"""`effattn convert`: a patched or converted copy of a model."""
+
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .arguments import knows_words, method_of, mistakes_in_words, without_progress_bars
+
+
+def convert(
+    model: Annotated[str, typer.Argument(help="Hub id or folder.")],
+    output: Annotated[Path, typer.Argument(help="Folder to write; must not hold a model yet.")],
+    method: Annotated[
+        str, typer.Option(help='Such as "i-clustered clusters=100" or "cst slice_length=16 extension_ratio=3".')
+    ] = "i-clustered",
+    auto_class: Annotated[
+        str | None,
+        typer.Option(help="Class of transformers, such as AutoModelForSequenceClassification; default: its own."),
+    ] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens it shall take; its positions are repeated.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
+) -> None:
+    """Write a copy of a model with its attention replaced, and its tokenizer: ready to load, to fine-tune, to push."""
+    settings = method_of(method)
+    import transformers
+
+    from ..hub import loading_code
+    from ..models import ClusterFormerConfig, CSTConfig
+    from ..patching import extend_positions, patch_attention
+    from ..patching.methods import make_settings
+
+    with mistakes_in_words(), without_progress_bars():
+        chosen = make_settings(**settings)  # a mistake is told before a model is loaded
+        if output.exists() and not output.is_dir():
+            raise ValueError(f"{output} is a file: name a folder")
+        if (output / "config.json").exists():
+            raise ValueError(f"{output} holds a model already: name another folder")
+        config = transformers.AutoConfig.from_pretrained(model)
+        if isinstance(config, CSTConfig | ClusterFormerConfig):
+            raise ValueError(
+                f"{model} is a {config.model_type} model from scratch, which has no other attention to replace: load "
+                "it with transformers' Auto classes after import hf_effattn"
+            )
+        name = auto_class or (config.architectures or ["AutoModel"])[0]
+        model_class: Any = getattr(transformers, name, None)
+        if not hasattr(model_class, "from_pretrained"):
+            raise ValueError(f"transformers has no class {name!r}: name one with --auto-class")
+        reader = _reader_of_inputs(model)
+        loaded = model_class.from_pretrained(model, dtype=dtype)
+        if max_length is not None:
+            loaded = extend_positions(loaded, max_length)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            patch_attention(loaded, **settings)
+        loaded.save_pretrained(output)
+        if reader is None:
+            typer.secho(f"{model} has no tokenizer or processor, so none was written.", err=True)
+        else:
+            if max_length is not None and getattr(reader, "model_max_length", max_length) < max_length:
+                reader.model_max_length = max_length  # it would cut at the old length
+            reader.save_pretrained(output)
+        for warning in caught:
+            typer.secho(f"Warning: {warning.message}", fg=typer.colors.YELLOW, err=True)
+        typer.echo(f"written: {output}. Load it with:\n")
+        typer.echo(textwrap.indent(loading_code(loaded.config, type(loaded).__name__, str(output)), "    "))
+        if chosen.needs_fine_tuning:
+            typer.echo("\nIt computes something else than before: fine-tune it on your task before you use it.")
+        else:
+            typer.echo(f"\nPush it with a model card: effattn push {output} NAME")
+
+
+def _reader_of_inputs(model: str) -> Any:
+    """The tokenizer, image processor, feature extractor or processor of all; None where the model has none."""
+    import transformers
+
+    kinds = (
+        transformers.AutoProcessor,
+        transformers.AutoTokenizer,
+        transformers.AutoImageProcessor,
+        transformers.AutoFeatureExtractor,
+    )
+    for kind in kinds:
+        try:
+            found = kind.from_pretrained(model)
+        except (OSError, ValueError, ImportError, KeyError, TypeError):
+            continue  # of another kind, or not there
+        if not isinstance(found, transformers.PreTrainedTokenizerBase) or knows_words(found):
+            return found
+    return None
