@@ -144,6 +144,59 @@ def cst_wikitext() -> ModelCard:
     )
 
 
+def clusterformer_newsgroups() -> ModelCard:
+    """A ClusterFormer that classifies long texts, with its weights."""
+    folder = CARDS / "clusterformer-20news"
+    results = json.loads((folder / "all_results.json").read_text(encoding="utf-8"))
+    tested = {name: round(results[name], 4) for name in ("test_accuracy", "test_loss")}
+    log = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    names = (
+        "step",
+        "loss",
+        "task_loss",
+        "cluster_loss",
+        "sorting_loss",
+        "largest_cluster",
+        "empty_clusters",
+        "word_cosine",
+    )
+    logged = [
+        [f"{row[name]:,}" if name == "step" else f"{row[name]:.3f}" for name in names]
+        for row in log
+        if "task_loss" in row
+    ]
+    return model_card(
+        AutoConfig.from_pretrained(folder),
+        name=folder.name,
+        repo_id=f"model_cards/{folder.name}",
+        language="en",
+        evaluations=evaluations_of(
+            tested, task="text-classification", dataset="SetFit/20_newsgroups", dataset_name="20 Newsgroups, by date"
+        ),
+        description=(
+            "Small, to test on: messages of twenty newsgroups of 1993 with their headers, cut at the longest input. "
+            "Its weights are in bfloat16, its tokenizer is a byte-level BPE of the training messages."
+        ),
+        sections={
+            "What the clustering did": "Means since the line before: the losses of the task and of the clustering, "
+            "the share of a text's words in its largest cluster, of clusters without a word, and the mean cosine of "
+            "two words.\n\n" + markdown([name.replace("_", " ") for name in names], logged),
+            "How it was made": in_bash(
+                ALLOCATOR,
+                "SIZES=hidden_size=300,num_hidden_layers=2,num_attention_heads=4,intermediate_size=600,clusters=20",
+                "SIZES=$SIZES,gated=true,attention_probs_dropout_prob=0.0,max_position_embeddings=512",
+                "python scripts/run_classification.py --train_files 20newsgroups/train.jsonl.gz \\",
+                "    --test_files 20newsgroups/test.jsonl.gz --validation_share 0 --model_type clusterformer \\",
+                "    --config_overrides $SIZES --vocab_size 8000 --max_length 512 --num_train_epochs 3 --bf16 \\",
+                "    --learning_rate 5e-4 --warmup_steps 0.1 --weight_decay 0.01 --use_cpu --do_train --do_predict \\",
+                "    --per_device_train_batch_size 32 --train_sampling_strategy group_by_length \\",
+                "    --save_dtype bfloat16 --output_dir runs/20news",
+            ),
+        },
+        limits=[ENGLISH],
+    )
+
+
 def gpt2_books() -> ModelCard:
     """The small GPT-2 that causal attention is tested on, with its weights."""
     folder = CARDS / "gpt2-books"
@@ -198,6 +251,7 @@ def gpt2_books() -> ModelCard:
 
 
 MADE: dict[str, Callable[[], ModelCard]] = {
+    "clusterformer-20news": clusterformer_newsgroups,
     "cst-wikitext2": cst_wikitext,
     "gpt2-books": gpt2_books,
     "minilm-cst-sst2": minilm_cst,

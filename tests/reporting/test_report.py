@@ -155,7 +155,7 @@ def test_an_interruption_returns_what_has_been_measured(stop_at, tmp_path):
     assert "interrupted" in found.summary()
     assert "interrupted" in repr(found)
     # A heat map needs all layers of a length.
-    assert [path.name for path in found.save(tmp_path)][0] == "report.json"
+    assert found.save(tmp_path)[0].name == "report.json"
     assert Report.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     assert torch.equal(before, model(**inputs[0]).last_hidden_state)
 

@@ -1,0 +1,50 @@
+"""What is claimed of ClusterFormer, on the weights of a trained one: it classifies, whatever a text is padded with."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import hf_effattn  # noqa: F401  tells transformers what the model is
+
+FOLDER = Path(__file__).resolve().parents[1] / "model_cards" / "clusterformer-20news"
+MESSAGES = 150
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForSequenceClassification.from_pretrained(FOLDER, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+@torch.no_grad()
+def test_a_padded_batch_gives_what_its_texts_give_alone(model, tokenizer):
+    texts = ["The goalie stopped every shot of the playoff game.", "The shuttle was launched into orbit."]
+    together = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+    alone = torch.cat([model(**tokenizer(text, return_tensors="pt")).logits for text in texts])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+    names = [model.config.id2label[number] for number in alone.argmax(dim=1).tolist()]
+    assert names == ["rec.sport.hockey", "sci.space"]
+
+
+@torch.no_grad()
+def test_the_accuracy_is_that_of_its_card(model, tokenizer, large_data):
+    with gzip.open(large_data("20newsgroups/test.jsonl.gz"), "rt", encoding="utf-8") as file:
+        messages = [json.loads(line) for line in file]
+    drawn = torch.randperm(len(messages), generator=torch.Generator().manual_seed(0))[:MESSAGES].tolist()
+    right = 0
+    for start in range(0, MESSAGES, 50):
+        part = [messages[place] for place in drawn[start : start + 50]]
+        options = {"truncation": True, "max_length": 512, "padding": True, "return_tensors": "pt"}
+        guessed = model(**tokenizer([one["text"] for one in part], **options)).logits.argmax(dim=1)
+        right += sum(model.config.id2label[int(a)] == one["label"] for a, one in zip(guessed, part, strict=True))
+    reported = json.loads((FOLDER / "all_results.json").read_text(encoding="utf-8"))["test_accuracy"]
+    deviation = (reported * (1 - reported) / MESSAGES) ** 0.5
+    assert abs(right / MESSAGES - reported) < 3 * deviation
