@@ -89,7 +89,7 @@ def model_card(
     kind = settings.method if settings is not None else config.model_type
     name = name or (repo_id or Path(str(config._name_or_path or "")).name or kind).split("/")[-1]
     if base_model is None and settings is not None:
-        base_model = base_model_of(config)
+        base_model = base_model_of(_patched(config))
     if report is not None and report.environment.get("model_type", config.model_type) != config.model_type:
         raise ValueError(
             f"the report is of a model of type {report.environment['model_type']!r}, this one is "
@@ -123,13 +123,16 @@ def model_card(
     )
 
 
+def _patched(config: Any) -> Any:
+    """The configuration that says how it is patched, of the model or of an encoder inside it; None where none does."""
+    configs = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    return next((one for one in configs if getattr(one, FIELD, None) is not None), None)
+
+
 def _patch_of(config: Any) -> MethodSettings | None:
-    """The method that the configuration says, of the model or of the encoder inside it."""
-    for one in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        stored = getattr(one, FIELD, None)
-        if stored is not None:
-            return read_stored(stored)[0]
-    return None
+    """The method that the configuration says."""
+    patched = _patched(config)
+    return None if patched is None else read_stored(getattr(patched, FIELD))[0]
 
 
 def _opening(config: Any, kind: str, settings: MethodSettings | None, base_model: str | None) -> str:
@@ -226,7 +229,8 @@ def _settings(config: Any, settings: MethodSettings | None) -> str:
 
 
 def _costs(report: Report) -> str:
-    table = markdown(*report_table(report), right=range(2, 99))
+    header, rows = report_table(report)
+    table = markdown(header, rows, right=range(2, len(header)))
     return f"Against exact attention in the same run.\n\n{table}\n\n<sub>{table_note(report)}</sub>"
 
 
