@@ -208,6 +208,26 @@ def test_weights_begin_as_everywhere_in_transformers():
     assert (model.get_input_embeddings().weight[0] == 0).all()
 
 
+def test_word_embeddings_may_start_from_other_numbers(tmp_path):
+    """As large as in the published code of Long Range Arena, padding and all else as ever; loading changes nothing."""
+    options = {"vocab_size": 400, "hidden_size": 64, "initializer_range": 0.02, "num_labels": 3}
+    config = tiny_config(**options, embedding_initializer_range=1.0)
+    torch.manual_seed(0)
+    model = CSTForSequenceClassification(config)
+    words = model.get_input_embeddings().weight
+    assert abs(words[1:].std().item() - 1) < 0.02
+    assert torch.equal(words[config.pad_token_id], torch.zeros(64))
+    others = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    assert all(module.weight.std() < 0.03 for module in others)
+    model.save_pretrained(tmp_path)
+    loaded = CSTForSequenceClassification.from_pretrained(tmp_path)
+    assert torch.equal(loaded.get_input_embeddings().weight, words)
+    small = CSTForSequenceClassification(tiny_config(**options)).get_input_embeddings().weight
+    assert abs(small[1:].std().item() - 0.02) < 5e-4
+    with pytest.raises(ValueError, match="embedding_initializer_range must be above 0"):
+        tiny_config(embedding_initializer_range=0.0)
+
+
 def test_ms_vipe_stores_fewer_positions_than_the_length():
     paper, absolute = (tiny_model(CSTModel, variant) for variant in ("paper", "absolute_positions"))
     assert sum(table.numel() for table in paper.positions().values()) == (4 + 64 // 4) * 16
