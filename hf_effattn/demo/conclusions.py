@@ -6,6 +6,8 @@ from ..reporting.result import Measurement
 from ..reporting.words import megabytes, percent, ratio
 from .run import DemoResult, ShortLength
 
+ROUNDING = 1e-4  # a relative change below is that of another order of additions
+
 
 def conclusions(result: DemoResult) -> list[str]:
     """Paragraphs for the end of the demo.
@@ -17,9 +19,16 @@ def conclusions(result: DemoResult) -> list[str]:
         `list[str]`: what they mean, and when not to use the methods.
     """
     said = []
-    if result.short:
-        last = result.short[-1]
-        said += [_closeness(result.short), *_key_clusters(last), *_clustered_alone(last), _short_inputs(result)]
+    short = [one for one in result.short if any(change.hidden_error > ROUNDING for change in one.changes.values())]
+    same = [one.length for one in result.short if one not in short]
+    if same:
+        said.append(
+            f"At {_listed(same)} tokens nothing was approximated: in a model that masks the future a token attends "
+            "exactly to its segment and the window before it, and so short a text has no more."
+        )
+    if short:
+        last = short[-1]
+        said += [_closeness(short), *_key_clusters(last), *_clustered_alone(last), _short_inputs(short)]
     if result.long is not None:
         said += [_long_inputs(result.long), _memory(result.long), *_beyond_training(result)]
     return said
@@ -92,10 +101,10 @@ def _clustered_alone(one: ShortLength) -> list[str]:
     ]
 
 
-def _short_inputs(result: DemoResult) -> str:
+def _short_inputs(short: list[ShortLength]) -> str:
     speeds = {
         one.length: max(value for m in _approximate(one.report) if (value := one.report.speedup(m)) is not None)
-        for one in result.short
+        for one in short
     }
     slower = [length for length, speed in speeds.items() if speed < 1]
     if not slower:

@@ -42,10 +42,10 @@ def made_up_report(length, seconds, peaks):
     return Report({}, {0: "attention"}, SETTINGS, [MeasuredInput(1, length, length, {})], measurements)
 
 
-def made_up_short(seconds):
+def made_up_short(seconds, cosines=(0.4, 0.9, 0.95)):
     changes = {
         label: EmbeddingChange(cosine, cosine - 0.1, 1, 0.75, 0.5, 1 - cosine)
-        for label, cosine in ((CLUSTERED, 0.4), (IMPROVED, 0.9), (BI_CLUSTERED, 0.95))
+        for label, cosine in zip(SETTINGS, cosines, strict=True)
     }
     return ShortLength(128, 36, 6, 0.6, changes, made_up_report(128, seconds, (1, 1, 1, 1)))
 
@@ -73,6 +73,13 @@ def test_conclusions_follow_the_numbers_when_short_is_fast_and_long_is_slow():
     assert "No gain on these long inputs" in said
     assert "not memory" not in said
     assert "Beyond training" not in said
+
+
+def test_a_length_at_which_nothing_is_approximated_is_not_compared():
+    said = "\n".join(conclusions(DemoResult("m", 512, [made_up_short((1, 1, 1, 1), (1, 1, 1))])))
+    assert said.startswith("At 128 tokens nothing was approximated")
+    assert "as close as" not in said
+    assert "Cosine of the embeddings" not in said
 
 
 def test_tables_fit_into_80_columns_without_cutting_a_number():
