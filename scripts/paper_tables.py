@@ -9,9 +9,11 @@ from typing import Any
 
 import approximate
 import lra_table
+import run_lra
 from kept_runs import mean_and_deviation
 from markdown_tables import machine, number
 
+from hf_effattn import CSTConfig
 from hf_effattn.reporting.table import markdown
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -25,6 +27,17 @@ PAPER_PERPLEXITY = {
     ("WikiText-2, 1,024 tokens", "Transformer"): "25.26",
     ("WikiText-2, 1,024 tokens", "CST L=32 α=3"): "26.82",
 }
+SHOWN_ARGUMENTS = (
+    "num_hidden_layers",
+    "vocab_size",
+    "block_length",
+    "max_length",
+    "per_device_train_batch_size",
+    "num_train_epochs",
+    "max_predict_samples",
+    "learning_rate",
+)
+WIDTH = f"{CSTConfig().hidden_size} wide, {CSTConfig().num_attention_heads} heads"
 # Lee 2023, Table 1: accuracy of the Text task.
 PAPER_ACCURACY = {("IMDb bytes", "CST L=16 α=1"): "73.6"}
 
@@ -60,7 +73,17 @@ def of_tasks(
     rows = [] if result is None else [row for row in result["rows"] if row["task"].startswith(prefix)]
     if result is None or not any("arguments" in row for row in rows):
         return NOT_RUN
-    return markdown(*lines(rows)) + machine(result["environment"], note)
+    precision = "" if result.get("settings", {}).get("dtype") != "bfloat16" else "bfloat16 autocast. "
+    return markdown(*lines(rows)) + machine(result["environment"], f"{note} {trained_with(rows)}{precision}")
+
+
+def trained_with(rows: list[dict[str, Any]]) -> str:
+    """The arguments of the training scripts that say how large the models and the budget were, for each task."""
+    by_task = {row["task"]: row["arguments"] for row in rows if "arguments" in row}
+    return "".join(
+        f"{task}: {', '.join(f'{name} {arguments[name]}' for name in SHOWN_ARGUMENTS if name in arguments)}. "
+        for task, arguments in by_task.items()
+    )
 
 
 def trained(rows: list[dict[str, Any]]) -> dict[tuple[str, str, int | None, str], list[dict[str, Any]]]:
@@ -94,9 +117,8 @@ def language_models() -> str:
         return header, table
 
     note = (
-        "WikiText-2, validation text, a byte-level BPE of 6,000, 4 layers, 256 wide, 4 heads, 4,096 tokens a step, 3 "
-        "epochs at 256 tokens and 2 at 1,024, bfloat16 autocast. The paper: WikiText-103, its test text, words, 16 "
-        "layers. Steps: forward and backward, interleaved. "
+        f"Validation text, {WIDTH}. The paper: WikiText-103, its test text, words, a larger model. Steps: forward and "
+        "backward, interleaved."
     )
     return of_tasks("WikiText-2", lines, note)
 
@@ -118,10 +140,7 @@ def classifiers() -> str:
             table.append([f"{task}: {model}", *cells])
         return header, table
 
-    note = (
-        "2 layers, 256 wide, 4 heads, bfloat16 autocast. IMDb: 4,096 bytes, 8 texts a step, tested on 1,000 texts; "
-        "the paper: 20,000 steps of 32 texts. "
-    )
+    note = f"{WIDTH}; the paper of the Text task: {run_lra.DEFAULTS['text'].max_steps:,} steps."
     parts = [of_tasks(task, lines, note) for task in ("IMDb bytes", "20 Newsgroups")]
     return "\n\n".join(parts)
 
@@ -140,8 +159,7 @@ def converted() -> str:
             table.append([model, each, f"{statistics.fmean(gains):+.2f}" if gains else ""])
         return ["", "accuracy, by seed", "against exact attention"], table
 
-    note = "SST-2, validation set of 872 sentences, one epoch, the same settings for all, bfloat16 autocast. "
-    return of_tasks("SST-2", lines, note)
+    return of_tasks("SST-2", lines, "Validation set, the same settings for all.")
 
 
 @of_file("benchmark_cst")
