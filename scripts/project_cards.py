@@ -78,7 +78,7 @@ def minilm_cst() -> ModelCard:
             dataset_split="validation",
             metric_type="accuracy",
             metric_name=f"accuracy, mean of {len(runs)} seeds" if len(runs) > 1 else None,
-            metric_value=statistics.fmean(run["eval_accuracy"] for run in runs),
+            metric_value=round(statistics.fmean(run["eval_accuracy"] for run in runs), 4),
         )
         for _ in runs[:1]
     ]
