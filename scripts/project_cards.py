@@ -16,11 +16,13 @@ from transformers import AutoConfig
 
 from hf_effattn import model_card
 from hf_effattn.hub import evaluations_of
+from hf_effattn.models.clusterformer.outputs import CLUSTERING_FIELDS
 from hf_effattn.reporting import Report
 from hf_effattn.reporting.table import markdown
 
 CARDS = Path(__file__).resolve().parents[1] / "model_cards"
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
+OF_WIKITEXT: dict[str, Any] = {"license": "cc-by-sa-3.0", "datasets": ["Salesforce/wikitext"]}
 ALLOCATOR = "export MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000"
 ENGLISH = "English of its training data, with the prejudices in it. Not for decisions about people."
 
@@ -28,6 +30,12 @@ ENGLISH = "English of its training data, with the prejudices in it. Not for deci
 def in_bash(*lines: str) -> str:
     """Commands as Markdown."""
     return "\n".join(["```bash", *lines, "```"])
+
+
+def card_with_weights(folder: Path, **options: Any) -> ModelCard:
+    """The card of a model whose weights lie in its folder; `options` are those of `model_card`."""
+    config = AutoConfig.from_pretrained(folder)
+    return model_card(config, name=folder.name, repo_id=f"model_cards/{folder.name}", language="en", **options)
 
 
 def rows_of(task: str, model: str) -> list[dict[str, Any]]:
@@ -115,13 +123,9 @@ def cst_wikitext() -> ModelCard:
     folder = CARDS / "cst-wikitext2"
     run = rows_of("WikiText-2, 256 tokens", "CST L=32 α=3")[0]
     found = {f"eval_{name}": round(run[name], 2) for name in ("perplexity", "word_perplexity")}
-    return model_card(
-        AutoConfig.from_pretrained(folder),
-        name=folder.name,
-        repo_id=f"model_cards/{folder.name}",
-        license="cc-by-sa-3.0",
-        language="en",
-        datasets=["Salesforce/wikitext"],
+    return card_with_weights(
+        folder,
+        **OF_WIKITEXT,
         evaluations=evaluations_of(
             found,
             task="text-generation",
@@ -150,26 +154,14 @@ def clusterformer_newsgroups() -> ModelCard:
     results = json.loads((folder / "all_results.json").read_text(encoding="utf-8"))
     tested = {name: round(results[name], 4) for name in ("test_accuracy", "test_loss")}
     log = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-    names = (
-        "step",
-        "loss",
-        "task_loss",
-        "cluster_loss",
-        "sorting_loss",
-        "largest_cluster",
-        "empty_clusters",
-        "word_cosine",
-    )
+    names = ("step", "loss", *CLUSTERING_FIELDS)
     logged = [
         [f"{row[name]:,}" if name == "step" else f"{row[name]:.3f}" for name in names]
         for row in log
         if "task_loss" in row
     ]
-    return model_card(
-        AutoConfig.from_pretrained(folder),
-        name=folder.name,
-        repo_id=f"model_cards/{folder.name}",
-        language="en",
+    return card_with_weights(
+        folder,
         evaluations=evaluations_of(
             tested, task="text-classification", dataset="SetFit/20_newsgroups", dataset_name="20 Newsgroups, by date"
         ),
@@ -207,13 +199,9 @@ def gpt2_books() -> ModelCard:
         ["this model", f"{metrics['eval_loss']:.3f}"],
     ]
     tokens = f"{metrics['validation_tokens']:,} tokens of held-out books, {metrics['train_tokens']:,} to train on"
-    return model_card(
-        AutoConfig.from_pretrained(folder),
-        name=folder.name,
-        repo_id=f"model_cards/{folder.name}",
-        license="cc-by-sa-3.0",
-        language="en",
-        datasets=["Salesforce/wikitext"],
+    return card_with_weights(
+        folder,
+        **OF_WIKITEXT,
         description=(
             "A small GPT-2 to test causal attention on, trained on public-domain novels of Project Gutenberg and on "
             "WikiText-2. Its purpose is that its queries, keys and values are those of a trained model, on inputs "

@@ -93,7 +93,6 @@ def test_mnist_clustering(digits, tmp_path, monkeypatch, capsys):
 
 
 def test_the_self_organising_map_finds_the_prototypes(digits):
-    pytest.importorskip("minisom")
     data = mnist_clustering.load_mnist(None)
     row = mnist_clustering.measure({"method": "self-organising map", "clusters": 20, "seed": 0}, data)
     assert row["accuracy"] > 90

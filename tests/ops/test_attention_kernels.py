@@ -7,8 +7,6 @@ import torch
 from attention_cases import Case, Inputs, attend, make_inputs
 from closeness import assert_close_to_reference
 
-pytest.importorskip("triton")
-
 from hf_effattn import ops
 from hf_effattn.ops import chips
 from hf_effattn.ops.clustered_attention import triton as clustered
@@ -18,6 +16,8 @@ from hf_effattn.ops.sorted_clusters import triton_centroids
 OPS = ("clustered_attention", "improved_clustered_attention")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("output", "query", "key", "value")
+# On a GPU the gradients of keys and values are sums in no fixed order, unless torch is asked for one.
+UNORDERED = {"key": 1e-6, "value": 1e-6} if DEVICE == "cuda" else {}
 
 CASES = (
     Case("plain", B=1, N=37, M=37),
@@ -164,7 +164,7 @@ def test_labels_outside_the_range_are_in_no_cluster(op):
     actual, expected = run(op, case, inputs), run(op, case, masked)
     assert (actual["output"][:, :, outside.cpu()] == 0).all()
     for name in NAMES:
-        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=1e-6 if name in ("key", "value") else 0)
+        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=UNORDERED.get(name, 0))
 
 
 @each_op
@@ -238,7 +238,7 @@ def test_gradients_in_a_fixed_order_when_torch_is_asked_for_one(dropout_p):
         finally:
             torch.use_deterministic_algorithms(False)
     for name in NAMES:
-        torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[1][name], found[0][name], rtol=0, atol=UNORDERED.get(name, 0))
         assert torch.equal(found[1][name], found[2][name])
 
 

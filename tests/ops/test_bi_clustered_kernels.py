@@ -137,7 +137,7 @@ def assert_exact(inputs, actual):
     exact = F.scaled_dot_product_attention(inputs.query, inputs.key, inputs.value, attn_mask=mask)
     if inputs.query_mask is not None:
         exact = exact.masked_fill(~inputs.query_mask[:, None, :, None], 0.0)
-    torch.testing.assert_close(actual, exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual, exact, rtol=0, atol=1e-6)
 
 
 def test_weights_sum_to_one_and_masked_keys_have_none():

@@ -6,8 +6,6 @@ import pytest
 import torch
 from closeness import assert_close_to_reference
 
-pytest.importorskip("triton")
-
 from hf_effattn.ops.sorted_clusters import triton_centroids, triton_topk
 from hf_effattn.ops.sorted_clusters.triton_centroids import centroid_pass, centroid_topk, score_chunks, split_count
 from hf_effattn.ops.sorted_clusters.triton_sort import cluster_means, sort_by_cluster

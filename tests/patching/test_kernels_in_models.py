@@ -8,7 +8,6 @@ from tiny_models import SMALL_SETTINGS, batch_for, encoded, tiny_model
 
 import hf_effattn
 
-pytest.importorskip("triton")
 OPS = ("cluster_queries", "clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
 SMALL = {"num_hidden_layers": 2, "hidden_dropout_prob": 0.0}
 each_method = pytest.mark.parametrize("method", SMALL_SETTINGS)

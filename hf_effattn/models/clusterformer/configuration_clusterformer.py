@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from ...ops.arguments import check_count
 from ...ops.neural_clustering import SIMILARITIES
 from ..stored_config import StoredConfig
+from .outputs import CLUSTERING_FIELDS
 
 ASSIGNMENTS = ("neural", "kmeans", "lsh", "random", "identity", "full")
 CAUSAL_FORMS = ("strict", "paper")
@@ -50,15 +51,7 @@ class ClusterFormerConfig(StoredConfig):
     """
 
     model_type = "clusterformer"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = [
-        "past_key_values",
-        "task_loss",
-        "cluster_loss",
-        "sorting_loss",
-        "largest_cluster",
-        "empty_clusters",
-        "word_cosine",
-    ]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", *CLUSTERING_FIELDS]
 
     def __init__(
         self,
