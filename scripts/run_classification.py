@@ -28,6 +28,7 @@ from training import (
     accuracy,
     drawn_samples,
     label_settings,
+    length_settings,
     load_tokenizer,
     make_model,
     run_classifier,
@@ -132,7 +133,8 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
         batched=True,
         remove_columns=[name for name in data[next(iter(data))].column_names if name != "label"],
     )
-    model = make_model(model_arguments, AutoModelForSequenceClassification, tokenizer, label_settings(classes))
+    defaults = label_settings(classes) | length_settings(model_arguments, tokenizer, data_arguments.max_length)
+    model = make_model(model_arguments, AutoModelForSequenceClassification, tokenizer, defaults)
     trainer = Trainer(
         model=model,
         args=training,

@@ -21,7 +21,15 @@ from collections.abc import Iterator
 import numpy as np
 from datasets import Dataset
 from text_data import DataArguments, blocks, load_texts
-from training import ModelArguments, keep_metrics, load_tokenizer, make_model, task_loss_alone, train
+from training import (
+    ModelArguments,
+    keep_metrics,
+    length_settings,
+    load_tokenizer,
+    make_model,
+    task_loss_alone,
+    train,
+)
 from transformers import (
     AutoModelForCausalLM,
     HfArgumentParser,
@@ -75,9 +83,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     tokenizer = load_tokenizer(model_arguments, training, words())
     length = data_arguments.block_length
     examples = blocks(texts, tokenizer, length)
-    # One name of the longest input for GPT-2, another for all others.
-    positions = "n_positions" if model_arguments.model_type == "gpt2" else "max_position_embeddings"
-    defaults = {} if model_arguments.model_name_or_path else {positions: length}
+    defaults = length_settings(model_arguments, tokenizer, length)
     trainer = Trainer(
         model=make_model(model_arguments, AutoModelForCausalLM, tokenizer, defaults),
         args=training,

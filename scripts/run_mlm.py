@@ -25,7 +25,16 @@ import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
 from text_data import DataArguments, blocks, load_texts
-from training import ModelArguments, keep_metrics, load_metric, load_tokenizer, make_model, task_loss_alone, train
+from training import (
+    ModelArguments,
+    keep_metrics,
+    length_settings,
+    load_metric,
+    load_tokenizer,
+    make_model,
+    task_loss_alone,
+    train,
+)
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForPreTraining,
@@ -103,7 +112,8 @@ class RepeatableMasks(DataCollatorForLanguageModeling):
     """Masks that depend on the batch and the seed alone.
 
     transformers' collator draws from one stream. A loader prepares a batch ahead, so a run that is resumed would go on
-    with other masks than one that was never stopped.
+    with other masks than one that was never stopped. Batches of several texts are other ones in every epoch; with one
+    text a batch its masks stay the same.
     """
 
     def torch_call(self, examples: list[Any]) -> dict[str, Any]:
@@ -149,9 +159,8 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     examples = examples_of(texts, tokenizer, length, training.seed if paired else None)
     metric = load_metric("accuracy")
     auto_class = AutoModelForPreTraining if paired else AutoModelForMaskedLM
-    defaults = {} if model_arguments.model_name_or_path else {"max_position_embeddings": length}
     trainer = Trainer(
-        model=make_model(model_arguments, auto_class, tokenizer, defaults),
+        model=make_model(model_arguments, auto_class, tokenizer, length_settings(model_arguments, tokenizer, length)),
         args=training,
         train_dataset=examples.get("train"),
         eval_dataset=examples.get("validation"),

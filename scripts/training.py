@@ -34,6 +34,7 @@ from transformers.trainer_callback import TrainerState
 import hf_effattn
 from hf_effattn.cli.arguments import value_of
 from hf_effattn.models.clusterformer import log_clustering
+from hf_effattn.patching.model_types import MODEL_TYPES
 
 END_OF_TEXT, MASK = "<|endoftext|>", "<|mask|>"
 BYTES = "bytes"
@@ -153,6 +154,8 @@ def make_model(
 ) -> Any:
     """The checkpoint, or a model of `model_type` with random weights; its attention replaced where a method is named.
 
+    The tokenizer of a model from scratch is told how many tokens it takes, which is what pipelines cut texts to.
+
     Args:
         arguments (`ModelArguments`): which model.
         auto_class: transformers' class that makes it, such as `AutoModelForCausalLM`.
@@ -180,12 +183,33 @@ def make_model(
         if unknown:
             raise ValueError(f"a {arguments.model_type!r} model has no setting {', '.join(map(repr, unknown))}")
         config = AutoConfig.for_model(arguments.model_type, **{"vocab_size": len(tokenizer)} | special | overrides)
+        positions = getattr(config, "max_position_embeddings", None)
+        if positions is not None:
+            tokenizer.model_max_length = positions - reserved_positions(arguments.model_type, tokenizer)
         model = auto_class.from_config(config)
     else:
         raise ValueError("no model: name a checkpoint with --model_name_or_path, or a kind with --model_type")
     if arguments.method is not None:
         hf_effattn.patch_attention(model, arguments.method, **parse_settings(arguments.method_settings))
     return model
+
+
+def length_settings(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, length: int) -> dict[str, int]:
+    """What the configuration of a model from scratch needs to take texts of `length` tokens; nothing for others."""
+    if arguments.model_type is None or arguments.model_name_or_path is not None:
+        return {}
+    # One name of the longest input for GPT-2, another for all others.
+    name = "n_positions" if arguments.model_type == "gpt2" else "max_position_embeddings"
+    if not hasattr(AutoConfig.for_model(arguments.model_type), name):
+        return {}
+    return {name: length + reserved_positions(arguments.model_type, tokenizer)}
+
+
+def reserved_positions(model_type: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Positions that no token has, as RoBERTa's begin behind the number of the padding."""
+    known = MODEL_TYPES.get(model_type)
+    shifted = known is not None and known.positions is not None and known.positions.reserved_by_padding
+    return tokenizer.pad_token_id + 1 if shifted else 0
 
 
 def tokenize_texts(

@@ -6,11 +6,12 @@ import pytest
 import run_mlm
 import training
 from datasets import Dataset
-from transformers import AutoModelForMaskedLM, AutoModelForPreTraining
+from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
 
 SIZES = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16,hidden_dropout_prob=0"
 MODELS = {
     "bert": SIZES,
+    "roberta": SIZES,
     "clusterformer": SIZES + ",clusters=2,attention_probs_dropout_prob=0",
     "cst": SIZES + ",slice_length=4",
 }
@@ -85,6 +86,9 @@ def test_run_mlm_learns(model_type, arguments, tmp_path):
     assert found["perplexity"] < 4
     loaded = AutoModelForMaskedLM.from_pretrained(tmp_path / "run")
     assert loaded.config.model_type == model_type
+    longest = AutoTokenizer.from_pretrained(tmp_path / "run")("cat " * 99, truncation=True, return_tensors="pt")
+    assert longest["input_ids"].shape == (1, 16)
+    loaded(**longest)
 
 
 @pytest.mark.parametrize("model_type", ["bert", "clusterformer"])

@@ -229,6 +229,25 @@ def test_models_that_cannot_be_made(arguments, message):
         )
 
 
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("bert", {"max_position_embeddings": 40}),
+        ("gpt2", {"n_positions": 40}),
+        # Its positions begin behind the number of the padding.
+        ("roberta", {"max_position_embeddings": 41}),
+        ("mamba", {}),
+        (None, {}),
+    ],
+)
+def test_models_from_scratch_take_texts_of_the_length_asked_for(model_type, expected):
+    tokenizer = training.train_tokenizer(["some text"], 260)
+    assert tokenizer.pad_token_id == 0
+    assert training.length_settings(training.ModelArguments(model_type=model_type), tokenizer, 40) == expected
+    checkpoint = training.ModelArguments(model_name_or_path="somewhere", model_type=model_type)
+    assert training.length_settings(checkpoint, tokenizer, 40) == {}
+
+
 def test_no_texts():
     with pytest.raises(ValueError, match="no texts: name a data set"):
         run_classification.load_texts(run_classification.DataArguments())
