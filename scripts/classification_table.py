@@ -79,7 +79,7 @@ SWEEPS: dict[str, dict[str, dict[str, Any]]] = {
     "losses": LOSSES,
 }
 DATA_SETS_OF_SWEEP = {
-    "routings": "CR,MR,SUBJ,MPQA,20 Newsgroups",
+    "routings": "CR,MR,SUBJ,MPQA,20 Newsgroups,WikiQA,SICK",
     "clusters": "20 Newsgroups",
     "losses": "20 Newsgroups,WikiQA,SICK",
 }
@@ -213,6 +213,23 @@ def table(rows: list[dict[str, Any]], sweep: str) -> pd.DataFrame:
     return shown.reindex([name for name in SWEEPS[sweep] if name in set(frame["name"])]).fillna("")
 
 
+def settings_of(sweep: str, name: str, dataset: str) -> dict[str, Any]:
+    """The model's settings for a row of a sweep on a data set, beside the sizes that all have."""
+    data = DATA_SETS[dataset]
+    return {**data.settings, "clusters": data.clusters, **SWEEPS[sweep][name]}
+
+
+def named_rows(rows: list[dict[str, Any]], sweep: str) -> list[dict[str, Any]]:
+    """Those of kept rows that belong to the sweep, with their names in it."""
+    return [
+        row | {"name": name}
+        for name in SWEEPS[sweep]
+        for row in rows
+        if row["dataset"] in DATA_SETS_OF_SWEEP[sweep].split(",")
+        and row["settings"] == settings_of(sweep, name, row["dataset"])
+    ]
+
+
 def planned(
     sweep: str,
     names: Iterable[str],
@@ -228,11 +245,7 @@ def planned(
             name,
             {
                 "dataset": dataset,
-                "settings": {
-                    **DATA_SETS[dataset].settings,
-                    "clusters": DATA_SETS[dataset].clusters,
-                    **SWEEPS[sweep][name],
-                },
+                "settings": settings_of(sweep, name, dataset),
                 "seed": seed,
                 "epochs": epochs or DATA_SETS[dataset].epochs,
                 "max_length": max_length or DATA_SETS[dataset].max_length,

@@ -2,6 +2,10 @@
 
 from typing import Any
 
+import pandas as pd
+
+from hf_effattn.reporting.table import markdown
+
 
 def machine(environment: dict[str, Any], more: str = "") -> str:
     """The line under a table."""
@@ -14,7 +18,28 @@ def machine(environment: dict[str, Any], more: str = "") -> str:
     )
 
 
+def of_frame(frame: pd.DataFrame) -> str:
+    """A table of texts as Markdown, its index as the first column."""
+    rows = [[str(name), *map(str, cells)] for name, cells in zip(frame.index, frame.to_numpy(), strict=True)]
+    return markdown(["", *map(str, frame.columns)], rows)
+
+
 def number(row: dict[str, Any] | None, field: str, form: str, unit: str = "") -> str:
     """A cell of a table, empty where nothing was measured."""
     value = None if row is None else row.get(field)
     return "" if value is None else f"{value:{form}}{unit}"
+
+
+def by_length(
+    shown: list[dict[str, Any]], field: str, lines: list[tuple[str, str, str, str]]
+) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of a table with a column per length: for every value of `field` the lines
+    (what is put behind the value, field of the number, its format, its unit)."""
+    lengths = sorted({row["length"] for row in shown})
+    cells = {(row[field], row["length"]): row for row in shown}
+    rows = [
+        [f"{name}{more}"] + [number(cells.get((name, length)), what, form, unit) for length in lengths]
+        for name in dict.fromkeys(row[field] for row in shown)
+        for more, what, form, unit in lines
+    ]
+    return ["tokens", *[f"{length:,}" for length in lengths]], rows

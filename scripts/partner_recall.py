@@ -207,7 +207,7 @@ def main(
     hidden_size: int = 64,
     steps: int = 2000,
     words: Annotated[int, typer.Option(help="Words of a batch.")] = 4096,
-    learning_rate: float = 1e-3,
+    learning_rate: float = 5e-4,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16: autocast.")] = "float32",
     output: Path = Path(__file__).parent / "results" / "partner_recall.json",
 ) -> None:

@@ -9,30 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import clusterformer_tables
 import paper_tables
 import project_cards
-from markdown_tables import machine, number
+from markdown_tables import by_length, machine, number
 from project_cards import CARDS
 
 from hf_effattn.reporting.table import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
-
-
-def by_length(
-    shown: list[dict[str, Any]], field: str, lines: list[tuple[str, str, str, str]]
-) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of a table with a column per length: for every value of `field` the lines
-    (what is put behind the value, field of the number, its format, its unit)."""
-    lengths = sorted({row["length"] for row in shown})
-    cells = {(row[field], row["length"]): row for row in shown}
-    rows = [
-        [f"{name}{more}"] + [number(cells.get((name, length)), what, form, unit) for length in lengths]
-        for name in dict.fromkeys(row[field] for row in shown)
-        for more, what, form, unit in lines
-    ]
-    return ["tokens", *[f"{length:,}" for length in lengths]], rows
 
 
 def speed() -> str:
@@ -218,6 +204,13 @@ TABLES = {
         "before": paper_tables.before_fine_tuning,
         "approximation": paper_tables.approximation,
         "long range arena": paper_tables.long_range_arena,
+        "clusterformer layers": clusterformer_tables.layers,
+        "partner recall": clusterformer_tables.partner_recall,
+        "mnist": clusterformer_tables.clusterings,
+        "routings": clusterformer_tables.routings,
+        "clusters": clusterformer_tables.clusters,
+        "losses": clusterformer_tables.losses,
+        "translation": clusterformer_tables.translation,
     },
 }
 
