@@ -148,8 +148,10 @@ def fine_tuned(name: str, base: str, runs: Path, seed: int, local: bool) -> str:
     return str(folder)
 
 
-def evaluate(name: str, model: str, row: str, seed: int, samples: int | None, local: bool) -> dict[str, float]:
-    """The task's metrics of a model whose attention is replaced as the row says, in float32."""
+def evaluate(
+    name: str, model: str, row: str, seed: int, samples: int | None, local: bool, low_precision: bool
+) -> dict[str, float]:
+    """The task's metrics of a model whose attention is replaced as the row says."""
     settings = settings_of(row)
     arguments: dict[str, Any] = {"model_name_or_path": model}
     if samples is not None:
@@ -161,7 +163,7 @@ def evaluate(name: str, model: str, row: str, seed: int, samples: int | None, lo
         arguments["method_settings"] = ",".join(f"{key}={value}" for key, value in settings.items())
     task = TASKS[name]
     with TemporaryDirectory() as folder:
-        found = run_script(task, arguments | {"output_dir": folder}, local, "--do_eval", *switches(False))
+        found = run_script(task, arguments | {"output_dir": folder}, local, "--do_eval", *switches(low_precision))
     kept = {key: value for key, value in found.items() if key.startswith("eval_") and not key.endswith("_second")}
     return kept | {"value": found[task.metric] / task.best}
 
@@ -219,6 +221,7 @@ def main(
     seeds: Annotated[str, typer.Option(help="Comma-separated seeds of the clustering.")] = "0,1,2",
     training_seed: Annotated[int, typer.Option(help="Seed of the fine-tuning.")] = 0,
     samples: Annotated[int | None, typer.Option(help="Evaluate on so many examples only.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of evaluations: float32, or bfloat16: autocast.")] = "float32",
     local: Annotated[bool, typer.Option("--local", help="Data from $HF_EFFATTN_DATA instead of the Hub.")] = False,
     runs: Annotated[Path, typer.Option(help="Folder of what is fine-tuned.")] = Path("runs/approximate"),
     output: Path = Path(__file__).parent / "results" / "approximation.json",
@@ -231,7 +234,7 @@ def main(
     rows = [FULL, *methods.split(";")]
     for row in rows:
         settings_of(row)  # a mistake is told before anything runs
-    kept = KeptRuns(output, {}, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    kept = KeptRuns(output, {"dtype": dtype}, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     start = base or str(default_model_folder())
     origin = model or base or DEFAULT_NAME
     shown: list[dict[str, Any]] = []
@@ -251,7 +254,7 @@ def main(
         path = model or fine_tuned(name, start, runs, training_seed, local)
         errors = layer_errors(name, path, list(dict.fromkeys(run["row"] for run in missing)), local)
         for run in missing:
-            found = evaluate(name, path, run["row"], run["seed"] or 0, samples, local)
+            found = evaluate(name, path, run["row"], run["seed"] or 0, samples, local, dtype != "float32")
             kept.add(run | found | {"layer_errors": errors.get(run["row"])})
         shown += [row for run in plan for row in kept.matching(run)]
     with pd.option_context("display.width", 250, "display.max_columns", 60):

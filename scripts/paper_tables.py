@@ -215,7 +215,7 @@ def approximation(result: dict[str, Any]) -> Table:
     header = ["", *names, *(f"{name}, paper" for name in names)]
     note = (
         f"{result['rows'][0]['model']}, fine-tuned; Matthews correlation on CoLA, Pearson on STS-B, F1 on SQuAD, else "
-        "accuracy; the deviation is over seeds of the clustering. The paper: RoBERTa. "
+        f"accuracy; the deviation is over seeds of the clustering; {result['settings']['dtype']}. The paper: RoBERTa. "
     )
     return header, rows, note
 

@@ -15,11 +15,12 @@ ENVIRONMENT = {
 
 @pytest.fixture
 def keep(tmp_path, monkeypatch):
-    """Write a file of results with these rows."""
+    """Write a file of results with these rows and settings."""
     monkeypatch.setattr(paper_tables, "RESULTS", tmp_path)
 
-    def write(name, rows):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"environment": ENVIRONMENT, "rows": rows}))
+    def write(name, rows, **settings):
+        kept = {"environment": ENVIRONMENT, "settings": settings, "rows": rows}
+        (tmp_path / f"{name}.json").write_text(json.dumps(kept))
 
     return write
 
@@ -71,8 +72,10 @@ def test_language_models_have_their_costs_and_the_papers_perplexity(keep):
 
 def test_approximations_are_means_over_the_seeds(keep):
     values = [("full", 0.6), ("i-clustered-25", 0.58), ("i-clustered-25", 0.60)]
-    keep("approximation", [{"task": "cola", "row": row, "value": value, "model": "m"} for row, value in values])
+    rows = [{"task": "cola", "row": row, "value": value, "model": "m"} for row, value in values]
+    keep("approximation", rows, dtype="bfloat16")
     found = cells(paper_tables.approximation(), "cola")
+    assert "clustering; bfloat16" in paper_tables.approximation()
     assert found == ["0.600", "0.590 ± 0.014 (2)", "0.601", "0.601"]
 
 
