@@ -10,6 +10,9 @@ from ...ops import cluster_order, cluster_queries, neural_clustering
 from ...ops.cluster_queries.reference import hash_planes
 from .configuration_clusterformer import ClusterFormerConfig
 
+# Below it a word has no direction: its cosine with everything is 0.
+SMALLEST_NORM = 1e-8
+
 
 @dataclass
 class SortedWords:
@@ -40,6 +43,11 @@ def full_precision(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+def norms(rows: torch.Tensor) -> torch.Tensor:
+    """`|x|` of rows `(..., d)`, what cosines are divided by."""
+    return torch.linalg.vector_norm(rows, dim=-1).clamp(min=SMALLEST_NORM)
+
+
 def similarity(a: torch.Tensor, b: torch.Tensor, cosine: bool) -> torch.Tensor:
     """`φ` of rows `(..., d)`: the inner product, or the cosine."""
     a, b = full_precision(a), full_precision(b)
@@ -50,9 +58,15 @@ def cluster_loss(
     words: torch.Tensor, updated: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None, cosine: bool
 ) -> torch.Tensor:
     """`L1 = -(1/n) Σ_j φ(X_j, Ĉ_{I_j})` of each row, over its words that count, averaged over rows (Eq. 6)."""
-    own = updated.gather(1, labels[..., None].expand(-1, -1, updated.shape[2]))
     counts = full_precision(valid_words(words, mask))
-    total = (similarity(words, own, cosine) * counts).sum(dim=1)
+    words, updated = full_precision(words), full_precision(updated)
+    if cosine:  # the few centroids are normalised, not the many words: fewer passes over memory
+        updated = F.normalize(updated, dim=-1, eps=SMALLEST_NORM)
+    own = updated.gather(1, labels[..., None].expand(-1, -1, updated.shape[2]))
+    similar = (words * own).sum(dim=-1)  # autocast leaves a sum alone, not a dot product
+    if cosine:
+        similar = similar / norms(words)
+    total = (similar * counts).sum(dim=1)
     rows = counts.amax(dim=1).sum().clamp(min=1)
     return -(total / counts.sum(dim=1).clamp(min=1)).sum() / rows
 
@@ -70,9 +84,10 @@ def cluster_statistics(
     counts = full_precision(valid_words(words, mask))
     n = counts.sum(dim=1)
     sizes = counts.new_zeros(len(words), clusters).scatter_add_(1, labels, counts)
-    directions = F.normalize(full_precision(words), dim=-1) * counts[..., None]
+    words = full_precision(words)
     # Σ_ij cos(X_i, X_j) = |Σ_i X_i/|X_i||²; the pairs of a word with itself, n of them, are left out.
-    pairs = (directions.sum(dim=1).square().sum(dim=-1) - n) / (n * (n - 1)).clamp(min=1)
+    total = (words * (counts / norms(words))[..., None]).sum(dim=1)
+    pairs = (total.square().sum(dim=-1) - n) / (n * (n - 1)).clamp(min=1)
     return (sizes.amax(dim=1) / n.clamp(min=1)).mean(), (sizes == 0).to(sizes.dtype).mean(), pairs.mean()
 
 
@@ -142,8 +157,8 @@ class WordSorting(nn.Module):
         if mask is not None:
             projected = projected.masked_fill(~mask[..., None], 0.0)
         if self.cosine:
-            projected, centroids = (F.normalize(full_precision(rows), dim=-1) for rows in (projected, centroids))
-            return self.config.sharpness * projected @ centroids.transpose(1, 2)
+            projected, centroids = full_precision(projected), F.normalize(full_precision(centroids), dim=-1)
+            return projected @ centroids.transpose(1, 2) * (self.config.sharpness / norms(projected))[..., None]
         return projected @ centroids.transpose(1, 2)
 
     def block_length(self, words: torch.Tensor, mask: torch.Tensor | None) -> int | torch.Tensor:

@@ -100,7 +100,7 @@ def neural_clustering_backward(
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of words and directions, labels held fixed."""
-    grad_words, grad_directions = torch.zeros_like(words), torch.zeros_like(directions)
+    grad_words, grad_directions = torch.empty_like(words), torch.zeros_like(directions)
     dtype = accumulation_dtype(words.dtype)
     with torch.autocast(words.device.type, enabled=False):
         for rows in rows_of(words, directions.shape[1], cosine, mask):
