@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-gpu lint benchmark clean
+.PHONY: demo test test-gpu gpu lint benchmark clean
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -31,6 +31,22 @@ test: $(READY)
 # On a machine with a GPU, with the Python that has its torch: make test-gpu PYTHON=python3
 test-gpu:
 	$(PYTHON) -m pytest tests/gpu tests/ops
+
+# All that only a GPU can show: the tests, then every benchmark at its sizes (bfloat16), as JSON below scripts/results/gpu.
+# An interrupted run goes on where it was. flash-kmeans, if installed, is measured too.
+GPU_RESULTS := scripts/results/gpu
+gpu: test-gpu
+	$(PYTHON) scripts/benchmark_attention.py --batches 1,6 --output $(GPU_RESULTS)/benchmark_attention.json
+	$(PYTHON) scripts/benchmark_frontier.py --lengths 4096,16384,65536 --dtype bfloat16 \
+		--output $(GPU_RESULTS)/benchmark_frontier.json
+	$(PYTHON) scripts/benchmark_kmeans.py --output $(GPU_RESULTS)/benchmark_kmeans.json
+	$(PYTHON) scripts/benchmark_models.py --output $(GPU_RESULTS)/benchmark_models.json
+	$(PYTHON) scripts/benchmark_prefill.py --output $(GPU_RESULTS)/benchmark_prefill.json
+	$(PYTHON) scripts/benchmark_cst.py --width 1024 --heads 16 --slice-length 32 --lengths 2048,4096,16384,65536 \
+		--dtype bfloat16 --no-cosines --output $(GPU_RESULTS)/benchmark_cst.json
+	$(PYTHON) scripts/benchmark_clusterformer.py --dtypes bfloat16 --output $(GPU_RESULTS)/benchmark_clusterformer.json
+	$(PYTHON) scripts/measure_crossover.py --device cuda
+	$(PYTHON) scripts/measure_crossover.py --device cuda --causal
 
 lint: $(READY)
 	$(BIN)/python -m ruff check --fix .

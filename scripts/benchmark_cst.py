@@ -85,7 +85,14 @@ def forward(module: nn.Module, hidden: torch.Tensor, tables: Any) -> None:
 
 
 def measure_layers(
-    length: int, width: int, heads: int, slice_length: int, extension_ratio: float, repeats: int, device: torch.device
+    length: int,
+    width: int,
+    heads: int,
+    slice_length: int,
+    extension_ratio: float,
+    repeats: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> list[dict[str, Any]]:
     """Four rows: the layer and its attention alone, with slices and with SDPA."""
     torch.manual_seed(0)
@@ -94,10 +101,10 @@ def measure_layers(
         extension_ratio=extension_ratio, max_position_embeddings=length, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    layer, positions = CSTLayer(config).to(device), CSTPositions(config).to(device)
+    layer, positions = CSTLayer(config).to(device, dtype), CSTPositions(config).to(device, dtype)
     exact = copy.deepcopy(layer)
     exact.attention = ExactAttention(exact.attention)
-    hidden = torch.randn(1, length, width, device=device, requires_grad=True)
+    hidden = torch.randn(1, length, width, device=device, dtype=dtype, requires_grad=True)
     tables = {level: table.detach() for level, table in (positions() or {}).items()}
     rows: list[dict[str, Any]] = []
     pairs: dict[str, tuple[nn.Module, nn.Module]] = {
@@ -157,6 +164,7 @@ def main(
     heads: int = 4,
     slice_length: int = 16,
     extension_ratio: float = 1.0,
+    dtype: Annotated[str, typer.Option(help="Of the layers: float32, bfloat16 or float16.")] = "float32",
     repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 5,
     cosines: Annotated[bool, typer.Option(help="Measure the conversion of the pretrained BERT.")] = True,
     texts_per_book: int = 4,
@@ -165,7 +173,13 @@ def main(
     """Measure layers and conversions, print both tables and keep them as JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     machine = environment(device)
-    settings = {"width": width, "heads": heads, "slice_length": slice_length, "extension_ratio": extension_ratio}
+    settings = {
+        "width": width,
+        "heads": heads,
+        "slice_length": slice_length,
+        "extension_ratio": extension_ratio,
+        "dtype": dtype,
+    }
     kept: dict[str, Any] = {"layers": [], "conversions": []}
     if output.exists():
         earlier = json.loads(output.read_text(encoding="utf-8"))
@@ -179,7 +193,8 @@ def main(
     done = {row["length"] for row in kept["layers"]}
     wanted = [int(length) for length in lengths.split(",") if length and int(length) not in done]
     for length in track(wanted, description="layers"):
-        kept["layers"] += measure_layers(length, width, heads, slice_length, extension_ratio, repeats, device)
+        shape = length, width, heads, slice_length, extension_ratio
+        kept["layers"] += measure_layers(*shape, repeats, device, getattr(torch, dtype))
         keep()
     if cosines:
         model, tokenizer, kept["model"] = load_model(None)

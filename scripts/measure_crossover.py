@@ -59,12 +59,21 @@ CROSSOVER = Path(hf_effattn.patching.__file__).parent / "crossover.json"
 
 
 def speedups(
-    length: int, heads: int, head_dim: int, device: torch.device, repeats: int, *, causal: bool = False
+    length: int,
+    heads: int,
+    head_dim: int,
+    device: torch.device,
+    repeats: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    causal: bool = False,
 ) -> dict[int, float]:
     """Forward time of exact attention over that of each of the settings that fits, clustering included."""
     tried = CAUSAL_SETTINGS if causal else SETTINGS
     torch.manual_seed(length)
-    query, key, value = (torch.randn(1, length, heads, head_dim, device=device).transpose(1, 2) for _ in range(3))
+    query, key, value = (
+        torch.randn(1, length, heads, head_dim, device=device, dtype=dtype).transpose(1, 2) for _ in range(3)
+    )
     calls = {-1: partial(F.scaled_dot_product_attention, query, key, value, is_causal=causal)}
     for number, options in enumerate(tried):
         settings = make_settings(**options, min_length=0)
@@ -100,14 +109,17 @@ def main(
     head_dim: int = 64,
     repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 5,
     causal: Annotated[bool, typer.Option(help="Measure the form of models that mask the future.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,
     output: Path = CROSSOVER,
 ) -> None:
     """Measure every length, print the ratios and keep them, with the crossover, as JSON."""
     chosen = torch.device(device)
+    dtype = dtype or ("bfloat16" if chosen.type == "cuda" else "float32")
     tried, prefix = (CAUSAL_SETTINGS, "causal_") if causal else (SETTINGS, "")
     measured: list[dict[int, float]] = [{} for _ in tried]
     for length in track(CAUSAL_LENGTHS if causal else LENGTHS, description="lengths"):
-        for number, ratio in speedups(length, heads, head_dim, chosen, repeats, causal=causal).items():
+        found_here = speedups(length, heads, head_dim, chosen, repeats, dtype=getattr(torch, dtype), causal=causal)
+        for number, ratio in found_here.items():
             measured[number][length] = round(ratio, 3)
     kept: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
     kept["measured_by"] = "scripts/measure_crossover.py"
@@ -120,7 +132,7 @@ def main(
         "batch": 1,
         "heads": heads,
         "head_dim": head_dim,
-        "dtype": "float32",
+        "dtype": dtype,
         "forward_speedup": [options | {"speedup": ratios} for options, ratios in zip(tried, measured, strict=True)],
     }
     output.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

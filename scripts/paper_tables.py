@@ -191,8 +191,8 @@ def layers(result: dict[str, Any]) -> Table:
         rows.append([f"{row['length']:,} tokens, {row['part']}", *cells])
     settings = result["settings"]
     note = (
-        f"{settings['width']} wide, {settings['heads']} heads, L={settings['slice_length']}, float32, one sequence; a "
-        "layer with its feed-forward network, an attention with its projections. "
+        f"{settings['width']} wide, {settings['heads']} heads, L={settings['slice_length']}, {settings['dtype']}, one "
+        "sequence; a layer with its feed-forward network, an attention with its projections. "
     )
     return header, rows, note
 

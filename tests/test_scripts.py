@@ -8,10 +8,13 @@ import benchmark_attention
 import benchmark_clustering
 import benchmark_embeddings
 import benchmark_frontier
+import benchmark_kmeans
 import benchmark_models
+import benchmark_prefill
 import measure_crossover
 import pytest
 import shared_data
+import torch
 from typer.testing import CliRunner
 
 
@@ -98,6 +101,45 @@ def test_benchmark_embeddings(real_model_folder, tmp_path, monkeypatch):
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     assert len(rows) == 9
     assert all(0.5 < row["cosine_min"] <= row["cosine_mean"] < 1 for row in rows)
+
+
+def test_benchmark_kmeans(tmp_path):
+    output = tmp_path / "kmeans.json"
+    sizes = {"problems": 2, "dim": 8, "clusters": 8, "repeats": 1, "output": output}
+    benchmark_kmeans.main("200", **sizes)
+    first = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert [row["implementation"] for row in first] == ["hf_effattn", "scikit-learn"]
+    # The clouds are found: what is left is the spread within them, about as large as that of their centres.
+    assert all(0.3 < row["cost"] < 0.7 and row["ms"] > 0 for row in first), first
+    assert first[0]["ours_faster"] == 1.0
+    benchmark_kmeans.main("200,300", **sizes)
+    both = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert both[:2] == first
+    assert [row["points"] for row in both] == [200, 200, 300, 300]
+
+
+def test_the_cost_of_clusters_by_hand():
+    points = torch.tensor([[[0.0], [2.0], [10.0], [12.0]]])
+    labels, centroids = torch.tensor([[0, 0, 1, 1]]), torch.tensor([[[1.0], [11.0]]])
+    # Squared distances to the centroids 4 · 1, to the mean of 6: 36 + 16 + 16 + 36.
+    assert benchmark_kmeans.cost_of(points, (labels, centroids)) == pytest.approx(4 / 104)
+
+
+def test_benchmark_prefill(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        benchmark_prefill,
+        "METHODS",
+        {name: settings | {"clusters": 8, "topk": 8} for name, settings in benchmark_prefill.METHODS.items()},
+    )
+    output = tmp_path / "prefill.json"
+    sizes = {"heads": 4, "key_heads": 2, "head_dim": 8, "repeats": 1, "output": output}
+    benchmark_prefill.main("512", **sizes)
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert [row["method"] for row in rows] == ["SDPA", *benchmark_prefill.METHODS]
+    assert rows[0]["speedup"] == 1.0
+    assert all(0 < row["real_error"] < 0.3 and row["peak_bytes"] > 0 for row in rows[1:]), rows
+    benchmark_prefill.main("512", **sizes)
+    assert json.loads(output.read_text(encoding="utf-8"))["rows"] == rows
 
 
 def test_measure_crossover_keeps_other_devices(tmp_path, monkeypatch):
