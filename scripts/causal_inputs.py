@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gutenberg import GUTENBERG
 from shared_data import dataset_path
-from text_data import GUTENBERG
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.sdpa_attention import sdpa_attention_forward

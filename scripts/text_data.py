@@ -1,14 +1,11 @@
 """Running text for language models: from the Hub or from files, cut into examples of one length."""
 
-import re
 from dataclasses import dataclass, field
 from itertools import chain
 
 from datasets import DatasetDict, load_dataset
+from gutenberg import GUTENBERG
 from transformers import PreTrainedTokenizerBase
-
-# What Project Gutenberg puts around a book.
-GUTENBERG = re.compile(r"\*\*\* ?START OF[^\n]*\n(.*?)\*\*\* ?END OF", re.DOTALL)
 
 
 @dataclass
