@@ -39,7 +39,10 @@ SHOWN_ARGUMENTS = (
 )
 WIDTH = f"{CSTConfig().hidden_size} wide, {CSTConfig().num_attention_heads} heads"
 # Lee 2023, Table 1: accuracy of the Text task.
-PAPER_ACCURACY = {("IMDb bytes", "CST L=16 α=1"): "73.6"}
+PAPER_ACCURACY = {
+    ("IMDb bytes", name): f"{lra_table.PAPER[row]['text']:.1f}"
+    for name, row in (("Transformer", "Transformer"), ("CST L=16 α=1", "CST L=16"))
+}
 
 
 def kept(name: str) -> dict[str, Any] | None:
@@ -140,7 +143,11 @@ def classifiers() -> str:
             table.append([f"{task}: {model}", *cells])
         return header, table
 
-    note = f"{WIDTH}; the paper of the Text task: {run_lra.DEFAULTS['text'].max_steps:,} steps."
+    text = run_lra.DEFAULTS["text"]
+    note = (
+        f"{WIDTH}; the paper of the Text task: {text.max_steps:,} steps of {text.batch_size} texts, learning rate "
+        f"{text.learning_rate}. Steps of texts of full length, interleaved; in training most are shorter."
+    )
     parts = [of_tasks(task, lines, note) for task in ("IMDb bytes", "20 Newsgroups")]
     return "\n\n".join(parts)
 
