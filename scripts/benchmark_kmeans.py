@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import pandas as pd
 import torch
 import typer
-from kept_runs import KeptRuns
+from kept_runs import KeptRuns, device_defaults, print_rows
 from rich.progress import track
 from sklearn.cluster import KMeans  # type: ignore[import-untyped]
 
@@ -115,10 +114,7 @@ def main(
     output: Path | None = None,
 ) -> None:
     """Measure what the output file does not hold yet, keep it as JSON after every size, and print the table."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    name = "benchmark_kmeans_gpu.json" if device.type == "cuda" else "benchmark_kmeans.json"
-    output = output or Path(__file__).parent / "results" / name
+    device, dtype, output = device_defaults("benchmark_kmeans", dtype, output)
     kept = KeptRuns(output, {"dim": dim, "iterations": iterations, "repeats": repeats}, device)
     runs = [
         {"problems": problems, "points": int(count), "clusters": clusters, "dtype": dtype}
@@ -126,9 +122,7 @@ def main(
     ]
     for run in track(kept.missing(runs), description="sizes"):
         kept.add(*measure(run, dim, iterations, device, repeats))
-    with pd.option_context("display.width", 200, "display.max_columns", 20, "display.precision", 3):
-        print(pd.DataFrame(kept.rows).drop(columns=["device_name", "threads"]).to_string(index=False))
-    print(f"written: {output}")
+    print_rows(kept)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import pandas as pd
 import torch
 import torch.nn.functional as F
 import typer
 from causal_inputs import Inputs, causal_attention_inputs, load_causal_model
-from kept_runs import KeptRuns
+from kept_runs import KeptRuns, device_defaults, print_rows
 from rich.progress import track
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -126,18 +125,13 @@ def main(
     output: Path | None = None,
 ) -> None:
     """Measure what the output file does not hold yet, keep it as JSON after every length, and print the table."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    name = "benchmark_prefill_gpu.json" if device.type == "cuda" else "benchmark_prefill.json"
-    output = output or Path(__file__).parent / "results" / name
+    device, dtype, output = device_defaults("benchmark_prefill", dtype, output)
     shape = {"heads": heads, "key_heads": key_heads, "head_dim": head_dim}
     kept = KeptRuns(output, shape | {"repeats": repeats}, device)
     runs = [{"length": int(length), "dtype": dtype} for length in (lengths or DEFAULT_LENGTHS[device.type]).split(",")]
     for run in track(kept.missing(runs), description="lengths"):
         kept.add(*measure(run, shape, device, repeats))
-    with pd.option_context("display.width", 200, "display.max_columns", 20, "display.precision", 3):
-        print(pd.DataFrame(kept.rows).drop(columns=["device_name", "threads"]).to_string(index=False))
-    print(f"written: {output}")
+    print_rows(kept)
 
 
 if __name__ == "__main__":

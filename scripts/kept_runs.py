@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 
 from hf_effattn.reporting.environment import environment
@@ -65,6 +66,21 @@ class KeptRuns:
         kept = {"environment": self.environment, "settings": self.settings, "rows": self.rows}
         written.write_text(json.dumps(kept, indent=1), encoding="utf-8")
         written.replace(self.path)
+
+
+def print_rows(kept: KeptRuns) -> None:
+    """The rows as a table, and where they are."""
+    with pd.option_context("display.width", 200, "display.max_columns", 20, "display.precision", 3):
+        print(pd.DataFrame(kept.rows).drop(columns=["device_name", "threads"]).to_string(index=False))
+    print(f"written: {kept.path}")
+
+
+def device_defaults(name: str, dtype: str | None, output: Path | None) -> tuple[torch.device, str, Path]:
+    """The GPU where there is one, else the CPU; what is measured there by default, and the file of its results."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    results = Path(__file__).parent / "results" / f"{name}{'_gpu' if on_gpu else ''}.json"
+    return device, dtype or ("bfloat16" if on_gpu else "float32"), output or results
 
 
 def run_folder(parent: Path, name: str, identity: Any) -> Path:

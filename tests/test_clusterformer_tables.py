@@ -1,31 +1,16 @@
 """The tables of ClusterFormer's results beside the paper's numbers, made of results that stand here."""
 
-import json
-
 import clusterformer_tables
 import paper_tables
 import pytest
 from classification_table import settings_of
+from kept_results import keeper
 from translation_table import MODELS, SIZES
-
-ENVIRONMENT = {
-    "device_name": "a machine",
-    "threads": 2,
-    "versions": {"torch": "2", "transformers": "5"},
-    "time": "2026-01-02T03:04",
-}
 
 
 @pytest.fixture
 def keep(tmp_path, monkeypatch):
-    """Write a file of results with these rows and settings."""
-    monkeypatch.setattr(paper_tables, "RESULTS", tmp_path)
-
-    def write(name, rows, **settings):
-        kept = {"environment": ENVIRONMENT, "settings": settings, "rows": rows}
-        (tmp_path / f"{name}.json").write_text(json.dumps(kept))
-
-    return write
+    return keeper(tmp_path, monkeypatch)
 
 
 def cells(table, row):

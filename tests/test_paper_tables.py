@@ -1,28 +1,13 @@
 """The tables beside the papers' numbers, made of results that stand here."""
 
-import json
-
 import paper_tables
 import pytest
-
-ENVIRONMENT = {
-    "device_name": "a machine",
-    "threads": 1,
-    "versions": {"torch": "2", "transformers": "5"},
-    "time": "2026-01-02T03:04",
-}
+from kept_results import keeper
 
 
 @pytest.fixture
 def keep(tmp_path, monkeypatch):
-    """Write a file of results with these rows and settings."""
-    monkeypatch.setattr(paper_tables, "RESULTS", tmp_path)
-
-    def write(name, rows, **settings):
-        kept = {"environment": ENVIRONMENT, "settings": settings, "rows": rows}
-        (tmp_path / f"{name}.json").write_text(json.dumps(kept))
-
-    return write
+    return keeper(tmp_path, monkeypatch)
 
 
 def trained(task, model, seed=0, **metrics):
