@@ -33,7 +33,8 @@ test-gpu:
 	$(PYTHON) -m pytest tests/gpu tests/ops
 
 # All that only a GPU can show: the tests, then every benchmark at its sizes (bfloat16), as JSON below scripts/results/gpu.
-# An interrupted run goes on where it was. flash-kmeans, if installed, is measured too.
+# Interrupted and called again, the benchmarks go on where they were; measure_crossover.py, the last, begins anew.
+# flash-kmeans, if installed, is measured too.
 GPU_RESULTS := scripts/results/gpu
 gpu: test-gpu
 	$(PYTHON) scripts/benchmark_attention.py --batches 1,6 --output $(GPU_RESULTS)/benchmark_attention.json
@@ -53,14 +54,21 @@ lint: $(READY)
 	$(BIN)/python -m ruff format .
 	$(BIN)/python -m mypy
 
-# Long: speed, memory and error tables of the README, as JSON and plots beside the scripts.
+# Long: all tables of the README measured again, as JSON and plots beside the scripts, and written into it. Rows that
+# are there already would be kept, so they go first.
 benchmark: $(READY)
+	rm -f scripts/results/benchmark_attention.json scripts/results/benchmark_frontier.json \
+		scripts/results/benchmark_models.json
 	$(BIN)/python scripts/benchmark_attention.py
 	$(BIN)/python scripts/benchmark_frontier.py
-	$(BIN)/python scripts/benchmark_models.py
+	$(BIN)/python scripts/benchmark_models.py --shapes base --lengths 1024,4096 --repeats 3
 	$(BIN)/python scripts/benchmark_clustering.py
 	$(BIN)/python scripts/benchmark_embeddings.py
+	$(BIN)/python scripts/causal_schemes.py --model model_cards/gpt2-books
+	$(BIN)/python scripts/perplexity.py --model model_cards/gpt2-books
 	$(BIN)/python scripts/measure_crossover.py
+	$(BIN)/python scripts/measure_crossover.py --causal
+	$(BIN)/python scripts/update_readme.py
 
 clean:
 	rm -rf $(VENV) demo-output build *.egg-info

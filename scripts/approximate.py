@@ -1,7 +1,8 @@
 r"""What clustered attention does to fine-tuned models without retraining (Source: Vyas 2020, section 3.3).
 
 Tasks of GLUE, and SQuAD, with exact attention and with the methods: the task's metric as mean ± standard
-deviation over the seeds of the clustering, its drop, and the error of the attention output in each layer.
+deviation over the seeds of the clustering, its drop, and the error of the attention output in each layer. A text with
+no more tokens than clusters is attended to exactly, in the paper too: `longer_share` says how many are longer.
 
     python scripts/approximate.py cola --model runs/cola                 # a model of yours, data from the Hub
     python scripts/approximate.py cola,mrpc,squad --local --methods "clustered-25;i-clustered-25"
@@ -24,7 +25,7 @@ import run_glue
 import run_qa
 import torch
 import typer
-from kept_runs import KeptRuns, mean_and_deviation
+from kept_runs import KeptRuns, mean_and_deviation, run_folder
 from rich.progress import track
 from shared_data import dataset_path
 from training import command_line_of
@@ -140,11 +141,11 @@ def run_script(task: Task, arguments: dict[str, Any], local: bool, *more: str) -
 
 def fine_tuned(name: str, base: str, runs: Path, seed: int, local: bool) -> str:
     """Folder of the task's model, trained where it is not there yet."""
-    folder = runs / f"{name}-{Path(base).name}-{seed}"
+    task = TASKS[name]
+    arguments = FINE_TUNING | task.training | {"model_name_or_path": base, "seed": seed}
+    folder = run_folder(runs, f"{name}, {Path(base).name}, seed {seed}", [arguments, local])
     if not (folder / "all_results.json").exists():  # written last
-        task = TASKS[name]
-        arguments = FINE_TUNING | task.training | {"model_name_or_path": base, "output_dir": folder, "seed": seed}
-        run_script(task, arguments, local, "--do_train", *switches(low_precision=True))
+        run_script(task, arguments | {"output_dir": folder}, local, "--do_train", *switches(low_precision=True))
     return str(folder)
 
 
@@ -169,7 +170,7 @@ def evaluate(
 
 
 def texts_of(name: str, local: bool) -> list[list[str]]:
-    """Some texts of the evaluation, or two lists where they are pairs."""
+    """The texts of the evaluation, or two lists where they are pairs."""
     if name == "squad":
         files = {key: [str(dataset_path(path))] for key, path in TASKS[name].local.items()}
         questions = run_qa.load_questions(run_qa.DataArguments(**(files if local else TASKS[name].hub)))
@@ -179,24 +180,33 @@ def texts_of(name: str, local: bool) -> list[list[str]]:
         task = glue_tasks.TASKS[name]
         rows = glue_tasks.load_glue(name, dataset_path("glue") if local else None)[next(iter(task.validation))]
         columns = task.texts
-    return [rows[column][:TEXTS_FOR_ERRORS] for column in columns]
+    return [rows[column][:] for column in columns]
 
 
-def layer_errors(name: str, path: str, rows: list[str], local: bool) -> dict[str, list[float]]:
-    """Relative L2 error of the attention output, mean over heads, for every layer, by the name of the row."""
-    methods = {row: settings_of(row) for row in rows if row != FULL}
-    if not methods:
-        return {}
+def attention_errors(name: str, path: str, row: str, seed: int, local: bool) -> dict[str, Any]:
+    """How many of the task's texts have more tokens than there are clusters, and what the method does to them.
+
+    Returns:
+        `dict`: `longer_share`, and `layer_errors`, the relative L2 error of the attention output, mean over the heads,
+        for every layer, on the first such texts; none of both for exact attention.
+    """
+    settings = settings_of(row)
+    if not settings:
+        return {"longer_share": None, "layer_errors": None}
     tokenizer = AutoTokenizer.from_pretrained(path)
-    model = TASKS[name].auto_class.from_pretrained(path)
-    length, cut = TASKS[name].arguments["max_length"], "only_second" if name == "squad" else True
+    cut = {"truncation": "only_second" if name == "squad" else True, "max_length": TASKS[name].arguments["max_length"]}
     texts = texts_of(name, local)
-    inputs = tokenizer(*texts, truncation=cut, max_length=length, padding=True, return_tensors="pt")
-    found = report(model, dict(inputs), list(methods.values()), repeats=0, memory=False, progress=False)
-    return {
-        row: [sum(heads) / len(heads) for heads in found.of(label)[0].attention_error.values()]
-        for row, label in zip(methods, found.methods, strict=True)
-    }
+    lengths = map(len, tokenizer(*texts, **cut)["input_ids"])
+    longer = [number for number, length in enumerate(lengths) if length > settings["clusters"]]
+    share = len(longer) / len(texts[0])
+    if not longer:
+        return {"longer_share": share, "layer_errors": None}
+    chosen = [[column[number] for number in longer[:TEXTS_FOR_ERRORS]] for column in texts]
+    inputs = tokenizer(*chosen, padding=True, return_tensors="pt", **cut)
+    model = TASKS[name].auto_class.from_pretrained(path)
+    found = report(model, dict(inputs), [settings | {"seed": seed}], repeats=0, memory=False, progress=False)
+    errors = found.of(next(iter(found.methods)))[0].attention_error.values()
+    return {"longer_share": share, "layer_errors": [sum(heads) / len(heads) for heads in errors]}
 
 
 def table(rows: list[dict[str, Any]], names: list[str]) -> pd.DataFrame:
@@ -209,6 +219,8 @@ def table(rows: list[dict[str, Any]], names: list[str]) -> pd.DataFrame:
         columns[f"{task}, drop"] = {
             name: mean_and_deviation((exact - value for value in values[name]), 3) for name in names
         }
+        shares = {row["row"]: row["longer_share"] for row in rows if row["task"] == task}
+        columns[f"{task}, longer"] = {name: "" if shares[name] is None else f"{shares[name]:.0%}" for name in names}
         columns[f"{task}, paper"] = {name: str(TASKS[task].paper.get(name, "")) for name in names}
     return pd.DataFrame(columns, index=names)
 
@@ -239,7 +251,8 @@ def main(
     origin = model or base or DEFAULT_NAME
     shown: list[dict[str, Any]] = []
     for name in track(chosen, description="tasks"):
-        identity: dict[str, Any] = {"task": name, "model": origin, "samples": samples}
+        data = TASKS[name].local if local else TASKS[name].hub or {"dataset_name": glue_tasks.HUB_NAME}
+        identity: dict[str, Any] = {"task": name, "data": data, "model": origin, "samples": samples}
         if model is None:
             identity["training_seed"] = training_seed
         plan = [
@@ -252,10 +265,10 @@ def main(
             shown += [row for run in plan for row in kept.matching(run)]
             continue
         path = model or fine_tuned(name, start, runs, training_seed, local)
-        errors = layer_errors(name, path, list(dict.fromkeys(run["row"] for run in missing)), local)
         for run in missing:
-            found = evaluate(name, path, run["row"], run["seed"] or 0, samples, local, dtype != "float32")
-            kept.add(run | found | {"layer_errors": errors.get(run["row"])})
+            seed = run["seed"] or 0
+            found = evaluate(name, path, run["row"], seed, samples, local, dtype != "float32")
+            kept.add(run | found | attention_errors(name, path, run["row"], seed, local))
         shown += [row for run in plan for row in kept.matching(run)]
     with pd.option_context("display.width", 250, "display.max_columns", 60):
         print(table(shown, rows).to_string())

@@ -4,9 +4,10 @@ Times (clustering included, interleaved with exact attention) and errors are bot
 values which the pretrained BERT of the demo makes of novels, its positions repeated beyond 512 tokens.
 
     python scripts/benchmark_frontier.py          # writes scripts/results/benchmark_frontier.{json,png}
+
+A length that the output file holds is not measured again.
 """
 
-import json
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -19,13 +20,13 @@ import torch.nn.functional as F
 import typer
 from attention_plots import draw_frontier
 from benchmark_attention import EXACT
+from kept_runs import KeptRuns
 from real_attention import attention_inputs
 from rich.progress import track
 
 from hf_effattn.patching.methods import MethodSettings, make_settings, run_method
 from hf_effattn.reporting.bench import forward
 from hf_effattn.reporting.cost import interleaved_rounds, median, median_ratio
-from hf_effattn.reporting.environment import environment
 from hf_effattn.reporting.errors import relative_error
 
 CLUSTERS = (32, 40, 50, 64, 100, 200)
@@ -125,23 +126,19 @@ def least_times(rows: list[dict[str, Any]]) -> pd.DataFrame:
 def main(
     lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "4096,8192",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 10,
+    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 8,
     output: Path = Path(__file__).parent / "results" / "benchmark_frontier.json",
 ) -> None:
     """Measure every setting, print the least time for each error, and keep all as JSON and as a plot beside it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows: list[dict[str, Any]] = []
-    output.parent.mkdir(parents=True, exist_ok=True)
-    for length in track([int(part) for part in lengths.split(",")], description="lengths"):
-        rows += measure_length(length, repeats, device, getattr(torch, dtype))
-        machine = environment(device)
-        settings = {"batch": 1, "heads": 12, "head_dim": 32, "dtype": dtype, "repeats": repeats}
-        best = least_times(rows).astype(object).replace(float("nan"), None).to_dict("records")
-        result = {"environment": machine, "settings": settings, "least_times": best, "rows": rows}
-        output.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    draw_frontier(rows, output.with_suffix(".png"), f"{machine['device_name']}, {dtype}, H=12, D=32")
+    settings = {"batch": 1, "heads": 12, "head_dim": 32, "dtype": dtype, "repeats": repeats}
+    kept = KeptRuns(output, settings, device)
+    wanted = [{"length": int(part)} for part in lengths.split(",")]
+    for run in track(kept.missing(wanted), description="lengths"):
+        kept.add(*measure_length(run["length"], repeats, device, getattr(torch, dtype)))
+    draw_frontier(kept.rows, output.with_suffix(".png"), f"{kept.environment['device_name']}, {dtype}, H=12, D=32")
     with pd.option_context("display.width", 220, "display.max_columns", 30, "display.precision", 3):
-        print(least_times(rows).to_string(index=False))
+        print(least_times(kept.rows).to_string(index=False))
     print(f"written: {output} and {output.with_suffix('.png')}")
 
 

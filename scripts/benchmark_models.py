@@ -4,25 +4,26 @@ The weights are random: time and memory don't depend on them, errors would, and 
 (`hf_effattn.report`, `benchmark_attention.py`). All calls of a length are interleaved in one run.
 
     python scripts/benchmark_models.py                # writes scripts/results/benchmark_models.json
+    python scripts/benchmark_models.py --shapes base --lengths 1024,4096 --repeats 3    # what a CPU does in minutes
+
+What the output file holds is not measured again.
 """
 
 import copy
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import pandas as pd
 import torch
 import typer
 from benchmark_attention import EXACT
+from kept_runs import KeptRuns, print_rows
 from rich.progress import track
 from transformers import PreTrainedModel, RobertaConfig, RobertaModel
 
 from hf_effattn import patch_attention
 from hf_effattn.reporting.cost import interleaved_rounds, median, median_ratio, peak_memory_added
-from hf_effattn.reporting.environment import environment
 
 SHAPES: dict[str, dict[str, int]] = {
     "base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
@@ -94,16 +95,11 @@ def main(
 ) -> None:
     """Measure every shape and length, print the table, and keep it as JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows: list[dict[str, Any]] = []
-    machine = environment(device)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    cases = [(shape, int(length)) for shape in shapes.split(",") for length in lengths.split(",")]
-    for shape, length in track(cases, description="models"):
-        rows += measure(shape, length, getattr(torch, dtype), device, repeats)
-        output.write_text(json.dumps({"environment": machine, "repeats": repeats, "rows": rows}, indent=1))
-    with pd.option_context("display.width", 220, "display.max_columns", 30, "display.precision", 3):
-        print(pd.DataFrame(rows).to_string(index=False))
-    print(f"written: {output}")
+    kept = KeptRuns(output, {"dtype": dtype, "repeats": repeats}, device)
+    cases = [{"shape": shape, "length": int(length)} for shape in shapes.split(",") for length in lengths.split(",")]
+    for case in track(kept.missing(cases), description="models"):
+        kept.add(*measure(case["shape"], case["length"], getattr(torch, dtype), device, repeats))
+    print_rows(kept)
 
 
 if __name__ == "__main__":

@@ -13,18 +13,18 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-HELD_OUT = ("pg1661-the-adventures-of-sherlock-holmes.txt.gz", "pg98-a-tale-of-two-cities.txt.gz")
+HELD_OUT = ("books/pg1661-the-adventures-of-sherlock-holmes.txt.gz", "books/pg98-a-tale-of-two-cities.txt.gz")
 RECORDING = "causal-inputs"
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _kept: list[Inputs] = []
 
 
-def held_out_tokens(tokenizer: PreTrainedTokenizerBase, books: tuple[str, ...] = HELD_OUT) -> list[torch.Tensor]:
-    """The tokens of every held-out book, without what Project Gutenberg puts around it."""
+def held_out_tokens(tokenizer: PreTrainedTokenizerBase, files: tuple[str, ...] = HELD_OUT) -> list[torch.Tensor]:
+    """The tokens of every file of the data sets, without what Project Gutenberg puts around a book."""
     tokens = []
-    for name in books:
-        text = gzip.decompress(dataset_path(f"books/{name}").read_bytes()).decode("utf-8")
+    for name in files:
+        text = gzip.decompress(dataset_path(name).read_bytes()).decode("utf-8")
         found = GUTENBERG.search(text)
         text = re.sub(r"\r\n", "\n", found[1] if found else text).strip()
         tokens.append(torch.tensor(tokenizer(text, verbose=False)["input_ids"]))

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from causal_inputs import HELD_OUT, Inputs, causal_attention_inputs, held_out_tokens, load_causal_model
+from causal_inputs import Inputs, causal_attention_inputs, held_out_tokens, load_causal_model
 from rich.progress import track
 
 from hf_effattn import extend_positions
@@ -229,7 +229,7 @@ def main(
         trained = loaded.config.n_positions
         if length > trained:
             extend_positions(loaded, length)
-        tokens = torch.stack([book[SKIPPED : SKIPPED + length] for book in held_out_tokens(tokenizer, HELD_OUT)])
+        tokens = torch.stack([book[SKIPPED : SKIPPED + length] for book in held_out_tokens(tokenizer)])
         layers = causal_attention_inputs(loaded, tokens)
         turned = [(rotated(query), rotated(key), value) for query, key, value in layers]
         for settings in track(SETTINGS, description=f"{length} tokens"):

@@ -3,6 +3,7 @@
 Source of the numbers: Wang 2022.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -41,6 +42,13 @@ def of_file(name: str) -> Callable[[Callable[[dict[str, Any]], FrameTable]], Cal
         return text
 
     return text_of
+
+
+def of_main_budget(rows: list[dict[str, Any]], *fields: str) -> list[dict[str, Any]]:
+    """The rows whose `fields` are those that most have: runs of other budgets are not compared with them."""
+    budgets = [tuple(row[field] for field in fields) for row in rows]
+    ((main, _),) = Counter(budgets).most_common(1)
+    return [row for row, budget in zip(rows, budgets, strict=True) if budget == main]
 
 
 @of_file("partner_recall")
@@ -85,7 +93,8 @@ def of_sweep(result: dict[str, Any], sweep: str) -> FrameTable:
     columns: dict[str, dict[Any, str]] = {}
     budgets = []
     for dataset in (name for name in DATA_SETS if name in set(frame["dataset"])):
-        part = frame[frame["dataset"] == dataset]
+        of_dataset = [row for row in rows if row["dataset"] == dataset]
+        part = pd.DataFrame(of_main_budget(of_dataset, "epochs", "max_length", "train_samples"))
         columns[dataset] = {
             name: with_difference(part, DATA_SETS[dataset].metric, name) for name in dict.fromkeys(part["name"])
         }
@@ -132,6 +141,7 @@ def translation(result: dict[str, Any]) -> FrameTable:
     """BLEU on Multi30k."""
     names = {json_of(settings): name for name, settings in translation_table.MODELS.items()}
     rows = [row | {"name": names[json_of(row["settings"])]} for row in result["rows"]]
+    rows = of_main_budget(rows, "epochs", "max_steps", "test_samples")
     sizes = result["settings"]["sizes"]
     note = (
         f"German to English, test_2016_flickr, {sizes['num_hidden_layers']} + {sizes['num_hidden_layers']} layers, "

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from filelock import FileLock
 
 from hf_effattn.reporting.environment import environment
 
@@ -58,20 +59,26 @@ class KeptRuns:
 
     def add(self, *rows: dict[str, Any]) -> None:
         """Keep rows, on disk too; whoever is stopped while writing leaves the file as it was."""
-        self.read()
-        machine = {name: self.environment[name] for name in ("device_name", "threads")}
-        self.rows += [row | machine for row in rows]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        written = self.path.with_suffix(".part")
-        kept = {"environment": self.environment, "settings": self.settings, "rows": self.rows}
-        written.write_text(json.dumps(kept, indent=1), encoding="utf-8")
-        written.replace(self.path)
+        with FileLock(self.path.with_suffix(".lock")):
+            self.read()
+            self.rows += [row | self.machine for row in rows]
+            written = self.path.with_suffix(".part")
+            kept = {"environment": self.environment, "settings": self.settings, "rows": self.rows}
+            written.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+            written.replace(self.path)
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """What every row says of where it was measured: the file's `environment` is that of the last one."""
+        versions = {name: self.environment["versions"][name] for name in ("torch", "transformers")}
+        return {name: self.environment[name] for name in ("device_name", "threads")} | versions
 
 
 def print_rows(kept: KeptRuns) -> None:
     """The rows as a table, and where they are."""
     with pd.option_context("display.width", 200, "display.max_columns", 20, "display.precision", 3):
-        print(pd.DataFrame(kept.rows).drop(columns=["device_name", "threads"]).to_string(index=False))
+        print(pd.DataFrame(kept.rows).drop(columns=list(kept.machine)).to_string(index=False))
     print(f"written: {kept.path}")
 
 

@@ -94,8 +94,14 @@ def speedups(
 
 
 def crossover(ratios: dict[int, float]) -> int:
-    """The shortest measured length from which on the method is never slower; twice the longest where there is none."""
-    shortest = 2 * max(ratios)
+    """The shortest measured length from which on the method is never slower.
+
+    Where it is slower at the longest, a power of two times that: the ratio grows no faster than the length.
+    """
+    longest = max(ratios)
+    shortest = 2 * longest
+    while shortest * ratios[longest] < longest:
+        shortest *= 2
     for length in sorted(ratios, reverse=True):
         if ratios[length] < 1.0:
             break

@@ -9,6 +9,7 @@ from typing import Any
 
 import approximate
 import lra_table
+import pandas as pd
 import run_lra
 from kept_runs import mean_and_deviation
 from markdown_tables import machine, number
@@ -26,6 +27,19 @@ PAPER_PERPLEXITY = {
     ("WikiText-2, 256 tokens", "CST L=32 α=3"): "34.98 (1.51×)",
     ("WikiText-2, 1,024 tokens", "Transformer"): "25.26",
     ("WikiText-2, 1,024 tokens", "CST L=32 α=3"): "26.82",
+}
+# Lee 2023, Table 9, in its order: under each Transformer the rows whose attention costs about the same. Validation
+# perplexity on PG-19, and the cost against that Transformer's.
+PAPER_MATCHED: dict[tuple[int, str], str] = {
+    (256, "Transformer"): "19.66 (1.00×)",
+    (512, "CST L=64 α=3"): "17.61 (1.00×)",
+    (1024, "CST L=32 α=3"): "16.55 (1.02×)",
+    (2048, "CST L=16 α=2"): "16.19 (1.00×)",
+    (2048, "CST L=16 α=3"): "15.93 (1.25×)",
+    (512, "Transformer"): "17.29 (1.00×)",
+    (2048, "CST L=64 α=3"): "15.29 (1.00×)",
+    (4096, "CST L=32 α=3"): "15.11 (1.06×)",
+    (1024, "Transformer"): "15.57 (1.00×)",
 }
 SHOWN_ARGUMENTS = (
     "num_hidden_layers",
@@ -126,6 +140,28 @@ def language_models() -> str:
     return of_tasks("WikiText-2", lines, note)
 
 
+def matched_complexity() -> str:
+    """Perplexities on the books of models whose attention costs the same."""
+
+    def lines(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+        groups = {
+            (int(runs[0]["arguments"]["block_length"]), model): (steps, runs)
+            for (_, model, steps, _), runs in trained(rows).items()
+        }
+        table = []
+        for (length, model), paper in PAPER_MATCHED.items():
+            steps, runs = groups.get((length, model), (None, []))
+            cells = [mean_and_deviation((run[name] for run in runs), 1) for name in ("perplexity", "word_perplexity")]
+            table.append([f"{model}, {length:,} tokens", f"{steps:,}" if steps else "", *cells, paper])
+        return ["", "steps", "perplexity", "per word", "paper (cost of attention)"], table
+
+    note = (
+        f"Two held-out books, {WIDTH}; the same tokens a step in all rows. Each Transformer is followed by the rows "
+        "of about its cost of attention. The paper: PG-19, its validation text, larger models."
+    )
+    return of_tasks("Books", lines, note)
+
+
 def classifiers() -> str:
     """Accuracies from scratch on long texts, and the cost of a training step."""
 
@@ -207,22 +243,32 @@ def layers(result: dict[str, Any]) -> Table:
 @of_file("approximation")
 def approximation(result: dict[str, Any]) -> Table:
     """Fine-tuned models with exact attention and with the methods, beside the paper's RoBERTa."""
-    names = list(dict.fromkeys(row["row"] for row in result["rows"]))
+    frame = pd.DataFrame(result["rows"]).astype({"data": str})
+    names = list(dict.fromkeys(frame["row"]))
     rows = []
-    for task in dict.fromkeys(row["task"] for row in result["rows"]):
-        values = {
-            name: [row["value"] for row in result["rows"] if (row["task"], row["row"]) == (task, name)]
-            for name in names
-        }
-        paper = (approximate.TASKS[task].paper.get(name) for name in names)
+    for (task, model, *_), part in frame.groupby(
+        ["task", "model", "training_seed", "samples", "data"], sort=False, dropna=False
+    ):
+        values = {name: part.loc[part["row"] == name, "value"] for name in names}
+        shares = part.dropna(subset="longer_share").drop_duplicates("row")["longer_share"]
+        paper = (approximate.TASKS[str(task)].paper.get(name) for name in names)
         rows.append(
-            [task, *(mean_and_deviation(values[name], 3) for name in names)]
-            + ["" if number is None else f"{number:.3f}" for number in paper]
+            [
+                f"{task}, {model}",
+                *(mean_and_deviation(values[name], 3) for name in names),
+                ", ".join(dict.fromkeys(f"{share:.0%}" for share in shares)),
+                *("" if number is None else f"{number:.3f}" for number in paper),
+            ]
         )
-    header = ["", *names, *(f"{name}, paper" for name in names)]
+    header = ["", *names, "longer", *(f"{name}, paper" for name in names)]
+    files = dict.fromkeys(
+        Path(name).name for row in result["rows"] if row["task"] == "squad" for name in row["data"].values()
+    )
     note = (
-        f"{result['rows'][0]['model']}, fine-tuned; Matthews correlation on CoLA, Pearson on STS-B, F1 on SQuAD, else "
-        f"accuracy; the deviation is over seeds of the clustering; {result['settings']['dtype']}. The paper: RoBERTa. "
+        "Matthews correlation on CoLA, Pearson on STS-B, F1 on SQuAD, else accuracy; the deviation is over seeds of "
+        "the clustering. Longer: texts with more tokens than clusters, the others are attended to exactly; "
+        f"{result['settings']['dtype']}. {'SQuAD: ' if files else ''}{', '.join(files)}{'. ' if files else ''}"
+        "The paper: RoBERTa. "
     )
     return header, rows, note
 
@@ -230,18 +276,22 @@ def approximation(result: dict[str, Any]) -> Table:
 @of_file("lra_table")
 def long_range_arena(result: dict[str, Any]) -> Table:
     """Accuracies of the Long Range Arena beside the paper's."""
-    shares = dict.fromkeys((row["task"], row["share"], row["steps"], row["batch_size"]) for row in result["rows"])
+    kinds: dict[str, dict[str, list[float]]] = {}
+    for row in result["rows"]:
+        kind = f"{row['task']}, {row['steps']:,} steps of {row['batch_size']}, learning rate {row['learning_rate']:g}"
+        if row["data_settings"]:
+            kind += f", {row['data_settings']}"
+        if row["samples"] is not None:
+            kind += f", tested on {row['samples']:,}"
+        of_models = kinds.setdefault(kind, {name: [] for name in lra_table.MODELS})
+        of_models[row["model"]].append(100 * row["test_accuracy"])
     rows = []
-    for task, share, steps, batch in shares:
-        cells = {}
-        for name in lra_table.MODELS:
-            found = [
-                100 * row["test_accuracy"]
-                for row in result["rows"]
-                if (row["task"], row["share"], row["batch_size"], row["model"]) == (task, share, batch, name)
-            ]
-            paper = lra_table.PAPER.get(name, {}).get(task)
-            cells[name] = mean_and_deviation(found) + ("" if paper is None else f" ({paper})")
-        rows.append([f"{task}, {steps:,} steps of {batch}", *cells.values()])
+    for kind, values in kinds.items():
+        paper = (lra_table.PAPER.get(name, {}).get(kind.split(",")[0]) for name in values)
+        cells = [
+            mean_and_deviation(found) + ("" if number is None else f" ({number})")
+            for found, number in zip(values.values(), paper, strict=True)
+        ]
+        rows.append([kind, *cells])
     note = "Accuracy on the test set in percent, in brackets the paper's after all its steps. "
     return ["", *lra_table.MODELS], rows, note

@@ -1,4 +1,4 @@
-"""Perplexity of a causal model on held-out books against context length: exact, by each method, with less context.
+"""Perplexity of a causal model on held-out text against context length: exact, by each method, with less context.
 
 A row's loss is the mean over all tokens of texts of one length; `last_quarter_loss` that of their last quarter, for
 which the context counts most. In the rows that end in "prompt" the first three quarters are a prompt, run by the
@@ -7,6 +7,8 @@ only, as clusters of all queries make the losses of a prompt itself meaningless.
 four. Beyond the trained length positions are repeated, for exact attention too.
 
     python scripts/perplexity.py --model runs/gpt2      # writes scripts/results/perplexity.json and .png
+    python scripts/perplexity.py --model runs/gpt2 --files wikitext-2/wiki.test.tokens.gz --lengths 1024,2048 \
+        --tokens 200000 --output scripts/results/perplexity_wikitext2.json
 """
 
 import json
@@ -17,7 +19,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from causal_inputs import held_out_tokens, load_causal_model
+from causal_inputs import HELD_OUT, held_out_tokens, load_causal_model
 from causal_schemes import EXACT, SKIPPED, scored
 from rich.progress import track
 from transformers import DynamicCache
@@ -120,7 +122,10 @@ def main(
     lengths: Annotated[
         str, typer.Option(help="Comma-separated numbers of tokens, multiples of 4.")
     ] = "512,1024,2048,4096,8192",
-    tokens: Annotated[int, typer.Option(help="Tokens of held-out text read at every length.")] = 16_384,
+    files: Annotated[str, typer.Option(help="Held-out text among the data sets, comma-separated.")] = ",".join(
+        HELD_OUT
+    ),
+    tokens: Annotated[int, typer.Option(help="Tokens of it read at every length, in equal parts.")] = 16_384,
     window: int = 64,
     segment_length: int = 64,
     output: Path = Path(__file__).parent / "results" / "perplexity.json",
@@ -133,18 +138,26 @@ def main(
     chosen = [int(part) for part in lengths.split(",")]
     if max(chosen) > trained:
         hf_effattn.extend_positions(loaded, max(chosen))
-    books = held_out_tokens(tokenizer)
+    held_out = held_out_tokens(tokenizer, tuple(files.split(",")))
     rows: list[dict[str, Any]] = []
     output.parent.mkdir(parents=True, exist_ok=True)
     for length in chosen:
-        per_book = max(1, tokens // length // len(books))
+        per_file = max(1, tokens // length // len(held_out))
+        if SKIPPED + per_file * length > min(map(len, held_out)):
+            raise typer.BadParameter(f"a file has {min(map(len, held_out)):,} tokens, too few for {tokens:,} in all")
         texts = [
-            book[None, SKIPPED + number * length : SKIPPED + (number + 1) * length]
-            for book in books
-            for number in range(per_book)
+            text[None, SKIPPED + number * length : SKIPPED + (number + 1) * length]
+            for text in held_out
+            for number in range(per_file)
         ]
         rows += measure(loaded, texts, window, segment_length)
-        kept = {"environment": environment(), "trained_length": trained, "tokens": tokens, "rows": rows}
+        kept = {
+            "environment": environment(),
+            "trained_length": trained,
+            "files": files,
+            "tokens": tokens,
+            "rows": rows,
+        }
         output.write_text(json.dumps(kept, indent=1) + "\n")
     plot(rows, trained, output.with_suffix(".png"))
     print(pd.DataFrame(rows).drop(columns=["settings"]).round(4).to_string(index=False))

@@ -12,6 +12,7 @@ from typing import Any
 
 import paper_tables
 from huggingface_hub import EvalResult, ModelCard
+from markdown_tables import machine
 from transformers import AutoConfig
 
 from hf_effattn import model_card
@@ -131,7 +132,7 @@ def cst_wikitext() -> ModelCard:
             task="text-generation",
             dataset="Salesforce/wikitext",
             dataset_name="WikiText-2",
-            dataset_config="wikitext-2-raw-v1",
+            dataset_config="wikitext-2-v1",
         ),
         description=(
             "Small, to test on: its weights, in bfloat16, are those of a trained model. Perplexities are per token of "
@@ -163,7 +164,7 @@ def clusterformer_newsgroups() -> ModelCard:
     return card_with_weights(
         folder,
         evaluations=evaluations_of(
-            tested, task="text-classification", dataset="SetFit/20_newsgroups", dataset_name="20 Newsgroups, by date"
+            tested, task="text-classification", dataset="20news-bydate", dataset_name="20 Newsgroups, by date"
         ),
         description=(
             "Small, to test on: messages of twenty newsgroups of 1993 with their headers, cut at the longest input. "
@@ -189,6 +190,20 @@ def clusterformer_newsgroups() -> ModelCard:
     )
 
 
+def greedy_texts() -> str:
+    """How many greedy continuations stay those of exact attention."""
+    result = paper_tables.kept("causal_generation") or {}
+    rows = [
+        [row["run"], f"{row['equal_texts']} of {row['prompts']}", f"{row['scored_share']:.0%}"]
+        for row in result["rows"]
+    ]
+    note = (
+        f"{result['new_tokens']} new tokens after prompts of {result['prompt_length']} tokens of held-out books "
+        "(`scripts/causal_generation.py`); scores: of those that exact attention computes in the prompt. "
+    )
+    return markdown(["", "the same text as exact attention", "scores"], rows) + machine(result["environment"], note)
+
+
 def gpt2_books() -> ModelCard:
     """The small GPT-2 that causal attention is tested on, with its weights."""
     folder = CARDS / "gpt2-books"
@@ -207,13 +222,14 @@ def gpt2_books() -> ModelCard:
             "WikiText-2. Its purpose is that its queries, keys and values are those of a trained model, on inputs "
             "longer than BERT's. It gains nothing from context beyond a few hundred tokens: a test that needs long "
             "memory must take another model.\n\n"
-            "What clustered attention does to it is in the tables of the project's README, by "
-            "`scripts/causal_schemes.py`, `scripts/perplexity.py` and `scripts/causal_generation.py`."
+            "What clustered attention does to its inputs and its perplexity is in the tables of the project's README, "
+            "by `scripts/causal_schemes.py` and `scripts/perplexity.py`."
         ),
         sections={
             "Loss": markdown(["", "loss, nats per token"], counted)
             + f"\n\n<sub>{tokens}</sub>\n\nTwo books were held out: *The Adventures of Sherlock Holmes* and *A Tale "
             "of Two Cities*.",
+            "Greedy text with its attention replaced": greedy_texts(),
             "How it was made": "On two cores of a CPU, with the books and WikiText-2 as text files (`$BOOKS`: all but "
             "the two held out); then once more, from where the first run had ended:\n\n"
             + in_bash(

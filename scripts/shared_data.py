@@ -24,6 +24,7 @@ def dataset_path(name: str) -> Path:
     if not path.exists():
         raise FileNotFoundError(
             f"the data set {name!r} is not there: {VARIABLE} should name a folder that holds it"
-            f" ({'it is ' + repr(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else 'it is not set'})"
+            f" ({'it is' if os.environ.get(VARIABLE) else 'it is not set, so this was tried:'} {str(folder)!r});"
+            " model_cards/RESULTS.md says which files there are"
         )
     return path

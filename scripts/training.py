@@ -129,11 +129,24 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def is_finished(checkpoint: Path, training: TrainingArguments) -> bool:
-    """Whether it is of the last step that the arguments ask for."""
+    """Whether it is of the last step that the arguments ask for.
+
+    Raises:
+        ValueError: it was trained for longer than they ask for.
+    """
     state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    last = training.max_steps if training.max_steps > 0 else state["max_steps"]
-    same = training.max_steps > 0 or state["num_train_epochs"] >= training.num_train_epochs
-    return bool(same and state["global_step"] >= last)
+    by_steps = training.max_steps > 0
+    asked = training.max_steps if by_steps else training.num_train_epochs
+    done = state["global_step"] if by_steps else state["epoch"]
+    if done > asked:
+        unit = "steps" if by_steps else "epochs"
+        raise ValueError(
+            f"{checkpoint} has had {done:g} {unit}, more than the {asked:g} asked for: name another --output_dir, or"
+            " leave out --resume_from_checkpoint"
+        )
+    # Trainer counts epochs by whole steps, so the last may end a little before a whole number.
+    same = by_steps or state["num_train_epochs"] >= training.num_train_epochs
+    return bool(same and state["global_step"] >= (asked if by_steps else state["max_steps"]))
 
 
 def load_tokenizer(

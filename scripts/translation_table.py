@@ -94,12 +94,10 @@ def train_once(run: dict[str, Any], low_precision: bool, folder: Path) -> dict[s
     return run_translation.main([*command_line_of(arguments), *switches])
 
 
-def measure(run: dict[str, Any], low_precision: bool, checkpoints: Path) -> dict[str, Any]:
-    """The run with its BLEU, its losses and its time; what it left among the checkpoints is removed."""
-    folder = run_folder(checkpoints, "translation", [SIZES, TRAINING, run, low_precision])
+def measure(run: dict[str, Any], low_precision: bool, folder: Path) -> dict[str, Any]:
+    """The run, whose checkpoints lie in `folder`, with its BLEU, its losses and its time."""
     resumed = folder.is_dir()
     found = train_once(run, low_precision, folder)
-    shutil.rmtree(folder)
     return run | {
         "bleu": found["test_bleu"],
         "brevity_penalty": found["test_bp"],
@@ -155,7 +153,11 @@ def main(
     kept = KeptRuns(output, {"sizes": SIZES, "training": TRAINING, "dtype": dtype}, device)
     with data_folder(), TemporaryDirectory() as temporary:
         for run in track(kept.missing(run for _, run in plan), description="models"):
-            kept.add(measure(run, dtype != "float32", checkpoints or Path(temporary)))
+            low_precision = dtype != "float32"
+            identity = [SIZES, TRAINING, run, low_precision]
+            folder = run_folder(checkpoints or Path(temporary), "translation", identity)
+            kept.add(measure(run, low_precision, folder))
+            shutil.rmtree(folder)
     rows = [row | {"name": name} for name, run in plan for row in kept.matching(run)]
     with pd.option_context("display.width", 250, "display.max_columns", 40):
         print(table(rows).to_string())

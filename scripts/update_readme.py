@@ -7,9 +7,10 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import benchmark_frontier
 import clusterformer_tables
+import pandas as pd
 import paper_tables
 import project_cards
 from markdown_tables import by_length, machine, number
@@ -36,9 +37,10 @@ def speed() -> str:
         ],
     )
     settings = result["settings"]
+    fewest = min(row[f"{name}_rounds"] for row in shown for name in ("forward", "forward_backward"))
     note = (
         f"Times against the fastest exact kernel: random inputs, B={batch}, H={settings['heads']}, "
-        f"D={settings['head_dim']}, {dtype}, medians of {settings['repeats']} or more rounds. Errors: three layers of "
+        f"D={settings['head_dim']}, {dtype}, medians of {fewest} or more rounds. Errors: three layers of "
         "all-MiniLM-L6-v2 (D=32) on novels, its positions repeated beyond 512. "
     )
     return markdown(header, rows) + machine(result["environment"], note)
@@ -84,9 +86,9 @@ def clustering() -> str:
     return markdown(header, rows) + machine(result["environment"], note)
 
 
-def perplexity() -> str:
+def perplexity(name: str, text: str) -> str:
     """Loss of exact attention on held-out text, and what each method adds to the perplexity, per length."""
-    result = json.loads((RESULTS / "perplexity.json").read_text(encoding="utf-8"))
+    result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     exact, others = (
         [row for row in result["rows"] if (row["run"] == "exact") == is_exact] for is_exact in (True, False)
     )
@@ -94,8 +96,8 @@ def perplexity() -> str:
     changes = [("", "last_quarter_perplexity_change", "+.2%", ""), (": scores computed", "scored_share", ".0%", "")]
     rows += by_length(others, "run", changes)[1]
     note = (
-        f"Perplexity of the last quarter of the text against exact attention; {result['tokens']:,} tokens of held-out "
-        f"books for each length, model_cards/gpt2-books, trained on {result['trained_length']:,} tokens at a time, "
+        f"Perplexity of the last quarter of the text against exact attention; {result['tokens']:,} tokens of {text} "
+        f"for each length, model_cards/gpt2-books, trained on {result['trained_length']:,} tokens at a time, "
         "positions repeated beyond. "
     )
     return markdown(header, rows) + machine(result["environment"], note)
@@ -131,13 +133,14 @@ def schemes() -> str:
 def choice() -> str:
     """The fastest settings within an error of the attention output, per length."""
     result = json.loads((RESULTS / "benchmark_frontier.json").read_text(encoding="utf-8"))
-    found = {(row["length"], row["error at most"]): row for row in result["least_times"]}
+    best = benchmark_frontier.least_times(result["rows"])
+    found = {(row["length"], row["error at most"]): row for _, row in best.iterrows()}
     lengths, targets = sorted({key[0] for key in found}), sorted({key[1] for key in found}, reverse=True)
 
-    def cell(row: dict[str, Any]) -> str:
-        ours = [name for name in ("i-clustered", "bi-clustered") if row[f"{name} ms"] is not None]
+    def cell(row: pd.Series) -> str:
+        ours = [name for name in ("i-clustered", "bi-clustered") if pd.notna(row[f"{name} ms"])]
         if not ours:
-            return "none tried"
+            return "none of those tried"
         best = min(ours, key=lambda name: row[f"{name} ms"])
         return f"{row[f'{best} setting']}: {row[f'{best}: times faster']:.1f}×"
 
@@ -158,7 +161,8 @@ def whole_models() -> str:
         for row in result["rows"]
     ]
     first = result["rows"][0]
-    note = f"A random RoBERTa of {first['shape']} size, {first['dtype']} autocast, one text. "
+    rounds = result["settings"]["repeats"]
+    note = f"A random RoBERTa of {first['shape']} size in {first['dtype']}, one text, medians of {rounds} rounds. "
     header = ["", "forward", "training step", "memory", "memory of a step"]
     return markdown(header, rows) + machine(result["environment"], note)
 
@@ -167,25 +171,29 @@ def shortest() -> str:
     """From which length each setting is faster than exact attention, in encoders and where the future is masked."""
     measured = json.loads((ROOT / "hf_effattn" / "patching" / "crossover.json").read_text(encoding="utf-8"))
 
-    def by_name(rows: list[dict[str, Any]]) -> dict[str, int]:
+    def by_name(prefix: str) -> dict[str, str]:
         letters = {"clusters": "C", "topk": "k", "key_clusters": "G"}
-        return {
-            " ".join(
-                [row["method"], *(f"{letter}={row[field]}" for field, letter in letters.items() if field in row)]
-            ): (row["min_length"])
-            for row in rows
-        }
+        found = {}
+        tried = measured[f"{prefix}measurements"]["cpu"]["forward_speedup"]
+        for row in measured[f"{prefix}min_length"]["cpu"]:
+            settings = [f"{letter}={row[field]}" for field, letter in letters.items() if field in row]
+            options = {name: value for name, value in row.items() if name != "min_length"}
+            (longest,) = (max(map(int, one["speedup"])) for one in tried if options.items() <= one.items())
+            shortest = row["min_length"]
+            found[" ".join([row["method"], *settings])] = (
+                f"{shortest:,}" if shortest <= longest else f"over {longest:,}: {shortest:,}"
+            )
+        return found
 
-    encoders, causal = (by_name(measured[name]["cpu"]) for name in ("min_length", "causal_min_length"))
+    encoders, causal = by_name(""), by_name("causal_")
     rows = [
-        [name, *("" if name not in found else f"{found[name]:,}" for found in (encoders, causal))]
-        for name in dict.fromkeys([*encoders, *causal])
+        [name, *(found.get(name, "") for found in (encoders, causal))] for name in dict.fromkeys([*encoders, *causal])
     ]
     return markdown(["on a CPU", "encoders", "models that mask the future"], rows)
 
 
 # Which tables each text has.
-TABLES = {
+TABLES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {
         "speed": speed,
         "choice": choice,
@@ -193,12 +201,14 @@ TABLES = {
         "shortest": shortest,
         "closeness": closeness,
         "clustering": clustering,
-        "perplexity": perplexity,
+        "perplexity": partial(perplexity, "perplexity", "held-out books"),
         "schemes": schemes,
     },
     CARDS / "RESULTS.md": {
         "layers": paper_tables.layers,
         "language models": paper_tables.language_models,
+        "patched language model": partial(perplexity, "perplexity_wikitext2", "WikiText-2's test text"),
+        "matched complexity": paper_tables.matched_complexity,
         "classifiers": paper_tables.classifiers,
         "converted": paper_tables.converted,
         "before": paper_tables.before_fine_tuning,

@@ -57,12 +57,17 @@ def test_a_model_is_fine_tuned_and_approximated(task, base, tmp_path, monkeypatc
     assert rows[0]["layer_errors"] is None
     assert all(len(row["layer_errors"]) == 2 for row in rows[1:])
     assert min(rows[1]["layer_errors"]) > 0.01
+    assert rows[1]["layer_errors"] != rows[2]["layer_errors"]  # of another seed
+    assert [row["longer_share"] for row in rows] == [None, 1, 1, 1, 1]
     # More keys than there are: exact attention, by way of the method.
     assert max(rows[3]["layer_errors"]) < 1e-5
     assert rows[3]["eval_loss"] == pytest.approx(rows[0]["eval_loss"], abs=1e-5)
     assert rows[1]["eval_loss"] != pytest.approx(rows[0]["eval_loss"], abs=1e-5)
     printed = capsys.readouterr().out
     assert str(approximate.TASKS[task].paper["clustered-25"]) not in printed  # the paper has no row of two clusters
+    path = approximate.fine_tuned(task, base, options["runs"], 0, local=True)
+    share, nothing = approximate.attention_errors(task, path, "clustered-999", 0, local=True).values()
+    assert (share, nothing) == (0, None)
     monkeypatch.setattr(approximate, "evaluate", None)
     approximate.main(task, **options)
     assert json.loads(output.read_text())["rows"] == rows

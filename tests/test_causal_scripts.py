@@ -9,6 +9,7 @@ import perplexity
 import pytest
 import torch
 import torch.nn.functional as F
+import typer
 from training import train_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -31,7 +32,7 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def bundled_text(monkeypatch):
-    def tokens(tokenizer, books=causal_inputs.HELD_OUT):
+    def tokens(tokenizer, files=causal_inputs.HELD_OUT):
         return [
             torch.tensor(tokenizer(book.text[:120_000], verbose=False)["input_ids"]) for book in bundled_books()[:2]
         ]
@@ -93,6 +94,11 @@ def test_perplexity(model_folder, tmp_path):
     assert [row["loss"] for row in prompts] == [None, None]
     assert prompts[0]["last_quarter_loss"] != prompts[1]["last_quarter_loss"]
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_perplexity_needs_as_much_text_as_it_is_asked_for(model_folder, tmp_path):
+    with pytest.raises(typer.BadParameter, match="too few"):
+        perplexity.main(model_folder, "256", tokens=10**6, output=tmp_path / "perplexity.json")
 
 
 def test_a_prompt_read_exactly_gives_the_exact_loss(model_folder):

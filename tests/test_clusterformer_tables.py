@@ -44,6 +44,7 @@ def test_routings_are_compared_seed_by_seed(keep):
         for seed, accuracy in enumerate(accuracies)
     ]
     rows.append(classified("routings", "gated", "WikiQA", 0, accuracy=99.0, map=61.5))
+    rows.append(rows[0] | {"epochs": 1, "accuracy": 1.0})  # a try of another budget
     keep("classification_table", rows, dtype="float32")
     table = clusterformer_tables.routings()
     assert header(table) == ["CR", "WikiQA"]
@@ -96,10 +97,12 @@ def test_clusterings(keep):
 
 def test_translation(keep):
     shared = {"brevity_penalty": 1.0, "seconds_per_epoch": 5.0, "test_seconds": 2.0, "parameters": 10, "epochs": 3}
+    shared |= {"max_steps": -1, "test_samples": None}
     rows = [
         {"settings": MODELS[name], "seed": 0, "bleu": bleu} | shared
         for name, bleu in (("Transformer", 30.0), ("gated encoder", 29.8))
     ]
+    rows.append(rows[0] | {"max_steps": 2, "bleu": 1.0})  # a try of another budget
     keep("translation_table", rows, sizes=SIZES, dtype="bfloat16")
     table = clusterformer_tables.translation()
     assert cells(table, "gated encoder")[:2] == ["29.8", "-0.2"]

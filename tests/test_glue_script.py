@@ -99,7 +99,7 @@ def test_both_test_sets_of_mnli_are_predicted(folder, tmp_path):
     shutil.copy(folder / "MNLI" / "dev_matched.tsv", folder / "MNLI" / "train.tsv")
     common = [*RUN, "--task_name", "mnli", "--data_dir", str(folder), "--config_overrides", TINY]
     run_glue.main([*common, "--do_predict", "--output_dir", str(tmp_path)])
-    for name in ("MNLI-matched.tsv", "MNLI-mismatched.tsv"):
+    for name in ("MNLI-m.tsv", "MNLI-mm.tsv"):
         lines = (tmp_path / name).read_text().splitlines()
         assert len(lines) == 4
         assert lines[1].split("\t")[1] in glue_tasks.TASKS["mnli"].labels

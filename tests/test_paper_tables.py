@@ -55,17 +55,41 @@ def test_language_models_have_their_costs_and_the_papers_perplexity(keep):
     assert found == ["50.0", "200.0", "2.00 M", "12 ms", "1.50×", "2 MiB", "34.98 (1.51×)"]
 
 
-def test_approximations_are_means_over_the_seeds(keep):
-    values = [("full", 0.6), ("i-clustered-25", 0.58), ("i-clustered-25", 0.60)]
-    rows = [{"task": "cola", "row": row, "value": value, "model": "m"} for row, value in values]
+def test_matched_complexity_stands_in_the_papers_order(keep):
+    rows = [
+        trained(f"Books, {length:,} tokens", model, perplexity=perplexity, word_perplexity=200.0)
+        for length, model, perplexity in ((1024, "Transformer", 40.0), (512, "CST L=64 α=3", 45.0))
+    ]
+    for row, length in zip(rows, ("1024", "512"), strict=True):
+        row |= {"steps": 400, "arguments": {"block_length": length}}
+    keep("cst_training", rows)
+    table = paper_tables.matched_complexity()
+    assert cells(table, "CST L=64 α=3, 512 tokens") == ["400", "45.0", "200.0", "17.61 (1.00×)"]
+    assert cells(table, "Transformer, 256 tokens") == ["", "", "", "19.66 (1.00×)"]
+    assert table.index("| CST L=64 α=3, 512 tokens") < table.index("| Transformer, 1,024 tokens")
+
+
+def test_approximations_are_means_over_the_seeds_of_one_model(keep):
+    values = [("full", 0.6, 0), ("i-clustered-25", 0.58, 0), ("i-clustered-25", 0.60, 0), ("i-clustered-25", 0.3, 1)]
+    identity = {"task": "cola", "model": "m", "samples": None, "data": {"data_dir": "glue"}}
+    rows = [
+        identity | {"row": row, "value": value, "training_seed": seed, "longer_share": None if row == "full" else 0.02}
+        for row, value, seed in values
+    ]
     keep("approximation", rows, dtype="bfloat16")
-    found = cells(paper_tables.approximation(), "cola")
-    assert "clustering; bfloat16" in paper_tables.approximation()
-    assert found == ["0.600", "0.590 ± 0.014 (2)", "0.601", "0.601"]
+    table = paper_tables.approximation()
+    assert "exactly; bfloat16. The paper" in table
+    assert cells(table, "cola, m") == ["0.600", "0.590 ± 0.014 (2)", "2%", "0.601", "0.601"]
+    assert "| cola, m | | 0.300 | 2% | 0.601 | 0.601 |" in table.replace("|  |", "| |")
+    keep("approximation", [rows[0] | {"task": "squad", "data": {"train_files": "squad/train-part.json"}}], dtype="x")
+    assert "SQuAD: train-part.json. " in paper_tables.approximation()
 
 
-def test_the_long_range_arena_has_a_column_for_each_model(keep):
-    row = {"task": "image", "share": 0.01, "steps": 350, "batch_size": 32, "model": "CST L=8", "test_accuracy": 0.31}
-    keep("lra_table", [row, row | {"model": "Transformer", "test_accuracy": 0.3}])
-    found = cells(paper_tables.long_range_arena(), "image, 350 steps of 32")
+def test_the_long_range_arena_has_a_column_for_each_model_and_a_row_for_each_budget(keep):
+    row = {"task": "image", "steps": 350, "batch_size": 32, "model": "CST L=8", "test_accuracy": 0.31, "samples": None}
+    row |= {"learning_rate": 1e-4, "data_settings": ""}
+    keep("lra_table", [row, row | {"model": "Transformer", "test_accuracy": 0.3}, row | {"learning_rate": 1e-3}])
+    table = paper_tables.long_range_arena()
+    found = cells(table, "image, 350 steps of 32, learning rate 0.0001")
     assert found[:3] == ["30.0 (44.25)", "31.0 (51.27)", "(51.39)"]
+    assert cells(table, "image, 350 steps of 32, learning rate 0.001")[:2] == ["(44.25)", "31.0 (51.27)"]

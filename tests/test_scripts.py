@@ -58,7 +58,11 @@ def test_benchmark_frontier(real_model_folder, tmp_path, monkeypatch):
     assert len(result["rows"]) == 2 + 4
     assert {row["method"] for row in result["rows"] if row["on_frontier"]} == {"i-clustered", "bi-clustered"}
     assert all(0 < row["error"] < 1 for row in result["rows"])
-    assert [row["error at most"] for row in result["least_times"]] == list(benchmark_frontier.TARGETS)
+    best = benchmark_frontier.least_times(result["rows"])
+    assert list(best["error at most"]) == list(benchmark_frontier.TARGETS)
+    monkeypatch.setattr(benchmark_frontier, "measure_length", None)
+    benchmark_frontier.main("200", repeats=1, output=output)
+    assert json.loads(output.read_text(encoding="utf-8")) == result
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -151,7 +155,7 @@ def test_measure_crossover_keeps_other_devices(tmp_path, monkeypatch):
     kept = json.loads(output.read_text(encoding="utf-8"))["min_length"]
     assert kept["other"] == other
     assert {row["clusters"] for row in kept["cpu"]} == {25, 100}  # more clusters than tokens are left out
-    assert all(row["min_length"] in (104, 120, 240) for row in kept["cpu"])
+    assert all(row["min_length"] in (104, 120) or row["min_length"] % 240 == 0 for row in kept["cpu"])
 
 
 def test_where_the_benchmark_was_slower_exact_attention_runs():
@@ -166,7 +170,13 @@ def test_where_the_benchmark_was_slower_exact_attention_runs():
 
 @pytest.mark.parametrize(
     ("ratios", "length"),
-    [({1: 0.5, 2: 1.2, 4: 3.0}, 2), ({1: 1.1, 2: 0.9, 4: 3.0}, 4), ({1: 0.1, 2: 0.9}, 4), ({1: 1.0, 2: 2.0}, 1)],
+    [
+        ({1: 0.5, 2: 1.2, 4: 3.0}, 2),
+        ({1: 1.1, 2: 0.9, 4: 3.0}, 4),
+        ({1: 0.1, 2: 0.9}, 4),
+        ({1: 0.1, 2: 0.4}, 8),
+        ({1: 1.0, 2: 2.0}, 1),
+    ],
 )
 def test_crossover_is_where_a_method_stays_faster(ratios, length):
     assert measure_crossover.crossover(ratios) == length

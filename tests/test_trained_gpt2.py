@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from causal_generation import SETTINGS, same_tokens
 from causal_inputs import causal_attention_inputs, load_causal_model
-from causal_schemes import measure, schemes, scored
+from causal_schemes import measure, schemes
 
 from hf_effattn import extend_positions, patch_attention
 from hf_effattn.demo.texts import bundled_books
@@ -49,7 +49,6 @@ def test_error_and_perplexity_at_a_share_of_the_scores(model, tokens, length):
     row = measure(layers, name, name, scheme, {"length": length} | sizes)
     assert row["error"] <= 0.05
     assert row["scored_share"] <= 0.4
-    assert row["scored_share"] == scored(name, length, *sizes.values()) / ((length + 1) / 2)
     texts = tokens[0, : 4 * 2048].view(-1, length)
     exact = loss(model, texts)
     assert exact < 5.0  # it knows more than frequencies of tokens
@@ -81,7 +80,7 @@ def test_no_token_changes_what_comes_before_it(model, tokens):
 
 
 def test_greedy_text_is_that_of_exact_attention(model, tokens):
-    """Three of the ten prompts of `scripts/causal_generation.py`."""
+    """At three places, 200 tokens after a prompt of 900."""
 
     def write(start):
         prompt = tokens[:, start : start + 900]
