@@ -113,6 +113,10 @@ class LongRangeArena(datasets.ArrowBasedBuilder):
         for split, file in sorted(files.items()):
             state = file.stat()
             key.append([split, str(file.resolve()), state.st_size, state.st_mtime_ns])
+            if file.is_dir():  # which says nothing of what is in the folders of its classes
+                for image in sources.image_files(file):
+                    state = image.stat()
+                    key.append([str(image.relative_to(file)), state.st_size, state.st_mtime_ns])
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         super().__init__(
             cache_dir=cache_dir, dataset_name="long_range_arena", config_name=task, config_id=f"{task}-{digest[:16]}"

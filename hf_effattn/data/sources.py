@@ -228,6 +228,11 @@ def image_examples(images: list[Image], split: str) -> Iterator[Example]:
         yield {"pixels": grey(colours).ravel(), "label": label}
 
 
+def image_files(folder: Path) -> list[Path]:
+    """The images of a folder, in a folder for each class."""
+    return sorted(file for file in folder.glob("*/*") if file.suffix.lower() in _IMAGE_ENDINGS)
+
+
 def _stored_images(source: Path) -> list[Image]:
     """Images of a folder or tar file, by their place among their class, then by class."""
     import PIL.Image  # only for files; the images of the Hub come decoded
@@ -238,9 +243,8 @@ def _stored_images(source: Path) -> list[Image]:
 
     images = []
     if source.is_dir():
-        for file in source.glob("*/*"):
-            if file.suffix.lower() in _IMAGE_ENDINGS:
-                images.append((file.name, file.parent.name, read(file.read_bytes())))
+        for file in image_files(source):
+            images.append((file.name, file.parent.name, read(file.read_bytes())))
     else:
         with tarfile.open(source) as archive:
             for member in archive:

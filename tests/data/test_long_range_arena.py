@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import os
 import tarfile
 
 import datasets
@@ -236,6 +237,32 @@ def test_images_of_a_folder_and_of_a_tar_file(tmp_path):
     PIL.Image.new("RGB", (32, 32)).save(tmp_path / "folder" / "test" / "unicorn" / "0.png")
     with pytest.raises(ValueError, match="unicorn: the label must be one of airplane"):
         load_lra("image", tmp_path / "folder", cache_dir=tmp_path / "other")
+
+
+def test_images_that_change_are_read_again(tmp_path):
+    """A folder of folders keeps its own time and size, whatever happens to the files in them."""
+
+    def put(kind, number, value):
+        folder = tmp_path / "data" / kind / "cat"
+        folder.mkdir(parents=True, exist_ok=True)
+        PIL.Image.new("RGB", (32, 32), (value, value, value)).save(folder / f"{number}.bmp")
+
+    def load():
+        data = load_lra("image", tmp_path / "data", cache_dir=tmp_path / "cache")
+        return len(data["train"]), data["test"][0]["pixels"][0]
+
+    for number in range(10):
+        put("train", number, 1)
+        put("test", number, 1)
+    assert load() == (9, 1)
+    put("train", 10, 1)
+    assert load() == (10, 1)
+    file = tmp_path / "data" / "test" / "cat" / "0.bmp"
+    size, time = file.stat().st_size, file.stat().st_mtime_ns
+    put("test", 0, 200)
+    assert file.stat().st_size == size
+    os.utime(file, ns=(time, time + 1))
+    assert load() == (10, 200)
 
 
 def test_an_image_of_another_size(tmp_path):

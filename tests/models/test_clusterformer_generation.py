@@ -183,6 +183,60 @@ def test_a_strict_decoder_of_a_translation_sees_no_later_word_but_the_whole_sour
     assert (change.abs().amax(dim=-1) > 0).all()
 
 
+@each_causal
+@pytest.mark.parametrize("assignment", ["neural", "full"])
+def test_padded_labels_change_nothing(causal, assignment):
+    """The decoder's words are made of the labels, and so is what of them is padding."""
+    model = tiny_model(ClusterFormerForConditionalGeneration, causal=causal, decoder_assignment=assignment)
+    source, labels = texts(2, 11), texts(2, 16, seed=4)
+    labels[0, 7:] = -100
+    padded = model(source, labels=labels)
+    single = [model(source[:1], labels=labels[:1, :7]), model(source[1:], labels=labels[1:])]
+    for one, logits in zip(single, padded.logits, strict=True):
+        torch.testing.assert_close(logits[: one.logits.shape[1]], one.logits[0], rtol=0, atol=2e-14)
+    mean = (7 * single[0].task_loss + 16 * single[1].task_loss) / 23
+    torch.testing.assert_close(padded.task_loss, mean, rtol=1e-14, atol=0)
+    for name in ("cluster_loss", "sorting_loss", "largest_cluster", "empty_clusters", "word_cosine"):
+        mean = (getattr(single[0], name) + getattr(single[1], name)) / 2
+        torch.testing.assert_close(getattr(padded, name), mean, rtol=1e-13, atol=1e-14)
+
+
+def test_a_label_that_does_not_count_hides_no_word_before_it():
+    model = tiny_model(ClusterFormerForConditionalGeneration)
+    labels = torch.tensor([[7, -100, 9]])
+    by_inputs = model(texts(1, 11), decoder_input_ids=torch.tensor([[2, 7, 0]]))
+    torch.testing.assert_close(model(texts(1, 11), labels=labels).logits, by_inputs.logits, rtol=0, atol=2e-14)
+
+
+def test_token_types_and_positions_are_those_of_the_source():
+    """The decoder got them too once, and they did not fit its words."""
+    model = tiny_model(ClusterFormerForConditionalGeneration)
+    words, targets = texts(2, 11), texts(2, 8, seed=4)
+    places = {
+        "token_type_ids": (torch.arange(11) > 5).long().expand(2, -1),
+        "position_ids": torch.arange(20, 31).expand(2, -1),
+    }
+    encoded = model.encoder(words, **places)
+    expected = model(encoder_outputs=encoded, labels=targets).logits
+    assert torch.equal(model(words, labels=targets, **places).logits, expected)
+    generated = model.generate(words, max_new_tokens=8, **places)
+    assert torch.equal(generated, model.generate(encoder_outputs=encoded, max_new_tokens=8))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant):
+    results = []
+    for checkpointing in (False, True):
+        model = tiny_model(ClusterFormerForConditionalGeneration, gated=True).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(4)
+        model(texts(2, 11), labels=texts(2, 9, seed=4)).loss.backward()
+        results.append({name: p.grad for name, p in model.named_parameters()})
+    for name in results[0]:  # reentrant, the gradients of a shared weight are added in another order
+        torch.testing.assert_close(results[1][name], results[0][name], rtol=0, atol=2e-15 if reentrant else 0)
+
+
 def test_labels_are_moved_one_place_for_the_decoder():
     model = tiny_model(ClusterFormerForConditionalGeneration)
     labels = torch.tensor([[7, 8, 9, -100]])
@@ -190,7 +244,8 @@ def test_labels_are_moved_one_place_for_the_decoder():
     words = texts(1, 11)
     by_labels = model(words, labels=labels)
     by_inputs = model(words, decoder_input_ids=torch.tensor([[2, 7, 8, 9]]))
-    assert torch.equal(by_labels.logits, by_inputs.logits)
+    counted = slice(0, 3)  # the fourth has no label, so its word is padding
+    torch.testing.assert_close(by_labels.logits[:, counted], by_inputs.logits[:, counted], rtol=0, atol=2e-14)
 
 
 def test_embeddings_are_tied():
@@ -201,6 +256,21 @@ def test_embeddings_are_tied():
     lm = tiny_model(ClusterFormerForCausalLM)
     assert lm.lm_head.decoder.weight is lm.clusterformer.embeddings.word_embeddings.weight
     assert lm.resize_token_embeddings(71).weight is lm.lm_head.decoder.weight
+
+
+def test_embeddings_that_are_not_tied_are_resized_apart():
+    """The decoder's were once replaced by the encoder's."""
+    model = tiny_model(ClusterFormerForConditionalGeneration, tie_word_embeddings=False)
+    parts = model.encoder, model.decoder
+    before = [part.get_input_embeddings().weight.clone() for part in parts]
+    words = texts(2, 11)
+    expected = model(words, labels=words).logits
+    model.resize_token_embeddings(71)
+    for part, weight in zip(parts, before, strict=True):
+        assert torch.equal(part.get_input_embeddings().weight[:60], weight)
+    assert [len(part.get_input_embeddings().weight) for part in parts] == [71, 71]
+    assert torch.equal(model(words, labels=words).logits[..., :60], expected)
+    assert model(words, labels=torch.full_like(words, 70)).loss.isfinite()
 
 
 def test_the_caches_are_those_of_transformers():

@@ -1,13 +1,17 @@
 """Training ClusterFormer: with transformers' Trainer, its log, and that it stays stable."""
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from clusterformer_cases import VARIANTS, texts, tiny_config, tiny_model
+from cst_models import tiny_model as cst_model
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from hf_effattn.models import CSTForCausalLM
 from hf_effattn.models.clusterformer import (
     ClusterFormerForCausalLM,
     ClusterFormerForConditionalGeneration,
@@ -131,6 +135,39 @@ def test_losses_are_averaged_over_accumulation_steps(tmp_path):
         moved.append({name: p.detach().clone() for name, p in model.named_parameters()})
     for name in moved[0]:
         torch.testing.assert_close(moved[1][name], moved[0][name], rtol=0, atol=5e-16)
+
+
+def test_smoothed_labels_are_shifted(tmp_path):
+    """Trainer shifts them where it knows the name of the class: others learned to copy."""
+    for model in (tiny_model(ClusterFormerForCausalLM), cst_model(CSTForCausalLM)):
+        trainer = trainer_for(model, Copy(), tmp_path, label_smoothing_factor=0.1)
+        words = texts(2, 9) % 50
+        logits = model(words).logits
+        expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), words[:, 1:].flatten(), label_smoothing=0.1)
+        torch.testing.assert_close(trainer.compute_loss(model, {"input_ids": words, "labels": words}), expected)
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, *arguments, **options):
+        return super().compute_loss(*arguments, **options)
+
+
+def test_losses_that_trainer_leaves_out_are_warned_of(tmp_path):
+    model, unused = tiny_model(ClusterFormerForSequenceClassification), {"cluster_loss_weight": 0.0}
+    for changes in ({"label_smoothing_factor": 0.1}, {"compute_loss_func": F.cross_entropy}):
+        function = changes.pop("compute_loss_func", None)
+        trainer = trainer_for(model, Parity(), tmp_path, **changes)
+        trainer.compute_loss_func = function
+        with pytest.warns(UserWarning, match="L1 and L2, are logged but not trained"):
+            log_clustering(trainer)
+    frozen = tiny_model(ClusterFormerForSequenceClassification, sorting_loss_weight=0.0, **unused)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        log_clustering(trainer_for(model, Parity(), tmp_path))
+        log_clustering(trainer_for(frozen, Parity(), tmp_path, label_smoothing_factor=0.1))
+        own = trainer_for(model, Parity(), tmp_path, label_smoothing_factor=0.1)
+        own.__class__ = OwnLoss
+        log_clustering(own)
 
 
 @pytest.mark.parametrize("causal", ["strict", "paper"])

@@ -110,6 +110,25 @@ def test_generate_from_embeddings_and_several_samples():
     )
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_segments_of_the_prompt_are_kept(use_cache):
+    """They were once dropped; what is generated goes on with the last."""
+    model = tiny_model(CSTForCausalLM)
+    ids, segments = tokens(2, 7), (torch.arange(7) > 3).long().expand(2, -1)
+    actual = model.generate(ids, token_type_ids=segments, max_new_tokens=8, do_sample=False, use_cache=use_cache)
+    expected = ids
+    for _ in range(8):
+        extended = torch.cat([segments, segments.new_ones(2, expected.shape[1] - 7)], dim=1)
+        logits = model(expected, token_type_ids=extended, use_cache=False).logits
+        expected = torch.cat([expected, logits[:, -1:].argmax(dim=-1)], dim=1)
+    assert torch.equal(actual, expected)
+    assert not torch.equal(actual, model.generate(ids, max_new_tokens=8, do_sample=False))
+    words = model.get_input_embeddings()(ids)
+    options = {"token_type_ids": segments, "max_new_tokens": 8, "do_sample": False, "use_cache": use_cache}
+    if use_cache:  # without a cache transformers leaves the prompt out of later steps
+        assert torch.equal(model.generate(inputs_embeds=words, **options), expected[:, 7:])
+
+
 def test_the_cache_follows_its_rows():
     model = tiny_model(CSTForCausalLM)
     ids = tokens(3, 10)

@@ -108,12 +108,14 @@ def test_every_parameter_gets_a_gradient(variant, model_class):
 
 @pytest.mark.parametrize("variant", ["paper", "three_levels", "global_tokens", "mlp", "linear_pooling", "max_pooling"])
 @pytest.mark.parametrize("model_class", [CSTForSequenceClassification, CSTForCausalLM], ids=["classifier", "causal"])
-def test_gradient_checkpointing_gives_the_same_gradients(variant, model_class):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(variant, model_class, reentrant):
+    """Reentrant, it once failed: the positions came in a dict."""
     dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     model = tiny_model(model_class, variant, num_labels=3, **dropout).train()
     torch.manual_seed(0)
     plain = gradients(model, inputs_for(model_class))
-    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert model.is_gradient_checkpointing
     torch.manual_seed(0)
     for name, grad in gradients(model, inputs_for(model_class)).items():
@@ -257,12 +259,39 @@ def test_a_pair_is_two_towers():
     torch.testing.assert_close(model(first, second).logits, model.classifier(features))
 
 
+@every_head
+def test_a_config_may_ask_for_tuples(model_class):
+    expected, model = (tiny_model(model_class, num_labels=3, **changes) for changes in ({}, {"return_dict": False}))
+    output = model(**inputs_for(model_class))
+    assert isinstance(output, tuple)
+    assert torch.equal(output[0], expected(**inputs_for(model_class)).loss)
+
+
+def test_names_that_transformers_asks_for():
+    """Its pipelines log an error about a class whose name they do not know."""
+    from transformers.models.auto import modeling_auto
+
+    for kind, task in (
+        ("CAUSAL_LM", "CausalLM"),
+        ("SEQUENCE_CLASSIFICATION", "SequenceClassification"),
+        ("TOKEN_CLASSIFICATION", "TokenClassification"),
+    ):
+        names = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")
+        assert [names[family.lower()] for family in ("CST", "ClusterFormer")] == [
+            f"CSTFor{task}",
+            f"ClusterFormerFor{task}",
+        ]
+    assert AutoModelForCausalLM._model_mapping[CSTConfig] is CSTForCausalLM
+
+
 def test_hidden_states_and_tuples():
     model = tiny_model(CSTForSequenceClassification, num_labels=2)
     output = model(tokens(), output_hidden_states=True)
     assert len(output.hidden_states) == 3
     torch.testing.assert_close(output.logits, model.classifier(output.hidden_states[-1].mean(dim=1)))
     assert torch.equal(model(tokens(), return_dict=False)[0], output.logits)
+    model.config.return_dict = False
+    assert torch.equal(model(tokens())[0], output.logits)
     with pytest.raises(ValueError, match="no single attention matrix"):
         model(tokens(), output_attentions=True)
 

@@ -125,6 +125,18 @@ def test_low_precision_with_few_top_keys(dtype):
 
 
 @each_op
+def test_autocast_changes_nothing(op):
+    """A backward pass that ran under autocast once took its means in low precision."""
+    case = Case("autocast", B=1, H=1, N=40, M=32, D=32, clusters=3, topk=8)
+    inputs = on_device(make_inputs(case), torch.float32)
+    expected = run(op, case, replace(inputs))
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        actual = run(op, case, replace(inputs))
+    for name in NAMES:
+        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=UNORDERED.get(name, 0))
+
+
+@each_op
 def test_one_token(op):
     """With a single key the gradients of query and key are 0 but for rounding."""
     case = Case("one_token", B=1, H=1, N=1, M=1)

@@ -70,6 +70,21 @@ def test_parts_of_the_words_are_merged(monkeypatch, parts):
     assert torch.equal(actual_labels, labels)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+def test_autocast_changes_nothing(monkeypatch, parts):
+    """The parts were once merged in the precision of autocast."""
+    from hf_effattn.ops.neural_clustering import triton as form
+
+    monkeypatch.setattr(form, "split_count", lambda *sizes: parts)
+    words, centroids, mask = make_inputs(1, 150, 5, 12, masks="right", dtype=torch.float32)
+    expected, labels = run(words, centroids, mask, similarity="cosine")
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        actual, actual_labels = run(words, centroids, mask, similarity="cosine")
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=0)
+    assert torch.equal(actual_labels, labels)
+
+
 def test_registered_with_torch_library():
     from hf_effattn.ops.neural_clustering import triton as _  # noqa: F401
 

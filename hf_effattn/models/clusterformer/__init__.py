@@ -3,7 +3,6 @@
 from typing import Any
 
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -14,6 +13,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from ..auto_classes import register
 from .configuration_clusterformer import ClusterFormerConfig
 from .modeling_clusterformer import ClusterFormerModel, ClusterFormerPreTrainedModel
 from .modeling_clusterformer_heads import (
@@ -27,18 +27,19 @@ from .modeling_clusterformer_heads import (
 from .modeling_clusterformer_seq2seq import ClusterFormerForConditionalGeneration
 from .training_log import log_clustering
 
-AutoConfig.register(ClusterFormerConfig.model_type, ClusterFormerConfig, exist_ok=True)
-for _auto_class, _model_class in (
-    (AutoModel, ClusterFormerModel),
-    (AutoModelForCausalLM, ClusterFormerForCausalLM),
-    (AutoModelForMaskedLM, ClusterFormerForMaskedLM),
-    (AutoModelForPreTraining, ClusterFormerForPreTraining),
-    (AutoModelForQuestionAnswering, ClusterFormerForQuestionAnswering),
-    (AutoModelForSeq2SeqLM, ClusterFormerForConditionalGeneration),
-    (AutoModelForSequenceClassification, ClusterFormerForSequenceClassification),
-    (AutoModelForTokenClassification, ClusterFormerForTokenClassification),
-):
-    _auto_class.register(ClusterFormerConfig, _model_class, exist_ok=True)
+register(
+    ClusterFormerConfig,
+    {
+        AutoModel: ClusterFormerModel,
+        AutoModelForCausalLM: ClusterFormerForCausalLM,
+        AutoModelForMaskedLM: ClusterFormerForMaskedLM,
+        AutoModelForPreTraining: ClusterFormerForPreTraining,
+        AutoModelForQuestionAnswering: ClusterFormerForQuestionAnswering,
+        AutoModelForSeq2SeqLM: ClusterFormerForConditionalGeneration,
+        AutoModelForSequenceClassification: ClusterFormerForSequenceClassification,
+        AutoModelForTokenClassification: ClusterFormerForTokenClassification,
+    },
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import can_return_tuple
 
+from ..means import masked_mean
 from .attention import CrossAttention, FullSelfAttention, SortedBlockSelfAttention
 from .configuration_clusterformer import ClusterFormerConfig
 from .outputs import ClusterFormerModelOutput
@@ -73,8 +74,11 @@ class ClusterFormerLayer(GradientCheckpointingLayer):
         encoder_mask: torch.Tensor | None,
         past_key_values: Cache | None = None,
         output_clustering: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
-        """New hidden states `(B, N, d)`, centroids for the next layer, and what the clustering reports."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """New hidden states `(B, N, d)`, centroids for the next layer, and what the clustering reports.
+
+        The report is one tensor: reentrant checkpointing loses the gradient of what is inside a container.
+        """
         pre_norm = self.config.pre_norm
         own_cache, both_caches = past_key_values, None
         if isinstance(past_key_values, EncoderDecoderCache):
@@ -102,7 +106,8 @@ class ClusterFormerLayer(GradientCheckpointingLayer):
         words = self.output_norm(hidden_states) if pre_norm else hidden_states
         hidden_states = hidden_states + self.dropout(self.output(self.activation(self.intermediate(words))))
         hidden_states = hidden_states if pre_norm else self.output_norm(hidden_states)
-        return hidden_states, centroids, report
+        stacked = torch.stack([number.to(report[0].dtype) for number in report]) if report else None
+        return hidden_states, centroids, stacked
 
     def report(
         self, words: torch.Tensor, sorting: WordSorting, clustered: SortedWords, mask: torch.Tensor | None
@@ -138,6 +143,21 @@ class ClusterFormerPreTrainedModel(PreTrainedModel):
         elif isinstance(module, Centroids):
             init.normal_(module.weight, std=self.config.hidden_size**-0.5)
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, which lets every weight that it loads be trained: those that nothing trains are not."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        (loaded[0] if isinstance(loaded, tuple) else loaded).freeze_untrained_centroids()
+        return loaded
+
+    def freeze_untrained_centroids(self) -> None:
+        """Freeze the centroids that no loss depends on, for which DistributedDataParallel would wait."""
+        for part in self.modules():
+            if isinstance(part, ClusterFormerModel) and not part.config.trains_centroids:
+                for name, parameter in part.named_parameters():
+                    if "centroid" in name:
+                        parameter.requires_grad_(False)
+
 
 class ClusterFormerModel(ClusterFormerPreTrainedModel):
     """Embeddings and layers, as an encoder or (`config.is_decoder`) a decoder.
@@ -156,6 +176,7 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
         self.centroids = None
         if config.assignment == "neural":
             self.centroids = Centroids(config)
+        self.freeze_untrained_centroids()
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
@@ -236,8 +257,8 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
                 output_clustering=output_clustering,
             )
             seen.append(hidden_states)
-            if report:
-                reports.append(torch.stack([number.to(report[0].dtype) for number in report]))
+            if report is not None:
+                reports.append(report)
         if self.final_norm is not None:
             hidden_states = self.final_norm(hidden_states)
             seen[-1] = hidden_states
@@ -287,11 +308,10 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
 
 def pool(hidden_states: torch.Tensor, mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
     """One vector per text `(B, d)`: the mean of its words that count, or the first of them."""
-    if mask is None:
-        return hidden_states.mean(dim=1) if pooling == "mean" else hidden_states[:, 0]
     if pooling == "mean":
-        total = (hidden_states * mask[..., None]).sum(dim=1)
-        return total / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        return masked_mean(hidden_states, mask)
+    if mask is None:
+        return hidden_states[:, 0]
     rows = torch.arange(len(mask), device=mask.device)
     return hidden_states[rows, mask.long().argmax(dim=1)]
 

@@ -1,4 +1,8 @@
-"""ClusterFormer with the heads of an encoder or a decoder."""
+"""ClusterFormer with the heads of an encoder or a decoder.
+
+An output's `loss` has the losses of the clustering in it. What makes a loss of the logits alone leaves them out, as
+transformers' `Trainer` does with `label_smoothing_factor`; `total_loss` adds them.
+"""
 
 import copy
 from typing import Any
@@ -118,7 +122,7 @@ class ClusterFormerForMaskedLM(_WithWordHead):
         Returns: `ClusterFormerMaskedLMOutput`, logits `(B, N, vocab_size)`.
         """
         kwargs.setdefault("output_clustering", self.training or labels is not None)
-        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, **kwargs)
+        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, return_dict=True, **kwargs)
         logits = self.lm_head(encoded.last_hidden_state)
         task_loss = word_loss(logits, labels)
         return ClusterFormerMaskedLMOutput(
@@ -162,7 +166,7 @@ class ClusterFormerForPreTraining(_WithWordHead):
         """
         labelled = labels is not None or next_sentence_label is not None
         kwargs.setdefault("output_clustering", self.training or labelled)
-        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, **kwargs)
+        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, return_dict=True, **kwargs)
         logits = self.lm_head(encoded.last_hidden_state)
         follows = self.next_sentence(encoded.pooler_output)
         parts = [word_loss(logits, labels), word_loss(follows, next_sentence_label)]
@@ -214,8 +218,8 @@ class ClusterFormerForCausalLM(_WithWordHead, GenerationMixin):
         Returns: `ClusterFormerCausalLMOutput`, logits `(B, N, vocab_size)`.
         """
         kwargs.setdefault("output_clustering", self.training or labels is not None)
-        state = {"past_key_values": past_key_values, "use_cache": use_cache}
-        decoded = self.clusterformer(input_ids, attention_mask, token_type_ids, **state, **kwargs)
+        options = {"past_key_values": past_key_values, "use_cache": use_cache, "return_dict": True}
+        decoded = self.clusterformer(input_ids, attention_mask, token_type_ids, **options, **kwargs)
         logits = self.lm_head(decoded.last_hidden_state[:, -logits_to_keep:])
         task_loss = shifted_loss(logits, labels)
         return ClusterFormerCausalLMOutput(
@@ -258,13 +262,14 @@ class ClusterFormerForSequenceClassification(ClusterFormerPreTrainedModel):
             input_ids (`torch.LongTensor`): `(B, N)`.
             attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 0 = padding.
             token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
-            labels (`torch.Tensor`, *optional*): `(B,)` classes; numbers where `num_labels` is 1; `(B, num_labels)`
-                0 or 1 where `config.problem_type` is `"multi_label_classification"`.
+            labels (`torch.Tensor`, *optional*): as in transformers: `(B,)` classes; numbers where `num_labels` is 1;
+                `(B, num_labels)` 0 or 1 in floating point, or where `config.problem_type` is
+                `"multi_label_classification"`.
             kwargs: what `ClusterFormerModel` takes.
         Returns: `ClusterFormerSequenceClassifierOutput`, logits `(B, num_labels)`.
         """
         kwargs.setdefault("output_clustering", self.training or labels is not None)
-        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, **kwargs)
+        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, return_dict=True, **kwargs)
         mask = None if attention_mask is None else attention_mask.bool()
         pooled = pool(encoded.last_hidden_state, mask, self.config.pooling)
         logits = self.classifier(self.dropout(pooled))
@@ -278,12 +283,11 @@ class ClusterFormerForSequenceClassification(ClusterFormerPreTrainedModel):
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         problem, logits = self.config.problem_type, full_precision(logits)
-        if problem == "multi_label_classification":
-            return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
-        if problem == "regression" or (problem is None and self.config.num_labels == 1):
-            numbers = logits.squeeze(-1)
-            return F.mse_loss(numbers, labels.to(numbers.dtype).view(numbers.shape))
-        return F.cross_entropy(logits, labels)
+        if problem is None and self.config.num_labels > 1 and labels.dtype in (torch.int64, torch.int32):
+            problem = "single_label_classification"
+        if problem != "single_label_classification":
+            labels = labels.to(logits.dtype)  # transformers' losses of numbers take no integers
+        return self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
 
 
 class ClusterFormerForTokenClassification(ClusterFormerPreTrainedModel):
@@ -316,7 +320,7 @@ class ClusterFormerForTokenClassification(ClusterFormerPreTrainedModel):
         Returns: `ClusterFormerTokenClassifierOutput`, logits `(B, N, num_labels)`.
         """
         kwargs.setdefault("output_clustering", self.training or labels is not None)
-        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, **kwargs)
+        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(encoded.last_hidden_state))
         task_loss = word_loss(logits, labels)
         return ClusterFormerTokenClassifierOutput(
@@ -352,18 +356,19 @@ class ClusterFormerForQuestionAnswering(ClusterFormerPreTrainedModel):
             input_ids (`torch.LongTensor`): `(B, N)`.
             attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 0 = padding.
             token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
-            start_positions, end_positions (`torch.LongTensor`, *optional*): `(B,)`; beyond the text = does not count.
+            start_positions, end_positions (`torch.LongTensor`, *optional*): `(B,)`; beyond the text = does not count,
+                below 0 = 0, as in transformers.
             kwargs: what `ClusterFormerModel` takes.
         Returns: `ClusterFormerQuestionAnsweringOutput`, both logits `(B, N)`.
         """
         labelled = start_positions is not None and end_positions is not None
         kwargs.setdefault("output_clustering", self.training or labelled)
-        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, **kwargs)
+        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, return_dict=True, **kwargs)
         start, end = self.qa_outputs(encoded.last_hidden_state).unbind(dim=-1)
         task_loss = None
         if start_positions is not None and end_positions is not None:
             N = start.shape[1]
-            places = torch.stack([start_positions, end_positions])
+            places = torch.stack([start_positions, end_positions]).clamp(min=0)
             task_loss = word_loss(torch.stack([start, end]), places.where(places < N, IGNORED))
         return ClusterFormerQuestionAnsweringOutput(
             loss=total_loss(self.config, task_loss, encoded),

@@ -63,7 +63,17 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Genera
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.encoder.set_input_embeddings(value)
-        self.decoder.set_input_embeddings(value)
+        if self.config.tie_word_embeddings:
+            self.decoder.set_input_embeddings(value)
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """As in transformers; where embeddings are not tied the decoder's own are resized too."""
+        embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        if not self.config.tie_word_embeddings:
+            self.decoder.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        return embeddings
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.lm_head
@@ -101,6 +111,8 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Genera
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_clustering: bool | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> ClusterFormerSeq2SeqLMOutput:
         """Score the vocabulary for the next word of every translation.
@@ -110,13 +122,16 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Genera
             attention_mask (`torch.Tensor`, *optional*): `(B, M)`, 0 = padding.
             decoder_input_ids (`torch.LongTensor`, *optional*): `(B, N)`; or `decoder_inputs_embeds`. Default: the
                 labels moved one place to the right.
-            decoder_attention_mask (`torch.Tensor`, *optional*): `(B, N)`, with a cache `(B, past + N)`.
+            decoder_attention_mask (`torch.Tensor`, *optional*): `(B, N)`, with a cache `(B, past + N)`. Default: all
+                of `decoder_input_ids`; where these are made of the labels, up to the last label that counts.
             encoder_outputs (*optional*): what the encoder gave; its first entry is read.
             past_key_values (`Cache`, *optional*), use_cache (`bool`, *optional*): with `causal="strict"`.
             labels (`torch.LongTensor`, *optional*): `(B, N)`, the translations; -100 = does not count.
             output_hidden_states (`bool`, *optional*): of both parts.
             output_clustering (`bool`, *optional*): clustering losses and statistics, means over both parts. Default:
                 while training, and with labels.
+            token_type_ids, position_ids (`torch.LongTensor`, *optional*): `(B, M)`, of the sources.
+            kwargs: what `ClusterFormerModel` takes, for both parts.
 
         Returns:
             `ClusterFormerSeq2SeqLMOutput`, logits `(B, N, vocab_size)`.
@@ -127,9 +142,15 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Genera
             if labels is None:
                 raise ValueError("give decoder_input_ids, decoder_inputs_embeds or labels")
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+            if decoder_attention_mask is None:
+                # What follows the last label would move clusters and blocks; the causal mask hides no padding there.
+                decoder_attention_mask = (labels != IGNORED).flip(1).cumsum(dim=1).flip(1) > 0
         options = {"output_hidden_states": output_hidden_states, "output_clustering": output_clustering}
+        options |= {"return_dict": True, **kwargs}
         if encoder_outputs is None:
-            encoder_outputs = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds, **options, **kwargs)
+            encoder_outputs = self.encoder(
+                input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds=inputs_embeds, **options
+            )
         decoded = self.decoder(
             decoder_input_ids,
             decoder_attention_mask,
@@ -139,7 +160,6 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Genera
             past_key_values=past_key_values,
             use_cache=use_cache,
             **options,
-            **kwargs,
         )
         logits = self.lm_head(decoded.last_hidden_state)
         task_loss = word_loss(logits, labels)

@@ -49,8 +49,8 @@ class ClusterFormerMaskedLMOutput(ClusteringOutput, MaskedLMOutput):
 
 
 @dataclass
-class ClusterFormerPreTrainingOutput(ClusteringOutput):
-    """Output of `ClusterFormerForPreTraining`.
+class PreTrainingOutput(ModelOutput):
+    """Output of a model with the heads of BERT's pre-training.
 
     Attributes:
         loss: the total.
@@ -63,6 +63,11 @@ class ClusterFormerPreTrainingOutput(ClusteringOutput):
     prediction_logits: torch.Tensor | None = None
     seq_relationship_logits: torch.Tensor | None = None
     hidden_states: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class ClusterFormerPreTrainingOutput(ClusteringOutput, PreTrainingOutput):
+    """Output of `ClusterFormerForPreTraining`."""
 
 
 @dataclass

@@ -8,6 +8,7 @@ from torch import nn
 
 from ...ops import cluster_order, cluster_queries, neural_clustering
 from ...ops.cluster_queries.reference import hash_planes
+from ...ops.precision import accumulation_dtype
 from .configuration_clusterformer import ClusterFormerConfig
 
 # Below it a word has no direction: its cosine with everything is 0.
@@ -40,7 +41,7 @@ def valid_words(words: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
 
 def full_precision(tensor: torch.Tensor) -> torch.Tensor:
     """At least float32: what is summed or normalised over many words."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    return tensor.to(accumulation_dtype(tensor.dtype))
 
 
 def norms(rows: torch.Tensor) -> torch.Tensor:
@@ -101,7 +102,6 @@ class Centroids(nn.Module):
     def __init__(self, config: ClusterFormerConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.clusters, config.hidden_size))
-        self.weight.requires_grad_(config.trains_centroids)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         """The centroids `(B, k, d)` for words `(B, N, d)`."""
@@ -119,7 +119,6 @@ class WordSorting(nn.Module):
         self.strict = config.is_decoder and config.causal == "strict"
         if config.assignment == "neural":
             self.centroid_projection = CentroidProjection(config.hidden_size, config.hidden_size, bias=False)
-            self.centroid_projection.weight.requires_grad_(config.trains_centroids)
 
     def forward(
         self, words: torch.Tensor, centroids: torch.Tensor | None, mask: torch.Tensor | None, with_updated: bool

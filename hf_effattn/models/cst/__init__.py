@@ -1,7 +1,6 @@
 """Composite Slice Transformer (Lee 2023), registered with the Auto classes of transformers."""
 
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -10,6 +9,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from ..auto_classes import register
 from .cache_cst import CSTCache
 from .configuration_cst import CSTConfig
 from .heads_cst import (
@@ -22,13 +22,17 @@ from .heads_cst import (
 )
 from .modeling_cst import CSTModel, CSTPreTrainedModel
 
-AutoConfig.register(CSTConfig.model_type, CSTConfig, exist_ok=True)
-AutoModel.register(CSTConfig, CSTModel, exist_ok=True)
-AutoModelForMaskedLM.register(CSTConfig, CSTForMaskedLM, exist_ok=True)
-AutoModelForCausalLM.register(CSTConfig, CSTForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(CSTConfig, CSTForSequenceClassification, exist_ok=True)
-AutoModelForTokenClassification.register(CSTConfig, CSTForTokenClassification, exist_ok=True)
-AutoModelForQuestionAnswering.register(CSTConfig, CSTForQuestionAnswering, exist_ok=True)
+register(
+    CSTConfig,
+    {
+        AutoModel: CSTModel,
+        AutoModelForMaskedLM: CSTForMaskedLM,
+        AutoModelForCausalLM: CSTForCausalLM,
+        AutoModelForSequenceClassification: CSTForSequenceClassification,
+        AutoModelForTokenClassification: CSTForTokenClassification,
+        AutoModelForQuestionAnswering: CSTForQuestionAnswering,
+    },
+)
 
 __all__ = [
     "CSTCache",

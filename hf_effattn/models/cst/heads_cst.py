@@ -17,7 +17,9 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
+from transformers.utils.generic import can_return_tuple
 
+from ..means import masked_mean
 from .cache_cst import CSTCache
 from .configuration_cst import CSTConfig
 from .modeling_cst import CSTModel, CSTPreTrainedModel
@@ -29,10 +31,6 @@ def _bidirectional(config: CSTConfig, name: str) -> CSTConfig:
     return config
 
 
-def _finish(output: Any, return_dict: bool | None) -> Any:
-    return output.to_tuple() if return_dict is False else output
-
-
 def _loss_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """What the Trainer passes on for the loss: with gradient accumulation the mean is over all its batches."""
     return {name: value for name, value in arguments.items() if name == "num_items_in_batch"}
@@ -41,21 +39,6 @@ def _loss_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 def _classifier_dropout(config: CSTConfig) -> nn.Dropout:
     own = config.classifier_dropout
     return nn.Dropout(config.hidden_dropout_prob if own is None else own)
-
-
-def masked_mean(hidden: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """Mean of the tokens.
-
-    Args:
-        hidden (`torch.Tensor`): `(B, N, d)`.
-        attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 1 = token.
-
-    Returns: `(B, d)`; 0 for a row without a token.
-    """
-    if attention_mask is None:
-        return hidden.mean(dim=1)
-    counted = attention_mask.bool()[..., None]
-    return hidden.masked_fill(~counted, 0.0).sum(dim=1) / counted.sum(dim=1).clamp(min=1)
 
 
 class CSTPredictionHead(nn.Module):
@@ -104,6 +87,7 @@ class CSTForMaskedLM(CSTPreTrainedModel):
         """
         self.head.decoder = new_embeddings
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -111,16 +95,15 @@ class CSTForMaskedLM(CSTPreTrainedModel):
         token_type_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> MaskedLMOutput | tuple:
+    ) -> MaskedLMOutput:
         """Logits of every token, and the loss where `labels` `(B, N)` (-100: not counted) are given."""
-        output = self.cst(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
+        output = self.cst(input_ids, attention_mask, token_type_ids, inputs_embeds, return_dict=True, **kwargs)
         logits = self.head(output.last_hidden_state)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **_loss_arguments(kwargs))
-        return _finish(MaskedLMOutput(loss=loss, logits=logits, hidden_states=output.hidden_states), return_dict)
+        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=output.hidden_states)
 
 
 class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
@@ -161,6 +144,7 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         next_sequence_length: int | None = None,
+        token_type_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Inputs of the next step: the columns that the cache has not seen.
@@ -172,6 +156,7 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
             inputs_embeds (`torch.Tensor`, *optional*): embeddings of the prompt, for the first step.
             use_cache (`bool`, *optional*): whether to keep a cache.
             next_sequence_length (`int`, *optional*): how many columns are new, where `generate` knows.
+            token_type_ids (`torch.LongTensor`, *optional*): `(B, all columns so far)`, segments.
             kwargs: further arguments of `generate`; only `logits_to_keep` is used.
 
         Returns: the arguments of `forward`.
@@ -180,14 +165,17 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
         inputs: dict[str, Any] = {"attention_mask": attention_mask, "use_cache": use_cache}
         inputs |= {"past_key_values": past_key_values, "logits_to_keep": kwargs.get("logits_to_keep", 0)}
         if inputs_embeds is not None and past == 0:
-            return inputs | {"inputs_embeds": inputs_embeds}
+            return inputs | {"inputs_embeds": inputs_embeds, "token_type_ids": token_type_ids}
         if past and next_sequence_length is None:
             # After a prompt of embeddings input_ids hold only what was generated; the mask has every column.
             columns = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1]
             next_sequence_length = columns - past
         inputs["input_ids"] = input_ids[:, -next_sequence_length:] if next_sequence_length else input_ids
+        if token_type_ids is not None:
+            inputs["token_type_ids"] = token_type_ids[:, -inputs["input_ids"].shape[1] :]
         return inputs
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -198,9 +186,8 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple:
+    ) -> CausalLMOutputWithPast:
         """Logits of the next token at every place, the cache, and the loss where `labels` `(B, N)` are given.
 
         Labels are shifted inside. `logits_to_keep` asks for the last so many places only, or for the places it lists.
@@ -212,6 +199,7 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
             inputs_embeds,
             past_key_values=past_key_values,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -219,10 +207,9 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **_loss_arguments(kwargs))
-        result = CausalLMOutputWithPast(
+        return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
         )
-        return _finish(result, return_dict)
 
 
 class CSTClassificationHead(nn.Module):
@@ -261,6 +248,7 @@ class CSTForSequenceClassification(CSTPreTrainedModel):
         self.classifier = CSTClassificationHead(config)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -268,19 +256,17 @@ class CSTForSequenceClassification(CSTPreTrainedModel):
         token_type_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> SequenceClassifierOutput | tuple:
+    ) -> SequenceClassifierOutput:
         """Logits `(B, num_labels)`, and the loss where `labels` `(B,)` or `(B, num_labels)` are given."""
-        output = self.cst(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
+        output = self.cst(input_ids, attention_mask, token_type_ids, inputs_embeds, return_dict=True, **kwargs)
         logits = self.classifier(masked_mean(output.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
             loss = self.loss_function(
                 labels=labels, pooled_logits=logits, config=self.config, **_loss_arguments(kwargs)
             )
-        result = SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=output.hidden_states)
-        return _finish(result, return_dict)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=output.hidden_states)
 
 
 class CSTForPairClassification(CSTPreTrainedModel):
@@ -299,6 +285,7 @@ class CSTForPairClassification(CSTPreTrainedModel):
         self.classifier = CSTClassificationHead(config, inputs=4)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -306,12 +293,11 @@ class CSTForPairClassification(CSTPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         pair_attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> SequenceClassifierOutput | tuple:
+    ) -> SequenceClassifierOutput:
         """Logits `(B, num_labels)` for `B` pairs of texts, `(B, N)` and `(B, M)` tokens, and the loss."""
         first, second = (
-            masked_mean(self.cst(ids, mask, **kwargs).last_hidden_state, mask)
+            masked_mean(self.cst(ids, mask, return_dict=True, **kwargs).last_hidden_state, mask)
             for ids, mask in ((input_ids, attention_mask), (pair_input_ids, pair_attention_mask))
         )
         logits = self.classifier(torch.cat([first, second, first * second, first - second], dim=-1))
@@ -320,7 +306,7 @@ class CSTForPairClassification(CSTPreTrainedModel):
             loss = self.loss_function(
                 labels=labels, pooled_logits=logits, config=self.config, **_loss_arguments(kwargs)
             )
-        return _finish(SequenceClassifierOutput(loss=loss, logits=logits), return_dict)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
 class CSTForTokenClassification(CSTPreTrainedModel):
@@ -337,6 +323,7 @@ class CSTForTokenClassification(CSTPreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -344,16 +331,13 @@ class CSTForTokenClassification(CSTPreTrainedModel):
         token_type_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> TokenClassifierOutput | tuple:
+    ) -> TokenClassifierOutput:
         """Logits `(B, N, num_labels)`, and the loss where `labels` `(B, N)` (-100: not counted) are given."""
-        output = self.cst(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
+        output = self.cst(input_ids, attention_mask, token_type_ids, inputs_embeds, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(output.last_hidden_state))
         loss = None if labels is None else self.loss_function(logits, labels, self.config, **_loss_arguments(kwargs))
-        return _finish(
-            TokenClassifierOutput(loss=loss, logits=logits, hidden_states=output.hidden_states), return_dict
-        )
+        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=output.hidden_states)
 
 
 class CSTForQuestionAnswering(CSTPreTrainedModel):
@@ -369,6 +353,7 @@ class CSTForQuestionAnswering(CSTPreTrainedModel):
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -377,21 +362,19 @@ class CSTForQuestionAnswering(CSTPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         start_positions: torch.Tensor | None = None,
         end_positions: torch.Tensor | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> QuestionAnsweringModelOutput | tuple:
+    ) -> QuestionAnsweringModelOutput:
         """Start and end logits `(B, N)`, and the loss where both positions `(B,)` are given."""
-        output = self.cst(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
+        output = self.cst(input_ids, attention_mask, token_type_ids, inputs_embeds, return_dict=True, **kwargs)
         start, end = self.qa_outputs(output.last_hidden_state).unbind(dim=-1)
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(
                 start.contiguous(), end.contiguous(), start_positions, end_positions, **_loss_arguments(kwargs)
             )
-        result = QuestionAnsweringModelOutput(
+        return QuestionAnsweringModelOutput(
             loss=loss, start_logits=start, end_logits=end, hidden_states=output.hidden_states
         )
-        return _finish(result, return_dict)
 
 
 __all__ = [

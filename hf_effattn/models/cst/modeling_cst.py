@@ -12,6 +12,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from .attention_cst import CSTAttention, Tables
 from .cache_cst import CSTCache, GlobalState, LevelState
@@ -115,8 +116,14 @@ class CSTLayer(GradientCheckpointingLayer):
         tables: Tables,
         mask: torch.Tensor | None,
         lengths: torch.Tensor | None = None,
+        *rows: torch.Tensor,
     ) -> tuple[torch.Tensor, Any]:
-        """The layer on whole sequences; arguments and state as in `CSTAttention.forward`."""
+        """The layer on whole sequences; arguments and state as in `CSTAttention.forward`.
+
+        `rows`, where given, are what `tables` hold: reentrant checkpointing finds no gradient inside a container.
+        """
+        if tables is not None and rows:
+            tables = dict(zip(tables, rows, strict=True))
         attended, state = self.attention(self._before(self.attention_norm, hidden), tables, mask, lengths)
         return self._after(hidden, attended), state
 
@@ -196,6 +203,7 @@ class CSTModel(CSTPreTrainedModel):
         """
         self.embeddings.word_embeddings = value
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -205,9 +213,8 @@ class CSTModel(CSTPreTrainedModel):
         past_key_values: CSTCache | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast | tuple:
+    ) -> BaseModelOutputWithPast:
         """Hidden states of the tokens.
 
         Slices are counted from each row's first token: padding on the left, on the right or inside changes nothing.
@@ -221,7 +228,6 @@ class CSTModel(CSTPreTrainedModel):
             use_cache (`bool`, *optional*): whether a causal model returns its cache. Default `config.use_cache`, and
                 never while training.
             output_hidden_states (`bool`, *optional*): whether to return every layer's hidden states.
-            return_dict (`bool`, *optional*): False for a plain tuple.
             kwargs: ignored: what transformers passes to every model, such as `position_ids`.
 
         Returns:
@@ -249,12 +255,11 @@ class CSTModel(CSTPreTrainedModel):
             hidden, states, past_key_values = self._whole(words, token_type_ids, mask, use_cache, past_key_values)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        output = BaseModelOutputWithPast(
+        return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             past_key_values=past_key_values if use_cache else None,
             hidden_states=states if output_hidden_states else None,
         )
-        return output.to_tuple() if return_dict is False else output
 
     def _mask(self, attention_mask: torch.Tensor | None, B: int, past: int, N: int) -> torch.Tensor | None:
         """Which of the new columns are tokens, `(B, N)`."""
@@ -301,8 +306,9 @@ class CSTModel(CSTPreTrainedModel):
             lengths = torch.full((B,), N, device=words.device) if mask is None else mask.sum(dim=1)
             cache = CSTCache(len(self.layers)) if cache is None else cache
         tables, states = self._tables(words.device), [hidden]
+        rows = () if tables is None else tuple(tables.values())
         for index, layer in enumerate(self.layers):
-            hidden, state = layer(hidden, tables, mask, lengths)
+            hidden, state = layer(hidden, tables, mask, lengths, *rows)
             if use_cache and cache is not None:
                 cache.layers[index].store(state, N)
             states.append(hidden)

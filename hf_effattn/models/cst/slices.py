@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
+from ...ops.precision import accumulation_dtype
 from .configuration_cst import CSTConfig
 
 
@@ -63,7 +64,7 @@ class SlicePooling(nn.Module):
         if self.kind == "linear":
             return self.projection(slices.flatten(2))
         sizes = self.slice_length if counted is None else counted.sum(dim=2).clamp(min=1)
-        return slices.sum(dim=2) / sizes
+        return (slices.sum(dim=2, dtype=accumulation_dtype(slices.dtype)) / sizes).to(slices.dtype)
 
 
 class MaskedLinear(nn.Linear):

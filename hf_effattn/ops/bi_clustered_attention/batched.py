@@ -12,7 +12,6 @@ import torch
 from ..arguments import check_label_range
 from ..cluster_blocks import ClusterBlocks, block_length
 from ..clustered_attention.batched import (
-    accumulation_dtype,
     centroid_scores,
     chunks_of,
     cluster_rows,
@@ -24,6 +23,7 @@ from ..clustered_attention.batched import (
     table_rows,
 )
 from ..dropout import TOPK_AND_SUMMARY_WEIGHTS
+from ..precision import accumulation_dtype
 from ..row_chunks import RowChunk
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..clustered_attention.batched import accumulation_dtype, chunks_of, draw_dropout, empty_output
+from ..clustered_attention.batched import chunks_of, draw_dropout, empty_output
 from ..dropout import TOPK_AND_SUMMARY_WEIGHTS
+from ..precision import accumulation_dtype
 from ..row_chunks import RowChunk
 from .grouping import group
 from .parts import Gradients, LocalPart, Part, SummaryPart, TopPart

@@ -13,7 +13,6 @@ import torch
 from ..cluster_queries import cluster_queries
 from ..cluster_queries.batched import keys_metric
 from ..clustered_attention.batched import (
-    accumulation_dtype,
     centroid_scores,
     cluster_rows,
     cluster_sizes,
@@ -22,6 +21,7 @@ from ..clustered_attention.batched import (
 from ..kmeans import kmeans
 from ..kmeans.batched import nearest, prepare
 from ..kmeans.sampling import fit_rows
+from ..precision import accumulation_dtype
 from .layout import Layout
 from .reference import Settings
 

@@ -14,7 +14,8 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from ..clustered_attention.batched import accumulation_dtype, cluster_rows, cluster_sizes, cluster_sums
+from ..clustered_attention.batched import cluster_rows, cluster_sizes, cluster_sums
+from ..precision import accumulation_dtype
 from .grouping import Grouping, cluster_keys
 from .layout import Layout, Run
 from .reference import Settings

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..clustered_attention.batched import accumulation_dtype
+from ..precision import accumulation_dtype
 from .grouping import Epoch, Grouping
 from .layout import Layout
 from .parts import Gradients, Part

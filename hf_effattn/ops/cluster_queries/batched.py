@@ -2,9 +2,9 @@
 
 import torch
 
-from ..clustered_attention.batched import accumulation_dtype
 from ..kmeans.batched import cluster_chunk, fitting_bytes_per_head
 from ..kmeans.sampling import fit_rows
+from ..precision import accumulation_dtype
 from ..row_chunks import row_chunks
 from .reference import METRIC_RIDGE, hash_planes
 

@@ -8,12 +8,8 @@ import torch
 
 from ..arguments import check_label_range
 from ..dropout import CENTROID_WEIGHTS, dropout_factor
+from ..precision import accumulation_dtype
 from ..row_chunks import RowChunk, row_chunks
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Softmax and sums run in float32 below float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def cluster_rows(labels: torch.Tensor, clusters: int) -> torch.Tensor:

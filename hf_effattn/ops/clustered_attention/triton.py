@@ -140,7 +140,8 @@ def _backward_op(
     B, H, N, D = query.shape
     members = SortedRows(order, starts, tiles, clusters, TILE)
     grads = cluster_means(grad_output, members)
-    delta = torch.linalg.vecdot(merged, grads)
+    with torch.autocast(query.device.type, enabled=False):
+        delta = torch.linalg.vecdot(merged, grads)
     grad_centroids, grad_key, grad_value = centroid_backward(
         centroids, key, value, key_mask, grads, lse, delta, members, scale, dropout_p, dropout_seed
     )

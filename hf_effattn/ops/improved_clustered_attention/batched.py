@@ -10,7 +10,6 @@ import torch
 from ..arguments import check_label_range
 from ..cluster_blocks import ClusterBlocks, block_length
 from ..clustered_attention.batched import (
-    accumulation_dtype,
     centroid_backward,
     centroid_dropout,
     centroid_scores,
@@ -22,6 +21,7 @@ from ..clustered_attention.batched import (
     table_rows,
 )
 from ..dropout import TOPK_WEIGHTS
+from ..precision import accumulation_dtype
 from ..row_chunks import RowChunk
 
 

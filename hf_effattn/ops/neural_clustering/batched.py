@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..clustered_attention.batched import accumulation_dtype
+from ..precision import accumulation_dtype
 from ..row_chunks import CHUNK_BYTES
 
 

@@ -77,7 +77,8 @@ def _forward(
     highest = lse.amax(dim=2, keepdim=True)
     shares = torch.exp2(lse - highest)
     total = shares.sum(dim=2)
-    exact = torch.einsum("bks,bksd->bkd", shares / total[..., None], partial)
+    with torch.autocast(words.device.type, enabled=False):
+        exact = torch.einsum("bks,bksd->bkd", shares / total[..., None], partial)
     total = highest[..., 0] + total.log2()
     with on_device_of(words):
         _neural_clustering_fwd_label_kernel[(B * row_tiles,)](

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from ..dropout import dropout_factor
+from ..precision import accumulation_dtype
 from ..row_chunks import CHUNK_BYTES
 from .layout import Layout
-from .reference import LOCAL_WEIGHTS, accumulation_dtype, sink_rows, sink_visible, window_positions
+from .reference import LOCAL_WEIGHTS, sink_rows, sink_visible, window_positions
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,9 @@
 import torch
 
 from ..dropout import dropout_factor
+from ..precision import accumulation_dtype
 
 LOCAL_WEIGHTS = 0
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Softmax and sums run in float32 below float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def window_positions(

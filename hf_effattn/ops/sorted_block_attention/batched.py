@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..clustered_attention.batched import accumulation_dtype, empty_output
+from ..clustered_attention.batched import empty_output
 from ..dropout import dropout_factor
+from ..precision import accumulation_dtype
 from ..row_chunks import CHUNK_BYTES
 from .reference import BLOCK_WEIGHTS, MEMBERSHIP_FLOOR, check_values
 

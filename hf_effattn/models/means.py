@@ -1,0 +1,22 @@
+"""The mean of the words of a text, which both model families classify by."""
+
+import torch
+
+from ..ops.precision import accumulation_dtype
+
+
+def masked_mean(hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Mean of the words that count.
+
+    Args:
+        hidden (`torch.Tensor`): `(B, N, d)`.
+        mask (`torch.Tensor`, *optional*): `(B, N)`, 1 or True = counts.
+
+    Returns: `(B, d)` in the dtype of `hidden`; 0 for a row without words.
+    """
+    dtype = accumulation_dtype(hidden.dtype)
+    if mask is None:
+        return hidden.mean(dim=1, dtype=dtype).to(hidden.dtype)
+    counted = mask.bool()[..., None]
+    total = hidden.masked_fill(~counted, 0.0).sum(dim=1, dtype=dtype)
+    return (total / counted.sum(dim=1).clamp(min=1)).to(hidden.dtype)

@@ -1,0 +1,8 @@
+"""In which precision sums are taken."""
+
+import torch
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Softmax and sums run in float32 below float64: float16 ends at 65,504, which a sum of many rows reaches."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
