@@ -19,9 +19,23 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from .method_settings import RECORD, MethodOverCache, ModulePatch
-from .methods import METHODS, MethodSettings, attend, attention_matrix, find_groups, list_methods, make_settings
+from .methods import (
+    METHODS,
+    MethodSettings,
+    attend,
+    attention_matrix,
+    find_groups,
+    implied_weights,
+    list_methods,
+    make_settings,
+)
 from .model_types import MODEL_TYPES, is_causal, is_self_attention, is_served, model_type_of, supported_model_types
 from .stored import FIELD, check_layers, read_stored
+
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # older versions have none
+    _active_collector = None
 
 
 def padding_mask(
@@ -114,16 +128,18 @@ def attention(
     Raises:
         ValueError: a causal model, or any, of a model type that is not in the table, settings that do not fit.
     """
-    wants_weights = kwargs.pop("output_attentions", None) or getattr(module.config, "output_attentions", False)
+    wants_weights = bool(kwargs.pop("output_attentions", None)) or _matrices_are_collected(module)
     settings = settings_for(module, method)
     dense = attention_mask is not None and attention_mask.ndim != 2
     causal = is_causal(module) and kwargs.get("is_causal") is not False
     over_cache = causal and query.shape[2] != key.shape[2] and (dense or query.shape[2] == 1)
-    if over_cache and isinstance(settings, MethodOverCache):
-        M, kind = key.shape[2], query.device.type
-        readable = attention_mask is None or attention_mask.dtype == torch.bool
-        if readable and not settings.is_exact(M, M, kind, causal=True):
-            return _over_cache(settings, module, query, key, value, attention_mask, scaling, bool(wants_weights))
+    readable = attention_mask is None or attention_mask.dtype == torch.bool
+    if over_cache and readable and isinstance(settings, MethodOverCache):
+        kind = query.device.type
+        forced = settings.shortest_length(kind, causal=True) == 0
+        M = key.shape[2] if forced else _length_so_far(key, attention_mask)
+        if not settings.is_exact(M, M, kind, causal=True):
+            return _over_cache(settings, module, query, key, value, attention_mask, scaling, wants_weights)
     if causal and not dense and query.shape[2] > 1:
         # A prompt's keys are the first of a static cache; further chunks of a prompt come with a dense mask.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
@@ -142,7 +158,7 @@ def attention(
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-        weights = exact_attention_matrix(module, query, key, attention_mask, scaling) if wants_weights else None
+        weights = exact_attention_matrix(query, key, attention_mask, scaling, causal=causal) if wants_weights else None
         return output, weights
 
     if causal:
@@ -152,8 +168,7 @@ def attention(
         result = settings.attend_causal(query, key, value, dropout_p=dropout, **options)
         weights = None
         if wants_weights:
-            identity = torch.eye(key.shape[2], dtype=query.dtype, device=query.device)
-            weights = settings.attend_causal(query, key, identity.expand(*key.shape[:2], -1, -1), **options)
+            weights = implied_weights(query, key, lambda values: settings.attend_causal(query, key, values, **options))
         return result.transpose(1, 2).contiguous(), weights
 
     groups = find_groups(settings, query, key, attention_mask)
@@ -161,6 +176,27 @@ def attention(
     result = attend(settings, query, key, value, groups, dropout_p=dropout, **options)
     weights = attention_matrix(settings, query, key, groups, **options) if wants_weights else None
     return result.transpose(1, 2).contiguous(), weights
+
+
+def _matrices_are_collected(module: nn.Module) -> bool:
+    """Whether attention matrices were asked for where no argument says so: GPT-2 and OPT keep it to themselves."""
+    if getattr(module.config, "output_attentions", False):
+        return True
+    # In a compiled layer of a model that is not compiled itself, the collector's state cannot be traced.
+    if _active_collector is None or (torch.compiler.is_compiling() and not _active_collector.compiling):
+        return False
+    return "attentions" in (_active_collector.get() or ())
+
+
+def _length_so_far(key: torch.Tensor, mask: torch.Tensor | None) -> int:
+    """Tokens, and padding before them, up to the last query; a static cache has empty rows behind those.
+
+    A compiled graph cannot ask for it, and takes the size of the cache.
+    """
+    if mask is None or torch.compiler.is_compiling():
+        return key.shape[2]
+    rows = torch.arange(1, key.shape[2] + 1, device=mask.device)
+    return int((rows * mask).amax())
 
 
 def _over_cache(
@@ -177,8 +213,7 @@ def _over_cache(
     options: dict[str, Any] = {"mask": attention_mask, "scale": scaling, "module": module}
     result, weights = settings.attend_over_cache(query, key, value, **options), None
     if wants_weights:
-        identity = torch.eye(key.shape[2], dtype=query.dtype, device=query.device)
-        weights = settings.attend_over_cache(query, key, identity.expand(*key.shape[:2], -1, -1), **options)
+        weights = implied_weights(query, key, lambda values: settings.attend_over_cache(query, key, values, **options))
     return result.transpose(1, 2).contiguous(), weights
 
 
@@ -227,16 +262,17 @@ def _settings_from_config(module: nn.Module, method: str) -> MethodSettings | No
 
 
 def exact_attention_matrix(
-    module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None,
+    *,
+    causal: bool,
 ) -> torch.Tensor:
     """The weights `(B, H, N, M)` of transformers' SDPA path, which returns none itself."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
-    if attention_mask is None and is_causal(module) and query.shape[2] > 1:
+    if attention_mask is None and causal and query.shape[2] > 1:
         attention_mask = causal_square(query.shape[2], scores.device)
     if attention_mask is None:
         return scores.softmax(dim=-1)

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from ..ops import slice_attention
+from ..ops.precision import accumulation_dtype
 from ..ops.slice_attention import extension_tokens
-from ..ops.slice_attention.reference import accumulation_dtype
 
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Terms = tuple[torch.Tensor | None, torch.Tensor | None]

@@ -60,8 +60,9 @@ def load_positions(model: nn.Module, encoder: Encoder, name_or_path: Any, option
         if stored[key].shape != parameter.shape:
             raise ValueError(
                 f"{name_or_path} was converted with other settings: its {key} has shape {tuple(stored[key].shape)}, "
-                f"and these settings need {tuple(parameter.shape)}; leave out slice_length and extension_ratio, or "
-                "load it with transformers' own class and convert it anew with patch_attention"
+                f"and these settings need {tuple(parameter.shape)}; leave out slice_length, extension_ratio and "
+                "max_position_embeddings, whose values the conversion has fixed, or load it with transformers' own "
+                "class and convert it anew with patch_attention"
             )
         with torch.no_grad():
             parameter.copy_(stored[key])
@@ -103,7 +104,7 @@ _quiet = ContextVar("quiet", default=False)
 
 @contextmanager
 def quiet_about_tables() -> Iterator[None]:
-    """Keep the tables out of what transformers reports as unexpected, for here they are loaded after it."""
+    """Keep the tables out of what transformers reports as unexpected: they are loaded after it, or warned about."""
     token = _quiet.set(True)
     try:
         yield

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
 from .cst_attention import Projected, Terms
@@ -50,6 +51,11 @@ class SlicePositions(nn.Module):
         return torch.cat([self.token_positions, self.slice_positions[:slices]])
 
     @property
+    def is_trained(self) -> bool:
+        """Whether any entry is no longer 0."""
+        return any(not table.is_meta and bool(table.any()) for table in self.parameters())
+
+    @property
     def sizes(self) -> tuple[int, int, int]:
         """Places of a window, slices, width."""
         return self.token_positions.shape[0], *self.slice_positions.shape
@@ -73,7 +79,7 @@ class SlicePositions(nn.Module):
         if slices > most and not fill:
             raise ValueError(
                 f"{query.shape[2]} tokens are {slices} slices of {slice_length}, but the model was converted for "
-                f"{most}: call hf_effattn.extend_positions before patch_attention, or truncate the input"
+                f"{most}: call hf_effattn.extend_positions, or truncate the input"
             )
         known = min(slices, most)
         tables = self(known).to(query.device)
@@ -107,8 +113,12 @@ def project(module: nn.Module, rows: torch.Tensor, *, bias: bool) -> Projected:
 
 def _without_bias(to: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     if type(to) not in (nn.Linear, Conv1D):
-        # Adapters and quantised layers: an affine map all the same.
-        return to(rows) - to(torch.zeros_like(rows[:1]))
+        # Adapters and quantised layers: an affine map all the same. Biases are set to 0, for a small sum with a large
+        # one is rounded to its size; only one that is not at hand, packed or offloaded, is subtracted.
+        biases = {name: bias for name, bias in to.named_parameters() if name.endswith("bias") and not bias.is_meta}
+        unbiased = {name: torch.zeros_like(bias) for name, bias in biases.items()}
+        at_rows, at_zero = (functional_call(to, unbiased, (x,)) for x in (rows, torch.zeros_like(rows[:1])))
+        return at_rows - at_zero
     with _onloaded(to):
         return F.linear(rows, to.weight) if type(to) is nn.Linear else rows @ to.weight  # type: ignore[operator]
 
@@ -136,22 +146,29 @@ def positions_for(encoder: Encoder, window: int, slice_length: int) -> SlicePosi
     present = held_by(encoder.model)
     if present is not None and present.sizes == sizes:
         return present
-    like = next(encoder.modules[0].parameters())
-    dtype = like.dtype if like.is_floating_point() else encoder.model.dtype
-    return SlicePositions(*sizes, dtype=dtype, device=_device_of(encoder.modules[0]))
+    # Quantised projections may have parameters of integers, or none at all.
+    like = next(encoder.modules[0].parameters(), None)
+    dtype = like.dtype if like is not None and like.is_floating_point() else encoder.model.dtype
+    device = _execution_device(encoder.modules[0])
+    if device is None:
+        device = encoder.model.device if like is None else like.device
+    return SlicePositions(*sizes, dtype=dtype, device=device)
 
 
-def _device_of(module: nn.Module) -> torch.device | int | str:
-    """Where a module computes. Offloaded weights are on no device between its calls; its hooks know where to."""
+def _execution_device(module: nn.Module) -> torch.device | int | str | None:
+    """Where the hooks of an offloaded module compute, whose weights are on no device between its calls."""
     hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
     devices = (getattr(hook, "execution_device", None) for hook in hooks)
-    return next((device for device in devices if device is not None), next(module.parameters()).device)
+    return next((device for device in devices if device is not None), None)
 
 
 def held_by(model: nn.Module) -> SlicePositions | None:
-    """The tables that a model holds: the model without its head does, so that any head can load them."""
-    found = getattr(model, "base_model", model)._modules.get(NAME)
-    return found if isinstance(found, SlicePositions) else None
+    """The tables that a model holds: the model without its head does, so that any head can load them.
+
+    What is found may be a wrapper that answers as its tables do, such as PEFT's for `modules_to_save`.
+    """
+    found: Any = getattr(model, "base_model", model)._modules.get(NAME)
+    return found
 
 
 def hold(model: nn.Module, positions: nn.Module | None) -> None:

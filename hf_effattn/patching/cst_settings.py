@@ -20,9 +20,10 @@ from .cst_attention import (
     take_rows,
     tokens_first,
 )
-from .cst_positions import PROJECTIONS, SlicePositions, positions_for, project
+from .cst_positions import PROJECTIONS, SlicePositions, held_by, positions_for, project
 from .method_settings import RECORD, MethodOverCache, MethodSettings, ModulePatch
 from .model_types import Encoder
+from .positions import longest_input
 
 COMPOSITIONS = ("merged", "local-global")
 
@@ -42,8 +43,8 @@ class SliceSettings(MethodOverCache):
             keeps little of it and has to be trained at length.
         sinks (`bool`, *optional*): whether every slice sees the first and, unless the future is masked, the last
             token of the text ([CLS], [SEP]). Default: in the merged composition.
-        min_length (`int`, *optional*): inputs shorter than this many tokens run exact attention. Default: none, since
-            a converted model is trained for what it runs.
+        min_length (`int`): inputs shorter than this many tokens, padding included, run exact attention. Default: none,
+            since a converted model is trained for what it runs. Over a static cache a compiled step counts its size.
     """
 
     method: ClassVar[str] = "cst"
@@ -61,10 +62,11 @@ class SliceSettings(MethodOverCache):
     extension_ratio: float = 1.0
     composition: str = "merged"
     sinks: bool | None = None
-    min_length: int | None = 0
+    min_length: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_int("min_length", minimum=0)
         self._check_int("slice_length", minimum=1)
         extension_tokens(self.slice_length, self.extension_ratio)
         self._check_choice("composition", COMPOSITIONS)
@@ -75,7 +77,7 @@ class SliceSettings(MethodOverCache):
             object.__setattr__(self, "sinks", self.composition == "merged")
 
     def shortest_length(self, device_type: str, *, causal: bool = False) -> int:
-        return self.min_length or 0
+        return self.min_length
 
     def check_encoder(self, encoder: Encoder) -> None:
         """Raise where a model's projections are not known, or where it takes no input of more than one slice."""
@@ -86,10 +88,11 @@ class SliceSettings(MethodOverCache):
                 f'"{self.method}" does not know where {name} (model type "{config.model_type}") projects its queries '
                 f"and keys, which its position embeddings go through; it converts {', '.join(PROJECTIONS)}"
             )
-        if self.slice_length >= config.max_position_embeddings:
+        longest = longest_input(config)
+        if longest is not None and self.slice_length >= longest:
             raise ValueError(
-                f"slice_length is {self.slice_length}, but {name} takes {config.max_position_embeddings} tokens at "
-                "most, so no input would have two slices; choose fewer, or call hf_effattn.extend_positions first"
+                f"slice_length is {self.slice_length}, but {name} takes {longest} tokens at most, so no input would "
+                "have two slices; choose fewer, or call hf_effattn.extend_positions first"
             )
 
     def added_to(self, encoder: Encoder) -> SlicePositions:
@@ -97,9 +100,7 @@ class SliceSettings(MethodOverCache):
         extension = extension_tokens(self.slice_length, self.extension_ratio)
         return positions_for(encoder, self.slice_length + 2 * extension, self.slice_length)
 
-    def group(
-        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, query_mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
+    def group(self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         return ()
 
     def attend(
@@ -110,7 +111,6 @@ class SliceSettings(MethodOverCache):
         groups: tuple[torch.Tensor, ...],
         *,
         key_mask: torch.Tensor | None,
-        query_mask: torch.Tensor | None,
         scale: float | None,
         dropout_p: float,
         module: nn.Module | None = None,
@@ -226,11 +226,12 @@ class SliceSettings(MethodOverCache):
     ) -> tuple[Terms, Terms]:
         patch: ModulePatch | None = getattr(module, RECORD, None)
         # A module that is not converted, or with other slices, as a report compares them, has no positions for these.
-        if module is None or patch is None or not isinstance(patch.added, SlicePositions):
+        if module is None or patch is None or patch.owner is None or not self._same_slices(patch.settings):
             return NO_TERMS, NO_TERMS
-        if not self._same_slices(patch.settings):
+        positions = held_by(patch.owner)
+        if positions is None:
             return NO_TERMS, NO_TERMS
-        return patch.added.terms(module, query, self.slice_length, -(-key.shape[2] // self.slice_length), fill=fill)
+        return positions.terms(module, query, self.slice_length, -(-key.shape[2] // self.slice_length), fill=fill)
 
     def _same_slices(self, other: MethodSettings | None) -> bool:
         slices = self.slice_length, self.extension_ratio

@@ -1,10 +1,12 @@
 """`from_pretrained`: load a checkpoint and patch it again as its config says."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from .cst_loading import load_positions, quiet_about_tables
-from .cst_positions import held_by
+from .cst_positions import NAME, held_by
+from .cst_settings import SliceSettings
 from .methods import METHODS, MethodSettings, list_methods, make_settings, setting_names
 from .patch import apply_plans, encoders_to_patch, plan_patch
 from .stored import FIELD, read_stored
@@ -45,7 +47,8 @@ def from_pretrained(
             f"got {auto_class!r}"
         )
     implementation = kwargs.pop("attn_implementation", None)
-    if implementation is not None and (implementation not in METHODS or method not in (None, implementation)):
+    # A tuple of names, for transformers also takes a dict, with an implementation for each part of a model.
+    if implementation is not None and (implementation not in list_methods() or method not in (None, implementation)):
         raise ValueError(
             f"attn_implementation={implementation!r} contradicts what hf_effattn.from_pretrained is for, a patched "
             f"model; leave it out, name one of {list_methods()}, or load with {auto_class.__name__}.from_pretrained"
@@ -69,17 +72,26 @@ def from_pretrained(
             f'for example from_pretrained({auto_class.__name__}, ..., method="i-clustered"), or load it with '
             f"{auto_class.__name__}.from_pretrained for exact attention"
         )
-    plans, converted = [], []
+    plans, converted, left_out = [], [], []
     for encoder in saved or encoders:
         stored = getattr(encoder.model.config, FIELD, None)
         chosen, chosen_layers = _settings_to_apply(stored, method, settings)
         plans.append(plan_patch(encoder, chosen, chosen_layers if layers is None else layers))
-        if isinstance(stored, dict) and stored.get("method") == chosen.method:
+        saved_method = stored.get("method") if isinstance(stored, dict) else None
+        if saved_method == chosen.method:
             converted.append(encoder)
+        elif saved_method == SliceSettings.method:
+            left_out.append(chosen.method)
     apply_plans(plans)
     for encoder in converted:
         if held_by(encoder.model) is not None:
             load_positions(model, encoder, name_or_path, kwargs)
+    for other_method in left_out:
+        warnings.warn(
+            f'{name_or_path} was converted to "{SliceSettings.method}"; patched with "{other_method}" instead, it is '
+            f"without the {NAME} that it was trained with. Leave out method= to load it as it was saved",
+            stacklevel=2,
+        )
     return loaded
 
 

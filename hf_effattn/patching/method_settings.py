@@ -94,9 +94,7 @@ class MethodSettings(ABC):
         return None
 
     @abstractmethod
-    def group(
-        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, query_mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
+    def group(self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """What the method decides about the input before it attends, without gradient."""
 
     @abstractmethod
@@ -108,7 +106,6 @@ class MethodSettings(ABC):
         groups: tuple[torch.Tensor, ...],
         *,
         key_mask: torch.Tensor | None,
-        query_mask: torch.Tensor | None,
         scale: float | None,
         dropout_p: float,
         module: nn.Module | None = None,
@@ -190,12 +187,13 @@ class ModulePatch:
     Args:
         settings (`MethodSettings`, *optional*): None where the module stays exact.
         previous (`str`): the attention implementation before the first patch.
-        added (`nn.Module`, *optional*): the parameters that the method added to the model.
+        owner (`nn.Module`, *optional*): the model that holds the parameters which the method added. They are looked
+            up there at every call, for adapters (PEFT's `modules_to_save`) put copies in their place.
     """
 
     settings: MethodSettings | None
     previous: str
-    added: nn.Module | None = None
+    owner: nn.Module | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,9 +274,7 @@ class ClusteredSettings(MethodSettings):
         """The op that attends once every query has its label."""
         return clustered_attention
 
-    def group(
-        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, query_mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
+    def group(self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         in_metric_of_keys = self.clustering == "kmeans" and self.metric == "keys"
         labels = cluster_queries(
             query,
@@ -289,7 +285,7 @@ class ClusteredSettings(MethodSettings):
             iterations=self.iterations,
             bits=self.bits,
             fit_queries=self.fit_queries,
-            query_mask=query_mask,
+            query_mask=key_mask,
             seed=self.seed,
             check_finite=self.check_finite,
         )
@@ -303,7 +299,6 @@ class ClusteredSettings(MethodSettings):
         groups: tuple[torch.Tensor, ...],
         *,
         key_mask: torch.Tensor | None,
-        query_mask: torch.Tensor | None,
         scale: float | None,
         dropout_p: float,
         module: nn.Module | None = None,
@@ -315,7 +310,7 @@ class ClusteredSettings(MethodSettings):
             *groups,
             clusters=self.clusters,
             key_mask=key_mask,
-            query_mask=query_mask,
+            query_mask=key_mask,
             scale=scale,
             dropout_p=dropout_p,
         )
@@ -458,9 +453,7 @@ class BiClusteredSettings(ImprovedClusteredSettings):
     def causal_options(self) -> dict[str, Any]:
         return {"topk": self.topk, "key_clusters": self.key_clusters, "keys_per_cluster": self.keys_per_cluster}
 
-    def group(
-        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, query_mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
+    def group(self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         key_labels = cluster_queries(
             key,
             self.key_clusters,
@@ -469,7 +462,7 @@ class BiClusteredSettings(ImprovedClusteredSettings):
             query_mask=key_mask,
             seed=self.seed,
         )
-        return (*super().group(query, key, key_mask, query_mask), key_labels)
+        return (*super().group(query, key, key_mask), key_labels)
 
 
 def quoted(names: Sequence[str] | dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of query and key, `Dv` of value.
 """
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "attend",
     "attention_matrix",
     "find_groups",
+    "implied_weights",
     "list_methods",
     "make_settings",
     "run_method",
@@ -143,7 +145,7 @@ def find_groups(
             f"queries and {key.shape[2]} keys"
         )
     with torch.no_grad():
-        return settings.group(query.detach(), key.detach(), key_mask, key_mask)
+        return settings.group(query.detach(), key.detach(), key_mask)
 
 
 def attend(
@@ -159,8 +161,8 @@ def attend(
     module: nn.Module | None = None,
 ) -> torch.Tensor:
     """Self-attention with given groups, `(B, H, N, Dv)`."""
-    options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "module": module}
-    return settings.attend(query, key, value, groups, key_mask=key_mask, query_mask=key_mask, **options)
+    options: dict[str, Any] = {"key_mask": key_mask, "scale": scale, "dropout_p": dropout_p, "module": module}
+    return settings.attend(query, key, value, groups, **options)
 
 
 def attention_matrix(
@@ -173,7 +175,14 @@ def attention_matrix(
     scale: float | None = None,
     module: nn.Module | None = None,
 ) -> torch.Tensor:
-    """The attention weights that the approximation implies, `(B, H, N, M)`: what it makes of an identity as values."""
-    B, H, M, _ = key.shape
-    identity = torch.eye(M, dtype=query.dtype, device=query.device).expand(B, H, M, M)
-    return attend(settings, query, key, identity, groups, key_mask=key_mask, scale=scale, module=module)
+    """The attention weights that the approximation implies, `(B, H, N, M)`."""
+    options: dict[str, Any] = {"key_mask": key_mask, "scale": scale, "module": module}
+    return implied_weights(query, key, lambda values: attend(settings, query, key, values, groups, **options))
+
+
+def implied_weights(
+    query: torch.Tensor, key: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The weights `(B, H, N, M)` of an attention that gives none: what `run` makes of an identity as values."""
+    identity = torch.eye(key.shape[2], dtype=query.dtype, device=query.device)
+    return run(identity.expand(*key.shape[:2], -1, -1))

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .attention import causal_error, unsupported_error
-from .cst_positions import held_by, hold
+from .cst_positions import NAME, held_by, hold
 from .method_settings import RECORD, ModulePatch
 from .methods import MethodSettings, list_methods, make_settings
 from .model_types import (
@@ -22,6 +22,7 @@ from .model_types import (
     is_sliding_window,
     supported_model_types,
 )
+from .positions import longest_input
 from .stored import FIELD, base_model_of, check_layers, write_stored
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -52,14 +53,21 @@ def patch_attention(model: Model, method: str, *, layers: Sequence[int] | None =
     Returns:
         The same `model`.
 
+    Warns where a trained conversion loses its position embeddings, because it becomes one with other slices or none.
+
     Raises:
         ValueError: an unknown method or setting, a value outside its range, layers that do not exist, a model of a
-            type that is not served, or not when it is causal, or without attention to patch. The model is then
-            unchanged.
+            type that is not served, or not when it is causal, or without attention to patch, or whose config has
+            `output_attentions=True`. The model is then unchanged.
         TypeError: a value of the wrong type, something that is not a model.
     """
     chosen = make_settings(method, **settings)
-    apply_plans([plan_patch(encoder, chosen, layers) for encoder in encoders_to_patch(model, method)])
+    plans = [plan_patch(encoder, chosen, layers) for encoder in encoders_to_patch(model, method)]
+    held = [held_by(plan.encoder.model) for plan in plans]
+    apply_plans(plans)
+    for plan, before in zip(plans, held, strict=True):
+        if before is not None and before is not held_by(plan.encoder.model) and before.is_trained:
+            warnings.warn(_left_out(plan), stacklevel=2)
     return model
 
 
@@ -151,6 +159,12 @@ def _check_dispatch(model: PreTrainedModel, method: str) -> None:
 def plan_patch(encoder: Encoder, settings: MethodSettings, layers: Any) -> PatchPlan:
     """Decide which modules of an encoder are patched; raises where `layers` cannot be had."""
     name = type(encoder.model).__name__
+    if getattr(encoder.model.config, "output_attentions", False):
+        raise ValueError(
+            f"the config of {name} has output_attentions=True, which transformers saves with eager attention only: a "
+            "patched model could not be saved. Set model.config.output_attentions = False (leave it out of "
+            "from_pretrained) and pass output_attentions=True to the call instead"
+        )
     settings.check_encoder(encoder)
     if any(is_causal(module) for module in encoder.modules):
         settings.check_causal()
@@ -176,6 +190,16 @@ def plan_patch(encoder: Encoder, settings: MethodSettings, layers: Any) -> Patch
     return PatchPlan(encoder, settings, tuple(patched), chosen)
 
 
+def _left_out(plan: PatchPlan) -> str:
+    method = plan.settings.method
+    new = "this conversion has other slices, whose positions begin at 0" if method == "cst" else f'"{method}" has none'
+    return (
+        f"the trained position tables ({NAME}) that {type(plan.encoder.model).__name__} was converted with are left "
+        f"out: {new}. Keep its slice_length and extension_ratio to keep them, or load the saved model anew with "
+        "hf_effattn.from_pretrained to have them back"
+    )
+
+
 def _full_layers(encoder: Encoder) -> list[int]:
     both = zip(encoder.modules, encoder.layers, strict=True)
     return [layer for module, served in both if not is_sliding_window(module) for layer in served]
@@ -198,7 +222,7 @@ def apply_plans(plans: Sequence[PatchPlan]) -> None:
 def _warn_if_never_used(plan: PatchPlan) -> None:
     """Say so where exact attention runs on every input that the model takes."""
     model = plan.encoder.model
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = longest_input(model.config) or getattr(model.config, "max_position_embeddings", None)
     causal = any(is_causal(module) for module in plan.encoder.modules)
     shortest = plan.settings.shortest_length(model.device.type, causal=causal)
     if longest is not None and longest < shortest:
@@ -220,7 +244,8 @@ def _apply(plan: PatchPlan, before: "_EncoderState") -> None:
     setattr(config, FIELD, write_stored(plan.settings, plan.layers, base_model_of(config)))
     for module, patched, earlier in zip(plan.encoder.modules, plan.patched, before.patches, strict=True):
         previous = exact if earlier is None or current not in list_methods() else earlier.previous
-        setattr(module, RECORD, ModulePatch(plan.settings if patched else None, previous, added))
+        owner = None if added is None else plan.encoder.model
+        setattr(module, RECORD, ModulePatch(plan.settings if patched else None, previous, owner))
 
 
 def set_implementation(encoder: Encoder, implementation: str) -> None:

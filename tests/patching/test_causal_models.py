@@ -324,16 +324,61 @@ def test_compiles_to_one_graph(method: str) -> None:
     torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
 
 
+@each_model
 @torch.no_grad()
-def test_attention_weights() -> None:
-    model = make_model("llama").double()
+def test_attention_weights(model_type: str) -> None:
+    """GPT-2 and OPT do not hand the question on."""
+    model = make_model(model_type).double()
     patch(model)
+    assert not model(tokens()).attentions
     weights = model(tokens(), output_attentions=True).attentions
     assert len(weights) == 3
     for layer in weights:
         assert layer.shape == (2, 4, LENGTH, LENGTH)
         assert (layer.triu(1) == 0).all()
         torch.testing.assert_close(layer.sum(dim=-1), torch.ones(2, 4, LENGTH).double(), rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_attention_weights_of_llama_run_without_its_mask() -> None:
+    """It attends exactly then; the softmax of eager attention is float32."""
+    model = make_model("llama").double()
+    model.set_attn_implementation("eager")
+    nothing_masked = torch.zeros(2, 1, LENGTH, LENGTH, dtype=torch.float64)
+    expected = model(tokens(), attention_mask=nothing_masked, output_attentions=True)
+    patch(model)
+    actual = model(tokens(), is_causal=False, use_cache=False, output_attentions=True)
+    for one, other in zip(actual.attentions, expected.attentions, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["i-clustered", "cst"])
+@torch.no_grad()
+def test_a_compiled_gpt2_returns_attention_weights(method: str) -> None:
+    model = make_model("gpt2", use_cache=False).double()
+    ids = tokens()
+    asked = {"attention_mask": torch.ones_like(ids), "output_attentions": True}
+    if method == "cst":
+        hf_effattn.patch_attention(model, "cst", slice_length=4)
+    else:
+        patch(model, method)
+    expected = model(ids, **asked).attentions
+    torch._dynamo.reset()
+    actual = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, **asked).attentions
+    assert len(actual) == 3
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@torch.no_grad()
+def test_compiled_layers_of_gpt2_ask_no_collector() -> None:
+    """Its state is that of the model around them, which they cannot trace."""
+    model = patch(make_model("gpt2", use_cache=False).double())
+    expected = model(tokens()).logits
+    torch._dynamo.reset()
+    for layer in model.transformer.h:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(model(tokens()).logits, expected)
 
 
 @torch.no_grad()

@@ -156,23 +156,42 @@ def test_converting_again() -> None:
     assert getattr(model, NAME) is trained
     assert model.config.effattn["composition"] == "local-global"
     assert model.config.effattn["sinks"] is True
-    convert(model, trained=False, extension_ratio=3)
+    with pytest.warns(
+        UserWarning, match=r"are left out: this conversion has other slices, whose positions begin at 0"
+    ):
+        convert(model, trained=False, extension_ratio=3)
     assert getattr(model, NAME).token_positions.shape == (12, 32)
     assert not getattr(model, NAME).token_positions.any()
     hf_effattn.patch_attention(model, "clustered")
     assert not hasattr(model, NAME)
 
 
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "gpt2"])
 @torch.no_grad()
-def test_longer_inputs_after_extending_the_positions_first() -> None:
-    model = small_model("bert")
+def test_longer_inputs_before_and_after_the_conversion(model_type: str) -> None:
+    """The slices that the present length fills are repeated; RoBERTa's table has rows for padding beside them."""
+    model = small_model(model_type)
     hf_effattn.extend_positions(model, 90)
-    convert(model)
-    assert first_output(model, tokens(90)).isfinite().all()
+    convert(model, layers=[1, 2])
+    tables = getattr(model.base_model, NAME)
+    before, old = first_output(model, tokens(90)), tables.slice_positions.clone()
+    tables.slice_positions.requires_grad_(False)
     hf_effattn.extend_positions(model, 120)
-    assert first_output(model, tokens(92)).isfinite().all()
-    with pytest.raises(ValueError, match=r"120 tokens are 30 slices of 4, but .* converted for 23: call .*extend_pos"):
-        first_output(model, tokens(120))
+    assert torch.equal(tables.slice_positions[:23], old[:23])
+    assert torch.equal(tables.slice_positions[23:30], old[:7])
+    assert not tables.slice_positions.requires_grad
+    assert torch.equal(first_output(model, tokens(90)), before)
+    assert first_output(model, tokens(120)).isfinite().all()
+
+
+@torch.no_grad()
+def test_more_slices_than_the_tables_have() -> None:
+    """As where a model with tables was made longer by hand."""
+    model = convert(small_model("bert"))
+    tables = getattr(model, NAME)
+    tables.slice_positions = torch.nn.Parameter(tables.slice_positions[:7])
+    with pytest.raises(ValueError, match=r"29 tokens are 8 slices of 4, but .* converted for 7: call .*extend_pos"):
+        first_output(model, tokens(29))
 
 
 @torch.no_grad()
@@ -221,6 +240,7 @@ def test_attention_weights() -> None:
         ({"composition": "merge"}, ValueError, 'composition must be one of "merged", "local-global".*mean "merged"'),
         ({"sinks": 1}, TypeError, "sinks must be True, False or None, got 1"),
         ({"min_length": -1}, ValueError, "min_length must be at least 0"),
+        ({"min_length": None}, TypeError, "min_length must be an int, got None"),
         ({"slice_len": 4}, ValueError, "'cst' has no setting 'slice_len' .did you mean \"slice_length\""),
         ({"clusters": 4}, ValueError, "'cst' has no setting 'clusters'"),
         ({"slice_length": 64}, ValueError, "slice_length is 64, but BertModel takes 64 tokens at most"),
@@ -259,6 +279,12 @@ def test_a_failure_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
                 hf_effattn.patch_attention(model, "cst", slice_length=8)
         assert model._modules.get(NAME) is tables
         assert model.config._attn_implementation == ("cst" if converted else "sdpa")
+
+
+def test_padding_rows_of_roberta_are_no_places_for_tokens() -> None:
+    """Its table has 64 rows, for 62 tokens."""
+    with pytest.raises(ValueError, match="slice_length is 62, but RobertaModel takes 62 tokens at most"):
+        hf_effattn.patch_attention(small_model("roberta"), "cst", slice_length=62)
 
 
 def test_models_that_cannot_be_converted() -> None:

@@ -73,6 +73,18 @@ def test_generation_writes_what_it_would_without_a_cache(cache: str) -> None:
 
 
 @torch.no_grad()
+def test_min_length_counts_the_same_tokens_over_every_cache() -> None:
+    """A static cache has room for more; beyond the 24th token both run the method."""
+    model = convert(small_model("gpt2").double(), min_length=25)
+    options = {"do_sample": False, "min_new_tokens": 12, "max_new_tokens": 12, "pad_token_id": 1}
+    options |= {"return_dict_in_generate": True, "output_logits": True, "attention_mask": padded(20)}
+    dynamic = model.generate(tokens(20), **options).logits
+    static = model.generate(tokens(20), cache_implementation="static", disable_compile=True, **options).logits
+    for one, other in zip(static, dynamic, strict=True):
+        assert_close_to_reference("logits", one, other, rtol=1e-12)
+
+
+@torch.no_grad()
 def test_the_papers_composition_generates_without_a_cache() -> None:
     model = convert(small_model("gpt2"), composition="local-global")
     options = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 1}
@@ -83,7 +95,6 @@ def test_the_papers_composition_generates_without_a_cache() -> None:
 
 @torch.no_grad()
 def test_attention_weights_of_a_step() -> None:
-    """GPT-2 itself asks its attention for none."""
     module = find_encoders(convert(small_model("gpt2").double()))[0].modules[0]
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(2, 4, LENGTH, 8, dtype=torch.float64, generator=generator) for _ in range(3)]

@@ -140,6 +140,15 @@ def test_saved_with_a_head_and_loaded_without_and_the_other_way(tmp_path: Path) 
     assert torch.equal(first_output(again.bert, tokens()), first_output(model.bert, tokens()))
 
 
+@pytest.mark.parametrize("model_type", ["bert", "roberta"])
+def test_positions_extended_after_the_conversion(model_type: str, tmp_path: Path) -> None:
+    model = convert(small_model(model_type))
+    hf_effattn.extend_positions(model, 150)
+    model.save_pretrained(tmp_path)
+    loaded = hf_effattn.from_pretrained(AutoModel, tmp_path)
+    assert torch.equal(first_output(loaded, tokens(150)), first_output(model, tokens(150)))
+
+
 def test_a_checkpoint_in_shards_and_another_dtype(tmp_path: Path) -> None:
     model = convert(small_model("bert"))
     model.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -183,8 +192,13 @@ def test_tables_of_other_sizes_or_none_are_an_error(tmp_path: Path) -> None:
         hf_effattn.from_pretrained(AutoModel, tmp_path, slice_length=8)
     sums = hf_effattn.from_pretrained(AutoModel, tmp_path, composition="local-global")
     assert torch.equal(getattr(sums, NAME).token_positions, getattr(model, NAME).token_positions)
-    clustered = hf_effattn.from_pretrained(AutoModel, tmp_path, method="clustered")
+    with pytest.warns(
+        UserWarning, match=rf'converted to "cst"; patched with "clustered" instead, .* without the {NAME}'
+    ):
+        clustered = hf_effattn.from_pretrained(AutoModel, tmp_path, method="clustered", min_length=0)
     assert not hasattr(clustered, NAME)
+    with pytest.raises(ValueError, match="leave out slice_length, extension_ratio and max_position_embeddings"):
+        hf_effattn.from_pretrained(AutoModel, tmp_path, max_position_embeddings=128, ignore_mismatched_sizes=True)
     AutoModel.from_pretrained(tmp_path).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"its weights hold no {NAME}.token_positions: save the converted model"):
         hf_effattn.from_pretrained(AutoModel, tmp_path)

@@ -254,3 +254,5 @@ def test_a_patch_that_changes_nothing_is_told() -> None:
         warnings.simplefilter("error")
         hf_effattn.patch_attention(model, "clustered", clusters=4, min_length=64)
         hf_effattn.patch_attention(tiny_model("bert"), "cst", slice_length=4)
+    with pytest.warns(UserWarning, match="RobertaModel takes 62 tokens at most"):
+        hf_effattn.patch_attention(tiny_model("roberta"), "clustered", clusters=4, min_length=63)

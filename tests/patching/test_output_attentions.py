@@ -1,5 +1,6 @@
 """`output_attentions=True` returns the attention that was used, one matrix per layer."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tiny_models import (
     encoded,
     tiny_model,
 )
+from transformers import AutoModel
 
 import hf_effattn
 from hf_effattn.patching.model_types import find_encoders
@@ -106,13 +108,19 @@ def test_cross_and_decoder_attentions_of_whisper() -> None:
             torch.testing.assert_close(one, other)
 
 
-def test_config_output_attentions_of_an_eager_model() -> None:
-    """transformers lets the config ask only while the implementation is eager, so it is set before patching."""
+def test_a_config_that_asks_for_them_is_refused(tmp_path: Path) -> None:
+    """transformers saves such a config with eager attention only, so a patched model could not be saved."""
     model = tiny_model("bert", attn_implementation="eager", output_attentions=True)
-    hf_effattn.patch_attention(model, "clustered", **FORCED)
+    config = model.config.to_dict()
+    with pytest.raises(ValueError, match=r"could not be saved. Set model.config.output_attentions = False"):
+        hf_effattn.patch_attention(model, "clustered", **FORCED)
+    assert model.config.to_dict() == config
     assert len(model(**batch_for(model).inputs).attentions) == 3
-    hf_effattn.unpatch_attention(model)
-    assert len(model(**batch_for(model).inputs).attentions) == 3
+    model.config.output_attentions = False
+    hf_effattn.patch_attention(model, "clustered", **FORCED).save_pretrained(tmp_path)
+    assert len(attentions(model, batch_for(model))) == 3
+    with pytest.raises(ValueError, match="leave it out of from_pretrained"):
+        hf_effattn.from_pretrained(AutoModel, tmp_path, output_attentions=True)
 
 
 def test_weights_in_training_are_before_dropout() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForMaskedLM, PhiConfig, PhiModel
 
 import hf_effattn
+from hf_effattn.patching.positions import longest_input
 
 LEARNED = ("bert", "electra", "distilbert", "albert", "roberta", "xlm-roberta", "camembert")
 OFFSET = ("roberta", "xlm-roberta", "camembert")
@@ -20,6 +21,15 @@ OFFSET = ("roberta", "xlm-roberta", "camembert")
 def without_gradient() -> Any:
     with torch.no_grad():
         yield
+
+
+def test_longest_input() -> None:
+    for model_type in LEARNED:
+        model = tiny_model(model_type)
+        assert longest_input(model) == longest_input(model.config) == (62 if model_type in OFFSET else 64)
+    assert longest_input(hf_effattn.extend_positions(model, 100)) == longest_input(model.config) == 100
+    assert longest_input(tiny_model("modernbert")) is None
+    assert longest_input(tiny_config("vit")) is None
 
 
 def table(model: Any) -> nn.Embedding:

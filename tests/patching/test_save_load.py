@@ -85,10 +85,16 @@ def test_explicit_keywords_win(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("implementation", "keywords"),
-    [("eager", {}), ("sdpa", {}), ("sdpa", {"method": "i-clustered"}), ("clustered", {"method": "i-clustered"})],
+    [
+        ("eager", {}),
+        ("sdpa", {}),
+        ("sdpa", {"method": "i-clustered"}),
+        ("clustered", {"method": "i-clustered"}),
+        ({"": "clustered"}, {}),
+    ],
 )
-def test_a_contradicting_attn_implementation_is_an_error(tmp_path: Path, implementation: str, keywords: dict) -> None:
-    """It used to be dropped silently, which gave an approximate model to who asked for an exact one."""
+def test_a_contradicting_attn_implementation_is_an_error(tmp_path: Path, implementation: Any, keywords: dict) -> None:
+    """Dropped silently it would give an approximate model to who asks for an exact one."""
     hf_effattn.patch_attention(tiny_model("bert"), "i-clustered", **FORCED).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"contradicts .* load with BertModel.from_pretrained"):
         hf_effattn.from_pretrained(BertModel, tmp_path, attn_implementation=implementation, **keywords)
