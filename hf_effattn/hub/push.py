@@ -15,7 +15,16 @@ from .card import loaded_from, model_card
 
 # What save_pretrained of models and tokenizers writes, and the card with its pictures. Checkpoints of a training,
 # pickles (`training_args.bin`, `optimizer.pt`) and folders stay here.
-PUSHED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.png", REPOCARD_NAME)
+PUSHED = (
+    "*.safetensors",
+    "*.json",
+    *("*.txt", "*.model", "*.codes", "*.spm", "*.tokenizer"),  # what tokenizers name their vocabularies
+    "*.jinja",
+    "*.png",
+    REPOCARD_NAME,
+)
+ADAPTER_CONFIG = "adapter_config.json"  # what PEFT writes instead of a model
+PULL_REQUESTS = "refs/pr/"
 
 # What the HTTP library of huggingface_hub raises without a connection; which library that is depends on the version.
 CONNECTION_ERRORS: tuple[type[Exception], ...] = HfHubHTTPError.__bases__
@@ -47,7 +56,7 @@ def push_to_hub(
             new one of the model's configuration.
         private (`bool`, *optional*): of a new repository.
         token (`str` or `bool`, *optional*): as everywhere in `huggingface_hub`. Default: the one of `hf auth login`.
-        revision (`str`, *optional*): the branch. Default: the main one.
+        revision (`str`, *optional*): the branch, made if it is missing, or a pull request's. Default: the main one.
         create_pr (`bool`): open a pull request instead.
         commit_message (`str`, *optional*): of the commit.
         max_shard_size (`str` or `int`, *optional*): as of `save_pretrained`.
@@ -102,11 +111,16 @@ def push_folder(
         `huggingface_hub.CommitInfo`: with the commit's address and id.
 
     Raises:
-        ValueError: the folder holds no model, or none as safetensors.
+        ValueError: the folder holds no model, only an adapter of one, or none as safetensors.
         PermissionError: no token, or one that may not write there.
         OSError: the Hub refuses for another reason, or cannot be reached.
     """
     folder = Path(folder)
+    if not (folder / CONFIG_NAME).is_file() and (folder / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{folder} has no {CONFIG_NAME}, but {ADAPTER_CONFIG}: it is an adapter of PEFT without its model. Save "
+            "what model.merge_and_unload() returns and push that, or push the adapter with PEFT's own push_to_hub"
+        )
     if not (folder / CONFIG_NAME).is_file():
         raise ValueError(f"{folder} has no {CONFIG_NAME}: name a folder that save_pretrained wrote")
     if not any(folder.glob("*.safetensors")):
@@ -119,6 +133,8 @@ def push_folder(
     with _refusals_in_words(api.endpoint):
         # The full name, with the owner that the Hub adds.
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not create_pr and not revision.startswith(PULL_REQUESTS):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
         paths = sorted({path for pattern in PUSHED for path in folder.glob(pattern) if path.is_file()})
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
             CommitOperationAdd(path.name, path) for path in paths if path.name != REPOCARD_NAME

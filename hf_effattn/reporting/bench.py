@@ -13,6 +13,7 @@ from .cost import interleaved_rounds, median, median_ratio, peak_memory_added
 from .environment import environment
 from .errors import relative_error
 from .exact_kernels import exact_kernels
+from .json_numbers import finite_or_none
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Attend = Callable[..., torch.Tensor]
@@ -79,6 +80,8 @@ def bench(
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     candidates = make_candidates(DEFAULT_METHODS if methods is None else methods)
     for one in candidates:
+        if one.layers is not None:
+            raise ValueError(f"{one.label}: there is no model here that has layers: leave them out")
         if METHODS[one.settings.method].needs_fine_tuning:
             raise ValueError(
                 f"{one.label} is a conversion, whose attention belongs to a model: measure it with hf_effattn.report"
@@ -105,12 +108,8 @@ def bench(
         ]
         advance(f"{length:,} tokens")
     settings = {"batch_size": batch_size, "num_heads": num_heads, "head_dim": head_dim, "dtype": dtype}
-    settings |= {"repeats": repeats, "methods": {one.label: _as_given(one.settings) for one in candidates}}
-    return {"environment": environment(chosen), "settings": settings, "rows": rows}
-
-
-def _as_given(settings: MethodSettings) -> dict[str, Any]:
-    return {"method": settings.method, **settings.to_dict()}
+    settings |= {"repeats": repeats, "methods": {one.label: one.to_dict() for one in candidates}}
+    return {"environment": environment(chosen), "settings": settings, "rows": finite_or_none(rows)}
 
 
 def random_inputs(

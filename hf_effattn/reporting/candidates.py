@@ -28,11 +28,18 @@ class Candidate:
         label (`str`): short name, such as `i-clustered (clusters=100, topk=32)`.
         settings (`MethodSettings`): as given; what a user who patches with them gets, `min_length` included.
         forced (`MethodSettings`): the same with `min_length=0`, so that short inputs show the method and not SDPA.
+        layers (`tuple[int, ...]`, *optional*): as of `patch_attention`; None means all.
     """
 
     label: str
     settings: MethodSettings
     forced: MethodSettings
+    layers: tuple[int, ...] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `make_candidates` makes this one of."""
+        layers = {} if self.layers is None else {"layers": list(self.layers)}
+        return {"method": self.settings.method, **self.settings.to_dict(), **layers}
 
     def why_exact(self, length: int, device_type: str, *, causal: bool = False) -> str | None:
         """Why patching with these settings runs exact attention on inputs of this many tokens; None where it does not.
@@ -50,7 +57,8 @@ def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[st
     """The candidates for the argument `methods` of a report.
 
     Args:
-        methods: names or dicts `{"method": name, **settings}`, one or a sequence; None for `DEFAULT_METHODS`.
+        methods: names or dicts `{"method": name, **settings}`, one or a sequence, with `"layers"` where only some are
+            to be patched; None for `DEFAULT_METHODS`.
 
     Returns:
         `list[Candidate]`: in the order given.
@@ -74,15 +82,15 @@ def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[st
         )
     candidates: list[Candidate] = []
     for method in methods:
-        settings = _settings(method)
-        candidate = Candidate(name_settings(settings), settings, replace(settings, min_length=0))
-        if any(candidate.forced == other.forced for other in candidates):
+        settings, layers = _settings(method)
+        candidate = Candidate(name_settings(settings, layers), settings, replace(settings, min_length=0), layers)
+        if any((candidate.forced, layers) == (other.forced, other.layers) for other in candidates):
             raise ValueError(f"methods holds {candidate.label} twice; give each setting once")
         candidates.append(candidate)
     return candidates
 
 
-def name_settings(settings: MethodSettings) -> str:
+def name_settings(settings: MethodSettings, layers: Sequence[int] | None = None) -> str:
     """A short name: the method, its counts, and every other setting that is not the default, without `min_length`."""
     defaults = type(settings)()
     shown = [
@@ -91,6 +99,8 @@ def name_settings(settings: MethodSettings) -> str:
         if field.name != "min_length"
         and (field.name in ALWAYS_NAMED or getattr(settings, field.name) != getattr(defaults, field.name))
     ]
+    if layers is not None:
+        shown.append(f"layers={' '.join(map(str, layers))}")
     return f"{settings.method} ({', '.join(shown)})" if shown else settings.method
 
 
@@ -98,12 +108,16 @@ def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _settings(method: object) -> MethodSettings:
+def _settings(method: object) -> tuple[MethodSettings, tuple[int, ...] | None]:
     if isinstance(method, str):
-        return make_settings(method)
+        return make_settings(method), None
     if not isinstance(method, Mapping) or "method" not in method:
         raise TypeError(
             'every entry of methods must be a name or a dict with the key "method", such as '
             f'{{"method": "i-clustered", "clusters": 100}}; got {method!r}'
         )
-    return make_settings(**method)
+    layers = method.get("layers")
+    if layers is not None and not isinstance(layers, list | tuple):
+        raise TypeError(f"layers must be a list of layer indices, got {layers!r}")
+    settings = make_settings(**{name: value for name, value in method.items() if name != "layers"})
+    return settings, None if layers is None else tuple(layers)

@@ -13,7 +13,7 @@ import jinja2
 from .candidates import EXACT
 from .illustrations import Colouring, Section
 from .text_groups import DrawnText, TextGroups
-from .words import count, duration, megabytes, percent, ratio
+from .words import NOT_FINITE, count, duration, encoder_lengths, megabytes, percent, ratio
 
 if TYPE_CHECKING:
     from .result import Measurement, Report
@@ -262,7 +262,7 @@ def _worded(name: str, words: Callable[[float], str]) -> Cell:
         value = metrics.get(name)
         if value is None:
             return None
-        return words(value) if math.isfinite(value) else "not finite"
+        return words(value) if math.isfinite(value) else NOT_FINITE
 
     return cell
 
@@ -275,6 +275,8 @@ def _cosine(metrics: dict[str, float | None]) -> str | None:
     mean, lowest = metrics.get("embedding_cosine_mean"), metrics.get("embedding_cosine_min")
     if mean is None or lowest is None:
         return None
+    if not math.isfinite(mean):
+        return NOT_FINITE
     return f"{mean:.4f}" if mean == lowest else f"{mean:.4f} (lowest {lowest:.4f})"
 
 
@@ -291,7 +293,7 @@ def _note(m: "Measurement") -> str:
 def _input_words(report: "Report", index: int) -> str:
     measured = report.inputs[index]
     padding = measured.batch_size * measured.length - measured.valid_tokens
-    words = f"{count(measured.batch_size, 'text')} of {measured.length:,} tokens"
+    words = f"{count(measured.batch_size, 'text')} of {measured.length:,} tokens{encoder_lengths([measured])}"
     return f"{words}, {measured.valid_tokens:,} without padding" if padding else words
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..patching.model_types import MODEL_TYPES
+from ..patching.positions import longest_input
 
 
 def check_inputs(model: PreTrainedModel, inputs: Any) -> list[dict[str, Any]]:
@@ -35,20 +35,6 @@ def check_inputs(model: PreTrainedModel, inputs: Any) -> list[dict[str, Any]]:
     if not inputs:
         raise ValueError("inputs is empty: give at least one batch to measure on")
     return [_checked(model, batch, index) for index, batch in enumerate(inputs)]
-
-
-def longest_input(model: PreTrainedModel) -> int | None:
-    """How many tokens the learned absolute positions of a model reach; None where it has none that are known.
-
-    Args:
-        model (`PreTrainedModel`): with or without a head.
-    """
-    entry = MODEL_TYPES.get(getattr(model.config, "model_type", ""))
-    if entry is None or entry.positions is None:
-        return None
-    table = getattr(model.base_model.get_submodule(entry.positions.embeddings), entry.positions.table)
-    reserved = table.padding_idx + 1 if entry.positions.reserved_by_padding and table.padding_idx is not None else 0
-    return int(table.num_embeddings) - reserved
 
 
 def _checked(model: PreTrainedModel, batch: Any, index: int) -> dict[str, Any]:

@@ -7,17 +7,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
-from ..patching import patch_attention, run_method
+from ..patching import run_method
 from ..patching.model_types import is_causal
-from ..patching.patch import encoders_to_patch, plan_patch
+from ..patching.patch import apply_plans, encoders_to_patch, plan_patch
 from .candidates import EXACT, Candidate, make_candidates
 from .cost import MEMORY_MEASURES, interleaved_rounds, peak_memory_added, timed
 from .environment import environment
 from .errors import ModelOutput, head_errors, output_change, run_model
 from .inputs import check_inputs
-from .recording import BASELINE, SeenAttention, as_it_was, encoders_to_report, layer_names, make_exact, recording
+from .recording import (
+    BASELINE,
+    SeenAttention,
+    as_it_was,
+    encoder_names,
+    encoders_to_report,
+    layer_names,
+    make_exact,
+    recording,
+)
 from .result import MeasuredInput, Measurement, Report
 
 Progress = Callable[[int, int, str], None]
@@ -49,7 +59,8 @@ def report(
         inputs (`Mapping` or `Sequence[Mapping]`): what the tokenizer returned with `return_tensors="pt"`, one batch or
             several, padded or not, of the lengths that matter to you.
         methods (`Sequence[str | dict]`, *optional*): names from `list_methods()` or dicts
-            `{"method": name, **settings}`. Default: every method with a few settings.
+            `{"method": name, **settings}`, with `"layers"` where only some are to be patched. Default: every method
+            with a few settings.
         error_budget (`float`, *optional*): allowed relative L2 change of the last hidden state, such as 0.05; the
             report then names the fastest of the methods that keep to it on every input, or says that none does.
         repeats (`int`): timed rounds (short inputs get more); 0 leaves the times out.
@@ -72,18 +83,13 @@ def report(
         )
     candidates = make_candidates(methods)
     encoders_to_report(model)
-    for candidate in candidates:
-        for encoder in encoders_to_patch(model, candidate.settings.method):
-            plan_patch(encoder, candidate.settings, None)
+    patched = {candidate.label: _modules_to_patch(model, candidate) for candidate in candidates}
     batches = check_inputs(model, inputs)
     _check_options(error_budget, repeats)
     found = Report(
         environment=_environment(model, repeats, memory),
         layers=layer_names(model),
-        methods={
-            candidate.label: {"method": candidate.settings.method, **candidate.settings.to_dict()}
-            for candidate in candidates
-        },
+        methods={candidate.label: candidate.to_dict() for candidate in candidates},
         error_budget=error_budget,
     )
     steps = len(batches) * (len(found.layers) + (1 + len(candidates)) * (1 + repeats))
@@ -92,11 +98,25 @@ def report(
             with as_it_was(model) as put_back, torch.no_grad():
                 model.eval()
                 for batch in batches:
-                    _MeasureInput(model, batch, candidates, found, repeats, memory, advance, put_back).run()
+                    _MeasureInput(model, batch, candidates, patched, found, repeats, memory, advance, put_back).run()
         except KeyboardInterrupt:
             found.complete = False
             warnings.warn("report was interrupted: it holds what had been measured until then", stacklevel=2)
     return found
+
+
+def _modules_to_patch(model: PreTrainedModel, candidate: Candidate) -> set[nn.Module]:
+    """The attention modules that a candidate replaces; raises where it cannot be had."""
+    plans = [
+        plan_patch(encoder, candidate.settings, candidate.layers)
+        for encoder in encoders_to_patch(model, candidate.settings.method)
+    ]
+    return {
+        module
+        for plan in plans
+        for module, is_patched in zip(plan.encoder.modules, plan.patched, strict=True)
+        if is_patched
+    }
 
 
 class _MeasureInput:
@@ -107,6 +127,7 @@ class _MeasureInput:
         model: PreTrainedModel,
         batch: dict[str, Any],
         candidates: list[Candidate],
+        patched: Mapping[str, set[nn.Module]],
         found: Report,
         repeats: int,
         memory: bool,
@@ -116,6 +137,7 @@ class _MeasureInput:
         self.model = model
         self.batch = batch
         self.candidates = {candidate.label: candidate for candidate in candidates}
+        self.patched = patched
         self.found = found
         self.repeats = repeats
         self.memory = memory
@@ -123,6 +145,8 @@ class _MeasureInput:
         self.put_back = put_back
         self.key_mask: torch.Tensor | None = None
         self.measured: dict[str, Measurement] = {}
+        self.encoders = encoder_names(model)
+        self.reasons: dict[str, set[str | None]] = {candidate.label: set() for candidate in candidates}
         self.rounds_per_layer = max(1, math.ceil(repeats / len(found.layers)))
 
     def run(self) -> None:
@@ -139,7 +163,11 @@ class _MeasureInput:
         is_first = not self.measured
         if is_first:
             self._start(seen)
-        calls = {EXACT: seen.exact, **{label: self._attention_call(c, seen) for label, c in self.candidates.items()}}
+        self._note_length(seen)
+        calls = {EXACT: seen.exact}
+        for label, candidate in self.candidates.items():
+            is_patched = seen.module in self.patched[label]
+            calls[label] = self._attention_call(candidate, seen) if is_patched else seen.exact
         if is_first and (self.repeats or self.memory):
             self._warm_up(calls, seen.query.device)
         for done in range(self.rounds_per_layer):
@@ -158,17 +186,30 @@ class _MeasureInput:
         return exact
 
     def _start(self, seen: SeenAttention) -> None:
-        B, _, N, _ = seen.query.shape
         self.key_mask = seen.key_mask
-        valid = B * N if seen.key_mask is None else int(seen.key_mask.sum())
         shapes = {name: list(value.shape) for name, value in self.batch.items() if isinstance(value, torch.Tensor)}
-        index = len(self.found.inputs)
-        self.found.inputs.append(MeasuredInput(B, N, valid, shapes))
-        for label in (EXACT, *self.candidates):
-            candidate = self.candidates.get(label)
-            why = candidate.why_exact(N, seen.query.device.type, causal=seen.causal) if candidate else None
-            self.measured[label] = Measurement(index, label, why)
+        self.measured = {label: Measurement(len(self.found.inputs), label) for label in (EXACT, *self.candidates)}
+        self.found.inputs.append(MeasuredInput(0, 0, 0, shapes))
         self.found.measurements.extend(self.measured.values())
+
+    def _note_length(self, seen: SeenAttention) -> None:
+        """How many tokens this layer sees, and what that makes exact; each encoder of a model has its own inputs."""
+        B, _, N, _ = seen.query.shape
+        measured = self.found.inputs[-1]
+        if measured.length < N:
+            measured.batch_size, measured.length = B, N
+            measured.valid_tokens = B * N if seen.key_mask is None else int(seen.key_mask.sum())
+        if len(set(self.encoders.values())) > 1:
+            measured.encoder_lengths[self.encoders[seen.layer]] = N
+        for label, candidate in self.candidates.items():
+            if seen.module not in self.patched[label]:
+                continue
+            reasons = self.reasons[label]
+            reasons.add(candidate.why_exact(N, seen.query.device.type, causal=seen.causal))
+            if reasons == {"settings"}:
+                self.measured[label].why_exact = "settings"
+            else:
+                self.measured[label].why_exact = "min_length" if "min_length" in reasons else None
 
     @staticmethod
     def _attention_call(candidate: Candidate, seen: SeenAttention) -> Callable[[], torch.Tensor]:
@@ -198,9 +239,11 @@ class _MeasureInput:
         if label == EXACT:
             make_exact(self.model)
         else:
-            settings = self.candidates[label].forced
+            candidate = self.candidates[label]
             self.put_back()
-            patch_attention(self.model, settings.method, **settings.to_dict())
+            # Not patch_attention, which warns of trained tables that are left out: put_back restores them.
+            encoders = encoders_to_patch(self.model, candidate.settings.method)
+            apply_plans([plan_patch(encoder, candidate.forced, candidate.layers) for encoder in encoders])
 
     def _compare_outputs(self) -> None:
         """Run every method once, for its output and its memory; these runs also warm up the timed ones."""

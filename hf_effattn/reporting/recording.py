@@ -109,6 +109,15 @@ def layer_names(model: nn.Module) -> dict[int, str]:
     return {layer: paths[id(module)] for module, layers in _numbered_modules(model) for layer in layers}
 
 
+def encoder_names(model: nn.Module) -> dict[int, str]:
+    """For each layer a report looks at the path in the model of the encoder that it is of."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    encoder_of = {id(module): encoder.model for encoder in encoders_to_report(model) for module in encoder.modules}
+    return {
+        layer: paths[id(encoder_of[id(module)])] for module, layers in _numbered_modules(model) for layer in layers
+    }
+
+
 def _numbered_modules(model: nn.Module) -> list[tuple[nn.Module, tuple[int, ...]]]:
     numbered = []
     offset = 0

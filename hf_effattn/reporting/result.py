@@ -11,6 +11,7 @@ from . import words
 from .candidates import EXACT
 from .cost import median, median_ratio
 from .errors import OutputChange
+from .json_numbers import finite_or_none, none_to_nan
 
 if TYPE_CHECKING:
     import pandas
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 FILE_NAME = "report.json"
 FORMAT_VERSION = 1
 MOST_HEAT_MAPS = 8
+COLUMNS = ("input", "batch_size", "length", "valid_tokens", "method", "why_exact", "layer", "head", "metric", "value")
 
 
 @dataclass
@@ -27,15 +29,17 @@ class MeasuredInput:
 
     Args:
         batch_size (`int`): texts.
-        length (`int`): tokens per row, padding included.
+        length (`int`): tokens per row, padding included; of several encoders those of the one with the most.
         valid_tokens (`int`): tokens that count, over the batch.
         shapes (`dict[str, list[int]]`): of the tensors that the model got.
+        encoder_lengths (`dict[str, int]`): tokens per row of each encoder; empty where the model has one.
     """
 
     batch_size: int
     length: int
     valid_tokens: int
     shapes: dict[str, list[int]]
+    encoder_lengths: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -45,8 +49,10 @@ class Measurement:
     Args:
         input (`int`): index of the input.
         method (`str`): label of the candidate, or `"exact"`.
-        why_exact (`str`, *optional*): `"min_length"` or `"settings"` where patching would run exact attention.
-        attention_error (`dict[int, list[float]]`): per layer, one relative L2 error per head.
+        why_exact (`str`, *optional*): `"settings"` where there is nothing to approximate in any layer, else
+            `"min_length"` where patching would run exact attention, of several encoders in one of them at least.
+        attention_error (`dict[int, list[float]]`): per layer, one relative L2 error per head; 0 in the layers that the
+            method is not for.
         change (`OutputChange`): of the model's output.
         attention_seconds (`list[float]`): of one layer's attention, one per round and layer.
         forward_seconds (`list[float]`): of the whole model, one per round.
@@ -78,7 +84,8 @@ class Report:
     Args:
         environment (`dict`): model, device, dtype, threads, versions, time, how memory was measured.
         layers (`dict[int, str]`): the layers compared, with the path of their attention module.
-        methods (`dict[str, dict]`): label of each candidate and its settings.
+        methods (`dict[str, dict]`): label of each candidate and its settings, `"layers"` among them where not all are
+            patched.
         inputs (`list[MeasuredInput]`): the batches.
         measurements (`list[Measurement]`): one per input and method, `"exact"` among them.
         error_budget (`float`, *optional*): allowed relative L2 change of the last hidden state.
@@ -146,7 +153,7 @@ class Report:
             speedups = [self.speedup(m) for m in found]
             if len(found) < len(self.inputs) or not found or all(m.why_exact == "settings" for m in found):
                 continue
-            if any(error is None or error > error_budget for error in errors):
+            if any(error is None or not error <= error_budget for error in errors):  # NaN keeps to no budget
                 continue
             if any(speedup is None for speedup in speedups):
                 continue
@@ -198,44 +205,38 @@ class Report:
         """The table in tidy form, one number per row; `layer` and `head` are empty where it is of the whole model."""
         import pandas
 
-        columns = [
-            *(
-                "input",
-                "batch_size",
-                "length",
-                "valid_tokens",
-                "method",
-                "why_exact",
-                "layer",
-                "head",
-                "metric",
-                "value",
-            )
-        ]
-        table = pandas.DataFrame(self.rows(), columns=columns)
+        table = pandas.DataFrame(self.rows(), columns=list(COLUMNS))
         return table.astype({"layer": "Int64", "head": "Int64", "value": "float64"})
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON values, every single time included."""
-        return {"format": FORMAT_VERSION, **asdict(self)}
+        """Everything as JSON values, every single time included; what is not finite is None."""
+        return {"format": FORMAT_VERSION, **finite_or_none(asdict(self))}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Report":
         """The report that `to_dict` wrote, also after a trip through JSON.
 
         Raises:
-            ValueError: written by a newer version.
+            ValueError: written by a newer version, or no report.
         """
-        values = dict(values)
-        version = values.pop("format")
+        version = values.get("format") if isinstance(values, dict) else None
+        if not isinstance(version, int):
+            raise ValueError(
+                "this is no report of hf_effattn, whose format it does not name: give what Report.save or "
+                "effattn report --output wrote"
+            )
         if version > FORMAT_VERSION:
             raise ValueError(
                 f"the report has format {version}, this hf_effattn reads up to {FORMAT_VERSION}; update it"
             )
-        values["layers"] = {int(layer): path for layer, path in values["layers"].items()}
-        values["inputs"] = [MeasuredInput(**measured) for measured in values["inputs"]]
-        values["measurements"] = [_measurement(m) for m in values["measurements"]]
-        return cls(**values)
+        values = {name: value for name, value in values.items() if name != "format"}
+        try:
+            values["layers"] = {int(layer): path for layer, path in values["layers"].items()}
+            values["inputs"] = [MeasuredInput(**measured) for measured in values["inputs"]]
+            values["measurements"] = [_measurement(m) for m in values["measurements"]]
+            return cls(**values)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the report is damaged ({type(error).__name__}: {error}): measure it anew") from error
 
     def save(self, folder: str | Path, *, pictures: bool = True) -> list[Path]:
         """Write `report.json` and the heat maps as PNG.
@@ -380,7 +381,19 @@ class Report:
 
 
 def _measurement(values: dict[str, Any]) -> Measurement:
-    values = dict(values)
-    values["attention_error"] = {int(layer): heads for layer, heads in values["attention_error"].items()}
-    values["change"] = OutputChange(**values["change"])
-    return Measurement(**values)
+    errors = {int(layer): none_to_nan(heads) for layer, heads in values["attention_error"].items()}
+    return Measurement(**values | {"attention_error": errors, "change": _change(**values["change"])})
+
+
+def _change(
+    hidden_error: float | None,
+    embedding_cosines: list[float | None] | None,
+    logits_error: dict[str, float | None],
+    argmax_agreement: dict[str, float],
+) -> OutputChange:
+    """Measured numbers that were not finite are NaN again; with the hidden state its embeddings are measured."""
+    if hidden_error is None and embedding_cosines is not None:
+        hidden_error = math.nan
+    cosines = None if embedding_cosines is None else none_to_nan(embedding_cosines)
+    logits = dict(zip(logits_error, none_to_nan(logits_error.values()), strict=True))
+    return OutputChange(hidden_error, cosines, logits, argmax_agreement)

@@ -1,11 +1,12 @@
 """A report as a table in Markdown, one row per method and length, for model cards."""
 
+import math
 from collections.abc import Collection, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from .candidates import EXACT
-from .words import count, megabytes, percent
+from .words import NOT_FINITE, count, megabytes, percent
 
 if TYPE_CHECKING:
     from .result import Report
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 COLUMNS: tuple[tuple[str, str, Any], ...] = (
     ("attention_error", "attention error", percent),
     ("hidden_error", "output error", percent),
-    ("embedding_cosine_mean", "cosine", "{:.4f}".format),
+    ("embedding_cosine_mean", "cosine", lambda value: f"{value:.4f}" if math.isfinite(value) else NOT_FINITE),
     ("forward_speedup", "model speed", "{:.2f}×".format),
     ("attention_speedup", "attention speed", "{:.2f}×".format),
     ("forward_peak_bytes", "peak memory", megabytes),

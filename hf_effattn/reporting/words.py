@@ -1,17 +1,20 @@
 """A report in plain words."""
 
+import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
-from ..patching.methods import METHODS, make_settings
-from .candidates import EXACT
+from ..patching.methods import METHODS
+from .candidates import EXACT, make_candidates
 from .cost import median
 
 if TYPE_CHECKING:
-    from .result import Measurement, Report
+    from .result import MeasuredInput, Measurement, Report
 
 MOST_LENGTHS_APART = 4
 SMALLEST_SHARE = 1e-4  # what is below is rounding, and unreadable
+NOT_FINITE = "not finite"
 
 
 def summary(report: "Report") -> str:
@@ -49,7 +52,7 @@ def _inputs_line(report: "Report", length: int | None) -> str:
     lengths = sorted({one.length for one in measured})
     texts = sum(one.batch_size for one in measured)
     span = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
-    line = f"{count(texts, 'text')} of {span} tokens"
+    line = f"{count(texts, 'text')} of {span} tokens{encoder_lengths(measured)}"
     exact = _at(report, EXACT, length)
     seconds = [value for m in exact if (value := median(m.forward_seconds)) is not None]
     peaks = [m.forward_peak_bytes for m in exact if m.forward_peak_bytes is not None]
@@ -72,17 +75,24 @@ def _method_line(report: "Report", label: str, length: int | None) -> str:
         for layer, heads in m.attention_error.items()
         for head, value in enumerate(heads)
     ]
-    if errors:
+    broken = [f"layer {layer}, head {head}" for value, layer, head in errors if not math.isfinite(value)]
+    if broken:
+        facts.append(f"the attention output is {NOT_FINITE} ({broken[0]}{' and others' if len(broken) > 1 else ''})")
+    elif errors:
         worst, layer, head = max(errors)
         mean = sum(value for value, _, _ in errors) / len(errors)
         facts.append(
             f"the attention output is off by {percent(mean)} (worst: layer {layer}, head {head}, {percent(worst)})"
         )
     hidden = [m.change.hidden_error for m in found if m.change.hidden_error is not None]
-    if hidden:
-        facts.append(f"the last hidden state by {percent(sum(hidden) / len(hidden))}")
+    if not all(map(math.isfinite, hidden)):
+        facts.append(f"the last hidden state is {NOT_FINITE}")
+    elif hidden:
+        facts.append(f"the last hidden state {'' if facts and not broken else 'is off '}by {percent(fmean(hidden))}")
     cosines = [cosine for m in found for cosine in m.change.embedding_cosines or []]
-    if cosines:
+    if not all(map(math.isfinite, cosines)):
+        facts.append(f"the mean-pooled embedding is {NOT_FINITE}")
+    elif cosines:
         lowest = f", lowest {min(cosines):.4f}" if len(cosines) > 1 else ""
         facts.append(f"the mean-pooled embedding keeps a cosine of {sum(cosines) / len(cosines):.4f}{lowest}")
     for name in found[0].change.argmax_agreement if found else ():
@@ -108,12 +118,14 @@ def _min_length_line(report: "Report", length: int | None) -> list[str]:
     device = report.environment.get("device", "cpu")
     lengths = []
     for label in short:
-        settings = make_settings(**report.methods[label])
-        lengths.append(settings.shortest_length(device, causal=bool(report.environment.get("causal"))))
+        (candidate,) = make_candidates(report.methods[label])
+        lengths.append(candidate.settings.shortest_length(device, causal=bool(report.environment.get("causal"))))
     span = f"{min(lengths):,}" if min(lengths) == max(lengths) else f"{min(lengths):,} to {max(lengths):,}"
+    several = any(report.inputs[m.input].encoder_lengths for label in short for m in _at(report, label, length))
+    why = "in the encoders where they are" if several else "they are"
     return [
-        f"Patched with {who}, the model would run exact attention on {inputs}: they are shorter than min_length "
-        f"({span} tokens here). The method was forced here (min_length=0)."
+        f"Patched with {who}, the model would run exact attention on {inputs}{' ' if several else ': '}{why} shorter "
+        f"than min_length ({span} tokens here). The method was forced here (min_length=0)."
     ]
 
 
@@ -173,8 +185,22 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def encoder_lengths(inputs: Sequence["MeasuredInput"]) -> str:
+    """In brackets the tokens of each encoder, where the model has several."""
+    lengths: dict[str, set[int]] = {}
+    for one in inputs:
+        for name, length in one.encoder_lengths.items():
+            lengths.setdefault(name, set()).add(length)
+    spans = {
+        name: " to ".join(f"{end:,}" for end in sorted({min(found), max(found)})) for name, found in lengths.items()
+    }
+    return f" ({', '.join(f'{name} {span}' for name, span in spans.items())})" if spans else ""
+
+
 def percent(value: float) -> str:
     """A part of 1 in per cent, with two digits that count."""
+    if not math.isfinite(value):
+        return NOT_FINITE
     if 0 < value < SMALLEST_SHARE:
         return f"under {100 * SMALLEST_SHARE:g}%"
     return f"{100 * value:.2g}%" if value < 0.095 else f"{100 * value:.0f}%"

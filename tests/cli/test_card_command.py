@@ -57,10 +57,15 @@ def test_report_and_results_become_tables(folder, tmp_path):
         (["FOLDER", "--results", "x.json"], 2, "needs --dataset"),
         (["FOLDER", "--results", "x.json", "--dataset", "a/b"], 1, "x.json"),
         (["FOLDER", "--report", "nowhere"], 1, "nowhere"),
+        (["FOLDER", "--report", "FOREIGN"], 1, "no report of hf_effattn"),
+        (["FOLDER", "--results", "FOREIGN/list.json", "--dataset", "a/b"], 1, "got a list"),
     ],
 )
-def test_mistakes_are_told_and_nothing_is_written(arguments, status, message, folder):
-    result = run(*[folder if argument == "FOLDER" else argument for argument in arguments])
+def test_mistakes_are_told_and_nothing_is_written(arguments, status, message, folder, tmp_path):
+    (tmp_path / "report.json").write_text("{}")
+    (tmp_path / "list.json").write_text("[1]")
+    places = {"FOLDER": str(folder), "FOREIGN": str(tmp_path)}
+    result = run(*["/".join(places.get(part, part) for part in argument.split("/")) for argument in arguments])
     assert result.exit_code == status
     assert message in " ".join(result.stderr.replace("│", " ").split())
     assert not (folder / "README.md").exists()

@@ -1,5 +1,7 @@
 """`effattn convert`: what it writes is the patched model, and it says how it is loaded."""
 
+import shutil
+
 import pytest
 import torch
 from tiny_models import TEXT
@@ -62,11 +64,18 @@ def test_a_longer_model_in_half_the_bytes(folder, real_model_folder):
         (["exact", "exact/config.json"], "is a file"),
         (["scratch", "new"], "is a cst model from scratch"),
         (["exact", "new", "--auto-class", "AutoModelForChess"], "has no class 'AutoModelForChess'"),
+        (["converted", "new", "--method", "cst slice_length=4"], 'is converted to "cst" already'),
+        (["converted", "new"], 'is converted to "cst" already'),
+        (["damaged", "new"], "the weights cannot be read"),
     ],
 )
 def test_mistakes_write_nothing(arguments, message, folder, monkeypatch):
     monkeypatch.chdir(folder)
     AutoConfig.for_model("cst").save_pretrained(folder / "scratch")
+    converted = BertForSequenceClassification.from_pretrained(folder / "exact")
+    hf_effattn.patch_attention(converted, "cst", slice_length=4).save_pretrained(folder / "converted")
+    shutil.copytree(folder / "exact", folder / "damaged")
+    (folder / "damaged" / "model.safetensors").write_bytes(b"xx")
     result = runner.invoke(app, ["convert", *arguments])
     assert result.exit_code == 1
     assert message in result.output

@@ -5,12 +5,18 @@ import json
 import sys
 
 import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer
 from typer.testing import CliRunner
 
+import hf_effattn
 from hf_effattn import list_methods
 from hf_effattn.cli import app
+from hf_effattn.cli.app import _own_and_default_methods
 from hf_effattn.cli.arguments import method_of
+from hf_effattn.demo.texts import Passages, bundled_books
 from hf_effattn.reporting import Report, report
+from hf_effattn.reporting.candidates import DEFAULT_METHODS, make_candidates
 
 runner = CliRunner()
 SMALL = ["--lengths", "24,48", "--repeats", "0", "--method", "i-clustered clusters=5 topk=4"]
@@ -90,6 +96,29 @@ def test_an_interruption_keeps_the_page_of_what_was_measured(real_model_folder, 
     text = page.read_text(encoding="utf-8")
     assert "The measurement was stopped before its end" in text
     assert "1 text of 24 tokens" in text
+
+
+def test_a_patched_model_is_measured_as_it_was_saved(real_model_folder, tmp_path):
+    """All layers were measured of a model patched in one; settings that are also a default's were refused as twice."""
+    model = AutoModel.from_pretrained(real_model_folder)
+    settings = {"clusters": 25, "topk": 32, "min_length": 0}
+    hf_effattn.patch_attention(model, "i-clustered", layers=[0], **settings).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(real_model_folder).save_pretrained(tmp_path)
+    shown = runner.invoke(app, ["report", str(tmp_path), "--lengths", "48", "--repeats", "0", "--json"])
+    assert shown.exit_code == 0, shown.output
+    found = Report.from_dict(json.loads(shown.stdout))
+    own, everywhere = (found.of(f"i-clustered (clusters=25, topk=32{layers})")[0] for layers in (", layers=0", ""))
+    ids = Passages(AutoTokenizer.from_pretrained(tmp_path), bundled_books()).longest(48)
+    with torch.no_grad():
+        patched = model.eval()(ids).last_hidden_state
+        exact = hf_effattn.unpatch_attention(model)(ids).last_hidden_state
+    assert own.change.hidden_error == pytest.approx(float((patched - exact).norm() / exact.norm()), rel=1e-4)
+    assert own.change.hidden_error < everywhere.change.hidden_error
+
+    hf_effattn.patch_attention(model, "i-clustered", **settings)
+    labels = [make_candidates(one)[0].label for one in _own_and_default_methods(model.config)]
+    assert labels[0] == "i-clustered (clusters=25, topk=32)"
+    assert len(set(labels)) == len(labels) == len(DEFAULT_METHODS)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,20 @@ import pytest
 import torch
 from huggingface_hub import EvalResult, ModelCard
 from round_trips import KINDS, changed, inputs_for, output_of, own_memory
-from transformers import AutoModelForSequenceClassification, BertModel
+from tiny_models import tiny_config
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    BertModel,
+    GPT2Config,
+    T5Config,
+    VisionTextDualEncoderConfig,
+)
 
 import hf_effattn
 from hf_effattn.hub import evaluations_of
 from hf_effattn.hub.card import SOURCES, loaded_from
+from hf_effattn.patching.positions import longest_input
 from hf_effattn.reporting.table import FORCED, report_table
 
 TASKS = {
@@ -96,6 +105,8 @@ def test_evaluations_become_a_table_and_the_model_index():
         ("stanfordnlp/sst2", 0.875),
         ("stanfordnlp/sst2", 0.5),
     ]
+    with pytest.raises(ValueError, match="got a list"):
+        evaluations_of([{"eval_accuracy": 0.875}], task="text-classification", dataset="a/b")
     with pytest.raises(ValueError, match="no metric among train_loss"):
         evaluations_of({"train_loss": 0.1}, task="text-classification", dataset="a/b")
 
@@ -143,6 +154,43 @@ def test_an_exact_model_has_a_card_too():
     assert "exact attention" in text
 
 
+def test_a_model_that_no_method_serves_is_not_told_to_be_patched():
+    """The card of a T5 offered `patch_attention`, which refuses it."""
+    text = hf_effattn.model_card(T5Config(architectures=["T5ForConditionalGeneration"]), repo_id="me/t5").text
+    assert 'AutoModelForSeq2SeqLM.from_pretrained("me/t5")' in text
+    assert "patch_attention" not in text
+    decoder = tiny_config("bert", is_decoder=True, architectures=["BertLMHeadModel"])
+    assert "patch_attention" not in hf_effattn.model_card(decoder, repo_id="me/decoder").text
+    both = VisionTextDualEncoderConfig.from_vision_text_configs(T5Config(), tiny_config("bert"))
+    assert "patch_attention" in hf_effattn.model_card(both, repo_id="me/both").text
+
+
+def test_the_layers_that_are_patched_are_named():
+    """A model patched in some layers read as one patched in all."""
+    some, every = (
+        hf_effattn.model_card(hf_effattn.patch_attention(KINDS["bert-clustered"].build(), "clustered", layers=layers))
+        for layers in ([-1, 0], None)
+    )
+    assert "| `layers` | `[0, 2]` | the layers that have it, from 0; the others stay exact |" in some.text
+    assert "self-attention in layers 0, 2 replaced" in some.text
+    assert "layers" not in every.text.split("## Limits")[0]
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "xlm-roberta", "camembert", "distilbert", "gpt2"])
+def test_the_longest_input_is_what_the_positions_reach(model_type):
+    """RoBERTa's table has 514 rows for 512 tokens."""
+    sizes = {"n_embd": 32, "n_head": 2, "n_layer": 1, "n_positions": 64} if model_type == "gpt2" else {}
+    model = AutoModel.from_config(tiny_config(model_type)) if not sizes else AutoModel.from_config(GPT2Config(**sizes))
+    hf_effattn.patch_attention(model, "clustered", clusters=4, min_length=0)
+    text = hf_effattn.model_card(model.config, name="m").text
+    longest = longest_input(model)
+    assert f"Inputs of up to {longest} tokens." in text
+    ids = torch.full((1, longest + 1), 7)
+    model.eval()(ids[:, 1:])
+    with pytest.raises((IndexError, RuntimeError)):
+        model(ids)
+
+
 def test_a_report_of_another_kind_of_model_is_refused():
     bert, gpt2 = KINDS["bert-clustered"].build(), KINDS["gpt2-clustered"].build()
     report = hf_effattn.report(bert, inputs_for(bert), ["clustered"], repeats=0, memory=False)
@@ -157,6 +205,10 @@ def test_the_loading_code_gets_the_name_of_the_repository():
     there = loaded_from(text, "me/there")
     assert 'hf_effattn.from_pretrained(AutoModelForSequenceClassification, "me/there")' in there
     assert loaded_from(there, "mine") == text
+    other = 'Trained from `AutoModel.from_pretrained("google-bert/bert-base-uncased")`.'
+    described = str(hf_effattn.model_card(made("bert-clustered"), name="mine", description=other))
+    assert other in loaded_from(described, "me/there")
+    assert 'SequenceClassification, "me/there")' in loaded_from(described, "me/there")
     by_hand = '---\nlicense: mit\n---\nmodel = AutoModel.from_pretrained("mine")\n'
     assert loaded_from(by_hand, "me/there") == by_hand
 

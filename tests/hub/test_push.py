@@ -1,17 +1,20 @@
 """Pushing a model with its card, by the function and by the command, to the Hub on localhost."""
 
+import importlib
 import json
 import textwrap
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 from hub_server import HubServer
 from hub_state import USER
 from round_trips import KINDS, changed
-from transformers import AutoConfig
+from transformers import AutoConfig, PhobertTokenizer
 
 from hf_effattn.hub import model_card, push_folder
+from hf_effattn.hub.push import PUSHED
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +80,28 @@ def test_the_command_pushes_what_a_model_needs_and_nothing_else(hub: HubServer, 
     assert f'hf_effattn.from_pretrained(AutoModelForSequenceClassification, "{USER}/converted")' in text
 
 
+def test_a_new_branch_is_made_and_every_vocabulary_goes_along(hub: HubServer, saved: Path, tmp_path: Path) -> None:
+    """A missing branch was an error after the repository had been made; PhoBERT came back without its merges."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((saved / name).read_bytes())
+    (tmp_path / "vocab.txt").write_text("a</w> 5\nb</w> 4\nab</w> 3\n")
+    (tmp_path / "bpe.codes").write_text("a b</w> 3\n")
+    PhobertTokenizer(str(tmp_path / "vocab.txt"), str(tmp_path / "bpe.codes")).save_pretrained(tmp_path)
+    arguments = ("-m", "hf_effattn", "push", str(tmp_path), "vietnamese", "--revision", "v2")
+    for _ in range(2):  # the second time it is there
+        hub.run(*arguments, home=hub.folder.parent / "home", token=hub.token)
+    assert list(hub.files(f"{USER}/vietnamese")) == [".gitattributes"]
+    there = hub.files(f"{USER}/vietnamese", "v2")
+    assert {"README.md", "config.json", "model.safetensors", "vocab.txt", "bpe.codes"} <= set(there)
+
+
+@pytest.mark.parametrize("model", ["roberta", "phobert", "bertweet", "xlm_roberta", "prophetnet", "albert"])
+def test_the_vocabularies_of_a_tokenizer_are_among_what_is_pushed(model: str) -> None:
+    module = importlib.import_module(f"transformers.models.{model}.tokenization_{model}")
+    names = [*module.VOCAB_FILES_NAMES.values(), "source.spm"]  # Marian's, whose module needs sentencepiece
+    assert [name for name in names if not any(fnmatch(name, pattern) for pattern in PUSHED)] == []
+
+
 def test_who_has_no_token_is_told_where_to_get_one(hub: HubServer, saved: Path) -> None:
     said = hub.run("-m", "hf_effattn", "push", str(saved), "other", home=hub.folder.parent / "nobody", fails=True)
     assert "Error: " in said
@@ -95,6 +120,9 @@ def test_a_hub_that_is_not_there_is_told_in_a_line(saved: Path, tmp_path: Path) 
 
 def test_a_folder_without_a_model_is_refused_before_anything_is_asked_of_the_hub(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no config\.json"):
+        push_folder(tmp_path, "any")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"but adapter_config\.json.*merge_and_unload"):
         push_folder(tmp_path, "any")
     (tmp_path / "config.json").write_bytes((saved / "config.json").read_bytes())
     (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")

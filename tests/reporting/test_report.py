@@ -189,6 +189,8 @@ def test_times_and_memory_are_measured_in_whole_rounds():
     assert found.fastest_within(2 * largest) in (CLUSTERED, IMPROVED)
     # What a patched model would not run is not recommended without a word.
     found.error_budget = 2 * largest
+    for measured in found.of(CLUSTERED):  # the fastest, whatever else the machine does
+        measured.forward_seconds = [1e-9] * len(measured.forward_seconds)
     assert "Patch with min_length=0 to have it" in found.summary()
     assert "they are shorter than min_length (1," in found.summary()
 
