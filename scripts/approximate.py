@@ -102,7 +102,14 @@ TASKS = {
         {"dataset_name": "rajpurkar/squad"},
         {"train_files": "squad/train-subset-44articles-v1.1.json.gz", "validation_files": "squad/dev-v1.1.json.gz"},
         "eval_f1",
-        {"num_train_epochs": 2, "per_device_train_batch_size": 16, "save_steps": 200},
+        {
+            "num_train_epochs": 1,
+            "learning_rate": 1e-4,
+            "per_device_train_batch_size": 16,
+            "save_steps": 100,
+            # SDPA on a CPU is several times slower with it.
+            "config_overrides": "attention_probs_dropout_prob=0.0",
+        },
         dict(zip((FULL, "clustered-25", "i-clustered-25"), (0.904, 0.006, 0.876), strict=True)),
         best=100.0,
     ),
