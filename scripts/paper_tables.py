@@ -245,6 +245,7 @@ def approximation(result: dict[str, Any]) -> Table:
     """Fine-tuned models with exact attention and with the methods, beside the paper's RoBERTa."""
     frame = pd.DataFrame(result["rows"]).astype({"data": str})
     names = list(dict.fromkeys(frame["row"]))
+    models = list(dict.fromkeys(frame["model"]))
     rows = []
     for (task, model, *_), part in frame.groupby(
         ["task", "model", "training_seed", "samples", "data"], sort=False, dropna=False
@@ -254,7 +255,7 @@ def approximation(result: dict[str, Any]) -> Table:
         paper = (approximate.TASKS[str(task)].paper.get(name) for name in names)
         rows.append(
             [
-                f"{task}, {model}",
+                f"{task}, {model}" if len(models) > 1 else str(task),
                 *(mean_and_deviation(values[name], 3) for name in names),
                 ", ".join(dict.fromkeys(f"{share:.0%}" for share in shares)),
                 *("" if number is None else f"{number:.3f}" for number in paper),
@@ -264,11 +265,11 @@ def approximation(result: dict[str, Any]) -> Table:
     files = dict.fromkeys(
         Path(name).name for row in result["rows"] if row["task"] == "squad" for name in row["data"].values()
     )
+    trained_on = f"SQuAD: {', '.join(files)}. " if files else ""
     note = (
-        "Matthews correlation on CoLA, Pearson on STS-B, F1 on SQuAD, else accuracy; the deviation is over seeds of "
-        "the clustering. Longer: texts with more tokens than clusters, the others are attended to exactly; "
-        f"{result['settings']['dtype']}. {'SQuAD: ' if files else ''}{', '.join(files)}{'. ' if files else ''}"
-        "The paper: RoBERTa. "
+        f"{', '.join(models)}. Matthews correlation on CoLA, Pearson on STS-B, F1 on SQuAD, else accuracy; the "
+        "deviation is over seeds of the clustering. Longer: texts with more tokens than clusters, the others are attended to "
+        f"exactly; {result['settings']['dtype']}. {trained_on}The paper: RoBERTa. "
     )
     return header, rows, note
 
