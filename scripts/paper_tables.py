@@ -268,8 +268,8 @@ def approximation(result: dict[str, Any]) -> Table:
     trained_on = f"SQuAD: {', '.join(files)}. " if files else ""
     note = (
         f"{', '.join(models)}. Matthews correlation on CoLA, Pearson on STS-B, F1 on SQuAD, else accuracy; the "
-        "deviation is over seeds of the clustering. Longer: texts with more tokens than clusters, the others are attended to "
-        f"exactly; {result['settings']['dtype']}. {trained_on}The paper: RoBERTa. "
+        "deviation is over seeds of the clustering. Longer: texts with more tokens than clusters, the others are "
+        f"attended to exactly; {result['settings']['dtype']}. {trained_on}The paper: RoBERTa. "
     )
     return header, rows, note
 
