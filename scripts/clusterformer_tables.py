@@ -17,7 +17,7 @@ import translation_table
 from classification_data import DATA_SETS
 from kept_runs import mean_and_deviation
 from markdown_tables import by_length, machine, of_frame
-from partner_recall import ROUTINGS, VALUES
+from partner_recall import LOSSES, ROUTINGS, VALUES
 
 from hf_effattn.reporting.table import markdown
 
@@ -63,7 +63,8 @@ def partner_recall(result: dict[str, Any]) -> FrameTable:
     note = (
         f"Accuracy in percent, {100 / VALUES} by chance. 2 layers, {sizes['hidden_size']} wide, √N clusters, "
         f"{sizes['steps']:,} steps of {sizes['words']:,} words, learning rate {sizes['learning_rate']}, "
-        f"{sizes['dtype']}; the deviation is over seeds. Full attention has no blocks. "
+        f"{sizes['dtype']}; the deviation is over seeds. Losses: weights of "
+        f"{' and '.join(map(str, LOSSES.values()))} for L1 and L2. Full attention has no blocks. "
     )
     return shown, note
 

@@ -35,8 +35,10 @@ class ClusterFormerConfig(StoredConfig):
         sharpness (`float`): factor on the cosine inside the memberships; the inner product is taken as it is.
         gated (`bool`): adds the logarithm of how much two words' clusters overlap to their score, so that the task
             trains the clustering too (ours, not in the paper).
-        cluster_loss_weight, sorting_loss_weight, task_loss_weight (`float`): the paper's μ, ν and λ (Eq. 17). With
-            μ = ν = 0 and no gate nothing can train the centroids: they are frozen.
+        cluster_loss_weight, sorting_loss_weight, task_loss_weight (`float`): the paper's μ, ν and λ (Eq. 17). μ and ν
+            are small because both losses also draw the words together: at 0.01 words no longer differed enough to
+            translate or to find each other, while Adam trains the centroids at any weight. With μ = ν = 0 and no
+            gate nothing can train the centroids: they are frozen.
         is_decoder (`bool`): words do not see later ones.
         causal (`str`): how: `"strict"`, or `"paper"` (App. B), where later words still move the clusters.
         block_length (`int`, *optional*): words before it that a word sees per block of the window, with
@@ -75,8 +77,8 @@ class ClusterFormerConfig(StoredConfig):
         similarity: str = "cosine",
         sharpness: float = 10.0,
         gated: bool = False,
-        cluster_loss_weight: float = 0.01,
-        sorting_loss_weight: float = 0.01,
+        cluster_loss_weight: float = 1e-4,
+        sorting_loss_weight: float = 1e-4,
         task_loss_weight: float = 1.0,
         is_decoder: bool = False,
         causal: str = "strict",
