@@ -152,7 +152,9 @@ def positions_for(encoder: Encoder, window: int, slice_length: int) -> SlicePosi
     device = _execution_device(encoder.modules[0])
     if device is None:
         device = encoder.model.device if like is None else like.device
-    return SlicePositions(*sizes, dtype=dtype, device=device)
+    # Tensors made in inference mode could never be trained.
+    with torch.inference_mode(False):
+        return SlicePositions(*sizes, dtype=dtype, device=device)
 
 
 def _execution_device(module: nn.Module) -> torch.device | int | str | None:

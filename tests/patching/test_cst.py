@@ -206,6 +206,15 @@ def test_a_deep_copy_has_tables_of_its_own() -> None:
     assert not torch.equal(first_output(copied, ids), expected)
 
 
+def test_a_model_converted_in_inference_mode_can_be_trained() -> None:
+    model = small_model("bert")
+    with torch.inference_mode():
+        convert(model, trained=False)
+    first_output(model.train(), tokens()).square().mean().backward()
+    for table in getattr(model, NAME).parameters():
+        assert table.grad is not None and table.grad.any()
+
+
 def test_min_length_runs_exact_attention_below() -> None:
     model = small_model("bert")
     with torch.no_grad():
