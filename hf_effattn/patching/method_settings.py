@@ -35,6 +35,10 @@ from .model_types import Encoder
 _MEASURED = json.loads(files(__package__).joinpath("crossover.json").read_text())
 CROSSOVER: dict[str, list[dict[str, Any]]] = _MEASURED["min_length"]
 CAUSAL_CROSSOVER: dict[str, list[dict[str, Any]]] = _MEASURED["causal_min_length"]
+# Of the lengths measured elsewhere, for a device that has none of its own: an accelerator multiplies so much faster
+# than it starts the many short steps of a clustering, and of the causal forms, that exact attention wins for longer.
+# Cautious estimates from the steps and bytes on an H200.
+UNMEASURED, CAUSAL_UNMEASURED = 4, 8
 CLUSTERINGS = ("kmeans", "lsh")
 METRICS = ("keys", "queries")
 CAUSAL = ("strict", "prefill")
@@ -48,7 +52,8 @@ class MethodSettings(ABC):
     Args:
         min_length (`int`, *optional*): inputs shorter than this many tokens run exact attention. Default: the length
             from which the method is faster with these settings, from what was measured on this kind of device
-            (`crossover.json`); 0 forces the method.
+            (`crossover.json`; where nothing was, 4 times the length measured on others, 8 times where the future is
+            masked); 0 forces the method.
     """
 
     method: ClassVar[str]
@@ -74,8 +79,10 @@ class MethodSettings(ABC):
         if self.min_length is not None:
             return self.min_length
         crossover = CAUSAL_CROSSOVER if causal else CROSSOVER
-        devices = [crossover[device_type]] if device_type in crossover else list(crossover.values())
-        return max(self._crossover(measured) for measured in devices)
+        if device_type in crossover:
+            return self._crossover(crossover[device_type])
+        longest = max(self._crossover(measured) for measured in crossover.values())
+        return longest * (CAUSAL_UNMEASURED if causal else UNMEASURED)
 
     def _crossover(self, measured: list[dict[str, Any]]) -> int:
         """The least of what the measured settings promise for these: each as it is, or grown with its price."""

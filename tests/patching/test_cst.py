@@ -212,7 +212,8 @@ def test_a_model_converted_in_inference_mode_can_be_trained() -> None:
         convert(model, trained=False)
     first_output(model.train(), tokens()).square().mean().backward()
     for table in getattr(model, NAME).parameters():
-        assert table.grad is not None and table.grad.any()
+        assert table.grad is not None
+        assert table.grad.any()
 
 
 def test_min_length_runs_exact_attention_below() -> None:

@@ -143,7 +143,13 @@ def test_min_length_comes_from_the_measured_crossover(row: dict[str, Any]) -> No
     assert make_settings(row["method"], **options, min_length=17).shortest_length("cpu") == 17
     doubled = make_settings(row["method"], **{name: 2 * value for name, value in options.items()})
     assert measured <= doubled.shortest_length("cpu") <= 2 * row["min_length"]
-    assert doubled.shortest_length("a-device-never-measured") == doubled.shortest_length("cpu")
+
+
+@pytest.mark.parametrize(("causal", "factor"), [(False, 4), (True, 8)])
+def test_min_length_of_a_device_never_measured_is_longer(causal: bool, factor: int) -> None:
+    settings = make_settings("i-clustered", clusters=100, topk=32)
+    measured = settings.shortest_length("cpu", causal=causal)
+    assert settings.shortest_length("a-device-never-measured", causal=causal) == factor * measured
 
 
 @pytest.mark.parametrize("method", METHODS)
