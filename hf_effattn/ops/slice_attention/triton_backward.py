@@ -407,7 +407,10 @@ def backward(
                 stride_gv_part=grad_values.stride(0), parts=parts // apart, **common, **tensors, **flags, **tiling,
                 **config, **strides("gk", grad_keys[0]), **strides("gv", grad_values[0]),
             )  # fmt: skip
-    grad_key, grad_value = (x[0] if apart == 1 else x.sum(dim=0) for x in (grad_keys, grad_values))
+    # Summed as it lies in memory, words before heads: a sum over (parts, B, H, N, D) would lay out its result anew.
+    grad_key, grad_value = (
+        x[0] if apart == 1 else x.transpose(2, 3).sum(dim=0).transpose(1, 2) for x in (grad_keys, grad_values)
+    )
     if has_sinks and B and N:
         for name in ("HAS_KEY_POSITIONS", "key_positions_ptr", "SLICES"):
             for arguments in (flags, tensors, config):
