@@ -19,7 +19,12 @@ from .sampling import (
 )
 from .triton_lloyd import _kmeans_assign_kernel, _kmeans_update_kernel
 from .triton_rows import Rows, find_rows
-from .triton_seeding import _kmeans_distances_kernel, _kmeans_prepare_kernel, _kmeans_seed_kernel
+from .triton_seeding import (
+    _kmeans_choose_kernel,
+    _kmeans_distances_kernel,
+    _kmeans_prepare_kernel,
+    _kmeans_seed_kernel,
+)
 
 # Bytes of the distances between seeding rows that are in memory at once.
 DISTANCES_BYTES = 128 * 2**20
@@ -89,12 +94,14 @@ def fit(
     directions = centroids if metric is None else new(P, clusters, D)
     result = Centroids(origin, centroids, directions, half_norms)
     labels = torch.empty(P, R, dtype=torch.int32, device=points.device)
+    chosen = None if binary else torch.empty(P, clusters, dtype=torch.int32, device=points.device)
 
     strided_points = points, *points.stride()
     strided_rows = rows.fit, rows.fit.stride(0)
     sampled = *strided_points, *strided_rows, rows.counts, rows.counts.stride(0)
     block_k = min(block_d, 32)
     with on_device_of(points):
+        # Codes take evenly spread rows as seeds, nothing is to be chosen.
         if not binary:
             _kmeans_prepare_kernel[(P * triton.cdiv(R, 64),)](
                 *sampled,
@@ -111,15 +118,11 @@ def fit(
                 BLOCK_K=block_k,
                 PRECISION=chip.dot_precision(torch.float32),
             )
-        # Codes take evenly spread rows as seeds, each found by itself.
-        groups = clusters if binary else seeding_groups(clusters)
-        seeding = most_seeding_rows(clusters)
-        group_rows = 1 if binary else triton.cdiv(min(R, seeding), groups)
-        step = P if binary else max(1, DISTANCES_BYTES // (groups * group_rows**2 * torch.float32.itemsize))
-        for first in range(0, P, step):
-            problems = min(step, P - first)
-            distances = None
-            if not binary:
+            groups, seeding = seeding_groups(clusters), most_seeding_rows(clusters)
+            group_rows = triton.cdiv(min(R, seeding), groups)
+            step = max(1, DISTANCES_BYTES // (groups * group_rows**2 * torch.float32.itemsize))
+            for first in range(0, P, step):
+                problems = min(step, P - first)
                 distances = new(problems * groups, group_rows, group_rows)
                 _kmeans_distances_kernel[(problems * groups * triton.cdiv(group_rows, 64) ** 2,)](
                     *sampled,
@@ -141,32 +144,41 @@ def fit(
                     num_warps=8,
                     num_stages=2,
                 )
-            _kmeans_seed_kernel[(problems * groups,)](
-                *sampled,
-                origin,
-                fit_directions,
-                norms,
-                distances,
-                centroids,
-                directions,
-                half_norms,
-                first,
-                H,
-                R,
-                seeding,
-                groups,
-                group_rows,
-                clusters,
-                first_seed_share(seed),
-                D,
-                BINARY=binary,
-                HAS_METRIC=metric is not None,
-                SHARE_BITS=SHARE_BITS,
-                BLOCK_S=block_width(group_rows),
-                BLOCK_D=block_d,
-                num_warps=1,
-                **chip.all_registers,
-            )
+                _kmeans_choose_kernel[(problems * groups,)](
+                    rows.counts,
+                    rows.counts.stride(0),
+                    distances,
+                    chosen,
+                    first,
+                    H,
+                    R,
+                    seeding,
+                    groups,
+                    group_rows,
+                    clusters,
+                    first_seed_share(seed),
+                    SHARE_BITS=SHARE_BITS,
+                    BLOCK_S=block_width(group_rows),
+                    num_warps=1,
+                )
+        _kmeans_seed_kernel[(P * triton.cdiv(clusters, 16),)](
+            *sampled,
+            origin,
+            fit_directions,
+            norms,
+            chosen,
+            centroids,
+            directions,
+            half_norms,
+            H,
+            R,
+            clusters,
+            D,
+            BINARY=binary,
+            HAS_METRIC=metric is not None,
+            BLOCK_C=16,
+            BLOCK_D=block_d,
+        )
         block_c, block_r, num_warps, num_stages = update_blocks(block_d, clusters, exact)
         for _ in range(iterations):
             assign(points, rows, result, labels, fitted_only=True)

@@ -137,6 +137,49 @@ def _kmeans_distances_kernel(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
+def _kmeans_choose_kernel(
+    counts_ptr,
+    stride_counts_b,
+    distances_ptr,
+    chosen_ptr,
+    first_problem,
+    heads,
+    fit_rows,
+    seeding_rows,
+    groups,
+    group_rows,
+    clusters,
+    first_share,
+    SHARE_BITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Farthest-first in one group of rows per program: which fitted row each seed is.
+
+    Seed `i_g + groups · step` is the group's choice of this step. Every step waits for the one before, so none does
+    more than it must: what a seed is as a centroid is looked up afterwards.
+    """
+    i_group = tl.program_id(0).to(tl.int64)
+    i_p = first_problem + i_group // groups
+    i_g = i_group % groups
+    fitted = tl.minimum(tl.load(counts_ptr + i_p // heads * stride_counts_b), fit_rows).to(tl.int64)
+    candidates = tl.minimum(fitted, seeding_rows)
+    own_rows = tl.cdiv(tl.maximum(candidates - i_g, 0), groups)
+    o_s = tl.arange(0, BLOCK_S)
+    chosen = first_share * own_rows >> SHARE_BITS
+    nearest_seed = tl.where(o_s < own_rows, float("inf"), float("-inf"))
+    for step in range(0, tl.cdiv(clusters - i_g, groups)):
+        fit = (chosen * groups + i_g) * fitted // tl.maximum(candidates, 1)
+        tl.store(chosen_ptr + i_p * clusters + i_g + groups * step, fit.to(tl.int32))
+        p_distances = distances_ptr + (i_group * group_rows + chosen) * group_rows + o_s
+        # [BLOCK_S]
+        b_distances = tl.load(p_distances, mask=o_s < own_rows, other=float("-inf"))
+        nearest_seed = tl.minimum(nearest_seed, b_distances)
+        farthest = tl.argmax(nearest_seed, axis=0, tie_break_left=True)
+        # Points that are not finite must not lead outside.
+        chosen = tl.minimum(farthest, tl.maximum(own_rows - 1, 0))
+
+
+@triton.jit(do_not_specialize=LENGTHS)
 def _kmeans_seed_kernel(
     points_ptr,
     stride_points_b,
@@ -150,69 +193,51 @@ def _kmeans_seed_kernel(
     origin_ptr,
     fit_directions_ptr,
     norms_ptr,
-    distances_ptr,
+    chosen_ptr,
     centroids_ptr,
     directions_ptr,
     half_norms_ptr,
-    first_problem,
     heads,
     fit_rows,
-    seeding_rows,
-    groups,
-    group_rows,
     clusters,
-    first_share,
     head_dim,
     BINARY: tl.constexpr,
     HAS_METRIC: tl.constexpr,
-    SHARE_BITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Farthest-first in one group of rows per program (evenly spread rows where `BINARY`).
+    """Seeds as centroids, each with its direction `c G` and half norm `c G c^T / 2`: the fitted rows that were chosen.
 
-    Seed `i_g + groups · step` is the group's choice of this step. A seed is a centroid with its direction `c G` and
-    half norm `c G c^T / 2`.
+    Where `BINARY` they are evenly spread.
     """
-    i_group = tl.program_id(0).to(tl.int64)
-    i_p = first_problem + i_group // groups
-    i_g = i_group % groups
+    blocks = tl.cdiv(clusters, BLOCK_C)
+    i_p = (tl.program_id(0) // blocks).to(tl.int64)
     i_b = i_p // heads
-    points_ptr += i_b * stride_points_b + i_p % heads * stride_points_h
-    rows_ptr += i_b * stride_rows_b
-    fitted = tl.minimum(tl.load(counts_ptr + i_b * stride_counts_b), fit_rows).to(tl.int64)
-    candidates = tl.minimum(fitted, seeding_rows)
-    own_rows = tl.cdiv(tl.maximum(candidates - i_g, 0), groups)
+    o_c = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    m_c = o_c < clusters
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < head_dim
-    o_s = tl.arange(0, BLOCK_S)
+    points_ptr += i_b * stride_points_b + i_p % heads * stride_points_h
     if BINARY:
+        fitted = tl.minimum(tl.load(counts_ptr + i_b * stride_counts_b), fit_rows)
+        fit = o_c.to(tl.int64) * fitted // clusters
         b_origin = tl.zeros([BLOCK_D], tl.float32)
+        b_norms = tl.zeros([BLOCK_C], tl.float32) + head_dim
     else:
+        fit = tl.load(chosen_ptr + i_p * clusters + o_c, mask=m_c, other=0).to(tl.int64)
+    # With fewer points than clusters no seed is ever used, but reading one must stay inside.
+    fit = tl.minimum(fit, fit_rows - 1)
+    if not BINARY:
         b_origin = tl.load(origin_ptr + i_p * head_dim + o_d, mask=m_d, other=0.0)
-    chosen = first_share * own_rows >> SHARE_BITS
-    nearest_seed = tl.where(o_s < own_rows, float("inf"), float("-inf"))
-    for step in range(0, tl.cdiv(clusters - i_g, groups)):
-        seed = i_g + groups * step
-        candidate = chosen * groups + i_g
-        fit = seed * fitted // clusters if BINARY else candidate * fitted // tl.maximum(candidates, 1)
-        # With fewer points than clusters no seed is ever used, but reading one must stay inside.
-        fit = tl.minimum(fit, fit_rows - 1)
-        row = tl.load(rows_ptr + fit).to(tl.int64)
-        p_points = points_ptr + row * stride_points_n + o_d.to(tl.int64) * stride_points_d
-        b_seed = tl.load(p_points, mask=m_d & (row >= 0), other=0.0).to(tl.float32)
-        b_seed = finite(b_seed) - b_origin
-        tl.store(centroids_ptr + (i_p * clusters + seed) * head_dim + o_d, b_seed, mask=m_d)
-        norm = head_dim if BINARY else tl.load(norms_ptr + i_p * fit_rows + fit)
-        tl.store(half_norms_ptr + i_p * clusters + seed, norm * 0.5)
-        if HAS_METRIC:
-            b_direction = tl.load(fit_directions_ptr + (i_p * fit_rows + fit) * head_dim + o_d, mask=m_d, other=0.0)
-            tl.store(directions_ptr + (i_p * clusters + seed) * head_dim + o_d, b_direction, mask=m_d)
-        if not BINARY:
-            p_distances = distances_ptr + (i_group * group_rows + chosen) * group_rows + o_s
-            # [BLOCK_S]
-            b_distances = tl.load(p_distances, mask=o_s < own_rows, other=float("-inf"))
-            nearest_seed = tl.minimum(nearest_seed, b_distances)
-            farthest = tl.argmax(nearest_seed, axis=0, tie_break_left=True)
-            # Points that are not finite must not lead outside.
-            chosen = tl.minimum(farthest, tl.maximum(own_rows - 1, 0))
+        b_norms = tl.load(norms_ptr + i_p * fit_rows + fit, mask=m_c, other=0.0)
+    row = tl.load(rows_ptr + i_b * stride_rows_b + fit, mask=m_c, other=-1)
+    b_seeds = load_points(points_ptr, row, row >= 0, o_d, stride_points_n, stride_points_d, head_dim)
+    b_seeds = finite(b_seeds) - b_origin[None, :]
+    offsets = (i_p * clusters + o_c)[:, None] * head_dim + o_d[None, :]
+    m_seeds = m_c[:, None] & m_d[None, :]
+    tl.store(centroids_ptr + offsets, b_seeds, mask=m_seeds)
+    tl.store(half_norms_ptr + i_p * clusters + o_c, b_norms * 0.5, mask=m_c)
+    if HAS_METRIC:
+        p_directions = fit_directions_ptr + (i_p * fit_rows + fit)[:, None] * head_dim + o_d[None, :]
+        # [BLOCK_C, BLOCK_D]
+        tl.store(directions_ptr + offsets, tl.load(p_directions, mask=m_seeds, other=0.0), mask=m_seeds)
