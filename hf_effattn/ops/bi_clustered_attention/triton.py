@@ -4,7 +4,7 @@ Forward, from `make_plan` to `attend`:
 
 | step | kernel | file |
 | --- | --- | --- |
-| sort queries and keys by cluster | `_sort_by_cluster_kernel` | `sorted_clusters/triton_sort.py` |
+| sort queries and keys | `_count_by_cluster_kernel`, `_sort_by_cluster_kernel` | `sorted_clusters/triton_sort.py` |
 | means of both and of the values | `_cluster_means_kernel` | the same |
 | scores of the centroids | `_centroid_attention_fwd_kernel` | `triton_centroids.py` there |
 | their `topk` keys | `_select_topk_kernel` | `triton_topk.py` there |

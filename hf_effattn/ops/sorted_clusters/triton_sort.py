@@ -8,6 +8,9 @@ import triton.language as tl
 
 from ..chips import LENGTHS, on_device_of
 
+ROWS_OF_A_SPLIT = 1024  # rows that one program counts or places, more where there would be too many parts
+LARGEST_SPLIT = 64
+
 
 @dataclass(frozen=True)
 class SortedRows:
@@ -47,79 +50,111 @@ def load_clusters(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def _sort_by_cluster_kernel(
-    labels_ptr, mask_ptr, order_ptr, starts_ptr, tiles_ptr,
+def _count_by_cluster_kernel(
+    labels_ptr, mask_ptr, below_ptr,
     stride_labels_b, stride_labels_h, stride_labels_n, stride_mask_b, stride_mask_n,
-    H, N, clusters, slots,
-    TILE: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    H, N, clusters, blocks, splits, split_rows,
+    HAS_MASK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Stable counting sort: a program places the members of `BLOCK_C` clusters of one problem.
-
-    It finds its first place by counting all labels below its own, so that programs wait for none.
-    """
-    blocks = tl.cdiv(clusters + 1, BLOCK_C)
-    i_p = (tl.program_id(0) // blocks).to(tl.int64)
+    """How many rows of one part of a problem are in clusters below each of `BLOCK_C` clusters."""
+    i_p = (tl.program_id(0) // (blocks * splits)).to(tl.int64)
+    i_split = tl.program_id(0) // blocks % splits
     first = tl.program_id(0) % blocks * BLOCK_C
     labels_ptr += i_p // H * stride_labels_b + i_p % H * stride_labels_h
     if HAS_MASK:
         mask_ptr += i_p // H * stride_mask_b
-    order_ptr += i_p * N
-    starts_ptr += i_p * (clusters + 2)
-    tiles_ptr += i_p * slots
-
     o_c = first + tl.arange(0, BLOCK_C)
     o_n = tl.arange(0, BLOCK_N)
     b_counts = tl.zeros([BLOCK_N, BLOCK_C], tl.int32)
     b_below = tl.zeros([BLOCK_N], tl.int32)
-    for start in range(0, N, BLOCK_N):
+    for start in range(i_split * split_rows, tl.minimum(N, (i_split + 1) * split_rows), BLOCK_N):
         b_cluster = load_clusters(
             labels_ptr, mask_ptr, start + o_n, N, clusters, stride_labels_n, stride_mask_n, HAS_MASK
         )
         b_counts += (b_cluster[:, None] == o_c[None, :]).to(tl.int32)
         b_below += (b_cluster < first).to(tl.int32)
     b_sizes = tl.sum(b_counts, 0)
-    below = tl.sum(b_below, 0)
-    b_starts = below + tl.cumsum(b_sizes, 0) - b_sizes
-    tl.store(starts_ptr + o_c, b_starts, mask=o_c <= clusters)
+    below_ptr += (i_p * splits + i_split) * (clusters + 2)
+    tl.store(below_ptr + o_c, tl.sum(b_below, 0) + tl.cumsum(b_sizes, 0) - b_sizes, mask=o_c < clusters + 2)
 
-    last_slot = (below + tl.sum(b_sizes, 0)) // TILE + first + BLOCK_C
-    if first + BLOCK_C > clusters:
-        tl.store(starts_ptr + clusters + 1, N)
-        last_slot = slots
-    b_first_slots = tl.where(o_c <= clusters, b_starts // TILE + o_c, slots)
-    for slot in range(below // TILE + first, last_slot, BLOCK_S):
-        o_s = slot + tl.arange(0, BLOCK_S)
-        b_begun = tl.sum((b_first_slots[None, :] <= o_s[:, None]).to(tl.int32), 1)
-        tl.store(tiles_ptr + o_s, first + b_begun - 1, mask=o_s < last_slot)
 
-    for start in range(0, N, BLOCK_N):
+@triton.jit(do_not_specialize=LENGTHS)
+def _sort_by_cluster_kernel(
+    labels_ptr, mask_ptr, below_ptr, order_ptr, starts_ptr, tiles_ptr,
+    stride_labels_b, stride_labels_h, stride_labels_n, stride_mask_b, stride_mask_n,
+    H, N, clusters, slots, blocks, splits, split_rows,
+    TILE: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Stable counting sort: a program places the members of `BLOCK_C` clusters in one part of a problem.
+
+    Theirs stand behind those of the parts before. The first part's programs write down where clusters and tiles begin.
+    """
+    i_p = (tl.program_id(0) // (blocks * splits)).to(tl.int64)
+    i_split = tl.program_id(0) // blocks % splits
+    first = tl.program_id(0) % blocks * BLOCK_C
+    labels_ptr += i_p // H * stride_labels_b + i_p % H * stride_labels_h
+    if HAS_MASK:
+        mask_ptr += i_p // H * stride_mask_b
+    order_ptr += i_p * N
+    o_c = first + tl.arange(0, BLOCK_C)
+    o_n = tl.arange(0, BLOCK_N)
+    o_split = tl.arange(0, SPLITS)
+    m_split = (o_split < splits)[:, None]
+    p_below = below_ptr + (i_p * splits + o_split)[:, None] * (clusters + 2) + o_c[None, :]
+    # [SPLITS, BLOCK_C]
+    b_below = tl.load(p_below, mask=m_split & (o_c < clusters + 2)[None, :], other=0)
+    b_below_next = tl.load(p_below + 1, mask=m_split & (o_c < clusters + 1)[None, :], other=0)
+    b_starts = tl.sum(b_below, 0)
+
+    if i_split == 0:
+        tl.store(starts_ptr + i_p * (clusters + 2) + o_c, b_starts, mask=o_c < clusters + 2)
+        first_start = tl.sum(tl.where(o_c == first, b_starts, 0), 0)
+        last_slot = tl.max(tl.sum(b_below_next, 0), 0) // TILE + first + BLOCK_C
+        if first + BLOCK_C > clusters:
+            last_slot = slots
+        b_first_slots = tl.where(o_c <= clusters, b_starts // TILE + o_c, slots)
+        for slot in range(first_start // TILE + first, last_slot, BLOCK_S):
+            o_s = slot + tl.arange(0, BLOCK_S)
+            b_begun = tl.sum((b_first_slots[None, :] <= o_s[:, None]).to(tl.int32), 1)
+            tl.store(tiles_ptr + i_p * slots + o_s, first + b_begun - 1, mask=o_s < last_slot)
+
+    b_next = b_starts + tl.sum(tl.where((o_split < i_split)[:, None], b_below_next - b_below, 0), 0)
+    for start in range(i_split * split_rows, tl.minimum(N, (i_split + 1) * split_rows), BLOCK_N):
         b_cluster = load_clusters(
             labels_ptr, mask_ptr, start + o_n, N, clusters, stride_labels_n, stride_mask_n, HAS_MASK
         )
         b_member = (b_cluster[:, None] == o_c[None, :]).to(tl.int32)
         # [BLOCK_N]
-        b_places = tl.sum(b_member * (b_starts[None, :] + tl.cumsum(b_member, 0) - 1), 1)
+        b_places = tl.sum(b_member * (b_next[None, :] + tl.cumsum(b_member, 0) - 1), 1)
         tl.store(order_ptr + b_places, start + o_n, mask=tl.sum(b_member, 1) > 0)
-        b_starts += tl.sum(b_member, 0)
+        b_next += tl.sum(b_member, 0)
 
 
 def sort_by_cluster(labels: torch.Tensor, mask: torch.Tensor | None, clusters: int, tile: int) -> SortedRows:
     """Rows with integer labels `(B, H, N)`, any strides, sorted by cluster; stable, for rows where `mask` `(B, N)`."""
     B, H, N = labels.shape
     slots = N // tile + clusters + 1
+    split_rows = max(ROWS_OF_A_SPLIT, triton.next_power_of_2(triton.cdiv(N, LARGEST_SPLIT)))
+    splits = max(1, triton.cdiv(N, split_rows))
     order = labels.new_empty(B * H, N, dtype=torch.int32)
     starts = labels.new_empty(B * H, clusters + 2, dtype=torch.int32)
     tiles = labels.new_empty(B * H, slots, dtype=torch.int32)
+    below = labels.new_empty(B * H, splits, clusters + 2, dtype=torch.int32)
     # Few clusters a program, so that few heads already fill the chip; more where there would be too many programs.
-    block_c = min(32, max(4, triton.next_power_of_2(clusters // 128 + 1)))
-    grid = (B * H * triton.cdiv(clusters + 1, block_c),)
+    block_c = 16 if clusters <= 512 else 32
+    blocks = triton.cdiv(clusters + 2, block_c)
+    strides = *labels.stride(), *((0, 0) if mask is None else mask.stride())
+    sizes = {"HAS_MASK": mask is not None, "BLOCK_C": block_c, "BLOCK_N": 4096 // block_c}
     with on_device_of(labels):
         if B * H:
-            _sort_by_cluster_kernel[grid](
-                labels, mask, order, starts, tiles,
-                *labels.stride(), *((0, 0) if mask is None else mask.stride()),
-                H, N, clusters, slots,
-                TILE=tile, HAS_MASK=mask is not None, BLOCK_C=block_c, BLOCK_N=4096 // block_c, BLOCK_S=128,
+            _count_by_cluster_kernel[(B * H * splits * blocks,)](
+                labels, mask, below, *strides, H, N, clusters, blocks, splits, split_rows, **sizes
+            )
+            _sort_by_cluster_kernel[(B * H * splits * blocks,)](
+                labels, mask, below, order, starts, tiles, *strides,
+                H, N, clusters, slots, blocks, splits, split_rows,
+                TILE=tile, BLOCK_S=128, SPLITS=LARGEST_SPLIT, **sizes,
             )  # fmt: skip
     return SortedRows(order, starts, tiles, clusters, tile)
 
