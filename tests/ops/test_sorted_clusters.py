@@ -6,8 +6,14 @@ import pytest
 import torch
 from closeness import assert_close_to_reference
 
-from hf_effattn.ops.sorted_clusters import triton_centroids, triton_topk
-from hf_effattn.ops.sorted_clusters.triton_centroids import centroid_pass, centroid_topk, score_chunks, split_count
+from hf_effattn.ops.sorted_clusters import triton_centroids, triton_sort, triton_topk
+from hf_effattn.ops.sorted_clusters.triton_centroids import (
+    bin_length,
+    centroid_pass,
+    centroid_topk,
+    score_chunks,
+    split_count,
+)
 from hf_effattn.ops.sorted_clusters.triton_sort import cluster_means, sort_by_cluster
 from hf_effattn.ops.sorted_clusters.triton_topk import select_topk
 
@@ -27,9 +33,10 @@ def clusters_of_rows(labels, mask, clusters):
     [
         (2, 3, 37, 5, 16, True, torch.int64),
         (1, 1, 1, 1, 16, False, torch.int32),
-        (1, 2, 2300, 3, 32, True, torch.int64),  # more rows than a program loads at once
+        (1, 2, 2300, 3, 32, True, torch.int64),  # in three parts
+        (2, 1, 40, 15, 16, True, torch.int64),  # a program for nothing but the end of the rows in no cluster
         (1, 1, 90, 60, 16, False, torch.int16),
-        (1, 1, 70, 514, 16, False, torch.int64),  # more clusters than rows, eight to a program
+        (1, 1, 70, 514, 16, False, torch.int64),  # more clusters than rows, 32 to a program
         (1, 2, 64, 4, 64, False, torch.uint8),
     ],
 )
@@ -52,6 +59,15 @@ def test_rows_are_sorted_and_every_row_is_in_one_tile(B, H, N, clusters, tile, m
             assert first >= start
             covered[first : max(first, min(first + tile, end))] += 1
         assert (covered == 1).all()
+
+
+def test_very_many_rows_are_sorted_in_longer_parts(monkeypatch):
+    labels = torch.randint(-1, 20, (1, 1, 2300), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    expected = sort_by_cluster(labels, None, 19, 16)
+    monkeypatch.setattr(triton_sort, "LARGEST_SPLIT", 2)
+    found = sort_by_cluster(labels, None, 19, 16)
+    for name in ("order", "starts", "tiles"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
 def test_one_huge_cluster_is_many_tiles():
@@ -157,12 +173,32 @@ def test_centroid_pass_in_parts_of_the_keys(monkeypatch):
 
 
 @pytest.mark.parametrize("score_bytes", [2**28, 3000], ids=["at_once", "in_chunks"])
-def test_long_rows_through_bins(monkeypatch, score_bytes):
-    """Only the largest score of every 16 keys is kept; the chosen bins' keys are scored again."""
-    monkeypatch.setattr(triton_centroids, "WHOLE_ROW", 64)
+@pytest.mark.parametrize(("whole_row", "length"), [(64, 4), (12, 16), (9, 16)])
+def test_long_rows_through_bins(monkeypatch, score_bytes, whole_row, length):
+    """Only the largest score of every few keys is kept; the chosen bins' keys are scored again."""
+    monkeypatch.setattr(triton_centroids, "WHOLE_ROW", whole_row)
+    assert bin_length(170, 3) == bin_length(170, 5) == length
     monkeypatch.setattr(triton_centroids, "SCORE_BYTES", score_bytes)
     check_pass(*make_pass(B=1, M=170, clusters=3), 3)
     check_pass(*make_pass(B=1, M=170, H=1, key_heads=1, clusters=2, masked=False), 5)
+
+
+@pytest.mark.parametrize(
+    ("M", "topk", "length"),
+    [
+        (4096, 32, 1),
+        (4097, 32, 4),
+        (16384, 128, 4),
+        (16385, 128, 8),
+        (65536, 128, 16),
+        (2**20, 128, 16),
+        (16384, 512, 4),
+        (16384, 513, 1),
+        (16384, 0, 0),
+    ],
+)
+def test_bins_are_as_short_as_one_selection_allows(M, topk, length):
+    assert bin_length(M, topk) == length
 
 
 def test_chunks_are_whole_tables_or_parts_of_one():

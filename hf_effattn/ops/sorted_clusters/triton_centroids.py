@@ -19,7 +19,8 @@ from .triton_dropout import dropout_factor
 from .triton_tiles import LOG2_E, LOWEST, dot_by_parts, load_key_mask, tile_config
 from .triton_topk import WHOLE_ROW, select_topk
 
-BIN = 16  # keys of which a long row keeps only the largest score
+# Keys of which a long row keeps only the largest score, at least and at most. All of a chosen bin are scored again.
+SHORTEST_BIN, LONGEST_BIN = 4, 16
 SCORE_BYTES = 2**28  # of scores or maxima that are in memory at once
 PROGRAMS = 264  # enough to keep a large chip busy
 
@@ -177,6 +178,18 @@ def split_count(programs: int, length: int, block: int) -> int:
     return max(1, min(triton.cdiv(PROGRAMS, max(1, programs)), triton.cdiv(length, 4 * block), 64))
 
 
+def bin_length(M: int, topk: int) -> int:
+    """Keys of which only the largest score is kept, 1 where all are and 0 where none is.
+
+    No more than it takes to select from the bins of a row at once.
+    """
+    if topk == 0:
+        return 0
+    if M <= WHOLE_ROW or 2 * topk * LONGEST_BIN > M:
+        return 1
+    return min(LONGEST_BIN, max(SHORTEST_BIN, triton.next_power_of_2(triton.cdiv(M, WHOLE_ROW))))
+
+
 def centroid_pass(
     centroids: torch.Tensor,
     key: torch.Tensor,
@@ -202,8 +215,8 @@ def centroid_pass(
     Dv = 0 if value is None else value.shape[3]
     rows = centroids.shape[0] * centroids.shape[1] // max(1, B * Hk)
     config = tile_config(key, D, Dv)
-    scores_of = 0 if topk == 0 else BIN if WHOLE_ROW < M and 2 * topk * BIN <= M else 1
-    columns = triton.cdiv(M, scores_of) if scores_of else 0
+    length = bin_length(M, topk)
+    columns = triton.cdiv(M, length) if length else 0
     splits = split_count(B * Hk * triton.cdiv(rows, config["ROWS"]), M, config["COLUMNS"])
     split_length = triton.cdiv(triton.cdiv(M, splits), config["COLUMNS"]) * config["COLUMNS"]
     total = B * Hk * rows
@@ -213,7 +226,7 @@ def centroid_pass(
     top_scores = key.new_empty(total, topk, dtype=torch.float32)
     key_strides = *key.stride(), *((0, 0) if key_mask is None else key_mask.stride())
     with on_device_of(key):
-        for first, last in score_chunks(B * Hk, rows, 4 * (columns + (topk * BIN if scores_of > 1 else 0))):
+        for first, last in score_chunks(B * Hk, rows, 4 * (columns + (topk * length if length > 1 else 0))):
             scores = key.new_empty(last - first, columns, dtype=torch.float32)
             tables = triton.cdiv(last, rows) - first // rows
             blocks = triton.cdiv(min(rows, last - first), config["ROWS"])
@@ -222,22 +235,22 @@ def centroid_pass(
                 *key.stride(), *((0, 0, 0, 0) if value is None else value.stride()), *key_strides[4:],
                 Hk, rows, M, D, Dv, first, last, blocks, splits, split_length, columns, scale * LOG2_E, dropout_p,
                 HAS_MASK=key_mask is not None, HAS_VALUES=value is not None, HAS_DROPOUT=dropout_seed is not None,
-                BIN=scores_of, KINDS=KINDS_OF_WEIGHTS, KIND=CENTROID_WEIGHTS, **config,
+                BIN=length, KINDS=KINDS_OF_WEIGHTS, KIND=CENTROID_WEIGHTS, **config,
             )  # fmt: skip
             if topk == 0:
                 continue
             bins = None
-            if scores_of > 1:
+            if length > 1:
                 bins, _ = select_topk(scores, topk)
-                scores = key.new_empty(last - first, topk * BIN, dtype=torch.float32)
+                scores = key.new_empty(last - first, topk * length, dtype=torch.float32)
                 block_n = max(16, 8192 // config["BLOCK_D"])
-                blocks = triton.cdiv(topk * BIN, block_n)
+                blocks = triton.cdiv(topk * length, block_n)
                 _centroid_rescore_fwd_kernel[((last - first) * blocks,)](
                     centroids, key, key_mask, bins, scores, *key_strides,
                     Hk, rows, M, D, topk, first, blocks, scale * LOG2_E,
-                    HAS_MASK=key_mask is not None, BIN=BIN, BLOCK_N=block_n, BLOCK_D=config["BLOCK_D"],
+                    HAS_MASK=key_mask is not None, BIN=length, BLOCK_N=block_n, BLOCK_D=config["BLOCK_D"],
                 )  # fmt: skip
-            select_topk(scores, topk, bins=bins, bin_length=BIN, out=(top[first:last], top_scores[first:last]))
+            select_topk(scores, topk, bins=bins, bin_length=length, out=(top[first:last], top_scores[first:last]))
     return CentroidPass(values, lse, top, top_scores)
 
 
