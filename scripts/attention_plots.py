@@ -87,7 +87,13 @@ def _error_against_speed(panel: Axes, rows: list[dict[str, Any]], styles: dict[s
 
 
 def draw_frontier(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Error against time of every setting, with each method's frontier as a line: a panel per length."""
+    """Error against time of every setting, with each method's frontier as a line: a panel per length.
+
+    Rows without an error are left out; nothing is drawn where there is no other.
+    """
+    rows = [row for row in rows if row["error"] is not None]
+    if not rows:
+        return
     lengths = sorted({row["length"] for row in rows})
     figure = Figure(figsize=(6.5 * len(lengths), 5), layout="constrained")
     for panel, length in zip(figure.subplots(1, len(lengths), squeeze=False)[0], lengths, strict=True):

@@ -2,8 +2,9 @@
 
 The layers have the same size and differ in `assignment` alone: PyTorch's attention to all words, neural clustering,
 the gate, and the rivals K-means (Routing Transformer) and LSH (Reformer). All are timed in the same run, interleaved,
-sorting included; the training step has the clustering losses that its layer has. `attention` is the part that the
-methods replace: sorting, projections and attention; `layer` adds norms and the feed-forward part, which all share.
+sorting included; on a GPU PyTorch's attention with each of its kernels, of which the fastest is what speeds are
+against. The training step has the clustering losses that its layer has. `attention` is the part that the methods
+replace: sorting, projections and attention; `layer` adds norms and the feed-forward part, which all share.
 
     python scripts/benchmark_clusterformer.py            # writes scripts/results/benchmark_clusterformer.json
     python scripts/benchmark_clusterformer.py --dtypes bfloat16     # runs on the GPU where there is one
@@ -12,6 +13,7 @@ What the output file already holds is not measured again: an interrupted run goe
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from math import log, sqrt
 from pathlib import Path
@@ -26,10 +28,11 @@ from rich.progress import track
 from hf_effattn.models.clusterformer import ClusterFormerConfig
 from hf_effattn.models.clusterformer.modeling_clusterformer import ClusterFormerLayer
 from hf_effattn.models.clusterformer.sorting import SortedWords
-from hf_effattn.reporting.cost import interleaved_rounds, median, median_ratio, peak_memory_added
+from hf_effattn.reporting.cost import compare, peak_memory_added
 from hf_effattn.reporting.environment import environment
+from hf_effattn.reporting.exact_kernels import CHOSEN_BY_TORCH, exact_contexts, run_in
 
-EXACT = "exact (SDPA)"
+EXACT = f"exact ({CHOSEN_BY_TORCH})"
 ROUTINGS: dict[str, dict[str, Any]] = {
     EXACT: {"assignment": "full"},
     "neural": {},
@@ -39,7 +42,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
 }
 DEFAULT_LENGTHS = {
     "cpu": "512,1000,2048,4096,8192,16384",
-    "cuda": "512,1000,2500,5000,7500,10000,15000,25000,35000,45000,55000,65536",
+    "cuda": "512,1000,2000,4096,10000,16384,25000,35000,55000,65536",
 }
 PARTS = ("attention", "layer")
 PASSES = ("forward", "forward_backward")
@@ -104,27 +107,26 @@ def measure(
     words = torch.randn(case["batch"], length, sizes["hidden_size"], generator=generator)
     words = words.to(device, getattr(torch, case["dtype"])).requires_grad_()
     layers = {name: TimedLayer(settings, sizes, words, clusters) for name, settings in ROUTINGS.items()}
-    rows: dict[str, dict[str, Any]] = {name: case | {"routing": name, "clusters": clusters} for name in layers}
+    heads = sizes["num_attention_heads"]
+    one = words.detach().unflatten(-1, (heads, -1)).transpose(1, 2)
+    kernels = {f"exact ({name})": context for name, context in exact_contexts(one, one, one).items()}
+    rows: dict[str, dict[str, Any]] = {
+        name: case | {"routing": name, "clusters": clusters} for name in dict.fromkeys([*layers, *kernels])
+    }
     for part in PARTS:
         for passing in PASSES:
             calls: dict[str, Callable[[], Any]] = {}
-            for name, layer in layers.items():
-                call = partial(getattr(layer, passing), part)
+            for name in rows:
+                layer_call = partial(getattr(layers.get(name, layers[EXACT]), passing), part)
+                call = partial(run_in, kernels.get(name, nullcontext), layer_call)
                 try:  # the warm-up round too
                     _, rows[name][f"{part}_{passing}_peak_bytes"] = peak_memory_added(call, device)
-                except torch.OutOfMemoryError as error:
+                except Exception as error:  # no memory, or a kernel that this chip has no room for
                     rows[name][f"{part}_{passing}_refused"] = str(error).splitlines()[0]
                     continue
                 calls[name] = call
-            seconds: dict[str, list[float]] = {name: [] for name in calls}
-            nothing = dict.fromkeys(calls, lambda: None)
-            interleaved_rounds(calls, device, repeats, before=nothing, seconds=seconds, after_call=lambda: None)
-            for name, times in seconds.items():
-                rows[name] |= {
-                    f"{part}_{passing}_ms": 1e3 * (median(times) or 0.0),
-                    f"{part}_{passing}_speedup": median_ratio(seconds[EXACT], times) if EXACT in seconds else None,
-                    f"{part}_{passing}_rounds": len(times),
-                }
+            for name, found in compare(calls, kernels, device, repeats).items():
+                rows[name] |= {f"{part}_{passing}_{field}": value for field, value in found.items()}
     return list(rows.values())
 
 

@@ -1,6 +1,7 @@
 """Composite slice attention: time and memory of a layer against the same layer with SDPA, and what a conversion keeps.
 
-Layers have random weights; both are timed in the same run, interleaved, forward and backward. The conversion is that
+Layers have random weights; both are timed in the same run, interleaved, forward and backward, on a GPU with each of
+SDPA's kernels, of which the fastest is what speeds are against. The conversion is that
 of all-MiniLM-L6-v2 before any fine-tuning: cosine of its sentence embeddings with those of the exact model.
 
     python scripts/benchmark_cst.py                     # writes scripts/results/benchmark_cst.json
@@ -28,10 +29,11 @@ from hf_effattn import CSTConfig, patch_attention, unpatch_attention
 from hf_effattn.demo.models import load_model
 from hf_effattn.demo.texts import Passages, bundled_books
 from hf_effattn.models.cst.modeling_cst import CSTLayer, CSTPositions
-from hf_effattn.reporting.cost import interleaved_rounds, median, median_ratio, peak_memory_added
+from hf_effattn.reporting.cost import compare, peak_memory_added
 from hf_effattn.reporting.environment import environment
+from hf_effattn.reporting.exact_kernels import CHOSEN_BY_TORCH, exact_contexts, run_in
 
-EXACT = "SDPA"
+EXACT = CHOSEN_BY_TORCH
 SLICE = "slices"
 COSINE_LENGTHS = (128, 256, 512)
 CONVERSIONS: dict[str, dict[str, Any]] = {
@@ -94,7 +96,7 @@ def measure_layers(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[dict[str, Any]]:
-    """Four rows: the layer and its attention alone, with slices and with SDPA."""
+    """Rows of the layer and of its attention alone: one with slices, one with each kernel of SDPA."""
     torch.manual_seed(0)
     config = CSTConfig(
         hidden_size=width, num_attention_heads=heads, intermediate_size=4 * width, slice_length=slice_length,
@@ -104,30 +106,32 @@ def measure_layers(
     layer, positions = CSTLayer(config).to(device, dtype), CSTPositions(config).to(device, dtype)
     exact = copy.deepcopy(layer)
     exact.attention = ExactAttention(exact.attention)
-    hidden = torch.randn(1, length, width, device=device, dtype=dtype, requires_grad=True)
+    hidden = torch.randn(1, length, width).to(device, dtype).requires_grad_()
     tables = {level: table.detach() for level, table in (positions() or {}).items()}
     rows: list[dict[str, Any]] = []
+    one = torch.empty(1, heads, length, width // heads, device=device, dtype=dtype)
+    kernels = exact_contexts(one, one, one)
     pairs: dict[str, tuple[nn.Module, nn.Module]] = {
         "layer": (layer, exact),
         "attention": (layer.attention, exact.attention),
     }
     for part, (with_slices, with_sdpa) in pairs.items():
-        modules = {SLICE: with_slices, EXACT: with_sdpa}
         found: dict[str, dict[str, Any]] = {
-            name: {"length": length, "part": part, "attention": name} for name in modules
+            name: {"length": length, "part": part, "attention": name} for name in (SLICE, *kernels)
         }
         runs: dict[str, Callable[..., None]] = {"forward": forward, "forward_backward": forward_backward}
         for kind, run in runs.items():
-            calls = {name: partial(run, module, hidden, tables) for name, module in modules.items()}
-            for name, call in calls.items():  # the warm-up round too
-                _, found[name][f"{kind}_peak_bytes"] = peak_memory_added(call, device)
-            seconds: dict[str, list[float]] = {name: [] for name in calls}
-            nothing = dict.fromkeys(calls, lambda: None)
-            interleaved_rounds(calls, device, repeats, before=nothing, seconds=seconds, after_call=lambda: None)
-            for name, times in seconds.items():
-                found[name][f"{kind}_ms"] = 1e3 * (median(times) or 0.0)
-                found[name][f"{kind}_speedup"] = median_ratio(seconds[EXACT], times)
-                found[name][f"{kind}_rounds"] = len(times)
+            calls: dict[str, Callable[[], None]] = {SLICE: partial(run, with_slices, hidden, tables)}
+            sdpa = partial(run, with_sdpa, hidden, tables)
+            calls |= {name: partial(run_in, context, sdpa) for name, context in kernels.items()}
+            for name in list(calls):
+                try:  # the warm-up round too
+                    _, found[name][f"{kind}_peak_bytes"] = peak_memory_added(calls[name], device)
+                except Exception as error:  # no memory, or a kernel that this chip has no room for
+                    found[name][f"{kind}_refused"] = str(error).splitlines()[0]
+                    del calls[name]
+            for name, values in compare(calls, kernels, device, repeats).items():
+                found[name] |= {f"{kind}_{field}": value for field, value in values.items()}
         rows += found.values()
     return rows
 

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import hf_effattn
 from hf_effattn.demo.texts import bundled_books
 from hf_effattn.ops import causal_clustered_attention
-from hf_effattn.reporting.cost import interleaved_rounds, median, median_ratio, peak_memory_added
+from hf_effattn.reporting.cost import compare, peak_memory_added
 from hf_effattn.reporting.errors import relative_error
 
 GPT2 = Path(__file__).resolve().parents[1] / "model_cards" / "gpt2-books"
@@ -99,19 +99,16 @@ def measure(run: dict[str, Any], shape: dict[str, int], device: torch.device, re
     }
     errors = real_errors(length, device, dtype) if length <= LONGEST_REAL else {}
     rows: dict[str, dict[str, Any]] = {}
-    for name, call in calls.items():
-        _, peak = peak_memory_added(call, device)  # the warm-up round too
+    for name in list(calls):
+        try:  # the warm-up round too
+            _, peak = peak_memory_added(calls[name], device)
+        except Exception as error:  # no memory, or a kernel that this chip has no room for
+            print(f"{name} does not run at {length:,} tokens: {error}")
+            del calls[name]
+            continue
         rows[name] = run | {"method": name, "peak_bytes": peak, "real_error": errors.get(name)}
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    nothing = dict.fromkeys(calls, lambda: None)
-    interleaved_rounds(calls, device, repeats, before=nothing, seconds=seconds, after_call=lambda: None)
-    fastest = min(kernels, key=lambda name: median(seconds[name]) or 0.0)
-    for name, times in seconds.items():
-        rows[name] |= {
-            "ms": 1e3 * (median(times) or 0.0),
-            "speedup": median_ratio(seconds[fastest], times),
-            "rounds": len(times),
-        }
+    for name, found in compare(calls, kernels, device, repeats).items():
+        rows[name] |= found
     return list(rows.values())
 
 

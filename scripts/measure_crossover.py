@@ -1,7 +1,8 @@
 """From which length on each method is faster than exact attention on this machine, for cheap and for dear settings.
 
 The result is what `min_length=None` means on this kind of device; it is written to the package's `crossover.json`,
-where the lengths of other kinds of device are kept.
+where the lengths of other kinds of device are kept. What was measured is kept after every length: interrupted and
+called again, it goes on; finished and called again, it measures anew.
 
     python scripts/measure_crossover.py
     python scripts/measure_crossover.py --causal
@@ -13,14 +14,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 import typer
 from rich.progress import track
 
 import hf_effattn.patching
 from hf_effattn.patching.methods import make_settings, run_method
-from hf_effattn.reporting.cost import interleaved_rounds, median_ratio
+from hf_effattn.reporting.bench import forward
+from hf_effattn.reporting.cost import compare
 from hf_effattn.reporting.environment import environment
+from hf_effattn.reporting.exact_kernels import exact_kernels
 
 LENGTHS = (512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096, 6144, 8192)
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -47,6 +49,9 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 # Of the causal form, whose work per token is larger and grows with the logarithm of the length.
 CAUSAL_LENGTHS = (1024, 2048, 4096, 8192, 16384)
+# A GPU's exact attention is overtaken later.
+LONGER: dict[str, tuple[int, ...]] = {"cpu": (), "cuda": (16384, 32768)}
+LONGER_CAUSAL: dict[str, tuple[int, ...]] = {"cpu": (), "cuda": (32768, 65536)}
 CAUSAL_SETTINGS: tuple[dict[str, Any], ...] = (
     {"method": "clustered", "clusters": 25},
     {"method": "clustered", "clusters": 100},
@@ -70,27 +75,26 @@ def speedups(
 ) -> dict[int, float]:
     """Forward time of exact attention over that of each of the settings that fits, clustering included."""
     tried = CAUSAL_SETTINGS if causal else SETTINGS
-    torch.manual_seed(length)
+    generator = torch.Generator().manual_seed(length)
     query, key, value = (
-        torch.randn(1, length, heads, head_dim, device=device, dtype=dtype).transpose(1, 2) for _ in range(3)
+        torch.randn(1, length, heads, head_dim, generator=generator).to(device, dtype).transpose(1, 2)
+        for _ in range(3)
     )
-    calls = {-1: partial(F.scaled_dot_product_attention, query, key, value, is_causal=causal)}
+    exact, _ = exact_kernels(query, key, value, causal=causal)
+    attends = {f"exact: {name}": attend for name, attend in exact.items()}
     for number, options in enumerate(tried):
         settings = make_settings(**options, min_length=0)
         if not settings.is_exact(length, length, device.type, causal=causal):
-            calls[number] = partial(run_method, settings, query, key, value, causal=causal)
-    seconds: dict[str, list[float]] = {str(number): [] for number in calls}
-    for call in calls.values():
-        call()
-    named = {str(number): call for number, call in calls.items()}
-    nothing = dict.fromkeys(named, lambda: None)
-    with torch.no_grad():
-        interleaved_rounds(named, device, repeats, before=nothing, seconds=seconds, after_call=lambda: None)
-    return {
-        number: median_ratio(seconds["-1"], seconds[str(number)]) or 0.0
-        for number in range(len(tried))
-        if number in calls
-    }
+            attends[str(number)] = partial(run_method, settings, causal=causal)
+    calls = {name: partial(forward, attend, (query, key, value)) for name, attend in attends.items()}
+    for name in list(calls):
+        try:
+            calls[name]()
+        except Exception as error:  # no memory, or a kernel that this chip has no room for
+            print(f"{name} does not run at {length} tokens: {error}")
+            del calls[name]
+    found = compare(calls, [name for name in calls if name.startswith("exact")], device, repeats)
+    return {number: found[str(number)]["speedup"] or 0.0 for number in range(len(tried)) if str(number) in found}
 
 
 def crossover(ratios: dict[int, float]) -> int:
@@ -122,29 +126,62 @@ def main(
     chosen = torch.device(device)
     dtype = dtype or ("bfloat16" if chosen.type == "cuda" else "float32")
     tried, prefix = (CAUSAL_SETTINGS, "causal_") if causal else (SETTINGS, "")
-    measured: list[dict[int, float]] = [{} for _ in tried]
-    for length in track(CAUSAL_LENGTHS if causal else LENGTHS, description="lengths"):
-        found_here = speedups(length, heads, head_dim, chosen, repeats, dtype=getattr(torch, dtype), causal=causal)
-        for number, ratio in found_here.items():
-            measured[number][length] = round(ratio, 3)
-    kept: dict[str, Any] = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+    lengths = CAUSAL_LENGTHS + LONGER_CAUSAL[chosen.type] if causal else LENGTHS + LONGER[chosen.type]
+    machine = environment(chosen)
+    settings = {"batch": 1, "heads": heads, "head_dim": head_dim, "dtype": dtype}
+    kept: dict[str, Any] = json.loads((output if output.exists() else CROSSOVER).read_text(encoding="utf-8"))
     kept["measured_by"] = "scripts/measure_crossover.py"
+    measured = unfinished(kept, f"{prefix}{device}", machine, settings)
+    for length in track([one for one in lengths if one not in measured], description="lengths"):
+        ratios = speedups(length, heads, head_dim, chosen, repeats, dtype=getattr(torch, dtype), causal=causal)
+        measured[length] = {number: round(ratio, 3) for number, ratio in ratios.items()}
+        so_far = {"environment": machine, "settings": settings, "forward_speedup": measured}
+        kept.setdefault("unfinished", {})[f"{prefix}{device}"] = so_far
+        write(kept, output)
+    by_setting = [
+        {length: measured[length][number] for length in lengths if number in measured[length]}
+        for number in range(len(tried))
+    ]
     found = [
-        options | {"min_length": crossover(ratios)} for options, ratios in zip(tried, measured, strict=True) if ratios
+        options | {"min_length": crossover(ratios)}
+        for options, ratios in zip(tried, by_setting, strict=True)
+        if ratios
     ]
     kept.setdefault(f"{prefix}min_length", {})[device] = found
     kept.setdefault(f"{prefix}measurements", {})[device] = {
-        "environment": environment(chosen),
-        "batch": 1,
-        "heads": heads,
-        "head_dim": head_dim,
-        "dtype": dtype,
-        "forward_speedup": [options | {"speedup": ratios} for options, ratios in zip(tried, measured, strict=True)],
+        "environment": machine,
+        **settings,
+        "forward_speedup": [options | {"speedup": ratios} for options, ratios in zip(tried, by_setting, strict=True)],
     }
-    output.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    del kept["unfinished"][f"{prefix}{device}"]
+    if not kept["unfinished"]:
+        del kept["unfinished"]
+    write(kept, output)
     for options in found:
         print(options)
     print(f"written: {output}")
+
+
+def unfinished(
+    kept: dict[str, Any], name: str, machine: dict[str, Any], settings: dict[str, Any]
+) -> dict[int, dict[int, float]]:
+    """What an interrupted run on this machine with these settings measured: ratios by length and setting's number."""
+    earlier = kept.get("unfinished", {}).get(name)
+    same = (
+        earlier is not None
+        and earlier["settings"] == settings
+        and all(earlier["environment"][field] == machine[field] for field in ("device_name", "threads", "versions"))
+    )
+    rows = earlier["forward_speedup"].items() if same else ()
+    return {int(length): {int(number): ratio for number, ratio in ratios.items()} for length, ratios in rows}
+
+
+def write(kept: dict[str, Any], output: Path) -> None:
+    """Replace the file as a whole: whoever is stopped while writing leaves it as it was."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    part = output.with_suffix(".part")
+    part.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    part.replace(output)
 
 
 if __name__ == "__main__":

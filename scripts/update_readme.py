@@ -138,7 +138,7 @@ def choice() -> str:
     lengths, targets = sorted({key[0] for key in found}), sorted({key[1] for key in found}, reverse=True)
 
     def cell(row: pd.Series) -> str:
-        ours = [name for name in ("i-clustered", "bi-clustered") if pd.notna(row[f"{name} ms"])]
+        ours = [name for name in ("i-clustered", "bi-clustered") if pd.notna(row.get(f"{name} ms"))]
         if not ours:
             return "none of those tried"
         best = min(ours, key=lambda name: row[f"{name} ms"])

@@ -13,8 +13,10 @@ import benchmark_models
 import benchmark_prefill
 import measure_crossover
 import pytest
+import real_attention
 import shared_data
 import torch
+import update_readme
 from typer.testing import CliRunner
 
 
@@ -64,6 +66,65 @@ def test_benchmark_frontier(real_model_folder, tmp_path, monkeypatch):
     benchmark_frontier.main("200", repeats=1, output=output)
     assert json.loads(output.read_text(encoding="utf-8")) == result
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_benchmarks_without_the_model_have_no_real_errors(tmp_path, monkeypatch):
+    monkeypatch.setattr(real_attention, "default_model_folder", lambda: None)
+    monkeypatch.setattr(real_attention, "RECORDED", tmp_path / "none")
+    for name, values in (("CLUSTERS", (8,)), ("TOPK", (16,)), ("KEY_CLUSTERS", (16,))):
+        monkeypatch.setattr(benchmark_frontier, name, values)
+    output = tmp_path / "frontier.json"
+    benchmark_frontier.main("200", repeats=1, output=output)
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert [(row["error"], row["on_frontier"]) for row in rows] == [(None, False)] * 2
+    assert all(row["ms"] > 0 and row["speedup"] > 0 for row in rows)
+    monkeypatch.setattr(update_readme, "RESULTS", tmp_path)
+    output.rename(tmp_path / "benchmark_frontier.json")
+    assert "none of those tried" in update_readme.choice()
+    output = tmp_path / "benchmark_attention.json"
+    benchmark_attention.main("104", heads=2, head_dim=8, repeats=1, output=output)
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert {row["real_error"] for row in rows} == {None}
+    assert all(row["random_error"] >= 0 for row in rows)
+    assert "error" in update_readme.speed()
+
+
+def test_what_is_kept_of_the_model_gives_its_queries_keys_and_values(real_model_folder, tmp_path, monkeypatch):
+    """But for the rounding of its weights to bfloat16; relative errors of up to 0.6 % were measured."""
+    monkeypatch.setattr(real_attention, "RECORDED", tmp_path / "kept")
+    monkeypatch.setattr(real_attention, "RECORDED_LENGTH", 700)
+    expected = real_attention.attention_inputs(600)
+    real_attention.main()
+    monkeypatch.setattr(real_attention, "default_model_folder", lambda: None)
+    for layer, kept in zip(expected, real_attention.attention_inputs(600), strict=True):
+        for rows, actual in zip(layer, kept, strict=True):
+            assert actual.shape == (1, real_attention.HEADS, 600, real_attention.HEAD_DIM)
+            assert 0 < (rows - actual).norm() < 0.02 * rows.norm()
+    with pytest.raises(ValueError, match="holds 700 tokens, 701 are asked for"):
+        real_attention.attention_inputs(701)
+
+
+def test_settings_near_earlier_results_by_hand():
+    def row(clusters, topk, key_clusters, ms, error):
+        method = "i-clustered" if key_clusters is None else "bi-clustered"
+        sizes = {"clusters": clusters, "topk": topk, "key_clusters": key_clusters}
+        return sizes | {"length": 64, "method": method, "ms": ms, "error": error}
+
+    rows = [
+        row(3, 4, None, 1.0, 0.4),
+        row(3, 5, None, 2.0, 0.25),
+        row(3, 6, None, 3.0, 0.01),
+        row(4, 6, None, 4.0, 0.2),
+    ]
+    rows += [row(5, 4, 6, 9.0, 0.19), row(6, 4, 6, 8.0, 0.12), row(7, 4, 6, 7.0, 0.12)]
+    tried = benchmark_frontier.settings_to_try(10**6, rows)
+    names = [benchmark_frontier.label(settings) for settings in tried]
+    assert len(names) == 5 + len(benchmark_frontier.LARGER)
+    assert set(names[:5]) == {
+        "i-clustered C=3 k=5", "i-clustered C=3 k=6", "i-clustered C=4 k=6",
+        "bi-clustered C=7 k=4 G=6", "bi-clustered C=6 k=4 G=6",
+    }  # fmt: skip
+    assert max(one.to_dict()["clusters"] for one in benchmark_frontier.settings_to_try(16 * 200, rows)) == 200
 
 
 def test_a_setting_on_the_frontier_is_beaten_by_none():
@@ -156,6 +217,36 @@ def test_measure_crossover_keeps_other_devices(tmp_path, monkeypatch):
     assert kept["other"] == other
     assert {row["clusters"] for row in kept["cpu"]} == {25, 100}  # more clusters than tokens are left out
     assert all(row["min_length"] in (104, 120) or row["min_length"] % 240 == 0 for row in kept["cpu"])
+
+
+def test_measure_crossover_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    """Nobody reads half a table: what is there stays until the whole one is measured. No file: that of the package."""
+    monkeypatch.setattr(measure_crossover, "LENGTHS", (104, 120))
+    output, small = tmp_path / "crossover.json", {"heads": 1, "head_dim": 8, "repeats": 1}
+    before = json.loads(measure_crossover.CROSSOVER.read_text(encoding="utf-8"))
+    speedups, asked = measure_crossover.speedups, []
+
+    def stopped(length, *sizes, **options):
+        asked.append(length)
+        if asked == [104, 120]:
+            raise KeyboardInterrupt
+        return speedups(length, *sizes, **options)
+
+    monkeypatch.setattr(measure_crossover, "speedups", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        measure_crossover.main(**small, output=output)
+    kept = json.loads(output.read_text(encoding="utf-8"))
+    assert {name: kept[name] for name in before} == before
+    first = kept["unfinished"]["cpu"]["forward_speedup"]["104"]
+    measure_crossover.main(**small, output=output)
+    assert asked == [104, 120, 120]
+    kept = json.loads(output.read_text(encoding="utf-8"))
+    assert "unfinished" not in kept
+    assert kept["causal_min_length"] == before["causal_min_length"]
+    rows = kept["measurements"]["cpu"]["forward_speedup"]
+    assert {str(n): row["speedup"]["104"] for n, row in enumerate(rows) if row["speedup"]} == first
+    measure_crossover.main(**small, output=output)
+    assert asked == [104, 120, 120, 104, 120]
 
 
 def test_where_the_benchmark_was_slower_exact_attention_runs():

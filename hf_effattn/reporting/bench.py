@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from ..patching.methods import METHODS, MethodSettings, run_method
 from .candidates import make_candidates
-from .cost import interleaved_rounds, median, median_ratio, peak_memory_added
+from .cost import compare, peak_memory_added
 from .environment import environment
 from .errors import relative_error
 from .exact_kernels import exact_kernels
@@ -175,21 +175,12 @@ def measure_shape(
             run = partial(PARTS[part], attend, inputs)
             try:  # the warm-up round too
                 _, peak = peak_memory_added(run, device)
-            except RuntimeError as error:  # no memory, or no backward pass
-                refused[f"{name}, {part}"] = str(error).splitlines()[0]
+            except Exception as error:  # no memory, no backward pass, or a kernel that this chip has no room for
+                refused[f"{name}, {part}"] = (str(error) or type(error).__name__).splitlines()[0]
                 continue
             rows[name][f"{part}_peak_bytes"] = peak
             runs[name] = run
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        nothing = dict.fromkeys(runs, lambda: None)
-        interleaved_rounds(runs, device, rounds, before=nothing, seconds=seconds, after_call=lambda: None)
-        fastest = min((name for name in runs if name in exact), key=lambda name: median(seconds[name]) or 0.0)
-        for name, times in seconds.items():
-            rows[name] |= {
-                f"{part}_ms": 1e3 * (median(times) or 0.0),
-                f"{part}_speedup": median_ratio(seconds[fastest], times),
-                f"{part}_rounds": len(times),
-                f"{part}_fastest_exact": fastest,
-            }
+        for name, found in compare(runs, exact, device, rounds).items():
+            rows[name] |= {f"{part}_{field}": value for field, value in found.items()}
     next(iter(rows.values()))["refused"] = refused
     return list(rows.values()), calls

@@ -6,8 +6,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -70,6 +70,66 @@ def interleaved_rounds(
         for name, taken in times.items():
             seconds[name].append(taken)
             spent += taken
+
+
+def compare(
+    calls: Mapping[str, Callable[[], object]], exact: Collection[str], device: torch.device, repeats: int
+) -> dict[str, dict[str, Any]]:
+    """Time calls that have run before, interleaved, against the fastest of those that are exact.
+
+    On a GPU they are timed once more as CUDA graphs, which leave out what the host adds: most of a short call.
+
+    Args:
+        calls (`Mapping[str, Callable]`): what to time, by name.
+        exact (`Collection[str]`): names of what the others are compared with.
+        device (`torch.device`): where the work is done.
+        repeats (`int`): rounds; short calls get more.
+
+    Returns:
+        `dict[str, dict]`: by name `ms`, `speedup` against the fastest exact call (None without one), `rounds` and
+        `fastest_exact`, its name; of what a CUDA graph can hold `graph_ms`, and `graph_speedup` among graphs.
+    """
+    found = _compare(calls, exact, device, repeats)
+    if device.type == "cuda":
+        graphs = {name: graph.replay for name, call in calls.items() if (graph := captured(call)) is not None}
+        for name, row in _compare(graphs, exact, device, repeats).items():
+            found[name] |= {"graph_ms": row["ms"], "graph_speedup": row["speedup"]}
+    return found
+
+
+def _compare(
+    calls: Mapping[str, Callable[[], object]], exact: Collection[str], device: torch.device, repeats: int
+) -> dict[str, dict[str, Any]]:
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    nothing = dict.fromkeys(calls, lambda: None)
+    interleaved_rounds(calls, device, repeats, before=nothing, seconds=seconds, after_call=lambda: None)
+    fastest = min(
+        (name for name in calls if name in exact), key=lambda name: median(seconds[name]) or 0.0, default=None
+    )
+    return {
+        name: {
+            "ms": 1e3 * (median(times) or 0.0),
+            "speedup": None if fastest is None else median_ratio(seconds[fastest], times),
+            "rounds": len(times),
+            "fastest_exact": fastest,
+        }
+        for name, times in seconds.items()
+    }
+
+
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
+    """A call as a CUDA graph; None where it waits for the host or has no room for a second copy of its memory."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    try:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        return None
+    return graph
 
 
 def median_ratio(numerator: list[float], denominator: list[float]) -> float | None:
