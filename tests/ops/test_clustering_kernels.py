@@ -5,8 +5,12 @@ from importlib import import_module
 import pytest
 import torch
 from attention_cases import padding
+from closeness import assert_close_to_reference
 
 from hf_effattn.ops import cluster_queries, kmeans
+from hf_effattn.ops.cluster_queries import reference
+from hf_effattn.ops.cluster_queries.triton import keys_metric
+from hf_effattn.ops.kmeans.triton_rows import find_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 METHODS = {"kmeans": {}, "keys_metric": {"metric": True}, "lsh": {"method": "lsh", "bits": 16}}
@@ -111,6 +115,25 @@ def test_one_metric_for_the_heads_that_share_keys():
     assert torch.equal(
         grouped, cluster(query, 5, "keys_metric", key=key.repeat_interleave(2, dim=1), backend="triton")
     )
+
+
+@pytest.mark.parametrize(
+    ("M", "D", "masked", "dtype"),
+    [
+        (300, 20, False, torch.float32),  # more rows than a program of each part takes at once
+        (300, 16, True, torch.bfloat16),
+        (40, 40, True, torch.float32),  # parts without rows
+        (5, 3, False, torch.float16),
+    ],
+)
+def test_metric_is_that_of_the_reference(M, D, masked, dtype):
+    key = 3 + randn(2, 2, M, D, dtype=dtype)
+    key_rows = find_rows(key, on_device(padding("holes", 2, M)) if masked else None, 290)
+    metric = keys_metric(key, key_rows).view(2, 2, D, D)
+    for b in range(2):
+        fitted = key[b][:, key_rows.fit[b][key_rows.fit[b] >= 0].long()].double()
+        for h in range(2):
+            assert_close_to_reference("metric", metric[b, h], reference.keys_metric(fitted[h]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -14,9 +14,12 @@ from ..kmeans.triton import assign, fit, own_clusters
 from ..kmeans.triton_rows import Rows, find_rows, finite, load_points, sample_mean
 from .reference import METRIC_RIDGE
 
+# Programs that share the rows of a head. Blocks of rows are dealt out in turn: padding behind them changes no sum.
+PARTS = 8
+
 
 @triton.jit(do_not_specialize=LENGTHS)
-def _cluster_queries_metric_kernel(
+def _cluster_queries_products_kernel(
     key_ptr,
     stride_key_b,
     stride_key_h,
@@ -26,33 +29,35 @@ def _cluster_queries_metric_kernel(
     stride_rows_b,
     counts_ptr,
     stride_counts_b,
-    metric_ptr,
+    products_ptr,
+    sums_ptr,
+    squares_ptr,
     heads,
     fit_rows,
     head_dim,
-    RIDGE: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A few rows of `G`: the covariance of the fitted keys, its mean diagonal 1, and the ridge."""
+    """A few rows of `Σ x^T x` over a part of the fitted keys, and those columns of `Σ x` and `Σ x²`."""
     blocks = tl.cdiv(head_dim, BLOCK_I)
-    i_p = (tl.program_id(0) // blocks).to(tl.int64)
+    i_part = tl.program_id(0) // blocks % PARTS
+    i_p = (tl.program_id(0) // (blocks * PARTS)).to(tl.int64)
     i_b = i_p // heads
     o_i = tl.program_id(0) % blocks * BLOCK_I + tl.arange(0, BLOCK_I)
     o_d = tl.arange(0, BLOCK_D)
     key_ptr += i_b * stride_key_b + i_p % heads * stride_key_h
     rows_ptr += i_b * stride_rows_b
     fitted = tl.minimum(tl.load(counts_ptr + i_b * stride_counts_b), fit_rows)
-    # Near the mean: the product of the sums, subtracted below, must not eat the digits of the sum of the products.
+    # Near the mean: the product of the sums, later subtracted, must not eat the digits of the sum of the products.
     origin_i = sample_mean(key_ptr, stride_key_m, stride_key_d, rows_ptr, fitted, o_i, head_dim)
     origin_d = sample_mean(key_ptr, stride_key_m, stride_key_d, rows_ptr, fitted, o_d, head_dim)
     products = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
-    sums_i = tl.zeros([BLOCK_I], tl.float32)
-    sums_d = tl.zeros([BLOCK_D], tl.float32)
-    squares_d = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, fit_rows, BLOCK_R):
+    sums = tl.zeros([BLOCK_I], tl.float32)
+    squares = tl.zeros([BLOCK_I], tl.float32)
+    for start in range(i_part * BLOCK_R, fit_rows, PARTS * BLOCK_R):
         o_r = start + tl.arange(0, BLOCK_R)
         row = tl.load(rows_ptr + o_r, mask=o_r < fit_rows, other=-1)
         valid = row >= 0
@@ -61,9 +66,53 @@ def _cluster_queries_metric_kernel(
         b_d = load_points(key_ptr, row, valid, o_d, stride_key_m, stride_key_d, head_dim)
         b_d = tl.where(valid[:, None], finite(b_d) - origin_d[None, :], 0.0)
         products = tl.dot(tl.trans(b_i), b_d, products, input_precision=PRECISION)
-        sums_i += tl.sum(b_i, axis=0)
-        sums_d += tl.sum(b_d, axis=0)
-        squares_d += tl.sum(b_d * b_d, axis=0)
+        sums += tl.sum(b_i, axis=0)
+        squares += tl.sum(b_i * b_i, axis=0)
+    o_out = (i_p * PARTS + i_part) * head_dim + o_i
+    m_i = o_i < head_dim
+    p_products = products_ptr + o_out[:, None] * head_dim + o_d[None, :]
+    tl.store(p_products, products, mask=m_i[:, None] & (o_d < head_dim)[None, :])
+    tl.store(sums_ptr + o_out, sums, mask=m_i)
+    tl.store(squares_ptr + o_out, squares, mask=m_i)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _cluster_queries_metric_kernel(
+    counts_ptr,
+    stride_counts_b,
+    products_ptr,
+    sums_ptr,
+    squares_ptr,
+    metric_ptr,
+    heads,
+    fit_rows,
+    head_dim,
+    RIDGE: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A few rows of `G`: the covariance of the fitted keys, its mean diagonal 1, and the ridge."""
+    blocks = tl.cdiv(head_dim, BLOCK_I)
+    i_p = (tl.program_id(0) // blocks).to(tl.int64)
+    o_i = tl.program_id(0) % blocks * BLOCK_I + tl.arange(0, BLOCK_I)
+    o_d = tl.arange(0, BLOCK_D)
+    m_i, m_d = o_i < head_dim, o_d < head_dim
+    m_metric = m_i[:, None] & m_d[None, :]
+    products = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
+    sums_i = tl.zeros([BLOCK_I], tl.float32)
+    sums_d = tl.zeros([BLOCK_D], tl.float32)
+    squares_d = tl.zeros([BLOCK_D], tl.float32)
+    # Unrolled: the loads of all parts are under way at once.
+    for i_part in tl.static_range(PARTS):
+        first = (i_p * PARTS + i_part) * head_dim
+        p_products = products_ptr + (first + o_i)[:, None] * head_dim + o_d[None, :]
+        # [BLOCK_I, BLOCK_D]
+        products += tl.load(p_products, mask=m_metric, other=0.0)
+        sums_i += tl.load(sums_ptr + first + o_i, mask=m_i, other=0.0)
+        sums_d += tl.load(sums_ptr + first + o_d, mask=m_d, other=0.0)
+        squares_d += tl.load(squares_ptr + first + o_d, mask=m_d, other=0.0)
+    fitted = tl.minimum(tl.load(counts_ptr + i_p // heads * stride_counts_b), fit_rows)
     count = tl.maximum(fitted, 1).to(tl.float32)
     covariance = products / count - (sums_i / count)[:, None] * (sums_d / count)[None, :]
     variances = tl.maximum(squares_d / count - (sums_d / count) * (sums_d / count), 0.0)
@@ -71,34 +120,54 @@ def _cluster_queries_metric_kernel(
     covariance = covariance / tl.where(size > 0, size, 1.0)
     covariance += tl.where(o_i[:, None] == o_d[None, :], RIDGE, 0.0)
     p_metric = metric_ptr + (i_p * head_dim + o_i)[:, None] * head_dim + o_d[None, :]
-    tl.store(p_metric, covariance, mask=(o_i < head_dim)[:, None] & (o_d < head_dim)[None, :])
+    tl.store(p_metric, covariance, mask=m_metric)
 
 
 def keys_metric(key: torch.Tensor, rows: Rows) -> torch.Tensor:
     """`G` `(B · Hk, D, D)` of the fitted rows of keys `(B, Hk, M, D)`."""
     B, heads, _, D = key.shape
-    metric = torch.empty(B * heads, D, D, dtype=torch.float32, device=key.device)
+    metric, products, sums, squares = (
+        torch.empty(B * heads, *shape, dtype=torch.float32, device=key.device)
+        for shape in ((D, D), (PARTS, D, D), (PARTS, D), (PARTS, D))
+    )
+    fit_rows = rows.fit.shape[1]
+    counts = rows.counts, rows.counts.stride(0)
     block_d = block_width(D)
     block_i = min(block_d, 32)
     with on_device_of(key):
-        _cluster_queries_metric_kernel[(B * heads * triton.cdiv(D, block_i),)](
+        _cluster_queries_products_kernel[(B * heads * PARTS * triton.cdiv(D, block_i),)](
             key,
             *key.stride(),
             rows.fit,
             rows.fit.stride(0),
-            rows.counts,
-            rows.counts.stride(0),
-            metric,
+            *counts,
+            products,
+            sums,
+            squares,
             heads,
-            rows.fit.shape[1],
+            fit_rows,
             D,
-            RIDGE=METRIC_RIDGE,
+            PARTS=PARTS,
             BLOCK_R=32,
             BLOCK_I=block_i,
             BLOCK_D=block_d,
             PRECISION=chip_of(key).dot_precision(torch.float32),
             num_warps=8 if block_d > 64 else 4,
             num_stages=1,
+        )
+        _cluster_queries_metric_kernel[(B * heads * triton.cdiv(D, 8),)](
+            *counts,
+            products,
+            sums,
+            squares,
+            metric,
+            heads,
+            fit_rows,
+            D,
+            RIDGE=METRIC_RIDGE,
+            PARTS=PARTS,
+            BLOCK_I=8,
+            BLOCK_D=block_d,
         )
     return metric
 
