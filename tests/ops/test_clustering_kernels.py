@@ -232,6 +232,27 @@ def test_kmeans_centroids(masks):
     assert error <= 1e-6
 
 
+@pytest.mark.parametrize(("clusters", "parts"), [(1, 8), (100, 8), (256, 4), (512, 2), (1024, 1), (5000, 1)])
+def test_parts_of_the_update(clusters, parts):
+    assert import_module("hf_effattn.ops.kmeans.triton").update_parts(clusters) == parts
+
+
+@pytest.mark.parametrize("parts", [8, 1])
+def test_many_points_are_summed_in_parts(monkeypatch, parts):
+    """Each part takes several blocks of points, the same ones with padding behind them."""
+    monkeypatch.setattr(import_module("hf_effattn.ops.kmeans.triton"), "update_parts", lambda clusters: parts)
+    points = blobs(1, 1, 420, 7, groups=6)[0]
+    expected_labels, expected = kmeans(points.double(), 6, iterations=2, backend="reference")
+    labels, centroids = kmeans(points, 6, iterations=2, backend="triton")
+    assert torch.equal(labels, expected_labels)
+    assert_close_to_reference("centroids", centroids, expected, rtol=1e-6)
+    padded = torch.cat([points, points.new_full((1, 100, 7), torch.nan)], dim=1)
+    mask = torch.arange(520, device=DEVICE)[None] < 420
+    again_labels, again = kmeans(padded, 6, iterations=2, mask=mask, backend="triton")
+    assert torch.equal(again_labels[:, :420], labels)
+    assert torch.equal(again, centroids)
+
+
 def test_kmeans_keeps_empty_clusters_and_few_points():
     points = torch.randint(-3, 4, (1, 1, 5), generator=torch.Generator().manual_seed(0)).float().to(DEVICE)
     labels, centroids = kmeans(points.expand(2, 30, 5), 4, backend="triton")

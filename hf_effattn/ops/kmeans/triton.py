@@ -17,7 +17,7 @@ from .sampling import (
     most_seeding_rows,
     seeding_groups,
 )
-from .triton_lloyd import _kmeans_assign_kernel, _kmeans_update_kernel
+from .triton_lloyd import _kmeans_assign_kernel, _kmeans_sum_kernel, _kmeans_update_kernel
 from .triton_rows import Rows, find_rows
 from .triton_seeding import (
     _kmeans_choose_kernel,
@@ -63,6 +63,14 @@ def update_blocks(block_d: int, clusters: int, exact: bool) -> tuple[int, int, i
     if exact or block_d > 128:
         return 16, 32, 8 if block_d > 128 else 4, 1
     return (16, 64 if block_d <= 64 else 32, 4, 2) if clusters <= 256 else (32, 32, 4, 2)
+
+
+def update_parts(clusters: int) -> int:
+    """How many programs share the points of a cluster: few where many clusters already make many programs.
+
+    Nothing else counts, or a text would get other labels beside longer ones.
+    """
+    return min(8, triton.next_power_of_2(max(1, 1024 // clusters)))
 
 
 def fit(
@@ -179,24 +187,28 @@ def fit(
             BLOCK_C=16,
             BLOCK_D=block_d,
         )
+        parts = update_parts(clusters)
         block_c, block_r, num_warps, num_stages = update_blocks(block_d, clusters, exact)
+        sums, sizes = new(P, parts, clusters, D), new(P, parts, clusters)
+        direction_sums = None if metric is None else torch.empty_like(sums)
         for _ in range(iterations):
             assign(points, rows, result, labels, fitted_only=True)
-            _kmeans_update_kernel[(P * triton.cdiv(clusters, block_c),)](
+            _kmeans_sum_kernel[(P * parts * triton.cdiv(clusters, block_c),)](
                 *strided_points,
                 *strided_rows,
                 origin,
                 fit_directions,
                 labels,
-                centroids,
-                directions,
-                half_norms,
+                sums,
+                direction_sums,
+                sizes,
                 H,
                 R,
                 clusters,
                 D,
                 BINARY=binary,
                 HAS_METRIC=metric is not None,
+                PARTS=parts,
                 BLOCK_C=block_c,
                 BLOCK_R=block_r,
                 BLOCK_D=block_d,
@@ -204,6 +216,21 @@ def fit(
                 num_warps=num_warps,
                 num_stages=num_stages,
                 **chip.all_registers,
+            )
+            _kmeans_update_kernel[(P * triton.cdiv(clusters, 8),)](
+                sums,
+                direction_sums,
+                sizes,
+                centroids,
+                directions,
+                half_norms,
+                clusters,
+                D,
+                BINARY=binary,
+                HAS_METRIC=metric is not None,
+                PARTS=parts,
+                BLOCK_C=8,
+                BLOCK_D=block_d,
             )
     return result
 

@@ -114,7 +114,7 @@ def _kmeans_assign_kernel(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def _kmeans_update_kernel(
+def _kmeans_sum_kernel(
     points_ptr,
     stride_points_b,
     stride_points_h,
@@ -125,27 +125,29 @@ def _kmeans_update_kernel(
     origin_ptr,
     fit_directions_ptr,
     labels_ptr,
-    centroids_ptr,
-    directions_ptr,
-    half_norms_ptr,
+    sums_ptr,
+    direction_sums_ptr,
+    sizes_ptr,
     heads,
     fit_rows,
     clusters,
     head_dim,
     BINARY: tl.constexpr,
     HAS_METRIC: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Centroid = mean of its fitted points (majority bits where `BINARY`); an empty cluster keeps its centroid.
+    """Sums of the fitted points of some clusters, and of their directions, over a part of the points.
 
-    The sum is a product with the 0/1 table of membership, so its order is fixed. The direction `c G` is the mean of
-    the points' directions.
+    A sum is a product with the 0/1 table of membership, so its order is fixed. Parts take blocks of points in turn:
+    padding behind the points changes no sum.
     """
     blocks = tl.cdiv(clusters, BLOCK_C)
-    i_p = (tl.program_id(0) // blocks).to(tl.int64)
+    i_part = tl.program_id(0) // blocks % PARTS
+    i_p = (tl.program_id(0) // (blocks * PARTS)).to(tl.int64)
     i_b = i_p // heads
     o_c = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
     o_d = tl.arange(0, BLOCK_D)
@@ -158,7 +160,7 @@ def _kmeans_update_kernel(
     sums = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
     direction_sums = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
     sizes = tl.zeros([BLOCK_C], tl.float32)
-    for start in range(0, fit_rows, BLOCK_R):
+    for start in range(i_part * BLOCK_R, fit_rows, PARTS * BLOCK_R):
         o_r = start + tl.arange(0, BLOCK_R)
         label = tl.load(labels_ptr + i_p * fit_rows + o_r, mask=o_r < fit_rows, other=-1)
         row = tl.load(rows_ptr + i_b * stride_rows_b + o_r, mask=o_r < fit_rows, other=-1)
@@ -173,14 +175,61 @@ def _kmeans_update_kernel(
             # [BLOCK_R, BLOCK_D]
             b_directions = tl.load(p_directions, mask=(row >= 0)[:, None] & m_d[None, :], other=0.0)
             direction_sums = tl.dot(b_member, b_directions, direction_sums, input_precision=PRECISION)
+    o_out = (i_p * PARTS + i_part) * clusters + o_c
+    offsets = o_out[:, None] * head_dim + o_d[None, :]
+    m_sums = (o_c < clusters)[:, None] & m_d[None, :]
+    tl.store(sums_ptr + offsets, sums, mask=m_sums)
+    if HAS_METRIC:
+        tl.store(direction_sums_ptr + offsets, direction_sums, mask=m_sums)
+    tl.store(sizes_ptr + o_out, sizes, mask=o_c < clusters)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _kmeans_update_kernel(
+    sums_ptr,
+    direction_sums_ptr,
+    sizes_ptr,
+    centroids_ptr,
+    directions_ptr,
+    half_norms_ptr,
+    clusters,
+    head_dim,
+    BINARY: tl.constexpr,
+    HAS_METRIC: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Centroid = mean of its fitted points (majority bits where `BINARY`); an empty cluster keeps its centroid.
+
+    The direction `c G` is the mean of the points' directions.
+    """
+    blocks = tl.cdiv(clusters, BLOCK_C)
+    i_p = (tl.program_id(0) // blocks).to(tl.int64)
+    o_c = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    o_d = tl.arange(0, BLOCK_D)
+    m_sums = (o_c < clusters)[:, None] & (o_d < head_dim)[None, :]
+    sums = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    direction_sums = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    sizes = tl.zeros([BLOCK_C], tl.float32)
+    # Unrolled: the loads of all parts are under way at once.
+    for i_part in tl.static_range(PARTS):
+        o_part = (i_p * PARTS + i_part) * clusters + o_c
+        offsets = o_part[:, None] * head_dim + o_d[None, :]
+        # [BLOCK_C, BLOCK_D]
+        sums += tl.load(sums_ptr + offsets, mask=m_sums, other=0.0)
+        if HAS_METRIC:
+            direction_sums += tl.load(direction_sums_ptr + offsets, mask=m_sums, other=0.0)
+        sizes += tl.load(sizes_ptr + o_part, mask=o_c < clusters, other=0.0)
     b_centroids = tl.where(sums >= 0, 1.0, -1.0) if BINARY else sums / tl.maximum(sizes, 1.0)[:, None]
-    m_c = (o_c < clusters) & (sizes > 0)
+    m_c = sizes > 0
+    m_sums &= m_c[:, None]
     offsets = (i_p * clusters + o_c)[:, None] * head_dim + o_d[None, :]
-    tl.store(centroids_ptr + offsets, b_centroids, mask=m_c[:, None] & m_d[None, :])
+    tl.store(centroids_ptr + offsets, b_centroids, mask=m_sums)
     if not BINARY:
         b_directions = b_centroids
         if HAS_METRIC:
             b_directions = direction_sums / tl.maximum(sizes, 1.0)[:, None]
-            tl.store(directions_ptr + offsets, b_directions, mask=m_c[:, None] & m_d[None, :])
+            tl.store(directions_ptr + offsets, b_directions, mask=m_sums)
         half_norms = tl.sum(b_centroids * b_directions, axis=1) * 0.5
         tl.store(half_norms_ptr + i_p * clusters + o_c, half_norms, mask=m_c)
