@@ -5,6 +5,8 @@ import torch
 from closeness import assert_close_to_reference
 from test_neural_clustering import make_inputs, with_gradients
 
+from hf_effattn import ops
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 each_similarity = pytest.mark.parametrize("similarity", ["dot", "cosine"])
 
@@ -68,6 +70,40 @@ def test_parts_of_the_words_are_merged(monkeypatch, parts):
     for name in expected:
         assert_close_to_reference(name, actual[name], expected[name], rtol=2e-6)
     assert torch.equal(actual_labels, labels)
+
+
+@each_similarity
+@pytest.mark.parametrize(("kib", "parts"), [(0, 1), (70, 1), (70, 2)])
+def test_scores_of_a_few_words_at_a_time(monkeypatch, kib, parts, similarity):
+    """Of one tile of words, and of several: parts go on where they stopped, scores for labels are made anew."""
+    from hf_effattn.ops.neural_clustering import triton as form
+
+    monkeypatch.setattr(form, "split_count", lambda *sizes: parts)
+    monkeypatch.setattr(form, "SCORE_BYTES", kib * 1024)
+    words, centroids, mask = make_inputs(2, 150, 40, 12, masks="left", dtype=torch.float32)
+    mask[0, :64] = False  # the first step of a row has no word
+    options = {"similarity": similarity, "sharpness": 3.0 if similarity == "cosine" else 0.5}
+    expected, labels = with_gradients(words.double(), centroids.double(), mask=mask, backend="reference", **options)
+    actual, actual_labels = run(words, centroids, mask, **options)
+    for name in expected:
+        assert_close_to_reference(name, actual[name], expected[name], rtol=2e-6)
+    assert torch.equal(actual_labels, labels)
+
+
+def test_half_precision_keeps_the_gradients_of_many_words():
+    """A membership of 1/N times a gradient is 0 in float16, the sum over N of them is not."""
+    words, centroids, _ = make_inputs(1, 4096, 2, 16, dtype=torch.float16)
+    words, gradient = 20 * words, torch.full((1, 2, 16), 2.0**-14, dtype=torch.float16)
+    gradient[..., ::2] *= -1
+    assert ((gradient.amax() / 4096).half() == 0).all()
+
+    def gradients(dtype, backend):
+        leaves = [tensor.to(DEVICE, dtype).requires_grad_() for tensor in (words, centroids)]
+        updated, _ = ops.neural_clustering(*leaves, similarity="cosine", backend=backend)
+        return torch.autograd.grad(updated, leaves, gradient.to(updated))[1].cpu()
+
+    actual, expected = gradients(torch.float16, "triton"), gradients(torch.float64, "reference")
+    assert_close_to_reference("centroids", actual, expected, rtol=5e-3)
 
 
 @pytest.mark.parametrize("parts", [1, 3])

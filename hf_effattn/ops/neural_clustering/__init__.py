@@ -30,7 +30,8 @@ def neural_clustering(
     With `φ` the similarity times the sharpness: `U_ij = softmax_j φ(C_i, Z_j)` over the words of a row that count,
     `Ĉ = U Z` and `I_j = argmax_i U_ij`, the first of equals. The gradient of `Ĉ` is exact; labels have none.
 
-    Sizes: `B` batch, `N` words, `d` their width, `k` centroids. The fast forms keep nothing of size `k×N`.
+    Sizes: `B` batch, `N` words, `d` their width, `k` centroids. The fast forms keep nothing of size `k×N`
+    for the backward pass, and the kernels have at most 32 MiB of it in memory at a time.
 
     Args:
         words (`torch.Tensor`): `(B, N, d)`, the paper's `Z = X W^C`, any strides.
