@@ -100,6 +100,44 @@ def test_values_and_gradients(op, size, dtype, gpu):
         assert_close_to_reference(name, actual[name], expected[name], baseline[name], rtol=1e-5)
 
 
+@each_op
+def test_all_queries_in_one_cluster(op, gpu):
+    """Its programs are the only ones with work; the first of the other clusters' are empty."""
+    size = Size("one_cluster", H=16, key_heads=16, N=16384)
+    *tensors, mask = make_tensors(size, gpu, torch.bfloat16)
+    labels = torch.full((size.B, size.H, size.N), 3, device=gpu)
+    separate_top_keys(*tensors[:2], size.topk)
+    chosen = options(op, size, tensors[1], mask)
+    expected = with_gradients(op, [tensor.double() for tensor in tensors], labels, "batched", **chosen)
+    baseline = with_gradients(op, tensors, labels, "batched", **chosen)
+    actual = with_gradients(op, tensors, labels, "triton", **chosen)
+    for name in expected:
+        assert_close_to_reference(name, actual[name], expected[name], baseline[name], rtol=1e-5)
+
+
+@each_op
+def test_deterministic_when_torch_is_told_to_be(op, gpu, deterministic):
+    size = Size("deterministic", H=16, key_heads=4, N=16384, clusters=100)
+    *tensors, mask = make_tensors(size, gpu, torch.bfloat16)
+    labels = ops.cluster_queries(tensors[0], size.clusters)
+    chosen = options(op, size, tensors[1], mask)
+    first = with_gradients(op, tensors, labels, "triton", **chosen)
+    for _ in range(3):
+        for name, again in with_gradients(op, tensors, labels, "triton", **chosen).items():
+            assert torch.equal(again, first[name]), name
+
+
+@each_op
+def test_keys_and_values_of_one_head_expanded_to_all(op, gpu):
+    size = Size("expanded", H=16, key_heads=1, N=16384)
+    query, key, value, mask = make_tensors(size, gpu, torch.bfloat16)
+    key, value = (tensor.expand(-1, size.H, -1, -1) for tensor in (key, value))
+    labels = ops.cluster_queries(query, size.clusters)
+    chosen = options(op, size, key, mask)
+    expected = getattr(ops, op)(query, key.contiguous(), value.contiguous(), labels, **chosen)
+    assert torch.equal(getattr(ops, op)(query, key, value, labels, **chosen), expected)
+
+
 @each_size
 @pytest.mark.parametrize("method", ["kmeans", "lsh"])
 def test_labels_are_as_good_and_never_change(size, method, gpu):
@@ -125,19 +163,6 @@ def test_labels_are_as_good_and_never_change(size, method, gpu):
     assert spread[0] < 1.02 * spread[1]
 
 
-def captured(run):
-    """`run` as a CUDA graph, warmed up on a stream of its own as torch asks for, and what replays write to."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = run()
-    return graph, output
-
-
 GRAPHS = {
     "clustered": ("clustered", {}),
     "i-clustered": ("i-clustered", {}),
@@ -147,7 +172,7 @@ GRAPHS = {
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_cuda_graph_replays_on_new_inputs_without_a_host_sync(name, gpu):
+def test_cuda_graph_replays_on_new_inputs_without_a_host_sync(name, gpu, captured):
     method, chosen = GRAPHS[name]
     size = Size("graph", padded=100)
     query, key, value, mask = make_tensors(size, gpu, torch.bfloat16)
@@ -172,7 +197,7 @@ def test_cuda_graph_replays_on_new_inputs_without_a_host_sync(name, gpu):
 
 
 @each_op
-def test_cuda_graph_of_forward_and_backward_pass(op, gpu):
+def test_cuda_graph_of_forward_and_backward_pass(op, gpu, captured):
     """Query gradients are compared: the order in which keys shared by clusters get theirs is not fixed."""
     size = Size("graph", N=2048)
     *tensors, mask = make_tensors(size, gpu, torch.bfloat16)
@@ -192,7 +217,7 @@ def test_cuda_graph_of_forward_and_backward_pass(op, gpu):
 
 
 @each_op
-def test_cuda_graph_draws_new_dropout_at_every_replay(op, gpu):
+def test_cuda_graph_draws_new_dropout_at_every_replay(op, gpu, captured):
     size = Size("graph", N=2048)
     *tensors, mask = make_tensors(size, gpu, torch.bfloat16)
     labels = ops.cluster_queries(tensors[0], size.clusters)
