@@ -125,7 +125,8 @@ def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
         with torch.cuda.stream(stream):
             call()
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
+        # A capture that fails leaves its stream as the current one: the outer block does not.
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
             call()
     except RuntimeError:
         return None
