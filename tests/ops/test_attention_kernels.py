@@ -155,6 +155,22 @@ def test_a_huge_cluster_and_empty_ones(op):
     check(op, case, inputs)
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_queries_of_a_large_cluster_in_parts(monkeypatch, dropout_p):
+    """Only the first part corrects what the centroid gave the top keys; most clusters have no other part."""
+    case = Case("huge", B=1, H=2, key_heads=1, N=150, M=40, clusters=4, topk=5)
+    inputs = on_device(make_inputs(case), torch.float32)
+    inputs.labels[..., ::2] = 1
+    torch.manual_seed(3)
+    whole = run(OPS[1], case, inputs, dropout_p=dropout_p)
+    monkeypatch.setattr(improved, "ROWS_OF_A_SPLIT", 32)
+    torch.manual_seed(3)
+    split = run(OPS[1], case, inputs, dropout_p=dropout_p)
+    for name in NAMES:
+        assert_close_to_reference(name, split[name], whole[name].double(), rtol=3e-7)
+    assert DEVICE == "cuda" or not torch.equal(split["key"], whole["key"])
+
+
 @each_op
 def test_parts_of_the_keys_bins_and_chunks_of_scores(op, monkeypatch):
     monkeypatch.setattr(triton_centroids, "PROGRAMS", 16)

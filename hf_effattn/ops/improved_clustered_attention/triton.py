@@ -19,6 +19,8 @@ from ..sorted_clusters.triton_centroids import centroid_pass
 from ..sorted_clusters.triton_sort import SortedRows, cluster_means, sort_by_cluster
 from ..sorted_clusters.triton_tiles import LOG2_E, tile_config
 from .triton_backward import (
+    LARGEST_SPLIT,
+    ROWS_OF_A_SPLIT,
     _improved_clustered_attention_bwd_cluster_kernel,
     _improved_clustered_attention_bwd_dot_kernel,
     _improved_clustered_attention_bwd_key_kernel,
@@ -215,12 +217,13 @@ def _add_top_keys(
     blocks = triton.cdiv(topk, config["ROWS"])
     if blocks == 0:
         return
-    _improved_clustered_attention_bwd_key_kernel[(B * H * clusters * blocks,)](
+    splits = 1 if ordered else min(LARGEST_SPLIT, triton.cdiv(N, ROWS_OF_A_SPLIT))
+    _improved_clustered_attention_bwd_key_kernel[(B * H * clusters * blocks * splits,)](
         query, key, value, grad_output, dropout_seed, saved.order, saved.starts, saved.top, saved.top_scores,
         saved.top_lse, row_dot, saved.lse, saved.mass, saved.centroids, grads, extra, *targets,
         *query.stride(), *key.stride(), *value.stride(), *grad_output.stride(),
         *grad_key.stride(), *grad_value.stride(),
-        H, H // Hk, N, M, D, Dv, clusters, topk, blocks, scale, scale * LOG2_E, dropout_p,
+        H, H // Hk, N, M, D, Dv, clusters, topk, blocks, splits, ROWS_OF_A_SPLIT, scale, scale * LOG2_E, dropout_p,
         HAS_DROPOUT=dropout_seed is not None, KINDS=KINDS_OF_WEIGHTS, CENTROID_KIND=CENTROID_WEIGHTS,
         TOPK_KIND=TOPK_WEIGHTS, ORDERED=ordered, **config,
     )  # fmt: skip

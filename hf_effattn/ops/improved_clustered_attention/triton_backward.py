@@ -15,6 +15,9 @@ from ..sorted_clusters.triton_dropout import dropout_factor
 from ..sorted_clusters.triton_tiles import dot_by_parts, load_rows, load_tile
 from .triton_forward import load_top, load_top_weights, row_dropout
 
+ROWS_OF_A_SPLIT = 512  # queries of a cluster that one program walks before a large cluster is split
+LARGEST_SPLIT = 4
+
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _improved_clustered_attention_bwd_dot_kernel(
@@ -124,20 +127,31 @@ def _improved_clustered_attention_bwd_key_kernel(
     stride_key_d, stride_value_b, stride_value_h, stride_value_m, stride_value_d,
     stride_go_b, stride_go_h, stride_go_n, stride_go_d, stride_gk_b, stride_gk_h, stride_gk_m, stride_gk_d,
     stride_gv_b, stride_gv_h, stride_gv_m, stride_gv_d,
-    H, group, N, M, D, Dv, clusters, topk, blocks, scale, scale_log2, dropout_p,
+    H, group, N, M, D, Dv, clusters, topk, blocks, splits, split_rows, scale, scale_log2, dropout_p,
     HAS_DROPOUT: tl.constexpr, KINDS: tl.constexpr, CENTROID_KIND: tl.constexpr, TOPK_KIND: tl.constexpr,
     ORDERED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What `ROWS` of a cluster's top keys get from its queries, and the correction of what the centroid gave them.
 
+    A program walks all queries of a cluster, or one of the parts of a large one, the first of which corrects.
     Clusters share keys: each program adds to `dK` and `dV` once per key, in no fixed order. With `ORDERED` it stores
-    its share in tables `(B · H · C · topk, D)` instead, to be added up in a fixed one.
+    its share in tables `(B · H · C · topk, D)` instead, to be added up in a fixed one, and `splits` is 1.
     """
-    i_row = (tl.program_id(0) // blocks).to(tl.int64)
+    i_split = tl.program_id(0) % splits
+    i_row = (tl.program_id(0) // (splits * blocks)).to(tl.int64)
     i_p = i_row // clusters
+    starts_ptr += i_p * (clusters + 2) + i_row % clusters
+    first, last = tl.load(starts_ptr), tl.load(starts_ptr + 1)
+    size = tl.where(i_split == 0, last - first, 0).to(tl.float32)
+    length = tl.maximum(split_rows, tl.cdiv(last - first, splits))
+    first += i_split * length
+    if not ORDERED and first >= last:
+        return
+    last = tl.minimum(last, first + length)
+
     i_b, i_h = i_p // H, i_p % H
-    o_t = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    o_t = tl.program_id(0) // splits % blocks * ROWS + tl.arange(0, ROWS)
     key_ptr += i_b * stride_key_b + i_h // group * stride_key_h
     value_ptr += i_b * stride_value_b + i_h // group * stride_value_h
     query_ptr += i_b * stride_query_b + i_h * stride_query_h
@@ -147,8 +161,6 @@ def _improved_clustered_attention_bwd_key_kernel(
     # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
     b_key = load_rows(p_key, m_top, stride_key_d, D, BLOCK_D)
     b_value = load_rows(p_value, m_top, stride_value_d, Dv, BLOCK_V)
-    starts_ptr += i_p * (clusters + 2) + i_row % clusters
-    first, last = tl.load(starts_ptr), tl.load(starts_ptr + 1)
     b_grad_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_grad_value = tl.zeros([ROWS, BLOCK_V], tl.float32)
     for place in range(first, last, COLUMNS):
@@ -185,7 +197,6 @@ def _improved_clustered_attention_bwd_key_kernel(
 
     o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     mass = tl.load(mass_ptr + i_row)
-    size = (last - first).to(tl.float32)
     b_extra = tl.load(extra_ptr + i_row * topk + o_t, mask=o_t < topk, other=0.0) * size
     b_centroid_weights = load_top_weights(top_scores_ptr + i_row * topk, o_t, topk, tl.load(lse_ptr + i_row)) * size
     if HAS_DROPOUT:
