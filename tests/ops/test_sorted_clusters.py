@@ -78,9 +78,10 @@ def test_one_huge_cluster_is_many_tiles():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cluster_means(dtype):
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(2, 130, 2, 20, generator=generator).to(dtype).transpose(1, 2)
-    labels = torch.randint(-1, 4, (2, 2, 130), generator=generator)
-    mask = torch.rand(2, 130, generator=generator) > 0.3
+    rows = torch.randn(2, 330, 2, 20, generator=generator).to(dtype).transpose(1, 2)
+    labels = torch.randint(-1, 4, (2, 2, 330), generator=generator)
+    labels[..., ::2] = 1  # more rows than a program loads at once
+    mask = torch.rand(2, 330, generator=generator) > 0.3
     rows[:, :, ~mask[0]] = torch.where(mask[0, 0], rows[:, :, ~mask[0]], float("nan"))  # in no cluster, in no mean
     mask[1] = mask[0]
     members = sort_by_cluster(labels.to(DEVICE), mask.to(DEVICE), 5, 16)

@@ -174,14 +174,18 @@ def _cluster_means_kernel(
     order_ptr += i_p * N
     first, last = tl.load(starts_ptr), tl.load(starts_ptr + 1)
     o_d = tl.arange(0, BLOCK_D)
+    o_place = first + tl.arange(0, BLOCK_N)
+    b_row = tl.load(order_ptr + o_place, mask=o_place < last, other=0)
     b_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for place in range(first, last, BLOCK_N):
-        o_place = place + tl.arange(0, BLOCK_N)
-        m_place = o_place < last
-        b_row = tl.load(order_ptr + o_place, mask=m_place, other=0).to(tl.int64)
-        p_rows = rows_ptr + b_row[:, None] * stride_rows_n + o_d[None, :] * stride_rows_d
+    for _ in range(first, last, BLOCK_N):
+        m_rows = (o_place < last)[:, None] & (o_d < D)[None, :]
+        p_rows = rows_ptr + b_row.to(tl.int64)[:, None] * stride_rows_n + o_d[None, :] * stride_rows_d
         # [BLOCK_N, BLOCK_D]
-        b_sum += tl.load(p_rows, mask=m_place[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+        b_rows = tl.load(p_rows, mask=m_rows, other=0.0)
+        # Which rows are next is on its way while these are.
+        o_place += BLOCK_N
+        b_row = tl.load(order_ptr + o_place, mask=o_place < last, other=0)
+        b_sum += b_rows.to(tl.float32)
     b_mean = tl.sum(b_sum, 0) / tl.maximum(last - first, 1)
     tl.store(means_ptr + i_row * D + o_d, b_mean, mask=o_d < D)
 
