@@ -249,6 +249,22 @@ def test_losses_and_statistics_by_hand(cosine):
     torch.testing.assert_close(word_cosine.item(), (0.6 + (1 - 1 - 1) / 3) / 2)
 
 
+@pytest.mark.parametrize("cosine", [True, False])
+def test_gradients_of_the_cluster_loss_are_those_of_its_definition(cosine):
+    generator = torch.Generator().manual_seed(0)
+    words, updated = (torch.randn(2, n, 6, generator=generator, dtype=torch.float64) for n in (9, 4))
+    labels, mask = torch.randint(3, (2, 9), generator=generator), torch.rand(2, 9, generator=generator) > 0.3
+    leaves = words.requires_grad_(), updated.requires_grad_()
+    loss = 0.0
+    for b in range(2):
+        own = updated[b][labels[b]]
+        similar = F.cosine_similarity(words[b], own, dim=-1) if cosine else (words[b] * own).sum(dim=-1)
+        loss = loss - similar[mask[b]].mean() / 2
+    actual = torch.autograd.grad(cluster_loss(words, updated, labels, mask, cosine), leaves)
+    for gradient, expected in zip(actual, torch.autograd.grad(loss, leaves), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-14, atol=1e-15)
+
+
 @pytest.mark.parametrize(
     "model_class", [head for head in HEADS.values() if head is not ClusterFormerModel], ids=lambda c: c.__name__
 )
@@ -487,6 +503,19 @@ def test_autocast_trains():
     loss.backward()
     assert loss.isfinite()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_autocast_leaves_memberships_in_full_precision(masked):
+    """Their product was once made in 16 bits: strict labels while training were not those of inference."""
+    sorting = tiny_model(ClusterFormerModel, is_decoder=True, dtype=torch.float32).layers[0].sorting
+    generator = torch.Generator().manual_seed(0)
+    words, centroids = (torch.randn(2, n, 24, generator=generator) for n in (200, 5))
+    mask = torch.rand(2, 200, generator=generator) > 0.3 if masked else None
+    expected = sorting.memberships(words, centroids, mask)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = sorting.memberships(words, centroids, mask)
+    assert torch.equal(actual, expected)
 
 
 def test_controls_are_what_they_say():

@@ -45,8 +45,8 @@ def full_precision(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def norms(rows: torch.Tensor) -> torch.Tensor:
-    """`|x|` of rows `(..., d)`, what cosines are divided by."""
-    return torch.linalg.vector_norm(rows, dim=-1).clamp(min=SMALLEST_NORM)
+    """`|x|` of rows `(..., d)` in full precision, what cosines are divided by."""
+    return torch.linalg.vector_norm(rows, dim=-1, dtype=accumulation_dtype(rows.dtype)).clamp(min=SMALLEST_NORM)
 
 
 def similarity(a: torch.Tensor, b: torch.Tensor, cosine: bool) -> torch.Tensor:
@@ -63,7 +63,9 @@ def cluster_loss(
     words, updated = full_precision(words), full_precision(updated)
     if cosine:  # the few centroids are normalised, not the many words: fewer passes over memory
         updated = F.normalize(updated, dim=-1, eps=SMALLEST_NORM)
-    own = updated.gather(1, labels[..., None].expand(-1, -1, updated.shape[2]))
+    # Unlike that of a gather, the gradient of an embedding is summed in a fixed order on a GPU too.
+    firsts = updated.shape[1] * torch.arange(len(updated), device=labels.device)
+    own = F.embedding(labels + firsts[:, None], updated.flatten(0, 1))
     similar = (words * own).sum(dim=-1)  # autocast leaves a sum alone, not a dot product
     if cosine:
         similar = similar / norms(words)
@@ -85,8 +87,8 @@ def cluster_statistics(
     counts = full_precision(valid_words(words, mask))
     n = counts.sum(dim=1)
     sizes = counts.new_zeros(len(words), clusters).scatter_add_(1, labels, counts)
-    words = full_precision(words)
-    # Σ_ij cos(X_i, X_j) = |Σ_i X_i/|X_i||²; the pairs of a word with itself, n of them, are left out.
+    # Σ_ij cos(X_i, X_j) = |Σ_i X_i/|X_i||²; the pairs of a word with itself, n of them, are left out. The product of
+    # words in 16 bits with numbers in full precision is one in full precision: no copy of the words is made first.
     total = (words * (counts / norms(words))[..., None]).sum(dim=1)
     pairs = (total.square().sum(dim=-1) - n) / (n * (n - 1)).clamp(min=1)
     return (sizes.amax(dim=1) / n.clamp(min=1)).mean(), (sizes == 0).to(sizes.dtype).mean(), pairs.mean()
@@ -157,7 +159,9 @@ class WordSorting(nn.Module):
             projected = projected.masked_fill(~mask[..., None], 0.0)
         if self.cosine:
             projected, centroids = full_precision(projected), F.normalize(full_precision(centroids), dim=-1)
-            return projected @ centroids.transpose(1, 2) * (self.config.sharpness / norms(projected))[..., None]
+            with torch.autocast(projected.device.type, enabled=False):  # it would multiply in 16 bits all the same
+                product = projected @ centroids.transpose(1, 2)
+            return product * (self.config.sharpness / norms(projected))[..., None]
         return projected @ centroids.transpose(1, 2)
 
     def block_length(self, words: torch.Tensor, mask: torch.Tensor | None) -> int | torch.Tensor:
