@@ -64,6 +64,11 @@ def in_dtype(inputs, dtype):
 
 def assert_all_close(actual, expected, baseline=None, rtol=1e-6):
     for name in expected:
+        if not expected[name].any():
+            # The softmax of a single key has no slope; a kernel is left with the rounding of a difference, which every
+            # processor's matrix products round in their own way. Inputs are of size 1; 2e-7 was seen.
+            torch.testing.assert_close(actual[name].double(), expected[name], rtol=0, atol=1e-6)
+            continue
         own = None if baseline is None else baseline[name]
         assert_close_to_reference(name, actual[name], expected[name], own, rtol=rtol)
 
