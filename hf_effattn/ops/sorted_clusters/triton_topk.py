@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..chips import LENGTHS, on_device_of
+from ..chips import LENGTHS, chip_of, on_device_of
 
 WHOLE_ROW = 4096  # numbers of a row that a program holds in registers
 
@@ -124,6 +124,6 @@ def select_topk(
             _select_topk_kernel[(triton.cdiv(rows, block_r),)](
                 values, bins, indices, chosen, rows, columns, topk,
                 BIN=0 if bins is None else bin_length, WHOLE=whole, BLOCK_R=block_r, BLOCK_N=block_n,
-                num_warps=8 if block_n == WHOLE_ROW else 4,
+                num_warps=8 if block_n == WHOLE_ROW else 4, **chip_of(values).all_registers,
             )  # fmt: skip
     return indices, chosen
