@@ -85,6 +85,15 @@ def with_gradients(op, tensors, labels, backend, **chosen):
     return dict(zip(("output", "query", "key", "value"), (output.detach(), *gradients), strict=True))
 
 
+def assert_as_close_as_batched(op, tensors, labels, chosen):
+    """The kernels are as close to float64 as PyTorch's operations in the same dtype, values and gradients."""
+    expected = with_gradients(op, [tensor.double() for tensor in tensors], labels, "batched", **chosen)
+    baseline = with_gradients(op, tensors, labels, "batched", **chosen)
+    actual = with_gradients(op, tensors, labels, "triton", **chosen)
+    for name in expected:
+        assert_close_to_reference(name, actual[name], expected[name], baseline[name], rtol=1e-5)
+
+
 @each_op
 @each_size
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -93,11 +102,7 @@ def test_values_and_gradients(op, size, dtype, gpu):
     labels = ops.cluster_queries(tensors[0].float(), size.clusters, query_mask=mask)
     separate_top_keys(*tensors[:2], size.topk)
     chosen = options(op, size, tensors[1], mask)
-    expected = with_gradients(op, [tensor.double() for tensor in tensors], labels, "batched", **chosen)
-    baseline = with_gradients(op, tensors, labels, "batched", **chosen)
-    actual = with_gradients(op, tensors, labels, "triton", **chosen)
-    for name in expected:
-        assert_close_to_reference(name, actual[name], expected[name], baseline[name], rtol=1e-5)
+    assert_as_close_as_batched(op, tensors, labels, chosen)
 
 
 @each_op
@@ -108,11 +113,7 @@ def test_all_queries_in_one_cluster(op, gpu):
     labels = torch.full((size.B, size.H, size.N), 3, device=gpu)
     separate_top_keys(*tensors[:2], size.topk)
     chosen = options(op, size, tensors[1], mask)
-    expected = with_gradients(op, [tensor.double() for tensor in tensors], labels, "batched", **chosen)
-    baseline = with_gradients(op, tensors, labels, "batched", **chosen)
-    actual = with_gradients(op, tensors, labels, "triton", **chosen)
-    for name in expected:
-        assert_close_to_reference(name, actual[name], expected[name], baseline[name], rtol=1e-5)
+    assert_as_close_as_batched(op, tensors, labels, chosen)
 
 
 @each_op

@@ -62,7 +62,7 @@ def test_cached_logits_equal_recomputation(variant, chunk):
     words = texts(2, 26)
     expected = logits_of(model, words)
     output = model(words[:, :10], use_cache=True)
-    torch.testing.assert_close(output.logits, expected[:, :10], rtol=0, atol=2e-14)
+    torch.testing.assert_close(output.logits, expected[:, :10], rtol=0, atol=1e-14)
     for start in range(10, 26, chunk):
         output = model(words[:, start : start + chunk], past_key_values=output.past_key_values, use_cache=True)
         torch.testing.assert_close(output.logits, expected[:, start : start + chunk], rtol=0, atol=2e-14)
@@ -165,7 +165,7 @@ def test_a_padded_source_changes_no_translation(causal):
     together = model(words, attention_mask=mask, decoder_input_ids=targets).logits
     for b in range(3):
         alone = model(words[b : b + 1, mask[b].bool()], decoder_input_ids=targets[b : b + 1]).logits
-        torch.testing.assert_close(together[b : b + 1], alone, rtol=0, atol=2e-14)
+        torch.testing.assert_close(together[b : b + 1], alone, rtol=0, atol=1e-14)
 
 
 def test_a_strict_decoder_of_a_translation_sees_no_later_word_but_the_whole_source():
@@ -193,7 +193,7 @@ def test_padded_labels_change_nothing(causal, assignment):
     padded = model(source, labels=labels)
     single = [model(source[:1], labels=labels[:1, :7]), model(source[1:], labels=labels[1:])]
     for one, logits in zip(single, padded.logits, strict=True):
-        torch.testing.assert_close(logits[: one.logits.shape[1]], one.logits[0], rtol=0, atol=2e-14)
+        torch.testing.assert_close(logits[: one.logits.shape[1]], one.logits[0], rtol=0, atol=1e-14)
     mean = (7 * single[0].task_loss + 16 * single[1].task_loss) / 23
     torch.testing.assert_close(padded.task_loss, mean, rtol=1e-15, atol=0)
     for name in ("cluster_loss", "sorting_loss", "largest_cluster", "empty_clusters", "word_cosine"):

@@ -4,6 +4,7 @@ import copy
 import warnings
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from closeness import assert_close_to_reference
@@ -91,7 +92,6 @@ def test_positions_through_an_adapter_keep_their_precision_beside_a_large_bias()
 
 @torch.no_grad()
 def test_positions_through_an_offloaded_adapter() -> None:
-    accelerate = pytest.importorskip("accelerate")
     model = convert(small_model("bert").double())
     for module in find_encoders(model)[0].modules:
         for name in ("query", "key", "value"):
