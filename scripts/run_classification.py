@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from datasets import ClassLabel, Dataset, DatasetDict, concatenate_datasets, load_dataset
+from sampling import RepeatableTrainer
 from training import (
     ModelArguments,
     accuracy,
@@ -39,7 +40,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     HfArgumentParser,
-    Trainer,
     TrainingArguments,
     set_seed,
 )
@@ -136,7 +136,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     )
     defaults = label_settings(classes) | length_settings(model_arguments, tokenizer, data_arguments.max_length)
     model = make_model(model_arguments, AutoModelForSequenceClassification, tokenizer, defaults)
-    trainer = Trainer(
+    trainer = RepeatableTrainer(
         model=model,
         args=training,
         train_dataset=examples.get("train"),

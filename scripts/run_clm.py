@@ -20,6 +20,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from datasets import Dataset
+from sampling import RepeatableTrainer
 from text_data import DataArguments, blocks, load_texts
 from training import (
     ModelArguments,
@@ -34,7 +35,6 @@ from transformers import (
     AutoModelForCausalLM,
     HfArgumentParser,
     PreTrainedTokenizerBase,
-    Trainer,
     TrainingArguments,
     default_data_collator,
     set_seed,
@@ -84,7 +84,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     length = data_arguments.block_length
     examples = blocks(texts, tokenizer, length)
     defaults = length_settings(model_arguments, tokenizer, length)
-    trainer = Trainer(
+    trainer = RepeatableTrainer(
         model=make_model(model_arguments, AutoModelForCausalLM, tokenizer, defaults),
         args=training,
         train_dataset=examples.get("train"),

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from datasets import DatasetDict
 from glue_tasks import TASKS, GlueTask, load_glue
+from sampling import RepeatableTrainer
 from training import (
     ModelArguments,
     drawn_samples,
@@ -40,7 +41,6 @@ from transformers import (
     EvalPrediction,
     HfArgumentParser,
     PreTrainedTokenizerBase,
-    Trainer,
     TrainingArguments,
     set_seed,
 )
@@ -125,7 +125,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
         raise ValueError(f"the data of {name} have no {' and no '.join(missing)}")
     labels = label_settings(task.labels) if task.labels else {"num_labels": 1, "problem_type": "regression"}
     model = make_model(model_arguments, AutoModelForSequenceClassification, tokenizer, labels)
-    trainer = Trainer(
+    trainer = RepeatableTrainer(
         model=model,
         args=training,
         train_dataset=examples.get("train"),

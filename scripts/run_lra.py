@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from sampling import RepeatableTrainer
 from training import (
     ModelArguments,
     accuracy,
@@ -35,7 +36,6 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     HfArgumentParser,
-    Trainer,
     TrainingArguments,
     set_seed,
 )
@@ -193,7 +193,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
         model_arguments, auto_class, tokenizer, model_settings(model_arguments, positions) | label_settings(classes)
     )
     collator = LRACollator(task, tokenizer, max_length, two_towers, data_arguments.pad_to)
-    trainer = Trainer(
+    trainer = RepeatableTrainer(
         model=model,
         args=training,
         train_dataset=data["train"],

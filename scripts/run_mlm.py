@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, DatasetDict
+from sampling import RepeatableTrainer
 from text_data import DataArguments, blocks, load_texts
 from training import (
     ModelArguments,
@@ -42,7 +43,6 @@ from transformers import (
     EvalPrediction,
     HfArgumentParser,
     PreTrainedTokenizerBase,
-    Trainer,
     TrainingArguments,
     set_seed,
 )
@@ -159,7 +159,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     examples = examples_of(texts, tokenizer, length, training.seed if paired else None)
     metric = load_metric("accuracy")
     auto_class = AutoModelForPreTraining if paired else AutoModelForMaskedLM
-    trainer = Trainer(
+    trainer = RepeatableTrainer(
         model=make_model(model_arguments, auto_class, tokenizer, length_settings(model_arguments, tokenizer, length)),
         args=training,
         train_dataset=examples.get("train"),

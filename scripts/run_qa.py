@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, DatasetDict, Features, Sequence, Value, load_dataset
 from qa_features import count_from_left, find_answers, make_windows
+from sampling import RepeatableTrainer
 from training import ModelArguments, drawn_samples, keep_metrics, load_metric, load_tokenizer, make_model, train
 from transformers import (
     AutoModelForQuestionAnswering,
     DataCollatorWithPadding,
     EvalPrediction,
     HfArgumentParser,
-    Trainer,
     TrainingArguments,
     set_seed,
 )
@@ -159,8 +159,6 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train and evaluate as the arguments say; returns the metrics."""
     parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
     model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
-    if training.do_eval and getattr(training, "train_sampling_strategy", None) == "group_by_length":
-        raise ValueError("answers are put together from windows in order, which group_by_length changes")
     set_seed(training.seed)
     data = load_questions(data_arguments)
 
@@ -190,7 +188,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
         for split, part in windows.items()
     }
     padding = {"padding": "max_length", "max_length": length} if data_arguments.pad_to_max_length else {}
-    trainer = Trainer(
+    trainer = RepeatableTrainer(
         model=model,
         args=training,
         train_dataset=inputs.get("train"),

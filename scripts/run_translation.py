@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset
+from sampling import RepeatableTrainer
 from tokenizers.processors import TemplateProcessing
-from torch.utils.data import SequentialSampler
 from training import ModelArguments, drawn_samples, keep_metrics, load_metric, load_tokenizer, make_model, train
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -49,8 +48,8 @@ from hf_effattn.models.clusterformer.outputs import ClusteringOutput
 PADDING, START = "<|pad|>", "<|start|>"
 
 
-class TranslationTrainer(Seq2SeqTrainer):
-    """`Seq2SeqTrainer` that evaluates in the order of the data, and trains clusterings with smoothed labels too."""
+class TranslationTrainer(RepeatableTrainer, Seq2SeqTrainer):
+    """`Seq2SeqTrainer` with orders that repeat, which trains clusterings with smoothed labels too."""
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -60,10 +59,6 @@ class TranslationTrainer(Seq2SeqTrainer):
         if self.label_smoother is not None and isinstance(outputs, ClusteringOutput):
             loss = total_loss(self.model.config, loss, outputs)
         return (loss, outputs) if return_outputs else loss
-
-    def _get_eval_sampler(self, eval_dataset: Dataset) -> SequentialSampler | None:
-        # Trainer's own would follow train_sampling_strategy, and the translations not the references.
-        return SequentialSampler(eval_dataset) if self.args.world_size <= 1 else None
 
 
 class PairCollator(DataCollatorForSeq2Seq):

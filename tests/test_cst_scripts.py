@@ -134,9 +134,9 @@ def test_a_stopped_training_goes_on(small_tasks, tmp_path, monkeypatch):
     state = json.loads((run / "checkpoint-2" / "trainer_state.json").read_text())
     (run / "model.safetensors").unlink()
     seen = []
-    original = cst_training.run_classification.Trainer.training_step
+    original = cst_training.run_classification.RepeatableTrainer.training_step
     monkeypatch.setattr(
-        cst_training.run_classification.Trainer,
+        cst_training.run_classification.RepeatableTrainer,
         "training_step",
         lambda self, *rest, **named: (seen.append(1), original(self, *rest, **named))[1],
     )

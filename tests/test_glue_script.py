@@ -130,6 +130,20 @@ def test_run_glue_learns_resumes_and_predicts(folder, tmp_path):
     assert model.config.id2label == {0: "unacceptable", 1: "acceptable"}
 
 
+def test_predictions_of_a_model_trained_by_length_are_in_the_order_of_the_test_set(tmp_path):
+    labels = [n * 7 % 10 % 2 for n in range(40)]
+    texts = [f"{('bad', 'good')[label]}{' film' * (n * 11 % 13)}" for n, label in enumerate(labels)]
+    rows = [f"{text}\t{label}" for text, label in zip(texts, labels, strict=True)]
+    for split in ("train", "dev"):
+        write(tmp_path / "SST-2" / f"{split}.tsv", "sentence\tlabel", *rows)
+    write(tmp_path / "SST-2" / "test.tsv", "index\tsentence", *(f"{n}\t{text}" for n, text in enumerate(texts)))
+    common = [*RUN, "--task_name", "sst2", "--data_dir", str(tmp_path), "--config_overrides", TINY]
+    common += "--do_train --do_eval --do_predict --max_steps 40 --train_sampling_strategy group_by_length".split()  # noqa: SIM905
+    assert run_glue.main([*common, "--output_dir", str(tmp_path / "run")])["eval_accuracy"] == 1.0
+    lines = (tmp_path / "run" / "SST-2.tsv").read_text().splitlines()
+    assert lines[1:] == [f"{n}\t{label}" for n, label in enumerate(labels)]
+
+
 def test_run_glue_of_scores(folder, tmp_path):
     common = [*RUN, "--task_name", "stsb", "--data_dir", str(folder), "--config_overrides", TINY]
     common += ["--max_eval_samples", "8", "--output_dir", str(tmp_path / "run")]

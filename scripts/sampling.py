@@ -1,0 +1,53 @@
+"""The order in which the Trainers of the scripts take examples: one that a resumed run finds again."""
+
+from typing import Any
+
+from torch.utils.data import Dataset, Sampler, SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_pt_utils import DistributedLengthGroupedSampler, LengthGroupedSampler
+
+
+class EpochOfSampler(TrainerCallback):
+    """Tells the sampler which epoch begins.
+
+    Trainer tells the loader that skips what a resumed epoch has had already, and with several processes that one does
+    not pass it on to the sampler, which would draw the first epoch's order.
+    """
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **inputs: Any
+    ) -> None:
+        """`state.epoch` is whole where an epoch begins, and has a fraction where one is resumed."""
+        loader = inputs["train_dataloader"]
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(int(state.epoch or 0))
+
+
+class RepeatableTrainer(Trainer):
+    """`Trainer` whose order of the examples depends on the seed and the epoch alone.
+
+    With `train_sampling_strategy="group_by_length"` Trainer draws the order from the global generator, whose state at
+    the start of a resumed epoch is another one, and has the evaluation in an order of lengths too. Here both training
+    orders are seeded with `data_seed`, or `seed`, and the epoch; on several processes group_by_length sorts what all
+    of them take in a step. Evaluations and predictions are in the order of the data.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.add_callback(EpochOfSampler)
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        sampler = super()._get_train_sampler(train_dataset)
+        if not isinstance(sampler, LengthGroupedSampler):
+            return sampler
+        # As one process: accelerate shares out the batches.
+        return DistributedLengthGroupedSampler(
+            sampler.batch_size * self.args.world_size,
+            num_replicas=1,
+            rank=0,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            lengths=list(sampler.lengths),
+        )
+
+    def _get_eval_sampler(self, eval_dataset: Dataset) -> Sampler:
+        return SequentialSampler(eval_dataset)
