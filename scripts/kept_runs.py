@@ -3,7 +3,7 @@
 import hashlib
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,16 @@ def device_defaults(name: str, dtype: str | None, output: Path | None) -> tuple[
     on_gpu = device.type == "cuda"
     results = Path(__file__).parent / "results" / f"{name}{'_gpu' if on_gpu else ''}.json"
     return device, dtype or ("bfloat16" if on_gpu else "float32"), output or results
+
+
+def with_wall_time(train: Callable[[], dict[str, float]], folder: Path) -> dict[str, Any]:
+    """What a training returns, and `train_seconds`: None where the folder has a checkpoint from which it goes on.
+
+    Trainer measures from where it went on.
+    """
+    resumed = any(folder.glob("checkpoint-*"))
+    metrics = train()
+    return metrics | {"train_seconds": None if resumed else metrics["train_runtime"]}
 
 
 def run_folder(parent: Path, name: str, identity: Any) -> Path:

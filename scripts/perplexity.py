@@ -1,4 +1,4 @@
-"""Perplexity of a causal model on held-out text against context length: exact, by each method, with less context.
+r"""Perplexity of a causal model on held-out text against context length: exact, by each method, with less context.
 
 A row's loss is the mean over all tokens of texts of one length; `last_quarter_loss` that of their last quarter, for
 which the context counts most. In the rows that end in "prompt" the first three quarters are a prompt, run by the
@@ -7,8 +7,8 @@ only, as clusters of all queries make the losses of a prompt itself meaningless.
 four. Beyond the trained length positions are repeated, for exact attention too.
 
     python scripts/perplexity.py --model runs/gpt2      # writes scripts/results/perplexity.json and .png
-    python scripts/perplexity.py --model runs/gpt2 --files wikitext-2/wiki.test.tokens.gz --lengths 1024,2048 \
-        --tokens 200000 --output scripts/results/perplexity_wikitext2.json
+    python scripts/perplexity.py --model runs/gpt2 --files wikitext-2/wiki.test.tokens.gz --lengths 512,1024,2048 \
+        --tokens 65536 --output scripts/results/perplexity_wikitext2.json
 """
 
 import json
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 import typer
 from causal_inputs import HELD_OUT, held_out_tokens, load_causal_model
 from causal_schemes import EXACT, SKIPPED, scored
+from command_line import run_with_help
 from rich.progress import track
 from transformers import DynamicCache
 
@@ -165,4 +166,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

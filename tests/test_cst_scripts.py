@@ -116,7 +116,7 @@ def test_models_of_a_task_are_trained_and_kept(task, small_tasks, tmp_path, monk
         if task.startswith(("WikiText", "Books"))
         else ("eval" if task == "SST-2" else "test") + "_accuracy"
     )
-    assert all(row[metric] > 0 and row["parameters"] > 0 for row in rows)
+    assert all(row[metric] > 0 and row["parameters"] > 0 and row["train_seconds"] > 0 for row in rows)
     # The models of a task have other tables of positions: the settings arrived.
     assert len({row["parameters"] for row in rows}) == len(rows)
     monkeypatch.setattr(cst_training, "train", None)

@@ -135,6 +135,7 @@ def test_the_table_of_all_models(task, tmp_path, monkeypatch, capsys):
     assert [row["model"] for row in rows] == names
     assert {row["steps"] for row in rows} == {2}
     assert len({row["parameters"] for row in rows}) >= 4
+    assert all(row["train_seconds"] > 0 for row in rows)
     assert str(lra_table.PAPER["Transformer"][task]) in capsys.readouterr().out
     one = {"models": "CST L=8", "output": tmp_path / "other.json"}
     lra_table.main(**options | one | {"learning_rate": 0.1})

@@ -49,8 +49,13 @@ def test_pictures_and_commands_exist():
     for target in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
         assert (README.parent / target).is_file(), target
     makefile = (README.parent / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"(?:`|\n)make (\w+)", text):
+    text += (README.parent / "model_cards" / "RESULTS.md").read_text(encoding="utf-8")
+    named = re.findall(r"(?:`|\n)make ([\w-]+)", text)
+    for target in named:
         assert f"\n{target}:" in makefile, target
+    trained = re.search(r"^TABLES := ((?:.*\\\n)*.*)", makefile, re.MULTILINE)[1].replace("\\\n", "").split()
+    assert len(trained) > 5
+    assert set(trained) <= set(named)
 
 
 def test_the_ten_lines_run(real_model_folder, tmp_path, monkeypatch):
