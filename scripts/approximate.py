@@ -25,10 +25,10 @@ import run_glue
 import run_qa
 import torch
 import typer
+from command_line import command_line_of, run_with_help
 from kept_runs import KeptRuns, mean_and_deviation, run_folder
 from rich.progress import track
 from shared_data import dataset_path
-from training import command_line_of
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_effattn import report
@@ -283,4 +283,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

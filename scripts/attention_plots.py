@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -125,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

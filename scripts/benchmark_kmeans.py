@@ -1,9 +1,9 @@
 """K-means on many problems at once: the time against other implementations, and how good the clusters are.
 
-The rivals are flash-kmeans (https://pypi.org/project/flash-kmeans, where that package is installed and there is a GPU)
-and scikit-learn, which takes one problem after the other on the CPU. All make the same number of Lloyd's iterations;
-ours looks for seeds far from each other first, which is timed too, the others start from points drawn at random. The
-cost of clusters is the mean squared distance of a point to its centroid, over that to the mean of all points.
+The rivals are the package flash-kmeans, where it is installed and there is a GPU, and scikit-learn, which takes one
+problem after the other on the CPU. All make the same number of Lloyd's iterations; ours looks for seeds far from each
+other first, which is timed too, the others start from points drawn at random. The cost of clusters is the mean squared
+distance of a point to its centroid, over that to the mean of all points.
 
     python scripts/benchmark_kmeans.py                       # adds to scripts/results/benchmark_kmeans.json
     python scripts/benchmark_kmeans.py --points 8192,32768 --dtype float32

@@ -28,9 +28,9 @@ import torch
 import typer
 from answer_ranking import rank_answers
 from classification_data import DATA_SETS
+from command_line import command_line_of, run_with_help
 from kept_runs import KeptRuns, mean_and_deviation
 from rich.progress import track
-from training import command_line_of
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hf_effattn.reporting.cost import peak_memory_added
@@ -297,4 +297,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

@@ -25,10 +25,10 @@ import run_classification
 import run_clm
 import torch
 import typer
-from kept_runs import KeptRuns, run_folder
+from command_line import command_line_of, run_with_help
+from kept_runs import KeptRuns, run_folder, with_wall_time
 from rich.progress import track
 from shared_data import dataset_path
-from training import command_line_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_effattn.demo.models import default_model_folder
@@ -39,7 +39,16 @@ BASELINE: dict[str, dict[str, Any]] = {TRANSFORMER: {"composition": "full", "pos
 # With the positions of CST, which enter queries and keys of every layer.
 TRANSFORMERS = BASELINE | {"Transformer, VIPE": {"composition": "full"}}
 # What run_clm and run_classification report of a run.
-KEPT = ("perplexity", "word_perplexity", "eval_loss", "eval_accuracy", "test_loss", "test_accuracy", "parameters")
+KEPT = (
+    "perplexity",
+    "word_perplexity",
+    "eval_loss",
+    "eval_accuracy",
+    "test_loss",
+    "test_accuracy",
+    "parameters",
+    "train_seconds",
+)
 COMMON: dict[str, Any] = {
     "lr_scheduler_type": "linear",
     "save_total_limit": 1,
@@ -244,7 +253,8 @@ def folder_of(run: dict[str, Any], runs: Path, low_precision: bool) -> Path:
 def train(run: dict[str, Any], runs: Path, low_precision: bool) -> dict[str, Any]:
     """Train and evaluate one model, from its newest checkpoint where it has one; the row to keep."""
     task = TASKS[run["task"]]
-    found = task.run(command_line(task, run, folder_of(run, runs, low_precision), low_precision))
+    folder = folder_of(run, runs, low_precision)
+    found = with_wall_time(partial(task.run, command_line(task, run, folder, low_precision)), folder)
     return run | {name: found[name] for name in KEPT if name in found}
 
 
@@ -331,4 +341,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from class_order import class_order, in_order
+from command_line import parser_of
 from datasets import ClassLabel, Dataset, DatasetDict, concatenate_datasets, load_dataset
 from sampling import RepeatableTrainer
 from training import (
-    ModelArguments,
     accuracy,
     drawn_samples,
     label_settings,
@@ -39,8 +40,6 @@ from training import (
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
-    HfArgumentParser,
-    TrainingArguments,
     set_seed,
 )
 
@@ -115,11 +114,13 @@ def load_texts(arguments: DataArguments) -> DatasetDict:
 
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate and predict as the arguments say; returns the metrics."""
-    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+    parser = parser_of(__doc__, DataArguments)
     model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
     set_seed(training.seed)
     data = load_texts(data_arguments)
     classes = data[next(iter(data))].features["label"].names
+    outputs = class_order(classes, model_arguments, training, fewer=not training.do_train)
+    data = in_order(data, outputs)
     columns = list(filter(None, [data_arguments.text_column, data_arguments.text_pair_column]))
 
     def texts() -> Iterator[str]:
@@ -134,7 +135,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
         batched=True,
         remove_columns=[name for name in data[next(iter(data))].column_names if name != "label"],
     )
-    defaults = label_settings(classes) | length_settings(model_arguments, tokenizer, data_arguments.max_length)
+    defaults = label_settings(outputs) | length_settings(model_arguments, tokenizer, data_arguments.max_length)
     model = make_model(model_arguments, AutoModelForSequenceClassification, tokenizer, defaults)
     trainer = RepeatableTrainer(
         model=model,

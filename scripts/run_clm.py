@@ -19,11 +19,11 @@ import sys
 from collections.abc import Iterator
 
 import numpy as np
+from command_line import parser_of
 from datasets import Dataset
 from sampling import RepeatableTrainer
 from text_data import DataArguments, blocks, load_texts
 from training import (
-    ModelArguments,
     keep_metrics,
     length_settings,
     load_tokenizer,
@@ -33,9 +33,7 @@ from training import (
 )
 from transformers import (
     AutoModelForCausalLM,
-    HfArgumentParser,
     PreTrainedTokenizerBase,
-    TrainingArguments,
     default_data_collator,
     set_seed,
 )
@@ -72,7 +70,7 @@ def ngram_losses(train: Dataset, validation: Dataset, vocab_size: int) -> dict[s
 
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train and evaluate as the arguments say; returns the metrics of the evaluation."""
-    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+    parser = parser_of(__doc__, DataArguments)
     model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
     set_seed(training.seed)
     texts = load_texts(data_arguments)

@@ -10,7 +10,7 @@ its attention replaced, or one from scratch.
 
 `--resume_from_checkpoint last` goes on from the newest checkpoint of the output folder. The metrics, with the Hub's
 names, are printed and kept in `all_results.json` there; `--do_predict` writes the labels of the test set as the
-benchmark's server takes them.
+benchmark's server takes them. A fine-tuned checkpoint keeps the order of its classes.
 """
 
 import sys
@@ -20,11 +20,12 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from class_order import class_order, in_order, numbers_of
+from command_line import parser_of
 from datasets import DatasetDict
 from glue_tasks import TASKS, GlueTask, load_glue
 from sampling import RepeatableTrainer
 from training import (
-    ModelArguments,
     drawn_samples,
     first_logits,
     keep_metrics,
@@ -39,7 +40,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     EvalPrediction,
-    HfArgumentParser,
     PreTrainedTokenizerBase,
     TrainingArguments,
     set_seed,
@@ -53,7 +53,7 @@ OF_TEST_SET = {"test": "", "test_matched": "-m", "test_mismatched": "-mm"}
 class DataArguments:
     """Which task."""
 
-    task_name: str = field(metadata={"help": f"One of {', '.join(TASKS)}."})
+    task_name: str = field(metadata={"help": "Task of GLUE.", "choices": list(TASKS)})
     data_dir: str | None = field(default=None, metadata={"help": "Folder of the benchmark's files; default: the Hub."})
     max_length: int = field(default=128, metadata={"help": "Tokens of an example; longer texts are cut."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on so many, drawn by lot."})
@@ -70,18 +70,20 @@ def prepare(data: DatasetDict, task: GlueTask, tokenizer: PreTrainedTokenizerBas
     )
 
 
-def predicted(prediction: EvalPrediction, task: GlueTask) -> np.ndarray:
-    """The likeliest classes, or the scores."""
+def predicted(prediction: EvalPrediction, numbers: np.ndarray) -> np.ndarray:
+    """The likeliest classes by their numbers in the benchmark, which `numbers` has of the outputs; else the scores."""
     first = first_logits(prediction)
-    return np.argmax(first, axis=1) if task.labels else first[:, 0]
+    return numbers[np.argmax(first, axis=1)] if len(numbers) else first[:, 0]
 
 
-def metrics_of(task_name: str) -> Callable[[EvalPrediction], dict[str, float]]:
+def metrics_of(task_name: str, numbers: np.ndarray) -> Callable[[EvalPrediction], dict[str, float]]:
     """What GLUE reports of a task, as `Trainer` calls it."""
-    metric, task = load_metric("glue", task_name), TASKS[task_name]
+    metric = load_metric("glue", task_name)
 
     def compute(prediction: EvalPrediction) -> dict[str, float]:
-        return metric.compute(predictions=predicted(prediction, task), references=prediction.label_ids)
+        # F1 is of the benchmark's class 1.
+        wanted = numbers[prediction.label_ids] if len(numbers) else prediction.label_ids
+        return metric.compute(predictions=predicted(prediction, numbers), references=wanted)
 
     return compute
 
@@ -105,12 +107,15 @@ def write_predictions(values: np.ndarray, task: GlueTask, path: Path) -> None:
 
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate and predict as the arguments say; returns the metrics."""
-    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+    parser = parser_of(__doc__, DataArguments)
     model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
     set_seed(training.seed)
     name = data_arguments.task_name
     data = load_glue(name, Path(data_arguments.data_dir) if data_arguments.data_dir else None)
     task = TASKS[name]
+    outputs = class_order(task.labels, model_arguments, training) if task.labels else []
+    data = in_order(data, outputs) if outputs else data
+    numbers = np.asarray(numbers_of(outputs, task.labels))
 
     def texts() -> Iterator[str]:
         for column in task.texts:
@@ -123,7 +128,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     missing = missing_splits(examples, task, training)
     if missing:
         raise ValueError(f"the data of {name} have no {' and no '.join(missing)}")
-    labels = label_settings(task.labels) if task.labels else {"num_labels": 1, "problem_type": "regression"}
+    labels = label_settings(outputs) if outputs else {"num_labels": 1, "problem_type": "regression"}
     model = make_model(model_arguments, AutoModelForSequenceClassification, tokenizer, labels)
     trainer = RepeatableTrainer(
         model=model,
@@ -132,7 +137,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
         eval_dataset=examples.get(next(iter(task.validation))),
         processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer),
-        compute_metrics=metrics_of(name),
+        compute_metrics=metrics_of(name, numbers),
     )
     metrics = {"parameters": float(model.num_parameters())}
     if training.do_train:
@@ -143,7 +148,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
             metrics |= trainer.evaluate(examples[split], metric_key_prefix=prefix)
     if training.do_predict:
         for split in task.test:
-            values = predicted(trainer.predict(examples[split].remove_columns("label")), task)
+            values = predicted(trainer.predict(examples[split].remove_columns("label")), numbers)
             if trainer.is_world_process_zero():
                 write_predictions(values, task, Path(training.output_dir) / f"{task.folder}{OF_TEST_SET[split]}.tsv")
     keep_metrics(trainer, metrics)

@@ -22,20 +22,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from command_line import ModelArguments, parse_settings, parser_of
 from sampling import RepeatableTrainer
 from training import (
-    ModelArguments,
     accuracy,
     drawn_samples,
     label_settings,
     make_model,
-    parse_settings,
     run_classifier,
 )
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
-    HfArgumentParser,
     TrainingArguments,
     set_seed,
 )
@@ -128,7 +126,7 @@ def parse(command_line: list[str] | None) -> tuple[ModelArguments, DataArguments
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--task")
     task = first.parse_known_args(command_line)[0].task
-    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+    parser = parser_of(__doc__, DataArguments)
     if task in DEFAULTS:
         parser.set_defaults(**DEFAULTS[task].of_trainer(), max_length=DEFAULTS[task].max_length)
     model, data, training = parser.parse_args_into_dataclasses(command_line)

@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from command_line import parser_of
 from datasets import Dataset, DatasetDict
 from sampling import RepeatableTrainer
 from text_data import DataArguments, blocks, load_texts
 from training import (
-    ModelArguments,
     keep_metrics,
     length_settings,
     load_metric,
@@ -41,9 +41,7 @@ from transformers import (
     AutoModelForPreTraining,
     DataCollatorForLanguageModeling,
     EvalPrediction,
-    HfArgumentParser,
     PreTrainedTokenizerBase,
-    TrainingArguments,
     set_seed,
 )
 
@@ -145,7 +143,7 @@ def compute_metrics(prediction: EvalPrediction, metric: Any) -> dict[str, float]
 
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train and evaluate as the arguments say; returns the metrics of the evaluation."""
-    parser = HfArgumentParser((ModelArguments, DataArguments, MaskArguments, TrainingArguments))
+    parser = parser_of(__doc__, DataArguments, masks=MaskArguments)
     model_arguments, data_arguments, mask_arguments, training = parser.parse_args_into_dataclasses(command_line)
     set_seed(training.seed)
     texts = load_texts(data_arguments)

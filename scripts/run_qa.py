@@ -27,16 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from command_line import parser_of
 from datasets import Dataset, DatasetDict, Features, Sequence, Value, load_dataset
 from qa_features import count_from_left, find_answers, make_windows
 from sampling import RepeatableTrainer
-from training import ModelArguments, drawn_samples, keep_metrics, load_metric, load_tokenizer, make_model, train
+from training import drawn_samples, keep_metrics, load_metric, load_tokenizer, make_model, train
 from transformers import (
     AutoModelForQuestionAnswering,
     DataCollatorWithPadding,
     EvalPrediction,
-    HfArgumentParser,
-    TrainingArguments,
     set_seed,
 )
 
@@ -157,7 +156,7 @@ def answer_metrics(
 
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train and evaluate as the arguments say; returns the metrics."""
-    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+    parser = parser_of(__doc__, DataArguments)
     model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
     set_seed(training.seed)
     data = load_questions(data_arguments)

@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from command_line import parser_of
 from sampling import RepeatableTrainer
 from tokenizers.processors import TemplateProcessing
-from training import ModelArguments, drawn_samples, keep_metrics, load_metric, load_tokenizer, make_model, train
+from training import drawn_samples, keep_metrics, load_metric, load_tokenizer, make_model, train
 from transformers import (
     AutoModelForSeq2SeqLM,
     DataCollatorForSeq2Seq,
     EvalPrediction,
-    HfArgumentParser,
     PreTrainedTokenizerBase,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -121,8 +121,7 @@ def score_translations(
 
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate and translate as the arguments say; returns the metrics."""
-    description = (__doc__ or "").partition("\n")[0]
-    parser = HfArgumentParser((ModelArguments, DataArguments, Seq2SeqTrainingArguments), description=description)
+    parser = parser_of(__doc__, DataArguments, Seq2SeqTrainingArguments)
     model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
     set_seed(training.seed)
     data = load_pairs(data_arguments)

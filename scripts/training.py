@@ -4,9 +4,8 @@ Every script takes `ModelArguments`, its own data arguments and transformers' `T
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import evaluate
 import numpy as np
 import torch
+from command_line import ModelArguments, parse_settings
 from datasets import Dataset, DatasetDict
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.processors import TemplateProcessing
@@ -32,49 +32,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
 import hf_effattn
-from hf_effattn.cli.arguments import value_of
 from hf_effattn.models.clusterformer import log_clustering
 from hf_effattn.patching.model_types import MODEL_TYPES
 
 END_OF_TEXT, MASK = "<|endoftext|>", "<|mask|>"
 BYTES = "bytes"
 METRICS = Path(__file__).parent / "metrics"
-
-
-@dataclass
-class ModelArguments:
-    """Which model and tokenizer, and whether a method replaces the model's attention."""
-
-    model_name_or_path: str | None = field(default=None, metadata={"help": "Checkpoint to start from."})
-    model_type: str | None = field(
-        default=None, metadata={"help": "Kind of model from scratch: bert, gpt2, cst, clusterformer, ..."}
-    )
-    config_overrides: str = field(
-        default="", metadata={"help": "Settings of a model from scratch, as JSON or name=value,..."}
-    )
-    tokenizer_name: str | None = field(
-        default=None, metadata={"help": "Tokenizer, where it is not the model's; `bytes` for one token per byte."}
-    )
-    vocab_size: int = field(default=6000, metadata={"help": "Size of the BPE that is trained where none is named."})
-    method: str | None = field(default=None, metadata={"help": "Method that replaces the attention: i-clustered, ..."})
-    method_settings: str = field(default="", metadata={"help": "Its settings, as JSON or name=value,..."})
-    save_dtype: str | None = field(
-        default=None, metadata={"help": "Number type of the weights once trained, such as bfloat16: a smaller file."}
-    )
-
-
-def parse_settings(text: str) -> dict[str, Any]:
-    """Settings from a command line: a JSON object, or `name=value,name=value` with JSON values or plain words."""
-    if text.lstrip().startswith("{"):
-        settings: dict[str, Any] = json.loads(text)
-        return settings
-    settings = {}
-    for pair in filter(None, text.split(",")):
-        name, separator, value = pair.partition("=")
-        if not separator:
-            raise ValueError(f"settings are written name=value,name=value or as JSON, got {pair!r}")
-        settings[name.strip()] = value_of(value)
-    return settings
 
 
 def train_tokenizer(
@@ -184,7 +147,7 @@ def make_model(
         # One that was saved with its attention replaced comes back so.
         patched = getattr(AutoConfig.from_pretrained(path), "effattn", None) is not None
         load = partial(hf_effattn.from_pretrained, auto_class) if patched else auto_class.from_pretrained
-        model = load(path, **overrides)
+        model = load(path, ignore_mismatched_sizes=arguments.ignore_mismatched_sizes, **overrides)
     elif arguments.model_type is not None:
         special = {
             name: getattr(tokenizer, name)
@@ -276,11 +239,6 @@ def run_classifier(
         metrics |= trainer.predict(test).metrics
     keep_metrics(trainer, metrics)
     return metrics
-
-
-def command_line_of(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments by name as a script takes them."""
-    return [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
 
 
 def load_metric(name: str, config_name: str | None = None) -> Any:

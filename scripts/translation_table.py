@@ -14,6 +14,7 @@ With `--checkpoints` a run that was stopped goes on from its last epoch; without
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -23,10 +24,10 @@ import run_translation
 import torch
 import typer
 from classification_table import TRANSFORMER, WITHOUT_L1, WITHOUT_L2, data_folder, differences
-from kept_runs import KeptRuns, mean_and_deviation, run_folder
+from command_line import command_line_of, run_with_help
+from kept_runs import KeptRuns, mean_and_deviation, run_folder, with_wall_time
 from rich.progress import track
 from shared_data import dataset_path
-from training import command_line_of
 
 # The paper's number of centroids and heads; layers and width are less, as the data are.
 SIZES: dict[str, Any] = {
@@ -100,15 +101,14 @@ def train_once(run: dict[str, Any], low_precision: bool, folder: Path) -> dict[s
 
 def measure(run: dict[str, Any], low_precision: bool, folder: Path) -> dict[str, Any]:
     """The run, whose checkpoints lie in `folder`, with its BLEU, its losses and its time."""
-    resumed = folder.is_dir()
-    found = train_once(run, low_precision, folder)
+    found = with_wall_time(partial(train_once, run, low_precision, folder), folder)
+    seconds = found["train_seconds"]
     return run | {
         "bleu": found["test_bleu"],
         "brevity_penalty": found["test_bp"],
         "test_loss": found["test_loss"],
         "parameters": found["parameters"],
-        # Trainer measures from where it went on.
-        "seconds_per_epoch": None if resumed else found["train_runtime"] / found["epoch"],
+        "seconds_per_epoch": None if seconds is None else seconds / found["epoch"],
         "test_seconds": found["test_runtime"],
     }
 
@@ -169,4 +169,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

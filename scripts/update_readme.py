@@ -13,6 +13,7 @@ import clusterformer_tables
 import pandas as pd
 import paper_tables
 import project_cards
+import typer
 from markdown_tables import by_length, machine, number
 from project_cards import CARDS
 
@@ -213,6 +214,7 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "converted": paper_tables.converted,
         "before": paper_tables.before_fine_tuning,
         "approximation": paper_tables.approximation,
+        "layer errors": paper_tables.layer_errors,
         "long range arena": paper_tables.long_range_arena,
         "clusterformer layers": clusterformer_tables.layers,
         "partner recall": clusterformer_tables.partner_recall,
@@ -251,4 +253,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 
+import command_line
 import datasets
 import pytest
 import run_classification
@@ -128,7 +129,7 @@ def test_run_classification_of_pairs_with_a_method_resumes(tmp_path):
     assert resumed["test_loss"] == pytest.approx(whole["test_loss"], abs=1e-6)
     model = from_pretrained(AutoModelForSequenceClassification, tmp_path / "whole")
     assert model.config._attn_implementation == "bi-clustered"
-    arguments = training.ModelArguments(model_name_or_path=str(tmp_path / "whole"))
+    arguments = command_line.ModelArguments(model_name_or_path=str(tmp_path / "whole"))
     again = training.make_model(arguments, AutoModelForSequenceClassification, tokenizer=None, defaults={})
     assert again.config._attn_implementation == "bi-clustered"
 
@@ -192,7 +193,7 @@ def test_a_fresh_run_has_its_own_tokenizer(tmp_path):
     """Only a run that is resumed takes the vocabulary of what lies in its folder."""
     training.train_tokenizer(["abc"], 260).save_pretrained(tmp_path / "checkpoint-1")
     (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("{}")
-    arguments = training.ModelArguments(vocab_size=300)
+    arguments = command_line.ModelArguments(vocab_size=300)
     for resume, size in (("last", 260), (None, 280)):
         run = TrainingArguments(str(tmp_path), resume_from_checkpoint=resume, report_to=[], use_cpu=True)
         assert (len(training.load_tokenizer(arguments, run, ["the cat sat on the mat"] * 9)) < 262) == (size == 260)
@@ -207,11 +208,11 @@ def test_a_tenth_of_the_training_texts_is_held_out(class_files):
 
 
 def test_settings_from_a_command_line():
-    assert training.parse_settings("a=1,b=x, c=True,d=1e-3") == {"a": 1, "b": "x", "c": True, "d": 1e-3}
-    assert training.parse_settings('{"slice_length": [8, 64]}') == {"slice_length": [8, 64]}
-    assert training.parse_settings("") == {}
+    assert command_line.parse_settings("a=1,b=x, c=True,d=1e-3") == {"a": 1, "b": "x", "c": True, "d": 1e-3}
+    assert command_line.parse_settings('{"slice_length": [8, 64]}') == {"slice_length": [8, 64]}
+    assert command_line.parse_settings("") == {}
     with pytest.raises(ValueError, match="name=value"):
-        training.parse_settings("clusters")
+        command_line.parse_settings("clusters")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ def test_models_that_cannot_be_made(arguments, message):
     tokenizer = training.train_tokenizer(["some text"], 270)
     with pytest.raises(ValueError, match=message):
         training.make_model(
-            training.ModelArguments(**arguments), AutoModelForSequenceClassification, tokenizer, {"num_labels": 2}
+            command_line.ModelArguments(**arguments), AutoModelForSequenceClassification, tokenizer, {"num_labels": 2}
         )
 
 
@@ -243,8 +244,8 @@ def test_models_that_cannot_be_made(arguments, message):
 def test_models_from_scratch_take_texts_of_the_length_asked_for(model_type, expected):
     tokenizer = training.train_tokenizer(["some text"], 260)
     assert tokenizer.pad_token_id == 0
-    assert training.length_settings(training.ModelArguments(model_type=model_type), tokenizer, 40) == expected
-    checkpoint = training.ModelArguments(model_name_or_path="somewhere", model_type=model_type)
+    assert training.length_settings(command_line.ModelArguments(model_type=model_type), tokenizer, 40) == expected
+    checkpoint = command_line.ModelArguments(model_name_or_path="somewhere", model_type=model_type)
     assert training.length_settings(checkpoint, tokenizer, 40) == {}
 
 
