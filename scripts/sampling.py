@@ -10,8 +10,8 @@ from transformers.trainer_pt_utils import DistributedLengthGroupedSampler, Lengt
 class EpochOfSampler(TrainerCallback):
     """Tells the sampler which epoch begins.
 
-    Trainer tells the loader that skips what a resumed epoch has had already, and with several processes that one does
-    not pass it on to the sampler, which would draw the first epoch's order.
+    Trainer tells the loader that skips what a resumed epoch has had already; with several processes that one passes it
+    on to accelerate's random sampler alone, and any other would draw the order of the first epoch.
     """
 
     def on_epoch_begin(

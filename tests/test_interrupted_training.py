@@ -10,7 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+import run_classification
 import training
+from datasets import Dataset
+from sampling import RepeatableTrainer
+from torch import nn
 from transformers import TrainingArguments
 
 SCRIPT = Path(training.__file__).parent / "run_clm.py"
@@ -95,3 +99,59 @@ def test_a_checkpoint_that_was_being_written_is_passed_over(tmp_path):
     assert training.checkpoint_to_resume(arguments) == str(tmp_path / "checkpoint-5")
     shutil.rmtree(tmp_path / "checkpoint-5")
     assert training.checkpoint_to_resume(arguments) is None
+
+
+@pytest.mark.parametrize("order", ["random", "group_by_length"])
+def test_a_later_epoch_goes_on_to_the_same_result(order, tmp_path):
+    """Stopped in the middle of the second epoch of 9 steps, and at its end; with dropout."""
+    for word in ("good", "bad"):
+        lines = [f"a {word} film about{' some' * (n * 7 % 11)} things" for n in range(40)]
+        (tmp_path / f"{word}.txt").write_text("\n".join(lines))
+    sizes = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16"
+    common = [
+        *("--class_files", str(tmp_path / "good.txt"), str(tmp_path / "bad.txt"), "--vocab_size", "300"),
+        *("--model_type", "bert", "--config_overrides", sizes, "--max_length", "32", "--data_seed", "3"),
+        *"--do_train --do_eval --use_cpu --report_to none --disable_tqdm true --logging_steps 1".split(),  # noqa: SIM905
+        *"--per_device_train_batch_size 8 --max_steps 30 --save_steps 6 --learning_rate 1e-2".split(),  # noqa: SIM905
+        *("--train_sampling_strategy", order),
+    ]
+    found = run_classification.main([*common, "--output_dir", str(tmp_path / "whole")])
+    for step in (12, 18):
+        folder = tmp_path / f"stopped-{step}"
+        shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+        again = run_classification.main([*common, "--output_dir", str(folder), "--resume_from_checkpoint", "last"])
+        assert again["eval_loss"] == pytest.approx(found["eval_loss"], abs=1e-6)
+        logs = [
+            json.loads((path / "trainer_state.json").read_text())["log_history"]
+            for path in (tmp_path / "whole", folder)
+        ]
+        losses = [[row["loss"] for row in log if "loss" in row] for log in logs]
+        assert len(losses[0]) == 30
+        assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+
+
+def test_the_order_by_length_depends_on_the_seed_and_the_epoch(tmp_path):
+    """Every example once, the batches of like lengths; lengths come from a column where the data have one."""
+    lengths = [n * 13 % 31 for n in range(64)]
+    rows = Dataset.from_dict({"input_ids": [[1]] * 64, "size": lengths})
+
+    def order(epoch, **seeds):
+        arguments = TrainingArguments(
+            str(tmp_path),
+            train_sampling_strategy="group_by_length",
+            length_column_name="size",
+            per_device_train_batch_size=4,
+            report_to=[],
+            use_cpu=True,
+            **seeds,
+        )
+        sampler = RepeatableTrainer(nn.Linear(1, 1), arguments)._get_train_sampler(rows)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    first = order(0, seed=1)
+    assert sorted(first) == list(range(64))
+    ranges = [max(part) - min(part) for part in ([lengths[n] for n in first[i : i + 4]] for i in range(4, 64, 4))]
+    assert sum(ranges) / len(ranges) < 8  # about 5, and 19 at random
+    assert order(0, seed=1) == order(0, seed=2, data_seed=1) == first
+    assert len({tuple(found) for found in (first, order(1, seed=1), order(0, seed=1, data_seed=5))}) == 3
