@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from torch.utils.data import Dataset, Sampler, SequentialSampler
+from datasets import Dataset
+from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import DistributedLengthGroupedSampler, LengthGroupedSampler
 

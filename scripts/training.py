@@ -112,6 +112,33 @@ def is_finished(checkpoint: Path, training: TrainingArguments) -> bool:
     return bool(same and state["global_step"] >= (asked if by_steps else state["max_steps"]))
 
 
+def final_weights(checkpoint: Path, training: TrainingArguments) -> Path:
+    """Where the weights lie with which a run ended whose last checkpoint this is.
+
+    With `load_best_model_at_end` that is the best checkpoint: where it was, or beside this one if the folder has been
+    moved. Where it is gone, it is the model that was saved at the end.
+
+    Raises:
+        FileNotFoundError: neither is there.
+    """
+    state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    recorded = state["best_model_checkpoint"]
+    if not training.load_best_model_at_end or recorded is None:
+        return checkpoint
+    for place in (Path(recorded), checkpoint.with_name(Path(recorded).name)):
+        if is_whole(place):
+            return place
+    end = Path(training.output_dir)
+    if is_whole(end) and any(end.glob("model*.safetensors")):
+        ended_at = json.loads((end / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
+        if ended_at == state["global_step"]:
+            return end
+    raise FileNotFoundError(
+        f"the best checkpoint {recorded} is gone, and {end} has no model that was saved after it: put it back, or"
+        " leave out --load_best_model_at_end to go on with the last"
+    )
+
+
 def load_tokenizer(
     arguments: ModelArguments, training: TrainingArguments, texts: Iterable[str], **kinds: bool
 ) -> PreTrainedTokenizerBase:
@@ -250,7 +277,8 @@ def train(trainer: Trainer, training: TrainingArguments, save_dtype: str | None 
     """Train, from a checkpoint where the arguments name one (`last`: the newest); save the model and the log.
 
     The log of a ClusterFormer tells of its clusters too. What is evaluated afterwards is the model as it was saved. A
-    checkpoint of the last step is loaded and not trained any further.
+    checkpoint of the last step, or the best one where `load_best_model_at_end` asks for it, is loaded and not trained
+    any further.
 
     Args:
         trainer (`Trainer`): with its model and data.
@@ -261,6 +289,7 @@ def train(trainer: Trainer, training: TrainingArguments, save_dtype: str | None 
 
     Raises:
         ValueError: smoothed labels for a ClusterFormer by a Trainer that would lose the losses of its clusters.
+        FileNotFoundError: the best checkpoint of a finished run is asked for, and gone.
     """
     if trainer.model.config.model_type == "clusterformer":
         if training.label_smoothing_factor and type(trainer).compute_loss is Trainer.compute_loss:
@@ -270,7 +299,7 @@ def train(trainer: Trainer, training: TrainingArguments, save_dtype: str | None 
     metrics: dict[str, float] = {}
     if checkpoint is not None and is_finished(Path(checkpoint), training):
         # Trainer would take a step more.
-        trainer._load_from_checkpoint(checkpoint)
+        trainer._load_from_checkpoint(str(final_weights(Path(checkpoint), training)))
         trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
     else:
         metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics

@@ -101,6 +101,37 @@ def test_a_checkpoint_that_was_being_written_is_passed_over(tmp_path):
     assert training.checkpoint_to_resume(arguments) is None
 
 
+def test_a_finished_run_keeps_its_best_model(tmp_path):
+    """By a metric upside down, for which the last of four checkpoints is not the best."""
+    for word in ("good", "bad"):
+        (tmp_path / f"{word}.txt").write_text("\n".join(f"a {word} film about {n} things" for n in range(40)))
+    sizes = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16"
+    common = [
+        *("--class_files", str(tmp_path / "good.txt"), str(tmp_path / "bad.txt"), "--vocab_size", "300"),
+        *("--model_type", "bert", "--config_overrides", sizes, "--max_length", "32", "--learning_rate", "1e-2"),
+        *"--do_train --do_eval --use_cpu --report_to none --disable_tqdm true --max_steps 12".split(),  # noqa: SIM905
+        *"--load_best_model_at_end --metric_for_best_model loss --greater_is_better true".split(),  # noqa: SIM905
+        *"--eval_strategy steps --eval_steps 3 --save_steps 3 --resume_from_checkpoint last".split(),  # noqa: SIM905
+    ]
+    folder = tmp_path / "run"
+    first = run_classification.main([*common, "--output_dir", str(folder)])["eval_loss"]
+    state = json.loads((folder / "checkpoint-12" / "trainer_state.json").read_text())
+    best = state["best_global_step"]
+    assert best < 12
+    assert first == state["best_metric"]
+    weights = (folder / "model.safetensors").read_bytes()
+    for change in ("nothing", "moved", "best deleted"):
+        if change == "moved":
+            folder = folder.rename(tmp_path / "moved")
+        elif change == "best deleted":
+            shutil.rmtree(folder / f"checkpoint-{best}")
+        assert run_classification.main([*common, "--output_dir", str(folder)])["eval_loss"] == first
+        assert (folder / "model.safetensors").read_bytes() == weights
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=rf"checkpoint-{best} is gone, and .*moved has no model"):
+        run_classification.main([*common, "--output_dir", str(folder)])
+
+
 @pytest.mark.parametrize("order", ["random", "group_by_length"])
 def test_a_later_epoch_goes_on_to_the_same_result(order, tmp_path):
     """Stopped in the middle of the second epoch of 9 steps, and at its end; with dropout."""
