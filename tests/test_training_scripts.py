@@ -12,6 +12,7 @@ import run_clm
 import text_data
 import torch
 import training
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
@@ -90,6 +91,25 @@ def test_run_classification_from_scratch(model_type, class_files, tmp_path):
     assert (model.config.model_type, model.config.num_labels) == (model_type, 2)
     log = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
     assert ("largest_cluster" in log[0]) == (model_type == "clusterformer")
+
+
+def test_tensorboard_gets_the_losses_and_what_the_clusters_do(class_files, tmp_path):
+    found = run_classification.main(
+        [
+            *("--class_files", *class_files, "--vocab_size", "300", "--max_length", "32", "--do_train", "--do_eval"),
+            *("--model_type", "clusterformer", "--config_overrides", SMALL["clusterformer"], "--use_cpu"),
+            *("--report_to", "tensorboard", "--logging_steps", "2", "--max_steps", "6"),
+            *("--output_dir", str(tmp_path / "run")),
+        ]
+    )
+    (folder,) = {path.parent for path in (tmp_path / "run").rglob("events.out.tfevents.*")}
+    events = EventAccumulator(str(folder)).Reload()
+    log = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    for name in ("loss", "largest_cluster", "empty_clusters", "cluster_loss", "sorting_loss"):
+        seen = {event.step: event.value for event in events.Scalars(f"train/{name}")}
+        assert seen == pytest.approx({row["step"]: row[name] for row in log if "loss" in row}, abs=1e-6)
+        assert list(seen) == [2, 4, 6]
+    assert events.Scalars("eval/loss")[-1].value == pytest.approx(found["eval_loss"], abs=1e-6)
 
 
 def test_smoothed_labels_would_lose_the_losses_of_clusters(class_files, tmp_path):
