@@ -19,10 +19,11 @@ import sys
 from collections.abc import Iterator
 
 import numpy as np
+from argument_checks import check_splits, check_work
 from command_line import parser_of
 from datasets import Dataset
 from sampling import RepeatableTrainer
-from text_data import DataArguments, blocks, load_texts
+from text_data import GIVEN_BY, DataArguments, blocks, load_texts
 from training import (
     keep_metrics,
     length_settings,
@@ -72,8 +73,10 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train and evaluate as the arguments say; returns the metrics of the evaluation."""
     parser = parser_of(__doc__, DataArguments)
     model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
+    check_work(training, instead_of_predictions="--do_eval measures a language model on held-out text")
     set_seed(training.seed)
     texts = load_texts(data_arguments)
+    check_splits(texts, training, GIVEN_BY)
 
     def words() -> Iterator[str]:
         yield from texts["train"]["text"]

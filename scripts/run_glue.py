@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from argument_checks import check_splits, check_work
 from class_order import class_order, in_order, numbers_of
 from command_line import parser_of
 from datasets import DatasetDict
@@ -35,13 +37,13 @@ from training import (
     make_model,
     tokenize_texts,
     train,
+    write_predictions,
 )
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     EvalPrediction,
     PreTrainedTokenizerBase,
-    TrainingArguments,
     set_seed,
 )
 
@@ -88,31 +90,24 @@ def metrics_of(task_name: str, numbers: np.ndarray) -> Callable[[EvalPrediction]
     return compute
 
 
-def missing_splits(examples: DatasetDict, task: GlueTask, training: TrainingArguments) -> list[str]:
-    """Splits that the arguments ask for and the data have not."""
-    asked = ["train"] if training.do_train else []
-    asked += list(task.validation) if training.do_eval else []
-    asked += list(task.test) if training.do_predict else []
-    return [split for split in asked if split not in examples]
-
-
-def write_predictions(values: np.ndarray, task: GlueTask, path: Path) -> None:
-    """A file as the benchmark's server takes it: a number, and a word where the task's labels are words."""
+def as_the_server_takes_them(values: np.ndarray, task: GlueTask) -> list[Any]:
+    """Words where the task's labels are words, numbers otherwise."""
     words = any("entailment" in name for name in task.labels) and task.folder != "WNLI"
-    with path.open("w", encoding="utf-8") as file:
-        file.write("index\tprediction\n")
-        for index, value in enumerate(values):
-            file.write(f"{index}\t{task.labels[value] if words else value}\n")
+    return [task.labels[value] if words else value for value in values]
 
 
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate and predict as the arguments say; returns the metrics."""
     parser = parser_of(__doc__, DataArguments)
     model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
+    check_work(training)
     set_seed(training.seed)
     name = data_arguments.task_name
     data = load_glue(name, Path(data_arguments.data_dir) if data_arguments.data_dir else None)
     task = TASKS[name]
+    files = {"train": "train", **task.validation, **task.test}
+    given_by = {split: f"{file}.tsv in the folder {task.folder} of --data_dir" for split, file in files.items()}
+    check_splits(data, training, given_by, data=f"the data of {name}", validation=task.validation, test=task.test)
     outputs = class_order(task.labels, model_arguments, training) if task.labels else []
     data = in_order(data, outputs) if outputs else data
     numbers = np.asarray(numbers_of(outputs, task.labels))
@@ -125,9 +120,6 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     most = {"train": data_arguments.max_train_samples}
     most |= dict.fromkeys(task.validation, data_arguments.max_eval_samples)
     examples = prepare(drawn_samples(data, most, training.data_seed or 0), task, tokenizer, data_arguments.max_length)
-    missing = missing_splits(examples, task, training)
-    if missing:
-        raise ValueError(f"the data of {name} have no {' and no '.join(missing)}")
     labels = label_settings(outputs) if outputs else {"num_labels": 1, "problem_type": "regression"}
     model = make_model(model_arguments, AutoModelForSequenceClassification, tokenizer, labels)
     trainer = RepeatableTrainer(
@@ -150,7 +142,8 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
         for split in task.test:
             values = predicted(trainer.predict(examples[split].remove_columns("label")), numbers)
             if trainer.is_world_process_zero():
-                write_predictions(values, task, Path(training.output_dir) / f"{task.folder}{OF_TEST_SET[split]}.tsv")
+                path = Path(training.output_dir) / f"{task.folder}{OF_TEST_SET[split]}.tsv"
+                write_predictions(path, enumerate(as_the_server_takes_them(values, task)))
     keep_metrics(trainer, metrics)
     return metrics
 

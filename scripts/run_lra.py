@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from argument_checks import check_work
 from command_line import ModelArguments, parse_settings, parser_of
 from sampling import RepeatableTrainer
 from training import (
@@ -165,6 +166,8 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate and predict as the arguments say; returns the metrics."""
     model_arguments, data_arguments, training = parse(command_line)
     task, max_length = data_arguments.task, data_arguments.max_length
+    if not data_arguments.verify_data:
+        check_work(training, more=", --verify_data")
     set_seed(training.seed)
     with training.main_process_first(desc="making the data"):
         data = load_lra(

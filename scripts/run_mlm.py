@@ -23,10 +23,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from argument_checks import check_splits, check_work
 from command_line import parser_of
 from datasets import Dataset, DatasetDict
 from sampling import RepeatableTrainer
-from text_data import DataArguments, blocks, load_texts
+from text_data import GIVEN_BY, DataArguments, blocks, load_texts
 from training import (
     keep_metrics,
     length_settings,
@@ -145,8 +146,10 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train and evaluate as the arguments say; returns the metrics of the evaluation."""
     parser = parser_of(__doc__, DataArguments, masks=MaskArguments)
     model_arguments, data_arguments, mask_arguments, training = parser.parse_args_into_dataclasses(command_line)
+    check_work(training, instead_of_predictions="--do_eval measures a language model on held-out text")
     set_seed(training.seed)
     texts = load_texts(data_arguments)
+    check_splits(texts, training, GIVEN_BY)
     paired = mask_arguments.next_sentence
 
     def words() -> Iterator[str]:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from argument_checks import check_splits, check_work
 from command_line import parser_of
 from datasets import Dataset, DatasetDict, Features, Sequence, Value, load_dataset
 from qa_features import count_from_left, find_answers, make_windows
@@ -42,6 +43,11 @@ from transformers import (
 TEXT = Value("string")
 ANSWERS = {"text": Sequence(TEXT), "answer_start": Sequence(Value("int32"))}
 COLUMNS = Features({"id": TEXT, "question": TEXT, "context": TEXT, "answers": ANSWERS})
+
+GIVEN_BY = {
+    "train": "--train_files or a --dataset_name that has them",
+    "validation": "--validation_files or a --dataset_name that has them",
+}
 
 
 @dataclass
@@ -158,8 +164,10 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train and evaluate as the arguments say; returns the metrics."""
     parser = parser_of(__doc__, DataArguments)
     model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
+    check_work(training, instead_of_predictions="--do_eval writes the answers to the questions it evaluates on")
     set_seed(training.seed)
     data = load_questions(data_arguments)
+    check_splits(data, training, GIVEN_BY)
 
     def texts() -> Iterator[str]:
         questions = data[next(iter(data))]

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from argument_checks import check_splits, check_work
 from command_line import parser_of
 from sampling import RepeatableTrainer
 from tokenizers.processors import TemplateProcessing
@@ -40,7 +41,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
     set_seed,
 )
-from translation_data import DataArguments, load_pairs
+from translation_data import GIVEN_BY, DataArguments, load_pairs
 
 from hf_effattn.models.clusterformer.modeling_clusterformer_heads import IGNORED, total_loss
 from hf_effattn.models.clusterformer.outputs import ClusteringOutput
@@ -123,8 +124,10 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate and translate as the arguments say; returns the metrics."""
     parser = parser_of(__doc__, DataArguments, Seq2SeqTrainingArguments)
     model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
+    check_work(training)
     set_seed(training.seed)
     data = load_pairs(data_arguments)
+    check_splits(data, training, GIVEN_BY)
 
     def texts() -> Iterator[str]:
         for column in ("source", "target"):

@@ -7,6 +7,11 @@ from datasets import DatasetDict, load_dataset
 from gutenberg import GUTENBERG
 from transformers import PreTrainedTokenizerBase
 
+GIVEN_BY = {
+    "train": "--train_files or a --dataset_name that has them",
+    "validation": "--validation_files or a --dataset_name that has them",
+}
+
 
 @dataclass
 class DataArguments:

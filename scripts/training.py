@@ -231,6 +231,12 @@ def drawn_samples(data: DatasetDict, most: dict[str, int | None], seed: int) -> 
     return DatasetDict(chosen)
 
 
+def used_splits(data: DatasetDict, training: TrainingArguments) -> DatasetDict:
+    """The splits to train, evaluate and predict on, of those that there are."""
+    used = {"train": training.do_train, "validation": training.do_eval, "test": training.do_predict}
+    return DatasetDict({split: data[split] for split, is_used in used.items() if is_used and split in data})
+
+
 def label_settings(names: Sequence[str]) -> dict[str, Any]:
     """Settings of a classifier's configuration: its classes by their numbers."""
     return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
@@ -254,16 +260,26 @@ def accuracy() -> Callable[[EvalPrediction], dict[str, float]]:
 
 
 def run_classifier(
-    trainer: Trainer, training: TrainingArguments, test: Dataset | None, save_dtype: str | None
+    trainer: Trainer,
+    training: TrainingArguments,
+    test: Dataset | None,
+    save_dtype: str | None,
+    keep_classes: Callable[[np.ndarray], None] | None = None,
 ) -> dict[str, float]:
-    """Train, evaluate and test as the arguments say; the metrics, which are kept too."""
+    """Train, evaluate and test as the arguments say; the metrics, which are kept too.
+
+    `keep_classes` is called once, with the likeliest classes of the test.
+    """
     metrics = {"parameters": float(trainer.model.num_parameters())}
     if training.do_train:
         metrics |= train(trainer, training, save_dtype)
     if training.do_eval:
         metrics |= trainer.evaluate()
     if training.do_predict:
-        metrics |= trainer.predict(test).metrics
+        found = trainer.predict(test)
+        metrics |= found.metrics
+        if keep_classes is not None and trainer.is_world_process_zero():
+            keep_classes(np.argmax(first_logits(found), axis=1))
     keep_metrics(trainer, metrics)
     return metrics
 
@@ -322,6 +338,13 @@ def task_loss_alone(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for name, value in kept.items():
             setattr(model.config, name, value)
+
+
+def write_predictions(path: Path, predictions: Iterable[tuple[int, Any]]) -> None:
+    """A file as GLUE's server takes it: a line for each example, with its number from 0."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write("index\tprediction\n")
+        file.writelines(f"{index}\t{value}\n" for index, value in predictions)
 
 
 def keep_metrics(trainer: Trainer, metrics: dict[str, float]) -> None:

@@ -10,6 +10,11 @@ from datasets import Dataset, DatasetDict, load_dataset
 
 FILES = "Text files, a text a line (gzip too)."
 
+GIVEN_BY = {
+    split: f"--{split}_source and --{split}_target, or a --dataset_name that has them"
+    for split in ("train", "validation", "test")
+}
+
 
 @dataclass
 class DataArguments:

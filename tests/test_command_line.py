@@ -1,6 +1,9 @@
 """The command lines of the training scripts: what their help says, and which of them cannot be."""
 
+import json
+import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -75,6 +78,94 @@ def test_help_of_the_other_scripts_has_their_examples_and_writes_nothing(name, m
     examples = [line for line in path.read_text().splitlines() if line.startswith("    python scripts/")]
     assert bool(examples) == (name not in ("attention_plots", "update_readme"))
     assert all(f"\n  {line}\n" in shown for line in examples)
+
+
+def small_data(script, folder):
+    """Arguments of a script that name data to train on, and those that name data to evaluate on; no test set."""
+    for split in ("train", "dev"):
+        (folder / "RTE").mkdir(exist_ok=True)
+        (folder / "RTE" / f"{split}.tsv").write_text("sentence1\tsentence2\tlabel\na\tb\tentailment\n")
+    (folder / "mine").mkdir(exist_ok=True)
+    shutil.copytree(folder / "RTE", folder / "mine" / "RTE", dirs_exist_ok=True)
+    (folder / "mine" / "RTE" / "dev.tsv").unlink()
+    (folder / "text.txt").write_text("a text\n" * 9)
+    (folder / "classes.jsonl").write_text("".join(f'{{"text": "a {n}", "label": {n % 2}}}\n' for n in range(20)))
+    row = {"id": 1, "question": "q", "context": "a b", "answers": {"text": ["b"], "answer_start": [2]}}
+    (folder / "questions.jsonl").write_text(json.dumps(row))
+    text, questions, classes = (str(folder / name) for name in ("text.txt", "questions.jsonl", "classes.jsonl"))
+    named = {
+        run_classification: (["--train_files", classes, "--validation_share", "0"], ["--validation_files", classes]),
+        run_clm: (["--train_files", text], ["--validation_files", text]),
+        run_glue: (["--task_name", "rte", "--data_dir", str(folder / "mine")], ["--data_dir", str(folder)]),
+        run_qa: (["--train_files", questions], ["--validation_files", questions]),
+        run_translation: (
+            ["--train_source", text, "--train_target", text],
+            ["--validation_source", text, "--validation_target", text],
+        ),
+    }
+    named[run_mlm] = named[run_clm]
+    return named[script]
+
+
+@pytest.fixture
+def not_loaded(monkeypatch):
+    """Whatever comes after the checks: tokenizers, models."""
+
+    def reached(*inputs, **options):
+        raise AssertionError("a tokenizer is made")
+
+    for script in TRAINING_SCRIPTS:
+        if hasattr(script, "load_tokenizer"):
+            monkeypatch.setattr(script, "load_tokenizer", reached)
+
+
+WITH_FILES = [script for script in TRAINING_SCRIPTS if script is not run_lra]
+PREDICTING = [script for script in WITH_FILES if script not in (run_clm, run_mlm, run_qa)]
+ANY_MODEL = ["--model_type", "bert", "--use_cpu", "--report_to", "none"]
+
+
+@pytest.mark.parametrize("script", WITH_FILES, ids=lambda script: script.__name__)
+def test_what_is_asked_for_without_data_is_told_before_anything_is_made(script, tmp_path, not_loaded):
+    train, evaluate = small_data(script, tmp_path)
+    common = [*train, *ANY_MODEL, "--output_dir", str(tmp_path / "run")]
+    options = {
+        run_classification: "--validation_files, or hold out a --validation_share",
+        run_glue: "dev.tsv in the folder RTE of --data_dir",
+        run_translation: "--validation_source and --validation_target, or a --dataset_name that has them",
+    }
+    named = options.get(script, "--validation_files or a --dataset_name that has them")
+    data = "the data of rte" if script is run_glue else "the data"
+    for asked, option in (
+        (["--do_train", "--do_eval"], "--do_eval"),
+        (["--do_train", "--eval_strategy", "epoch"], "--eval_strategy epoch"),
+        (["--do_train", "--eval_strategy", "steps", "--load_best_model_at_end"], "--eval_strategy steps"),
+    ):
+        message = f"{data} have no validation, which {option} needs (there are train): name them with {named}"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            script.main([*common, *asked])
+        with pytest.raises(AssertionError, match="a tokenizer is made"):
+            script.main([*common, *evaluate, *asked])
+    if script in PREDICTING:
+        with pytest.raises(ValueError, match=r"have no test, which --do_predict needs .*: name them with \S*test"):
+            script.main([*common, *evaluate, "--do_train", "--do_predict"])
+    if script is not run_glue:
+        with pytest.raises(ValueError, match=r"have no train, which --do_train needs \(there are validation\)"):
+            script.main([*evaluate, *ANY_MODEL, "--output_dir", str(tmp_path), "--do_train", "--do_eval"])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("script", TRAINING_SCRIPTS, ids=lambda script: script.__name__)
+def test_a_run_that_does_nothing_is_none(script, tmp_path):
+    """Before data are looked for, which are not named here."""
+    named = {run_glue: ["--task_name", "rte"], run_lra: ["--task", "text"]}.get(script, [])
+    common = [*named, *ANY_MODEL, "--output_dir", str(tmp_path)]
+    predict = ", --do_predict" if script in (*PREDICTING, run_lra) else ""
+    more = ", --verify_data" if script is run_lra else ""
+    with pytest.raises(ValueError, match=f"of --do_train, --do_eval{predict}{more}$"):
+        script.main(common)
+    if not predict:
+        with pytest.raises(ValueError, match="this script has no --do_predict: --do_eval"):
+            script.main([*common, "--do_eval", "--do_predict"])
 
 
 def test_what_a_command_line_must_name(capsys, tmp_path):

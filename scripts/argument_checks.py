@@ -1,0 +1,60 @@
+"""Mistakes on the command lines of the training scripts, told before anything is loaded, tokenized or trained."""
+
+from collections.abc import Collection, Mapping
+
+from transformers import TrainingArguments
+
+
+def check_work(training: TrainingArguments, *, instead_of_predictions: str | None = None, more: str = "") -> None:
+    """That anything is asked for, and nothing that the script does not do.
+
+    Args:
+        training (`TrainingArguments`): what is asked for.
+        instead_of_predictions (`str`, *optional*): what to do where the script has no predictions of a test set.
+        more (`str`): what else the script can be asked for, as the last of the options to choose from.
+
+    Raises:
+        ValueError: nothing to do, or predictions where there are none.
+    """
+    if training.do_predict and instead_of_predictions is not None:
+        raise ValueError(f"this script has no --do_predict: {instead_of_predictions}")
+    if not (training.do_train or training.do_eval or training.do_predict):
+        predict = "" if instead_of_predictions is not None else ", --do_predict"
+        raise ValueError(f"nothing to do: pass one or more of --do_train, --do_eval{predict}{more}")
+
+
+def check_splits(
+    splits: Collection[str],
+    training: TrainingArguments,
+    given_by: Mapping[str, str],
+    *,
+    data: str = "the data",
+    validation: Collection[str] = ("validation",),
+    test: Collection[str] = ("test",),
+) -> None:
+    """That there are data for all that is asked for.
+
+    Args:
+        splits (`Collection[str]`): the splits that there are.
+        training (`TrainingArguments`): what is asked for; evaluations in the course of a training are too.
+        given_by (`Mapping[str, str]`): the options that name each split.
+        data (`str`): what the message calls the data.
+        validation, test (`Collection[str]`): the splits to evaluate on, and those to predict.
+
+    Raises:
+        ValueError: a split is missing; the message says which, what needs it and how to name it.
+    """
+    strategy = training.eval_strategy.value
+    evaluation = "--do_eval" if strategy == "no" else f"--eval_strategy {strategy}"
+    wanted = (
+        (training.do_train, "--do_train", ("train",)),
+        (training.do_eval, evaluation, validation),
+        (training.do_predict, "--do_predict", test),
+    )
+    for asked, option, names in wanted:
+        missing = [name for name in names if name not in splits]
+        if asked and missing:
+            raise ValueError(
+                f"{data} have no {' and no '.join(missing)}, which {option} needs (there are"
+                f" {', '.join(splits) or 'none'}): name them with {' and '.join(given_by[name] for name in missing)}"
+            )
