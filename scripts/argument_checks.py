@@ -2,7 +2,43 @@
 
 from collections.abc import Collection, Mapping
 
+from command_line import ModelArguments
 from transformers import TrainingArguments
+
+import hf_effattn
+
+
+def check_model(arguments: ModelArguments) -> None:
+    """That no option about the model stays without effect.
+
+    Raises:
+        ValueError: settings without a method, or what a model from scratch has beside a checkpoint, or the other way.
+    """
+    if arguments.method_settings and arguments.method is None:
+        methods = ", ".join(hf_effattn.list_methods())
+        raise ValueError(
+            f"--method_settings {arguments.method_settings} without a --method leave the attention as it is: name one"
+            f" of {methods}"
+        )
+    named = arguments.model_name_or_path
+    if named is None and differs(arguments, "model_revision"):
+        raise ValueError("--model_revision is of a checkpoint: name it with --model_name_or_path")
+    if named is not None and arguments.model_type is not None:
+        raise ValueError(
+            f"--model_type {arguments.model_type} is of a model from scratch, and {named} has a type of its own: leave"
+            " out --model_type or --model_name_or_path"
+        )
+    owner = arguments.tokenizer_name or named
+    if owner is not None and differs(arguments, "vocab_size"):
+        raise ValueError(
+            f"--vocab_size {arguments.vocab_size} is of a tokenizer that is trained, and that of {owner} is taken as"
+            " it is: leave out --vocab_size, or --tokenizer_name and --model_name_or_path"
+        )
+
+
+def differs(arguments: ModelArguments, name: str) -> bool:
+    """Whether an argument has another value than its default."""
+    return bool(getattr(arguments, name) != getattr(ModelArguments(), name))
 
 
 def check_work(training: TrainingArguments, *, instead_of_predictions: str | None = None, more: str = "") -> None:

@@ -43,8 +43,9 @@ def class_order(
     Raises:
         ValueError: the head has other classes than the data.
     """
-    checkpoint = checkpoint_to_resume(training) or arguments.model_name_or_path
-    config = None if checkpoint is None else AutoConfig.from_pretrained(checkpoint)
+    resumed = checkpoint_to_resume(training)
+    checkpoint, revision = (resumed, "main") if resumed else (arguments.model_name_or_path, arguments.model_revision)
+    config = None if checkpoint is None else AutoConfig.from_pretrained(checkpoint, revision=revision)
     if config is None or not any(name.endswith(HEAD) for name in config.architectures or []):
         return list(names)
     saved = [str(config.id2label[number]) for number in range(config.num_labels)]

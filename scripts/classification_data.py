@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from labelled_texts import load_classes
 from shared_data import dataset_path
 
 Example = dict[str, str]
@@ -52,11 +53,9 @@ def class_files(*files: tuple[str, str]) -> Callable[[], Iterator[Example]]:
     """Examples of files with a text a line, whose class is the file; each with its encoding."""
 
     def examples() -> Iterator[Example]:
-        for name, encoding in files:
-            with gzip.open(dataset_path(f"sentcls/{name}.gz"), "rt", encoding=encoding) as file:
-                for line in file:
-                    if line.strip():
-                        yield {"text": line.strip(), "label": name}
+        paths = [str(dataset_path(f"sentcls/{name}.gz")) for name, _ in files]
+        for row in load_classes(paths, [encoding for _, encoding in files]):
+            yield {"text": row["text"].strip(), "label": files[row["label"]][0]}
 
     return examples
 

@@ -17,12 +17,20 @@ from hf_effattn.cli.arguments import value_of
 class ModelArguments:
     """Which model and tokenizer, and whether a method replaces the model's attention."""
 
-    model_name_or_path: str | None = field(default=None, metadata={"help": "Checkpoint to start from."})
+    model_name_or_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Checkpoint to start from: a folder, or a name on the Hub, where the token of HF_TOKEN opens what"
+            " is private or gated."
+        },
+    )
+    model_revision: str = field(default="main", metadata={"help": "Its branch, tag or commit on the Hub."})
     model_type: str | None = field(
         default=None, metadata={"help": "Kind of model from scratch: bert, gpt2, cst, clusterformer, ..."}
     )
     config_overrides: str = field(
-        default="", metadata={"help": "Settings of a model from scratch, as JSON or name=value,..."}
+        default="",
+        metadata={"help": "Settings of the model's configuration, a checkpoint's too, as JSON or name=value,..."},
     )
     tokenizer_name: str | None = field(
         default=None, metadata={"help": "Tokenizer, where it is not the model's; `bytes` for one token per byte."}
@@ -34,7 +42,11 @@ class ModelArguments:
         default=False, metadata={"help": "Train a new head on a checkpoint whose head has another number of classes."}
     )
     save_dtype: str | None = field(
-        default=None, metadata={"help": "Number type of the weights once trained, such as bfloat16: a smaller file."}
+        default=None,
+        metadata={
+            "help": "Number type of the weights once trained, for a smaller file.",
+            "choices": ["bfloat16", "float16", "float32"],
+        },
     )
 
 

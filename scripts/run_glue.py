@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from argument_checks import check_splits, check_work
+from argument_checks import check_model, check_splits, check_work
 from class_order import class_order, in_order, numbers_of
 from command_line import parser_of
 from datasets import DatasetDict
@@ -101,6 +101,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     parser = parser_of(__doc__, DataArguments)
     model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
     check_work(training)
+    check_model(model_arguments)
     set_seed(training.seed)
     name = data_arguments.task_name
     data = load_glue(name, Path(data_arguments.data_dir) if data_arguments.data_dir else None)

@@ -148,7 +148,9 @@ def load_tokenizer(
     """
     if arguments.tokenizer_name == BYTES:
         return ByT5Tokenizer(extra_ids=0)
-    name = arguments.tokenizer_name or arguments.model_name_or_path or checkpoint_to_resume(training)
+    if arguments.tokenizer_name is None and arguments.model_name_or_path is not None:
+        return AutoTokenizer.from_pretrained(arguments.model_name_or_path, revision=arguments.model_revision)
+    name = arguments.tokenizer_name or checkpoint_to_resume(training)
     return AutoTokenizer.from_pretrained(name) if name else train_tokenizer(texts, arguments.vocab_size, **kinds)
 
 
@@ -170,11 +172,12 @@ def make_model(
     """
     overrides = defaults | parse_settings(arguments.config_overrides)
     if arguments.model_name_or_path is not None:
-        path = arguments.model_name_or_path
+        path, revision = arguments.model_name_or_path, arguments.model_revision
         # One that was saved with its attention replaced comes back so.
-        patched = getattr(AutoConfig.from_pretrained(path), "effattn", None) is not None
+        patched = getattr(AutoConfig.from_pretrained(path, revision=revision), "effattn", None) is not None
         load = partial(hf_effattn.from_pretrained, auto_class) if patched else auto_class.from_pretrained
-        model = load(path, ignore_mismatched_sizes=arguments.ignore_mismatched_sizes, **overrides)
+        options: dict[str, Any] = {"revision": revision, "ignore_mismatched_sizes": arguments.ignore_mismatched_sizes}
+        model = load(path, **options, **overrides)
     elif arguments.model_type is not None:
         special = {
             name: getattr(tokenizer, name)

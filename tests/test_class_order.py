@@ -1,4 +1,4 @@
-"""A fine-tuned classifier keeps the order of its classes, whatever the data's, and other classes are not taken for it."""
+"""A fine-tuned classifier keeps the order of its classes, whatever the data's; other classes are no match for it."""
 
 import json
 
