@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from datasets import Dataset
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -30,12 +31,18 @@ class RepeatableTrainer(Trainer):
     With `train_sampling_strategy="group_by_length"` Trainer draws the order from the global generator, whose state at
     the start of a resumed epoch is another one, and has the evaluation in an order of lengths too. Here both training
     orders are seeded with `data_seed`, or `seed`, and the epoch; on several processes group_by_length sorts what all
-    of them take in a step. Evaluations and predictions are in the order of the data.
+    of them take in a step. Evaluations and predictions are in the order of the data. An evaluation leaves the global
+    generator as it was: a run that is stopped between a checkpoint and the evaluation of its epoch goes on without it.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.add_callback(EpochOfSampler)
+
+    def evaluate(self, *args: Any, **settings: Any) -> dict[str, float]:
+        """Trainer's own, whose loader draws a number from the global generator."""
+        with torch.random.fork_rng(devices=[]):
+            return super().evaluate(*args, **settings)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         sampler = super()._get_train_sampler(train_dataset)

@@ -134,7 +134,7 @@ def test_a_finished_run_keeps_its_best_model(tmp_path):
 
 @pytest.mark.parametrize("order", ["random", "group_by_length"])
 def test_a_later_epoch_goes_on_to_the_same_result(order, tmp_path):
-    """Stopped in the middle of the second epoch of 9 steps, and at its end; with dropout."""
+    """Stopped in the middle of the second epoch of 9 steps, and at its end before its evaluation; with dropout."""
     for word in ("good", "bad"):
         lines = [f"a {word} film about{' some' * (n * 7 % 11)} things" for n in range(40)]
         (tmp_path / f"{word}.txt").write_text("\n".join(lines))
@@ -144,7 +144,7 @@ def test_a_later_epoch_goes_on_to_the_same_result(order, tmp_path):
         *("--model_type", "bert", "--config_overrides", sizes, "--max_length", "32", "--data_seed", "3"),
         *"--do_train --do_eval --use_cpu --report_to none --disable_tqdm true --logging_steps 1".split(),  # noqa: SIM905
         *"--per_device_train_batch_size 8 --max_steps 30 --save_steps 6 --learning_rate 1e-2".split(),  # noqa: SIM905
-        *("--train_sampling_strategy", order),
+        *("--train_sampling_strategy", order, "--eval_strategy", "epoch"),
     ]
     found = run_classification.main([*common, "--output_dir", str(tmp_path / "whole")])
     for step in (12, 18):
