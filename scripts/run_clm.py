@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator
 
 import numpy as np
-from argument_checks import check_splits, check_work
+from argument_checks import check_model, check_splits, check_work
 from command_line import parser_of
 from datasets import Dataset
 from sampling import RepeatableTrainer
@@ -74,6 +74,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     parser = parser_of(__doc__, DataArguments)
     model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
     check_work(training, instead_of_predictions="--do_eval measures a language model on held-out text")
+    check_model(model_arguments)
     set_seed(training.seed)
     texts = load_texts(data_arguments)
     check_splits(texts, training, GIVEN_BY)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from argument_checks import check_work
+from argument_checks import check_model, check_work, differs
 from command_line import ModelArguments, parse_settings, parser_of
 from sampling import RepeatableTrainer
 from training import (
@@ -139,7 +139,8 @@ def parse(command_line: list[str] | None) -> tuple[ModelArguments, DataArguments
 def model_type(arguments: ModelArguments) -> str | None:
     """Kind of the model that the arguments name."""
     if arguments.model_name_or_path is not None:
-        return AutoConfig.from_pretrained(arguments.model_name_or_path).model_type
+        path, revision = arguments.model_name_or_path, arguments.model_revision
+        return AutoConfig.from_pretrained(path, revision=revision).model_type
     return arguments.model_type
 
 
@@ -168,6 +169,9 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     task, max_length = data_arguments.task, data_arguments.max_length
     if not data_arguments.verify_data:
         check_work(training, more=", --verify_data")
+    check_model(model_arguments)
+    if model_arguments.tokenizer_name is not None or differs(model_arguments, "vocab_size"):
+        raise ValueError("the tokens are those of the task: leave out --tokenizer_name and --vocab_size")
     set_seed(training.seed)
     with training.main_process_first(desc="making the data"):
         data = load_lra(

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from argument_checks import check_splits, check_work
+from argument_checks import check_model, check_splits, check_work
 from command_line import parser_of
 from datasets import Dataset, DatasetDict
 from sampling import RepeatableTrainer
@@ -147,6 +147,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     parser = parser_of(__doc__, DataArguments, masks=MaskArguments)
     model_arguments, data_arguments, mask_arguments, training = parser.parse_args_into_dataclasses(command_line)
     check_work(training, instead_of_predictions="--do_eval measures a language model on held-out text")
+    check_model(model_arguments)
     set_seed(training.seed)
     texts = load_texts(data_arguments)
     check_splits(texts, training, GIVEN_BY)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from argument_checks import check_splits, check_work
+from argument_checks import check_model, check_splits, check_work
 from command_line import parser_of
 from datasets import Dataset, DatasetDict, Features, Sequence, Value, load_dataset
 from qa_features import count_from_left, find_answers, make_windows
@@ -165,6 +165,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     parser = parser_of(__doc__, DataArguments)
     model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
     check_work(training, instead_of_predictions="--do_eval writes the answers to the questions it evaluates on")
+    check_model(model_arguments)
     set_seed(training.seed)
     data = load_questions(data_arguments)
     check_splits(data, training, GIVEN_BY)

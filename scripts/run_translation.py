@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from argument_checks import check_splits, check_work
+from argument_checks import check_model, check_splits, check_work
 from command_line import parser_of
 from sampling import RepeatableTrainer
 from tokenizers.processors import TemplateProcessing
@@ -125,6 +125,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     parser = parser_of(__doc__, DataArguments, Seq2SeqTrainingArguments)
     model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
     check_work(training)
+    check_model(model_arguments)
     set_seed(training.seed)
     data = load_pairs(data_arguments)
     check_splits(data, training, GIVEN_BY)

@@ -7,6 +7,9 @@ import shutil
 import sys
 from pathlib import Path
 
+import class_order
+import command_line
+import huggingface_hub
 import pytest
 import run_classification
 import run_clm
@@ -15,7 +18,9 @@ import run_lra
 import run_mlm
 import run_qa
 import run_translation
+import training
 from matplotlib.figure import Figure
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 TRAINING_SCRIPTS = (run_classification, run_clm, run_glue, run_lra, run_mlm, run_qa, run_translation)
 
@@ -168,6 +173,61 @@ def test_a_run_that_does_nothing_is_none(script, tmp_path):
             script.main([*common, "--do_eval", "--do_predict"])
 
 
+@pytest.mark.parametrize("script", TRAINING_SCRIPTS, ids=lambda script: script.__name__)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "--model_type bert --method_settings clusters=25",
+            "--method_settings clusters=25 without a --method .* name one of clustered, i-clustered",
+        ),
+        ("--model_name_or_path mine --model_type bert", "--model_type bert is of a model from scratch, and mine has"),
+        ("--model_name_or_path mine --vocab_size 99", "--vocab_size 99 is of a tokenizer that is trained, .* of mine"),
+        ("--model_type bert --model_revision v2", "--model_revision is of a checkpoint: name it with --model_name"),
+        ("--model_type bert --tokenizer_name bytes --vocab_size 99", "and that of bytes is taken as it is"),
+    ],
+)
+def test_options_that_would_have_no_effect(script, options, message, tmp_path):
+    named = {run_glue: ["--task_name", "rte"], run_lra: ["--task", "text"]}.get(script, [])
+    with pytest.raises(ValueError, match=message):
+        script.main([*named, *options.split(), "--do_train", "--use_cpu", "--output_dir", str(tmp_path)])
+
+
+def test_the_long_range_arena_has_tokens_of_its_own(tmp_path):
+    common = ["--task", "text", "--model_type", "bert", "--do_train", "--use_cpu", "--output_dir", str(tmp_path)]
+    for option in (["--tokenizer_name", "bytes"], ["--vocab_size", "99"]):
+        with pytest.raises(ValueError, match="leave out --tokenizer_name and --vocab_size"):
+            run_lra.main([*common, *option])
+
+
+def test_a_checkpoint_of_another_revision(tmp_path, monkeypatch):
+    """Model, tokenizer and classes of it, from the cache of the Hub."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--me--mine"
+    (folder / "refs").mkdir(parents=True)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    for number, (revision, layers) in enumerate((("main", 1), ("v2", 2))):
+        commit = str(number) * 40
+        (folder / "refs" / revision).write_text(commit)
+        tokenizer = training.train_tokenizer(["the cat sat"] * 9, 260 + layers)
+        names = training.label_settings(["a", "b"] if revision == "main" else ["b", "a"])
+        config = AutoConfig.for_model(
+            "bert", vocab_size=len(tokenizer), **sizes | names | {"num_hidden_layers": layers}
+        )
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "snapshots" / commit)
+        tokenizer.save_pretrained(folder / "snapshots" / commit)
+    for revision, layers, order in ((["--model_revision", "v2"], 2, ["b", "a"]), ([], 1, ["a", "b"])):
+        command = ["--model_name_or_path", "me/mine", *revision, "--use_cpu", "--output_dir", str(tmp_path / "run")]
+        parser = command_line.parser_of(None, run_classification.DataArguments)
+        arguments, _, trained = parser.parse_args_into_dataclasses(command)
+        tokenizer = training.load_tokenizer(arguments, trained, [])
+        assert len(tokenizer) == 260 + layers
+        model = training.make_model(arguments, AutoModelForSequenceClassification, tokenizer, {})
+        assert model.config.num_hidden_layers == layers
+        assert class_order.class_order(["a", "b"], arguments, trained) == order
+        assert run_lra.model_type(arguments) == "bert"
+
+
 def test_what_a_command_line_must_name(capsys, tmp_path):
     with pytest.raises(SystemExit):
         run_glue.main(["--task_name", "imdb", "--output_dir", str(tmp_path)])
@@ -175,3 +235,6 @@ def test_what_a_command_line_must_name(capsys, tmp_path):
     with pytest.raises(SystemExit):
         run_clm.main(["--do_train"])
     assert "the following arguments are required: --output_dir" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_clm.main(["--output_dir", str(tmp_path), "--save_dtype", "bf16"])
+    assert "invalid choice: 'bf16' (choose from" in capsys.readouterr().err

@@ -95,12 +95,11 @@ def small_tasks(tmp_path, monkeypatch):
     for name, task in cst_training.TASKS.items():
         if task.batch is not None:
             sizes = task.sizes | {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-            arguments = {key: value for key, value in task.arguments.items() if key != "vocab_size"}
-            arguments |= {key: 32 for key in ("max_length", "block_length") if key in arguments}
-            arguments |= {"vocab_size": 270, "save_steps": 1}
+            small = {"max_length": 32, "block_length": 32, "vocab_size": 270, "save_steps": 1}
+            arguments = {key: small.get(key, value) for key, value in task.arguments.items()}
             sizes["max_position_embeddings"] = 32
-            small = replace(task, sizes=sizes, arguments=arguments, batch=(2, 32, 270))
-            monkeypatch.setitem(cst_training.TASKS, name, small)
+            tiny = replace(task, sizes=sizes, arguments=arguments, batch=(2, 32, 270))
+            monkeypatch.setitem(cst_training.TASKS, name, tiny)
 
 
 @pytest.mark.parametrize("task", list(cst_training.TASKS))

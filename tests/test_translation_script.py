@@ -169,13 +169,17 @@ def pairs(tmp_path):
             path = tmp_path / f"{split}.{side}.gz"
             path.write_bytes(gzip.compress(text.encode()))
             arguments += [f"--{split}_{side}", str(path)]
-    arguments += "--use_cpu --report_to none --disable_tqdm 1 --vocab_size 400 --max_target_length 16".split()  # noqa: SIM905
+    arguments += "--use_cpu --report_to none --disable_tqdm 1 --max_target_length 16".split()  # noqa: SIM905
     arguments += "--per_device_train_batch_size 32 --per_device_eval_batch_size 32 --learning_rate 1e-2".split()  # noqa: SIM905
     return arguments
 
 
-def scratch(model_type, **changes):
-    return ["--model_type", model_type, "--config_overrides", json.dumps(SMALL[model_type] | changes)]
+BYTES = ["--tokenizer_name", "bytes"]
+
+
+def scratch(model_type, vocabulary=("--vocab_size", "400"), **changes):
+    settings = json.dumps(SMALL[model_type] | changes)
+    return ["--model_type", model_type, "--config_overrides", settings, *vocabulary]
 
 
 def lines(path):
@@ -220,7 +224,7 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(pairs, tmp_path):
     ("model_type", "more"),
     [
         ("clusterformer", ["--bf16"]),
-        ("clusterformer", ["--tokenizer_name", "bytes"]),
+        ("clusterformer", BYTES),
         ("t5", ["--source_prefix", "translate: ", "--label_smoothing_factor", "0.1"]),
         ("marian", ["--num_beams", "3", "--bf16"]),
     ],
@@ -236,7 +240,7 @@ def test_kinds_of_models(model_type, more, pairs, tmp_path, monkeypatch):
 
     monkeypatch.setattr(run_translation.PairCollator, "__call__", watched)
     samples = "--max_train_samples 90 --max_eval_samples 7 --max_predict_samples 5 --max_steps 4".split()  # noqa: SIM905
-    changes = {"max_position_embeddings": 64} if "bytes" in more else {}
+    changes = {"max_position_embeddings": 64, "vocabulary": ()} if more == BYTES else {}
     samples += ["--do_train", "--do_eval", "--do_predict", "--output_dir", str(tmp_path / "run")]
     found = run_translation.main([*pairs, *scratch(model_type, **changes), *more, *samples])
     assert math.isfinite(found["train_loss"])
