@@ -12,6 +12,9 @@ ListOps and Pathfinder are generated on the first call, Text and Image come from
 batch, learning rate and steps default to those of the CST paper (Lee 2023, Table 6) for the task, and are overridden
 by naming them. A model from scratch has the paper's width and depth where its configuration has these names. CST
 reads the two texts of Retrieval apart and classifies both means; any other model reads them as one.
+
+The validation set of Text is its test set, as the benchmark publishes it, so `--do_eval` measures on the test set and
+`--load_best_model_at_end` is refused, unless `--data_settings validation_share=0.1` holds out texts to train on.
 """
 
 import argparse
@@ -40,7 +43,7 @@ from transformers import (
 )
 
 from hf_effattn import CSTForPairClassification
-from hf_effattn.data import TASKS, LRACollator, load_lra, lra_tokenizer, verify_lra
+from hf_effattn.data import TASKS, LRACollator, load_lra, lra_settings, lra_tokenizer, verify_lra
 
 # Lee 2023, Table 6 and section A.6.1.
 SIZES = {
@@ -163,6 +166,11 @@ def longest_texts(task: str, max_length: int) -> dict[str, int]:
     return {"max_length": max_length} if task in ("text", "retrieval") else {}
 
 
+def validates_on_test(task: str, settings: Mapping[str, Any]) -> bool:
+    """Whether the validation set of the data with these settings is their test set."""
+    return getattr(lra_settings(task, dict(settings)), "validation_share", None) == 0
+
+
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate and predict as the arguments say; returns the metrics."""
     model_arguments, data_arguments, training = parse(command_line)
@@ -172,6 +180,12 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     check_model(model_arguments)
     if model_arguments.tokenizer_name is not None or differs(model_arguments, "vocab_size"):
         raise ValueError("the tokens are those of the task: leave out --tokenizer_name and --vocab_size")
+    settings = longest_texts(task, max_length) | parse_settings(data_arguments.data_settings)
+    if training.load_best_model_at_end and validates_on_test(task, settings):
+        raise ValueError(
+            f"the validation set of {task} is its test set, as the benchmark publishes it, which must not choose a"
+            " model: hold texts out with --data_settings validation_share=0.1, or leave out --load_best_model_at_end"
+        )
     set_seed(training.seed)
     with training.main_process_first(desc="making the data"):
         data = load_lra(
@@ -179,7 +193,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
             data_arguments.data_path,
             cache_dir=data_arguments.cache_dir,
             num_proc=data_arguments.num_proc,
-            **longest_texts(task, max_length) | parse_settings(data_arguments.data_settings),
+            **settings,
         )
     if data_arguments.verify_data:
         verify_lra(task, data)

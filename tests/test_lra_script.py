@@ -84,6 +84,19 @@ def test_a_model_learns_to_tell_words_apart(folder):
     assert run_lra.main([*command, *again, "--learning_rate", "0"])["test_accuracy"] == 1.0
 
 
+def test_no_model_is_chosen_by_the_test_set(folder):
+    """That of Text is its validation set too, unless texts are held out."""
+    command = [*RUN, "--task", "text", "--data_path", str(folder), "--cache_dir", str(folder), "--max_length", "32"]
+    command += ["--model_type", "cst", "--config_overrides", SMALL["cst"], "--output_dir", str(folder / "run")]
+    best = ["--eval_strategy", "steps", "--eval_steps", "1", "--save_steps", "1", "--load_best_model_at_end"]
+    with pytest.raises(ValueError, match=r"validation set of text is its test set.*validation_share=0\.1"):
+        run_lra.main([*command, *best])
+    assert not (folder / "run").exists()
+    found = run_lra.main([*command, *best, "--data_settings", "validation_share=0.25"])
+    assert 0 <= found["test_accuracy"] <= 1
+    assert not run_lra.validates_on_test("listops", {})
+
+
 def test_defaults_are_those_of_the_paper_and_can_be_overridden(tmp_path):
     """Lee 2023, Table 6."""
     rows = {
