@@ -17,20 +17,24 @@ to the system and has them cleared anew, which took more time than the arithmeti
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 from argument_checks import check_model, check_splits, check_work
 from command_line import parser_of
 from datasets import Dataset
 from sampling import RepeatableTrainer
-from text_data import GIVEN_BY, DataArguments, blocks, load_texts
+from text_data import GIVEN_BY, DataArguments, blocks, load_texts, portions
 from training import (
+    drawn_samples,
     keep_metrics,
     length_settings,
     load_tokenizer,
     make_model,
     task_loss_alone,
     train,
+    used_splits,
 )
 from transformers import (
     AutoModelForCausalLM,
@@ -40,11 +44,24 @@ from transformers import (
 )
 
 
+@dataclass
+class CausalArguments(DataArguments):
+    """Which text, how it is cut, and what the model is compared with."""
+
+    ngram_losses: bool = field(
+        default=False,
+        metadata={"help": "Evaluate what counts of single tokens and of pairs reach too; 30 bytes a token of memory."},
+    )
+
+
 def tokens_per_word(texts: Dataset, tokenizer: PreTrainedTokenizerBase) -> float:
     """Tokens, marks of an end among them, for each word between blanks: what makes tokenizers comparable."""
-    found = tokenizer(texts["text"][:], add_special_tokens=False, verbose=False)["input_ids"]
-    tokens = sum(len(ids) + 1 for ids in found)
-    return tokens / sum(len(text.split()) for text in texts["text"])
+    tokens = words = 0
+    for portion in portions(texts):
+        found = tokenizer(portion, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        tokens += sum(len(ids) + 1 for ids in found)
+        words += sum(len(text.split()) for text in portion)
+    return tokens / words
 
 
 def ngram_losses(train: Dataset, validation: Dataset, vocab_size: int) -> dict[str, float]:
@@ -71,20 +88,23 @@ def ngram_losses(train: Dataset, validation: Dataset, vocab_size: int) -> dict[s
 
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train and evaluate as the arguments say; returns the metrics of the evaluation."""
-    parser = parser_of(__doc__, DataArguments)
+    parser = parser_of(__doc__, CausalArguments)
     model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
     check_work(training, instead_of_predictions="--do_eval measures a language model on held-out text")
     check_model(model_arguments)
+    if data_arguments.ngram_losses and not (training.do_train and training.do_eval):
+        raise ValueError("--ngram_losses counts what is trained on, for the evaluation: pass --do_train and --do_eval")
     set_seed(training.seed)
     texts = load_texts(data_arguments)
     check_splits(texts, training, GIVEN_BY)
 
     def words() -> Iterator[str]:
-        yield from texts["train"]["text"]
+        yield from chain.from_iterable(portions(texts["train"]))
 
     tokenizer = load_tokenizer(model_arguments, training, words())
     length = data_arguments.block_length
-    examples = blocks(texts, tokenizer, length)
+    examples = blocks(used_splits(texts, training), tokenizer, length)
+    examples = drawn_samples(examples, data_arguments.most, training.data_seed or 0)
     defaults = length_settings(model_arguments, tokenizer, length)
     trainer = RepeatableTrainer(
         model=make_model(model_arguments, AutoModelForCausalLM, tokenizer, defaults),
@@ -107,6 +127,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
         metrics["validation_tokens"] = examples["validation"].num_rows * length
         if "train" in examples:
             metrics["train_tokens"] = examples["train"].num_rows * length
+        if data_arguments.ngram_losses:
             metrics |= ngram_losses(examples["train"], examples["validation"], len(tokenizer))
     keep_metrics(trainer, metrics)
     return metrics

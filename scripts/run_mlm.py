@@ -18,7 +18,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,9 @@ from argument_checks import check_model, check_splits, check_work
 from command_line import parser_of
 from datasets import Dataset, DatasetDict
 from sampling import RepeatableTrainer
-from text_data import GIVEN_BY, DataArguments, blocks, load_texts
+from text_data import GIVEN_BY, DataArguments, blocks, load_texts, portions
 from training import (
+    drawn_samples,
     keep_metrics,
     length_settings,
     load_metric,
@@ -36,6 +37,7 @@ from training import (
     make_model,
     task_loss_alone,
     train,
+    used_splits,
 )
 from transformers import (
     AutoModelForMaskedLM,
@@ -98,13 +100,11 @@ def sentence_pairs(texts: Dataset, tokenizer: PreTrainedTokenizerBase, length: i
     return Dataset.from_dict({**encoded, "next_sentence_label": np.where(swapped, RANDOM, FOLLOWS)})
 
 
-def examples_of(
-    texts: DatasetDict, tokenizer: PreTrainedTokenizerBase, length: int, seed: int | None
-) -> dict[str, Dataset]:
+def examples_of(texts: DatasetDict, tokenizer: PreTrainedTokenizerBase, length: int, seed: int | None) -> DatasetDict:
     """The splits as tokens: pairs drawn with `seed`, or running text where that is None."""
     if seed is None:
-        return dict(blocks(texts, tokenizer, length).remove_columns("labels"))
-    return {split: sentence_pairs(rows, tokenizer, length, seed) for split, rows in texts.items()}
+        return blocks(texts, tokenizer, length).remove_columns("labels")
+    return DatasetDict({split: sentence_pairs(rows, tokenizer, length, seed) for split, rows in texts.items()})
 
 
 class RepeatableMasks(DataCollatorForLanguageModeling):
@@ -154,11 +154,12 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     paired = mask_arguments.next_sentence
 
     def words() -> Iterator[str]:
-        yield from texts["train"]["text"]
+        yield from chain.from_iterable(portions(texts["train"]))
 
     tokenizer = load_tokenizer(model_arguments, training, words(), pairs=paired, masks=True)
     length = data_arguments.block_length
-    examples = examples_of(texts, tokenizer, length, training.seed if paired else None)
+    examples = examples_of(used_splits(texts, training), tokenizer, length, training.seed if paired else None)
+    examples = drawn_samples(examples, data_arguments.most, training.data_seed or 0)
     metric = load_metric("accuracy")
     auto_class = AutoModelForPreTraining if paired else AutoModelForMaskedLM
     trainer = RepeatableTrainer(

@@ -39,7 +39,7 @@ def test_run_clm_learns_and_resumes(tmp_path):
     common += "--do_train --do_eval --use_cpu".split()  # noqa: SIM905
     common += ["--train_files", str(tmp_path / "text.txt"), "--validation_files", str(tmp_path / "text.txt")]
     common += "--max_steps 30 --learning_rate 1e-2 --save_steps 20 --report_to none".split()  # noqa: SIM905
-    common += ["--save_dtype", "bfloat16"]
+    common += ["--save_dtype", "bfloat16", "--ngram_losses"]
     whole = run_clm.main([*common, "--output_dir", str(tmp_path / "whole")])
     assert whole["eval_loss"] < whole["unigram_loss"]
     shutil.copytree(tmp_path / "whole" / "checkpoint-20", tmp_path / "stopped" / "checkpoint-20")
