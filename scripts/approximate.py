@@ -4,12 +4,13 @@ Tasks of GLUE, and SQuAD, with exact attention and with the methods: the task's 
 deviation over the seeds of the clustering, its drop, and the error of the attention output in each layer. A text with
 no more tokens than clusters is attended to exactly, in the paper too: `longer_share` says how many are longer.
 
-    python scripts/approximate.py cola --model runs/cola                 # a model of yours, data from the Hub
+    python scripts/approximate.py cola --model runs/cola --card cola.md     # a model of yours, data from the Hub
     python scripts/approximate.py cola,mrpc,squad --local --methods "clustered-25;i-clustered-25"
 
 Without `--model` the demo's BERT, or `--base`, is fine-tuned first, in `--runs`, from the newest checkpoint there.
-What the output file holds is not run again. On a CPU set `MALLOC_MMAP_THRESHOLD_=8000000000
-MALLOC_TRIM_THRESHOLD_=16000000000`, as for `run_clm.py`.
+With `all --local` the tasks whose files are not there are left out. What the output file holds is not run again; with
+`--model` or `--base` that is `runs/approximation.json`, else the project's own results. On a CPU set
+`MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000`, as for `run_clm.py`.
 """
 
 import re
@@ -27,12 +28,13 @@ import torch
 import typer
 from command_line import command_line_of, run_with_help
 from kept_runs import KeptRuns, mean_and_deviation, run_folder
+from markdown_tables import machine, of_frame
 from rich.progress import track
-from shared_data import dataset_path
+from shared_data import VARIABLE, dataset_path
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_effattn import report
-from hf_effattn.demo.models import DEFAULT_NAME, default_model_folder
+from hf_effattn.demo.models import DEFAULT_NAME, installed_model_folder
 
 FULL = "full"
 COMMON: dict[str, Any] = {"report_to": "none", "per_device_eval_batch_size": 32, "eval_strategy": "no"}
@@ -59,6 +61,7 @@ class Task:
         local: the same from files: names of arguments, and paths inside the data sets.
         metric: key of the script's metrics.
         best: what the metric is of perfect answers.
+        second: key of the same metric on a second set, and what the table calls that.
         training: what differs in fine-tuning.
         paper: the paper's numbers for RoBERTa by the name of the row.
     """
@@ -72,9 +75,12 @@ class Task:
     training: dict[str, Any]
     paper: dict[str, float] = field(default_factory=dict)
     best: float = 1.0
+    second: tuple[str, str] | None = None
 
 
-def glue(name: str, metric: str, epochs: int, paper: tuple[float, float, float]) -> Task:
+def glue(
+    name: str, metric: str, epochs: int, paper: tuple[float, float, float], second: tuple[str, str] | None = None
+) -> Task:
     """A task of GLUE, at 128 tokens."""
     return Task(
         run_glue.main,
@@ -85,12 +91,19 @@ def glue(name: str, metric: str, epochs: int, paper: tuple[float, float, float])
         metric,
         {"num_train_epochs": epochs, "save_steps": 200},
         dict(zip((FULL, "clustered-25", "i-clustered-25"), paper, strict=True)),
+        second=second,
     )
 
 
 TASKS = {
     "cola": glue("cola", "eval_matthews_correlation", 4, (0.601, 0.598, 0.601)),
+    "mnli": glue(
+        *("mnli", "eval_matched_accuracy", 1, (0.880, 0.794, 0.880)),
+        second=("eval_mismatched_accuracy", "mismatched"),
+    ),
     "mrpc": glue("mrpc", "eval_accuracy", 4, (0.868, 0.436, 0.873)),
+    "qnli": glue("qnli", "eval_accuracy", 1, (0.929, 0.746, 0.930)),
+    "qqp": glue("qqp", "eval_accuracy", 1, (0.915, 0.894, 0.915)),
     "rte": glue("rte", "eval_accuracy", 4, (0.682, 0.498, 0.704)),
     "sst2": glue("sst2", "eval_accuracy", 1, (0.947, 0.944, 0.947)),
     "stsb": glue("stsb", "eval_pearson", 4, (0.900, 0.789, 0.900)),
@@ -137,6 +150,22 @@ def switches(low_precision: bool) -> list[str]:
     """Switches of `TrainingArguments` for this machine."""
     found = [] if torch.cuda.is_available() else ["--use_cpu"]
     return [*found, "--bf16"] if low_precision else found
+
+
+def missing_files(name: str, trains: bool) -> list[str]:
+    """The task's files, those to train on where it does, that the local data sets do not have."""
+    if name == "squad":
+        files = list(TASKS[name].local.values())
+    else:
+        task = glue_tasks.TASKS[name]
+        splits = [*(["train"] if trains else []), *task.validation.values()]
+        files = [f"glue/{task.folder}/{split}.tsv" for split in splits]
+    missing = []
+    for file in files:
+        folder, _, path = file.partition("/")
+        if not any(dataset_path(folder).glob(f"{path}*")):  # compressed or not
+            missing.append(file)
+    return missing
 
 
 def run_script(task: Task, arguments: dict[str, Any], local: bool, *more: str) -> dict[str, float]:
@@ -222,6 +251,11 @@ def table(rows: list[dict[str, Any]], names: list[str]) -> pd.DataFrame:
     for task in dict.fromkeys(row["task"] for row in rows):
         values = {name: [row["value"] for row in rows if (row["task"], row["row"]) == (task, name)] for name in names}
         columns[task] = {name: mean_and_deviation(values[name], 3) for name in names}
+        second = TASKS[task].second
+        if second is not None:
+            key, title = second
+            others = {name: [row[key] for row in rows if (row["task"], row["row"]) == (task, name)] for name in names}
+            columns[f"{task}, {title}"] = {name: mean_and_deviation(others[name], 3) for name in names}
         exact = values[FULL][0]
         columns[f"{task}, drop"] = {
             name: mean_and_deviation((exact - value for value in values[name]), 3) for name in names
@@ -232,6 +266,31 @@ def table(rows: list[dict[str, Any]], names: list[str]) -> pd.DataFrame:
     return pd.DataFrame(columns, index=names)
 
 
+def write_card(path: Path, summary: pd.DataFrame, below: str) -> None:
+    """The table as a part of a model card, a column for each method."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = f"## Its attention replaced, without retraining\n\n{of_frame(summary.T)}{below}\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def checked_files(names: list[str], may_be_left_out: bool, trains: bool) -> list[str]:
+    """Those of the tasks whose files are among the local data sets; the others are named.
+
+    Raises:
+        typer.BadParameter: there are others, and none may be left out.
+    """
+    missing = {name: missing_files(name, trains) for name in names}
+    told = "; ".join(f"{name}: {', '.join(files)}" for name, files in missing.items() if files)
+    if told and not may_be_left_out:
+        raise typer.BadParameter(
+            f"not among the local data sets: {told}. Put them into the folder {VARIABLE}, leave out --local to take"
+            " the Hub's, or name a model that is fine-tuned already, which needs no train files, with --model"
+        )
+    if told:
+        print(f"left out, as their files are not there: {told}")
+    return [name for name, files in missing.items() if not files]
+
+
 def main(
     tasks: Annotated[str, typer.Argument(help=f"Comma-separated, of {', '.join(TASKS)}; or all.")] = "all",
     model: Annotated[str | None, typer.Option(help="Model fine-tuned on the task, where there is one task.")] = None,
@@ -240,10 +299,13 @@ def main(
     seeds: Annotated[str, typer.Option(help="Comma-separated seeds of the clustering.")] = "0,1,2",
     training_seed: Annotated[int, typer.Option(help="Seed of the fine-tuning.")] = 0,
     samples: Annotated[int | None, typer.Option(help="Evaluate on so many examples only.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of evaluations: float32, or bfloat16: autocast.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Of evaluations: bfloat16: autocast, or float32.")] = "bfloat16",
     local: Annotated[bool, typer.Option("--local", help="Data from $HF_EFFATTN_DATA instead of the Hub.")] = False,
     runs: Annotated[Path, typer.Option(help="Folder of what is fine-tuned.")] = Path("runs/approximate"),
-    output: Path = Path(__file__).parent / "results" / "approximation.json",
+    card: Annotated[Path | None, typer.Option(help="Write the table here too, as Markdown for a model card.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Default: scripts/results/, or with --model or --base runs/approximation.json.")
+    ] = None,
 ) -> None:
     """Fine-tune where no model is named, evaluate what the output file does not hold yet, and print the table."""
     chosen = list(TASKS) if tasks == "all" else tasks.split(",")
@@ -253,32 +315,42 @@ def main(
     rows = [FULL, *methods.split(";")]
     for row in rows:
         settings_of(row)  # a mistake is told before anything runs
+    if output is None:
+        own = model is None and base is None
+        output = (Path(__file__).parent / "results" if own else Path("runs")) / "approximation.json"
     kept = KeptRuns(output, {"dtype": dtype}, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    start = base or str(default_model_folder())
     origin = model or base or DEFAULT_NAME
-    shown: list[dict[str, Any]] = []
-    for name in track(chosen, description="tasks"):
+    plans: dict[str, list[dict[str, Any]]] = {}
+    for name in chosen:
         data = TASKS[name].local if local else TASKS[name].hub or {"dataset_name": glue_tasks.HUB_NAME}
         identity: dict[str, Any] = {"task": name, "data": data, "model": origin, "samples": samples}
         if model is None:
             identity["training_seed"] = training_seed
-        plan = [
+        plans[name] = [
             identity | {"row": row, "seed": seed}
             for row in rows
             for seed in ([None] if row == FULL else map(int, seeds.split(",")))
         ]
-        missing = kept.missing(plan)
-        if not missing:
-            shown += [row for run in plan for row in kept.matching(run)]
-            continue
-        path = model or fine_tuned(name, start, runs, training_seed, local)
+    unfinished = [name for name, plan in plans.items() if kept.missing(plan)]
+    if local:
+        there = checked_files(unfinished, tasks == "all", trains=model is None)
+        plans = {name: plan for name, plan in plans.items() if name in there or name not in unfinished}
+    shown: list[dict[str, Any]] = []
+    for name in track(list(plans), description="tasks"):
+        missing = kept.missing(plans[name])
+        if missing:
+            path = model or fine_tuned(name, base or str(installed_model_folder()), runs, training_seed, local)
         for run in missing:
             seed = run["seed"] or 0
             found = evaluate(name, path, run["row"], seed, samples, local, dtype != "float32")
             kept.add(run | found | attention_errors(name, path, run["row"], seed, local))
-        shown += [row for run in plan for row in kept.matching(run)]
+        shown += [row for run in plans[name] for row in kept.matching(run)]
+    summary = table(shown, rows)
     with pd.option_context("display.width", 250, "display.max_columns", 60):
-        print(table(shown, rows).to_string())
+        print(summary.to_string())
+    if card is not None:
+        write_card(card, summary, machine(kept.environment, f"{origin}, evaluated in {dtype}. "))
+        print(f"written: {card}")
     print(f"written: {output}")
 
 

