@@ -61,6 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gated encoder": {"gated": True, **ENCODER_ALONE},
     "neural encoder, no loss": WITHOUT_L1 | WITHOUT_L2 | ENCODER_ALONE,
     "neural encoder, losses of 0.01": {"cluster_loss_weight": 0.01, "sorting_loss_weight": 0.01, **ENCODER_ALONE},
+    "identity order encoder": {"assignment": "identity", **ENCODER_ALONE},
     "gated encoder, no loss": {"gated": True, **WITHOUT_L1, **WITHOUT_L2, **ENCODER_ALONE},
 }
 # Tokenized BLEU on IWSLT14, German to English.

@@ -57,7 +57,7 @@ def small_tables(data_folder, monkeypatch):
 
 def test_classification_table(small_tables, tmp_path, monkeypatch, capsys):
     output = tmp_path / "table.json"
-    arguments = {"seeds": "0,1", "epochs": 6, "max_length": 32, "output": output}
+    arguments = {"seeds": "0,1", "epochs": 12, "max_length": 32, "output": output}
     classification_table.main("routings", "CR", "Transformer;gated;random order", **arguments)
     rows = rows_of(output)
     assert len(rows) == 6
