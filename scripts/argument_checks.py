@@ -2,17 +2,18 @@
 
 from collections.abc import Collection, Mapping
 
-from command_line import ModelArguments
+from command_line import NO_MODEL, ModelArguments
 from transformers import TrainingArguments
 
 import hf_effattn
 
 
 def check_model(arguments: ModelArguments) -> None:
-    """That no option about the model stays without effect.
+    """That a model is named, and no option about it stays without effect.
 
     Raises:
-        ValueError: settings without a method, or what a model from scratch has beside a checkpoint, or the other way.
+        ValueError: neither a checkpoint nor a kind of model, settings without a method, or what a model from scratch
+            has beside a checkpoint, or the other way.
     """
     if arguments.method_settings and arguments.method is None:
         methods = ", ".join(hf_effattn.list_methods())
@@ -21,6 +22,8 @@ def check_model(arguments: ModelArguments) -> None:
             f" of {methods}"
         )
     named = arguments.model_name_or_path
+    if named is None and arguments.model_type is None:
+        raise ValueError(NO_MODEL)
     if named is None and differs(arguments, "model_revision"):
         raise ValueError("--model_revision is of a checkpoint: name it with --model_name_or_path")
     if named is not None and arguments.model_type is not None:

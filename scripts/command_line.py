@@ -12,6 +12,8 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_effattn.cli.arguments import value_of
 
+NO_MODEL = "no model: name a checkpoint with --model_name_or_path, or a kind with --model_type"
+
 
 @dataclass
 class ModelArguments:

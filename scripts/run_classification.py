@@ -39,6 +39,7 @@ from training import (
     make_model,
     run_classifier,
     tokenize_texts,
+    training_split,
     used_splits,
     write_predictions,
 )
@@ -69,7 +70,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
 
     def texts() -> Iterator[str]:
         for column in columns:
-            yield from (row[column] for row in data["train"])
+            yield from (row[column] for row in training_split(data))
 
     tokenizer = load_tokenizer(model_arguments, training, texts(), pairs=len(columns) == 2)
     most = {

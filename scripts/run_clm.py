@@ -34,6 +34,7 @@ from training import (
     make_model,
     task_loss_alone,
     train,
+    training_split,
     used_splits,
 )
 from transformers import (
@@ -99,7 +100,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     check_splits(texts, training, GIVEN_BY)
 
     def words() -> Iterator[str]:
-        yield from chain.from_iterable(portions(texts["train"]))
+        yield from chain.from_iterable(portions(training_split(texts)))
 
     tokenizer = load_tokenizer(model_arguments, training, words())
     length = data_arguments.block_length

@@ -37,6 +37,7 @@ from training import (
     make_model,
     tokenize_texts,
     train,
+    training_split,
     write_predictions,
 )
 from transformers import (
@@ -115,7 +116,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
 
     def texts() -> Iterator[str]:
         for column in task.texts:
-            yield from data["train"][column]
+            yield from training_split(data)[column]
 
     tokenizer = load_tokenizer(model_arguments, training, texts(), pairs=len(task.texts) == 2)
     most = {"train": data_arguments.max_train_samples}

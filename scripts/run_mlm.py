@@ -37,6 +37,7 @@ from training import (
     make_model,
     task_loss_alone,
     train,
+    training_split,
     used_splits,
 )
 from transformers import (
@@ -154,7 +155,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     paired = mask_arguments.next_sentence
 
     def words() -> Iterator[str]:
-        yield from chain.from_iterable(portions(texts["train"]))
+        yield from chain.from_iterable(portions(training_split(texts)))
 
     tokenizer = load_tokenizer(model_arguments, training, words(), pairs=paired, masks=True)
     length = data_arguments.block_length

@@ -32,7 +32,7 @@ from command_line import parser_of
 from datasets import Dataset, DatasetDict, Features, Sequence, Value, load_dataset
 from qa_features import count_from_left, find_answers, make_windows
 from sampling import RepeatableTrainer
-from training import drawn_samples, keep_metrics, load_metric, load_tokenizer, make_model, train
+from training import drawn_samples, keep_metrics, load_metric, load_tokenizer, make_model, train, training_split
 from transformers import (
     AutoModelForQuestionAnswering,
     DataCollatorWithPadding,
@@ -171,7 +171,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     check_splits(data, training, GIVEN_BY)
 
     def texts() -> Iterator[str]:
-        questions = data[next(iter(data))]
+        questions = training_split(data)
         yield from dict.fromkeys(questions["context"])
         yield from questions["question"]
 

@@ -31,7 +31,7 @@ from argument_checks import check_model, check_splits, check_work
 from command_line import parser_of
 from sampling import RepeatableTrainer
 from tokenizers.processors import TemplateProcessing
-from training import drawn_samples, keep_metrics, load_metric, load_tokenizer, make_model, train
+from training import drawn_samples, keep_metrics, load_metric, load_tokenizer, make_model, train, training_split
 from transformers import (
     AutoModelForSeq2SeqLM,
     DataCollatorForSeq2Seq,
@@ -132,7 +132,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
 
     def texts() -> Iterator[str]:
         for column in ("source", "target"):
-            yield from data[next(iter(data))][column]
+            yield from training_split(data)[column]
 
     tokenizer = load_tokenizer(model_arguments, training, texts())
     if model_arguments.model_name_or_path is None:

@@ -13,7 +13,7 @@ from typing import Any
 import evaluate
 import numpy as np
 import torch
-from command_line import ModelArguments, parse_settings
+from command_line import NO_MODEL, ModelArguments, parse_settings
 from datasets import Dataset, DatasetDict
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.processors import TemplateProcessing
@@ -139,6 +139,11 @@ def final_weights(checkpoint: Path, training: TrainingArguments) -> Path:
     )
 
 
+def training_split(data: DatasetDict) -> Dataset:
+    """The split that a tokenizer is made of: the one to train on, or where there is none the first."""
+    return data.get("train", data[next(iter(data))])
+
+
 def load_tokenizer(
     arguments: ModelArguments, training: TrainingArguments, texts: Iterable[str], **kinds: bool
 ) -> PreTrainedTokenizerBase:
@@ -194,7 +199,7 @@ def make_model(
             tokenizer.model_max_length = positions - reserved_positions(arguments.model_type, tokenizer)
         model = auto_class.from_config(config)
     else:
-        raise ValueError("no model: name a checkpoint with --model_name_or_path, or a kind with --model_type")
+        raise ValueError(NO_MODEL)
     if arguments.method is not None:
         hf_effattn.patch_attention(model, arguments.method, **parse_settings(arguments.method_settings))
     return model

@@ -181,13 +181,14 @@ def test_a_run_that_does_nothing_is_none(script, tmp_path):
             "--model_type bert --method_settings clusters=25",
             "--method_settings clusters=25 without a --method .* name one of clustered, i-clustered",
         ),
+        ("--method clustered", "no model: name a checkpoint with --model_name_or_path, or a kind with --model_type"),
         ("--model_name_or_path mine --model_type bert", "--model_type bert is of a model from scratch, and mine has"),
         ("--model_name_or_path mine --vocab_size 99", "--vocab_size 99 is of a tokenizer that is trained, .* of mine"),
         ("--model_type bert --model_revision v2", "--model_revision is of a checkpoint: name it with --model_name"),
         ("--model_type bert --tokenizer_name bytes --vocab_size 99", "and that of bytes is taken as it is"),
     ],
 )
-def test_options_that_would_have_no_effect(script, options, message, tmp_path):
+def test_options_without_a_model_or_without_effect(script, options, message, tmp_path):
     named = {run_glue: ["--task_name", "rte"], run_lra: ["--task", "text"]}.get(script, [])
     with pytest.raises(ValueError, match=message):
         script.main([*named, *options.split(), "--do_train", "--use_cpu", "--output_dir", str(tmp_path)])

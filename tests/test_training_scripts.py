@@ -235,19 +235,20 @@ def test_settings_from_a_command_line():
         command_line.parse_settings("clusters")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "no model: name a checkpoint"),
-        ({"model_type": "bert", "config_overrides": "layers=3"}, "has no setting 'layers'"),
-    ],
-)
-def test_models_that_cannot_be_made(arguments, message):
+def test_a_model_has_the_settings_that_it_is_given():
     tokenizer = training.train_tokenizer(["some text"], 270)
-    with pytest.raises(ValueError, match=message):
-        training.make_model(
-            command_line.ModelArguments(**arguments), AutoModelForSequenceClassification, tokenizer, {"num_labels": 2}
-        )
+    arguments = command_line.ModelArguments(model_type="bert", config_overrides="layers=3")
+    with pytest.raises(ValueError, match="has no setting 'layers'"):
+        training.make_model(arguments, AutoModelForSequenceClassification, tokenizer, {"num_labels": 2})
+
+
+def test_a_model_from_scratch_is_evaluated_without_a_training_split(tmp_path):
+    """Its tokenizer is made of the texts that there are."""
+    rows = (json.dumps({"text": text, "label": label}) for label in "ab" for text in ("a cat", "the dog"))
+    (tmp_path / "test.jsonl").write_text("\n".join(rows))
+    command = f"--validation_files {tmp_path / 'test.jsonl'} --model_type bert --config_overrides {SMALL['bert']}"
+    found = run_classification.main([*command.split(), "--do_eval", "--use_cpu", "--output_dir", str(tmp_path)])
+    assert 0 <= found["eval_accuracy"] <= 1
 
 
 @pytest.mark.parametrize(
