@@ -163,7 +163,11 @@ def missing_files(name: str, trains: bool) -> list[str]:
     missing = []
     for file in files:
         folder, _, path = file.partition("/")
-        if not any(dataset_path(folder).glob(f"{path}*")):  # compressed or not
+        try:
+            found = any(dataset_path(folder).glob(f"{path}*"))  # compressed or not
+        except FileNotFoundError:
+            found = False
+        if not found:
             missing.append(file)
     return missing
 

@@ -44,6 +44,11 @@ def differs(arguments: ModelArguments, name: str) -> bool:
     return bool(getattr(arguments, name) != getattr(ModelArguments(), name))
 
 
+def works(training: TrainingArguments) -> bool:
+    """Whether anything is asked for."""
+    return bool(training.do_train or training.do_eval or training.do_predict)
+
+
 def check_work(training: TrainingArguments, *, instead_of_predictions: str | None = None, more: str = "") -> None:
     """That anything is asked for, and nothing that the script does not do.
 
@@ -53,11 +58,16 @@ def check_work(training: TrainingArguments, *, instead_of_predictions: str | Non
         more (`str`): what else the script can be asked for, as the last of the options to choose from.
 
     Raises:
-        ValueError: nothing to do, or predictions where there are none.
+        ValueError: nothing to do, predictions where there are none, or a checkpoint to resume and no training.
     """
+    if training.resume_from_checkpoint is not None and not training.do_train:
+        raise ValueError(
+            f"--resume_from_checkpoint {training.resume_from_checkpoint} goes on with a training, and there is no"
+            " --do_train: add it, or name what was trained with --model_name_or_path"
+        )
     if training.do_predict and instead_of_predictions is not None:
         raise ValueError(f"this script has no --do_predict: {instead_of_predictions}")
-    if not (training.do_train or training.do_eval or training.do_predict):
+    if not works(training):
         predict = "" if instead_of_predictions is not None else ", --do_predict"
         raise ValueError(f"nothing to do: pass one or more of --do_train, --do_eval{predict}{more}")
 

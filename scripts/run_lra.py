@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from argument_checks import check_model, check_work, differs
+from argument_checks import check_model, check_work, differs, works
 from command_line import ModelArguments, parse_settings, parser_of
 from sampling import RepeatableTrainer
 from training import (
@@ -177,7 +177,8 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     task, max_length = data_arguments.task, data_arguments.max_length
     if not data_arguments.verify_data:
         check_work(training, more=", --verify_data")
-    check_model(model_arguments)
+    if works(training):
+        check_model(model_arguments)
     if model_arguments.tokenizer_name is not None or differs(model_arguments, "vocab_size"):
         raise ValueError("the tokens are those of the task: leave out --tokenizer_name and --vocab_size")
     settings = longest_texts(task, max_length) | parse_settings(data_arguments.data_settings)
@@ -198,7 +199,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     if data_arguments.verify_data:
         verify_lra(task, data)
         print(f"{task}: every split has the checksum of the default settings")
-    if not (training.do_train or training.do_eval or training.do_predict):
+    if not works(training):
         return {}
     most = {"validation": data_arguments.max_eval_samples, "test": data_arguments.max_predict_samples}
     data = drawn_samples(data, most, seed=0)

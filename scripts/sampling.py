@@ -10,19 +10,22 @@ from transformers.trainer_pt_utils import DistributedLengthGroupedSampler, Lengt
 
 
 class EpochOfSampler(TrainerCallback):
-    """Tells the sampler which epoch begins.
+    """Tells the samplers which epoch begins.
 
     Trainer tells the loader that skips what a resumed epoch has had already; with several processes that one passes it
-    on to accelerate's random sampler alone, and any other would draw the order of the first epoch.
+    on to accelerate's random sampler alone, and any other would draw the order of the first epoch. A sampler of
+    batches lies inside those that share its batches out and skip them.
     """
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **inputs: Any
     ) -> None:
         """`state.epoch` is whole where an epoch begins, and has a fraction where one is resumed."""
-        loader = inputs["train_dataloader"]
-        if hasattr(loader, "set_epoch"):
-            loader.set_epoch(int(state.epoch or 0))
+        holder, epoch = inputs["train_dataloader"], int(state.epoch or 0)
+        while holder is not None:
+            if hasattr(holder, "set_epoch"):
+                holder.set_epoch(epoch)
+            holder = getattr(holder, "batch_sampler", None)
 
 
 class RepeatableTrainer(Trainer):

@@ -137,6 +137,9 @@ def test_tasks_without_local_files_are_named_or_left_out(base, tmp_path, monkeyp
     assert {name for _, name, *_ in no_runs} == {"qnli"}
     approximate.main("all", base=base, **options)
     assert [run[1] for run in no_runs if run[0] == "train"] == ["sst2", "squad"]
+    with monkeypatch.context() as patch:
+        patch.setattr(approximate, "dataset_path", lambda name: shared_data.dataset_path(f"no/{name}"))
+        assert approximate.missing_files("squad", trains=False) == list(approximate.TASKS["squad"].local.values())
     printed = capsys.readouterr().out
     assert "left out, as their files are not there: cola: glue/CoLA/train.tsv, glue/CoLA/dev.tsv; mnli: " in printed
     assert "mnli: glue/MNLI/train.tsv, glue/MNLI/dev_matched.tsv, glue/MNLI/dev_mismatched.tsv; " in printed

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import run_classification
 import training
+from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
-from sampling import RepeatableTrainer
+from sampling import EpochOfSampler, RepeatableTrainer
 from torch import nn
-from transformers import TrainingArguments
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 SCRIPT = Path(training.__file__).parent / "run_clm.py"
 LONGEST_WAIT_SECONDS = 240
@@ -186,3 +188,22 @@ def test_the_order_by_length_depends_on_the_seed_and_the_epoch(tmp_path):
     assert sum(ranges) / len(ranges) < 8  # about 5, and 19 at random
     assert order(0, seed=1) == order(0, seed=2, data_seed=1) == first
     assert len({tuple(found) for found in (first, order(1, seed=1), order(0, seed=1, data_seed=5))}) == 3
+
+
+class BatchesByEpoch(BatchSampler):
+    """As transformers' sampler for `batch_rebalance`."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def test_a_sampler_of_batches_is_told_the_epoch_that_is_resumed():
+    """It lies inside what shares its batches out among the processes."""
+    sampler = BatchesByEpoch(SequentialSampler(range(4)), batch_size=2, drop_last=False)
+    shard = BatchSamplerShard(sampler, num_processes=2, process_index=0)
+    loader = DataLoader(list(range(4)), batch_sampler=shard)
+    state = TrainerState(epoch=3.5)
+    EpochOfSampler().on_epoch_begin(TrainingArguments("unused"), state, TrainerControl(), train_dataloader=loader)
+    assert sampler.epoch == 3
