@@ -3,18 +3,25 @@
 import codecs
 import csv
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import fsspec
+from command_line import check_one_source
 from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
 
 GIVEN_BY = {
     "train": "--train_files, --class_files or a --dataset_name that has them",
     "validation": "--validation_files, or hold out a --validation_share",
     "test": "--test_files or a --dataset_name that has them",
+}
+# Of a run without training: what it would hold out may be what the checkpoint was trained on.
+GIVEN_WITHOUT_TRAINING = GIVEN_BY | {
+    "validation": "--validation_files or a --dataset_name that has them; a --validation_share is held out only where"
+    " the same run trains on the rest, with --do_train and --do_eval"
 }
 NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
@@ -39,7 +46,7 @@ class DataArguments:
     label_column: str = field(default="label", metadata={"help": "Column of the class, its name or number."})
     validation_share: float = field(
         default=0.1,
-        metadata={"help": "Share of the training texts that --do_eval holds out, where there are no others for it."},
+        metadata={"help": "Share of the training texts that --do_train --do_eval hold out where there are no others."},
     )
     split_seed: int = field(default=0, metadata={"help": "Decides which texts those are."})
     max_length: int = field(default=512, metadata={"help": "Tokens of an example; longer texts are cut."})
@@ -130,24 +137,54 @@ def is_unlabelled(rows: Dataset) -> bool:
     return set(rows.unique("label")) <= nothing
 
 
+def without_labels(rows: Dataset) -> Dataset:
+    """The rows without a column `label`, if there is one."""
+    return rows.remove_columns([name for name in rows.column_names if name == "label"])
+
+
+def with_known_classes(rows: Dataset, split: str) -> Dataset:
+    """Rows with a `ClassLabel` without those of no class, -1 or null, which a warning counts.
+
+    A test keeps its rows, by whose numbers it is predicted, and loses its labels instead.
+    """
+    known = [number for number, label in enumerate(rows["label"]) if label is not None and label >= 0]
+    missing = len(rows) - len(known)
+    if not missing:
+        return rows
+    counted = f"{missing} of {len(rows)} texts of {split!r} have no class (a label of -1 or null)"
+    if split == "test":
+        warnings.warn(f"{counted}: all are predicted, and no accuracy is measured", stacklevel=2)
+        return without_labels(rows)
+    warnings.warn(f"{counted}: they are left out", stacklevel=2)
+    return rows.select(known)
+
+
 def with_class_numbers(data: DatasetDict, label_column: str) -> DatasetDict:
     """The splits with a column `label` of class numbers; splits that are not labelled have none.
 
+    Data with a `ClassLabel`, as those of the Hub, may have texts on whose class nobody agreed (-1, in SNLI): see
+    `with_known_classes`. In files, a text without a label is an error.
+
     Raises:
-        ValueError: texts to train or evaluate on without labels, some of a split without, or with other classes than
-            those to train on.
+        ValueError: texts to train or evaluate on without labels, some of a split of files without, or with other
+            classes than those to train on.
     """
     found = {}
     for split, rows in data.items():
-        if label_column != "label" and label_column in rows.column_names:
-            rows = rows.rename_column(label_column, "label")
+        columns = rows.column_names
+        if label_column != "label":
+            rows = without_labels(rows)  # others than those that are asked for
+            if label_column in columns:
+                rows = rows.rename_column(label_column, "label")
         if is_unlabelled(rows):
             if split in ("train", "validation"):
                 raise ValueError(
                     f"the texts of {split!r} have no labels in a column {label_column!r}; name it with --label_column,"
-                    f" there are {', '.join(rows.column_names)}"
+                    f" there are {', '.join(columns)}"
                 )
-            rows = rows.remove_columns([name for name in rows.column_names if name == "label"])
+            rows = without_labels(rows)
+        elif isinstance(rows.features["label"], ClassLabel):
+            rows = with_known_classes(rows, split)
         found[split] = rows
     labelled = {split: rows for split, rows in found.items() if "label" in rows.column_names}
     if any(isinstance(rows.features["label"], ClassLabel) for rows in labelled.values()):
@@ -177,7 +214,16 @@ def load_texts(arguments: DataArguments, hold_out: bool = True) -> DatasetDict:
     Args:
         arguments (`DataArguments`): which texts.
         hold_out (`bool`): take `validation_share` off the training texts, where no others are there to evaluate on.
+
+    Raises:
+        ValueError: no texts are named, or in more than one way; or as `load_classes` and `with_class_numbers`.
     """
+    check_one_source(
+        arguments,
+        ("dataset_name", "dataset_config_name"),
+        ("class_files",),
+        ("train_files", "validation_files", "test_files"),
+    )
     files = {
         "train": arguments.train_files,
         "validation": arguments.validation_files,

@@ -10,8 +10,8 @@ text a line. The model is a checkpoint, plain or with its attention replaced, or
         --model_type cst --config_overrides slice_length=16,max_position_embeddings=4096 --tokenizer_name bytes \
         --output_dir runs/bytes --do_train --do_predict --bf16
     python scripts/run_classification.py --class_files rt-polarity.neg rt-polarity.pos --model_type clusterformer \
-        --config_overrides clusters=8,max_position_embeddings=64 --encoding latin-1 --output_dir runs/mr \
-        --do_train --do_eval
+        --config_overrides clusters=8,max_position_embeddings=64 --max_length 64 --encoding latin-1 \
+        --output_dir runs/mr --do_train --do_eval
 
 `--resume_from_checkpoint last` goes on from the newest checkpoint of the output folder. The metrics are printed and
 kept in `all_results.json` there; `--do_predict` writes the classes of the test's texts, which need no labels, to
@@ -19,16 +19,16 @@ kept in `all_results.json` there; `--do_predict` writes the classes of the test'
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from argument_checks import check_model, check_splits, check_work
 from class_order import class_order, in_order
-from command_line import parser_of
+from command_line import ModelArguments, parse_settings, parser_of
 from datasets import Dataset, DatasetDict
-from labelled_texts import GIVEN_BY, DataArguments, load_texts
+from labelled_texts import GIVEN_BY, GIVEN_WITHOUT_TRAINING, DataArguments, load_texts
 from sampling import RepeatableTrainer
 from training import (
     accuracy,
@@ -52,6 +52,21 @@ def rows_of_test(count: int, drawn: int | None, seed: int) -> list[int]:
     return drawn_samples(numbers, {"test": drawn}, seed)["test"]["row"][:]
 
 
+def check_length(arguments: ModelArguments, needed: Mapping[str, int], max_length: int) -> None:
+    """That a model from scratch has the positions that `length_settings` says it needs.
+
+    Raises:
+        ValueError: its settings name fewer.
+    """
+    overrides = parse_settings(arguments.config_overrides)
+    for name, count in needed.items():
+        if overrides.get(name, count) < count:
+            raise ValueError(
+                f"--max_length {max_length} needs {name}={count} or more, and --config_overrides has"
+                f" {name}={overrides[name]}: cut texts with a lower --max_length, or leave out {name}"
+            )
+
+
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate and predict as the arguments say; returns the metrics."""
     parser = parser_of(__doc__, DataArguments)
@@ -59,8 +74,8 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     check_work(training)
     check_model(model_arguments)
     set_seed(training.seed)
-    data = load_texts(data_arguments, hold_out=training.do_eval)
-    check_splits(data, training, GIVEN_BY)
+    data = load_texts(data_arguments, hold_out=training.do_train and training.do_eval)
+    check_splits(data, training, GIVEN_BY if training.do_train else GIVEN_WITHOUT_TRAINING)
     labelled = [rows.features["label"].names for rows in data.values() if "label" in rows.column_names]
     outputs = class_order(next(iter(labelled), []), model_arguments, training, fewer=not training.do_train)
     if not outputs:
@@ -73,6 +88,8 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
             yield from (row[column] for row in training_split(data))
 
     tokenizer = load_tokenizer(model_arguments, training, texts(), pairs=len(columns) == 2)
+    lengths = length_settings(model_arguments, tokenizer, data_arguments.max_length)
+    check_length(model_arguments, lengths, data_arguments.max_length)
     most = {
         "train": data_arguments.max_train_samples,
         "validation": data_arguments.max_eval_samples,
@@ -86,7 +103,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
         )
         for split, rows in drawn_samples(used_splits(data, training), most, data_arguments.split_seed).items()
     }
-    defaults = label_settings(outputs) | length_settings(model_arguments, tokenizer, data_arguments.max_length)
+    defaults = label_settings(outputs) | lengths
     model = make_model(model_arguments, AutoModelForSequenceClassification, tokenizer, defaults)
     trainer = RepeatableTrainer(
         model=model,

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 from argument_checks import check_model, check_splits, check_work
-from command_line import parser_of
+from command_line import check_one_source, parser_of
 from datasets import Dataset, DatasetDict, Features, Sequence, Value, load_dataset
 from qa_features import count_from_left, find_answers, make_windows
 from sampling import RepeatableTrainer
@@ -104,8 +104,10 @@ def load_questions(arguments: DataArguments) -> DatasetDict:
     """The splits `train` and `validation`, those that there are: `id`, `question`, `context` and `answers`.
 
     Raises:
-        ValueError: no data is named, or there are questions to evaluate that have no answer, which v1.1 does not know.
+        ValueError: no data is named, or both a data set of the Hub and files; or there are questions to evaluate that
+            have no answer, which v1.1 does not know.
     """
+    check_one_source(arguments, ("dataset_name", "dataset_config_name"), ("train_files", "validation_files"))
     files = {"train": arguments.train_files, "validation": arguments.validation_files}
     if arguments.dataset_name is not None:
         data = load_dataset(arguments.dataset_name, arguments.dataset_config_name)

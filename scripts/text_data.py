@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+from command_line import check_one_source
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from gutenberg import GUTENBERG
@@ -38,7 +39,12 @@ class DataArguments:
 
 
 def load_texts(arguments: DataArguments) -> DatasetDict:
-    """The splits `train` and `validation` with a column `text`, a document or a line a row."""
+    """The splits `train` and `validation` with a column `text`, a document or a line a row.
+
+    Raises:
+        ValueError: no text is named, or both a data set of the Hub and files.
+    """
+    check_one_source(arguments, ("dataset_name", "dataset_config_name"), ("train_files", "validation_files"))
     if arguments.dataset_name is not None:
         return load_dataset(arguments.dataset_name, arguments.dataset_config_name)
     files = {"train": arguments.train_files, "validation": arguments.validation_files}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from command_line import check_one_source
 from datasets import Dataset, DatasetDict, load_dataset
 
 FILES = "Text files, a text a line (gzip too)."
@@ -72,13 +73,16 @@ def load_pairs(arguments: DataArguments) -> DatasetDict:
     """The splits `train`, `validation` and `test`, those that there are: columns `source` and `target`.
 
     Raises:
-        ValueError: no data is named, or a data set of the Hub without its languages; or as `read_pairs`.
+        ValueError: no data is named, or both a data set of the Hub and files, or such a data set without its
+            languages; or as `read_pairs`.
     """
     files = {
         "train": (arguments.train_source, arguments.train_target),
         "validation": (arguments.validation_source, arguments.validation_target),
         "test": (arguments.test_source, arguments.test_target),
     }
+    sides = [f"{split}_{side}" for split in files for side in ("source", "target")]
+    check_one_source(arguments, ("dataset_name", "dataset_config_name"), sides)
     if arguments.dataset_name is not None:
         languages = {"source": arguments.source_lang, "target": arguments.target_lang}
         if None in languages.values():

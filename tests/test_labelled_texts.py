@@ -5,7 +5,8 @@ import json
 
 import pytest
 import run_classification
-from labelled_texts import DataArguments, load_classes, load_texts
+from datasets import ClassLabel, Dataset, DatasetDict
+from labelled_texts import DataArguments, load_classes, load_texts, with_class_numbers
 from transformers import AutoConfig
 
 SMALL = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16"
@@ -142,6 +143,75 @@ def test_labels_are_missed_before_anything_is_made(tmp_path):
         run_classification.main([*common, "--train_files", train, "--test_files", other, "--do_train", "--do_predict"])
     with pytest.raises(ValueError, match="no classes: the texts have no labels, and no classifier is named"):
         run_classification.main([*common, "--test_files", unlabelled, "--do_predict"])
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"class_files": ["a", "b"], "validation_files": ["v"]}, "^--class_files and --validation_files name data in"),
+        ({"dataset_name": "some/name", "train_files": ["t"]}, "^--dataset_name and --train_files name data in more"),
+        ({"dataset_name": "some/name", "class_files": ["a"]}, "leave out all but one of --dataset_name, .*; or --cla"),
+        ({"dataset_config_name": "de", "test_files": ["t"]}, "^--dataset_config_name and --test_files name data in"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_data_are_named_in_one_way(named, message):
+    with pytest.raises(ValueError, match=message):
+        load_texts(DataArguments(**named))
+
+
+def test_labels_are_of_the_column_that_is_named(tmp_path):
+    """And of no other, though it be called `label`."""
+    rows = [row | {"fine": ("x", "y", "z")[n % 3]} for n, row in enumerate(films(6))]
+    path = write(tmp_path / "train.jsonl", rows)
+    data = load_texts(DataArguments(train_files=[path], label_column="fine"), hold_out=False)["train"]
+    assert data.features["label"].names == ["x", "y", "z"]
+    assert data["label"][:] == [0, 1, 2, 0, 1, 2]
+    with pytest.raises(ValueError, match=r"no labels in a column 'fin'; name it .*, there are text, label, fine"):
+        load_texts(DataArguments(train_files=[path], label_column="fin"), hold_out=False)
+    test = load_texts(DataArguments(test_files=[path], label_column="fin"))["test"]
+    assert test.column_names == ["text", "fine"]
+
+
+def test_texts_on_whose_class_nobody_agreed_are_left_out():
+    """As SNLI has them; a test keeps its rows, by whose numbers it is predicted."""
+
+    def rows(labels):
+        found = Dataset.from_dict({"text": [f"a {n}" for n in range(len(labels))], "label": labels})
+        return found.cast_column("label", ClassLabel(names=["bad", "good"]))
+
+    data = DatasetDict(train=rows([0, -1, 1, None, -1]), validation=rows([1, -1]), test=rows([0, -1, 1]))
+    with pytest.warns(UserWarning, match="have no class") as warned:
+        found = with_class_numbers(data, "label")
+    assert [str(warning.message).partition(" have")[0] for warning in warned] == [
+        "3 of 5 texts of 'train'",
+        "1 of 2 texts of 'validation'",
+        "1 of 3 texts of 'test'",
+    ]
+    assert found["train"][:] == {"text": ["a 0", "a 2"], "label": [0, 1]}
+    assert found["validation"][:] == {"text": ["a 0"], "label": [1]}
+    assert found["test"][:] == {"text": ["a 0", "a 1", "a 2"]}
+
+
+def test_no_text_is_evaluated_that_another_run_was_trained_on(tmp_path):
+    """A run without training cannot know which of them its model has seen."""
+    files = ["--train_files", write(tmp_path / "train.jsonl", films(20))]
+    common = [*RUN, *files, "--output_dir", str(tmp_path / "run")]
+    with pytest.raises(ValueError, match=r"no validation, which --do_eval needs .*name them with --validation_files"):
+        run_classification.main([*common, "--do_eval"])
+
+
+def test_a_length_beyond_the_positions_is_told_before_texts_become_tokens(tmp_path, monkeypatch):
+    def tokenize_texts(rows, **options):
+        raise AssertionError("texts become tokens")
+
+    monkeypatch.setattr(run_classification, "tokenize_texts", tokenize_texts)
+    common = [*RUN, "--train_files", write(tmp_path / "train.jsonl", films(4)), "--output_dir", str(tmp_path / "run")]
+    common += ["--do_train", "--config_overrides", f"{SMALL},max_position_embeddings=16", "--max_length"]
+    with pytest.raises(ValueError, match=r"--max_length 17 needs max_position_embeddings=17 or more, .*=16: cut"):
+        run_classification.main([*common, "17"])
+    with pytest.raises(AssertionError, match="texts become tokens"):
+        run_classification.main([*common, "16"])
 
 
 def test_a_checkpoint_with_classes_in_the_alphabet_s_order_keeps_it(tmp_path):

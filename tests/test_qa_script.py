@@ -341,6 +341,9 @@ def test_files_of_both_forms(files):
     assert data["validation"]["answers"][:].count({"text": [], "answer_start": []}) == 4
     with pytest.raises(ValueError, match="no questions: name a data set"):
         run_qa.load_questions(run_qa.DataArguments())
+    both = run_qa.DataArguments(dataset_name="some/name", validation_files=[files["v2"]])
+    with pytest.raises(ValueError, match="--dataset_name and --validation_files name data in more than one way"):
+        run_qa.load_questions(both)
 
 
 def test_rows_with_blank_lines_and_rare_line_ends(tmp_path):

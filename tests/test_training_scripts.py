@@ -65,6 +65,9 @@ def test_run_clm_strips_what_gutenberg_adds(tmp_path):
     assert text_data.load_texts(arguments)["train"]["text"] == ["Once upon a time."]
     with pytest.raises(ValueError, match="no text: name a data set"):
         text_data.load_texts(text_data.DataArguments())
+    arguments.dataset_name = "some/name"
+    with pytest.raises(ValueError, match="--dataset_name and --train_files name data in more than one way"):
+        text_data.load_texts(arguments)
 
 
 @pytest.fixture
@@ -138,8 +141,9 @@ def test_run_classification_of_pairs_with_a_method_resumes(tmp_path):
     rows = [{"one": a, "two": b, "same": "yes" if a == b else "no"} for a in words for b in [*words, a, a]] * 3
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     common = [*RUN, "--train_files", str(tmp_path / "pairs.jsonl"), "--test_files", str(tmp_path / "pairs.jsonl")]
-    common += "--text_column one --text_pair_column two --label_column same --tokenizer_name bytes".split()  # noqa: SIM905
-    common += ["--model_type", "bert", "--config_overrides", SMALL["bert"] + ",hidden_dropout_prob=0"]
+    common += "--text_column one --text_pair_column two --label_column same --max_length 32".split()  # noqa: SIM905
+    common += ["--tokenizer_name", "bytes", "--model_type", "bert"]
+    common += ["--config_overrides", SMALL["bert"] + ",hidden_dropout_prob=0"]
     common += "--method bi-clustered --method_settings clusters=2,topk=2,key_clusters=4,min_length=0".split()  # noqa: SIM905
     common += "--do_train --do_predict --max_steps 20 --save_steps 10".split()  # noqa: SIM905
     whole = run_classification.main([*common, "--output_dir", str(tmp_path / "whole")])
@@ -247,7 +251,8 @@ def test_a_model_from_scratch_is_evaluated_without_a_training_split(tmp_path):
     rows = (json.dumps({"text": text, "label": label}) for label in "ab" for text in ("a cat", "the dog"))
     (tmp_path / "test.jsonl").write_text("\n".join(rows))
     command = f"--validation_files {tmp_path / 'test.jsonl'} --model_type bert --config_overrides {SMALL['bert']}"
-    found = run_classification.main([*command.split(), "--do_eval", "--use_cpu", "--output_dir", str(tmp_path)])
+    command += f" --max_length 32 --do_eval --use_cpu --output_dir {tmp_path}"
+    found = run_classification.main(command.split())
     assert 0 <= found["eval_accuracy"] <= 1
 
 

@@ -109,6 +109,7 @@ def test_what_does_not_belong_together_is_refused(tmp_path):
         ({"test_source": [a, b], "test_target": [a]}, "got 2 sources and 1 targets"),
         ({"validation_target": [a]}, "got 0 sources and 1 targets"),
         ({}, "no texts: name a data set"),
+        ({"dataset_name": "some/name", "test_source": [a]}, "--dataset_name and --test_source name data in more than"),
         ({"dataset_name": "some/name", "source_lang": "de"}, "needs --source_lang and --target_lang"),
     ):
         with pytest.raises(ValueError, match=message):
