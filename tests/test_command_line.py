@@ -171,9 +171,7 @@ def test_a_run_that_does_nothing_is_none(script, tmp_path):
     if not predict:
         with pytest.raises(ValueError, match="this script has no --do_predict: --do_eval"):
             script.main([*common, "--do_eval", "--do_predict"])
-    with pytest.raises(
-        ValueError, match="--resume_from_checkpoint last goes on with a training, and there is no"
-    ):
+    with pytest.raises(ValueError, match="--resume_from_checkpoint last goes on with a training, and there is no"):
         script.main([*common, "--do_eval", "--resume_from_checkpoint", "last"])
 
 
