@@ -323,7 +323,7 @@ def long_range_arena(result: dict[str, Any]) -> Table:
         for name, runs in of_models.items():
             reached = lra_table.PAPER.get(name, {}).get(task)
             found = mean_and_deviation(100 * run["test_accuracy"] for run in runs)
-            accuracies.append(found + ("" if reached is None else f" ({reached})"))
+            accuracies.append(found if reached is None else f"{found} ({reached})".lstrip())
             whole = [run["train_seconds"] / 60 for run in runs if run.get("train_seconds") is not None]
             minutes.append(mean_and_deviation(whole, 0))
         rows += [accuracies, minutes]
