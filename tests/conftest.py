@@ -4,15 +4,24 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from gpu_autocast import autocast_of_a_gpu
 from interpreter import run_kernels_on_the_cpu
 
 if not torch.cuda.is_available():
     run_kernels_on_the_cpu()
+
+
+@pytest.fixture(params=["a_cpu", "a_gpu"])
+def autocast_rules(request: pytest.FixtureRequest) -> Iterator[None]:
+    """`torch.autocast("cpu", ...)` as it is, and as a GPU's."""
+    with autocast_of_a_gpu() if request.param == "a_gpu" else nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session")

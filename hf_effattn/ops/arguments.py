@@ -21,11 +21,14 @@ LABELS = {"query": ("labels", "clusters"), "key": ("key_labels", "key_clusters")
 Form = Callable[..., Any]
 
 
-def choose_backend(backend: str | None, forms: tuple[Form, Form, Form], *differentiable: torch.Tensor) -> Form:
+def choose_backend(
+    backend: str | None, forms: tuple[Form, Form, Form], *differentiable: torch.Tensor, any_width: bool = False
+) -> Form:
     """The implementation to run, out of `(reference, batched, triton)`: the one asked for, else the fastest.
 
     `differentiable` are the tensors that a derivative may flow to, the query first. The fast forms have a backward
     pass and no forward-mode derivative, which torch would silently take for 0: where a tangent is carried they raise.
+    `any_width`: the kernels walk over the last dimension in parts, so that it has no limit.
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))} or None, got {backend!r}")
@@ -38,7 +41,7 @@ def choose_backend(backend: str | None, forms: tuple[Form, Form, Form], *differe
         raise ValueError(
             'forward-mode derivatives (jvp) need backend="reference"; the fast forms have reverse mode only'
         )
-    problem = kernel_problem(*differentiable)
+    problem = kernel_problem(*differentiable, any_width=any_width)
     if backend == "triton" and problem is not None:
         raise ValueError(f'backend="triton" cannot run here: {problem}; use backend="batched"')
     if backend is None and problem is not None and differentiable[0].is_cuda and not torch.compiler.is_compiling():
@@ -47,7 +50,7 @@ def choose_backend(backend: str | None, forms: tuple[Form, Form, Form], *differe
     return triton if problem is None and (backend == "triton" or differentiable[0].is_cuda) else batched
 
 
-def kernel_problem(*tensors: torch.Tensor) -> str | None:
+def kernel_problem(*tensors: torch.Tensor, any_width: bool = False) -> str | None:
     """Why the Triton kernels cannot take these tensors `(..., D)`, or None where they can."""
     if not HAS_TRITON:
         return "the package triton is not installed (pip install triton)"
@@ -56,7 +59,7 @@ def kernel_problem(*tensors: torch.Tensor) -> str | None:
     if tensors[0].dtype not in KERNEL_DTYPES:
         return f"the kernels take {', '.join(str(dtype) for dtype in KERNEL_DTYPES)}, got {tensors[0].dtype}"
     largest = max(tensor.shape[-1] for tensor in tensors)
-    if largest > LARGEST_KERNEL_DIM:
+    if largest > LARGEST_KERNEL_DIM and not any_width:
         return f"the kernels take a head_dim up to {LARGEST_KERNEL_DIM}, got {largest}"
     if any(abs(tensor.stride(-1)) * tensor.shape[-1] >= 2**31 for tensor in tensors):
         return "the numbers of a row lie further apart in memory than the kernels can count; use .contiguous()"
@@ -85,8 +88,8 @@ def check_query_key_value(query: torch.Tensor, key: torch.Tensor, value: torch.T
             )
     if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
         raise ValueError(f"key {tuple(key.shape)} must agree with query {tuple(query.shape)} in B and head_dim")
-    if min(query.shape[1], key.shape[1], value.shape[3]) == 0:
-        raise ValueError("query, key and value need at least one head, and value at least one dimension")
+    if min(query.shape[1], key.shape[1], query.shape[3], value.shape[3]) == 0:
+        raise ValueError("query, key and value need at least one head and one dimension")
     check_heads(query, key)
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(f"value {tuple(value.shape)} must agree with key {tuple(key.shape)} in B, H and length")

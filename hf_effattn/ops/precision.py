@@ -6,3 +6,8 @@ import torch
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Softmax and sums run in float32 below float64: float16 ends at 65,504, which a sum of many rows reaches."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the forms for a CPU multiply matrices in: in float16 scores overflow, and small gradients become 0."""
+    return torch.float32 if dtype == torch.float16 else dtype

@@ -88,6 +88,19 @@ def test_a_compiled_training_step_is_the_same_step(name, gpu):
 
 
 @each_model
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_trains(name, dtype, gpu):
+    """Autocast on a GPU takes other operations to float32 than on a CPU."""
+    model = make(name, gpu, torch.float32).train()
+    with torch.autocast("cuda", dtype=dtype):
+        loss, gradients = step(model, model, texts(gpu))
+    exact, expected = step(model, model, texts(gpu))
+    torch.testing.assert_close(loss, exact, rtol=0.01, atol=0)
+    assert gradients.keys() == expected.keys()
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+@each_model
 def test_training_steps_repeat_when_torch_is_told_to_be_deterministic(name, gpu, deterministic):
     model, ids = make(name, gpu, torch.bfloat16).train(), texts(gpu)
     loss, gradients = step(model, model, ids)

@@ -296,6 +296,7 @@ def test_hidden_states_and_tuples():
         model(tokens(), output_attentions=True)
 
 
+@pytest.mark.usefixtures("autocast_rules")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("variant", ["paper", "three_levels", "global_tokens", "mlp", "linear_pooling"])
 def test_autocast_is_close_to_full_precision(variant, dtype):

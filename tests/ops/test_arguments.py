@@ -77,6 +77,13 @@ def test_tf32_is_read_from_the_switch_that_was_used(switch):
 def test_rows_whose_numbers_lie_too_far_apart():
     far = torch.empty_strided((1, 1, 2, 4), (0, 0, 1, 2**29), device="meta")
     assert "further apart" in kernel_problem(far)
+    assert "further apart" in kernel_problem(far, any_width=True)
+
+
+def test_a_width_that_only_some_kernels_take():
+    wide = torch.empty(1, 2, 1024)
+    assert "head_dim up to 256, got 1024" in kernel_problem(wide)
+    assert kernel_problem(wide, any_width=True) is None
 
 
 @pytest.mark.parametrize("op", ["improved_clustered_attention", "bi_clustered_attention"])
@@ -136,7 +143,7 @@ def test_clustering_arguments(changes, error, message):
             "heads as query, 3, or a number",
         ),
         ({"query": torch.randn(2, 0, 10, 8)}, "need at least one head"),
-        ({"value": torch.randn(2, 3, 10, 0)}, "value at least one dimension"),
+        ({"value": torch.randn(2, 3, 10, 0)}, "need at least one head and one dimension"),
     ],
 )
 def test_heads_that_do_not_fit(op, changes, message):

@@ -124,11 +124,13 @@ def test_low_precision_with_few_top_keys(dtype):
     check("improved_clustered_attention", case, inputs, dtype)
 
 
+@pytest.mark.usefixtures("autocast_rules")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @each_op
-def test_autocast_changes_nothing(op):
+def test_autocast_changes_nothing(op, dtype):
     """A backward pass that ran under autocast once took its means in low precision."""
     case = Case("autocast", B=1, H=1, N=40, M=32, D=32, clusters=3, topk=8)
-    inputs = on_device(make_inputs(case), torch.float32)
+    inputs = on_device(make_inputs(case, dtype), dtype)
     expected = run(op, case, replace(inputs))
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         actual = run(op, case, replace(inputs))

@@ -106,6 +106,16 @@ def test_dtypes_against_float64(similarity, dtype):
         assert_close_to_reference(name, actual[name], expected[name], baseline[name], rtol=1e-6)
 
 
+@each_similarity
+def test_float16_scores_beyond_its_range(similarity):
+    """Products of words with centroids, 66,000 to 200,000, were made in float16."""
+    words, centroids, _ = make_inputs(N=9, k=3, d=16, dtype=torch.float16)
+    words, centroids = (6400 * words, centroids) if similarity == "cosine" else (100 * words, 100 * centroids)
+    sharpness = 15.0 if similarity == "cosine" else 1.0
+    results, _ = with_gradients(words, centroids, similarity=similarity, sharpness=sharpness, backend="batched")
+    assert all(tensor.isfinite().all() for tensor in results.values())
+
+
 @each_backend
 @each_similarity
 @pytest.mark.parametrize("masks", ["none", "holes"])
@@ -151,8 +161,17 @@ def test_a_word_of_length_zero_has_similarity_zero_and_no_gradient_of_it(backend
     words, centroids, _ = make_inputs()
     words[0, 3] = 0.0
     results, _ = with_gradients(words, centroids, similarity="cosine", backend=backend)
-    assert all(tensor.isfinite().all() for tensor in results.values())
-    assert results["words"][0, 3].abs().max() < 10  # what its weight in the mean gives, not 1 / length
+
+    leaves = words.requires_grad_(), centroids.requires_grad_()
+    lengths = words.detach().norm(dim=-1, keepdim=True)
+    directions = words / words.norm(dim=-1, keepdim=True).where(lengths > 0, torch.inf)
+    unit = centroids / centroids.norm(dim=-1, keepdim=True)
+    expected = (unit @ directions.transpose(1, 2)).softmax(dim=-1) @ words
+    torch.testing.assert_close(results["updated"], expected.detach(), rtol=1e-13, atol=1e-14)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for name, gradient in zip(("words", "centroids"), torch.autograd.grad(expected, leaves, weights), strict=True):
+        torch.testing.assert_close(results[name], gradient, rtol=1e-12, atol=1e-13)
+    assert results["words"][0, 3].abs().max() > 0  # its weight in the mean stays
 
 
 @each_backend
@@ -210,8 +229,9 @@ def test_mistakes_are_named():
         neural_clustering(words, centroids[..., :-1])
     with pytest.raises(ValueError, match="similarity must be one of 'dot', 'cosine', got 'l2'"):
         neural_clustering(words, centroids, similarity="l2")
-    with pytest.raises(ValueError, match="sharpness must be above 0"):
-        neural_clustering(words, centroids, sharpness=0.0)
+    for sharpness in (0.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="sharpness must be above 0 and finite"):
+            neural_clustering(words, centroids, sharpness=sharpness)
     with pytest.raises(TypeError, match="mask must be boolean"):
         neural_clustering(words, centroids, mask=mask.long())
     with pytest.raises(ValueError, match="share dtype and device"):

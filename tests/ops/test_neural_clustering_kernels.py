@@ -39,9 +39,10 @@ def test_kernels_equal_reference(similarity, masks, sizes):
 def test_low_precision(similarity, dtype):
     words, centroids, mask = make_inputs(1, 90, 20, 70, masks="right", dtype=dtype)
     options = {"similarity": similarity, "sharpness": 2.0 if similarity == "cosine" else 0.2}
-    expected, _ = with_gradients(words.double(), centroids.double(), mask=mask, backend="reference", **options)
+    expected, labels = with_gradients(words.double(), centroids.double(), mask=mask, backend="reference", **options)
     baseline, _ = with_gradients(words, centroids, mask=mask, backend="reference", **options)
-    actual, _ = run(words, centroids, mask, **options)
+    actual, actual_labels = run(words, centroids, mask, **options)
+    assert (actual_labels == labels).float().mean() > 0.95
     for name in expected:
         assert actual[name].dtype == dtype
         assert_close_to_reference(name, actual[name], expected[name], baseline[name], rtol=1e-6)
@@ -90,7 +91,8 @@ def test_scores_of_a_few_words_at_a_time(monkeypatch, kib, parts, similarity):
     assert torch.equal(actual_labels, labels)
 
 
-def test_half_precision_keeps_the_gradients_of_many_words():
+@pytest.mark.parametrize("backend", ["batched", "triton"])
+def test_half_precision_keeps_the_gradients_of_many_words(backend):
     """A membership of 1/N times a gradient is 0 in float16, the sum over N of them is not."""
     words, centroids, _ = make_inputs(1, 4096, 2, 16, dtype=torch.float16)
     words, gradient = 20 * words, torch.full((1, 2, 16), 2.0**-14, dtype=torch.float16)
@@ -102,17 +104,19 @@ def test_half_precision_keeps_the_gradients_of_many_words():
         updated, _ = ops.neural_clustering(*leaves, similarity="cosine", backend=backend)
         return torch.autograd.grad(updated, leaves, gradient.to(updated))[1].cpu()
 
-    actual, expected = gradients(torch.float16, "triton"), gradients(torch.float64, "reference")
+    actual, expected = gradients(torch.float16, backend), gradients(torch.float64, "reference")
     assert_close_to_reference("centroids", actual, expected, rtol=5e-3)
 
 
+@pytest.mark.usefixtures("autocast_rules")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("parts", [1, 3])
-def test_autocast_changes_nothing(monkeypatch, parts):
+def test_autocast_changes_nothing(monkeypatch, parts, dtype):
     """The parts were once merged in the precision of autocast."""
     from hf_effattn.ops.neural_clustering import triton as form
 
     monkeypatch.setattr(form, "split_count", lambda *sizes: parts)
-    words, centroids, mask = make_inputs(1, 150, 5, 12, masks="right", dtype=torch.float32)
+    words, centroids, mask = make_inputs(1, 150, 5, 12, masks="right", dtype=dtype)
     expected, labels = run(words, centroids, mask, similarity="cosine")
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         actual, actual_labels = run(words, centroids, mask, similarity="cosine")

@@ -107,6 +107,7 @@ def test_compiles_to_one_graph(model_type: str, composition: str) -> None:
         assert_close_to_reference(name, gradient, plain[name], rtol=1e-10)
 
 
+@pytest.mark.usefixtures("autocast_rules")
 @each_model
 @each_composition
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

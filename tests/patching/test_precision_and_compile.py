@@ -51,6 +51,7 @@ def test_low_precision_weights(model_type: str, dtype: torch.dtype, method: str,
     assert abs(error(encoded(model, batch), reference) - baseline) < 1e-6
 
 
+@pytest.mark.usefixtures("autocast_rules")
 @pytest.mark.parametrize("method", WITH_TOPK)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_autocast(model_type: str, method: str, attended: list[str]) -> None:
@@ -72,6 +73,7 @@ def test_autocast(model_type: str, method: str, attended: list[str]) -> None:
         assert torch.equal(encoded(model, batch), exact)
 
 
+@pytest.mark.usefixtures("autocast_rules")
 @pytest.mark.parametrize("method", WITH_TOPK)
 def test_autocast_training(method: str) -> None:
     model = hf_effattn.patch_attention(tiny_model("bert"), method, **SETTINGS[method]).train()

@@ -1,10 +1,12 @@
 """Neural clustering: soft memberships of words in centroids, the centroids they make, and a label per word."""
 
+import math
 from typing import Any
 
 import torch
 
 from ..arguments import check_mask, choose_backend
+from ..precision import accumulation_dtype
 from . import batched, reference
 
 SIMILARITIES = ("dot", "cosine")
@@ -31,7 +33,7 @@ def neural_clustering(
     `Ĉ = U Z` and `I_j = argmax_i U_ij`, the first of equals. The gradient of `Ĉ` is exact; labels have none.
 
     Sizes: `B` batch, `N` words, `d` their width, `k` centroids. The fast forms keep nothing of size `k×N`
-    for the backward pass, and the kernels have at most 32 MiB of it in memory at a time.
+    for the backward pass, and the kernels have at most 32 MiB of it in memory at a time, or that of 64 words of a row.
 
     Args:
         words (`torch.Tensor`): `(B, N, d)`, the paper's `Z = X W^C`, any strides.
@@ -47,7 +49,7 @@ def neural_clustering(
 
     Raises:
         ValueError: sizes, dtypes or devices that do not fit together, an unknown similarity or backend, a sharpness
-            that is not above 0.
+            that is not above 0 or not finite.
         TypeError: words that are not floating-point, a mask that is not boolean.
     """
     for name, tensor in (("words", words), ("centroids", centroids)):
@@ -68,12 +70,13 @@ def neural_clustering(
         raise ValueError("neural clustering needs at least one centroid and a width of at least 1")
     if similarity not in SIMILARITIES:
         raise ValueError(f"similarity must be one of {', '.join(map(repr, SIMILARITIES))}, got {similarity!r}")
-    if not sharpness > 0:
-        raise ValueError(f"sharpness must be above 0, got {sharpness}")
+    if not 0 < sharpness < math.inf:
+        raise ValueError(f"sharpness must be above 0 and finite, got {sharpness}")
     check_mask("mask", mask, words[:, None])
     forms = reference.neural_clustering, batched.neural_clustering, _triton
-    # The kernels walk over the width in parts, so that the limit on head_dim says nothing about it.
-    run = choose_backend(backend, forms, words[..., :1], centroids[..., :1])
+    run = choose_backend(backend, forms, words, centroids, any_width=True)
     cosine = similarity == "cosine"
+    # In float32 and rounded once: the same under autocast, which leaves norms in 16 bits on a CPU, not on a GPU.
+    centroids = centroids.to(accumulation_dtype(words.dtype))
     directions = float(sharpness) * (reference.unit(centroids) if cosine else centroids)
-    return run(words, directions, cosine, mask)
+    return run(words, directions.to(words.dtype), cosine, mask)

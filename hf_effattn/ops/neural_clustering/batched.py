@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..precision import accumulation_dtype
+from ..precision import accumulation_dtype, product_dtype
 from ..row_chunks import CHUNK_BYTES
 
 
@@ -18,7 +18,7 @@ class Rows:
 
     Attributes:
         part: the rows' indices.
-        words: `(rows, N, d)`.
+        words: `(rows, N, d)`, in the dtype of products.
         inverse: `1 / |Z_j|`, `(rows, N)`, where the similarity is the cosine.
         hidden: `(rows, N)`, True = masked.
     """
@@ -28,9 +28,13 @@ class Rows:
     inverse: torch.Tensor | None
     hidden: torch.Tensor | None
 
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These rows of `(B, k, d)`, to be multiplied with the words."""
+        return tensor[self.part].to(self.words.dtype)
+
     def scores(self, directions: torch.Tensor) -> torch.Tensor:
         """`φ(C_i, Z_j)`, `(rows, N, k)`: words first, so that the argmax of a word reads one stretch of memory."""
-        scores = self.words @ directions[self.part].transpose(1, 2)
+        scores = self.words @ self.of(directions).transpose(1, 2)
         scores = scores.to(accumulation_dtype(self.words.dtype))
         if self.inverse is not None:
             scores = scores * self.inverse[..., None]
@@ -46,7 +50,8 @@ def rows_of(words: torch.Tensor, clusters: int, cosine: bool, mask: torch.Tensor
     for start in range(0, words.shape[0] if words.shape[1] else 0, step):
         part = slice(start, start + step)
         hidden = None if mask is None else ~mask[part]
-        some = words[part] if hidden is None else words[part].masked_fill(hidden[..., None], 0.0)
+        some = words[part].to(product_dtype(words.dtype))
+        some = some if hidden is None else some.masked_fill(hidden[..., None], 0.0)
         inverse = None
         if cosine:
             length = torch.linalg.vector_norm(some, dim=2, dtype=dtype)
@@ -75,7 +80,7 @@ def neural_clustering(
     with torch.autocast(words.device.type, enabled=False):
         for rows in rows_of(words, clusters, cosine, mask):
             scores = rows.scores(directions)
-            weights = memberships(scores, rows).to(words.dtype)
+            weights = memberships(scores, rows).to(rows.words.dtype)
             updated[rows.part] = weights.transpose(1, 2) @ rows.words
             # In logs: memberships that underflow to 0 still have a largest among them.
             best = scores.sub_(scores.logsumexp(dim=1, keepdim=True)).argmax(dim=2)
@@ -106,18 +111,18 @@ def neural_clustering_backward(
         for rows in rows_of(words, directions.shape[1], cosine, mask):
             scores = rows.scores(directions)
             weights = memberships(scores, rows)
-            grad_scores = (rows.words @ grad_updated[rows.part].transpose(1, 2)).to(dtype)
+            grad_scores = (rows.words @ rows.of(grad_updated).transpose(1, 2)).to(dtype)
             grad_scores = grad_scores.sub_((grad_scores * weights).sum(dim=1, keepdim=True)).mul_(weights)
-            grad = weights.to(words.dtype) @ grad_updated[rows.part]
+            grad = weights.to(rows.words.dtype) @ rows.of(grad_updated)
             pull = None
             if rows.inverse is not None:
                 # The cosine does not change along the word: what the product with it gives there is taken out.
                 pull = torch.linalg.vecdot(grad_scores, scores) * rows.inverse.square()
                 grad_scores = grad_scores.mul_(rows.inverse[..., None])
-            grad_scores = grad_scores.to(words.dtype)
-            grad += grad_scores @ directions[rows.part]
+            grad_scores = grad_scores.to(rows.words.dtype)
+            grad += grad_scores @ rows.of(directions)
             if pull is not None:
-                grad -= (pull[..., None] * rows.words).to(words.dtype)
+                grad -= (pull[..., None] * rows.words).to(grad.dtype)
             grad_words[rows.part] = grad
             grad_directions[rows.part] = grad_scores.transpose(1, 2) @ rows.words
     return grad_words, grad_directions
