@@ -225,8 +225,10 @@ def test_a_text_without_words_harms_no_other(assignment):
     output = model(words, attention_mask=mask, labels=torch.tensor([0, 1, 0]))
     output.loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-    others = model(words[1:], attention_mask=mask[1:])
+    others = model(words[1:], attention_mask=mask[1:], labels=torch.tensor([1, 0]))
     torch.testing.assert_close(output.logits[1:], others.logits, **ROUNDING)
+    for name in ("cluster_loss", "sorting_loss", "largest_cluster", "empty_clusters", "word_cosine"):
+        torch.testing.assert_close(getattr(output, name), getattr(others, name), **ROUNDING)
 
 
 @pytest.mark.parametrize("cosine", [True, False])
@@ -242,7 +244,7 @@ def test_losses_and_statistics_by_hand(cosine):
         l1 = -((25 + 1) / 2 + (2 + 1 + 0) / 3) / 2
         l2 = -((0 + 8 + 3) / 3 + (0 + 0 - 1) / 3) / 2
     torch.testing.assert_close(cluster_loss(words, updated, labels, mask, cosine).item(), l1)
-    torch.testing.assert_close(sorting_loss(updated, cosine).item(), l2)
+    torch.testing.assert_close(sorting_loss(updated, cosine, mask).item(), l2)
     largest, empty, word_cosine = cluster_statistics(words, labels, 3, mask)
     torch.testing.assert_close(largest.item(), (1 / 2 + 2 / 3) / 2)
     torch.testing.assert_close(empty.item(), (1 / 3 + 1 / 3) / 2)
@@ -496,8 +498,10 @@ def test_low_precision_is_as_close_as_plain_low_precision(variant, dtype):
     assert (actual.double() - expected).square().mean().sqrt() <= 4 * size
 
 
-def test_autocast_trains():
-    model = tiny_model(ClusterFormerForMaskedLM, dtype=torch.float32, gated=True).train()
+@pytest.mark.usefixtures("autocast_rules")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_autocast_trains(variant):
+    model = tiny_model(ClusterFormerForMaskedLM, dtype=torch.float32, **VARIANTS[variant]).train()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(texts(), labels=texts()).loss
     loss.backward()
@@ -505,6 +509,7 @@ def test_autocast_trains():
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.usefixtures("autocast_rules")
 @pytest.mark.parametrize("masked", [False, True])
 def test_autocast_leaves_memberships_in_full_precision(masked):
     """Their product was once made in 16 bits: strict labels while training were not those of inference."""

@@ -33,7 +33,7 @@ def logits_of(model, words):
 
 @each_strict
 def test_strict_sees_no_later_word(variant):
-    """Bit for bit; also with every parameter moved from its start."""
+    """To rounding: later words change the order of sums. Also with every parameter moved from its start."""
     model = tiny_model(ClusterFormerForCausalLM, **STRICT[variant])
     with torch.no_grad():
         for parameter in model.parameters():

@@ -313,7 +313,9 @@ def test_values_of_masked_rows_change_nothing(backend, garbage):
 
 @each_backend
 def test_strict_outputs_do_not_depend_on_later_words(backend):
-    """Whatever the later words are and wherever they sort: bit for bit. The paper's form is the negative control."""
+    """Whatever the later words are and wherever they sort, to rounding: these move the borders of the blocks, and so
+    the order of sums. The paper's form is the negative control.
+    """
     case = Case("strict", B=1, N=24, causal=True, strict=True, block_length=3, clusters=3)
     inputs, other = make_inputs(case), make_inputs(case, seed=7)
     expected = attend(case, inputs, backend=backend)
@@ -345,6 +347,16 @@ def test_weights_sum_to_one_and_each_query_sees_its_window(backend):
     most = (case.window_blocks * inputs.block_length)[:, None]
     assert (seen <= most).all()
     assert (seen == most).any()
+
+
+def test_float16_scores_beyond_its_range():
+    """Products of queries and keys, of 200,000, were made in float16."""
+    case = Case("float16", N=12, D=64, Dv=8)
+    inputs = make_inputs(case, torch.float16)
+    inputs.query, inputs.key = (rows.sign() * 160 for rows in (inputs.query, inputs.key))
+    inputs.key = inputs.query.clone()
+    results = with_gradients(case, inputs, backend="batched")
+    assert all(tensor.isfinite().all() for tensor in results.values())
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[13], CASES[21], CASES[9]], **by_name)
@@ -453,6 +465,20 @@ def test_order_is_stable_and_puts_masked_words_last():
     assert cluster_order(labels).tolist() == [[1, 4, 3, 5, 0, 2]]
     mask = torch.tensor([[True, False, True, True, True, True]])
     assert cluster_order(labels, mask=mask).tolist() == [[4, 3, 5, 0, 2, 1]]
+    largest = torch.tensor([[255, 0, 255, 3]], dtype=torch.uint8)
+    assert cluster_order(largest, mask=torch.tensor([[False, True, True, True]])).tolist() == [[1, 3, 2, 0]]
+
+
+def test_mistakes_in_labels_to_sort_are_named():
+    labels = torch.zeros(2, 5).long()
+    with pytest.raises(TypeError, match=r"labels must be integers, got torch\.float32"):
+        cluster_order(labels.float())
+    with pytest.raises(ValueError, match=r"labels must have 2 dimensions \(B, N\), got \(5,\)"):
+        cluster_order(labels[0])
+    with pytest.raises(TypeError, match="mask must be boolean"):
+        cluster_order(labels, mask=torch.ones(2, 5).long())
+    with pytest.raises(ValueError, match=r"mask must have shape \(B, length\) = \(2, 5\)"):
+        cluster_order(labels, mask=torch.ones(2, 4).bool())
 
 
 @each_backend
@@ -463,6 +489,9 @@ def test_mistakes_are_named(backend):
         attend(case, replace(inputs, order=torch.zeros_like(inputs.order)), backend=backend)
     with pytest.raises(ValueError, match="words that count first"):
         attend(case, replace(inputs, order=cluster_order(inputs.labels)), backend=backend)
+    other = 4 - inputs.labels
+    with pytest.raises(ValueError, match="order must be stably sorted by labels"):
+        attend(case, inputs, backend=backend, causal=True, labels=other)
     with pytest.raises(ValueError, match="block_length must be at least 1"):
         attend(case, inputs, backend=backend, block_length=torch.tensor([3, 0]))
     with pytest.raises(ValueError, match="block_length must be at least 1"):

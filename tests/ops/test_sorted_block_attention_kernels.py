@@ -7,6 +7,8 @@ import torch
 from closeness import assert_close_to_reference
 from test_sorted_block_attention import CASES, Case, Inputs, attend, make_inputs, with_gradients
 
+from hf_effattn.ops import cluster_order
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Two heads per key head where heads are grouped, one text where no mask tells texts apart: the interpreter is slow.
 SMALL = [
@@ -64,6 +66,41 @@ def test_low_precision(case, dtype):
     actual = run(case, inputs)
     assert all(tensor.dtype == dtype for tensor in actual.values())
     assert_all_close(actual, expected, baseline)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("causal", B=2, H=1, N=90, clusters=2, D=8, causal=True, masks="holes"),
+        Case("strict", B=2, H=1, N=80, clusters=2, D=8, causal=True, strict=True, block_length=35, masks="left"),
+        Case("wide_window", B=2, H=1, N=110, clusters=3, D=8, window_blocks=3, masks="right", gated=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_blocks_longer_than_a_tile(case):
+    """Rows and columns of a block in several tiles, the last of them short."""
+    inputs = make_inputs(case, torch.float32)
+    expected = with_gradients(case, inputs.to(torch.float64), backend="reference")
+    baseline = with_gradients(case, inputs, backend="reference")
+    assert_all_close(run(case, inputs), expected, baseline)
+
+
+def test_strict_outputs_do_not_depend_on_later_words():
+    """Whatever the later words are and wherever they sort, to rounding. The paper's form is the negative control."""
+    case = Case("strict", B=1, H=1, N=70, causal=True, strict=True, block_length=9, clusters=3)
+    inputs, other, t = make_inputs(case, torch.float32), make_inputs(case, torch.float32, seed=7), 40
+    mixed = {name: getattr(inputs, name).clone() for name in ("query", "key", "value", "labels")}
+    for name in ("query", "key", "value"):
+        mixed[name][:, :, t:] = getattr(other, name)[:, :, t:]
+    mixed["labels"][:, t:] = other.labels[:, t:]
+    changed = replace(inputs, **mixed, order=cluster_order(mixed["labels"]))
+    for strict in (True, False):
+        some = replace(case, strict=strict)
+        before, after = (run(some, each)["output"][:, :, :t] for each in (inputs, changed))
+        if strict:
+            torch.testing.assert_close(after, before, rtol=0, atol=2e-6)
+        else:
+            assert (after - before).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("head_dim", [100, 256])

@@ -119,7 +119,7 @@ class ClusterFormerLayer(GradientCheckpointingLayer):
         if clustered.updated is not None:
             losses = (
                 cluster_loss(words, clustered.updated, clustered.labels, mask, sorting.cosine),
-                sorting_loss(clustered.updated, sorting.cosine),
+                sorting_loss(clustered.updated, sorting.cosine, mask),
             )
         return *losses, *cluster_statistics(words, clustered.labels, self.config.clusters, mask)
 

@@ -70,13 +70,20 @@ def cluster_loss(
     if cosine:
         similar = similar / norms(words)
     total = (similar * counts).sum(dim=1)
-    rows = counts.amax(dim=1).sum().clamp(min=1)
-    return -(total / counts.sum(dim=1).clamp(min=1)).sum() / rows
+    n = counts.sum(dim=1)
+    return -over_rows(total / n.clamp(min=1), n)
 
 
-def sorting_loss(updated: torch.Tensor, cosine: bool) -> torch.Tensor:
-    """`L2 = -(1/k) (Σ_{i≥2} φ(Ĉ_i, Ĉ_{i-1}) + φ(Ĉ_1, Ĉ_k))`, averaged over rows (Eq. 11)."""
-    return -similarity(updated, updated.roll(1, dims=1), cosine).mean()
+def sorting_loss(updated: torch.Tensor, cosine: bool, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """`L2 = -(1/k) (Σ_{i≥2} φ(Ĉ_i, Ĉ_{i-1}) + φ(Ĉ_1, Ĉ_k))`, averaged over rows with words (Eq. 11)."""
+    similar = similarity(updated, updated.roll(1, dims=1), cosine).mean(dim=1)
+    return -(similar.mean() if mask is None else over_rows(similar, mask.sum(dim=1)))
+
+
+def over_rows(values: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """Mean of a value per row `(B,)` over the rows that have words; `words` are their numbers."""
+    some = (words > 0).to(values.dtype)
+    return (values * some).sum() / some.sum().clamp(min=1)
 
 
 @torch.no_grad()
@@ -91,7 +98,8 @@ def cluster_statistics(
     # words in 16 bits with numbers in full precision is one in full precision: no copy of the words is made first.
     total = (words * (counts / norms(words))[..., None]).sum(dim=1)
     pairs = (total.square().sum(dim=-1) - n) / (n * (n - 1)).clamp(min=1)
-    return (sizes.amax(dim=1) / n.clamp(min=1)).mean(), (sizes == 0).to(sizes.dtype).mean(), pairs.mean()
+    empty = (sizes == 0).to(sizes.dtype).mean(dim=1)
+    return over_rows(sizes.amax(dim=1) / n.clamp(min=1), n), over_rows(empty, n), over_rows(pairs, n)
 
 
 class CentroidProjection(nn.Linear):

@@ -19,12 +19,18 @@ def cluster_order(labels: torch.Tensor, *, mask: torch.Tensor | None = None) -> 
     """The original index of each sorted rank, `(B, N)`: stable, by cluster, masked words last (Wang 2022, Eq. 5).
 
     Args:
-        labels (`torch.Tensor`): integers `(B, N)`, at least 0.
+        labels (`torch.Tensor`): integers `(B, N)`.
         mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts.
     Returns: int64 `(B, N)`, what `sorted_block_attention` takes as `order`.
+    Raises: `ValueError` for other sizes, `TypeError` for labels that are no integers, a mask that is not boolean.
     """
+    if labels.ndim != 2:
+        raise ValueError(f"labels must have 2 dimensions (B, N), got {tuple(labels.shape)}")
+    _check_integers("labels", labels, tuple(labels.shape), labels)
+    check_mask("mask", mask, labels[:, None, :, None])
     if mask is not None:
-        labels = labels.masked_fill(~mask, torch.iinfo(labels.dtype).max)
+        # In 64 bits: the largest of a smaller type may be a label.
+        labels = labels.long().masked_fill(~mask, torch.iinfo(torch.int64).max)
     return labels.sort(dim=1, stable=True).indices
 
 
@@ -60,9 +66,9 @@ def sorted_block_attention(
         block_length (`int` or `torch.Tensor`): words of a block, one number or integers `(B,)`, one per row.
         window_blocks (`int`): blocks that a query sees; the paper's is 2.
         causal (`bool`): a query sees only keys of its own or a smaller original index (Wang 2022, App. B).
-        labels (`torch.Tensor`, *optional*): integers `(B, N)` by which `order` is sorted; with `causal` only. A
-            query then sees the keys of its own label: itself and at most `(window_blocks - 1) · block_length` before
-            it. Later words move the borders of the blocks; what a query sees of its own label they do not change.
+        labels (`torch.Tensor`, *optional*): integers `(B, N)` below 2³¹ that `order` sorts; with `causal` only. A
+            query sees then the keys of its own label: itself and at most `(window_blocks - 1) · block_length` before it.
+            Later words move the borders of the blocks; what a query sees of its own label they do not change.
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)` in original order, True = counts, as query and as key.
         membership (`torch.Tensor`, *optional*): `(B, N, k)`, non-negative. Adds `log(P_q · P_k + 1e-4)` to the scores.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
@@ -74,9 +80,9 @@ def sorted_block_attention(
         `(B, H, N, Dv)` in the dtype of `query` and in original order; 0 in masked rows.
 
     Raises:
-        ValueError: sizes, devices or dtypes that do not fit together, an order that is none or puts masked words
-            before others (seen by the two PyTorch forms only), `block_length` or `window_blocks` below 1, labels
-            without `causal`, a `dropout_p` outside [0, 1), an unknown backend.
+        ValueError: sizes, devices or dtypes that do not fit together, an order that is none, puts masked words before
+            others or does not sort the labels (seen by the two PyTorch forms only), `block_length` or `window_blocks`
+            below 1, labels without `causal`, a `dropout_p` outside [0, 1), an unknown backend.
         TypeError: a mask that is not boolean, an order, labels or lengths that are not integers.
     """
     check_query_key_value(query, key, value)

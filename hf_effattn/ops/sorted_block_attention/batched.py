@@ -11,7 +11,7 @@ import torch
 
 from ..clustered_attention.batched import empty_output
 from ..dropout import dropout_factor
-from ..precision import accumulation_dtype
+from ..precision import accumulation_dtype, product_dtype
 from ..row_chunks import CHUNK_BYTES
 from .reference import BLOCK_WEIGHTS, MEMBERSHIP_FLOOR, check_values
 
@@ -37,7 +37,7 @@ class BlockChunk:
     def queries(self, tensor: torch.Tensor, heads: int) -> torch.Tensor:
         """Rows of `(B, H, N, D)` in the chunk's order, by key/value head: `(g · heads, H / heads · w, D)`."""
         _, H, _, D = tensor.shape
-        rows = flat_rows(tensor).index_select(0, self.query_rows).view(len(self.blocks), -1, H, D)
+        rows = gathered(flat_rows(tensor), self.query_rows).view(len(self.blocks), -1, H, D)
         if self.filled is not None:
             rows = rows.masked_fill(~self.filled[..., None, None], 0.0)
         return rows.transpose(1, 2).reshape(len(self.blocks) * heads, -1, D)
@@ -45,7 +45,7 @@ class BlockChunk:
     def keys(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rows of `(B, heads, N, D)` of the windows: `(g · heads, window · w, D)`."""
         _, heads, _, D = tensor.shape
-        rows = flat_rows(tensor).index_select(0, self.key_rows).view(len(self.blocks), -1, heads, D)
+        rows = gathered(flat_rows(tensor), self.key_rows).view(len(self.blocks), -1, heads, D)
         return rows.transpose(1, 2).reshape(len(self.blocks) * heads, -1, D)
 
     def store_queries(self, target: torch.Tensor, values: torch.Tensor) -> None:
@@ -67,8 +67,8 @@ class BlockChunk:
     def shared_membership(self, membership: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`P` of the queries `(g, w, k)` and of the keys `(g, window · w, k)`, and `P_q · P_k + 1e-4`."""
         rows = membership.flatten(0, 1)
-        of_queries = rows.index_select(0, self.query_rows).view(len(self.blocks), -1, rows.shape[1])
-        of_keys = rows.index_select(0, self.key_rows).view(len(self.blocks), -1, rows.shape[1])
+        of_queries = gathered(rows, self.query_rows).view(len(self.blocks), -1, rows.shape[1])
+        of_keys = gathered(rows, self.key_rows).view(len(self.blocks), -1, rows.shape[1])
         shared = (of_queries @ of_keys.transpose(1, 2)).to(accumulation_dtype(rows.dtype))
         return of_queries, of_keys, shared.add_(MEMBERSHIP_FLOOR)
 
@@ -81,6 +81,11 @@ class BlockChunk:
             drawn = dropout_factor((H, length, window * length), like, dropout_p, int(seed), problem, BLOCK_WEIGHTS)
             factor[place, :, :length, :window, :length] = drawn.view(H, length, window, length)
         return factor.view(like.shape)
+
+
+def gathered(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The rows at `index`, in the dtype of products."""
+    return rows.index_select(0, index).to(product_dtype(rows.dtype))
 
 
 def flat_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,7 +104,7 @@ def chunks_of(
     dtype: torch.dtype,
 ) -> Iterator[BlockChunk]:
     """All used blocks in chunks whose scores stay within `CHUNK_BYTES`, or of one block."""
-    check_values(order, block_length, key_mask)
+    check_values(order, block_length, key_mask, labels)
     B, N = order.shape
     words = [N] * B if key_mask is None else key_mask.sum(dim=1).tolist()
     # Rows with blocks of like length share a chunk: the shorter are padded to the longest.

@@ -10,8 +10,10 @@ MEMBERSHIP_FLOOR = 1e-4
 BLOCK_WEIGHTS = 0
 
 
-def check_values(order: torch.Tensor, block_length: torch.Tensor, key_mask: torch.Tensor | None) -> None:
-    """Raise unless every row of `order` is a permutation with the words that count first, and lengths are positive."""
+def check_values(
+    order: torch.Tensor, block_length: torch.Tensor, key_mask: torch.Tensor | None, labels: torch.Tensor | None
+) -> None:
+    """Raise unless each row of `order` is a permutation, words that count first and by label; lengths are positive."""
     B, N = order.shape
     if B and int(block_length.min()) < 1:
         raise ValueError(f"block_length must be at least 1, got {int(block_length.min())}")
@@ -25,6 +27,13 @@ def check_values(order: torch.Tensor, block_length: torch.Tensor, key_mask: torc
         counts = key_mask.gather(1, order)
         if (counts[:, 1:] & ~counts[:, :-1]).any():
             raise ValueError("order must put the words that count first; cluster_order(labels, mask=key_mask) does")
+    if labels is not None:
+        ranked = labels.gather(1, order).long()
+        same = ranked[:, 1:] == ranked[:, :-1]
+        sorted_ = (ranked[:, 1:] > ranked[:, :-1]) | (same & (order[:, 1:] > order[:, :-1]))
+        # Where masked words stand among each other says nothing.
+        if not (sorted_ if key_mask is None else sorted_ | ~counts[:, 1:]).all():
+            raise ValueError("order must be stably sorted by labels; cluster_order(labels, mask=key_mask) is")
 
 
 def visible_pairs(
@@ -95,7 +104,7 @@ def sorted_block_attention(
     dropout_seed: torch.Tensor | None,
 ) -> torch.Tensor:
     """Every word attends to the words of its window, 0 elsewhere."""
-    check_values(order, block_length, key_mask)
+    check_values(order, block_length, key_mask, labels)
     visible, rank, before = visible_pairs(order, block_length, window_blocks, causal, labels, key_mask)
     key, value = for_every_head(key, query), for_every_head(value, query)
     query, key, value = (zero_masked(rows, key_mask) for rows in (query, key, value))
