@@ -67,7 +67,7 @@ def sorted_block_attention(
         window_blocks (`int`): blocks that a query sees; the paper's is 2.
         causal (`bool`): a query sees only keys of its own or a smaller original index (Wang 2022, App. B).
         labels (`torch.Tensor`, *optional*): integers `(B, N)` below 2³¹ that `order` sorts; with `causal` only. A
-            query sees then the keys of its own label: itself and at most `(window_blocks - 1) · block_length` before it.
+            query then sees keys of its own label: itself and at most `(window_blocks - 1) · block_length` before it.
             Later words move the borders of the blocks; what a query sees of its own label they do not change.
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)` in original order, True = counts, as query and as key.
         membership (`torch.Tensor`, *optional*): `(B, N, k)`, non-negative. Adds `log(P_q · P_k + 1e-4)` to the scores.
