@@ -93,7 +93,7 @@ DATA_SETS = {
     "MR": DataSet(class_files(("rt-polarity.neg", "latin-1"), ("rt-polarity.pos", "latin-1")), None, 128, 8, 3),
     "SUBJ": DataSet(class_files(("subj.objective", "utf-8"), ("subj.subjective", "latin-1")), None, 128, 8, 3),
     "MPQA": DataSet(class_files(("mpqa.neg", "utf-8"), ("mpqa.pos", "utf-8")), None, 64, 8, 3),
-    "20 Newsgroups": DataSet(newsgroups("train"), newsgroups("test"), 256, 16, 3),
+    "20 Newsgroups": DataSet(newsgroups("train"), newsgroups("test"), 512, 20, 3),
     "SICK": DataSet(
         sentence_pairs("sick/train.txt"), sentence_pairs("sick/test.txt"), 128, 3, 6, pairs=True, settings=OF_PAIRS
     ),

@@ -11,6 +11,7 @@ their epochs: no model is chosen by what it is tested on.
 
     python scripts/classification_table.py               # writes scripts/results/classification_table.json
     python scripts/classification_table.py --sweep clusters
+    python scripts/classification_table.py --sweep clusters --costs     # time and memory of a step, interleaved
     python scripts/classification_table.py --sweep losses --data-sets WikiQA,SICK
 """
 
@@ -29,11 +30,10 @@ import typer
 from answer_ranking import rank_answers
 from classification_data import DATA_SETS
 from command_line import command_line_of, run_with_help
-from kept_runs import KeptRuns, mean_and_deviation
+from kept_runs import KeptRuns, mean_and_deviation, print_rows
 from rich.progress import track
+from step_costs import step_costs
 from transformers import AutoConfig, AutoModelForSequenceClassification
-
-from hf_effattn.reporting.cost import peak_memory_added
 
 TRANSFORMER, RANDOM = "Transformer", "random order"
 # Attention dropout is off: SDPA on a CPU is slow with it, and the comparison would be one of that.
@@ -103,6 +103,12 @@ PAPER: dict[str, dict[str, dict[str, float]]] = {
         "neural, L1 and L2": {"WikiQA": 63.1},
     },
 }
+# WikiQA: mean reciprocal rank.
+PAPER_MRR: dict[str, dict[str, float]] = {
+    "routings": {TRANSFORMER: 61.3, "neural": 64.8, "K-means": 57.4, "LSH": 60.3},
+    "clusters": {},
+    "losses": {"neural, no loss": 63.6, "neural, L2": 64.0, "neural, L1": 63.3, "neural, L1 and L2": 64.8},
+}
 
 
 @contextmanager
@@ -157,20 +163,26 @@ def train_once(run: dict[str, Any], paths: dict[str, Path], low_precision: bool)
         return found
 
 
-def step_memory(run: dict[str, Any]) -> int | None:
-    """Bytes that a training step adds on a full batch of the longest texts."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sizes = {"vocab_size": TRAINING["vocab_size"], "max_position_embeddings": run["max_length"]}
-    config = AutoConfig.for_model("clusterformer", **SIZES | sizes | run["settings"])
-    model = AutoModelForSequenceClassification.from_config(config).to(device).train()
-    shape = TRAINING["per_device_train_batch_size"], run["max_length"]
+def costs_of(
+    runs: dict[str, dict[str, Any]], device: torch.device, low_precision: bool, repeats: int
+) -> list[dict[str, Any]]:
+    """A row per model: time and memory of a training step on a full batch of the longest texts, interleaved."""
+    first = next(iter(runs.values()))
+    shared = {name: first[name] for name in ("dataset", "max_length")}
+    sizes = {"vocab_size": TRAINING["vocab_size"], "max_position_embeddings": shared["max_length"]}
+    models = {}
+    for name, run in runs.items():
+        config = AutoConfig.for_model("clusterformer", **SIZES | sizes | run["settings"])
+        models[name] = AutoModelForSequenceClassification.from_config(config).to(device).train()
+    shape = TRAINING["per_device_train_batch_size"], shared["max_length"]
     words = torch.randint(1, TRAINING["vocab_size"], shape, device=device)
     labels = torch.zeros(shape[0], dtype=torch.long, device=device)
-    return peak_memory_added(lambda: model(words, labels=labels).loss.backward(), device)[1]
+    found = step_costs(models, TRANSFORMER, words, labels, low_precision, repeats)
+    return [shared | {"settings": runs[name]["settings"], "measured": "step"} | costs for name, costs in found.items()]
 
 
 def measure(run: dict[str, Any], paths: dict[str, Path], low_precision: bool) -> dict[str, Any]:
-    """The run with its scores in percent, its time and its memory."""
+    """The run with its scores in percent and its time, which is of whatever else ran beside."""
     found = train_once(run, paths, low_precision)
     ranked = {name: found[name] for name in ("map", "mrr") if name in found}
     return (
@@ -180,7 +192,6 @@ def measure(run: dict[str, Any], paths: dict[str, Path], low_precision: bool) ->
             "accuracy": 100 * (found["test_accuracy"] if "test" in paths else found["eval_accuracy"]),
             "seconds_per_epoch": found["train_runtime"] / run["epochs"],
             "parameters": found["parameters"],
-            "step_peak_bytes": step_memory(run),
         }
     )
 
@@ -192,7 +203,7 @@ def differences(frame: pd.DataFrame, metric: str, name: str, to: str) -> list[fl
 
 
 def table(rows: list[dict[str, Any]], sweep: str) -> pd.DataFrame:
-    """For every data set: its metric, the differences to the Transformer and the random order, cost, the paper's."""
+    """For every data set: its metric, the differences to the Transformer and to the random order, the paper's."""
     frame = pd.DataFrame(rows)
     columns: dict[str, pd.Series] = {}
     for dataset, part in frame.groupby("dataset", sort=False):
@@ -203,9 +214,6 @@ def table(rows: list[dict[str, Any]], sweep: str) -> pd.DataFrame:
             if to in named.groups:
                 gain = {name: mean_and_deviation(differences(part, metric, str(name), to)) for name in named.groups}
                 columns[f"{dataset} - {short}"] = pd.Series(gain)
-        if sweep == "clusters":
-            columns[f"{dataset}, s/epoch"] = named["seconds_per_epoch"].median().round(1).astype(str)
-            columns[f"{dataset}, MiB"] = (named["step_peak_bytes"].median() / 2**20).round().astype(str)
         numbers = {name: str(found[str(dataset)]) for name, found in PAPER[sweep].items() if dataset in found}
         if numbers:
             columns[f"{dataset}, paper"] = pd.Series(numbers)
@@ -219,13 +227,14 @@ def settings_of(sweep: str, name: str, dataset: str) -> dict[str, Any]:
     return {**data.settings, "clusters": data.clusters, **SWEEPS[sweep][name]}
 
 
-def named_rows(rows: list[dict[str, Any]], sweep: str) -> list[dict[str, Any]]:
-    """Those of kept rows that belong to the sweep, with their names in it."""
+def named_rows(rows: list[dict[str, Any]], sweep: str, measured: str | None = None) -> list[dict[str, Any]]:
+    """Those of kept rows that belong to the sweep, with their names in it: trainings, or costs of a `"step"`."""
     return [
         row | {"name": name}
         for name in SWEEPS[sweep]
         for row in rows
-        if row["dataset"] in DATA_SETS_OF_SWEEP[sweep].split(",")
+        if row.get("measured") == measured
+        and row["dataset"] in DATA_SETS_OF_SWEEP[sweep].split(",")
         and row["settings"] == settings_of(sweep, name, row["dataset"])
     ]
 
@@ -268,7 +277,9 @@ def main(
     epochs: Annotated[int | None, typer.Option(help="Default: the data set's.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Tokens of a text. Default: the data set's.")] = None,
     train_samples: Annotated[int | None, typer.Option(help="Train on so many texts only.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, or bfloat16: autocast.")] = "float32",
+    costs: Annotated[bool, typer.Option("--costs", help="Measure a step of each model; train nothing.")] = False,
+    repeats: Annotated[int, typer.Option(help="Rounds of that measurement.")] = 5,
+    dtype: Annotated[str, typer.Option(help="bfloat16: autocast, or float32.")] = "bfloat16",
     output: Path = Path(__file__).parent / "results" / "classification_table.json",
 ) -> None:
     """Run what the output file does not hold yet, keep it as JSON after every run, and print the table."""
@@ -282,6 +293,16 @@ def main(
             raise typer.BadParameter(f"unknown {what} {unknown}; there are {list(known)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kept = KeptRuns(output, {"sizes": SIZES, "training": TRAINING, "dtype": dtype}, device)
+    if costs:
+        if names:
+            raise typer.BadParameter("--costs measures all models of a sweep together: leave out --names")
+        for dataset in data:
+            runs = dict(planned(sweep, chosen, [dataset], [0], epochs, max_length, None))
+            measured = {"dataset": dataset, "max_length": next(iter(runs.values()))["max_length"], "measured": "step"}
+            if not all(kept.matching(measured | {"settings": run["settings"]}) for run in runs.values()):
+                kept.add(*costs_of(runs, device, dtype != "float32", repeats))
+        print_rows(kept)
+        return
     plan = planned(sweep, chosen, data, [int(seed) for seed in seeds.split(",")], epochs, max_length, train_samples)
     with data_folder() as folder:
         paths: dict[str, dict[str, Path]] = {}

@@ -86,7 +86,8 @@ def with_difference(rows: pd.DataFrame, metric: str, name: str) -> str:
 
 def of_sweep(result: dict[str, Any], sweep: str) -> FrameTable:
     """What a sweep measured, a column per data set, and the paper's rows."""
-    rows = classification_table.named_rows(result["rows"], sweep)
+    named_rows = classification_table.named_rows
+    rows = named_rows(result["rows"], sweep)
     if not rows:
         return pd.DataFrame(), ""
     frame = pd.DataFrame(rows)
@@ -99,23 +100,30 @@ def of_sweep(result: dict[str, Any], sweep: str) -> FrameTable:
         columns[dataset] = {
             name: with_difference(part, DATA_SETS[dataset].metric, name) for name in dict.fromkeys(part["name"])
         }
-        if sweep == "clusters":
-            grouped = part.groupby("name")
-            columns["s per epoch"] = grouped["seconds_per_epoch"].median().map("{:.0f}".format).to_dict()
-            columns["MiB of a step"] = (grouped["step_peak_bytes"].median() / 2**20).map("{:.0f}".format).to_dict()
+        length = part.iloc[0]["max_length"]
+        costs = {row["name"]: row for row in named_rows(result["rows"], sweep, "step") if row["max_length"] == length}
+        if sweep == "clusters" and costs:
+            columns["speed of a step"] = {name: f"{row['speedup']:.2f}×" for name, row in costs.items()}
+            columns["MiB of a step"] = {name: f"{row['step_peak_bytes'] / 2**20:.0f}" for name, row in costs.items()}
         paper = classification_table.PAPER[sweep]
         papers = {name: found[dataset] for name, found in paper.items() if dataset in found}
         columns[dataset] |= {f"{name}, paper": str(score) for name, score in papers.items()}
+        if "mrr" in part and DATA_SETS[dataset].metric == "map":
+            columns[f"{dataset}, MRR"] = part.groupby("name")["mrr"].apply(mean_and_deviation).to_dict() | {
+                f"{name}, paper": str(score) for name, score in classification_table.PAPER_MRR[sweep].items()
+            }
         first = part.iloc[0]
         texts = "" if pd.isna(first["train_samples"]) else f" on {first['train_samples']:,.0f} texts"
         budgets.append(f"{dataset}: {first['epochs']} epochs{texts}, {first['max_length']} tokens")
     shown = pd.DataFrame(columns)
     order = [*names, *(f"{name}, paper" for name in classification_table.PAPER[sweep])]
     shown = shown.reindex([name for name in order if name in shown.index]).fillna("")
-    note = (
-        "Accuracy in percent (WikiQA: mean average precision), deviation over seeds, in brackets the difference to "
-        f"the Transformer with the same seeds. {'. '.join(budgets)}. {result['settings']['dtype']}. "
-    )
+    note = "Accuracy in percent (WikiQA: mean average precision, and mean reciprocal rank), deviation over seeds"
+    if classification_table.TRANSFORMER in names:
+        note += ", in brackets the difference to the Transformer with the same seeds"
+    note += f". {'. '.join(budgets)}. {result['settings']['dtype']}. "
+    if "speed of a step" in columns:
+        note += "Speed and memory: a training step on a full batch of the longest texts, interleaved. "
     return shown, note
 
 

@@ -29,10 +29,10 @@ from command_line import command_line_of, run_with_help
 from kept_runs import KeptRuns, run_folder, with_wall_time
 from rich.progress import track
 from shared_data import dataset_path
+from step_costs import step_costs
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_effattn.demo.models import installed_model_folder
-from hf_effattn.reporting.cost import interleaved_rounds, median, median_ratio, peak_memory_added
 
 TRANSFORMER = "Transformer"
 BASELINE: dict[str, dict[str, Any]] = {TRANSFORMER: {"composition": "full", "position_embedding": "absolute"}}
@@ -258,7 +258,7 @@ def train(run: dict[str, Any], runs: Path, low_precision: bool) -> dict[str, Any
     return run | {name: found[name] for name in KEPT if name in found}
 
 
-def step_costs(name: str, device: torch.device, low_precision: bool, repeats: int) -> list[dict[str, Any]]:
+def costs_of(name: str, device: torch.device, low_precision: bool, repeats: int) -> list[dict[str, Any]]:
     """A row per model: time and memory of forward and backward on a batch of the longest inputs, interleaved."""
     task = TASKS[name]
     if task.batch is None:
@@ -271,32 +271,9 @@ def step_costs(name: str, device: torch.device, low_precision: bool, repeats: in
     for model, settings in task.models.items():
         config = AutoConfig.for_model("cst", vocab_size=vocab_size, **task.sizes | settings)
         models[model] = task.auto_class.from_config(config).to(device).train()
-
-    def step(model: Any) -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=low_precision):
-            loss = model(words, labels=labels).loss
-        loss.backward()
-        model.zero_grad(set_to_none=True)
-
-    calls = {model: partial(step, module) for model, module in models.items()}
-    peaks = {model: peak_memory_added(call, device)[1] for model, call in calls.items()}  # the warm-up too
-    seconds: dict[str, list[float]] = {model: [] for model in calls}
-    nothing = dict.fromkeys(calls, lambda: None)
-    interleaved_rounds(calls, device, repeats, before=nothing, seconds=seconds, after_call=lambda: None)
-    return [
-        {
-            "task": name,
-            "model": model,
-            "measured": "step",
-            "batch": batch,
-            "length": length,
-            "step_ms": 1e3 * (median(times) or 0.0),
-            "rounds": len(times),
-            "step_peak_bytes": peaks[model],
-            "speedup": median_ratio(seconds.get(TRANSFORMER, []), times),
-        }
-        for model, times in seconds.items()
-    ]
+    shared = {"task": name, "measured": "step", "batch": batch, "length": length}
+    found = step_costs(models, TRANSFORMER, words, labels, low_precision, repeats)
+    return [shared | {"model": model} | costs for model, costs in found.items()]
 
 
 def main(
@@ -324,7 +301,7 @@ def main(
         if models:
             raise typer.BadParameter("--costs measures all models of a task together: leave out --models")
         if not kept.matching({"task": task, "measured": "step"}):
-            kept.add(*step_costs(task, device, low_precision, repeats))
+            kept.add(*costs_of(task, device, low_precision, repeats))
     else:
         arguments = {name: str(value) for name, value in (COMMON | TASKS[task].arguments | TASKS[task].sizes).items()}
         plan = [

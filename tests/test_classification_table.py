@@ -57,12 +57,12 @@ def small_tables(data_folder, monkeypatch):
 
 def test_classification_table(small_tables, tmp_path, monkeypatch, capsys):
     output = tmp_path / "table.json"
-    arguments = {"seeds": "0,1", "epochs": 12, "max_length": 32, "output": output}
+    arguments = {"seeds": "0,1", "epochs": 12, "max_length": 32, "dtype": "float32", "output": output}
     classification_table.main("routings", "CR", "Transformer;gated;random order", **arguments)
     rows = rows_of(output)
     assert len(rows) == 6
     assert {row["settings"].get("assignment", "neural") for row in rows} == {"full", "neural", "random"}
-    assert all(row["accuracy"] >= 75 and row["step_peak_bytes"] > 0 for row in rows), rows
+    assert all(row["accuracy"] >= 75 for row in rows), rows
     printed = capsys.readouterr().out
     assert " (2)" in printed
     assert "86.2" in printed  # the paper's Transformer
@@ -71,16 +71,29 @@ def test_classification_table(small_tables, tmp_path, monkeypatch, capsys):
     assert rows_of(output) == rows
 
 
-def test_sweeps_of_the_classification_table(small_tables, tmp_path, capsys):
+def test_sweeps_of_the_classification_table(small_tables, tmp_path, monkeypatch, capsys):
     output = tmp_path / "table.json"
     arguments = {"seeds": "0", "epochs": 2, "max_length": 32, "output": output}
     classification_table.main("clusters", None, "Transformer;neural, k=5", **arguments)
     printed = capsys.readouterr().out
-    assert "20 Newsgroups, s/epoch" in printed
     assert "84.9" in printed
+    classification_table.main("clusters", max_length=32, costs=True, repeats=2, output=output)
+    *trained, transformer, few, _, _, _, _, _, most = rows_of(output)
+    assert [row["settings"] for row in (transformer, few, most)] == [
+        {"clusters": 20, "assignment": "full"},
+        {"clusters": 5},
+        {"clusters": 300},
+    ]
+    assert transformer["speedup"] == 1
+    assert all(row["step_peak_bytes"] > 0 and row["step_ms"] > 0 for row in (transformer, few, most))
+    monkeypatch.setattr(classification_table, "costs_of", None)
+    classification_table.main("clusters", max_length=32, costs=True, output=output)
+    with pytest.raises(typer.BadParameter, match="leave out --names"):
+        classification_table.main("clusters", None, "Transformer", costs=True, output=output)
+    assert len(trained) == 2
     classification_table.main("losses", "WikiQA", "neural, no loss;gated, L1 and L2", **arguments)
     assert "WikiQA, paper" in capsys.readouterr().out
-    rows = rows_of(output)
+    rows = [row for row in rows_of(output) if "measured" not in row]
     assert all(0 < row["map"] <= row["mrr"] <= 100 for row in rows[2:])
     pairs = classification_data.OF_PAIRS
     assert [row["settings"] for row in rows] == [
