@@ -109,6 +109,7 @@ def test_translation(keep):
     keep("translation_table", rows, sizes=SIZES, dtype="bfloat16")
     table = clusterformer_tables.translation()
     assert cells(table, "gated encoder")[:2] == ["29.8", "-0.2"]
+    assert cells(table, "ClusterFormer, paper, IWSLT14") == ["34.9", "", "", ""]
     assert "3 epochs, bfloat16" in table
 
 
