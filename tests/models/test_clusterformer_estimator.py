@@ -1,8 +1,12 @@
 """The clustering alone, as a scikit-learn estimator."""
 
+import pickle
+
 import numpy as np
 import pytest
 from sklearn.base import clone
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from hf_effattn.models.clusterformer.estimator import NeuralClustering
@@ -53,6 +57,104 @@ def test_progress_is_shown_where_it_is_asked_for(capsys):
     assert "clustering" in capsys.readouterr().err
     NeuralClustering(6, max_iter=5, random_state=0).fit(X)
     assert capsys.readouterr().err == ""
+
+
+def test_zero_rows_are_similar_to_nothing_and_do_not_disturb_the_others():
+    X, group = directions()
+    X[::10] = 0
+    fitted = NeuralClustering(12, max_iter=200, random_state=0).fit(X)
+    assert np.isfinite(fitted.cluster_centers_).all()
+    assert np.array_equal(fitted.transform(X[::10]), np.zeros((30, 12)))
+    others = group[np.arange(300) % 10 > 0], fitted.labels_[np.arange(300) % 10 > 0]
+    assert all(len(np.unique(others[0][others[1] == j])) == 1 for j in np.unique(others[1]))
+
+
+def test_as_many_clusters_as_rows():
+    X, _ = directions(rows=10)
+    fitted = NeuralClustering(10, max_iter=5, random_state=0).fit(X)
+    assert fitted.cluster_centers_.shape == (10, 8)
+    assert fitted.transform(X).shape == (10, 10)
+
+
+def test_inner_product():
+    X, _ = directions()
+    with pytest.warns(UserWarning, match='similarity="dot" with clustering losses'):
+        fitted = NeuralClustering(6, similarity="dot", max_iter=100, random_state=0).fit(X)
+    assert fitted.losses_[-1, 0] < fitted.losses_[0, 0]
+    assert np.allclose(fitted.transform(X), X @ fitted.cluster_centers_.T)
+    assert np.array_equal(fitted.predict(X), fitted.labels_)
+
+
+def test_inner_product_without_losses_does_not_warn(recwarn):
+    X, _ = directions()
+    settings = {"similarity": "dot", "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0}
+    NeuralClustering(6, max_iter=3, random_state=0, **settings).fit(X)
+    NeuralClustering(6, max_iter=3, random_state=0).fit(X)
+    assert len(recwarn) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_dtype_of_the_data_is_kept(dtype):
+    X, _ = directions()
+    fitted = NeuralClustering(6, max_iter=5, random_state=0).fit(X.astype(dtype))
+    assert fitted.cluster_centers_.dtype == dtype
+    assert fitted.transform(X.astype(dtype)).dtype == dtype
+    assert dtype in fitted.__sklearn_tags__().transformer_tags.preserves_dtype
+
+
+def test_pandas_output_in_a_pipeline():
+    X, _ = directions()
+    model = make_pipeline(StandardScaler(with_mean=False), NeuralClustering(3, max_iter=5, random_state=0))
+    frame = model.set_output(transform="pandas").fit(X).transform(X)
+    assert list(frame.columns) == ["neuralclustering0", "neuralclustering1", "neuralclustering2"]
+    assert np.array_equal(frame.to_numpy().argmax(axis=1), model.predict(X))
+    assert list(model.get_feature_names_out()) == list(frame.columns)
+
+
+def test_pickled_and_back():
+    X, _ = directions()
+    fitted = NeuralClustering(6, max_iter=5, random_state=0).fit(X)
+    again = pickle.loads(pickle.dumps(fitted))
+    assert np.array_equal(again.transform(X), fitted.transform(X))
+    assert np.array_equal(again.labels_, fitted.labels_)
+    assert again.get_params() == fitted.get_params()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"n_clusters": 2.0}, TypeError, "n_clusters must be an int, got float"),
+        ({"max_iter": 0}, ValueError, "max_iter must be at least 1, got 0"),
+        ({"batch_size": True}, TypeError, "batch_size must be an int, got bool"),
+        ({"similarity": "euclidean"}, ValueError, "similarity must be one of 'dot', 'cosine', got 'euclidean'"),
+        ({"sharpness": 0}, ValueError, "sharpness must be a finite number above 0, got 0"),
+        ({"sharpness": np.inf}, ValueError, "sharpness must be a finite number above 0, got inf"),
+        ({"sharpness": "15"}, TypeError, "sharpness must be a number, got str"),
+        ({"learning_rate": 0.0}, ValueError, "learning_rate must be a finite number above 0, got 0.0"),
+        ({"learning_rate": -0.1}, ValueError, "learning_rate must be a finite number above 0, got -0.1"),
+        ({"learning_rate": np.nan}, ValueError, "learning_rate must be a finite number above 0, got nan"),
+        ({"learning_rate": None}, TypeError, "learning_rate must be a number, got NoneType"),
+        ({"cluster_loss_weight": -1.0}, ValueError, "cluster_loss_weight must be a finite number of at least 0"),
+        ({"cluster_loss_weight": np.nan}, ValueError, "cluster_loss_weight must be a finite number of at least 0"),
+        ({"sorting_loss_weight": np.inf}, ValueError, "sorting_loss_weight must be a finite number of at least 0"),
+        ({"sorting_loss_weight": True}, TypeError, "sorting_loss_weight must be a number, got bool"),
+        ({"verbose": "yes"}, TypeError, "verbose must be True or False, got 'yes'"),
+        ({"verbose": 2}, TypeError, "verbose must be True or False, got 2"),
+        ({"random_state": "seed"}, ValueError, "seed"),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_named(settings, error, message):
+    X, _ = directions()
+    with pytest.raises(error, match=message):
+        NeuralClustering(**{"n_clusters": 6, "max_iter": 3} | settings).fit(X)
+
+
+def test_numbers_of_numpy_are_settings_too():
+    X, _ = directions()
+    settings = {"sharpness": np.float32(15), "learning_rate": np.float64(0.1), "cluster_loss_weight": np.int64(1)}
+    fitted = NeuralClustering(np.int64(6), max_iter=np.int32(3), verbose=np.False_, **settings).fit(X)
+    assert fitted.cluster_centers_.shape == (6, 8)
 
 
 def test_mistakes_are_named():

@@ -1,6 +1,9 @@
 """The clustering of ClusterFormer alone, on a matrix of features (Source: Wang 2022, App. A)."""
 
+import math
 import sys
+import warnings
+from numbers import Real
 from typing import Any, Self
 
 import numpy as np
@@ -10,20 +13,26 @@ from rich.progress import track
 
 from ...ops import neural_clustering
 from ...ops.arguments import check_count
+from ...ops.neural_clustering import SIMILARITIES
 from .sorting import cluster_loss, sorting_loss
 
 try:
-    from sklearn.base import BaseEstimator, ClusterMixin, TransformerMixin  # type: ignore[import-untyped]
+    from sklearn.base import (  # type: ignore[import-untyped]
+        BaseEstimator,
+        ClassNamePrefixFeaturesOutMixin,
+        ClusterMixin,
+        TransformerMixin,
+    )
     from sklearn.utils.validation import (  # type: ignore[import-untyped]
         check_is_fitted,
         check_random_state,
         validate_data,
     )
 except ImportError as error:  # pragma: no cover
-    raise ImportError("NeuralClustering needs scikit-learn: pip install scikit-learn") from error
+    raise ImportError('NeuralClustering needs scikit-learn 1.6 or newer: pip install "scikit-learn>=1.6"') from error
 
 
-class NeuralClustering(TransformerMixin, ClusterMixin, BaseEstimator):
+class NeuralClustering(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, BaseEstimator):
     """Clusters the rows of a matrix by centroids that are trained with the paper's clustering losses.
 
     The centroids start at rows of the data. Every step draws a batch, updates the centroids by it (Eq. 2 and 3) and
@@ -35,10 +44,10 @@ class NeuralClustering(TransformerMixin, ClusterMixin, BaseEstimator):
         similarity (`str`): `"cosine"`, or `"dot"`, the paper's, whose losses have no bound.
         sharpness (`float`): factor on the similarity inside the memberships.
         cluster_loss_weight, sorting_loss_weight (`float`): the paper's μ and ν.
-        max_iter (`int`): training steps.
+        max_iter (`int`): training steps, all of which are made.
         batch_size (`int`): rows per step.
         learning_rate (`float`): of Adam.
-        verbose (`bool`): a progress bar on the error stream.
+        verbose (`bool`): a progress bar of the steps on the error stream, with the time that is left.
         random_state (`int`, `numpy.random.RandomState`, *optional*): for the start and the batches.
 
     Attributes:
@@ -80,11 +89,11 @@ class NeuralClustering(TransformerMixin, ClusterMixin, BaseEstimator):
             X: `(n_samples, n_features)`.
             y: ignored.
         Returns: self.
-        Raises: `ValueError` for fewer rows than clusters, or a setting that is out of range.
+        Raises: `ValueError` for fewer rows than clusters or a setting that is out of range; `TypeError` for a setting
+            of another type.
         """
+        self._check_settings()
         X = validate_data(self, X, dtype=(np.float64, np.float32), ensure_min_samples=1)
-        for name in ("n_clusters", "max_iter", "batch_size"):
-            check_count(name, getattr(self, name))
         if len(X) < self.n_clusters:
             raise ValueError(f"n_samples={len(X)} should be >= n_clusters={self.n_clusters}")
         random = check_random_state(self.random_state)
@@ -132,6 +141,48 @@ class NeuralClustering(TransformerMixin, ClusterMixin, BaseEstimator):
 
     def _nearest(self, X: np.ndarray) -> np.ndarray:
         return self._similarities(X).argmax(axis=1)
+
+    def _check_settings(self) -> None:
+        """Raise unless every setting is one that training can work with.
+
+        scikit-learn's own checks of parameters are private, and change with its releases.
+        """
+        for name in ("n_clusters", "max_iter", "batch_size"):
+            check_count(name, getattr(self, name))
+        if self.similarity not in SIMILARITIES:
+            raise ValueError(
+                f"similarity must be one of {', '.join(map(repr, SIMILARITIES))}, got {self.similarity!r}"
+            )
+        for name in ("sharpness", "learning_rate"):
+            _check_number(name, getattr(self, name), zero=False)
+        for name in ("cluster_loss_weight", "sorting_loss_weight"):
+            _check_number(name, getattr(self, name), zero=True)
+        if not isinstance(self.verbose, bool | np.bool_):
+            raise TypeError(f"verbose must be True or False, got {self.verbose!r}")
+        if self.similarity == "dot" and (self.cluster_loss_weight or self.sorting_loss_weight):
+            warnings.warn(
+                'similarity="dot" with clustering losses: the inner product has no bound, so the losses fall for ever'
+                ' and the centroids collapse into one direction; use similarity="cosine", or weights of 0',
+                stacklevel=3,
+            )
+
+    @property
+    def _n_features_out(self) -> int:
+        """How many names `get_feature_names_out` makes; only after `fit`."""
+        return len(self.cluster_centers_)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.transformer_tags.preserves_dtype = ["float64", "float32"]
+        return tags
+
+
+def _check_number(name: str, value: Any, *, zero: bool) -> None:
+    """Raise unless `value` is a finite number above 0, or 0 where `zero` allows it."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise ValueError(f"{name} must be a finite number {'of at least' if zero else 'above'} 0, got {value}")
 
 
 def _error_console() -> Any:
