@@ -2,13 +2,14 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-import hf_effattn  # noqa: F401  tells transformers what the model is
+from hf_effattn import ClusterFormerConfig
 
 FOLDER = Path(__file__).resolve().parents[1] / "model_cards" / "clusterformer-20news"
 MESSAGES = 150
@@ -22,6 +23,18 @@ def model():
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(FOLDER)
+
+
+def test_the_command_of_its_card_makes_its_configuration():
+    """A default that changes later would make another model."""
+    card = (FOLDER / "README.md").read_text(encoding="utf-8")
+    overrides = dict(re.findall(r"([a-z_]+)=([^,\n]+)", "\n".join(re.findall(r"^SIZES=.*$", card, re.MULTILINE))))
+    made = ClusterFormerConfig(**{name: json.loads(value) for name, value in overrides.items()}).to_dict()
+    kept = ClusterFormerConfig.from_pretrained(FOLDER).to_dict()
+    of_the_data = {"vocab_size", "id2label", "label2id", "dtype", "architectures", "problem_type", "use_cache"}
+    of_the_data |= {name for name in kept if name.endswith("_token_id")}
+    different = {name for name in kept if kept[name] != made.get(name)} - of_the_data
+    assert different == set()
 
 
 @torch.no_grad()

@@ -35,7 +35,10 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_positio
 # What makes the attention of a model from scratch what it is.
 OF_ATTENTION: dict[str, tuple[str, ...]] = {
     "cst": ("slice_length", "extension_ratio", "composition", "position_embedding", "pooling", "num_global_tokens"),
-    "clusterformer": ("clusters", "window_blocks", "assignment", "decoder_assignment", "similarity", "gated"),
+    "clusterformer": (
+        *("clusters", "window_blocks", "assignment", "decoder_assignment", "similarity", "gated"),
+        *("cluster_loss_weight", "sorting_loss_weight"),
+    ),
 }
 
 
