@@ -5,6 +5,7 @@ import pickle
 import numpy as np
 import pytest
 from sklearn.base import clone
+from sklearn.metrics import adjusted_rand_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
@@ -59,6 +60,49 @@ def test_progress_is_shown_where_it_is_asked_for(capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("unit", [1e-300, 1e-9, 255.0, 1e300])
+def test_clusters_do_not_depend_on_the_unit_of_the_data(unit):
+    """Adam's steps are absolute: on 255 times the data the centroids hardly moved from where they started."""
+    X, _ = directions()
+    model = NeuralClustering(6, max_iter=50, random_state=0)
+    plain, scaled = model.fit(X), clone(model).fit(unit * X)
+    assert np.array_equal(plain.labels_, scaled.labels_)
+    assert np.allclose(scaled.cluster_centers_ / unit, plain.cluster_centers_, rtol=1e-6, atol=1e-9)
+    assert np.allclose(scaled.losses_, plain.losses_, atol=1e-9)
+    assert np.allclose(scaled.transform(unit * X), plain.transform(X), atol=1e-9)
+
+
+@pytest.mark.parametrize("unit", [1e-25, 1e20, 1e37])
+def test_float32_rows_whose_squares_underflow_or_overflow(unit):
+    X = directions()[0].astype(np.float32)
+    fitted = NeuralClustering(6, max_iter=100, random_state=0).fit(np.float32(unit) * X)
+    plain = NeuralClustering(6, max_iter=100, random_state=0).fit(X)
+    assert fitted.cluster_centers_.dtype == np.float32
+    assert np.isfinite(fitted.cluster_centers_).all()
+    assert adjusted_rand_score(plain.labels_, fitted.labels_) > 0.99
+    # The rows may also come in another precision than those of fit.
+    assert np.array_equal(plain.predict(X.astype(np.float64)), plain.labels_)
+    small = NeuralClustering(6, max_iter=20, random_state=0).fit(1e-60 * X.astype(np.float64))
+    assert len(np.unique(small.predict(X))) > 1
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_data_of_zeros_only(dtype):
+    X = np.zeros((10, 3), dtype)
+    fitted = NeuralClustering(3, max_iter=3, random_state=0).fit(X)
+    assert np.array_equal(fitted.labels_, np.zeros(10))
+    assert np.array_equal(fitted.cluster_centers_, np.zeros((3, 3)))
+    assert np.array_equal(fitted.transform(X), np.zeros((10, 3)))
+
+
+def test_smallest_numbers_there_are():
+    """The root mean square of data with few entries may be below the smallest number of their type."""
+    X = np.zeros((40, 10), np.float32)
+    X[np.arange(40), np.arange(40) % 2] = np.finfo(np.float32).smallest_subnormal
+    fitted = NeuralClustering(2, max_iter=3, random_state=1).fit(X)
+    assert np.isfinite(fitted.transform(X)).all()
+
+
 def test_zero_rows_are_similar_to_nothing_and_do_not_disturb_the_others():
     X, group = directions()
     X[::10] = 0
@@ -77,12 +121,17 @@ def test_as_many_clusters_as_rows():
 
 
 def test_inner_product():
+    """Its memberships mean something in one unit only; the step is relative to the data there too."""
     X, _ = directions()
     with pytest.warns(UserWarning, match='similarity="dot" with clustering losses'):
         fitted = NeuralClustering(6, similarity="dot", max_iter=100, random_state=0).fit(X)
     assert fitted.losses_[-1, 0] < fitted.losses_[0, 0]
     assert np.allclose(fitted.transform(X), X @ fitted.cluster_centers_.T)
     assert np.array_equal(fitted.predict(X), fitted.labels_)
+    # The memberships of X with sharpness 15 are those of 10 X with sharpness .15.
+    with pytest.warns(UserWarning, match="weights of 0"):
+        scaled = NeuralClustering(6, similarity="dot", sharpness=0.15, max_iter=100, random_state=0).fit(10 * X)
+    assert np.allclose(scaled.cluster_centers_ / 10, fitted.cluster_centers_, rtol=1e-4, atol=1e-6)
 
 
 def test_inner_product_without_losses_does_not_warn(recwarn):
@@ -91,6 +140,16 @@ def test_inner_product_without_losses_does_not_warn(recwarn):
     NeuralClustering(6, max_iter=3, random_state=0, **settings).fit(X)
     NeuralClustering(6, max_iter=3, random_state=0).fit(X)
     assert len(recwarn) == 0
+
+
+@pytest.mark.filterwarnings("ignore:similarity=.dot.:UserWarning")
+@pytest.mark.parametrize(
+    ("settings", "unit"), [({"similarity": "dot"}, 1e200), ({"learning_rate": 1e308}, 1.0)], ids=["dot", "step"]
+)
+def test_training_that_overflows_is_told(settings, unit):
+    X, _ = directions()
+    with pytest.raises(ValueError, match="training overflowed float64: it needs a lower learning_rate"):
+        NeuralClustering(6, max_iter=10, random_state=0, **settings).fit(unit * X)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

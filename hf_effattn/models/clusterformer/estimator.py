@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from rich.progress import track
 
 from ...ops import neural_clustering
@@ -39,6 +38,10 @@ class NeuralClustering(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Cluste
     descends `μ L1 + ν L2` of the updated ones. `cluster_centers_` are those updated by all the rows; a row is in the
     cluster of the nearest of them, by the same similarity, so that its label does not depend on the rows beside it.
 
+    With the cosine the clusters do not depend on the unit of the data: those of `X` and `255 X` are the same. With the
+    inner product they do, because memberships are the sharper the larger the numbers are: `sharpness` is per square
+    of the data's unit.
+
     Args:
         n_clusters (`int`): the paper's `k`.
         similarity (`str`): `"cosine"`, or `"dot"`, the paper's, whose losses have no bound.
@@ -46,7 +49,8 @@ class NeuralClustering(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Cluste
         cluster_loss_weight, sorting_loss_weight (`float`): the paper's μ and ν.
         max_iter (`int`): training steps, all of which are made.
         batch_size (`int`): rows per step.
-        learning_rate (`float`): of Adam.
+        learning_rate (`float`): of Adam, about what a step changes a number of a centroid by: in units of the root
+            mean square of all the numbers in the data.
         verbose (`bool`): a progress bar of the steps on the error stream, with the time that is left.
         random_state (`int`, `numpy.random.RandomState`, *optional*): for the start and the batches.
 
@@ -67,7 +71,7 @@ class NeuralClustering(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Cluste
         sorting_loss_weight: float = 0.01,
         max_iter: int = 400,
         batch_size: int = 2000,
-        learning_rate: float = 3e-2,
+        learning_rate: float = 9e-2,
         verbose: bool = False,
         random_state: Any = None,
     ) -> None:
@@ -89,22 +93,46 @@ class NeuralClustering(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Cluste
             X: `(n_samples, n_features)`.
             y: ignored.
         Returns: self.
-        Raises: `ValueError` for fewer rows than clusters or a setting that is out of range; `TypeError` for a setting
-            of another type.
+        Raises: `ValueError` for fewer rows than clusters, a setting that is out of range, or a training that
+            overflows; `TypeError` for a setting of another type.
         """
         self._check_settings()
         X = validate_data(self, X, dtype=(np.float64, np.float32), ensure_min_samples=1)
         if len(X) < self.n_clusters:
             raise ValueError(f"n_samples={len(X)} should be >= n_clusters={self.n_clusters}")
         random = check_random_state(self.random_state)
-        rows = torch.tensor(X)
         cosine = self.similarity == "cosine"
-        centroids = rows[random.permutation(len(X))[: self.n_clusters]].clone().requires_grad_()
-        optimizer = torch.optim.Adam([centroids], lr=self.learning_rate)
+        size = _root_mean_square(X)
+        # Adam steps by the learning rate whatever the gradients are. Where the similarity allows it, the rows are
+        # brought to the size of 1 instead, where no square of theirs underflows or overflows.
+        unit, step = (size, self.learning_rate) if cosine else (1.0, self.learning_rate * size)
+        rows = torch.tensor(X / unit)
+        centroids, losses = self._train(rows, random, step)
+        with torch.no_grad():
+            updated, _ = self._update(rows[None], centroids)
+        centers = updated[0].numpy()
+        if not np.isfinite(centers).all():
+            raise ValueError(
+                f'training overflowed {X.dtype}: it needs a lower learning_rate, or with similarity="dot" smaller'
+                " numbers in X"
+            )
+        self.cluster_centers_ = centers * X.dtype.type(unit)
+        self.losses_ = np.array(losses)
+        self.n_iter_ = self.max_iter
+        self.labels_ = self._nearest(X)
+        return self
+
+    def _train(
+        self, rows: torch.Tensor, random: np.random.RandomState, step: float
+    ) -> tuple[torch.Tensor, list[list[float]]]:
+        """The trained centroids `(n_clusters, n_features)`, not yet updated by rows, and both losses of every step."""
+        cosine = self.similarity == "cosine"
+        centroids = rows[random.permutation(len(rows))[: self.n_clusters]].clone().requires_grad_()
+        optimizer = torch.optim.Adam([centroids], lr=step)
         losses = []
         steps = range(self.max_iter)
         for _ in track(steps, "clustering", disable=not self.verbose, console=_error_console()):
-            batch = rows[random.randint(len(X), size=min(self.batch_size, len(X)))][None]
+            batch = rows[random.randint(len(rows), size=min(self.batch_size, len(rows)))][None]
             updated, labels = self._update(batch, centroids)
             parts = cluster_loss(batch, updated, labels, None, cosine), sorting_loss(updated, cosine)
             loss = self.cluster_loss_weight * parts[0] + self.sorting_loss_weight * parts[1]
@@ -112,13 +140,7 @@ class NeuralClustering(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Cluste
             loss.backward()
             optimizer.step()
             losses.append([float(part.detach()) for part in parts])
-        with torch.no_grad():
-            updated, _ = self._update(rows[None], centroids)
-        self.cluster_centers_ = updated[0].numpy()
-        self.losses_ = np.array(losses)
-        self.n_iter_ = self.max_iter
-        self.labels_ = self._nearest(X)
-        return self
+        return centroids.detach(), losses
 
     def predict(self, X: Any) -> np.ndarray:
         """The cluster of each row `(n_samples, n_features)`: `(n_samples,)` in `0 .. n_clusters - 1`."""
@@ -134,10 +156,9 @@ class NeuralClustering(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Cluste
         return neural_clustering(rows, centroids[None], similarity=self.similarity, sharpness=self.sharpness)
 
     def _similarities(self, X: np.ndarray) -> np.ndarray:
-        centers = self.cluster_centers_.astype(X.dtype)
         if self.similarity == "cosine":
-            X, centers = (F.normalize(torch.tensor(rows), dim=1).numpy() for rows in (X, centers))
-        return X @ centers.T
+            return _directions(X) @ _directions(self.cluster_centers_).astype(X.dtype).T
+        return X @ self.cluster_centers_.astype(X.dtype).T
 
     def _nearest(self, X: np.ndarray) -> np.ndarray:
         return self._similarities(X).argmax(axis=1)
@@ -183,6 +204,25 @@ def _check_number(name: str, value: Any, *, zero: bool) -> None:
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
         raise ValueError(f"{name} must be a finite number {'of at least' if zero else 'above'} 0, got {value}")
+
+
+def _root_mean_square(X: np.ndarray) -> float:
+    """Of all numbers of `X` `(n, d)`, as a number above 0 of the type of `X`; 1 where all are zero."""
+    largest = float(max(X.max(), -X.min()))
+    if largest == 0:
+        return 1.0
+    shares = X / largest  # squares of the numbers themselves may underflow or overflow
+    mean = np.einsum("ij,ij->i", shares, shares, dtype=np.float64).mean() / X.shape[1]
+    # Rounded to the type of X it may be 0 next to the smallest numbers of the type.
+    return float(X.dtype.type(largest * math.sqrt(mean))) or largest
+
+
+def _directions(rows: np.ndarray) -> np.ndarray:
+    """Rows `(n, d)` scaled to length 1; a row of length 0 stays 0."""
+    largest = np.abs(rows).max(axis=1, keepdims=True)
+    shares = rows / np.where(largest == 0, 1, largest)  # their squares neither underflow nor overflow
+    lengths = np.linalg.norm(shares, axis=1, keepdims=True)
+    return shares / np.where(lengths == 0, 1, lengths)
 
 
 def _error_console() -> Any:
