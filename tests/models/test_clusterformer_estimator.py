@@ -1,9 +1,11 @@
 """The clustering alone, as a scikit-learn estimator."""
 
 import pickle
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import torch
 from sklearn.base import clone
 from sklearn.metrics import adjusted_rand_score
 from sklearn.pipeline import make_pipeline
@@ -20,6 +22,17 @@ def directions(rows=300, groups=6, seed=0):
     group = np.arange(rows) % groups
     noise = 0.05 * random.standard_normal((rows, 8))
     return (centers[group] + noise) * random.uniform(0.5, 2.0, (rows, 1)), group
+
+
+@contextmanager
+def default_device(device):
+    """`torch.set_default_device` and the way back."""
+    before = torch.get_default_device()
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(before)
 
 
 @parametrize_with_checks([NeuralClustering(n_clusters=2, max_iter=30, random_state=0)])
@@ -150,6 +163,54 @@ def test_training_that_overflows_is_told(settings, unit):
     X, _ = directions()
     with pytest.raises(ValueError, match="training overflowed float64: it needs a lower learning_rate"):
         NeuralClustering(6, max_iter=10, random_state=0, **settings).fit(unit * X)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda X: np.ascontiguousarray(X[::-1])[::-1],
+        lambda X: np.ascontiguousarray(X[:, ::-1])[:, ::-1],
+        np.asfortranarray,
+        lambda X: np.repeat(X, 2, axis=0)[::2],
+    ],
+    ids=["rows reversed", "columns reversed", "Fortran order", "every other row"],
+)
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+@pytest.mark.filterwarnings("ignore:similarity=.dot.:UserWarning")
+def test_any_layout_in_memory(layout, similarity):
+    X, _ = directions()
+    other = layout(X)
+    assert np.array_equal(other, X)
+    other.flags.writeable = False
+    model = NeuralClustering(6, similarity=similarity, max_iter=10, random_state=0)
+    plain, fitted = model.fit(X), clone(model).fit(other)
+    assert np.allclose(fitted.cluster_centers_, plain.cluster_centers_)
+    assert np.array_equal(fitted.predict(other), plain.predict(X))
+    assert np.allclose(fitted.transform(other), plain.transform(X))
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: default_device("meta"),
+        lambda: torch.device("meta"),
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    ],
+    ids=["no_grad", "inference_mode", "default device", "device context", "autocast"],
+)
+def test_settings_of_torch_do_not_matter(context):
+    X, _ = directions()
+    model = NeuralClustering(6, max_iter=10, random_state=0)
+    plain = model.fit(X.astype(np.float32))
+    with context():
+        fitted = clone(model).fit(X.astype(np.float32))
+        labels, similarities = fitted.predict(X), fitted.transform(X)
+    assert np.array_equal(fitted.cluster_centers_, plain.cluster_centers_)
+    assert np.array_equal(fitted.losses_, plain.losses_)
+    assert np.array_equal(labels, plain.predict(X))
+    assert np.array_equal(similarities, plain.transform(X))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

@@ -3,6 +3,8 @@
 import math
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, Self
 
@@ -106,10 +108,11 @@ class NeuralClustering(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Cluste
         # Adam steps by the learning rate whatever the gradients are. Where the similarity allows it, the rows are
         # brought to the size of 1 instead, where no square of theirs underflows or overflows.
         unit, step = (size, self.learning_rate) if cosine else (1.0, self.learning_rate * size)
-        rows = torch.tensor(X / unit)
-        centroids, losses = self._train(rows, random, step)
-        with torch.no_grad():
-            updated, _ = self._update(rows[None], centroids)
+        with _training_on_the_cpu():
+            rows = torch.from_numpy(np.divide(X, unit, order="C"))
+            centroids, losses = self._train(rows, random, step)
+            with torch.no_grad():
+                updated, _ = self._update(rows[None], centroids)
         centers = updated[0].numpy()
         if not np.isfinite(centers).all():
             raise ValueError(
@@ -223,6 +226,18 @@ def _directions(rows: np.ndarray) -> np.ndarray:
     shares = rows / np.where(largest == 0, 1, largest)  # their squares neither underflow nor overflow
     lengths = np.linalg.norm(shares, axis=1, keepdims=True)
     return shares / np.where(lengths == 0, 1, lengths)
+
+
+@contextmanager
+def _training_on_the_cpu() -> Iterator[None]:
+    """Gradients and tensors on the CPU in full precision, whatever the caller has set: rows come from numpy."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.device("cpu"),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
 
 
 def _error_console() -> Any:
