@@ -3,7 +3,8 @@
 import pytest
 import torch
 from clusterformer_cases import padded_texts, texts, tiny_model
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers import CompileConfig
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_effattn.models.clusterformer import ClusterFormerForCausalLM, ClusterFormerForConditionalGeneration
 
@@ -68,6 +69,38 @@ def test_cached_logits_equal_recomputation(variant, chunk):
         torch.testing.assert_close(output.logits, expected[:, start : start + chunk], rtol=0, atol=2e-14)
 
 
+@torch.no_grad()
+@each_strict
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_static_cache_is_attended_to_as_far_as_it_is_filled(variant, masked):
+    """What it returns is as long as what it can hold: full attention once took its empty places for the last words."""
+    model = tiny_model(ClusterFormerForCausalLM, **STRICT[variant])
+    words = texts(2, 26)
+    mask = torch.ones_like(words)
+    if masked:
+        mask[0, :4] = 0
+    expected = model(words, attention_mask=mask, use_cache=False).logits
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    for _ in range(2):
+        for start, end in ((0, 10), (10, 11), (11, 15), (15, 26)):
+            options = {"past_key_values": cache} | ({"attention_mask": mask[:, :end]} if masked else {})
+            output = model(words[:, start:end], **options)
+            counted = mask[:, start:end].bool()
+            torch.testing.assert_close(output.logits[counted], expected[:, start:end][counted], rtol=0, atol=2e-14)
+        assert output.past_key_values is cache
+        cache.reset()
+
+
+@torch.no_grad()
+def test_words_beyond_a_static_cache_are_named():
+    model = tiny_model(ClusterFormerForCausalLM)
+    cache = StaticCache(config=model.config, max_cache_len=12)
+    model(texts(2, 10), past_key_values=cache)
+    with pytest.raises(ValueError, match="10 words and 3 more, but the cache holds at most 12"):
+        model(texts(2, 3), past_key_values=cache)
+    assert model(texts(2, 2), past_key_values=cache).logits.isfinite().all()
+
+
 def test_labels_beyond_256_survive_a_bfloat16_cache():
     """A label is kept in columns of the cache: bfloat16 holds integers up to 256 only."""
     model = tiny_model(ClusterFormerForCausalLM, dtype=torch.bfloat16, clusters=700)
@@ -89,6 +122,23 @@ def test_generation_with_a_cache_equals_generation_without(variant, beams):
     words = texts(2, 9)
     cached = model.generate(words, use_cache=True, **options)
     assert torch.equal(cached, model.generate(words, use_cache=False, **options))
+
+
+@each_strict
+@pytest.mark.parametrize(("beams", "chunk"), [(1, None), (3, None), (1, 4)])
+def test_generation_with_a_static_cache_equals_generation_without(variant, beams, chunk):
+    """transformers makes a mask of four dimensions for such a cache, and would compile the model."""
+    model = tiny_model(ClusterFormerForCausalLM, **STRICT[variant])
+    words, mask = padded_texts("left", N=14, padding=5)
+    options = {"attention_mask": mask, "max_new_tokens": 8, "num_beams": beams, "do_sample": False}
+    expected = model.generate(words, use_cache=False, **options)
+    everywhere = CompileConfig(backend="eager")
+    everywhere._compile_all_devices = True  # else it would compile on a GPU only
+    static = {"cache_implementation": "static", "prefill_chunk_size": chunk, "compile_config": everywhere}
+    torch._dynamo.utils.counters.clear()
+    assert torch.equal(model.generate(words, **static, **options), expected)
+    assert not torch._dynamo.utils.counters["frames"]
+    assert torch.equal(model.generate(words[1:], **static, **options | {"attention_mask": None}), expected[1:])
 
 
 @pytest.mark.parametrize("variant", ["neural", "gated", "full"])
@@ -137,6 +187,29 @@ def test_translation_with_a_cache_equals_translation_without(causal, changes, be
     cached = model.generate(words, use_cache=True, **options)
     assert torch.equal(cached, model.generate(words, use_cache=False, **options))
     assert cached.shape[1] > 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"gated": True}, {"assignment": "full"}], ids=str)
+@pytest.mark.parametrize("beams", [1, 3])
+def test_translation_with_a_static_cache_equals_translation_without(changes, beams):
+    model = tiny_model(ClusterFormerForConditionalGeneration, decoder_layers=3, **changes)
+    words, mask = padded_texts("right")
+    options = {"attention_mask": mask, "max_new_tokens": 10, "num_beams": beams, "do_sample": False}
+    static = model.generate(words, cache_implementation="static", **options)
+    assert torch.equal(static, model.generate(words, use_cache=False, **options))
+
+
+@torch.no_grad()
+def test_translation_with_static_caches_larger_than_source_and_target():
+    model = tiny_model(ClusterFormerForConditionalGeneration)
+    words, mask = padded_texts("right")
+    targets = texts(3, 9, seed=4)
+    expected = model(words, attention_mask=mask, decoder_input_ids=targets, use_cache=False).logits
+    cache = EncoderDecoderCache(*(StaticCache(config=model.config, max_cache_len=length) for length in (20, 30)))
+    for part in (slice(0, 5), slice(5, 6), slice(6, 9)):
+        options = {"attention_mask": mask, "past_key_values": cache}
+        logits = model(words, decoder_input_ids=targets[:, part], **options).logits
+        torch.testing.assert_close(logits, expected[:, part], rtol=0, atol=2e-14)
 
 
 @each_causal

@@ -14,6 +14,28 @@ from .sorting import SortedWords
 LABEL_BASE = 256
 
 
+def cached_words(cache: Cache | None, layer_idx: int = 0) -> int:
+    """How many words a cache holds.
+
+    A static cache counts them in a tensor, which its next update changes: the number is read out of it.
+    """
+    words = 0 if cache is None else cache.get_seq_length(layer_idx)
+    return int(words) if torch.is_tensor(words) else words
+
+
+def remember(
+    cache: Cache, key: torch.Tensor, value: torch.Tensor, layer_idx: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Put keys and values `(B, H, N, ·)` behind those of the words before; all of them, and how many were before.
+
+    A static cache returns as many rows as it can hold: those that no word has filled yet are cut off.
+    """
+    past = cached_words(cache, layer_idx)
+    length = past + key.shape[2]
+    key, value = cache.update(key, value, layer_idx)
+    return key[:, :, :length], value[:, :, :length], past
+
+
 class Projections(nn.Module):
     """Queries, keys, values and the output of one attention."""
 
@@ -56,9 +78,8 @@ class SortedBlockSelfAttention(Projections):
         """Attend from words `(B, N, d)`; with a cache (strict form only) also to the words before them."""
         query, key, value = (self.split(layer(words)) for layer in (self.query, self.key, self.value))
         if cache is not None:
-            past = cache.get_seq_length(self.layer_idx)
             kept = torch.cat([key, self.remembered(clustered, key)], dim=-1)
-            kept, value = cache.update(kept, value, self.layer_idx)
+            kept, value, past = remember(cache, kept, value, self.layer_idx)
             if past:
                 return self.join(self.attend_to_cache(query, kept, value, clustered, mask))
         return self.join(
@@ -134,7 +155,7 @@ class FullSelfAttention(Projections):
         """Attend from words `(B, N, d)`; with a cache also to the words before them."""
         query, key, value = (self.split(layer(words)) for layer in (self.query, self.key, self.value))
         if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
+            key, value, _ = remember(cache, key, value, self.layer_idx)
         N, M = query.shape[2], key.shape[2]
         seen = None if mask is None else mask[:, None, None, :M]
         plain = self.causal and seen is None and N == M
@@ -162,12 +183,12 @@ class CrossAttention(Projections):
     ) -> torch.Tensor:
         """Attend from `(B, N, d)` to `encoded` `(B, M, d)`, of which `mask` `(B, M)` says what counts."""
         if cache is not None and cache.is_updated.get(self.layer_idx):
-            layer = cache.cross_attention_cache.layers[self.layer_idx]
-            key, value = layer.keys, layer.values
+            layer, M = cache.cross_attention_cache.layers[self.layer_idx], encoded.shape[1]
+            key, value = layer.keys[:, :, :M], layer.values[:, :, :M]  # a static one may hold more
         else:
             key, value = self.split(self.key(encoded)), self.split(self.value(encoded))
             if cache is not None:
-                key, value = cache.cross_attention_cache.update(key, value, self.layer_idx)
+                key, value, _ = remember(cache.cross_attention_cache, key, value, self.layer_idx)
                 cache.is_updated[self.layer_idx] = True
         seen = None if mask is None else mask[:, None, None, :]
         query = self.split(self.query(words))

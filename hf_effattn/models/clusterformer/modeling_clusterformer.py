@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import can_return_tuple
 
 from ..means import masked_mean
-from .attention import CrossAttention, FullSelfAttention, SortedBlockSelfAttention
+from .attention import CrossAttention, FullSelfAttention, SortedBlockSelfAttention, cached_words
 from .configuration_clusterformer import ClusterFormerConfig
 from .outputs import ClusterFormerModelOutput
 from .sorting import (
@@ -229,7 +229,7 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
             )
         words = self.embeddings.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         past_key_values = self._cache(past_key_values, use_cache)
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        past = self._past(past_key_values, words.shape[1])
         mask = _as_mask("attention_mask", attention_mask, words, past + words.shape[1])
         encoder_mask = None
         if encoder_hidden_states is not None:
@@ -293,6 +293,20 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
             if config.add_cross_attention:
                 past_key_values = EncoderDecoderCache(past_key_values, DynamicCache())
         return past_key_values
+
+    def _past(self, past_key_values: Cache | None, words: int) -> int:
+        """The number of words in the cache; refused where the new ones do not fit behind them."""
+        past = cached_words(past_key_values)
+        own = past_key_values
+        if isinstance(own, EncoderDecoderCache):
+            own = own.self_attention_cache
+        room = [layer.max_cache_len for layer in getattr(own, "layers", ()) if hasattr(layer, "max_cache_len")]
+        if room and past + words > min(room):
+            raise ValueError(
+                f"{past} words and {words} more, but the cache holds at most {min(room)}; make it with a larger"
+                " max_cache_len"
+            )
+        return past
 
     def _positions(self, words: torch.Tensor, mask: torch.Tensor | None, past: int) -> torch.Tensor:
         length = past + words.shape[1]

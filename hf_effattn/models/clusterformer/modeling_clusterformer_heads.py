@@ -180,7 +180,30 @@ class ClusterFormerForPreTraining(_WithWordHead):
         )
 
 
-class ClusterFormerForCausalLM(_WithWordHead, GenerationMixin):
+class ClusterFormerGenerationMixin(GenerationMixin):
+    """What the models that write text change in transformers' `generate`."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; `causal="paper"` computes the text anew for every word, for its clusters move."""
+        if self.config.causal == "paper":
+            kwargs["use_cache"] = False
+        return super().generate(*args, **kwargs)
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+        """The 0/1 mask as it is: transformers makes one of four dimensions of it where the cache is static."""
+        return attention_mask
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        """Never: with a static cache it would be compiled, and anew for every word, because the keys are cut."""
+        return False
+
+    def _get_static_cache_init_shape(self) -> None:
+        """A static cache is shaped by the first keys: beside them it holds labels, which a config does not show."""
+        return
+
+
+class ClusterFormerForCausalLM(_WithWordHead, ClusterFormerGenerationMixin):
     """ClusterFormer that predicts the next word; `config.is_decoder` is set."""
 
     def __init__(self, config: ClusterFormerConfig) -> None:
@@ -229,12 +252,6 @@ class ClusterFormerForCausalLM(_WithWordHead, GenerationMixin):
             hidden_states=decoded.hidden_states,
             **clustering_of(task_loss, decoded),
         )
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; `causal="paper"` computes the text anew for every word, for its clusters move."""
-        if self.config.causal == "paper":
-            kwargs["use_cache"] = False
-        return super().generate(*args, **kwargs)
 
 
 class ClusterFormerForSequenceClassification(ClusterFormerPreTrainedModel):

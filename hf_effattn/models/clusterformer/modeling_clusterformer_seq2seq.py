@@ -5,14 +5,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_clusterformer import ClusterFormerConfig
 from .modeling_clusterformer import ClusterFormerModel, ClusterFormerPreTrainedModel
-from .modeling_clusterformer_heads import IGNORED, total_loss, word_loss
+from .modeling_clusterformer_heads import IGNORED, ClusterFormerGenerationMixin, total_loss, word_loss
 from .outputs import CLUSTERING_FIELDS, ClusterFormerSeq2SeqLMOutput, ClusteringOutput
 
 
@@ -23,7 +22,7 @@ def part_config(config: ClusterFormerConfig, **changes: Any) -> ClusterFormerCon
     return type(config)(**settings | changes)
 
 
-class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, GenerationMixin):
+class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, ClusterFormerGenerationMixin):
     """An encoder of `num_hidden_layers`, and a decoder of `decoder_layers` that also attends to the encoder.
 
     Both sort their own words; the decoder by `config.decoder_assignment` and `config.causal`. Embeddings and scores
@@ -173,12 +172,6 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Genera
             encoder_hidden_states=getattr(encoder_outputs, "hidden_states", None),
             **dict(clustering) | {"task_loss": task_loss},
         )
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; `causal="paper"` computes the text anew for every word, for its clusters move."""
-        if self.config.causal == "paper":
-            kwargs["use_cache"] = False
-        return super().generate(*args, **kwargs)
 
 
 def _mean_of(encoded: Any, decoded: ClusteringOutput) -> ClusteringOutput:
