@@ -35,6 +35,8 @@ from rich.progress import track
 from step_costs import step_costs
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from hf_effattn import ClusterFormerConfig
+
 TRANSFORMER, RANDOM = "Transformer", "random order"
 # Attention dropout is off: SDPA on a CPU is slow with it, and the comparison would be one of that.
 SIZES: dict[str, Any] = {
@@ -108,6 +110,16 @@ PAPER_MRR: dict[str, dict[str, float]] = {
     "routings": {TRANSFORMER: 61.3, "neural": 64.8, "K-means": 57.4, "LSH": 60.3},
     "clusters": {},
     "losses": {"neural, no loss": 63.6, "neural, L2": 64.0, "neural, L1": 63.3, "neural, L1 and L2": 64.8},
+}
+
+
+# What a row's settings leave as it is: results of other defaults are not compared with these.
+DEFAULTS = {
+    name: getattr(ClusterFormerConfig(), name)
+    for name in (
+        *("window_blocks", "similarity", "sharpness", "cluster_loss_weight", "sorting_loss_weight", "causal"),
+        *("pre_norm", "pooling", "assignment_seed"),
+    )
 }
 
 
@@ -292,7 +304,7 @@ def main(
         if unknown:
             raise typer.BadParameter(f"unknown {what} {unknown}; there are {list(known)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kept = KeptRuns(output, {"sizes": SIZES, "training": TRAINING, "dtype": dtype}, device)
+    kept = KeptRuns(output, {"sizes": SIZES, "training": TRAINING, "defaults": DEFAULTS, "dtype": dtype}, device)
     if costs:
         if names:
             raise typer.BadParameter("--costs measures all models of a sweep together: leave out --names")

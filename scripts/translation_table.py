@@ -24,7 +24,7 @@ import pandas as pd
 import run_translation
 import torch
 import typer
-from classification_table import TRANSFORMER, WITHOUT_L1, WITHOUT_L2, data_folder, differences
+from classification_table import DEFAULTS, TRANSFORMER, WITHOUT_L1, WITHOUT_L2, data_folder, differences
 from command_line import command_line_of, run_with_help
 from kept_runs import KeptRuns, mean_and_deviation, run_folder, with_wall_time
 from rich.progress import track
@@ -159,7 +159,7 @@ def main(
         (name, {"settings": MODELS[name], "seed": int(seed)} | sizes) for seed in seeds.split(",") for name in chosen
     ]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kept = KeptRuns(output, {"sizes": SIZES, "training": TRAINING, "dtype": dtype}, device)
+    kept = KeptRuns(output, {"sizes": SIZES, "training": TRAINING, "defaults": DEFAULTS, "dtype": dtype}, device)
     with data_folder(), TemporaryDirectory() as temporary:
         for run in track(kept.missing(run for _, run in plan), description="models"):
             low_precision = dtype != "float32"
