@@ -142,6 +142,9 @@ class ClusterFormerPreTrainedModel(PreTrainedModel):
             init.eye_(module.weight)
         elif isinstance(module, Centroids):
             init.normal_(module.weight, std=self.config.hidden_size**-0.5)
+        elif isinstance(module, WordSorting) and "drawn" in module._buffers:
+            # A loaded model is built without memory: what no file holds is drawn again.
+            init.copy_(module.drawn, module.draw())
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:

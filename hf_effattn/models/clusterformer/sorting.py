@@ -1,6 +1,7 @@
 """How a layer sorts its words by cluster, and what it says about the clusters (Source: Wang 2022, section 3)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -129,6 +130,27 @@ class WordSorting(nn.Module):
         self.strict = config.is_decoder and config.causal == "strict"
         if config.assignment == "neural":
             self.centroid_projection = CentroidProjection(config.hidden_size, config.hidden_size, bias=False)
+        if config.assignment in ("lsh", "random"):
+            # Drawn once: torch.compile traces no generator. In no file: the seed says it.
+            self.drawn: torch.Tensor
+            drawn = self.draw()
+            if drawn.is_floating_point():
+                drawn = drawn.to(torch.get_default_dtype())  # drawn in float64, which not every device has
+            self.register_buffer("drawn", drawn, persistent=False)
+
+    def draw(self) -> torch.Tensor:
+        """What the seed gives, on the CPU: planes `(d, ⌈k/2⌉)` of `"lsh"`, the permutation of `"random"`."""
+        if self.config.assignment == "lsh":
+            return hash_planes(self.config.hidden_size, -(-self.config.clusters // 2), self.seed)
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randperm(self.config.max_position_embeddings, generator=generator, device="cpu")
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "WordSorting":
+        """Move and cast; what was drawn is drawn again, so that planes are never a rounding of rounded ones."""
+        super()._apply(*args, **kwargs)
+        if "drawn" in self._buffers:
+            self.drawn = self.draw().to(self.drawn)
+        return self
 
     def forward(
         self, words: torch.Tensor, centroids: torch.Tensor | None, mask: torch.Tensor | None, with_updated: bool
@@ -183,21 +205,18 @@ class WordSorting(nn.Module):
     @torch.no_grad()
     def fixed_labels(self, words: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Labels of the rivals and controls `(B, N)`; ranks where there are no clusters."""
-        B, N, d = words.shape
+        B, N, _ = words.shape
         k = self.config.clusters
         if self.config.assignment == "kmeans":
             return cluster_queries(words[:, None], k, query_mask=mask, seed=self.seed)[:, 0]
         if self.config.assignment == "lsh":
-            rotated = words @ hash_planes(d, -(-k // 2), self.seed).to(words)
+            rotated = words @ self.drawn.to(words)
             return torch.cat([rotated, -rotated], dim=-1)[..., :k].argmax(dim=-1)
         # Counted among the words that count: padding on the left moves no word to another place.
         place = torch.arange(N, device=words.device).expand(B, N) if mask is None else mask.long().cumsum(dim=1) - 1
         if self.config.assignment == "identity":
             return place.clamp(min=0)
-        shuffled = torch.randperm(
-            self.config.max_position_embeddings, generator=torch.Generator().manual_seed(self.seed)
-        )
-        return shuffled.to(words.device)[place.clamp(min=0)]
+        return self.drawn[place.clamp(min=0)]
 
     @property
     def has_clusters(self) -> bool:
