@@ -626,6 +626,26 @@ def test_mistakes_in_a_call_are_named():
         tiny_model(ClusterFormerForConditionalGeneration, decoder_start_token_id=None)(words, labels=words)
 
 
+@pytest.mark.parametrize("name", ["position_ids", "token_type_ids"])
+def test_places_and_types_fit_the_words(name):
+    """Others were repeated, and the words with them: one word and nine places gave nine hidden states."""
+    model = tiny_model(ClusterFormerModel, type_vocab_size=64)
+    words, ids = texts(2, 9), torch.arange(9)[None] + 3
+    expected = model(words, **{name: ids.expand(2, -1)}).last_hidden_state
+    assert not torch.equal(expected, model(words).last_hidden_state)
+    assert torch.equal(model(words, **{name: ids}).last_hidden_state, expected)
+    for shape in ((2, 8), (2, 1), (1, 1), (3, 9), (9,), (2, 9, 1)):
+        with pytest.raises(ValueError, match=rf"{name} must be \(B, N\) = \(2, 9\) or \(1, 9\), got"):
+            model(words, **{name: torch.zeros(shape, dtype=torch.long)})
+    with pytest.raises(ValueError, match=rf"{name} must be .*\(2, 1\) or \(1, 1\)"):
+        model(words[:, :1], **{name: ids.expand(2, -1)})
+    for wrong in (ids + 53, ids - 4):
+        with pytest.raises(ValueError, match=rf"{name} must lie in 0 .. 63, got"):
+            model(words, **{name: wrong})
+    with pytest.raises(ValueError, match="max_position_embeddings is 64"):
+        model(texts(N=65), **{name: torch.zeros(3, 65, dtype=torch.long)})
+
+
 @pytest.mark.parametrize("model_class", HEADS.values(), ids=lambda c: c.__name__)
 def test_a_config_may_ask_for_tuples(model_class):
     expected = tiny_model(model_class)

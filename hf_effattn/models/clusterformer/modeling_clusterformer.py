@@ -209,8 +209,9 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
         Args:
             input_ids (`torch.LongTensor`): `(B, N)`; or `inputs_embeds`, `(B, N, hidden_size)`.
             attention_mask (`torch.Tensor`, *optional*): `(B, N)`, with a cache `(B, past + N)`; 0 = padding.
-            token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`. Default: all 0.
-            position_ids (`torch.LongTensor`, *optional*): `(B, N)`. Default: the place among the words that count.
+            token_type_ids (`torch.LongTensor`, *optional*): `(B, N)` or `(1, N)`. Default: all 0.
+            position_ids (`torch.LongTensor`, *optional*): `(B, N)` or `(1, N)`. Default: the place among the words
+                that count.
             encoder_hidden_states, encoder_attention_mask: `(B, M, hidden_size)` and `(B, M)`, for cross attention.
             past_key_values (`Cache`, *optional*): of a decoder with `causal="strict"`.
             use_cache (`bool`, *optional*): return a cache. Default: the config's, of such a decoder.
@@ -221,8 +222,9 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
             `ClusterFormerModelOutput`.
 
         Raises:
-            ValueError: not exactly one of `input_ids` and `inputs_embeds`, a mask that is not 2D, a text longer than
-                `max_position_embeddings`, `output_attentions`, a cache where the model cannot use one.
+            ValueError: not exactly one of `input_ids` and `inputs_embeds`, a mask, types or positions of another
+                shape, a text longer than `max_position_embeddings` or than what a static cache holds,
+                `output_attentions`, a cache where the model cannot use one.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of the two")
@@ -233,7 +235,15 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
         words = self.embeddings.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         past_key_values = self._cache(past_key_values, use_cache)
         past = self._past(past_key_values, words.shape[1])
-        mask = _as_mask("attention_mask", attention_mask, words, past + words.shape[1])
+        length = past + words.shape[1]
+        if length > self.config.max_position_embeddings:
+            raise ValueError(
+                f"{length} words, but max_position_embeddings is {self.config.max_position_embeddings}; cut the text"
+                " or build the model with a larger max_position_embeddings"
+            )
+        _check_ids("position_ids", position_ids, words, self.config.max_position_embeddings)
+        _check_ids("token_type_ids", token_type_ids, words, self.config.type_vocab_size)
+        mask = _as_mask("attention_mask", attention_mask, words, length)
         encoder_mask = None
         if encoder_hidden_states is not None:
             sources = encoder_hidden_states.shape[1]
@@ -312,14 +322,8 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
         return past
 
     def _positions(self, words: torch.Tensor, mask: torch.Tensor | None, past: int) -> torch.Tensor:
-        length = past + words.shape[1]
-        if length > self.config.max_position_embeddings:
-            raise ValueError(
-                f"{length} words, but max_position_embeddings is {self.config.max_position_embeddings}; cut the text"
-                " or build the model with a larger max_position_embeddings"
-            )
         if mask is None:
-            return torch.arange(past, length, device=words.device)[None]
+            return torch.arange(past, past + words.shape[1], device=words.device)[None]
         return (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, past:]
 
 
@@ -340,3 +344,17 @@ def _as_mask(name: str, mask: torch.Tensor | None, words: torch.Tensor, length: 
     if tuple(mask.shape) != (len(words), length):
         raise ValueError(f"{name} must be (B, length) = ({len(words)}, {length}), got {tuple(mask.shape)}")
     return mask.bool()
+
+
+def _check_ids(name: str, ids: torch.Tensor | None, words: torch.Tensor, choices: int) -> None:
+    """Raise unless `ids` fit the words: of another shape they would be repeated, and the words with them."""
+    if ids is None:
+        return
+    B, N, _ = words.shape
+    if ids.ndim != 2 or ids.shape[0] not in (1, B) or ids.shape[1] != N:
+        raise ValueError(f"{name} must be (B, N) = ({B}, {N}) or (1, {N}), got {tuple(ids.shape)}")
+    # Reading them would make a GPU wait, and the embedding stops it there too.
+    if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
+        smallest, largest = (int(bound) for bound in ids.aminmax())
+        if smallest < 0 or largest >= choices:
+            raise ValueError(f"{name} must lie in 0 .. {choices - 1}, got {smallest} .. {largest}")
