@@ -3,10 +3,20 @@
 import pytest
 import torch
 from clusterformer_cases import padded_texts, texts, tiny_model
-from transformers import CompileConfig
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    CompileConfig,
+)
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
-from hf_effattn.models.clusterformer import ClusterFormerForCausalLM, ClusterFormerForConditionalGeneration
+from hf_effattn.models.clusterformer import (
+    ClusterFormerForCausalLM,
+    ClusterFormerForConditionalGeneration,
+    ClusterFormerModel,
+)
 
 STRICT = {
     "neural": {},
@@ -344,6 +354,21 @@ def test_embeddings_that_are_not_tied_are_resized_apart():
     assert [len(part.get_input_embeddings().weight) for part in parts] == [71, 71]
     assert torch.equal(model(words, labels=words).logits[..., :60], expected)
     assert model(words, labels=torch.full_like(words, 70)).loss.isfinite()
+
+
+@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification])
+def test_a_translation_model_is_loaded_as_nothing_else(auto_class, tmp_path):
+    """Its weights have other names, so that every one of what was loaded was random."""
+    model = tiny_model(ClusterFormerForConditionalGeneration, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="AutoModelForSeq2SeqLM"):
+        auto_class.from_pretrained(tmp_path)
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    words = texts(2, 11)
+    assert torch.equal(loaded(words, labels=words).logits, model(words, labels=words).logits)
+    model.encoder.save_pretrained(tmp_path / "encoder")
+    encoder = ClusterFormerModel.from_pretrained(tmp_path / "encoder", add_pooling_layer=False)
+    assert torch.equal(encoder(words)[0], model.encoder(words)[0])
 
 
 def test_the_caches_are_those_of_transformers():

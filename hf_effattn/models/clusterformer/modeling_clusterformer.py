@@ -168,9 +168,17 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
     Args:
         config (`ClusterFormerConfig`): the settings.
         add_pooling_layer (`bool`): a dense layer with tanh over the first word, as in BERT; it gives `pooler_output`.
+
+    Raises:
+        ValueError: the config is that of an encoder and decoder, whose weights have other names: none would be loaded.
     """
 
     def __init__(self, config: ClusterFormerConfig, add_pooling_layer: bool = True) -> None:
+        if config.is_encoder_decoder:
+            raise ValueError(
+                "is_encoder_decoder: this is the config of a ClusterFormerForConditionalGeneration; load it with"
+                " AutoModelForSeq2SeqLM, whose .encoder and .decoder are models like this one"
+            )
         super().__init__(config)
         self.embeddings = ClusterFormerEmbeddings(config)
         self.layers = nn.ModuleList(ClusterFormerLayer(config, i) for i in range(config.num_hidden_layers))
