@@ -80,6 +80,16 @@ def test_cached_logits_equal_recomputation(variant, chunk):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("keep", [0, 1, 4, torch.tensor([8]), torch.tensor([2, 0, 5])], ids=str)
+def test_logits_to_keep_are_a_number_of_last_words_or_places(keep):
+    """A tensor was read as a number too: 8 gave the last eight words."""
+    model = tiny_model(ClusterFormerForCausalLM)
+    words = texts(2, 9)
+    everything = model(words).logits
+    expected = everything[:, -keep:] if isinstance(keep, int) else everything[:, keep]
+    torch.testing.assert_close(model(words, logits_to_keep=keep).logits, expected, rtol=0, atol=1e-14)
+
+
 @each_strict
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_static_cache_is_attended_to_as_far_as_it_is_filled(variant, masked):

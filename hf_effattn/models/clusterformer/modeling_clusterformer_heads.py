@@ -225,7 +225,7 @@ class ClusterFormerForCausalLM(_WithWordHead, ClusterFormerGenerationMixin):
         labels: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> ClusterFormerCausalLMOutput:
         """Score the vocabulary for the word after every word.
@@ -236,14 +236,16 @@ class ClusterFormerForCausalLM(_WithWordHead, ClusterFormerGenerationMixin):
             token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
             labels (`torch.LongTensor`, *optional*): `(B, N)`, the input; -100 = not to be predicted.
             past_key_values (`Cache`, *optional*), use_cache (`bool`, *optional*): with `causal="strict"`.
-            logits_to_keep (`int`): only the last so many words; 0 = all.
+            logits_to_keep (`int` or `torch.LongTensor`): only the last so many words, 0 = all; or the places of
+                those that are scored.
             kwargs: what `ClusterFormerModel` takes.
         Returns: `ClusterFormerCausalLMOutput`, logits `(B, N, vocab_size)`.
         """
         kwargs.setdefault("output_clustering", self.training or labels is not None)
         options = {"past_key_values": past_key_values, "use_cache": use_cache, "return_dict": True}
         decoded = self.clusterformer(input_ids, attention_mask, token_type_ids, **options, **kwargs)
-        logits = self.lm_head(decoded.last_hidden_state[:, -logits_to_keep:])
+        scored = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(decoded.last_hidden_state[:, scored])
         task_loss = shifted_loss(logits, labels)
         return ClusterFormerCausalLMOutput(
             loss=total_loss(self.config, task_loss, decoded),
