@@ -366,6 +366,16 @@ def test_embeddings_that_are_not_tied_are_resized_apart():
     assert model(words, labels=torch.full_like(words, 70)).loss.isfinite()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_parts_of_a_resized_translation_model_know_their_size(tied, tmp_path):
+    model = tiny_model(ClusterFormerForConditionalGeneration, dtype=torch.float32, tie_word_embeddings=tied)
+    model.resize_token_embeddings(70, pad_to_multiple_of=8)
+    assert [part.config.vocab_size for part in (model, model.encoder, model.decoder)] == [72, 72, 72]
+    model.encoder.save_pretrained(tmp_path)
+    encoder = ClusterFormerModel.from_pretrained(tmp_path, add_pooling_layer=False)
+    assert torch.equal(encoder.get_input_embeddings().weight, model.encoder.get_input_embeddings().weight)
+
+
 @pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification])
 def test_a_translation_model_is_loaded_as_nothing_else(auto_class, tmp_path):
     """Its weights have other names, so that every one of what was loaded was random."""

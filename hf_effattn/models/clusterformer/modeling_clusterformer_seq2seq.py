@@ -68,10 +68,14 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Cluste
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Embedding:
-        """As in transformers; where embeddings are not tied the decoder's own are resized too."""
+        """As in transformers; where embeddings are not tied the decoder's own are resized too.
+
+        Encoder and decoder know the new size: saved apart they could not be loaded otherwise.
+        """
         embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         if not self.config.tie_word_embeddings:
             self.decoder.resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        self.encoder.config.vocab_size = self.decoder.config.vocab_size = self.config.vocab_size
         return embeddings
 
     def get_output_embeddings(self) -> nn.Linear:
