@@ -618,12 +618,24 @@ def test_mistakes_in_a_call_are_named():
         model(words, attention_mask=torch.ones(3, 22))
     with pytest.raises(ValueError, match="max_position_embeddings is 64"):
         model(texts(N=65))
-    with pytest.raises(ValueError, match="output_attentions"):
-        model(words, output_attentions=True)
     with pytest.raises(ValueError, match="an encoder has none"):
         model(words, past_key_values=object())
     with pytest.raises(ValueError, match="decoder_start_token_id must be set"):
         tiny_model(ClusterFormerForConditionalGeneration, decoder_start_token_id=None)(words, labels=words)
+
+
+@pytest.mark.parametrize("model_class", HEADS.values(), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("assignment", ["neural", "full"])
+def test_weights_of_attention_are_refused_however_they_are_asked_for(model_class, assignment):
+    """In the config they were ignored."""
+    words = texts()
+    inputs = {} if model_class is ClusterFormerModel else answers(model_class, words)
+    with pytest.raises(ValueError, match="output_attentions: attention is computed without a matrix"):
+        tiny_model(model_class, assignment=assignment)(words, output_attentions=True, **inputs)
+    asking = tiny_model(model_class, assignment=assignment, output_attentions=True)
+    with pytest.raises(ValueError, match="output_attentions: attention is computed without a matrix"):
+        asking(words, **inputs)
+    assert asking(words, output_attentions=False, **inputs)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["position_ids", "token_type_ids"])

@@ -236,10 +236,9 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of the two")
-        if kwargs.get("output_attentions"):
-            raise ValueError(
-                "output_attentions: attention runs within sorted blocks, a matrix of weights never exists"
-            )
+        output_attentions = kwargs.get("output_attentions")
+        if self.config.output_attentions if output_attentions is None else output_attentions:
+            raise ValueError("output_attentions: attention is computed without a matrix of weights to return")
         words = self.embeddings.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         past_key_values = self._cache(past_key_values, use_cache)
         past = self._past(past_key_values, words.shape[1])
