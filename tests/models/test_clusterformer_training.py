@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from clusterformer_cases import VARIANTS, texts, tiny_config, tiny_model
 from cst_models import tiny_model as cst_model
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hf_effattn.models import CSTForCausalLM
 from hf_effattn.models.clusterformer import (
@@ -18,6 +19,8 @@ from hf_effattn.models.clusterformer import (
     ClusterFormerForSequenceClassification,
     log_clustering,
 )
+from hf_effattn.models.clusterformer.outputs import ClusteringOutput
+from hf_effattn.models.clusterformer.training_log import ClusteringLog
 
 # What the paper's tables vary, beside the variants of every other test.
 TRAINED = VARIANTS | {
@@ -169,6 +172,35 @@ def test_losses_that_trainer_leaves_out_are_warned_of(tmp_path):
         own = trainer_for(model, Parity(), tmp_path, label_smoothing_factor=0.1)
         own.__class__ = OwnLoss
         log_clustering(own)
+
+
+def test_numbers_of_several_devices_are_kept_apart():
+    """nn.DataParallel gives each of its copies a device: their numbers could not be added."""
+    model = tiny_model(ClusterFormerForSequenceClassification).train()
+    log = ClusteringLog(model)
+    with FakeTensorMode():  # no GPU is needed for tensors that have no memory
+        for device in ("cuda:0", "cuda:1", "cuda:0"):
+            log.collect(model, (), ClusteringOutput(task_loss=torch.ones((), device=device)))
+    places = [("task_loss", torch.device(device)) for device in ("cuda:0", "cuda:1")]
+    assert list(log.sums) == places
+    assert log.steps == {places[0]: 2, places[1]: 1}
+
+
+def test_the_log_has_the_means_over_passes_and_devices():
+    model = tiny_model(ClusterFormerForSequenceClassification).train()
+    log = ClusteringLog(model)
+    for number in (1.0, 4.0):
+        log.collect(model, (), ClusteringOutput(task_loss=torch.tensor(number)))
+    elsewhere = "task_loss", torch.device("cuda:1")  # the number itself is here, as float() would bring it
+    log.sums[elsewhere], log.steps[elsewhere] = torch.tensor(10.0), 2
+    log.collect(model, (), ClusteringOutput(cluster_loss=torch.tensor(-0.5)))
+    state, logs = TrainerState(log_history=[{}]), {"loss": 0.0}
+    log.on_log(None, state, None, logs)
+    assert logs == {"loss": 0.0, "task_loss": 15 / 4, "cluster_loss": -0.5}
+    assert state.log_history == [{"task_loss": 15 / 4, "cluster_loss": -0.5}]
+    logs = {"loss": 0.0}
+    log.on_log(None, state, None, logs)
+    assert logs == {"loss": 0.0}
 
 
 @pytest.mark.parametrize("causal", ["strict", "paper"])

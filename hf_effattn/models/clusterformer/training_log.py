@@ -17,19 +17,21 @@ class ClusteringLog(TrainerCallback):
     """Collects what a model's outputs report while it trains, and adds the means since the last log to the next."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.sums: dict[str, torch.Tensor] = {}
-        self.steps = 0
+        # By name and device: nn.DataParallel calls the hook in a thread per device, and none waits for another.
+        self.sums: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self.steps: dict[tuple[str, torch.device], int] = {}
         model.register_forward_hook(self.collect)
 
     def collect(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Keep the numbers of one forward pass, on their device: reading them here would make the GPU wait."""
         if not module.training or not isinstance(output, ClusteringOutput):
             return
-        self.steps += 1
         for name in CLUSTERING_FIELDS:
             number = getattr(output, name)
             if number is not None:
-                self.sums[name] = self.sums.get(name, 0.0) + number.detach()
+                place = name, number.device
+                self.sums[place] = self.sums.get(place, 0.0) + number.detach()
+                self.steps[place] = self.steps.get(place, 0) + 1
 
     def on_log(
         self,
@@ -42,11 +44,15 @@ class ClusteringLog(TrainerCallback):
         """Add the means to a log of training steps."""
         if logs is None or "loss" not in logs or not self.steps:
             return
-        numbers = {name: float(total) / self.steps for name, total in self.sums.items()}
+        numbers = {}
+        for name in dict.fromkeys(name for name, _ in self.sums):
+            places = [place for place in self.sums if place[0] == name]
+            total = sum(float(self.sums[place]) for place in places)
+            numbers[name] = total / sum(self.steps[place] for place in places)
         logs.update(numbers)
         # Trainer keeps its own copy of the log before it calls anyone.
         state.log_history[-1].update(numbers)
-        self.sums, self.steps = {}, 0
+        self.sums, self.steps = {}, {}
 
 
 def log_clustering(trainer: "Trainer") -> None:
