@@ -1,7 +1,10 @@
 """Configuration of ClusterFormer; impossible combinations raise before any weight exists."""
 
 import warnings
+from math import isfinite
 from typing import Any, ClassVar
+
+from transformers.activations import ACT2FN
 
 from ...ops.arguments import check_count
 from ...ops.neural_clustering import SIMILARITIES
@@ -97,9 +100,14 @@ class ClusterFormerConfig(StoredConfig):
         **kwargs: Any,
     ) -> None:
         counts = {
+            "vocab_size": vocab_size,
             "hidden_size": hidden_size,
+            "num_hidden_layers": num_hidden_layers,
+            "decoder_layers": decoder_layers,
             "num_attention_heads": num_attention_heads,
+            "intermediate_size": intermediate_size,
             "max_position_embeddings": max_position_embeddings,
+            "type_vocab_size": type_vocab_size,
             "window_blocks": window_blocks,
             "clusters": clusters,
             "block_length": block_length,
@@ -113,6 +121,7 @@ class ClusterFormerConfig(StoredConfig):
             "similarity": (similarity, SIMILARITIES),
             "causal": (causal, CAUSAL_FORMS),
             "pooling": (pooling, POOLINGS),
+            "hidden_act": (hidden_act, tuple(ACT2FN)),
         }
         for name, (choice, allowed) in choices.items():
             if choice not in allowed:
@@ -123,10 +132,14 @@ class ClusterFormerConfig(StoredConfig):
             "task_loss_weight": task_loss_weight,
         }
         for name, weight in weights.items():
-            if weight < 0:
-                raise ValueError(f"{name} must not be negative, got {weight}")
-        if not sharpness > 0:
-            raise ValueError(f"sharpness must be above 0, got {sharpness}")
+            if not isfinite(weight) or weight < 0:
+                raise ValueError(f"{name} must not be negative, and finite, got {weight}")
+        if not isfinite(sharpness) or sharpness <= 0:
+            raise ValueError(f"sharpness must be above 0, and finite, got {sharpness}")
+        if pad_token_id is not None and not 0 <= pad_token_id < vocab_size:
+            raise ValueError(
+                f"pad_token_id must be None or lie in 0 .. vocab_size - 1 = {vocab_size - 1}, got {pad_token_id}"
+            )
         if hidden_size % num_attention_heads:
             raise ValueError(
                 f"hidden_size {hidden_size} must be a multiple of num_attention_heads {num_attention_heads}"
