@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from closeness import assert_close_to_reference
-from clusterformer_cases import VARIANTS, VOCABULARY, padded_texts, texts, tiny_config, tiny_model
+from clusterformer_cases import SIZES, VARIANTS, VOCABULARY, padded_texts, texts, tiny_config, tiny_model
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -616,9 +616,17 @@ def test_mistakes_in_a_config_are_named(changes, message):
         tiny_config(**changes)
 
 
-def test_the_papers_similarity_warns_where_its_losses_diverge():
+@pytest.mark.parametrize("model_class", HEADS.values(), ids=lambda c: c.__name__)
+def test_the_papers_similarity_warns_once_where_its_losses_diverge(model_class):
+    """A translation model warned three times, twice of a line of its own: of its encoder and its decoder."""
+    with pytest.warns(UserWarning, match="no bound") as record:
+        model_class(ClusterFormerConfig(**SIZES, similarity="dot"))
+    assert [warning.filename for warning in record] == [__file__]
+
+
+def test_the_papers_similarity_warns_of_a_decoder_too():
     with pytest.warns(UserWarning, match="no bound"):
-        tiny_config(similarity="dot")
+        tiny_config(assignment="full", decoder_assignment="neural", similarity="dot")
 
 
 def test_mistakes_in_a_call_are_named():

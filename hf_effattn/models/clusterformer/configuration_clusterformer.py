@@ -1,5 +1,6 @@
 """Configuration of ClusterFormer; impossible combinations raise before any weight exists."""
 
+import re
 import warnings
 from math import isfinite
 from typing import Any, ClassVar
@@ -14,6 +15,10 @@ from .outputs import CLUSTERING_FIELDS
 ASSIGNMENTS = ("neural", "kmeans", "lsh", "random", "identity", "full")
 CAUSAL_FORMS = ("strict", "paper")
 POOLINGS = ("mean", "first")
+DIVERGES = (
+    'similarity="dot" with clustering losses: the inner product has no bound, so the losses fall for ever and the'
+    ' words collapse into one direction; use similarity="cosine", or weights of 0'
+)
 
 
 class ClusterFormerConfig(StoredConfig):
@@ -158,12 +163,9 @@ class ClusterFormerConfig(StoredConfig):
             )
         if strict and assignment != "full" and window_blocks < 2:
             raise ValueError('causal="strict" needs window_blocks of at least 2: with 1 a word would see only itself')
-        if similarity == "dot" and assignment == "neural" and (cluster_loss_weight or sorting_loss_weight):
-            warnings.warn(
-                'similarity="dot" with clustering losses: the inner product has no bound, so the losses fall for ever'
-                ' and the words collapse into one direction; use similarity="cosine", or weights of 0',
-                stacklevel=2,
-            )
+        sorted_by = (assignment, decoder_assignment)
+        if similarity == "dot" and "neural" in sorted_by and (cluster_loss_weight or sorting_loss_weight):
+            warnings.warn(DIVERGES, stacklevel=2)
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_hidden_layers = num_hidden_layers
@@ -208,6 +210,12 @@ class ClusterFormerConfig(StoredConfig):
             tie_word_embeddings=tie_word_embeddings,
             **kwargs,
         )
+
+    def rebuilt(self, **changes: Any) -> "ClusterFormerConfig":
+        """These settings with changes, checked like new ones; who wrote these has had his warning."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", re.escape(DIVERGES))
+            return type(self)(**self.to_dict() | changes)
 
     @property
     def trains_centroids(self) -> bool:

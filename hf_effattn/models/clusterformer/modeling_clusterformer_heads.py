@@ -211,7 +211,7 @@ class ClusterFormerForCausalLM(_WithWordHead, ClusterFormerGenerationMixin):
             config = copy.deepcopy(config)
             config.is_decoder = True
         # Built anew, so that what a decoder cannot have is refused.
-        super().__init__(type(config)(**config.to_dict()))
+        super().__init__(config.rebuilt())
         self.clusterformer = ClusterFormerModel(self.config, add_pooling_layer=False)
         self.lm_head = WordHead(self.config)
         self.post_init()

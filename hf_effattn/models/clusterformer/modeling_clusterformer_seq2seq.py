@@ -15,13 +15,6 @@ from .modeling_clusterformer_heads import IGNORED, ClusterFormerGenerationMixin,
 from .outputs import CLUSTERING_FIELDS, ClusterFormerSeq2SeqLMOutput, ClusteringOutput
 
 
-def part_config(config: ClusterFormerConfig, **changes: Any) -> ClusterFormerConfig:
-    """The config of the encoder or of the decoder."""
-    settings = copy.deepcopy(config).to_dict()
-    settings.pop("is_encoder_decoder", None)
-    return type(config)(**settings | changes)
-
-
 class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, ClusterFormerGenerationMixin):
     """An encoder of `num_hidden_layers`, and a decoder of `decoder_layers` that also attends to the encoder.
 
@@ -40,12 +33,13 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Cluste
             config.is_encoder_decoder = True
         super().__init__(config)
         self.encoder = ClusterFormerModel(
-            part_config(config, is_decoder=False, add_cross_attention=False), add_pooling_layer=False
+            config.rebuilt(is_encoder_decoder=False, is_decoder=False, add_cross_attention=False),
+            add_pooling_layer=False,
         )
         assignment = config.decoder_assignment or config.assignment
         self.decoder = ClusterFormerModel(
-            part_config(
-                config,
+            config.rebuilt(
+                is_encoder_decoder=False,
                 assignment=assignment,
                 gated=config.gated and assignment == "neural",
                 is_decoder=True,
