@@ -117,7 +117,7 @@ benchmark: $(READY)
 # What scripts/results holds already is not trained again.
 DATA = $(or $(HF_EFFATTN_DATA),../shared/data)
 TABLES := table-approximation table-patched table-language-models table-matched-complexity table-classifiers \
-	table-converted table-lra
+	table-converted table-lra table-partner-recall table-digits table-sorted-classifiers table-translation
 .PHONY: tables $(TABLES)
 # The C library would give the memory of every step back to the system, and ask for it again.
 $(TABLES): export MALLOC_MMAP_THRESHOLD_ = 8000000000
@@ -155,6 +155,23 @@ table-classifiers:
 
 table-converted:
 	$(BIN)/python scripts/cst_training.py SST-2 --seeds 0,1
+
+table-partner-recall:
+	$(BIN)/python scripts/partner_recall.py --windows 2
+
+table-digits:
+	$(BIN)/python scripts/mnist_clustering.py --clusters 100,200,300,400,500
+
+table-sorted-classifiers:
+	$(BIN)/python scripts/classification_table.py --data-sets "CR,MR,SUBJ,MPQA,SICK,WikiQA"
+	$(BIN)/python scripts/classification_table.py --data-sets "20 Newsgroups" --max-length 256
+	$(BIN)/python scripts/classification_table.py --sweep clusters --max-length 256
+	$(BIN)/python scripts/classification_table.py --sweep clusters --max-length 256 --costs
+	$(BIN)/python scripts/classification_table.py --sweep losses --data-sets "SICK,WikiQA"
+	$(BIN)/python scripts/classification_table.py --sweep losses --data-sets "20 Newsgroups" --max-length 256
+
+table-translation:
+	$(BIN)/python scripts/translation_table.py --checkpoints runs/translation
 
 table-lra:
 	$(BIN)/python scripts/lra_table.py --tasks image --share 0.01 --batch-size 16 --data-path "$(DATA)/cifar10-jpeg" $(LRA)
