@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import warnings
 from math import exp, log, sqrt
 
 import pytest
@@ -614,6 +615,21 @@ def test_controls_are_what_they_say():
 def test_mistakes_in_a_config_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         tiny_config(**changes)
+
+
+@pytest.mark.parametrize("auto_class", [AutoModelForMaskedLM, AutoModelForPreTraining], ids=lambda c: c.__name__)
+def test_a_decoder_that_shall_fill_masked_words_in_is_warned_of(auto_class, tmp_path):
+    """A saved language model stayed one, silently."""
+    tiny_model(ClusterFormerForCausalLM, dtype=torch.float32).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="is_decoder=True: masked words are filled in from the words before"):
+        assert auto_class.from_pretrained(tmp_path).config.is_decoder
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        loaded = auto_class.from_pretrained(tmp_path, is_decoder=False)
+    words = texts()
+    other = words.clone()
+    other[:, -1] += 1
+    assert not torch.equal(loaded(words)[0][:, 0], loaded(other)[0][:, 0])
 
 
 @pytest.mark.parametrize("model_class", HEADS.values(), ids=lambda c: c.__name__)

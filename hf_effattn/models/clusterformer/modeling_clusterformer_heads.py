@@ -5,6 +5,7 @@ transformers' `Trainer` does with `label_smoothing_factor`; `total_loss` adds th
 """
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -93,10 +94,21 @@ class _WithWordHead(ClusterFormerPreTrainedModel):
         self.lm_head.decoder = value
 
 
+def warn_of_decoder(config: ClusterFormerConfig) -> None:
+    """Warn of a decoder where masked words are to be filled in, as BERT does: a saved language model is one."""
+    if config.is_decoder:
+        warnings.warn(
+            "is_decoder=True: masked words are filled in from the words before them alone; with is_decoder=False,"
+            " which from_pretrained takes too, also from those after them",
+            stacklevel=3,
+        )
+
+
 class ClusterFormerForMaskedLM(_WithWordHead):
     """ClusterFormer that fills masked words in."""
 
     def __init__(self, config: ClusterFormerConfig) -> None:
+        warn_of_decoder(config)
         super().__init__(config)
         self.clusterformer = ClusterFormerModel(config, add_pooling_layer=False)
         self.lm_head = WordHead(config)
@@ -137,6 +149,7 @@ class ClusterFormerForPreTraining(_WithWordHead):
     """ClusterFormer with both heads of the paper's pre-training (App. F): masked words and next sentence."""
 
     def __init__(self, config: ClusterFormerConfig) -> None:
+        warn_of_decoder(config)
         super().__init__(config)
         self.clusterformer = ClusterFormerModel(config)
         self.lm_head = WordHead(config)
