@@ -284,6 +284,8 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
             seen[-1] = hidden_states
 
         pooled = None if self.pooler is None else self.pooler(pool(hidden_states, mask, "first")).tanh()
+        # Layers that a device_map spread have reported where they are.
+        reports = [report.to(hidden_states.device) for report in reports]
         numbers = list(torch.stack(reports).mean(dim=0)) if reports else []
         losses = numbers[:-3] or [None, None]
         statistics = numbers[-3:] or [None, None, None]
