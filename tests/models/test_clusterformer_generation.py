@@ -10,7 +10,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     CompileConfig,
 )
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
 
 from hf_effattn.models.clusterformer import (
     ClusterFormerForCausalLM,
@@ -112,6 +112,13 @@ def test_a_static_cache_is_attended_to_as_far_as_it_is_filled(variant, masked):
 
 
 @torch.no_grad()
+def test_a_quantized_cache_is_refused():
+    model = tiny_model(ClusterFormerForCausalLM)
+    cache = QuantizedCache.__new__(QuantizedCache)  # it asks for a package of its own when it is made
+    with pytest.raises(ValueError, match="a QuantizedCache would round the clusters"):
+        model(texts(), past_key_values=cache)
+
+
 def test_words_beyond_a_static_cache_are_named():
     model = tiny_model(ClusterFormerForCausalLM)
     cache = StaticCache(config=model.config, max_cache_len=12)

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, QuantizedCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import can_return_tuple
 
@@ -310,6 +310,12 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
                 raise ValueError(f"past_key_values: {form}; use_cache=False computes the text anew")
             return None
         use_cache = config.use_cache and not self.training if use_cache is None else use_cache
+        own = past_key_values
+        own = own.self_attention_cache if isinstance(own, EncoderDecoderCache) else own
+        if config.assignment != "full" and isinstance(own, QuantizedCache):
+            raise ValueError(
+                "a QuantizedCache would round the clusters that are kept beside the keys; use another kind of cache"
+            )
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache()
             if config.add_cross_attention:
