@@ -87,7 +87,7 @@ def test_logits_to_keep_are_a_number_of_last_words_or_places(keep):
     words = texts(2, 9)
     everything = model(words).logits
     expected = everything[:, -keep:] if isinstance(keep, int) else everything[:, keep]
-    torch.testing.assert_close(model(words, logits_to_keep=keep).logits, expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(model(words, logits_to_keep=keep).logits, expected, rtol=0, atol=6e-15)
 
 
 @each_strict
@@ -106,7 +106,7 @@ def test_a_static_cache_is_attended_to_as_far_as_it_is_filled(variant, masked):
             options = {"past_key_values": cache} | ({"attention_mask": mask[:, :end]} if masked else {})
             output = model(words[:, start:end], **options)
             counted = mask[:, start:end].bool()
-            torch.testing.assert_close(output.logits[counted], expected[:, start:end][counted], rtol=0, atol=2e-14)
+            torch.testing.assert_close(output.logits[counted], expected[:, start:end][counted], rtol=0, atol=1.5e-14)
         assert output.past_key_values is cache
         cache.reset()
 
@@ -236,7 +236,7 @@ def test_translation_with_static_caches_larger_than_source_and_target():
     for part in (slice(0, 5), slice(5, 6), slice(6, 9)):
         options = {"attention_mask": mask, "past_key_values": cache}
         logits = model(words, decoder_input_ids=targets[:, part], **options).logits
-        torch.testing.assert_close(logits, expected[:, part], rtol=0, atol=2e-14)
+        torch.testing.assert_close(logits, expected[:, part], rtol=0, atol=1e-14)
 
 
 @each_causal
