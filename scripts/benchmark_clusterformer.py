@@ -35,7 +35,7 @@ from hf_effattn.reporting.exact_kernels import CHOSEN_BY_TORCH, exact_contexts, 
 EXACT = f"exact ({CHOSEN_BY_TORCH})"
 ROUTINGS: dict[str, dict[str, Any]] = {
     EXACT: {"assignment": "full"},
-    "neural": {},
+    "neural": {"gated": False},
     "gated": {"gated": True},
     "K-means": {"assignment": "kmeans"},
     "LSH": {"assignment": "lsh"},

@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Transformer": ("cst", OF_CST | {"composition": "full", "position_embedding": "absolute"}),
     "CST L=8": ("cst", OF_CST | {"slice_length": 8}),
     "CST L=16": ("cst", OF_CST | {"slice_length": 16}),
-    "ClusterFormer": ("clusterformer", WITHOUT_DROPOUT),
+    "ClusterFormer": ("clusterformer", WITHOUT_DROPOUT | {"gated": False}),
     "FNet": ("fnet", {}),
     "Nyströmformer": ("nystromformer", WITHOUT_DROPOUT),
     "Reformer": ("reformer", REFORMER),

@@ -32,8 +32,8 @@ LOSSES = {"cluster_loss_weight": 0.01, "sorting_loss_weight": 0.01}
 NO_LOSSES = dict.fromkeys(LOSSES, 0.0)
 ROUTINGS: dict[str, dict[str, Any]] = {
     "full attention": {"assignment": "full"},
-    "neural": NO_LOSSES,
-    "neural with losses": LOSSES,
+    "neural": NO_LOSSES | {"gated": False},
+    "neural with losses": LOSSES | {"gated": False},
     "gated": NO_LOSSES | {"gated": True},
     "gated with losses": LOSSES | {"gated": True},
     GATE_ON_RANDOM_ORDER: NO_LOSSES | {"gated": True},

@@ -22,9 +22,9 @@ SIZES = {
     "decoder_start_token_id": 2,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
-    "neural": {},
+    "neural": {"gated": False},
     "gated": {"gated": True},
-    "dot": {"similarity": "dot", "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0},
+    "dot": {"similarity": "dot", "gated": False, "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0},
     "post_norm": {"pre_norm": False},
     "wide_window": {"window_blocks": 3},
     "kmeans": {"assignment": "kmeans"},

@@ -11,6 +11,8 @@ import shared_data
 import typer
 from typer.testing import CliRunner
 
+from hf_effattn import ClusterFormerConfig
+
 
 def rows_of(path):
     return json.loads(path.read_text(encoding="utf-8"))["rows"]
@@ -74,15 +76,15 @@ def test_classification_table(small_tables, tmp_path, monkeypatch, capsys):
 def test_sweeps_of_the_classification_table(small_tables, tmp_path, monkeypatch, capsys):
     output = tmp_path / "table.json"
     arguments = {"seeds": "0", "epochs": 2, "max_length": 32, "output": output}
-    classification_table.main("clusters", None, "Transformer;neural, k=5", **arguments)
+    classification_table.main("clusters", None, "Transformer;k=5", **arguments)
     printed = capsys.readouterr().out
     assert "84.9" in printed
     classification_table.main("clusters", max_length=32, costs=True, repeats=2, output=output)
     *trained, transformer, few, _, _, _, _, _, most = rows_of(output)
     assert [row["settings"] for row in (transformer, few, most)] == [
         {"clusters": 20, "assignment": "full"},
-        {"clusters": 5},
-        {"clusters": 300},
+        classification_table.GATED | {"clusters": 5},
+        classification_table.GATED | {"clusters": 300},
     ]
     assert transformer["speedup"] == 1
     assert all(row["step_peak_bytes"] > 0 and row["step_ms"] > 0 for row in (transformer, few, most))
@@ -98,9 +100,9 @@ def test_sweeps_of_the_classification_table(small_tables, tmp_path, monkeypatch,
     pairs = classification_data.OF_PAIRS
     assert [row["settings"] for row in rows] == [
         {"clusters": 20, "assignment": "full"},
-        {"clusters": 5},
-        pairs | {"clusters": 3, "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0},
-        pairs | {"clusters": 3, "gated": True},
+        classification_table.GATED | {"clusters": 5},
+        pairs | {"clusters": 3, "gated": False, "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0},
+        pairs | {"clusters": 3, "gated": True, "cluster_loss_weight": 1e-4, "sorting_loss_weight": 1e-4},
     ]
 
 
@@ -108,8 +110,19 @@ def test_a_model_of_two_sweeps_is_trained_once():
     def runs(sweep, names):
         return [run for _, run in classification_table.planned(sweep, names, ["20 Newsgroups"], [0], None, None, None)]
 
-    assert runs("routings", ["neural"]) == runs("clusters", ["neural, k=20"]) == runs("losses", ["neural, L1 and L2"])
-    assert runs("routings", ["gated"]) == runs("losses", ["gated, L1 and L2"])
+    assert runs("routings", ["gated"]) == runs("clusters", ["k=20"]) == runs("losses", ["gated, no loss"])
+    assert runs("routings", ["neural"]) == runs("losses", ["neural, L1 and L2"])
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (ClusterFormerConfig(), classification_table.GATED),
+        (ClusterFormerConfig(gated=False), classification_table.PAPERS_FORM),
+    ],
+)
+def test_the_rows_are_those_of_the_models_defaults(config, settings):
+    assert {name: getattr(config, name) for name in settings} == settings
 
 
 def test_differences_are_those_of_the_same_seed():

@@ -55,15 +55,15 @@ def test_routings_are_compared_seed_by_seed(keep):
 
 
 def test_the_sweep_of_clusters_has_time_and_memory_and_only_its_runs(keep):
-    rows = [classified("clusters", "neural, k=5", "20 Newsgroups", 0, accuracy=70.0, train_samples=1500)]
+    rows = [classified("clusters", "k=5", "20 Newsgroups", 0, accuracy=70.0, train_samples=1500)]
     rows.append(classified("routings", "K-means", "20 Newsgroups", 0, accuracy=60.0))
     costs = {"dataset": "20 Newsgroups", "settings": rows[0]["settings"], "measured": "step"}
     costs |= {"speedup": 1.25, "step_peak_bytes": 2**21}
     rows += [costs | {"max_length": 64}, costs | {"max_length": 512, "speedup": 9.0}]  # one of other texts
     keep("classification_table", rows, dtype="bfloat16")
     table = clusterformer_tables.clusters()
-    assert cells(table, "neural, k=5") == ["70.0", "1.25×", "2"]
-    assert cells(table, "neural, k=5, paper") == ["84.9", "", ""]
+    assert cells(table, "k=5") == ["70.0", "1.25×", "2"]
+    assert cells(table, "k=5, paper") == ["84.9", "", ""]
     assert "K-means" not in table
     assert "on 1,500 texts" in table
 

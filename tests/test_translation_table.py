@@ -39,7 +39,7 @@ def test_translation_table(small_table, tmp_path, monkeypatch, capsys):
     arguments = {"seeds": "0,1", "epochs": 2, "dtype": "float32", "output": output}
     translation_table.main("Transformer;gated", **arguments)
     rows = rows_of(output)
-    assert [row["settings"] for row in rows] == [{"assignment": "full"}, {"gated": True}] * 2
+    assert [row["settings"] for row in rows] == [{"assignment": "full"}, translation_table.GATED] * 2
     assert all(0 <= row["bleu"] <= 100 and row["seconds_per_epoch"] > 0 for row in rows)
     printed = capsys.readouterr().out
     assert " (2)" in printed

@@ -26,7 +26,7 @@ VARIANTS = {
     "cst-linear": from_scratch(CAUSAL, cst_models, variant="linear_pooling"),
     "cst-absolute": from_scratch(CAUSAL, cst_models, variant="absolute_positions"),
     "cst-full": from_scratch(CAUSAL, cst_models, variant="full_with_positions_of_keys"),
-    "clusterformer-gated": from_scratch(CLASSIFICATION, clusterformer_cases, gated=True, type_vocab_size=1),
+    "clusterformer-plain": from_scratch(CLASSIFICATION, clusterformer_cases, gated=False, type_vocab_size=1),
 }
 ALL = EXACT | KINDS | VARIANTS
 WRITERS = (CAUSAL, "AutoModelForSeq2SeqLM")

@@ -352,10 +352,11 @@ def test_token_types_tell_the_texts_of_a_pair_apart():
 # Which settings leave the centroids to be trained; None: there are none.
 TRAINED_CENTROIDS = (
     ({}, True),
-    ({"cluster_loss_weight": 0.0}, True),
-    ({"sorting_loss_weight": 0.0}, True),
-    ({"cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0}, False),
-    ({"cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0, "gated": True}, True),
+    ({"gated": False}, True),
+    ({"gated": False, "cluster_loss_weight": 0.0}, True),
+    ({"gated": False, "sorting_loss_weight": 0.0}, True),
+    ({"gated": False, "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0}, False),
+    ({"cluster_loss_weight": 0.1, "sorting_loss_weight": 0.1}, True),
     ({"assignment": "full"}, None),
 )
 NOT_CAUSAL = (({"assignment": "kmeans"}, None), ({"assignment": "identity"}, None))
@@ -387,13 +388,37 @@ def test_every_parameter_that_is_trained_has_a_gradient(model_class, changes, tr
 
 @pytest.mark.parametrize("auto_class", HEADS, ids=lambda c: c.__name__)
 def test_a_loaded_model_trains_what_a_new_one_does(auto_class, tmp_path):
-    unused = {"cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0}
+    unused = {"gated": False, "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0}
     model = tiny_model(HEADS[auto_class], dtype=torch.float32, **unused)
     model.save_pretrained(tmp_path)
     loaded, _ = auto_class.from_pretrained(tmp_path, output_loading_info=True)
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
     assert {name: p.requires_grad for name, p in loaded.named_parameters()} == trained
     assert {name for name, trains in trained.items() if not trains} == {name for name in trained if "centroid" in name}
+
+
+@pytest.mark.filterwarnings("ignore")  # of weights that have no use
+@pytest.mark.parametrize("auto_class", HEADS, ids=lambda c: c.__name__)
+def test_a_saved_model_is_loaded_with_another_assignment(auto_class, tmp_path):
+    tiny_model(HEADS[auto_class], dtype=torch.float32).save_pretrained(tmp_path)
+    loaded = auto_class.from_pretrained(tmp_path, assignment="lsh")
+    assert not any("centroid" in name for name, _ in loaded.named_parameters())
+    loaded(texts(), **({"decoder_input_ids": texts()} if loaded.config.is_encoder_decoder else {}))
+
+
+def test_gate_and_losses_by_default():
+    """The gate alone trains the centroids, in the paper's form the losses, and what has none is not trained."""
+
+    def chosen(**changes):
+        config = tiny_config(**changes)
+        return config.gated, config.cluster_loss_weight, config.sorting_loss_weight
+
+    assert chosen() == (True, 0.0, 0.0)
+    assert chosen(cluster_loss_weight=0.5) == (True, 0.5, 0.0)
+    assert chosen(gated=False) == (False, 1e-4, 1e-4)
+    assert chosen(gated=False, sorting_loss_weight=0.0) == (False, 1e-4, 0.0)
+    assert chosen(assignment="lsh") == (False, 0.0, 0.0)
+    assert chosen(assignment="full", decoder_assignment="neural") == (False, 1e-4, 1e-4)
 
 
 def test_the_task_trains_the_clustering_only_through_the_gate():
@@ -636,7 +661,7 @@ def test_a_decoder_that_shall_fill_masked_words_in_is_warned_of(auto_class, tmp_
 def test_the_papers_similarity_warns_once_where_its_losses_diverge(model_class):
     """A translation model warned three times, twice of a line of its own: of its encoder and its decoder."""
     with pytest.warns(UserWarning, match="no bound") as record:
-        model_class(ClusterFormerConfig(**SIZES, similarity="dot"))
+        model_class(ClusterFormerConfig(**SIZES, similarity="dot", gated=False))
     assert [warning.filename for warning in record] == [__file__]
 
 

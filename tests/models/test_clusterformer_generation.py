@@ -19,10 +19,10 @@ from hf_effattn.models.clusterformer import (
 )
 
 STRICT = {
-    "neural": {},
+    "neural": {"gated": False},
     "gated": {"gated": True},
     "lsh": {"assignment": "lsh"},
-    "dot": {"similarity": "dot", "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0},
+    "dot": {"similarity": "dot", "gated": False, "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0},
     "short_reach": {"block_length": 2},
     "wide_window": {"window_blocks": 4, "block_length": 1},
     "full": {"assignment": "full"},
@@ -203,7 +203,12 @@ def test_a_language_model_is_a_decoder_whatever_its_config_says():
 @each_causal
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"gated": True}, {"assignment": "full"}, {"assignment": "kmeans", "decoder_assignment": "full"}],
+    [
+        {"gated": False},
+        {"gated": True},
+        {"assignment": "full"},
+        {"assignment": "kmeans", "decoder_assignment": "full"},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("beams", [1, 3])
@@ -216,7 +221,7 @@ def test_translation_with_a_cache_equals_translation_without(causal, changes, be
     assert cached.shape[1] > 2
 
 
-@pytest.mark.parametrize("changes", [{}, {"gated": True}, {"assignment": "full"}], ids=str)
+@pytest.mark.parametrize("changes", [{"gated": False}, {"gated": True}, {"assignment": "full"}], ids=str)
 @pytest.mark.parametrize("beams", [1, 3])
 def test_translation_with_a_static_cache_equals_translation_without(changes, beams):
     model = tiny_model(ClusterFormerForConditionalGeneration, decoder_layers=3, **changes)

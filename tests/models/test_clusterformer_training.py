@@ -24,21 +24,21 @@ from hf_effattn.models.clusterformer.training_log import ClusteringLog
 
 # What the paper's tables vary, beside the variants of every other test.
 TRAINED = VARIANTS | {
-    "no_losses": {"cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0},
-    "only_l1": {"sorting_loss_weight": 0.0},
-    "only_l2": {"cluster_loss_weight": 0.0},
-    "gate_without_losses": {"gated": True, "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0},
+    "no_losses": {"gated": False, "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0},
+    "only_l1": {"gated": False, "sorting_loss_weight": 0.0},
+    "only_l2": {"gated": False, "cluster_loss_weight": 0.0},
+    "gate_with_losses": {"cluster_loss_weight": 0.01, "sorting_loss_weight": 0.01},
     "one_cluster": {"clusters": 1},
     "more_clusters_than_words": {"clusters": 30},
     "one_block": {"window_blocks": 1},
     "first_word": {"pooling": "first"},
 }
 CAUSAL = {
-    "strict": {},
+    "strict": {"gated": False},
     "gated": {"gated": True},
     "lsh": {"assignment": "lsh"},
     "full": {"assignment": "full"},
-    "paper": {"causal": "paper"},
+    "paper": {"causal": "paper", "gated": False},
     "paper_kmeans": {"causal": "paper", "assignment": "kmeans"},
 }
 REPORTED = {"task_loss", "cluster_loss", "sorting_loss", "largest_cluster", "empty_clusters", "word_cosine"}
@@ -157,18 +157,18 @@ class OwnLoss(Trainer):
 
 
 def test_losses_that_trainer_leaves_out_are_warned_of(tmp_path):
-    model, unused = tiny_model(ClusterFormerForSequenceClassification), {"cluster_loss_weight": 0.0}
+    model = tiny_model(ClusterFormerForSequenceClassification, gated=False)
+    gated = tiny_model(ClusterFormerForSequenceClassification)
     for changes in ({"label_smoothing_factor": 0.1}, {"compute_loss_func": F.cross_entropy}):
         function = changes.pop("compute_loss_func", None)
         trainer = trainer_for(model, Parity(), tmp_path, **changes)
         trainer.compute_loss_func = function
         with pytest.warns(UserWarning, match="L1 and L2, are logged but not trained"):
             log_clustering(trainer)
-    frozen = tiny_model(ClusterFormerForSequenceClassification, sorting_loss_weight=0.0, **unused)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         log_clustering(trainer_for(model, Parity(), tmp_path))
-        log_clustering(trainer_for(frozen, Parity(), tmp_path, label_smoothing_factor=0.1))
+        log_clustering(trainer_for(gated, Parity(), tmp_path, label_smoothing_factor=0.1))
         own = trainer_for(model, Parity(), tmp_path, label_smoothing_factor=0.1)
         own.__class__ = OwnLoss
         log_clustering(own)

@@ -15,6 +15,8 @@ from .outputs import CLUSTERING_FIELDS
 ASSIGNMENTS = ("neural", "kmeans", "lsh", "random", "identity", "full")
 CAUSAL_FORMS = ("strict", "paper")
 POOLINGS = ("mean", "first")
+# Of L1 and L2 where they alone train the centroids.
+LOSS_WEIGHT = 1e-4
 DIVERGES = (
     'similarity="dot" with clustering losses: the inner product has no bound, so the losses fall for ever and the'
     ' words collapse into one direction; use similarity="cosine", or weights of 0'
@@ -41,12 +43,15 @@ class ClusterFormerConfig(StoredConfig):
         assignment_seed (`int`): seed of `"kmeans"`, `"lsh"` and `"random"`.
         similarity (`str`): `"cosine"`, or `"dot"`, the paper's, which is unbounded: its losses diverge.
         sharpness (`float`): factor on the cosine inside the memberships; the inner product is taken as it is.
-        gated (`bool`): adds the logarithm of how much two words' clusters overlap to their score, so that the task
-            trains the clustering too (ours, not in the paper).
-        cluster_loss_weight, sorting_loss_weight, task_loss_weight (`float`): the paper's μ, ν and λ (Eq. 17). μ and ν
-            are small because both losses also draw the words together: at 0.01 words no longer differed enough to
-            translate or to find each other, while Adam trains the centroids at any weight. With μ = ν = 0 and no
-            gate nothing can train the centroids: they are frozen.
+        gated (`bool`, *optional*): adds the logarithm of how much two words' clusters overlap to their score, so that
+            the task trains the clustering (ours, not in the paper; False is the paper's form). Default: True where
+            `assignment="neural"`.
+        cluster_loss_weight, sorting_loss_weight (`float`, *optional*): the paper's μ and ν (Eq. 17). Default: 0 with
+            the gate, which trains the centroids without them and better: both losses make clusters of equal words,
+            and Adam trains the centroids fully at any weight. Else 1e-4: both also draw the words together, at
+            0.01 so much that they no longer differed enough to translate or to find each other. With 0 and no gate
+            nothing can train the centroids: they are frozen.
+        task_loss_weight (`float`): the paper's λ.
         is_decoder (`bool`): words do not see later ones.
         causal (`str`): how: `"strict"`, or `"paper"` (App. B), where later words still move the clusters.
         block_length (`int`, *optional*): words before it that a word sees per block of the window, with
@@ -84,9 +89,9 @@ class ClusterFormerConfig(StoredConfig):
         assignment_seed: int = 0,
         similarity: str = "cosine",
         sharpness: float = 10.0,
-        gated: bool = False,
-        cluster_loss_weight: float = 1e-4,
-        sorting_loss_weight: float = 1e-4,
+        gated: bool | None = None,
+        cluster_loss_weight: float | None = None,
+        sorting_loss_weight: float | None = None,
         task_loss_weight: float = 1.0,
         is_decoder: bool = False,
         causal: str = "strict",
@@ -131,6 +136,12 @@ class ClusterFormerConfig(StoredConfig):
         for name, (choice, allowed) in choices.items():
             if choice not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {choice!r}")
+        if gated is None:
+            gated = assignment == "neural"
+        sorted_by = (assignment, decoder_assignment)
+        loss_weight = LOSS_WEIGHT if "neural" in sorted_by and not gated else 0.0
+        cluster_loss_weight = loss_weight if cluster_loss_weight is None else cluster_loss_weight
+        sorting_loss_weight = loss_weight if sorting_loss_weight is None else sorting_loss_weight
         weights = {
             "cluster_loss_weight": cluster_loss_weight,
             "sorting_loss_weight": sorting_loss_weight,
@@ -163,7 +174,6 @@ class ClusterFormerConfig(StoredConfig):
             )
         if strict and assignment != "full" and window_blocks < 2:
             raise ValueError('causal="strict" needs window_blocks of at least 2: with 1 a word would see only itself')
-        sorted_by = (assignment, decoder_assignment)
         if similarity == "dot" and "neural" in sorted_by and (cluster_loss_weight or sorting_loss_weight):
             warnings.warn(DIVERGES, stacklevel=2)
         self.vocab_size = vocab_size
@@ -212,10 +222,15 @@ class ClusterFormerConfig(StoredConfig):
         )
 
     def rebuilt(self, **changes: Any) -> "ClusterFormerConfig":
-        """These settings with changes, checked like new ones; who wrote these has had his warning."""
+        """These settings with changes, checked like new ones; who wrote these has had his warning.
+
+        What is not sorted by `"neural"` has no gate, also where a loaded model is given another `assignment`.
+        """
+        settings = self.to_dict() | changes
+        settings["gated"] = self.gated and settings["assignment"] == "neural"
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", re.escape(DIVERGES))
-            return type(self)(**self.to_dict() | changes)
+            return type(self)(**settings)
 
     @property
     def trains_centroids(self) -> bool:

@@ -36,12 +36,10 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Cluste
             config.rebuilt(is_encoder_decoder=False, is_decoder=False, add_cross_attention=False),
             add_pooling_layer=False,
         )
-        assignment = config.decoder_assignment or config.assignment
         self.decoder = ClusterFormerModel(
             config.rebuilt(
                 is_encoder_decoder=False,
-                assignment=assignment,
-                gated=config.gated and assignment == "neural",
+                assignment=config.decoder_assignment or config.assignment,
                 is_decoder=True,
                 add_cross_attention=True,
                 num_hidden_layers=config.decoder_layers,

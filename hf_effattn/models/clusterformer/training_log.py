@@ -61,8 +61,8 @@ def log_clustering(trainer: "Trainer") -> None:
     Every integration that the trainer reports to gets them. `L1` and `L2` that fall without end, a largest cluster
     near 1 or a cosine of words near 1 show a collapse that the task's loss shows late.
 
-    Warns where nothing would train the clustering: with `label_smoothing_factor` or `compute_loss_func` transformers'
-    `Trainer` takes the loss from the logits alone.
+    Warns where `L1` and `L2` have weights and would not be trained: with `label_smoothing_factor` or
+    `compute_loss_func` transformers' `Trainer` takes the loss from the logits alone.
 
     Args:
         trainer (`transformers.Trainer`): of a ClusterFormer model, before `train()`.
@@ -70,8 +70,10 @@ def log_clustering(trainer: "Trainer") -> None:
     from transformers import Trainer
 
     outside = trainer.label_smoother is not None or trainer.compute_loss_func is not None
+    config = trainer.model.config
+    weighted = config.cluster_loss_weight > 0 or config.sorting_loss_weight > 0
     trained = any("centroid" in name and p.requires_grad for name, p in trainer.model.named_parameters())
-    if outside and trained and type(trainer).compute_loss is Trainer.compute_loss:
+    if outside and weighted and trained and type(trainer).compute_loss is Trainer.compute_loss:
         warnings.warn(
             "label_smoothing_factor and compute_loss_func make Trainer compute the loss from the logits alone: the "
             "losses of the clustering, L1 and L2, are logged but not trained. Leave them out, or add the two in a "
