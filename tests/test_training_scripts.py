@@ -203,7 +203,8 @@ def test_texts_end_with_the_mark_of_their_tokenizer(real_model_folder):
 
 def test_perplexity_is_of_the_task_alone():
     sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "clusters": 2}
-    model = AutoModelForMaskedLM.from_config(AutoConfig.for_model("clusterformer", **sizes)).eval()
+    weights = {"cluster_loss_weight": 0.01, "sorting_loss_weight": 0.01}
+    model = AutoModelForMaskedLM.from_config(AutoConfig.for_model("clusterformer", **sizes, **weights)).eval()
     words = torch.arange(1, 11)[None]
     whole = model(words, labels=words)
     with training.task_loss_alone(model):
