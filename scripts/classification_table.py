@@ -58,11 +58,14 @@ TRAINING: dict[str, Any] = {
 WITH_L1, WITHOUT_L1 = {"cluster_loss_weight": 1e-4}, {"cluster_loss_weight": 0.0}
 WITH_L2, WITHOUT_L2 = {"sorting_loss_weight": 1e-4}, {"sorting_loss_weight": 0.0}
 PAPERS_FORM: dict[str, Any] = {"gated": False, **WITH_L1, **WITH_L2}
-GATED: dict[str, Any] = {"gated": True, **WITHOUT_L1, **WITHOUT_L2}
+WITH_GATE = {"gated": True, "attend_centroids": False}
+GATED: dict[str, Any] = {**WITH_GATE, **WITHOUT_L1, **WITHOUT_L2}
+CENTROIDS: dict[str, Any] = GATED | {"attend_centroids": True}
 ROUTINGS: dict[str, dict[str, Any]] = {
     TRANSFORMER: {"assignment": "full"},
     "neural": PAPERS_FORM,
     "gated": GATED,
+    "gated, centroids": CENTROIDS,
     "K-means": {"assignment": "kmeans"},
     "LSH": {"assignment": "lsh"},
     RANDOM: {"assignment": "random"},
@@ -70,8 +73,8 @@ ROUTINGS: dict[str, dict[str, Any]] = {
 }
 CLUSTERS = (5, 10, 20, 30, 60, 100, 300)
 LOSSES: dict[str, dict[str, Any]] = {
-    f"{name}, {losses}": {"gated": gated, **weights}
-    for name, gated in (("neural", False), ("gated", True))
+    f"{name}, {losses}": gate | weights
+    for name, gate in (("neural", {"gated": False}), ("gated", WITH_GATE))
     for losses, weights in (
         ("no loss", WITHOUT_L1 | WITHOUT_L2),
         ("L2", WITHOUT_L1 | WITH_L2),

@@ -24,7 +24,7 @@ import pandas as pd
 import run_translation
 import torch
 import typer
-from classification_table import DEFAULTS, GATED, LOSSES, PAPERS_FORM, TRANSFORMER, data_folder, differences
+from classification_table import CENTROIDS, DEFAULTS, GATED, LOSSES, PAPERS_FORM, TRANSFORMER, data_folder, differences
 from command_line import command_line_of, run_with_help
 from kept_runs import KeptRuns, mean_and_deviation, run_folder, with_wall_time
 from rich.progress import track
@@ -65,6 +65,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"gated": False, "cluster_loss_weight": 0.01, "sorting_loss_weight": 0.01},
     "neural encoder, no loss": LOSSES["neural, no loss"] | ENCODER_ALONE,
     "gated encoder": GATED | ENCODER_ALONE,
+    "gated encoder, centroids": CENTROIDS | ENCODER_ALONE,
     "gated encoder, L1 and L2": LOSSES["gated, L1 and L2"] | ENCODER_ALONE,
     "identity order encoder": {"assignment": "identity", **ENCODER_ALONE},
 }

@@ -23,7 +23,9 @@ SIZES = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "neural": {"gated": False},
-    "gated": {"gated": True},
+    "gated": {"attend_centroids": False},
+    "centroids": {"gated": False, "attend_centroids": True},
+    "default": {},
     "dot": {"similarity": "dot", "gated": False, "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0},
     "post_norm": {"pre_norm": False},
     "wide_window": {"window_blocks": 3},

@@ -71,7 +71,10 @@ def first_tensor(output):
 
 
 def attention_with_loops(words, layer, centroids, config):
-    """Eq. 2 to 10 of one text and one layer in plain Python: lists in, lists out, and the updated centroids."""
+    """Eq. 2 to 10 of one text and one layer in plain Python: lists in, lists out, and the updated centroids.
+
+    Then what is ours, the gate and the attention to the centroids, where the config has it.
+    """
     k, heads = config.clusters, config.num_attention_heads
     D = config.hidden_size // heads
 
@@ -116,10 +119,17 @@ def attention_with_loops(words, layer, centroids, config):
                 mixed[j] += [
                     sum(r * v[t][part][a] for r, t in zip(raw, seen, strict=True)) / sum(raw) for a in range(D)
                 ]
+        if config.attend_centroids:
+            keys, values = ([through(p, c) for c in updated] for p in (layer.attention.key, layer.attention.value))
+            for j in range(N):
+                raw = [exp(dot(q[j][part], c[part]) / sqrt(D)) for c in keys]
+                for a in range(D):
+                    of_centroids = sum(r * c[part][a] for r, c in zip(raw, values, strict=True)) / sum(raw)
+                    mixed[j][h * D + a] += of_centroids
     return [through(layer.attention.output, row) for row in mixed], updated, labels
 
 
-@pytest.mark.parametrize("variant", ["neural", "gated", "wide_window"])
+@pytest.mark.parametrize("variant", ["neural", "gated", "centroids", "wide_window"])
 @pytest.mark.parametrize("N", [1, 3, 23])
 def test_a_layer_equals_the_definition_written_as_loops(variant, N):
     model = tiny_model(ClusterFormerModel, **VARIANTS[variant])
@@ -151,7 +161,7 @@ def test_updated_centroids_go_to_the_next_layer():
 
 @pytest.mark.parametrize("side", ["none", "right", "left"])
 def test_one_cluster_is_full_attention(side):
-    model = tiny_model(ClusterFormerModel, clusters=1)
+    model = tiny_model(ClusterFormerModel, clusters=1, attend_centroids=False)
     words = torch.randn(2, 23, 24, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     mask = None
     if side != "none":
@@ -359,7 +369,11 @@ TRAINED_CENTROIDS = (
     ({"cluster_loss_weight": 0.1, "sorting_loss_weight": 0.1}, True),
     ({"assignment": "full"}, None),
 )
-NOT_CAUSAL = (({"assignment": "kmeans"}, None), ({"assignment": "identity"}, None))
+NOT_CAUSAL = (
+    ({"assignment": "kmeans"}, None),
+    ({"assignment": "identity"}, None),
+    ({"gated": False, "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0, "attend_centroids": True}, True),
+)
 
 
 @pytest.mark.parametrize("loaded", [False, True])
@@ -411,25 +425,46 @@ def test_gate_and_losses_by_default():
 
     def chosen(**changes):
         config = tiny_config(**changes)
-        return config.gated, config.cluster_loss_weight, config.sorting_loss_weight
+        return config.gated, config.attend_centroids, config.cluster_loss_weight, config.sorting_loss_weight
 
-    assert chosen() == (True, 0.0, 0.0)
-    assert chosen(cluster_loss_weight=0.5) == (True, 0.5, 0.0)
-    assert chosen(gated=False) == (False, 1e-4, 1e-4)
-    assert chosen(gated=False, sorting_loss_weight=0.0) == (False, 1e-4, 0.0)
-    assert chosen(assignment="lsh") == (False, 0.0, 0.0)
-    assert chosen(assignment="full", decoder_assignment="neural") == (False, 1e-4, 1e-4)
+    assert chosen() == (True, True, 0.0, 0.0)
+    assert chosen(cluster_loss_weight=0.5) == (True, True, 0.5, 0.0)
+    assert chosen(attend_centroids=False) == (True, False, 0.0, 0.0)
+    assert chosen(is_decoder=True) == (True, False, 0.0, 0.0)
+    assert chosen(gated=False) == (False, False, 1e-4, 1e-4)
+    assert chosen(gated=False, sorting_loss_weight=0.0) == (False, False, 1e-4, 0.0)
+    assert chosen(gated=False, attend_centroids=True) == (False, True, 1e-4, 1e-4)
+    assert chosen(assignment="lsh") == (False, False, 0.0, 0.0)
+    assert chosen(assignment="full", decoder_assignment="neural") == (False, False, 1e-4, 1e-4)
 
 
-def test_the_task_trains_the_clustering_only_through_the_gate():
+def test_the_task_trains_the_clustering_only_through_the_gate_and_attention_to_the_centroids():
     gradients = {}
-    for gated in (False, True):
-        model = tiny_model(ClusterFormerForMaskedLM, gated=gated)
+    for variant in ("neural", "gated", "centroids"):
+        model = tiny_model(ClusterFormerForMaskedLM, **VARIANTS[variant])
         output = model(texts(), labels=texts())
         output.task_loss.backward()
-        gradients[gated] = model.clusterformer.centroids.weight.grad
-    assert gradients[False] is None
-    assert gradients[True].abs().max() > 0
+        gradients[variant] = model.clusterformer.centroids.weight.grad
+    assert gradients["neural"] is None
+    assert gradients["gated"].abs().max() > 0
+    assert gradients["centroids"].abs().max() > 0
+
+
+def test_centroids_show_a_word_what_its_window_does_not():
+    """A word that shares no block with another one feels it only through the centroids."""
+    for variant, felt in (("gated", False), ("centroids", True)):
+        model = tiny_model(ClusterFormerModel, **VARIANTS[variant])
+        words = torch.randn(1, 23, 24, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        layer, centroids = model.layers[0], model.centroids.weight[None]
+        clustered = layer.sorting(words, centroids, None, True)
+        place = clustered.order.argsort(dim=1)[0]
+        block = place // clustered.block_length
+        far = int(((block[0] - block) % 5 == 3).nonzero()[0])
+        words[0, far] *= 1.01  # keeps its direction, and with it every label
+        again = layer.sorting(words, centroids, None, True)
+        assert torch.equal(again.order, clustered.order)
+        before, after = (layer.attention(words, sorted_words, None, None) for sorted_words in (clustered, again))
+        assert (not torch.equal(before[0, 0], after[0, 0])) == felt
 
 
 def test_the_projection_of_the_centroids_starts_as_the_identity():
@@ -466,7 +501,7 @@ def test_found_by_the_auto_classes_saved_and_loaded(auto_class, tmp_path):
 
 
 def test_config_round_trip(tmp_path):
-    config = tiny_config(gated=True, window_blocks=3, sharpness=4.0, causal="paper", is_decoder=True)
+    config = tiny_config(gated=True, window_blocks=3, sharpness=4.0, causal="paper", attend_centroids=False)
     config.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path).to_dict()
     assert loaded | {"_name_or_path": ""} == config.to_dict() | {"_name_or_path": ""}
@@ -504,7 +539,7 @@ def test_compiles_as_one_graph(variant):
     torch.testing.assert_close(compiled(words, attention_mask=mask).logits, expected, **ROUNDING)
 
 
-@pytest.mark.parametrize("variant", ["neural", "gated"])
+@pytest.mark.parametrize("variant", ["neural", "gated", "centroids"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_is_as_close_as_plain_low_precision(variant, dtype):
     """A layer's attention against float64 with the same order: labels may rightly differ where two are near."""
@@ -632,6 +667,8 @@ def test_controls_are_what_they_say():
         ({"num_attention_heads": 5}, "multiple of num_attention_heads"),
         ({"add_cross_attention": True}, "needs is_decoder"),
         ({"gated": True, "assignment": "lsh"}, 'needs assignment="neural"'),
+        ({"attend_centroids": True, "assignment": "lsh"}, 'attend_centroids=True needs assignment="neural"'),
+        ({"attend_centroids": True, "is_decoder": True}, "attend_centroids=True needs is_decoder=False"),
         ({"is_decoder": True, "assignment": "kmeans"}, 'causal="strict" needs assignment'),
         ({"is_decoder": True, "window_blocks": 1}, "window_blocks of at least 2"),
     ],

@@ -63,7 +63,10 @@ class Projections(nn.Module):
 
 
 class SortedBlockSelfAttention(Projections):
-    """Attention of every word to the words of its window of sorted blocks (Source: Wang 2022, Eq. 7 to 10)."""
+    """Attention of every word to the words of its window of sorted blocks (Source: Wang 2022, Eq. 7 to 10).
+
+    With `config.attend_centroids` that to the updated centroids is added.
+    """
 
     def __init__(self, config: ClusterFormerConfig, layer_idx: int) -> None:
         super().__init__(config)
@@ -71,6 +74,7 @@ class SortedBlockSelfAttention(Projections):
         self.window_blocks = config.window_blocks
         self.causal = config.is_decoder
         self.strict = config.is_decoder and config.causal == "strict"
+        self.attend_centroids = config.attend_centroids
 
     def forward(
         self, words: torch.Tensor, clustered: SortedWords, mask: torch.Tensor | None, cache: Cache | None
@@ -82,21 +86,27 @@ class SortedBlockSelfAttention(Projections):
             kept, value, past = remember(cache, kept, value, self.layer_idx)
             if past:
                 return self.join(self.attend_to_cache(query, kept, value, clustered, mask))
-        return self.join(
-            sorted_block_attention(
-                query,
-                key,
-                value,
-                clustered.order,
-                block_length=clustered.block_length,
-                window_blocks=self.window_blocks,
-                causal=self.causal,
-                labels=clustered.labels if self.strict else None,
-                key_mask=mask,
-                membership=None if clustered.membership is None else clustered.membership.to(query.dtype),
-                dropout_p=self.dropout,
-            )
+        attended = sorted_block_attention(
+            query,
+            key,
+            value,
+            clustered.order,
+            block_length=clustered.block_length,
+            window_blocks=self.window_blocks,
+            causal=self.causal,
+            labels=clustered.labels if self.strict else None,
+            key_mask=mask,
+            membership=None if clustered.membership is None else clustered.membership.to(query.dtype),
+            dropout_p=self.dropout,
         )
+        if self.attend_centroids and clustered.updated is not None:
+            attended = attended + self.attend_to_centroids(query, clustered.updated.to(words.dtype))
+        return self.join(attended)
+
+    def attend_to_centroids(self, query: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+        """Attention of all words to the centroids `(B, k, d)`, weighted means of them, as if they were words."""
+        key, value = (self.split(layer(centroids)) for layer in (self.key, self.value))
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout)
 
     def remembered(self, clustered: SortedWords, key: torch.Tensor) -> torch.Tensor:
         """Labels and memberships as columns beside the keys `(B, H, N, ·)`.

@@ -46,11 +46,14 @@ class ClusterFormerConfig(StoredConfig):
         gated (`bool`, *optional*): adds the logarithm of how much two words' clusters overlap to their score, so that
             the task trains the clustering (ours, not in the paper; False is the paper's form). Default: True where
             `assignment="neural"`.
+        attend_centroids (`bool`, *optional*): words also attend to the updated centroids, and the output of that is
+            added: summaries of the whole text, for what lies outside of a word's window (ours, not in the paper).
+            They have seen all words, so a decoder has none of this. Default: as `gated`.
         cluster_loss_weight, sorting_loss_weight (`float`, *optional*): the paper's μ and ν (Eq. 17). Default: 0 with
             the gate, which trains the centroids without them: beside it they helped no task that was tried, and kept
             words from finding each other. Else 1e-4: both also draw the words together, at 0.01 so much that they no
-            longer differed enough to translate or to find each other. With 0 and no gate nothing can train the
-            centroids: they are frozen.
+            longer differed enough to translate or to find each other. With 0, and neither gate nor `attend_centroids`,
+            nothing can train the centroids: they are frozen.
         task_loss_weight (`float`): the paper's λ.
         is_decoder (`bool`): words do not see later ones.
         causal (`str`): how: `"strict"`, or `"paper"` (App. B), where later words still move the clusters.
@@ -90,6 +93,7 @@ class ClusterFormerConfig(StoredConfig):
         similarity: str = "cosine",
         sharpness: float = 10.0,
         gated: bool | None = None,
+        attend_centroids: bool | None = None,
         cluster_loss_weight: float | None = None,
         sorting_loss_weight: float | None = None,
         task_loss_weight: float = 1.0,
@@ -138,6 +142,8 @@ class ClusterFormerConfig(StoredConfig):
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {choice!r}")
         if gated is None:
             gated = assignment == "neural"
+        if attend_centroids is None:
+            attend_centroids = gated and not is_decoder
         sorted_by = (assignment, decoder_assignment)
         loss_weight = LOSS_WEIGHT if "neural" in sorted_by and not gated else 0.0
         cluster_loss_weight = loss_weight if cluster_loss_weight is None else cluster_loss_weight
@@ -166,6 +172,12 @@ class ClusterFormerConfig(StoredConfig):
             raise ValueError(
                 f'gated=True needs assignment="neural", got {assignment!r}: the others have no memberships'
             )
+        if attend_centroids and assignment != "neural":
+            raise ValueError(
+                f'attend_centroids=True needs assignment="neural", got {assignment!r}: the others have no centroids'
+            )
+        if attend_centroids and is_decoder:
+            raise ValueError("attend_centroids=True needs is_decoder=False: the centroids have seen later words")
         strict = is_decoder and causal == "strict"
         if strict and assignment not in ("neural", "lsh", "full"):
             raise ValueError(
@@ -196,6 +208,7 @@ class ClusterFormerConfig(StoredConfig):
         self.similarity = similarity
         self.sharpness = sharpness
         self.gated = gated
+        self.attend_centroids = attend_centroids
         self.cluster_loss_weight = cluster_loss_weight
         self.sorting_loss_weight = sorting_loss_weight
         self.task_loss_weight = task_loss_weight
@@ -224,10 +237,13 @@ class ClusterFormerConfig(StoredConfig):
     def rebuilt(self, **changes: Any) -> "ClusterFormerConfig":
         """These settings with changes, checked like new ones; who wrote these has had his warning.
 
-        What is not sorted by `"neural"` has no gate, also where a loaded model is given another `assignment`.
+        What is not sorted by `"neural"` has no gate and no centroids, also where a loaded model is given another
+        `assignment`; nor does a decoder attend to centroids.
         """
         settings = self.to_dict() | changes
-        settings["gated"] = self.gated and settings["assignment"] == "neural"
+        neural = settings["assignment"] == "neural"
+        settings["gated"] = self.gated and neural
+        settings["attend_centroids"] = self.attend_centroids and neural and not settings["is_decoder"]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", re.escape(DIVERGES))
             return type(self)(**settings)
@@ -236,4 +252,4 @@ class ClusterFormerConfig(StoredConfig):
     def trains_centroids(self) -> bool:
         """Whether some loss depends on the centroids."""
         losses = self.cluster_loss_weight > 0 or self.sorting_loss_weight > 0
-        return self.assignment == "neural" and (losses or self.gated)
+        return self.assignment == "neural" and (losses or self.gated or self.attend_centroids)
