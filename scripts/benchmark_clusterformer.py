@@ -36,7 +36,8 @@ EXACT = f"exact ({CHOSEN_BY_TORCH})"
 ROUTINGS: dict[str, dict[str, Any]] = {
     EXACT: {"assignment": "full"},
     "neural": {"gated": False},
-    "gated": {"gated": True},
+    "gated": {"gated": True, "attend_centroids": False},
+    "gated, centroids": {"gated": True, "attend_centroids": True},
     "K-means": {"assignment": "kmeans"},
     "LSH": {"assignment": "lsh"},
 }

@@ -30,13 +30,15 @@ VALUES = 8
 GATE_ON_RANDOM_ORDER = "gate on a random order"
 LOSSES = {"cluster_loss_weight": 0.01, "sorting_loss_weight": 0.01}
 NO_LOSSES = dict.fromkeys(LOSSES, 0.0)
+GATE = {"gated": True, "attend_centroids": False}
 ROUTINGS: dict[str, dict[str, Any]] = {
     "full attention": {"assignment": "full"},
     "neural": NO_LOSSES | {"gated": False},
     "neural with losses": LOSSES | {"gated": False},
-    "gated": NO_LOSSES | {"gated": True},
-    "gated with losses": LOSSES | {"gated": True},
-    GATE_ON_RANDOM_ORDER: NO_LOSSES | {"gated": True},
+    "gated": NO_LOSSES | GATE,
+    "gated with losses": LOSSES | GATE,
+    "gated, centroids": NO_LOSSES | GATE | {"attend_centroids": True},
+    GATE_ON_RANDOM_ORDER: NO_LOSSES | GATE,
     "K-means": {"assignment": "kmeans"},
     "LSH": {"assignment": "lsh"},
     "random order": {"assignment": "random"},

@@ -37,7 +37,7 @@ OF_ATTENTION: dict[str, tuple[str, ...]] = {
     "cst": ("slice_length", "extension_ratio", "composition", "position_embedding", "pooling", "num_global_tokens"),
     "clusterformer": (
         *("clusters", "window_blocks", "assignment", "decoder_assignment", "similarity", "gated"),
-        *("cluster_loss_weight", "sorting_loss_weight"),
+        *("attend_centroids", "cluster_loss_weight", "sorting_loss_weight"),
     ),
 }
 
