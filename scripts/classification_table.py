@@ -84,7 +84,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 SWEEPS: dict[str, dict[str, dict[str, Any]]] = {
     "routings": ROUTINGS,
-    "clusters": {TRANSFORMER: ROUTINGS[TRANSFORMER]} | {f"k={k}": GATED | {"clusters": k} for k in CLUSTERS},
+    "clusters": {TRANSFORMER: ROUTINGS[TRANSFORMER]} | {f"k={k}": CENTROIDS | {"clusters": k} for k in CLUSTERS},
     "losses": LOSSES,
 }
 DATA_SETS_OF_SWEEP = {

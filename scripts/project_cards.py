@@ -178,7 +178,7 @@ def clusterformer_newsgroups() -> ModelCard:
                 ALLOCATOR,
                 "SIZES=hidden_size=300,num_hidden_layers=2,num_attention_heads=4,intermediate_size=600,clusters=20",
                 "SIZES=$SIZES,gated=true,attention_probs_dropout_prob=0.0,max_position_embeddings=512",
-                "SIZES=$SIZES,cluster_loss_weight=0.01,sorting_loss_weight=0.01",
+                "SIZES=$SIZES,attend_centroids=false,cluster_loss_weight=0.01,sorting_loss_weight=0.01",
                 "python scripts/run_classification.py --train_files 20newsgroups/train.jsonl.gz \\",
                 "    --test_files 20newsgroups/test.jsonl.gz --validation_share 0 --model_type clusterformer \\",
                 "    --config_overrides $SIZES --vocab_size 8000 --max_length 512 --num_train_epochs 3 --bf16 \\",

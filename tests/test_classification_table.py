@@ -83,8 +83,8 @@ def test_sweeps_of_the_classification_table(small_tables, tmp_path, monkeypatch,
     *trained, transformer, few, _, _, _, _, _, most = rows_of(output)
     assert [row["settings"] for row in (transformer, few, most)] == [
         {"clusters": 20, "assignment": "full"},
-        classification_table.GATED | {"clusters": 5},
-        classification_table.GATED | {"clusters": 300},
+        classification_table.CENTROIDS | {"clusters": 5},
+        classification_table.CENTROIDS | {"clusters": 300},
     ]
     assert transformer["speedup"] == 1
     assert all(row["step_peak_bytes"] > 0 and row["step_ms"] > 0 for row in (transformer, few, most))
@@ -100,9 +100,9 @@ def test_sweeps_of_the_classification_table(small_tables, tmp_path, monkeypatch,
     pairs = classification_data.OF_PAIRS
     assert [row["settings"] for row in rows] == [
         {"clusters": 20, "assignment": "full"},
-        classification_table.GATED | {"clusters": 5},
+        classification_table.CENTROIDS | {"clusters": 5},
         pairs | {"clusters": 3, "gated": False, "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0},
-        pairs | {"clusters": 3, "gated": True, "cluster_loss_weight": 1e-4, "sorting_loss_weight": 1e-4},
+        pairs | {"clusters": 3} | classification_table.LOSSES["gated, L1 and L2"],
     ]
 
 
@@ -110,14 +110,15 @@ def test_a_model_of_two_sweeps_is_trained_once():
     def runs(sweep, names):
         return [run for _, run in classification_table.planned(sweep, names, ["20 Newsgroups"], [0], None, None, None)]
 
-    assert runs("routings", ["gated"]) == runs("clusters", ["k=20"]) == runs("losses", ["gated, no loss"])
+    assert runs("routings", ["gated"]) == runs("losses", ["gated, no loss"])
+    assert runs("routings", ["gated, centroids"]) == runs("clusters", ["k=20"])
     assert runs("routings", ["neural"]) == runs("losses", ["neural, L1 and L2"])
 
 
 @pytest.mark.parametrize(
     ("config", "settings"),
     [
-        (ClusterFormerConfig(), classification_table.GATED),
+        (ClusterFormerConfig(), classification_table.CENTROIDS),
         (ClusterFormerConfig(gated=False), classification_table.PAPERS_FORM),
     ],
 )
