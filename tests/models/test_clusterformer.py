@@ -694,6 +694,18 @@ def test_a_decoder_that_shall_fill_masked_words_in_is_warned_of(auto_class, tmp_
     assert not torch.equal(loaded(words)[0][:, 0], loaded(other)[0][:, 0])
 
 
+def test_an_encoder_that_is_made_a_decoder_attends_to_no_centroids(tmp_path):
+    """They have seen later words, and transformers changes a stored config without checking it again."""
+    tiny_model(ClusterFormerModel, dtype=torch.float32).save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path, is_decoder=True)
+    assert loaded.config.attend_centroids
+    words = texts()
+    other = words.clone()
+    other[:, -1] += 1
+    hidden, changed = (loaded(w, use_cache=False).last_hidden_state[:, :-1] for w in (words, other))
+    assert_close_to_reference("hidden", changed, hidden, rtol=0)
+
+
 @pytest.mark.parametrize("model_class", HEADS.values(), ids=lambda c: c.__name__)
 def test_the_papers_similarity_warns_once_where_its_losses_diverge(model_class):
     """A translation model warned three times, twice of a line of its own: of its encoder and its decoder."""

@@ -74,7 +74,8 @@ class SortedBlockSelfAttention(Projections):
         self.window_blocks = config.window_blocks
         self.causal = config.is_decoder
         self.strict = config.is_decoder and config.causal == "strict"
-        self.attend_centroids = config.attend_centroids
+        # Both are asked: a config can be made a decoder's after it was checked.
+        self.attend_centroids = config.attend_centroids and not config.is_decoder
 
     def forward(
         self, words: torch.Tensor, clustered: SortedWords, mask: torch.Tensor | None, cache: Cache | None
