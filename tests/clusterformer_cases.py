@@ -23,9 +23,9 @@ SIZES = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "neural": {"gated": False},
-    "gated": {"attend_centroids": False},
+    "gated": {"gated": True},
     "centroids": {"gated": False, "attend_centroids": True},
-    "default": {},
+    "gated_centroids": {"gated": True, "attend_centroids": True},
     "dot": {"similarity": "dot", "gated": False, "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0},
     "post_norm": {"pre_norm": False},
     "wide_window": {"window_blocks": 3},

@@ -118,7 +118,7 @@ def test_a_model_of_two_sweeps_is_trained_once():
 @pytest.mark.parametrize(
     ("config", "settings"),
     [
-        (ClusterFormerConfig(), classification_table.CENTROIDS),
+        (ClusterFormerConfig(), classification_table.GATED),
         (ClusterFormerConfig(gated=False), classification_table.PAPERS_FORM),
     ],
 )

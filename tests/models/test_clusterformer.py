@@ -129,7 +129,7 @@ def attention_with_loops(words, layer, centroids, config):
     return [through(layer.attention.output, row) for row in mixed], updated, labels
 
 
-@pytest.mark.parametrize("variant", ["neural", "gated", "centroids", "wide_window"])
+@pytest.mark.parametrize("variant", ["neural", "gated", "centroids", "gated_centroids", "wide_window"])
 @pytest.mark.parametrize("N", [1, 3, 23])
 def test_a_layer_equals_the_definition_written_as_loops(variant, N):
     model = tiny_model(ClusterFormerModel, **VARIANTS[variant])
@@ -161,7 +161,7 @@ def test_updated_centroids_go_to_the_next_layer():
 
 @pytest.mark.parametrize("side", ["none", "right", "left"])
 def test_one_cluster_is_full_attention(side):
-    model = tiny_model(ClusterFormerModel, clusters=1, attend_centroids=False)
+    model = tiny_model(ClusterFormerModel, clusters=1)
     words = torch.randn(2, 23, 24, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     mask = None
     if side != "none":
@@ -427,10 +427,9 @@ def test_gate_and_losses_by_default():
         config = tiny_config(**changes)
         return config.gated, config.attend_centroids, config.cluster_loss_weight, config.sorting_loss_weight
 
-    assert chosen() == (True, True, 0.0, 0.0)
-    assert chosen(cluster_loss_weight=0.5) == (True, True, 0.5, 0.0)
-    assert chosen(attend_centroids=False) == (True, False, 0.0, 0.0)
-    assert chosen(is_decoder=True) == (True, False, 0.0, 0.0)
+    assert chosen() == (True, False, 0.0, 0.0)
+    assert chosen(cluster_loss_weight=0.5) == (True, False, 0.5, 0.0)
+    assert chosen(attend_centroids=True) == (True, True, 0.0, 0.0)
     assert chosen(gated=False) == (False, False, 1e-4, 1e-4)
     assert chosen(gated=False, sorting_loss_weight=0.0) == (False, False, 1e-4, 0.0)
     assert chosen(gated=False, attend_centroids=True) == (False, True, 1e-4, 1e-4)
@@ -501,7 +500,7 @@ def test_found_by_the_auto_classes_saved_and_loaded(auto_class, tmp_path):
 
 
 def test_config_round_trip(tmp_path):
-    config = tiny_config(gated=True, window_blocks=3, sharpness=4.0, causal="paper", attend_centroids=False)
+    config = tiny_config(gated=True, window_blocks=3, sharpness=4.0, causal="paper", attend_centroids=True)
     config.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path).to_dict()
     assert loaded | {"_name_or_path": ""} == config.to_dict() | {"_name_or_path": ""}
@@ -696,7 +695,7 @@ def test_a_decoder_that_shall_fill_masked_words_in_is_warned_of(auto_class, tmp_
 
 def test_an_encoder_that_is_made_a_decoder_attends_to_no_centroids(tmp_path):
     """They have seen later words, and transformers changes a stored config without checking it again."""
-    tiny_model(ClusterFormerModel, dtype=torch.float32).save_pretrained(tmp_path)
+    tiny_model(ClusterFormerModel, dtype=torch.float32, attend_centroids=True).save_pretrained(tmp_path)
     loaded = AutoModel.from_pretrained(tmp_path, is_decoder=True)
     assert loaded.config.attend_centroids
     words = texts()

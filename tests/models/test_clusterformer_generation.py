@@ -206,6 +206,7 @@ def test_a_language_model_is_a_decoder_whatever_its_config_says():
     [
         {"gated": False},
         {"gated": True},
+        {"attend_centroids": True},
         {"assignment": "full"},
         {"assignment": "kmeans", "decoder_assignment": "full"},
     ],

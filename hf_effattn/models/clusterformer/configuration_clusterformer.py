@@ -46,9 +46,10 @@ class ClusterFormerConfig(StoredConfig):
         gated (`bool`, *optional*): adds the logarithm of how much two words' clusters overlap to their score, so that
             the task trains the clustering (ours, not in the paper; False is the paper's form). Default: True where
             `assignment="neural"`.
-        attend_centroids (`bool`, *optional*): words also attend to the updated centroids, and the output of that is
-            added: summaries of the whole text, for what lies outside of a word's window (ours, not in the paper).
-            They have seen all words, so a decoder has none of this. Default: as `gated`.
+        attend_centroids (`bool`): words also attend to the updated centroids, and the output of that is added:
+            summaries of the whole text, for what lies outside of a word's window (ours, not in the paper). It helped
+            to classify long texts, and made a translation much worse. They have seen all words, so a decoder has
+            none of this.
         cluster_loss_weight, sorting_loss_weight (`float`, *optional*): the paper's μ and ν (Eq. 17). Default: 0 with
             the gate, which trains the centroids without them: beside it they helped no task that was tried, and kept
             words from finding each other. Else 1e-4: both also draw the words together, at 0.01 so much that they no
@@ -93,7 +94,7 @@ class ClusterFormerConfig(StoredConfig):
         similarity: str = "cosine",
         sharpness: float = 10.0,
         gated: bool | None = None,
-        attend_centroids: bool | None = None,
+        attend_centroids: bool = False,
         cluster_loss_weight: float | None = None,
         sorting_loss_weight: float | None = None,
         task_loss_weight: float = 1.0,
@@ -142,8 +143,6 @@ class ClusterFormerConfig(StoredConfig):
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {choice!r}")
         if gated is None:
             gated = assignment == "neural"
-        if attend_centroids is None:
-            attend_centroids = gated and not is_decoder
         sorted_by = (assignment, decoder_assignment)
         loss_weight = LOSS_WEIGHT if "neural" in sorted_by and not gated else 0.0
         cluster_loss_weight = loss_weight if cluster_loss_weight is None else cluster_loss_weight
