@@ -37,7 +37,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     "neural with losses": LOSSES | {"gated": False},
     "gated": NO_LOSSES | GATE,
     "gated with losses": LOSSES | GATE,
-    "gated, centroids": NO_LOSSES | GATE | {"attend_centroids": True},
+    "gated with centroids": NO_LOSSES | GATE | {"attend_centroids": True},
     GATE_ON_RANDOM_ORDER: NO_LOSSES | GATE,
     "K-means": {"assignment": "kmeans"},
     "LSH": {"assignment": "lsh"},
