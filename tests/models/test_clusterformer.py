@@ -299,36 +299,39 @@ def test_loss_of_each_head_by_hand():
     model = tiny_model(ClusterFormerForMaskedLM)
     labels = words.masked_fill(words % 3 > 0, -100)
     output = model(words, labels=labels)
-    torch.testing.assert_close(output.task_loss, F.cross_entropy(output.logits[labels >= 0], labels[labels >= 0]))
+    expected = F.cross_entropy(output.logits[labels >= 0], labels[labels >= 0])
+    torch.testing.assert_close(output.task_loss, expected, rtol=1e-15, atol=0)
     assert model(words, labels=torch.full_like(words, -100)).task_loss == 0
 
     model = tiny_model(ClusterFormerForPreTraining)
     follows = torch.tensor([0, 1, 1])
     output = model(words, labels=labels, next_sentence_label=follows)
     masked = F.cross_entropy(output.prediction_logits[labels >= 0], labels[labels >= 0])
-    torch.testing.assert_close(output.task_loss, masked + F.cross_entropy(output.seq_relationship_logits, follows))
+    expected = masked + F.cross_entropy(output.seq_relationship_logits, follows)
+    torch.testing.assert_close(output.task_loss, expected, rtol=1e-15, atol=0)
 
     model = tiny_model(ClusterFormerForCausalLM)
     output = model(words, labels=words)
-    torch.testing.assert_close(
-        output.task_loss, F.cross_entropy(output.logits[:, :-1].flatten(0, 1), words[:, 1:].flatten())
-    )
+    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), words[:, 1:].flatten())
+    torch.testing.assert_close(output.task_loss, expected, rtol=1e-15, atol=0)
 
     model = tiny_model(ClusterFormerForQuestionAnswering)
     start, end = torch.tensor([0, 5, 99]), torch.tensor([3, 7, 99])  # the third has no answer in the text
     output = model(words, start_positions=start, end_positions=end)
     parts = F.cross_entropy(output.start_logits[:2], start[:2]) + F.cross_entropy(output.end_logits[:2], end[:2])
-    torch.testing.assert_close(output.task_loss, parts / 2)
+    torch.testing.assert_close(output.task_loss, parts / 2, rtol=1e-15, atol=0)
 
     model = tiny_model(ClusterFormerForSequenceClassification, num_labels=1)
     numbers = torch.tensor([0.5, -1.0, 2.0])
     output = model(words, labels=numbers)
-    torch.testing.assert_close(output.task_loss, F.mse_loss(output.logits[:, 0], numbers.double()))
+    expected = F.mse_loss(output.logits[:, 0], numbers.double())
+    torch.testing.assert_close(output.task_loss, expected, rtol=1e-15, atol=0)
 
     model = tiny_model(ClusterFormerForSequenceClassification, num_labels=4, problem_type="multi_label_classification")
     several = torch.randint(2, (3, 4)).float()
     output = model(words, labels=several)
-    torch.testing.assert_close(output.task_loss, F.binary_cross_entropy_with_logits(output.logits, several.double()))
+    expected = F.binary_cross_entropy_with_logits(output.logits, several.double())
+    torch.testing.assert_close(output.task_loss, expected, rtol=1e-15, atol=0)
 
 
 def test_labels_are_read_as_in_transformers():
