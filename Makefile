@@ -123,7 +123,8 @@ TABLES := table-approximation table-patched table-language-models table-matched-
 $(TABLES): export MALLOC_MMAP_THRESHOLD_ = 8000000000
 $(TABLES): export MALLOC_TRIM_THRESHOLD_ = 16000000000
 $(TABLES): $(READY)
-LRA := --learning-rate 5e-4 --samples 1000 --models "Transformer;CST L=8;CST L=16;ClusterFormer"
+LRA := --learning-rate 5e-4 --samples 1000 --models
+LRA_MODELS := Transformer;CST L=8;CST L=16;ClusterFormer
 
 tables: $(TABLES)
 	$(BIN)/python scripts/update_readme.py
@@ -174,10 +175,10 @@ table-translation:
 	$(BIN)/python scripts/translation_table.py --checkpoints runs/translation
 
 table-lra:
-	$(BIN)/python scripts/lra_table.py --tasks image --share 0.01 --batch-size 16 --data-path "$(DATA)/cifar10-jpeg" $(LRA)
-	$(BIN)/python scripts/lra_table.py --tasks listops --share 0.01 --batch-size 8 $(LRA)
-	$(BIN)/python scripts/lra_table.py --tasks text --share 0.01 --batch-size 8 --data-path "$(DATA)/imdb" $(LRA)
-	$(BIN)/python scripts/lra_table.py --tasks pathfinder --share 0.005 --batch-size 8 $(LRA)
+	$(BIN)/python scripts/lra_table.py --tasks image --share 0.01 --batch-size 16 --data-path "$(DATA)/cifar10-jpeg" $(LRA) "$(LRA_MODELS);FNet"
+	$(BIN)/python scripts/lra_table.py --tasks listops --share 0.01 --batch-size 8 $(LRA) "$(LRA_MODELS)"
+	$(BIN)/python scripts/lra_table.py --tasks text --share 0.01 --batch-size 8 --data-path "$(DATA)/imdb" $(LRA) "$(LRA_MODELS)"
+	$(BIN)/python scripts/lra_table.py --tasks pathfinder --share 0.005 --batch-size 8 $(LRA) "$(LRA_MODELS)"
 
 clean:
 	rm -rf $(VENV) demo-output build *.egg-info

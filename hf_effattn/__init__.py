@@ -1,8 +1,8 @@
 """Efficient attention for the Hugging Face transformers model you already have.
 
-Importing this package registers its attention functions with transformers, so that
-`attn_implementation="i-clustered"` works, and adds a line to what transformers reports when it loads a converted model
-as an exact one; nothing else about transformers changes.
+Importing this package registers its attention functions with transformers, so that `attn_implementation="i-clustered"`
+works, and its models `cst` and `clusterformer` with the Auto classes. It adds a line to what transformers reports when
+it loads a converted model as an exact one; nothing else about transformers changes.
 """
 
 from . import ops

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import typer
+from command_line import run_with_help
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -126,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

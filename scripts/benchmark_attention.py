@@ -22,6 +22,7 @@ import pandas as pd
 import torch
 import typer
 from attention_plots import draw_lengths
+from command_line import run_with_help
 from real_attention import Inputs, attention_inputs
 from rich.progress import track
 
@@ -162,4 +163,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

@@ -1,10 +1,11 @@
 """Time and memory of one ClusterFormer layer against the same layer with exact attention (Source: Wang 2022, Table 7).
 
-The layers have the same size and differ in `assignment` alone: PyTorch's attention to all words, neural clustering,
-the gate, and the rivals K-means (Routing Transformer) and LSH (Reformer). All are timed in the same run, interleaved,
-sorting included; on a GPU PyTorch's attention with each of its kernels, of which the fastest is what speeds are
-against. The training step has the clustering losses that its layer has. `attention` is the part that the methods
-replace: sorting, projections and attention; `layer` adds norms and the feed-forward part, which all share.
+The layers have the same size and differ in what they attend to: PyTorch's attention to all words, neural clustering,
+the gate, the gate with the centroids, and the rivals K-means (Routing Transformer) and LSH (Reformer). All are timed
+in the same run, interleaved, sorting included; on a GPU PyTorch's attention with each of its kernels, of which the
+fastest is what speeds are against. The training step has the clustering losses that its layer has. `attention` is the
+part that the methods replace: sorting, projections and attention; `layer` adds norms and the feed-forward part, which
+all share.
 
     python scripts/benchmark_clusterformer.py            # writes scripts/results/benchmark_clusterformer.json
     python scripts/benchmark_clusterformer.py --dtypes bfloat16     # runs on the GPU where there is one
@@ -22,6 +23,7 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
+from command_line import run_with_help
 from kept_runs import KeptRuns
 from rich.progress import track
 
@@ -192,4 +194,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

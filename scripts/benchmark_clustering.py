@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
+from command_line import run_with_help
 from real_attention import attention_inputs
 from rich.progress import track
 
@@ -94,4 +95,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 import typer
 from benchmark_embeddings import embed
+from command_line import run_with_help
 from rich.progress import track
 from torch import nn
 
@@ -215,4 +216,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from command_line import run_with_help
 from rich.progress import track
 from shared_data import dataset_path
 
@@ -105,4 +106,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

@@ -24,6 +24,7 @@ import pandas as pd
 import torch
 import typer
 from attention_plots import draw_frontier
+from command_line import run_with_help
 from kept_runs import KeptRuns
 from real_attention import HEAD_DIM, HEADS, attention_inputs
 from rich.progress import track
@@ -156,4 +157,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

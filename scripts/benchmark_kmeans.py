@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from command_line import run_with_help
 from kept_runs import KeptRuns, device_defaults, print_rows
 from rich.progress import track
 from sklearn.cluster import KMeans  # type: ignore[import-untyped]
@@ -126,4 +127,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

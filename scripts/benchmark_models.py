@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from benchmark_attention import EXACT
+from command_line import run_with_help
 from kept_runs import KeptRuns, print_rows
 from rich.progress import track
 from transformers import PreTrainedModel, RobertaConfig, RobertaModel
@@ -103,4 +104,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

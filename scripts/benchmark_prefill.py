@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 import typer
 from causal_inputs import Inputs, causal_attention_inputs, load_causal_model
+from command_line import run_with_help
 from kept_runs import KeptRuns, device_defaults, print_rows
 from rich.progress import track
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -132,4 +133,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

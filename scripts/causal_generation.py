@@ -11,6 +11,7 @@ import torch
 import typer
 from causal_inputs import held_out_tokens, load_causal_model
 from causal_schemes import SKIPPED, scored
+from command_line import run_with_help
 from rich.progress import track
 
 import hf_effattn
@@ -81,4 +82,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 import typer
 from causal_inputs import Inputs, causal_attention_inputs, held_out_tokens, load_causal_model
+from command_line import run_with_help
 from rich.progress import track
 
 from hf_effattn import extend_positions
@@ -249,4 +250,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

@@ -1,10 +1,11 @@
-"""Text classification from scratch: ClusterFormer, its rivals and the Transformer (Source: Wang 2022, Tables 2, 4, 5).
+"""Text classification from scratch: ClusterFormer, its rivals and the Transformer (Wang 2022, Tables 2 to 5).
 
 Every model has 2 layers, 300 wide, with 4 heads (for pairs of texts 1 layer with 6 heads, as in the paper), and the
-mean of its words as the text's vector. They differ in
-`assignment` alone; the Transformer is the same model with `assignment="full"`, whose attention is PyTorch's. There are
-no GloVe vectors here, as the paper has: its differences can be compared with these, its levels cannot. Short texts do
-not tell the methods apart; the controls, random and identity order, show how much the routing itself is worth.
+mean of its words as the text's vector. They differ in how words are sorted (`assignment`, the gate and the losses) and
+in attention to the centroids; the Transformer is the same model with `assignment="full"`, whose attention is
+PyTorch's. There are no GloVe vectors here, as the paper has: its differences can be compared with these, its levels
+cannot. Short texts do not tell the methods apart; the controls, random and identity order, show how much the routing
+itself is worth.
 
 Every seed holds out another tenth of CR, MR, SUBJ and MPQA; the other data sets have a test set. All runs see all
 their epochs: no model is chosen by what it is tested on.

@@ -114,7 +114,9 @@ def parser_of(
 def run_with_help(main: Callable[..., None], description: str | None) -> None:
     """Call `main` as `typer.run` does, with a help that has the script's `__doc__`, its examples line by line."""
     paragraphs = (description or "").split("\n\n")
-    kept = ["\b\n" + paragraph if paragraph.startswith(" ") else paragraph for paragraph in paragraphs]
+    # Behind one line alone an example is not indented: the formatter takes that from a docstring's later lines.
+    examples = (" ", "python ")
+    kept = ["\b\n" + paragraph if paragraph.startswith(examples) else paragraph for paragraph in paragraphs]
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command(help="\n\n".join(kept))(main)
     app()

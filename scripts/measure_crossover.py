@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from command_line import run_with_help
 from rich.progress import track
 
 import hf_effattn.patching
@@ -185,4 +186,4 @@ def write(kept: dict[str, Any], output: Path) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

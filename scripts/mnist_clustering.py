@@ -20,6 +20,7 @@ from typing import Annotated, Any, Self
 import numpy as np
 import pandas as pd
 import typer
+from command_line import run_with_help
 from kept_runs import KeptRuns, mean_and_deviation
 from rich.progress import track
 from shared_data import dataset_path
@@ -173,4 +174,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

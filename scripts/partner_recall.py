@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import typer
+from command_line import run_with_help
 from kept_runs import KeptRuns, mean_and_deviation
 from rich.progress import Progress
 
@@ -249,4 +250,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

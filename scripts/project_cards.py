@@ -142,10 +142,11 @@ def cst_wikitext() -> ModelCard:
             "Beside the Transformer of the same size": paper_tables.language_models(),
             "How it was made": in_bash(ALLOCATOR, 'python scripts/cst_training.py "WikiText-2, 256 tokens"')
             + "\n\nand, once trained:\n\n```python\n"
+            + 'run = "runs/…"  # the folder of that model\n'
             + 'model = AutoModelForCausalLM.from_pretrained(run, dtype="bfloat16")\n'
             + f'model.save_pretrained("model_cards/{folder.name}")\n```',
         },
-        limits=["It writes sentences and no sense; nothing it writes is true.", ENGLISH],
+        limits=["It writes sentences without meaning; nothing it writes is true.", ENGLISH],
     )
 
 
@@ -168,7 +169,8 @@ def clusterformer_newsgroups() -> ModelCard:
         ),
         description=(
             "Small, to test on: messages of twenty newsgroups of 1993 with their headers, cut at the longest input. "
-            "Its weights are in bfloat16, its tokenizer is a byte-level BPE of the training messages."
+            "Its weights are in bfloat16, its tokenizer is a byte-level BPE of the training messages. It was trained "
+            "with the gate and with L1 and L2 at 0.01; by default there is the gate alone now."
         ),
         sections={
             "What the clustering did": "Means since the line before: the losses of the task and of the clustering, "

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
+from command_line import run_with_help
 from torch import nn
 from transformers import AutoModel
 
@@ -90,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

@@ -6,8 +6,9 @@ tokenizer is named. A multilingual checkpoint wants its languages in its tokeniz
 
     python scripts/run_translation.py --train_source train.de.gz --train_target train.en.gz --validation_source \
         val.de.gz --validation_target val.en.gz --model_type clusterformer --config_overrides \
-        clusters=3,num_attention_heads=4,max_position_embeddings=128 --output_dir runs/clusterformer --do_train \
-        --do_eval --label_smoothing_factor 0.1 --train_sampling_strategy group_by_length
+        clusters=3,decoder_assignment=full,num_attention_heads=4,max_position_embeddings=128 \
+        --output_dir runs/clusterformer --do_train --do_eval --label_smoothing_factor 0.1 \
+        --train_sampling_strategy group_by_length
     python scripts/run_translation.py --dataset_name bentrevett/multi30k --source_lang de --target_lang en \
         --model_name_or_path Helsinki-NLP/opus-mt-de-en --num_beams 4 --output_dir runs/marian --do_predict
     python scripts/run_translation.py --dataset_name wmt/wmt16 --dataset_config_name de-en --source_lang en \

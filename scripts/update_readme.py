@@ -13,7 +13,7 @@ import clusterformer_tables
 import pandas as pd
 import paper_tables
 import project_cards
-import typer
+from command_line import run_with_help
 from markdown_tables import by_length, machine, number
 from project_cards import CARDS
 
@@ -253,4 +253,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_help(main, __doc__)

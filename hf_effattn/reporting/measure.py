@@ -55,7 +55,7 @@ def report(
     Ctrl-C stops the measurement and returns what has been measured so far, with `complete=False` and a warning.
 
     Args:
-        model (`PreTrainedModel`): an encoder of a served model type, with or without a head.
+        model (`PreTrainedModel`): an encoder or a decoder of a served model type, with or without a head.
         inputs (`Mapping` or `Sequence[Mapping]`): what the tokenizer returned with `return_tensors="pt"`, one batch or
             several, padded or not, of the lengths that matter to you.
         methods (`Sequence[str | dict]`, *optional*): names from `list_methods()` or dicts
