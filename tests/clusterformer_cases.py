@@ -3,9 +3,39 @@
 from typing import Any
 
 import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
-from hf_effattn.models.clusterformer import ClusterFormerConfig
+from hf_effattn.models.clusterformer import (
+    ClusterFormerConfig,
+    ClusterFormerForCausalLM,
+    ClusterFormerForConditionalGeneration,
+    ClusterFormerForMaskedLM,
+    ClusterFormerForPreTraining,
+    ClusterFormerForQuestionAnswering,
+    ClusterFormerForSequenceClassification,
+    ClusterFormerForTokenClassification,
+    ClusterFormerModel,
+)
 
+HEADS = {
+    AutoModel: ClusterFormerModel,
+    AutoModelForCausalLM: ClusterFormerForCausalLM,
+    AutoModelForMaskedLM: ClusterFormerForMaskedLM,
+    AutoModelForPreTraining: ClusterFormerForPreTraining,
+    AutoModelForQuestionAnswering: ClusterFormerForQuestionAnswering,
+    AutoModelForSeq2SeqLM: ClusterFormerForConditionalGeneration,
+    AutoModelForSequenceClassification: ClusterFormerForSequenceClassification,
+    AutoModelForTokenClassification: ClusterFormerForTokenClassification,
+}
 VOCABULARY = 60
 SIZES = {
     "vocab_size": VOCABULARY,

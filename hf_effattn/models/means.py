@@ -17,6 +17,6 @@ def masked_mean(hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor
     dtype = accumulation_dtype(hidden.dtype)
     if mask is None:
         return hidden.mean(dim=1, dtype=dtype).to(hidden.dtype)
-    counted = mask.bool()[..., None]
+    counted = mask.bool()[..., None].to(hidden.device)  # a model's last layers may lie on another GPU
     total = hidden.masked_fill(~counted, 0.0).sum(dim=1, dtype=dtype)
     return (total / counted.sum(dim=1).clamp(min=1)).to(hidden.dtype)

@@ -1,6 +1,7 @@
 """What the configurations of both model families share: the format that they were saved in."""
 
 import warnings
+from inspect import signature
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -32,6 +33,17 @@ class StoredConfig(PreTrainedConfig):
                 stacklevel=3,
             )
         super().__init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers, but what replaces stored settings is checked with them, not set afterwards."""
+        changes = {name: kwargs.pop(name) for name in signature(cls).parameters if name in kwargs}
+        return super().from_dict(cls.changed(config_dict, changes), **kwargs)
+
+    @classmethod
+    def changed(cls, settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+        """Settings with changes."""
+        return settings | changes
 
     def to_dict(self) -> dict[str, Any]:
         """As in transformers, with the format."""

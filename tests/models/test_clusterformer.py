@@ -2,24 +2,17 @@
 
 import copy
 import inspect
-import warnings
 from math import exp, log, sqrt
 
 import pytest
 import torch
 import torch.nn.functional as F
 from closeness import assert_close_to_reference
-from clusterformer_cases import SIZES, VARIANTS, VOCABULARY, padded_texts, texts, tiny_config, tiny_model
+from clusterformer_cases import HEADS, VARIANTS, VOCABULARY, padded_texts, texts, tiny_config, tiny_model
 from transformers import (
     AutoConfig,
     AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForPreTraining,
-    AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
 )
 
 from hf_effattn.models.clusterformer import (
@@ -35,16 +28,6 @@ from hf_effattn.models.clusterformer import (
 )
 from hf_effattn.models.clusterformer.sorting import cluster_loss, cluster_statistics, sorting_loss
 
-HEADS = {
-    AutoModel: ClusterFormerModel,
-    AutoModelForCausalLM: ClusterFormerForCausalLM,
-    AutoModelForMaskedLM: ClusterFormerForMaskedLM,
-    AutoModelForPreTraining: ClusterFormerForPreTraining,
-    AutoModelForQuestionAnswering: ClusterFormerForQuestionAnswering,
-    AutoModelForSeq2SeqLM: ClusterFormerForConditionalGeneration,
-    AutoModelForSequenceClassification: ClusterFormerForSequenceClassification,
-    AutoModelForTokenClassification: ClusterFormerForTokenClassification,
-}
 # Float64 in another order of sums, numbers of about 3: ten times what was seen.
 ROUNDING = {"rtol": 0, "atol": 1e-14}
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -294,6 +277,20 @@ def test_the_loss_is_the_weighted_sum(model_class):
     assert model(words).loss is None if model_class is not ClusterFormerForConditionalGeneration else True
 
 
+@pytest.mark.parametrize(
+    "model_class", [head for head in HEADS.values() if head is not ClusterFormerModel], ids=lambda c: c.__name__
+)
+def test_reports_that_are_not_asked_for_are_in_the_loss(model_class):
+    model = tiny_model(model_class, gated=False, cluster_loss_weight=1.0)
+    inputs = answers(model_class, texts())
+    expected = model(texts(), **inputs)
+    assert expected.loss < expected.task_loss
+    assert torch.equal(model(texts(), **inputs, output_clustering=None).loss, expected.loss)
+    silent = model(texts(), **inputs, output_clustering=False)
+    assert silent.cluster_loss is None
+    assert torch.equal(silent.loss, expected.task_loss)
+
+
 def test_loss_of_each_head_by_hand():
     words = texts()
     model = tiny_model(ClusterFormerForMaskedLM)
@@ -414,32 +411,6 @@ def test_a_loaded_model_trains_what_a_new_one_does(auto_class, tmp_path):
     assert {name for name, trains in trained.items() if not trains} == {name for name in trained if "centroid" in name}
 
 
-@pytest.mark.filterwarnings("ignore")  # of weights that have no use
-@pytest.mark.parametrize("auto_class", HEADS, ids=lambda c: c.__name__)
-def test_a_saved_model_is_loaded_with_another_assignment(auto_class, tmp_path):
-    tiny_model(HEADS[auto_class], dtype=torch.float32).save_pretrained(tmp_path)
-    loaded = auto_class.from_pretrained(tmp_path, assignment="lsh")
-    assert not any("centroid" in name for name, _ in loaded.named_parameters())
-    loaded(texts(), **({"decoder_input_ids": texts()} if loaded.config.is_encoder_decoder else {}))
-
-
-def test_gate_and_losses_by_default():
-    """The gate alone trains the centroids, in the paper's form the losses, and what has none is not trained."""
-
-    def chosen(**changes):
-        config = tiny_config(**changes)
-        return config.gated, config.attend_centroids, config.cluster_loss_weight, config.sorting_loss_weight
-
-    assert chosen() == (True, False, 0.0, 0.0)
-    assert chosen(cluster_loss_weight=0.5) == (True, False, 0.5, 0.0)
-    assert chosen(attend_centroids=True) == (True, True, 0.0, 0.0)
-    assert chosen(gated=False) == (False, False, 1e-4, 1e-4)
-    assert chosen(gated=False, sorting_loss_weight=0.0) == (False, False, 1e-4, 0.0)
-    assert chosen(gated=False, attend_centroids=True) == (False, True, 1e-4, 1e-4)
-    assert chosen(assignment="lsh") == (False, False, 0.0, 0.0)
-    assert chosen(assignment="full", decoder_assignment="neural") == (False, False, 1e-4, 1e-4)
-
-
 def test_the_task_trains_the_clustering_only_through_the_gate_and_attention_to_the_centroids():
     gradients = {}
     for variant in ("neural", "gated", "centroids"):
@@ -467,6 +438,19 @@ def test_centroids_show_a_word_what_its_window_does_not():
         assert torch.equal(again.order, clustered.order)
         before, after = (layer.attention(words, sorted_words, None, None) for sorted_words in (clustered, again))
         assert (not torch.equal(before[0, 0], after[0, 0])) == felt
+
+
+def test_attention_to_the_centroids_has_dropout():
+    attention = (
+        tiny_model(ClusterFormerModel, attend_centroids=True, attention_probs_dropout_prob=0.5).layers[0].attention
+    )
+    query = torch.randn(3, 2, 23, 12, dtype=torch.float64)
+    centroids = torch.randn(3, 5, 24, dtype=torch.float64)
+    first, second = (attention.attend_to_centroids(query, centroids) for _ in range(2))
+    assert torch.equal(first, second)
+    attention.train()
+    first, second = (attention.attend_to_centroids(query, centroids) for _ in range(2))
+    assert not torch.equal(first, second)
 
 
 def test_the_projection_of_the_centroids_starts_as_the_identity():
@@ -640,87 +624,6 @@ def test_controls_are_what_they_say():
     assert (lsh.labels != opposite.labels).all()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"clusters": 0}, "clusters must be at least 1"),
-        ({"window_blocks": 0}, "window_blocks must be at least 1"),
-        (
-            {"assignment": "som"},
-            "assignment must be one of 'neural', 'kmeans', 'lsh', 'random', 'identity', 'full', got 'som'",
-        ),
-        ({"similarity": "l2"}, "similarity must be one of"),
-        ({"causal": "no"}, "causal must be one of"),
-        ({"pooling": "max"}, "pooling must be one of"),
-        ({"sharpness": 0.0}, "sharpness must be above 0"),
-        ({"sharpness": float("inf")}, "sharpness must be above 0, and finite"),
-        ({"cluster_loss_weight": -1.0}, "cluster_loss_weight must not be negative"),
-        ({"sorting_loss_weight": float("nan")}, "sorting_loss_weight must not be negative, and finite, got nan"),
-        ({"task_loss_weight": float("inf")}, "task_loss_weight must not be negative, and finite, got inf"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers must be at least 1, got -1"),
-        ({"decoder_layers": 0}, "decoder_layers must be at least 1"),
-        ({"intermediate_size": 0}, "intermediate_size must be at least 1"),
-        ({"vocab_size": 0}, "vocab_size must be at least 1"),
-        ({"type_vocab_size": 0}, "type_vocab_size must be at least 1"),
-        ({"hidden_act": "gleu"}, "hidden_act must be one of .*'gelu'.*, got 'gleu'"),
-        ({"pad_token_id": 60}, "pad_token_id must be None or lie in 0 .. vocab_size - 1 = 59, got 60"),
-        ({"pad_token_id": -1}, "pad_token_id must be None or lie in 0 .. vocab_size - 1 = 59, got -1"),
-        ({"num_attention_heads": 5}, "multiple of num_attention_heads"),
-        ({"add_cross_attention": True}, "needs is_decoder"),
-        ({"gated": True, "assignment": "lsh"}, 'needs assignment="neural"'),
-        ({"attend_centroids": True, "assignment": "lsh"}, 'attend_centroids=True needs assignment="neural"'),
-        ({"attend_centroids": True, "is_decoder": True}, "attend_centroids=True needs is_decoder=False"),
-        ({"is_decoder": True, "assignment": "kmeans"}, 'causal="strict" needs assignment'),
-        ({"is_decoder": True, "window_blocks": 1}, "window_blocks of at least 2"),
-    ],
-    ids=str,
-)
-def test_mistakes_in_a_config_are_named(changes, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_config(**changes)
-
-
-@pytest.mark.parametrize("auto_class", [AutoModelForMaskedLM, AutoModelForPreTraining], ids=lambda c: c.__name__)
-def test_a_decoder_that_shall_fill_masked_words_in_is_warned_of(auto_class, tmp_path):
-    """A saved language model stayed one, silently."""
-    tiny_model(ClusterFormerForCausalLM, dtype=torch.float32).save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="is_decoder=True: masked words are filled in from the words before"):
-        assert auto_class.from_pretrained(tmp_path).config.is_decoder
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        loaded = auto_class.from_pretrained(tmp_path, is_decoder=False)
-    words = texts()
-    other = words.clone()
-    other[:, -1] += 1
-    assert not torch.equal(loaded(words)[0][:, 0], loaded(other)[0][:, 0])
-
-
-def test_an_encoder_that_is_made_a_decoder_attends_to_no_centroids(tmp_path):
-    """They have seen later words, and transformers changes a stored config without checking it again."""
-    tiny_model(ClusterFormerModel, dtype=torch.float32, attend_centroids=True).save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path, is_decoder=True)
-    assert loaded.config.attend_centroids
-    words = texts()
-    other = words.clone()
-    other[:, -1] += 1
-    hidden, changed = (loaded(w, use_cache=False).last_hidden_state[:, :-1] for w in (words, other))
-    assert_close_to_reference("hidden", changed, hidden, rtol=0)
-
-
-@pytest.mark.parametrize("model_class", HEADS.values(), ids=lambda c: c.__name__)
-def test_the_papers_similarity_warns_once_where_its_losses_diverge(model_class):
-    """A translation model warned three times, twice of a line of its own: of its encoder and its decoder."""
-    with pytest.warns(UserWarning, match="no bound") as record:
-        model_class(ClusterFormerConfig(**SIZES, similarity="dot", gated=False))
-    assert [warning.filename for warning in record] == [__file__]
-
-
-def test_the_papers_similarity_warns_of_a_decoder_too():
-    with pytest.warns(UserWarning, match="no bound"):
-        tiny_config(assignment="full", decoder_assignment="neural", similarity="dot")
-
-
 def test_mistakes_in_a_call_are_named():
     model = tiny_model(ClusterFormerModel)
     words = texts()
@@ -732,6 +635,9 @@ def test_mistakes_in_a_call_are_named():
         model(texts(N=65))
     with pytest.raises(ValueError, match="an encoder has none"):
         model(words, past_key_values=object())
+    for model_class in (ClusterFormerModel, ClusterFormerForCausalLM):
+        with pytest.raises(ValueError, match="encoder_hidden_states: this model has no cross attention"):
+            tiny_model(model_class)(words, encoder_hidden_states=torch.zeros(3, 7, 24, dtype=torch.float64))
     with pytest.raises(ValueError, match="decoder_start_token_id must be set"):
         tiny_model(ClusterFormerForConditionalGeneration, decoder_start_token_id=None)(words, labels=words)
 

@@ -297,6 +297,9 @@ def test_padded_labels_change_nothing(causal, assignment):
     source, labels = texts(2, 11), texts(2, 16, seed=4)
     labels[0, 7:] = -100
     padded = model(source, labels=labels)
+    # Stock collators make the decoder's words and no mask of them.
+    collated = model(source, labels=labels, decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels))
+    assert torch.equal(collated.logits, padded.logits)
     single = [model(source[:1], labels=labels[:1, :7]), model(source[1:], labels=labels[1:])]
     for one, logits in zip(single, padded.logits, strict=True):
         torch.testing.assert_close(logits[: one.logits.shape[1]], one.logits[0], rtol=0, atol=1e-14)

@@ -8,7 +8,7 @@ from typing import Any
 import clusterformer_cases
 import cst_models
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_effattn.models.stored_config import FIELD, FORMAT_VERSION
 
@@ -57,3 +57,11 @@ def test_a_newer_format_without_new_fields(file: Path) -> None:
     rewrite(file, **{FIELD: FORMAT_VERSION + 1})
     (said,) = said_while_loading(file)
     assert "with no unknown field" in said
+
+
+def test_what_replaces_a_stored_setting_is_checked(file: Path) -> None:
+    config, unused = AutoConfig.from_pretrained(file.parent, num_labels=3, foo=1, return_unused_kwargs=True)
+    assert (config.num_labels, unused) == (3, {"foo": 1})
+    setting, value = ("slice_length", 0) if config.model_type == "cst" else ("clusters", 0)
+    with pytest.raises(ValueError, match=setting):
+        AutoConfig.from_pretrained(file.parent, **{setting: value})

@@ -233,16 +233,20 @@ class ClusterFormerConfig(StoredConfig):
             **kwargs,
         )
 
-    def rebuilt(self, **changes: Any) -> "ClusterFormerConfig":
-        """These settings with changes, checked like new ones; who wrote these has had his warning.
+    @classmethod
+    def changed(cls, settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+        """Settings with changes; what these leave no room for is off, unless it is one of them.
 
-        What is not sorted by `"neural"` has no gate and no centroids, also where a loaded model is given another
-        `assignment`; nor does a decoder attend to centroids.
+        What is not sorted by `"neural"` has no gate and no centroids; nor does a decoder attend to centroids.
         """
-        settings = self.to_dict() | changes
-        neural = settings["assignment"] == "neural"
-        settings["gated"] = self.gated and neural
-        settings["attend_centroids"] = self.attend_centroids and neural and not settings["is_decoder"]
+        settings = settings | changes
+        neural = settings.get("assignment", "neural") == "neural"
+        possible = {"gated": neural, "attend_centroids": neural and not settings.get("is_decoder", False)}
+        return settings | {name: False for name, can_be in possible.items() if not can_be and name not in changes}
+
+    def rebuilt(self, **changes: Any) -> "ClusterFormerConfig":
+        """These settings with changes, checked like new ones; who wrote these has had his warning."""
+        settings = self.changed(self.to_dict(), changes)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", re.escape(DIVERGES))
             return type(self)(**settings)

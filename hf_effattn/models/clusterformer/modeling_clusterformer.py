@@ -153,6 +153,11 @@ class ClusterFormerPreTrainedModel(PreTrainedModel):
         (loaded[0] if isinstance(loaded, tuple) else loaded).freeze_untrained_centroids()
         return loaded
 
+    def report_clustering(self, options: dict[str, Any], labelled: bool) -> None:
+        """Ask the model for what its clustering reports, of which losses are made, where `options` do not say."""
+        if options.get("output_clustering") is None:
+            options["output_clustering"] = self.training or labelled
+
     def freeze_untrained_centroids(self) -> None:
         """Freeze the centroids that no loss depends on, for which DistributedDataParallel would wait."""
         for part in self.modules():
@@ -224,7 +229,8 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
             past_key_values (`Cache`, *optional*): of a decoder with `causal="strict"`.
             use_cache (`bool`, *optional*): return a cache. Default: the config's, of such a decoder.
             output_hidden_states (`bool`, *optional*): the input of every layer and the output of the last.
-            output_clustering (`bool`, *optional*): clustering losses and statistics. Default: while training.
+            output_clustering (`bool`, *optional*): clustering losses and statistics. Default: while training, and
+                with labels for a head, whose loss False leaves L1 and L2 out of.
 
         Returns:
             `ClusterFormerModelOutput`.
@@ -232,13 +238,19 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
         Raises:
             ValueError: not exactly one of `input_ids` and `inputs_embeds`, a mask, types or positions of another
                 shape, a text longer than `max_position_embeddings` or than what a static cache holds,
-                `output_attentions`, a cache where the model cannot use one.
+                `output_attentions`, a cache where the model cannot use one, `encoder_hidden_states` where it has no
+                cross attention.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of the two")
         output_attentions = kwargs.get("output_attentions")
         if self.config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError("output_attentions: attention is computed without a matrix of weights to return")
+        if encoder_hidden_states is not None and not self.config.add_cross_attention:
+            raise ValueError(
+                "encoder_hidden_states: this model has no cross attention; build it with is_decoder=True and"
+                " add_cross_attention=True"
+            )
         words = self.embeddings.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         past_key_values = self._cache(past_key_values, use_cache)
         past = self._past(past_key_values, words.shape[1])
@@ -348,8 +360,8 @@ def pool(hidden_states: torch.Tensor, mask: torch.Tensor | None, pooling: str) -
         return masked_mean(hidden_states, mask)
     if mask is None:
         return hidden_states[:, 0]
-    rows = torch.arange(len(mask), device=mask.device)
-    return hidden_states[rows, mask.long().argmax(dim=1)]
+    first = mask.to(hidden_states.device).long().argmax(dim=1)
+    return hidden_states[torch.arange(len(first), device=first.device), first]
 
 
 def _as_mask(name: str, mask: torch.Tensor | None, words: torch.Tensor, length: int) -> torch.Tensor | None:

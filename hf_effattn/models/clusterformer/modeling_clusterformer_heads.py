@@ -45,7 +45,7 @@ def total_loss(
         (config.sorting_loss_weight, clustering.sorting_loss),
     ):
         if weight and part is not None:
-            loss = loss + weight * part
+            loss = loss + weight * part.to(loss.device)
     return loss
 
 
@@ -58,7 +58,7 @@ def word_loss(logits: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor
     """Cross-entropy of logits `(..., classes)`, its mean over the labels that are not -100; 0 where none is."""
     if labels is None:
         return None
-    logits = full_precision(logits.flatten(0, -2))
+    logits, labels = full_precision(logits.flatten(0, -2)), labels.to(logits.device)
     total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return total / (labels != IGNORED).sum().clamp(min=1)
 
@@ -133,7 +133,7 @@ class ClusterFormerForMaskedLM(_WithWordHead):
             kwargs: what `ClusterFormerModel` takes.
         Returns: `ClusterFormerMaskedLMOutput`, logits `(B, N, vocab_size)`.
         """
-        kwargs.setdefault("output_clustering", self.training or labels is not None)
+        self.report_clustering(kwargs, labels is not None)
         encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, return_dict=True, **kwargs)
         logits = self.lm_head(encoded.last_hidden_state)
         task_loss = word_loss(logits, labels)
@@ -178,7 +178,7 @@ class ClusterFormerForPreTraining(_WithWordHead):
         Returns: `ClusterFormerPreTrainingOutput`; the loss is there with any of the two labels.
         """
         labelled = labels is not None or next_sentence_label is not None
-        kwargs.setdefault("output_clustering", self.training or labelled)
+        self.report_clustering(kwargs, labelled)
         encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, return_dict=True, **kwargs)
         logits = self.lm_head(encoded.last_hidden_state)
         follows = self.next_sentence(encoded.pooler_output)
@@ -254,7 +254,7 @@ class ClusterFormerForCausalLM(_WithWordHead, ClusterFormerGenerationMixin):
             kwargs: what `ClusterFormerModel` takes.
         Returns: `ClusterFormerCausalLMOutput`, logits `(B, N, vocab_size)`.
         """
-        kwargs.setdefault("output_clustering", self.training or labels is not None)
+        self.report_clustering(kwargs, labels is not None)
         options = {"past_key_values": past_key_values, "use_cache": use_cache, "return_dict": True}
         decoded = self.clusterformer(input_ids, attention_mask, token_type_ids, **options, **kwargs)
         scored = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -300,7 +300,7 @@ class ClusterFormerForSequenceClassification(ClusterFormerPreTrainedModel):
             kwargs: what `ClusterFormerModel` takes.
         Returns: `ClusterFormerSequenceClassifierOutput`, logits `(B, num_labels)`.
         """
-        kwargs.setdefault("output_clustering", self.training or labels is not None)
+        self.report_clustering(kwargs, labels is not None)
         encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, return_dict=True, **kwargs)
         mask = None if attention_mask is None else attention_mask.bool()
         pooled = pool(encoded.last_hidden_state, mask, self.config.pooling)
@@ -351,7 +351,7 @@ class ClusterFormerForTokenClassification(ClusterFormerPreTrainedModel):
             kwargs: what `ClusterFormerModel` takes.
         Returns: `ClusterFormerTokenClassifierOutput`, logits `(B, N, num_labels)`.
         """
-        kwargs.setdefault("output_clustering", self.training or labels is not None)
+        self.report_clustering(kwargs, labels is not None)
         encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, return_dict=True, **kwargs)
         logits = self.classifier(self.dropout(encoded.last_hidden_state))
         task_loss = word_loss(logits, labels)
@@ -394,7 +394,7 @@ class ClusterFormerForQuestionAnswering(ClusterFormerPreTrainedModel):
         Returns: `ClusterFormerQuestionAnsweringOutput`, both logits `(B, N)`.
         """
         labelled = start_positions is not None and end_positions is not None
-        kwargs.setdefault("output_clustering", self.training or labelled)
+        self.report_clustering(kwargs, labelled)
         encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, return_dict=True, **kwargs)
         start, end = self.qa_outputs(encoded.last_hidden_state).unbind(dim=-1)
         task_loss = None

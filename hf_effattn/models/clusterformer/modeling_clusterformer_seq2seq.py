@@ -117,8 +117,8 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Cluste
             attention_mask (`torch.Tensor`, *optional*): `(B, M)`, 0 = padding.
             decoder_input_ids (`torch.LongTensor`, *optional*): `(B, N)`; or `decoder_inputs_embeds`. Default: the
                 labels moved one place to the right.
-            decoder_attention_mask (`torch.Tensor`, *optional*): `(B, N)`, with a cache `(B, past + N)`. Default: all
-                of `decoder_input_ids`; where these are made of the labels, up to the last label that counts.
+            decoder_attention_mask (`torch.Tensor`, *optional*): `(B, N)`, with a cache `(B, past + N)`. Default: up to
+                the last label that counts; all where there are no labels, or of another shape.
             encoder_outputs (*optional*): what the encoder gave; its first entry is read.
             past_key_values (`Cache`, *optional*), use_cache (`bool`, *optional*): with `causal="strict"`.
             labels (`torch.LongTensor`, *optional*): `(B, N)`, the translations; -100 = does not count.
@@ -137,9 +137,11 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Cluste
             if labels is None:
                 raise ValueError("give decoder_input_ids, decoder_inputs_embeds or labels")
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-            if decoder_attention_mask is None:
-                # What follows the last label would move clusters and blocks; the causal mask hides no padding there.
-                decoder_attention_mask = (labels != IGNORED).flip(1).cumsum(dim=1).flip(1) > 0
+        given = decoder_inputs_embeds if decoder_input_ids is None else decoder_input_ids
+        unmasked = decoder_attention_mask is None and past_key_values is None
+        if unmasked and labels is not None and given is not None and labels.shape == given.shape[:2]:
+            # What follows the last label would move clusters and blocks; the causal mask hides no padding there.
+            decoder_attention_mask = (labels != IGNORED).flip(1).cumsum(dim=1).flip(1) > 0
         options = {"output_hidden_states": output_hidden_states, "output_clustering": output_clustering}
         options |= {"return_dict": True, **kwargs}
         if encoder_outputs is None:
@@ -175,5 +177,5 @@ def _mean_of(encoded: Any, decoded: ClusteringOutput) -> ClusteringOutput:
     fields = {}
     for name in CLUSTERING_FIELDS:
         numbers = [n for n in (getattr(encoded, name, None), getattr(decoded, name)) if n is not None]
-        fields[name] = sum(numbers) / len(numbers) if numbers else None
+        fields[name] = sum(n.to(numbers[-1].device) for n in numbers) / len(numbers) if numbers else None
     return ClusteringOutput(**fields)

@@ -369,9 +369,8 @@ class CSTForQuestionAnswering(CSTPreTrainedModel):
         start, end = self.qa_outputs(output.last_hidden_state).unbind(dim=-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = self.loss_function(
-                start.contiguous(), end.contiguous(), start_positions, end_positions, **_loss_arguments(kwargs)
-            )
+            places = start_positions.to(start.device), end_positions.to(end.device)
+            loss = self.loss_function(start.contiguous(), end.contiguous(), *places, **_loss_arguments(kwargs))
         return QuestionAnsweringModelOutput(
             loss=loss, start_logits=start, end_logits=end, hidden_states=output.hidden_states
         )

@@ -314,8 +314,12 @@ class CSTModel(CSTPreTrainedModel):
             states.append(hidden)
         states[-1] = self.norm(hidden)
         if order is not None and mask is not None:
-            back = order.argsort(dim=1)
-            states = [self._reorder(state.masked_fill(~mask[..., None], 0.0), back) for state in states]
+            back, padding = order.argsort(dim=1), ~mask[..., None]
+            # Layers that a device_map spread have left their states where they are.
+            states = [
+                self._reorder(state.masked_fill(padding.to(state.device), 0.0), back.to(state.device))
+                for state in states
+            ]
         return states[-1], tuple(states), cache
 
     @staticmethod
@@ -340,11 +344,14 @@ class CSTModel(CSTPreTrainedModel):
             active = active if mask is None else mask[:, column]
             states = [hidden]
             for cache_layer, layer in zip(cache.layers, self.layers, strict=True):
-                hidden, state = cast(CSTLayer, layer).step(hidden, tables, cache_layer.state, active)
+                # A step is no call of the layer: where a device_map spread them, nothing else brings its inputs there.
+                here = cache_layer.state.lengths.device
+                rows = None if tables is None else {level: table.to(here) for level, table in tables.items()}
+                hidden, state = cast(CSTLayer, layer).step(hidden.to(here), rows, cache_layer.state, active.to(here))
                 cache_layer.store(state, 1)
                 states.append(hidden)
             states[-1] = self.norm(hidden)
-            columns.append([row.masked_fill(~active[:, None], 0.0) for row in states])
+            columns.append([row.masked_fill(~active[:, None].to(row.device), 0.0) for row in states])
         stacked = tuple(torch.stack(rows, dim=1) for rows in zip(*columns, strict=True))
         return stacked[-1], stacked
 
