@@ -45,7 +45,7 @@ def total_loss(
         (config.sorting_loss_weight, clustering.sorting_loss),
     ):
         if weight and part is not None:
-            loss = loss + weight * part.to(loss.device)
+            loss = loss + weight * part
     return loss
 
 
