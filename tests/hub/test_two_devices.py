@@ -14,12 +14,19 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
+from transformers import BertConfig, BertForTokenClassification, GPT2Config, GPT2LMHeadModel
 
 import hf_effattn
 from hf_effattn.models.means import masked_mean
 
 FIRST, SECOND = torch.device("lazy:0"), torch.device("lazy:1")
 FAMILIES = {"ClusterFormer": clusterformer_cases.tiny_config, "CST": cst_models.tiny_config}
+PATCHES = {
+    "clustered": {"clusters": 4},
+    "i-clustered": {"clusters": 4, "topk": 4},
+    "bi-clustered": {"clusters": 4, "key_clusters": 4, "topk": 4},
+    "cst": {"slice_length": 4},
+}
 HEADS = ("ForCausalLM", "ForMaskedLM", "ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
 
 
@@ -108,3 +115,19 @@ def test_a_cache_of_layers_on_two_devices(variant, monkeypatch):
         mask = torch.ones(2, 12, dtype=torch.long, device=FIRST)
         found = model(words[:, :3], attention_mask=mask, past_key_values=cache, output_hidden_states=True)
         assert found.logits.device == FIRST
+
+
+@pytest.mark.parametrize("method", PATCHES)
+def test_patched_models_on_two_devices(method):
+    settings = PATCHES[method] if method == "cst" else PATCHES[method] | {"min_length": 0}
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    with FakeTensorMode():
+        words = torch.zeros(2, 40, dtype=torch.long, device=FIRST)
+        encoder = BertForTokenClassification(BertConfig(vocab_size=60, **small)).eval()
+        hf_effattn.patch_attention(encoder, method, **settings)
+        spread(encoder, [encoder.bert.embeddings, encoder.bert.encoder.layer[0]])
+        assert encoder(words, attention_mask=torch.ones_like(words)).logits.device == FIRST
+        decoder = GPT2LMHeadModel(GPT2Config(vocab_size=60, n_positions=64, n_embd=32, n_layer=2, n_head=2)).eval()
+        hf_effattn.patch_attention(decoder, method, **settings)
+        spread(decoder, [decoder.transformer.wte, decoder.transformer.wpe, decoder.transformer.h[0]])
+        assert decoder(words).logits.device == FIRST
