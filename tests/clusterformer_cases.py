@@ -3,38 +3,21 @@
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForPreTraining,
-    AutoModelForQuestionAnswering,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+import transformers
 
-from hf_effattn.models.clusterformer import (
-    ClusterFormerConfig,
-    ClusterFormerForCausalLM,
-    ClusterFormerForConditionalGeneration,
-    ClusterFormerForMaskedLM,
-    ClusterFormerForPreTraining,
-    ClusterFormerForQuestionAnswering,
-    ClusterFormerForSequenceClassification,
-    ClusterFormerForTokenClassification,
-    ClusterFormerModel,
-)
+from hf_effattn.models import clusterformer
+from hf_effattn.models.clusterformer import ClusterFormerConfig
 
+# Written out anew: what the package registers is compared with it.
 HEADS = {
-    AutoModel: ClusterFormerModel,
-    AutoModelForCausalLM: ClusterFormerForCausalLM,
-    AutoModelForMaskedLM: ClusterFormerForMaskedLM,
-    AutoModelForPreTraining: ClusterFormerForPreTraining,
-    AutoModelForQuestionAnswering: ClusterFormerForQuestionAnswering,
-    AutoModelForSeq2SeqLM: ClusterFormerForConditionalGeneration,
-    AutoModelForSequenceClassification: ClusterFormerForSequenceClassification,
-    AutoModelForTokenClassification: ClusterFormerForTokenClassification,
+    transformers.AutoModel: clusterformer.ClusterFormerModel,
+    transformers.AutoModelForCausalLM: clusterformer.ClusterFormerForCausalLM,
+    transformers.AutoModelForMaskedLM: clusterformer.ClusterFormerForMaskedLM,
+    transformers.AutoModelForPreTraining: clusterformer.ClusterFormerForPreTraining,
+    transformers.AutoModelForQuestionAnswering: clusterformer.ClusterFormerForQuestionAnswering,
+    transformers.AutoModelForSeq2SeqLM: clusterformer.ClusterFormerForConditionalGeneration,
+    transformers.AutoModelForSequenceClassification: clusterformer.ClusterFormerForSequenceClassification,
+    transformers.AutoModelForTokenClassification: clusterformer.ClusterFormerForTokenClassification,
 }
 VOCABULARY = 60
 SIZES = {
