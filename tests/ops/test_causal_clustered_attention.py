@@ -123,6 +123,43 @@ def test_fast_form_equals_reference(method, case):
 
 
 @each_method
+def test_fast_form_equals_reference_with_empty_clusters(method):
+    """Two distinct queries leave four of six clusters empty; short ones are nearer to 0 than to their centroids."""
+    case = Case("repeated", B=1, H=1, N=64, clusters=6, segment_length=8, window=0)
+    _, key, value, mask = make_inputs(case)
+    query = torch.tensor([3.0, 5.0]).double()[torch.arange(64) % 2, None] + torch.arange(8) / 8
+    query[48:] *= 0.05
+    inputs = query[None, None], key, value, mask
+    expected, actual = (attend(method, case, *inputs, backend=backend) for backend in ("reference", "batched"))
+    assert_close_to_reference("output", actual, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+@pytest.mark.parametrize("length", [1.0, 20.0])
+def test_float32_of_peaked_clusters_is_as_close_as_the_reference_in_it(method, length):
+    """A query short beside its centroid's needs keys that weigh 1e-13 in the centroid's attention.
+
+    They were once found as a difference of sums, and lost. (Without top keys the sink's gradient vanishes, and float32
+    holds none of it.)
+    """
+    case = Case("sink", B=1, H=1, N=64, D=16, Dv=16, clusters=1, topk=1, segment_length=8, window=0)
+    _, key, value, mask = make_inputs(case)
+    direction = torch.eye(16, dtype=torch.float64)[0]
+    key = 0.1 * key
+    key[0, 0, 0] += 6 * direction
+    query = (length * direction).repeat(64, 1)
+    query[::7] = 0.05 * direction
+    found = {}
+    for dtype, backend in ((torch.float64, "reference"), (torch.float32, "batched")):
+        leaves = [rows.to(dtype).requires_grad_() for rows in (query[None, None], key, value)]
+        output = attend(method, case, *leaves, mask, backend=backend)
+        gradients = torch.autograd.grad(output.square().sum(), leaves)
+        found[backend] = dict(zip(("output", "query", "key", "value"), (output.detach(), *gradients), strict=True))
+    for name, expected in found["reference"].items():
+        assert_close_to_reference(name, found["batched"][name], expected, rtol=2e-6)
+
+
+@each_method
 @each_backend
 @pytest.mark.parametrize("masks", ["none", "right", "left", "holes"])
 def test_a_window_over_all_is_exact_attention(method, backend, masks):

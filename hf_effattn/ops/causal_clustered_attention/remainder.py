@@ -1,7 +1,9 @@
 """What the centroids of past queries see of the older keys that are not among their top keys, segment by segment.
 
-A centroid's sum over the keys grows as keys leave the window; its top keys are subtracted from it. So the work grows
-with the number of keys and not with its square.
+A key that leaves the window is a top key or joins the remainder, and so does a top key when a better one takes its
+place; none comes back. So a centroid's sum over its remainder only grows, and is no difference of large numbers: a
+query may need what weighs almost nothing in its centroid's attention. The work grows with the number of keys and not
+with its square.
 
 Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `S` tokens of a segment, `U` segments that have
 older ones, `C` query clusters, `T` top keys.
@@ -20,20 +22,22 @@ from .parts import Gradients, Part
 
 @dataclass(frozen=True)
 class _Step:
-    """One segment of an epoch.
+    """What joins the remainder in one segment of an epoch.
 
     Attributes:
         new: the keys that left the window with this segment.
-        largest: `(P, g · C, 1)`, the largest score so far; weights are relative to it.
-        top: `(P, g · C, T)`, the top keys.
-        top_weights: `(P, g · C, T)`, `exp(score - largest)` of them.
+        highest: `(P, g · C, 1)`, the largest score in the remainder so far; weights are relative to it.
+        entering: `(P, g · C, keys)`, `exp(score - highest)` of the new keys, 0 for top keys.
+        before: `(P, g · C, T)`, the top keys of the segment before, none in the first.
+        leaving: `(P, g · C, T)`, `exp(score - highest)` of those, 0 for those that stay.
     """
 
     segment: int
     new: slice
-    largest: torch.Tensor
-    top: torch.Tensor
-    top_weights: torch.Tensor
+    highest: torch.Tensor
+    entering: torch.Tensor
+    before: torch.Tensor
+    leaving: torch.Tensor
 
 
 class RemainderPart(Part):
@@ -78,17 +82,26 @@ class RemainderPart(Part):
         return self.mask_(log_sums.repeat(1, self.layout.segment_length, 1))
 
     def _steps(self, epoch: Epoch) -> Iterator[_Step]:
-        seen, largest = 0, None
+        """The segments with a key that is no top key, in their order."""
+        seen, highest, before = 0, None, None
         clusters = epoch.scores.shape[1] // self.shape[1]
+        is_top = torch.zeros_like(epoch.scores, dtype=torch.bool)
         for segment in range(epoch.first, epoch.end):
             keys = self.layout.older(segment) * self.layout.segment_length
             new = slice(seen, keys)
-            highest = epoch.scores[:, :, new].amax(dim=2, keepdim=True)
-            largest = highest if largest is None else torch.maximum(largest, highest)
             top = self.grouping.top[:, :, segment - self.layout.first_served, :clusters].flatten(1, 2)
             top = top[..., :keys]
-            yield _Step(segment, new, largest, top, (epoch.scores.gather(2, top) - largest).exp_())
-            seen = keys
+            is_top.scatter_(2, top, True)
+            if top.shape[2] < keys:
+                if before is None:
+                    before = top[..., :0]
+                entering = epoch.scores[:, :, new].masked_fill(is_top[:, :, new], -torch.inf)
+                leaving = epoch.scores.gather(2, before).masked_fill_(is_top.gather(2, before), -torch.inf)
+                joined = torch.cat([entering, leaving], dim=2).amax(dim=2, keepdim=True)
+                highest = joined if highest is None else torch.maximum(highest, joined)
+                yield _Step(segment, new, highest, (entering - highest).exp_(), before, (leaving - highest).exp_())
+            is_top.scatter_(2, top, False)
+            seen, before = keys, top
 
     def _tables(self, tensor: torch.Tensor, segment: int, clusters: int) -> torch.Tensor:
         """View of the tables `(P, g, U, C, ...)` of a segment's clusters: `(P, g, clusters, ...)`."""
@@ -101,29 +114,24 @@ class RemainderPart(Part):
 
     def _walk(self, epoch: Epoch) -> None:
         P, g = self.shape[:2]
-        clusters = epoch.scores.shape[1] // g
-        total = self.value.new_zeros(P, g * clusters, 1)
-        total_values = self.value.new_zeros(P, g * clusters, self.value.shape[2])
+        rows = epoch.scores.shape[1]
+        total, total_values = self.value.new_zeros(P, rows, 1), self.value.new_zeros(P, rows, self.value.shape[2])
         before = None
         for step in self._steps(epoch):
             if before is not None:
-                shrink = (before - step.largest).exp_()
+                shrink = (before - step.highest).exp_()
                 total, total_values = total * shrink, total_values * shrink
-            weights = (epoch.scores[:, :, step.new] - step.largest).exp_()
-            total = total + weights.sum(dim=2, keepdim=True)
-            total_values = torch.baddbmm(total_values, weights, self.value[:, step.new])
-            before = step.largest
-            if step.top.shape[2] == step.new.stop:
-                continue  # every older key is a top key
-            rest = total - step.top_weights.sum(dim=2, keepdim=True)
-            rest_values = total_values - (step.top_weights[:, :, None] @ self._top_values(step.top))[:, :, 0]
-            # Less than the rounding of the sum it is the difference of: nothing is left.
-            some = rest > 8 * torch.finfo(rest.dtype).eps * total
-            log_rest = torch.where(some, step.largest + rest.clamp(min=torch.finfo(rest.dtype).tiny).log(), -torch.inf)
-            rest = torch.where(some, rest, 1.0)
-            rest_values = torch.where(some, rest_values, 0.0) / rest
-            for target, table in ((self.log_sums, log_rest), (self.sums, rest), (self.means, rest_values)):
-                self._tables(target, step.segment, clusters).copy_(table.view(P, g, clusters, -1))
+            before = step.highest
+            total = total + step.entering.sum(dim=2, keepdim=True) + step.leaving.sum(dim=2, keepdim=True)
+            total_values = torch.baddbmm(total_values, step.entering, self.value[:, step.new])
+            total_values = total_values + (step.leaving[:, :, None] @ self._top_values(step.before))[:, :, 0]
+            log_total = step.highest + total.log()
+            for target, table in (
+                (self.log_sums, log_total),
+                (self.sums, total),
+                (self.means, total_values / total),
+            ):
+                self._tables(target, step.segment, rows // g).copy_(table.view(P, g, rows // g, -1))
 
     def add_gradients(
         self, query: torch.Tensor, grad_scores: torch.Tensor, grad_values: torch.Tensor, into: Gradients
@@ -146,23 +154,21 @@ class RemainderPart(Part):
         after = None
         for step in reversed(list(self._steps(epoch))):
             if after is not None:
-                shrink = (step.largest - after).exp_()
+                shrink = (step.highest - after).exp_()
                 total, total_values = total * shrink, total_values * shrink
-            after = step.largest
-            of_total = self._tables(grad_totals, step.segment, clusters).reshape(P, rows, 1)
-            of_values = self._tables(grad_total_values, step.segment, clusters).reshape(P, rows, -1)
-            total, total_values = total + of_total, total_values + of_values
+            after = step.highest
+            total = total + self._tables(grad_totals, step.segment, clusters).reshape(P, rows, 1)
+            total_values = total_values + self._tables(grad_total_values, step.segment, clusters).reshape(P, rows, -1)
 
             values = self.value[:, step.new]
-            weights = (epoch.scores[:, :, step.new] - step.largest).exp_()
-            grad_scores[:, :, step.new] += weights * (total_values @ values.transpose(1, 2) + total)
-            into.value[:, step.new] += weights.transpose(1, 2) @ total_values
+            grad_scores[:, :, step.new] += step.entering * (total_values @ values.transpose(1, 2) + total)
+            into.value[:, step.new] += step.entering.transpose(1, 2) @ total_values
 
-            of_top = (self._top_values(step.top) @ of_values[..., None])[..., 0] + of_total
-            grad_scores.scatter_add_(2, step.top, -step.top_weights * of_top)
-            heads = torch.arange(P, device=step.top.device)[:, None, None] * self.value.shape[1]
-            shares = -step.top_weights[..., None] * of_values[:, :, None]
-            into.value.flatten(0, 1).index_add_(0, (step.top + heads).flatten(), shares.flatten(0, 2))
+            of_leaving = (self._top_values(step.before) @ total_values[..., None])[..., 0] + total
+            grad_scores.scatter_add_(2, step.before, step.leaving * of_leaving)
+            heads = torch.arange(P, device=values.device)[:, None, None] * self.value.shape[1]
+            shares = step.leaving[..., None] * total_values[:, :, None]
+            into.value.flatten(0, 1).index_add_(0, (step.before + heads).flatten(), shares.flatten(0, 2))
         keys = self.key[:, : epoch.scores.shape[2]].to(grad_scores.dtype)
         into.key[:, : keys.shape[1]] += grad_scores.transpose(1, 2) @ epoch.centroids
         grad_members = grad_scores @ keys / epoch.sizes.clamp(min=1)[..., None]
