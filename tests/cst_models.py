@@ -35,7 +35,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "separate_projections": {"share_projections": False},
     "mlp_separate_projections": {"local_mixing": "mlp", "share_projections": False, "slice_length": (4, 8)},
     "absolute_positions": {"position_embedding": "absolute"},
-    "global_tokens": {"num_global_tokens": 2, "extension_ratio": 2},
+    # In the second slice they are in the window too, and count once.
+    "global_tokens": {"num_global_tokens": 2, "extension_ratio": 3},
     "post_norm": {"pre_norm": False},
     "slices_of_one": {"slice_length": 1},
     "one_slice": {"slice_length": 64},

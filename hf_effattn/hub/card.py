@@ -1,6 +1,7 @@
 """Model cards: what a model of this package is, how it is loaded, what was measured of it, in the Hub's format."""
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -10,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..models import ClusterFormerConfig, CSTConfig
-from ..patching.methods import METHODS, MethodSettings
+from ..patching.methods import METHODS, MethodSettings, list_methods
 from ..patching.model_types import MODEL_TYPES
 from ..patching.positions import longest_input
 from ..patching.stored import FIELD, base_model_of, read_stored
@@ -81,6 +82,8 @@ def model_card(
         ValueError: `config.effattn` cannot be read (see `hf_effattn.from_pretrained`), a report of another kind of
             model.
         TypeError: neither a model nor a configuration.
+
+    Warns where the attention was switched by `attn_implementation=` alone, which is not saved.
     """
     if not isinstance(model, PreTrainedModel | PreTrainedConfig):
         raise TypeError(
@@ -93,7 +96,13 @@ def model_card(
     auto_class = None if architecture is None else auto_class_of(config, architecture)
     settings, layers = _stored_in(config)
     kind = settings.method if settings is not None else config.model_type
-    name = name or (repo_id or Path(str(config._name_or_path or "")).name or kind).split("/")[-1]
+    name = name or (repo_id or _name_of(str(config._name_or_path or "")) or kind).split("/")[-1]
+    if settings is None and config._attn_implementation in list_methods():
+        warnings.warn(
+            f'the attention of this model was switched to "{config._attn_implementation}", which save_pretrained does '
+            "not keep: the card is of the exact model. patch_attention writes it into the configuration",
+            stacklevel=2,
+        )
     if base_model is None and settings is not None:
         base_model = base_model_of(_patched(config))
     if report is not None and report.environment.get("model_type", config.model_type) != config.model_type:
@@ -127,6 +136,11 @@ def model_card(
         limits=[*_limits(config, settings), *limits],
         sources=[SOURCES[kind]] if kind in SOURCES else [],
     )
+
+
+def _name_of(origin: str) -> str:
+    folder = Path(origin)
+    return (folder.resolve() if folder.is_dir() else folder).name if origin else ""
 
 
 def _patched(config: Any) -> Any:

@@ -168,7 +168,9 @@ def attention(
         result = settings.attend_causal(query, key, value, dropout_p=dropout, **options)
         weights = None
         if wants_weights:
-            weights = implied_weights(query, key, lambda values: settings.attend_causal(query, key, values, **options))
+            weights = implied_weights(
+                settings, query, key, lambda values: settings.attend_causal(query, key, values, **options)
+            )
         return result.transpose(1, 2).contiguous(), weights
 
     groups = find_groups(settings, query, key, attention_mask)
@@ -213,7 +215,9 @@ def _over_cache(
     options: dict[str, Any] = {"mask": attention_mask, "scale": scaling, "module": module}
     result, weights = settings.attend_over_cache(query, key, value, **options), None
     if wants_weights:
-        weights = implied_weights(query, key, lambda values: settings.attend_over_cache(query, key, values, **options))
+        weights = implied_weights(
+            settings, query, key, lambda values: settings.attend_over_cache(query, key, values, **options)
+        )
     return result.transpose(1, 2).contiguous(), weights
 
 

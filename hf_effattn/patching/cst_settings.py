@@ -100,6 +100,13 @@ class SliceSettings(MethodOverCache):
         extension = extension_tokens(self.slice_length, self.extension_ratio)
         return positions_for(encoder, self.slice_length + 2 * extension, self.slice_length)
 
+    def check_weights(self) -> None:
+        if self.composition != "merged":
+            raise ValueError(
+                f'composition="{self.composition}" projects what the slices attended to once more, by the layer\'s '
+                "own weights: it is no matrix of weights on the tokens' values, and none can be shown"
+            )
+
     def group(self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         return ()
 
@@ -193,6 +200,10 @@ class SliceSettings(MethodOverCache):
         }
         if self.composition == "merged":
             output = merged_attention(query, key, value, **options)
+        elif module is None:
+            raise ValueError(
+                f'composition="{self.composition}" needs the attention module, by whose weights it projects'
+            )
         else:
             output = self._summed(query, key, value, module, options)
         return output if order is None else take_rows(output, order.argsort(dim=1))
@@ -202,15 +213,9 @@ class SliceSettings(MethodOverCache):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        module: nn.Module | None,
+        module: nn.Module,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        if module is None or value.shape[1:] != query.shape[1:]:
-            raise ValueError(
-                f'composition="{self.composition}" projects what the slices attended to once more, by the layer\'s '
-                "own weights: it is no matrix of weights on the tokens' values, and none can be shown"
-            )
-
         def again(slices: torch.Tensor) -> Projected:
             heads = query.shape[1:2] + query.shape[3:]
             queries, keys, values = (

@@ -8,7 +8,7 @@ from .cst_loading import load_positions, quiet_about_tables
 from .cst_positions import NAME, held_by
 from .cst_settings import SliceSettings
 from .methods import METHODS, MethodSettings, list_methods, make_settings, setting_names
-from .patch import apply_plans, encoders_to_patch, plan_patch
+from .patch import apply_plans, encoders_to_patch, plan_patch, warn_if_never_used
 from .stored import FIELD, read_stored
 
 
@@ -82,10 +82,17 @@ def from_pretrained(
             converted.append(encoder)
         elif saved_method == SliceSettings.method:
             left_out.append(chosen.method)
+    for plan in plans:
+        warn_if_never_used(plan)
     apply_plans(plans)
     for encoder in converted:
         if held_by(encoder.model) is not None:
             load_positions(model, encoder, name_or_path, kwargs)
+            if isinstance(loaded, tuple):  # transformers reported before they were loaded
+                unexpected = loaded[1]["unexpected_keys"]
+                loaded[1]["unexpected_keys"] = type(unexpected)(
+                    key for key in unexpected if NAME not in key.split(".")
+                )
     for other_method in left_out:
         warnings.warn(
             f'{name_or_path} was converted to "{SliceSettings.method}"; patched with "{other_method}" instead, it is '

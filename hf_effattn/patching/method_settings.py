@@ -12,7 +12,7 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from importlib.resources import files
@@ -30,7 +30,7 @@ from ..ops import (
 )
 from ..ops.causal_clustered_attention import DEFAULT_KEYS_PER_CLUSTER, DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW
 from ..ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS, LARGEST_SEED
-from .model_types import Encoder
+from .model_types import Encoder, model_type_of
 
 _MEASURED = json.loads(files(__package__).joinpath("crossover.json").read_text())
 CROSSOVER: dict[str, list[dict[str, Any]]] = _MEASURED["min_length"]
@@ -119,8 +119,11 @@ class MethodSettings(ABC):
     ) -> torch.Tensor:
         """Attention with the groups that `group` returned, `(B, H, N, Dv)`; `module`: the attention module."""
 
-    def check_causal(self) -> None:  # noqa: B027
-        """Raise where the settings ask for something that the causal form has not."""
+    def check_causal(self, module: nn.Module | None) -> None:  # noqa: B027
+        """Raise where the settings ask for something that the causal form of an attention module has not."""
+
+    def check_weights(self) -> None:  # noqa: B027
+        """Raise where what the method computes is no matrix of weights on the values."""
 
     @abstractmethod
     def attend_causal(
@@ -194,13 +197,17 @@ class ModulePatch:
     Args:
         settings (`MethodSettings`, *optional*): None where the module stays exact.
         previous (`str`): the attention implementation before the first patch.
-        owner (`nn.Module`, *optional*): the model that holds the parameters which the method added. They are looked
-            up there at every call, for adapters (PEFT's `modules_to_save`) put copies in their place.
+        owner (`nn.Module`, *optional*): the model without its head, which holds the parameters that the method added.
+            They are looked up there at every call, for adapters (PEFT's `modules_to_save`) put copies in their place.
     """
 
     settings: MethodSettings | None
     previous: str
     owner: nn.Module | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModulePatch":
+        """In the copy of a model its copy is the owner; the copy of a layer alone keeps the owner that it had."""
+        return replace(self, owner=memo.get(id(self.owner), self.owner))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,8 +329,14 @@ class ClusteredSettings(MethodSettings):
             dropout_p=dropout_p,
         )
 
-    def check_causal(self) -> None:
-        """Raise where the settings ask for something that the causal form has not."""
+    def check_causal(self, module: nn.Module | None) -> None:
+        """Raise where the settings ask for something that the causal form of an attention module has not."""
+        entry = None if module is None else model_type_of(module)
+        if self.causal == "prefill" and entry is not None and not entry.says_use_cache:
+            raise ValueError(
+                f'causal="prefill" is for prompts, and {type(module).__name__} is not told by transformers whether it '
+                'attends to one (use_cache); leave it out, for causal="strict"'
+            )
         if self.clustering != "kmeans" or self.metric != "keys":
             raise ValueError(
                 f'causal attention clusters by clustering="kmeans" with metric="keys" only, got {self.clustering!r} '
@@ -353,7 +366,7 @@ class ClusteredSettings(MethodSettings):
                 'causal="prefill" puts later queries into the clusters that earlier tokens read, so training would '
                 'learn from the future; patch the model with causal="strict" to train it'
             )
-        self.check_causal()
+        self.check_causal(module)
         if self.check_finite and not query.isfinite().all():
             raise ValueError("query has values that are not finite: look for an overflow or a bad weight before it")
         return causal_clustered_attention(

@@ -177,12 +177,19 @@ def attention_matrix(
 ) -> torch.Tensor:
     """The attention weights that the approximation implies, `(B, H, N, M)`."""
     options: dict[str, Any] = {"key_mask": key_mask, "scale": scale, "module": module}
-    return implied_weights(query, key, lambda values: attend(settings, query, key, values, groups, **options))
+    return implied_weights(
+        settings, query, key, lambda values: attend(settings, query, key, values, groups, **options)
+    )
 
 
 def implied_weights(
-    query: torch.Tensor, key: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]
+    settings: MethodSettings, query: torch.Tensor, key: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """The weights `(B, H, N, M)` of an attention that gives none: what `run` makes of an identity as values."""
+    """The weights `(B, H, N, M)` of an attention that gives none: what `run` makes of an identity as values.
+
+    Raises:
+        ValueError: the settings compute no such weights.
+    """
+    settings.check_weights()
     identity = torch.eye(key.shape[2], dtype=query.dtype, device=query.device)
     return run(identity.expand(*key.shape[:2], -1, -1))

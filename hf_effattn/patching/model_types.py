@@ -52,6 +52,7 @@ class ModelType:
         no_positions (`str`): why `extend_positions` has nothing to do, where `positions` is None.
         has_decoder (`bool`): whether a decoder uses the same classes beside the encoder; it stays exact.
         causal (`bool`): whether it is a decoder alone, whose attention masks the future.
+        says_use_cache (`bool`): whether its layers hand `use_cache` on, by which a prompt is known.
         window_in_config (`bool`): whether all its layers see the window only that the config names.
         layers (`Callable`): the layers that each of the modules serves, given the config and the number of modules.
     """
@@ -61,6 +62,7 @@ class ModelType:
     no_positions: str = ""
     has_decoder: bool = False
     causal: bool = False
+    says_use_cache: bool = True
     window_in_config: bool = False
     layers: Callable[[Any, int], list[tuple[int, ...]]] = _one_module_per_layer
 
@@ -102,7 +104,9 @@ MODEL_TYPES: dict[str, ModelType] = {
         has_decoder=True,
     ),
     "gpt2": _decoder("GPT2Attention", "", positions=_GPT2_POSITIONS),
-    "opt": _decoder("OPTAttention", "its table of positions counts from 2 and has a class of its own"),
+    "opt": _decoder(
+        "OPTAttention", "its table of positions counts from 2 and has a class of its own", says_use_cache=False
+    ),
     "gpt_neox": _decoder("GPTNeoXAttention"),
     "llama": _decoder("LlamaAttention"),
     "qwen2": _decoder("Qwen2Attention"),

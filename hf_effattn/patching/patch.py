@@ -1,7 +1,8 @@
 """`patch_attention` and `unpatch_attention`: a method on and off, on one model instance."""
 
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from .attention import causal_error, unsupported_error
 from .cst_positions import NAME, held_by, hold
 from .method_settings import RECORD, ModulePatch
-from .methods import MethodSettings, list_methods, make_settings
+from .methods import METHODS, MethodSettings, list_methods, make_settings
 from .model_types import (
     MODEL_TYPES,
     Encoder,
@@ -53,7 +54,9 @@ def patch_attention(model: Model, method: str, *, layers: Sequence[int] | None =
     Returns:
         The same `model`.
 
-    Warns where a trained conversion loses its position embeddings, because it becomes one with other slices or none.
+    Warns, before anything changes, where a trained conversion loses its position embeddings, because it becomes one
+    with other slices or none, or is without them since transformers' own `from_pretrained` loaded it; and where every
+    input that the model takes would still run exact attention.
 
     Raises:
         ValueError: an unknown method or setting, a value outside its range, layers that do not exist, a model of a
@@ -63,16 +66,21 @@ def patch_attention(model: Model, method: str, *, layers: Sequence[int] | None =
     """
     chosen = make_settings(method, **settings)
     plans = [plan_patch(encoder, chosen, layers) for encoder in encoders_to_patch(model, method)]
-    held = [held_by(plan.encoder.model) for plan in plans]
-    apply_plans(plans)
-    for plan, before in zip(plans, held, strict=True):
-        if before is not None and before is not held_by(plan.encoder.model) and before.is_trained:
+    for plan in plans:
+        held = held_by(plan.encoder.model)
+        if held is not None and held is not plan.added and held.is_trained:
             warnings.warn(_left_out(plan), stacklevel=2)
+        elif held is None and _was_converted(plan.encoder):
+            warnings.warn(_not_loaded(plan), stacklevel=2)
+        warn_if_never_used(plan)
+    apply_plans(plans)
     return model
 
 
 def unpatch_attention(model: Model) -> Model:
     """Give a model back the attention it had before it was patched, bit for bit; a model never patched stays as it is.
+
+    What transformers alone loaded from a patched model's folder is exact already, and loses `config.effattn` too.
 
     Args:
         model (`PreTrainedModel`): the model, or a part of it, that `patch_attention` or
@@ -92,7 +100,7 @@ def unpatch_attention(model: Model) -> Model:
         hold(encoder.model, None)
         if ours:
             set_implementation(encoder, patches[0].previous if patches else "sdpa")
-        if (patches or ours) and hasattr(encoder.model.config, FIELD):
+        if hasattr(encoder.model.config, FIELD):
             delattr(encoder.model.config, FIELD)
     return model
 
@@ -106,12 +114,14 @@ class PatchPlan:
         settings (`MethodSettings`): of the modules that are patched.
         patched (`tuple[bool, ...]`): for each module of the encoder whether it is patched.
         layers (`tuple[int, ...]`, *optional*): the layers to store in the config; None means all.
+        added (`nn.Module`, *optional*): the parameters that the method adds, or those of their kind already there.
     """
 
     encoder: Encoder
     settings: MethodSettings
     patched: tuple[bool, ...]
     layers: tuple[int, ...] | None
+    added: nn.Module | None
 
 
 def encoders_to_patch(model: nn.Module, method: str) -> list[Encoder]:
@@ -167,12 +177,12 @@ def plan_patch(encoder: Encoder, settings: MethodSettings, layers: Any) -> Patch
         )
     settings.check_encoder(encoder)
     if any(is_causal(module) for module in encoder.modules):
-        settings.check_causal()
+        settings.check_causal(encoder.modules[0])
     full = [not is_sliding_window(module) for module in encoder.modules]
     if not any(full):
         raise ValueError(f"{name} has no attention to patch: all its layers see a sliding window only and stay exact")
     if layers is None:
-        return PatchPlan(encoder, settings, tuple(full), None)
+        return PatchPlan(encoder, settings, tuple(full), None, settings.added_to(encoder))
     chosen = check_layers(layers, 1 + max(max(served) for served in encoder.layers))
     patched = []
     for served, is_full in zip(encoder.layers, full, strict=True):
@@ -187,7 +197,7 @@ def plan_patch(encoder: Encoder, settings: MethodSettings, layers: Any) -> Patch
                 f"layers {list(served)} of {name} share one attention module; choose all of them or none, got {wanted}"
             )
         patched.append(bool(wanted))
-    return PatchPlan(encoder, settings, tuple(patched), chosen)
+    return PatchPlan(encoder, settings, tuple(patched), chosen, settings.added_to(encoder))
 
 
 def _left_out(plan: PatchPlan) -> str:
@@ -197,6 +207,22 @@ def _left_out(plan: PatchPlan) -> str:
         f"the trained position tables ({NAME}) that {type(plan.encoder.model).__name__} was converted with are left "
         f"out: {new}. Keep its slice_length and extension_ratio to keep them, or load the saved model anew with "
         "hf_effattn.from_pretrained to have them back"
+    )
+
+
+def _was_converted(encoder: Encoder) -> bool:
+    """Whether the config alone says so: a model that is patched says it in its modules too."""
+    stored = getattr(encoder.model.config, FIELD, None)
+    method = METHODS.get(stored.get("method", "")) if isinstance(stored, dict) else None
+    patched = any(RECORD in vars(module) for module in encoder.modules)
+    return method is not None and method.needs_fine_tuning and not patched
+
+
+def _not_loaded(plan: PatchPlan) -> str:
+    return (
+        f"{type(plan.encoder.model).__name__} was saved as a conversion, and is without the position tables ({NAME}) "
+        "that it was trained with: transformers' own from_pretrained leaves them out. Load it with "
+        "hf_effattn.from_pretrained to have them"
     )
 
 
@@ -215,36 +241,51 @@ def apply_plans(plans: Sequence[PatchPlan]) -> None:
         for state in states:
             state.restore()
         raise
-    for plan in plans:
-        _warn_if_never_used(plan)
 
 
-def _warn_if_never_used(plan: PatchPlan) -> None:
+def warn_if_never_used(plan: PatchPlan) -> None:
     """Say so where exact attention runs on every input that the model takes."""
-    model = plan.encoder.model
-    longest = longest_input(model.config) or getattr(model.config, "max_position_embeddings", None)
+    config, settings = plan.encoder.model.config, plan.settings
+    longest = longest_input(config) or _usual_length(config)
+    kind = plan.encoder.model.device.type
     causal = any(is_causal(module) for module in plan.encoder.modules)
-    shortest = plan.settings.shortest_length(model.device.type, causal=causal)
-    if longest is not None and longest < shortest:
-        warnings.warn(
-            f"{type(model).__name__} takes {longest:,} tokens at most, and with these settings of "
-            f'"{plan.settings.method}" exact attention runs below {shortest:,}, where it is faster: nothing changes. '
-            "Give fewer clusters, longer inputs (hf_effattn.extend_positions), or min_length=0 to have the method",
-            stacklevel=4,
-        )
+    if longest is None or not settings.is_exact(longest, longest, kind, causal=causal):
+        return
+    shortest = settings.shortest_length(kind, causal=causal)
+    if longest < shortest:
+        why = f"exact attention runs below {shortest:,}, where it is faster"
+        advice = "Give fewer clusters, longer inputs (hf_effattn.extend_positions), or min_length=0 to have the method"
+    else:
+        why = "that is too few to approximate anything"
+        advice = "Give smaller ones, or longer inputs (hf_effattn.extend_positions)"
+    warnings.warn(
+        f"{type(plan.encoder.model).__name__} takes {longest:,} tokens at most, and with these settings of "
+        f'"{settings.method}" {why}: nothing changes. {advice}',
+        stacklevel=3,
+    )
+
+
+def _usual_length(config: Any) -> int | None:
+    """The tokens of a model's usual image, or the most of one whose positions are computed or fixed."""
+    sizes = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if None not in sizes:
+        image, patch = (size if isinstance(size, Iterable) else (size, size) for size in sizes)
+        special = 2 if config.model_type == "deit" else 1
+        return special + math.prod(pixels // of_patch for pixels, of_patch in zip(image, patch, strict=True))
+    longest = getattr(config, "max_source_positions", None) or getattr(config, "max_position_embeddings", None)
+    return None if longest is None else int(longest)
 
 
 def _apply(plan: PatchPlan, before: "_EncoderState") -> None:
     current = before.implementation
     exact = "sdpa" if current in list_methods() else current
-    added = plan.settings.added_to(plan.encoder)
-    hold(plan.encoder.model, added)
+    hold(plan.encoder.model, plan.added)
     set_implementation(plan.encoder, plan.settings.method)
     config = plan.encoder.model.config
     setattr(config, FIELD, write_stored(plan.settings, plan.layers, base_model_of(config)))
     for module, patched, earlier in zip(plan.encoder.modules, plan.patched, before.patches, strict=True):
         previous = exact if earlier is None or current not in list_methods() else earlier.previous
-        owner = None if added is None else plan.encoder.model
+        owner = None if plan.added is None else plan.encoder.model.base_model
         setattr(module, RECORD, ModulePatch(plan.settings if patched else None, previous, owner))
 
 

@@ -121,6 +121,8 @@ def _plain_table(module: nn.Module, positions: LearnedPositions, model: PreTrain
     return table
 
 
+# Tensors made in inference mode could never be trained.
+@torch.inference_mode(False)
 @torch.no_grad()
 def _grow(table: nn.Embedding, reserved: int, length: int, *, sinusoidal: bool) -> None:
     """Repeat the rows after the reserved ones until there are `length`; continue the formula of sinusoidal rows."""
@@ -151,6 +153,7 @@ def _slice_length(model: PreTrainedModel) -> int:
     return next(patch.settings.slice_length for patch in patches if patch is not None and patch.settings is not None)
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def _grow_slices(tables: SlicePositions, slice_length: int, present: int, rows: int) -> None:
     """Repeat the positions of the slices that the present length fills, up to what a table of `rows` tokens needs."""
@@ -167,6 +170,7 @@ def _sinusoids(length: int, width: int) -> torch.Tensor:
     return torch.where(column % 2 == 0, angles.sin(), angles.cos())
 
 
+@torch.inference_mode(False)
 def _grow_buffer(module: nn.Module, name: str, columns: int) -> None:
     """A buffer `(1, rows)` of the position table at its new length: indices count on, token types stay 0."""
     buffer = getattr(module, name, None)

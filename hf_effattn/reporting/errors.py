@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 ROWS_AT_ONCE = 1024
+OVER_TOKENS = ("start_logits", "end_logits")
 
 
 def head_errors(exact: torch.Tensor, other: torch.Tensor, rows: torch.Tensor | None) -> list[float]:
@@ -58,10 +59,12 @@ class ModelOutput:
     Args:
         hidden (`torch.Tensor`, *optional*): last hidden state `(B, N, d)`, where the model has one.
         logits (`dict[str, torch.Tensor]`): by the name of the field; all that end in `logits`.
+        of_texts (`set[str]`): those of them that are `(B, labels)`, whatever the number of tokens.
     """
 
     hidden: torch.Tensor | None = None
     logits: dict[str, torch.Tensor] = field(default_factory=dict)
+    of_texts: set[str] = field(default_factory=set)
 
 
 @torch.no_grad()
@@ -89,6 +92,12 @@ def run_model(model: PreTrainedModel, batch: Mapping[str, Any]) -> ModelOutput:
             for name, value in output.items()
             if name.endswith("logits") and isinstance(value, torch.Tensor) and value.ndim >= 2
         }
+    labels = getattr(model.config, "num_labels", None)
+    kept.of_texts = {
+        name
+        for name, value in kept.logits.items()
+        if value.ndim == 2 and value.shape[1] == labels and name not in OVER_TOKENS
+    }
     return kept
 
 
@@ -126,7 +135,7 @@ def output_change(exact: ModelOutput, other: ModelOutput, key_mask: torch.Tensor
         change.embedding_cosines = cosines.clamp(-1, 1).tolist()
     for name, logits in exact.logits.items():
         rows = _rows(logits, key_mask)
-        per_token = key_mask is not None and logits.shape[:2] == key_mask.shape
+        per_token = key_mask is not None and logits.shape[:2] == key_mask.shape and name not in exact.of_texts
         change.logits_error[name] = relative_error(
             logits[rows] if per_token else logits, other.logits[name][rows] if per_token else other.logits[name]
         )

@@ -231,6 +231,7 @@ def _exact_rows(seen: SeenAttention, rows: list[int]) -> torch.Tensor:
 
 def _implied_rows(candidate: Candidate, seen: SeenAttention, head: int, rows: list[int]) -> torch.Tensor:
     """The weights that a method implies, `(R, N)`: what it makes of the columns of an identity as values."""
+    candidate.forced.check_weights()
     N = seen.query.shape[2]
     columns = []
     # In pieces, so that nothing of N×N exists for all heads; the clusters are the same each time, by their seed.

@@ -140,6 +140,21 @@ def test_the_base_model_is_where_a_patched_model_came_from(tmp_path):
     assert hf_effattn.model_card(loaded, name="mine").data.base_model is None, "a folder is no base model"
 
 
+def test_a_model_loaded_from_the_present_folder_is_called_by_the_folders_name(tmp_path, monkeypatch):
+    made("bert-i-clustered").save_pretrained(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path / "mine")
+    card = hf_effattn.model_card(hf_effattn.from_pretrained(AutoModelForSequenceClassification, "."))
+    assert card.data.model_name == "mine"
+    assert 'from_pretrained(AutoModelForSequenceClassification, "mine")' in card.text
+
+
+def test_a_card_of_an_attention_that_is_not_saved_warns():
+    model = KINDS["bert-i-clustered"].build()
+    model.set_attn_implementation("i-clustered")
+    with pytest.warns(UserWarning, match='switched to "i-clustered", which save_pretrained does not keep'):
+        hf_effattn.model_card(model, name="mine")
+
+
 def test_a_class_that_transformers_has_no_auto_class_for():
     model = hf_effattn.CSTForPairClassification(cst_models.tiny_config())
     text = hf_effattn.model_card(model, repo_id="me/pairs").text

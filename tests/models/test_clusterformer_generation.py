@@ -317,6 +317,17 @@ def test_a_label_that_does_not_count_hides_no_word_before_it():
     assert torch.equal(model(texts(1, 11), labels=labels).logits, by_inputs.logits)
 
 
+def test_what_is_set_in_the_config_later_holds():
+    """Encoder and decoder have configs of their own."""
+    model = tiny_model(ClusterFormerForConditionalGeneration)
+    words = texts(2, 9)
+    assert model(words, labels=words).past_key_values is not None
+    model.config.use_cache, model.config.output_hidden_states = False, True
+    output = model(words, labels=words)
+    assert output.past_key_values is None
+    assert len(output.encoder_hidden_states) == len(output.decoder_hidden_states) == 1 + model.config.num_hidden_layers
+
+
 def test_token_types_and_positions_are_those_of_the_source():
     """The decoder got them too once, and they did not fit its words."""
     model = tiny_model(ClusterFormerForConditionalGeneration)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from hf_effattn.models import CSTForCausalLM
+from hf_effattn.models import CSTForCausalLM, CSTForPairClassification, CSTForSequenceClassification
 from hf_effattn.models.clusterformer import (
     ClusterFormerForCausalLM,
     ClusterFormerForConditionalGeneration,
@@ -139,6 +139,53 @@ def test_losses_are_averaged_over_accumulation_steps(tmp_path):
         moved.append({name: p.detach().clone() for name, p in model.named_parameters()})
     for name in moved[0]:
         torch.testing.assert_close(moved[1][name], moved[0][name], rtol=0, atol=1e-16)
+
+
+class Texts(Dataset):
+    """Eight texts: with a number, a class, several classes or an own next word each; of 9 words all but `i` count."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        words = texts(1, 9, seed=i)[0] % 50
+        labels = {
+            "regression": torch.tensor(i / 4 - 1, dtype=torch.float64),
+            "single_label_classification": torch.tensor(i % 3),
+            "multi_label_classification": (torch.arange(3) == i % 3).double(),
+            "words": words.where(torch.arange(9) > i, -100),
+        }
+        return {"input_ids": words, "labels": labels[self.kind]} | (
+            {"pair_input_ids": words.flip(0)} if self.kind == "single_label_classification" else {}
+        )
+
+
+@pytest.mark.parametrize(
+    ("model_class", "kind"),
+    [
+        (CSTForSequenceClassification, "regression"),
+        (CSTForSequenceClassification, "multi_label_classification"),
+        (CSTForPairClassification, "single_label_classification"),
+        (CSTForCausalLM, "words"),
+    ],
+)
+def test_accumulation_steps_change_no_loss(model_class, kind, tmp_path):
+    """The losses of numbers and of several labels were once multiplied by the number of steps."""
+    moved, losses = [], []
+    for batch, accumulation in ((8, 1), (2, 4)):
+        labels = {} if kind == "words" else {"num_labels": 1 if kind == "regression" else 3, "problem_type": kind}
+        model = cst_model(model_class, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **labels)
+        sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "logging_steps": 1}
+        trainer = trainer_for(model, Texts(kind), tmp_path, max_steps=1, optim="sgd", max_grad_norm=0.0, **sizes)
+        trainer.train()
+        moved.append({name: parameter.detach() for name, parameter in model.named_parameters()})
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)  # Trainer rounds them
+    for name in moved[0]:
+        torch.testing.assert_close(moved[1][name], moved[0][name], rtol=0, atol=3e-16)
 
 
 def test_smoothed_labels_are_shifted(tmp_path):

@@ -86,6 +86,17 @@ def test_generate_uses_the_cache_and_feeds_one_token_a_step(monkeypatch):
     assert isinstance(output.past_key_values, CSTCache)
 
 
+def test_generate_returns_the_hidden_states_of_every_step():
+    model = tiny_model(CSTForCausalLM)
+    options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+    output = model.generate(tokens(2, 6), output_hidden_states=True, **options)
+    layers = model.config.num_hidden_layers + 1
+    seen = [[state.shape[1] for state in step] for step in output.hidden_states]
+    assert seen == [[6] * layers, [1] * layers, [1] * layers]
+    with pytest.raises(ValueError, match="no single attention matrix"):
+        model.generate(tokens(2, 6), output_attentions=True, **options)
+
+
 def test_generate_pads_on_the_left_without_a_trace():
     model = tiny_model(CSTForCausalLM, "half_extension")
     ids, mask = tokens(2, 11), torch.ones(2, 11, dtype=torch.long)

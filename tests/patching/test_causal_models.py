@@ -297,8 +297,9 @@ def test_dropout_of_training_is_drawn_and_replayed(attended: list[dict[str, Any]
     assert {call["dropout_p"] for call in attended} == {0.2}
 
 
-def test_prefill_is_for_prompts_only(attended: list[dict[str, Any]]) -> None:
-    model = patch(make_model("llama"), causal="prefill")
+@pytest.mark.parametrize("model_type", [name for name in MODELS if MODEL_TYPES[name].says_use_cache])
+def test_prefill_is_for_prompts_only(model_type: str, attended: list[dict[str, Any]]) -> None:
+    model = patch(make_model(model_type), causal="prefill")
     ids = tokens(40)
     with torch.no_grad():
         model.generate(ids, do_sample=False, max_new_tokens=2, pad_token_id=1)
@@ -309,6 +310,19 @@ def test_prefill_is_for_prompts_only(attended: list[dict[str, Any]]) -> None:
         ValueError, match=r'causal="prefill" puts later queries .* patch the model with causal="strict"'
     ):
         model.train()(ids)
+
+
+def test_prefill_is_refused_where_prompts_cannot_be_told() -> None:
+    """OPT keeps `use_cache` to itself, and ran `"strict"` whatever was asked for."""
+    model = make_model("opt")
+    with pytest.raises(ValueError, match=r'OPTAttention is not told by transformers .* leave it out, for .*"strict"'):
+        patch(model, causal="prefill")
+    assert model.config._attn_implementation == "sdpa"
+    model.config.effattn = {"method": "clustered", "clusters": 4, "min_length": 0, "window": 4, "segment_length": 4}
+    model.config.effattn["causal"] = "prefill"
+    model.set_attn_implementation("clustered")
+    with pytest.raises(ValueError, match="OPTAttention is not told"):
+        model(tokens())
 
 
 @each_method

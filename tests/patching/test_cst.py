@@ -206,6 +206,24 @@ def test_a_deep_copy_has_tables_of_its_own() -> None:
     assert not torch.equal(first_output(copied, ids), expected)
 
 
+def test_copied_layers_use_the_tables_of_the_model_that_they_are_put_into() -> None:
+    """As who drops layers does; each copy took a hidden copy of the whole model with it."""
+    model = convert(small_model("bert"))
+    layers = model.encoder.layer
+    model.encoder.layer = torch.nn.ModuleList([copy.deepcopy(layers[index]) for index in (0, 2)])
+    first_output(model, tokens()).square().mean().backward()
+    assert all(table.grad is not None and table.grad.any() for table in getattr(model, NAME).parameters())
+    first_output(model.bfloat16(), tokens())
+
+
+def test_a_deep_copy_of_the_model_without_its_head_has_tables_of_its_own() -> None:
+    model = convert(small_model("bert", AutoModelForSequenceClassification))
+    copied = copy.deepcopy(model.bert)
+    first_output(copied, tokens()).square().mean().backward()
+    assert all(table.grad is not None for table in getattr(copied, NAME).parameters())
+    assert all(table.grad is None for table in getattr(model.bert, NAME).parameters())
+
+
 def test_a_model_converted_in_inference_mode_can_be_trained() -> None:
     model = small_model("bert")
     with torch.inference_mode():
@@ -237,6 +255,9 @@ def test_attention_weights() -> None:
     convert(model, composition="local-global")
     with pytest.raises(ValueError, match="it is no matrix of weights"):
         model(tokens(), attention_mask=mask, output_attentions=True)
+    head_dim = model.config.hidden_size // model.config.num_attention_heads
+    with pytest.raises(ValueError, match="it is no matrix of weights"):
+        model(tokens(head_dim), output_attentions=True)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def test_saved_and_loaded(
     assert torch.equal(first_output(loaded, tokens()), expected)
     assert loaded.config.effattn == model.config.effattn
     assert not info["missing_keys"]
+    assert not any(NAME in key for key in info["unexpected_keys"])
     assert not any(NAME in text for text in warnings_of_transformers)
     assert all(table.requires_grad for table in getattr(loaded.base_model, NAME).parameters())
 
@@ -183,6 +185,21 @@ def test_an_unconverted_checkpoint_is_converted_while_it_loads(tmp_path: Path) -
     model = hf_effattn.from_pretrained(AutoModel, tmp_path, method="cst", **SLICES)
     assert not getattr(model, NAME).token_positions.any()
     assert first_output(model, tokens(LENGTH)).isfinite().all()
+
+
+@pytest.mark.parametrize(("method", "settings"), [("cst", SLICES), ("clustered", {"min_length": 0, "clusters": 4})])
+def test_patching_what_transformers_loaded_without_its_tables_warns(
+    method: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    convert(small_model("bert")).save_pretrained(tmp_path)
+    plain = AutoModel.from_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=rf"BertModel .* without the position tables .{NAME}.*Load it with hf_eff"):
+        hf_effattn.patch_attention(plain, method, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf_effattn.patch_attention(plain, method, **settings)  # told once
+        hf_effattn.patch_attention(hf_effattn.unpatch_attention(plain), method, **settings)
+        hf_effattn.from_pretrained(AutoModel, tmp_path)
 
 
 def test_tables_of_other_sizes_or_none_are_an_error(tmp_path: Path) -> None:

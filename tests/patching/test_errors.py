@@ -229,10 +229,11 @@ def test_patching_again_replaces(attended: list[str]) -> None:
 
 
 def test_unpatching_what_was_never_patched_changes_nothing() -> None:
-    model = tiny_model("bert", attn_implementation="eager", effattn={"method": "clustered"})
+    model = tiny_model("bert", attn_implementation="eager")
+    config = model.config.to_dict()
     assert hf_effattn.unpatch_attention(model) is model
     assert model.config._attn_implementation == "eager"
-    assert model.config.effattn == {"method": "clustered"}
+    assert model.config.to_dict() == config
     assert hf_effattn.unpatch_attention(phi()).config._attn_implementation == "sdpa"
 
 
@@ -243,6 +244,16 @@ def test_switched_away_and_unpatched() -> None:
     hf_effattn.unpatch_attention(model)
     assert model.config._attn_implementation == "eager"
     assert not hasattr(model.config, "effattn")
+
+
+def test_what_transformers_loaded_exactly_is_unpatched_too(tmp_path: Path) -> None:
+    """Its config still says how it was patched, so that it would be patched again when it is loaded."""
+    hf_effattn.patch_attention(tiny_model("bert"), "clustered", clusters=4, min_length=0).save_pretrained(tmp_path)
+    model = BertModel.from_pretrained(tmp_path)
+    assert model.config.effattn["clusters"] == 4
+    hf_effattn.unpatch_attention(model).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="was saved without hf_effattn settings"):
+        hf_effattn.from_pretrained(BertModel, tmp_path)
 
 
 def test_a_patch_that_changes_nothing_is_told() -> None:
@@ -256,3 +267,33 @@ def test_a_patch_that_changes_nothing_is_told() -> None:
         hf_effattn.patch_attention(tiny_model("bert"), "cst", slice_length=4)
     with pytest.warns(UserWarning, match="RobertaModel takes 62 tokens at most"):
         hf_effattn.patch_attention(tiny_model("roberta"), "clustered", clusters=4, min_length=63)
+    whisper = tiny_model("whisper")
+    longest = whisper.config.max_source_positions
+    with pytest.warns(UserWarning, match=f"takes {longest} tokens at most.* too few to approximate.* smaller"):
+        hf_effattn.patch_attention(whisper, "i-clustered", clusters=2, topk=longest, min_length=0)
+
+
+@pytest.mark.parametrize(("model_type", "special"), [("vit", 1), ("deit", 2)])
+def test_an_image_has_as_many_tokens_as_patches(model_type: str, special: int) -> None:
+    model = tiny_model(model_type)
+    count = (model.config.image_size // model.config.patch_size) ** 2 + special
+    with pytest.warns(UserWarning, match=f"takes {count} tokens at most"):
+        hf_effattn.patch_attention(model, "clustered", clusters=count, min_length=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf_effattn.patch_attention(model, "clustered", clusters=count - 1, min_length=0)
+
+
+def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = tiny_model("bert")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="nothing changes"):
+            hf_effattn.patch_attention(model, "clustered", clusters=4)
+        assert traces_of_patching(model) == []
+        hf_effattn.patch_attention(model, "cst", slice_length=4)
+        torch.nn.init.normal_(model.hf_effattn_cst.token_positions)
+        with pytest.raises(UserWarning, match="left out"):
+            hf_effattn.patch_attention(model, "clustered", clusters=4, min_length=0)
+    assert model.config.effattn["method"] == "cst"
+    assert model.hf_effattn_cst.token_positions.any()

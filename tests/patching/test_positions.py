@@ -36,6 +36,16 @@ def table(model: Any) -> nn.Embedding:
     return model.base_model.embeddings.position_embeddings
 
 
+@torch.enable_grad()
+def test_a_model_extended_in_inference_mode_can_be_trained() -> None:
+    model = hf_effattn.patch_attention(tiny_model("bert"), "cst", slice_length=8)
+    with torch.inference_mode():
+        hf_effattn.extend_positions(model, 100)
+    model(**batch_for(model, length=90).inputs).last_hidden_state.square().mean().backward()
+    assert table(model).weight.grad is not None
+    assert model.hf_effattn_cst.slice_positions.grad is not None
+
+
 @pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForMaskedLM])
 @pytest.mark.parametrize("model_type", LEARNED)
 def test_longer_inputs(model_type: str, auto_class: Any, tmp_path: Path) -> None:

@@ -76,6 +76,20 @@ def test_output_change_is_that_of_the_patched_model(padding):
     assert found.change.embedding_cosines == pytest.approx(cosine_similarity(*pooled).tolist(), rel=1e-4)
 
 
+@torch.no_grad()
+def test_as_many_labels_as_tokens_are_labels():
+    """They were taken for numbers of the tokens, and half of them for padding."""
+    inputs = batch_for(tiny_model("bert"), padding="right").inputs
+    labels = inputs["input_ids"].shape[1]
+    model = tiny_model("bert", AutoModelForSequenceClassification, num_labels=labels)
+    exact = model(**inputs).logits
+    (found,) = quick_report(model, inputs).of(CLUSTERED)
+    other = hf_effattn.patch_attention(model, "clustered", clusters=5, min_length=0)(**inputs).logits
+    assert found.change.logits_error["logits"] == pytest.approx(float((other - exact).norm() / exact.norm()), rel=1e-4)
+    same = float((other.argmax(-1) == exact.argmax(-1)).double().mean())
+    assert found.change.argmax_agreement["logits"] == same
+
+
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_model_type_is_measured_and_left_as_it_was(model_type):
     model = tiny_model(model_type)

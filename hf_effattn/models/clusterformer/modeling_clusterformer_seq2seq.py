@@ -133,6 +133,11 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Cluste
         """
         if output_clustering is None:
             output_clustering = self.training or labels is not None
+        # Encoder and decoder have configs of their own, which do not follow what is set here later.
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        if use_cache is None and not self.config.use_cache:
+            use_cache = False
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             if labels is None:
                 raise ValueError("give decoder_input_ids, decoder_inputs_embeds or labels")

@@ -157,13 +157,14 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
             use_cache (`bool`, *optional*): whether to keep a cache.
             next_sequence_length (`int`, *optional*): how many columns are new, where `generate` knows.
             token_type_ids (`torch.LongTensor`, *optional*): `(B, all columns so far)`, segments.
-            kwargs: further arguments of `generate`; only `logits_to_keep` is used.
+            kwargs: further arguments of `generate`, of which those of the output are handed on.
 
         Returns: the arguments of `forward`.
         """
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         inputs: dict[str, Any] = {"attention_mask": attention_mask, "use_cache": use_cache}
         inputs |= {"past_key_values": past_key_values, "logits_to_keep": kwargs.get("logits_to_keep", 0)}
+        inputs |= {name: kwargs[name] for name in ("output_hidden_states", "output_attentions") if name in kwargs}
         if inputs_embeds is not None and past == 0:
             return inputs | {"inputs_embeds": inputs_embeds, "token_type_ids": token_type_ids}
         if past and next_sequence_length is None:
@@ -242,6 +243,10 @@ class CSTForSequenceClassification(CSTPreTrainedModel):
         config (`CSTConfig`): sizes and variant; `num_labels` and `problem_type` as everywhere in transformers.
     """
 
+    # Of the losses on texts transformers divides only cross-entropy by the number of labels in a step: Trainer must
+    # average all of them over accumulation steps.
+    accepts_loss_kwargs = False
+
     def __init__(self, config: CSTConfig) -> None:
         super().__init__(config)
         self.cst = CSTModel(config)
@@ -263,9 +268,7 @@ class CSTForSequenceClassification(CSTPreTrainedModel):
         logits = self.classifier(masked_mean(output.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
-            loss = self.loss_function(
-                labels=labels, pooled_logits=logits, config=self.config, **_loss_arguments(kwargs)
-            )
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=output.hidden_states)
 
 
@@ -277,6 +280,8 @@ class CSTForPairClassification(CSTPreTrainedModel):
     Args:
         config (`CSTConfig`): sizes and variant.
     """
+
+    accepts_loss_kwargs = False  # as above
 
     def __init__(self, config: CSTConfig) -> None:
         super().__init__(config)
@@ -303,9 +308,7 @@ class CSTForPairClassification(CSTPreTrainedModel):
         logits = self.classifier(torch.cat([first, second, first * second, first - second], dim=-1))
         loss = None
         if labels is not None:
-            loss = self.loss_function(
-                labels=labels, pooled_logits=logits, config=self.config, **_loss_arguments(kwargs)
-            )
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
