@@ -122,15 +122,34 @@ def test_fast_form_equals_reference(method, case):
         assert_close_to_reference(name, actual[name], expected[name], rtol=1e-12)
 
 
-@each_method
-def test_fast_form_equals_reference_with_empty_clusters(method):
+EMPTY = Case("empty_clusters", B=1, H=1, N=64, clusters=6, segment_length=8, window=0)
+PEAKED = Case("peaked", B=1, H=1, N=64, D=16, Dv=16, clusters=1, topk=1, segment_length=8, window=0)
+
+
+def inputs_with_empty_clusters():
     """Two distinct queries leave four of six clusters empty; short ones are nearer to 0 than to their centroids."""
-    case = Case("repeated", B=1, H=1, N=64, clusters=6, segment_length=8, window=0)
-    _, key, value, mask = make_inputs(case)
+    _, key, value, mask = make_inputs(EMPTY)
     query = torch.tensor([3.0, 5.0]).double()[torch.arange(64) % 2, None] + torch.arange(8) / 8
     query[48:] *= 0.05
-    inputs = query[None, None], key, value, mask
-    expected, actual = (attend(method, case, *inputs, backend=backend) for backend in ("reference", "batched"))
+    return query[None, None], key, value, mask
+
+
+def peaked_inputs(length):
+    """One key takes nearly all of the attention of queries of this length, and little of that of every seventh."""
+    _, key, value, mask = make_inputs(PEAKED)
+    direction = torch.eye(16, dtype=torch.float64)[0]
+    key = 0.1 * key
+    key[0, 0, 0] += 6 * direction
+    query = (length * direction).repeat(64, 1)
+    query[::7] = 0.05 * direction
+    return query[None, None], key, value, mask
+
+
+@each_method
+def test_fast_form_equals_reference_with_empty_clusters(method):
+    expected, actual = (
+        attend(method, EMPTY, *inputs_with_empty_clusters(), backend=backend) for backend in ("reference", "batched")
+    )
     assert_close_to_reference("output", actual, expected, rtol=1e-12)
 
 
@@ -142,17 +161,11 @@ def test_float32_of_peaked_clusters_is_as_close_as_the_reference_in_it(method, l
     They were once found as a difference of sums, and lost. (Without top keys the sink's gradient vanishes, and float32
     holds none of it.)
     """
-    case = Case("sink", B=1, H=1, N=64, D=16, Dv=16, clusters=1, topk=1, segment_length=8, window=0)
-    _, key, value, mask = make_inputs(case)
-    direction = torch.eye(16, dtype=torch.float64)[0]
-    key = 0.1 * key
-    key[0, 0, 0] += 6 * direction
-    query = (length * direction).repeat(64, 1)
-    query[::7] = 0.05 * direction
+    inputs = peaked_inputs(length)
     found = {}
     for dtype, backend in ((torch.float64, "reference"), (torch.float32, "batched")):
-        leaves = [rows.to(dtype).requires_grad_() for rows in (query[None, None], key, value)]
-        output = attend(method, case, *leaves, mask, backend=backend)
+        leaves = [rows.to(dtype).requires_grad_() for rows in inputs[:3]]
+        output = attend(method, PEAKED, *leaves, inputs[3], backend=backend)
         gradients = torch.autograd.grad(output.square().sum(), leaves)
         found[backend] = dict(zip(("output", "query", "key", "value"), (output.detach(), *gradients), strict=True))
     for name, expected in found["reference"].items():

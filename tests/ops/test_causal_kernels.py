@@ -10,7 +10,17 @@ from closeness import assert_close_to_reference, assert_equal_but_for_order
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from test_causal_clustered_attention import METHODS, Case, attend, exact, make_inputs
+from test_causal_clustered_attention import (
+    EMPTY,
+    METHODS,
+    PEAKED,
+    Case,
+    attend,
+    exact,
+    inputs_with_empty_clusters,
+    make_inputs,
+    peaked_inputs,
+)
 
 from hf_effattn.ops import causal_clustered_attention
 from hf_effattn.ops.causal_clustered_attention.reference import Settings
@@ -80,6 +90,18 @@ def test_equals_reference(method, case):
     expected = by_backend(method, case, in_dtype(inputs, torch.float64), "reference")
     baseline = by_backend(method, case, inputs, "reference")
     assert_all_close(by_backend(method, case, inputs, "triton"), expected, baseline)
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+@pytest.mark.parametrize(
+    ("case", "inputs"), [(EMPTY, inputs_with_empty_clusters()), (PEAKED, peaked_inputs(20.0))], ids=["empty", "peaked"]
+)
+def test_equals_reference_where_clusters_are_empty_or_peaked(method, case, inputs):
+    inputs = tuple(None if rows is None else rows.to(DEVICE) for rows in inputs)
+    expected = by_backend(method, case, inputs, "reference")
+    inputs = in_dtype(inputs, torch.float32)
+    baseline = by_backend(method, case, inputs, "reference")
+    assert_all_close(by_backend(method, case, inputs, "triton"), expected, baseline, rtol=3e-6)
 
 
 def settings_of(method, case):
