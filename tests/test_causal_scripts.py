@@ -59,9 +59,9 @@ def test_schemes_written_by_segment_are_exact_where_nothing_is_left_out():
     exact = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     for old in ("bi-clustered, all again", "bi-clustered, per segment", "shared top keys"):
         actual = causal_schemes.by_segment(query, key, value, window=64, clusters=4, topk=256, old=old)
-        torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual, exact, rtol=0, atol=2e-6)
     actual = causal_schemes.by_segment(query, key, value, window=256, clusters=4, topk=8, old="none")
-    torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, exact, rtol=0, atol=2e-6)
 
 
 def test_scored_keys_of_the_window_alone_are_counted_one_by_one():

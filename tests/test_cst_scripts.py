@@ -39,7 +39,7 @@ def test_the_layer_with_sdpa_is_the_same_layer():
     exact = benchmark_cst.ExactAttention(attention)
     hidden = torch.randn(1, 16, 32, dtype=torch.float64)
     local = attention._local(0, hidden, None, None)[0]
-    torch.testing.assert_close(exact(hidden)[0], attention.output(local))
+    torch.testing.assert_close(exact(hidden)[0], attention.output(local), rtol=0, atol=1e-15)
 
 
 def test_conversions_are_measured(real_model_folder, tmp_path, monkeypatch):

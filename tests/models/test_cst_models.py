@@ -247,7 +247,7 @@ def test_other_problems_of_sequence_classification(problem):
         if problem == "regression"
         else torch.nn.functional.binary_cross_entropy_with_logits(output.logits, labels)
     )
-    torch.testing.assert_close(output.loss, expected)
+    torch.testing.assert_close(output.loss, expected, rtol=0, atol=1e-15)
 
 
 def test_a_pair_is_two_towers():
@@ -256,7 +256,7 @@ def test_a_pair_is_two_towers():
     first, second = tokens(2, 9), tokens(2, 14, seed=4)
     means = [model.cst(ids)[0].mean(dim=1) for ids in (first, second)]
     features = torch.cat([*means, means[0] * means[1], means[0] - means[1]], dim=-1)
-    torch.testing.assert_close(model(first, second).logits, model.classifier(features))
+    torch.testing.assert_close(model(first, second).logits, model.classifier(features), rtol=0, atol=1e-15)
 
 
 @every_head
@@ -288,7 +288,9 @@ def test_hidden_states_and_tuples():
     model = tiny_model(CSTForSequenceClassification, num_labels=2)
     output = model(tokens(), output_hidden_states=True)
     assert len(output.hidden_states) == 3
-    torch.testing.assert_close(output.logits, model.classifier(output.hidden_states[-1].mean(dim=1)))
+    torch.testing.assert_close(
+        output.logits, model.classifier(output.hidden_states[-1].mean(dim=1)), rtol=0, atol=1e-15
+    )
     assert torch.equal(model(tokens(), return_dict=False)[0], output.logits)
     model.config.return_dict = False
     assert torch.equal(model(tokens())[0], output.logits)

@@ -68,7 +68,7 @@ def test_equals_the_definition_written_as_loops(op, backend, case):
             else:
                 topk = 0 if op == "clustered_attention" else case.topk
                 expected = attend_with_loops(*head, case.clusters, topk, *masks)
-            torch.testing.assert_close(actual[b, h], torch.tensor(expected, dtype=torch.float64))
+            torch.testing.assert_close(actual[b, h], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=3e-15)
 
 
 @each_op
@@ -138,7 +138,7 @@ def assert_exact(case, inputs, actual):
     exact = F.scaled_dot_product_attention(inputs.query, inputs.key, inputs.value, attn_mask=mask)
     rows = torch.ones(case.B, case.N, dtype=torch.bool) if inputs.query_mask is None else inputs.query_mask
     for b in range(case.B):
-        torch.testing.assert_close(actual[b][:, rows[b]], exact[b][:, rows[b]])
+        torch.testing.assert_close(actual[b][:, rows[b]], exact[b][:, rows[b]], rtol=0, atol=5e-15)
 
 
 @each_op_with_topk
@@ -167,7 +167,7 @@ def test_a_cluster_for_every_query_is_exact(op, backend):
     inputs = make_inputs(case)
     inputs.labels = torch.randperm(37).expand(case.B, case.H, 37)
     exact = F.scaled_dot_product_attention(inputs.query, inputs.key, inputs.value)
-    torch.testing.assert_close(attend(op, case, inputs, backend=backend), exact)
+    torch.testing.assert_close(attend(op, case, inputs, backend=backend), exact, rtol=0, atol=4e-15)
 
 
 @each_op
@@ -184,7 +184,7 @@ def test_weights_sum_to_one_and_masked_keys_have_none(op, backend, masks):
         for mask in (inputs.key_mask, inputs.query_mask)
     )
     total = query_mask[:, None, :].expand(-1, case.H, -1).double()
-    torch.testing.assert_close(weights.sum(dim=-1), total)
+    torch.testing.assert_close(weights.sum(dim=-1), total, rtol=0, atol=2e-15)
     assert (weights >= 0).all()
     assert (weights.transpose(2, 3)[~key_mask[:, None].expand(-1, case.H, -1)] == 0).all()
 
@@ -203,7 +203,7 @@ def test_a_padded_batch_equals_its_texts_alone(op, backend, masks):
     alone.labels, alone.key_labels = inputs.labels[-1:, :, mask], inputs.key_labels[-1:, :, inputs.key_mask[-1]]
     alone.key_mask = alone.query_mask = None
     expected = attend(op, case, alone, backend=backend)
-    torch.testing.assert_close(padded[-1:, :, mask], expected, rtol=0, atol=0 if backend == "batched" else 1e-14)
+    torch.testing.assert_close(padded[-1:, :, mask], expected, rtol=0, atol=0 if backend == "batched" else 2e-15)
     assert (padded[-1:, :, ~mask] == 0).all()
 
 
@@ -355,7 +355,7 @@ def test_forward_mode_and_second_derivatives_are_the_references(op):
 
     value = inputs.value.clone()
     tangent = torch.func.jvp(lambda v: run(v, "reference"), (value,), (torch.ones_like(value),))[1]
-    torch.testing.assert_close(tangent, torch.ones_like(tangent))  # weights sum to 1
+    torch.testing.assert_close(tangent, torch.ones_like(tangent), rtol=0, atol=1e-15)  # weights sum to 1
     with pytest.raises(ValueError, match='need backend="reference"'):
         torch.func.jvp(lambda v: run(v, "batched"), (value,), (torch.ones_like(value),))
     leaf = value.requires_grad_()

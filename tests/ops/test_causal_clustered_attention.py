@@ -220,7 +220,7 @@ def test_weights_sum_to_one(method, backend):
     query, key, value, mask = make_inputs(case)
     output = attend(method, case, query, key, torch.ones_like(value), mask, backend=backend)
     expected = mask[:, None, :, None].to(output).expand(output.shape)
-    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(output, expected, rtol=0, atol=3e-15)
 
 
 @each_method

@@ -121,7 +121,7 @@ def test_a_window_over_all_is_the_exact_model(model_type: str, attended: list[di
     patch(model, "bi-clustered", window=52, topk=60)
     actual = model(ids, attention_mask=mask).logits
     assert len(attended) == 3
-    torch.testing.assert_close(actual[mask.bool()], exact[mask.bool()], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual[mask.bool()], exact[mask.bool()], rtol=0, atol=4e-14)
     patch(model, "bi-clustered", window=60)
     assert torch.equal(model(ids, attention_mask=mask).logits, exact)
     hf_effattn.unpatch_attention(model)
@@ -205,7 +205,7 @@ def test_further_chunks_of_a_prompt_are_exact_over_the_cache(
     attended.clear()
     actual = model(ids[:, 25:], past_key_values=own_cache).logits
     assert attended == []
-    torch.testing.assert_close(actual, exact, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual, exact, rtol=0, atol=4e-14)
 
 
 @pytest.mark.parametrize("model_type", [name for name in MODELS if name != "opt"])
@@ -264,7 +264,7 @@ def test_scaling_of_gpt2(options: dict[str, bool], attended: list[dict[str, Any]
     ids = tokens()
     exact = model(ids).logits
     patch(model, window=52, topk=60)
-    torch.testing.assert_close(model(ids).logits, exact, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(model(ids).logits, exact, rtol=0, atol=4e-14)
     expected = [1.0] * 3 if "scale_attn_weights" in options else [8**-0.5 / (layer + 1) for layer in range(3)]
     assert [call["scale"] for call in attended] == pytest.approx(expected)
 
@@ -350,7 +350,7 @@ def test_attention_weights(model_type: str) -> None:
     for layer in weights:
         assert layer.shape == (2, 4, LENGTH, LENGTH)
         assert (layer.triu(1) == 0).all()
-        torch.testing.assert_close(layer.sum(dim=-1), torch.ones(2, 4, LENGTH).double(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(layer.sum(dim=-1), torch.ones(2, 4, LENGTH).double(), rtol=0, atol=4e-15)
 
 
 @torch.no_grad()
@@ -381,7 +381,7 @@ def test_a_compiled_gpt2_returns_attention_weights(method: str) -> None:
     actual = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, **asked).attentions
     assert len(actual) == 3
     for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-15)
 
 
 @torch.no_grad()
@@ -392,7 +392,7 @@ def test_compiled_layers_of_gpt2_ask_no_collector() -> None:
     torch._dynamo.reset()
     for layer in model.transformer.h:
         layer.compile(fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(model(tokens()).logits, expected)
+    torch.testing.assert_close(model(tokens()).logits, expected, rtol=0, atol=1e-15)
 
 
 @torch.no_grad()

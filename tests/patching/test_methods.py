@@ -237,8 +237,10 @@ def test_attention_matrix_gives_the_output(method: str) -> None:
     groups = find_groups(settings, query, key, mask)
     matrix = attention_matrix(settings, query, key, groups, key_mask=mask)
     assert matrix.shape == (2, 2, 30, 30)
-    torch.testing.assert_close(matrix @ value, run_method(settings, query, key, value, key_mask=mask))
-    torch.testing.assert_close(matrix.sum(-1)[1], torch.ones(2, 30, dtype=matrix.dtype))
+    torch.testing.assert_close(
+        matrix @ value, run_method(settings, query, key, value, key_mask=mask), rtol=0, atol=2e-15
+    )
+    torch.testing.assert_close(matrix.sum(-1)[1], torch.ones(2, 30, dtype=matrix.dtype), rtol=0, atol=2e-15)
     assert (matrix[0, :, :, :7] == 0).all()
 
 

@@ -263,4 +263,4 @@ def test_unknown_fields_warn_by_name(tmp_path: Path) -> None:
     assert model.config.effattn["clusters"] == 4
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        hf_effattn.patch_attention(model, "clustered", min_length=0)
+        hf_effattn.patch_attention(model, "clustered", clusters=4, min_length=0)
