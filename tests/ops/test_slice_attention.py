@@ -439,6 +439,7 @@ def test_forward_mode_is_the_references():
 @each_backend
 def test_an_empty_sequence_gives_empty_outputs(backend):
     rows = torch.zeros(2, 2, 0, 4)
-    output, pooled = slice_attention(rows, rows, rows, slice_length=4, backend=backend)
-    assert output.shape == (2, 2, 0, 4)
-    assert pooled.shape == (2, 2, 0, 4)
+    for terms in ({}, {"key_positions": torch.ones(2, 4, 4)}, {"query_positions": torch.ones(2, 4, 4)}):
+        output, pooled = slice_attention(rows, rows, rows, slice_length=4, backend=backend, **terms)
+        assert output.shape == (2, 2, 0, 4)
+        assert pooled.shape == (2, 2, 0, 4)

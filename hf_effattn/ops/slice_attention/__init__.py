@@ -114,12 +114,12 @@ def slice_attention(
     run = choose_backend(backend, forms, *given)
     if slice_length >= N:
         # One slice sees everything: no neighbour is left, and no key is a sink that it does not see already.
-        sink_mask = None
+        sink_mask, slice_length = None, max(1, N)
         if query_positions is not None:
-            query_positions = query_positions[:, :N]
+            query_positions = query_positions[:, :slice_length]
         if key_positions is not None:
-            key_positions = key_positions[:, extension : extension + N]
-        slice_length, extension = max(1, N), 0
+            key_positions = key_positions[:, extension : extension + slice_length]
+        extension = 0
     scale = D**-0.5 if scale is None else float(scale)
     output, pooled, lse = run(
         query,
