@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
+from .draft_tokens import READS_DRAFTS
 from .method_settings import RECORD, MethodOverCache, ModulePatch
 from .methods import (
     METHODS,
@@ -129,6 +130,7 @@ def attention(
         ValueError: a causal model, or any, of a model type that is not in the table, settings that do not fit.
     """
     wants_weights = bool(kwargs.pop("output_attentions", None)) or _matrices_are_collected(module)
+    reads_drafts = kwargs.pop(READS_DRAFTS, False)
     settings = settings_for(module, method)
     dense = attention_mask is not None and attention_mask.ndim != 2
     causal = is_causal(module) and kwargs.get("is_causal") is not False
@@ -162,7 +164,7 @@ def attention(
         return output, weights
 
     if causal:
-        prompt = not torch.is_grad_enabled() and bool(kwargs.get("use_cache"))
+        prompt = not torch.is_grad_enabled() and bool(kwargs.get("use_cache")) and not reads_drafts
         options: dict[str, Any] = {"key_mask": attention_mask, "scale": scaling, "prompt": prompt, "module": module}
         options["training"] = module.training
         result = settings.attend_causal(query, key, value, dropout_p=dropout, **options)

@@ -93,6 +93,11 @@ class MethodSettings(ABC):
                 promised.append(math.ceil(row["min_length"] * max(1.0, dearer)))
         return min(promised)
 
+    @property
+    def clusters_prompts(self) -> bool:
+        """Whether the last token of a prompt alone is to be read, as its clusters have seen all tokens."""
+        return False
+
     def check_encoder(self, encoder: Encoder) -> None:  # noqa: B027
         """Raise where the method cannot serve an encoder that others can."""
 
@@ -227,7 +232,9 @@ class ClusteredSettings(MethodSettings):
         causal (`str`): in models that mask the future (which always cluster by K-means in the keys' metric):
             `"strict"`, clusters of past queries only, so that no token changes what comes before it; or `"prefill"`,
             clusters of all queries of a prompt, faster, for generation only: the model's outputs before the last
-            token must not be read then (set `use_cache=False` to measure a loss), and training refuses it.
+            token must not be read then (set `use_cache=False` to measure a loss), and training refuses it. Where a
+            forward asks for more of them by `logits_to_keep`, as assisted generation does, a model that
+            `patch_attention` or `hf_effattn.from_pretrained` gave runs `"strict"`.
         segment_length (`int`): tokens of a segment in models that mask the future.
         window (`int`): keys before the segment that those attend to exactly.
     """
@@ -332,7 +339,7 @@ class ClusteredSettings(MethodSettings):
     def check_causal(self, module: nn.Module | None) -> None:
         """Raise where the settings ask for something that the causal form of an attention module has not."""
         entry = None if module is None else model_type_of(module)
-        if self.causal == "prefill" and entry is not None and not entry.says_use_cache:
+        if self.clusters_prompts and entry is not None and not entry.says_use_cache:
             raise ValueError(
                 f'causal="prefill" is for prompts, and {type(module).__name__} is not told by transformers whether it '
                 'attends to one (use_cache); leave it out, for causal="strict"'
@@ -348,6 +355,10 @@ class ClusteredSettings(MethodSettings):
         """What this method tells the causal op beyond what all methods do."""
         return {}
 
+    @property
+    def clusters_prompts(self) -> bool:
+        return self.causal == "prefill"
+
     def attend_causal(
         self,
         query: torch.Tensor,
@@ -361,7 +372,7 @@ class ClusteredSettings(MethodSettings):
         training: bool = False,
         module: nn.Module | None = None,
     ) -> torch.Tensor:
-        if training and self.causal == "prefill":
+        if training and self.clusters_prompts:
             raise ValueError(
                 'causal="prefill" puts later queries into the clusters that earlier tokens read, so training would '
                 'learn from the future; patch the model with causal="strict" to train it'
@@ -381,7 +392,7 @@ class ClusteredSettings(MethodSettings):
             iterations=self.iterations,
             fit_queries=self.fit_queries,
             seed=self.seed,
-            prefill=self.causal == "prefill" and prompt,
+            prefill=self.clusters_prompts and prompt,
             key_mask=key_mask,
             scale=scale,
             dropout_p=dropout_p,

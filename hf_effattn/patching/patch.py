@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .attention import causal_error, unsupported_error
 from .cst_positions import NAME, held_by, hold
+from .draft_tokens import watch_for_drafts, watches_for_drafts
 from .method_settings import RECORD, ModulePatch
 from .methods import METHODS, MethodSettings, list_methods, make_settings
 from .model_types import (
@@ -98,6 +99,7 @@ def unpatch_attention(model: Model) -> Model:
         patches = [vars(module).pop(RECORD) for module in encoder.modules if RECORD in vars(module)]
         ours = encoder.model.config._attn_implementation in list_methods()
         hold(encoder.model, None)
+        watch_for_drafts(encoder.model, False)
         if ours:
             set_implementation(encoder, patches[0].previous if patches else "sdpa")
         if hasattr(encoder.model.config, FIELD):
@@ -141,9 +143,12 @@ def encoders_to_patch(model: nn.Module, method: str) -> list[Encoder]:
         )
     model_type = getattr(pretrained.config, "model_type", "unknown")
     _check_dispatch(pretrained, method)
-    if next(causal_modules(model), None) is not None:
+    known = model_type in MODEL_TYPES
+    # One with a cross-attending decoder is not refused for that: its encoder would not be served either.
+    decoder_alone = known or not getattr(pretrained.config, "is_encoder_decoder", False)
+    if decoder_alone and next(causal_modules(model), None) is not None:
         raise ValueError(causal_error(method, name))
-    if model_type not in MODEL_TYPES:
+    if not known:
         raise ValueError(unsupported_error(method, name, model_type))
     raise ValueError(
         f'{name} has no attention to patch: none of its modules is the self-attention that "{model_type}" has in '
@@ -246,20 +251,22 @@ def apply_plans(plans: Sequence[PatchPlan]) -> None:
 def warn_if_never_used(plan: PatchPlan) -> None:
     """Say so where exact attention runs on every input that the model takes."""
     config, settings = plan.encoder.model.config, plan.settings
-    longest = longest_input(config) or _usual_length(config)
+    extendable = longest_input(config)
+    longest = extendable or _usual_length(config)
     kind = plan.encoder.model.device.type
     causal = any(is_causal(module) for module in plan.encoder.modules)
     if longest is None or not settings.is_exact(longest, longest, kind, causal=causal):
         return
     shortest = settings.shortest_length(kind, causal=causal)
+    longer = ", longer inputs (hf_effattn.extend_positions)" if extendable else ""
     if longest < shortest:
         why = f"exact attention runs below {shortest:,}, where it is faster"
-        advice = "Give fewer clusters, longer inputs (hf_effattn.extend_positions), or min_length=0 to have the method"
+        advice = f"Give fewer clusters{longer}, or min_length=0 to have the method"
     else:
         why = "that is too few to approximate anything"
-        advice = "Give smaller ones, or longer inputs (hf_effattn.extend_positions)"
+        advice = f"Give smaller ones{longer}"
     warnings.warn(
-        f"{type(plan.encoder.model).__name__} takes {longest:,} tokens at most, and with these settings of "
+        f"{type(plan.encoder.model).__name__} is made for {longest:,} tokens at most, and with these settings of "
         f'"{settings.method}" {why}: nothing changes. {advice}',
         stacklevel=3,
     )
@@ -280,6 +287,7 @@ def _apply(plan: PatchPlan, before: "_EncoderState") -> None:
     current = before.implementation
     exact = "sdpa" if current in list_methods() else current
     hold(plan.encoder.model, plan.added)
+    watch_for_drafts(plan.encoder.model, plan.settings.clusters_prompts)
     set_implementation(plan.encoder, plan.settings.method)
     config = plan.encoder.model.config
     setattr(config, FIELD, write_stored(plan.settings, plan.layers, base_model_of(config)))
@@ -306,11 +314,13 @@ class _EncoderState:
         self.implementation: str = encoder.model.config._attn_implementation
         self.stored = getattr(encoder.model.config, FIELD, None)
         self.added = held_by(encoder.model)
+        self.watched = watches_for_drafts(encoder.model)
         self.patches: list[ModulePatch | None] = [vars(module).get(RECORD) for module in encoder.modules]
 
     def restore(self) -> None:
         config = self.encoder.model.config
         hold(self.encoder.model, self.added)
+        watch_for_drafts(self.encoder.model, self.watched)
         set_implementation(self.encoder, self.implementation)
         if self.stored is not None:
             setattr(config, FIELD, self.stored)

@@ -1,5 +1,7 @@
 """Models that mask the future: no leak, generation with caches, padding, packing, sliding windows, training."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -310,6 +312,39 @@ def test_prefill_is_for_prompts_only(model_type: str, attended: list[dict[str, A
         ValueError, match=r'causal="prefill" puts later queries .* patch the model with causal="strict"'
     ):
         model.train()(ids)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", [name for name in MODELS if MODEL_TYPES[name].says_use_cache])
+def test_drafts_are_not_clustered_with_the_prompt(model_type: str, attended: list[dict[str, Any]]) -> None:
+    """Assisted generation reads the outputs of its guesses, in the prompt's pass: they changed the first new token."""
+    model = patch(make_model(model_type), causal="prefill")
+    ids = tokens(12, batch=1).repeat(1, 4)
+    model.generate(ids, do_sample=False, max_new_tokens=3, prompt_lookup_num_tokens=5, eos_token_id=None)
+    assert [call["prefill"] for call in attended] == [False] * 3
+    attended.clear()
+    for keep in (1, 5, torch.tensor([3])):
+        model(ids, logits_to_keep=keep)
+    assert [call["prefill"] for call in attended] == [True] * 3 + [False] * 6
+
+
+@torch.no_grad()
+def test_a_model_watches_for_drafts_while_it_clusters_prompts() -> None:
+    def hooks(model: Any) -> int:
+        return len(model._forward_pre_hooks)
+
+    model = make_model("gpt2")
+    watched = [hooks(patch(model, causal=causal)) for causal in ("prefill", "prefill", "strict", "prefill")]
+    assert watched == [1, 1, 0, 1]
+    ids = tokens(12, batch=1)
+    expected = model(ids, logits_to_keep=5).logits
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(ids, logits_to_keep=5).logits, expected)
+        assert hooks(hf_effattn.unpatch_attention(copied)) == 0
+    assert hooks(model) == 1
+    assert torch.equal(model(ids, logits_to_keep=5).logits, expected)
+    assert not torch.equal(model(ids).logits[:, -5:], expected)
+    assert hooks(hf_effattn.unpatch_attention(model)) == 0
 
 
 def test_prefill_is_refused_where_prompts_cannot_be_told() -> None:

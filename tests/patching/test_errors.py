@@ -9,7 +9,11 @@ import torch
 from tiny_models import APPROXIMATIONS, batch_for, encoded, tiny_config, tiny_model
 from torch import nn
 from transformers import (
+    AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
+    BartConfig,
+    BartModel,
     BertLMHeadModel,
     BertModel,
     DebertaV2Config,
@@ -122,6 +126,14 @@ def test_a_causal_model_outside_the_table(method: str) -> None:
             switched(tokens)
         switched.set_attn_implementation("sdpa")
         switched(tokens)
+
+
+def test_an_encoder_decoder_outside_the_table_is_not_refused_for_its_decoder() -> None:
+    """That its decoder is causal sent a user on to its encoder, which is not served either."""
+    model = BartModel(BartConfig(vocab_size=60, d_model=32, encoder_layers=1, decoder_layers=1))
+    for part in (model, model.encoder):
+        with pytest.raises(ValueError, match=r'does not know Bart\w+ \(model type "bart"\)'):
+            hf_effattn.patch_attention(part, "clustered")
 
 
 def test_loading_a_causal_model_outside_the_table(tmp_path: Path) -> None:
@@ -258,18 +270,24 @@ def test_what_transformers_loaded_exactly_is_unpatched_too(tmp_path: Path) -> No
 
 def test_a_patch_that_changes_nothing_is_told() -> None:
     """Below its min_length a method leaves every input to exact attention, and this model takes no longer one."""
-    with pytest.warns(UserWarning, match="takes 64 tokens at most.* exact attention runs below 1,.*min_length=0"):
+    llama = AutoConfig.for_model("llama", **SMALL, max_position_embeddings=128)
+    with pytest.warns(UserWarning, match="made for 64 tokens at most.* exact attention runs below 1,.*min_length=0"):
         model = hf_effattn.patch_attention(tiny_model("bert"), "clustered", clusters=4)
     assert model.config.effattn["clusters"] == 4
+    # It advises what can be done: not all positions can be extended.
+    with pytest.warns(UserWarning, match=r"fewer clusters, longer inputs \(hf_effattn.extend_positions\), or min_"):
+        hf_effattn.patch_attention(tiny_model("bert"), "clustered", clusters=4)
+    with pytest.warns(UserWarning, match="is made for 128 tokens at most.* Give fewer clusters, or min_length=0"):
+        hf_effattn.patch_attention(AutoModel.from_config(llama), "clustered", clusters=4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hf_effattn.patch_attention(model, "clustered", clusters=4, min_length=64)
         hf_effattn.patch_attention(tiny_model("bert"), "cst", slice_length=4)
-    with pytest.warns(UserWarning, match="RobertaModel takes 62 tokens at most"):
+    with pytest.warns(UserWarning, match="RobertaModel is made for 62 tokens at most"):
         hf_effattn.patch_attention(tiny_model("roberta"), "clustered", clusters=4, min_length=63)
     whisper = tiny_model("whisper")
     longest = whisper.config.max_source_positions
-    with pytest.warns(UserWarning, match=f"takes {longest} tokens at most.* too few to approximate.* smaller"):
+    with pytest.warns(UserWarning, match=f"for {longest} tokens at most.* too few to approximate.* smaller ones$"):
         hf_effattn.patch_attention(whisper, "i-clustered", clusters=2, topk=longest, min_length=0)
 
 
@@ -277,7 +295,7 @@ def test_a_patch_that_changes_nothing_is_told() -> None:
 def test_an_image_has_as_many_tokens_as_patches(model_type: str, special: int) -> None:
     model = tiny_model(model_type)
     count = (model.config.image_size // model.config.patch_size) ** 2 + special
-    with pytest.warns(UserWarning, match=f"takes {count} tokens at most"):
+    with pytest.warns(UserWarning, match=f"is made for {count} tokens at most.* smaller ones$"):
         hf_effattn.patch_attention(model, "clustered", clusters=count, min_length=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
