@@ -220,6 +220,9 @@ def main(
     unknown = [name for name in chosen if name not in ROUTINGS]
     if unknown:
         raise typer.BadParameter(f"unknown routings {unknown}; there are {list(ROUTINGS)}")
+    odd = [length for length in lengths.split(",") if int(length) % 2]
+    if odd:
+        raise typer.BadParameter(f"lengths {', '.join(odd)} are odd: every word has a partner")
     sizes = Sizes(hidden_size, steps, words, learning_rate, dtype)
     kept = KeptRuns(output, vars(sizes), device)
     runs = [

@@ -153,6 +153,8 @@ def test_partner_recall(tmp_path, monkeypatch):
     assert rows_of(output) == rows
     with pytest.raises(ValueError, match="other settings"):
         partner_recall.main("16", routings=routings, **small | {"steps": 3})
+    with pytest.raises(typer.BadParameter, match="lengths 7, 65 are odd: every word has a partner"):
+        partner_recall.main("7,16,65", routings=routings, **small)
 
 
 def test_full_attention_recalls_partners():

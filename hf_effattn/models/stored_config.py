@@ -2,7 +2,7 @@
 
 import warnings
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -19,6 +19,9 @@ class StoredConfig(PreTrainedConfig):
     Files without it, from before there was any, load silently. Of a newer one the fields that this version does not
     know are named in a warning; like all that transformers does not know they stay attributes and do nothing.
     """
+
+    # Settings whose default depends on other settings.
+    DERIVED: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, **kwargs: Any) -> None:
         written = kwargs.pop(FIELD, FORMAT_VERSION)
@@ -38,7 +41,22 @@ class StoredConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in transformers, but what replaces stored settings is checked with them, not set afterwards."""
         changes = {name: kwargs.pop(name) for name in signature(cls).parameters if name in kwargs}
-        return super().from_dict(cls.changed(config_dict, changes), **kwargs)
+        settings = cls.without_derived(config_dict, changes) if changes else config_dict
+        return super().from_dict(cls.changed(settings, changes), **kwargs)
+
+    @classmethod
+    def without_derived(cls, settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+        """Settings without those in `DERIVED` that are but the default beside the others: they follow the changes."""
+        chosen = {name: settings[name] for name in signature(cls).parameters if name in settings}
+        left = dict(settings)
+        for name in cls.DERIVED:
+            others = {other: value for other, value in chosen.items() if other != name}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                default = getattr(cls(**others), name)
+            if name not in changes and name in left and left[name] == default:
+                del left[name]
+        return left
 
     @classmethod
     def changed(cls, settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -313,9 +313,10 @@ def test_loss_of_each_head_by_hand():
     torch.testing.assert_close(output.task_loss, expected, rtol=1e-15, atol=0)
 
     model = tiny_model(ClusterFormerForQuestionAnswering)
-    start, end = torch.tensor([0, 5, 99]), torch.tensor([3, 7, 99])  # the third has no answer in the text
+    # The third has no answer in the text, that of the second goes on beyond it.
+    start, end = torch.tensor([0, 5, 99]), torch.tensor([3, 99, 99])
     output = model(words, start_positions=start, end_positions=end)
-    parts = F.cross_entropy(output.start_logits[:2], start[:2]) + F.cross_entropy(output.end_logits[:2], end[:2])
+    parts = F.cross_entropy(output.start_logits[:2], start[:2]) + F.cross_entropy(output.end_logits[:1], end[:1])
     torch.testing.assert_close(output.task_loss, parts / 2, rtol=1e-15, atol=0)
 
     model = tiny_model(ClusterFormerForSequenceClassification, num_labels=1)
@@ -467,8 +468,10 @@ def test_the_projection_of_the_centroids_starts_as_the_identity():
 def test_a_forward_names_what_trainer_shall_pass_on(model_class):
     """Trainer drops the columns that a forward does not name: segments of pairs were lost that way."""
     names = inspect.signature(model_class.forward).parameters
-    assert {"input_ids", "attention_mask"} <= set(names)
-    assert "token_type_ids" in names
+    expected = {"input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds"}
+    if model_class is ClusterFormerForCausalLM:  # transformers looks for them in a decoder
+        expected |= {"encoder_hidden_states", "encoder_attention_mask"}
+    assert expected <= set(names)
 
 
 @pytest.mark.parametrize("auto_class", HEADS, ids=lambda c: c.__name__)
@@ -573,6 +576,15 @@ def test_autocast_leaves_memberships_in_full_precision(masked):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = sorting.memberships(words, centroids, mask)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.usefixtures("autocast_rules")
+def test_autocast_leaves_buckets_in_full_precision():
+    sorting = tiny_model(ClusterFormerModel, assignment="lsh", dtype=torch.float32).layers[0].sorting
+    words = torch.randn(2, 2000, 24, generator=torch.Generator().manual_seed(0))
+    expected = sorting.fixed_labels(words, None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(sorting.fixed_labels(words, None), expected)
 
 
 # Orders of the first layer for seed 0, which must not change: tables were made with them.

@@ -45,6 +45,33 @@ def test_what_replaces_a_stored_setting_is_checked(stored, changes, message, tmp
             auto_class.from_pretrained(tmp_path, **changes)
 
 
+@pytest.mark.parametrize(
+    ("stored", "changes"),
+    [
+        ({}, {"gated": False}),
+        ({"gated": False}, {"gated": True}),
+        ({"assignment": "full"}, {"assignment": "neural"}),
+        ({"assignment": "full"}, {"decoder_assignment": "neural"}),
+        ({"assignment": "lsh"}, {"clusters": 20}),
+        ({}, {"max_position_embeddings": 128}),
+    ],
+    ids=str,
+)
+def test_defaults_follow_what_replaces_a_stored_setting(stored, changes, tmp_path):
+    """Stored as if they had been chosen, they left the paper's form without losses, its centroids frozen."""
+    tiny_config(**stored).save_pretrained(tmp_path)
+    changed, new = AutoConfig.from_pretrained(tmp_path, **changes), tiny_config(**stored | changes)
+    assert changed.to_diff_dict() == new.to_diff_dict()
+    assert changed.trains_centroids == new.trains_centroids
+
+
+def test_what_was_chosen_outlives_a_change(tmp_path):
+    chosen = {"gated": False, "cluster_loss_weight": 0.5, "sorting_loss_weight": 0.0, "block_length": 3}
+    tiny_config(**chosen).save_pretrained(tmp_path)
+    changed = AutoConfig.from_pretrained(tmp_path, clusters=20, sharpness=3.0)
+    assert {name: getattr(changed, name) for name in chosen} == chosen
+
+
 def test_gate_and_losses_by_default():
     """The gate alone trains the centroids, in the paper's form the losses, and what has none is not trained."""
 

@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     CompileConfig,
+    EncoderDecoderModel,
 )
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
 
@@ -220,6 +221,34 @@ def test_translation_with_a_cache_equals_translation_without(causal, changes, be
     cached = model.generate(words, use_cache=True, **options)
     assert torch.equal(cached, model.generate(words, use_cache=False, **options))
     assert cached.shape[1] > 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_language_model_with_cross_attention_writes_in_an_encoder_decoder(beams):
+    """It took the encoder's states in **kwargs, where transformers does not look: `generate` refused them."""
+    decoder = tiny_model(ClusterFormerForCausalLM, is_decoder=True, add_cross_attention=True)
+    encoder = tiny_model(ClusterFormerModel, seed=1)
+    words, mask = padded_texts("right")
+    states = encoder(words, attention_mask=mask).last_hidden_state
+    of_encoder = {"encoder_hidden_states": states, "encoder_attention_mask": mask}
+    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams}
+    start = torch.full((3, 1), 2)
+    expected = decoder.generate(start, **of_encoder, use_cache=False, **options)
+    assert torch.equal(decoder.generate(start, **of_encoder, **options), expected)
+    others = of_encoder | {"encoder_hidden_states": -states}
+    assert not torch.equal(decoder.generate(start, **others, **options), expected)
+    both = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
+    options |= {"decoder_start_token_id": 2, "pad_token_id": 0, "eos_token_id": 3}
+    assert torch.equal(both.generate(words, attention_mask=mask, **options), expected)
+
+
+@pytest.mark.parametrize("assisted", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": True}], ids=str)
+def test_assisted_generation_needs_the_strict_form(assisted):
+    """transformers said that use_cache=True was missing, which this form cannot have."""
+    model = tiny_model(ClusterFormerForCausalLM, causal="paper")
+    with pytest.raises(ValueError, match='needs a cache, and causal="paper" has none'):
+        model.generate(texts(1), **{name: model if value is True else value for name, value in assisted.items()})
 
 
 @pytest.mark.parametrize("changes", [{"gated": False}, {"gated": True}, {"assignment": "full"}], ids=str)

@@ -70,6 +70,7 @@ class ClusterFormerConfig(StoredConfig):
     """
 
     model_type = "clusterformer"
+    DERIVED = ("gated", "cluster_loss_weight", "sorting_loss_weight", "block_length")
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", *CLUSTERING_FIELDS]
 
     def __init__(

@@ -56,8 +56,11 @@ def clustering_of(task_loss: torch.Tensor | None, output: ClusteringOutput) -> d
 
 def word_loss(logits: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor | None:
     """Cross-entropy of logits `(..., classes)`, its mean over the labels that are not -100; 0 where none is."""
-    if labels is None:
-        return None
+    return None if labels is None else cross_entropy(logits, labels)
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """That of `word_loss`, where there are labels."""
     logits, labels = full_precision(logits.flatten(0, -2)), labels.to(logits.device)
     total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return total / (labels != IGNORED).sum().clamp(min=1)
@@ -121,6 +124,8 @@ class ClusterFormerForMaskedLM(_WithWordHead):
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> ClusterFormerMaskedLMOutput:
         """Score the vocabulary for every word.
@@ -130,11 +135,13 @@ class ClusterFormerForMaskedLM(_WithWordHead):
             attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 0 = padding.
             token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
             labels (`torch.LongTensor`, *optional*): `(B, N)`, the words; -100 = not to be guessed.
-            kwargs: what `ClusterFormerModel` takes.
+            position_ids, inputs_embeds, kwargs: what `ClusterFormerModel` takes.
         Returns: `ClusterFormerMaskedLMOutput`, logits `(B, N, vocab_size)`.
         """
         self.report_clustering(kwargs, labels is not None)
-        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, return_dict=True, **kwargs)
+        encoded = self.clusterformer(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
         logits = self.lm_head(encoded.last_hidden_state)
         task_loss = word_loss(logits, labels)
         return ClusterFormerMaskedLMOutput(
@@ -164,6 +171,8 @@ class ClusterFormerForPreTraining(_WithWordHead):
         token_type_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         next_sentence_label: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> ClusterFormerPreTrainingOutput:
         """Score the vocabulary for every word, and whether the second text follows the first.
@@ -174,12 +183,14 @@ class ClusterFormerForPreTraining(_WithWordHead):
             token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
             labels (`torch.LongTensor`, *optional*): `(B, N)`, the words; -100 = not to be guessed.
             next_sentence_label (`torch.LongTensor`, *optional*): `(B,)`, 0 = it follows, 1 = it does not.
-            kwargs: what `ClusterFormerModel` takes.
+            position_ids, inputs_embeds, kwargs: what `ClusterFormerModel` takes.
         Returns: `ClusterFormerPreTrainingOutput`; the loss is there with any of the two labels.
         """
         labelled = labels is not None or next_sentence_label is not None
         self.report_clustering(kwargs, labelled)
-        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, return_dict=True, **kwargs)
+        encoded = self.clusterformer(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
         logits = self.lm_head(encoded.last_hidden_state)
         follows = self.next_sentence(encoded.pooler_output)
         parts = [word_loss(logits, labels), word_loss(follows, next_sentence_label)]
@@ -199,6 +210,11 @@ class ClusterFormerGenerationMixin(GenerationMixin):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers; `causal="paper"` computes the text anew for every word, for its clusters move."""
         if self.config.causal == "paper":
+            if kwargs.get("assistant_model") is not None or kwargs.get("prompt_lookup_num_tokens") is not None:
+                raise ValueError(
+                    'assisted generation needs a cache, and causal="paper" has none; leave out assistant_model and'
+                    " prompt_lookup_num_tokens"
+                )
             kwargs["use_cache"] = False
         return super().generate(*args, **kwargs)
 
@@ -239,6 +255,10 @@ class ClusterFormerForCausalLM(_WithWordHead, ClusterFormerGenerationMixin):
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> ClusterFormerCausalLMOutput:
         """Score the vocabulary for the word after every word.
@@ -251,12 +271,24 @@ class ClusterFormerForCausalLM(_WithWordHead, ClusterFormerGenerationMixin):
             past_key_values (`Cache`, *optional*), use_cache (`bool`, *optional*): with `causal="strict"`.
             logits_to_keep (`int` or `torch.LongTensor`): only the last so many words, 0 = all; or the places of
                 those that are scored.
-            kwargs: what `ClusterFormerModel` takes.
+            position_ids, inputs_embeds, encoder_hidden_states, encoder_attention_mask, kwargs: what
+                `ClusterFormerModel` takes; those of an encoder with `config.add_cross_attention`.
         Returns: `ClusterFormerCausalLMOutput`, logits `(B, N, vocab_size)`.
         """
         self.report_clustering(kwargs, labels is not None)
-        options = {"past_key_values": past_key_values, "use_cache": use_cache, "return_dict": True}
-        decoded = self.clusterformer(input_ids, attention_mask, token_type_ids, **options, **kwargs)
+        decoded = self.clusterformer(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            encoder_hidden_states,
+            encoder_attention_mask,
+            past_key_values,
+            use_cache,
+            return_dict=True,
+            **kwargs,
+        )
         scored = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(decoded.last_hidden_state[:, scored])
         task_loss = shifted_loss(logits, labels)
@@ -286,6 +318,8 @@ class ClusterFormerForSequenceClassification(ClusterFormerPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> ClusterFormerSequenceClassifierOutput:
         """Score the classes.
@@ -297,11 +331,13 @@ class ClusterFormerForSequenceClassification(ClusterFormerPreTrainedModel):
             labels (`torch.Tensor`, *optional*): as in transformers: `(B,)` classes; numbers where `num_labels` is 1;
                 `(B, num_labels)` 0 or 1 in floating point, or where `config.problem_type` is
                 `"multi_label_classification"`.
-            kwargs: what `ClusterFormerModel` takes.
+            position_ids, inputs_embeds, kwargs: what `ClusterFormerModel` takes.
         Returns: `ClusterFormerSequenceClassifierOutput`, logits `(B, num_labels)`.
         """
         self.report_clustering(kwargs, labels is not None)
-        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, return_dict=True, **kwargs)
+        encoded = self.clusterformer(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
         mask = None if attention_mask is None else attention_mask.bool()
         pooled = pool(encoded.last_hidden_state, mask, self.config.pooling)
         logits = self.classifier(self.dropout(pooled))
@@ -339,6 +375,8 @@ class ClusterFormerForTokenClassification(ClusterFormerPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> ClusterFormerTokenClassifierOutput:
         """Score the classes of every word.
@@ -348,11 +386,13 @@ class ClusterFormerForTokenClassification(ClusterFormerPreTrainedModel):
             attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 0 = padding.
             token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
             labels (`torch.LongTensor`, *optional*): `(B, N)`; -100 = does not count.
-            kwargs: what `ClusterFormerModel` takes.
+            position_ids, inputs_embeds, kwargs: what `ClusterFormerModel` takes.
         Returns: `ClusterFormerTokenClassifierOutput`, logits `(B, N, num_labels)`.
         """
         self.report_clustering(kwargs, labels is not None)
-        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, return_dict=True, **kwargs)
+        encoded = self.clusterformer(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
         logits = self.classifier(self.dropout(encoded.last_hidden_state))
         task_loss = word_loss(logits, labels)
         return ClusterFormerTokenClassifierOutput(
@@ -380,6 +420,8 @@ class ClusterFormerForQuestionAnswering(ClusterFormerPreTrainedModel):
         token_type_ids: torch.Tensor | None = None,
         start_positions: torch.Tensor | None = None,
         end_positions: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> ClusterFormerQuestionAnsweringOutput:
         """Score every word as the first and as the last of the answer.
@@ -390,18 +432,18 @@ class ClusterFormerForQuestionAnswering(ClusterFormerPreTrainedModel):
             token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
             start_positions, end_positions (`torch.LongTensor`, *optional*): `(B,)`; beyond the text = does not count,
                 below 0 = 0, as in transformers.
-            kwargs: what `ClusterFormerModel` takes.
+            position_ids, inputs_embeds, kwargs: what `ClusterFormerModel` takes.
         Returns: `ClusterFormerQuestionAnsweringOutput`, both logits `(B, N)`.
         """
         labelled = start_positions is not None and end_positions is not None
         self.report_clustering(kwargs, labelled)
-        encoded = self.clusterformer(input_ids, attention_mask, token_type_ids, return_dict=True, **kwargs)
+        encoded = self.clusterformer(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
         start, end = self.qa_outputs(encoded.last_hidden_state).unbind(dim=-1)
         task_loss = None
         if start_positions is not None and end_positions is not None:
-            N = start.shape[1]
-            places = torch.stack([start_positions, end_positions]).clamp(min=0)
-            task_loss = word_loss(torch.stack([start, end]), places.where(places < N, IGNORED))
+            task_loss = (self._place_loss(start, start_positions) + self._place_loss(end, end_positions)) / 2
         return ClusterFormerQuestionAnsweringOutput(
             loss=total_loss(self.config, task_loss, encoded),
             start_logits=start,
@@ -409,6 +451,10 @@ class ClusterFormerForQuestionAnswering(ClusterFormerPreTrainedModel):
             hidden_states=encoded.hidden_states,
             **clustering_of(task_loss, encoded),
         )
+
+    def _place_loss(self, logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        places = places.to(logits.device).clamp(min=0)
+        return cross_entropy(logits, places.where(places < logits.shape[1], IGNORED))
 
 
 def classifier_dropout(config: ClusterFormerConfig) -> nn.Dropout:

@@ -210,7 +210,9 @@ class WordSorting(nn.Module):
         if self.config.assignment == "kmeans":
             return cluster_queries(words[:, None], k, query_mask=mask, seed=self.seed)[:, 0]
         if self.config.assignment == "lsh":
-            rotated = words @ self.drawn.to(words)
+            words = full_precision(words)
+            with torch.autocast(words.device.type, enabled=False):  # the labels of training are those of inference
+                rotated = words @ self.drawn.to(words)
             return torch.cat([rotated, -rotated], dim=-1)[..., :k].argmax(dim=-1)
         # Counted among the words that count: padding on the left moves no word to another place.
         place = torch.arange(N, device=words.device).expand(B, N) if mask is None else mask.long().cumsum(dim=1) - 1
