@@ -258,13 +258,13 @@ def warn_if_never_used(plan: PatchPlan) -> None:
     if longest is None or not settings.is_exact(longest, longest, kind, causal=causal):
         return
     shortest = settings.shortest_length(kind, causal=causal)
-    longer = ", longer inputs (hf_effattn.extend_positions)" if extendable else ""
+    longer = "longer inputs (hf_effattn.extend_positions), " if extendable else ""
     if longest < shortest:
         why = f"exact attention runs below {shortest:,}, where it is faster"
-        advice = f"Give fewer clusters{longer}, or min_length=0 to have the method"
+        advice = f"Give fewer clusters, {longer}or min_length=0 to have the method"
     else:
         why = "that is too few to approximate anything"
-        advice = f"Give smaller ones{longer}"
+        advice = f"Give {longer and longer + 'or '}smaller ones"
     warnings.warn(
         f"{type(plan.encoder.model).__name__} is made for {longest:,} tokens at most, and with these settings of "
         f'"{settings.method}" {why}: nothing changes. {advice}',
