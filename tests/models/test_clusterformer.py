@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from math import exp, log, sqrt
+from math import exp, log, sqrt, ulp
 
 import pytest
 import torch
@@ -238,7 +238,7 @@ def test_losses_and_statistics_by_hand(cosine):
     else:
         l1 = -((25 + 1) / 2 + (2 + 1 + 0) / 3) / 2
         l2 = -((0 + 8 + 3) / 3 + (0 + 0 - 1) / 3) / 2
-    torch.testing.assert_close(cluster_loss(words, updated, labels, mask, cosine).item(), l1, rtol=0, atol=1e-15)
+    torch.testing.assert_close(cluster_loss(words, updated, labels, mask, cosine).item(), l1, rtol=0, atol=ulp(l1))
     torch.testing.assert_close(sorting_loss(updated, cosine, mask).item(), l2, rtol=0, atol=2.3e-16)
     largest, empty, word_cosine = cluster_statistics(words, labels, 3, mask)
     torch.testing.assert_close(largest.item(), (1 / 2 + 2 / 3) / 2, rtol=0, atol=1.2e-16)
