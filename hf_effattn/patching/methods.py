@@ -11,15 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .clustered_settings import BiClusteredSettings, ClusteredSettings, ImprovedClusteredSettings
 from .cst_settings import SliceSettings
-from .method_settings import (
-    BiClusteredSettings,
-    ClusteredSettings,
-    ImprovedClusteredSettings,
-    MethodSettings,
-    closest,
-    quoted,
-)
+from .method_settings import MethodSettings, closest, quoted
 
 __all__ = [
     "METHODS",

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..patching.clustered_settings import ClusteredSettings
 from ..patching.cst_settings import SliceSettings
-from ..patching.method_settings import ClusteredSettings, MethodSettings
+from ..patching.method_settings import MethodSettings
 from ..patching.methods import find_groups
 from ..patching.model_types import is_causal
 from .candidates import Candidate

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 import hf_effattn
-from hf_effattn.patching import method_settings
+from hf_effattn.patching import clustered_settings
 from hf_effattn.patching.model_types import MODEL_TYPES
 
 COMMON: dict[str, Any] = {
@@ -76,13 +76,13 @@ def tokens(length: int = LENGTH, batch: int = 2) -> torch.Tensor:
 def attended(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """One entry per call of the causal op: its settings and the length."""
     calls: list[dict[str, Any]] = []
-    run = method_settings.causal_clustered_attention
+    run = clustered_settings.causal_clustered_attention
 
     def counted(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         calls.append(kwargs | {"length": query.shape[2]})
         return run(query, *args, **kwargs)
 
-    monkeypatch.setattr(method_settings, "causal_clustered_attention", counted)
+    monkeypatch.setattr(clustered_settings, "causal_clustered_attention", counted)
     return calls
 
 
