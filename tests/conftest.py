@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_autocast import autocast_of_a_gpu
-from interpreter import run_kernels_on_the_cpu
+from support.gpu_autocast import autocast_of_a_gpu
+from support.interpreter import run_kernels_on_the_cpu
 
 if not torch.cuda.is_available():
     run_kernels_on_the_cpu()
@@ -27,7 +27,7 @@ def autocast_rules(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def large_data() -> Callable[[str], Path]:
     """Paths inside the large data sets, which a user's machine has not: there a test that asks for one is skipped."""
-    from shared_data import dataset_path
+    from scripts.kept.data import dataset_path
 
     def path(name: str) -> Path:
         try:
@@ -41,7 +41,7 @@ def large_data() -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def real_model_folder() -> Path:
     """The pretrained BERT of the demo; `make test` installs it, so its absence is a failure, not a skip."""
-    from hf_effattn.demo.models import default_model_folder
+    from hf_effattn.samples.model import default_model_folder
 
     folder = default_model_folder()
     if folder is None:

@@ -84,8 +84,8 @@ def methods(as_json: AsJSON = False) -> None:
 
 def _own_and_default_methods(config: Any) -> list[dict[str, Any]]:
     """What a patched model was saved with, and the default methods."""
+    from ..measuring.candidates import DEFAULT_METHODS, make_candidates
     from ..patching.stored import FIELD, read_stored
-    from ..reporting.candidates import DEFAULT_METHODS, make_candidates
 
     settings, layers = read_stored(getattr(config, FIELD))
     if settings.needs_fine_tuning:
@@ -121,16 +121,16 @@ def report(
     """Measure what the methods cost and gain on your model and your text: error, output change, time, memory."""
     chosen = [method_of(one) for one in method or []] or None
     wanted = lengths_of(lengths) or ()
-    from ..demo.models import load_model
-    from ..demo.texts import Passages, bundled_books, read_book
+    from ..measuring.candidates import make_candidates
     from ..patching import extend_positions
-    from ..patching.positions import longest_input
+    from ..patching.extending import longest_input
     from ..patching.stored import FIELD
     from ..reporting import report as measure
-    from ..reporting.candidates import make_candidates
     from ..reporting.html import check_destination
     from ..reporting.pictures import new_figure
     from ..reporting.table import report_table, table_note
+    from ..samples.model import load_model
+    from ..samples.texts import Passages, bundled_books, read_book
     from .tables import show_table
 
     with mistakes_in_words():

@@ -34,7 +34,7 @@ def bench(
     from rich.console import Console
     from rich.progress import Progress
 
-    from ..reporting.bench import bench as measure
+    from ..measuring.bench import bench as measure
 
     with mistakes_in_words():
         check_output_file(output)

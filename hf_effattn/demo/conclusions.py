@@ -1,7 +1,7 @@
 """What the demo's numbers mean, in sentences that are made from them."""
 
+from ..measuring.candidates import EXACT
 from ..reporting import Report
-from ..reporting.candidates import EXACT
 from ..reporting.result import Measurement
 from ..reporting.words import megabytes, percent, ratio
 from .run import DemoResult, ShortLength

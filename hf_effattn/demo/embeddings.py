@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
-from ..reporting.errors import mean_pool, run_model
+from ..measuring.errors import mean_pool, run_model
 
 TEXTS_AT_ONCE = 6
 

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..measuring.candidates import Candidate, make_candidates
+from ..measuring.json_numbers import finite_or_none
+from ..measuring.recording import as_it_was
 from ..patching import extend_positions, patch_attention
-from ..patching.positions import longest_input
+from ..patching.extending import longest_input
 from ..reporting import Report, report
-from ..reporting.candidates import Candidate, make_candidates
-from ..reporting.json_numbers import finite_or_none
 from ..reporting.pattern import find_pattern
 from ..reporting.pictures import draw_pattern
-from ..reporting.recording import as_it_was
+from ..samples.model import load_model
+from ..samples.texts import Passages, bundled_books, question_context, read_book
 from .embeddings import TEXTS_AT_ONCE, Embedded, EmbeddingChange, compare_embeddings, embed, next_found
-from .models import load_model
-from .texts import Passages, bundled_books, question_context, read_book
 
 DEFAULT_LENGTHS = (128, 256, 512, 4096, 8192)
 QUICK_LENGTHS = (128, 1024)

@@ -9,9 +9,9 @@ from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..measuring.candidates import EXACT
+from ..measuring.cost import median
 from ..reporting import Report
-from ..reporting.candidates import EXACT
-from ..reporting.cost import median
 from ..reporting.words import count, duration, megabytes, percent, ratio
 from .conclusions import conclusions, short_label
 from .run import RESULT_FILE, DemoOptions, DemoResult, run_demo

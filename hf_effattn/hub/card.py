@@ -10,13 +10,13 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..measuring.candidates import ALWAYS_NAMED
 from ..models import ClusterFormerConfig, CSTConfig
+from ..patching.extending import longest_input
 from ..patching.methods import METHODS, MethodSettings, list_methods
 from ..patching.model_types import MODEL_TYPES
-from ..patching.positions import longest_input
 from ..patching.stored import FIELD, base_model_of, read_stored
 from ..reporting import Report
-from ..reporting.candidates import ALWAYS_NAMED
 from ..reporting.table import markdown, report_table, table_note
 from .heads import TASKS, auto_class_of
 

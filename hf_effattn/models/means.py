@@ -2,7 +2,7 @@
 
 import torch
 
-from ..ops.precision import accumulation_dtype
+from ..ops.shared.precision import accumulation_dtype
 
 
 def masked_mean(hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

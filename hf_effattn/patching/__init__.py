@@ -1,10 +1,10 @@
 """Patching: an efficient attention method in place of a pretrained model's own, on one instance, and back."""
 
 from .attention import register
+from .extending import extend_positions
 from .loading import from_pretrained
 from .methods import list_methods, make_settings, run_method
 from .patch import patch_attention, unpatch_attention
-from .positions import extend_positions
 
 register()
 

@@ -18,8 +18,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from .draft_tokens import READS_DRAFTS
-from .method_settings import RECORD, MethodOverCache, ModulePatch
 from .methods import (
     METHODS,
     MethodSettings,
@@ -30,6 +28,8 @@ from .methods import (
     list_methods,
     make_settings,
 )
+from .methods.base import RECORD, MethodOverCache, ModulePatch
+from .methods.drafts import READS_DRAFTS
 from .model_types import MODEL_TYPES, is_causal, is_self_attention, is_served, model_type_of, supported_model_types
 from .stored import FIELD, check_layers, read_stored
 

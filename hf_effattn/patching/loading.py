@@ -4,10 +4,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from .cst_loading import load_positions, quiet_about_tables
-from .cst_positions import NAME, held_by
-from .cst_settings import SliceSettings
 from .methods import METHODS, MethodSettings, list_methods, make_settings, setting_names
+from .methods.cst import SliceSettings
+from .methods.cst.checkpoint import load_positions, quiet_about_tables
+from .methods.cst.positions import NAME, held_by
 from .patch import apply_plans, encoders_to_patch, plan_patch, warn_if_never_used
 from .stored import FIELD, read_stored
 

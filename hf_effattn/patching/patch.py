@@ -11,10 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .attention import causal_error, unsupported_error
-from .cst_positions import NAME, held_by, hold
-from .draft_tokens import watch_for_drafts, watches_for_drafts
-from .method_settings import RECORD, ModulePatch
+from .extending import longest_input
 from .methods import METHODS, MethodSettings, list_methods, make_settings
+from .methods.base import RECORD, ModulePatch
+from .methods.cst.positions import NAME, held_by, hold
+from .methods.drafts import watch_for_drafts, watches_for_drafts
 from .model_types import (
     MODEL_TYPES,
     Encoder,
@@ -24,7 +25,6 @@ from .model_types import (
     is_sliding_window,
     supported_model_types,
 )
-from .positions import longest_input
 from .stored import FIELD, base_model_of, check_layers, write_stored
 
 Model = TypeVar("Model", bound=nn.Module)

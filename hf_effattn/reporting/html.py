@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from .candidates import EXACT
+from ..measuring.candidates import EXACT
 from .illustrations import Colouring, Section
 from .text_groups import DrawnText, TextGroups
 from .words import NOT_FINITE, count, duration, encoder_lengths, megabytes, percent, ratio

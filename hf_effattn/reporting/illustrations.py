@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .candidates import make_candidates
+from ..measuring.candidates import make_candidates
+from ..measuring.recording import layer_names
 from .pattern import find_pattern, one_of_each
 from .pictures import draw_cost, draw_errors, draw_pattern
-from .recording import layer_names
 from .text_groups import DrawnText, NothingToDraw, TextGroups, group_text, text_to_draw
 from .words import MOST_LENGTHS_APART
 

@@ -10,15 +10,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..patching import run_method
-from ..patching.model_types import is_causal
-from ..patching.patch import apply_plans, encoders_to_patch, plan_patch
-from .candidates import EXACT, Candidate, make_candidates
-from .cost import MEMORY_MEASURES, interleaved_rounds, peak_memory_added, timed
-from .environment import environment
-from .errors import ModelOutput, head_errors, output_change, run_model
-from .inputs import check_inputs
-from .recording import (
+from ..measuring.candidates import EXACT, Candidate, make_candidates
+from ..measuring.cost import MEMORY_MEASURES, interleaved_rounds, peak_memory_added, timed
+from ..measuring.environment import environment
+from ..measuring.errors import ModelOutput, head_errors, output_change, run_model
+from ..measuring.inputs import check_inputs
+from ..measuring.recording import (
     BASELINE,
     SeenAttention,
     as_it_was,
@@ -28,6 +25,9 @@ from .recording import (
     make_exact,
     recording,
 )
+from ..patching import run_method
+from ..patching.model_types import is_causal
+from ..patching.patch import apply_plans, encoders_to_patch, plan_patch
 from .result import MeasuredInput, Measurement, Report
 
 Progress = Callable[[int, int, str], None]

@@ -11,11 +11,11 @@ import torch
 from torch.nn.functional import max_pool1d
 from transformers import PreTrainedModel
 
+from ..measuring.candidates import EXACT, Candidate, make_candidates
+from ..measuring.errors import run_model
+from ..measuring.inputs import check_inputs
+from ..measuring.recording import SeenAttention, as_it_was, layer_names, recording
 from ..patching import run_method
-from .candidates import EXACT, Candidate, make_candidates
-from .errors import run_model
-from .inputs import check_inputs
-from .recording import SeenAttention, as_it_was, layer_names, recording
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

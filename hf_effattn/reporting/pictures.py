@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .candidates import EXACT
+from ..measuring.candidates import EXACT
 from .words import duration, megabytes, percent
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..measuring.candidates import EXACT
+from ..measuring.cost import median, median_ratio
+from ..measuring.errors import OutputChange
+from ..measuring.json_numbers import finite_or_none, none_to_nan
 from . import words
-from .candidates import EXACT
-from .cost import median, median_ratio
-from .errors import OutputChange
-from .json_numbers import finite_or_none, none_to_nan
 
 if TYPE_CHECKING:
     import pandas

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from .candidates import EXACT
+from ..measuring.candidates import EXACT
 from .words import NOT_FINITE, count, megabytes, percent
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..patching.clustered_settings import ClusteredSettings
-from ..patching.cst_settings import SliceSettings
-from ..patching.method_settings import MethodSettings
+from ..measuring.candidates import Candidate
+from ..measuring.errors import run_model
+from ..measuring.inputs import check_inputs
+from ..measuring.recording import SeenAttention, as_it_was, encoders_to_report, recording
 from ..patching.methods import find_groups
+from ..patching.methods.base import MethodSettings
+from ..patching.methods.clustered import ClusteredSettings
+from ..patching.methods.cst import SliceSettings
 from ..patching.model_types import is_causal
-from .candidates import Candidate
-from .errors import run_model
-from .inputs import check_inputs
-from .recording import SeenAttention, as_it_was, encoders_to_report, recording
 
 MOST_TOKENS = 256
 DRAWN_ROWS = 12

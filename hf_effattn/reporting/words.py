@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from ..measuring.candidates import EXACT, make_candidates
+from ..measuring.cost import median
 from ..patching.methods import METHODS
-from .candidates import EXACT, make_candidates
-from .cost import median
 
 if TYPE_CHECKING:
     from .result import MeasuredInput, Measurement, Report

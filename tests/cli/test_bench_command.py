@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_effattn.cli import app
-from hf_effattn.reporting.bench import bench
+from hf_effattn.measuring.bench import bench
 
 runner = CliRunner()
 SMALL = ["--num-heads", "1", "--head-dim", "8", "--repeats", "1"]

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from round_trips import KINDS, changed, inputs_for
+from support.round_trips import KINDS, changed, inputs_for
 from typer.testing import CliRunner
 
 import hf_effattn

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from tiny_models import TEXT
+from support.tiny_models import TEXT
 from transformers import AutoConfig, BertForSequenceClassification, ViTImageProcessor, ViTModel
 from typer.testing import CliRunner
 

@@ -14,9 +14,9 @@ from hf_effattn import list_methods
 from hf_effattn.cli import app
 from hf_effattn.cli.app import _own_and_default_methods
 from hf_effattn.cli.arguments import method_of
-from hf_effattn.demo.texts import Passages, bundled_books
+from hf_effattn.measuring.candidates import DEFAULT_METHODS, make_candidates
 from hf_effattn.reporting import Report, report
-from hf_effattn.reporting.candidates import DEFAULT_METHODS, make_candidates
+from hf_effattn.samples.texts import Passages, bundled_books
 
 runner = CliRunner()
 SMALL = ["--lengths", "24,48", "--repeats", "0", "--method", "i-clustered clusters=5 topk=4"]

@@ -33,7 +33,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import hf_effattn
-from hf_effattn.ops import chips
+from hf_effattn.ops.shared.triton import chips
 
 KIB = 1024
 FRESH_HEAD_DIM = 64

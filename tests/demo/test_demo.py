@@ -11,11 +11,11 @@ from hf_effattn import Report
 from hf_effattn.demo import DemoOptions, run_demo
 from hf_effattn.demo.conclusions import conclusions
 from hf_effattn.demo.embeddings import EmbeddingChange
-from hf_effattn.demo.models import load_model
 from hf_effattn.demo.run import DemoResult, ShortLength
 from hf_effattn.demo.show import _long_table, _short_table
-from hf_effattn.reporting.errors import OutputChange
+from hf_effattn.measuring.errors import OutputChange
 from hf_effattn.reporting.result import MeasuredInput, Measurement
+from hf_effattn.samples.model import load_model
 
 CLUSTERED, IMPROVED = "clustered (clusters=25)", "i-clustered (clusters=25, topk=32)"
 BI_CLUSTERED = "bi-clustered (clusters=25, topk=32, key_clusters=50)"

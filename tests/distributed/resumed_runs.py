@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import run_glue
+from scripts.train import glue as run_glue
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from closeness import assert_close_to_reference
+from support.closeness import assert_close_to_reference
 from transformers import RobertaConfig, RobertaForMaskedLM
 
 from hf_effattn import ops, patch_attention

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from closeness import assert_close_to_reference
+from support.closeness import assert_close_to_reference
 
 from hf_effattn import ops
 

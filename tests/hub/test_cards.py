@@ -2,12 +2,12 @@
 
 import re
 
-import cst_models
 import pytest
 import torch
 from huggingface_hub import EvalResult, ModelCard
-from round_trips import KINDS, changed, inputs_for, output_of, own_memory
-from tiny_models import tiny_config
+from support import cst_models
+from support.round_trips import KINDS, changed, inputs_for, output_of, own_memory
+from support.tiny_models import tiny_config
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
@@ -20,7 +20,7 @@ from transformers import (
 import hf_effattn
 from hf_effattn.hub import evaluations_of
 from hf_effattn.hub.card import SOURCES, loaded_from
-from hf_effattn.patching.positions import longest_input
+from hf_effattn.patching.extending import longest_input
 from hf_effattn.reporting.table import FORCED, report_table
 
 TASKS = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import HubServer
+from support.hub_server import HubServer
 
 TEXT = "a file\nof text ü\n"
 # Several parts and a short last one.

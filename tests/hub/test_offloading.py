@@ -8,13 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-import clusterformer_cases
-import cst_models
 import pytest
 import torch
 import transformers
-from cst_conversions import convert, small_model
-from round_trips import CAUSAL, CLASSIFICATION, KINDS, Kind, changed, from_scratch, inputs_for, output_of, patched
+from support import clusterformer_cases, cst_models
+from support.cst_conversions import convert, small_model
+from support.round_trips import (
+    CAUSAL,
+    CLASSIFICATION,
+    KINDS,
+    Kind,
+    changed,
+    from_scratch,
+    inputs_for,
+    output_of,
+    patched,
+)
 from transformers import AutoModelForSequenceClassification
 
 import hf_effattn

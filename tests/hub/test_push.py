@@ -8,9 +8,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from hub_server import HubServer
-from hub_state import USER
-from round_trips import KINDS, changed
+from support.hub_server import HubServer
+from support.hub_state import USER
+from support.round_trips import KINDS, changed
 from transformers import AutoConfig, PhobertTokenizer
 
 from hf_effattn.hub import model_card, push_folder

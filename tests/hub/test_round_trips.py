@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from hub_server import HubServer
-from hub_state import USER
-from round_trips import CASES, HISTORY, KINDS, PRECISIONS, PRIVATE, SAVED, SPREAD, case_name
 from safetensors.torch import load_file
+from support.hub_server import HubServer
+from support.hub_state import USER
+from support.round_trips import CASES, HISTORY, KINDS, PRECISIONS, PRIVATE, SAVED, SPREAD, case_name
 
-from hf_effattn.patching.cst_positions import NAME
+from hf_effattn.patching.methods.cst.positions import NAME
 
 PATCHED, CONVERTED, SCRATCH = (
     [name for name, kind in KINDS.items() if kind.family == family]

@@ -6,11 +6,10 @@ refuses what lies elsewhere.
 
 from contextlib import nullcontext
 
-import clusterformer_cases
-import cst_models
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from support import clusterformer_cases, cst_models
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError

@@ -7,8 +7,8 @@ from math import exp, log, sqrt, ulp
 import pytest
 import torch
 import torch.nn.functional as F
-from closeness import assert_close_to_reference
-from clusterformer_cases import HEADS, VARIANTS, VOCABULARY, padded_texts, texts, tiny_config, tiny_model
+from support.closeness import assert_close_to_reference
+from support.clusterformer_cases import HEADS, VARIANTS, VOCABULARY, padded_texts, texts, tiny_config, tiny_model
 from transformers import (
     AutoConfig,
     AutoModel,

@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 import torch
-from closeness import assert_close_to_reference
-from clusterformer_cases import HEADS, SIZES, texts, tiny_config, tiny_model
+from support.closeness import assert_close_to_reference
+from support.clusterformer_cases import HEADS, SIZES, texts, tiny_config, tiny_model
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForPreTraining
 
 from hf_effattn.models.clusterformer import ClusterFormerConfig, ClusterFormerForCausalLM, ClusterFormerModel

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from clusterformer_cases import padded_texts, texts, tiny_model
+from support.clusterformer_cases import padded_texts, texts, tiny_model
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from clusterformer_cases import VARIANTS, texts, tiny_config, tiny_model
-from cst_models import tiny_model as cst_model
+from support.clusterformer_cases import VARIANTS, texts, tiny_config, tiny_model
+from support.cst_models import tiny_model as cst_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments

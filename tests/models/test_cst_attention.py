@@ -5,8 +5,8 @@ from math import ceil, erf, exp, sqrt
 import pytest
 import torch
 import torch.nn.functional as F
-from closeness import assert_close_to_reference
-from cst_models import LENGTH, VARIANTS, tiny_model, tokens
+from support.closeness import assert_close_to_reference
+from support.cst_models import LENGTH, VARIANTS, tiny_model, tokens
 
 from hf_effattn.models import CSTForCausalLM, CSTModel
 

@@ -5,9 +5,9 @@ from math import log
 import pytest
 import torch
 import torch.nn.functional as F
-from closeness import assert_close_to_reference
+from support.closeness import assert_close_to_reference
 
-from hf_effattn.patching.cst_attention import (
+from hf_effattn.patching.methods.cst.attention import (
     first_and_last_tokens,
     merged_attention,
     merged_over_cache,

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from closeness import assert_close_to_reference
-from cst_models import LENGTH, VARIANTS, tiny_model, tokens
+from support.closeness import assert_close_to_reference
+from support.cst_models import LENGTH, VARIANTS, tiny_model, tokens
 
 from hf_effattn.models import CSTForCausalLM
 from hf_effattn.models.cst import CSTCache
-from hf_effattn.models.cst.cache_cst import CSTCacheLayer
+from hf_effattn.models.cst.cache import CSTCacheLayer
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from closeness import assert_close_to_reference
-from cst_models import LENGTH, VARIANTS, tiny_config, tiny_model, tokens
+from support.closeness import assert_close_to_reference
+from support.cst_models import LENGTH, VARIANTS, tiny_config, tiny_model, tokens
 from transformers import (
     AutoConfig,
     AutoModel,

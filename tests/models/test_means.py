@@ -23,7 +23,7 @@ def test_means_of_many_words(dtype):
 
 
 def test_slices_of_many_words():
-    from cst_models import tiny_config
+    from support.cst_models import tiny_config
 
     pooling = SlicePooling(tiny_config(max_position_embeddings=2048), 1024)
     words = torch.full((1, 2048, 3), 96.0, dtype=torch.float16)

@@ -5,9 +5,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import clusterformer_cases
-import cst_models
 import pytest
+from support import clusterformer_cases, cst_models
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_effattn.models.stored_config import FIELD, FORMAT_VERSION

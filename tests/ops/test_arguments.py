@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_effattn import ops
-from hf_effattn.ops import chips
-from hf_effattn.ops.arguments import kernel_problem
+from hf_effattn.ops.shared.arguments import kernel_problem
+from hf_effattn.ops.shared.triton import chips
 
 OPS = {
     "clustered_attention": {},

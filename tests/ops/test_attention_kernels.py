@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import Case, Inputs, attend, make_inputs
-from closeness import assert_close_to_reference
+from support.attention_cases import Case, Inputs, attend, make_inputs
+from support.closeness import assert_close_to_reference
 
 from hf_effattn import ops
-from hf_effattn.ops import chips
 from hf_effattn.ops.clustered_attention import triton as clustered
 from hf_effattn.ops.improved_clustered_attention import triton as improved
-from hf_effattn.ops.sorted_clusters import triton_centroids
+from hf_effattn.ops.shared.triton import centroids as triton_centroids
+from hf_effattn.ops.shared.triton import chips
 
 OPS = ("clustered_attention", "improved_clustered_attention")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.attention_cases import (
     CASES,
     Case,
     attend,
@@ -12,9 +14,7 @@ from attention_cases import (
     make_inputs,
     padding,
 )
-from closeness import assert_close_to_reference
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from support.closeness import assert_close_to_reference
 
 OPS = ("clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
 BACKENDS = ("reference", "batched")

@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-import attention_cases as attention
 import pytest
-import test_neural_clustering as clustering
-import test_slice_attention as slices
-import test_sorted_block_attention as blocks
 import torch
-from backward_ops import check_backward_ops
-from test_slice_attention_kernels import on_device
-from test_sorted_block_attention_kernels import on_device as blocks_on_device
+from ops import test_neural_clustering as clustering
+from ops import test_slice_attention as slices
+from ops import test_sorted_block_attention as blocks
+from ops.test_slice_attention_kernels import on_device
+from ops.test_sorted_block_attention_kernels import on_device as blocks_on_device
+from support import attention_cases as attention
+from support.backward_ops import check_backward_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 each_backend = pytest.mark.parametrize("backend", ["batched", "triton"])

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from attention_cases import Case, attend, make_inputs
-from closeness import assert_close_to_reference, assert_equal_but_for_order
+from support.attention_cases import Case, attend, make_inputs
+from support.closeness import assert_close_to_reference, assert_equal_but_for_order
 
-from hf_effattn.ops import chips
-from hf_effattn.ops.dropout import KINDS_OF_WEIGHTS, TOPK_AND_SUMMARY_WEIGHTS
-from hf_effattn.ops.sorted_clusters.triton_dropout import dropout_factor
+from hf_effattn.ops.shared.dropout import KINDS_OF_WEIGHTS, TOPK_AND_SUMMARY_WEIGHTS
+from hf_effattn.ops.shared.triton import chips
+from hf_effattn.ops.shared.triton.dropout import dropout_factor
 
 OP = "bi_clustered_attention"
 SEED = 2**40 + 17

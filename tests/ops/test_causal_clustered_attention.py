@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import padding
-from closeness import assert_close_to_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.attention_cases import padding
+from support.closeness import assert_close_to_reference
 
 from hf_effattn.ops import causal_clustered_attention
 from hf_effattn.ops.causal_clustered_attention.layout import Layout

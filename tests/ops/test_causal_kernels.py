@@ -6,11 +6,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from closeness import assert_close_to_reference, assert_equal_but_for_order
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from test_causal_clustered_attention import (
+from ops.test_causal_clustered_attention import (
     EMPTY,
     METHODS,
     PEAKED,
@@ -21,11 +20,12 @@ from test_causal_clustered_attention import (
     make_inputs,
     peaked_inputs,
 )
+from support.closeness import assert_close_to_reference, assert_equal_but_for_order
 
 from hf_effattn.ops import causal_clustered_attention
 from hf_effattn.ops.causal_clustered_attention.reference import Settings
-from hf_effattn.ops.dropout import KINDS_OF_WEIGHTS, TOPK_AND_SUMMARY_WEIGHTS
-from hf_effattn.ops.sorted_clusters.triton_dropout import dropout_factor
+from hf_effattn.ops.shared.dropout import KINDS_OF_WEIGHTS, TOPK_AND_SUMMARY_WEIGHTS
+from hf_effattn.ops.shared.triton.dropout import dropout_factor
 
 OP = "hf_effattn.ops.causal_clustered_attention"
 SEED = 2**40 + 17

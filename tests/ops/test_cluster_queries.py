@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import padding
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.attention_cases import padding
 
 from hf_effattn.ops import cluster_queries, improved_clustered_attention
 

@@ -4,13 +4,13 @@ from importlib import import_module
 
 import pytest
 import torch
-from attention_cases import padding
-from closeness import assert_close_to_reference
+from support.attention_cases import padding
+from support.closeness import assert_close_to_reference
 
 from hf_effattn.ops import cluster_queries, kmeans
 from hf_effattn.ops.cluster_queries import reference
 from hf_effattn.ops.cluster_queries.triton import keys_metric
-from hf_effattn.ops.kmeans.triton_rows import find_rows
+from hf_effattn.ops.kmeans.triton.rows import find_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 METHODS = {"kmeans": {}, "keys_metric": {"metric": True}, "lsh": {"method": "lsh", "bits": 16}}

@@ -4,7 +4,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from attention_cases import padding
+from support.attention_cases import padding
 
 from hf_effattn.ops import cluster_queries, kmeans
 

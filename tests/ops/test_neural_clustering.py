@@ -4,9 +4,9 @@ from math import exp, log, sqrt
 
 import pytest
 import torch
-from closeness import assert_close_to_reference
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.closeness import assert_close_to_reference
 
 from hf_effattn.ops import neural_clustering
 

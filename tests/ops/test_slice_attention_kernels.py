@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from closeness import assert_close_to_reference
-from test_slice_attention import CASES, Case, attend, make_inputs, with_gradients
+from ops.test_slice_attention import CASES, Case, attend, make_inputs, with_gradients
+from support.closeness import assert_close_to_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNEL_CASES = (

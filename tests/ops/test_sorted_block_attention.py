@@ -6,10 +6,10 @@ from math import exp, log
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import padding
-from closeness import assert_close_to_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.attention_cases import padding
+from support.closeness import assert_close_to_reference
 
 from hf_effattn.ops import cluster_order, sorted_block_attention
 

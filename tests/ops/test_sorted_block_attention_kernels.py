@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from closeness import assert_close_to_reference
-from test_sorted_block_attention import CASES, Case, Inputs, attend, make_inputs, with_gradients
+from ops.test_sorted_block_attention import CASES, Case, Inputs, attend, make_inputs, with_gradients
+from support.closeness import assert_close_to_reference
 
 from hf_effattn.ops import cluster_order
 

@@ -4,18 +4,14 @@ from math import log
 
 import pytest
 import torch
-from closeness import assert_close_to_reference
+from support.closeness import assert_close_to_reference
 
-from hf_effattn.ops.sorted_clusters import triton_centroids, triton_sort, triton_topk
-from hf_effattn.ops.sorted_clusters.triton_centroids import (
-    bin_length,
-    centroid_pass,
-    centroid_topk,
-    score_chunks,
-    split_count,
-)
-from hf_effattn.ops.sorted_clusters.triton_sort import cluster_means, sort_by_cluster
-from hf_effattn.ops.sorted_clusters.triton_topk import select_topk
+from hf_effattn.ops.shared.triton import centroids as triton_centroids
+from hf_effattn.ops.shared.triton import sort as triton_sort
+from hf_effattn.ops.shared.triton import topk as triton_topk
+from hf_effattn.ops.shared.triton.centroids import bin_length, centroid_pass, centroid_topk, score_chunks, split_count
+from hf_effattn.ops.shared.triton.sort import cluster_means, sort_by_cluster
+from hf_effattn.ops.shared.triton.topk import select_topk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 import hf_effattn
-from hf_effattn.patching import clustered_settings
+from hf_effattn.patching.methods import clustered as clustered_settings
 from hf_effattn.patching.model_types import MODEL_TYPES
 
 COMMON: dict[str, Any] = {

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from closeness import assert_close_to_reference
-from cst_conversions import CONVERTED, LENGTH, SLICES, convert, first_output, small_model, tokens
-from tiny_models import batch_for, encoded, tiny_model
+from support.closeness import assert_close_to_reference
+from support.cst_conversions import CONVERTED, LENGTH, SLICES, convert, first_output, small_model, tokens
+from support.tiny_models import batch_for, encoded, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import hf_effattn
 from hf_effattn.patching.attention import attention
-from hf_effattn.patching.cst_positions import NAME, PROJECTIONS
-from hf_effattn.patching.method_settings import RECORD
+from hf_effattn.patching.methods.base import RECORD
+from hf_effattn.patching.methods.cst.positions import NAME, PROJECTIONS
 from hf_effattn.patching.model_types import find_encoders
 
 each_model = pytest.mark.parametrize("model_type", CONVERTED)

@@ -7,12 +7,12 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from closeness import assert_close_to_reference
-from cst_conversions import convert, first_output, small_model, tokens
+from support.closeness import assert_close_to_reference
+from support.cst_conversions import convert, first_output, small_model, tokens
 from torch import nn
 
 import hf_effattn
-from hf_effattn.patching.cst_positions import NAME, project
+from hf_effattn.patching.methods.cst.positions import NAME, project
 from hf_effattn.patching.model_types import find_encoders
 
 

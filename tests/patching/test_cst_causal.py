@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from closeness import assert_close_to_reference
-from cst_conversions import LENGTH, convert, small_model, tokens
+from support.closeness import assert_close_to_reference
+from support.cst_conversions import LENGTH, convert, small_model, tokens
 from transformers import DynamicCache, StaticCache
 
 from hf_effattn.patching.attention import attention

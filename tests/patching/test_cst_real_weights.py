@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import hf_effattn
-from hf_effattn.demo.models import load_model
-from hf_effattn.demo.texts import Passages, bundled_books
+from hf_effattn.samples.model import load_model
+from hf_effattn.samples.texts import Passages, bundled_books
 
 LENGTH = 128
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from cst_conversions import CONVERTED, LENGTH, SLICES, convert, first_output, small_model, tokens
-from tiny_models import tiny_config
+from support.cst_conversions import CONVERTED, LENGTH, SLICES, convert, first_output, small_model, tokens
+from support.tiny_models import tiny_config
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -21,8 +21,8 @@ from transformers import (
 )
 
 import hf_effattn
-from hf_effattn.patching.cst_loading import HINT
-from hf_effattn.patching.cst_positions import NAME
+from hf_effattn.patching.methods.cst.checkpoint import HINT
+from hf_effattn.patching.methods.cst.positions import NAME
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from closeness import assert_close_to_reference
-from cst_conversions import LENGTH, convert, small_model, tokens
+from support.closeness import assert_close_to_reference
+from support.cst_conversions import LENGTH, convert, small_model, tokens
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -15,7 +15,7 @@ from transformers import (
 )
 
 import hf_effattn
-from hf_effattn.patching.cst_positions import NAME
+from hf_effattn.patching.methods.cst.positions import NAME
 
 each_model = pytest.mark.parametrize("model_type", ["bert", "gpt2"])
 each_composition = pytest.mark.parametrize("composition", ["merged", "local-global"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import APPROXIMATIONS, batch_for, encoded, tiny_config, tiny_model
+from support.tiny_models import APPROXIMATIONS, batch_for, encoded, tiny_config, tiny_model
 from torch import nn
 from transformers import (
     AutoConfig,

@@ -4,7 +4,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from tiny_models import SMALL_SETTINGS, batch_for, encoded, tiny_model
+from support.tiny_models import SMALL_SETTINGS, batch_for, encoded, tiny_model
 
 import hf_effattn
 

@@ -10,16 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import hf_effattn
-from hf_effattn.ops import (
-    bi_clustered_attention,
-    cluster_queries,
-    clustered_attention,
-    improved_clustered_attention,
-)
+from hf_effattn.ops import bi_clustered_attention, cluster_queries, clustered_attention, improved_clustered_attention
 from hf_effattn.ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS
-from hf_effattn.patching.method_settings import CROSSOVER
 from hf_effattn.patching.methods import METHODS as EVERY_METHOD
 from hf_effattn.patching.methods import attention_matrix, find_groups, make_settings, run_method
+from hf_effattn.patching.methods.base import CROSSOVER
 
 SMALL = {"clustered": {}, "i-clustered": {"topk": 6}, "bi-clustered": {"topk": 6, "key_clusters": 7}}
 METHODS = tuple(SMALL)

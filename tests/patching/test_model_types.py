@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import (
+from support.tiny_models import (
     APPROXIMATIONS,
     FULL_LAYERS,
     MODEL_TYPES,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import (
+from support.tiny_models import (
     APPROXIMATIONS,
     MODEL_TYPES,
     MODEL_TYPES_AND_PADDINGS,

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import LENGTH, batch_for, encoded, tiny_config, tiny_model
+from support.tiny_models import LENGTH, batch_for, encoded, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoModel, AutoModelForMaskedLM, PhiConfig, PhiModel
 
 import hf_effattn
-from hf_effattn.patching.positions import longest_input
+from hf_effattn.patching.extending import longest_input
 
 LEARNED = ("bert", "electra", "distilbert", "albert", "roberta", "xlm-roberta", "camembert")
 OFFSET = ("roberta", "xlm-roberta", "camembert")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MODEL_TYPES, SMALL_SETTINGS, WITH_TOPK, batch_for, encoded, tiny_model
+from support.tiny_models import MODEL_TYPES, SMALL_SETTINGS, WITH_TOPK, batch_for, encoded, tiny_model
 
 import hf_effattn
 

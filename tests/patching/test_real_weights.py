@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import hf_effattn
-from hf_effattn.demo.models import load_model
-from hf_effattn.demo.texts import Book, Passages, bundled_books
+from hf_effattn.samples.model import load_model
+from hf_effattn.samples.texts import Book, Passages, bundled_books
 
 # Mean cosine of sentence embeddings with the exact model's, all layers patched: method, tokens, counts, at least.
 PROMISED = [

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MODEL_TYPES, SMALL_SETTINGS, WITH_TOPK, batch_for, encoded, tiny_config, tiny_model
+from support.tiny_models import MODEL_TYPES, SMALL_SETTINGS, WITH_TOPK, batch_for, encoded, tiny_config, tiny_model
 from transformers import AutoModel, AutoModelForSequenceClassification, BertLMHeadModel, BertModel, EncoderDecoderModel
 
 import hf_effattn

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import APPROXIMATIONS, SMALL_SETTINGS, TEXTS, WITH_TOPK, batch_for, encoded, tiny_model
+from support.tiny_models import APPROXIMATIONS, SMALL_SETTINGS, TEXTS, WITH_TOPK, batch_for, encoded, tiny_model
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, Trainer, TrainingArguments
 
 import hf_effattn

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cst_conversions import convert, first_output, small_model, tokens
-from tiny_models import tiny_model
+from support.cst_conversions import convert, first_output, small_model, tokens
+from support.tiny_models import tiny_model
 
 import hf_effattn
-from hf_effattn.patching.cst_positions import NAME
+from hf_effattn.patching.methods.cst.positions import NAME
 from hf_effattn.reporting.pattern import find_pattern
 
 METHODS = [

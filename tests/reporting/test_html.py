@@ -8,16 +8,16 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from cst_conversions import small_model
-from cst_conversions import tokens as cst_tokens
-from tiny_models import batch_for, tiny_model
+from support.cst_conversions import small_model
+from support.cst_conversions import tokens as cst_tokens
+from support.tiny_models import batch_for, tiny_model
 
 import hf_effattn
 from hf_effattn import Report
+from hf_effattn.measuring.errors import OutputChange
 from hf_effattn.patching import make_settings
 from hf_effattn.patching.methods import find_groups
 from hf_effattn.reporting import illustrations
-from hf_effattn.reporting.errors import OutputChange
 from hf_effattn.reporting.result import MeasuredInput, Measurement
 from hf_effattn.reporting.text_groups import Piece, as_pieces, text_to_draw
 

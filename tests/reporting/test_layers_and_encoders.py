@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tiny_models import batch_for, tiny_config, tiny_model
+from support.tiny_models import batch_for, tiny_config, tiny_model
 from transformers import VisionTextDualEncoderConfig, VisionTextDualEncoderModel
 
 import hf_effattn
 from hf_effattn import Report
-from hf_effattn.reporting.bench import bench
+from hf_effattn.measuring.bench import bench
 
 QUICK = {"repeats": 0, "memory": False, "progress": False}
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tiny_models import batch_for, tiny_model
+from support.tiny_models import batch_for, tiny_model
 
 import hf_effattn
 from hf_effattn import Report

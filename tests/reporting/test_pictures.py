@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import batch_for, tiny_model
+from support.tiny_models import batch_for, tiny_model
 
 import hf_effattn
 from hf_effattn.reporting.pattern import find_pattern, head_scores, plot_attention

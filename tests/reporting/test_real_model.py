@@ -4,8 +4,8 @@ import pytest
 from transformers import AutoModel, AutoTokenizer
 
 import hf_effattn
-from hf_effattn.demo.texts import bundled_books, question_context
 from hf_effattn.reporting.pattern import find_pattern
+from hf_effattn.samples.texts import bundled_books, question_context
 
 METHODS = [
     {"method": "clustered", "clusters": 25},

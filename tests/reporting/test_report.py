@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from tiny_models import FULL_LAYERS, MODEL_TYPES, batch_for, tiny_model
+from support.tiny_models import FULL_LAYERS, MODEL_TYPES, batch_for, tiny_model
 from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
 from transformers import AutoModelForMaskedLM, AutoModelForQuestionAnswering, AutoModelForSequenceClassification
 
@@ -215,7 +215,7 @@ def test_peak_memory_on_the_cpu_is_that_of_the_tensors_alive_at_once():
         del first
         return torch.empty(1_000_000), torch.empty(1_500_000)
 
-    from hf_effattn.reporting.cost import peak_memory_added
+    from hf_effattn.measuring.cost import peak_memory_added
 
     result, added = peak_memory_added(call, torch.device("cpu"))
     assert result[1].shape == (1_500_000,)

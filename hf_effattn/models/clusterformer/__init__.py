@@ -15,8 +15,7 @@ from transformers import (
 
 from ..auto_classes import register
 from .configuration_clusterformer import ClusterFormerConfig
-from .modeling_clusterformer import ClusterFormerModel, ClusterFormerPreTrainedModel
-from .modeling_clusterformer_heads import (
+from .heads import (
     ClusterFormerForCausalLM,
     ClusterFormerForMaskedLM,
     ClusterFormerForPreTraining,
@@ -24,7 +23,8 @@ from .modeling_clusterformer_heads import (
     ClusterFormerForSequenceClassification,
     ClusterFormerForTokenClassification,
 )
-from .modeling_clusterformer_seq2seq import ClusterFormerForConditionalGeneration
+from .modeling_clusterformer import ClusterFormerModel, ClusterFormerPreTrainedModel
+from .seq2seq import ClusterFormerForConditionalGeneration
 from .training_log import log_clustering
 
 register(

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from transformers.activations import ACT2FN
 
-from ...ops.arguments import check_count
 from ...ops.neural_clustering import SIMILARITIES
+from ...ops.shared.arguments import check_count
 from ..stored_config import StoredConfig
 from .outputs import CLUSTERING_FIELDS
 

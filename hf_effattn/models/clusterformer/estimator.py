@@ -13,8 +13,8 @@ import torch
 from rich.progress import track
 
 from ...ops import neural_clustering
-from ...ops.arguments import check_count
 from ...ops.neural_clustering import SIMILARITIES
+from ...ops.shared.arguments import check_count
 from .sorting import cluster_loss, sorting_loss
 
 try:

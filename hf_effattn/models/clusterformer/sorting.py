@@ -9,7 +9,7 @@ from torch import nn
 
 from ...ops import cluster_order, cluster_queries, neural_clustering
 from ...ops.cluster_queries.reference import hash_planes
-from ...ops.precision import accumulation_dtype
+from ...ops.shared.precision import accumulation_dtype
 from .configuration_clusterformer import ClusterFormerConfig
 
 # Below it a word has no direction: its cosine with everything is 0.

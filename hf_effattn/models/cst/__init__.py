@@ -10,9 +10,9 @@ from transformers import (
 )
 
 from ..auto_classes import register
-from .cache_cst import CSTCache
+from .cache import CSTCache
 from .configuration_cst import CSTConfig
-from .heads_cst import (
+from .heads import (
     CSTForCausalLM,
     CSTForMaskedLM,
     CSTForPairClassification,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from ...ops.arguments import check_count
+from ...ops.shared.arguments import check_count
 from ...ops.slice_attention import extension_tokens
 from ..stored_config import StoredConfig
 

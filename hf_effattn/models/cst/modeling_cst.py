@@ -14,8 +14,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from .attention_cst import CSTAttention, Tables
-from .cache_cst import CSTCache, GlobalState, LevelState
+from .attention import CSTAttention, Tables
+from .cache import CSTCache, GlobalState, LevelState
 from .configuration_cst import CSTConfig
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ...ops.precision import accumulation_dtype
+from ...ops.shared.precision import accumulation_dtype
 from .configuration_cst import CSTConfig
 
 

@@ -9,8 +9,6 @@ Sizes: `P` key/value heads of a chunk, `M` keys, `T` top keys, `G` key clusters,
 
 import torch
 
-from ..arguments import check_label_range
-from ..cluster_blocks import ClusterBlocks, block_length
 from ..clustered_attention.batched import (
     centroid_scores,
     chunks_of,
@@ -22,9 +20,11 @@ from ..clustered_attention.batched import (
     softmax_,
     table_rows,
 )
-from ..dropout import TOPK_AND_SUMMARY_WEIGHTS
-from ..precision import accumulation_dtype
-from ..row_chunks import RowChunk
+from ..shared.arguments import check_label_range
+from ..shared.cluster_blocks import ClusterBlocks, block_length
+from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
+from ..shared.precision import accumulation_dtype
+from ..shared.row_chunks import RowChunk
 
 
 def largest_buffer(

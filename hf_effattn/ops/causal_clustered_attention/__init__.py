@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_count, check_mask, check_query_key_value, choose_backend
 from ..cluster_queries import DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS
-from ..dropout import draw_seed
 from ..kmeans import check_seed
+from ..shared.arguments import check_count, check_mask, check_query_key_value, choose_backend
+from ..shared.dropout import draw_seed
 from . import batched, reference
 from .reference import Settings
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from ..arguments import LARGEST_KERNEL_DIM, check_count, check_heads, check_mask, choose_backend
 from ..kmeans import LARGEST_SEED as LARGEST_SEED
 from ..kmeans import check_seed
+from ..shared.arguments import LARGEST_KERNEL_DIM, check_count, check_heads, check_mask, choose_backend
 from . import batched, reference
 
 

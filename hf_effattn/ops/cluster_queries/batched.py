@@ -4,8 +4,8 @@ import torch
 
 from ..kmeans.batched import cluster_chunk, fitting_bytes_per_head
 from ..kmeans.sampling import fit_rows
-from ..precision import accumulation_dtype
-from ..row_chunks import row_chunks
+from ..shared.precision import accumulation_dtype
+from ..shared.row_chunks import row_chunks
 from .reference import METRIC_RIDGE, hash_planes
 
 

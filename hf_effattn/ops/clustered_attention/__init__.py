@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_attention, choose_backend
-from ..dropout import draw_seed
+from ..shared.arguments import check_attention, choose_backend
+from ..shared.dropout import draw_seed
 from . import batched, reference
 
 

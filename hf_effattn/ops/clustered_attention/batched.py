@@ -6,10 +6,10 @@ passes only the inputs are alive. Registered with `torch.library`: to `torch.com
 
 import torch
 
-from ..arguments import check_label_range
-from ..dropout import CENTROID_WEIGHTS, dropout_factor
-from ..precision import accumulation_dtype
-from ..row_chunks import RowChunk, row_chunks
+from ..shared.arguments import check_label_range
+from ..shared.dropout import CENTROID_WEIGHTS, dropout_factor
+from ..shared.precision import accumulation_dtype
+from ..shared.row_chunks import RowChunk, row_chunks
 
 
 def cluster_rows(labels: torch.Tensor, clusters: int) -> torch.Tensor:

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from ..arguments import check_label_range
-from ..dropout import CENTROID_WEIGHTS, dropout_factor
+from ..shared.arguments import check_label_range
+from ..shared.dropout import CENTROID_WEIGHTS, dropout_factor
 
 
 def cluster_centroids(

@@ -7,8 +7,6 @@ backward pass, and to `torch.compile` each pass is one op.
 
 import torch
 
-from ..arguments import check_label_range
-from ..cluster_blocks import ClusterBlocks, block_length
 from ..clustered_attention.batched import (
     centroid_backward,
     centroid_dropout,
@@ -20,9 +18,11 @@ from ..clustered_attention.batched import (
     softmax_,
     table_rows,
 )
-from ..dropout import TOPK_WEIGHTS
-from ..precision import accumulation_dtype
-from ..row_chunks import RowChunk
+from ..shared.arguments import check_label_range
+from ..shared.cluster_blocks import ClusterBlocks, block_length
+from ..shared.dropout import TOPK_WEIGHTS
+from ..shared.precision import accumulation_dtype
+from ..shared.row_chunks import RowChunk
 
 
 def largest_buffer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, clusters: int, topk: int) -> int:

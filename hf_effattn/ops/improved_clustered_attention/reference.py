@@ -11,7 +11,7 @@ from ..clustered_attention.reference import (
     masked_softmax,
     zero_masked,
 )
-from ..dropout import TOPK_WEIGHTS, dropout_factor
+from ..shared.dropout import TOPK_WEIGHTS, dropout_factor
 
 
 def improved_clustered_attention(

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_count, choose_backend
+from ..shared.arguments import check_count, choose_backend
 from . import batched, reference
 
 

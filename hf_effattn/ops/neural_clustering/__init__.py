@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_mask, choose_backend
-from ..precision import accumulation_dtype
+from ..shared.arguments import check_mask, choose_backend
+from ..shared.precision import accumulation_dtype
 from . import batched, reference
 
 SIMILARITIES = ("dot", "cosine")

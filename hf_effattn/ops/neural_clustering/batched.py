@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..precision import accumulation_dtype, product_dtype
-from ..row_chunks import CHUNK_BYTES
+from ..shared.precision import accumulation_dtype, product_dtype
+from ..shared.row_chunks import CHUNK_BYTES
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from ..arguments import check_count, check_mask, check_query_key_value, choose_backend
-from ..dropout import draw_seed
+from ..shared.arguments import check_count, check_mask, check_query_key_value, choose_backend
+from ..shared.dropout import draw_seed
 from . import batched, reference
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from ..dropout import dropout_factor
-from ..precision import accumulation_dtype
-from ..row_chunks import CHUNK_BYTES
+from ..shared.dropout import dropout_factor
+from ..shared.precision import accumulation_dtype
+from ..shared.row_chunks import CHUNK_BYTES
 from .layout import Layout
 from .reference import LOCAL_WEIGHTS, sink_rows, sink_visible, window_positions
 

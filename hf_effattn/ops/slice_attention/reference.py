@@ -2,8 +2,8 @@
 
 import torch
 
-from ..dropout import dropout_factor
-from ..precision import accumulation_dtype
+from ..shared.dropout import dropout_factor
+from ..shared.precision import accumulation_dtype
 
 LOCAL_WEIGHTS = 0
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from ..clustered_attention.batched import empty_output
-from ..dropout import dropout_factor
-from ..precision import accumulation_dtype, product_dtype
-from ..row_chunks import CHUNK_BYTES
+from ..shared.dropout import dropout_factor
+from ..shared.precision import accumulation_dtype, product_dtype
+from ..shared.row_chunks import CHUNK_BYTES
 from .reference import BLOCK_WEIGHTS, MEMBERSHIP_FLOOR, check_values
 
 

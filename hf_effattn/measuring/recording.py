@@ -1,0 +1,203 @@
+"""Watching a model's exact attention from inside: its queries, keys and values, one layer at a time, never kept.
+
+The function registered here under `RECORDING` is transformers' own SDPA path plus a call of the observer. A model is
+switched to it for the time of a `with` block and is afterwards what it was, whatever happens inside.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ..patching.methods.base import RECORD
+from ..patching.methods.cst.positions import held_by, hold
+from ..patching.model_types import Encoder, is_causal, is_sliding_window
+from ..patching.patch import encoders_to_patch
+from ..patching.stored import FIELD
+
+RECORDING = "effattn-recording"
+BASELINE = "sdpa"
+
+
+@dataclass(frozen=True)
+class SeenAttention:
+    """One call of exact self-attention. Sizes: `B` batch, `H` heads, `N` length, `D` head_dim.
+
+    Args:
+        module (`nn.Module`): the attention module.
+        layer (`int`): counted through all encoders of the model that can be patched, in their order.
+        query (`torch.Tensor`): `(B, H, N, D)`.
+        key (`torch.Tensor`): `(B, H, N, D)`.
+        value (`torch.Tensor`): `(B, H, N, D)`.
+        key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = attend; None where nothing is masked.
+        scale (`float`, *optional*): factor on the scores; None means `D ** -0.5`.
+        causal (`bool`): whether no query sees a later key.
+        exact (`Callable`): runs the model's exact attention, `(B, N, H, D)`.
+    """
+
+    module: nn.Module
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    key_mask: torch.Tensor | None
+    scale: float | None
+    causal: bool
+    exact: Callable[[], torch.Tensor]
+
+
+Observer = Callable[[SeenAttention], torch.Tensor]
+
+
+@dataclass
+class _Watch:
+    observer: Observer
+    layers: tuple[int, ...]
+    calls: int = 0
+
+
+_watched: "weakref.WeakKeyDictionary[nn.Module, _Watch]" = weakref.WeakKeyDictionary()
+
+
+def recording_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Exact attention, shown to the module's observer where it has one; arguments and result are transformers'."""
+
+    def exact() -> torch.Tensor:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )[0]
+
+    watch = _watched.get(module)
+    if watch is None or query.shape[2] != key.shape[2] or kwargs.get("sliding_window") is not None:
+        return exact(), None
+    layer = watch.layers[watch.calls % len(watch.layers)]
+    watch.calls += 1
+    mask = _padding_of(attention_mask)
+    seen = SeenAttention(module, layer, query, key, value, mask, scaling, is_causal(module), exact)
+    return watch.observer(seen), None
+
+
+def _padding_of(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The key mask `(B, N)` of a dense mask `(B, 1, N, N)`: the last row's, which sees all that is not padding."""
+    return None if mask is None else mask[:, 0, -1, :].contiguous()
+
+
+def encoders_to_report(model: nn.Module) -> list[Encoder]:
+    """The encoders a report looks at; raises, as patching does, where a model has none that a method serves."""
+    return encoders_to_patch(model, "i-clustered")
+
+
+def layer_names(model: nn.Module) -> dict[int, str]:
+    """The layers a report looks at, `{index: path of the attention module}`; sliding-window layers stay exact."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    return {layer: paths[id(module)] for module, layers in _numbered_modules(model) for layer in layers}
+
+
+def encoder_names(model: nn.Module) -> dict[int, str]:
+    """For each layer a report looks at the path in the model of the encoder that it is of."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    encoder_of = {id(module): encoder.model for encoder in encoders_to_report(model) for module in encoder.modules}
+    return {
+        layer: paths[id(encoder_of[id(module)])] for module, layers in _numbered_modules(model) for layer in layers
+    }
+
+
+def _numbered_modules(model: nn.Module) -> list[tuple[nn.Module, tuple[int, ...]]]:
+    numbered = []
+    offset = 0
+    for encoder in encoders_to_report(model):
+        for module, layers in zip(encoder.modules, encoder.layers, strict=True):
+            if not is_sliding_window(module):
+                numbered.append((module, tuple(offset + layer for layer in layers)))
+        offset += 1 + max(max(layers) for layers in encoder.layers)
+    return numbered
+
+
+@contextmanager
+def recording(model: nn.Module, observer: Observer) -> Iterator[None]:
+    """Run the model's attention exactly inside the block and show every call of it to an observer.
+
+    Args:
+        model (`PreTrainedModel`): restored when the block ends.
+        observer (`Callable`): gets a `SeenAttention`, returns the attention's output `(B, N, H, D)`.
+    """
+    numbered = _numbered_modules(model)
+    with as_it_was(model):
+        for encoder in encoders_to_report(model):
+            encoder.model.set_attn_implementation(RECORDING)
+        try:
+            for module, layers in numbered:
+                _watched[module] = _Watch(observer, layers)
+            yield
+        finally:
+            for module, _ in numbered:
+                _watched.pop(module, None)
+
+
+def make_exact(model: nn.Module) -> None:
+    """Switch the attention of every encoder to exact SDPA; to be called inside `as_it_was`."""
+    for encoder in encoders_to_report(model):
+        encoder.model.set_attn_implementation(BASELINE)
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Whatever the block does to attention implementations, patches and train/eval modes, undo it at the end.
+
+    Gives a function that puts back the patches alone, with the parameters which they had added to the model.
+    """
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    # Submodels share configs: each config once, with the outermost model that has it, the outermost config first.
+    outermost: dict[int, PreTrainedModel] = {}
+    for submodel in models:
+        outermost.setdefault(id(submodel.config), submodel)
+    before = [
+        (submodel, submodel.config._attn_implementation, vars(submodel.config).get(FIELD))
+        for submodel in outermost.values()
+    ]
+    patches = [(module, vars(module).get(RECORD)) for module in model.modules()]
+    added = [(submodel, held_by(submodel)) for submodel in models]
+    modes = [(module, module.training) for module in model.modules()]
+
+    def put_back() -> None:
+        for submodel, parameters in added:
+            hold(submodel, parameters)
+        for module, patch in patches:
+            vars(module).pop(RECORD, None)
+            if patch is not None:
+                setattr(module, RECORD, patch)
+
+    try:
+        yield put_back
+    finally:
+        # Outermost first: setting an implementation hands it down to the submodels, whose own is then set again.
+        for submodel, implementation, stored in before:
+            if submodel.config._attn_implementation != implementation:
+                submodel.set_attn_implementation(implementation)
+            vars(submodel.config).pop(FIELD, None)
+            if stored is not None:
+                setattr(submodel.config, FIELD, stored)
+        put_back()
+        for module, training in modes:
+            module.training = training
+
+
+AttentionInterface.register(RECORDING, recording_attention)
+# The baseline's own mask function, so that the exact run pays for exactly the mask that the baseline gets.
+AttentionMaskInterface.register(RECORDING, sdpa_mask)

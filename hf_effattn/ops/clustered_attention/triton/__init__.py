@@ -1,0 +1,193 @@
+"""Clustered attention on a GPU: queries sorted by cluster, the centroids' attention, a copy to the members.
+
+Nothing is asked of the host between the inputs and the output, so that CUDA graphs can record it. Labels are not
+checked: a query whose label is outside `0 .. clusters - 1` is in no cluster and gets 0.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...shared.triton.centroids import centroid_pass, merge_splits
+from ...shared.triton.chips import LENGTHS, block_width, on_device_of
+from ...shared.triton.sort import SortedRows, cluster_means, sort_by_cluster
+from ...shared.triton.tiles import load_tile
+from ..batched import empty_output
+from .backward import centroid_backward, load_split_sum
+
+TILE = 64  # queries that one program writes
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _clustered_attention_fwd_kernel(
+    values_ptr, partial_lse_ptr, order_ptr, starts_ptr, tiles_ptr, output_ptr, merged_ptr, lse_ptr,
+    stride_output_b, stride_output_h, stride_output_n, stride_output_d,
+    H, N, Dv, clusters, tiles, splits,
+    TILE: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """`O_i = O^c_j` for a tile of members of `j`; the first tile of a cluster keeps `O^c_j` for the backward pass."""
+    i_p = (tl.program_id(0) // tiles).to(tl.int64)
+    cluster, o_place, m_row, b_row = load_tile(
+        order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, N, clusters, tiles, TILE
+    )
+    o_v = tl.arange(0, BLOCK_V)
+    in_cluster = cluster < clusters
+    i_row = i_p * clusters + tl.where(in_cluster, cluster, 0)
+    b_value, lse = merge_splits(values_ptr, partial_lse_ptr, i_row, splits, Dv, BLOCK_V)
+    first = tl.load(starts_ptr + i_p * (clusters + 2) + cluster)
+    if in_cluster & (tl.min(o_place, 0) == first):
+        tl.store(merged_ptr + i_row * Dv + o_v, b_value, mask=o_v < Dv)
+        tl.store(lse_ptr + i_row, lse)
+    # Rows in no cluster get 0.
+    b_output = tl.zeros([TILE, BLOCK_V], tl.float32) + tl.where(in_cluster, b_value, 0.0)[None, :]
+    p_output = output_ptr + i_p // H * stride_output_b + i_p % H * stride_output_h
+    p_output += b_row[:, None] * stride_output_n + o_v[None, :] * stride_output_d
+    tl.store(p_output, b_output.to(output_ptr.dtype.element_ty), mask=m_row[:, None] & (o_v < Dv)[None, :])
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _clustered_attention_bwd_query_kernel(
+    grad_centroids_ptr, order_ptr, starts_ptr, tiles_ptr, grad_query_ptr,
+    stride_gq_b, stride_gq_h, stride_gq_n, stride_gq_d,
+    H, N, D, clusters, tiles, splits,
+    TILE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`dQ_i` of a tile of members of one cluster: the sum over the parts of the keys."""
+    i_p = (tl.program_id(0) // tiles).to(tl.int64)
+    cluster, _, m_row, b_row = load_tile(
+        order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, N, clusters, tiles, TILE
+    )
+    o_d = tl.arange(0, BLOCK_D)
+    i_row = i_p * clusters + tl.where(cluster < clusters, cluster, 0)
+    b_grad = load_split_sum(grad_centroids_ptr, i_row, splits, D, BLOCK_D)
+    b_grad = tl.zeros([TILE, BLOCK_D], tl.float32) + tl.where(cluster < clusters, b_grad, 0.0)[None, :]
+    p_grad = grad_query_ptr + i_p // H * stride_gq_b + i_p % H * stride_gq_h
+    p_grad += b_row[:, None] * stride_gq_n + o_d[None, :] * stride_gq_d
+    tl.store(p_grad, b_grad.to(grad_query_ptr.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])
+
+
+def unwritten_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Memory for the output, laid out as `empty_output` does."""
+    B, H, N, _ = query.shape
+    return query.new_empty(B, N, H, value.shape[3]).transpose(1, 2)
+
+
+@torch.library.custom_op("hf_effattn::clustered_attention_triton", mutates_args=())
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    labels: torch.Tensor,
+    clusters: int,
+    key_mask: torch.Tensor | None,
+    query_mask: torch.Tensor | None,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`V_i = A^c_{l(i)} V`; beside it the sorted queries, the centroids, `O^c` and its log-sum-exp."""
+    B, H, N, _ = query.shape
+    Dv = value.shape[3]
+    output = unwritten_output(query, value)
+    members = sort_by_cluster(labels, query_mask, clusters, TILE)
+    centroids = cluster_means(query, members)
+    found = centroid_pass(centroids, key, value, key_mask, scale, 0, dropout_p, dropout_seed)
+    merged = query.new_empty(B * H, clusters, Dv, dtype=torch.float32)
+    lse = query.new_empty(B * H, clusters, dtype=torch.float32)
+    tiles = members.tiles.shape[1]
+    if B:
+        with on_device_of(query):
+            _clustered_attention_fwd_kernel[(B * H * tiles,)](
+                found.values, found.lse, members.order, members.starts, members.tiles, output, merged, lse,
+                *output.stride(), H, N, Dv, clusters, tiles, found.lse.shape[1], TILE=TILE, BLOCK_V=block_width(Dv),
+            )  # fmt: skip
+    return output, members.order, members.starts, members.tiles, centroids, merged, lse
+
+
+@_forward.register_fake
+def _(query, key, value, labels, clusters, *settings):
+    B, H, N, D = query.shape
+    return (
+        empty_output(query, value),
+        labels.new_empty(B * H, N, dtype=torch.int32),
+        labels.new_empty(B * H, clusters + 2, dtype=torch.int32),
+        labels.new_empty(B * H, N // TILE + clusters + 1, dtype=torch.int32),
+        query.new_empty(B * H, clusters, D, dtype=torch.float32),
+        query.new_empty(B * H, clusters, value.shape[3], dtype=torch.float32),
+        query.new_empty(B * H, clusters, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("hf_effattn::clustered_attention_triton_backward", mutates_args=())
+def _backward_op(
+    grad_output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    dropout_seed: torch.Tensor | None,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    tiles: torch.Tensor,
+    centroids: torch.Tensor,
+    merged: torch.Tensor,
+    lse: torch.Tensor,
+    clusters: int,
+    scale: float,
+    dropout_p: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value, labels held fixed."""
+    B, H, N, D = query.shape
+    members = SortedRows(order, starts, tiles, clusters, TILE)
+    grads = cluster_means(grad_output, members)
+    with torch.autocast(query.device.type, enabled=False):
+        delta = torch.linalg.vecdot(merged, grads)
+    grad_centroids, grad_key, grad_value = centroid_backward(
+        centroids, key, value, key_mask, grads, lse, delta, members, scale, dropout_p, dropout_seed
+    )
+    grad_query = torch.empty_like(query)
+    if grad_query.numel():
+        with on_device_of(query):
+            _clustered_attention_bwd_query_kernel[(B * H * tiles.shape[1],)](
+                grad_centroids, order, starts, tiles, grad_query, *grad_query.stride(),
+                H, N, D, clusters, tiles.shape[1], grad_centroids.shape[1], TILE=TILE, BLOCK_D=block_width(D),
+            )  # fmt: skip
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+@_backward_op.register_fake
+def _(grad_output, query, key, value, *settings):
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    query, key, value, _, clusters, key_mask, _, scale, dropout_p, dropout_seed = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, key, value, key_mask, dropout_seed, *output[1:])
+    ctx.settings = clusters, scale, dropout_p
+
+
+def _backward(ctx, grad_output, *unused):
+    if grad_output is None:
+        return (None,) * 10
+    return (*_backward_op(grad_output, *ctx.saved_tensors, *ctx.settings), *[None] * 7)
+
+
+_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def clustered_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    labels: torch.Tensor,
+    clusters: int,
+    key_mask: torch.Tensor | None,
+    query_mask: torch.Tensor | None,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: torch.Tensor | None,
+) -> torch.Tensor:
+    """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets."""
+    return _forward(query, key, value, labels, clusters, key_mask, query_mask, scale, dropout_p, dropout_seed)[0]

@@ -1,0 +1,285 @@
+"""Backward pass of improved clustered attention on a GPU, labels and top sets held fixed.
+
+With `P_i = softmax(scale · Q_i K_T^T)` and `dP_it = dO_i · V_t`: `D_i = Σ_t P_it dP_it` and
+`dS_it = m_j P_it (dP_it - D_i)` give the gradients of queries, keys and values through the top keys. The centroid's
+weights get `dA_jt = ḡ_j · V_t` outside `T` and the mean of `D_i` inside, per query: `centroid_backward` takes the
+former for all keys, and what that gets wrong on `T` is put right here, by `extra_jt = A_jt (mean D - ḡ_j · V_t)`.
+"""
+
+import triton
+import triton.language as tl
+
+from ...clustered_attention.triton.backward import load_split_sum
+from ...shared.triton.chips import LENGTHS
+from ...shared.triton.dropout import dropout_factor
+from ...shared.triton.tiles import dot_by_parts, load_rows, load_tile
+from .forward import load_top, load_top_weights, row_dropout
+
+ROWS_OF_A_SPLIT = 512  # queries of a cluster that one program walks before a large cluster is split
+LARGEST_SPLIT = 4
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _improved_clustered_attention_bwd_dot_kernel(
+    query_ptr, key_ptr, value_ptr, grad_output_ptr, seed_ptr, order_ptr, starts_ptr, tiles_ptr, top_ptr, top_lse_ptr,
+    row_dot_ptr,
+    stride_query_b, stride_query_h, stride_query_n, stride_query_d, stride_key_b, stride_key_h, stride_key_m,
+    stride_key_d, stride_value_b, stride_value_h, stride_value_m, stride_value_d,
+    stride_go_b, stride_go_h, stride_go_n, stride_go_d,
+    H, group, N, D, Dv, clusters, tiles, topk, scale_log2, dropout_p,
+    HAS_DROPOUT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`D_i = Σ_t P_it dP_it` of a tile of queries, at their places in the order."""
+    i_p = (tl.program_id(0) // tiles).to(tl.int64)
+    cluster, o_place, m_row, b_row = load_tile(
+        order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, N, clusters, tiles, ROWS
+    )
+    if (cluster >= clusters) | (tl.max(m_row.to(tl.int32), 0) == 0):
+        return
+    i_b, i_h = i_p // H, i_p % H
+    key_ptr += i_b * stride_key_b + i_h // group * stride_key_h
+    value_ptr += i_b * stride_value_b + i_h // group * stride_value_h
+    top_ptr += (i_p * clusters + cluster) * topk
+    p_query = query_ptr + i_b * stride_query_b + i_h * stride_query_h + b_row * stride_query_n
+    p_grad = grad_output_ptr + i_b * stride_go_b + i_h * stride_go_h + b_row * stride_go_n
+    # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
+    b_query = load_rows(p_query, m_row, stride_query_d, D, BLOCK_D)
+    b_grad = load_rows(p_grad, m_row, stride_go_d, Dv, BLOCK_V)
+    b_lse = tl.load(top_lse_ptr + i_p * N + o_place, mask=m_row, other=0.0)
+    b_dot = tl.zeros([ROWS], tl.float32)
+    for first in range(0, topk, COLUMNS):
+        o_t = first + tl.arange(0, COLUMNS)
+        b_top, m_top = load_top(top_ptr, o_t, topk)
+        p_key, p_value = key_ptr + b_top * stride_key_m, value_ptr + b_top * stride_value_m
+        if BY_PARTS:
+            b_scores = dot_by_parts(
+                p_query, m_row, stride_query_d, p_key, m_top, stride_key_d, D, ROWS, COLUMNS, PRECISION
+            )
+            b_grad_weights = dot_by_parts(
+                p_grad, m_row, stride_go_d, p_value, m_top, stride_value_d, Dv, ROWS, COLUMNS, PRECISION
+            )
+        else:
+            # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+            b_key = load_rows(p_key, m_top, stride_key_d, D, BLOCK_D)
+            b_value = load_rows(p_value, m_top, stride_value_d, Dv, BLOCK_V)
+            b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)
+            b_grad_weights = tl.dot(b_grad, tl.trans(b_value), input_precision=PRECISION)
+        b_scores = tl.where(m_top[None, :], b_scores * scale_log2, float("-inf"))
+        if HAS_DROPOUT:
+            b_grad_weights *= dropout_factor(seed_ptr, i_p * N + b_row, o_t, topk, dropout_p, KINDS, KIND)
+        b_dot += tl.sum(tl.exp2(b_scores - b_lse[:, None]) * b_grad_weights, 1)
+    tl.store(row_dot_ptr + i_p * N + o_place, b_dot, mask=m_row)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _improved_clustered_attention_bwd_cluster_kernel(
+    key_ptr, value_ptr, seed_ptr, starts_ptr, top_ptr, top_scores_ptr, lse_ptr, rest_ptr, mass_ptr, grads_ptr,
+    row_dot_ptr, delta_ptr, extra_ptr, correction_ptr,
+    stride_key_b, stride_key_h, stride_key_m, stride_key_d,
+    stride_value_b, stride_value_h, stride_value_m, stride_value_d,
+    key_heads, rows, N, M, D, Dv, clusters, topk, scale, dropout_p,
+    HAS_DROPOUT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Of one cluster: `δ_j = ḡ_j · O^b_j + m_j mean D`, `extra_jt`, and what `extra` adds to its queries' gradient."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_p = i_row // rows
+    key_ptr += i_p // key_heads * stride_key_b + i_p % key_heads * stride_key_h
+    value_ptr += i_p // key_heads * stride_value_b + i_p % key_heads * stride_value_h
+    top_ptr += i_row * topk
+    top_scores_ptr += i_row * topk
+    starts_ptr += i_row // clusters * (clusters + 2) + i_row % clusters
+    row_dot_ptr += i_row // clusters * N
+    first, last = tl.load(starts_ptr), tl.load(starts_ptr + 1)
+    b_dot = tl.zeros([BLOCK_N], tl.float32)
+    for place in range(first, last, BLOCK_N):
+        o_place = place + tl.arange(0, BLOCK_N)
+        b_dot += tl.load(row_dot_ptr + o_place, mask=o_place < last, other=0.0)
+    mean_dot = tl.sum(b_dot, 0) / tl.maximum(last - first, 1)
+    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    # [BLOCK_V]
+    b_grad = tl.load(grads_ptr + i_row * Dv + o_v, mask=o_v < Dv, other=0.0)
+    b_rest = tl.load(rest_ptr + i_row * Dv + o_v, mask=o_v < Dv, other=0.0)
+    tl.store(delta_ptr + i_row, tl.sum(b_grad * b_rest, 0) + tl.load(mass_ptr + i_row) * mean_dot)
+    lse = tl.load(lse_ptr + i_row)
+    b_correction = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    for start in range(0, topk, BLOCK_T):
+        o_t = start + tl.arange(0, BLOCK_T)
+        b_top, m_top = load_top(top_ptr, o_t, topk)
+        # [BLOCK_T, BLOCK_V], [BLOCK_T, BLOCK_D]
+        b_value = load_rows(value_ptr + b_top * stride_value_m, m_top, stride_value_d, Dv, BLOCK_V).to(tl.float32)
+        b_key = load_rows(key_ptr + b_top * stride_key_m, m_top, stride_key_d, D, BLOCK_D).to(tl.float32)
+        b_grad_weights = tl.sum(b_value * b_grad[None, :], 1)
+        if HAS_DROPOUT:
+            b_grad_weights *= row_dropout(seed_ptr, i_row, b_top, M, dropout_p, KINDS, KIND)
+        b_extra = load_top_weights(top_scores_ptr, o_t, topk, lse) * (mean_dot - b_grad_weights)
+        tl.store(extra_ptr + i_row * topk + o_t, b_extra, mask=o_t < topk)
+        b_correction += b_extra[:, None] * b_key
+    tl.store(correction_ptr + i_row * D + o_d, tl.sum(b_correction, 0) * scale, mask=o_d < D)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _improved_clustered_attention_bwd_key_kernel(
+    query_ptr, key_ptr, value_ptr, grad_output_ptr, seed_ptr, order_ptr, starts_ptr, top_ptr, top_scores_ptr,
+    top_lse_ptr, row_dot_ptr, lse_ptr, mass_ptr, centroids_ptr, grads_ptr, extra_ptr, grad_key_ptr, grad_value_ptr,
+    stride_query_b, stride_query_h, stride_query_n, stride_query_d, stride_key_b, stride_key_h, stride_key_m,
+    stride_key_d, stride_value_b, stride_value_h, stride_value_m, stride_value_d,
+    stride_go_b, stride_go_h, stride_go_n, stride_go_d, stride_gk_b, stride_gk_h, stride_gk_m, stride_gk_d,
+    stride_gv_b, stride_gv_h, stride_gv_m, stride_gv_d,
+    H, group, N, M, D, Dv, clusters, topk, blocks, splits, split_rows, scale, scale_log2, dropout_p,
+    HAS_DROPOUT: tl.constexpr, KINDS: tl.constexpr, CENTROID_KIND: tl.constexpr, TOPK_KIND: tl.constexpr,
+    ORDERED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What `ROWS` of a cluster's top keys get from its queries, and the correction of what the centroid gave them.
+
+    A program walks all queries of a cluster, or one of the parts of a large one, the first of which corrects.
+    Clusters share keys: each program adds to `dK` and `dV` once per key, in no fixed order. With `ORDERED` it stores
+    its share in tables `(B · H · C · topk, D)` instead, to be added up in a fixed one, and `splits` is 1.
+    """
+    i_split = tl.program_id(0) % splits
+    i_row = (tl.program_id(0) // (splits * blocks)).to(tl.int64)
+    i_p = i_row // clusters
+    starts_ptr += i_p * (clusters + 2) + i_row % clusters
+    first, last = tl.load(starts_ptr), tl.load(starts_ptr + 1)
+    size = tl.where(i_split == 0, last - first, 0).to(tl.float32)
+    length = tl.maximum(split_rows, tl.cdiv(last - first, splits))
+    first += i_split * length
+    if not ORDERED and first >= last:
+        return
+    last = tl.minimum(last, first + length)
+
+    i_b, i_h = i_p // H, i_p % H
+    o_t = tl.program_id(0) // splits % blocks * ROWS + tl.arange(0, ROWS)
+    key_ptr += i_b * stride_key_b + i_h // group * stride_key_h
+    value_ptr += i_b * stride_value_b + i_h // group * stride_value_h
+    query_ptr += i_b * stride_query_b + i_h * stride_query_h
+    grad_output_ptr += i_b * stride_go_b + i_h * stride_go_h
+    b_top, m_top = load_top(top_ptr + i_row * topk, o_t, topk)
+    p_key, p_value = key_ptr + b_top * stride_key_m, value_ptr + b_top * stride_value_m
+    # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
+    b_key = load_rows(p_key, m_top, stride_key_d, D, BLOCK_D)
+    b_value = load_rows(p_value, m_top, stride_value_d, Dv, BLOCK_V)
+    b_grad_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    b_grad_value = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    for place in range(first, last, COLUMNS):
+        o_place = place + tl.arange(0, COLUMNS)
+        m_row = o_place < last
+        b_row = tl.load(order_ptr + i_p * N + o_place, mask=m_row, other=0).to(tl.int64)
+        p_query, p_grad = query_ptr + b_row * stride_query_n, grad_output_ptr + b_row * stride_go_n
+        # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+        b_query = load_rows(p_query, m_row, stride_query_d, D, BLOCK_D)
+        b_grad = load_rows(p_grad, m_row, stride_go_d, Dv, BLOCK_V)
+        b_lse = tl.load(top_lse_ptr + i_p * N + o_place, mask=m_row, other=0.0)
+        b_dot = tl.load(row_dot_ptr + i_p * N + o_place, mask=m_row, other=0.0)
+        if BY_PARTS:
+            b_scores = dot_by_parts(
+                p_key, m_top, stride_key_d, p_query, m_row, stride_query_d, D, ROWS, COLUMNS, PRECISION
+            )
+            b_grad_weights = dot_by_parts(
+                p_value, m_top, stride_value_d, p_grad, m_row, stride_go_d, Dv, ROWS, COLUMNS, PRECISION
+            )
+        else:
+            b_scores = tl.dot(b_key, tl.trans(b_query), input_precision=PRECISION)
+            b_grad_weights = tl.dot(b_value, tl.trans(b_grad), input_precision=PRECISION)
+        b_scores = tl.where(m_top[:, None], b_scores * scale_log2, float("-inf"))
+        # [ROWS, COLUMNS]
+        b_weights = tl.exp2(b_scores - b_lse[None, :])
+        b_dropped = b_weights
+        if HAS_DROPOUT:
+            b_factor = dropout_factor(seed_ptr, i_p * N + b_row, o_t, topk, dropout_p, KINDS, TOPK_KIND)
+            b_dropped = b_weights * tl.trans(b_factor)
+            b_grad_weights *= tl.trans(b_factor)
+        b_grad_scores = b_weights * (b_grad_weights - b_dot[None, :])
+        b_grad_value += tl.dot(b_dropped.to(b_grad.dtype), b_grad, input_precision=PRECISION)
+        b_grad_key += tl.dot(b_grad_scores.to(b_query.dtype), b_query, input_precision=PRECISION)
+
+    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    mass = tl.load(mass_ptr + i_row)
+    b_extra = tl.load(extra_ptr + i_row * topk + o_t, mask=o_t < topk, other=0.0) * size
+    b_centroid_weights = load_top_weights(top_scores_ptr + i_row * topk, o_t, topk, tl.load(lse_ptr + i_row)) * size
+    if HAS_DROPOUT:
+        b_centroid_weights *= row_dropout(seed_ptr, i_row, b_top, M, dropout_p, KINDS, CENTROID_KIND)
+    b_centroid = tl.load(centroids_ptr + i_row * D + o_d, mask=o_d < D, other=0.0)
+    b_mean_grad = tl.load(grads_ptr + i_row * Dv + o_v, mask=o_v < Dv, other=0.0)
+    b_grad_key = (b_grad_key * mass + b_extra[:, None] * b_centroid[None, :]) * scale
+    b_grad_value = b_grad_value * mass - b_centroid_weights[:, None] * b_mean_grad[None, :]
+    if ORDERED:
+        o_row = i_row * topk + o_t
+        m_place = (o_t < topk)[:, None]
+        tl.store(grad_key_ptr + o_row[:, None] * D + o_d[None, :], b_grad_key, mask=m_place & (o_d < D)[None, :])
+        tl.store(grad_value_ptr + o_row[:, None] * Dv + o_v[None, :], b_grad_value, mask=m_place & (o_v < Dv)[None, :])
+    else:
+        p_gk = grad_key_ptr + i_b * stride_gk_b + i_h // group * stride_gk_h + b_top[:, None] * stride_gk_m
+        p_gv = grad_value_ptr + i_b * stride_gv_b + i_h // group * stride_gv_h + b_top[:, None] * stride_gv_m
+        m_d, m_v = m_top[:, None] & (o_d < D)[None, :], m_top[:, None] & (o_v < Dv)[None, :]
+        tl.atomic_add(p_gk + o_d[None, :] * stride_gk_d, b_grad_key, mask=m_d, sem="relaxed")
+        tl.atomic_add(p_gv + o_v[None, :] * stride_gv_d, b_grad_value, mask=m_v, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _improved_clustered_attention_bwd_query_kernel(
+    query_ptr, key_ptr, value_ptr, grad_output_ptr, seed_ptr, order_ptr, starts_ptr, tiles_ptr, top_ptr, top_lse_ptr,
+    row_dot_ptr, mass_ptr, grad_centroids_ptr, correction_ptr, grad_query_ptr,
+    stride_query_b, stride_query_h, stride_query_n, stride_query_d, stride_key_b, stride_key_h, stride_key_m,
+    stride_key_d, stride_value_b, stride_value_h, stride_value_m, stride_value_d,
+    stride_go_b, stride_go_h, stride_go_n, stride_go_d, stride_gq_b, stride_gq_h, stride_gq_n, stride_gq_d,
+    H, group, N, D, Dv, clusters, tiles, topk, splits, scale, scale_log2, dropout_p,
+    HAS_DROPOUT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`dQ_i = scale Σ_t dS_it K_t` of a tile of queries, plus what their centroid's gradient gives each of them."""
+    i_p = (tl.program_id(0) // tiles).to(tl.int64)
+    cluster, o_place, m_row, b_row = load_tile(
+        order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, N, clusters, tiles, ROWS
+    )
+    if tl.max(m_row.to(tl.int32), 0) == 0:
+        return
+    i_b, i_h = i_p // H, i_p % H
+    key_ptr += i_b * stride_key_b + i_h // group * stride_key_h
+    value_ptr += i_b * stride_value_b + i_h // group * stride_value_h
+    in_cluster = cluster < clusters
+    i_row = i_p * clusters + tl.where(in_cluster, cluster, 0)
+    top_ptr += i_row * topk
+    m_query = m_row & in_cluster
+    p_query = query_ptr + i_b * stride_query_b + i_h * stride_query_h + b_row * stride_query_n
+    p_grad = grad_output_ptr + i_b * stride_go_b + i_h * stride_go_h + b_row * stride_go_n
+    # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
+    b_query = load_rows(p_query, m_query, stride_query_d, D, BLOCK_D)
+    b_grad = load_rows(p_grad, m_query, stride_go_d, Dv, BLOCK_V)
+    b_lse = tl.load(top_lse_ptr + i_p * N + o_place, mask=m_query, other=0.0)
+    b_dot = tl.load(row_dot_ptr + i_p * N + o_place, mask=m_query, other=0.0)
+    b_grad_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for first in range(0, tl.where(in_cluster, topk, 0), COLUMNS):
+        o_t = first + tl.arange(0, COLUMNS)
+        b_top, m_top = load_top(top_ptr, o_t, topk)
+        p_key, p_value = key_ptr + b_top * stride_key_m, value_ptr + b_top * stride_value_m
+        # [COLUMNS, BLOCK_D]
+        b_key = load_rows(p_key, m_top, stride_key_d, D, BLOCK_D)
+        if BY_PARTS:
+            b_scores = dot_by_parts(
+                p_query, m_query, stride_query_d, p_key, m_top, stride_key_d, D, ROWS, COLUMNS, PRECISION
+            )
+            b_grad_weights = dot_by_parts(
+                p_grad, m_query, stride_go_d, p_value, m_top, stride_value_d, Dv, ROWS, COLUMNS, PRECISION
+            )
+        else:
+            # [COLUMNS, BLOCK_V]
+            b_value = load_rows(p_value, m_top, stride_value_d, Dv, BLOCK_V)
+            b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)
+            b_grad_weights = tl.dot(b_grad, tl.trans(b_value), input_precision=PRECISION)
+        b_scores = tl.where(m_top[None, :], b_scores * scale_log2, float("-inf"))
+        if HAS_DROPOUT:
+            b_grad_weights *= dropout_factor(seed_ptr, i_p * N + b_row, o_t, topk, dropout_p, KINDS, KIND)
+        b_grad_scores = tl.exp2(b_scores - b_lse[:, None]) * (b_grad_weights - b_dot[:, None])
+        b_grad_query += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
+
+    o_d = tl.arange(0, BLOCK_D)
+    b_shared = load_split_sum(grad_centroids_ptr, i_row, splits, D, BLOCK_D)
+    b_shared += tl.load(correction_ptr + i_row * D + o_d, mask=o_d < D, other=0.0)
+    b_grad_query = b_grad_query * (tl.load(mass_ptr + i_row) * scale) + b_shared[None, :]
+    b_grad_query = tl.where(in_cluster, b_grad_query, 0.0)
+    p_out = grad_query_ptr + i_b * stride_gq_b + i_h * stride_gq_h
+    p_out += b_row[:, None] * stride_gq_n + o_d[None, :] * stride_gq_d
+    tl.store(p_out, b_grad_query.to(grad_query_ptr.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])

@@ -1,0 +1,252 @@
+"""Neural clustering on a GPU: launchers, and what torch needs to know of the op.
+
+Two passes over the words: centroids with the logarithm of their sum of weights, then labels, both from the same scores
+as long as these fit `SCORE_BYTES`. Nothing is asked of the host, so that CUDA graphs can record it, and runs repeat
+bit for bit.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from ...shared.triton.centroids import split_count
+from ...shared.triton.chips import chip_of, on_device_of
+from .backward import (
+    _neural_clustering_bwd_direction_kernel,
+    _neural_clustering_bwd_score_kernel,
+    _neural_clustering_bwd_word_kernel,
+)
+from .forward import (
+    _neural_clustering_fwd_label_kernel,
+    _neural_clustering_fwd_length_kernel,
+    _neural_clustering_fwd_score_kernel,
+    _neural_clustering_fwd_update_kernel,
+)
+
+# Bytes of the scores that are in memory at a time: they stay in a large chip's cache, and memory does not grow with
+# words times centroids.
+SCORE_BYTES = 32 * 2**20
+
+
+def _config(tensor: torch.Tensor, stored: torch.dtype) -> dict:
+    """Block sizes: words, centroids and columns of a tile whose scores are stored as `stored`."""
+    chip = chip_of(tensor)
+    small = stored.itemsize == 4
+    return {
+        "WORDS": 32 if small else 64,
+        "CENTROIDS": 32 if small else 64,
+        "BLOCK_D": 64 if small else 128,
+        "PRECISION": chip.dot_precision(tensor.dtype),
+        # AMD's warps are twice as wide.
+        "num_warps": 8 if chip.name == "cuda" else 4,
+        **chip.all_registers,
+        "num_stages": 2,
+    }
+
+
+def _narrow(config: dict) -> dict:
+    """The same tiles for a kernel that keeps several blocks of columns in registers, not a tile's sum over them."""
+    return config | {"BLOCK_D": config["BLOCK_D"] // 2}
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How a pass walks over the words: some of every row at a time.
+
+    Attributes:
+        config: the tiles.
+        length: words of a row.
+        blocks: tiles of centroids.
+        rows: words of every row whose scores are in memory at a time, a multiple of a tile's.
+        splits: parts of these words that programs sum side by side.
+        split_length: words of a part, a multiple of a tile's.
+    """
+
+    config: dict
+    length: int
+    blocks: int
+    rows: int
+    splits: int
+    split_length: int
+
+    @classmethod
+    def over(cls, words: torch.Tensor, clusters: int, config: dict, bytes_per_score: int) -> "Walk":
+        """The walk that keeps scores within `SCORE_BYTES`, or those of one tile of words."""
+        B, N, d = words.shape
+        tile = config["WORDS"]
+        blocks = triton.cdiv(clusters, config["CENTROIDS"])
+        fitting = SCORE_BYTES // (B * blocks * config["CENTROIDS"] * bytes_per_score * tile)
+        rows = min(triton.cdiv(N, tile), max(1, fitting)) * tile
+        splits = split_count(B * blocks * triton.cdiv(d, config["BLOCK_D"]), rows, tile)
+        length = triton.cdiv(triton.cdiv(rows, splits), tile) * tile
+        return cls(config, N, blocks, rows, triton.cdiv(rows, length), length)
+
+    def steps(self) -> list[dict[str, int]]:
+        """The words of every step of the walk, and their tiles."""
+        ends = ((first, min(first + self.rows, self.length)) for first in range(0, self.length, self.rows))
+        return [
+            {"first_row": first, "last_row": last, "tiles": triton.cdiv(last - first, self.config["WORDS"])}
+            for first, last in ends
+        ]
+
+    def scores(self, words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a number per word of a step and centroid."""
+        return words.new_empty(words.shape[0], self.rows, self.blocks * self.config["CENTROIDS"], dtype=dtype)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"blocks": self.blocks, "rows": self.rows}
+
+    @property
+    def parts(self) -> dict[str, int]:
+        return {"splits": self.splits, "split_length": self.split_length}
+
+
+def _mask_strides(mask: torch.Tensor | None) -> tuple[int, ...]:
+    return (0, 0) if mask is None else mask.stride()
+
+
+@torch.library.custom_op("hf_effattn::neural_clustering_triton", mutates_args=())
+def _forward(
+    words: torch.Tensor, directions: torch.Tensor, cosine: bool, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`Ĉ` in the dtype of the words, labels, `Ĉ` in float32, base-2 log-sum-exps `(B, k)`, and `1 / |Z_j|`."""
+    B, N, d = words.shape
+    k = directions.shape[1]
+    labels = words.new_zeros(B, N, dtype=torch.int64)
+    inverse = words.new_zeros(B, N if cosine else 0, dtype=torch.float32)
+    if words.numel() == 0:
+        exact, total = (words.new_zeros(*shape, dtype=torch.float32) for shape in ((B, k, d), (B, k)))
+        return exact.to(words.dtype, copy=True), labels, exact, total, inverse
+    config = _config(words, words.dtype)
+    walk = Walk.over(words, k, config, torch.float32.itemsize)
+    tile, columns = config["WORDS"], triton.cdiv(d, config["BLOCK_D"])
+    scores = walk.scores(words, torch.float32)
+    partial = words.new_empty(B, k, walk.splits, d, dtype=torch.float32)
+    lse = words.new_empty(B, k, walk.splits, columns, dtype=torch.float32)
+    mask_strides = _mask_strides(mask)
+    masked = {"HAS_MASK": mask is not None}
+
+    def score(step: dict[str, int]) -> None:
+        _neural_clustering_fwd_score_kernel[(B * step["tiles"] * walk.blocks,)](
+            words, directions, mask, inverse, scores, *words.stride(), *directions.stride(), *mask_strides, N, k, d,
+            **step, **walk.sizes, COSINE=cosine, **masked, **_narrow(config),
+        )  # fmt: skip
+
+    with on_device_of(words):
+        if cosine:
+            tiles = triton.cdiv(N, tile)
+            _neural_clustering_fwd_length_kernel[(B * tiles,)](
+                words, mask, inverse, *words.stride(), *mask_strides, N, d, tiles, **masked, WORDS=tile,
+                BLOCK_D=config["BLOCK_D"],
+            )  # fmt: skip
+        for step in walk.steps():
+            score(step)
+            _neural_clustering_fwd_update_kernel[(B * walk.blocks * walk.splits, columns)](
+                words, mask, scores, partial, lse, *words.stride(), *mask_strides, k, d, step["first_row"],
+                step["last_row"], **walk.sizes, **walk.parts, **masked, **config,
+            )  # fmt: skip
+    lse = lse[..., 0]
+    highest = lse.amax(dim=2, keepdim=True)
+    shares = torch.exp2(lse - highest)
+    total = shares.sum(dim=2)
+    with torch.autocast(words.device.type, enabled=False):
+        exact = torch.einsum("bks,bksd->bkd", shares / total[..., None], partial)
+    total = highest[..., 0] + total.log2()
+    with on_device_of(words):
+        # Backwards: the scores of the last words are still there.
+        for place, step in enumerate(reversed(walk.steps())):
+            if place > 0:
+                score(step)
+            _neural_clustering_fwd_label_kernel[(B * step["tiles"],)](
+                scores, total, labels, N, k, **step, **walk.sizes, WORDS=tile, CENTROIDS=config["CENTROIDS"],
+                num_warps=config["num_warps"], **chip_of(words).all_registers,
+            )  # fmt: skip
+    return exact.to(words.dtype, copy=True), labels, exact, total, inverse
+
+
+@_forward.register_fake
+def _(words, directions, cosine, mask):
+    B, N, _ = words.shape
+    return (
+        directions.new_empty(directions.shape),
+        words.new_empty(B, N, dtype=torch.int64),
+        directions.new_empty(directions.shape, dtype=torch.float32),
+        directions.new_empty(directions.shape[:2], dtype=torch.float32),
+        words.new_empty(B, N if cosine else 0, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("hf_effattn::neural_clustering_triton_backward", mutates_args=())
+def _backward_op(
+    grad_updated: torch.Tensor,
+    words: torch.Tensor,
+    directions: torch.Tensor,
+    exact: torch.Tensor,
+    total: torch.Tensor,
+    inverse: torch.Tensor,
+    cosine: bool,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of words and directions, labels held fixed."""
+    B, N, d = words.shape
+    k = directions.shape[1]
+    grad_words = words.new_empty(words.shape)
+    if words.numel() == 0:
+        return grad_words, directions.new_zeros(directions.shape)
+    # In 16 bits a share of one word among many times its gradient is 0 unless the exponent is float32's.
+    stored = torch.float32 if words.dtype == torch.float16 else words.dtype
+    config = _config(words, stored)
+    walk = Walk.over(words, k, config, 2 * stored.itemsize)
+    columns = triton.cdiv(d, config["BLOCK_D"])
+    weights, grad_scores = walk.scores(words, stored), walk.scores(words, stored)
+    pull = words.new_empty(B, walk.rows if cosine else 0, walk.blocks, dtype=torch.float32)
+    partial = words.new_empty(B, walk.splits, k, d, dtype=torch.float32)
+    mean = (grad_updated.float() * exact).sum(dim=2)
+    strides = *words.stride(), *directions.stride(), *_mask_strides(mask), *grad_updated.stride()
+    masked = {"HAS_MASK": mask is not None}
+    with on_device_of(words):
+        for step in walk.steps():
+            _neural_clustering_bwd_score_kernel[(B * step["tiles"] * walk.blocks,)](
+                words, directions, mask, inverse, total, grad_updated, mean, weights, grad_scores, pull, *strides,
+                N, k, d, **step, **walk.sizes, COSINE=cosine, **masked, **_narrow(config),
+            )  # fmt: skip
+            _neural_clustering_bwd_direction_kernel[(B * walk.blocks * walk.splits, columns)](
+                words, mask, grad_scores, partial, *words.stride(), *_mask_strides(mask), k, d, step["first_row"],
+                step["last_row"], **walk.sizes, **walk.parts, **masked, **config,
+            )  # fmt: skip
+            _neural_clustering_bwd_word_kernel[(B * step["tiles"], columns)](
+                words, directions, mask, grad_updated, weights, grad_scores, pull, grad_words, *strides,
+                *grad_words.stride(), k, d, **step, **walk.sizes, COSINE=cosine, **masked, **config,
+            )  # fmt: skip
+    return grad_words, partial.sum(dim=1).to(directions.dtype)
+
+
+@_backward_op.register_fake
+def _(grad_updated, words, directions, *settings):
+    return words.new_empty(words.shape), directions.new_empty(directions.shape)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    words, directions, cosine, mask = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(words, directions, *output[2:], mask)
+    ctx.cosine = cosine
+
+
+def _backward(ctx, grad_updated, *nothing):
+    words, directions, exact, total, inverse, mask = ctx.saved_tensors
+    grads = _backward_op(grad_updated, words, directions, exact, total, inverse, ctx.cosine, mask)
+    return (*grads, None, None)
+
+
+_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def neural_clustering(
+    words: torch.Tensor, directions: torch.Tensor, cosine: bool, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Ĉ` `(B, k, d)` and labels `(B, N)`."""
+    updated, labels, *_ = _forward(words, directions, cosine, mask)
+    return updated, labels

@@ -1,0 +1,283 @@
+"""Attention of the centroids over all keys, which also leaves what their top keys are selected from.
+
+That is the scores, of so few keys that they fit into memory; else the largest of every few keys, from which come the
+candidates that are scored again.
+
+Where few centroids would leave the chip idle the keys are split over programs; each leaves a partial result and the
+logarithm of its sum of weights, and `merge_splits` puts them together where they are used. Scores are exponents of 2.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS
+from .chips import LENGTHS, on_device_of
+from .dropout import dropout_factor
+from .tiles import LOG2_E, LOWEST, dot_by_parts, load_key_mask, tile_config
+from .topk import WHOLE_ROW, select_topk
+
+# Keys of which a long row keeps only the largest score, at least and at most. All of a chosen bin are scored again.
+SHORTEST_BIN, LONGEST_BIN = 4, 16
+SCORE_BYTES = 2**28  # of scores or maxima that are in memory at once
+PROGRAMS = 264  # enough to keep a large chip busy
+
+
+@dataclass(frozen=True)
+class CentroidPass:
+    """What the pass over the keys leaves, `R = G · C` rows for each of `B · key heads` tables.
+
+    Attributes:
+        values: `(B · Hk · R, splits, Dv)` float32, attention over each part of the keys; empty if not asked for.
+        lse: `(B · Hk · R, splits)` float32, base-2 logarithm of the sum of weights of each part.
+        top: `(B · Hk · R, topk)` int32, the top keys ascending, -1 where there are too few.
+        top_scores: their scores times log2(e), `-inf` where there is no key.
+    """
+
+    values: torch.Tensor
+    lse: torch.Tensor
+    top: torch.Tensor
+    top_scores: torch.Tensor
+
+
+@triton.jit
+def merge_splits(values_ptr, lse_ptr, i_row, splits, Dv, BLOCK_V: tl.constexpr):
+    """The attention of one row out of its partial results, and its base-2 log-sum-exp."""
+    o_v = tl.arange(0, BLOCK_V)
+    b_value = tl.zeros([BLOCK_V], tl.float32)
+    highest = LOWEST + 0.0
+    total = 0.0
+    for split in range(splits):
+        lse = tl.load(lse_ptr + i_row * splits + split)
+        higher = tl.maximum(highest, lse)
+        kept, weight = tl.exp2(highest - higher), tl.exp2(lse - higher)
+        # [BLOCK_V]
+        b_part = tl.load(values_ptr + (i_row * splits + split) * Dv + o_v, mask=o_v < Dv, other=0.0)
+        b_value = b_value * kept + b_part * weight
+        total = total * kept + weight
+        highest = higher
+    return b_value / total, highest + tl.log2(total)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _centroid_attention_fwd_kernel(
+    centroids_ptr, key_ptr, value_ptr, key_mask_ptr, seed_ptr, values_ptr, lse_ptr, scores_ptr,
+    stride_key_b, stride_key_h, stride_key_m, stride_key_d,
+    stride_value_b, stride_value_h, stride_value_m, stride_value_d, stride_mask_b, stride_mask_m,
+    key_heads, rows, M, D, Dv, first_row, last_row, blocks, splits, split_length, columns, scale_log2, dropout_p,
+    HAS_MASK: tl.constexpr, HAS_VALUES: tl.constexpr, HAS_DROPOUT: tl.constexpr, BIN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """`softmax(scale · Qc K^T) V` over one part of the keys, for a block of the rows `first_row .. last_row - 1`.
+
+    Writes the scores where `BIN` is 1, the largest of every `BIN` of them where it is more, neither where it is 0.
+    """
+    i_block = tl.program_id(0) % blocks
+    i_split = tl.program_id(0) // blocks % splits
+    tables_before = first_row // rows
+    i_p = tl.program_id(0) // (blocks * splits) + tables_before
+    # Rows of all tables are numbered through; a table's part of the range is cut to it.
+    o_row = tl.maximum(i_p * rows, first_row) + i_block * ROWS + tl.arange(0, ROWS)
+    m_row = o_row < tl.minimum((i_p + 1) * rows, last_row)
+    o_row = o_row.to(tl.int64)
+    i_b, i_h = (i_p // key_heads).to(tl.int64), (i_p % key_heads).to(tl.int64)
+    key_ptr += i_b * stride_key_b + i_h * stride_key_h
+    if HAS_VALUES:
+        value_ptr += i_b * stride_value_b + i_h * stride_value_h
+    if HAS_MASK:
+        key_mask_ptr += i_b * stride_mask_b
+    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    m_row_d = m_row[:, None] & (o_d < D)[None, :]
+    # [ROWS, BLOCK_D]
+    b_centroid = tl.load(centroids_ptr + o_row[:, None] * D + o_d[None, :], mask=m_row_d, other=0.0)
+    b_centroid = b_centroid.to(key_ptr.dtype.element_ty)
+    if HAS_VALUES:
+        b_values = tl.zeros([ROWS, BLOCK_V], tl.float32)
+        b_highest = tl.full([ROWS], LOWEST, tl.float32)
+        b_total = tl.zeros([ROWS], tl.float32)
+
+    for start in range(i_split * split_length, tl.minimum(M, (i_split + 1) * split_length), COLUMNS):
+        o_m = start + tl.arange(0, COLUMNS)
+        m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
+        p_key = key_ptr + o_m.to(tl.int64) * stride_key_m
+        if BY_PARTS:
+            p_centroid = centroids_ptr + o_row * D
+            b_scores = dot_by_parts(p_centroid, m_row, 1, p_key, m_key, stride_key_d, D, ROWS, COLUMNS, PRECISION)
+        else:
+            p_key_t = p_key[None, :] + o_d[:, None] * stride_key_d
+            # [BLOCK_D, COLUMNS]
+            b_key = tl.load(p_key_t, mask=m_key[None, :] & (o_d < D)[:, None], other=0.0)
+            b_scores = tl.dot(b_centroid, b_key, input_precision=PRECISION)
+        b_scores = tl.where(m_key[None, :], b_scores * scale_log2, float("-inf"))
+        if BIN == 1:
+            p_scores = scores_ptr + (o_row - first_row)[:, None] * columns + o_m[None, :]
+            tl.store(p_scores, b_scores, mask=m_row[:, None] & (o_m < M)[None, :])
+        if BIN > 1:
+            o_bin = start // BIN + tl.arange(0, COLUMNS // BIN)
+            b_largest = tl.max(tl.reshape(b_scores, [ROWS, COLUMNS // BIN, BIN]), 2)
+            p_bins = scores_ptr + (o_row - first_row)[:, None] * columns + o_bin[None, :]
+            tl.store(p_bins, b_largest, mask=m_row[:, None] & (o_bin < columns)[None, :])
+        if HAS_VALUES:
+            b_higher = tl.maximum(b_highest, tl.max(b_scores, 1))
+            b_weights = tl.exp2(b_scores - b_higher[:, None])
+            b_kept = tl.exp2(b_highest - b_higher)
+            b_total = b_total * b_kept + tl.sum(b_weights, 1)
+            if HAS_DROPOUT:
+                b_weights *= dropout_factor(seed_ptr, o_row, o_m, M, dropout_p, KINDS, KIND)
+            p_value = value_ptr + o_m.to(tl.int64)[:, None] * stride_value_m + o_v[None, :] * stride_value_d
+            # [COLUMNS, BLOCK_V]
+            b_value = tl.load(p_value, mask=m_key[:, None] & (o_v < Dv)[None, :], other=0.0)
+            b_values = b_values * b_kept[:, None]
+            b_values += tl.dot(b_weights.to(b_value.dtype), b_value, input_precision=PRECISION)
+            b_highest = b_higher
+
+    if HAS_VALUES:
+        b_divisor = tl.where(b_total > 0, b_total, 1.0)
+        b_values = b_values / b_divisor[:, None]
+        b_lse = b_highest + tl.log2(b_divisor)
+        o_part = o_row * splits + i_split
+        p_values = values_ptr + o_part[:, None] * Dv + o_v[None, :]
+        tl.store(p_values, b_values, mask=m_row[:, None] & (o_v < Dv)[None, :])
+        tl.store(lse_ptr + o_part, b_lse, mask=m_row)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _centroid_rescore_fwd_kernel(
+    centroids_ptr, key_ptr, key_mask_ptr, bins_ptr, scores_ptr,
+    stride_key_b, stride_key_h, stride_key_m, stride_key_d, stride_mask_b, stride_mask_m,
+    key_heads, rows, M, D, topk, first_row, blocks, scale_log2,
+    HAS_MASK: tl.constexpr, BIN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Scores of the keys in the bins that a row chose."""
+    i_row = (tl.program_id(0) // blocks).to(tl.int64)
+    o_n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    i_p = (i_row + first_row) // rows
+    key_ptr += i_p // key_heads * stride_key_b + i_p % key_heads * stride_key_h
+    if HAS_MASK:
+        key_mask_ptr += i_p // key_heads * stride_mask_b
+    o_d = tl.arange(0, BLOCK_D)
+    m_n = o_n < topk * BIN
+    b_bin = tl.load(bins_ptr + i_row * topk + o_n // BIN, mask=m_n, other=-1)
+    o_m = b_bin * BIN + o_n % BIN
+    m_key = load_key_mask(key_mask_ptr, tl.where(b_bin >= 0, o_m, M), M, stride_mask_m, HAS_MASK)
+    # [BLOCK_D]
+    b_centroid = tl.load(centroids_ptr + (i_row + first_row) * D + o_d, mask=o_d < D, other=0.0)
+    b_centroid = b_centroid.to(key_ptr.dtype.element_ty).to(tl.float32)
+    p_key = key_ptr + o_m.to(tl.int64)[:, None] * stride_key_m + o_d[None, :] * stride_key_d
+    # [BLOCK_N, BLOCK_D]
+    b_key = tl.load(p_key, mask=m_key[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+    b_scores = tl.where(m_key, tl.sum(b_key * b_centroid[None, :], 1) * scale_log2, float("-inf"))
+    tl.store(scores_ptr + i_row * topk * BIN + o_n, b_scores, mask=m_n)
+
+
+def split_count(programs: int, length: int, block: int) -> int:
+    """Parts of a walk over `length` rows in blocks, so that `programs` walkers keep the chip busy."""
+    return max(1, min(triton.cdiv(PROGRAMS, max(1, programs)), triton.cdiv(length, 4 * block), 64))
+
+
+def bin_length(M: int, topk: int) -> int:
+    """Keys of which only the largest score is kept, 1 where all are and 0 where none is.
+
+    No more than it takes to select from the bins of a row at once.
+    """
+    if topk == 0:
+        return 0
+    if M <= WHOLE_ROW or 2 * topk * LONGEST_BIN > M:
+        return 1
+    return min(LONGEST_BIN, max(SHORTEST_BIN, triton.next_power_of_2(triton.cdiv(M, WHOLE_ROW))))
+
+
+def centroid_pass(
+    centroids: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    scale: float,
+    topk: int,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
+) -> CentroidPass:
+    """One pass of the centroids over the keys.
+
+    Args:
+        centroids: `(B · H, C, D)` float32, contiguous.
+        key: `(B, Hk, M, D)`, any strides; `Hk` divides `H`.
+        value: `(B, Hk, M, Dv)`, any strides, or None: then no attention is computed, only top keys.
+        key_mask: `(B, M)`, True = attend.
+        scale: factor on the scores.
+        topk: top keys per centroid, at most `M`; 0 for none.
+        dropout_p, dropout_seed: dropout on the attention; a seed of None is no dropout.
+    """
+    B, Hk, M, D = key.shape
+    Dv = 0 if value is None else value.shape[3]
+    rows = centroids.shape[0] * centroids.shape[1] // max(1, B * Hk)
+    config = tile_config(key, D, Dv)
+    length = bin_length(M, topk)
+    columns = triton.cdiv(M, length) if length else 0
+    splits = split_count(B * Hk * triton.cdiv(rows, config["ROWS"]), M, config["COLUMNS"])
+    split_length = triton.cdiv(triton.cdiv(M, splits), config["COLUMNS"]) * config["COLUMNS"]
+    total = B * Hk * rows
+    values = key.new_empty(total, splits, Dv, dtype=torch.float32)
+    lse = key.new_empty(total, splits, dtype=torch.float32)
+    top = key.new_empty(total, topk, dtype=torch.int32)
+    top_scores = key.new_empty(total, topk, dtype=torch.float32)
+    key_strides = *key.stride(), *((0, 0) if key_mask is None else key_mask.stride())
+    with on_device_of(key):
+        for first, last in score_chunks(B * Hk, rows, 4 * (columns + (topk * length if length > 1 else 0))):
+            scores = key.new_empty(last - first, columns, dtype=torch.float32)
+            tables = triton.cdiv(last, rows) - first // rows
+            blocks = triton.cdiv(min(rows, last - first), config["ROWS"])
+            _centroid_attention_fwd_kernel[(tables * splits * blocks,)](
+                centroids, key, value, key_mask, dropout_seed, values, lse, scores,
+                *key.stride(), *((0, 0, 0, 0) if value is None else value.stride()), *key_strides[4:],
+                Hk, rows, M, D, Dv, first, last, blocks, splits, split_length, columns, scale * LOG2_E, dropout_p,
+                HAS_MASK=key_mask is not None, HAS_VALUES=value is not None, HAS_DROPOUT=dropout_seed is not None,
+                BIN=length, KINDS=KINDS_OF_WEIGHTS, KIND=CENTROID_WEIGHTS, **config,
+            )  # fmt: skip
+            if topk == 0:
+                continue
+            bins = None
+            if length > 1:
+                bins, _ = select_topk(scores, topk)
+                scores = key.new_empty(last - first, topk * length, dtype=torch.float32)
+                block_n = max(16, 8192 // config["BLOCK_D"])
+                blocks = triton.cdiv(topk * length, block_n)
+                _centroid_rescore_fwd_kernel[((last - first) * blocks,)](
+                    centroids, key, key_mask, bins, scores, *key_strides,
+                    Hk, rows, M, D, topk, first, blocks, scale * LOG2_E,
+                    HAS_MASK=key_mask is not None, BIN=length, BLOCK_N=block_n, BLOCK_D=config["BLOCK_D"],
+                )  # fmt: skip
+            select_topk(scores, topk, bins=bins, bin_length=length, out=(top[first:last], top_scores[first:last]))
+    return CentroidPass(values, lse, top, top_scores)
+
+
+def score_chunks(tables: int, rows: int, bytes_per_row: int) -> list[tuple[int, int]]:
+    """Ranges of the `tables · rows` rows whose scores fit into memory: whole tables, or parts of one."""
+    if tables * rows == 0:
+        return []
+    fitting = max(1, SCORE_BYTES // max(1, bytes_per_row))
+    step = min(tables, fitting // rows) * rows if fitting >= rows else fitting
+    chunks = []
+    first = 0
+    while first < tables * rows:
+        last = min(first + step, tables * rows)
+        if step < rows:
+            last = min(last, (first // rows + 1) * rows)
+        chunks.append((first, last))
+        first = last
+    return chunks
+
+
+def centroid_topk(
+    centroids: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float, topk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `topk` keys with the largest `scale · Qc K^T`, ascending, and those scores times log2(e).
+
+    Each `(B · H, C, topk)`, int32 and float32; index -1 and score `-inf` where fewer keys may be attended to. The
+    lower index wins among equals. Arguments as for `centroid_pass`.
+    """
+    found = centroid_pass(centroids, key, None, key_mask, scale, topk)
+    return found.top.view(*centroids.shape[:2], topk), found.top_scores.view(*centroids.shape[:2], topk)

@@ -1,0 +1,441 @@
+"""The kernels of the backward pass of slice attention.
+
+With `p_it` the weight of query `i` on key `t`, `G_i` the gradient of its output (its own, and its share of that of its
+slice's mean) and `δ_i = G_i · Y_i` less the gradient of its log-sum-exp: `dS_it = p_it (G_i · V_t − δ_i)`,
+`dQ_i = scale Σ_t dS_it K_t`, `dK_t = scale Σ_i dS_it Q_i` and `dV_t = Σ_i p_it G_i`. Weights are computed again.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...shared.triton.chips import block_width, on_device_of
+from ...shared.triton.dropout import dropout_factor
+from ...shared.triton.tiles import LOG2_E, load_rows
+from .forward import Call, strides
+from .tiles import (
+    KIND,
+    KINDS,
+    NOT_SPECIALIZED,
+    dot_with_positions,
+    load_tokens,
+    load_with_positions,
+    part_range,
+    part_visible,
+    sink_visible,
+    tile_config,
+    tile_rows,
+    weights_and_score_gradients,
+)
+
+GRADIENT_ROWS = 16
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def _slice_attention_bwd_gradient_kernel(
+    grad_ptr, grad_pooled_ptr, grad_lse_ptr, output_ptr, mask_ptr, inverse_size_ptr, delta_ptr, whole_grad_ptr,
+    stride_grad_b, stride_grad_h, stride_grad_n, stride_grad_d,
+    stride_pooled_b, stride_pooled_h, stride_pooled_n, stride_pooled_d,
+    stride_output_b, stride_output_h, stride_output_n, stride_output_d,
+    stride_mask_b, stride_mask_n,
+    H, N, L, Dv, slices, tiles,
+    HAS_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """`G_i` and `δ_i` of a tile of rows."""
+    i_p = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b, i_h = i_p // H, i_p % H
+    o_row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    m_row = o_row < N
+    m_token = load_tokens(mask_ptr + i_b * stride_mask_b, o_row, m_row, stride_mask_n, HAS_MASK)
+    o_row = o_row.to(tl.int64)
+    grad_ptr += i_b * stride_grad_b + i_h * stride_grad_h
+    grad_pooled_ptr += i_b * stride_pooled_b + i_h * stride_pooled_h
+    output_ptr += i_b * stride_output_b + i_h * stride_output_h
+    # [ROWS, BLOCK_V]
+    b_grad = load_rows(grad_ptr + o_row * stride_grad_n, m_token, stride_grad_d, Dv, BLOCK_V)
+    b_pooled = load_rows(grad_pooled_ptr + o_row // L * stride_pooled_n, m_token, stride_pooled_d, Dv, BLOCK_V)
+    b_share = tl.load(inverse_size_ptr + i_b * slices + o_row // L, mask=m_token, other=0.0)
+    b_grad = (b_grad.to(tl.float32) + b_pooled.to(tl.float32) * b_share[:, None]).to(b_grad.dtype)
+    o_v = tl.arange(0, BLOCK_V)
+    p_whole = whole_grad_ptr + (i_p * N + o_row)[:, None] * Dv + o_v[None, :]
+    tl.store(p_whole, b_grad, mask=m_row[:, None] & (o_v < Dv)[None, :])
+    # [ROWS, BLOCK_V]
+    b_output = load_rows(output_ptr + o_row * stride_output_n, m_token, stride_output_d, Dv, BLOCK_V)
+    b_delta = tl.sum(b_grad.to(tl.float32) * b_output.to(tl.float32), 1)
+    b_delta -= tl.load(grad_lse_ptr + i_p * N + o_row, mask=m_token, other=0.0)
+    tl.store(delta_ptr + i_p * N + o_row, b_delta, mask=m_row)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def _slice_attention_bwd_query_kernel(
+    whole_grad_ptr, lse_ptr, delta_ptr, query_ptr, key_ptr, value_ptr, mask_ptr, query_positions_ptr,
+    key_positions_ptr, sink_ptr, sink_count_ptr, seed_ptr, grad_query_ptr,
+    stride_query_b, stride_query_h, stride_query_n, stride_query_d,
+    stride_key_b, stride_key_h, stride_key_n, stride_key_d,
+    stride_value_b, stride_value_h, stride_value_n, stride_value_d,
+    stride_gq_b, stride_gq_h, stride_gq_n, stride_gq_d,
+    stride_mask_b, stride_mask_n,
+    H, group, N, L, extension, D, Dv, tiles, tiles_per_slice, last_part, scale, scale_log2, log2_e, dropout_p,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_QUERY_POSITIONS: tl.constexpr, HAS_KEY_POSITIONS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_DROPOUT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`dQ_i` of a tile of rows."""
+    i_p = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b, i_h, i_kh = i_p // H, i_p % H, i_p % H // group
+    query_ptr += i_b * stride_query_b + i_h * stride_query_h
+    key_ptr += i_b * stride_key_b + i_kh * stride_key_h
+    value_ptr += i_b * stride_value_b + i_kh * stride_value_h
+    mask_ptr += i_b * stride_mask_b
+    key_positions_ptr += i_kh * (L + 2 * extension) * D
+    window = L + 2 * extension
+    first_slice, o_row, m_row = tile_rows(tl.program_id(0) % tiles, L, N, tiles_per_slice, SLICES, ROWS)
+    m_token = load_tokens(mask_ptr, o_row, m_row, stride_mask_n, HAS_MASK)
+    p_query = query_ptr + o_row.to(tl.int64) * stride_query_n
+    p_place = query_positions_ptr + (i_h * L + o_row % L) * D
+    p_whole = whole_grad_ptr + (i_p * N + o_row) * Dv
+    o_d, o_n = tl.arange(0, BLOCK_D), tl.arange(0, COLUMNS)
+    # [ROWS, BLOCK_V], [ROWS, BLOCK_D]
+    b_grad = load_rows(p_whole, m_token, 1, Dv, BLOCK_V)
+    b_query = load_with_positions(p_query, m_token, stride_query_d, p_place, m_token, o_d, D, HAS_QUERY_POSITIONS)
+    b_delta = tl.load(delta_ptr + i_p * N + o_row, mask=m_token, other=0.0)
+    b_lse = tl.load(lse_ptr + i_p * N + o_row, mask=m_token, other=0.0) * log2_e
+    b_grad_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for part in range(tl.where(extension > 0, -1, 0), last_part + 1):
+        begin, end = part_range(part, first_slice, L, extension, N, SLICES)
+        if CAUSAL:
+            end = tl.minimum(end, tl.max(o_row, 0) + 1)
+        for start in range(begin, end, COLUMNS):
+            o_key = start + o_n
+            m_key = load_tokens(mask_ptr, o_key, o_key < end, stride_mask_n, HAS_MASK)
+            m_visible, o_place = part_visible(o_row, m_token, o_key, m_key, part, L, extension, CAUSAL)
+            m_place = (o_place >= 0) & (o_place < window)
+            p_key = key_ptr + o_key.to(tl.int64) * stride_key_n
+            p_key_place = key_positions_ptr + o_place.to(tl.int64) * D
+            p_value = value_ptr + o_key.to(tl.int64) * stride_value_n
+            # [COLUMNS, BLOCK_D]
+            b_key = load_with_positions(p_key, m_key, stride_key_d, p_key_place, m_place, o_d, D, HAS_KEY_POSITIONS)
+            b_scores = dot_with_positions(
+                b_query, p_query, m_token, stride_query_d, p_place,
+                b_key, p_key, m_key, stride_key_d, p_key_place, m_place, D,
+                ROWS, COLUMNS, HAS_QUERY_POSITIONS, HAS_KEY_POSITIONS, BY_PARTS, PRECISION,
+            )  # fmt: skip
+            # [COLUMNS, BLOCK_V]
+            b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
+            b_grad_weights = dot_with_positions(
+                b_grad, p_whole, m_token, 1, p_whole, b_value, p_value, m_key, stride_value_d, p_value, m_key, Dv,
+                ROWS, COLUMNS, False, False, BY_PARTS, PRECISION,
+            )  # fmt: skip
+            _, b_grad_scores = weights_and_score_gradients(
+                b_scores, b_grad_weights, m_visible, b_lse, b_delta, scale_log2,
+                seed_ptr, i_p * N + o_row, o_place, window + N, dropout_p, HAS_DROPOUT,
+            )  # fmt: skip
+            b_grad_query += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
+    if HAS_SINKS:
+        count = tl.load(sink_count_ptr + i_b)
+        for start in range(0, count, COLUMNS):
+            m_key = start + o_n < count
+            # [COLUMNS]
+            o_key = tl.load(sink_ptr + i_b * N + start + o_n, mask=m_key, other=0)
+            m_visible = sink_visible(o_row, m_token, o_key, m_key, L, extension, CAUSAL)
+            p_key, p_value = key_ptr + o_key * stride_key_n, value_ptr + o_key * stride_value_n
+            # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+            b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
+            b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
+            b_scores = dot_with_positions(
+                b_query, p_query, m_token, stride_query_d, p_place,
+                b_key, p_key, m_key, stride_key_d, p_key, m_key, D,
+                ROWS, COLUMNS, HAS_QUERY_POSITIONS, False, BY_PARTS, PRECISION,
+            )  # fmt: skip
+            b_grad_weights = dot_with_positions(
+                b_grad, p_whole, m_token, 1, p_whole, b_value, p_value, m_key, stride_value_d, p_value, m_key, Dv,
+                ROWS, COLUMNS, False, False, BY_PARTS, PRECISION,
+            )  # fmt: skip
+            _, b_grad_scores = weights_and_score_gradients(
+                b_scores, b_grad_weights, m_visible, b_lse, b_delta, scale_log2,
+                seed_ptr, i_p * N + o_row, window + o_key, window + N, dropout_p, HAS_DROPOUT,
+            )  # fmt: skip
+            b_grad_query += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
+    p_grad = grad_query_ptr + i_b * stride_gq_b + i_h * stride_gq_h
+    p_grad += o_row.to(tl.int64)[:, None] * stride_gq_n + o_d[None, :] * stride_gq_d
+    b_grad_query = (b_grad_query * scale).to(grad_query_ptr.dtype.element_ty)
+    tl.store(p_grad, b_grad_query, mask=m_row[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def key_gradients(
+    b_grad_key, b_grad_value, b_key, p_key, m_key, stride_key_d, p_place, m_place, b_value, p_value, stride_value_d,
+    o_row, m_token, m_visible, o_column, i_h, i_p, whole_grad_ptr, lse_ptr, delta_ptr, query_ptr, query_positions_ptr,
+    seed_ptr, stride_query_n, stride_query_d, N, L, D, Dv, columns, scale_log2, log2_e, dropout_p,
+    HAS_QUERY_POSITIONS: tl.constexpr, HAS_KEY_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds what a tile of queries of one head gives a tile of keys and values; without `scale`."""
+    p_query = query_ptr + o_row.to(tl.int64) * stride_query_n
+    p_query_place = query_positions_ptr + (i_h * L + o_row % L) * D
+    p_whole = whole_grad_ptr + (i_p * N + o_row) * Dv
+    o_d = tl.arange(0, BLOCK_D)
+    # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+    b_query = load_with_positions(
+        p_query, m_token, stride_query_d, p_query_place, m_token, o_d, D, HAS_QUERY_POSITIONS
+    )  # fmt: skip
+    b_grad = load_rows(p_whole, m_token, 1, Dv, BLOCK_V)
+    b_lse = tl.load(lse_ptr + i_p * N + o_row, mask=m_token, other=0.0) * log2_e
+    b_delta = tl.load(delta_ptr + i_p * N + o_row, mask=m_token, other=0.0)
+    # Keys by queries, as the products below take them.
+    b_scores = dot_with_positions(
+        b_key, p_key, m_key, stride_key_d, p_place,
+        b_query, p_query, m_token, stride_query_d, p_query_place, m_token, D,
+        ROWS, COLUMNS, HAS_KEY_POSITIONS, HAS_QUERY_POSITIONS, BY_PARTS, PRECISION,
+    )  # fmt: skip
+    b_grad_weights = dot_with_positions(
+        b_value, p_value, m_key, stride_value_d, p_value, b_grad, p_whole, m_token, 1, p_whole, m_token, Dv,
+        ROWS, COLUMNS, False, False, BY_PARTS, PRECISION,
+    )  # fmt: skip
+    b_weights = tl.exp2(tl.where(tl.trans(m_visible), b_scores * scale_log2 - b_lse[None, :], float("-inf")))
+    b_dropped = b_weights
+    if HAS_DROPOUT:
+        o_problem_row = i_p * N + o_row
+        b_factor = tl.trans(dropout_factor(seed_ptr, o_problem_row, o_column, columns, dropout_p, KINDS, KIND))
+        b_dropped = b_weights * b_factor
+        b_grad_weights *= b_factor
+    b_grad_scores = b_weights * (b_grad_weights - b_delta[None, :])
+    b_grad_value += tl.dot(b_dropped.to(b_grad.dtype), b_grad, input_precision=PRECISION)
+    b_grad_key += tl.dot(b_grad_scores.to(b_query.dtype), b_query, input_precision=PRECISION)
+    return b_grad_key, b_grad_value
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def _slice_attention_bwd_key_kernel(
+    whole_grad_ptr, lse_ptr, delta_ptr, query_ptr, key_ptr, value_ptr, mask_ptr,
+    query_positions_ptr, key_positions_ptr, seed_ptr, grad_key_ptr, grad_value_ptr,
+    stride_query_b, stride_query_h, stride_query_n, stride_query_d,
+    stride_key_b, stride_key_h, stride_key_n, stride_key_d,
+    stride_value_b, stride_value_h, stride_value_n, stride_value_d,
+    stride_gk_part, stride_gk_b, stride_gk_h, stride_gk_n, stride_gk_d,
+    stride_gv_part, stride_gv_b, stride_gv_h, stride_gv_n, stride_gv_d,
+    stride_mask_b, stride_mask_n,
+    H, group, N, L, extension, D, Dv, tiles, tiles_per_slice, parts, scale, scale_log2, log2_e, dropout_p,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_QUERY_POSITIONS: tl.constexpr, HAS_KEY_POSITIONS: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`dK_t` and `dV_t` of a tile of keys, over `parts` parts of the windows from the program's own on."""
+    key_heads = H // group
+    i_pk = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b, i_kh = i_pk // key_heads, i_pk % key_heads
+    mask_ptr += i_b * stride_mask_b
+    key_positions_ptr += i_kh * (L + 2 * extension) * D
+    window = L + 2 * extension
+    first_slice, o_key, m_row = tile_rows(tl.program_id(0) % tiles, L, N, tiles_per_slice, SLICES, ROWS)
+    m_key = load_tokens(mask_ptr, o_key, m_row, stride_mask_n, HAS_MASK)
+    p_key = key_ptr + i_b * stride_key_b + i_kh * stride_key_h + o_key.to(tl.int64) * stride_key_n
+    p_value = value_ptr + i_b * stride_value_b + i_kh * stride_value_h + o_key.to(tl.int64) * stride_value_n
+    # [ROWS, BLOCK_V]
+    b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
+    b_grad_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    b_grad_value = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    o_d, o_v, o_n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, COLUMNS)
+    first_part = tl.program_id(1) + tl.where(extension > 0, -1, 0)
+    for part in range(first_part, first_part + parts):
+        o_place = o_key % L + part * L + extension
+        m_place = (o_place >= 0) & (o_place < window)
+        p_place = key_positions_ptr + o_place.to(tl.int64) * D
+        # [ROWS, BLOCK_D]
+        b_key = load_with_positions(p_key, m_key, stride_key_d, p_place, m_place, o_d, D, HAS_KEY_POSITIONS)
+        begin = tl.maximum((first_slice - part) * L, 0)
+        end = tl.minimum((first_slice - part + SLICES) * L, N)
+        for i_g in range(0, group):
+            i_h = i_kh * group + i_g
+            for start in range(begin, end, COLUMNS):
+                o_row = start + o_n
+                m_token = load_tokens(mask_ptr, o_row, o_row < end, stride_mask_n, HAS_MASK)
+                m_visible, _ = part_visible(o_row, m_token, o_key, m_key, part, L, extension, CAUSAL)
+                b_grad_key, b_grad_value = key_gradients(
+                    b_grad_key, b_grad_value, b_key, p_key, m_key, stride_key_d, p_place, m_place, b_value, p_value,
+                    stride_value_d, o_row, m_token, m_visible, o_place, i_h, i_b * H + i_h, whole_grad_ptr, lse_ptr,
+                    delta_ptr, query_ptr + i_b * stride_query_b + i_h * stride_query_h, query_positions_ptr, seed_ptr,
+                    stride_query_n, stride_query_d, N, L, D, Dv, window + N, scale_log2, log2_e, dropout_p,
+                    HAS_QUERY_POSITIONS, HAS_KEY_POSITIONS, HAS_DROPOUT, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS,
+                    PRECISION,
+                )  # fmt: skip
+    i_part = tl.program_id(1).to(tl.int64)
+    o_key = o_key.to(tl.int64)[:, None]
+    p_grad = grad_key_ptr + i_part * stride_gk_part + i_b * stride_gk_b + i_kh * stride_gk_h
+    p_grad += o_key * stride_gk_n + o_d[None, :] * stride_gk_d
+    b_grad_key = (b_grad_key * scale).to(grad_key_ptr.dtype.element_ty)
+    tl.store(p_grad, b_grad_key, mask=m_row[:, None] & (o_d < D)[None, :])
+    p_grad = grad_value_ptr + i_part * stride_gv_part + i_b * stride_gv_b + i_kh * stride_gv_h
+    p_grad += o_key * stride_gv_n + o_v[None, :] * stride_gv_d
+    tl.store(p_grad, b_grad_value.to(grad_value_ptr.dtype.element_ty), mask=m_row[:, None] & (o_v < Dv)[None, :])
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def _slice_attention_bwd_sink_kernel(
+    whole_grad_ptr, lse_ptr, delta_ptr, query_ptr, key_ptr, value_ptr, mask_ptr,
+    query_positions_ptr, sink_ptr, sink_count_ptr, seed_ptr, grad_key_ptr, grad_value_ptr,
+    stride_query_b, stride_query_h, stride_query_n, stride_query_d,
+    stride_key_b, stride_key_h, stride_key_n, stride_key_d,
+    stride_value_b, stride_value_h, stride_value_n, stride_value_d,
+    stride_gk_b, stride_gk_h, stride_gk_n, stride_gk_d,
+    stride_gv_b, stride_gv_h, stride_gv_n, stride_gv_d,
+    stride_mask_b, stride_mask_n,
+    H, group, N, L, extension, D, Dv, scale, scale_log2, log2_e, dropout_p,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_QUERY_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds to `dK_t` and `dV_t` what a tile of sinks gets from the slices that see them beside their windows."""
+    key_heads = H // group
+    i_pk = tl.program_id(0).to(tl.int64)
+    i_b, i_kh = i_pk // key_heads, i_pk % key_heads
+    count = tl.load(sink_count_ptr + i_b)
+    o_sink = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    # How many sinks there are only the device knows: most programs have none.
+    if tl.program_id(1) * ROWS >= count:
+        return
+    mask_ptr += i_b * stride_mask_b
+    m_key = o_sink < count
+    # [ROWS]
+    o_key = tl.load(sink_ptr + i_b * N + o_sink, mask=m_key, other=0)
+    p_key = key_ptr + i_b * stride_key_b + i_kh * stride_key_h + o_key * stride_key_n
+    p_value = value_ptr + i_b * stride_value_b + i_kh * stride_value_h + o_key * stride_value_n
+    # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
+    b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
+    b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
+    b_grad_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    b_grad_value = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    window = L + 2 * extension
+    for i_g in range(0, group):
+        i_h = i_kh * group + i_g
+        for start in range(0, N, COLUMNS):
+            o_row = start + tl.arange(0, COLUMNS)
+            m_token = load_tokens(mask_ptr, o_row, o_row < N, stride_mask_n, HAS_MASK)
+            m_visible = sink_visible(o_row, m_token, o_key, m_key, L, extension, CAUSAL)
+            b_grad_key, b_grad_value = key_gradients(
+                b_grad_key, b_grad_value, b_key, p_key, m_key, stride_key_d, p_key, m_key, b_value, p_value,
+                stride_value_d, o_row, m_token, m_visible, window + o_key, i_h, i_b * H + i_h, whole_grad_ptr, lse_ptr,
+                delta_ptr, query_ptr + i_b * stride_query_b + i_h * stride_query_h, query_positions_ptr, seed_ptr,
+                stride_query_n, stride_query_d, N, L, D, Dv, window + N, scale_log2, log2_e, dropout_p,
+                HAS_QUERY_POSITIONS, False, HAS_DROPOUT, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
+            )  # fmt: skip
+    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    m_grad = m_key[:, None] & (o_d < D)[None, :]
+    p_grad = grad_key_ptr + i_b * stride_gk_b + i_kh * stride_gk_h
+    p_grad += o_key[:, None] * stride_gk_n + o_d[None, :] * stride_gk_d
+    # [ROWS, BLOCK_D]
+    b_grad_key = b_grad_key * scale + tl.load(p_grad, mask=m_grad, other=0.0).to(tl.float32)
+    tl.store(p_grad, b_grad_key.to(grad_key_ptr.dtype.element_ty), mask=m_grad)
+    m_grad = m_key[:, None] & (o_v < Dv)[None, :]
+    p_grad = grad_value_ptr + i_b * stride_gv_b + i_kh * stride_gv_h
+    p_grad += o_key[:, None] * stride_gv_n + o_v[None, :] * stride_gv_d
+    # [ROWS, BLOCK_V]
+    b_grad_value += tl.load(p_grad, mask=m_grad, other=0.0).to(tl.float32)
+    tl.store(p_grad, b_grad_value.to(grad_value_ptr.dtype.element_ty), mask=m_grad)
+
+
+def backward(
+    grad_output: torch.Tensor,
+    grad_pooled: torch.Tensor,
+    grad_lse: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    call: Call,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of query, key and value, and of the position terms where there are any.
+
+    Args:
+        grad_output (`torch.Tensor`): `(B, H, N, Dv)`.
+        grad_pooled (`torch.Tensor`): `(B, H, slices, Dv)`.
+        grad_lse (`torch.Tensor`): `(B, H, N)`.
+        output (`torch.Tensor`): `(B, H, N, Dv)`, of the forward pass.
+        lse (`torch.Tensor`): `(B, H, N)`, of the forward pass.
+        query (`torch.Tensor`): `(B, H, N, D)`.
+        key (`torch.Tensor`): `(B, key heads, N, D)`.
+        value (`torch.Tensor`): `(B, key heads, N, Dv)`.
+        scale (`float`): factor on the scores.
+        call (`Call`): everything else.
+    """
+    B, H, N, D = query.shape
+    Dv, numbers, flags = value.shape[3], dict(call.numbers), dict(call.flags)
+    L, extension, slices = numbers["L"], numbers["extension"], numbers.pop("slices")
+    last_part, has_sinks = numbers.pop("last_part"), flags.pop("HAS_SINKS")
+    tensors = dict(call.tensors)
+    sinks = {name: tensors.pop(name) for name in ("sink_ptr", "sink_count_ptr")}
+    inverse_sizes = tensors.pop("inverse_size_ptr")
+    parts = last_part + (2 if extension else 1)
+    # The position terms of a key differ from part to part, so where they need a gradient the parts stay apart.
+    apart = parts if flags["HAS_KEY_POSITIONS"] else 1
+    grad_query = torch.empty_like(query)
+    grad_keys, grad_values = (x.new_empty(apart, *x.transpose(1, 2).shape).transpose(2, 3) for x in (key, value))
+    delta, whole_grad = torch.empty_like(lse), query.new_empty(B, H, N, Dv)
+    common = {
+        "whole_grad_ptr": whole_grad, "lse_ptr": lse, "delta_ptr": delta, "query_ptr": query, "key_ptr": key,
+        "value_ptr": value, "Dv": Dv, "scale": scale, "scale_log2": scale * LOG2_E, "log2_e": LOG2_E,
+        **numbers, **strides("query", query), **strides("key", key), **strides("value", value),
+    }  # fmt: skip
+    if B and N:
+        with on_device_of(query):
+            tiles = triton.cdiv(N, GRADIENT_ROWS)
+            _slice_attention_bwd_gradient_kernel[(B * H * tiles,)](
+                grad_output, grad_pooled, grad_lse, output, tensors["mask_ptr"], inverse_sizes, delta, whole_grad,
+                H=H, N=N, L=L, Dv=Dv, slices=slices, tiles=tiles, HAS_MASK=flags["HAS_MASK"], ROWS=GRADIENT_ROWS,
+                BLOCK_V=block_width(Dv), stride_mask_b=numbers["stride_mask_b"],
+                stride_mask_n=numbers["stride_mask_n"], **strides("grad", grad_output),
+                **strides("pooled", grad_pooled), **strides("output", output),
+            )  # fmt: skip
+    config = tile_config(query, L, D, Dv, computes="query")
+    tiling = call.tiling(config)
+    if B and N:
+        with on_device_of(query):
+            _slice_attention_bwd_query_kernel[(B * H * tiling["tiles"],)](
+                grad_query_ptr=grad_query, last_part=last_part, HAS_SINKS=has_sinks, **common, **tensors, **sinks,
+                **flags, **tiling, **config, **strides("gq", grad_query),
+            )  # fmt: skip
+    config = tile_config(query, L, D, Dv, computes="key")
+    tiling = call.tiling(config)
+    if B and N:
+        with on_device_of(query):
+            _slice_attention_bwd_key_kernel[(B * key.shape[1] * tiling["tiles"], apart)](
+                grad_key_ptr=grad_keys, grad_value_ptr=grad_values, stride_gk_part=grad_keys.stride(0),
+                stride_gv_part=grad_values.stride(0), parts=parts // apart, **common, **tensors, **flags, **tiling,
+                **config, **strides("gk", grad_keys[0]), **strides("gv", grad_values[0]),
+            )  # fmt: skip
+    # Summed as it lies in memory, words before heads: a sum over (parts, B, H, N, D) would lay out its result anew.
+    grad_key, grad_value = (
+        x[0] if apart == 1 else x.transpose(2, 3).sum(dim=0).transpose(1, 2) for x in (grad_keys, grad_values)
+    )
+    if has_sinks and B and N:
+        for name in ("HAS_KEY_POSITIONS", "key_positions_ptr", "SLICES"):
+            for arguments in (flags, tensors, config):
+                arguments.pop(name, None)
+        with on_device_of(query):
+            _slice_attention_bwd_sink_kernel[(B * key.shape[1], triton.cdiv(N, config["ROWS"]))](
+                grad_key_ptr=grad_key, grad_value_ptr=grad_value, **common, **tensors, **sinks, **flags, **config,
+                **strides("gk", grad_key), **strides("gv", grad_value),
+            )  # fmt: skip
+    of_queries = of_keys = None
+    if call.flags["HAS_QUERY_POSITIONS"]:
+        of_queries = _sum_over_slices(grad_query, L)
+    if call.flags["HAS_KEY_POSITIONS"]:
+        sums = [_sum_over_slices(part, L) for part in grad_keys]
+        if extension:
+            sums = [sums[0][:, L - extension :], *sums[1:]]
+        if len(sums) == 3:
+            sums[2] = sums[2][:, :extension]
+        unused = L + 2 * extension - sum(part.shape[1] for part in sums)
+        of_keys = torch.nn.functional.pad(torch.cat(sums, dim=1), (0, 0, 0, unused))
+    return grad_query, grad_key, grad_value, of_queries, of_keys
+
+
+def _sum_over_slices(grad: torch.Tensor, slice_length: int) -> torch.Tensor:
+    """`(B, heads, N, D)` summed over the batch and over the slices: `(heads, L, D)` in float32."""
+    missing = -grad.shape[2] % slice_length
+    padded = torch.nn.functional.pad(grad, (0, 0, 0, missing)) if missing else grad
+    return padded.unflatten(2, (-1, slice_length)).sum(dim=(0, 2), dtype=torch.float32)

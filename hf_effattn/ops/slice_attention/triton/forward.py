@@ -1,0 +1,261 @@
+"""The kernel of the forward pass of slice attention."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ...shared.triton.chips import on_device_of
+from ...shared.triton.tiles import LOG2_E, LOWEST, load_rows
+from ..batched import empty_outputs
+from .tiles import (
+    NOT_SPECIALIZED,
+    dot_with_positions,
+    load_tokens,
+    load_with_positions,
+    part_range,
+    part_visible,
+    sink_visible,
+    softmax_step,
+    tile_config,
+    tile_rows,
+)
+
+LOWEST_LSE = tl.constexpr(torch.finfo(torch.float32).min)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def _slice_attention_fwd_kernel(
+    query_ptr, key_ptr, value_ptr, mask_ptr, query_positions_ptr, key_positions_ptr, sink_ptr, sink_count_ptr,
+    inverse_size_ptr, seed_ptr, output_ptr, pooled_ptr, lse_ptr,
+    stride_query_b, stride_query_h, stride_query_n, stride_query_d,
+    stride_key_b, stride_key_h, stride_key_n, stride_key_d,
+    stride_value_b, stride_value_h, stride_value_n, stride_value_d,
+    stride_output_b, stride_output_h, stride_output_n, stride_output_d,
+    stride_mask_b, stride_mask_n,
+    H, group, N, L, extension, D, Dv, slices, tiles, tiles_per_slice, last_part, scale_log2, dropout_p,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_QUERY_POSITIONS: tl.constexpr, HAS_KEY_POSITIONS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_DROPOUT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`Y_l` of a tile of rows, its log-sum-exps, and the means of its slices (or this tile's part of one mean)."""
+    i_p = (tl.program_id(0) // tiles).to(tl.int64)
+    i_tile = tl.program_id(0) % tiles
+    i_b, i_h, i_kh = i_p // H, i_p % H, i_p % H // group
+    query_ptr += i_b * stride_query_b + i_h * stride_query_h
+    key_ptr += i_b * stride_key_b + i_kh * stride_key_h
+    value_ptr += i_b * stride_value_b + i_kh * stride_value_h
+    mask_ptr += i_b * stride_mask_b
+    key_positions_ptr += i_kh * (L + 2 * extension) * D
+    window = L + 2 * extension
+    first_slice, o_row, m_row = tile_rows(i_tile, L, N, tiles_per_slice, SLICES, ROWS)
+    m_token = load_tokens(mask_ptr, o_row, m_row, stride_mask_n, HAS_MASK)
+    p_query = query_ptr + o_row.to(tl.int64) * stride_query_n
+    p_place = query_positions_ptr + (i_h * L + o_row % L) * D
+    o_d = tl.arange(0, BLOCK_D)
+    # [ROWS, BLOCK_D]
+    b_query = load_with_positions(p_query, m_token, stride_query_d, p_place, m_token, o_d, D, HAS_QUERY_POSITIONS)
+    b_output = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    b_highest = tl.full([ROWS], LOWEST, tl.float32)
+    b_total = tl.zeros([ROWS], tl.float32)
+    o_n = tl.arange(0, COLUMNS)
+    for part in range(tl.where(extension > 0, -1, 0), last_part + 1):
+        begin, end = part_range(part, first_slice, L, extension, N, SLICES)
+        if CAUSAL:
+            end = tl.minimum(end, tl.max(o_row, 0) + 1)
+        for start in range(begin, end, COLUMNS):
+            o_key = start + o_n
+            m_key = load_tokens(mask_ptr, o_key, o_key < end, stride_mask_n, HAS_MASK)
+            m_visible, o_place = part_visible(o_row, m_token, o_key, m_key, part, L, extension, CAUSAL)
+            m_place = (o_place >= 0) & (o_place < window)
+            p_key = key_ptr + o_key.to(tl.int64) * stride_key_n
+            p_key_place = key_positions_ptr + o_place.to(tl.int64) * D
+            # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+            b_key = load_with_positions(p_key, m_key, stride_key_d, p_key_place, m_place, o_d, D, HAS_KEY_POSITIONS)
+            b_value = load_rows(value_ptr + o_key.to(tl.int64) * stride_value_n, m_key, stride_value_d, Dv, BLOCK_V)
+            b_scores = dot_with_positions(
+                b_query, p_query, m_token, stride_query_d, p_place,
+                b_key, p_key, m_key, stride_key_d, p_key_place, m_place, D,
+                ROWS, COLUMNS, HAS_QUERY_POSITIONS, HAS_KEY_POSITIONS, BY_PARTS, PRECISION,
+            )  # fmt: skip
+            b_output, b_highest, b_total = softmax_step(
+                b_scores, b_value, m_visible, b_output, b_highest, b_total, scale_log2,
+                seed_ptr, i_p * N + o_row, o_place, window + N, dropout_p, HAS_DROPOUT, PRECISION,
+            )  # fmt: skip
+    if HAS_SINKS:
+        count = tl.load(sink_count_ptr + i_b)
+        for start in range(0, count, COLUMNS):
+            m_key = start + o_n < count
+            # [COLUMNS]
+            o_key = tl.load(sink_ptr + i_b * N + start + o_n, mask=m_key, other=0)
+            m_visible = sink_visible(o_row, m_token, o_key, m_key, L, extension, CAUSAL)
+            p_key = key_ptr + o_key * stride_key_n
+            # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+            b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
+            b_value = load_rows(value_ptr + o_key * stride_value_n, m_key, stride_value_d, Dv, BLOCK_V)
+            b_scores = dot_with_positions(
+                b_query, p_query, m_token, stride_query_d, p_place,
+                b_key, p_key, m_key, stride_key_d, p_key, m_key, D,
+                ROWS, COLUMNS, HAS_QUERY_POSITIONS, False, BY_PARTS, PRECISION,
+            )  # fmt: skip
+            b_output, b_highest, b_total = softmax_step(
+                b_scores, b_value, m_visible, b_output, b_highest, b_total, scale_log2,
+                seed_ptr, i_p * N + o_row, window + o_key, window + N, dropout_p, HAS_DROPOUT, PRECISION,
+            )  # fmt: skip
+
+    o_v = tl.arange(0, BLOCK_V)
+    b_output = tl.where(m_token[:, None], b_output / tl.where(b_total > 0.0, b_total, 1.0)[:, None], 0.0)
+    p_output = output_ptr + i_b * stride_output_b + i_h * stride_output_h
+    p_output += o_row.to(tl.int64)[:, None] * stride_output_n + o_v[None, :] * stride_output_d
+    tl.store(p_output, b_output.to(output_ptr.dtype.element_ty), mask=m_row[:, None] & (o_v < Dv)[None, :])
+    b_lse = (b_highest + tl.log2(tl.where(b_total > 0.0, b_total, 1.0))) * LN_2
+    tl.store(lse_ptr + i_p * N + o_row, tl.where(m_token, b_lse, LOWEST_LSE), mask=m_row)
+    for i_s in range(first_slice, tl.minimum(first_slice + SLICES, slices)):
+        b_sum = tl.sum(tl.where((o_row // L == i_s)[:, None], b_output, 0.0), 0)
+        b_mean = b_sum * tl.load(inverse_size_ptr + i_b * slices + i_s)
+        p_mean = pooled_ptr + ((i_p * slices + i_s) * tiles_per_slice + i_tile % tiles_per_slice) * Dv + o_v
+        tl.store(p_mean, b_mean.to(pooled_ptr.dtype.element_ty), mask=o_v < Dv)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What both passes hand to their kernels.
+
+    Args:
+        tensors (`dict[str, Any]`): mask, positions, sinks and sizes of the slices, by the kernels' names for them.
+        numbers (`dict[str, Any]`): lengths, counts and the dropout probability.
+        flags (`dict[str, Any]`): what exists.
+    """
+
+    tensors: dict[str, Any]
+    numbers: dict[str, Any]
+    flags: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        slice_length: int,
+        extension: int,
+        causal: bool,
+        key_mask: torch.Tensor | None,
+        query_positions: torch.Tensor | None,
+        key_positions: torch.Tensor | None,
+        sink_mask: torch.Tensor | None,
+        dropout_p: float,
+        dropout_seed: torch.Tensor | None,
+    ) -> "Call":
+        """Prepares a call; nothing is asked of the host.
+
+        Args:
+            query (`torch.Tensor`): `(B, H, N, D)`.
+            key (`torch.Tensor`): `(B, key heads, N, D)`.
+            slice_length (`int`): `L`.
+            extension (`int`): keys seen on one side.
+            causal (`bool`): whether later keys are hidden.
+            key_mask (`torch.BoolTensor`, *optional*): `(B, N)`.
+            query_positions (`torch.Tensor`, *optional*): `(H, L, D)`.
+            key_positions (`torch.Tensor`, *optional*): `(key heads, αL, D)`.
+            sink_mask (`torch.BoolTensor`, *optional*): `(B, N)`.
+            dropout_p (`float`): dropout on the weights.
+            dropout_seed (`torch.Tensor`, *optional*): its seed.
+        """
+        _, H, N, D = query.shape
+        slices = -(-N // slice_length)
+        sinks = counts = None
+        if sink_mask is not None:
+            sink_mask = sink_mask if key_mask is None else sink_mask & key_mask
+            sinks = (~sink_mask).to(torch.int8).argsort(dim=1, stable=True)
+            counts = sink_mask.sum(dim=1)
+        tensors = {
+            "mask_ptr": query if key_mask is None else key_mask,
+            "query_positions_ptr": query if query_positions is None else query_positions.contiguous(),
+            "key_positions_ptr": query if key_positions is None else key_positions.contiguous(),
+            "sink_ptr": query if sinks is None else sinks,
+            "sink_count_ptr": query if counts is None else counts,
+            "inverse_size_ptr": _inverse_sizes(query, key_mask, slice_length),
+            "seed_ptr": query if dropout_seed is None else dropout_seed.to(query.device, non_blocking=True),
+        }
+        numbers = {
+            "stride_mask_b": 0 if key_mask is None else key_mask.stride(0),
+            "stride_mask_n": 0 if key_mask is None else key_mask.stride(1),
+            "H": H,
+            "group": H // key.shape[1],
+            "N": N,
+            "L": slice_length,
+            "extension": extension,
+            "D": D,
+            "slices": slices,
+            "last_part": 1 if extension and not causal else 0,
+            "dropout_p": dropout_p,
+        }
+        flags = {
+            "CAUSAL": causal,
+            "HAS_MASK": key_mask is not None,
+            "HAS_QUERY_POSITIONS": query_positions is not None,
+            "HAS_KEY_POSITIONS": key_positions is not None,
+            "HAS_SINKS": sinks is not None,
+            "HAS_DROPOUT": dropout_seed is not None,
+        }
+        return cls(tensors, numbers, flags)
+
+    def tiling(self, config: dict[str, Any]) -> dict[str, int]:
+        """Tiles of a head and tiles of a slice, under a choice of block sizes."""
+        length = self.numbers["L"]
+        per_slice = 1 if length <= config["ROWS"] else -(-length // config["ROWS"])
+        return {"tiles": -(-self.numbers["slices"] // config["SLICES"]) * per_slice, "tiles_per_slice": per_slice}
+
+
+def _inverse_sizes(query: torch.Tensor, key_mask: torch.Tensor | None, slice_length: int) -> torch.Tensor:
+    """One over the tokens of each slice `(B, slices)`, 1 for a slice without any."""
+    B, _, N, _ = query.shape
+    slices = -(-N // slice_length)
+    if key_mask is None:
+        first = torch.arange(slices, device=query.device) * slice_length
+        sizes = (N - first).clamp(max=slice_length).expand(B, -1)
+    else:
+        missing = slices * slice_length - N
+        sizes = torch.nn.functional.pad(key_mask, (0, missing)).unflatten(1, (slices, slice_length)).sum(dim=2)
+    return sizes.clamp(min=1).to(torch.float32).reciprocal()
+
+
+def strides(prefix: str, tensor: torch.Tensor) -> dict[str, int]:
+    """The strides of a `(B, heads, N, D)` tensor by the kernels' names for them."""
+    return {f"stride_{prefix}_{dim}": stride for dim, stride in zip("bhnd", tensor.stride(), strict=True)}
+
+
+def forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, call: Call
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output `(B, H, N, Dv)`, means `(B, H, slices, Dv)` and log-sum-exps `(B, H, N)`.
+
+    Args:
+        query (`torch.Tensor`): `(B, H, N, D)`.
+        key (`torch.Tensor`): `(B, key heads, N, D)`.
+        value (`torch.Tensor`): `(B, key heads, N, Dv)`.
+        scale (`float`): factor on the scores.
+        call (`Call`): everything else.
+    """
+    B, H, N, D = query.shape
+    Dv, slices = value.shape[3], call.numbers["slices"]
+    output, _, lse = empty_outputs(query, value, call.numbers["L"])
+    config = tile_config(query, call.numbers["L"], D, Dv)
+    tiling = call.tiling(config)
+    per_slice = tiling["tiles_per_slice"]
+    # A slice of several tiles gets a part of its mean from each.
+    pooled = query.new_empty(B, H, slices, per_slice, Dv, dtype=torch.float32 if per_slice > 1 else query.dtype)
+    if B and N:
+        with on_device_of(query):
+            _slice_attention_fwd_kernel[(B * H * tiling["tiles"],)](
+                query, key, value, output_ptr=output, pooled_ptr=pooled, lse_ptr=lse, Dv=Dv, scale_log2=scale * LOG2_E,
+                **call.tensors, **call.numbers, **call.flags, **tiling, **config,
+                **strides("query", query), **strides("key", key), **strides("value", value),
+                **strides("output", output),
+            )  # fmt: skip
+    pooled = pooled.sum(dim=3).to(query.dtype) if per_slice > 1 else pooled[:, :, :, 0]
+    return output, pooled, lse

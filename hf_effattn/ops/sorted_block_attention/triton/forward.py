@@ -1,0 +1,101 @@
+"""Kernel of the forward pass: a tile of sorted queries over the keys of its windows."""
+
+import triton
+import triton.language as tl
+
+from ...shared.triton.chips import LENGTHS
+from ...shared.triton.dropout import dropout_factor
+from ...shared.triton.tiles import LOWEST, load_rows
+from .windows import load_partners, load_text, meet, products, shared_membership, walk_of_queries
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _sorted_block_attention_fwd_kernel(
+    query_ptr, key_ptr, value_ptr, order_ptr, labels_ptr, membership_ptr, lengths_ptr, words_ptr, seed_ptr,
+    output_ptr, lse_ptr,
+    stride_query_b, stride_query_h, stride_query_n, stride_query_d,
+    stride_key_b, stride_key_h, stride_key_n, stride_key_d,
+    stride_value_b, stride_value_h, stride_value_n, stride_value_d,
+    stride_output_b, stride_output_h, stride_output_n, stride_output_d,
+    stride_membership_b, stride_membership_n, stride_membership_c,
+    H, group, N, D, Dv, clusters, tiles, window, scale_log2, dropout_p,
+    CAUSAL: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_MEMBERSHIP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """`O_i = Σ_j softmax_j(scale · Q_i K_j + log(P_i · P_j + 1e-4)) V_j` over the window of `i`; its log-sum-exp.
+
+    Source: Wang 2022, Eq. 8 to 10, without sorted copies of the words.
+    """
+    i_p = (tl.program_id(0) // tiles).to(tl.int64)
+    first = tl.program_id(0) % tiles * ROWS
+    i_b, i_h = i_p // H, i_p % H
+    w, n, used, seen = load_text(lengths_ptr, words_ptr, i_b, window)
+    reach = (tl.minimum(window, used + 1) - 1) * w
+    order_ptr += i_b * N
+    if HAS_LABELS:
+        labels_ptr += i_b * N
+    if HAS_MEMBERSHIP:
+        membership_ptr += i_b * stride_membership_b
+    query_ptr += i_b * stride_query_b + i_h * stride_query_h
+    key_ptr += i_b * stride_key_b + i_h // group * stride_key_h
+    value_ptr += i_b * stride_value_b + i_h // group * stride_value_h
+
+    o_q = first + tl.arange(0, ROWS)
+    begin, end = walk_of_queries(first, w, n, seen, ROWS)
+    rank_q, block_q, index_q, label_q, m_q = load_partners(order_ptr, labels_ptr, o_q, n, w, n, used, HAS_LABELS)
+    p_query = query_ptr + index_q.to(tl.int64) * stride_query_n
+    if not BY_PARTS:
+        # [ROWS, BLOCK_D]
+        b_query = load_rows(p_query, m_q, stride_query_d, D, BLOCK_D)
+    b_output = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    b_highest = tl.full([ROWS], LOWEST, tl.float32)
+    b_total = tl.zeros([ROWS], tl.float32)
+
+    for start in range(begin, end, COLUMNS):
+        o_k = start + tl.arange(0, COLUMNS)
+        rank_k, block_k, index_k, label_k, m_k = load_partners(order_ptr, labels_ptr, o_k, end, w, n, used, HAS_LABELS)
+        p_key = key_ptr + index_k.to(tl.int64) * stride_key_n
+        if BY_PARTS:
+            b_scores = products(
+                p_query, m_q, stride_query_d, p_key, m_k, stride_key_d, D, ROWS, COLUMNS, BLOCK_D, True, PRECISION
+            )
+        else:
+            # [COLUMNS, BLOCK_D]
+            b_key = load_rows(p_key, m_k, stride_key_d, D, BLOCK_D)
+            b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)
+        b_scores *= scale_log2
+        if HAS_MEMBERSHIP:
+            b_shared = shared_membership(
+                membership_ptr, index_q, m_q, index_k, m_k, stride_membership_n, stride_membership_c, clusters,
+                ROWS, COLUMNS, PRECISION,
+            )  # fmt: skip
+            b_scores += tl.log2(b_shared)
+        visible = meet(
+            rank_q[:, None], block_q[:, None], index_q[:, None], label_q[:, None], m_q[:, None],
+            rank_k[None, :], block_k[None, :], index_k[None, :], label_k[None, :], m_k[None, :],
+            seen, reach, CAUSAL, HAS_LABELS,
+        )  # fmt: skip
+        b_scores = tl.where(visible, b_scores, float("-inf"))
+        b_higher = tl.maximum(b_highest, tl.max(b_scores, 1))
+        b_weights = tl.exp2(b_scores - b_higher[:, None])
+        b_kept = tl.exp2(b_highest - b_higher)
+        b_total = b_total * b_kept + tl.sum(b_weights, 1)
+        if HAS_DROPOUT:
+            b_weights *= dropout_factor(seed_ptr, i_p * N + rank_q, rank_k, N, dropout_p, KINDS, KIND)
+        # [COLUMNS, BLOCK_V]
+        b_value = load_rows(value_ptr + index_k.to(tl.int64) * stride_value_n, m_k, stride_value_d, Dv, BLOCK_V)
+        b_output = b_output * b_kept[:, None]
+        b_output += tl.dot(b_weights.to(b_value.dtype), b_value, input_precision=PRECISION)
+        b_highest = b_higher
+
+    b_divisor = tl.where(b_total > 0, b_total, 1.0)
+    b_output = b_output / b_divisor[:, None]
+    # Masked words come last in the order: they get 0 here.
+    m_row = o_q < N
+    b_row = tl.load(order_ptr + o_q, mask=m_row, other=0).to(tl.int64)
+    o_v = tl.arange(0, BLOCK_V)
+    p_output = output_ptr + i_b * stride_output_b + i_h * stride_output_h
+    p_output += b_row[:, None] * stride_output_n + o_v[None, :] * stride_output_d
+    tl.store(p_output, b_output.to(output_ptr.dtype.element_ty), mask=m_row[:, None] & (o_v < Dv)[None, :])
+    tl.store(lse_ptr + i_p * N + o_q, b_highest + tl.log2(b_divisor), mask=m_row)

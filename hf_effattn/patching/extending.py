@@ -1,0 +1,180 @@
+"""Learned absolute positions: how long an input they reach, and `extend_positions` to let them reach further."""
+
+import operator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .methods.base import RECORD
+from .methods.cst.positions import NAME, SlicePositions, held_by
+from .model_types import MODEL_TYPES, LearnedPositions
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def longest_input(model: PreTrainedModel | PreTrainedConfig) -> int | None:
+    """How many tokens the learned absolute positions of a model reach; None where it has none that are known.
+
+    RoBERTa's `max_position_embeddings` also counts the rows up to its padding's, which no token gets.
+
+    Args:
+        model (`PreTrainedModel` or `PreTrainedConfig`): with or without a head; or its config alone.
+    """
+    config: Any = model if isinstance(model, PreTrainedConfig) else model.config
+    entry = MODEL_TYPES.get(getattr(config, "model_type", ""))
+    if entry is None or entry.positions is None:
+        return None
+    if model is config:
+        return int(config.max_position_embeddings) - _reserved(entry.positions, config.pad_token_id)
+    table = getattr(model.base_model.get_submodule(entry.positions.embeddings), entry.positions.table)
+    return int(table.num_embeddings) - _reserved(entry.positions, table.padding_idx)
+
+
+def _reserved(positions: LearnedPositions, padding: int | None) -> int:
+    """Rows of the table before the first token's."""
+    return padding + 1 if positions.reserved_by_padding and padding is not None else 0
+
+
+def extend_positions(model: Model, max_length: int) -> Model:
+    """Let a model with learned absolute positions take longer inputs, by repeating its pretrained positions, in place.
+
+    Token `i` beyond the pretrained length gets the position of token `i % length`. Inputs within that length give what
+    they gave before. The positions of slices of a model converted to `"cst"` are repeated likewise.
+    `config.max_position_embeddings` follows, so a saved model loads again with plain `from_pretrained`. The repeated
+    positions were never trained at these distances: fine-tune, or check the result. Call it before an optimizer is
+    made, and set `tokenizer.model_max_length` to the new length yourself.
+
+    Args:
+        model (`PreTrainedModel`): BERT, ELECTRA, DistilBERT, ALBERT, RoBERTa, XLM-R, CamemBERT or GPT-2, with or
+            without a head.
+        max_length (`int`): the number of tokens, special ones included, that the model shall take.
+
+    Returns:
+        The same `model`.
+
+    Raises:
+        ValueError: a length below the present one, a model without learned absolute positions, a table of positions
+            or of slices that is quantised, sharded, wrapped or offloaded. The model is then unchanged.
+        TypeError: something that is not a transformers model, a `max_length` that is not an int.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
+    length = _checked_length(max_length)
+    positions = _learned_positions(model)
+    module = model.base_model.get_submodule(positions.embeddings)
+    table = _plain_table(module, positions, model)
+    reserved = _reserved(positions, table.padding_idx)
+    present = table.num_embeddings - reserved
+    if length < present:
+        raise ValueError(
+            f"{type(model).__name__} takes {present} tokens already, so max_length must be at least {present}, got "
+            f"{length}; to shorten inputs set the tokenizer's model_max_length or truncate instead"
+        )
+    if length == present:
+        return model
+    slices = _slice_tables(model)
+    _grow(table, reserved, length, sinusoidal=getattr(model.config, "sinusoidal_pos_embds", False))
+    for name in positions.buffers:
+        _grow_buffer(module, name, reserved + length)
+    if slices is not None:
+        _grow_slices(slices, _slice_length(model), present, reserved + length)
+    model.config.max_position_embeddings = reserved + length
+    return model
+
+
+def _checked_length(max_length: Any) -> int:
+    if isinstance(max_length, bool) or not hasattr(max_length, "__index__"):
+        raise TypeError(f"max_length must be an int, the number of tokens the model shall take; got {max_length!r}")
+    return operator.index(max_length)
+
+
+def _learned_positions(model: PreTrainedModel) -> LearnedPositions:
+    model_type = getattr(model.config, "model_type", "unknown")
+    entry = MODEL_TYPES.get(model_type)
+    if entry is not None and entry.positions is not None:
+        return entry.positions
+    extendable = ", ".join(name for name, served in MODEL_TYPES.items() if served.positions is not None)
+    reason = entry.no_positions if entry is not None else "hf_effattn does not know where its positions are"
+    raise ValueError(
+        f'{type(model).__name__} (model type "{model_type}") has no learned positions to extend: {reason}. '
+        f"extend_positions serves {extendable}"
+    )
+
+
+def _plain_table(module: nn.Module, positions: LearnedPositions, model: PreTrainedModel) -> nn.Embedding:
+    table = getattr(module, positions.table)
+    if table.weight.is_meta and hasattr(table, "_hf_hook"):
+        raise ValueError(
+            f"the positions of {type(model).__name__} are offloaded: load it without device_map, extend its "
+            "positions, save it, and load what is saved with device_map"
+        )
+    # A subclass (quantised, adapter) or a weight of another shape (sharded) stores its rows in a way of its own.
+    plain = type(table) is nn.Embedding and table.weight.is_floating_point()
+    if not plain or tuple(table.weight.shape) != (table.num_embeddings, table.embedding_dim):
+        raise ValueError(
+            f"the positions of {type(model).__name__} are a {type(table).__name__} of dtype {table.weight.dtype} and "
+            f"shape {tuple(table.weight.shape)}, not a plain nn.Embedding (quantised, sharded or wrapped?); extend "
+            "the positions of the plain model first, then quantise, shard or wrap it"
+        )
+    return table
+
+
+# Tensors made in inference mode could never be trained.
+@torch.inference_mode(False)
+@torch.no_grad()
+def _grow(table: nn.Embedding, reserved: int, length: int, *, sinusoidal: bool) -> None:
+    """Repeat the rows after the reserved ones until there are `length`; continue the formula of sinusoidal rows."""
+    weight = table.weight
+    pretrained = weight[reserved:]
+    rows = pretrained[torch.arange(length, device=weight.device) % len(pretrained)]
+    if sinusoidal and not weight.is_meta:
+        formula = _sinusoids(length, weight.shape[1]).to(weight)
+        # A table that was trained on is no longer the formula's, and its own rows are the better continuation.
+        if torch.allclose(formula[: len(pretrained)], pretrained, atol=1e-2):
+            rows = torch.cat([pretrained, formula[len(pretrained) :]])
+    table.weight = nn.Parameter(torch.cat([weight[:reserved], rows]), requires_grad=weight.requires_grad)
+    table.num_embeddings = reserved + length
+
+
+def _slice_tables(model: PreTrainedModel) -> SlicePositions | None:
+    tables = held_by(model)
+    if tables is not None and not isinstance(tables, SlicePositions):
+        raise ValueError(
+            f"the {NAME} of {type(model).__name__} are inside a {type(tables).__name__}; extend the positions of the "
+            "plain model first, then wrap it"
+        )
+    return tables
+
+
+def _slice_length(model: PreTrainedModel) -> int:
+    patches = (vars(module).get(RECORD) for module in model.modules())
+    return next(patch.settings.slice_length for patch in patches if patch is not None and patch.settings is not None)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _grow_slices(tables: SlicePositions, slice_length: int, present: int, rows: int) -> None:
+    """Repeat the positions of the slices that the present length fills, up to what a table of `rows` tokens needs."""
+    weight = tables.slice_positions
+    filled = -(-present // slice_length)
+    grown = weight[torch.arange(-(-rows // slice_length), device=weight.device) % filled]
+    tables.slice_positions = nn.Parameter(grown, requires_grad=weight.requires_grad)
+
+
+def _sinusoids(length: int, width: int) -> torch.Tensor:
+    """Sines in the even columns, cosines in the odd, `(length, width)` (Source: Vaswani 2017, section 3.5)."""
+    column = torch.arange(width, dtype=torch.float64)
+    angles = torch.arange(length, dtype=torch.float64)[:, None] / 10000 ** (2 * (column // 2) / width)
+    return torch.where(column % 2 == 0, angles.sin(), angles.cos())
+
+
+@torch.inference_mode(False)
+def _grow_buffer(module: nn.Module, name: str, columns: int) -> None:
+    """A buffer `(1, rows)` of the position table at its new length: indices count on, token types stay 0."""
+    buffer = getattr(module, name, None)
+    if not isinstance(buffer, torch.Tensor):
+        return
+    values = torch.arange(columns) if name == "position_ids" else torch.zeros(columns)
+    setattr(module, name, values.to(buffer)[None].contiguous())

@@ -1,0 +1,309 @@
+"""The settings of clustered, improved clustered and bi-clustered attention.
+
+Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of query and key, `Dv` of value.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ...ops import (
+    bi_clustered_attention,
+    causal_clustered_attention,
+    cluster_queries,
+    clustered_attention,
+    improved_clustered_attention,
+)
+from ...ops.causal_clustered_attention import DEFAULT_KEYS_PER_CLUSTER, DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW
+from ...ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS, LARGEST_SEED
+from ..model_types import model_type_of
+from .base import MethodSettings
+
+CLUSTERINGS = ("kmeans", "lsh")
+METRICS = ("keys", "queries")
+CAUSAL = ("strict", "prefill")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusteredSettings(MethodSettings):
+    """Clustered attention: a query gets the attention of its cluster's centroid (Source: Vyas 2020).
+
+    Args:
+        clusters (`int`): clusters of queries per head; more are more exact and slower.
+        clustering (`str`): `"kmeans"` (smaller error for the same time) or `"lsh"` (the paper's).
+        metric (`str`): what K-means calls alike: `"keys"`, queries with like scores against the keys of the input, or
+            `"queries"`, queries near to each other. Without meaning for `"lsh"`.
+        iterations (`int`): rounds of Lloyd's algorithm.
+        bits (`int`): length of the code of `"lsh"`.
+        fit_queries (`int`): queries per head that the clusters are fitted on, before all are assigned.
+        seed (`int`): of the clustering; the same seed gives the same clusters.
+        check_finite (`bool`): raise at the first attention whose queries are not finite, instead of going on.
+        causal (`str`): in models that mask the future (which always cluster by K-means in the keys' metric):
+            `"strict"`, clusters of past queries only, so that no token changes what comes before it; or `"prefill"`,
+            clusters of all queries of a prompt, faster, for generation only: the model's outputs before the last
+            token must not be read then (set `use_cache=False` to measure a loss), and training refuses it. Where a
+            forward asks for more of them by `logits_to_keep`, as assisted generation does, a model that
+            `patch_attention` or `hf_effattn.from_pretrained` gave runs `"strict"`.
+        segment_length (`int`): tokens of a segment in models that mask the future.
+        window (`int`): keys before the segment that those attend to exactly.
+    """
+
+    method: ClassVar[str] = "clustered"
+    summary: ClassVar[str] = "every query gets the attention of the mean query of its cluster"
+    price: ClassVar[tuple[str, ...]] = ("clusters",)
+    purpose: ClassVar[dict[str, str]] = {
+        **MethodSettings.purpose,
+        "clusters": "the number of query clusters per head; more are more exact and slower",
+        "clustering": "how queries are put into clusters, kmeans or lsh",
+        "metric": "what K-means calls alike: keys, queries with like scores against the keys; queries, those near",
+        "iterations": "the rounds of Lloyd's algorithm",
+        "bits": 'the length of the code of clustering="lsh"',
+        "fit_queries": "the queries per head that clusters are fitted on; more are slower on long inputs",
+        "seed": "the same seed gives the same clusters",
+        "check_finite": "whether to raise where queries are not finite",
+        "causal": "in causal models, clusters of past queries only, strict, or of all queries of a prompt, prefill",
+        "segment_length": "in causal models, the tokens of a segment, which attends to itself exactly",
+        "window": "in causal models, the keys before a segment that it attends to exactly",
+    }
+
+    clusters: int = 100
+    clustering: str = "kmeans"
+    metric: str = "keys"
+    iterations: int = DEFAULT_ITERATIONS
+    bits: int = DEFAULT_BITS
+    fit_queries: int = DEFAULT_FIT_QUERIES
+    seed: int = 0
+    check_finite: bool = False
+    causal: str = "strict"
+    segment_length: int = DEFAULT_SEGMENT_LENGTH
+    window: int = DEFAULT_WINDOW
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_int("window", minimum=0)
+        self._check_choice("causal", CAUSAL)
+        for name in ("clusters", "bits", "fit_queries", "segment_length"):
+            self._check_int(name, minimum=1)
+        self._check_int("iterations", minimum=0)
+        self._check_int("seed", minimum=0, maximum=LARGEST_SEED)
+        self._check_choice("clustering", CLUSTERINGS)
+        self._check_choice("metric", METRICS)
+        if not isinstance(self.check_finite, bool):
+            raise TypeError(f"check_finite must be True or False, got {self.check_finite!r}")
+
+    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
+        all_local = causal and query_length <= self.window + self.segment_length
+        return (
+            all_local
+            or self.clusters >= query_length
+            or super().is_exact(query_length, key_length, device_type, causal=causal)
+        )
+
+    @property
+    def op(self) -> Callable[..., torch.Tensor]:
+        """The op that attends once every query has its label."""
+        return clustered_attention
+
+    def group(self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        in_metric_of_keys = self.clustering == "kmeans" and self.metric == "keys"
+        labels = cluster_queries(
+            query,
+            self.clusters,
+            method=self.clustering,
+            key=key if in_metric_of_keys else None,
+            key_mask=key_mask if in_metric_of_keys else None,
+            iterations=self.iterations,
+            bits=self.bits,
+            fit_queries=self.fit_queries,
+            query_mask=key_mask,
+            seed=self.seed,
+            check_finite=self.check_finite,
+        )
+        return (labels,)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        groups: tuple[torch.Tensor, ...],
+        *,
+        key_mask: torch.Tensor | None,
+        scale: float | None,
+        dropout_p: float,
+        module: nn.Module | None = None,
+    ) -> torch.Tensor:
+        return self.op(
+            query,
+            key,
+            value,
+            *groups,
+            clusters=self.clusters,
+            key_mask=key_mask,
+            query_mask=key_mask,
+            scale=scale,
+            dropout_p=dropout_p,
+        )
+
+    def check_causal(self, module: nn.Module | None) -> None:
+        """Raise where the settings ask for something that the causal form of an attention module has not."""
+        entry = None if module is None else model_type_of(module)
+        if self.clusters_prompts and entry is not None and not entry.says_use_cache:
+            raise ValueError(
+                f'causal="prefill" is for prompts, and {type(module).__name__} is not told by transformers whether it '
+                'attends to one (use_cache); leave it out, for causal="strict"'
+            )
+        if self.clustering != "kmeans" or self.metric != "keys":
+            raise ValueError(
+                f'causal attention clusters by clustering="kmeans" with metric="keys" only, got {self.clustering!r} '
+                f"with {self.metric!r}; leave both out"
+            )
+
+    @property
+    def causal_options(self) -> dict[str, Any]:
+        """What this method tells the causal op beyond what all methods do."""
+        return {}
+
+    @property
+    def clusters_prompts(self) -> bool:
+        return self.causal == "prefill"
+
+    def attend_causal(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        key_mask: torch.Tensor | None,
+        scale: float | None,
+        dropout_p: float = 0.0,
+        prompt: bool = False,
+        training: bool = False,
+        module: nn.Module | None = None,
+    ) -> torch.Tensor:
+        if training and self.clusters_prompts:
+            raise ValueError(
+                'causal="prefill" puts later queries into the clusters that earlier tokens read, so training would '
+                'learn from the future; patch the model with causal="strict" to train it'
+            )
+        self.check_causal(module)
+        if self.check_finite and not query.isfinite().all():
+            raise ValueError("query has values that are not finite: look for an overflow or a bad weight before it")
+        return causal_clustered_attention(
+            query,
+            key,
+            value,
+            method=self.method,
+            clusters=self.clusters,
+            **self.causal_options,
+            segment_length=self.segment_length,
+            window=self.window,
+            iterations=self.iterations,
+            fit_queries=self.fit_queries,
+            seed=self.seed,
+            prefill=self.clusters_prompts and prompt,
+            key_mask=key_mask,
+            scale=scale,
+            dropout_p=dropout_p,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImprovedClusteredSettings(ClusteredSettings):
+    """Improved clustered attention: as clustered, with the centroid's top keys recomputed for every query.
+
+    Source: Vyas 2020, improved clustered.
+
+    Args:
+        topk (`int`): keys recomputed exactly per cluster; more are more exact and slower.
+    """
+
+    method: ClassVar[str] = "i-clustered"
+    summary: ClassVar[str] = (
+        "every query gets the attention of its cluster's mean query, the keys that weigh most there recomputed for it"
+    )
+    price: ClassVar[tuple[str, ...]] = ("clusters", "topk")
+    purpose: ClassVar[dict[str, str]] = {
+        **ClusteredSettings.purpose,
+        "topk": "the number of keys per cluster whose weights are recomputed for every query",
+    }
+
+    topk: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_int("topk", minimum=1)
+
+    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
+        return self.topk >= key_length or super().is_exact(query_length, key_length, device_type, causal=causal)
+
+    @property
+    def op(self) -> Callable[..., torch.Tensor]:
+        return partial(improved_clustered_attention, topk=self.topk)
+
+    @property
+    def causal_options(self) -> dict[str, Any]:
+        return {"topk": self.topk}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiClusteredSettings(ImprovedClusteredSettings):
+    """Bi-clustered attention: the top keys of the query's cluster exactly, all others through clusters of keys.
+
+    Ours, beyond Vyas 2020; see `hf_effattn.ops.bi_clustered_attention`.
+
+    Args:
+        topk (`int`): keys attended to exactly per query cluster; more are more exact and slower.
+        key_clusters (`int`): clusters of keys per head, by K-means on the keys; more are more exact and slower. In
+            models that mask the future: the most of one block of older keys, whose lengths are powers of two.
+        keys_per_cluster (`int`): mean size of the key clusters of short blocks in models that mask the future.
+    """
+
+    method: ClassVar[str] = "bi-clustered"
+    summary: ClassVar[str] = (
+        "the most attended keys of each cluster exactly for every query, all other keys through clusters of keys"
+    )
+    price: ClassVar[tuple[str, ...]] = ("clusters", "topk", "key_clusters")
+    purpose: ClassVar[dict[str, str]] = {
+        **ImprovedClusteredSettings.purpose,
+        "topk": "the number of keys per cluster that its queries attend to exactly",
+        "key_clusters": "the number of key clusters per head that stand for all other keys",
+        "keys_per_cluster": "in causal models, the mean size of the key clusters of short blocks",
+    }
+
+    # By error against time on real queries and keys: a second 32 keys save more error than twice the key clusters.
+    topk: int = 64
+    key_clusters: int = 100
+    keys_per_cluster: int = DEFAULT_KEYS_PER_CLUSTER
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_int("key_clusters", minimum=1)
+        self._check_int("keys_per_cluster", minimum=1)
+
+    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
+        own_clusters = not causal and self.key_clusters >= key_length
+        return own_clusters or super().is_exact(query_length, key_length, device_type, causal=causal)
+
+    @property
+    def op(self) -> Callable[..., torch.Tensor]:
+        return partial(bi_clustered_attention, topk=self.topk, key_clusters=self.key_clusters)
+
+    @property
+    def causal_options(self) -> dict[str, Any]:
+        return {"topk": self.topk, "key_clusters": self.key_clusters, "keys_per_cluster": self.keys_per_cluster}
+
+    def group(self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        key_labels = cluster_queries(
+            key,
+            self.key_clusters,
+            iterations=self.iterations,
+            fit_queries=self.fit_queries,
+            query_mask=key_mask,
+            seed=self.seed,
+        )
+        return (*super().group(query, key, key_mask), key_labels)

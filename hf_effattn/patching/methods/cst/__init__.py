@@ -1,0 +1,243 @@
+"""Conversion of a pretrained model to the attention of the Composite Slice Transformer, as a method of patching.
+
+Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of query and key, `Dv` of value.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ....ops.slice_attention import extension_tokens
+from ...extending import longest_input
+from ...model_types import Encoder
+from ..base import RECORD, MethodOverCache, MethodSettings, ModulePatch
+from .attention import (
+    NO_TERMS,
+    Projected,
+    Terms,
+    merged_attention,
+    merged_over_cache,
+    summed_attention,
+    take_rows,
+    tokens_first,
+)
+from .positions import PROJECTIONS, SlicePositions, held_by, positions_for, project
+
+COMPOSITIONS = ("merged", "local-global")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceSettings(MethodOverCache):
+    """Composite slice attention: a slice's own tokens exactly, the rest of the input by its slices (Lee 2023).
+
+    A conversion: it adds trainable position embeddings, which begin at 0, and is meant to be fine-tuned.
+
+    Args:
+        slice_length (`int`): tokens of a slice.
+        extension_ratio (`float`): reach of a slice's keys in slice lengths, from 1 (no neighbours) to 3 (both whole;
+            of models that mask the future, the one before).
+        composition (`str`): `"merged"`: one softmax over the slice's tokens and the means of all other slices, which
+            stays close to the pretrained attention; or `"local-global"`: the paper's sum of two attentions, which
+            keeps little of it and has to be trained at length.
+        sinks (`bool`, *optional*): whether every slice sees the first and, unless the future is masked, the last
+            token of the text ([CLS], [SEP]). Default: in the merged composition.
+        min_length (`int`): inputs shorter than this many tokens, padding included, run exact attention. Default: none,
+            since a converted model is trained for what it runs. Over a static cache a compiled step counts its size.
+    """
+
+    method: ClassVar[str] = "cst"
+    summary: ClassVar[str] = "the tokens of a slice attend to each other exactly, and to other slices by their means"
+    needs_fine_tuning: ClassVar[bool] = True
+    purpose: ClassVar[dict[str, str]] = {
+        "min_length": "inputs with fewer tokens run exact attention",
+        "slice_length": "the tokens of a slice; more are more exact and slower",
+        "extension_ratio": "the reach of a slice's keys, from 1 for no neighbour to 3 for both",
+        "composition": "how the attention in slices and among them are put together, merged or local-global",
+        "sinks": "whether every slice sees the first and the last token of the text; None: in the merged composition",
+    }
+
+    slice_length: int = 16
+    extension_ratio: float = 1.0
+    composition: str = "merged"
+    sinks: bool | None = None
+    min_length: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_int("min_length", minimum=0)
+        self._check_int("slice_length", minimum=1)
+        extension_tokens(self.slice_length, self.extension_ratio)
+        self._check_choice("composition", COMPOSITIONS)
+        if self.sinks is not None and not isinstance(self.sinks, bool):
+            raise TypeError(f"sinks must be True, False or None, got {self.sinks!r}: {self.purpose['sinks']}")
+        object.__setattr__(self, "extension_ratio", float(self.extension_ratio))
+        if self.sinks is None:
+            object.__setattr__(self, "sinks", self.composition == "merged")
+
+    def shortest_length(self, device_type: str, *, causal: bool = False) -> int:
+        return self.min_length
+
+    def check_encoder(self, encoder: Encoder) -> None:
+        """Raise where a model's projections are not known, or where it takes no input of more than one slice."""
+        config: Any = encoder.model.config
+        name = type(encoder.model).__name__
+        if config.model_type not in PROJECTIONS:
+            raise ValueError(
+                f'"{self.method}" does not know where {name} (model type "{config.model_type}") projects its queries '
+                f"and keys, which its position embeddings go through; it converts {', '.join(PROJECTIONS)}"
+            )
+        longest = longest_input(config)
+        if longest is not None and self.slice_length >= longest:
+            raise ValueError(
+                f"slice_length is {self.slice_length}, but {name} takes {longest} tokens at most, so no input would "
+                "have two slices; choose fewer, or call hf_effattn.extend_positions first"
+            )
+
+    def added_to(self, encoder: Encoder) -> SlicePositions:
+        """The position tables: those that the encoder holds, where they are of the right sizes, or new ones."""
+        extension = extension_tokens(self.slice_length, self.extension_ratio)
+        return positions_for(encoder, self.slice_length + 2 * extension, self.slice_length)
+
+    def check_weights(self) -> None:
+        if self.composition != "merged":
+            raise ValueError(
+                f'composition="{self.composition}" projects what the slices attended to once more, by the layer\'s '
+                "own weights: it is no matrix of weights on the tokens' values, and none can be shown"
+            )
+
+    def group(self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        return ()
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        groups: tuple[torch.Tensor, ...],
+        *,
+        key_mask: torch.Tensor | None,
+        scale: float | None,
+        dropout_p: float,
+        module: nn.Module | None = None,
+    ) -> torch.Tensor:
+        return self._attend(query, key, value, key_mask, scale, dropout_p, module, causal=False)
+
+    def attend_causal(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        key_mask: torch.Tensor | None,
+        scale: float | None,
+        dropout_p: float = 0.0,
+        prompt: bool = False,
+        training: bool = False,
+        module: nn.Module | None = None,
+    ) -> torch.Tensor:
+        return self._attend(query, key, value, key_mask, scale, dropout_p, module, causal=True)
+
+    def attend_over_cache(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        mask: torch.Tensor | None,
+        scale: float | None,
+        module: nn.Module | None = None,
+    ) -> torch.Tensor:
+        if self.composition != "merged":
+            raise ValueError(
+                f'composition="{self.composition}" needs the queries of earlier tokens too, which a cache of keys and '
+                "values does not hold: generate with use_cache=False"
+            )
+        visible = None if mask is None else mask[:, 0].expand(query.shape[0], -1, -1)
+        local_terms, slice_terms = self._terms(query, key, module, fill=True)
+        return merged_over_cache(
+            query,
+            key,
+            value,
+            visible,
+            slice_length=self.slice_length,
+            extension_ratio=self.extension_ratio,
+            sinks=bool(self.sinks),
+            scale=scale,
+            local_terms=local_terms,
+            slice_terms=slice_terms,
+        )
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float | None,
+        dropout_p: float,
+        module: nn.Module | None,
+        *,
+        causal: bool,
+    ) -> torch.Tensor:
+        """Slices are counted from each text's first token, wherever its padding is."""
+        order = None if mask is None else tokens_first(mask)
+        if order is not None and mask is not None:
+            query, key, value = (take_rows(rows, order) for rows in (query, key, value))
+            mask = mask.gather(1, order)
+        local_terms, slice_terms = self._terms(query, key, module)
+        options: dict[str, Any] = {
+            "slice_length": self.slice_length,
+            "extension_ratio": self.extension_ratio,
+            "causal": causal,
+            "sinks": bool(self.sinks),
+            "key_mask": mask,
+            "scale": scale,
+            "dropout_p": dropout_p,
+            "local_terms": local_terms,
+            "slice_terms": slice_terms,
+        }
+        if self.composition == "merged":
+            output = merged_attention(query, key, value, **options)
+        elif module is None:
+            raise ValueError(
+                f'composition="{self.composition}" needs the attention module, by whose weights it projects'
+            )
+        else:
+            output = self._summed(query, key, value, module, options)
+        return output if order is None else take_rows(output, order.argsort(dim=1))
+
+    def _summed(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        module: nn.Module,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        def again(slices: torch.Tensor) -> Projected:
+            heads = query.shape[1:2] + query.shape[3:]
+            queries, keys, values = (
+                rows.to(query.dtype).unflatten(-1, heads).transpose(1, 2)
+                for rows in project(module, slices, bias=True)
+            )
+            return queries, keys, values
+
+        return summed_attention(query, key, value, again, **options)
+
+    def _terms(
+        self, query: torch.Tensor, key: torch.Tensor, module: nn.Module | None, *, fill: bool = False
+    ) -> tuple[Terms, Terms]:
+        patch: ModulePatch | None = getattr(module, RECORD, None)
+        # A module that is not converted, or with other slices, as a report compares them, has no positions for these.
+        if module is None or patch is None or patch.owner is None or not self._same_slices(patch.settings):
+            return NO_TERMS, NO_TERMS
+        positions = held_by(patch.owner)
+        if positions is None:
+            return NO_TERMS, NO_TERMS
+        return positions.terms(module, query, self.slice_length, -(-key.shape[2] // self.slice_length), fill=fill)
+
+    def _same_slices(self, other: MethodSettings | None) -> bool:
+        slices = self.slice_length, self.extension_ratio
+        return isinstance(other, SliceSettings) and (other.slice_length, other.extension_ratio) == slices

@@ -1,0 +1,340 @@
+"""Attention of a converted model: slices of a pretrained layer's own queries, keys and values.
+
+Sizes: `B` batch, `H` heads, `N` length, `D` head_dim, `L` slice length, `S` slices.
+
+The paper's sum of local and global attention (Lee 2023, Eq. 10) doubles the output of a layer that was trained with
+exact attention, and takes the values through their projection twice. The merged form here approximates the one
+softmax that the layer was trained with: tokens of the slice one by one, every other slice by the means of its keys and
+values (and, unless causal, of its queries), weighted by the number of its tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ....ops import slice_attention
+from ....ops.shared.precision import accumulation_dtype
+from ....ops.slice_attention import extension_tokens
+
+Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Terms = tuple[torch.Tensor | None, torch.Tensor | None]
+NO_TERMS: Terms = (None, None)
+
+
+def first_and_last_tokens(key_mask: torch.Tensor | None, query: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """The sequence's first and, unless causal, last token, `(B, N)`: [CLS] and [SEP], which draw attention everywhere.
+
+    Args:
+        key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = token.
+        query (`torch.Tensor`): `(B, H, N, D)`.
+        causal (`bool`): whether the last token must stay hidden.
+    """
+    if key_mask is None:
+        key_mask = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
+    rank = key_mask.cumsum(dim=1)
+    ends = rank == 1
+    if not causal:
+        ends = ends | (rank == rank[:, -1:])
+    return ends & key_mask
+
+
+def slice_means(rows: torch.Tensor, key_mask: torch.Tensor | None, slice_length: int) -> torch.Tensor:
+    """Masked mean of each slice, `(B, heads, S, D)`; 0 for a slice without a token.
+
+    Args:
+        rows (`torch.Tensor`): `(B, heads, N, D)`.
+        key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = token.
+        slice_length (`int`): `L`.
+    """
+    if key_mask is not None:
+        rows = rows.masked_fill(~key_mask[:, None, :, None], 0.0)
+    sums = F.pad(rows, (0, 0, 0, -rows.shape[2] % slice_length)).unflatten(2, (-1, slice_length)).sum(dim=3)
+    return sums / slice_sizes(rows, key_mask, slice_length).clamp(min=1)[:, None, :, None]
+
+
+def slice_sizes(rows: torch.Tensor, key_mask: torch.Tensor | None, slice_length: int) -> torch.Tensor:
+    """Tokens of each slice, `(B or 1, S)`, in the dtype of the rows.
+
+    Args:
+        rows (`torch.Tensor`): `(B, heads, N, D)`.
+        key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = token.
+        slice_length (`int`): `L`.
+    """
+    N = rows.shape[2]
+    mask = rows.new_ones(1, N) if key_mask is None else key_mask.to(rows.dtype)
+    return F.pad(mask, (0, -N % slice_length)).unflatten(1, (-1, slice_length)).sum(dim=2)
+
+
+def merged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    slice_length: int,
+    extension_ratio: float = 1,
+    causal: bool = False,
+    sinks: bool = True,
+    key_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    local_terms: Terms = NO_TERMS,
+    slice_terms: Terms = NO_TERMS,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """One softmax over the tokens of the extended slice and the means of all other slices.
+
+    `Y_i = (1 − w_i) Y_l,i + w_i Y_g,s` for a token `i` of slice `s`, with `w_i = sigmoid(lse_g,s − lse_l,i)`. The
+    global scores are `scale · q̄_s · k̄_t + log n_t`, `n_t` the tokens of slice `t`, over the slices that no token of
+    `s` sees whole. Causal: only slices before, and the token's own query in place of the mean, of which later tokens
+    are a part: then the keys and values of earlier tokens are all that a next one needs, see `merged_over_cache`.
+
+    Args:
+        query (`torch.Tensor`): `(B, H, N, D)`.
+        key (`torch.Tensor`): `(B, H, N, D)`.
+        value (`torch.Tensor`): `(B, H, N, Dv)`.
+        slice_length (`int`): `L`.
+        extension_ratio (`float`): `α` in [1, 3].
+        causal (`bool`): whether later tokens are hidden.
+        sinks (`bool`): whether every slice sees the first and (unless causal) the last token of the sequence.
+        key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = token.
+        scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
+        local_terms (`tuple`): position terms `(H, L, D)` of queries and `(H, αL, D)` of keys in a slice, or None.
+        slice_terms (`tuple`): position terms `(H, S, D)` of the slices' queries and keys, or None.
+        dropout_p (`float`): dropout on the weights.
+
+    Returns: `(B, H, N, Dv)`, 0 in masked rows.
+    """
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    sink_mask = first_and_last_tokens(key_mask, query, causal=causal) if sinks else None
+    local, _, local_lse = slice_attention(
+        query,
+        key,
+        value,
+        slice_length=slice_length,
+        extension_ratio=extension_ratio,
+        causal=causal,
+        key_mask=key_mask,
+        scale=scale,
+        query_positions=local_terms[0],
+        key_positions=local_terms[1],
+        sink_mask=sink_mask,
+        dropout_p=dropout_p,
+        return_lse=True,
+    )
+    # Every slice sees the sinks one by one, so they are in no mean of keys: each key counts once.
+    summarised = key_mask
+    if sink_mask is not None:
+        summarised = ~sink_mask if key_mask is None else key_mask & ~sink_mask
+    slices = _Slices.of(key, value, summarised, slice_length, slice_terms[1])
+    whole = _neighbours_seen_whole(slice_length, extension_ratio)
+    of_token = torch.arange(query.shape[2], device=query.device) // slice_length
+    # Of each row of coarse queries, a token or a slice, its own slice.
+    own = of_token if causal else torch.arange(slices.key.shape[2], device=query.device)
+    coarse_query = query if causal else slice_means(query, key_mask, slice_length)
+    if causal and key_mask is not None:
+        coarse_query = coarse_query.masked_fill(~key_mask[:, None, :, None], 0.0)
+    if slice_terms[0] is not None:
+        coarse_query = coarse_query + (slice_terms[0].index_select(1, of_token) if causal else slice_terms[0])
+    distance = own[:, None] - torch.arange(slices.key.shape[2], device=query.device)
+    scores, visible = slices.scores(coarse_query * scale, (distance if causal else distance.abs()) > whole)
+    scores = scores.to(local_lse.dtype)
+    weights = F.dropout(scores.softmax(dim=-1).to(value.dtype), dropout_p)
+    coarse = weights @ slices.value  # (B, H, N or S, Dv)
+    coarse_lse = scores.logsumexp(dim=-1).masked_fill(~visible.any(dim=-1), -torch.inf)
+    if not causal:
+        coarse, coarse_lse = coarse.index_select(2, of_token), coarse_lse.index_select(2, of_token)
+    share = (coarse_lse - local_lse).sigmoid().to(value.dtype)[..., None]
+    output = local + share * (coarse - local)
+    return output if key_mask is None else output.masked_fill(~key_mask[:, None, :, None], 0.0)
+
+
+def merged_over_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor | None,
+    *,
+    slice_length: int,
+    extension_ratio: float = 1,
+    sinks: bool = True,
+    scale: float | None = None,
+    local_terms: Terms = NO_TERMS,
+    slice_terms: Terms = NO_TERMS,
+) -> torch.Tensor:
+    """The rows of the last tokens in the causal `merged_attention`, from a cache of keys and values.
+
+    Args:
+        query (`torch.Tensor`): `(B, H, Q, D)`, of the last `Q` tokens.
+        key (`torch.Tensor`): `(B, H, M, D)`, of all tokens so far; a static cache has empty rows behind them.
+        value (`torch.Tensor`): `(B, H, M, Dv)`.
+        visible (`torch.BoolTensor`, *optional*): `(B, Q, M)`, which keys a query sees: all tokens up to its own.
+            Default: one query, which sees every row.
+        slice_length (`int`): `L`.
+        extension_ratio (`float`): `α` in [1, 3].
+        sinks (`bool`): whether every slice sees the first token.
+        scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
+        local_terms (`tuple`): as in `merged_attention`.
+        slice_terms (`tuple`): as in `merged_attention`, for at least the slices of `M` rows.
+
+    Returns: `(B, H, Q, Dv)`.
+    """
+    B, H, Q, D = query.shape
+    M = key.shape[2]
+    scale = D**-0.5 if scale is None else scale
+    if visible is None:
+        visible = torch.ones(B, Q, M, dtype=torch.bool, device=query.device)
+    token = visible[:, -1]
+    order = tokens_first(token)
+    if order is not None:
+        key, value = take_rows(key, order), take_rows(value, order)
+        token = token.gather(1, order)
+    places = torch.arange(M, device=query.device)
+    place = visible.sum(dim=2)[..., None] - 1  # (B, Q, 1), of each query among its text's tokens
+    own = place // slice_length
+    extension = extension_tokens(slice_length, extension_ratio)
+    at = places - own * slice_length + extension  # (B, Q, M), place of a key in the query's window
+    window = (at >= 0) & (places <= place)
+    local_query = query
+    if local_terms[0] is not None:
+        of_query = local_terms[0][:, place[..., 0] % slice_length].transpose(0, 1)  # (B, H, Q, D)
+        local_query = query + of_query
+    scores = (local_query * scale) @ key.transpose(2, 3)
+    if local_terms[1] is not None:
+        of_places = (local_query * scale) @ local_terms[1].transpose(1, 2)  # (B, H, Q, αL)
+        index = at.clamp(0, of_places.shape[3] - 1)[:, None].expand(-1, H, -1, -1)
+        scores = scores + of_places.gather(3, index).masked_fill(~window[:, None], 0.0)
+    near = window | ((places == 0) & (places <= place)) if sinks else window
+    summarised = token & (places > 0) if sinks else token
+    slices = _Slices.of(key, value, summarised, slice_length, slice_terms[1])
+    coarse_query = query
+    if slice_terms[0] is not None:
+        coarse_query = query + slice_terms[0][:, own[..., 0].clamp(min=0)].transpose(0, 1)
+    distance = own - torch.arange(slices.key.shape[2], device=query.device)
+    coarse, _ = slices.scores(coarse_query * scale, distance > _neighbours_seen_whole(slice_length, extension_ratio))
+    scores = scores.masked_fill(~near[:, None], torch.finfo(scores.dtype).min)
+    weights = torch.cat([scores, coarse], dim=3).softmax(dim=3, dtype=accumulation_dtype(query.dtype))
+    near_weights, coarse_weights = weights.to(value.dtype).split([M, coarse.shape[3]], dim=3)
+    return near_weights @ value.masked_fill(~token[:, None, :, None], 0.0) + coarse_weights @ slices.value
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """Mean keys `(B, heads, S, D)` and values of all slices, and their sizes `(B or 1, S)`."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    sizes: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_mask: torch.Tensor | None,
+        slice_length: int,
+        term: torch.Tensor | None,
+    ) -> "_Slices":
+        mean_key = slice_means(key, key_mask, slice_length)
+        if term is not None:
+            mean_key = mean_key + term[:, : mean_key.shape[2]]
+        return cls(mean_key, slice_means(value, key_mask, slice_length), slice_sizes(key, key_mask, slice_length))
+
+    def scores(self, scaled_query: torch.Tensor, allowed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores of the slices `(B, H, rows, S)`, and who sees which `(B or 1, 1, rows, S)`."""
+        visible = (allowed & (self.sizes > 0)[:, None])[:, None]
+        scores = scaled_query @ self.key.transpose(2, 3) + self.sizes.clamp(min=1).log()[:, None, None]
+        # A finite fill: a row that sees no other slice must give no NaN, nor must its gradient.
+        return scores.masked_fill(~visible, torch.finfo(scores.dtype).min), visible
+
+
+def _neighbours_seen_whole(slice_length: int, extension_ratio: float) -> int:
+    return 1 if extension_tokens(slice_length, extension_ratio) == slice_length else 0
+
+
+def tokens_first(mask: torch.Tensor) -> torch.Tensor | None:
+    """The order of rows `(B, N)` that puts each text's tokens first, or None where they are known to be.
+
+    Slices are counted from the first token, so that padding before it changes nothing.
+
+    Args:
+        mask (`torch.BoolTensor`): `(B, N)`, True = token.
+    """
+    # On a GPU the question would stop the stream of kernels, so there the rows are always put in order.
+    if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not (mask[:, 1:] & ~mask[:, :-1]).any():
+        return None
+    return (~mask).to(torch.int8).argsort(dim=1, stable=True)
+
+
+def take_rows(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Rows `(B, heads, N, D)` in an order `(B, N)`."""
+    return rows.gather(2, order[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[3]))
+
+
+def summed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    project: Callable[[torch.Tensor], Projected],
+    *,
+    slice_length: int,
+    extension_ratio: float = 1,
+    causal: bool = False,
+    sinks: bool = False,
+    key_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    local_terms: Terms = NO_TERMS,
+    slice_terms: Terms = NO_TERMS,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """The paper's composition: `Y_l + ψ(Y_g)`, the global attention among the projected slice embeddings (Eq. 10, 15).
+
+    Causal: the query of the slice before, and keys of slices before (Eq. 12 and below).
+
+    Args:
+        query (`torch.Tensor`): `(B, H, N, D)`.
+        key (`torch.Tensor`): `(B, H, N, D)`.
+        value (`torch.Tensor`): `(B, H, N, D)`.
+        project (`Callable`): queries, keys and values `(B, H, S, D)` of slice embeddings `(B, S, H · D)`.
+        slice_length (`int`): `L`.
+        extension_ratio (`float`): `α` in [1, 3].
+        causal (`bool`): whether later tokens are hidden.
+        sinks (`bool`): as in `merged_attention`, of the local attention; beyond the paper.
+        key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = token.
+        scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
+        local_terms (`tuple`): position terms `(H, L, D)` of queries and `(H, αL, D)` of keys in a slice, or None.
+        slice_terms (`tuple`): position terms `(H, S, D)` of the slices' queries and keys, or None.
+        dropout_p (`float`): dropout on the weights.
+
+    Returns: `(B, H, N, D)`, 0 in masked rows.
+    """
+    local, means = slice_attention(
+        query,
+        key,
+        value,
+        slice_length=slice_length,
+        extension_ratio=extension_ratio,
+        causal=causal,
+        key_mask=key_mask,
+        scale=scale,
+        query_positions=local_terms[0],
+        key_positions=local_terms[1],
+        sink_mask=first_and_last_tokens(key_mask, query, causal=causal) if sinks else None,
+        dropout_p=dropout_p,
+    )
+    slice_query, slice_key, slice_value = project(means.transpose(1, 2).flatten(2))
+    if slice_terms[0] is not None and slice_terms[1] is not None:
+        slice_query, slice_key = slice_query + slice_terms[0], slice_key + slice_terms[1]
+    visible = (slice_sizes(query, key_mask, slice_length) > 0)[:, None, None]  # (B or 1, 1, 1, S)
+    S = slice_query.shape[2]
+    slices = torch.arange(S, device=query.device)
+    if causal:
+        visible = visible & (slices <= slices[:, None])
+    # Every row sees its first place, also one without a token: SDPA has no finite result for no key.
+    coarse = F.scaled_dot_product_attention(
+        slice_query, slice_key, slice_value, attn_mask=visible | (slices == 0), dropout_p=dropout_p, scale=scale
+    )
+    if causal:
+        coarse = F.pad(coarse[:, :, :-1], (0, 0, 1, 0))
+    output = local + coarse.index_select(2, torch.arange(query.shape[2], device=query.device) // slice_length)
+    return output if key_mask is None else output.masked_fill(~key_mask[:, None, :, None], 0.0)

@@ -1,0 +1,167 @@
+"""Speed and memory of the attention methods against the fastest exact attention of the machine, errors beside them.
+
+Every call of a length is timed in the same run, interleaved, clustering included. Times are taken on random inputs of
+`--heads` heads; the errors are those of the attention output on these, and on the queries, keys and values which the
+pretrained BERT of the demo makes of novels at the same length (its positions repeated beyond 512 tokens); null where
+that is not at hand (`real_attention.py`).
+
+    python scripts/benchmark_attention.py      # writes scripts/results/benchmark_attention.{json,png}
+
+Where there is a GPU it runs there, in bfloat16 with 16 heads, and writes benchmark_attention_gpu.{json,png}. What the
+output file already holds, from this machine with these versions and methods, is not measured again: an interrupted run
+goes on.
+"""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from rich.progress import track
+
+from hf_effattn.measuring.bench import exact_output, forward, measure_shape, random_inputs
+from hf_effattn.measuring.cost import without_profiler_notes
+from hf_effattn.measuring.environment import environment
+from hf_effattn.measuring.errors import relative_error
+from hf_effattn.patching.methods import MethodSettings, make_settings
+from hf_effattn.training.command_line import run_with_help
+
+from ._plots import draw_lengths
+from .real_attention import Inputs, attention_inputs
+
+EXACT = "exact"
+METHODS: dict[str, MethodSettings] = {
+    "clustered C=100": make_settings("clustered", clusters=100, min_length=0),
+    "i-clustered C=100 k=32": make_settings("i-clustered", clusters=100, topk=32, min_length=0),
+    "i-clustered C=25 k=32": make_settings("i-clustered", clusters=25, topk=32, min_length=0),
+    "i-clustered C=256 k=64": make_settings("i-clustered", clusters=256, topk=64, min_length=0),
+    "i-clustered C=100 k=32, LSH 10": make_settings(
+        "i-clustered", clusters=100, topk=32, clustering="lsh", iterations=10, min_length=0
+    ),
+    "bi-clustered C=100 k=32 G=64": make_settings(
+        "bi-clustered", clusters=100, topk=32, key_clusters=64, min_length=0
+    ),
+    "bi-clustered C=128 k=128 G=128": make_settings(
+        "bi-clustered", clusters=128, topk=128, key_clusters=128, min_length=0
+    ),
+    "bi-clustered C=256 k=256 G=256": make_settings(
+        "bi-clustered", clusters=256, topk=256, key_clusters=256, min_length=0
+    ),
+}
+DEFAULT_LENGTHS = {"cpu": "512,1024,2048,4096,8192,16384", "cuda": "512,1024,2048,4096,8192,16384,32768,65536,131072"}
+DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+DEFAULT_HEADS = {"cpu": 12, "cuda": 16}
+RESULTS = Path(__file__).parent / "results"
+DEFAULT_OUTPUTS = {"cpu": RESULTS / "benchmark_attention.json", "cuda": RESULTS / "benchmark_attention_gpu.json"}
+LONGEST_REAL = {"cpu": 16384, "cuda": 65536}
+STEPS_KEPT = 8
+LONG = 16384  # from here on, on a CPU, a third of the rounds has to do for forward and backward pass
+
+
+def attention_error(
+    attend: Callable[..., torch.Tensor], seen: list[Inputs], expected: list[torch.Tensor]
+) -> float | None:
+    """Relative L2 error of the attention output, the mean over the inputs; None without any."""
+    errors = [relative_error(exact, forward(attend, inputs)) for inputs, exact in zip(seen, expected, strict=True)]
+    return sum(errors) / len(errors) if errors else None
+
+
+def steps(call: Callable[[], Any], device: torch.device) -> list[dict[str, Any]]:
+    """Where one call spends its time: kernels on a GPU, PyTorch's operators on a CPU, the dearest first."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with without_profiler_notes(), torch.profiler.profile(activities=activities) as profile:
+        call()
+    on_gpu = device.type == "cuda"
+    spent = {
+        event.key: ((event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3, event.count)
+        for event in profile.key_averages()
+    }
+    total = sum(ms for ms, _ in spent.values()) or 1.0
+    dearest = sorted(spent.items(), key=lambda item: -item[1][0])[:STEPS_KEPT]
+    return [{"step": name, "ms": ms, "share": ms / total, "calls": count} for name, (ms, count) in dearest if ms]
+
+
+def measure(
+    batch: int, length: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, repeats: int
+) -> list[dict[str, Any]]:
+    """One row for every exact kernel and one for each method; speeds are against the fastest of the exact ones."""
+    inputs = random_inputs(batch, length, heads, head_dim, dtype, device)
+    few = device.type == "cpu" and length >= LONG
+    rounds = {"forward": repeats, "forward_backward": max(3, repeats // 3) if few else repeats}
+    measured, calls = measure_shape(METHODS, inputs, rounds)
+    shape = {"dtype": str(dtype).removeprefix("torch."), "batch": batch, "length": length}
+    rows = [shape | row for row in measured]
+    real = attention_inputs(length, device, dtype) if length <= LONGEST_REAL[device.type] else []
+    expected = {
+        "real_error": (real, [exact_output(one) for one in real]),
+        "random_error": ([inputs], [exact_output(inputs)]),
+    }
+    for row in rows:
+        name, ran = str(row["method"]), "forward_ms" in row
+        row |= {field: attention_error(calls[name], *of) if ran else None for field, of in expected.items()}
+        row["forward_steps"] = steps(partial(forward, calls[name], inputs), device) if ran else []
+    return rows
+
+
+def kept_rows(output: Path, machine: dict[str, Any], settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """What an earlier run of the same methods with the same settings, versions and device left."""
+    if not output.exists():
+        return []
+    kept = json.loads(output.read_text(encoding="utf-8"))
+    same = kept["settings"] == settings and all(
+        kept["environment"][field] == machine[field] for field in ("device_name", "threads", "versions")
+    )
+    rows: list[dict[str, Any]] = kept["rows"] if same else []
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """What a reader wants to see of the rows."""
+    shown = [
+        {name: value for name, value in row.items() if not isinstance(value, list | dict) and "rounds" not in name}
+        for row in rows
+    ]
+    return pd.DataFrame(shown).drop(columns=["exact", "forward_fastest_exact", "forward_backward_fastest_exact"])
+
+
+def main(
+    lengths: Annotated[str | None, typer.Option(help="Comma-separated numbers of tokens.")] = None,
+    dtypes: Annotated[str | None, typer.Option(help="Comma-separated: float32, bfloat16, float16.")] = None,
+    batches: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1",
+    heads: int | None = None,
+    head_dim: int = 64,
+    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 10,
+    output: Path | None = None,
+) -> None:
+    """Measure every shape, print the table, and keep it as JSON and as a plot beside it."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    machine = environment(device)
+    heads, output = heads or DEFAULT_HEADS[device.type], output or DEFAULT_OUTPUTS[device.type]
+    dtypes = dtypes or DEFAULT_DTYPES[device.type]
+    methods = {name: {"method": method.method} | method.to_dict() for name, method in METHODS.items()}
+    settings = {"heads": heads, "head_dim": head_dim, "repeats": repeats, "methods": methods}
+    rows = kept_rows(output, machine, settings)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    chosen = [int(length) for length in (lengths or DEFAULT_LENGTHS[device.type]).split(",")]
+    shapes = [(dtype, int(batch), n) for dtype in dtypes.split(",") for batch in batches.split(",") for n in chosen]
+    done = {(row["dtype"], row["batch"], row["length"]) for row in rows}
+    for dtype, batch, length in track([shape for shape in shapes if shape not in done], description="shapes"):
+        rows += measure(batch, length, heads, head_dim, getattr(torch, dtype), device, repeats)
+        output.write_text(json.dumps({"environment": machine, "settings": settings, "rows": rows}, indent=1))
+    for path in draw_lengths(rows, output, f"H={heads}, D={head_dim}, {machine['device_name']}"):
+        print(f"written: {path}")
+    with pd.option_context("display.width", 220, "display.max_columns", 30, "display.precision", 3):
+        print(table(rows).to_string(index=False))
+    for row in rows:
+        for name, reason in row.get("refused", {}).items():
+            print(f"{row['dtype']}, batch {row['batch']}, {row['length']:,} tokens: no {name}: {reason}")
+
+
+if __name__ == "__main__":
+    run_with_help(main, __doc__)

@@ -1,0 +1,86 @@
+"""How often a patched causal model writes the same text as the exact one: greedy continuations of held-out prompts.
+
+python scripts/causal_generation.py --model runs/gpt2    # writes scripts/results/causal_generation.json
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+
+import hf_effattn
+from hf_effattn.measuring.environment import environment
+from hf_effattn.training.command_line import run_with_help
+
+from .causal_inputs import held_out_tokens, load_causal_model
+from .causal_schemes import SKIPPED, scored
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "i-clustered": {"method": "i-clustered", "clusters": 25, "topk": 64},
+    "bi-clustered": {"method": "bi-clustered", "clusters": 16, "topk": 32},
+    "bi-clustered, finer": {
+        "method": "bi-clustered",
+        "clusters": 25,
+        "topk": 64,
+        "keys_per_cluster": 4,
+        "window": 256,
+    },
+    "bi-clustered, prefill": {"method": "bi-clustered", "clusters": 16, "topk": 32, "causal": "prefill"},
+}
+
+
+def same_tokens(exact: torch.Tensor, other: torch.Tensor) -> int:
+    """How many tokens two continuations share from the beginning on."""
+    shorter = min(len(exact), len(other))
+    different = (exact[:shorter] != other[:shorter]).nonzero()
+    return int(different[0]) if len(different) else shorter
+
+
+@torch.no_grad()
+def main(
+    model: Annotated[Path, typer.Option(help="Folder of the causal model that run_clm.py trained.")],
+    prompts: int = 10,
+    prompt_length: int = 900,
+    new_tokens: int = 200,
+    output: Path = Path(__file__).parent / "results" / "causal_generation.json",
+) -> None:
+    """Write every continuation, count the equal ones, print the table and keep it as JSON."""
+    import pandas as pd
+
+    loaded, tokenizer = load_causal_model(model)
+    if prompt_length + new_tokens > loaded.config.max_position_embeddings:
+        hf_effattn.extend_positions(loaded, prompt_length + new_tokens)
+    books = held_out_tokens(tokenizer)
+    chosen = []
+    for number in range(prompts):
+        start = SKIPPED + number // len(books) * 2 * prompt_length
+        chosen.append(books[number % len(books)][None, start : start + prompt_length])
+
+    def write(ids: torch.Tensor) -> torch.Tensor:
+        length = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+        return loaded.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **length)[0, ids.shape[1] :]
+
+    exact = [write(ids) for ids in track(chosen, description="exact")]
+    rows = []
+    for name, settings in SETTINGS.items():
+        hf_effattn.patch_attention(loaded, **settings, min_length=0)
+        written = [write(ids) for ids in track(chosen, description=name)]
+        hf_effattn.unpatch_attention(loaded)
+        same = [same_tokens(*both) for both in zip(exact, written, strict=True)]
+        equal = sum(number == new_tokens for number in same)
+        sizes = settings.get("window", 64), settings["clusters"], settings["topk"], settings.get("keys_per_cluster", 8)
+        share = scored(settings["method"], prompt_length, *sizes) / ((prompt_length + 1) / 2)
+        row = {"run": name, "settings": settings, "scored_share": share, "equal_texts": equal, "prompts": prompts}
+        rows.append(row | {"same_tokens": same})
+        kept = {"environment": environment(), "prompt_length": prompt_length, "new_tokens": new_tokens, "rows": rows}
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(kept, indent=1) + "\n")
+    print(pd.DataFrame(rows).drop(columns=["settings"]).to_string(index=False))
+    print(f"written: {output}")
+
+
+if __name__ == "__main__":
+    run_with_help(main, __doc__)

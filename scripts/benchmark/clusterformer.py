@@ -1,0 +1,198 @@
+"""Time and memory of one ClusterFormer layer against the same layer with exact attention (Source: Wang 2022, Table 7).
+
+The layers have the same size and differ in what they attend to: PyTorch's attention to all words, neural clustering,
+the gate, the gate with the centroids, and the rivals K-means (Routing Transformer) and LSH (Reformer). All are timed
+in the same run, interleaved, sorting included; on a GPU PyTorch's attention with each of its kernels, of which the
+fastest is what speeds are against. The training step has the clustering losses that its layer has. `attention` is the
+part that the methods replace: sorting, projections and attention; `layer` adds norms and the feed-forward part, which
+all share.
+
+    python scripts/benchmark_clusterformer.py            # writes scripts/results/benchmark_clusterformer.json
+    python scripts/benchmark_clusterformer.py --dtypes bfloat16     # runs on the GPU where there is one
+
+What the output file already holds is not measured again: an interrupted run goes on.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from math import log, sqrt
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from rich.progress import track
+
+from hf_effattn.measuring.cost import compare, peak_memory_added
+from hf_effattn.measuring.environment import environment
+from hf_effattn.measuring.exact_kernels import CHOSEN_BY_TORCH, exact_contexts, run_in
+from hf_effattn.models.clusterformer import ClusterFormerConfig
+from hf_effattn.models.clusterformer.modeling_clusterformer import ClusterFormerLayer
+from hf_effattn.models.clusterformer.sorting import SortedWords
+from hf_effattn.training.command_line import run_with_help
+
+from ..kept.runs import KeptRuns
+
+EXACT = f"exact ({CHOSEN_BY_TORCH})"
+ROUTINGS: dict[str, dict[str, Any]] = {
+    EXACT: {"assignment": "full"},
+    "neural": {"gated": False},
+    "gated": {"gated": True, "attend_centroids": False},
+    "gated, centroids": {"gated": True, "attend_centroids": True},
+    "K-means": {"assignment": "kmeans"},
+    "LSH": {"assignment": "lsh"},
+}
+DEFAULT_LENGTHS = {
+    "cpu": "512,1000,2048,4096,8192,16384",
+    "cuda": "512,1000,2000,4096,10000,16384,25000,35000,55000,65536",
+}
+PARTS = ("attention", "layer")
+PASSES = ("forward", "forward_backward")
+
+
+class TimedLayer:
+    """A layer on random words, as the parts and passes that are timed."""
+
+    def __init__(self, settings: dict[str, Any], sizes: dict[str, Any], words: torch.Tensor, clusters: int) -> None:
+        config = ClusterFormerConfig(
+            **sizes,
+            **settings,
+            clusters=clusters,
+            max_position_embeddings=words.shape[1],
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        torch.manual_seed(0)
+        self.config = config
+        self.layer = ClusterFormerLayer(config, 0).to(words.device, words.dtype)
+        self.words = words
+        rows = torch.randn(clusters, words.shape[2], generator=torch.Generator().manual_seed(1)) / sqrt(words.shape[2])
+        self.centroids = rows.to(words.device, words.dtype).requires_grad_(config.trains_centroids)
+
+    def run(self, part: str, with_losses: bool) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Output `(B, N, d)` and what the clustering reports, `L1` and `L2` first where they are trained."""
+        centroids = self.centroids.expand(len(self.words), -1, -1) if self.config.assignment == "neural" else None
+        report: tuple[torch.Tensor, ...] = ()
+        if part == "layer":
+            output, _, report = self.layer(self.words, centroids, None, None, None, None, with_losses)
+            return output, report
+        clustered: SortedWords | None = None
+        if self.layer.sorting is not None:
+            clustered = self.layer.sorting(self.words, centroids, None, with_losses)
+            if with_losses:
+                report = self.layer.report(self.words, self.layer.sorting, clustered, None)
+        return self.layer.attention(self.words, clustered, None, None), report
+
+    def forward(self, part: str) -> torch.Tensor:
+        """Inference."""
+        with torch.no_grad():
+            return self.run(part, False)[0]
+
+    def forward_backward(self, part: str) -> None:
+        """What a training step does in this layer: the pass, its losses, and all gradients."""
+        output, report = self.run(part, True)
+        total = output.float().square().mean()
+        if self.config.assignment == "neural":
+            total = total + self.config.cluster_loss_weight * report[0] + self.config.sorting_loss_weight * report[1]
+        total.backward()
+        self.layer.zero_grad(set_to_none=True)
+        self.words.grad = self.centroids.grad = None
+
+
+def measure(
+    case: dict[str, Any], sizes: dict[str, int], factor: float, device: torch.device, repeats: int
+) -> list[dict[str, Any]]:
+    """A row for every routing: milliseconds, times faster than exact, and peak memory of all parts and passes."""
+    length = case["length"]
+    clusters = max(1, round(sqrt(factor * length)))
+    generator = torch.Generator().manual_seed(length)
+    words = torch.randn(case["batch"], length, sizes["hidden_size"], generator=generator)
+    words = words.to(device, getattr(torch, case["dtype"])).requires_grad_()
+    layers = {name: TimedLayer(settings, sizes, words, clusters) for name, settings in ROUTINGS.items()}
+    heads = sizes["num_attention_heads"]
+    one = words.detach().unflatten(-1, (heads, -1)).transpose(1, 2)
+    kernels = {f"exact ({name})": context for name, context in exact_contexts(one, one, one).items()}
+    rows: dict[str, dict[str, Any]] = {
+        name: case | {"routing": name, "clusters": clusters} for name in dict.fromkeys([*layers, *kernels])
+    }
+    for part in PARTS:
+        for passing in PASSES:
+            calls: dict[str, Callable[[], Any]] = {}
+            for name in rows:
+                layer_call = partial(getattr(layers.get(name, layers[EXACT]), passing), part)
+                call = partial(run_in, kernels.get(name, nullcontext), layer_call)
+                try:  # the warm-up round too
+                    _, rows[name][f"{part}_{passing}_peak_bytes"] = peak_memory_added(call, device)
+                except Exception as error:  # no memory, or a kernel that this chip has no room for
+                    rows[name][f"{part}_{passing}_refused"] = str(error).splitlines()[0]
+                    continue
+                calls[name] = call
+            for name, found in compare(calls, kernels, device, repeats).items():
+                rows[name] |= {f"{part}_{passing}_{field}": value for field, value in found.items()}
+    return list(rows.values())
+
+
+def growth(rows: list[dict[str, Any]], column: str) -> list[float | None]:
+    """The power of the length that `column` grew with since the length before: 1 is linear, 1.5 is N√N."""
+    powers: list[float | None] = []
+    for row in rows:
+        same = ("dtype", "batch", "routing")
+        before = [
+            other
+            for other in rows
+            if all(other[name] == row[name] for name in same) and other["length"] < row["length"] and other.get(column)
+        ]
+        if not before or not row.get(column):
+            powers.append(None)
+            continue
+        last = max(before, key=lambda other: other["length"])
+        powers.append(log(row[column] / last[column]) / log(row["length"] / last["length"]))
+    return powers
+
+
+def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """What a reader wants to see of the rows: times, and memory of the training step in MiB."""
+    frame = pd.DataFrame(rows)
+    shown = frame[["dtype", "batch", "length", "clusters", "routing"]].copy()
+    for part in PARTS:
+        for passing in PASSES:
+            for what in ("ms", "speedup"):
+                shown[f"{part} {passing} {what}"] = frame[f"{part}_{passing}_{what}"]
+    shown["layer step growth"] = growth(rows, "layer_forward_backward_ms")
+    shown["layer step MiB"] = frame["layer_forward_backward_peak_bytes"] / 2**20
+    return shown.sort_values(["dtype", "batch", "length"], kind="stable")
+
+
+def main(
+    lengths: Annotated[str | None, typer.Option(help="Comma-separated numbers of words.")] = None,
+    dtypes: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16, float16.")] = "float32",
+    batches: Annotated[str, typer.Option(help="Comma-separated batch sizes.")] = "1",
+    hidden_size: int = 300,
+    heads: int = 4,
+    factor: Annotated[float, typer.Option(help="Clusters are the root of this times the length; paper: 1.")] = 2.0,
+    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 5,
+    output: Path = Path(__file__).parent / "results" / "benchmark_clusterformer.json",
+) -> None:
+    """Measure what the output file does not hold yet, keep it as JSON after every length, and print the table."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = {"hidden_size": hidden_size, "num_attention_heads": heads, "intermediate_size": 4 * hidden_size}
+    machine = environment(device)
+    settings = {"sizes": sizes, "factor": factor, "repeats": repeats}
+    kept = KeptRuns(output, settings | {name: machine[name] for name in ("device_name", "threads")}, device)
+    cases = [
+        {"dtype": dtype, "batch": int(batch), "length": int(length)}
+        for dtype in dtypes.split(",")
+        for batch in batches.split(",")
+        for length in (lengths or DEFAULT_LENGTHS[device.type]).split(",")
+    ]
+    for case in track(kept.missing(cases), description="lengths"):
+        kept.add(*measure(case, sizes, factor, device, repeats))
+    with pd.option_context("display.width", 250, "display.max_columns", 30, "display.precision", 2):
+        print(table(kept.rows).to_string(index=False))
+    print(f"written: {output}")
+
+
+if __name__ == "__main__":
+    run_with_help(main, __doc__)

@@ -1,0 +1,189 @@
+"""From which length on each method is faster than exact attention on this machine, for cheap and for dear settings.
+
+The result is what `min_length=None` means on this kind of device; it is written to the package's `crossover.json`,
+where the lengths of other kinds of device are kept. What was measured is kept after every length: interrupted and
+called again, it goes on; finished and called again, it measures anew.
+
+    python scripts/measure_crossover.py
+    python scripts/measure_crossover.py --causal
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+
+import hf_effattn.patching
+from hf_effattn.measuring.bench import forward
+from hf_effattn.measuring.cost import compare
+from hf_effattn.measuring.environment import environment
+from hf_effattn.measuring.exact_kernels import exact_kernels
+from hf_effattn.patching.methods import make_settings, run_method
+from hf_effattn.training.command_line import run_with_help
+
+LENGTHS = (512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096, 6144, 8192)
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"method": "clustered", "clusters": 25},
+    {"method": "clustered", "clusters": 100},
+    {"method": "clustered", "clusters": 256},
+    {"method": "clustered", "clusters": 512},
+    {"method": "i-clustered", "clusters": 25, "topk": 32},
+    {"method": "i-clustered", "clusters": 100, "topk": 32},
+    {"method": "i-clustered", "clusters": 100, "topk": 128},
+    {"method": "i-clustered", "clusters": 32, "topk": 384},
+    {"method": "i-clustered", "clusters": 40, "topk": 192},
+    {"method": "i-clustered", "clusters": 256, "topk": 64},
+    {"method": "i-clustered", "clusters": 512, "topk": 128},
+    {"method": "bi-clustered", "clusters": 25, "topk": 32, "key_clusters": 25},
+    {"method": "bi-clustered", "clusters": 32, "topk": 128, "key_clusters": 32},
+    {"method": "bi-clustered", "clusters": 40, "topk": 384, "key_clusters": 32},
+    {"method": "bi-clustered", "clusters": 64, "topk": 384, "key_clusters": 128},
+    {"method": "bi-clustered", "clusters": 100, "topk": 32, "key_clusters": 64},
+    {"method": "bi-clustered", "clusters": 100, "topk": 64, "key_clusters": 100},
+    {"method": "bi-clustered", "clusters": 100, "topk": 128, "key_clusters": 256},
+    {"method": "bi-clustered", "clusters": 256, "topk": 64, "key_clusters": 128},
+    {"method": "bi-clustered", "clusters": 512, "topk": 128, "key_clusters": 256},
+)
+# Of the causal form, whose work per token is larger and grows with the logarithm of the length.
+CAUSAL_LENGTHS = (1024, 2048, 4096, 8192, 16384)
+# A GPU's exact attention is overtaken later.
+LONGER: dict[str, tuple[int, ...]] = {"cpu": (), "cuda": (16384, 32768)}
+LONGER_CAUSAL: dict[str, tuple[int, ...]] = {"cpu": (), "cuda": (32768, 65536)}
+CAUSAL_SETTINGS: tuple[dict[str, Any], ...] = (
+    {"method": "clustered", "clusters": 25},
+    {"method": "clustered", "clusters": 100},
+    {"method": "i-clustered", "clusters": 25, "topk": 32},
+    {"method": "i-clustered", "clusters": 100, "topk": 32},
+    {"method": "bi-clustered", "clusters": 25, "topk": 32, "key_clusters": 64},
+    {"method": "bi-clustered", "clusters": 100, "topk": 64, "key_clusters": 100},
+)
+CROSSOVER = Path(hf_effattn.patching.__file__).parent / "crossover.json"
+
+
+def speedups(
+    length: int,
+    heads: int,
+    head_dim: int,
+    device: torch.device,
+    repeats: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    causal: bool = False,
+) -> dict[int, float]:
+    """Forward time of exact attention over that of each of the settings that fits, clustering included."""
+    tried = CAUSAL_SETTINGS if causal else SETTINGS
+    generator = torch.Generator().manual_seed(length)
+    query, key, value = (
+        torch.randn(1, length, heads, head_dim, generator=generator).to(device, dtype).transpose(1, 2)
+        for _ in range(3)
+    )
+    exact, _ = exact_kernels(query, key, value, causal=causal)
+    attends = {f"exact: {name}": attend for name, attend in exact.items()}
+    for number, options in enumerate(tried):
+        settings = make_settings(**options, min_length=0)
+        if not settings.is_exact(length, length, device.type, causal=causal):
+            attends[str(number)] = partial(run_method, settings, causal=causal)
+    calls = {name: partial(forward, attend, (query, key, value)) for name, attend in attends.items()}
+    for name in list(calls):
+        try:
+            calls[name]()
+        except Exception as error:  # no memory, or a kernel that this chip has no room for
+            print(f"{name} does not run at {length} tokens: {error}")
+            del calls[name]
+    found = compare(calls, [name for name in calls if name.startswith("exact")], device, repeats)
+    return {number: found[str(number)]["speedup"] or 0.0 for number in range(len(tried)) if str(number) in found}
+
+
+def crossover(ratios: dict[int, float]) -> int:
+    """The shortest measured length from which on the method is never slower.
+
+    Where it is slower at the longest, a power of two times that: the ratio grows no faster than the length.
+    """
+    longest = max(ratios)
+    shortest = 2 * longest
+    while shortest * ratios[longest] < longest:
+        shortest *= 2
+    for length in sorted(ratios, reverse=True):
+        if ratios[length] < 1.0:
+            break
+        shortest = length
+    return shortest
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    heads: int = 12,
+    head_dim: int = 64,
+    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 5,
+    causal: Annotated[bool, typer.Option(help="Measure the form of models that mask the future.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16 on a GPU, else float32.")] = None,
+    output: Path = CROSSOVER,
+) -> None:
+    """Measure every length, print the ratios and keep them, with the crossover, as JSON."""
+    chosen = torch.device(device)
+    dtype = dtype or ("bfloat16" if chosen.type == "cuda" else "float32")
+    tried, prefix = (CAUSAL_SETTINGS, "causal_") if causal else (SETTINGS, "")
+    lengths = CAUSAL_LENGTHS + LONGER_CAUSAL[chosen.type] if causal else LENGTHS + LONGER[chosen.type]
+    machine = environment(chosen)
+    settings = {"batch": 1, "heads": heads, "head_dim": head_dim, "dtype": dtype}
+    kept: dict[str, Any] = json.loads((output if output.exists() else CROSSOVER).read_text(encoding="utf-8"))
+    kept["measured_by"] = "scripts/measure_crossover.py"
+    measured = unfinished(kept, f"{prefix}{device}", machine, settings)
+    for length in track([one for one in lengths if one not in measured], description="lengths"):
+        ratios = speedups(length, heads, head_dim, chosen, repeats, dtype=getattr(torch, dtype), causal=causal)
+        measured[length] = {number: round(ratio, 3) for number, ratio in ratios.items()}
+        so_far = {"environment": machine, "settings": settings, "forward_speedup": measured}
+        kept.setdefault("unfinished", {})[f"{prefix}{device}"] = so_far
+        write(kept, output)
+    by_setting = [
+        {length: measured[length][number] for length in lengths if number in measured[length]}
+        for number in range(len(tried))
+    ]
+    found = [
+        options | {"min_length": crossover(ratios)}
+        for options, ratios in zip(tried, by_setting, strict=True)
+        if ratios
+    ]
+    kept.setdefault(f"{prefix}min_length", {})[device] = found
+    kept.setdefault(f"{prefix}measurements", {})[device] = {
+        "environment": machine,
+        **settings,
+        "forward_speedup": [options | {"speedup": ratios} for options, ratios in zip(tried, by_setting, strict=True)],
+    }
+    del kept["unfinished"][f"{prefix}{device}"]
+    if not kept["unfinished"]:
+        del kept["unfinished"]
+    write(kept, output)
+    for options in found:
+        print(options)
+    print(f"written: {output}")
+
+
+def unfinished(
+    kept: dict[str, Any], name: str, machine: dict[str, Any], settings: dict[str, Any]
+) -> dict[int, dict[int, float]]:
+    """What an interrupted run on this machine with these settings measured: ratios by length and setting's number."""
+    earlier = kept.get("unfinished", {}).get(name)
+    same = (
+        earlier is not None
+        and earlier["settings"] == settings
+        and all(earlier["environment"][field] == machine[field] for field in ("device_name", "threads", "versions"))
+    )
+    rows = earlier["forward_speedup"].items() if same else ()
+    return {int(length): {int(number): ratio for number, ratio in ratios.items()} for length, ratios in rows}
+
+
+def write(kept: dict[str, Any], output: Path) -> None:
+    """Replace the file as a whole: whoever is stopped while writing leaves it as it was."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    part = output.with_suffix(".part")
+    part.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    part.replace(output)
+
+
+if __name__ == "__main__":
+    run_with_help(main, __doc__)

@@ -1,0 +1,161 @@
+"""Which method reaches an error in the least time: many settings of each, on a pretrained model's real inputs.
+
+Times (clustering included, interleaved with the exact kernels of the machine) and errors are both taken on the
+queries, keys and values which the pretrained BERT of the demo makes of novels, its positions repeated beyond 512
+tokens. Where that is not at hand (`real_attention.py`) the inputs are random, and the errors null.
+
+    python scripts/benchmark_frontier.py          # writes scripts/results/benchmark_frontier.{json,png}
+    python scripts/benchmark_frontier.py --near scripts/results/benchmark_frontier.json --lengths 16384,65536
+
+The second form tries fewer settings, for a machine on which each has to be compiled: errors hardly depend on the
+machine, so it takes from the earlier results, for every length, method and error, the two fastest settings that stay
+below it, and adds some larger ones (`LARGER`), because errors grow with the length.
+
+A length that the output file holds is not measured again.
+"""
+
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from rich.progress import track
+
+from hf_effattn.measuring.bench import exact_output, forward, measure_shape, random_inputs
+from hf_effattn.measuring.errors import relative_error
+from hf_effattn.patching.methods import MethodSettings, make_settings
+from hf_effattn.training.command_line import run_with_help
+
+from ..kept.runs import KeptRuns
+from ._plots import draw_frontier
+from .real_attention import HEAD_DIM, HEADS, attention_inputs
+
+CLUSTERS = (32, 40, 50, 64, 100, 200)
+TOPK = (64, 128, 192, 256, 384)
+KEY_CLUSTERS = (32, 64, 128)
+TARGETS = (0.3, 0.2, 0.15, 0.1, 0.075, 0.05)
+# Clusters, top keys and key clusters beyond those above.
+LARGER: tuple[tuple[int, int, int | None], ...] = (
+    (200, 384, None), (400, 512, None), (400, 1024, None),
+    (200, 384, 128), (200, 512, 256), (400, 512, 256), (400, 768, 512), (800, 1024, 512),
+)  # fmt: skip
+
+
+def make(clusters: int, topk: int, key_clusters: int | None) -> MethodSettings:
+    """I-clustered attention, with `key_clusters` bi-clustered."""
+    if key_clusters is None:
+        return make_settings("i-clustered", clusters=clusters, topk=topk, min_length=0)
+    return make_settings("bi-clustered", clusters=clusters, topk=topk, key_clusters=key_clusters, min_length=0)
+
+
+def settings_to_try(length: int, near: list[dict[str, Any]] | None = None) -> list[MethodSettings]:
+    """Every combination, or those that the rows of earlier results speak for.
+
+    More query clusters than a sixteenth of the tokens save nothing.
+    """
+    if near is None:
+        sizes = [*product(CLUSTERS, TOPK, (None,)), *product(CLUSTERS, TOPK, KEY_CLUSTERS)]
+    else:
+        sizes = list(dict.fromkeys([*fastest_sizes(near), *LARGER]))
+    return [make(*size) for size in sizes if size[0] <= length // 16]
+
+
+def fastest_sizes(rows: list[dict[str, Any]]) -> list[tuple[int, int, int | None]]:
+    """Clusters, top keys and key clusters of the two fastest settings within each error, by length and method."""
+    groups = dict.fromkeys((row["length"], row["method"]) for row in rows)
+    found = []
+    for group, target in product(groups, TARGETS):
+        within = [row for row in rows if (row["length"], row["method"]) == group and row["error"] <= target]
+        found += sorted(within, key=lambda row: row["ms"])[:2]
+    return [(row["clusters"], row["topk"], row["key_clusters"]) for row in found]
+
+
+def label(settings: MethodSettings) -> str:
+    """Short name of a setting."""
+    letters = {"C": "clusters", "k": "topk", "G": "key_clusters"}
+    values = settings.to_dict()
+    return " ".join(
+        [settings.method] + [f"{letter}={values[name]}" for letter, name in letters.items() if name in values]
+    )
+
+
+def measure_length(
+    length: int, repeats: int, device: torch.device, dtype: torch.dtype, near: list[dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Time and error of every setting at one length; a setting that does not run there has no row."""
+    layers = attention_inputs(length, device, dtype)
+    timed = layers[len(layers) // 2] if layers else random_inputs(1, length, HEADS, HEAD_DIM, dtype, device)
+    tried = {label(settings): settings for settings in settings_to_try(length, near)}
+    measured, calls = measure_shape(tried, timed, {"forward": repeats})
+    for name, reason in measured[0]["refused"].items():
+        print(f"{length:,} tokens: no {name}: {reason}")
+    expected = [exact_output(inputs) for inputs in layers]
+
+    def error(attend: Callable[..., torch.Tensor]) -> float | None:
+        outputs = [forward(attend, inputs) for inputs in layers]
+        return sum(map(relative_error, expected, outputs)) / len(layers) if layers else None
+
+    rows = []
+    for row in measured:
+        if row["exact"] or "forward_ms" not in row:
+            continue
+        times = {field.removeprefix("forward_"): value for field, value in row.items() if field.startswith("forward_")}
+        sizes = {field: tried[row["method"]].to_dict().get(field) for field in ("clusters", "topk", "key_clusters")}
+        named = {"length": length, "method": tried[row["method"]].method, "name": row["method"]}
+        rows.append(named | sizes | times | {"error": error(calls[row["method"]])})
+    mark_frontier(rows)
+    return rows
+
+
+def mark_frontier(rows: list[dict[str, Any]]) -> None:
+    """Say of every row of one length whether no setting of its method is faster and as exact."""
+    for row in rows:
+        rivals = [other for other in rows if other["method"] == row["method"]]
+        row["on_frontier"] = row["error"] is not None and not any(
+            other["ms"] < row["ms"] and other["error"] <= row["error"] for other in rivals
+        )
+
+
+def least_times(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """The fastest setting of each method that stays below each error."""
+    found = []
+    for length, target in product(sorted({row["length"] for row in rows}), TARGETS):
+        best: dict[str, Any] = {"length": length, "error at most": target}
+        for method in dict.fromkeys(row["method"] for row in rows):
+            mine = [row for row in rows if (row["length"], row["method"]) == (length, method)]
+            reached = [row for row in mine if row["error"] is not None and row["error"] <= target]
+            if reached:
+                fastest = min(reached, key=lambda row: row["ms"])
+                best |= {f"{method} ms": fastest["ms"], f"{method}: times faster": fastest["speedup"]}
+                best[f"{method} setting"] = fastest["name"]
+        found.append(best)
+    return pd.DataFrame(found)
+
+
+def main(
+    lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "4096,8192",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 8,
+    near: Annotated[Path | None, typer.Option(help="Earlier results: try only what comes into question.")] = None,
+    output: Path = Path(__file__).parent / "results" / "benchmark_frontier.json",
+) -> None:
+    """Measure every setting, print the least time for each error, and keep all as JSON and as a plot beside it."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    earlier = None if near is None else json.loads(near.read_text(encoding="utf-8"))["rows"]
+    settings = {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": dtype, "repeats": repeats}
+    kept = KeptRuns(output, settings, device)
+    wanted = [{"length": int(part)} for part in lengths.split(",")]
+    for run in track(kept.missing(wanted), description="lengths"):
+        kept.add(*measure_length(run["length"], repeats, device, getattr(torch, dtype), earlier))
+    draw_frontier(kept.rows, output.with_suffix(".png"), f"{kept.environment['device_name']}, {dtype}, H=12, D=32")
+    with pd.option_context("display.width", 220, "display.max_columns", 30, "display.precision", 3):
+        print(least_times(kept.rows).to_string(index=False))
+    print(f"written: {output} and {output.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    run_with_help(main, __doc__)

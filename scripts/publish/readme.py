@@ -1,0 +1,257 @@
+"""Put the tables of `scripts/results/` into README.md and RESULTS.md, between their marks, and write the model cards.
+
+python scripts/update_readme.py
+"""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+
+from hf_effattn.reporting.table import markdown
+from hf_effattn.training.command_line import run_with_help
+
+from ..benchmark import frontier as benchmark_frontier
+from ..kept.markdown import by_length, machine, number
+from . import cards as project_cards
+from . import clusterformer_tables
+from . import cst_tables as paper_tables
+from .cards import CARDS
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "scripts" / "results"
+
+
+def speed() -> str:
+    """Forward and forward+backward speed-up, with the error, per length, of the first dtype and batch size."""
+    result = json.loads((RESULTS / "benchmark_attention.json").read_text(encoding="utf-8"))
+    dtype, batch = result["rows"][0]["dtype"], result["rows"][0]["batch"]
+    shown = [row for row in result["rows"] if (row["dtype"], row["batch"], row["exact"]) == (dtype, batch, False)]
+    header, rows = by_length(
+        shown,
+        "method",
+        [
+            (", forward", "forward_speedup", ".2f", "×"),
+            (", forward + backward", "forward_backward_speedup", ".2f", "×"),
+            (", error", "real_error", ".3f", ""),
+        ],
+    )
+    settings = result["settings"]
+    fewest = min(row[f"{name}_rounds"] for row in shown for name in ("forward", "forward_backward"))
+    note = (
+        f"Times against the fastest exact kernel: random inputs, B={batch}, H={settings['heads']}, "
+        f"D={settings['head_dim']}, {dtype}, medians of {fewest} or more rounds. Errors: three layers of "
+        "all-MiniLM-L6-v2 (D=32) on novels, its positions repeated beyond 512. "
+    )
+    return markdown(header, rows) + machine(result["environment"], note)
+
+
+def closeness() -> str:
+    """Cosines of the sentence embeddings, the default clustering beside the others."""
+    result = json.loads((RESULTS / "benchmark_embeddings.json").read_text(encoding="utf-8"))
+    kinds = list(dict.fromkeys(row["clustering"] for row in result["rows"]))
+    rows = []
+    shown = ("length", "method", "clusters", "topk", "key_clusters")
+    for setting in dict.fromkeys(tuple(row[field] for field in shown) for row in result["rows"]):
+        length, method, clusters, topk, key_clusters = setting
+        name = f"{length} tokens, {method} C={clusters}"
+        name += (f" k={topk}" if topk else "") + (f" G={key_clusters}" if key_clusters else "")
+        values = {row["clustering"]: row for row in result["rows"] if tuple(row[field] for field in shown) == setting}
+        rows.append(
+            [name] + [f"{values[kind]['cosine_mean']:.4f} ({values[kind]['cosine_min']:.4f})" for kind in kinds]
+        )
+    first = result["rows"][0]
+    note = f"{result['model']}, mean (lowest) of {first['texts']} passages of {first['books']} novels. "
+    return markdown(["", *kinds], rows) + machine(result["environment"], note)
+
+
+def clustering() -> str:
+    """Time of the labels and error of i-clustered attention with them."""
+    result = json.loads((RESULTS / "benchmark_clustering.json").read_text(encoding="utf-8"))
+    lengths = sorted({row["length"] for row in result["rows"]})
+    header = ["clustering"] + [f"{length:,}: {what}" for length in lengths for what in ("ms", "error")]
+    rows = []
+    for name in dict.fromkeys(row["clustering"] for row in result["rows"]):
+        values = {row["length"]: row for row in result["rows"] if row["clustering"] == name}
+        rows.append(
+            [name]
+            + [
+                text
+                for length in lengths
+                for text in (f"{values[length]['ms']:.0f}", f"{values[length]['attention_error']:.3f}")
+            ]
+        )
+    first = result["rows"][0]
+    note = f"C={first['clusters']}, k={first['topk']}, H=12, D=32, one layer's labels. "
+    return markdown(header, rows) + machine(result["environment"], note)
+
+
+def perplexity(name: str, text: str) -> str:
+    """Loss of exact attention on held-out text, and what each method adds to the perplexity, per length."""
+    result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    exact, others = (
+        [row for row in result["rows"] if (row["run"] == "exact") == is_exact] for is_exact in (True, False)
+    )
+    header, rows = by_length(exact, "run", [(": loss of the last quarter", "last_quarter_loss", ".3f", "")])
+    changes = [("", "last_quarter_perplexity_change", "+.2%", ""), (": scores computed", "scored_share", ".0%", "")]
+    rows += by_length(others, "run", changes)[1]
+    note = (
+        f"Perplexity of the last quarter of the text against exact attention; {result['tokens']:,} tokens of {text} "
+        f"for each length, model_cards/gpt2-books, trained on {result['trained_length']:,} tokens at a time, "
+        "positions repeated beyond. "
+    )
+    return markdown(header, rows) + machine(result["environment"], note)
+
+
+def schemes() -> str:
+    """What stands for the keys older than the window: error, work and time of every scheme."""
+    result = json.loads((RESULTS / "causal_schemes.json").read_text(encoding="utf-8"))
+    first = result["rows"][0]
+    shown = [row for row in result["rows"] if all(row[x] == first[x] for x in ("window", "clusters", "topk"))]
+    lengths = sorted({row["length"] for row in shown})
+    cells = {(row["scheme"], row["length"], row["rotary"]): row for row in shown}
+    header = ["older keys"] + [
+        f"{length:,}: {what}" for length in lengths for what in ("error", "rotary", "scores", "ms")
+    ]
+    rows = []
+    for name in dict.fromkeys(row["scheme"] for row in shown):
+        texts = [name]
+        for length in lengths:
+            plain, rotary = (cells.get((name, length, turned)) for turned in (False, True))
+            texts += [number(plain, "error", ".3f"), number(rotary, "error", ".3f")]
+            texts += [number(plain, "scored_share", ".0%"), number(plain, "ms", ".0f")]
+        rows.append(texts)
+    note = (
+        f"window {first['window']}, C={first['clusters']}, k={first['topk']}, a key cluster per "
+        f"{first['keys_per_cluster']} keys; error of the last three quarters, mean over the layers of "
+        "model_cards/gpt2-books on two held-out books; rotary: the same queries and keys, rotated; scores: of those "
+        "that exact attention computes. "
+    )
+    return markdown(header, rows) + machine(result["environment"], note)
+
+
+def choice() -> str:
+    """The fastest settings within an error of the attention output, per length."""
+    result = json.loads((RESULTS / "benchmark_frontier.json").read_text(encoding="utf-8"))
+    best = benchmark_frontier.least_times(result["rows"])
+    found = {(row["length"], row["error at most"]): row for _, row in best.iterrows()}
+    lengths, targets = sorted({key[0] for key in found}), sorted({key[1] for key in found}, reverse=True)
+
+    def cell(row: pd.Series) -> str:
+        ours = [name for name in ("i-clustered", "bi-clustered") if pd.notna(row.get(f"{name} ms"))]
+        if not ours:
+            return "none of those tried"
+        best = min(ours, key=lambda name: row[f"{name} ms"])
+        return f"{row[f'{best} setting']}: {row[f'{best}: times faster']:.1f}×"
+
+    rows = [[f"{target:g}", *(cell(found[length, target]) for length in lengths)] for target in targets]
+    tried = len({row["name"] for row in result["rows"]})
+    note = f"Attention alone, {tried} settings tried, all-MiniLM-L6-v2 on novels, positions repeated beyond 512. "
+    header = ["error of the attention output at most", *(f"{length:,} tokens" for length in lengths)]
+    return markdown(header, rows) + machine(result["environment"], note)
+
+
+def whole_models() -> str:
+    """Speed of a whole model, as it runs and as it trains."""
+    result = json.loads((RESULTS / "benchmark_models.json").read_text(encoding="utf-8"))
+    rows = [
+        [f"{row['length']:,} tokens, {row['method']}"]
+        + [number(row, f"{part}_speedup", ".2f", "×") for part in ("forward", "training_step")]
+        + [f"{row[f'{part}_peak_bytes'] / 2**20:.0f} MiB" for part in ("forward", "training_step")]
+        for row in result["rows"]
+    ]
+    first = result["rows"][0]
+    rounds = result["settings"]["repeats"]
+    note = f"A random RoBERTa of {first['shape']} size in {first['dtype']}, one text, medians of {rounds} rounds. "
+    header = ["", "forward", "training step", "memory", "memory of a step"]
+    return markdown(header, rows) + machine(result["environment"], note)
+
+
+def shortest() -> str:
+    """From which length each setting is faster than exact attention, in encoders and where the future is masked."""
+    measured = json.loads((ROOT / "hf_effattn" / "patching" / "crossover.json").read_text(encoding="utf-8"))
+
+    def by_name(prefix: str) -> dict[str, str]:
+        letters = {"clusters": "C", "topk": "k", "key_clusters": "G"}
+        found = {}
+        tried = measured[f"{prefix}measurements"]["cpu"]["forward_speedup"]
+        for row in measured[f"{prefix}min_length"]["cpu"]:
+            settings = [f"{letter}={row[field]}" for field, letter in letters.items() if field in row]
+            options = {name: value for name, value in row.items() if name != "min_length"}
+            (longest,) = (max(map(int, one["speedup"])) for one in tried if options.items() <= one.items())
+            shortest = row["min_length"]
+            found[" ".join([row["method"], *settings])] = (
+                f"{shortest:,}" if shortest <= longest else f"over {longest:,}: {shortest:,}"
+            )
+        return found
+
+    encoders, causal = by_name(""), by_name("causal_")
+    rows = [
+        [name, *(found.get(name, "") for found in (encoders, causal))] for name in dict.fromkeys([*encoders, *causal])
+    ]
+    return markdown(["on a CPU", "encoders", "models that mask the future"], rows)
+
+
+# Which tables each text has.
+TABLES: dict[Path, dict[str, Callable[[], str]]] = {
+    ROOT / "README.md": {
+        "speed": speed,
+        "choice": choice,
+        "whole models": whole_models,
+        "shortest": shortest,
+        "closeness": closeness,
+        "clustering": clustering,
+        "perplexity": partial(perplexity, "perplexity", "held-out books"),
+        "schemes": schemes,
+    },
+    CARDS / "RESULTS.md": {
+        "layers": paper_tables.layers,
+        "language models": paper_tables.language_models,
+        "patched language model": partial(perplexity, "perplexity_wikitext2", "WikiText-2's test text"),
+        "matched complexity": paper_tables.matched_complexity,
+        "classifiers": paper_tables.classifiers,
+        "converted": paper_tables.converted,
+        "before": paper_tables.before_fine_tuning,
+        "approximation": paper_tables.approximation,
+        "layer errors": paper_tables.layer_errors,
+        "long range arena": paper_tables.long_range_arena,
+        "clusterformer layers": clusterformer_tables.layers,
+        "partner recall": clusterformer_tables.partner_recall,
+        "mnist": clusterformer_tables.clusterings,
+        "routings": clusterformer_tables.routings,
+        "clusters": clusterformer_tables.clusters,
+        "losses": clusterformer_tables.losses,
+        "translation": clusterformer_tables.translation,
+    },
+}
+
+
+def with_tables(path: Path) -> str:
+    """The text at `path` with every table made anew."""
+    text = path.read_text(encoding="utf-8")
+    for name, make in TABLES[path].items():
+        start, end = f"<!-- table: {name} -->\n", "<!-- end of table -->"
+        if text.count(start) != 1:
+            raise ValueError(f"{path.name} has {text.count(start)} places for the table {name!r}; it needs one")
+        before, rest = text.split(start)
+        _, after = rest.split(end, 1)
+        text = f"{before}{start}{make()}\n{end}{after}"
+    return text
+
+
+# What makes each text that is made of results.
+TEXTS: dict[Path, Callable[[], str]] = {path: partial(with_tables, path) for path in TABLES}
+TEXTS |= {CARDS / name / "README.md": partial(project_cards.text_of, name) for name in project_cards.MADE}
+
+
+def main() -> None:
+    """Write every text."""
+    for path, make in TEXTS.items():
+        path.write_text(make(), encoding="utf-8")
+        print(f"written: {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    run_with_help(main, __doc__)

@@ -1,0 +1,178 @@
+"""Long Range Arena: Transformer, Composite Slice Transformer, ClusterFormer and others (Source: Lee 2023, Table 1).
+
+Every model has the sizes of the paper's Table 6, and its settings of training unless `--batch-size` and
+`--learning-rate` name others; `--share` of its steps are run, with as large a share of the warm-up; attention dropout
+is off where a model has it. The Transformer is CST without slices, with absolute positions. FNet, Nyströmformer and
+Reformer are those of transformers, unmodified, their initialization too; they classify by the first token, and
+Nyströmformer and Reformer get every input at its full length, which they need.
+
+    python scripts/lra_table.py --tasks listops,image --share 0.01      # adds to scripts/results/lra_table.json
+    python scripts/lra_table.py --tasks text --data-path imdb --models "Transformer;CST L=8"
+
+Training writes checkpoints below `--runs`: a run that was stopped goes on from the newest when it is asked for again,
+and one that the output file holds is not run. On a CPU set `MALLOC_MMAP_THRESHOLD_=8000000000
+MALLOC_TRIM_THRESHOLD_=16000000000`, as for `run_clm.py`.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from rich.progress import track
+
+from hf_effattn.data.long_range_arena import GENERATED
+from hf_effattn.training.command_line import command_line_of, run_with_help
+
+from ..kept.runs import KeptRuns, mean_and_deviation, run_folder, with_wall_time
+from ..train import lra as run_lra
+
+KEPT = ("test_accuracy", "test_loss", "parameters", "train_seconds")
+# Attention dropout is off: SDPA on a CPU is slow with it, and the comparison would be one of that.
+WITHOUT_DROPOUT = {"attention_probs_dropout_prob": 0.0}
+# Word embeddings start as in the benchmark's own code; from small ones a model without a norm after them learns late.
+OF_CST = WITHOUT_DROPOUT | {"embedding_initializer_range": 1.0}
+REFORMER = {
+    "is_decoder": False,
+    "attn_layers": ["local", "lsh"],
+    "feed_forward_size": 1024,
+    "local_attention_probs_dropout_prob": 0.0,
+    "lsh_attention_probs_dropout_prob": 0.0,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Transformer": ("cst", OF_CST | {"composition": "full", "position_embedding": "absolute"}),
+    "CST L=8": ("cst", OF_CST | {"slice_length": 8}),
+    "CST L=16": ("cst", OF_CST | {"slice_length": 16}),
+    "ClusterFormer": ("clusterformer", WITHOUT_DROPOUT | {"gated": False}),
+    "FNet": ("fnet", {}),
+    "Nyströmformer": ("nystromformer", WITHOUT_DROPOUT),
+    "Reformer": ("reformer", REFORMER),
+}
+OF_ONE_LENGTH = ("nystromformer", "reformer")
+# In transformers 5.23 Nyströmformer fails on a batch with padding, so it gets the tasks that have none.
+WITHOUT_PADDING = ("image", "pathfinder")
+PAPER: dict[str, dict[str, float]] = {
+    "Transformer": {"listops": 39.92, "text": 64.20, "retrieval": 82.11, "image": 44.25, "pathfinder": 74.79},
+    "Nyströmformer": {"listops": 37.50, "text": 65.01, "retrieval": 80.42, "image": 51.13, "pathfinder": 69.73},
+    "Reformer": {"listops": 18.04, "text": 60.94, "retrieval": 79.19, "image": 40.38, "pathfinder": 67.66},
+    "FNet": {"listops": 36.74, "text": 64.37, "retrieval": 74.29, "image": 44.08, "pathfinder": 50.22},
+    "CST L=8": {"listops": 37.45, "text": 77.23, "retrieval": 84.15, "image": 51.27, "pathfinder": 76.32},
+    "CST L=16": {"listops": 37.90, "text": 73.60, "retrieval": 84.00, "image": 51.39, "pathfinder": 76.97},
+}
+
+
+def settings_for(model_type: str, length: int) -> dict[str, Any]:
+    """Settings of the models that are made for one length: a part of 50 or 64 tokens divides it."""
+    part = next((size for size in (64, 50, 8) if length % size == 0), length)
+    if model_type == "nystromformer":
+        return {"segment_means_seq_len": length, "num_landmarks": part}
+    if model_type == "reformer":
+        chunks = {"lsh_attn_chunk_length": part, "local_attn_chunk_length": part}
+        width = run_lra.SIZES["hidden_size"]
+        dims = [width // 4, width - width // 4]
+        return chunks | {"axial_pos_shape": [part, length // part], "axial_pos_embds_dim": dims}
+    return {}
+
+
+def train(run: dict[str, Any], data_path: Path | None, runs: Path, low_precision: bool) -> dict[str, Any]:
+    """Train and test one model, from its newest checkpoint where it has one; the row to keep."""
+    model_type, settings = MODELS[run["model"]]
+    defaults = run_lra.DEFAULTS[run["task"]]
+    settings = settings | settings_for(model_type, defaults.max_length)
+    steps = max(1, round(run["share"] * defaults.max_steps))
+    name = f"{run['task']}, {run['model']}, seed {run['seed']}"
+    folder = run_folder(runs, name, [run, model_type, settings, str(data_path), low_precision])
+    arguments: dict[str, Any] = {
+        "task": run["task"],
+        "model_type": model_type,
+        "config_overrides": json.dumps(settings),
+        "max_steps": steps,
+        "warmup_steps": max(1, round(run["share"] * defaults.warmup_steps)),
+        "per_device_train_batch_size": run["batch_size"],
+        "per_device_eval_batch_size": run["batch_size"],
+        "learning_rate": run["learning_rate"],
+        "data_settings": run["data_settings"],
+        "seed": run["seed"],
+        "output_dir": folder,
+        "save_steps": max(1, steps // 20),
+        "save_total_limit": 1,
+        "report_to": "none",
+        "resume_from_checkpoint": "last",
+    }
+    if model_type in OF_ONE_LENGTH:
+        arguments["pad_to"] = defaults.max_length
+    if run["samples"] is not None:
+        arguments["max_predict_samples"] = run["samples"]
+    if data_path is not None and run["task"] not in GENERATED:
+        arguments["data_path"] = data_path
+    switches = ["--do_train", "--do_predict", *(["--bf16"] if low_precision else [])]
+    switches += [] if torch.cuda.is_available() else ["--use_cpu"]
+    found = with_wall_time(partial(run_lra.main, [*command_line_of(arguments), *switches]), folder)
+    return run | {"steps": steps} | {name: found[name] for name in KEPT if name in found}
+
+
+def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """For every task the accuracy in percent, and the paper's."""
+    columns: dict[str, dict[str, str]] = {}
+    for task in dict.fromkeys(row["task"] for row in rows):
+        groups = {
+            name: [100 * row["test_accuracy"] for row in rows if (row["task"], row["model"]) == (task, name)]
+            for name in MODELS
+        }
+        columns[task] = {name: mean_and_deviation(values) for name, values in groups.items()}
+        columns[f"{task}, paper"] = {name: str(PAPER.get(name, {}).get(task, "")) for name in MODELS}
+    return pd.DataFrame(columns, index=list(MODELS))
+
+
+def main(
+    tasks: Annotated[str, typer.Option(help=f"Comma-separated, of {', '.join(run_lra.DEFAULTS)}.")] = (
+        "listops,text,image,pathfinder"
+    ),
+    models: Annotated[str | None, typer.Option(help="Rows, separated by semicolons; default: all.")] = None,
+    seeds: Annotated[str, typer.Option(help="Comma-separated seeds.")] = "0",
+    share: Annotated[float, typer.Option(help="Of the paper's steps.", min=0.0, max=1.0)] = 1.0,
+    batch_size: Annotated[int | None, typer.Option(help="Default: the paper's.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Default: the paper's.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Test on so many only.")] = None,
+    data_settings: Annotated[str, typer.Option(help="Of the data, such as train_size=1000.")] = "",
+    data_path: Annotated[Path | None, typer.Option(help="Files of the task that is not generated.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16: autocast, or float32.")] = "bfloat16",
+    runs: Annotated[Path, typer.Option(help="Folder of the checkpoints.")] = Path("runs/lra"),
+    output: Path = Path(__file__).parent / "results" / "lra_table.json",
+) -> None:
+    """Train what the output file does not hold yet, keep it as JSON after every run, and print the table."""
+    chosen = models.split(";") if models else list(MODELS)
+    wanted = tasks.split(",")
+    for what, given, known in (("models", chosen, list(MODELS)), ("tasks", wanted, list(run_lra.DEFAULTS))):
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise typer.BadParameter(f"unknown {what} {unknown}; there are {known}")
+    kept = KeptRuns(output, {"dtype": dtype}, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    plan = [
+        {
+            "task": task,
+            "model": model,
+            "seed": int(seed),
+            "share": share,
+            "batch_size": batch_size or run_lra.DEFAULTS[task].batch_size,
+            "learning_rate": learning_rate or run_lra.DEFAULTS[task].learning_rate,
+            "samples": samples,
+            "data_settings": data_settings,
+        }
+        for task in wanted
+        for seed in seeds.split(",")
+        for model in chosen
+        if MODELS[model][0] != "nystromformer" or task in WITHOUT_PADDING
+    ]
+    for run in track(kept.missing(plan), description="models"):
+        kept.add(train(run, data_path, runs, dtype != "float32"))
+    with pd.option_context("display.width", 250, "display.max_columns", 40):
+        print(table([row for run in plan for row in kept.matching(run)]).to_string())
+    print(f"written: {output}")
+
+
+if __name__ == "__main__":
+    run_with_help(main, __doc__)

@@ -1,0 +1,92 @@
+"""What is claimed of causal attention on a trained model: real weights, a book it was not trained on."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hf_effattn import extend_positions, patch_attention
+from hf_effattn.samples.texts import bundled_books
+from scripts.benchmark.causal_generation import SETTINGS, same_tokens
+from scripts.benchmark.causal_inputs import causal_attention_inputs, load_causal_model
+from scripts.benchmark.causal_schemes import measure, schemes
+
+FOLDER = Path(__file__).resolve().parents[1] / "model_cards" / "gpt2-books"
+HELD_OUT = "adventures-of-sherlock-holmes"
+WINDOW, CLUSTERS, TOPK, KEYS_PER_CLUSTER = 64, 16, 32, 8
+STRICT = {"method": "bi-clustered", "clusters": CLUSTERS, "topk": TOPK, "min_length": 0}
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    """The held-out book, `(1, N)`."""
+    tokenizer = load_causal_model(FOLDER)[1]
+    book = next(book for book in bundled_books() if book.name == HELD_OUT)
+    return torch.tensor(tokenizer(book.text, verbose=False)["input_ids"])[None]
+
+
+@pytest.fixture
+def model():
+    return load_causal_model(FOLDER)[0]
+
+
+@torch.no_grad()
+def loss(model, texts):
+    """Mean loss of the tokens of texts `(B, N)`."""
+    losses = []
+    for text in texts:
+        logits = model(text[None], use_cache=False).logits[0, :-1]
+        losses.append(F.cross_entropy(logits, text[1:], reduction="none"))
+    return torch.cat(losses).mean().item()
+
+
+@pytest.mark.parametrize("length", [1024, 2048])
+def test_error_and_perplexity_at_a_share_of_the_scores(model, tokens, length):
+    layers = causal_attention_inputs(model, tokens[:, :length])
+    name, scheme = schemes(WINDOW, CLUSTERS, TOPK, KEYS_PER_CLUSTER, by_segment_too=False)["bi-clustered"]
+    sizes = {"window": WINDOW, "clusters": CLUSTERS, "topk": TOPK, "keys_per_cluster": KEYS_PER_CLUSTER}
+    row = measure(layers, name, name, scheme, {"length": length} | sizes)
+    assert row["error"] <= 0.05
+    assert row["scored_share"] <= 0.4
+    texts = tokens[0, : 4 * 2048].view(-1, length)
+    exact = loss(model, texts)
+    assert exact < 5.0  # it knows more than frequencies of tokens
+    patch_attention(model, **STRICT)
+    assert abs(loss(model, texts) - exact) < 0.002
+
+
+def test_loss_at_four_times_the_trained_length(model, tokens):
+    length = 4 * model.config.n_positions
+    extend_positions(model, length)
+    exact = loss(model, tokens[:, :length])
+    patch_attention(model, "i-clustered", clusters=25, topk=64, min_length=0)
+    assert loss(model, tokens[:, :length]) == pytest.approx(exact, rel=0.01)
+
+
+def test_no_token_changes_what_comes_before_it(model, tokens):
+    """Bit for bit, in both methods that a user would choose, at places within the first and in later segments."""
+    text = tokens[:, :600]
+    for settings in (STRICT, {"method": "i-clustered", "clusters": 25, "topk": 32, "min_length": 0}):
+        patched = patch_attention(load_causal_model(FOLDER)[0], **settings)
+        with torch.no_grad():
+            before = patched(text).logits
+            for place in (1, 63, 64, 300, 599):
+                changed = text.clone()
+                changed[0, place] = (changed[0, place] + 1) % model.config.vocab_size
+                after = patched(changed).logits
+                assert torch.equal(after[:, :place], before[:, :place]), (settings, place)
+                assert not torch.equal(after[:, place:], before[:, place:])
+
+
+def test_greedy_text_is_that_of_exact_attention(model, tokens):
+    """At three places, 200 tokens after a prompt of 900."""
+
+    def write(start):
+        prompt = tokens[:, start : start + 900]
+        return model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=200)
+
+    starts = (5_000, 7_000, 9_000)
+    exact = [write(start)[0, 900:] for start in starts]
+    patch_attention(model, **SETTINGS["bi-clustered, finer"], min_length=0)
+    assert [same_tokens(text, write(start)[0, 900:]) for text, start in zip(exact, starts, strict=True)] == [200] * 3

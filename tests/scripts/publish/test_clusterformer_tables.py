@@ -1,0 +1,136 @@
+"""The tables of ClusterFormer's results beside the paper's numbers, made of results that stand here."""
+
+import pytest
+from support.kept_results import keeper
+
+from scripts.publish import clusterformer_tables
+from scripts.publish import cst_tables as paper_tables
+from scripts.reproduce.classification import settings_of
+from scripts.reproduce.translation import MODELS, SIZES
+
+
+@pytest.fixture
+def keep(tmp_path, monkeypatch):
+    return keeper(tmp_path, monkeypatch)
+
+
+def cells(table, row):
+    """The cells of the row that begins so."""
+    line = next(line for line in table.splitlines() if line.startswith(f"| {row} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def header(table):
+    return [cell.strip() for cell in table.splitlines()[0].strip("|").split("|")][1:]
+
+
+def classified(sweep, name, dataset, seed, **metrics):
+    run = {"dataset": dataset, "settings": settings_of(sweep, name, dataset), "seed": seed}
+    run |= {"epochs": 2, "max_length": 64, "train_samples": None}
+    return run | {"seconds_per_epoch": 3.0} | metrics
+
+
+def test_what_has_not_been_run_says_so(keep):
+    tables = ("layers", "partner_recall", "clusterings", "routings", "clusters", "losses", "translation")
+    for name in tables:
+        assert getattr(clusterformer_tables, name)() == paper_tables.NOT_RUN
+    keep("classification_table", [classified("routings", "LSH", "CR", 0, accuracy=80.0)], dtype="float32")
+    assert clusterformer_tables.clusters() == paper_tables.NOT_RUN
+
+
+def test_routings_are_compared_seed_by_seed(keep):
+    rows = [
+        classified("routings", name, "CR", seed, accuracy=accuracy)
+        for name, accuracies in (("gated", (81.0, 80.0)), ("Transformer", (80.0, 82.0)))
+        for seed, accuracy in enumerate(accuracies)
+    ]
+    rows.append(classified("routings", "gated", "WikiQA", 0, accuracy=99.0, map=61.5, mrr=62.5))
+    rows.append(rows[0] | {"epochs": 1, "accuracy": 1.0})  # a try of another budget
+    keep("classification_table", rows, dtype="float32")
+    table = clusterformer_tables.routings()
+    assert header(table) == ["CR", "WikiQA", "WikiQA, MRR"]
+    assert cells(table, "Transformer") == ["81.0 ± 1.4 (2)", "", ""]
+    assert cells(table, "gated") == ["80.5 ± 0.7 (2) (-0.5)", "61.5", "62.5"]
+    assert cells(table, "LSH, paper") == ["83.0", "58.7", "60.3"]
+    assert "CR: 2 epochs, 64 tokens" in table
+
+
+def test_the_sweep_of_clusters_has_time_and_memory_and_only_its_runs(keep):
+    rows = [classified("clusters", "k=5", "20 Newsgroups", 0, accuracy=70.0, train_samples=1500)]
+    rows.append(classified("routings", "K-means", "20 Newsgroups", 0, accuracy=60.0))
+    costs = {"dataset": "20 Newsgroups", "settings": rows[0]["settings"], "measured": "step"}
+    costs |= {"speedup": 1.25, "step_peak_bytes": 2**21}
+    rows += [costs | {"max_length": 64}, costs | {"max_length": 512, "speedup": 9.0}]  # one of other texts
+    keep("classification_table", rows, dtype="bfloat16")
+    table = clusterformer_tables.clusters()
+    assert cells(table, "k=5") == ["70.0", "1.25×", "2"]
+    assert cells(table, "k=5, paper") == ["84.9", "", ""]
+    assert "K-means" not in table
+    assert "on 1,500 texts" in table
+
+
+def test_losses(keep):
+    rows = [classified("losses", "neural, L2", "WikiQA", 0, accuracy=95.0, map=60.0, mrr=61.0)]
+    keep("classification_table", rows, dtype="float32")
+    table = clusterformer_tables.losses()
+    assert (cells(table, "neural, L2"), cells(table, "neural, L2, paper")) == (["60.0", "61.0"], ["62.0", "64.0"])
+
+
+def test_partner_recall(keep):
+    rows = [
+        {"routing": routing, "length": length, "window_blocks": 2, "seed": seed, "accuracy": accuracy}
+        for routing, length, seed, accuracy in (
+            ("gated", 256, 0, 70.0),
+            ("gated", 64, 0, 90.0),
+            ("gated", 64, 1, 80.0),
+        )
+    ]
+    keep("partner_recall", rows, hidden_size=8, steps=2000, words=64, learning_rate=0.1, dtype="float32")
+    table = clusterformer_tables.partner_recall()
+    assert header(table) == ["64 words, 2 blocks", "256 words, 2 blocks"]
+    assert cells(table, "gated") == ["85.0 ± 7.1 (2)", "70.0"]
+    assert "12.5 by chance" in table
+
+
+def test_clusterings(keep):
+    keep("mnist_clustering", [{"method": "K-means", "clusters": 300, "seed": 0, "accuracy": 91.9}])
+    table = clusterformer_tables.clusterings()
+    assert header(table) == ["300 clusters"]
+    assert (cells(table, "K-means"), cells(table, "K-means, paper")) == (["91.9"], ["92.0"])
+
+
+def test_translation(keep):
+    shared = {"brevity_penalty": 1.0, "seconds_per_epoch": 5.0, "test_seconds": 2.0, "parameters": 10, "epochs": 3}
+    shared |= {"max_steps": -1, "test_samples": None}
+    rows = [
+        {"settings": MODELS[name], "seed": 0, "bleu": bleu} | shared
+        for name, bleu in (("Transformer", 30.0), ("gated encoder", 29.8))
+    ]
+    rows.append(rows[0] | {"max_steps": 2, "bleu": 1.0})  # a try of another budget
+    keep("translation_table", rows, sizes=SIZES, dtype="bfloat16")
+    table = clusterformer_tables.translation()
+    assert cells(table, "gated encoder")[:2] == ["29.8", "-0.2"]
+    assert cells(table, "ClusterFormer, paper, IWSLT14") == ["34.9", "", "", ""]
+    assert "3 epochs, bfloat16" in table
+
+
+def test_layers_have_speed_memory_and_growth(keep):
+    rows = []
+    for length, milliseconds in ((100, 10.0), (400, 80.0)):
+        for routing in ("exact (SDPA)", "gated"):
+            measured = {
+                f"{part}_{passing}_{what}": 2.0
+                for part in ("attention", "layer")
+                for passing in ("forward", "forward_backward")
+                for what in ("speedup", "ms")
+            }
+            measured |= {"layer_forward_backward_ms": milliseconds, "layer_forward_backward_peak_bytes": 3 * 2**20}
+            rows.append({"dtype": "float32", "batch": 1, "length": length, "routing": routing} | measured)
+    sizes = {"hidden_size": 300, "num_attention_heads": 4}
+    keep("benchmark_clusterformer", rows, sizes=sizes, factor=2.0)
+    table = clusterformer_tables.layers()
+    assert header(table) == ["100", "400"]
+    assert cells(table, "gated, attention, training step") == ["2.0×", "2.0×"]
+    assert cells(table, "exact (SDPA): MiB of a training step") == ["3", "3"]
+    assert cells(table, "gated: growth of its time") == ["", "1.50"]
+    assert "exact (SDPA), layer" not in table
