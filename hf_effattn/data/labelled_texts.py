@@ -1,4 +1,4 @@
-"""Texts and their classes for `run_classification.py`: from the Hub, from tables, or from a file for each class."""
+"""Texts and their classes of a classifier: from the Hub, from tables, or from a file for each class."""
 
 import codecs
 import csv

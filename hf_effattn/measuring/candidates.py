@@ -11,7 +11,7 @@ DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "clustered", "clusters": 100},
     {"method": "i-clustered", "clusters": 25, "topk": 32},
     {"method": "i-clustered", "clusters": 100, "topk": 32},
-    # The least time for an error, from benchmark_frontier.py.
+    # The least time for an error, from scripts/benchmark/frontier.py.
     {"method": "i-clustered", "clusters": 40, "topk": 192},
     {"method": "bi-clustered", "clusters": 32, "topk": 128, "key_clusters": 32},
     {"method": "bi-clustered", "clusters": 40, "topk": 384, "key_clusters": 32},

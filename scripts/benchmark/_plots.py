@@ -1,6 +1,6 @@
 """Plots of the benchmarks, drawn from their JSON rows and from nothing else.
 
-python scripts/attention_plots.py        # draws the plots of scripts/results anew
+python -m scripts.benchmark._plots        # draws the plots of scripts/results anew
 """
 
 import json
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from hf_effattn.training.command_line import run_with_help
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive")
 
 

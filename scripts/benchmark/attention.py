@@ -3,9 +3,9 @@
 Every call of a length is timed in the same run, interleaved, clustering included. Times are taken on random inputs of
 `--heads` heads; the errors are those of the attention output on these, and on the queries, keys and values which the
 pretrained BERT of the demo makes of novels at the same length (its positions repeated beyond 512 tokens); null where
-that is not at hand (`real_attention.py`).
+that is not at hand (`scripts/benchmark/real_attention.py`).
 
-    python scripts/benchmark_attention.py      # writes scripts/results/benchmark_attention.{json,png}
+    python -m scripts.benchmark.attention      # writes scripts/results/benchmark_attention.{json,png}
 
 Where there is a GPU it runs there, in bfloat16 with 16 heads, and writes benchmark_attention_gpu.{json,png}. What the
 output file already holds, from this machine with these versions and methods, is not measured again: an interrupted run
@@ -55,7 +55,7 @@ METHODS: dict[str, MethodSettings] = {
 DEFAULT_LENGTHS = {"cpu": "512,1024,2048,4096,8192,16384", "cuda": "512,1024,2048,4096,8192,16384,32768,65536,131072"}
 DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 DEFAULT_HEADS = {"cpu": 12, "cuda": 16}
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 DEFAULT_OUTPUTS = {"cpu": RESULTS / "benchmark_attention.json", "cuda": RESULTS / "benchmark_attention_gpu.json"}
 LONGEST_REAL = {"cpu": 16384, "cuda": 65536}
 STEPS_KEPT = 8

@@ -1,6 +1,6 @@
 """How often a patched causal model writes the same text as the exact one: greedy continuations of held-out prompts.
 
-python scripts/causal_generation.py --model runs/gpt2    # writes scripts/results/causal_generation.json
+python -m scripts.benchmark.causal_generation --model runs/gpt2    # writes scripts/results/causal_generation.json
 """
 
 import json
@@ -41,11 +41,11 @@ def same_tokens(exact: torch.Tensor, other: torch.Tensor) -> int:
 
 @torch.no_grad()
 def main(
-    model: Annotated[Path, typer.Option(help="Folder of the causal model that run_clm.py trained.")],
+    model: Annotated[Path, typer.Option(help="Folder of the causal model that scripts/train/clm.py trained.")],
     prompts: int = 10,
     prompt_length: int = 900,
     new_tokens: int = 200,
-    output: Path = Path(__file__).parent / "results" / "causal_generation.json",
+    output: Path = Path(__file__).parents[1] / "results" / "causal_generation.json",
 ) -> None:
     """Write every continuation, count the equal ones, print the table and keep it as JSON."""
     import pandas as pd

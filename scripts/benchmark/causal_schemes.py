@@ -5,7 +5,7 @@ attends exactly in the same window; what differs is what stands for the older ke
 `causal_clustered_attention` are written out here, segment by segment. Rotary positions are applied to the same queries
 and keys (the model was not trained with them), to see what rotation does to clusters of keys that are far apart.
 
-    python scripts/causal_schemes.py --model runs/gpt2      # writes scripts/results/causal_schemes.json
+    python -m scripts.benchmark.causal_schemes --model runs/gpt2      # writes scripts/results/causal_schemes.json
 """
 
 import json
@@ -217,9 +217,9 @@ def measure(layers: list[Inputs], name: str, how: str, scheme: Scheme, row: dict
 
 @torch.no_grad()
 def main(
-    model: Annotated[Path, typer.Option(help="Folder of the causal model that run_clm.py trained.")],
+    model: Annotated[Path, typer.Option(help="Folder of the causal model that scripts/train/clm.py trained.")],
     lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "1024,2048,4096",
-    output: Path = Path(__file__).parent / "results" / "causal_schemes.json",
+    output: Path = Path(__file__).parents[1] / "results" / "causal_schemes.json",
 ) -> None:
     """Measure every scheme, print the table and keep it as JSON."""
     import pandas as pd

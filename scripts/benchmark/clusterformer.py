@@ -7,8 +7,8 @@ fastest is what speeds are against. The training step has the clustering losses 
 part that the methods replace: sorting, projections and attention; `layer` adds norms and the feed-forward part, which
 all share.
 
-    python scripts/benchmark_clusterformer.py            # writes scripts/results/benchmark_clusterformer.json
-    python scripts/benchmark_clusterformer.py --dtypes bfloat16     # runs on the GPU where there is one
+    python -m scripts.benchmark.clusterformer            # writes scripts/results/benchmark_clusterformer.json
+    python -m scripts.benchmark.clusterformer --dtypes bfloat16     # runs on the GPU where there is one
 
 What the output file already holds is not measured again: an interrupted run goes on.
 """
@@ -173,7 +173,7 @@ def main(
     heads: int = 4,
     factor: Annotated[float, typer.Option(help="Clusters are the root of this times the length; paper: 1.")] = 2.0,
     repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 5,
-    output: Path = Path(__file__).parent / "results" / "benchmark_clusterformer.json",
+    output: Path = Path(__file__).parents[1] / "results" / "benchmark_clusterformer.json",
 ) -> None:
     """Measure what the output file does not hold yet, keep it as JSON after every length, and print the table."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -3,7 +3,7 @@
 Labels are made of the queries and keys of a pretrained BERT on novels (three of its layers); the error is that of
 improved clustered attention with those labels. This is what the defaults of `cluster_queries` were chosen by.
 
-    python scripts/benchmark_clustering.py                 # writes scripts/results/benchmark_clustering.json
+    python -m scripts.benchmark.clustering                 # writes scripts/results/benchmark_clustering.json
 """
 
 import json
@@ -81,7 +81,7 @@ def main(
     clusters: int = 100,
     topk: int = 32,
     repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 5,
-    output: Path = Path(__file__).parent / "results" / "benchmark_clustering.json",
+    output: Path = Path(__file__).parents[1] / "results" / "benchmark_clustering.json",
 ) -> None:
     """Measure every clustering at every length, print the table and keep it as JSON."""
     import pandas as pd

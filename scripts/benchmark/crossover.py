@@ -4,8 +4,8 @@ The result is what `min_length=None` means on this kind of device; it is written
 where the lengths of other kinds of device are kept. What was measured is kept after every length: interrupted and
 called again, it goes on; finished and called again, it measures anew.
 
-    python scripts/measure_crossover.py
-    python scripts/measure_crossover.py --causal
+    python -m scripts.benchmark.crossover
+    python -m scripts.benchmark.crossover --causal
 """
 
 import json
@@ -61,7 +61,7 @@ CAUSAL_SETTINGS: tuple[dict[str, Any], ...] = (
     {"method": "bi-clustered", "clusters": 25, "topk": 32, "key_clusters": 64},
     {"method": "bi-clustered", "clusters": 100, "topk": 64, "key_clusters": 100},
 )
-CROSSOVER = Path(hf_effattn.patching.__file__).parent / "crossover.json"
+CROSSOVER = Path(hf_effattn.patching.__file__).parent / "methods" / "crossover.json"
 
 
 def speedups(
@@ -131,7 +131,7 @@ def main(
     machine = environment(chosen)
     settings = {"batch": 1, "heads": heads, "head_dim": head_dim, "dtype": dtype}
     kept: dict[str, Any] = json.loads((output if output.exists() else CROSSOVER).read_text(encoding="utf-8"))
-    kept["measured_by"] = "scripts/measure_crossover.py"
+    kept["measured_by"] = "scripts/benchmark/crossover.py"
     measured = unfinished(kept, f"{prefix}{device}", machine, settings)
     for length in track([one for one in lengths if one not in measured], description="lengths"):
         ratios = speedups(length, heads, head_dim, chosen, repeats, dtype=getattr(torch, dtype), causal=causal)

@@ -4,8 +4,8 @@ Layers have random weights; both are timed in the same run, interleaved, forward
 SDPA's kernels, of which the fastest is what speeds are against. The conversion is that
 of all-MiniLM-L6-v2 before any fine-tuning: cosine of its sentence embeddings with those of the exact model.
 
-    python scripts/benchmark_cst.py                     # writes scripts/results/benchmark_cst.json
-    python scripts/benchmark_cst.py --lengths "" --cosines   # the conversion alone
+    python -m scripts.benchmark.cst                     # writes scripts/results/benchmark_cst.json
+    python -m scripts.benchmark.cst --lengths "" --cosines   # the conversion alone
 
 What the output file already holds, from this machine, is not measured again: an interrupted run goes on.
 """
@@ -174,7 +174,7 @@ def main(
     repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 5,
     cosines: Annotated[bool, typer.Option(help="Measure the conversion of the pretrained BERT.")] = True,
     texts_per_book: int = 4,
-    output: Path = Path(__file__).parent / "results" / "benchmark_cst.json",
+    output: Path = Path(__file__).parents[1] / "results" / "benchmark_cst.json",
 ) -> None:
     """Measure layers and conversions, print both tables and keep them as JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

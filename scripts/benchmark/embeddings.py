@@ -3,8 +3,8 @@
 All layers of all-MiniLM-L6-v2 are patched; texts are passages of novels, embeddings the normalised masked means of the
 last hidden state. With `--books` the texts come from a folder of the large data sets instead of the bundled excerpts.
 
-    python scripts/benchmark_embeddings.py                 # writes scripts/results/benchmark_embeddings.json
-    python scripts/benchmark_embeddings.py --books books
+    python -m scripts.benchmark.embeddings                 # writes scripts/results/benchmark_embeddings.json
+    python -m scripts.benchmark.embeddings --books books
 """
 
 import gzip
@@ -96,7 +96,7 @@ def main(
     model, tokenizer, name = load_model(None)
     passages = Passages(tokenizer, read_books(books))
     suffix = "" if books is None else f"_{Path(books).name}"
-    output = output or Path(__file__).parent / "results" / f"benchmark_embeddings{suffix}.json"
+    output = output or Path(__file__).parents[1] / "results" / f"benchmark_embeddings{suffix}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for size in track(SIZES, description="sizes"):

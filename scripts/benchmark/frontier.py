@@ -2,10 +2,10 @@
 
 Times (clustering included, interleaved with the exact kernels of the machine) and errors are both taken on the
 queries, keys and values which the pretrained BERT of the demo makes of novels, its positions repeated beyond 512
-tokens. Where that is not at hand (`real_attention.py`) the inputs are random, and the errors null.
+tokens. Where that is not at hand (`scripts/benchmark/real_attention.py`) the inputs are random, and the errors null.
 
-    python scripts/benchmark_frontier.py          # writes scripts/results/benchmark_frontier.{json,png}
-    python scripts/benchmark_frontier.py --near scripts/results/benchmark_frontier.json --lengths 16384,65536
+    python -m scripts.benchmark.frontier          # writes scripts/results/benchmark_frontier.{json,png}
+    python -m scripts.benchmark.frontier --near scripts/results/benchmark_frontier.json --lengths 16384,65536
 
 The second form tries fewer settings, for a machine on which each has to be compiled: errors hardly depend on the
 machine, so it takes from the earlier results, for every length, method and error, the two fastest settings that stay
@@ -141,7 +141,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 8,
     near: Annotated[Path | None, typer.Option(help="Earlier results: try only what comes into question.")] = None,
-    output: Path = Path(__file__).parent / "results" / "benchmark_frontier.json",
+    output: Path = Path(__file__).parents[1] / "results" / "benchmark_frontier.json",
 ) -> None:
     """Measure every setting, print the least time for each error, and keep all as JSON and as a plot beside it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -5,8 +5,8 @@ problem after the other on the CPU. All make the same number of Lloyd's iteratio
 other first, which is timed too, the others start from points drawn at random. The cost of clusters is the mean squared
 distance of a point to its centroid, over that to the mean of all points.
 
-    python scripts/benchmark_kmeans.py                       # adds to scripts/results/benchmark_kmeans.json
-    python scripts/benchmark_kmeans.py --points 8192,32768 --dtype float32
+    python -m scripts.benchmark.kmeans                       # adds to scripts/results/benchmark_kmeans.json
+    python -m scripts.benchmark.kmeans --points 8192,32768 --dtype float32
 """
 
 import importlib

@@ -1,10 +1,10 @@
 """Tokens per second and memory of whole RoBERTa-shaped models, exact against patched, forward and training step.
 
 The weights are random: time and memory don't depend on them, errors would, and are measured elsewhere
-(`hf_effattn.report`, `benchmark_attention.py`). All calls of a length are interleaved in one run.
+(`hf_effattn.report`, `scripts/benchmark/attention.py`). All calls of a length are interleaved in one run.
 
-    python scripts/benchmark_models.py                # writes scripts/results/benchmark_models.json
-    python scripts/benchmark_models.py --shapes base --lengths 1024,4096 --repeats 3    # what a CPU does in minutes
+    python -m scripts.benchmark.models                # writes scripts/results/benchmark_models.json
+    python -m scripts.benchmark.models --shapes base --lengths 1024,4096 --repeats 3    # what a CPU does in minutes
 
 What the output file holds is not measured again.
 """
@@ -93,7 +93,7 @@ def main(
     lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "4096,16384,65536",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     repeats: Annotated[int, typer.Option(help="Rounds of timing.")] = 10,
-    output: Path = Path(__file__).parent / "results" / "benchmark_models.json",
+    output: Path = Path(__file__).parents[1] / "results" / "benchmark_models.json",
 ) -> None:
     """Measure every shape and length, print the table, and keep it as JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,9 +6,9 @@ method, and the last quarter is read exactly over the cache, as when generating;
 only, as clusters of all queries make the losses of a prompt itself meaningless. "shorter context" cuts a text into
 four. Beyond the trained length positions are repeated, for exact attention too.
 
-    python scripts/perplexity.py --model runs/gpt2      # writes scripts/results/perplexity.json and .png
-    python scripts/perplexity.py --model runs/gpt2 --files wikitext-2/wiki.test.tokens.gz --lengths 512,1024,2048 \
-        --tokens 65536 --output scripts/results/perplexity_wikitext2.json
+    python -m scripts.benchmark.perplexity --model runs/gpt2      # writes scripts/results/perplexity.json and .png
+    python -m scripts.benchmark.perplexity --model runs/gpt2 --files wikitext-2/wiki.test.tokens.gz \
+        --lengths 512,1024,2048 --tokens 65536 --output scripts/results/perplexity_wikitext2.json
 """
 
 import json
@@ -120,7 +120,7 @@ def plot(rows: list[dict[str, Any]], trained: int, path: Path) -> None:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Folder of the causal model that run_clm.py trained.")],
+    model: Annotated[Path, typer.Option(help="Folder of the causal model that scripts/train/clm.py trained.")],
     lengths: Annotated[
         str, typer.Option(help="Comma-separated numbers of tokens, multiples of 4.")
     ] = "512,1024,2048,4096,8192",
@@ -130,7 +130,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Tokens of it read at every length, in equal parts.")] = 16_384,
     window: int = 64,
     segment_length: int = 64,
-    output: Path = Path(__file__).parent / "results" / "perplexity.json",
+    output: Path = Path(__file__).parents[1] / "results" / "perplexity.json",
 ) -> None:
     """Measure every length, print the table and keep it as JSON and picture."""
     import pandas as pd

@@ -4,8 +4,8 @@
 attention output on the queries, keys and values of `model_cards/gpt2-books` (mean over its layers) on the novels in
 the package, its positions repeated beyond those it was trained with.
 
-    python scripts/benchmark_prefill.py                      # adds to scripts/results/benchmark_prefill.json
-    python scripts/benchmark_prefill.py --lengths 32768,131072
+    python -m scripts.benchmark.prefill                      # adds to scripts/results/benchmark_prefill.json
+    python -m scripts.benchmark.prefill --lengths 32768,131072
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from hf_effattn.training.command_line import run_with_help
 from ..kept.runs import KeptRuns, device_defaults, print_rows
 from .causal_inputs import Inputs, causal_attention_inputs, load_causal_model
 
-GPT2 = Path(__file__).resolve().parents[1] / "model_cards" / "gpt2-books"
+GPT2 = Path(__file__).resolve().parents[2] / "model_cards" / "gpt2-books"
 # Its activations take 12 KiB a token; the novels in the package have text for three times as many tokens.
 LONGEST_REAL = 32_768
 DEFAULT_LENGTHS = {"cpu": "2048,4096", "cuda": "4096,8192,16384,32768,65536,131072"}

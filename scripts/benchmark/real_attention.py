@@ -1,6 +1,6 @@
 """Queries, keys and values that a pretrained BERT makes of real text: what errors are measured on.
 
-    python scripts/real_attention.py        # writes .cache/real-attention
+    python -m scripts.benchmark.real_attention        # writes .cache/real-attention
 
 What that writes, 27 MB, serves a machine where the BERT is not installed, at the same place of its clone.
 """
@@ -19,7 +19,7 @@ from hf_effattn.samples.texts import Book, Passages, bundled_books
 from hf_effattn.training.command_line import run_with_help
 
 LAYERS = (0, 2, 5)
-RECORDED = Path(__file__).resolve().parents[1] / ".cache" / "real-attention"
+RECORDED = Path(__file__).resolve().parents[2] / ".cache" / "real-attention"
 RECORDED_LENGTH = 65_536
 HEADS, HEAD_DIM = 12, 32
 

@@ -19,7 +19,7 @@ def dataset_path(name: str) -> Path:
     Raises:
         FileNotFoundError: it is not there; the message says what is missing and how to point to it.
     """
-    folder = Path(os.environ.get(VARIABLE) or Path(__file__).resolve().parents[2] / "shared" / "data")
+    folder = Path(os.environ.get(VARIABLE) or Path(__file__).resolve().parents[3] / "shared" / "data")
     path = folder / name
     if not path.exists():
         raise FileNotFoundError(

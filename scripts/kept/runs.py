@@ -86,7 +86,7 @@ def device_defaults(name: str, dtype: str | None, output: Path | None) -> tuple[
     """The GPU where there is one, else the CPU; what is measured there by default, and the file of its results."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
-    results = Path(__file__).parent / "results" / f"{name}{'_gpu' if on_gpu else ''}.json"
+    results = Path(__file__).parents[1] / "results" / f"{name}{'_gpu' if on_gpu else ''}.json"
     return device, dtype or ("bfloat16" if on_gpu else "float32"), output or results
 
 

@@ -1,4 +1,4 @@
-"""The model cards in `model_cards/`, from committed JSON alone; `update_readme.py` writes them.
+"""The model cards in `model_cards/`, from committed JSON alone; `scripts/publish/readme.py` writes them.
 
 Each folder there holds the configuration of its model, the report or the results that its numbers come from, and the
 weights where they are small.
@@ -22,7 +22,7 @@ from hf_effattn.reporting.table import markdown
 from ..kept.markdown import machine
 from . import cst_tables as paper_tables
 
-CARDS = Path(__file__).resolve().parents[1] / "model_cards"
+CARDS = Path(__file__).resolve().parents[2] / "model_cards"
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 OF_WIKITEXT: dict[str, Any] = {"license": "cc-by-sa-3.0", "datasets": ["Salesforce/wikitext"]}
 ALLOCATOR = "export MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000"
@@ -41,7 +41,7 @@ def card_with_weights(folder: Path, **options: Any) -> ModelCard:
 
 
 def rows_of(task: str, model: str) -> list[dict[str, Any]]:
-    """What `cst_training.py` kept of a trained model, a row per seed."""
+    """What `scripts/reproduce/cst.py` kept of a trained model, a row per seed."""
     result = paper_tables.kept("cst_training") or {"rows": []}
     return [row for row in result["rows"] if (row["task"], row["model"]) == (task, model) and "arguments" in row]
 
@@ -69,7 +69,7 @@ def minilm_i_clustered() -> ModelCard:
                 'effattn report --lengths 512,2048,8192 --method "i-clustered clusters=100 topk=32" \\',
                 '    --method "i-clustered clusters=100 topk=64" --method "bi-clustered clusters=100 topk=64" \\',
                 f"    --output model_cards/{folder.name}",
-                "python scripts/update_readme.py",
+                "python -m scripts.publish.readme",
             ),
         },
         limits=["Sentences in English. Not for decisions about people."],
@@ -107,10 +107,10 @@ def minilm_cst() -> ModelCard:
             "whole sentence. So the table says whether a conversion can be fine-tuned, and little about long texts.",
             "Before any fine-tuning": "Cosine of the sentence embeddings with those of the exact model.\n\n"
             + paper_tables.before_fine_tuning(),
-            "How it was made": in_bash(ALLOCATOR, "python scripts/cst_training.py SST-2 --seeds 0,1")
-            + "\n\nwhich runs `scripts/run_classification.py` with `--method cst`; with data from the Hub:\n\n"
+            "How it was made": in_bash(ALLOCATOR, "python -m scripts.reproduce.cst SST-2 --seeds 0,1")
+            + "\n\nwhich runs `scripts/train/classification.py` with `--method cst`; with data from the Hub:\n\n"
             + in_bash(
-                f"python scripts/run_glue.py --task_name sst2 --model_name_or_path {MINILM} --method cst \\",
+                f"python scripts/train/glue.py --task_name sst2 --model_name_or_path {MINILM} --method cst \\",
                 f"    --method_settings slice_length=16,extension_ratio=3 --output_dir {folder.name} \\",
                 "    --do_train --do_eval --bf16 --num_train_epochs 1 --per_device_train_batch_size 32 \\",
                 "    --learning_rate 5e-5 --warmup_steps 100",
@@ -141,7 +141,7 @@ def cst_wikitext() -> ModelCard:
         ),
         sections={
             "Beside the Transformer of the same size": paper_tables.language_models(),
-            "How it was made": in_bash(ALLOCATOR, 'python scripts/cst_training.py "WikiText-2, 256 tokens"')
+            "How it was made": in_bash(ALLOCATOR, 'python -m scripts.reproduce.cst "WikiText-2, 256 tokens"')
             + "\n\nand, once trained:\n\n```python\n"
             + 'run = "runs/…"  # the folder of that model\n'
             + 'model = AutoModelForCausalLM.from_pretrained(run, dtype="bfloat16")\n'
@@ -182,7 +182,7 @@ def clusterformer_newsgroups() -> ModelCard:
                 "SIZES=hidden_size=300,num_hidden_layers=2,num_attention_heads=4,intermediate_size=600,clusters=20",
                 "SIZES=$SIZES,gated=true,attention_probs_dropout_prob=0.0,max_position_embeddings=512",
                 "SIZES=$SIZES,attend_centroids=false,cluster_loss_weight=0.01,sorting_loss_weight=0.01",
-                "python scripts/run_classification.py --train_files 20newsgroups/train.jsonl.gz \\",
+                "python scripts/train/classification.py --train_files 20newsgroups/train.jsonl.gz \\",
                 "    --test_files 20newsgroups/test.jsonl.gz --validation_share 0 --model_type clusterformer \\",
                 "    --config_overrides $SIZES --vocab_size 8000 --max_length 512 --num_train_epochs 3 --bf16 \\",
                 "    --learning_rate 5e-4 --warmup_steps 0.1 --weight_decay 0.01 --use_cpu --do_train --do_predict \\",
@@ -203,7 +203,7 @@ def greedy_texts() -> str:
     ]
     note = (
         f"{result['new_tokens']} new tokens after prompts of {result['prompt_length']} tokens of held-out books "
-        "(`scripts/causal_generation.py`); scores: of those that exact attention computes in the prompt. "
+        "(`scripts/benchmark/causal_generation.py`); scores: of those that exact attention computes in the prompt. "
     )
     return markdown(["", "the same text as exact attention", "scores"], rows) + machine(result["environment"], note)
 
@@ -227,7 +227,7 @@ def gpt2_books() -> ModelCard:
             "longer than BERT's. It gains nothing from context beyond a few hundred tokens: a test that needs long "
             "memory must take another model.\n\n"
             "What clustered attention does to its inputs and its perplexity is in the tables of the project's README, "
-            "by `scripts/causal_schemes.py` and `scripts/perplexity.py`."
+            "by `scripts/benchmark/causal_schemes.py` and `scripts/benchmark/perplexity.py`."
         ),
         sections={
             "Loss": markdown(["", "loss, nats per token"], counted)
@@ -242,11 +242,11 @@ def gpt2_books() -> ModelCard:
                 "    --block_length 2048 --do_train --do_eval --bf16 --use_cpu --per_device_train_batch_size 2",
                 "    --per_device_eval_batch_size 2 --lr_scheduler_type cosine --weight_decay 0.1 --adam_beta2 0.98",
                 '    --logging_steps 20 --save_steps 100 --save_total_limit 2 --eval_strategy no --report_to none"',
-                "python scripts/run_clm.py $COMMON --output_dir runs/first --max_steps 3000 --learning_rate 2e-3 \\",
+                "python scripts/train/clm.py $COMMON --output_dir runs/first --max_steps 3000 --learning_rate 2e-3 \\",
                 "    --warmup_steps 150 --vocab_size 5000 --model_type gpt2 --seed 0 \\",
                 "    --config_overrides n_layer=4,n_embd=256,n_head=4,attn_pdrop=0.0,resid_pdrop=0.0,embd_pdrop=0.0",
-                "python scripts/run_clm.py $COMMON --output_dir runs/gpt2 --max_steps 1500 --learning_rate 1.2e-3 \\",
-                "    --warmup_steps 50 --model_name_or_path runs/first --seed 1 --save_dtype bfloat16 --ngram_losses",
+                "python scripts/train/clm.py $COMMON --output_dir runs/gpt2 --max_steps 1500 \\",
+                "    --learning_rate 1.2e-3 --warmup_steps 50 --model_name_or_path runs/first --seed 1 --save_dtype bfloat16 --ngram_losses",
             )
             + "\n\n`trainer_state_first.json` and `trainer_state.json` are the logs, `all_results.json` what was "
             "printed at the end. The weights are bfloat16.",

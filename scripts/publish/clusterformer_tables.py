@@ -1,4 +1,4 @@
-"""Tables of ClusterFormer's results with the paper's numbers beside them, as Markdown; `update_readme.py` places them.
+"""Tables of ClusterFormer's results with the paper's numbers beside them, as Markdown.
 
 Source of the numbers: Wang 2022.
 """

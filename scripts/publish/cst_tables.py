@@ -1,4 +1,4 @@
-"""Tables of `scripts/results/` with the papers' numbers beside them, as Markdown; `update_readme.py` places them."""
+"""Tables of `scripts/results/` with the papers' numbers beside them, as Markdown; `publish/readme.py` places them."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from ..reproduce import approximation as approximate
 from ..reproduce import lra as lra_table
 from ..train import lra as run_lra
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 NOT_RUN = "Not run yet."
 # Header, rows and the line below.
 Table = tuple[list[str], list[list[str]], str]

@@ -1,6 +1,6 @@
 """Put the tables of `scripts/results/` into README.md and RESULTS.md, between their marks, and write the model cards.
 
-python scripts/update_readme.py
+python -m scripts.publish.readme
 """
 
 import json
@@ -20,7 +20,7 @@ from . import clusterformer_tables
 from . import cst_tables as paper_tables
 from .cards import CARDS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "scripts" / "results"
 
 

@@ -4,13 +4,13 @@ Tasks of GLUE, and SQuAD, with exact attention and with the methods: the task's 
 deviation over the seeds of the clustering, its drop, and the error of the attention output in each layer. A text with
 no more tokens than clusters is attended to exactly, in the paper too: `longer_share` says how many are longer.
 
-    python scripts/approximate.py cola --model runs/cola --card cola.md     # a model of yours, data from the Hub
-    python scripts/approximate.py cola,mrpc,squad --local --methods "clustered-25;i-clustered-25"
+    python -m scripts.reproduce.approximation cola --model runs/cola --card cola.md   # your model, the Hub's data
+    python -m scripts.reproduce.approximation cola,mrpc,squad --local --methods "clustered-25;i-clustered-25"
 
 Without `--model` the demo's BERT, or `--base`, is fine-tuned first, in `--runs`, from the newest checkpoint there.
 With `all --local` the tasks whose files are not there are left out. What the output file holds is not run again; with
 `--model` or `--base` that is `runs/approximation.json`, else the project's own results. On a CPU set
-`MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000`, as for `run_clm.py`.
+`MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000`, as for `scripts/train/clm.py`.
 """
 
 import re
@@ -322,7 +322,7 @@ def main(
         settings_of(row)  # a mistake is told before anything runs
     if output is None:
         own = model is None and base is None
-        output = (Path(__file__).parent / "results" if own else Path("runs")) / "approximation.json"
+        output = (Path(__file__).parents[1] / "results" if own else Path("runs")) / "approximation.json"
     kept = KeptRuns(output, {"dtype": dtype}, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     origin = model or base or DEFAULT_NAME
     plans: dict[str, list[dict[str, Any]]] = {}

@@ -10,10 +10,10 @@ itself is worth.
 Every seed holds out another tenth of CR, MR, SUBJ and MPQA; the other data sets have a test set. All runs see all
 their epochs: no model is chosen by what it is tested on.
 
-    python scripts/classification_table.py               # writes scripts/results/classification_table.json
-    python scripts/classification_table.py --sweep clusters
-    python scripts/classification_table.py --sweep clusters --costs     # time and memory of a step, interleaved
-    python scripts/classification_table.py --sweep losses --data-sets WikiQA,SICK
+    python -m scripts.reproduce.classification               # writes scripts/results/classification_table.json
+    python -m scripts.reproduce.classification --sweep clusters
+    python -m scripts.reproduce.classification --sweep clusters --costs     # time and memory of a step, interleaved
+    python -m scripts.reproduce.classification --sweep losses --data-sets WikiQA,SICK
 """
 
 import json
@@ -298,7 +298,7 @@ def main(
     costs: Annotated[bool, typer.Option("--costs", help="Measure a step of each model; train nothing.")] = False,
     repeats: Annotated[int, typer.Option(help="Rounds of that measurement.")] = 5,
     dtype: Annotated[str, typer.Option(help="bfloat16: autocast, or float32.")] = "bfloat16",
-    output: Path = Path(__file__).parent / "results" / "classification_table.json",
+    output: Path = Path(__file__).parents[1] / "results" / "classification_table.json",
 ) -> None:
     """Run what the output file does not hold yet, keep it as JSON after every run, and print the table."""
     if sweep not in SWEEPS:

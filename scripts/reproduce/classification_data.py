@@ -1,4 +1,4 @@
-"""The data sets of text classification as `run_classification.py` takes them, each a file of JSON lines."""
+"""The data sets of text classification as `scripts/train/classification.py` takes them, each a file of JSON lines."""
 
 import gzip
 import json

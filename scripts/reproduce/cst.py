@@ -5,13 +5,13 @@ Range Arena) and 20 Newsgroups with 2 layers, WikiText-2 and books with 4 (Table
 books). The Transformer is the same model with `composition="full"`, whose attention is PyTorch's, and absolute
 positions. The BERT is all-MiniLM-L6-v2 on SST-2.
 
-    python scripts/cst_training.py "WikiText-2, 256 tokens"      # adds to scripts/results/cst_training.json
-    python scripts/cst_training.py "IMDb bytes" --models "CST L=16 α=1" --steps 1300
-    python scripts/cst_training.py "IMDb bytes" --costs          # time and memory of a training step, interleaved
+    python -m scripts.reproduce.cst "WikiText-2, 256 tokens"      # adds to scripts/results/cst_training.json
+    python -m scripts.reproduce.cst "IMDb bytes" --models "CST L=16 α=1" --steps 1300
+    python -m scripts.reproduce.cst "IMDb bytes" --costs          # time and memory of a training step, interleaved
 
 Training writes checkpoints below `--runs`: a run that was stopped goes on from the newest when it is asked for again,
 and one that the output file holds is not run. On a CPU set `MALLOC_MMAP_THRESHOLD_=8000000000
-MALLOC_TRIM_THRESHOLD_=16000000000`, as for `run_clm.py`.
+MALLOC_TRIM_THRESHOLD_=16000000000`, as for `scripts/train/clm.py`.
 """
 
 from collections.abc import Callable
@@ -286,7 +286,7 @@ def main(
     repeats: Annotated[int, typer.Option(help="Rounds of that measurement.")] = 5,
     dtype: Annotated[str, typer.Option(help="bfloat16: autocast, or float32.")] = "bfloat16",
     runs: Annotated[Path, typer.Option(help="Folder of the checkpoints.")] = Path("runs/cst"),
-    output: Path = Path(__file__).parent / "results" / "cst_training.json",
+    output: Path = Path(__file__).parents[1] / "results" / "cst_training.json",
 ) -> None:
     """Train what the output file does not hold yet, keep it as JSON after every run, and print all of the task."""
     if task not in TASKS:

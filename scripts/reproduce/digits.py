@@ -5,8 +5,8 @@ the clusters that were found without labels. Spherical K-means is K-means on ima
 clustering compares by the cosine, and what it gains over K-means has to be more than that. A self-organising map runs
 where the package `minisom` is installed.
 
-    python scripts/mnist_clustering.py                   # writes scripts/results/mnist_clustering.json
-    python scripts/mnist_clustering.py --clusters 10,50,100,200,300,500
+    python -m scripts.reproduce.digits                   # writes scripts/results/mnist_clustering.json
+    python -m scripts.reproduce.digits --clusters 10,50,100,200,300,500
 """
 
 import gzip
@@ -152,7 +152,7 @@ def main(
     seeds: Annotated[str, typer.Option(help="Comma-separated seeds.")] = "0,1,2",
     methods: Annotated[str | None, typer.Option(help="Comma-separated; default: all that are installed.")] = None,
     images: Annotated[int | None, typer.Option(help="Only the first so many of training and test.")] = None,
-    output: Path = Path(__file__).parent / "results" / "mnist_clustering.json",
+    output: Path = Path(__file__).parents[1] / "results" / "mnist_clustering.json",
 ) -> None:
     """Run what the output file does not hold yet, keep it as JSON after every run, and print the table."""
     installed = importlib.util.find_spec("minisom") is not None

@@ -6,12 +6,12 @@ is off where a model has it. The Transformer is CST without slices, with absolut
 Reformer are those of transformers, unmodified, their initialization too; they classify by the first token, and
 Nyströmformer and Reformer get every input at its full length, which they need.
 
-    python scripts/lra_table.py --tasks listops,image --share 0.01      # adds to scripts/results/lra_table.json
-    python scripts/lra_table.py --tasks text --data-path imdb --models "Transformer;CST L=8"
+    python -m scripts.reproduce.lra --tasks listops,image --share 0.01      # adds to scripts/results/lra_table.json
+    python -m scripts.reproduce.lra --tasks text --data-path imdb --models "Transformer;CST L=8"
 
 Training writes checkpoints below `--runs`: a run that was stopped goes on from the newest when it is asked for again,
 and one that the output file holds is not run. On a CPU set `MALLOC_MMAP_THRESHOLD_=8000000000
-MALLOC_TRIM_THRESHOLD_=16000000000`, as for `run_clm.py`.
+MALLOC_TRIM_THRESHOLD_=16000000000`, as for `scripts/train/clm.py`.
 """
 
 import json
@@ -141,7 +141,7 @@ def main(
     data_path: Annotated[Path | None, typer.Option(help="Files of the task that is not generated.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16: autocast, or float32.")] = "bfloat16",
     runs: Annotated[Path, typer.Option(help="Folder of the checkpoints.")] = Path("runs/lra"),
-    output: Path = Path(__file__).parent / "results" / "lra_table.json",
+    output: Path = Path(__file__).parents[1] / "results" / "lra_table.json",
 ) -> None:
     """Train what the output file does not hold yet, keep it as JSON after every run, and print the table."""
     chosen = models.split(";") if models else list(MODELS)

@@ -5,8 +5,8 @@ other word with its id: nothing but attention to that one word helps. What diffe
 attend to. Sharing of blocks by chance gives the random and the identity order some right answers too; what a learned
 routing has above them is its own.
 
-    python scripts/partner_recall.py                   # writes scripts/results/partner_recall.json
-    python scripts/partner_recall.py --lengths 256 --windows 2 --routings "gated,random order"
+    python -m scripts.reproduce.partner_recall                   # writes scripts/results/partner_recall.json
+    python -m scripts.reproduce.partner_recall --lengths 256 --windows 2 --routings "gated,random order"
 """
 
 from collections.abc import Callable, Iterator
@@ -213,7 +213,7 @@ def main(
     words: Annotated[int, typer.Option(help="Words of a batch.")] = 4096,
     learning_rate: float = 5e-4,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16: autocast.")] = "float32",
-    output: Path = Path(__file__).parent / "results" / "partner_recall.json",
+    output: Path = Path(__file__).parents[1] / "results" / "partner_recall.json",
 ) -> None:
     """Run what the output file does not hold yet, keep it as JSON after every run, and print the table."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

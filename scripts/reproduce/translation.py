@@ -7,8 +7,8 @@ The paper trains on the 160 thousand pairs of IWSLT14; these are the 29 thousand
 sentences are shorter still: the table compares the methods, its levels are not the paper's. The test set is
 test_2016_flickr, translated with beams after all epochs: no model is chosen by what it is tested on.
 
-    python scripts/translation_table.py                  # writes scripts/results/translation_table.json
-    python scripts/translation_table.py --seeds 0 --epochs 2 --checkpoints runs/translation
+    python -m scripts.reproduce.translation                  # writes scripts/results/translation_table.json
+    python -m scripts.reproduce.translation --seeds 0 --epochs 2 --checkpoints runs/translation
 
 With `--checkpoints` a run that was stopped goes on from its last epoch; without, it begins anew.
 """
@@ -151,7 +151,7 @@ def main(
     test_samples: Annotated[int | None, typer.Option(help="Translate so many texts only.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16: autocast, or float32.")] = "bfloat16",
     checkpoints: Annotated[Path | None, typer.Option(help="Folder of the checkpoints of a run.")] = None,
-    output: Path = Path(__file__).parent / "results" / "translation_table.json",
+    output: Path = Path(__file__).parents[1] / "results" / "translation_table.json",
 ) -> None:
     """Run what the output file does not hold yet, keep it as JSON after every run, and print the table."""
     chosen = names.split(";") if names else list(MODELS)

@@ -3,13 +3,13 @@ r"""Train or evaluate a classifier of texts or of pairs of texts, with transform
 Data comes from the Hub by name, from local JSON-lines, CSV or TSV files, or from files that hold one class each, a
 text a line. The model is a checkpoint, plain or with its attention replaced, or one from scratch.
 
-    python scripts/run_classification.py --dataset_name stanfordnlp/imdb --model_name_or_path roberta-base \
+    python scripts/train/classification.py --dataset_name stanfordnlp/imdb --model_name_or_path roberta-base \
         --method i-clustered --method_settings clusters=25,topk=32,min_length=0 --output_dir runs/imdb \
         --do_train --do_eval
-    python scripts/run_classification.py --train_files train.jsonl.gz --test_files test.jsonl.gz \
+    python scripts/train/classification.py --train_files train.jsonl.gz --test_files test.jsonl.gz \
         --model_type cst --config_overrides slice_length=16,max_position_embeddings=4096 --tokenizer_name bytes \
         --output_dir runs/bytes --do_train --do_predict --bf16
-    python scripts/run_classification.py --class_files rt-polarity.neg rt-polarity.pos --model_type clusterformer \
+    python scripts/train/classification.py --class_files rt-polarity.neg rt-polarity.pos --model_type clusterformer \
         --config_overrides clusters=8,max_position_embeddings=64 --max_length 64 --encoding latin-1 \
         --output_dir runs/mr --do_train --do_eval
 

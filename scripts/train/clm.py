@@ -3,9 +3,9 @@ r"""Train or evaluate a causal language model on text, with transformers' `Train
 Data comes from the Hub by name or from local text files (gzip too); the tokenizer and the model from a checkpoint, or
 both from scratch: a byte-level BPE of `--vocab_size` trained on the same text, a model of the given kind and sizes.
 
-    python scripts/run_clm.py --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-raw-v1 \
+    python scripts/train/clm.py --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-raw-v1 \
         --model_name_or_path gpt2 --output_dir runs/gpt2 --do_train --do_eval
-    python scripts/run_clm.py --train_files texts/*.txt.gz --validation_files held-out.txt --vocab_size 6000 \
+    python scripts/train/clm.py --train_files texts/*.txt.gz --validation_files held-out.txt --vocab_size 6000 \
         --model_type gpt2 --config_overrides n_layer=4,n_embd=256,n_head=8 --output_dir runs/small \
         --do_train --do_eval --bf16
 

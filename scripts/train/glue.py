@@ -3,9 +3,9 @@ r"""Fine-tune or evaluate a model on a task of GLUE, with transformers' `Trainer
 Data comes from the Hub, or from the benchmark's own files with `--data_dir`. The model is a checkpoint, plain or with
 its attention replaced, or one from scratch.
 
-    python scripts/run_glue.py --task_name cola --model_name_or_path roberta-base --output_dir runs/cola \
+    python scripts/train/glue.py --task_name cola --model_name_or_path roberta-base --output_dir runs/cola \
         --do_train --do_eval --learning_rate 2e-5
-    python scripts/run_glue.py --task_name mrpc --data_dir glue --model_name_or_path runs/mrpc --do_eval \
+    python scripts/train/glue.py --task_name mrpc --data_dir glue --model_name_or_path runs/mrpc --do_eval \
         --output_dir runs/check --method i-clustered --method_settings clusters=25,topk=32,min_length=0
 
 `--resume_from_checkpoint last` goes on from the newest checkpoint of the output folder. The metrics, with the Hub's

@@ -1,11 +1,11 @@
 r"""Train and evaluate a model on a task of the Long Range Arena, with transformers' `Trainer`.
 
-    python scripts/run_lra.py --task listops --model_type cst --config_overrides slice_length=16 \
+    python scripts/train/lra.py --task listops --model_type cst --config_overrides slice_length=16 \
         --output_dir runs/listops --do_train --do_eval --do_predict
-    python scripts/run_lra.py --task listops --model_type cst \
+    python scripts/train/lra.py --task listops --model_type cst \
         --config_overrides composition=full,position_embedding=absolute --output_dir runs/full --do_train --do_predict
-    python scripts/run_lra.py --task pathfinder --num_proc 2 --verify_data --output_dir runs/pathfinder
-    python scripts/run_lra.py --task retrieval --data_path lra_release/tsv_data --model_type clusterformer \
+    python scripts/train/lra.py --task pathfinder --num_proc 2 --verify_data --output_dir runs/pathfinder
+    python scripts/train/lra.py --task retrieval --data_path lra_release/tsv_data --model_type clusterformer \
         --config_overrides clusters=64 --output_dir runs/retrieval --do_train --do_eval --bf16
 
 ListOps and Pathfinder are generated on the first call, Text and Image come from the Hub or from files. Sizes, length,

@@ -4,9 +4,9 @@ Data comes from the Hub by name or from local text files (gzip too); the tokeniz
 both from scratch. `--next_sentence` makes pairs, of which every second one does not belong together, for models with a
 head for it (`BertForPreTraining`, `ClusterFormerForPreTraining`).
 
-    python scripts/run_mlm.py --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-raw-v1 \
+    python scripts/train/mlm.py --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-raw-v1 \
         --model_name_or_path roberta-base --block_length 512 --output_dir runs/roberta --do_train --do_eval
-    python scripts/run_mlm.py --train_files texts/*.txt.gz --validation_files held-out.txt --vocab_size 6000 \
+    python scripts/train/mlm.py --train_files texts/*.txt.gz --validation_files held-out.txt --vocab_size 6000 \
         --model_type clusterformer --config_overrides num_hidden_layers=4,clusters=16 --block_length 256 \
         --next_sentence --output_dir runs/small --do_train --do_eval --bf16
 

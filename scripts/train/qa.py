@@ -4,11 +4,11 @@ Data comes from the Hub by name, or from local files: SQuAD's own JSON, or JSON 
 and `answers` (gzip too). The model is a checkpoint, plain or with its attention replaced, or one from scratch; its
 tokenizer must be a fast one.
 
-    python scripts/run_qa.py --dataset_name rajpurkar/squad --model_name_or_path bert-base-uncased \
+    python scripts/train/qa.py --dataset_name rajpurkar/squad --model_name_or_path bert-base-uncased \
         --method i-clustered --method_settings clusters=25,topk=32 --output_dir runs/squad --do_train --do_eval
-    python scripts/run_qa.py --dataset_name rajpurkar/squad_v2 --version_2_with_negative \
+    python scripts/train/qa.py --dataset_name rajpurkar/squad_v2 --version_2_with_negative \
         --model_name_or_path roberta-base --output_dir runs/squad2 --do_train --do_eval
-    python scripts/run_qa.py --train_files train-v1.1.json.gz --validation_files dev-v1.1.json.gz --model_type cst \
+    python scripts/train/qa.py --train_files train-v1.1.json.gz --validation_files dev-v1.1.json.gz --model_type cst \
         --config_overrides slice_length=16 --output_dir runs/cst --do_train --do_eval --bf16
 
 `--resume_from_checkpoint last` goes on from the newest checkpoint of the output folder. The metrics are printed and

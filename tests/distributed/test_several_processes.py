@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from distributed import resumed_runs, sharded_steps
-from hf_effattn.training import run as training
 from scripts.train import classification as run_classification
 
-SCRIPTS = Path(training.__file__).parent
+SCRIPTS = Path(run_classification.__file__).parent
 LONGEST_WAIT_SECONDS = 300
 
 
@@ -57,7 +56,7 @@ def test_accelerate_launch_gives_the_loss_of_one_process(config, tmp_path):
     )
     launch(
         *("accelerate.commands.launch", "--config_file", str(SCRIPTS / "accelerate_configs" / f"{config}.yaml")),
-        *("--main_process_port", "0", str(SCRIPTS / "run_classification.py"), *arguments),
+        *("--main_process_port", "0", str(SCRIPTS / "classification.py"), *arguments),
         *("--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "two")),
     )
     two = json.loads((tmp_path / "two" / "all_results.json").read_text())

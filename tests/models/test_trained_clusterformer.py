@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_effattn import ClusterFormerConfig
 
-FOLDER = Path(__file__).resolve().parents[1] / "model_cards" / "clusterformer-20news"
+FOLDER = Path(__file__).resolve().parents[2] / "model_cards" / "clusterformer-20news"
 MESSAGES = 150
 
 

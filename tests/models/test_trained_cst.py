@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_effattn  # noqa: F401  tells transformers what the model is
 from hf_effattn.samples.texts import bundled_books
 
-FOLDER = Path(__file__).resolve().parents[1] / "model_cards" / "cst-wikitext2"
+FOLDER = Path(__file__).resolve().parents[2] / "model_cards" / "cst-wikitext2"
 
 
 @pytest.fixture(scope="module")

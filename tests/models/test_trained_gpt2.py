@@ -12,7 +12,7 @@ from scripts.benchmark.causal_generation import SETTINGS, same_tokens
 from scripts.benchmark.causal_inputs import causal_attention_inputs, load_causal_model
 from scripts.benchmark.causal_schemes import measure, schemes
 
-FOLDER = Path(__file__).resolve().parents[1] / "model_cards" / "gpt2-books"
+FOLDER = Path(__file__).resolve().parents[2] / "model_cards" / "gpt2-books"
 HELD_OUT = "adventures-of-sherlock-holmes"
 WINDOW, CLUSTERS, TOPK, KEYS_PER_CLUSTER = 64, 16, 32, 8
 STRICT = {"method": "bi-clustered", "clusters": CLUSTERS, "topk": TOPK, "min_length": 0}

@@ -25,7 +25,10 @@ from scripts.train import translation as run_translation
 
 TRAINING_SCRIPTS = (run_classification, run_clm, run_glue, run_lra, run_mlm, run_qa, run_translation)
 
-SCRIPTS = {path.stem: path for path in Path(run_qa.__file__).parent.glob("*.py")}
+ROOT = Path(run_qa.__file__).parents[2]
+SCRIPTS = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.glob("scripts/*/*.py"))
+}
 
 
 @pytest.mark.parametrize("script", TRAINING_SCRIPTS, ids=lambda script: script.__name__)
@@ -40,7 +43,7 @@ def test_help_says_what_a_script_does_and_names_its_own_options_first(script, mo
     required = {run_glue: "--task_name TASK_NAME ", run_lra: "--task TASK "}.get(script, "")
     assert lines[0] == f"usage: {name} {required}--output_dir OUTPUT_DIR [options]"
     assert lines[2] == script.__doc__.splitlines()[0]
-    assert any(line.startswith(f"    python scripts/{name} --") for line in lines)
+    assert any(line.startswith(f"    python scripts/train/{name} --") for line in lines)
     kind = "Seq2SeqTrainingArguments" if script is run_translation else "TrainingArguments"
     titles = ["model:", "data:", f"training (transformers' {kind}):"]
     groups = [line for line in lines if line in (*titles, "masks:")]
@@ -73,12 +76,13 @@ def test_help_of_the_other_scripts_has_their_examples_and_writes_nothing(name, m
     monkeypatch.setattr(Figure, "savefig", written)
     path = SCRIPTS[name]
     monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(SystemExit) as left:
-        runpy.run_path(str(path), run_name="__main__")
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
     assert left.value.code == 0
     shown = capsys.readouterr().out
-    assert f"Usage: {name}.py" in shown
-    examples = [line for line in path.read_text().splitlines() if re.match(r" *python scripts/", line)]
+    assert f"Usage: python -m {name}" in shown
+    examples = [line for line in path.read_text().splitlines() if re.match(rf" *python -m {re.escape(name)}", line)]
     assert examples
     assert all(f"\n  {line}\n" in shown for line in examples)
 

@@ -62,7 +62,7 @@ class HubServer(Hub):
         hub = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
         hub |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         local = "127.0.0.1,localhost"
-        hub |= {"NO_PROXY": local, "no_proxy": local, "PYTHONPATH": str(Path(__file__).parent)}
+        hub |= {"NO_PROXY": local, "no_proxy": local, "PYTHONPATH": str(Path(__file__).parents[1])}
         return kept | hub | ({"HF_TOKEN": token} if token else {})
 
     def run(self, *command: str, home: Path, token: str | None = None, fails: bool = False) -> str:

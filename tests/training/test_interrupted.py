@@ -20,7 +20,7 @@ from hf_effattn.training import run as training
 from hf_effattn.training.trainer import EpochOfSampler, RepeatableTrainer
 from scripts.train import classification as run_classification
 
-SCRIPT = Path(training.__file__).parent / "run_clm.py"
+SCRIPT = Path(run_classification.__file__).with_name("clm.py")
 LONGEST_WAIT_SECONDS = 240
 STEPS = 120
 

@@ -17,7 +17,7 @@ def _triton(*arguments: Any) -> torch.Tensor:
 
 
 METHODS = ("kmeans", "lsh")
-# Chosen by attention error against time on real queries and keys: scripts/benchmark_clustering.py.
+# Chosen by attention error against time on real queries and keys: scripts/benchmark/clustering.py.
 DEFAULT_ITERATIONS = 3
 DEFAULT_FIT_QUERIES = 2048
 DEFAULT_BITS = 32

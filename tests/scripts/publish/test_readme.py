@@ -14,12 +14,12 @@ from hf_effattn.patching.methods import make_settings
 from scripts.benchmark import frontier as benchmark_frontier
 from scripts.publish import readme as update_readme
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+README = Path(__file__).resolve().parents[3] / "README.md"
 
 
 @pytest.mark.parametrize("path", update_readme.TEXTS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_text_is_made_of_the_results_byte_for_byte(path):
-    assert update_readme.TEXTS[path]().encode() == path.read_bytes(), "run: python scripts/update_readme.py"
+    assert update_readme.TEXTS[path]().encode() == path.read_bytes(), "run: python -m scripts.publish.readme"
 
 
 def test_every_model_card_is_among_them():
@@ -82,18 +82,17 @@ def test_the_model_from_scratch_is_made_as_printed():
 
 
 def training_commands():
-    """The lines of the README that start a training script, without `python scripts/`."""
+    """The lines of the README that start a training script, without `python scripts/train/`."""
     text = README.read_text(encoding="utf-8").replace("\\\n", " ")
-    return [
-        line.removeprefix("python scripts/") for line in text.splitlines() if line.startswith("python scripts/run_")
-    ]
+    start = "python scripts/train/"
+    return [line.removeprefix(start) for line in text.splitlines() if line.startswith(start)]
 
 
 @pytest.mark.parametrize("command", training_commands(), ids=lambda command: command.split()[0])
 def test_commands_for_the_training_scripts_are_understood(command, monkeypatch, tmp_path):
     """Up to where the script has read its arguments; there is no Hub here to go on with."""
     script, *arguments = shlex.split(command)
-    module = importlib.import_module(script.removesuffix(".py"))
+    module = importlib.import_module(f"scripts.train.{script.removesuffix('.py')}")
     monkeypatch.chdir(tmp_path)
 
     class UnderstoodError(Exception):
@@ -108,5 +107,5 @@ def test_commands_for_the_training_scripts_are_understood(command, monkeypatch, 
 
 
 def test_every_training_script_has_its_command_in_the_readme():
-    scripts = {path.name for path in (README.parent / "scripts").glob("run_*.py")}
+    scripts = {path.name for path in (README.parent / "scripts" / "train").glob("*.py")}
     assert scripts == {command.split()[0] for command in training_commands()}

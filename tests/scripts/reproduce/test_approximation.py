@@ -154,7 +154,7 @@ def test_results_of_ones_own_models_stay_apart(base, tmp_path, monkeypatch, no_r
         approximate.main("sst2", **named, **options)
     found = json.loads((tmp_path / "runs" / "approximation.json").read_text())
     assert [row["row"] for row in found["rows"]] == ["full", "clustered-2"] * 2
-    results = Path(approximate.__file__).parent / "results" / "approximation.json"
+    results = Path(approximate.__file__).parents[1] / "results" / "approximation.json"
     before = results.read_bytes()
     no_runs.clear()
     kept = [row["task"] for row in json.loads(before)["rows"]]
@@ -164,7 +164,7 @@ def test_results_of_ones_own_models_stay_apart(base, tmp_path, monkeypatch, no_r
 
 
 def test_without_the_default_model_another_has_to_be_named(base, monkeypatch, tmp_path):
-    monkeypatch.setattr("hf_effattn.demo.models.default_model_folder", lambda: None)
+    monkeypatch.setattr("hf_effattn.samples.model.default_model_folder", lambda: None)
     with pytest.raises(FileNotFoundError, match="the default model is not installed: pip install"):
         approximate.main("sst2", local=True, output=tmp_path / "out.json")
     with pytest.raises(FileNotFoundError, match="the default model is not installed: pip install"):

@@ -1,4 +1,4 @@
-"""SQuAD's metrics by hand, windows and answers that keep to the text, and `run_qa.py` from the file to the answer."""
+"""SQuAD's metrics by hand, windows and answers that keep to the text, and the script from the file to the answer."""
 
 import functools
 import gzip

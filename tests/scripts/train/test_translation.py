@@ -1,4 +1,4 @@
-"""BLEU by hand, parallel files that must agree, and `run_translation.py` from the files to the translations."""
+"""BLEU by hand, parallel files that must agree, and `train/translation.py` from the files to the translations."""
 
 import gzip
 import json
