@@ -246,7 +246,8 @@ def gpt2_books() -> ModelCard:
                 "    --warmup_steps 150 --vocab_size 5000 --model_type gpt2 --seed 0 \\",
                 "    --config_overrides n_layer=4,n_embd=256,n_head=4,attn_pdrop=0.0,resid_pdrop=0.0,embd_pdrop=0.0",
                 "python scripts/train/clm.py $COMMON --output_dir runs/gpt2 --max_steps 1500 \\",
-                "    --learning_rate 1.2e-3 --warmup_steps 50 --model_name_or_path runs/first --seed 1 --save_dtype bfloat16 --ngram_losses",
+                "    --learning_rate 1.2e-3 --warmup_steps 50 --model_name_or_path runs/first --seed 1 \\",
+                "    --save_dtype bfloat16 --ngram_losses",
             )
             + "\n\n`trainer_state_first.json` and `trainer_state.json` are the logs, `all_results.json` what was "
             "printed at the end. The weights are bfloat16.",

@@ -171,7 +171,9 @@ def whole_models() -> str:
 
 def shortest() -> str:
     """From which length each setting is faster than exact attention, in encoders and where the future is masked."""
-    measured = json.loads((ROOT / "hf_effattn" / "patching" / "crossover.json").read_text(encoding="utf-8"))
+    measured = json.loads(
+        (ROOT / "hf_effattn" / "patching" / "methods" / "crossover.json").read_text(encoding="utf-8")
+    )
 
     def by_name(prefix: str) -> dict[str, str]:
         letters = {"clusters": "C", "topk": "k", "key_clusters": "G"}
