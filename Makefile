@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-gpu gpu lint benchmark clean
+.PHONY: demo test test-slow test-gpu gpu lint benchmark clean
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -26,7 +26,11 @@ test: $(READY)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+# What `make test` leaves out: tests over about two seconds that show combinations.
+test-slow: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --numprocesses 2 --dist worksteal
 
 # On a machine with a GPU, with the Python that has its torch: make test-gpu PYTHON=python3
 # What needs a GPU: real sizes, and the kernels, which `make test` runs under Triton's interpreter.

@@ -44,24 +44,49 @@ def test_a_patched_model_runs_the_settings_that_the_guide_recommends():
     assert checked > 5
 
 
-def test_pictures_and_commands_exist():
-    text = README.read_text(encoding="utf-8")
-    for target in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
-        assert (README.parent / target).is_file(), target
-    makefile = (README.parent / "Makefile").read_text(encoding="utf-8")
-    text += (README.parent / "model_cards" / "RESULTS.md").read_text(encoding="utf-8")
-    named = re.findall(r"(?:`|\n)make ([\w-]+)", text)
+ROOT = README.parent
+TEXTS = sorted(
+    [README, *ROOT.glob("*/README.md"), *ROOT.glob("hf_effattn/*/README.md"), *ROOT.glob("model_cards/*.md")]
+)
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path):
+    """Pictures, files and the headings in them."""
+    text = path.read_text(encoding="utf-8")
+    for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        other = path.parent / target if target else path
+        assert other.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)", other.read_text(encoding="utf-8"), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}, heading
+
+
+def test_commands_exist():
+    makefiles = [ROOT / "Makefile", *ROOT.glob("scripts/*/*.mk")]
+    rules = "\n" + "\n".join(path.read_text(encoding="utf-8") for path in makefiles)
+    text = "\n".join(path.read_text(encoding="utf-8") for path in TEXTS)
+    named = re.findall(r"(?:`|\n)make ([\w-]+)(?!…)\b(?![-…])", text)
     for target in named:
-        assert f"\n{target}:" in makefile, target
-    trained = re.search(r"^TABLES := ((?:.*\\\n)*.*)", makefile, re.MULTILINE)[1].replace("\\\n", "").split()
+        assert f"\n{target}:" in rules, target
+    trained = re.search(r"^TABLES := ((?:.*\\\n)*.*)", rules, re.MULTILINE)[1].replace("\\\n", "").split()
     assert len(trained) > 5
     assert set(trained) <= set(named)
+    for script in re.findall(r"python -m (scripts[.\w]+)", text):
+        assert (ROOT / f"{script.replace('.', '/')}.py").is_file(), script
+
+
+def test_the_readme_is_short_and_says_from_where_a_patch_works():
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200
+    shortest = make_settings("i-clustered", clusters=100, topk=32).shortest_length("cpu")
+    assert f"starts at {shortest:,} tokens on a CPU" in " ".join(text.split())
 
 
 def test_the_ten_lines_run(real_model_folder, tmp_path, monkeypatch):
     """As printed, with the local model's folder in place of its name on the Hub and less text."""
     code = re.search(r"## Ten lines\n\n```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]
-    code = code.replace('"sentence-transformers/all-MiniLM-L6-v2"', repr(str(real_model_folder)))
+    code = code.replace('"textattack/bert-base-uncased-imdb"', repr(str(real_model_folder)))
     forced = 'patch_attention(model, "i-clustered", min_length=0,'
     code = code.replace("8192", "640").replace('patch_attention(model, "i-clustered",', forced)
     assert forced in code
@@ -69,12 +94,12 @@ def test_the_ten_lines_run(real_model_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     exec(code, names)
-    assert names["embedding"].shape == (1, 384)
-    assert torch.isfinite(names["embedding"]).all()
+    assert names["prediction"].shape == (1,)
+    assert names["prediction"][0] in (0, 1)
 
 
 def test_the_model_from_scratch_is_made_as_printed():
-    text = README.read_text(encoding="utf-8").split("## Models from scratch")[1]
+    text = README.read_text(encoding="utf-8").split("**Train from scratch**")[1]
     names: dict = {}
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
     assert names["model"].config.slice_length == 16
@@ -82,8 +107,8 @@ def test_the_model_from_scratch_is_made_as_printed():
 
 
 def training_commands():
-    """The lines of the README that start a training script, without `python scripts/train/`."""
-    text = README.read_text(encoding="utf-8").replace("\\\n", " ")
+    """The lines of the scripts' README that start a training script, without `python scripts/train/`."""
+    text = (README.parent / "scripts" / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
     start = "python scripts/train/"
     return [line.removeprefix(start) for line in text.splitlines() if line.startswith(start)]
 
