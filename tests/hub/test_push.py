@@ -41,7 +41,7 @@ def test_the_function_pushes_model_and_card_and_keeps_a_card_that_is_there(hub: 
     code = """
         import hf_effattn
         from huggingface_hub import HfApi, ModelCard
-        from round_trips import KINDS, changed
+        from support.round_trips import KINDS, changed
         kind = KINDS["bert-i-clustered"]
         model = changed(kind.build(), kind)
         print(hf_effattn.push_to_hub(model, "patched", commit_message="first").commit_message)

@@ -84,7 +84,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 def _run_clients(folder: Path) -> None:
     with HubServer(folder / "hub") as hub:
-        here = f"from pathlib import Path; import round_trips; folder = Path({str(folder)!r}); round_trips."
+        here = f"from pathlib import Path; from support import round_trips; folder = Path({str(folder)!r}); round_trips."
         hub.run("-c", f"{here}push(folder)", home=folder / "pushing", token=hub.token)
         # Without a token but for the private one: public repositories are read by everybody.
         hub.run("-c", f"{here}load(folder, {USER!r}, {hub.token!r})", home=folder / "loading")

@@ -20,7 +20,7 @@ def test_books_are_enough_and_carry_no_licence_text():
     books = bundled_books()
     assert len(books) >= 4
     assert sum(len(book.text.encode()) for book in books) <= 600_000
-    sources = files("hf_effattn.demo").joinpath("texts", "SOURCES.txt").read_text(encoding="utf-8")
+    sources = files("hf_effattn.samples").joinpath("texts", "SOURCES.txt").read_text(encoding="utf-8")
     for book in books:
         assert not re.search(r"gutenberg|ebook|etext|copyright|https?:|www\.", book.text, re.IGNORECASE)
         assert f"{book.name}.txt" in sources
