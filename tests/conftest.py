@@ -4,6 +4,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +16,25 @@ from support.interpreter import run_kernels_on_the_cpu
 
 if not torch.cuda.is_available():
     run_kernels_on_the_cpu()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`slow_except("id", ...)` marks all cases of a test `slow` but those."""
+    for mark in item.iter_markers("slow_except"):
+        if item.name.partition("[")[2].removesuffix("]") not in mark.args:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A case that `slow_except` names and that is gone would leave its test to `make test-slow` alone."""
+    collected = {item.nodeid for item in items}
+    cases = Counter(item.nodeid.partition("[")[0] for item in items)
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        named = [f"{test}[{case}]" for mark in item.iter_markers("slow_except") for case in mark.args]
+        if cases[test] > len(named) and not collected.issuperset(named):
+            raise pytest.UsageError(f"slow_except names cases that do not exist: {set(named) - collected}")
 
 
 @pytest.fixture(params=["a_cpu", "a_gpu"])

@@ -50,6 +50,7 @@ def test_mistakes_are_told_without_a_traceback(arguments, message, tmp_path):
     assert "Traceback" not in result.output
 
 
+@pytest.mark.slow
 def test_the_package_runs_as_a_module():
     shown = subprocess.run([sys.executable, "-m", "hf_effattn", "--help"], capture_output=True, text=True, check=True)
     assert "demo" in shown.stdout

@@ -301,6 +301,7 @@ def test_real_reviews(tmp_path, large_data):
     assert 1200 < np.mean(lengths) < 1350
 
 
+@pytest.mark.slow
 def test_real_images(tmp_path, large_data):
     """CIFAR-10 in JPEG; its test images stand for the training images too, to be quick."""
     archive = large_data("cifar10-jpeg/test.tar.xz")

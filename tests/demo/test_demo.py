@@ -93,6 +93,7 @@ def test_tables_fit_into_80_columns_without_cutting_a_number():
     assert all(part in shown for part in ("0.9500 0.8500", "C=25 k=32 G=50", "nearest", "4.0×"))
 
 
+@pytest.mark.slow
 def test_quick_demo_end_to_end(real_model_folder, tmp_path):
     done = []
     result = run_demo(DemoOptions(tmp_path / "new" / "out", quick=True), lambda what, share: done.append(share))

@@ -23,6 +23,7 @@ def launch(*command):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sharded_steps.KINDS)
 def test_sharded_layers_train_as_whole_ones(kind, tmp_path):
     """FSDP 2 over two processes; the torch.library ops, patched models and their new parameters among it."""
@@ -34,6 +35,7 @@ def test_sharded_layers_train_as_whole_ones(kind, tmp_path):
     assert expected[-1] < expected[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["two_processes", "fsdp"])
 def test_accelerate_launch_gives_the_loss_of_one_process(config, tmp_path):
     for word in ("good", "bad"):
@@ -64,6 +66,7 @@ def test_accelerate_launch_gives_the_loss_of_one_process(config, tmp_path):
     assert two["eval_loss"] == pytest.approx(one["eval_loss"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_in_a_later_epoch_and_predict_in_order(tmp_path):
     labels = [n * 7 % 10 % 2 for n in range(41)]
     texts = [f"{('bad', 'good')[label]}{' film' * (n * 11 % 13)}" for n, label in enumerate(labels)]

@@ -65,6 +65,7 @@ def test_the_function_pushes_model_and_card_and_keeps_a_card_that_is_there(hub: 
     assert not any(path.endswith(".bin") for path in files)
 
 
+@pytest.mark.slow
 def test_the_command_pushes_what_a_model_needs_and_nothing_else(hub: HubServer, saved: Path) -> None:
     arguments = ("-m", "hf_effattn", "push", str(saved), "converted", "--private")
     said = hub.run(*arguments, home=hub.folder.parent / "home", token=hub.token)
@@ -80,6 +81,7 @@ def test_the_command_pushes_what_a_model_needs_and_nothing_else(hub: HubServer, 
     assert f'hf_effattn.from_pretrained(AutoModelForSequenceClassification, "{USER}/converted")' in text
 
 
+@pytest.mark.slow
 def test_a_new_branch_is_made_and_every_vocabulary_goes_along(hub: HubServer, saved: Path, tmp_path: Path) -> None:
     """A missing branch was an error after the repository had been made; PhoBERT came back without its merges."""
     for name in ("config.json", "model.safetensors"):
@@ -110,6 +112,7 @@ def test_who_has_no_token_is_told_where_to_get_one(hub: HubServer, saved: Path) 
     assert f"{USER}/other" not in hub.repositories
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_not_there_is_told_in_a_line(saved: Path, tmp_path: Path) -> None:
     with HubServer(tmp_path / "hub") as gone:
         pass

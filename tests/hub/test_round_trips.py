@@ -17,6 +17,9 @@ from support.round_trips import CASES, HISTORY, KINDS, PRECISIONS, PRIVATE, SAVE
 
 from hf_effattn.patching.methods.cst.positions import NAME
 
+# Three processes push and load every kind of model before the first test.
+pytestmark = pytest.mark.slow
+
 PATCHED, CONVERTED, SCRATCH = (
     [name for name, kind in KINDS.items() if kind.family == family]
     for family in ("patched", "converted", "from-scratch")
@@ -84,7 +87,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 def _run_clients(folder: Path) -> None:
     with HubServer(folder / "hub") as hub:
-        here = f"from pathlib import Path; from support import round_trips; folder = Path({str(folder)!r}); round_trips."
+        here = (
+            f"from pathlib import Path; from support import round_trips; folder = Path({str(folder)!r}); round_trips."
+        )
         hub.run("-c", f"{here}push(folder)", home=folder / "pushing", token=hub.token)
         # Without a token but for the private one: public repositories are read by everybody.
         hub.run("-c", f"{here}load(folder, {USER!r}, {hub.token!r})", home=folder / "loading")

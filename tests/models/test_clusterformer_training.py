@@ -250,6 +250,7 @@ def test_the_log_has_the_means_over_passes_and_devices():
     assert logs == {"loss": 0.0}
 
 
+@pytest.mark.slow_except("strict")
 @pytest.mark.parametrize("causal", ["strict", "paper"])
 def test_translation_learns_with_trainer(tmp_path, causal):
     torch.manual_seed(0)

@@ -47,6 +47,7 @@ def test_a_padded_batch_gives_what_its_texts_give_alone(model, tokenizer):
     assert names == ["rec.sport.hockey", "sci.space"]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_accuracy_is_that_of_its_card(model, tokenizer, large_data):
     with gzip.open(large_data("20newsgroups/test.jsonl.gz"), "rt", encoding="utf-8") as file:

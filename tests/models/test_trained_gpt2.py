@@ -41,6 +41,7 @@ def loss(model, texts):
     return torch.cat(losses).mean().item()
 
 
+@pytest.mark.slow_except("1024")
 @pytest.mark.parametrize("length", [1024, 2048])
 def test_error_and_perplexity_at_a_share_of_the_scores(model, tokens, length):
     layers = causal_attention_inputs(model, tokens[:, :length])
@@ -56,6 +57,7 @@ def test_error_and_perplexity_at_a_share_of_the_scores(model, tokens, length):
     assert abs(loss(model, texts) - exact) < 0.002
 
 
+@pytest.mark.slow
 def test_loss_at_four_times_the_trained_length(model, tokens):
     length = 4 * model.config.n_positions
     extend_positions(model, length)
@@ -79,6 +81,7 @@ def test_no_token_changes_what_comes_before_it(model, tokens):
                 assert not torch.equal(after[:, place:], before[:, place:])
 
 
+@pytest.mark.slow
 def test_greedy_text_is_that_of_exact_attention(model, tokens):
     """At three places, 200 tokens after a prompt of 900."""
 

@@ -157,6 +157,7 @@ def test_a_huge_cluster_and_empty_ones(op):
     check(op, case, inputs)
 
 
+@pytest.mark.slow_except("0.0")
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_queries_of_a_large_cluster_in_parts(monkeypatch, dropout_p):
     """Only the first part corrects what the centroid gave the top keys; most clusters have no other part."""
@@ -256,6 +257,7 @@ def test_reruns_are_equal(op):
         assert torch.equal(first[name], second[name])
 
 
+@pytest.mark.slow_except("0.0")
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_gradients_in_a_fixed_order_when_torch_is_asked_for_one(dropout_p):
     found = []
@@ -272,6 +274,7 @@ def test_gradients_in_a_fixed_order_when_torch_is_asked_for_one(dropout_p):
         assert torch.equal(found[1][name], found[2][name])
 
 
+@pytest.mark.slow_except("clustered_attention")
 @each_op
 def test_dropout_drops_weights_and_its_gradient_is_that_of_the_kept_ones(op):
     """With the identity as values the output is the matrix of dropped weights: it gives away the factors."""
@@ -311,6 +314,7 @@ def test_dropout_drops_weights_and_its_gradient_is_that_of_the_kept_ones(op):
     assert not torch.equal(attend(op, case, inputs, backend="triton", dropout_p=0.4).cpu(), found["output"])
 
 
+@pytest.mark.slow_except("clustered_attention")
 @each_op
 def test_compiles_as_one_graph(op):
     inputs = on_device(make_inputs(SMALL), torch.float32)
@@ -322,6 +326,7 @@ def test_compiles_as_one_graph(op):
         torch.testing.assert_close(tensor.cpu(), expected[name], rtol=0, atol=0 if DEVICE == "cpu" else 1e-6)
 
 
+@pytest.mark.slow_except("clustered_attention")
 @each_op
 def test_registered_with_torch_library(op):
     """torch's own check of the schema, the fake function and the autograd formula."""

@@ -115,6 +115,13 @@ def test_dtypes_with_few_top_keys(op, dtype):
         assert_close_to_reference(name, actual[name], expected[name], baseline[name], rtol=1e-6)
 
 
+@pytest.mark.slow_except(
+    *(
+        f"{case}-batched-{op}_attention"
+        for case in ("0.0-holes", "0.0-none", "0.3-holes")
+        for op in ("clustered", "improved_clustered", "bi_clustered")
+    )
+)
 @each_op
 @each_backend
 @pytest.mark.parametrize("masks", ["none", "holes"])

@@ -229,6 +229,7 @@ def test_strides_do_not_matter():
     assert_equal_but_for_order(actual, expected)
 
 
+@pytest.mark.slow
 def test_reruns_are_bit_equal_and_all_of_it_where_torch_is_told_so():
     case = Case("reruns", B=1, H=2, key_heads=1, N=33, M=29, clusters=3, masks="holes")
     first, second = (with_gradients(case, kernel_inputs(case), backend="triton") for _ in range(2))

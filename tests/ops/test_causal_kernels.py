@@ -83,6 +83,11 @@ def assert_all_close(actual, expected, baseline=None, rtol=1e-6):
         assert_close_to_reference(name, actual[name], expected[name], own, rtol=rtol)
 
 
+# Bi-clustered attention launches every kernel of the other two.
+@pytest.mark.slow_except(
+    *(f"{case.name}-bi-clustered" for case in CASES if case.name != "many_levels"),
+    *(f"{case}-{method}" for case in ("left_padding", "segments_of_one_token") for method in METHODS[:2]),
+)
 @each_method
 @each_case
 def test_equals_reference(method, case):
@@ -92,6 +97,7 @@ def test_equals_reference(method, case):
     assert_all_close(by_backend(method, case, inputs, "triton"), expected, baseline)
 
 
+@pytest.mark.slow_except("i-clustered")
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_equals_reference_with_empty_clusters(method):
     inputs = tuple(None if rows is None else rows.to(DEVICE) for rows in inputs_with_empty_clusters())
@@ -99,6 +105,7 @@ def test_equals_reference_with_empty_clusters(method):
     assert_all_close(by_backend(method, EMPTY, in_dtype(inputs, torch.float32), "triton"), expected, rtol=3e-6)
 
 
+@pytest.mark.slow_except("i-clustered")
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_peaked_clusters_keep_their_remainder(method):
     """Values alone: where one weight is all but 1 its gradient is a difference of roundings."""
@@ -201,6 +208,7 @@ def assert_equals_formula(method, case, inputs, actual, plan, factors=None):
     assert_all_close(actual, expected, baseline)
 
 
+@pytest.mark.slow_except("torch.bfloat16-bi-clustered")
 @each_method
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_equals_the_formula_for_its_own_clusters(method, dtype):
@@ -211,6 +219,7 @@ def test_low_precision_equals_the_formula_for_its_own_clusters(method, dtype):
     assert_equals_formula(method, case, inputs, actual, decisions(method, case, inputs))
 
 
+@pytest.mark.slow_except("i-clustered")
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_top_keys_are_the_largest_scores(method):
     """Scores that grow and shrink along the text: all new keys enter, and none does."""
@@ -234,6 +243,7 @@ def test_a_window_over_all_is_exact_attention(method):
     assert_is_exact(method, Case("wide", N=19, window=64, masks="holes", key_heads=1))
 
 
+@pytest.mark.slow_except("none-i-clustered")
 @pytest.mark.parametrize("method", METHODS[1:])
 @pytest.mark.parametrize("masks", ["none", "left"])
 def test_topk_of_all_older_keys_is_exact_attention(method, masks):
@@ -250,6 +260,7 @@ def assert_is_exact(method, case):
     assert_all_close(by_backend(method, case, inputs, "triton"), expected, baseline)
 
 
+@pytest.mark.slow_except("bi-clustered")
 @each_method
 def test_weights_sum_to_one(method):
     case = Case("ones", **SMALL | {"B": 2, "N": 25}, masks="holes")
@@ -259,6 +270,7 @@ def test_weights_sum_to_one(method):
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow_except("left-bi-clustered")
 @each_method
 @pytest.mark.parametrize("masks", ["left", "right"])
 def test_padding_changes_nothing(method, masks):
@@ -272,6 +284,7 @@ def test_padding_changes_nothing(method, masks):
     assert torch.equal(padded["output"][1:, :, mask[1]], alone)
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(METHODS),
     st.sampled_from([torch.float32, torch.bfloat16]),
@@ -307,6 +320,7 @@ def draw_factors_kernel(seed_ptr, factors_ptr, columns, dropout_p, KINDS: tl.con
     tl.store(factors_ptr + o_row[:, None] * columns + o_column[None, :], b_factor, mask=(o_column < columns)[None, :])
 
 
+@pytest.mark.slow_except("i-clustered")
 @each_method
 def test_dropout_drops_the_same_weights_in_both_passes(method, monkeypatch):
     """Against the formula with the factors that the kernels draw."""
@@ -334,6 +348,7 @@ def test_readers_of_a_block_in_parts(monkeypatch):
     assert_all_close(by_backend("bi-clustered", case, inputs, "triton"), expected, baseline)
 
 
+@pytest.mark.slow_except("clustered")
 @each_method
 def test_strides_do_not_matter(method):
     case = Case("strided", **SMALL | {"H": 2})
@@ -352,6 +367,7 @@ def test_large_scores_stay_finite(method):
     assert all(tensor.isfinite().all() for tensor in results.values())
 
 
+@pytest.mark.slow
 def test_reruns_are_bit_equal_and_all_of_it_where_torch_is_told_so():
     case = Case("reruns", **SMALL | {"H": 2, "N": 23}, key_heads=1, masks="holes")
     first, second = (by_backend("i-clustered", case, kernel_inputs(case), "triton") for _ in range(2))
@@ -380,6 +396,7 @@ def test_refuses_more_top_keys_than_fit(monkeypatch):
     causal_clustered_attention(*tensors, clusters=2, topk=20, method="clustered", segment_length=4, backend="triton")
 
 
+@pytest.mark.slow_except("clustered")
 @each_method
 def test_registered_with_torch_library(method):
     """torch's own check of the schemas, the fake functions and the autograd formula."""
@@ -390,6 +407,7 @@ def test_registered_with_torch_library(method):
     torch.library.opcheck(forward, (*leaves, mask, None, *settings_of(method, case).values()))
 
 
+@pytest.mark.slow_except("clustered")
 @each_method
 def test_compiles_to_one_op(method):
     case = Case("compiled", **SMALL)

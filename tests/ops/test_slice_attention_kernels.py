@@ -95,6 +95,7 @@ def test_dropout_replays_and_its_gradient_is_that_of_its_own_draw():
     assert not torch.equal(outputs[0], kept)
 
 
+@pytest.mark.slow
 def test_dropout_keeps_the_mean():
     case = Case("dropout", B=1, H=1, N=8, L=4, ratio=2)
     inputs = on_device(make_inputs(case, torch.float32))

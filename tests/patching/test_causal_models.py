@@ -360,6 +360,7 @@ def test_prefill_is_refused_where_prompts_cannot_be_told() -> None:
         model(tokens())
 
 
+@pytest.mark.slow_except("bi-clustered")
 @each_method
 @torch.no_grad()
 def test_compiles_to_one_graph(method: str) -> None:
@@ -401,6 +402,7 @@ def test_attention_weights_of_llama_run_without_its_mask() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_except("i-clustered")
 @pytest.mark.parametrize("method", ["i-clustered", "cst"])
 @torch.no_grad()
 def test_a_compiled_gpt2_returns_attention_weights(method: str) -> None:

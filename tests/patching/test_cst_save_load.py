@@ -98,6 +98,7 @@ def test_without_the_package_the_loading_report_names_what_is_left_out(
         first_output(plain, tokens())
 
 
+@pytest.mark.slow
 def test_what_transformers_own_classes_say_on_the_screen(tmp_path: Path) -> None:
     """At its usual verbosity transformers names the tables; with this package it also says how to load them."""
     convert(small_model("bert")).save_pretrained(tmp_path)

@@ -85,6 +85,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(model_type: str, compos
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.slow_except("merged-bert")
 @each_model
 @each_composition
 def test_compiles_to_one_graph(model_type: str, composition: str) -> None:
@@ -145,6 +146,7 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.tensor(index % 2)}
 
 
+@pytest.mark.slow_except("merged-bert")
 @each_model
 @each_composition
 def test_trainer_fine_tunes_a_converted_model(model_type: str, composition: str, tmp_path: Path) -> None:

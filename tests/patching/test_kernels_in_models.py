@@ -41,6 +41,7 @@ def output_and_gradients(model, batch):
     return {"output": output.detach()} | gradients
 
 
+@pytest.mark.slow_except("clustered")
 @each_method
 def test_kernels_give_what_the_form_for_a_cpu_gives(method, request):
     model = patched(method)
@@ -54,6 +55,7 @@ def test_kernels_give_what_the_form_for_a_cpu_gives(method, request):
         assert (actual[name] - tensor).norm() <= 1e-4 * tensor.norm() + 1e-7, name
 
 
+@pytest.mark.slow
 @each_method
 def test_checkpointing_draws_the_same_clusters_and_dropout(method, kernels):
     model = patched(method, dropout_p=0.3)
@@ -65,6 +67,7 @@ def test_checkpointing_draws_the_same_clusters_and_dropout(method, kernels):
         torch.testing.assert_close(actual[name], tensor, rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.slow
 @each_method
 def test_compiles_as_one_graph(method, kernels):
     model = patched(method)

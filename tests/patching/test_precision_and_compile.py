@@ -85,6 +85,7 @@ def test_autocast_training(method: str) -> None:
     assert gradient.abs().sum() > 0
 
 
+@pytest.mark.slow_except("bert-patch_attention-i-clustered")
 @pytest.mark.parametrize("method", WITH_TOPK)
 @pytest.mark.parametrize("how", ["patch_attention", "attn_implementation"])
 @pytest.mark.parametrize("model_type", ["bert", "modernbert", "distilbert", "vit", "whisper"])
@@ -105,6 +106,7 @@ def test_compiled_output_is_the_same(model_type: str, how: str, method: str) -> 
     torch.testing.assert_close(encoded(compiled, batch), expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_compiled_model_follows_a_new_patch() -> None:
     torch._dynamo.reset()
     model = tiny_model("bert")

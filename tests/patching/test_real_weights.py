@@ -44,6 +44,7 @@ def cosine_with_exact(model, tokens, method, **settings):
     return (patched * exact).sum(dim=-1)
 
 
+@pytest.mark.slow_except("bi-clustered-128-counts4-0.999", "i-clustered-128-counts0-0.997")
 @pytest.mark.parametrize(("method", "length", "counts", "promised"), PROMISED)
 def test_embeddings_stay_close(bert, method, length, counts, promised):
     model, passages = bert
@@ -55,6 +56,7 @@ def test_embeddings_stay_close(bert, method, length, counts, promised):
     assert cosine.mean() >= promised
 
 
+@pytest.mark.slow
 def test_bi_clustered_is_closer_than_improved_than_clustered_and_keys_metric_than_lsh(bert):
     model, passages = bert
     tokens, _, _ = passages.pairs(256, per_book=1)
@@ -81,6 +83,7 @@ def test_padding_changes_nothing(bert, method):
     hf_effattn.unpatch_attention(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "promised"), [("i-clustered", 0.989), ("bi-clustered", 0.995)])
 def test_books_of_the_large_data_sets(bert, real_model_folder, large_data, method, promised):
     """The same promise on every long book that is at hand, not only on the excerpts."""

@@ -67,6 +67,7 @@ def unbroken(command, tmp_path_factory):
     return result(command, folder), json.loads((folder / "trainer_state.json").read_text())["log_history"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
 def test_a_stopped_run_goes_on_to_the_same_result(how, command, unbroken, tmp_path):
     process = run(command, tmp_path)
@@ -135,6 +136,7 @@ def test_a_finished_run_keeps_its_best_model(tmp_path):
         run_classification.main([*common, "--output_dir", str(folder)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["random", "group_by_length"])
 def test_a_later_epoch_goes_on_to_the_same_result(order, tmp_path):
     """Stopped in the middle of the second epoch of 9 steps, and at its end before its evaluation; with dropout."""

@@ -21,6 +21,7 @@ from scripts.kept import data as shared_data
 from scripts.publish import readme as update_readme
 
 
+@pytest.mark.slow
 def test_benchmark_attention(real_model_folder, tmp_path):
     output = tmp_path / "attention.json"
     benchmark_attention.main("104,136", "float32,bfloat16", heads=2, head_dim=8, repeats=1, output=output)
@@ -40,6 +41,7 @@ def test_benchmark_attention(real_model_folder, tmp_path):
     assert (tmp_path / "attention_bfloat16_batch1.png").exists()
 
 
+@pytest.mark.slow
 def test_benchmark_attention_goes_on_where_it_stopped(real_model_folder, tmp_path):
     output = tmp_path / "attention.json"
     benchmark_attention.main("104", heads=2, head_dim=8, repeats=1, output=output)
@@ -87,7 +89,7 @@ def test_benchmarks_without_the_model_have_no_real_errors(tmp_path, monkeypatch)
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     assert {row["real_error"] for row in rows} == {None}
     assert all(row["random_error"] >= 0 for row in rows)
-    assert "error" in update_readme.speed()
+    assert "error" in update_readme.gains()
 
 
 def test_what_is_kept_of_the_model_gives_its_queries_keys_and_values(real_model_folder, tmp_path, monkeypatch):

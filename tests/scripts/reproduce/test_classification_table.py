@@ -56,6 +56,7 @@ def small_tables(data_folder, monkeypatch):
     monkeypatch.setattr(classification_table, "TRAINING", classification_table.TRAINING | quick)
 
 
+@pytest.mark.slow
 def test_classification_table(small_tables, tmp_path, monkeypatch, capsys):
     output = tmp_path / "table.json"
     arguments = {"seeds": "0,1", "epochs": 12, "max_length": 32, "dtype": "float32", "output": output}

@@ -53,6 +53,7 @@ def test_translation_table(small_table, tmp_path, monkeypatch, capsys):
         translation_table.main("Reformer", **arguments)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(small_table, tmp_path, monkeypatch, capsys):
     arguments = {"seeds": "0", "epochs": 2, "dtype": "float32", "checkpoints": tmp_path / "checkpoints"}
     translation_table.main("neural", output=tmp_path / "whole.json", **arguments)

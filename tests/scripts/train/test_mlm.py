@@ -79,6 +79,7 @@ def test_too_little_text_for_pairs_raises():
         run_mlm.sentence_pairs(Dataset.from_dict({"text": ["abc"]}), tokenizer, 32, seed=0)
 
 
+@pytest.mark.slow_except("roberta")
 @pytest.mark.parametrize("model_type", MODELS)
 def test_run_mlm_learns(model_type, arguments, tmp_path):
     model = ["--model_type", model_type, "--config_overrides", MODELS[model_type]]
@@ -92,6 +93,7 @@ def test_run_mlm_learns(model_type, arguments, tmp_path):
     loaded(**longest)
 
 
+@pytest.mark.slow_except("clusterformer")
 @pytest.mark.parametrize("model_type", ["bert", "clusterformer"])
 def test_run_mlm_with_pairs_learns_and_resumes(model_type, arguments, tmp_path):
     common = [*arguments, "--next_sentence", "--model_type", model_type, "--config_overrides", MODELS[model_type]]

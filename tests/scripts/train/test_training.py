@@ -135,6 +135,7 @@ def test_tab_separated_files_keep_quotation_marks(tmp_path):
     assert data["train"]["label"][:] == [0, 1]
 
 
+@pytest.mark.slow
 def test_run_classification_of_pairs_with_a_method_resumes(tmp_path):
     """Bytes of JSON lines: whether two words are the same; a run that is stopped ends as one that was not."""
     words = ["ab", "cd", "ef", "gh"]

@@ -188,6 +188,7 @@ def lines(path):
     return path.read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.slow_except("full")
 @pytest.mark.parametrize("assignment", ["neural", "full"])
 def test_a_dictionary_is_learnt(assignment, pairs, tmp_path):
     """From scratch, with smoothed labels and sentences sorted by length, whose translations stay in order."""
@@ -209,6 +210,7 @@ def test_a_dictionary_is_learnt(assignment, pairs, tmp_path):
     assert "eval_bleu" not in loss_only
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_ends_as_one_that_was_not(pairs, tmp_path):
     common = [*pairs, *scratch("clusterformer", hidden_dropout_prob=0.1), "--do_train", "--do_predict"]
     common += ["--max_steps", "40", "--save_steps", "20"]
@@ -260,6 +262,7 @@ def test_kinds_of_models(model_type, more, pairs, tmp_path, monkeypatch):
     assert (batch["decoder_input_ids"][:, 0] == model.config.decoder_start_token_id).all()
 
 
+@pytest.mark.slow
 def test_smoothed_labels_leave_the_losses_of_the_clustering(pairs, tmp_path):
     """Trainer's smoothing computes the loss of the words outside of the model, which would lose its others."""
     losses = {}
