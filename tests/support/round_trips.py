@@ -1,6 +1,6 @@
 """Models of every family that are pushed to the Hub of `hub_server`, and the clients that push and load them.
 
-Each client is a process of its own, started as `python -c "from support import round_trips; round_trips.push(…)"`; what
+Each client is a process of its own (`python -c "from support import round_trips; round_trips.push(…)"`); what
 it computes it leaves as files in a folder.
 """
 
