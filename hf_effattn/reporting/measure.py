@@ -28,7 +28,8 @@ from ..measuring.recording import (
 from ..patching import run_method
 from ..patching.model_types import is_causal
 from ..patching.patch import apply_plans, encoders_to_patch, plan_patch
-from .result import MeasuredInput, Measurement, Report
+from .findings import MeasuredInput, Measurement
+from .report import Report
 
 Progress = Callable[[int, int, str], None]
 
