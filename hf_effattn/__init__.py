@@ -29,8 +29,7 @@ from .models import (
 )
 from .patching import extend_positions, from_pretrained, list_methods, patch_attention, unpatch_attention
 from .reporting import Report, report
-
-__version__ = "0.1.0"
+from .version import __version__
 
 __all__ = [
     "CSTConfig",

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..version import __version__
 from . import benching, converting, publishing
 from .arguments import check_output_folder, lengths_of, method_of, mistakes_in_words
 
@@ -22,8 +23,6 @@ AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from .. import __version__
-
         typer.echo(f"hf_effattn {__version__}")
         raise typer.Exit
 

@@ -64,7 +64,7 @@ def bench(
 
 def _show(found: dict[str, Any]) -> None:
     """The table, and what it was measured on."""
-    from ..reporting.words import megabytes
+    from ..reporting.numbers import megabytes
     from .tables import show_table
 
     parts = [part for part in ("forward", "forward_backward") if any(f"{part}_ms" in row for row in found["rows"])]

@@ -2,8 +2,8 @@
 
 from ..measuring.candidates import EXACT
 from ..reporting import Report
-from ..reporting.result import Measurement
-from ..reporting.words import megabytes, percent, ratio
+from ..reporting.findings import Measurement
+from ..reporting.numbers import megabytes, percent, ratio
 from .run import DemoResult, ShortLength
 
 ROUNDING = 1e-4  # a relative change below is that of another order of additions

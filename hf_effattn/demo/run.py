@@ -18,7 +18,7 @@ from ..patching import extend_positions, patch_attention
 from ..patching.extending import longest_input
 from ..reporting import Report, report
 from ..reporting.pattern import find_pattern
-from ..reporting.pictures import draw_pattern
+from ..reporting.pictures import draw_pattern, new_figure
 from ..samples.model import load_model
 from ..samples.texts import Passages, bundled_books, question_context, read_book
 from .embeddings import TEXTS_AT_ONCE, Embedded, EmbeddingChange, compare_embeddings, embed, next_found
@@ -138,8 +138,6 @@ def run_demo(options: DemoOptions, advance: Advance = lambda what, share: None) 
         ImportError: matplotlib is missing.
     """
     lengths = _checked_lengths(options)
-    from ..reporting.pictures import new_figure
-
     new_figure(1, 1)  # raises now, not after minutes, where matplotlib is missing
     options.output.mkdir(parents=True, exist_ok=True)
     advance("loading the model", 0)

@@ -12,7 +12,7 @@ from rich.table import Table
 from ..measuring.candidates import EXACT
 from ..measuring.cost import median
 from ..reporting import Report
-from ..reporting.words import count, duration, megabytes, percent, ratio
+from ..reporting.numbers import count, duration, megabytes, percent, ratio
 from .conclusions import conclusions, short_label
 from .run import RESULT_FILE, DemoOptions, DemoResult, run_demo
 

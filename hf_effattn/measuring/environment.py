@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import transformers
 
+from ..version import __version__
+
 MATRIX_EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
 
 
@@ -33,8 +35,6 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
     Returns:
         `dict`: `device`, `device_name`, `threads`, `versions`, `platform`, `time` (UTC).
     """
-    from .. import __version__
-
     cuda = device is not None and device.type == "cuda"
     return {
         "device": "cpu" if device is None else device.type,

@@ -5,7 +5,7 @@ switched to it for the time of a `with` block and is afterwards what it was, wha
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -105,23 +105,16 @@ def encoders_to_report(model: nn.Module) -> list[Encoder]:
 
 def layer_names(model: nn.Module) -> dict[int, str]:
     """The layers a report looks at, `{index: path of the attention module}`; sliding-window layers stay exact."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    return {layer: paths[id(module)] for module, layers in _numbered_modules(model) for layer in layers}
-
-
-def encoder_names(model: nn.Module) -> dict[int, str]:
-    """For each layer a report looks at the path in the model of the encoder that it is of."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    encoder_of = {id(module): encoder.model for encoder in encoders_to_report(model) for module in encoder.modules}
+    paths = {module: path for path, module in model.named_modules()}
     return {
-        layer: paths[id(encoder_of[id(module)])] for module, layers in _numbered_modules(model) for layer in layers
+        layer: paths[module] for module, layers in _numbered_modules(encoders_to_report(model)) for layer in layers
     }
 
 
-def _numbered_modules(model: nn.Module) -> list[tuple[nn.Module, tuple[int, ...]]]:
+def _numbered_modules(encoders: Sequence[Encoder]) -> list[tuple[nn.Module, tuple[int, ...]]]:
     numbered = []
     offset = 0
-    for encoder in encoders_to_report(model):
+    for encoder in encoders:
         for module, layers in zip(encoder.modules, encoder.layers, strict=True):
             if not is_sliding_window(module):
                 numbered.append((module, tuple(offset + layer for layer in layers)))
@@ -137,9 +130,10 @@ def recording(model: nn.Module, observer: Observer) -> Iterator[None]:
         model (`PreTrainedModel`): restored when the block ends.
         observer (`Callable`): gets a `SeenAttention`, returns the attention's output `(B, N, H, D)`.
     """
-    numbered = _numbered_modules(model)
+    encoders = encoders_to_report(model)
+    numbered = _numbered_modules(encoders)
     with as_it_was(model):
-        for encoder in encoders_to_report(model):
+        for encoder in encoders:
             encoder.model.set_attn_implementation(RECORDING)
         try:
             for module, layers in numbered:
@@ -150,9 +144,9 @@ def recording(model: nn.Module, observer: Observer) -> Iterator[None]:
                 _watched.pop(module, None)
 
 
-def make_exact(model: nn.Module) -> None:
-    """Switch the attention of every encoder to exact SDPA; to be called inside `as_it_was`."""
-    for encoder in encoders_to_report(model):
+def make_exact(encoders: Sequence[Encoder]) -> None:
+    """Switch the attention of encoders to exact SDPA; to be called inside `as_it_was`."""
+    for encoder in encoders:
         encoder.model.set_attn_implementation(BASELINE)
 
 

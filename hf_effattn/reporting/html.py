@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 
 from ..measuring.candidates import EXACT
+from .findings import Findings, Measurement
 from .illustrations import Colouring, Section
+from .numbers import NOT_FINITE, count, duration, megabytes, percent, ratio
+from .pictures import new_figure
 from .text_groups import DrawnText, TextGroups
-from .words import NOT_FINITE, count, duration, encoder_lengths, megabytes, percent, ratio
-
-if TYPE_CHECKING:
-    from .result import Measurement, Report
+from .words import encoder_lengths, summary
 
 NOT_MEASURED = "not measured"
 MEANINGS = {
@@ -115,11 +115,11 @@ class Panel:
     members: list[tuple[int, int, str]] = field(default_factory=list)
 
 
-def render_page(report: "Report", sections: Sequence[Section], colouring: Colouring) -> str:
+def render_page(report: Findings, sections: Sequence[Section], colouring: Colouring) -> str:
     """The page.
 
     Args:
-        report (`Report`): its words, numbers and environment.
+        report (`Findings`): its words, numbers and environment.
         sections (`Sequence[Section]`): pictures.
         colouring (`Colouring`): the text in the colours of its groups.
 
@@ -144,7 +144,7 @@ def render_page(report: "Report", sections: Sequence[Section], colouring: Colour
     )  # fmt: skip
 
 
-def render_fragment(report: "Report") -> str:
+def render_fragment(report: Findings) -> str:
     """The words and the table of a report, for a notebook's cell."""
     parts: Any = _environment().get_template("report_parts.html").module
     return str(parts.notebook(word_blocks(report), number_table(report)))
@@ -160,8 +160,6 @@ def check_destination(path: Path) -> None:
         OSError: it is a folder, or it cannot be written there.
         ImportError: matplotlib is missing.
     """
-    from .pictures import new_figure
-
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name a file, such as {path / 'report.html'}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,11 +175,11 @@ def _environment() -> jinja2.Environment:
     )
 
 
-def word_blocks(report: "Report") -> list[Block]:
+def word_blocks(report: Findings) -> list[Block]:
     """The summary in paragraphs and lists."""
     blocks: list[Block] = []
     items: list[str] = []
-    for line in [*report.summary().splitlines(), ""]:
+    for line in [*summary(report).splitlines(), ""]:
         if line.startswith("- "):
             items.append(line.removeprefix("- "))
             continue
@@ -193,7 +191,7 @@ def word_blocks(report: "Report") -> list[Block]:
     return blocks
 
 
-def environment_facts(report: "Report") -> list[tuple[str, str]]:
+def environment_facts(report: Findings) -> list[tuple[str, str]]:
     """What the report was measured with, as names and values; what it does not know is left out."""
     known = [*ENVIRONMENT, *(name for name in report.environment if name not in ENVIRONMENT)]
     return [
@@ -211,7 +209,7 @@ def _fact(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def number_table(report: "Report") -> Table:
+def number_table(report: Findings) -> Table:
     """Every method at every input, exact attention first."""
     rows = [(m, {**report.metrics(m), "attention_error": m.mean_attention_error}) for m in report.measurements]
     names = {name: None for _, metrics in rows for name in metrics}
@@ -280,17 +278,17 @@ def _cosine(metrics: dict[str, float | None]) -> str | None:
     return f"{mean:.4f}" if mean == lowest else f"{mean:.4f} (lowest {lowest:.4f})"
 
 
-def _missing_word(m: "Measurement", heading: str) -> str:
+def _missing_word(m: Measurement, heading: str) -> str:
     """Exact attention is what the others are compared with; of them something was not measured."""
     compared = heading not in ("time", "peak memory")
     return "reference" if m.method == EXACT and compared else NOT_MEASURED
 
 
-def _note(m: "Measurement") -> str:
+def _note(m: Measurement) -> str:
     return {"settings": "is exact here", "min_length": "below its min_length"}.get(m.why_exact or "", "")
 
 
-def _input_words(report: "Report", index: int) -> str:
+def _input_words(report: Findings, index: int) -> str:
     measured = report.inputs[index]
     padding = measured.batch_size * measured.length - measured.valid_tokens
     words = f"{count(measured.batch_size, 'text')} of {measured.length:,} tokens{encoder_lengths([measured])}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..measuring.candidates import make_candidates
 from ..measuring.recording import layer_names
+from .findings import Findings
 from .pattern import find_pattern, one_of_each
 from .pictures import draw_cost, draw_errors, draw_pattern
 from .text_groups import DrawnText, NothingToDraw, TextGroups, group_text, text_to_draw
@@ -15,9 +16,6 @@ from .words import MOST_LENGTHS_APART
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from .result import Report
-
 
 PIXELS_PER_INCH = 96
 
@@ -28,7 +26,7 @@ class Picture:
 
     Args:
         source (`str`): the picture itself, as a `data:` address.
-        alt (`str`): what it shows, for who cannot see it.
+        alt (`str`): alternative text.
         width (`int`): in CSS pixels, at which its letters have the size of the page's.
     """
 
@@ -75,7 +73,7 @@ class TextPictures:
     colouring: Colouring
 
 
-def illustrate(report: "Report") -> list[Section]:
+def illustrate(report: Findings) -> list[Section]:
     """The pictures that need the report alone: cost against length, and the errors of layers and heads.
 
     Raises:
@@ -105,19 +103,19 @@ def illustrate(report: "Report") -> list[Section]:
     return [cost, errors]
 
 
-def _drawn_lengths(report: "Report") -> Sequence[int | None]:
+def _drawn_lengths(report: Findings) -> Sequence[int | None]:
     """The lengths at which some method was measured in all layers; one None for all together where they are many."""
     done = [m for m in report.measurements if m.attention_error and len(m.attention_error) == len(report.layers)]
     lengths = sorted({report.inputs[m.input].length for m in done})
     return [None] if len(lengths) > MOST_LENGTHS_APART else lengths
 
 
-def _listed(report: "Report") -> str:
+def _listed(report: Findings) -> str:
     return ", ".join(report.methods)
 
 
 def illustrate_text(
-    report: "Report",
+    report: Findings,
     model: Any,
     inputs: Any,
     tokenizer: Any = None,

@@ -1,13 +1,15 @@
 """`report`: what the methods cost and gain on one model and its user's inputs."""
 
 import contextlib
+import itertools
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from ..measuring.candidates import EXACT, Candidate, make_candidates
@@ -19,16 +21,16 @@ from ..measuring.recording import (
     BASELINE,
     SeenAttention,
     as_it_was,
-    encoder_names,
     encoders_to_report,
     layer_names,
     make_exact,
     recording,
 )
 from ..patching import run_method
-from ..patching.model_types import is_causal
-from ..patching.patch import apply_plans, encoders_to_patch, plan_patch
-from .result import MeasuredInput, Measurement, Report
+from ..patching.model_types import Encoder, is_causal
+from ..patching.patch import PatchPlan, apply_plans, plan_patch
+from .findings import MeasuredInput, Measurement
+from .report import Report
 
 Progress = Callable[[int, int, str], None]
 
@@ -82,12 +84,12 @@ def report(
             "; of a wrapped or compiled model pass the model inside"
         )
     candidates = make_candidates(methods)
-    encoders_to_report(model)
-    patched = {candidate.label: _modules_to_patch(model, candidate) for candidate in candidates}
+    encoders = encoders_to_report(model)
+    plans = {one.label: [plan_patch(encoder, one.forced, one.layers) for encoder in encoders] for one in candidates}
     batches = check_inputs(model, inputs)
     _check_options(error_budget, repeats)
     found = Report(
-        environment=_environment(model, repeats, memory),
+        environment=_environment(model, encoders, repeats, memory),
         layers=layer_names(model),
         methods={candidate.label: candidate.to_dict() for candidate in candidates},
         error_budget=error_budget,
@@ -97,57 +99,42 @@ def report(
         try:
             with as_it_was(model) as put_back, torch.no_grad():
                 model.eval()
+                by_label = {candidate.label: candidate for candidate in candidates}
                 for batch in batches:
-                    _MeasureInput(model, batch, candidates, patched, found, repeats, memory, advance, put_back).run()
+                    _MeasureInput(
+                        model, encoders, by_label, plans, batch, found, repeats, memory, advance, put_back
+                    ).run()
         except KeyboardInterrupt:
             found.complete = False
             warnings.warn("report was interrupted: it holds what had been measured until then", stacklevel=2)
     return found
 
 
-def _modules_to_patch(model: PreTrainedModel, candidate: Candidate) -> set[nn.Module]:
-    """The attention modules that a candidate replaces; raises where it cannot be had."""
-    plans = [
-        plan_patch(encoder, candidate.settings, candidate.layers)
-        for encoder in encoders_to_patch(model, candidate.settings.method)
-    ]
-    return {
-        module
-        for plan in plans
-        for module, is_patched in zip(plan.encoder.modules, plan.patched, strict=True)
-        if is_patched
-    }
-
-
+@dataclass
 class _MeasureInput:
     """All measurements of one input, added to the report as they are made."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        batch: dict[str, Any],
-        candidates: list[Candidate],
-        patched: Mapping[str, set[nn.Module]],
-        found: Report,
-        repeats: int,
-        memory: bool,
-        advance: Callable[[str], None],
-        put_back: Callable[[], None],
-    ) -> None:
-        self.model = model
-        self.batch = batch
-        self.candidates = {candidate.label: candidate for candidate in candidates}
-        self.patched = patched
-        self.found = found
-        self.repeats = repeats
-        self.memory = memory
-        self.advance = advance
-        self.put_back = put_back
-        self.key_mask: torch.Tensor | None = None
-        self.measured: dict[str, Measurement] = {}
-        self.encoders = encoder_names(model)
-        self.reasons: dict[str, set[str | None]] = {candidate.label: set() for candidate in candidates}
-        self.rounds_per_layer = max(1, math.ceil(repeats / len(found.layers)))
+    model: PreTrainedModel
+    encoders: list[Encoder]
+    candidates: dict[str, Candidate]
+    plans: dict[str, list[PatchPlan]]
+    batch: dict[str, Any]
+    found: Report
+    repeats: int
+    memory: bool
+    advance: Callable[[str], None]
+    put_back: Callable[[], None]
+    key_mask: torch.Tensor | None = None
+    measured: dict[str, Measurement] = field(default_factory=dict)
+    reasons: dict[str, set[str | None]] = field(default_factory=lambda: defaultdict(set))
+
+    def __post_init__(self) -> None:
+        paths = {module: path for path, module in self.model.named_modules()}
+        self.encoder_of = {module: paths[one.model] for one in self.encoders for module in one.modules}
+        self.patched = {
+            label: {module for plan in plans for module in itertools.compress(plan.encoder.modules, plan.patched)}
+            for label, plans in self.plans.items()
+        }
 
     def run(self) -> None:
         # Another method's patch took away what a converted model was trained with.
@@ -170,7 +157,7 @@ class _MeasureInput:
             calls[label] = self._attention_call(candidate, seen) if is_patched else seen.exact
         if is_first and (self.repeats or self.memory):
             self._warm_up(calls, seen.query.device)
-        for done in range(self.rounds_per_layer):
+        for done in range(max(1, math.ceil(self.repeats / len(self.found.layers)))):
             seconds = {}
             for label, call in calls.items():
                 output, seconds[label] = timed(call, seen.query.device)
@@ -199,8 +186,8 @@ class _MeasureInput:
         if measured.length < N:
             measured.batch_size, measured.length = B, N
             measured.valid_tokens = B * N if seen.key_mask is None else int(seen.key_mask.sum())
-        if len(set(self.encoders.values())) > 1:
-            measured.encoder_lengths[self.encoders[seen.layer]] = N
+        if len(self.encoders) > 1:
+            measured.encoder_lengths[self.encoder_of[seen.module]] = N
         for label, candidate in self.candidates.items():
             if seen.module not in self.patched[label]:
                 continue
@@ -237,13 +224,11 @@ class _MeasureInput:
 
     def _switch_to(self, label: str) -> None:
         if label == EXACT:
-            make_exact(self.model)
+            make_exact(self.encoders)
         else:
-            candidate = self.candidates[label]
-            self.put_back()
             # Not patch_attention, which warns of trained tables that are left out: put_back restores them.
-            encoders = encoders_to_patch(self.model, candidate.settings.method)
-            apply_plans([plan_patch(encoder, candidate.forced, candidate.layers) for encoder in encoders])
+            self.put_back()
+            apply_plans(self.plans[label])
 
     def _compare_outputs(self) -> None:
         """Run every method once, for its output and its memory; these runs also warm up the timed ones."""
@@ -259,7 +244,7 @@ class _MeasureInput:
                 exact = output
             else:
                 measurement.change = output_change(exact, output, self.key_mask)
-            self.advance(f"output with {label}")
+            self.advance(f"output with {label}, {self.found.inputs[-1].length:,} tokens")
 
     def _time_forward(self) -> None:
         if not self.repeats:
@@ -289,13 +274,13 @@ def _check_options(error_budget: float | None, repeats: int) -> None:
         raise ValueError("error_budget asks for the fastest method, so it needs times: repeats must be at least 1")
 
 
-def _environment(model: PreTrainedModel, repeats: int, memory: bool) -> dict[str, Any]:
+def _environment(model: PreTrainedModel, encoders: list[Encoder], repeats: int, memory: bool) -> dict[str, Any]:
     return {
         "model": type(model).__name__,
         "model_type": getattr(model.config, "model_type", None),
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "causal": any(is_causal(module) for encoder in encoders_to_report(model) for module in encoder.modules),
+        "causal": any(is_causal(module) for encoder in encoders for module in encoder.modules),
         "repeats": repeats,
         "baseline": BASELINE,
         "memory_measure": MEMORY_MEASURES.get(model.device.type) if memory else None,

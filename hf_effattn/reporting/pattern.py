@@ -5,7 +5,7 @@ Sizes: `H` heads, `N` length, `R` chosen rows.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import max_pool1d
@@ -16,9 +16,6 @@ from ..measuring.errors import run_model
 from ..measuring.inputs import check_inputs
 from ..measuring.recording import SeenAttention, as_it_was, layer_names, recording
 from ..patching import run_method
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "bi-clustered", "clusters": 25, "topk": 32, "key_clusters": 50},
@@ -63,45 +60,6 @@ class AttentionPattern:
         if all(self.special):
             return weights.argmax(dim=1).tolist()
         return weights.masked_fill(torch.tensor(self.special), -1).argmax(dim=1).tolist()
-
-
-def plot_attention(
-    model: PreTrainedModel,
-    inputs: Mapping[str, Any],
-    *,
-    methods: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None = None,
-    rows: Sequence[int] | None = None,
-    layer: int | None = None,
-    head: int | None = None,
-    tokens: Sequence[str] | None = None,
-) -> "Figure":
-    """Draw the attention of chosen tokens, exact and approximated, one panel below the other on one colour scale.
-
-    Redraws the qualitative comparison of Vyas 2020: question tokens on the left axis, their most attended token on the
-    right. All panels use the exact model's own queries and keys of one head. The model is afterwards what it was.
-
-    Args:
-        model (`PreTrainedModel`): an encoder of a served model type.
-        inputs (`BatchEncoding`): one encoded text, or question and context, with `return_tensors="pt"`.
-        methods (`Sequence[str | dict]`, *optional*): as for `report`. Default: each method with 25 clusters.
-        rows (`Sequence[int]`, *optional*): positions of the tokens to draw. Default: those of the first segment of a
-            pair, else the first twelve.
-        layer (`int`, *optional*): layer. Default: chosen with the head.
-        head (`int`, *optional*): head of the layer. Default: the one with the sharpest content pattern, see
-            `head_scores`.
-        tokens (`Sequence[str]`, *optional*): labels of all tokens. Default: those that a fast tokenizer keeps.
-
-    Returns:
-        `matplotlib.figure.Figure`: free of pyplot.
-
-    Raises:
-        ImportError: matplotlib is missing.
-        ValueError: more than one text, rows, layer or head that do not exist, no tokens for labels, unknown methods.
-    """
-    from .pictures import draw_pattern
-
-    pattern = find_pattern(model, inputs, methods=methods, rows=rows, layer=layer, head=head, tokens=tokens)
-    return draw_pattern(pattern, type(model).__name__)
 
 
 def find_pattern(

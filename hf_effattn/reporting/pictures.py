@@ -1,19 +1,19 @@
 """The pictures of a report. Figures are made without pyplot, so no global state of the user's changes."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..measuring.candidates import EXACT
-from .words import duration, megabytes, percent
+from .findings import Findings
+from .numbers import duration, megabytes, percent
+from .pattern import AttentionPattern, find_pattern
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from .pattern import AttentionPattern
-    from .result import Report
 
 DOTS_PER_INCH = 160
 # One hue from light to dark: reads the same with any colour vision and in print.
@@ -40,7 +40,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def draw_errors(
-    report: "Report", *, length: int | None = None, methods: Sequence[str] | None = None, columns: int | None = None
+    report: Findings, *, length: int | None = None, methods: Sequence[str] | None = None, columns: int | None = None
 ) -> "Figure":
     """Error of the attention output by layer and head, a panel per method; see `Report.plot`."""
     labels = list(report.methods) if methods is None else list(methods)
@@ -82,7 +82,7 @@ def draw_errors(
     return figure
 
 
-def _error_grid(report: "Report", label: str, length: int | None) -> torch.Tensor | None:
+def _error_grid(report: Findings, label: str, length: int | None) -> torch.Tensor | None:
     """Mean error over the inputs, `(layers, heads)`; NaN where a layer has fewer heads than another."""
     found = [
         m
@@ -107,7 +107,7 @@ def _number_cells(panel: Any, grid: torch.Tensor, highest: float) -> None:
                 panel.text(column, line, f"{100 * value:.0f}", ha="center", va="center", fontsize=6.5, color=colour)
 
 
-def _errors_title(report: "Report", length: int | None) -> str:
+def _errors_title(report: Findings, length: int | None) -> str:
     lengths = sorted({one.length for one in report.inputs if length in (None, one.length)})
     span = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
     return (
@@ -116,7 +116,7 @@ def _errors_title(report: "Report", length: int | None) -> str:
     )
 
 
-def draw_cost(report: "Report", *, parts: Sequence[str] = ("time", "memory")) -> "Figure":
+def draw_cost(report: Findings, *, parts: Sequence[str] = ("time", "memory")) -> "Figure":
     """Time and peak memory of a forward pass against the length, on log axes; see `Report.plot_cost`."""
     kinds = {
         "time": ("time of a forward pass", duration, _points(report, "forward_seconds")),
@@ -148,7 +148,7 @@ def draw_cost(report: "Report", *, parts: Sequence[str] = ("time", "memory")) ->
     return figure
 
 
-def _points(report: "Report", name: str) -> dict[str, dict[int, float]]:
+def _points(report: Findings, name: str) -> dict[str, dict[int, float]]:
     """For each method its mean over the inputs of a length, by length; methods without any are left out."""
     lines: dict[str, dict[int, float]] = {}
     for label in (EXACT, *report.methods):
@@ -193,7 +193,44 @@ def plain(text: object) -> str:
     return str(text).replace("$", r"\$")
 
 
-def draw_pattern(pattern: "AttentionPattern", model_name: str) -> "Figure":
+def plot_attention(
+    model: PreTrainedModel,
+    inputs: Mapping[str, Any],
+    *,
+    methods: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None = None,
+    rows: Sequence[int] | None = None,
+    layer: int | None = None,
+    head: int | None = None,
+    tokens: Sequence[str] | None = None,
+) -> "Figure":
+    """Draw the attention of chosen tokens, exact and approximated, one panel below the other on one colour scale.
+
+    Redraws the qualitative comparison of Vyas 2020: question tokens on the left axis, their most attended token on the
+    right. All panels use the exact model's own queries and keys of one head. The model is afterwards what it was.
+
+    Args:
+        model (`PreTrainedModel`): an encoder of a served model type.
+        inputs (`BatchEncoding`): one encoded text, or question and context, with `return_tensors="pt"`.
+        methods (`Sequence[str | dict]`, *optional*): as for `report`. Default: each method with 25 clusters.
+        rows (`Sequence[int]`, *optional*): positions of the tokens to draw. Default: those of the first segment of a
+            pair, else the first twelve.
+        layer (`int`, *optional*): layer. Default: chosen with the head.
+        head (`int`, *optional*): head of the layer. Default: the one with the sharpest content pattern, see
+            `head_scores`.
+        tokens (`Sequence[str]`, *optional*): labels of all tokens. Default: those that a fast tokenizer keeps.
+
+    Returns:
+        `matplotlib.figure.Figure`: free of pyplot.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: more than one text, rows, layer or head that do not exist, no tokens for labels, unknown methods.
+    """
+    pattern = find_pattern(model, inputs, methods=methods, rows=rows, layer=layer, head=head, tokens=tokens)
+    return draw_pattern(pattern, type(model).__name__)
+
+
+def draw_pattern(pattern: AttentionPattern, model_name: str) -> "Figure":
     """Attention of chosen tokens, a panel per method; see `plot_attention`."""
     rows, columns = len(pattern.rows), len(pattern.tokens)
     panel_height = 0.55 + 0.175 * rows
@@ -237,7 +274,7 @@ def _square_root_scale(highest: float) -> Any:
     return PowerNorm(gamma=0.5, vmin=0, vmax=highest or 1.0)
 
 
-def _pattern_title(pattern: "AttentionPattern", label: str, weights: torch.Tensor, exact: torch.Tensor) -> str:
+def _pattern_title(pattern: AttentionPattern, label: str, weights: torch.Tensor, exact: torch.Tensor) -> str:
     if label == EXACT:
         return "exact"
     if label in pattern.exact_labels:

@@ -3,13 +3,11 @@
 import math
 from collections.abc import Collection, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..measuring.candidates import EXACT
-from .words import NOT_FINITE, count, megabytes, percent
-
-if TYPE_CHECKING:
-    from .result import Report
+from .findings import Findings
+from .numbers import NOT_FINITE, count, megabytes, percent
 
 # Metric of `Report.rows`, heading, and how the mean over the inputs of a length is written.
 COLUMNS: tuple[tuple[str, str, Any], ...] = (
@@ -27,11 +25,11 @@ MEANING = (
 )
 
 
-def report_table(report: "Report") -> tuple[list[str], list[list[str]]]:
+def report_table(report: Findings) -> tuple[list[str], list[list[str]]]:
     """What was measured of every method at every length; means where there were several inputs of a length.
 
     Args:
-        report (`Report`): from `hf_effattn.report`.
+        report (`Findings`): from `hf_effattn.report`.
 
     Returns:
         `(list[str], list[list[str]])`: headings, and rows as long. A column that nothing was measured for is left out,
@@ -53,7 +51,7 @@ def report_table(report: "Report") -> tuple[list[str], list[list[str]]]:
     return ["tokens", "method", *(heading for _, heading, _ in shown)], rows
 
 
-def table_note(report: "Report") -> str:
+def table_note(report: Findings) -> str:
     """What has to stand below the table: the machine, the versions, the day, and what the marks mean."""
     at = report.environment
     versions = ", ".join(f"{name} {version}" for name, version in at["versions"].items())

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedModel
 
 from ..measuring.candidates import Candidate
@@ -150,8 +151,6 @@ def as_pieces(tokens: Sequence[str], special: Sequence[bool]) -> list[Piece]:
         if is_special:
             text, space = token, True
         elif byte_level:
-            from tokenizers.decoders import ByteLevel
-
             decoded = ByteLevel().decode([token])
             text, space = decoded.removeprefix(" "), decoded.startswith(" ")
         elif marked_words:

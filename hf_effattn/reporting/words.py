@@ -3,21 +3,17 @@
 import math
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from ..measuring.candidates import EXACT, make_candidates
 from ..measuring.cost import median
 from ..patching.methods import METHODS
-
-if TYPE_CHECKING:
-    from .result import MeasuredInput, Measurement, Report
+from .findings import Findings, MeasuredInput, Measurement
+from .numbers import NOT_FINITE, count, duration, megabytes, percent, ratio
 
 MOST_LENGTHS_APART = 4
-SMALLEST_SHARE = 1e-4  # what is below is rounding, and unreadable
-NOT_FINITE = "not finite"
 
 
-def summary(report: "Report") -> str:
+def summary(report: Findings) -> str:
     """What a report found: the setting, each method at each length (at most four; else all together), the budget."""
     lines = [_headline(report)]
     if not report.complete:
@@ -35,7 +31,7 @@ def summary(report: "Report") -> str:
     return "\n".join(lines)
 
 
-def _headline(report: "Report") -> str:
+def _headline(report: Findings) -> str:
     at = report.environment
     where = f"{at['dtype']} on {at['device']}" + (
         f", {count(at['threads'], 'thread')}" if at["device"] == "cpu" else ""
@@ -43,11 +39,11 @@ def _headline(report: "Report") -> str:
     return f"{at['model']} ({count(len(report.layers), 'attention layer')}, {where}) against exact SDPA."
 
 
-def _at(report: "Report", label: str, length: int | None) -> list["Measurement"]:
+def _at(report: Findings, label: str, length: int | None) -> list[Measurement]:
     return [m for m in report.of(label) if length is None or report.inputs[m.input].length == length]
 
 
-def _inputs_line(report: "Report", length: int | None) -> str:
+def _inputs_line(report: Findings, length: int | None) -> str:
     measured = [one for one in report.inputs if length is None or one.length == length]
     lengths = sorted({one.length for one in measured})
     texts = sum(one.batch_size for one in measured)
@@ -64,7 +60,7 @@ def _inputs_line(report: "Report", length: int | None) -> str:
     return line + (f"; exact attention {' and '.join(facts)}:" if facts else ":")
 
 
-def _method_line(report: "Report", label: str, length: int | None) -> str:
+def _method_line(report: Findings, label: str, length: int | None) -> str:
     found = _at(report, label, length)
     if found and all(m.why_exact == "settings" for m in found):
         return f"- {label}: one of its counts reaches the length, so this is exact attention."
@@ -108,7 +104,7 @@ def _method_line(report: "Report", label: str, length: int | None) -> str:
     return f"- {label}: {'; '.join(facts)}." if facts else f"- {label}: not measured."
 
 
-def _min_length_line(report: "Report", length: int | None) -> list[str]:
+def _min_length_line(report: Findings, length: int | None) -> list[str]:
     """For which methods a patched model would run exact attention because the input is short."""
     short = [label for label in report.methods if any(m.why_exact == "min_length" for m in _at(report, label, length))]
     if not short:
@@ -129,7 +125,7 @@ def _min_length_line(report: "Report", length: int | None) -> list[str]:
     ]
 
 
-def _prefill_line(report: "Report") -> list[str]:
+def _prefill_line(report: Findings) -> list[str]:
     """Which methods are for prompts only: what they say of earlier tokens has seen later ones."""
     prompts = [label for label, settings in report.methods.items() if settings.get("causal") == "prefill"]
     if not prompts:
@@ -141,7 +137,7 @@ def _prefill_line(report: "Report") -> list[str]:
     ]
 
 
-def _fine_tuning_line(report: "Report") -> list[str]:
+def _fine_tuning_line(report: Findings) -> list[str]:
     """Which methods convert the model, so that these numbers are only where its training begins."""
     converting = [label for label, settings in report.methods.items() if METHODS[settings["method"]].needs_fine_tuning]
     if not converting:
@@ -153,7 +149,7 @@ def _fine_tuning_line(report: "Report") -> list[str]:
     ]
 
 
-def budget_lines(report: "Report") -> list[str]:
+def budget_lines(report: Findings) -> list[str]:
     """What to choose under the report's error budget, or that nothing does."""
     budget = report.error_budget
     if budget is None:
@@ -180,12 +176,7 @@ def budget_lines(report: "Report") -> list[str]:
     return [line]
 
 
-def count(number: int, noun: str) -> str:
-    """`1 text`, `2 texts`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def encoder_lengths(inputs: Sequence["MeasuredInput"]) -> str:
+def encoder_lengths(inputs: Sequence[MeasuredInput]) -> str:
     """In brackets the tokens of each encoder, where the model has several."""
     lengths: dict[str, set[int]] = {}
     for one in inputs:
@@ -195,28 +186,3 @@ def encoder_lengths(inputs: Sequence["MeasuredInput"]) -> str:
         name: " to ".join(f"{end:,}" for end in sorted({min(found), max(found)})) for name, found in lengths.items()
     }
     return f" ({', '.join(f'{name} {span}' for name, span in spans.items())})" if spans else ""
-
-
-def percent(value: float) -> str:
-    """A part of 1 in per cent, with two digits that count."""
-    if not math.isfinite(value):
-        return NOT_FINITE
-    if 0 < value < SMALLEST_SHARE:
-        return f"under {100 * SMALLEST_SHARE:g}%"
-    return f"{100 * value:.2g}%" if value < 0.095 else f"{100 * value:.0f}%"
-
-
-def ratio(values: Sequence[float]) -> str:
-    """One ratio or the span of several, `0.8×` or `0.8× to 1.3×`."""
-    low, high = (f"{value:.2f}×" if value < 1.995 else f"{value:.1f}×" for value in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the unit that reads best."""
-    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
-
-
-def megabytes(number: int) -> str:
-    """Bytes as MB (10^6)."""
-    return f"{number / 1e6:,.1f} MB" if number < 10e6 else f"{number / 1e6:,.0f} MB"

@@ -14,7 +14,7 @@ from hf_effattn.demo.embeddings import EmbeddingChange
 from hf_effattn.demo.run import DemoResult, ShortLength
 from hf_effattn.demo.show import _long_table, _short_table
 from hf_effattn.measuring.errors import OutputChange
-from hf_effattn.reporting.result import MeasuredInput, Measurement
+from hf_effattn.reporting.findings import MeasuredInput, Measurement
 from hf_effattn.samples.model import load_model
 
 CLUSTERED, IMPROVED = "clustered (clusters=25)", "i-clustered (clusters=25, topk=32)"

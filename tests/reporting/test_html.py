@@ -18,7 +18,7 @@ from hf_effattn.measuring.errors import OutputChange
 from hf_effattn.patching import make_settings
 from hf_effattn.patching.methods import find_groups
 from hf_effattn.reporting import illustrations
-from hf_effattn.reporting.result import MeasuredInput, Measurement
+from hf_effattn.reporting.findings import MeasuredInput, Measurement
 from hf_effattn.reporting.text_groups import Piece, as_pieces, text_to_draw
 
 METHODS = [

@@ -5,7 +5,8 @@ import torch
 from support.tiny_models import batch_for, tiny_model
 
 import hf_effattn
-from hf_effattn.reporting.pattern import find_pattern, head_scores, plot_attention
+from hf_effattn.reporting import plot_attention
+from hf_effattn.reporting.pattern import find_pattern, head_scores
 
 METHODS = [
     {"method": "clustered", "clusters": 5},

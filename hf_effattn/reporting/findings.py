@@ -1,25 +1,18 @@
-"""What a report found: the numbers, and the forms they are handed out in."""
+"""The numbers of a report, without words and pictures: inputs, measurements, speed-ups, tables, JSON."""
 
-import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from ..measuring.candidates import EXACT
 from ..measuring.cost import median, median_ratio
 from ..measuring.errors import OutputChange
 from ..measuring.json_numbers import finite_or_none, none_to_nan
-from . import words
 
 if TYPE_CHECKING:
     import pandas
-    from matplotlib.figure import Figure
 
-FILE_NAME = "report.json"
 FORMAT_VERSION = 1
-MOST_HEAT_MAPS = 8
 COLUMNS = ("input", "batch_size", "length", "valid_tokens", "method", "why_exact", "layer", "head", "metric", "value")
 
 
@@ -78,8 +71,8 @@ class Measurement:
 
 
 @dataclass(repr=False)
-class Report:
-    """What `hf_effattn.report` measured. `print(report)` says it in words.
+class Findings:
+    """The measurements of all methods on all inputs; `Report` adds words, pictures and files.
 
     Args:
         environment (`dict`): model, device, dtype, threads, versions, time, how memory was measured.
@@ -213,8 +206,8 @@ class Report:
         return {"format": FORMAT_VERSION, **finite_or_none(asdict(self))}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Report":
-        """The report that `to_dict` wrote, also after a trip through JSON.
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The findings that `to_dict` wrote, also after a trip through JSON.
 
         Raises:
             ValueError: written by a newer version, or no report.
@@ -237,147 +230,6 @@ class Report:
             return cls(**values)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the report is damaged ({type(error).__name__}: {error}): measure it anew") from error
-
-    def save(self, folder: str | Path, *, pictures: bool = True) -> list[Path]:
-        """Write `report.json` and the heat maps as PNG.
-
-        Args:
-            folder (`str` or `Path`): made if missing.
-            pictures (`bool`): False writes the JSON alone and needs no matplotlib.
-
-        Returns:
-            `list[Path]`: the files.
-
-        Raises:
-            ImportError: pictures without matplotlib; the JSON is written before.
-        """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        files = [folder / FILE_NAME]
-        files[0].write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        if pictures and any(m.attention_error for m in self.measurements):
-            lengths: Sequence[int | None] = sorted({self.inputs[m.input].length for m in self.measurements})
-            if len(lengths) > MOST_HEAT_MAPS:
-                lengths = [None]
-            for length in lengths:
-                try:
-                    figure = self.plot(length=length)
-                except ValueError:
-                    continue  # interrupted before all layers of that length
-                files.append(folder / f"attention_error{'' if length is None else f'_{length}'}.png")
-                figure.savefig(files[-1])
-        return files
-
-    @classmethod
-    def load(cls, folder: str | Path) -> "Report":
-        """The report that `save` wrote to a folder."""
-        return cls.from_dict(json.loads((Path(folder) / FILE_NAME).read_text(encoding="utf-8")))
-
-    def plot(self, *, length: int | None = None, methods: Sequence[str] | None = None) -> "Figure":
-        """Heat map of the error of the attention output by layer and head, one panel per method, one colour scale.
-
-        Args:
-            length (`int`, *optional*): only inputs of this many tokens. Default: mean over all inputs.
-            methods (`Sequence[str]`, *optional*): labels to show. Default: all.
-
-        Returns:
-            `matplotlib.figure.Figure`: free of pyplot; `figure.savefig("error.png")`.
-
-        Raises:
-            ImportError: matplotlib is missing.
-            ValueError: nothing measured at that length.
-            KeyError: a label that the report does not have.
-        """
-        from .pictures import draw_errors
-
-        return draw_errors(self, length=length, methods=methods)
-
-    def plot_cost(self) -> "Figure":
-        """Time and peak memory of a forward pass against the number of tokens, a line per method, exact among them.
-
-        Returns:
-            `matplotlib.figure.Figure`: free of pyplot; points instead of lines where one length was measured.
-
-        Raises:
-            ImportError: matplotlib is missing.
-            ValueError: neither times nor memory were measured.
-        """
-        from .pictures import draw_cost
-
-        return draw_cost(self)
-
-    def plot_attention(self, model: Any, inputs: Any, **options: Any) -> "Figure":
-        """Attention pattern of chosen tokens: exact above each method, clustered last.
-
-        Args:
-            model (`PreTrainedModel`): the model of this report.
-            inputs (`BatchEncoding`): one encoded text, or question and context.
-            options: of `hf_effattn.reporting.plot_attention`, such as `rows`, `layer`, `head`, `methods`.
-
-        Returns:
-            `matplotlib.figure.Figure`: free of pyplot.
-        """
-        from .pattern import one_of_each, plot_attention
-
-        if "methods" not in options:
-            options["methods"] = one_of_each(self.methods) or list(self.methods.values())
-        return plot_attention(model, inputs, **options)
-
-    def to_html(
-        self,
-        model: Any = None,
-        inputs: Any = None,
-        tokenizer: Any = None,
-        *,
-        layer: int | None = None,
-        head: int | None = None,
-    ) -> str:
-        """One page with the words, the numbers and the pictures, in a single file that loads nothing from elsewhere.
-
-        With a model and inputs it also shows where the model looks in the first text (up to 256 tokens of it), exactly
-        and by the methods, and which of its tokens each method puts together. The model is afterwards what it was.
-
-        Args:
-            model (`PreTrainedModel`, *optional*): the model of this report. Default: without those pictures.
-            inputs (`Mapping` or `Sequence[Mapping]`, *optional*): as `report` takes them; goes with `model`.
-            tokenizer (`PreTrainedTokenizerBase`, *optional*): for the tokens. Default: those that a fast tokenizer
-                keeps in the inputs.
-            layer (`int`, *optional*): layer to show. Default: chosen with the head.
-            head (`int`, *optional*): head to show. Default: the one with the sharpest content pattern.
-
-        Returns:
-            `str`: the page; `Path("report.html").write_text(page, encoding="utf-8")`.
-
-        Raises:
-            ImportError: matplotlib is missing.
-            ValueError: a model without inputs or inputs without a model, a model that is not the report's, inputs that
-                it cannot take, a layer or head that does not exist.
-            TypeError: inputs that are not tensors.
-        """
-        from .html import render_page
-        from .illustrations import illustrate, illustrate_text
-
-        shown = illustrate_text(self, model, inputs, tokenizer, layer=layer, head=head)
-        return render_page(self, [*illustrate(self), *shown.sections], shown.colouring)
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows: the words and the table."""
-        from .html import render_fragment
-
-        return render_fragment(self)
-
-    def summary(self) -> str:
-        """What was found, in plain words."""
-        return words.summary(self)
-
-    def __str__(self) -> str:
-        return self.summary()
-
-    def __repr__(self) -> str:
-        state = "" if self.complete else ", interrupted"
-        return (
-            f"Report({self.environment.get('model')}, {len(self.methods)} methods, {len(self.inputs)} inputs{state})"
-        )
 
 
 def _measurement(values: dict[str, Any]) -> Measurement:
