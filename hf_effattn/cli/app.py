@@ -10,7 +10,7 @@ import typer
 
 from ..version import __version__
 from . import benching, converting, publishing
-from .arguments import check_output_folder, lengths_of, method_of, mistakes_in_words
+from .arguments import check_output_folder, lengths_of, lines_of_progress, method_of, mistakes_in_words
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -150,7 +150,9 @@ def report(
             loaded = extend_positions(loaded, max(wanted))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="report was interrupted")  # the report says so itself
-            found = measure(loaded, inputs, chosen, error_budget=error_budget, repeats=repeats)
+            found = measure(
+                loaded, inputs, chosen, error_budget=error_budget, repeats=repeats, progress=lines_of_progress()
+            )
         for path in [] if output is None else found.save(output):
             typer.secho(f"written: {path}", err=True)
         if html is not None:
