@@ -13,11 +13,11 @@ from safetensors import SafetensorError
 
 @contextmanager
 def mistakes_in_words() -> Iterator[None]:
-    """Leave with status 1 and a line that says what is wrong; with 130 on Ctrl-C."""
+    """Leave with status 1 and a line that names the mistake; with 130 on Ctrl-C."""
     try:
         yield
     except BrokenPipeError:
-        raise  # who reads has what it wants; typer leaves quietly
+        raise  # the reader has enough; typer leaves quietly
     except SafetensorError as error:
         _leave(f"the weights cannot be read, a *.safetensors is damaged or not whole ({error})")
     except (ValueError, TypeError, OSError, ImportError) as error:
