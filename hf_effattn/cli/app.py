@@ -10,7 +10,7 @@ import typer
 
 from ..version import __version__
 from . import benching, converting, publishing
-from .arguments import check_output_folder, lengths_of, method_of, mistakes_in_words
+from .arguments import check_output_folder, lengths_of, lines_of_progress, method_of, mistakes_in_words
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -71,26 +71,35 @@ def methods(as_json: AsJSON = False) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    sharing: dict[tuple[str, str, str], list[str]] = {}  # the methods that have a setting in the same form
     for name, settings in found.items():
-        console.print(f"[bold]{name}[/bold]: {METHODS[name].summary}", highlight=False)
-        table = Table(show_header=False, box=None)
         for setting, default in settings.items():
-            table.add_row(setting, repr(default), METHODS[name].purpose[setting])
+            sharing.setdefault((setting, repr(default), METHODS[name].purpose[setting]), []).append(name)
+    headings: dict[tuple[str, ...], str] = {(name,): f"[bold]{name}[/bold]: {METHODS[name].summary}" for name in found}
+    headings |= {
+        tuple(names): f"[bold]Settings of {', '.join(names)}[/bold]" for names in sharing.values() if names[1:]
+    }
+    console = Console()
+    for methods_of_it, heading in headings.items():
+        console.print(heading, highlight=False)
+        table = Table(show_header=False, box=None)
+        for row, names in sharing.items():
+            if tuple(names) == methods_of_it:
+                table.add_row(*row)
         console.print(table)
         console.print()
 
 
 def _own_and_default_methods(config: Any) -> list[dict[str, Any]]:
-    """What a patched model was saved with, and the default methods."""
+    """The settings of a patched model, and the default methods."""
     from ..measuring.candidates import DEFAULT_METHODS, make_candidates
     from ..patching.stored import FIELD, read_stored
 
     settings, layers = read_stored(getattr(config, FIELD))
     if settings.needs_fine_tuning:
         raise ValueError(
-            f'the model is a conversion to "{settings.method}", fine-tuned as one: errors against exact attention say '
-            "nothing of it. Compare it with the exact model on your task, or name methods with --method to measure "
+            f'the model is a conversion to "{settings.method}", fine-tuned as one: errors against exact attention do '
+            "not apply. Compare it with the exact model on your task, or name methods with --method to measure "
             "its exact form"
         )
     own = {"method": settings.method, **settings.to_dict(), "layers": layers}
@@ -150,11 +159,13 @@ def report(
             loaded = extend_positions(loaded, max(wanted))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="report was interrupted")  # the report says so itself
-            found = measure(loaded, inputs, chosen, error_budget=error_budget, repeats=repeats)
+            found = measure(
+                loaded, inputs, chosen, error_budget=error_budget, repeats=repeats, progress=lines_of_progress()
+            )
         for path in [] if output is None else found.save(output):
             typer.secho(f"written: {path}", err=True)
         if html is not None:
-            # Who interrupted waits for no further pass of the model.
+            # After Ctrl-C no further pass of the model runs.
             shown = (loaded, inputs, tokenizer) if found.complete else ()
             html.write_text(found.to_html(*shown), encoding="utf-8")
             typer.secho(f"written: {html}", err=True)

@@ -1,7 +1,8 @@
 """What the commands share: mistakes told in a line instead of a traceback, and values read from the command line."""
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,11 +13,11 @@ from safetensors import SafetensorError
 
 @contextmanager
 def mistakes_in_words() -> Iterator[None]:
-    """Leave with status 1 and a line that says what is wrong; with 130 on Ctrl-C."""
+    """Leave with status 1 and a line that names the mistake; with 130 on Ctrl-C."""
     try:
         yield
     except BrokenPipeError:
-        raise  # who reads has what it wants; typer leaves quietly
+        raise  # the reader has enough; typer leaves quietly
     except SafetensorError as error:
         _leave(f"the weights cannot be read, a *.safetensors is damaged or not whole ({error})")
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -29,6 +30,13 @@ def mistakes_in_words() -> Iterator[None]:
 def _leave(mistake: str) -> NoReturn:
     typer.secho(f"Error: {mistake}", fg=typer.colors.RED, err=True)
     raise typer.Exit(1) from None
+
+
+def lines_of_progress() -> Callable[[int, int, str], None] | None:
+    """A function that prints a line per step on stderr, of `(done, total, what)`; None in a terminal, for a bar."""
+    if sys.stderr.isatty():
+        return None
+    return lambda done, total, what: typer.echo(f"{done}/{total} {what}", err=True)
 
 
 def lengths_of(text: str | None) -> tuple[int, ...] | None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .arguments import check_output_file, lengths_of, method_of, mistakes_in_words
+from .arguments import check_output_file, lengths_of, lines_of_progress, method_of, mistakes_in_words
 
 
 def bench(
@@ -25,9 +25,9 @@ def bench(
     output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Time the methods of encoders against exact attention, on random inputs: how long must a text be to gain?
+    """From which length on are the methods faster than exact attention? Random inputs, no model.
 
-    Random inputs say nothing of the error on text: for that, `effattn report` with your model.
+    Random inputs tell nothing about the error on text: measure it with `effattn report` and your model.
     """
     chosen = [method_of(one) for one in method or []] or None
     wanted = lengths_of(lengths) or ()
@@ -38,8 +38,15 @@ def bench(
 
     with mistakes_in_words():
         check_output_file(output)
-    with mistakes_in_words(), Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("measuring", total=len(wanted))
+    lines = lines_of_progress()
+    with mistakes_in_words(), Progress(console=Console(stderr=True), transient=True, disable=lines is not None) as bar:
+        task = bar.add_task("measuring", total=len(wanted))
+
+        def advance(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, description=what)
+            if lines is not None:
+                lines(done + 1, total, what)
+
         found = measure(
             wanted,
             chosen,
@@ -50,7 +57,7 @@ def bench(
             device=device,
             backward=not forward_only,
             repeats=repeats,
-            advance=lambda what: progress.update(task, advance=1, description=what),
+            advance=advance,
         )
     text = json.dumps(found, indent=1)
     if output is not None:

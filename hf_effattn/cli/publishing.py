@@ -1,4 +1,4 @@
-"""`effattn card` and `effattn push`: what a model needs to be used by others."""
+"""`effattn card` and `effattn push`: the card of a model, and its way to the Hub."""
 
 import json
 from pathlib import Path
@@ -30,9 +30,9 @@ def card(
     license: Annotated[str | None, typer.Option(help="Such as apache-2.0.")] = None,
     language: Annotated[str | None, typer.Option(help="Such as en.")] = None,
 ) -> None:
-    """Write the model card: how to load the model, its settings, what was measured of it, its limits."""
+    """Write the model card: how to load the model, its settings, measurements and limits."""
     if results is not None and dataset is None:
-        raise typer.BadParameter("--results needs --dataset, the Hub id of what was evaluated, such as nyu-mll/glue")
+        raise typer.BadParameter("--results needs --dataset, the Hub id of its data set, such as nyu-mll/glue")
     from huggingface_hub.constants import REPOCARD_NAME
     from transformers import AutoConfig
 

@@ -1,4 +1,4 @@
-"""What the demo's numbers mean, in sentences that are made from them."""
+"""The meaning of the demo's numbers, in sentences made from them."""
 
 from ..measuring.candidates import EXACT
 from ..reporting import Report
@@ -58,14 +58,14 @@ def _closeness(short: list[ShortLength]) -> str:
     change = last.changes[best]
     return (
         f"Cosine of the embeddings with the exact model's: {'; '.join(parts)}. At {last.length} tokens with "
-        f"{short_label(best)}, {percent(change.next_found)} of the passages find the one that follows them in their "
+        f"{short_label(best)}, {percent(change.next_found)} of the passages find the next one of their "
         f"book (exact attention {percent(last.next_found)}), and {percent(change.nearest_kept)} keep their nearest "
         "neighbour."
     )
 
 
 def _key_clusters(one: ShortLength) -> list[str]:
-    """What clusters of keys in the place of the centroid's remainder change, at equal clusters and topk."""
+    """The gain of clusters of keys over the centroid's remainder, at equal clusters and topk."""
     by_counts = {
         (found["method"], found["clusters"], found.get("topk")): label for label, found in one.report.methods.items()
     }
@@ -131,7 +131,7 @@ def _long_inputs(found: Report) -> str:
         parts.append(f"{short_label(label)} {', '.join(at)}")
     gained = any((found.speedup(m) or 0) > 1 for m in _approximate(found))
     start = "Long inputs, whole model against exact SDPA" if gained else "No gain on these long inputs"
-    return f"{start}: {'; '.join(parts)}. Whether that error is small enough is for your task to say."
+    return f"{start}: {'; '.join(parts)}. Your task decides whether that error is small enough."
 
 
 def _memory(found: Report) -> str:
@@ -166,8 +166,8 @@ def _beyond_training(result: DemoResult) -> list[str]:
         return []
     return [
         f"Beyond training: this model has {result.trained_length} positions of its own; at {_listed(lengths)} tokens "
-        "they are repeated, which it never saw. These rows compare two ways to compute attention, they don't say that "
-        "the model understands such texts: use a model made for long texts, or fine-tune."
+        "they are repeated, which it never saw. These rows compare two ways to compute attention; the model may not "
+        "understand such texts: use a model made for long texts, or fine-tune."
     ]
 
 

@@ -126,7 +126,7 @@ def run_demo(options: DemoOptions, advance: Advance = lambda what, share: None) 
 
     Args:
         options (`DemoOptions`): what to run on.
-        advance (`Callable`, *optional*): told what comes next and which part of all the work is done, 0 to 1.
+        advance (`Callable`, *optional*): told the step that comes next and the share of all work done, 0 to 1.
 
     Returns:
         `DemoResult`: the numbers and the paths of the pictures.
@@ -140,7 +140,8 @@ def run_demo(options: DemoOptions, advance: Advance = lambda what, share: None) 
     lengths = _checked_lengths(options)
     new_figure(1, 1)  # raises now, not after minutes, where matplotlib is missing
     options.output.mkdir(parents=True, exist_ok=True)
-    advance("loading the model", 0)
+    steps = len(lengths) + 2  # a model before them, pictures after them
+    advance(f"step 1 of {steps}, loading the model", 0)
     model, tokenizer, name = load_model(options.model)
     books = bundled_books() if options.text is None else [read_book(options.text)]
     passages = Passages(tokenizer, books)
@@ -153,8 +154,8 @@ def run_demo(options: DemoOptions, advance: Advance = lambda what, share: None) 
     for length in short:
         result.short.append(_short_length(model, passages, length, len(books), options.quick, plan.part(length)))
     if long:
-        result.long = _long_lengths(model, passages, long, options.quick, plan.rest(long))
-    advance("drawing", 1)
+        result.long = _long_lengths(model, passages, long, options.quick, plan)
+    advance(f"step {steps} of {steps}, drawing", 1)
     result.pictures = _draw(model, tokenizer, result, passages, question_context(books), options.output)
     file = options.output / RESULT_FILE
     file.write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
@@ -162,7 +163,7 @@ def run_demo(options: DemoOptions, advance: Advance = lambda what, share: None) 
 
 
 class _Shares:
-    """Turns the progress of each part into that of the whole, by the tokens that the parts handle."""
+    """Turns the progress of each length into progress of the whole demo, by the tokens that it handles."""
 
     def __init__(self, short: Sequence[int], long: Sequence[int], advance: Advance) -> None:
         self.advance = advance
@@ -170,14 +171,11 @@ class _Shares:
         self.weights |= {length: 1e-5 * length**2 + length / 10 for length in long}
 
     def part(self, length: int) -> Advance:
+        lengths = sorted(self.weights)
+        name = f"step {lengths.index(length) + 2} of {len(lengths) + 2}"
         done = sum(weight for other, weight in self.weights.items() if other < length)
         total = sum(self.weights.values())
-        return lambda what, share: self.advance(what, (done + share * self.weights[length]) / total)
-
-    def rest(self, lengths: Sequence[int]) -> Advance:
-        total = sum(self.weights.values())
-        mine = sum(self.weights[length] for length in lengths)
-        return lambda what, share: self.advance(what, (total - mine + share * mine) / total)
+        return lambda what, share: self.advance(f"{name}, {what}", (done + share * self.weights[length]) / total)
 
 
 def _checked_lengths(options: DemoOptions) -> list[int]:
@@ -211,7 +209,7 @@ def _short_length(
     def step(what: str = "") -> None:
         nonlocal done
         done += 1
-        advance(f"{length} tokens: {what or 'embeddings'}", min(1, done / steps))
+        advance(what or f"embeddings, {length:,} tokens", min(1, done / steps))
 
     with as_it_was(model):
         exact = embed(model, texts, step)
@@ -224,7 +222,7 @@ def _short_length(
         [{"method": one.settings.method, **one.settings.to_dict()} for one in candidates],
         repeats=1,
         memory=False,
-        progress=lambda done, total, what: advance(f"{length} tokens: {what}", 1 - (1 - done / total) * 0.25),
+        progress=lambda done, total, what: advance(what, 1 - (1 - done / total) * 0.25),
     )
     return ShortLength(length, len(texts), len(set(names)), next_found(exact.embeddings), changes, found)
 
@@ -247,18 +245,25 @@ def _embed_with(
 
 
 def _long_lengths(
-    model: PreTrainedModel, passages: Passages, lengths: list[int], quick: bool, advance: Advance
+    model: PreTrainedModel, passages: Passages, lengths: list[int], quick: bool, plan: _Shares
 ) -> Report:
     inputs = [passages.longest(length) for length in lengths]
     positions = longest_input(model)
     if positions is not None and max(lengths) > positions:
         model = extend_positions(copy.deepcopy(model), max(lengths))
+
+    def progress(done: int, total: int, what: str) -> None:
+        """Every input takes as many steps as the others."""
+        each = total // len(lengths)
+        place, within = divmod(done - 1, each)
+        plan.part(lengths[place])(what, (within + 1) / each)
+
     return _report(
         model,
         [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in inputs],
         LONG_METHODS,
         repeats=1 if quick else 2,
-        progress=lambda done, total, what: advance(what, done / total),
+        progress=progress,
     )
 
 

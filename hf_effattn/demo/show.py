@@ -1,4 +1,4 @@
-"""The demo on the terminal: a progress bar, two tables, the paths of the pictures, and what it all means."""
+"""The demo on the terminal: its progress, two tables, the paths of the pictures, and the conclusions."""
 
 from pathlib import Path
 
@@ -40,7 +40,16 @@ def show_demo(options: DemoOptions) -> DemoResult:
     )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=1.0)
-        result = run_demo(options, lambda what, share: bar.update(task, completed=share, description=escape(what)))
+        last = ""
+
+        def advance(what: str, share: float) -> None:
+            nonlocal last
+            bar.update(task, completed=share, description=escape(what))
+            if not console.is_terminal and what != last:
+                console.print(escape(what), highlight=False, soft_wrap=True)
+            last = what
+
+        result = run_demo(options, advance)
     where = _environment(result)
     console.print(f"[bold]{escape(result.model)}[/bold], {escape(where)}\n")
     if result.short:

@@ -36,7 +36,7 @@ def bench(
     device: str | torch.device | None = None,
     backward: bool = True,
     repeats: int = 5,
-    advance: Callable[[str], None] = lambda what: None,
+    advance: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> dict[str, Any]:
     """Time attention that sees all tokens, on random inputs, interleaved with exact attention, clustering included.
 
@@ -54,7 +54,7 @@ def bench(
         device (`str`, *optional*): Default: a GPU where there is one, else the CPU.
         backward (`bool`): whether the gradients are timed too.
         repeats (`int`): rounds of timing; short calls get more.
-        advance (`Callable`): told what has been measured, once per length.
+        advance (`Callable`): told before each length `(done, total, what)`: lengths done, all lengths, the next one.
 
     Returns:
         `dict`: JSON values, `environment`, `settings` and `rows`: one per length and kernel or method, with
@@ -92,7 +92,8 @@ def bench(
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
     rows: list[dict[str, Any]] = []
-    for length in lengths:
+    for done, length in enumerate(lengths):
+        advance(done, len(lengths), f"{length:,} tokens")
         inputs = random_inputs(batch_size, length, num_heads, head_dim, getattr(torch, dtype), chosen)
         forced = {one.label: one.forced for one in candidates}
         parts = {"forward": repeats} | ({"forward_backward": repeats} if backward else {})
@@ -106,7 +107,6 @@ def bench(
         rows += [
             {"length": length, "method": name, "why_exact": "settings"} for name in forced if name not in measured
         ]
-        advance(f"{length:,} tokens")
     settings = {"batch_size": batch_size, "num_heads": num_heads, "head_dim": head_dim, "dtype": dtype}
     settings |= {"repeats": repeats, "methods": {one.label: one.to_dict() for one in candidates}}
     return {"environment": environment(chosen), "settings": settings, "rows": finite_or_none(rows)}

@@ -29,7 +29,7 @@ def check_inputs(model: PreTrainedModel, inputs: Any) -> list[dict[str, Any]]:
         inputs = [inputs]
     if isinstance(inputs, str) or not isinstance(inputs, Sequence):
         raise TypeError(
-            "inputs must be what the tokenizer returns, a dict of tensors or a list of them, got "
+            "inputs must be a dict of tensors, as the tokenizer returns it, or a list of them, got "
             f'{type(inputs).__name__}; for text call tokenizer(text, return_tensors="pt")'
         )
     if not inputs:

@@ -215,8 +215,8 @@ class Findings:
         version = values.get("format") if isinstance(values, dict) else None
         if not isinstance(version, int):
             raise ValueError(
-                "this is no report of hf_effattn, whose format it does not name: give what Report.save or "
-                "effattn report --output wrote"
+                "this is no report of hf_effattn: it names no format. Give a file written by Report.save or "
+                "effattn report --output"
             )
         if version > FORMAT_VERSION:
             raise ValueError(

@@ -164,7 +164,7 @@ def illustrate_text(
     candidates = make_candidates([dict(settings) for settings in report.methods.values()])
     groups = group_text(model, text, candidates, layer, head)
     clustered = any(one.groups and one.what == "cluster" for one in groups)
-    where = f" Clusters are those of the queries of head {head} in layer {layer}." if clustered else ""
+    where = f" Clusters are made of the queries of head {head} in layer {layer}." if clustered else ""
     return TextPictures([section], Colouring(_shown(text) + where, text, groups))
 
 

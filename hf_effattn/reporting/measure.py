@@ -106,7 +106,7 @@ def report(
                     ).run()
         except KeyboardInterrupt:
             found.complete = False
-            warnings.warn("report was interrupted: it holds what had been measured until then", stacklevel=2)
+            warnings.warn("report was interrupted: it holds the measurements made before that", stacklevel=2)
     return found
 
 

@@ -210,7 +210,7 @@ def _labels(inputs: Any, batch: Mapping[str, Any], tokens: Sequence[str] | None)
         tokens = inputs.tokens(0)
     if tokens is None:
         raise ValueError(
-            "there are no tokens to label the picture with: pass what a fast tokenizer returned, unchanged, or tokens="
+            "there are no tokens to label the picture with: pass the output of a fast tokenizer, unchanged, or tokens="
         )
     if shape is not None and len(tokens) != shape[1]:
         raise ValueError(f"tokens has {len(tokens)} labels, but the text has {shape[1]} tokens")

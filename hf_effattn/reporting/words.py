@@ -17,7 +17,7 @@ def summary(report: Findings) -> str:
     """What a report found: the setting, each method at each length (at most four; else all together), the budget."""
     lines = [_headline(report)]
     if not report.complete:
-        lines.append("The measurement was interrupted; what follows is what had been measured until then.")
+        lines.append("The measurement was interrupted; the numbers below were measured before that.")
     lengths: Sequence[int | None] = sorted({measured.length for measured in report.inputs})
     if len(lengths) > MOST_LENGTHS_APART:
         lengths = [None]
@@ -126,7 +126,7 @@ def _min_length_line(report: Findings, length: int | None) -> list[str]:
 
 
 def _prefill_line(report: Findings) -> list[str]:
-    """Which methods are for prompts only: what they say of earlier tokens has seen later ones."""
+    """Which methods are for prompts only: their outputs at earlier tokens depend on later ones."""
     prompts = [label for label, settings in report.methods.items() if settings.get("causal") == "prefill"]
     if not prompts:
         return []
@@ -145,7 +145,7 @@ def _fine_tuning_line(report: Findings) -> list[str]:
     return [
         "",
         f"{', '.join(converting)}: a conversion of the model, which needs fine-tuning on your task before you use it. "
-        "Errors against exact attention say how near it begins; judge what it has become by the task.",
+        "Errors against exact attention say how near it begins; judge the fine-tuned model on the task.",
     ]
 
 
@@ -170,7 +170,7 @@ def budget_lines(report: Findings) -> list[str]:
         "fast as exact attention."
     )
     if any(m.why_exact == "min_length" for m in report.of(label)):
-        line += " Patch with min_length=0 to have it at these lengths, which are below its own min_length."
+        line += " These lengths are below its min_length: to force the method, patch with min_length=0."
     if max(speeds) <= 1:
         line += " It is not faster than exact attention on these inputs: keep exact attention."
     return [line]

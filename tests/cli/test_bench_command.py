@@ -19,6 +19,7 @@ def test_json_and_file_hold_a_row_for_every_length_and_method(tmp_path):
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found == json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert result.stderr.splitlines() == ["1/2 32 tokens", "2/2 48 tokens"]
     ours = {(row["length"], row["method"]): row for row in found["rows"] if not row["exact"]}
     names = ("clustered (clusters=4)", "i-clustered (clusters=4, topk=4)")
     assert set(ours) == {(length, name) for length in (32, 48) for name in names}

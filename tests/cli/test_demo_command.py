@@ -28,8 +28,14 @@ def test_quick_demo_prints_tables_paths_and_meaning(real_model_folder, tmp_path)
         "C=25 k=32 G=50",
         "attention_pattern.png",
         "What this means",
+        # No terminal: a line for every step.
+        "step 1 of 3, loading the model\n",
+        "step 2 of 3, embeddings, 64 tokens\n",
+        "step 2 of 3, attention of layer 5, 64 tokens\n",
+        "step 3 of 3, drawing\n",
     ):
         assert expected in result.output
+    assert result.output.count("embeddings, 64 tokens") == 1
     assert max(map(len, result.output.splitlines())) <= 200
 
 

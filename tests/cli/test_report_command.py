@@ -1,6 +1,5 @@
 """`effattn report` and `effattn methods`: what they print and write, and how they fail."""
 
-import functools
 import json
 import sys
 
@@ -34,6 +33,10 @@ def test_a_method_is_read_with_values_of_their_kinds():
 def test_report_is_that_of_the_library_in_words_and_as_json(real_model_folder, tmp_path):
     words = runner.invoke(app, ["report", *SMALL, "--output", str(tmp_path)])
     assert words.exit_code == 0, words.output
+    lines = [line for line in words.stderr.splitlines() if not line.startswith("written: ")]
+    assert len(lines) == 16  # for both lengths six layers, and the output with exact attention and with the method
+    assert lines[0] == "1/16 attention of layer 0, 24 tokens"
+    assert lines[-1] == "16/16 output with i-clustered (clusters=5, topk=4), 48 tokens"
     assert "1 text of 24 tokens" in words.stdout
     assert "i-clustered (clusters=5, topk=4)" in words.stdout
     kept = Report.from_dict(json.loads((tmp_path / "report.json").read_text()))
@@ -89,7 +92,9 @@ def test_an_interruption_keeps_the_page_of_what_was_measured(real_model_folder, 
         if "48 tokens" in what:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_effattn.reporting.report", functools.partial(report, progress=stop))
+    monkeypatch.setattr(
+        "hf_effattn.reporting.report", lambda *args, **options: report(*args, **options | {"progress": stop})
+    )
     page = tmp_path / "page.html"
     result = runner.invoke(app, ["report", *SMALL, "--html", str(page)])
     assert result.exit_code == 130
@@ -147,3 +152,6 @@ def test_methods_are_those_of_the_library():
     assert found["i-clustered"]["topk"] == 32
     shown = runner.invoke(app, ["methods"]).stdout
     assert all(name in shown for name in (*list_methods(), "slice_length", "key_clusters"))
+    lines = [line.split()[0] for line in shown.splitlines() if line.startswith(" ") and line.strip()]
+    assert all(lines.count(name) == 1 for name in ("seed", "clusters", "segment_length", "slice_length"))
+    assert lines.count("topk") == lines.count("min_length") == 2  # two defaults

@@ -205,7 +205,7 @@ def test_times_and_memory_are_measured_in_whole_rounds():
     found.error_budget = 2 * largest
     for measured in found.of(CLUSTERED):  # the fastest, whatever else the machine does
         measured.forward_seconds = [1e-9] * len(measured.forward_seconds)
-    assert "Patch with min_length=0 to have it" in found.summary()
+    assert "to force the method, patch with min_length=0" in found.summary()
     assert "they are shorter than min_length (1," in found.summary()
 
 
