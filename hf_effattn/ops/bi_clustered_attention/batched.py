@@ -9,8 +9,13 @@ Sizes: `P` key/value heads of a chunk, `M` keys, `T` top keys, `G` key clusters,
 
 import torch
 
-from ..clustered_attention.batched import (
-    centroid_scores,
+from ..shared.arguments import check_label_range
+from ..shared.centroids import centroid_scores
+from ..shared.cluster_blocks import ClusterBlocks, block_length
+from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
+from ..shared.precision import accumulation_dtype
+from ..shared.row_chunks import RowChunk
+from ..shared.tables import (
     chunks_of,
     cluster_rows,
     cluster_sizes,
@@ -20,11 +25,6 @@ from ..clustered_attention.batched import (
     softmax_,
     table_rows,
 )
-from ..shared.arguments import check_label_range
-from ..shared.cluster_blocks import ClusterBlocks, block_length
-from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
-from ..shared.precision import accumulation_dtype
-from ..shared.row_chunks import RowChunk
 
 
 def largest_buffer(

@@ -7,22 +7,13 @@ backward pass, and to `torch.compile` each pass is one op.
 
 import torch
 
-from ..clustered_attention.batched import (
-    centroid_backward,
-    centroid_dropout,
-    centroid_scores,
-    chunks_of,
-    cluster_sizes,
-    draw_dropout,
-    empty_output,
-    softmax_,
-    table_rows,
-)
 from ..shared.arguments import check_label_range
+from ..shared.centroids import centroid_backward, centroid_dropout, centroid_scores
 from ..shared.cluster_blocks import ClusterBlocks, block_length
 from ..shared.dropout import TOPK_WEIGHTS
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import RowChunk
+from ..shared.tables import chunks_of, cluster_sizes, draw_dropout, empty_output, softmax_, table_rows
 
 
 def largest_buffer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, clusters: int, topk: int) -> int:

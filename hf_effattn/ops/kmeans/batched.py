@@ -2,9 +2,9 @@
 
 import torch
 
-from ..clustered_attention.batched import cluster_rows, cluster_sizes, cluster_sums
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import CHUNK_BYTES, RowChunk, row_chunks
+from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums
 from .reference import as_sign
 from .sampling import first_seed, fit_rows, most_fit_rows, seeding_groups, seeding_rows, strided_rows
 

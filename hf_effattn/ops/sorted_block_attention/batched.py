@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..clustered_attention.batched import empty_output
 from ..shared.dropout import dropout_factor
 from ..shared.precision import accumulation_dtype, product_dtype
 from ..shared.row_chunks import CHUNK_BYTES
+from ..shared.tables import empty_output
 from .reference import BLOCK_WEIGHTS, MEMBERSHIP_FLOOR, check_values
 
 

@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...clustered_attention.batched import empty_output
-from ...clustered_attention.triton import unwritten_output
+from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.centroids import centroid_topk
 from ...shared.triton.sort import SortedRows, cluster_means, sort_by_cluster
 from .backward import attend_backward

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...clustered_attention.batched import chunks_of, draw_dropout, empty_output
 from ...shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
 from ...shared.precision import accumulation_dtype
 from ...shared.row_chunks import RowChunk
+from ...shared.tables import chunks_of, draw_dropout, empty_output
 from ..reference import ARGUMENTS, Settings
 from .grouping import group
 from .parts import Gradients, LocalPart, Part, SummaryPart, TopPart

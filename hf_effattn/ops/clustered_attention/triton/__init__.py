@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.centroids import centroid_pass, merge_splits
 from ...shared.triton.chips import LENGTHS, block_width, on_device_of
 from ...shared.triton.sort import SortedRows, cluster_means, sort_by_cluster
 from ...shared.triton.tiles import load_tile
-from ..batched import empty_output
 from .backward import centroid_backward, load_split_sum
 
 TILE = 64  # queries that one program writes
@@ -64,12 +64,6 @@ def _clustered_attention_bwd_query_kernel(
     p_grad = grad_query_ptr + i_p // H * stride_gq_b + i_p % H * stride_gq_h
     p_grad += b_row[:, None] * stride_gq_n + o_d[None, :] * stride_gq_d
     tl.store(p_grad, b_grad.to(grad_query_ptr.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])
-
-
-def unwritten_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Memory for the output, laid out as `empty_output` does."""
-    B, H, N, _ = query.shape
-    return query.new_empty(B, N, H, value.shape[3]).transpose(1, 2)
 
 
 @torch.library.custom_op("hf_effattn::clustered_attention_triton", mutates_args=())
