@@ -102,7 +102,7 @@ def test_dtypes(dtype, D):
 @pytest.mark.parametrize("one_label", [True, False])
 def test_queries_of_a_cluster_beyond_a_tile_and_a_split(one_label, monkeypatch):
     """All queries in one cluster, and tiles as large as a GPU has them; the walk of the backward pass is split."""
-    monkeypatch.setattr(import_module(f"hf_effattn.ops.{OP}.triton_backward"), "ROWS_OF_A_SPLIT", 32)
+    monkeypatch.setattr(import_module(f"hf_effattn.ops.{OP}.triton.backward"), "ROWS_OF_A_SPLIT", 32)
     case = Case("huge", B=1, H=1, N=150, M=40, clusters=3, topk=5)
     inputs = kernel_inputs(case)
     if one_label:
@@ -112,7 +112,7 @@ def test_queries_of_a_cluster_beyond_a_tile_and_a_split(one_label, monkeypatch):
 
 def test_heads_in_chunks(monkeypatch):
     """Counts of chosen keys that do not fit into memory at once: the key heads are walked in parts."""
-    monkeypatch.setattr(import_module(f"hf_effattn.ops.{OP}.triton_forward"), "COUNTS_BYTES", 1)
+    monkeypatch.setattr(import_module(f"hf_effattn.ops.{OP}.triton.forward"), "COUNTS_BYTES", 1)
     case = Case("chunks", B=2, H=4, key_heads=2, N=9, M=11, clusters=2)
     assert_close(case, kernel_inputs(case))
 

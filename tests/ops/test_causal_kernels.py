@@ -120,7 +120,7 @@ def decisions(method, case, inputs, seed=None):
     """The plan that the kernels made."""
     forward = import_module(f"{OP}.triton")._forward
     plan = forward(*inputs, seed, *settings_of(method, case).values())[2:]
-    return import_module(f"{OP}.triton_grouping").Plan(*plan)
+    return import_module(f"{OP}.triton.grouping").Plan(*plan)
 
 
 def attend_to_plan(query, key, value, plan, method, case, factors=None):
@@ -184,7 +184,7 @@ def attend_row(query, key, value, i, p, pk, plan, method, layout, factors):
 
 def first_means(layout):
     """Where the means of every level begin."""
-    count = import_module(f"{OP}.triton_grouping").block_count
+    count = import_module(f"{OP}.triton.grouping").block_count
     first = [0]
     for level in range(layout.levels):
         first.append(first[-1] + count(level, layout.served) * layout.clusters_of_block(level))
@@ -313,7 +313,7 @@ def test_dropout_drops_the_same_weights_in_both_passes(method, monkeypatch):
     case = Case("dropout", **SMALL | {"H": 2, "N": 23}, key_heads=1, dropout_p=0.4)
     inputs = kernel_inputs(case)
     settings = settings_of(method, case)
-    columns = import_module(f"{OP}.triton_forward").softmax_columns(settings.layout(case.N), settings)
+    columns = import_module(f"{OP}.triton.forward").softmax_columns(settings.layout(case.N), settings)
     factors = torch.empty(case.H, case.N, columns, device=DEVICE)
     seed = torch.tensor([SEED], device=DEVICE)
     draw_factors_kernel[(case.H * case.N,)](

@@ -126,7 +126,7 @@ def improved_clustered_attention(
 
 
 @improved_clustered_attention.register_fake
-def _(query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, dropout_seed):  # type: ignore[no-untyped-def]
+def _(query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, dropout_seed):
     return empty_output(query, value)
 
 
@@ -194,17 +194,17 @@ def improved_clustered_attention_backward(
 
 
 @improved_clustered_attention_backward.register_fake
-def _(grad_output, query, key, value, *settings):  # type: ignore[no-untyped-def]
+def _(grad_output, query, key, value, *settings):
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, dropout_seed = inputs
     ctx.save_for_backward(query, key, value, labels, key_mask, query_mask, dropout_seed)
     ctx.settings = clusters, topk, scale, dropout_p
 
 
-def _backward(ctx, grad_output):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad_output):
     query, key, value, labels, key_mask, query_mask, dropout_seed = ctx.saved_tensors
     clusters, topk, scale, dropout_p = ctx.settings
     grads = improved_clustered_attention_backward(

@@ -161,7 +161,7 @@ def kmeans(
 
 
 @kmeans.register_fake
-def _(points, mask, clusters, *settings):  # type: ignore[no-untyped-def]
+def _(points, mask, clusters, *settings):
     B, H, N, D = points.shape
     labels = points.new_empty(B, H, N, dtype=torch.int64)
     return labels, points.new_empty(B, H, clusters, D, dtype=accumulation_dtype(points.dtype))

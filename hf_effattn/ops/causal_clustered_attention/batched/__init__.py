@@ -156,7 +156,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(query, key, value, *settings):  # type: ignore[no-untyped-def]
+def _(query, key, value, *settings):
     return empty_output(query, value)
 
 
@@ -210,16 +210,16 @@ def _chunk_gradients(chunk: _Chunk, grad: torch.Tensor) -> Gradients:
 
 
 @_backward_op.register_fake
-def _(grad_output, query, key, value, *settings):  # type: ignore[no-untyped-def]
+def _(grad_output, query, key, value, *settings):
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:5])
     ctx.settings = inputs[5:]
 
 
-def _backward(ctx, grad_output):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad_output):
     grads = _backward_op(grad_output, *ctx.saved_tensors, *ctx.settings)
     return (*grads, *[None] * (2 + len(ctx.settings)))
 
