@@ -9,8 +9,13 @@ Sizes: `P` key/value heads of a chunk, `M` keys, `T` top keys, `G` key clusters,
 
 import torch
 
-from ..clustered_attention.batched import (
-    centroid_scores,
+from ..shared.arguments import check_label_range
+from ..shared.centroids import centroid_scores
+from ..shared.cluster_blocks import ClusterBlocks, block_length
+from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
+from ..shared.precision import accumulation_dtype
+from ..shared.row_chunks import RowChunk
+from ..shared.tables import (
     chunks_of,
     cluster_rows,
     cluster_sizes,
@@ -20,11 +25,6 @@ from ..clustered_attention.batched import (
     softmax_,
     table_rows,
 )
-from ..shared.arguments import check_label_range
-from ..shared.cluster_blocks import ClusterBlocks, block_length
-from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
-from ..shared.precision import accumulation_dtype
-from ..shared.row_chunks import RowChunk
 
 
 def largest_buffer(
@@ -155,7 +155,7 @@ def bi_clustered_attention(
 
 
 @bi_clustered_attention.register_fake
-def _(query, key, value, *settings):  # type: ignore[no-untyped-def]
+def _(query, key, value, *settings):
     return empty_output(query, value)
 
 
@@ -211,17 +211,17 @@ def bi_clustered_attention_backward(
 
 
 @bi_clustered_attention_backward.register_fake
-def _(grad_output, query, key, value, *settings):  # type: ignore[no-untyped-def]
+def _(grad_output, query, key, value, *settings):
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     tensors, (clusters, key_clusters, topk, key_mask, query_mask, scale, dropout_p, seed) = inputs[:5], inputs[5:]
     ctx.save_for_backward(*tensors, key_mask, query_mask, seed)
     ctx.settings = clusters, key_clusters, topk, scale, dropout_p
 
 
-def _backward(ctx, grad_output):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad_output):
     *tensors, key_mask, query_mask, seed = ctx.saved_tensors
     clusters, key_clusters, topk, scale, dropout_p = ctx.settings
     counts = clusters, key_clusters, topk

@@ -5,9 +5,9 @@ from itertools import product
 import torch
 import torch.nn.functional as F
 
-from ..clustered_attention.reference import cluster_centroids, for_every_head, masked_softmax, zero_masked
 from ..shared.arguments import check_label_range
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, dropout_factor
+from ..shared.masking import cluster_centroids, for_every_head, masked_softmax, zero_masked
 
 
 def top_keys(

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from ..cluster_queries.reference import cluster_head, keys_metric
-from ..clustered_attention.reference import for_every_head
 from ..kmeans.reference import cluster_points, nearest
 from ..kmeans.sampling import fit_rows
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, dropout_factor
+from ..shared.masking import for_every_head
 from .layout import Layout
 
 

@@ -52,5 +52,5 @@ def cluster_queries(
 
 
 @cluster_queries.register_fake
-def _(query, *settings):  # type: ignore[no-untyped-def]
+def _(query, *settings):
     return query.new_empty(query.shape[:3], dtype=torch.int64)

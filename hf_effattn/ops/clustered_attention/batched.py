@@ -7,97 +7,8 @@ passes only the inputs are alive. Registered with `torch.library`: to `torch.com
 import torch
 
 from ..shared.arguments import check_label_range
-from ..shared.dropout import CENTROID_WEIGHTS, dropout_factor
-from ..shared.precision import accumulation_dtype
-from ..shared.row_chunks import RowChunk, row_chunks
-
-
-def cluster_rows(labels: torch.Tensor, clusters: int) -> torch.Tensor:
-    """`(heads, N)` labels as row numbers of a `(heads · C, ...)` table, flat."""
-    offsets = torch.arange(labels.shape[0], device=labels.device)[:, None] * clusters
-    return (labels.long() + offsets).flatten()
-
-
-def table_rows(chunk: RowChunk, labels: torch.Tensor, clusters: int) -> torch.Tensor:
-    """The chunk's labels as row numbers of its tables, flat: every query head has `clusters` rows of its own."""
-    return cluster_rows(chunk.queries(labels).view(chunk.query_heads, -1), clusters)
-
-
-def cluster_sums(rows: torch.Tensor, index: torch.Tensor, problems: int, clusters: int) -> torch.Tensor:
-    """Sum of the rows `(P, N, D)` of each cluster, `(P, C, D)`, in float32 or float64."""
-    dtype = accumulation_dtype(rows.dtype)
-    total = torch.zeros(problems * clusters, rows.shape[-1], dtype=dtype, device=rows.device)
-    return total.index_add_(0, index, rows.flatten(0, 1).to(dtype)).view(problems, clusters, -1)
-
-
-def cluster_sizes(index: torch.Tensor, problems: int, clusters: int) -> torch.Tensor:
-    """Members of each cluster, `(P, C)`."""
-    return torch.bincount(index, minlength=problems * clusters).view(problems, clusters)
-
-
-def centroid_scores(centroids: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
-    """`scale · Qc K^T` `(P, C, M)`; the product in the dtype of `key`, the result in float32 or float64."""
-    scores = (centroids * scale).to(key.dtype) @ key.transpose(1, 2)
-    return scores.to(centroids.dtype)
-
-
-def softmax_(scores: torch.Tensor) -> torch.Tensor:
-    """Softmax over the last dimension, in place."""
-    return torch.softmax(scores, dim=-1, out=scores)
-
-
-def draw_dropout(
-    chunk: RowChunk, shape: tuple[int, int], like: torch.Tensor, dropout_p: float, seed: torch.Tensor, weights: int
-) -> torch.Tensor:
-    """Dropout factors `(query heads, *shape)` of the chunk, drawn for the whole length: padding shifts nothing."""
-    return torch.stack(
-        [
-            dropout_factor(shape, like, dropout_p, int(seed), problem, weights)
-            for problem in range(chunk.first_problem, chunk.first_problem + chunk.query_heads)
-        ]
-    )
-
-
-def centroid_dropout(
-    chunk: RowChunk, attention: torch.Tensor, length: int, dropout_p: float, seed: torch.Tensor
-) -> torch.Tensor:
-    """Dropout factors for `A^c` `(P, C, keys)`: one draw for all the queries of a cluster."""
-    shape = attention.shape[1] // chunk.group, length
-    factor = draw_dropout(chunk, shape, attention, dropout_p, seed, CENTROID_WEIGHTS)
-    factor = factor.view(attention.shape[0], attention.shape[1], length)
-    return factor if chunk.key_rows is None else factor.index_select(2, chunk.key_rows)
-
-
-def centroid_backward(
-    attention: torch.Tensor, grad_attention: torch.Tensor, centroids: torch.Tensor, key: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the centroids `(P, C, D)` and keys `(P, M, D)` through `A^c`; `grad_attention` is overwritten."""
-    mean = torch.linalg.vecdot(attention, grad_attention)[..., None]
-    grad_scores = grad_attention.sub_(mean).mul_(attention).mul_(scale).to(key.dtype)
-    grad_centroids = (grad_scores @ key).to(centroids.dtype)
-    return grad_centroids, grad_scores.transpose(1, 2) @ centroids.to(key.dtype)
-
-
-def empty_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Zeros `(B, H, N, Dv)` laid out as `(B, N, H, Dv)`, the order in which transformers wants the heads back."""
-    B, H, N, _ = query.shape
-    return query.new_zeros(B, N, H, value.shape[3]).transpose(1, 2)
-
-
-def chunks_of(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    numbers_per_head: int,
-) -> list[RowChunk]:
-    """The chunks that have at least one key: without keys the output and every gradient are 0.
-
-    `numbers_per_head` is the size of the largest buffer of one query head.
-    """
-    bytes_per_head = numbers_per_head * accumulation_dtype(query.dtype).itemsize
-    chunks = row_chunks(query, key_mask, query_mask, bytes_per_head, group=query.shape[1] // key.shape[1])
-    return [chunk for chunk in chunks if key.shape[2] and (chunk.key_rows is None or len(chunk.key_rows))]
+from ..shared.centroids import centroid_backward, centroid_dropout, centroid_scores
+from ..shared.tables import chunks_of, cluster_sizes, cluster_sums, empty_output, softmax_, table_rows
 
 
 @torch.library.custom_op("hf_effattn::clustered_attention", mutates_args=())
@@ -133,7 +44,7 @@ def clustered_attention(
 
 
 @clustered_attention.register_fake
-def _(query, key, value, labels, clusters, key_mask, query_mask, scale, dropout_p, dropout_seed):  # type: ignore[no-untyped-def]
+def _(query, key, value, labels, clusters, key_mask, query_mask, scale, dropout_p, dropout_seed):
     return empty_output(query, value)
 
 
@@ -178,17 +89,17 @@ def clustered_attention_backward(
 
 
 @clustered_attention_backward.register_fake
-def _(grad_output, query, key, value, *settings):  # type: ignore[no-untyped-def]
+def _(grad_output, query, key, value, *settings):
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     query, key, value, labels, clusters, key_mask, query_mask, scale, dropout_p, dropout_seed = inputs
     ctx.save_for_backward(query, key, value, labels, key_mask, query_mask, dropout_seed)
     ctx.settings = clusters, scale, dropout_p
 
 
-def _backward(ctx, grad_output):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad_output):
     query, key, value, labels, key_mask, query_mask, dropout_seed = ctx.saved_tensors
     clusters, scale, dropout_p = ctx.settings
     grads = clustered_attention_backward(

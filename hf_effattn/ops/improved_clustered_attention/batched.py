@@ -7,22 +7,13 @@ backward pass, and to `torch.compile` each pass is one op.
 
 import torch
 
-from ..clustered_attention.batched import (
-    centroid_backward,
-    centroid_dropout,
-    centroid_scores,
-    chunks_of,
-    cluster_sizes,
-    draw_dropout,
-    empty_output,
-    softmax_,
-    table_rows,
-)
 from ..shared.arguments import check_label_range
+from ..shared.centroids import centroid_backward, centroid_dropout, centroid_scores
 from ..shared.cluster_blocks import ClusterBlocks, block_length
 from ..shared.dropout import TOPK_WEIGHTS
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import RowChunk
+from ..shared.tables import chunks_of, cluster_sizes, draw_dropout, empty_output, softmax_, table_rows
 
 
 def largest_buffer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, clusters: int, topk: int) -> int:
@@ -135,7 +126,7 @@ def improved_clustered_attention(
 
 
 @improved_clustered_attention.register_fake
-def _(query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, dropout_seed):  # type: ignore[no-untyped-def]
+def _(query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, dropout_seed):
     return empty_output(query, value)
 
 
@@ -203,17 +194,17 @@ def improved_clustered_attention_backward(
 
 
 @improved_clustered_attention_backward.register_fake
-def _(grad_output, query, key, value, *settings):  # type: ignore[no-untyped-def]
+def _(grad_output, query, key, value, *settings):
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, dropout_seed = inputs
     ctx.save_for_backward(query, key, value, labels, key_mask, query_mask, dropout_seed)
     ctx.settings = clusters, topk, scale, dropout_p
 
 
-def _backward(ctx, grad_output):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad_output):
     query, key, value, labels, key_mask, query_mask, dropout_seed = ctx.saved_tensors
     clusters, topk, scale, dropout_p = ctx.settings
     grads = improved_clustered_attention_backward(

@@ -4,14 +4,9 @@ from itertools import product
 
 import torch
 
-from ..clustered_attention.reference import (
-    centroid_attention,
-    centroid_dropout,
-    for_every_head,
-    masked_softmax,
-    zero_masked,
-)
+from ..clustered_attention.reference import centroid_attention, centroid_dropout
 from ..shared.dropout import TOPK_WEIGHTS, dropout_factor
+from ..shared.masking import for_every_head, masked_softmax, zero_masked
 
 
 def improved_clustered_attention(

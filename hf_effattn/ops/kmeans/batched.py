@@ -2,9 +2,9 @@
 
 import torch
 
-from ..clustered_attention.batched import cluster_rows, cluster_sizes, cluster_sums
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import CHUNK_BYTES, RowChunk, row_chunks
+from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums
 from .reference import as_sign
 from .sampling import first_seed, fit_rows, most_fit_rows, seeding_groups, seeding_rows, strided_rows
 
@@ -161,7 +161,7 @@ def kmeans(
 
 
 @kmeans.register_fake
-def _(points, mask, clusters, *settings):  # type: ignore[no-untyped-def]
+def _(points, mask, clusters, *settings):
     B, H, N, D = points.shape
     labels = points.new_empty(B, H, N, dtype=torch.int64)
     return labels, points.new_empty(B, H, clusters, D, dtype=accumulation_dtype(points.dtype))

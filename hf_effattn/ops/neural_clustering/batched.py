@@ -89,7 +89,7 @@ def neural_clustering(
 
 
 @neural_clustering.register_fake
-def _(words, directions, cosine, mask):  # type: ignore[no-untyped-def]
+def _(words, directions, cosine, mask):
     return (
         torch.empty_like(directions),
         words.new_empty(words.shape[:2], dtype=torch.int64),
@@ -129,18 +129,18 @@ def neural_clustering_backward(
 
 
 @neural_clustering_backward.register_fake
-def _(grad_updated, words, directions, *settings):  # type: ignore[no-untyped-def]
+def _(grad_updated, words, directions, *settings):
     return torch.empty_like(words), torch.empty_like(directions)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     words, directions, cosine, mask = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(words, directions, mask)
     ctx.cosine = cosine
 
 
-def _backward(ctx, grad_updated, grad_labels):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad_updated, grad_labels):
     words, directions, mask = ctx.saved_tensors
     grads = neural_clustering_backward(grad_updated, words, directions, ctx.cosine, mask)
     return (*grads, None, None)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..clustered_attention.reference import masked_softmax
+from ..shared.masking import masked_softmax
 
 
 def unit(rows: torch.Tensor) -> torch.Tensor:

@@ -300,7 +300,7 @@ def empty_outputs(
 
 
 @slice_attention.register_fake
-def _(query, key, value, slice_length, *settings):  # type: ignore[no-untyped-def]
+def _(query, key, value, slice_length, *settings):
     return empty_outputs(query, value, slice_length)
 
 
@@ -402,12 +402,12 @@ def slice_attention_backward(
 
 
 @slice_attention_backward.register_fake
-def _(grad_output, grad_pooled, grad_lse, lse, query, key, value, *settings):  # type: ignore[no-untyped-def]
+def _(grad_output, grad_pooled, grad_lse, lse, query, key, value, *settings):
     positions = (query.new_empty(0) if tensor is None else torch.empty_like(tensor) for tensor in settings[5:7])
     return (*(torch.empty_like(tensor) for tensor in (query, key, value)), *positions)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     query, key, value, slice_length, extension, causal, key_mask, scale, *optional = inputs
     query_positions, key_positions, sink_mask, dropout_p, dropout_seed = optional
     tensors = query, key, value, key_mask, query_positions, key_positions, sink_mask, dropout_seed
@@ -415,7 +415,7 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.settings = slice_length, extension, causal, scale, dropout_p
 
 
-def _backward(ctx, grad_output, grad_pooled, grad_lse):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad_output, grad_pooled, grad_lse):
     lse, query, key, value, key_mask, query_positions, key_positions, sink_mask, dropout_seed = ctx.saved_tensors
     slice_length, extension, causal, scale, dropout_p = ctx.settings
     grads = slice_attention_backward(

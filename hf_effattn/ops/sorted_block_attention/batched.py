@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..clustered_attention.batched import empty_output
 from ..shared.dropout import dropout_factor
 from ..shared.precision import accumulation_dtype, product_dtype
 from ..shared.row_chunks import CHUNK_BYTES
+from ..shared.tables import empty_output
 from .reference import BLOCK_WEIGHTS, MEMBERSHIP_FLOOR, check_values
 
 
@@ -214,7 +214,7 @@ def sorted_block_attention(
 
 
 @sorted_block_attention.register_fake
-def _(query, key, value, *settings):  # type: ignore[no-untyped-def]
+def _(query, key, value, *settings):
     return empty_output(query, value)
 
 
@@ -284,20 +284,20 @@ def _unflatten(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 @sorted_block_attention_backward.register_fake
-def _(grad_output, query, key, value, *settings):  # type: ignore[no-untyped-def]
+def _(grad_output, query, key, value, *settings):
     membership = settings[6]
     grads = (empty_output(tensor, tensor) for tensor in (query, key, value))
     return *grads, query.new_empty(0 if membership is None else membership.shape)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     query, key, value, order, block_length, window_blocks, causal, labels, key_mask, membership, *rest = inputs
     scale, dropout_p, dropout_seed = rest
     ctx.save_for_backward(query, key, value, order, block_length, labels, key_mask, membership, dropout_seed)
     ctx.settings = window_blocks, causal, scale, dropout_p
 
 
-def _backward(ctx, grad_output):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad_output):
     query, key, value, order, block_length, labels, key_mask, membership, dropout_seed = ctx.saved_tensors
     window_blocks, causal, scale, dropout_p = ctx.settings
     *grads, grad_membership = sorted_block_attention_backward(

@@ -2,8 +2,8 @@
 
 import torch
 
-from ..clustered_attention.reference import for_every_head, masked_softmax, zero_masked
 from ..shared.dropout import dropout_factor
+from ..shared.masking import for_every_head, masked_softmax, zero_masked
 
 # The gate of two words that share no cluster: the logarithm stays finite, and the pair a way back.
 MEMBERSHIP_FLOOR = 1e-4

@@ -4,14 +4,14 @@ Forward, from `make_plan` to `attend`:
 
 | step | kernel | file |
 | --- | --- | --- |
-| sort queries and keys | `_count_by_cluster_kernel`, `_sort_by_cluster_kernel` | `sorted_clusters/triton_sort.py` |
+| sort queries and keys | `_count_by_cluster_kernel`, `_sort_by_cluster_kernel` | `shared/triton/sort.py` |
 | means of both and of the values | `_cluster_means_kernel` | the same |
-| scores of the centroids | `_centroid_attention_fwd_kernel` | `triton_centroids.py` there |
-| their `topk` keys | `_select_topk_kernel` | `triton_topk.py` there |
-| how many of those each key cluster has | `_bi_clustered_attention_fwd_count_kernel` | `triton_forward.py` |
+| scores of the centroids | `_centroid_attention_fwd_kernel` | `centroids.py` there |
+| their `topk` keys | `_select_topk_kernel` | `topk.py` there |
+| how many of those each key cluster has | `_bi_clustered_attention_fwd_count_kernel` | `forward.py` |
 | one softmax per query, in tiles of sorted queries | `_bi_clustered_attention_fwd_kernel` | the same |
 
-Backward, `attend_backward` in `triton_backward.py`: gradients of queries, of the top keys, of the means, and of every
+Backward, `attend_backward` in `backward.py`: gradients of queries, of the top keys, of the means, and of every
 key from both. Labels in no cluster are legal here, for what a GPU cannot raise without waiting for it: such queries
 get 0, such keys are in no mean.
 
@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...clustered_attention.batched import empty_output
-from ...clustered_attention.triton import unwritten_output
+from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.centroids import centroid_topk
 from ...shared.triton.sort import SortedRows, cluster_means, sort_by_cluster
 from .backward import attend_backward

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...clustered_attention.batched import chunks_of, draw_dropout, empty_output
 from ...shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
 from ...shared.precision import accumulation_dtype
 from ...shared.row_chunks import RowChunk
+from ...shared.tables import chunks_of, draw_dropout, empty_output
 from ..reference import ARGUMENTS, Settings
 from .grouping import group
 from .parts import Gradients, LocalPart, Part, SummaryPart, TopPart
@@ -156,7 +156,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(query, key, value, *settings):  # type: ignore[no-untyped-def]
+def _(query, key, value, *settings):
     return empty_output(query, value)
 
 
@@ -210,16 +210,16 @@ def _chunk_gradients(chunk: _Chunk, grad: torch.Tensor) -> Gradients:
 
 
 @_backward_op.register_fake
-def _(grad_output, query, key, value, *settings):  # type: ignore[no-untyped-def]
+def _(grad_output, query, key, value, *settings):
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:5])
     ctx.settings = inputs[5:]
 
 
-def _backward(ctx, grad_output):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad_output):
     grads = _backward_op(grad_output, *ctx.saved_tensors, *ctx.settings)
     return (*grads, *[None] * (2 + len(ctx.settings)))
 

@@ -12,11 +12,12 @@ import torch
 
 from ...cluster_queries import cluster_queries
 from ...cluster_queries.batched import keys_metric
-from ...clustered_attention.batched import centroid_scores, cluster_rows, cluster_sizes, cluster_sums
 from ...kmeans import kmeans
 from ...kmeans.batched import nearest, prepare
 from ...kmeans.sampling import fit_rows
+from ...shared.centroids import centroid_scores
 from ...shared.precision import accumulation_dtype
+from ...shared.tables import cluster_rows, cluster_sizes, cluster_sums
 from ..layout import Layout
 from ..reference import Settings
 

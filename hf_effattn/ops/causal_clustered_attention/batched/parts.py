@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from ...clustered_attention.batched import cluster_rows, cluster_sizes, cluster_sums
 from ...shared.precision import accumulation_dtype
+from ...shared.tables import cluster_rows, cluster_sizes, cluster_sums
 from ..layout import Layout, Run
 from ..reference import Settings
 from .grouping import Grouping, cluster_keys

@@ -16,8 +16,7 @@ import torch
 import triton
 
 from ...bi_clustered_attention.triton.blocks import query_tile
-from ...clustered_attention.batched import empty_output
-from ...clustered_attention.triton import unwritten_output
+from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.chips import on_device_of
 from ...shared.triton.tiles import LOG2_E
 from ..layout import Layout

@@ -3,7 +3,7 @@
 With `p_ix` the weight of query `i` on column `x`, a key, a mean of keys or a remainder, `K_x`, `V_x` its key and value
 and `δ_i = dV_i · V_i`: `dS_ix = p_ix (dV_i · V_x − δ_i)`, `dQ_i = scale Σ_x dS_ix K_x`, `dK_x = scale Σ_i dS_ix Q_i`
 and `dV_x = Σ_i p_ix dV_i`. Weights are computed again from the log-sum-exp of the forward pass. Sizes and numbers of
-columns as in `triton_steps`.
+columns as in `steps.py`.
 """
 
 import triton

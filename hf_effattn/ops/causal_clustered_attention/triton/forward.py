@@ -2,7 +2,7 @@
 
 First the queries that have older keys, grouped by cluster, go over their top keys and what else their cluster decides;
 then all queries, segment by segment, go on from there over the local keys and the means of key clusters. Sizes and
-numbers of columns as in `triton_steps`.
+numbers of columns as in `steps.py`.
 """
 
 import torch

@@ -4,18 +4,38 @@ Nothing is asked of the host between the inputs and the output, so that CUDA gra
 checked: a query whose label is outside `0 .. clusters - 1` is in no cluster and gets 0.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.centroids import centroid_pass, merge_splits
 from ...shared.triton.chips import LENGTHS, block_width, on_device_of
 from ...shared.triton.sort import SortedRows, cluster_means, sort_by_cluster
 from ...shared.triton.tiles import load_tile
-from ..batched import empty_output
 from .backward import centroid_backward, load_split_sum
 
 TILE = 64  # queries that one program writes
+
+
+class Saved(NamedTuple):
+    """What the forward pass keeps for the backward pass, besides its inputs.
+
+    Attributes:
+        order, starts, tiles: the queries sorted by cluster, see `SortedRows`.
+        centroids: `(B · H, C, D)` float32.
+        merged: `O^c`, `(B · H, C, Dv)` float32.
+        lse: base-2 log-sum-exp of the centroids' scores over all keys, `(B · H, C)`.
+    """
+
+    order: torch.Tensor
+    starts: torch.Tensor
+    tiles: torch.Tensor
+    centroids: torch.Tensor
+    merged: torch.Tensor
+    lse: torch.Tensor
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -66,12 +86,6 @@ def _clustered_attention_bwd_query_kernel(
     tl.store(p_grad, b_grad.to(grad_query_ptr.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])
 
 
-def unwritten_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Memory for the output, laid out as `empty_output` does."""
-    B, H, N, _ = query.shape
-    return query.new_empty(B, N, H, value.shape[3]).transpose(1, 2)
-
-
 @torch.library.custom_op("hf_effattn::clustered_attention_triton", mutates_args=())
 def _forward(
     query: torch.Tensor,
@@ -84,8 +98,8 @@ def _forward(
     scale: float,
     dropout_p: float,
     dropout_seed: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`V_i = A^c_{l(i)} V`; beside it the sorted queries, the centroids, `O^c` and its log-sum-exp."""
+) -> list[torch.Tensor]:
+    """`V_i = A^c_{l(i)} V`, and the tensors of `Saved`."""
     B, H, N, _ = query.shape
     Dv = value.shape[3]
     output = unwritten_output(query, value)
@@ -101,21 +115,21 @@ def _forward(
                 found.values, found.lse, members.order, members.starts, members.tiles, output, merged, lse,
                 *output.stride(), H, N, Dv, clusters, tiles, found.lse.shape[1], TILE=TILE, BLOCK_V=block_width(Dv),
             )  # fmt: skip
-    return output, members.order, members.starts, members.tiles, centroids, merged, lse
+    return [output, *Saved(members.order, members.starts, members.tiles, centroids, merged, lse)]
 
 
 @_forward.register_fake
 def _(query, key, value, labels, clusters, *settings):
     B, H, N, D = query.shape
-    return (
-        empty_output(query, value),
-        labels.new_empty(B * H, N, dtype=torch.int32),
-        labels.new_empty(B * H, clusters + 2, dtype=torch.int32),
-        labels.new_empty(B * H, N // TILE + clusters + 1, dtype=torch.int32),
-        query.new_empty(B * H, clusters, D, dtype=torch.float32),
-        query.new_empty(B * H, clusters, value.shape[3], dtype=torch.float32),
-        query.new_empty(B * H, clusters, dtype=torch.float32),
+    saved = Saved(
+        order=labels.new_empty(B * H, N, dtype=torch.int32),
+        starts=labels.new_empty(B * H, clusters + 2, dtype=torch.int32),
+        tiles=labels.new_empty(B * H, N // TILE + clusters + 1, dtype=torch.int32),
+        centroids=query.new_empty(B * H, clusters, D, dtype=torch.float32),
+        merged=query.new_empty(B * H, clusters, value.shape[3], dtype=torch.float32),
+        lse=query.new_empty(B * H, clusters, dtype=torch.float32),
     )
+    return [empty_output(query, value), *saved]
 
 
 @torch.library.custom_op("hf_effattn::clustered_attention_triton_backward", mutates_args=())
@@ -126,31 +140,28 @@ def _backward_op(
     value: torch.Tensor,
     key_mask: torch.Tensor | None,
     dropout_seed: torch.Tensor | None,
-    order: torch.Tensor,
-    starts: torch.Tensor,
-    tiles: torch.Tensor,
-    centroids: torch.Tensor,
-    merged: torch.Tensor,
-    lse: torch.Tensor,
+    saved_tensors: list[torch.Tensor],
     clusters: int,
     scale: float,
     dropout_p: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels held fixed."""
+    saved = Saved(*saved_tensors)
     B, H, N, D = query.shape
-    members = SortedRows(order, starts, tiles, clusters, TILE)
+    tiles = saved.tiles.shape[1]
+    members = SortedRows(saved.order, saved.starts, saved.tiles, clusters, TILE)
     grads = cluster_means(grad_output, members)
     with torch.autocast(query.device.type, enabled=False):
-        delta = torch.linalg.vecdot(merged, grads)
+        delta = torch.linalg.vecdot(saved.merged, grads)
     grad_centroids, grad_key, grad_value = centroid_backward(
-        centroids, key, value, key_mask, grads, lse, delta, members, scale, dropout_p, dropout_seed
+        saved.centroids, key, value, key_mask, grads, saved.lse, delta, members, scale, dropout_p, dropout_seed
     )
     grad_query = torch.empty_like(query)
     if grad_query.numel():
         with on_device_of(query):
-            _clustered_attention_bwd_query_kernel[(B * H * tiles.shape[1],)](
-                grad_centroids, order, starts, tiles, grad_query, *grad_query.stride(),
-                H, N, D, clusters, tiles.shape[1], grad_centroids.shape[1], TILE=TILE, BLOCK_D=block_width(D),
+            _clustered_attention_bwd_query_kernel[(B * H * tiles,)](
+                grad_centroids, saved.order, saved.starts, saved.tiles, grad_query, *grad_query.stride(),
+                H, N, D, clusters, tiles, grad_centroids.shape[1], TILE=TILE, BLOCK_D=block_width(D),
             )  # fmt: skip
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
@@ -168,10 +179,12 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.settings = clusters, scale, dropout_p
 
 
-def _backward(ctx, grad_output, *unused):
-    if grad_output is None:
+def _backward(ctx, grads):
+    if grads[0] is None:
         return (None,) * 10
-    return (*_backward_op(grad_output, *ctx.saved_tensors, *ctx.settings), *[None] * 7)
+    query, key, value, key_mask, dropout_seed, *saved = ctx.saved_tensors  # under checkpointing they come only once
+    inputs = query, key, value, key_mask, dropout_seed
+    return (*_backward_op(grads[0], *inputs, saved, *ctx.settings), *[None] * 7)
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ...clustered_attention.batched import empty_output
-from ...clustered_attention.triton import unwritten_output
 from ...clustered_attention.triton.backward import centroid_backward
 from ...shared.dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS, TOPK_WEIGHTS
+from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.centroids import centroid_pass
 from ...shared.triton.chips import block_width, on_device_of
 from ...shared.triton.sort import SortedRows, cluster_means, sort_by_cluster

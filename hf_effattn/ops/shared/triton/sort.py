@@ -1,4 +1,4 @@
-"""Rows sorted by cluster, and the means of the clusters, without a word to the host."""
+"""Rows sorted by cluster, and the means of the clusters, without synchronising with the host."""
 
 from dataclasses import dataclass
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import triton
 
-from ...clustered_attention.batched import empty_output
-from ...clustered_attention.triton import unwritten_output
+from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.chips import block_width, chip_of, on_device_of
 from ...shared.triton.tiles import LOG2_E, PART
 from ..reference import BLOCK_WEIGHTS
