@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from transformers import BertConfig, BertForTokenClassification, GPT2Config, GPT2LMHeadModel
 
 import hf_effattn
-from hf_effattn.models.means import masked_mean
+from hf_effattn.models.classifying import masked_mean
 
 FIRST, SECOND = torch.device("lazy:0"), torch.device("lazy:1")
 FAMILIES = {"ClusterFormer": clusterformer_cases.tiny_config, "CST": cst_models.tiny_config}

@@ -7,10 +7,10 @@ import torch
 from ops import test_neural_clustering as clustering
 from ops import test_slice_attention as slices
 from ops import test_sorted_block_attention as blocks
-from ops.test_slice_attention_kernels import on_device
-from ops.test_sorted_block_attention_kernels import on_device as blocks_on_device
 from support import attention_cases as attention
 from support.backward_ops import check_backward_ops
+from support.block_cases import on_device as blocks_on_device
+from support.slice_cases import on_device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 each_backend = pytest.mark.parametrize("backend", ["batched", "triton"])

@@ -1,44 +1,29 @@
 """Causal attention over clusters: values, gradients, identities, masks, and that no output sees a later token."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention_cases import padding
+from support.causal_cases import (
+    EMPTY,
+    METHODS,
+    PEAKED,
+    Case,
+    attend,
+    exact,
+    inputs_with_empty_clusters,
+    make_inputs,
+    peaked_inputs,
+)
 from support.closeness import assert_close_to_reference
 
 from hf_effattn.ops import causal_clustered_attention
 from hf_effattn.ops.causal_clustered_attention.layout import Layout
 
-METHODS = ("clustered", "i-clustered", "bi-clustered")
 each_method = pytest.mark.parametrize("method", METHODS)
 each_backend = pytest.mark.parametrize("backend", ["reference", "batched"])
-
-
-@dataclass(frozen=True)
-class Case:
-    """Sizes of one test; several segments and key blocks of several levels, but where the name says otherwise."""
-
-    name: str
-    B: int = 2
-    H: int = 2
-    key_heads: int | None = None
-    N: int = 53
-    D: int = 8
-    Dv: int = 8
-    masks: str = "none"
-    clusters: int = 5
-    topk: int = 3
-    keys_per_cluster: int = 2
-    key_clusters: int = 6
-    segment_length: int = 4
-    window: int = 4
-    iterations: int = 3
-    prefill: bool = False
-    dropout_p: float = 0.0
 
 
 CASES = (
@@ -73,24 +58,6 @@ CASES = tuple(replace(case, B=1) if case.masks == "none" else case for case in C
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-def make_inputs(case, dtype=torch.float64, seed=0):
-    """Query, key and value as transformers hands them over, and the mask."""
-    generator = torch.Generator().manual_seed(seed)
-    key_heads = case.key_heads or case.H
-    tensors = [
-        torch.randn(case.B, case.N, heads, dim, dtype=torch.float64, generator=generator).to(dtype).transpose(1, 2)
-        for heads, dim in ((case.H, case.D), (key_heads, case.D), (key_heads, case.Dv))
-    ]
-    return *tensors, padding(case.masks, case.B, case.N)
-
-
-def attend(method, case, query, key, value, mask, **options):
-    names = "clusters", "topk", "keys_per_cluster", "key_clusters", "segment_length", "window", "iterations"
-    chosen = {name: getattr(case, name) for name in (*names, "prefill", "dropout_p")}
-    torch.manual_seed(4)
-    return causal_clustered_attention(query, key, value, method=method, key_mask=mask, **chosen | options)
-
-
 def with_gradients(method, case, dtype=torch.float64, run=attend, **options):
     """Output and the gradients of query, key and value, for a fixed random gradient of the output."""
     *tensors, mask = make_inputs(case, dtype)
@@ -101,18 +68,6 @@ def with_gradients(method, case, dtype=torch.float64, run=attend, **options):
     return dict(zip(("output", "query", "key", "value"), (output.detach(), *gradients), strict=True))
 
 
-def exact(query, key, value, mask):
-    """Causal softmax attention with a key mask; rows that are masked are 0."""
-    N = query.shape[2]
-    visible = torch.ones(N, N, dtype=torch.bool).tril()
-    if mask is not None:
-        visible = visible & mask[:, None, None] & mask[:, None, :, None] | torch.eye(N, dtype=torch.bool)
-    group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=visible)
-    return output if mask is None else output * mask[:, None, :, None]
-
-
 @each_method
 @each_case
 def test_fast_form_equals_reference(method, case):
@@ -120,29 +75,6 @@ def test_fast_form_equals_reference(method, case):
     actual = with_gradients(method, case, backend="batched")
     for name in expected:
         assert_close_to_reference(name, actual[name], expected[name], rtol=1e-12)
-
-
-EMPTY = Case("empty_clusters", B=1, H=1, N=64, clusters=6, segment_length=8, window=0)
-PEAKED = Case("peaked", B=1, H=1, N=64, D=16, Dv=16, clusters=1, topk=1, segment_length=8, window=0)
-
-
-def inputs_with_empty_clusters():
-    """Two distinct queries leave four of six clusters empty; short ones are nearer to 0 than to their centroids."""
-    _, key, value, mask = make_inputs(EMPTY)
-    query = torch.tensor([3.0, 5.0]).double()[torch.arange(64) % 2, None] + torch.arange(8) / 8
-    query[48:] *= 0.05
-    return query[None, None], key, value, mask
-
-
-def peaked_inputs(length):
-    """One key takes nearly all of the attention of queries of this length, and little of that of every seventh."""
-    _, key, value, mask = make_inputs(PEAKED)
-    direction = torch.eye(16, dtype=torch.float64)[0]
-    key = 0.1 * key
-    key[0, 0, 0] += 6 * direction
-    query = (length * direction).repeat(64, 1)
-    query[::7] = 0.05 * direction
-    return query[None, None], key, value, mask
 
 
 @each_method

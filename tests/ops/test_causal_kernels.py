@@ -9,7 +9,7 @@ import triton.language as tl
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from ops.test_causal_clustered_attention import (
+from support.causal_cases import (
     EMPTY,
     METHODS,
     PEAKED,

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from ops.test_neural_clustering import make_inputs, with_gradients
 from support.closeness import assert_close_to_reference
+from support.clustering_cases import make_inputs, with_gradients
 
 from hf_effattn import ops
 

@@ -1,6 +1,5 @@
 """Slice attention: values, gradients, identities, masks, causality, for every form that runs on a CPU."""
 
-from dataclasses import dataclass
 from math import exp, log
 
 import pytest
@@ -8,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention_cases import padding
 from support.closeness import assert_close_to_reference
+from support.slice_cases import CASES, Case, attend, make_inputs, with_gradients
 
 from hf_effattn.ops import slice_attention
 
@@ -17,107 +16,8 @@ BACKENDS = ("reference", "batched")
 LOWEST = torch.finfo(torch.float64).min
 
 
-@dataclass(frozen=True)
-class Case:
-    """Sizes of one test; `key_heads=None` means as many heads of keys and values as of queries."""
-
-    name: str
-    B: int = 2
-    H: int = 2
-    key_heads: int | None = None
-    N: int = 37
-    D: int = 16
-    Dv: int = 16
-    L: int = 8
-    ratio: float = 1
-    causal: bool = False
-    positions: bool = False
-    sinks: bool = False
-    masks: str = "none"
-
-    @property
-    def window(self) -> int:
-        return round(self.L * self.ratio)
-
-    @property
-    def extension(self) -> int:
-        return (self.window - self.L) // 2
-
-
-CASES = (
-    Case("plain"),
-    Case("one_token", N=1, L=4),
-    Case("slices_of_one", L=1),
-    Case("slices_of_one_extended", L=1, ratio=3),
-    Case("one_slice", N=11, L=64, ratio=2, positions=True, sinks=True),
-    Case("full_last_slice", N=40),
-    Case("extended", ratio=2, positions=True),
-    Case("extension_of_one_token", L=5, ratio=1.4, positions=True),
-    Case("whole_neighbours", ratio=3, N=53),
-    Case("causal", causal=True, positions=True),
-    Case("causal_extended", causal=True, ratio=3, positions=True, N=41),
-    Case("sinks", sinks=True, ratio=2, positions=True),
-    Case("causal_sinks", sinks=True, causal=True, ratio=1.5),
-    Case("odd_dimensions", D=20, Dv=12, N=41, L=7, positions=True),
-    Case("right_padding", masks="right", ratio=2, positions=True),
-    Case("left_padding", masks="left", ratio=2),
-    Case("holes", masks="holes", ratio=3, N=61, sinks=True, positions=True),
-    Case("row_fully_padded", masks="row", sinks=True, causal=True),
-    Case("grouped_heads", H=6, key_heads=2, ratio=2, positions=True, sinks=True),
-    Case("one_key_head_and_holes", H=3, key_heads=1, N=29, masks="holes", causal=True, positions=True),
-)
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
-
-
-def make_inputs(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Query, key and value as transformers hands them over: `(B, N, H, D)` in memory, seen as `(B, H, N, D)`."""
-    generator = torch.Generator().manual_seed(seed)
-    heads = case.key_heads or case.H
-
-    def draw(*sizes):
-        return torch.randn(*sizes, dtype=torch.float64, generator=generator).to(dtype)
-
-    inputs = {
-        "query": draw(case.B, case.N, case.H, case.D).transpose(1, 2),
-        "key": draw(case.B, case.N, heads, case.D).transpose(1, 2),
-        "value": draw(case.B, case.N, heads, case.Dv).transpose(1, 2),
-    }
-    if case.positions:
-        inputs["query_positions"] = draw(case.H, case.L, case.D)
-        inputs["key_positions"] = draw(heads, case.window, case.D)
-    mask = padding(case.masks, case.B, case.N)
-    if mask is not None:
-        inputs["key_mask"] = mask
-    if case.sinks:
-        inputs["sink_mask"] = torch.zeros(case.B, case.N, dtype=torch.bool)
-        inputs["sink_mask"][:, 0] = True
-        inputs["sink_mask"][0, -1] = True
-        inputs["sink_mask"][-1, case.N // 3] = True
-    return inputs
-
-
-def attend(case: Case, inputs: dict[str, torch.Tensor], **options: object) -> tuple[torch.Tensor, ...]:
-    return slice_attention(
-        **inputs, slice_length=case.L, extension_ratio=case.ratio, causal=case.causal, return_lse=True, **options
-    )
-
-
-def with_gradients(case: Case, inputs: dict[str, torch.Tensor], **options: object) -> dict[str, torch.Tensor]:
-    """Outputs and the gradients of every floating-point input, for fixed random gradients of all three outputs."""
-    inputs = {name: tensor.detach() for name, tensor in inputs.items()}
-    leaves = {name: tensor.requires_grad_() for name, tensor in inputs.items() if tensor.is_floating_point()}
-    outputs = dict(zip(("output", "pooled", "lse"), attend(case, inputs, **options), strict=True))
-    counted = inputs.get("key_mask", torch.ones(case.B, case.N, dtype=torch.bool))[:, None]
-    outputs["lse"] = outputs["lse"].masked_fill(~counted, 0.0)
-    generator = torch.Generator().manual_seed(1)
-    loss = sum(
-        (tensor * torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)).sum()
-        for tensor in outputs.values()
-    )
-    gradients = torch.autograd.grad(loss, list(leaves.values()))
-    results = {name: tensor.detach() for name, tensor in outputs.items()}
-    return results | {f"gradient of {name}": grad for name, grad in zip(leaves, gradients, strict=True)}
 
 
 def attend_with_loops(case: Case, inputs: dict[str, torch.Tensor], b: int, h: int) -> tuple[list, list, list]:

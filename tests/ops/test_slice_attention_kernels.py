@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from ops.test_slice_attention import CASES, Case, attend, make_inputs, with_gradients
 from support.closeness import assert_close_to_reference
+from support.slice_cases import CASES, DEVICE, Case, attend, make_inputs, on_device, with_gradients
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNEL_CASES = (
     *(case for case in CASES if case.H < 6),
     Case("grouped_heads", B=1, H=4, key_heads=2, N=19, ratio=2, positions=True, sinks=True, masks="holes"),
@@ -15,10 +14,6 @@ KERNEL_CASES = (
     Case("causal_slice_of_several_tiles", B=1, N=150, L=80, ratio=1.5, positions=True, causal=True),
     Case("many_sinks", B=1, N=90, L=8, sinks=True),
 )
-
-
-def on_device(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
 
 
 def kernel_inputs(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -4,25 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ops.test_sorted_block_attention import CASES, Case, Inputs, attend, make_inputs, with_gradients
+from support.block_cases import CASES, Case, attend, make_inputs, on_device, with_gradients
 from support.closeness import assert_close_to_reference
 
 from hf_effattn.ops import cluster_order
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Two heads per key head where heads are grouped, one text where no mask tells texts apart: the interpreter is slow.
 SMALL = [
     replace(case, N=min(case.N, 23), B=1 if case.masks == "none" else 2, H=2 if case.key_heads else 1)
     for case in (replace(case, key_heads=case.key_heads and 1) for case in CASES)
 ]
-
-
-def on_device(inputs):
-    moved = {
-        name: x.to(DEVICE) if isinstance(x := getattr(inputs, name), torch.Tensor) else x
-        for name in Inputs.__dataclass_fields__
-    }
-    return Inputs(**moved)
 
 
 def run(case, inputs, **options):

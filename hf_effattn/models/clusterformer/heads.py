@@ -16,6 +16,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.utils.generic import can_return_tuple
 
+from ..classifying import classifier_dropout
 from .configuration_clusterformer import ClusterFormerConfig
 from .modeling_clusterformer import ClusterFormerModel, ClusterFormerPreTrainedModel, pool
 from .outputs import (
@@ -136,9 +137,10 @@ class ClusterFormerForMaskedLM(_WithWordHead):
             token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
             labels (`torch.LongTensor`, *optional*): `(B, N)`, the words; -100 = not to be guessed.
             position_ids, inputs_embeds, kwargs: what `ClusterFormerModel` takes.
+
         Returns: `ClusterFormerMaskedLMOutput`, logits `(B, N, vocab_size)`.
         """
-        self.report_clustering(kwargs, labels is not None)
+        kwargs["output_clustering"] = self.asks_clustering(kwargs.get("output_clustering"), labels is not None)
         encoded = self.clusterformer(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
@@ -184,10 +186,11 @@ class ClusterFormerForPreTraining(_WithWordHead):
             labels (`torch.LongTensor`, *optional*): `(B, N)`, the words; -100 = not to be guessed.
             next_sentence_label (`torch.LongTensor`, *optional*): `(B,)`, 0 = it follows, 1 = it does not.
             position_ids, inputs_embeds, kwargs: what `ClusterFormerModel` takes.
+
         Returns: `ClusterFormerPreTrainingOutput`; the loss is there with any of the two labels.
         """
         labelled = labels is not None or next_sentence_label is not None
-        self.report_clustering(kwargs, labelled)
+        kwargs["output_clustering"] = self.asks_clustering(kwargs.get("output_clustering"), labelled)
         encoded = self.clusterformer(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
@@ -273,9 +276,10 @@ class ClusterFormerForCausalLM(_WithWordHead, ClusterFormerGenerationMixin):
                 those that are scored.
             position_ids, inputs_embeds, encoder_hidden_states, encoder_attention_mask, kwargs: what
                 `ClusterFormerModel` takes; those of an encoder with `config.add_cross_attention`.
+
         Returns: `ClusterFormerCausalLMOutput`, logits `(B, N, vocab_size)`.
         """
-        self.report_clustering(kwargs, labels is not None)
+        kwargs["output_clustering"] = self.asks_clustering(kwargs.get("output_clustering"), labels is not None)
         decoded = self.clusterformer(
             input_ids,
             attention_mask,
@@ -332,9 +336,10 @@ class ClusterFormerForSequenceClassification(ClusterFormerPreTrainedModel):
                 `(B, num_labels)` 0 or 1 in floating point, or where `config.problem_type` is
                 `"multi_label_classification"`.
             position_ids, inputs_embeds, kwargs: what `ClusterFormerModel` takes.
+
         Returns: `ClusterFormerSequenceClassifierOutput`, logits `(B, num_labels)`.
         """
-        self.report_clustering(kwargs, labels is not None)
+        kwargs["output_clustering"] = self.asks_clustering(kwargs.get("output_clustering"), labels is not None)
         encoded = self.clusterformer(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
@@ -387,9 +392,10 @@ class ClusterFormerForTokenClassification(ClusterFormerPreTrainedModel):
             token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
             labels (`torch.LongTensor`, *optional*): `(B, N)`; -100 = does not count.
             position_ids, inputs_embeds, kwargs: what `ClusterFormerModel` takes.
+
         Returns: `ClusterFormerTokenClassifierOutput`, logits `(B, N, num_labels)`.
         """
-        self.report_clustering(kwargs, labels is not None)
+        kwargs["output_clustering"] = self.asks_clustering(kwargs.get("output_clustering"), labels is not None)
         encoded = self.clusterformer(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
@@ -433,10 +439,11 @@ class ClusterFormerForQuestionAnswering(ClusterFormerPreTrainedModel):
             start_positions, end_positions (`torch.LongTensor`, *optional*): `(B,)`; beyond the text = does not count,
                 below 0 = 0, as in transformers.
             position_ids, inputs_embeds, kwargs: what `ClusterFormerModel` takes.
+
         Returns: `ClusterFormerQuestionAnsweringOutput`, both logits `(B, N)`.
         """
         labelled = start_positions is not None and end_positions is not None
-        self.report_clustering(kwargs, labelled)
+        kwargs["output_clustering"] = self.asks_clustering(kwargs.get("output_clustering"), labelled)
         encoded = self.clusterformer(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
@@ -455,9 +462,3 @@ class ClusterFormerForQuestionAnswering(ClusterFormerPreTrainedModel):
     def _place_loss(self, logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         places = places.to(logits.device).clamp(min=0)
         return cross_entropy(logits, places.where(places < logits.shape[1], IGNORED))
-
-
-def classifier_dropout(config: ClusterFormerConfig) -> nn.Dropout:
-    """Dropout before a classifier: its own rate, else that of the hidden states."""
-    rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
-    return nn.Dropout(rate)

@@ -11,10 +11,10 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, Q
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import can_return_tuple
 
-from ..means import masked_mean
+from ..classifying import masked_mean
 from .attention import CrossAttention, FullSelfAttention, SortedBlockSelfAttention, cached_words
 from .configuration_clusterformer import ClusterFormerConfig
-from .outputs import ClusterFormerModelOutput
+from .outputs import ClusterFormerModelOutput, ClusteringReport
 from .sorting import (
     CentroidProjection,
     Centroids,
@@ -87,10 +87,10 @@ class ClusterFormerLayer(GradientCheckpointingLayer):
         words = self.attention_norm(hidden_states) if pre_norm else hidden_states
         own_mask = mask if mask is None else mask[:, -words.shape[1] :]
         clustered: SortedWords | None = None
-        report: tuple[torch.Tensor, ...] = ()
+        report = None
         if self.sorting is not None:
             clustered = self.sorting(words, centroids, own_mask, output_clustering)
-            report = self.report(words, self.sorting, clustered, own_mask) if output_clustering else ()
+            report = self.report(words, self.sorting, clustered, own_mask) if output_clustering else None
             # The strict form cannot pass updated centroids on: they have seen all the words.
             centroids = centroids if self.sorting.strict else clustered.updated
         attended = self.attention(words, clustered, mask, own_cache)
@@ -106,22 +106,24 @@ class ClusterFormerLayer(GradientCheckpointingLayer):
         words = self.output_norm(hidden_states) if pre_norm else hidden_states
         hidden_states = hidden_states + self.dropout(self.output(self.activation(self.intermediate(words))))
         hidden_states = hidden_states if pre_norm else self.output_norm(hidden_states)
-        stacked = torch.stack([number.to(report[0].dtype) for number in report]) if report else None
+        stacked = None
+        if report is not None:
+            stacked = torch.stack([number.to(report.word_cosine.dtype) for number in report if number is not None])
         return hidden_states, centroids, stacked
 
     def report(
         self, words: torch.Tensor, sorting: WordSorting, clustered: SortedWords, mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
-        """`L1` and `L2` where centroids are learned, then the statistics of the clusters where there are any."""
+    ) -> ClusteringReport | None:
+        """The statistics of the clusters where there are any, and `L1` and `L2` where centroids are learned."""
         if not sorting.has_clusters:
-            return ()
+            return None
         losses: tuple[torch.Tensor, ...] = ()
         if clustered.updated is not None:
             losses = (
                 cluster_loss(words, clustered.updated, clustered.labels, mask, sorting.cosine),
                 sorting_loss(clustered.updated, sorting.cosine, mask),
             )
-        return *losses, *cluster_statistics(words, clustered.labels, self.config.clusters, mask)
+        return ClusteringReport(*cluster_statistics(words, clustered.labels, self.config.clusters, mask), *losses)
 
 
 class ClusterFormerPreTrainedModel(PreTrainedModel):
@@ -153,10 +155,9 @@ class ClusterFormerPreTrainedModel(PreTrainedModel):
         (loaded[0] if isinstance(loaded, tuple) else loaded).freeze_untrained_centroids()
         return loaded
 
-    def report_clustering(self, options: dict[str, Any], labelled: bool) -> None:
-        """Ask the model for what its clustering reports, of which losses are made, where `options` do not say."""
-        if options.get("output_clustering") is None:
-            options["output_clustering"] = self.training or labelled
+    def asks_clustering(self, output_clustering: bool | None, labelled: bool = False) -> bool:
+        """Whether the clustering reports, of which losses are made: as told, else while training and with labels."""
+        return self.training or labelled if output_clustering is None else output_clustering
 
     def freeze_untrained_centroids(self) -> None:
         """Freeze the centroids that no loss depends on, for which DistributedDataParallel would wait."""
@@ -243,26 +244,11 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of the two")
-        output_attentions = kwargs.get("output_attentions")
-        if self.config.output_attentions if output_attentions is None else output_attentions:
-            raise ValueError("output_attentions: attention is computed without a matrix of weights to return")
-        if encoder_hidden_states is not None and not self.config.add_cross_attention:
-            raise ValueError(
-                "encoder_hidden_states: this model has no cross attention; build it with is_decoder=True and"
-                " add_cross_attention=True"
-            )
+        self._check_outputs_and_sources(kwargs.get("output_attentions"), encoder_hidden_states)
         words = self.embeddings.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         past_key_values = self._cache(past_key_values, use_cache)
         past = self._past(past_key_values, words.shape[1])
-        length = past + words.shape[1]
-        if length > self.config.max_position_embeddings:
-            raise ValueError(
-                f"{length} words, but max_position_embeddings is {self.config.max_position_embeddings}; cut the text"
-                " or build the model with a larger max_position_embeddings"
-            )
-        _check_ids("position_ids", position_ids, words, self.config.max_position_embeddings)
-        _check_ids("token_type_ids", token_type_ids, words, self.config.type_vocab_size)
-        mask = _as_mask("attention_mask", attention_mask, words, length)
+        mask = self._checked(words, past, attention_mask, position_ids, token_type_ids)
         encoder_mask = None
         if encoder_hidden_states is not None:
             sources = encoder_hidden_states.shape[1]
@@ -271,7 +257,7 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
             position_ids = self._positions(words, mask, past)
         hidden_states = self.embeddings(words, token_type_ids, position_ids)
 
-        output_clustering = self.training if output_clustering is None else output_clustering
+        output_clustering = self.asks_clustering(output_clustering)
         output_hidden_states = (
             self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         )
@@ -298,20 +284,43 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
         pooled = None if self.pooler is None else self.pooler(pool(hidden_states, mask, "first")).tanh()
         # Layers that a device_map spread have reported where they are.
         reports = [report.to(hidden_states.device) for report in reports]
-        numbers = list(torch.stack(reports).mean(dim=0)) if reports else []
-        losses = numbers[:-3] or [None, None]
-        statistics = numbers[-3:] or [None, None, None]
+        numbers = torch.stack(reports).mean(dim=0) if reports else ()
+        clustering = dict(zip(ClusteringReport._fields, numbers, strict=False))  # losses stand last, where there are
         return ClusterFormerModelOutput(
             last_hidden_state=hidden_states,
             pooler_output=pooled,
             past_key_values=past_key_values,
             hidden_states=tuple(seen) if output_hidden_states else None,
-            cluster_loss=losses[0],
-            sorting_loss=losses[1],
-            largest_cluster=statistics[0],
-            empty_clusters=statistics[1],
-            word_cosine=statistics[2],
+            **clustering,
         )
+
+    def _check_outputs_and_sources(self, output_attentions: bool | None, sources: torch.Tensor | None) -> None:
+        if self.config.output_attentions if output_attentions is None else output_attentions:
+            raise ValueError("output_attentions: attention is computed without a matrix of weights to return")
+        if sources is not None and not self.config.add_cross_attention:
+            raise ValueError(
+                "encoder_hidden_states: this model has no cross attention; build it with is_decoder=True and"
+                " add_cross_attention=True"
+            )
+
+    def _checked(
+        self,
+        words: torch.Tensor,
+        past: int,
+        mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        token_type_ids: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """The mask as booleans, of a text whose length, positions and segments are checked."""
+        length, most = past + words.shape[1], self.config.max_position_embeddings
+        if length > most:
+            raise ValueError(
+                f"{length} words, but max_position_embeddings is {most}; cut the text or build the model with a larger"
+                " max_position_embeddings"
+            )
+        _check_ids("position_ids", position_ids, words, most)
+        _check_ids("token_type_ids", token_type_ids, words, self.config.type_vocab_size)
+        return _as_mask("attention_mask", mask, words, length)
 
     def _cache(self, past_key_values: Cache | None, use_cache: bool | None) -> Cache | None:
         config = self.config

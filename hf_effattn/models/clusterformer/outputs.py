@@ -1,6 +1,7 @@
 """Outputs of the ClusterFormer models: those of transformers, and what the clustering reports beside them."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers.modeling_outputs import (
@@ -15,6 +16,16 @@ from transformers.modeling_outputs import (
 from transformers.utils import ModelOutput
 
 CLUSTERING_FIELDS = ("task_loss", "cluster_loss", "sorting_loss", "largest_cluster", "empty_clusters", "word_cosine")
+
+
+class ClusteringReport(NamedTuple):
+    """What a layer's clustering reports, as in `ClusteringOutput`; no losses where nothing is learned."""
+
+    largest_cluster: torch.Tensor
+    empty_clusters: torch.Tensor
+    word_cosine: torch.Tensor
+    cluster_loss: torch.Tensor | None = None
+    sorting_loss: torch.Tensor | None = None
 
 
 @dataclass

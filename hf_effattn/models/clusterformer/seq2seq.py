@@ -131,8 +131,7 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Cluste
         Returns:
             `ClusterFormerSeq2SeqLMOutput`, logits `(B, N, vocab_size)`.
         """
-        if output_clustering is None:
-            output_clustering = self.training or labels is not None
+        output_clustering = self.asks_clustering(output_clustering, labels is not None)
         # Encoder and decoder have configs of their own, which do not follow what is set here later.
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states

@@ -37,9 +37,7 @@ class Projections(nn.Module):
 
 
 class CSTAttention(nn.Module):
-    """Args:
-    config (`CSTConfig`): sizes and variant.
-    """
+    """Attention within slices and between their means."""
 
     def __init__(self, config: CSTConfig) -> None:
         super().__init__()

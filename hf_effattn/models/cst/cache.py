@@ -34,19 +34,20 @@ def put(table: torch.Tensor, row: torch.Tensor, place: torch.Tensor, active: tor
     return torch.where(at.view(len(place), *[1] * (table.ndim - 3), -1, 1), row.to(table.dtype), table)
 
 
+@dataclass(frozen=True)
 class _State:
     """Tensors with the batch first, and states of the same kind."""
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         """The state with every tensor changed."""
         changed: dict[str, Any] = {}
-        for field in fields(self):  # type: ignore[arg-type]
+        for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, torch.Tensor):
                 changed[field.name] = change(value)
             elif isinstance(value, _State):
                 changed[field.name] = value.map(change)
-        return replace(self, **changed)  # type: ignore[type-var]
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
-from ..means import masked_mean
+from ..classifying import classifier_dropout, masked_mean
 from .cache import CSTCache
 from .configuration_cst import CSTConfig
 from .modeling_cst import CSTModel, CSTPreTrainedModel
@@ -36,11 +36,6 @@ def _loss_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name == "num_items_in_batch"}
 
 
-def _classifier_dropout(config: CSTConfig) -> nn.Dropout:
-    own = config.classifier_dropout
-    return nn.Dropout(config.hidden_dropout_prob if own is None else own)
-
-
 class CSTPredictionHead(nn.Module):
     """Dense layer, activation and LayerNorm before the vocabulary, as in BERT."""
 
@@ -52,20 +47,12 @@ class CSTPredictionHead(nn.Module):
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Args:
-            hidden (`torch.Tensor`): `(B, N, d)`.
-
-        Returns: logits `(B, N, vocab_size)`.
-        """
+        """Hidden states `(B, N, d)` to logits `(B, N, vocab_size)`."""
         return self.decoder(self.norm(self.activation(self.dense(hidden))))
 
 
 class CSTForMaskedLM(CSTPreTrainedModel):
-    """With a masked-language-model head.
-
-    Args:
-        config (`CSTConfig`): sizes and variant.
-    """
+    """With a masked-language-model head."""
 
     _tied_weights_keys = {"head.decoder.weight": "cst.embeddings.word_embeddings.weight"}  # noqa: RUF012
 
@@ -80,11 +67,7 @@ class CSTForMaskedLM(CSTPreTrainedModel):
         return self.head.decoder
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Put another layer in.
-
-        Args:
-            new_embeddings (`nn.Linear`): the layer.
-        """
+        """Put another layer in."""
         self.head.decoder = new_embeddings
 
     @can_return_tuple
@@ -107,11 +90,7 @@ class CSTForMaskedLM(CSTPreTrainedModel):
 
 
 class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
-    """With a language-model head; causal whatever `config.is_decoder` says.
-
-    Args:
-        config (`CSTConfig`): sizes and variant.
-    """
+    """With a language-model head; causal whatever `config.is_decoder` says."""
 
     _tied_weights_keys = {"lm_head.weight": "cst.embeddings.word_embeddings.weight"}  # noqa: RUF012
 
@@ -129,11 +108,7 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
         return self.lm_head
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Put another layer in.
-
-        Args:
-            new_embeddings (`nn.Linear`): the layer.
-        """
+        """Put another layer in."""
         self.lm_head = new_embeddings
 
     def prepare_inputs_for_generation(
@@ -223,16 +198,12 @@ class CSTClassificationHead(nn.Module):
 
     def __init__(self, config: CSTConfig, inputs: int = 1) -> None:
         super().__init__()
-        self.dropout = _classifier_dropout(config)
+        self.dropout = classifier_dropout(config)
         self.inner = nn.Linear(inputs * config.hidden_size, config.intermediate_size)
         self.outer = nn.Linear(config.intermediate_size, config.num_labels)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """Args:
-            features (`torch.Tensor`): `(B, inputs · d)`.
-
-        Returns: logits `(B, num_labels)`.
-        """
+        """Features `(B, inputs · d)` to logits `(B, num_labels)`."""
         return self.outer(torch.relu(self.inner(self.dropout(features))))
 
 
@@ -266,20 +237,14 @@ class CSTForSequenceClassification(CSTPreTrainedModel):
         """Logits `(B, num_labels)`, and the loss where `labels` `(B,)` or `(B, num_labels)` are given."""
         output = self.cst(input_ids, attention_mask, token_type_ids, inputs_embeds, return_dict=True, **kwargs)
         logits = self.classifier(masked_mean(output.last_hidden_state, attention_mask))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=output.hidden_states)
 
 
 class CSTForPairClassification(CSTPreTrainedModel):
     """With a classifier on two texts, each read alone by the same tower, as in the LRA Retrieval task.
 
-    The classifier sees both means, their product and their difference.
-
-    Args:
-        config (`CSTConfig`): sizes and variant.
-    """
+    The classifier sees both means, their product and their difference."""
 
     accepts_loss_kwargs = False  # as above
 
@@ -306,23 +271,17 @@ class CSTForPairClassification(CSTPreTrainedModel):
             for ids, mask in ((input_ids, attention_mask), (pair_input_ids, pair_attention_mask))
         )
         logits = self.classifier(torch.cat([first, second, first * second, first - second], dim=-1))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
 class CSTForTokenClassification(CSTPreTrainedModel):
-    """With a classifier on every token.
-
-    Args:
-        config (`CSTConfig`): sizes and variant.
-    """
+    """With a classifier on every token."""
 
     def __init__(self, config: CSTConfig) -> None:
         super().__init__(config)
         self.cst = CSTModel(config)
-        self.dropout = _classifier_dropout(config)
+        self.dropout = classifier_dropout(config)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
@@ -344,11 +303,7 @@ class CSTForTokenClassification(CSTPreTrainedModel):
 
 
 class CSTForQuestionAnswering(CSTPreTrainedModel):
-    """With start and end logits on every token.
-
-    Args:
-        config (`CSTConfig`): sizes and variant.
-    """
+    """With start and end logits on every token."""
 
     def __init__(self, config: CSTConfig) -> None:
         super().__init__(config)

@@ -38,7 +38,9 @@ class CSTEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, words: torch.Tensor, segments: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
-        """Args:
+        """Add segments and positions.
+
+        Args:
             words (`torch.Tensor`): `(B, N, d)`, embedded.
             segments (`torch.LongTensor`, *optional*): `(B, N)`. Default: 0.
             positions (`torch.LongTensor`): `(B or 1, N)`.
@@ -90,11 +92,7 @@ class CSTFeedForward(nn.Module):
         self.outer = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Args:
-            hidden (`torch.Tensor`): `(..., d)`.
-
-        Returns: `(..., d)`.
-        """
+        """Hidden states `(..., d)` to `(..., d)`."""
         return self.outer(self.activation(self.inner(hidden)))
 
 
@@ -196,11 +194,7 @@ class CSTModel(CSTPreTrainedModel):
         return self.embeddings.word_embeddings
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Put other word embeddings in.
-
-        Args:
-            value (`nn.Embedding`): the embeddings.
-        """
+        """Put other word embeddings in."""
         self.embeddings.word_embeddings = value
 
     @can_return_tuple

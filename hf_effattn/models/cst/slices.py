@@ -44,7 +44,9 @@ class SlicePooling(nn.Module):
             self.projection = nn.Linear(slice_length * config.hidden_size, config.hidden_size)
 
     def forward(self, rows: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Args:
+        """Pool every slice.
+
+        Args:
             rows (`torch.Tensor`): `(B, N, d)`.
             mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = token.
 

@@ -28,13 +28,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Layout:
-    """Args:
-    length (`int`): tokens that count.
-    segment_length (`int`): tokens of a segment.
-    window (`int`): tokens before a segment that it attends to exactly, rounded up to whole segments.
-    keys_per_cluster (`int`): mean size of a key cluster in small blocks.
-    key_clusters (`int`): most key clusters of a block.
-    prefill (`bool`): whether query clusters are made once, of all queries.
+    """What every segment of a text attends to.
+
+    Args:
+        length (`int`): tokens that count.
+        segment_length (`int`): tokens of a segment.
+        window (`int`): tokens before a segment that it attends to exactly, rounded up to whole segments.
+        keys_per_cluster (`int`): mean size of a key cluster in small blocks.
+        key_clusters (`int`): most key clusters of a block.
+        prefill (`bool`): whether query clusters are made once, of all queries.
     """
 
     length: int

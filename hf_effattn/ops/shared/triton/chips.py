@@ -17,9 +17,11 @@ LENGTHS = (
 
 @dataclass(frozen=True)
 class Chip:
-    """Args:
-    name (`str`): `"cuda"` for NVIDIA, `"hip"` for AMD.
-    shared_memory (`int`): bytes of shared memory that one program can have.
+    """A kind of chip, as far as block sizes depend on it.
+
+    Args:
+        name (`str`): `"cuda"` for NVIDIA, `"hip"` for AMD.
+        shared_memory (`int`): bytes of shared memory that one program can have.
     """
 
     name: str

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from hf_effattn.models.classifying import masked_mean
 from hf_effattn.models.clusterformer.modeling_clusterformer import pool
 from hf_effattn.models.cst.slices import SlicePooling
-from hf_effattn.models.means import masked_mean
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)

@@ -1,6 +1,8 @@
-"""The mean of the words of a text, which both model families classify by."""
+"""What the classifiers of both model families share."""
 
 import torch
+from torch import nn
+from transformers import PretrainedConfig
 
 from ..ops.shared.precision import accumulation_dtype
 
@@ -20,3 +22,9 @@ def masked_mean(hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor
     counted = mask.bool()[..., None].to(hidden.device)  # a model's last layers may lie on another GPU
     total = hidden.masked_fill(~counted, 0.0).sum(dim=1, dtype=dtype)
     return (total / counted.sum(dim=1).clamp(min=1)).to(hidden.dtype)
+
+
+def classifier_dropout(config: PretrainedConfig) -> nn.Dropout:
+    """Dropout before a classifier: its own rate, else that of the hidden states."""
+    rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+    return nn.Dropout(rate)
