@@ -1,6 +1,5 @@
 """What the commands share: mistakes told in a line instead of a traceback, and values read from the command line."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +7,8 @@ from typing import Any, NoReturn
 
 import typer
 from safetensors import SafetensorError
+
+from ..settings_text import value_of
 
 
 @contextmanager
@@ -63,14 +64,6 @@ def method_of(text: str) -> dict[str, Any]:
             raise typer.BadParameter(f"a setting is written name=value, got {setting!r} in {text!r}")
         found[name] = value_of(value)
     return found
-
-
-def value_of(text: str) -> Any:
-    """A setting's value: JSON, Python's True, False and None, or else the word itself."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return {"True": True, "False": False, "None": None}.get(text, text)
 
 
 def check_output_folder(folder: Path | None) -> None:

@@ -28,8 +28,8 @@ from hf_effattn.measuring.cost import without_profiler_notes
 from hf_effattn.measuring.environment import environment
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.patching.methods import MethodSettings, make_settings
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from ._plots import draw_lengths
 from .real_attention import Inputs, attention_inputs
 

@@ -13,8 +13,8 @@ from rich.progress import track
 
 import hf_effattn
 from hf_effattn.measuring.environment import environment
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from .causal_inputs import held_out_tokens, load_causal_model
 from .causal_schemes import SKIPPED, scored
 

@@ -26,8 +26,8 @@ from hf_effattn.measuring.errors import relative_error
 from hf_effattn.ops import causal_clustered_attention, cluster_queries
 from hf_effattn.ops.causal_clustered_attention.layout import Layout
 from hf_effattn.ops.kmeans import kmeans
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from .causal_inputs import Inputs, causal_attention_inputs, held_out_tokens, load_causal_model
 
 EXACT = "exact"

@@ -31,8 +31,8 @@ from hf_effattn.measuring.exact_kernels import CHOSEN_BY_TORCH, exact_contexts, 
 from hf_effattn.models.clusterformer import ClusterFormerConfig
 from hf_effattn.models.clusterformer.modeling_clusterformer import ClusterFormerLayer
 from hf_effattn.models.clusterformer.sorting import SortedWords
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns
 
 EXACT = f"exact ({CHOSEN_BY_TORCH})"

@@ -20,8 +20,8 @@ from hf_effattn.measuring.cost import interleaved_rounds, median
 from hf_effattn.measuring.environment import environment
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.ops import cluster_queries, improved_clustered_attention
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from .real_attention import attention_inputs
 
 EVERY_QUERY = 2**31

@@ -31,8 +31,8 @@ from hf_effattn.measuring.exact_kernels import CHOSEN_BY_TORCH, exact_contexts, 
 from hf_effattn.models.cst.modeling_cst import CSTLayer, CSTPositions
 from hf_effattn.samples.model import load_model
 from hf_effattn.samples.texts import Passages, bundled_books
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from .embeddings import embed
 
 EXACT = CHOSEN_BY_TORCH

@@ -20,8 +20,8 @@ from hf_effattn import patch_attention, unpatch_attention
 from hf_effattn.measuring.environment import environment
 from hf_effattn.samples.model import load_model
 from hf_effattn.samples.texts import Book, Passages, bundled_books
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from ..kept.data import dataset_path
 
 # Tokens, clusters, topk, key clusters.

@@ -28,8 +28,8 @@ from rich.progress import track
 from hf_effattn.measuring.bench import exact_output, forward, measure_shape, random_inputs
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.patching.methods import MethodSettings, make_settings
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns
 from ._plots import draw_frontier
 from .real_attention import HEAD_DIM, HEADS, attention_inputs

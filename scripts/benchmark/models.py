@@ -22,8 +22,8 @@ from transformers import PreTrainedModel, RobertaConfig, RobertaModel
 
 from hf_effattn import patch_attention
 from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio, peak_memory_added
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, print_rows
 from .attention import EXACT
 

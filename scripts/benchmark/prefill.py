@@ -24,8 +24,8 @@ from hf_effattn.measuring.cost import compare, peak_memory_added
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.ops import causal_clustered_attention
 from hf_effattn.samples.texts import bundled_books
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, device_defaults, print_rows
 from .causal_inputs import Inputs, causal_attention_inputs, load_causal_model
 

@@ -16,7 +16,8 @@ from hf_effattn import extend_positions
 from hf_effattn.measuring.recording import SeenAttention, recording
 from hf_effattn.samples.model import default_model_folder, load_model
 from hf_effattn.samples.texts import Book, Passages, bundled_books
-from hf_effattn.training.command_line import run_with_help
+
+from ..kept.command_line import run_with_help
 
 LAYERS = (0, 2, 5)
 RECORDED = Path(__file__).resolve().parents[2] / ".cache" / "real-attention"

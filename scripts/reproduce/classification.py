@@ -31,8 +31,8 @@ from rich.progress import track
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hf_effattn import ClusterFormerConfig
-from hf_effattn.training.command_line import command_line_of, run_with_help
 
+from ..kept.command_line import command_line_of, run_with_help
 from ..kept.runs import KeptRuns, mean_and_deviation, print_rows
 from ..train import classification as run_classification
 from .answer_ranking import rank_answers

@@ -27,8 +27,8 @@ from rich.progress import track
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_effattn.samples.model import installed_model_folder
-from hf_effattn.training.command_line import command_line_of, run_with_help
 
+from ..kept.command_line import command_line_of, run_with_help
 from ..kept.data import dataset_path
 from ..kept.runs import KeptRuns, run_folder, with_wall_time
 from ..train import classification as run_classification

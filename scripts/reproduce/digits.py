@@ -25,8 +25,8 @@ from sklearn.cluster import KMeans, MiniBatchKMeans  # type: ignore[import-untyp
 from sklearn.preprocessing import normalize  # type: ignore[import-untyped]
 
 from hf_effattn.models.clusterformer import NeuralClustering
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from ..kept.data import dataset_path
 from ..kept.runs import KeptRuns, mean_and_deviation
 

@@ -25,8 +25,8 @@ import typer
 from rich.progress import track
 
 from hf_effattn.data.long_range_arena import GENERATED
-from hf_effattn.training.command_line import command_line_of, run_with_help
 
+from ..kept.command_line import command_line_of, run_with_help
 from ..kept.runs import KeptRuns, mean_and_deviation, run_folder, with_wall_time
 from ..train import lra as run_lra
 

@@ -25,8 +25,7 @@ import torch
 import typer
 from rich.progress import track
 
-from hf_effattn.training.command_line import command_line_of, run_with_help
-
+from ..kept.command_line import command_line_of, run_with_help
 from ..kept.data import dataset_path
 from ..kept.runs import KeptRuns, mean_and_deviation, run_folder, with_wall_time
 from ..train import translation as run_translation

@@ -35,19 +35,22 @@ from transformers import (
     set_seed,
 )
 
+from hf_effattn.data.checks import check_one_source
 from hf_effattn.data.qa_features import count_from_left, find_answers, make_windows
-from hf_effattn.training.argument_checks import check_model, check_splits, check_work
-from hf_effattn.training.command_line import check_one_source, parser_of
-from hf_effattn.training.run import (
+from hf_effattn.training import (
+    RepeatableTrainer,
+    check_model,
+    check_splits,
+    check_work,
     drawn_samples,
     keep_metrics,
     load_metric,
     load_tokenizer,
     make_model,
+    parser_of,
     train,
     training_split,
 )
-from hf_effattn.training.trainer import RepeatableTrainer
 
 TEXT = Value("string")
 ANSWERS = {"text": Sequence(TEXT), "answer_start": Sequence(Value("int32"))}

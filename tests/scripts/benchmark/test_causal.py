@@ -9,7 +9,7 @@ import typer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_effattn.samples.texts import bundled_books
-from hf_effattn.training.run import train_tokenizer
+from hf_effattn.training import train_tokenizer
 from scripts.benchmark import causal_generation, causal_inputs, causal_schemes, perplexity
 
 

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenizer, ByT5Tokenizer
 
-from hf_effattn import from_pretrained
+from hf_effattn import from_pretrained, training
 from hf_effattn.data import qa_features
-from hf_effattn.training import run as training
+from hf_effattn.training.models import END_OF_TEXT
+from hf_effattn.training.run import METRICS as METRICS_FOLDER
 from scripts.train import qa as run_qa
 
 METRICS = {"squad": {}, "squad_v2": {"no_answer_probability": 0.0}}
@@ -137,7 +138,7 @@ def test_metrics_load_by_their_path_alone(tmp_path, monkeypatch):
     """As a copy of the folder elsewhere: nothing beside them is needed."""
     monkeypatch.chdir(tmp_path)
     for name in METRICS:
-        shutil.copytree(training.METRICS / name, tmp_path / name)
+        shutil.copytree(METRICS_FOLDER / name, tmp_path / name)
         assert evaluate.load(str(tmp_path / name / f"{name}.py")).info.features is not None
 
 
@@ -269,7 +270,7 @@ def test_a_tokenizer_without_padding_gets_it_on_the_right():
     tokenizer = small_tokenizer()
     tokenizer.pad_token, tokenizer.padding_side = None, "left"
     qa_features.count_from_left(tokenizer)
-    assert (tokenizer.pad_token, tokenizer.padding_side) == (training.END_OF_TEXT, "right")
+    assert (tokenizer.pad_token, tokenizer.padding_side) == (END_OF_TEXT, "right")
 
 
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 80), st.integers(0, 1000))
