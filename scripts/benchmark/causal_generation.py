@@ -15,7 +15,7 @@ import hf_effattn
 from hf_effattn.measuring.environment import environment
 
 from ..kept.command_line import run_with_help
-from .causal_inputs import held_out_tokens, load_causal_model
+from ._inputs import held_out_tokens, load_causal_model
 from .causal_schemes import SKIPPED, scored
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -28,7 +28,7 @@ from hf_effattn.ops.causal_clustered_attention.layout import Layout
 from hf_effattn.ops.kmeans import kmeans
 
 from ..kept.command_line import run_with_help
-from .causal_inputs import Inputs, causal_attention_inputs, held_out_tokens, load_causal_model
+from ._inputs import Inputs, causal_attention_inputs, held_out_tokens, load_causal_model
 
 EXACT = "exact"
 SEGMENT = 64

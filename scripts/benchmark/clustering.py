@@ -22,7 +22,7 @@ from hf_effattn.measuring.errors import relative_error
 from hf_effattn.ops import cluster_queries, improved_clustered_attention
 
 from ..kept.command_line import run_with_help
-from .real_attention import attention_inputs
+from ._inputs import attention_inputs
 
 EVERY_QUERY = 2**31
 # Name: (arguments of cluster_queries, whether the keys' metric is used).

@@ -2,7 +2,7 @@
 
 Times (clustering included, interleaved with the exact kernels of the machine) and errors are both taken on the
 queries, keys and values which the pretrained BERT of the demo makes of novels, its positions repeated beyond 512
-tokens. Where that is not at hand (`scripts/benchmark/real_attention.py`) the inputs are random, and the errors null.
+tokens. Where that is not at hand (`scripts/benchmark/_inputs.py`) the inputs are random, and the errors null.
 
     python -m scripts.benchmark.frontier          # writes scripts/results/benchmark_frontier.{json,png}
     python -m scripts.benchmark.frontier --near scripts/results/benchmark_frontier.json --lengths 16384,65536
@@ -31,8 +31,8 @@ from hf_effattn.patching.methods import MethodSettings, make_settings
 
 from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns
+from ._inputs import HEAD_DIM, HEADS, attention_inputs
 from ._plots import draw_frontier
-from .real_attention import HEAD_DIM, HEADS, attention_inputs
 
 CLUSTERS = (32, 40, 50, 64, 100, 200)
 TOPK = (64, 128, 192, 256, 384)

@@ -26,7 +26,7 @@ import hf_effattn
 from hf_effattn.measuring.environment import environment
 
 from ..kept.command_line import run_with_help
-from .causal_inputs import HELD_OUT, held_out_tokens, load_causal_model
+from ._inputs import HELD_OUT, held_out_tokens, load_causal_model
 from .causal_schemes import EXACT, SKIPPED, scored
 
 SHORTER = "shorter context"

@@ -27,7 +27,7 @@ from hf_effattn.samples.texts import bundled_books
 
 from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, device_defaults, print_rows
-from .causal_inputs import Inputs, causal_attention_inputs, load_causal_model
+from ._inputs import Inputs, causal_attention_inputs, load_causal_model
 
 GPT2 = Path(__file__).resolve().parents[2] / "model_cards" / "gpt2-books"
 # Its activations take 12 KiB a token; the novels in the package have text for three times as many tokens.
