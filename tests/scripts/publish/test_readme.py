@@ -48,7 +48,8 @@ def test_pictures_and_commands_exist():
     text = README.read_text(encoding="utf-8")
     for target in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
         assert (README.parent / target).is_file(), target
-    makefile = (README.parent / "Makefile").read_text(encoding="utf-8")
+    makefiles = [README.parent / "Makefile", *sorted(README.parent.glob("scripts/*/*.mk"))]
+    makefile = "\n".join(path.read_text(encoding="utf-8") for path in makefiles)
     text += (README.parent / "model_cards" / "RESULTS.md").read_text(encoding="utf-8")
     named = re.findall(r"(?:`|\n)make ([\w-]+)", text)
     for target in named:
