@@ -1,4 +1,4 @@
-"""Speed and memory of the attention methods against the fastest exact attention of the machine, errors beside them.
+"""How fast is each method, how much memory does it take, how large is its error? Against the fastest exact attention.
 
 Every call of a length is timed in the same run, interleaved, clustering included. Times are taken on random inputs of
 `--heads` heads; the errors are those of the attention output on these, and on the queries, keys and values which the

@@ -1,4 +1,4 @@
-"""How often a patched causal model writes the same text as the exact one: greedy continuations of held-out prompts.
+"""Does a patched causal model write the same text as the exact one? Greedy continuations of held-out prompts.
 
 python -m scripts.benchmark.causal_generation --model runs/gpt2    # writes scripts/results/causal_generation.json
 """

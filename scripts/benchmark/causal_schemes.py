@@ -1,4 +1,4 @@
-"""Which strictly causal scheme serves the keys older than the local window: error, time, and keys scored per query.
+"""Which strictly causal scheme serves the keys older than the local window? Error, time and keys scored per query.
 
 Queries, keys and values are those of every layer of a trained causal language model on held-out books. Each scheme
 attends exactly in the same window; what differs is what stands for the older keys. Schemes that are not in

@@ -1,4 +1,4 @@
-"""Time and memory of one ClusterFormer layer against the same layer with exact attention (Source: Wang 2022, Table 7).
+"""Is a ClusterFormer layer faster and smaller than the same layer with exact attention? (Source: Wang 2022, Table 7)
 
 The layers have the same size and differ in what they attend to: PyTorch's attention to all words, neural clustering,
 the gate, the gate with the centroids, and the rivals K-means (Routing Transformer) and LSH (Reformer). All are timed

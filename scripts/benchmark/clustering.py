@@ -1,4 +1,4 @@
-"""What each way of clustering costs and how large the attention error is that it leads to.
+"""What does each way of clustering cost, and how large an attention error does it lead to?
 
 Labels are made of the queries and keys of a pretrained BERT on novels (three of its layers); the error is that of
 improved clustered attention with those labels. This is what the defaults of `cluster_queries` were chosen by.

@@ -1,4 +1,4 @@
-"""From which length on each method is faster than exact attention on this machine, for cheap and for dear settings.
+"""From which length on is each method faster than exact attention on this machine? With cheap and dear settings.
 
 The result is what `min_length=None` means on this kind of device; it is written to the package's `crossover.json`,
 where the lengths of other kinds of device are kept. What was measured is kept after every length: interrupted and

@@ -1,4 +1,4 @@
-"""Composite slice attention: time and memory of a layer against the same layer with SDPA, and what a conversion keeps.
+"""Is a layer of composite slice attention faster than the same layer with SDPA, and what does a conversion keep?
 
 Layers have random weights; both are timed in the same run, interleaved, forward and backward, on a GPU with each of
 SDPA's kernels, of which the fastest is what speeds are against. The conversion is that

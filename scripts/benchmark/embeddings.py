@@ -1,4 +1,4 @@
-"""How close the sentence embeddings of a patched pretrained BERT stay to those of the exact model.
+"""How close do the sentence embeddings of a patched pretrained BERT stay to those of the exact model?
 
 All layers of all-MiniLM-L6-v2 are patched; texts are passages of novels, embeddings the normalised masked means of the
 last hidden state. With `--books` the texts come from a folder of the large data sets instead of the bundled excerpts.

@@ -1,4 +1,4 @@
-"""Which method reaches an error in the least time: many settings of each, on a pretrained model's real inputs.
+"""Which method reaches an error in the least time? Many settings of each, on a pretrained model's real inputs.
 
 Times (clustering included, interleaved with the exact kernels of the machine) and errors are both taken on the
 queries, keys and values which the pretrained BERT of the demo makes of novels, its positions repeated beyond 512

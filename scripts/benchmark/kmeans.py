@@ -1,4 +1,4 @@
-"""K-means on many problems at once: the time against other implementations, and how good the clusters are.
+"""Is our K-means faster than others on many problems at once, and are its clusters as good?
 
 The rivals are the package flash-kmeans, where it is installed and there is a GPU, and scikit-learn, which takes one
 problem after the other on the CPU. All make the same number of Lloyd's iterations; ours looks for seeds far from each

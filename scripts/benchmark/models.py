@@ -1,4 +1,4 @@
-"""Tokens per second and memory of whole RoBERTa-shaped models, exact against patched, forward and training step.
+"""How much faster is a whole patched model? RoBERTa-shaped, against exact attention, forward and training step.
 
 The weights are random: time and memory don't depend on them, errors would, and are measured elsewhere
 (`hf_effattn.report`, `scripts/benchmark/attention.py`). All calls of a length are interleaved in one run.

@@ -1,4 +1,4 @@
-"""Attention of a prompt in a model that masks the future, against exact attention: Llama's shape, time and error.
+"""How fast and how exact is the attention of a prompt in a model that masks the future? Llama's shape.
 
 32 query heads read 8 heads of keys and values, 128 wide, random; clustering is timed too. The error is that of the
 attention output on the queries, keys and values of `model_cards/gpt2-books` (mean over its layers) on the novels in

@@ -1,4 +1,4 @@
-r"""What clustered attention does to fine-tuned models without retraining (Source: Vyas 2020, section 3.3).
+r"""How much do fine-tuned models lose to clustered attention without retraining? (Source: Vyas 2020, section 3.3)
 
 Tasks of GLUE, and SQuAD, with exact attention and with the methods: the task's metric as mean ± standard
 deviation over the seeds of the clustering, its drop, and the error of the attention output in each layer. A text with

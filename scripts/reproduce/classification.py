@@ -1,4 +1,4 @@
-"""Text classification from scratch: ClusterFormer, its rivals and the Transformer (Wang 2022, Tables 2 to 5).
+"""Does ClusterFormer classify texts better than its rivals and the Transformer? (Source: Wang 2022, Tables 2 to 5)
 
 Every model has 2 layers, 300 wide, with 4 heads (for pairs of texts 1 layer with 6 heads, as in the paper), and the
 mean of its words as the text's vector. They differ in how words are sorted (`assignment`, the gate and the losses) and

@@ -1,4 +1,4 @@
-"""Composite Slice Transformers trained beside the Transformer, and a converted BERT fine-tuned beside the exact one.
+"""Do Composite Slice Transformers learn as well as the Transformer, and a converted BERT as well as the exact one?
 
 From scratch, at the size of Lee 2023 (Table 6: 256 wide, 4 heads, pre-norm): IMDb as bytes (the Text task of Long
 Range Arena) and 20 Newsgroups with 2 layers, WikiText-2 and books with 4 (Table 9, attention of matched cost, on the

@@ -1,4 +1,4 @@
-"""Neural clustering alone against other clusterings: the digits of MNIST (Source: Wang 2022, App. A, Table 6).
+"""Does neural clustering alone beat other clusterings? The digits of MNIST (Source: Wang 2022, App. A, Table 6).
 
 A cluster stands for the class that most of its training images have; the accuracy is that of the test images, put into
 the clusters that were found without labels. Spherical K-means is K-means on images scaled to length 1: neural

@@ -1,4 +1,4 @@
-"""Long Range Arena: Transformer, Composite Slice Transformer, ClusterFormer and others (Source: Lee 2023, Table 1).
+"""How do the models compare on the Long Range Arena, trained from scratch? (Source: Lee 2023, Table 1)
 
 Every model has the sizes of the paper's Table 6, and its settings of training unless `--batch-size` and
 `--learning-rate` name others; `--share` of its steps are run, with as large a share of the warm-up; attention dropout

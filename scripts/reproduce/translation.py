@@ -1,4 +1,4 @@
-"""Translation from scratch: ClusterFormer plain and gated beside the Transformer (Source: Wang 2022, Table 1).
+"""Does ClusterFormer translate as well as the Transformer, from scratch? (Source: Wang 2022, Table 1)
 
 All are one model, which differs in how words are sorted; the Transformer is the same with `assignment="full"`. In the
 rows of an "encoder" it alone sorts: a decoder that sorts seldom sees the word before. "The paper's decoder" is that of
