@@ -1,6 +1,5 @@
 """What the commands share: mistakes told in a line instead of a traceback, and values read from the command line."""
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +8,8 @@ from typing import Any, NoReturn
 
 import typer
 from safetensors import SafetensorError
+
+from ..settings_text import value_of
 
 
 @contextmanager
@@ -71,14 +72,6 @@ def method_of(text: str) -> dict[str, Any]:
             raise typer.BadParameter(f"a setting is written name=value, got {setting!r} in {text!r}")
         found[name] = value_of(value)
     return found
-
-
-def value_of(text: str) -> Any:
-    """A setting's value: JSON, Python's True, False and None, or else the word itself."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return {"True": True, "False": False, "None": None}.get(text, text)
 
 
 def check_output_folder(folder: Path | None) -> None:

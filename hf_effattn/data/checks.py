@@ -1,6 +1,7 @@
-"""Checks of settings, which speak before anything is written."""
+"""Checks of settings and arguments, made before anything is read or written."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def check_range(name: str, value: int, least: int, most: int | None = None) -> None:
@@ -35,3 +36,22 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
     """
     for split, size in sizes.items():
         check_range(f"{split}_size", size, 1)
+
+
+def check_one_source(arguments: Any, *sources: Sequence[str]) -> None:
+    """That data are named in one way: of two, one would be left out without a word.
+
+    Args:
+        arguments (`Any`): dataclass of the data's arguments.
+        sources (`Sequence[str]`): the options of each way.
+
+    Raises:
+        ValueError: options of more than one way are set.
+    """
+    named = [[f"--{name}" for name in names if getattr(arguments, name)] for names in sources]
+    if sum(map(bool, named)) > 1:
+        ways = "; or ".join(", ".join(f"--{name}" for name in names) for names in sources)
+        raise ValueError(
+            f"{' and '.join(name for names in named for name in names)} name data in more than one way: leave out all"
+            f" but one of {ways}"
+        )

@@ -12,7 +12,7 @@ from typing import Any
 import fsspec
 from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
 
-from ..training.command_line import check_one_source
+from .checks import check_one_source
 
 GIVEN_BY = {
     "train": "--train_files, --class_files or a --dataset_name that has them",

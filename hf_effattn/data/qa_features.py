@@ -1,14 +1,39 @@
-"""Questions and texts as windows of tokens, and the answers that a model's logits on these windows stand for.
+"""Questions from files, cut into windows of tokens, and the answers that a model's logits on these windows stand for.
 
 A text longer than the model reads is cut into windows that overlap; a window without the answer points at its first
 special token, and so does a question that has none.
 """
 
+import gzip
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedTokenizerBase
+
+TEXT = Value("string")
+ANSWERS = {"text": Sequence(TEXT), "answer_start": Sequence(Value("int32"))}
+COLUMNS = Features({"id": TEXT, "question": TEXT, "context": TEXT, "answers": ANSWERS})
+
+
+def read_questions(path: str) -> Iterator[dict[str, Any]]:
+    """The questions of a file (gzip too), a row each: of SQuAD's JSON, which nests them, or of JSON lines."""
+    with gzip.open(path, "rt", encoding="utf-8") if path.endswith(".gz") else open(path, encoding="utf-8") as file:
+        content = file.read()
+    try:
+        entries = json.loads(content)["data"]
+    except (json.JSONDecodeError, KeyError):  # more than one JSON value, or one row
+        entries = [json.loads(line) for line in content.split("\n") if line.strip()]
+    for entry in entries:
+        for paragraph in entry.get("paragraphs", [entry]):
+            for row in paragraph.get("qas", [paragraph]):
+                answers = row.get("answers") or []
+                if isinstance(answers, list):
+                    answers = {name: [answer[name] for answer in answers] for name in ANSWERS}
+                texts = {"context": paragraph["context"], "question": row["question"]}
+                yield {"id": str(row["id"]), "answers": {name: answers[name] for name in ANSWERS}, **texts}
 
 
 def count_from_left(tokenizer: PreTrainedTokenizerBase) -> None:

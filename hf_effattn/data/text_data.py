@@ -8,7 +8,7 @@ from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
-from ..training.command_line import check_one_source
+from .checks import check_one_source
 from .gutenberg import GUTENBERG
 
 # Characters that become tokens at a time, of which each takes about 200 bytes meanwhile.

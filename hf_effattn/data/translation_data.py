@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset
 
-from ..training.command_line import check_one_source
+from .checks import check_one_source
 
 FILES = "Text files, a text a line (gzip too)."
 

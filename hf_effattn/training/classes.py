@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from datasets import ClassLabel, DatasetDict
 from transformers import AutoConfig, TrainingArguments
 
-from .command_line import ModelArguments
+from .arguments import ModelArguments
 from .run import checkpoint_to_resume
 
 HEAD = "ForSequenceClassification"
@@ -30,7 +30,7 @@ def numbers_of(names: Sequence[str], among: Sequence[str]) -> list[int]:
 def class_order(
     names: Sequence[str], arguments: ModelArguments, training: TrainingArguments, fewer: bool = False
 ) -> list[str]:
-    """The classes in the order of the model's outputs, as transformers' `scripts/train/glue.py` finds it.
+    """The classes in the order of the model's outputs, as transformers' `run_glue.py` finds it.
 
     A classifier that is loaded and has names for its classes, the data's in any order, keeps its order and spelling.
     One that has numbers for names (`LABEL_0` or `0`), and a model without a head, take the order of the data.

@@ -1,9 +1,9 @@
-"""Speed and memory of the attention methods against the fastest exact attention of the machine, errors beside them.
+"""How fast is each method, how much memory does it take, how large is its error? Against the fastest exact attention.
 
 Every call of a length is timed in the same run, interleaved, clustering included. Times are taken on random inputs of
 `--heads` heads; the errors are those of the attention output on these, and on the queries, keys and values which the
 pretrained BERT of the demo makes of novels at the same length (its positions repeated beyond 512 tokens); null where
-that is not at hand (`scripts/benchmark/real_attention.py`).
+that is not at hand (`scripts/benchmark/_inputs.py`).
 
     python -m scripts.benchmark.attention      # writes scripts/results/benchmark_attention.{json,png}
 
@@ -28,10 +28,10 @@ from hf_effattn.measuring.cost import without_profiler_notes
 from hf_effattn.measuring.environment import environment
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.patching.methods import MethodSettings, make_settings
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
+from ._inputs import Inputs, attention_inputs
 from ._plots import draw_lengths
-from .real_attention import Inputs, attention_inputs
 
 EXACT = "exact"
 METHODS: dict[str, MethodSettings] = {

@@ -1,4 +1,4 @@
-"""How often a patched causal model writes the same text as the exact one: greedy continuations of held-out prompts.
+"""Does a patched causal model write the same text as the exact one? Greedy continuations of held-out prompts.
 
 python -m scripts.benchmark.causal_generation --model runs/gpt2    # writes scripts/results/causal_generation.json
 """
@@ -13,9 +13,9 @@ from rich.progress import track
 
 import hf_effattn
 from hf_effattn.measuring.environment import environment
-from hf_effattn.training.command_line import run_with_help
 
-from .causal_inputs import held_out_tokens, load_causal_model
+from ..kept.command_line import run_with_help
+from ._inputs import held_out_tokens, load_causal_model
 from .causal_schemes import SKIPPED, scored
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Which strictly causal scheme serves the keys older than the local window: error, time, and keys scored per query.
+"""Which strictly causal scheme serves the keys older than the local window? Error, time and keys scored per query.
 
 Queries, keys and values are those of every layer of a trained causal language model on held-out books. Each scheme
 attends exactly in the same window; what differs is what stands for the older keys. Schemes that are not in
@@ -26,9 +26,9 @@ from hf_effattn.measuring.errors import relative_error
 from hf_effattn.ops import causal_clustered_attention, cluster_queries
 from hf_effattn.ops.causal_clustered_attention.layout import Layout
 from hf_effattn.ops.kmeans import kmeans
-from hf_effattn.training.command_line import run_with_help
 
-from .causal_inputs import Inputs, causal_attention_inputs, held_out_tokens, load_causal_model
+from ..kept.command_line import run_with_help
+from ._inputs import Inputs, causal_attention_inputs, held_out_tokens, load_causal_model
 
 EXACT = "exact"
 SEGMENT = 64

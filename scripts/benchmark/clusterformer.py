@@ -1,4 +1,4 @@
-"""Time and memory of one ClusterFormer layer against the same layer with exact attention (Source: Wang 2022, Table 7).
+"""Is a ClusterFormer layer faster and smaller than the same layer with exact attention? (Source: Wang 2022, Table 7)
 
 The layers have the same size and differ in what they attend to: PyTorch's attention to all words, neural clustering,
 the gate, the gate with the centroids, and the rivals K-means (Routing Transformer) and LSH (Reformer). All are timed
@@ -31,8 +31,8 @@ from hf_effattn.measuring.exact_kernels import CHOSEN_BY_TORCH, exact_contexts, 
 from hf_effattn.models.clusterformer import ClusterFormerConfig
 from hf_effattn.models.clusterformer.modeling_clusterformer import ClusterFormerLayer
 from hf_effattn.models.clusterformer.sorting import SortedWords
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns
 
 EXACT = f"exact ({CHOSEN_BY_TORCH})"

@@ -1,4 +1,4 @@
-"""What each way of clustering costs and how large the attention error is that it leads to.
+"""What does each way of clustering cost, and how large an attention error does it lead to?
 
 Labels are made of the queries and keys of a pretrained BERT on novels (three of its layers); the error is that of
 improved clustered attention with those labels. This is what the defaults of `cluster_queries` were chosen by.
@@ -20,9 +20,9 @@ from hf_effattn.measuring.cost import interleaved_rounds, median
 from hf_effattn.measuring.environment import environment
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.ops import cluster_queries, improved_clustered_attention
-from hf_effattn.training.command_line import run_with_help
 
-from .real_attention import attention_inputs
+from ..kept.command_line import run_with_help
+from ._inputs import attention_inputs
 
 EVERY_QUERY = 2**31
 # Name: (arguments of cluster_queries, whether the keys' metric is used).

@@ -1,4 +1,4 @@
-"""From which length on each method is faster than exact attention on this machine, for cheap and for dear settings.
+"""From which length on is each method faster than exact attention on this machine? With cheap and dear settings.
 
 The result is what `min_length=None` means on this kind of device; it is written to the package's `crossover.json`,
 where the lengths of other kinds of device are kept. What was measured is kept after every length: interrupted and
@@ -23,7 +23,8 @@ from hf_effattn.measuring.cost import compare
 from hf_effattn.measuring.environment import environment
 from hf_effattn.measuring.exact_kernels import exact_kernels
 from hf_effattn.patching.methods import make_settings, run_method
-from hf_effattn.training.command_line import run_with_help
+
+from ..kept.command_line import run_with_help
 
 LENGTHS = (512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096, 6144, 8192)
 SETTINGS: tuple[dict[str, Any], ...] = (

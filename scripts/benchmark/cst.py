@@ -1,4 +1,4 @@
-"""Composite slice attention: time and memory of a layer against the same layer with SDPA, and what a conversion keeps.
+"""Is a layer of composite slice attention faster than the same layer with SDPA, and what does a conversion keep?
 
 Layers have random weights; both are timed in the same run, interleaved, forward and backward, on a GPU with each of
 SDPA's kernels, of which the fastest is what speeds are against. The conversion is that
@@ -31,8 +31,8 @@ from hf_effattn.measuring.exact_kernels import CHOSEN_BY_TORCH, exact_contexts, 
 from hf_effattn.models.cst.modeling_cst import CSTLayer, CSTPositions
 from hf_effattn.samples.model import load_model
 from hf_effattn.samples.texts import Passages, bundled_books
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from .embeddings import embed
 
 EXACT = CHOSEN_BY_TORCH

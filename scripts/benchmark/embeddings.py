@@ -1,4 +1,4 @@
-"""How close the sentence embeddings of a patched pretrained BERT stay to those of the exact model.
+"""How close do the sentence embeddings of a patched pretrained BERT stay to those of the exact model?
 
 All layers of all-MiniLM-L6-v2 are patched; texts are passages of novels, embeddings the normalised masked means of the
 last hidden state. With `--books` the texts come from a folder of the large data sets instead of the bundled excerpts.
@@ -20,8 +20,8 @@ from hf_effattn import patch_attention, unpatch_attention
 from hf_effattn.measuring.environment import environment
 from hf_effattn.samples.model import load_model
 from hf_effattn.samples.texts import Book, Passages, bundled_books
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from ..kept.data import dataset_path
 
 # Tokens, clusters, topk, key clusters.

@@ -1,8 +1,8 @@
-"""Which method reaches an error in the least time: many settings of each, on a pretrained model's real inputs.
+"""Which method reaches an error in the least time? Many settings of each, on a pretrained model's real inputs.
 
 Times (clustering included, interleaved with the exact kernels of the machine) and errors are both taken on the
 queries, keys and values which the pretrained BERT of the demo makes of novels, its positions repeated beyond 512
-tokens. Where that is not at hand (`scripts/benchmark/real_attention.py`) the inputs are random, and the errors null.
+tokens. Where that is not at hand (`scripts/benchmark/_inputs.py`) the inputs are random, and the errors null.
 
     python -m scripts.benchmark.frontier          # writes scripts/results/benchmark_frontier.{json,png}
     python -m scripts.benchmark.frontier --near scripts/results/benchmark_frontier.json --lengths 16384,65536
@@ -28,11 +28,11 @@ from rich.progress import track
 from hf_effattn.measuring.bench import exact_output, forward, measure_shape, random_inputs
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.patching.methods import MethodSettings, make_settings
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns
+from ._inputs import HEAD_DIM, HEADS, attention_inputs
 from ._plots import draw_frontier
-from .real_attention import HEAD_DIM, HEADS, attention_inputs
 
 CLUSTERS = (32, 40, 50, 64, 100, 200)
 TOPK = (64, 128, 192, 256, 384)

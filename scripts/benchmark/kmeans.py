@@ -1,4 +1,4 @@
-"""K-means on many problems at once: the time against other implementations, and how good the clusters are.
+"""Is our K-means faster than others on many problems at once, and are its clusters as good?
 
 The rivals are the package flash-kmeans, where it is installed and there is a GPU, and scikit-learn, which takes one
 problem after the other on the CPU. All make the same number of Lloyd's iterations; ours looks for seeds far from each
@@ -24,8 +24,8 @@ from sklearn.cluster import KMeans  # type: ignore[import-untyped]
 
 from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio, peak_memory_added
 from hf_effattn.ops import kmeans
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, device_defaults, print_rows
 
 OURS, FLASH, SCIKIT = "hf_effattn", "flash-kmeans", "scikit-learn"

@@ -1,4 +1,4 @@
-"""Tokens per second and memory of whole RoBERTa-shaped models, exact against patched, forward and training step.
+"""How much faster is a whole patched model? RoBERTa-shaped, against exact attention, forward and training step.
 
 The weights are random: time and memory don't depend on them, errors would, and are measured elsewhere
 (`hf_effattn.report`, `scripts/benchmark/attention.py`). All calls of a length are interleaved in one run.
@@ -22,8 +22,8 @@ from transformers import PreTrainedModel, RobertaConfig, RobertaModel
 
 from hf_effattn import patch_attention
 from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio, peak_memory_added
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, print_rows
 from .attention import EXACT
 

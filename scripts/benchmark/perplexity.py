@@ -1,4 +1,4 @@
-r"""Perplexity of a causal model on held-out text against context length: exact, by each method, with less context.
+r"""What perplexity does a causal model reach with each method, exactly, and with less context? On held-out text.
 
 A row's loss is the mean over all tokens of texts of one length; `last_quarter_loss` that of their last quarter, for
 which the context counts most. In the rows that end in "prompt" the first three quarters are a prompt, run by the
@@ -24,9 +24,9 @@ from transformers import DynamicCache
 
 import hf_effattn
 from hf_effattn.measuring.environment import environment
-from hf_effattn.training.command_line import run_with_help
 
-from .causal_inputs import HELD_OUT, held_out_tokens, load_causal_model
+from ..kept.command_line import run_with_help
+from ._inputs import HELD_OUT, held_out_tokens, load_causal_model
 from .causal_schemes import EXACT, SKIPPED, scored
 
 SHORTER = "shorter context"

@@ -1,4 +1,4 @@
-"""Attention of a prompt in a model that masks the future, against exact attention: Llama's shape, time and error.
+"""How fast and how exact is the attention of a prompt in a model that masks the future? Llama's shape.
 
 32 query heads read 8 heads of keys and values, 128 wide, random; clustering is timed too. The error is that of the
 attention output on the queries, keys and values of `model_cards/gpt2-books` (mean over its layers) on the novels in
@@ -24,10 +24,10 @@ from hf_effattn.measuring.cost import compare, peak_memory_added
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.ops import causal_clustered_attention
 from hf_effattn.samples.texts import bundled_books
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, device_defaults, print_rows
-from .causal_inputs import Inputs, causal_attention_inputs, load_causal_model
+from ._inputs import Inputs, causal_attention_inputs, load_causal_model
 
 GPT2 = Path(__file__).resolve().parents[2] / "model_cards" / "gpt2-books"
 # Its activations take 12 KiB a token; the novels in the package have text for three times as many tokens.

@@ -1,4 +1,4 @@
-"""The one place where scripts and tests look for the large data sets, which are not part of the repository."""
+"""Where scripts and tests find the large data sets, which are not part of the repository."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the tables in the README and the model cards share."""
+"""Parts of the tables in the README and the model cards."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Results that are kept after every run, so that an experiment that was stopped goes on where it was."""
+"""Results kept after every run: a stopped experiment goes on where it was."""
 
 import hashlib
 import json

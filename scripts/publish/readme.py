@@ -11,9 +11,9 @@ from pathlib import Path
 import pandas as pd
 
 from hf_effattn.reporting.table import markdown
-from hf_effattn.training.command_line import run_with_help
 
 from ..benchmark import frontier as benchmark_frontier
+from ..kept.command_line import run_with_help
 from ..kept.markdown import by_length, machine, number
 from . import cards as project_cards
 from . import clusterformer_tables

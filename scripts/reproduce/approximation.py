@@ -1,4 +1,4 @@
-r"""What clustered attention does to fine-tuned models without retraining (Source: Vyas 2020, section 3.3).
+r"""How much do fine-tuned models lose to clustered attention without retraining? (Source: Vyas 2020, section 3.3)
 
 Tasks of GLUE, and SQuAD, with exact attention and with the methods: the task's metric as mean ± standard
 deviation over the seeds of the clustering, its drop, and the error of the attention output in each layer. A text with
@@ -29,8 +29,8 @@ from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClas
 from hf_effattn import report
 from hf_effattn.data import glue_tasks
 from hf_effattn.samples.model import DEFAULT_NAME, installed_model_folder
-from hf_effattn.training.command_line import command_line_of, run_with_help
 
+from ..kept.command_line import command_line_of, run_with_help
 from ..kept.data import VARIABLE, dataset_path
 from ..kept.markdown import machine, of_frame
 from ..kept.runs import KeptRuns, mean_and_deviation, run_folder

@@ -1,4 +1,4 @@
-"""Text classification from scratch: ClusterFormer, its rivals and the Transformer (Wang 2022, Tables 2 to 5).
+"""Does ClusterFormer classify texts better than its rivals and the Transformer? (Source: Wang 2022, Tables 2 to 5)
 
 Every model has 2 layers, 300 wide, with 4 heads (for pairs of texts 1 layer with 6 heads, as in the paper), and the
 mean of its words as the text's vector. They differ in how words are sorted (`assignment`, the gate and the losses) and
@@ -31,8 +31,8 @@ from rich.progress import track
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hf_effattn import ClusterFormerConfig
-from hf_effattn.training.command_line import command_line_of, run_with_help
 
+from ..kept.command_line import command_line_of, run_with_help
 from ..kept.runs import KeptRuns, mean_and_deviation, print_rows
 from ..train import classification as run_classification
 from .answer_ranking import rank_answers

@@ -1,4 +1,4 @@
-"""Composite Slice Transformers trained beside the Transformer, and a converted BERT fine-tuned beside the exact one.
+"""Do Composite Slice Transformers learn as well as the Transformer, and a converted BERT as well as the exact one?
 
 From scratch, at the size of Lee 2023 (Table 6: 256 wide, 4 heads, pre-norm): IMDb as bytes (the Text task of Long
 Range Arena) and 20 Newsgroups with 2 layers, WikiText-2 and books with 4 (Table 9, attention of matched cost, on the
@@ -27,8 +27,8 @@ from rich.progress import track
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_effattn.samples.model import installed_model_folder
-from hf_effattn.training.command_line import command_line_of, run_with_help
 
+from ..kept.command_line import command_line_of, run_with_help
 from ..kept.data import dataset_path
 from ..kept.runs import KeptRuns, run_folder, with_wall_time
 from ..train import classification as run_classification

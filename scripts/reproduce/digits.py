@@ -1,4 +1,4 @@
-"""Neural clustering alone against other clusterings: the digits of MNIST (Source: Wang 2022, App. A, Table 6).
+"""Does neural clustering alone beat other clusterings? The digits of MNIST (Source: Wang 2022, App. A, Table 6).
 
 A cluster stands for the class that most of its training images have; the accuracy is that of the test images, put into
 the clusters that were found without labels. Spherical K-means is K-means on images scaled to length 1: neural
@@ -25,8 +25,8 @@ from sklearn.cluster import KMeans, MiniBatchKMeans  # type: ignore[import-untyp
 from sklearn.preprocessing import normalize  # type: ignore[import-untyped]
 
 from hf_effattn.models.clusterformer import NeuralClustering
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from ..kept.data import dataset_path
 from ..kept.runs import KeptRuns, mean_and_deviation
 

@@ -1,4 +1,4 @@
-"""Long Range Arena: Transformer, Composite Slice Transformer, ClusterFormer and others (Source: Lee 2023, Table 1).
+"""How do the models compare on the Long Range Arena, trained from scratch? (Source: Lee 2023, Table 1)
 
 Every model has the sizes of the paper's Table 6, and its settings of training unless `--batch-size` and
 `--learning-rate` name others; `--share` of its steps are run, with as large a share of the warm-up; attention dropout
@@ -25,8 +25,8 @@ import typer
 from rich.progress import track
 
 from hf_effattn.data.long_range_arena import GENERATED
-from hf_effattn.training.command_line import command_line_of, run_with_help
 
+from ..kept.command_line import command_line_of, run_with_help
 from ..kept.runs import KeptRuns, mean_and_deviation, run_folder, with_wall_time
 from ..train import lra as run_lra
 

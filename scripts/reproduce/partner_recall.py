@@ -24,8 +24,8 @@ from rich.progress import Progress
 
 from hf_effattn.models.clusterformer import ClusterFormerConfig, ClusterFormerForTokenClassification
 from hf_effattn.models.clusterformer.sorting import SortedWords, WordSorting
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, mean_and_deviation
 
 VALUES = 8

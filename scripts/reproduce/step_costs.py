@@ -1,4 +1,4 @@
-"""Time and memory of a training step of several models, interleaved, so that what else runs slows all of them."""
+"""Time and memory of a training step of several models, interleaved: other work on the machine slows all alike."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""Translation from scratch: ClusterFormer plain and gated beside the Transformer (Source: Wang 2022, Table 1).
+"""Does ClusterFormer translate as well as the Transformer, from scratch? (Source: Wang 2022, Table 1)
 
 All are one model, which differs in how words are sorted; the Transformer is the same with `assignment="full"`. In the
 rows of an "encoder" it alone sorts: a decoder that sorts seldom sees the word before. "The paper's decoder" is that of
@@ -25,8 +25,7 @@ import torch
 import typer
 from rich.progress import track
 
-from hf_effattn.training.command_line import command_line_of, run_with_help
-
+from ..kept.command_line import command_line_of, run_with_help
 from ..kept.data import dataset_path
 from ..kept.runs import KeptRuns, mean_and_deviation, run_folder, with_wall_time
 from ..train import translation as run_translation

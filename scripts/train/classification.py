@@ -28,23 +28,28 @@ from datasets import Dataset, DatasetDict
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, set_seed
 
 from hf_effattn.data.labelled_texts import GIVEN_BY, GIVEN_WITHOUT_TRAINING, DataArguments, load_texts
-from hf_effattn.training.argument_checks import check_model, check_splits, check_work
-from hf_effattn.training.classes import class_order, in_order
-from hf_effattn.training.command_line import ModelArguments, parse_settings, parser_of
-from hf_effattn.training.run import (
+from hf_effattn.training import (
+    ModelArguments,
+    RepeatableTrainer,
     accuracy,
+    check_model,
+    check_splits,
+    check_work,
+    class_order,
     drawn_samples,
+    in_order,
     label_settings,
     length_settings,
     load_tokenizer,
     make_model,
+    parse_settings,
+    parser_of,
     run_classifier,
     tokenize_texts,
     training_split,
     used_splits,
     write_predictions,
 )
-from hf_effattn.training.trainer import RepeatableTrainer
 
 
 def rows_of_test(count: int, drawn: int | None, seed: int) -> list[int]:

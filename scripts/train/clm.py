@@ -30,20 +30,22 @@ from transformers import (
 )
 
 from hf_effattn.data.text_data import GIVEN_BY, DataArguments, blocks, load_texts, portions
-from hf_effattn.training.argument_checks import check_model, check_splits, check_work
-from hf_effattn.training.command_line import parser_of
-from hf_effattn.training.run import (
+from hf_effattn.training import (
+    RepeatableTrainer,
+    check_model,
+    check_splits,
+    check_work,
     drawn_samples,
     keep_metrics,
     length_settings,
     load_tokenizer,
     make_model,
+    parser_of,
     task_loss_alone,
     train,
     training_split,
     used_splits,
 )
-from hf_effattn.training.trainer import RepeatableTrainer
 
 
 @dataclass

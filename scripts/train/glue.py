@@ -31,23 +31,27 @@ from transformers import (
 )
 
 from hf_effattn.data.glue_tasks import TASKS, GlueTask, load_glue
-from hf_effattn.training.argument_checks import check_model, check_splits, check_work
-from hf_effattn.training.classes import class_order, in_order, numbers_of
-from hf_effattn.training.command_line import parser_of
-from hf_effattn.training.run import (
+from hf_effattn.training import (
+    RepeatableTrainer,
+    check_model,
+    check_splits,
+    check_work,
+    class_order,
     drawn_samples,
     first_logits,
+    in_order,
     keep_metrics,
     label_settings,
     load_metric,
     load_tokenizer,
     make_model,
+    numbers_of,
+    parser_of,
     tokenize_texts,
     train,
     training_split,
     write_predictions,
 )
-from hf_effattn.training.trainer import RepeatableTrainer
 
 # What the benchmark's server expects behind the name of a task.
 OF_TEST_SET = {"test": "", "test_matched": "-m", "test_mismatched": "-mm"}

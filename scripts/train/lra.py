@@ -34,10 +34,21 @@ from transformers import (
 
 from hf_effattn import CSTForPairClassification
 from hf_effattn.data import TASKS, LRACollator, load_lra, lra_settings, lra_tokenizer, verify_lra
-from hf_effattn.training.argument_checks import check_model, check_work, differs, works
-from hf_effattn.training.command_line import ModelArguments, parse_settings, parser_of
-from hf_effattn.training.run import accuracy, drawn_samples, label_settings, make_model, run_classifier
-from hf_effattn.training.trainer import RepeatableTrainer
+from hf_effattn.training import (
+    ModelArguments,
+    RepeatableTrainer,
+    accuracy,
+    check_model,
+    check_work,
+    differs,
+    drawn_samples,
+    label_settings,
+    make_model,
+    parse_settings,
+    parser_of,
+    run_classifier,
+    works,
+)
 
 # Lee 2023, Table 6 and section A.6.1.
 SIZES = {

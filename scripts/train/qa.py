@@ -17,17 +17,15 @@ kept in `all_results.json` there, the answers in `eval_predictions.json`, the be
 `min_length=0` it approximates them, too.
 """
 
-import gzip
 import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from datasets import Dataset, DatasetDict, Features, Sequence, Value, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset
 from transformers import (
     AutoModelForQuestionAnswering,
     DataCollatorWithPadding,
@@ -35,23 +33,22 @@ from transformers import (
     set_seed,
 )
 
-from hf_effattn.data.qa_features import count_from_left, find_answers, make_windows
-from hf_effattn.training.argument_checks import check_model, check_splits, check_work
-from hf_effattn.training.command_line import check_one_source, parser_of
-from hf_effattn.training.run import (
+from hf_effattn.data.checks import check_one_source
+from hf_effattn.data.qa_features import COLUMNS, count_from_left, find_answers, make_windows, read_questions
+from hf_effattn.training import (
+    RepeatableTrainer,
+    check_model,
+    check_splits,
+    check_work,
     drawn_samples,
     keep_metrics,
     load_metric,
     load_tokenizer,
     make_model,
+    parser_of,
     train,
     training_split,
 )
-from hf_effattn.training.trainer import RepeatableTrainer
-
-TEXT = Value("string")
-ANSWERS = {"text": Sequence(TEXT), "answer_start": Sequence(Value("int32"))}
-COLUMNS = Features({"id": TEXT, "question": TEXT, "context": TEXT, "answers": ANSWERS})
 
 GIVEN_BY = {
     "train": "--train_files or a --dataset_name that has them",
@@ -89,24 +86,6 @@ class DataArguments:
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on so many questions, drawn by lot."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on so many, drawn by lot."})
     sample_seed: int = field(default=0, metadata={"help": "Decides which questions those are."})
-
-
-def read_questions(path: str) -> Iterator[dict[str, Any]]:
-    """The questions of a file, a row each: of SQuAD's JSON, in which they hang from their texts, or of JSON lines."""
-    with gzip.open(path, "rt", encoding="utf-8") if path.endswith(".gz") else open(path, encoding="utf-8") as file:
-        content = file.read()
-    try:
-        entries = json.loads(content)["data"]
-    except (json.JSONDecodeError, KeyError):  # more than one JSON value, or one row
-        entries = [json.loads(line) for line in content.split("\n") if line.strip()]
-    for entry in entries:
-        for paragraph in entry.get("paragraphs", [entry]):
-            for row in paragraph.get("qas", [paragraph]):
-                answers = row.get("answers") or []
-                if isinstance(answers, list):
-                    answers = {name: [answer[name] for answer in answers] for name in ANSWERS}
-                texts = {"context": paragraph["context"], "question": row["question"]}
-                yield {"id": str(row["id"]), "answers": {name: answers[name] for name in ANSWERS}, **texts}
 
 
 def load_questions(arguments: DataArguments) -> DatasetDict:

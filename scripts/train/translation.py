@@ -42,18 +42,20 @@ from transformers import (
 from hf_effattn.data.translation_data import GIVEN_BY, DataArguments, load_pairs
 from hf_effattn.models.clusterformer.heads import IGNORED, total_loss
 from hf_effattn.models.clusterformer.outputs import ClusteringOutput
-from hf_effattn.training.argument_checks import check_model, check_splits, check_work
-from hf_effattn.training.command_line import parser_of
-from hf_effattn.training.run import (
+from hf_effattn.training import (
+    RepeatableTrainer,
+    check_model,
+    check_splits,
+    check_work,
     drawn_samples,
     keep_metrics,
     load_metric,
     load_tokenizer,
     make_model,
+    parser_of,
     train,
     training_split,
 )
-from hf_effattn.training.trainer import RepeatableTrainer
 
 PADDING, START = "<|pad|>", "<|start|>"
 

@@ -6,8 +6,8 @@ from itertools import chain
 import pytest
 from datasets import Dataset, DatasetDict
 
+from hf_effattn import training
 from hf_effattn.data import text_data
-from hf_effattn.training import run as training
 from scripts.train import clm as run_clm
 from scripts.train import mlm as run_mlm
 

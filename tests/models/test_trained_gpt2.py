@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from hf_effattn import extend_positions, patch_attention
 from hf_effattn.samples.texts import bundled_books
+from scripts.benchmark._inputs import causal_attention_inputs, load_causal_model
 from scripts.benchmark.causal_generation import SETTINGS, same_tokens
-from scripts.benchmark.causal_inputs import causal_attention_inputs, load_causal_model
 from scripts.benchmark.causal_schemes import measure, schemes
 
 FOLDER = Path(__file__).resolve().parents[2] / "model_cards" / "gpt2-books"

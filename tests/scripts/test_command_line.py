@@ -12,9 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from hf_effattn.training import classes as class_order
-from hf_effattn.training import command_line
-from hf_effattn.training import run as training
+from hf_effattn import training
 from scripts.train import classification as run_classification
 from scripts.train import clm as run_clm
 from scripts.train import glue as run_glue
@@ -223,13 +221,13 @@ def test_a_checkpoint_of_another_revision(tmp_path, monkeypatch):
         tokenizer.save_pretrained(folder / "snapshots" / commit)
     for revision, layers, order in ((["--model_revision", "v2"], 2, ["b", "a"]), ([], 1, ["a", "b"])):
         command = ["--model_name_or_path", "me/mine", *revision, "--use_cpu", "--output_dir", str(tmp_path / "run")]
-        parser = command_line.parser_of(None, run_classification.DataArguments)
+        parser = training.parser_of(None, run_classification.DataArguments)
         arguments, _, trained = parser.parse_args_into_dataclasses(command)
         tokenizer = training.load_tokenizer(arguments, trained, [])
         assert len(tokenizer) == 260 + layers
         model = training.make_model(arguments, AutoModelForSequenceClassification, tokenizer, {})
         assert model.config.num_hidden_layers == layers
-        assert class_order.class_order(["a", "b"], arguments, trained) == order
+        assert training.class_order(["a", "b"], arguments, trained) == order
         assert run_lra.model_type(arguments) == "bert"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from hf_effattn.training import run as training
+from hf_effattn import training
 from scripts.train import classification as run_classification
 from scripts.train import glue as run_glue
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from hf_effattn.training import run as training
+from hf_effattn import training
 from hf_effattn.training.trainer import EpochOfSampler, RepeatableTrainer
 from scripts.train import classification as run_classification
 

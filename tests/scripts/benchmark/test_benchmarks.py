@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from scripts.benchmark import _inputs
 from scripts.benchmark import attention as benchmark_attention
 from scripts.benchmark import clustering as benchmark_clustering
 from scripts.benchmark import crossover as measure_crossover
@@ -16,7 +17,6 @@ from scripts.benchmark import frontier as benchmark_frontier
 from scripts.benchmark import kmeans as benchmark_kmeans
 from scripts.benchmark import models as benchmark_models
 from scripts.benchmark import prefill as benchmark_prefill
-from scripts.benchmark import real_attention
 from scripts.kept import data as shared_data
 from scripts.publish import readme as update_readme
 
@@ -72,8 +72,8 @@ def test_benchmark_frontier(real_model_folder, tmp_path, monkeypatch):
 
 
 def test_benchmarks_without_the_model_have_no_real_errors(tmp_path, monkeypatch):
-    monkeypatch.setattr(real_attention, "default_model_folder", lambda: None)
-    monkeypatch.setattr(real_attention, "RECORDED", tmp_path / "none")
+    monkeypatch.setattr(_inputs, "default_model_folder", lambda: None)
+    monkeypatch.setattr(_inputs, "RECORDED", tmp_path / "none")
     for name, values in (("CLUSTERS", (8,)), ("TOPK", (16,)), ("KEY_CLUSTERS", (16,))):
         monkeypatch.setattr(benchmark_frontier, name, values)
     output = tmp_path / "frontier.json"
@@ -94,17 +94,17 @@ def test_benchmarks_without_the_model_have_no_real_errors(tmp_path, monkeypatch)
 
 def test_what_is_kept_of_the_model_gives_its_queries_keys_and_values(real_model_folder, tmp_path, monkeypatch):
     """But for the rounding of its weights to bfloat16; relative errors of up to 0.6 % were measured."""
-    monkeypatch.setattr(real_attention, "RECORDED", tmp_path / "kept")
-    monkeypatch.setattr(real_attention, "RECORDED_LENGTH", 700)
-    expected = real_attention.attention_inputs(600)
-    real_attention.main()
-    monkeypatch.setattr(real_attention, "default_model_folder", lambda: None)
-    for layer, kept in zip(expected, real_attention.attention_inputs(600), strict=True):
+    monkeypatch.setattr(_inputs, "RECORDED", tmp_path / "kept")
+    monkeypatch.setattr(_inputs, "RECORDED_LENGTH", 700)
+    expected = _inputs.attention_inputs(600)
+    _inputs.main()
+    monkeypatch.setattr(_inputs, "default_model_folder", lambda: None)
+    for layer, kept in zip(expected, _inputs.attention_inputs(600), strict=True):
         for rows, actual in zip(layer, kept, strict=True):
-            assert actual.shape == (1, real_attention.HEADS, 600, real_attention.HEAD_DIM)
+            assert actual.shape == (1, _inputs.HEADS, 600, _inputs.HEAD_DIM)
             assert 0 < (rows - actual).norm() < 0.02 * rows.norm()
     with pytest.raises(ValueError, match="holds 700 tokens, 701 are asked for"):
-        real_attention.attention_inputs(701)
+        _inputs.attention_inputs(701)
 
 
 def test_settings_near_earlier_results_by_hand():
@@ -239,6 +239,7 @@ def test_measure_crossover_goes_on_where_it_stopped(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         measure_crossover.main(**small, output=output)
     kept = json.loads(output.read_text(encoding="utf-8"))
+    before |= {"measured_by": "scripts/benchmark/crossover.py"}  # whatever wrote it before
     assert {name: kept[name] for name in before} == before
     first = kept["unfinished"]["cpu"]["forward_speedup"]["104"]
     measure_crossover.main(**small, output=output)

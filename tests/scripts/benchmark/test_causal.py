@@ -9,8 +9,8 @@ import typer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_effattn.samples.texts import bundled_books
-from hf_effattn.training.run import train_tokenizer
-from scripts.benchmark import causal_generation, causal_inputs, causal_schemes, perplexity
+from hf_effattn.training import train_tokenizer
+from scripts.benchmark import _inputs, causal_generation, causal_schemes, perplexity
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def bundled_text(monkeypatch):
-    def tokens(tokenizer, files=causal_inputs.HELD_OUT):
+    def tokens(tokenizer, files=_inputs.HELD_OUT):
         return [
             torch.tensor(tokenizer(book.text[:120_000], verbose=False)["input_ids"]) for book in bundled_books()[:2]
         ]
@@ -39,9 +39,9 @@ def bundled_text(monkeypatch):
 
 
 def test_causal_attention_inputs_are_those_of_the_model(model_folder):
-    model, tokenizer = causal_inputs.load_causal_model(model_folder)
+    model, tokenizer = _inputs.load_causal_model(model_folder)
     ids = torch.tensor([tokenizer("It was the best of times, it was the worst of times")["input_ids"]])
-    layers = causal_inputs.causal_attention_inputs(model, ids)
+    layers = _inputs.causal_attention_inputs(model, ids)
     assert [query.shape for query, _, _ in layers] == [(1, 2, ids.shape[1], 8)] * 2
     hidden = model.transformer.h[0].ln_1(model.transformer.wte(ids) + model.transformer.wpe.weight[: ids.shape[1]])
     expected = model.transformer.h[0].attn.c_attn(hidden).split(16, dim=2)
@@ -99,7 +99,7 @@ def test_perplexity_needs_as_much_text_as_it_is_asked_for(model_folder, tmp_path
 
 
 def test_a_prompt_read_exactly_gives_the_exact_loss(model_folder):
-    model, _ = causal_inputs.load_causal_model(model_folder)
+    model, _ = _inputs.load_causal_model(model_folder)
     ids = torch.randint(300, (1, 200), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         whole, after = perplexity.token_losses(model, ids), perplexity.losses_after_prompt(model, ids)

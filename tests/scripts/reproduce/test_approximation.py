@@ -8,7 +8,7 @@ import pytest
 import typer
 from transformers import AutoConfig, AutoModel
 
-from hf_effattn.training import run as training
+from hf_effattn import training
 from scripts.kept import data as shared_data
 from scripts.reproduce import approximation as approximate
 from scripts.reproduce import cst as cst_training

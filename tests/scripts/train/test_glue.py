@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from transformers import AutoModelForSequenceClassification
 
+from hf_effattn import training
 from hf_effattn.data import glue_tasks
-from hf_effattn.training import run as training
 from scripts.train import glue as run_glue
 
 TINY = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16,max_position_embeddings=32"

@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
 
-from hf_effattn.training import run as training
+from hf_effattn import training
 from scripts.train import mlm as run_mlm
 
 SIZES = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16,hidden_dropout_prob=0"

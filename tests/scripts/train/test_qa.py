@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenizer, ByT5Tokenizer
 
-from hf_effattn import from_pretrained
+from hf_effattn import from_pretrained, training
 from hf_effattn.data import qa_features
-from hf_effattn.training import run as training
+from hf_effattn.training.models import END_OF_TEXT
+from hf_effattn.training.run import METRICS as METRICS_FOLDER
 from scripts.train import qa as run_qa
 
 METRICS = {"squad": {}, "squad_v2": {"no_answer_probability": 0.0}}
@@ -137,7 +138,7 @@ def test_metrics_load_by_their_path_alone(tmp_path, monkeypatch):
     """As a copy of the folder elsewhere: nothing beside them is needed."""
     monkeypatch.chdir(tmp_path)
     for name in METRICS:
-        shutil.copytree(training.METRICS / name, tmp_path / name)
+        shutil.copytree(METRICS_FOLDER / name, tmp_path / name)
         assert evaluate.load(str(tmp_path / name / f"{name}.py")).info.features is not None
 
 
@@ -163,7 +164,7 @@ def in_squad_form(rows):
                     "question": row["question"],
                     "answers": [
                         {"text": text, "answer_start": start}
-                        for text, start in zip(*[row["answers"][name] for name in run_qa.ANSWERS], strict=True)
+                        for text, start in zip(*[row["answers"][name] for name in qa_features.ANSWERS], strict=True)
                     ],
                 }
             ],
@@ -189,7 +190,7 @@ def tokenizer(request):
 
 def windows_of(rows, tokenizer, **lengths):
     """Questions as a data set, and their windows."""
-    questions = datasets.Dataset.from_list(rows, run_qa.COLUMNS)
+    questions = datasets.Dataset.from_list(rows, qa_features.COLUMNS)
     to_windows = functools.partial(qa_features.make_windows, tokenizer=tokenizer, **lengths)
     columns = questions.column_names
     return questions, questions.map(to_windows, batched=True, batch_size=7, with_indices=True, remove_columns=columns)
@@ -269,7 +270,7 @@ def test_a_tokenizer_without_padding_gets_it_on_the_right():
     tokenizer = small_tokenizer()
     tokenizer.pad_token, tokenizer.padding_side = None, "left"
     qa_features.count_from_left(tokenizer)
-    assert (tokenizer.pad_token, tokenizer.padding_side) == (training.END_OF_TEXT, "right")
+    assert (tokenizer.pad_token, tokenizer.padding_side) == (END_OF_TEXT, "right")
 
 
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 80), st.integers(0, 1000))
@@ -350,7 +351,7 @@ def test_rows_with_blank_lines_and_rare_line_ends(tmp_path):
     """A character at which Python ends lines, though not JSON lines, and answers as SQuAD writes them."""
     row = {"id": 1, "question": "q", "context": "a\u2028b", "answers": [{"text": "b", "answer_start": 2}]}
     (tmp_path / "one.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n\n", encoding="utf-8")
-    (found,) = run_qa.read_questions(str(tmp_path / "one.jsonl"))
+    (found,) = qa_features.read_questions(str(tmp_path / "one.jsonl"))
     assert found == row | {"id": "1", "answers": {"text": ["b"], "answer_start": [2]}}
 
 
@@ -424,7 +425,7 @@ def test_run_qa_refuses_questions(kind, files, tmp_path, monkeypatch):
             {"id": name, "prediction_text": text, "no_answer_probability": 0.0}
             for name, text in kept["predictions"].items()
         ],
-        references=[{"id": row["id"], "answers": row["answers"]} for row in run_qa.read_questions(files["v2"])],
+        references=[{"id": row["id"], "answers": row["answers"]} for row in qa_features.read_questions(files["v2"])],
     )
     scores = [name for name in by_file if not name.startswith("best_")]
     assert [found[f"eval_{name}"] for name in scores] == [by_file[name] for name in scores]

@@ -16,10 +16,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_effattn import from_pretrained
+from hf_effattn import from_pretrained, training
 from hf_effattn.data import text_data
-from hf_effattn.training import command_line
-from hf_effattn.training import run as training
 from scripts.train import classification as run_classification
 from scripts.train import clm as run_clm
 
@@ -154,7 +152,7 @@ def test_run_classification_of_pairs_with_a_method_resumes(tmp_path):
     assert resumed["test_loss"] == pytest.approx(whole["test_loss"], abs=1e-6)
     model = from_pretrained(AutoModelForSequenceClassification, tmp_path / "whole")
     assert model.config._attn_implementation == "bi-clustered"
-    arguments = command_line.ModelArguments(model_name_or_path=str(tmp_path / "whole"))
+    arguments = training.ModelArguments(model_name_or_path=str(tmp_path / "whole"))
     again = training.make_model(arguments, AutoModelForSequenceClassification, tokenizer=None, defaults={})
     assert again.config._attn_implementation == "bi-clustered"
 
@@ -219,7 +217,7 @@ def test_a_fresh_run_has_its_own_tokenizer(tmp_path):
     """Only a run that is resumed takes the vocabulary of what lies in its folder."""
     training.train_tokenizer(["abc"], 260).save_pretrained(tmp_path / "checkpoint-1")
     (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("{}")
-    arguments = command_line.ModelArguments(vocab_size=300)
+    arguments = training.ModelArguments(vocab_size=300)
     for resume, size in (("last", 260), (None, 280)):
         run = TrainingArguments(str(tmp_path), resume_from_checkpoint=resume, report_to=[], use_cpu=True)
         assert (len(training.load_tokenizer(arguments, run, ["the cat sat on the mat"] * 9)) < 262) == (size == 260)
@@ -234,16 +232,16 @@ def test_a_tenth_of_the_training_texts_is_held_out(class_files):
 
 
 def test_settings_from_a_command_line():
-    assert command_line.parse_settings("a=1,b=x, c=True,d=1e-3") == {"a": 1, "b": "x", "c": True, "d": 1e-3}
-    assert command_line.parse_settings('{"slice_length": [8, 64]}') == {"slice_length": [8, 64]}
-    assert command_line.parse_settings("") == {}
+    assert training.parse_settings("a=1,b=x, c=True,d=1e-3") == {"a": 1, "b": "x", "c": True, "d": 1e-3}
+    assert training.parse_settings('{"slice_length": [8, 64]}') == {"slice_length": [8, 64]}
+    assert training.parse_settings("") == {}
     with pytest.raises(ValueError, match="name=value"):
-        command_line.parse_settings("clusters")
+        training.parse_settings("clusters")
 
 
 def test_a_model_has_the_settings_that_it_is_given():
     tokenizer = training.train_tokenizer(["some text"], 270)
-    arguments = command_line.ModelArguments(model_type="bert", config_overrides="layers=3")
+    arguments = training.ModelArguments(model_type="bert", config_overrides="layers=3")
     with pytest.raises(ValueError, match="has no setting 'layers'"):
         training.make_model(arguments, AutoModelForSequenceClassification, tokenizer, {"num_labels": 2})
 
@@ -272,8 +270,8 @@ def test_a_model_from_scratch_is_evaluated_without_a_training_split(tmp_path):
 def test_models_from_scratch_take_texts_of_the_length_asked_for(model_type, expected):
     tokenizer = training.train_tokenizer(["some text"], 260)
     assert tokenizer.pad_token_id == 0
-    assert training.length_settings(command_line.ModelArguments(model_type=model_type), tokenizer, 40) == expected
-    checkpoint = command_line.ModelArguments(model_name_or_path="somewhere", model_type=model_type)
+    assert training.length_settings(training.ModelArguments(model_type=model_type), tokenizer, 40) == expected
+    checkpoint = training.ModelArguments(model_name_or_path="somewhere", model_type=model_type)
     assert training.length_settings(checkpoint, tokenizer, 40) == {}
 
 

@@ -10,8 +10,8 @@ import pytest
 import sacrebleu
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, ByT5Tokenizer
 
+from hf_effattn import training
 from hf_effattn.data import translation_data
-from hf_effattn.training import run as training
 from scripts.train import translation as run_translation
 
 WORDS = dict(

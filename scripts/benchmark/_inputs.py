@@ -1,29 +1,49 @@
-"""Queries, keys and values that a pretrained BERT makes of real text: what errors are measured on.
+"""Real queries, keys and values to measure errors on: those that a pretrained BERT and a causal model make of books.
 
-    python -m scripts.benchmark.real_attention        # writes .cache/real-attention
+    python -m scripts.benchmark._inputs        # writes .cache/real-attention
 
-What that writes, 27 MB, serves a machine where the BERT is not installed, at the same place of its clone.
+It keeps the BERT and its text, 27 MB, for a machine where the BERT is not installed, at the same place of its clone.
 """
 
+import gzip
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from hf_effattn import extend_positions
+from hf_effattn.data.gutenberg import GUTENBERG
 from hf_effattn.measuring.recording import SeenAttention, recording
 from hf_effattn.samples.model import default_model_folder, load_model
 from hf_effattn.samples.texts import Book, Passages, bundled_books
-from hf_effattn.training.command_line import run_with_help
 
+from ..kept.command_line import run_with_help
+from ..kept.data import dataset_path
+
+# The BERT's layers that count, and where `main` keeps it.
 LAYERS = (0, 2, 5)
 RECORDED = Path(__file__).resolve().parents[2] / ".cache" / "real-attention"
 RECORDED_LENGTH = 65_536
 HEADS, HEAD_DIM = 12, 32
+# The books that the causal model was not trained on.
+HELD_OUT = ("books/pg1661-the-adventures-of-sherlock-holmes.txt.gz", "books/pg98-a-tale-of-two-cities.txt.gz")
+RECORDING = "causal-inputs"
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_kept: list[Inputs] = []
 
 
 def attention_inputs(
@@ -74,6 +94,50 @@ def recorded(length: int) -> tuple[Any, torch.Tensor]:
     if length > tokens.shape[1]:
         raise ValueError(f"{RECORDED} holds {tokens.shape[1]:,} tokens, {length:,} are asked for")
     return model, torch.cat([tokens[:, : length - 1], tokens[:, -1:]], dim=1)  # the last one ends a text
+
+
+def held_out_tokens(tokenizer: PreTrainedTokenizerBase, files: tuple[str, ...] = HELD_OUT) -> list[torch.Tensor]:
+    """The tokens of every file of the data sets, without what Project Gutenberg puts around a book."""
+    tokens = []
+    for name in files:
+        text = gzip.decompress(dataset_path(name).read_bytes()).decode("utf-8")
+        found = GUTENBERG.search(text)
+        text = re.sub(r"\r\n", "\n", found[1] if found else text).strip()
+        tokens.append(torch.tensor(tokenizer(text, verbose=False)["input_ids"]))
+    return tokens
+
+
+def load_causal_model(folder: Path) -> tuple[Any, Any]:
+    """The model in float32 and evaluation mode, and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def _record(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    _kept.append((query.clone(), key.clone(), value.clone()))
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0], None
+
+
+def causal_attention_inputs(model: PreTrainedModel, tokens: torch.Tensor) -> list[Inputs]:
+    """Query, key and value `(B, H, N, D)` of every layer on tokens `(B, N)`, the attention being exact."""
+    AttentionInterface.register(RECORDING, _record)
+    AttentionMaskInterface.register(RECORDING, sdpa_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(RECORDING)
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens, use_cache=False)
+        return list(_kept)
+    finally:
+        _kept.clear()
+        model.set_attn_implementation(before)
 
 
 def main() -> None:

@@ -1,0 +1,17 @@
+# Long: all tables of the README measured again, as JSON and plots beside the scripts, and written into it. Rows that
+# are there already would be kept, so they go first.
+.PHONY: benchmark
+
+benchmark: $(READY)
+	rm -f scripts/results/benchmark_attention.json scripts/results/benchmark_frontier.json \
+		scripts/results/benchmark_models.json
+	$(BIN)/python -m scripts.benchmark.attention
+	$(BIN)/python -m scripts.benchmark.frontier
+	$(BIN)/python -m scripts.benchmark.models --shapes base --lengths 1024,4096 --repeats 3
+	$(BIN)/python -m scripts.benchmark.clustering
+	$(BIN)/python -m scripts.benchmark.embeddings
+	$(BIN)/python -m scripts.benchmark.causal_schemes --model model_cards/gpt2-books
+	$(BIN)/python -m scripts.benchmark.perplexity --model model_cards/gpt2-books
+	$(BIN)/python -m scripts.benchmark.crossover
+	$(BIN)/python -m scripts.benchmark.crossover --causal
+	$(BIN)/python -m scripts.publish.readme
