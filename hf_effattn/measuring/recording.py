@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..patching.methods.base import RECORD
-from ..patching.methods.cst.positions import held_by, hold
 from ..patching.model_types import Encoder, is_causal, is_sliding_window
 from ..patching.patch import encoders_to_patch
-from ..patching.stored import FIELD
+from ..patching.snapshot import Snapshot
 
 RECORDING = "effattn-recording"
 BASELINE = "sdpa"
@@ -158,42 +156,16 @@ def make_exact(model: nn.Module) -> None:
 
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Whatever the block does to attention implementations, patches and train/eval modes, undo it at the end.
+    """Whatever the block does to patches, attention implementations and train/eval modes, undo it at the end.
 
-    Gives a function that puts back the patches alone, with the parameters which they had added to the model.
+    Gives a function that puts back all of it but the modes.
     """
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    # Submodels share configs: each config once, with the outermost model that has it, the outermost config first.
-    outermost: dict[int, PreTrainedModel] = {}
-    for submodel in models:
-        outermost.setdefault(id(submodel.config), submodel)
-    before = [
-        (submodel, submodel.config._attn_implementation, vars(submodel.config).get(FIELD))
-        for submodel in outermost.values()
-    ]
-    patches = [(module, vars(module).get(RECORD)) for module in model.modules()]
-    added = [(submodel, held_by(submodel)) for submodel in models]
+    snapshot = Snapshot.of(model)
     modes = [(module, module.training) for module in model.modules()]
-
-    def put_back() -> None:
-        for submodel, parameters in added:
-            hold(submodel, parameters)
-        for module, patch in patches:
-            vars(module).pop(RECORD, None)
-            if patch is not None:
-                setattr(module, RECORD, patch)
-
     try:
-        yield put_back
+        yield snapshot.restore
     finally:
-        # Outermost first: setting an implementation hands it down to the submodels, whose own is then set again.
-        for submodel, implementation, stored in before:
-            if submodel.config._attn_implementation != implementation:
-                submodel.set_attn_implementation(implementation)
-            vars(submodel.config).pop(FIELD, None)
-            if stored is not None:
-                setattr(submodel.config, FIELD, stored)
-        put_back()
+        snapshot.restore()
         for module, training in modes:
             module.training = training
 

@@ -15,7 +15,7 @@ from .extending import longest_input
 from .methods import METHODS, MethodSettings, list_methods, make_settings
 from .methods.base import RECORD, ModulePatch
 from .methods.cst.positions import NAME, held_by, hold
-from .methods.drafts import watch_for_drafts, watches_for_drafts
+from .methods.drafts import watch_for_drafts
 from .model_types import (
     MODEL_TYPES,
     Encoder,
@@ -25,6 +25,7 @@ from .model_types import (
     is_sliding_window,
     supported_model_types,
 )
+from .snapshot import Snapshot
 from .stored import FIELD, base_model_of, check_layers, write_stored
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -238,13 +239,13 @@ def _full_layers(encoder: Encoder) -> list[int]:
 
 def apply_plans(plans: Sequence[PatchPlan]) -> None:
     """Carry out the plans; when one fails, undo them all."""
-    states = [_EncoderState(plan.encoder) for plan in plans]
+    snapshots = [Snapshot.of(plan.encoder.model) for plan in plans]
     try:
-        for plan, state in zip(plans, states, strict=True):
-            _apply(plan, state)
+        for plan in plans:
+            _apply(plan)
     except BaseException:
-        for state in states:
-            state.restore()
+        for snapshot in snapshots:
+            snapshot.restore()
         raise
 
 
@@ -283,15 +284,16 @@ def _usual_length(config: Any) -> int | None:
     return None if longest is None else int(longest)
 
 
-def _apply(plan: PatchPlan, before: "_EncoderState") -> None:
-    current = before.implementation
+def _apply(plan: PatchPlan) -> None:
+    config = plan.encoder.model.config
+    current = config._attn_implementation
     exact = "sdpa" if current in list_methods() else current
     hold(plan.encoder.model, plan.added)
     watch_for_drafts(plan.encoder.model, plan.settings.clusters_prompts)
     set_implementation(plan.encoder, plan.settings.method)
-    config = plan.encoder.model.config
     setattr(config, FIELD, write_stored(plan.settings, plan.layers, base_model_of(config)))
-    for module, patched, earlier in zip(plan.encoder.modules, plan.patched, before.patches, strict=True):
+    for module, patched in zip(plan.encoder.modules, plan.patched, strict=True):
+        earlier = vars(module).get(RECORD)
         previous = exact if earlier is None or current not in list_methods() else earlier.previous
         owner = None if plan.added is None else plan.encoder.model.base_model
         setattr(module, RECORD, ModulePatch(plan.settings if patched else None, previous, owner))
@@ -304,29 +306,3 @@ def set_implementation(encoder: Encoder, implementation: str) -> None:
         config: Any = module.config
         if config is not encoder.model.config:
             config._attn_implementation = implementation
-
-
-class _EncoderState:
-    """What patching changes in an encoder, as it was."""
-
-    def __init__(self, encoder: Encoder) -> None:
-        self.encoder = encoder
-        self.implementation: str = encoder.model.config._attn_implementation
-        self.stored = getattr(encoder.model.config, FIELD, None)
-        self.added = held_by(encoder.model)
-        self.watched = watches_for_drafts(encoder.model)
-        self.patches: list[ModulePatch | None] = [vars(module).get(RECORD) for module in encoder.modules]
-
-    def restore(self) -> None:
-        config = self.encoder.model.config
-        hold(self.encoder.model, self.added)
-        watch_for_drafts(self.encoder.model, self.watched)
-        set_implementation(self.encoder, self.implementation)
-        if self.stored is not None:
-            setattr(config, FIELD, self.stored)
-        elif hasattr(config, FIELD):
-            delattr(config, FIELD)
-        for module, patch in zip(self.encoder.modules, self.patches, strict=True):
-            vars(module).pop(RECORD, None)
-            if patch is not None:
-                setattr(module, RECORD, patch)
