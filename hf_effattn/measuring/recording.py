@@ -16,8 +16,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..patching.model_types import Encoder, is_causal, is_sliding_window
-from ..patching.patch import encoders_to_patch
+from ..patching.methods import list_methods
+from ..patching.model_types import Stack, is_causal, is_sliding_window
+from ..patching.planning import stacks_to_patch
 from ..patching.snapshot import Snapshot
 
 RECORDING = "effattn-recording"
@@ -96,9 +97,9 @@ def _padding_of(mask: torch.Tensor | None) -> torch.Tensor | None:
     return None if mask is None else mask[:, 0, -1, :].contiguous()
 
 
-def encoders_to_report(model: nn.Module) -> list[Encoder]:
-    """The encoders a report looks at; raises, as patching does, where a model has none that a method serves."""
-    return encoders_to_patch(model, "i-clustered")
+def stacks_to_report(model: nn.Module) -> list[Stack]:
+    """The stacks a report looks at; raises, as patching does, where a model has none that a method serves."""
+    return stacks_to_patch(model, list_methods()[0])
 
 
 def layer_names(model: nn.Module) -> dict[int, str]:
@@ -110,20 +111,18 @@ def layer_names(model: nn.Module) -> dict[int, str]:
 def encoder_names(model: nn.Module) -> dict[int, str]:
     """For each layer a report looks at the path in the model of the encoder that it is of."""
     paths = {id(module): path for path, module in model.named_modules()}
-    encoder_of = {id(module): encoder.model for encoder in encoders_to_report(model) for module in encoder.modules}
-    return {
-        layer: paths[id(encoder_of[id(module)])] for module, layers in _numbered_modules(model) for layer in layers
-    }
+    stack_of = {id(module): stack.model for stack in stacks_to_report(model) for module in stack.modules}
+    return {layer: paths[id(stack_of[id(module)])] for module, layers in _numbered_modules(model) for layer in layers}
 
 
 def _numbered_modules(model: nn.Module) -> list[tuple[nn.Module, tuple[int, ...]]]:
     numbered = []
     offset = 0
-    for encoder in encoders_to_report(model):
-        for module, layers in zip(encoder.modules, encoder.layers, strict=True):
+    for stack in stacks_to_report(model):
+        for module, layers in zip(stack.modules, stack.layers, strict=True):
             if not is_sliding_window(module):
                 numbered.append((module, tuple(offset + layer for layer in layers)))
-        offset += 1 + max(max(layers) for layers in encoder.layers)
+        offset += 1 + max(max(layers) for layers in stack.layers)
     return numbered
 
 
@@ -137,8 +136,8 @@ def recording(model: nn.Module, observer: Observer) -> Iterator[None]:
     """
     numbered = _numbered_modules(model)
     with as_it_was(model):
-        for encoder in encoders_to_report(model):
-            encoder.model.set_attn_implementation(RECORDING)
+        for stack in stacks_to_report(model):
+            stack.model.set_attn_implementation(RECORDING)
         try:
             for module, layers in numbered:
                 _watched[module] = _Watch(observer, layers)
@@ -149,9 +148,9 @@ def recording(model: nn.Module, observer: Observer) -> Iterator[None]:
 
 
 def make_exact(model: nn.Module) -> None:
-    """Switch the attention of every encoder to exact SDPA; to be called inside `as_it_was`."""
-    for encoder in encoders_to_report(model):
-        encoder.model.set_attn_implementation(BASELINE)
+    """Switch the attention of every stack to exact SDPA; to be called inside `as_it_was`."""
+    for stack in stacks_to_report(model):
+        stack.model.set_attn_implementation(BASELINE)
 
 
 @contextmanager

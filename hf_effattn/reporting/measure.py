@@ -20,14 +20,14 @@ from ..measuring.recording import (
     SeenAttention,
     as_it_was,
     encoder_names,
-    encoders_to_report,
     layer_names,
     make_exact,
     recording,
+    stacks_to_report,
 )
-from ..patching import run_method
 from ..patching.model_types import is_causal
-from ..patching.patch import apply_plans, encoders_to_patch, plan_patch
+from ..patching.patch import apply_plans
+from ..patching.planning import plan_patch, stacks_to_patch
 from .result import MeasuredInput, Measurement, Report
 
 Progress = Callable[[int, int, str], None]
@@ -82,7 +82,7 @@ def report(
             "; of a wrapped or compiled model pass the model inside"
         )
     candidates = make_candidates(methods)
-    encoders_to_report(model)
+    stacks_to_report(model)
     patched = {candidate.label: _modules_to_patch(model, candidate) for candidate in candidates}
     batches = check_inputs(model, inputs)
     _check_options(error_budget, repeats)
@@ -109,12 +109,12 @@ def _modules_to_patch(model: PreTrainedModel, candidate: Candidate) -> set[nn.Mo
     """The attention modules that a candidate replaces; raises where it cannot be had."""
     plans = [
         plan_patch(encoder, candidate.settings, candidate.layers)
-        for encoder in encoders_to_patch(model, candidate.settings.method)
+        for encoder in stacks_to_patch(model, candidate.settings.method)
     ]
     return {
         module
         for plan in plans
-        for module, is_patched in zip(plan.encoder.modules, plan.patched, strict=True)
+        for module, is_patched in zip(plan.stack.modules, plan.patched, strict=True)
         if is_patched
     }
 
@@ -214,8 +214,7 @@ class _MeasureInput:
     @staticmethod
     def _attention_call(candidate: Candidate, seen: SeenAttention) -> Callable[[], torch.Tensor]:
         def call() -> torch.Tensor:
-            output = run_method(
-                candidate.forced,
+            output = candidate.forced.run(
                 seen.query,
                 seen.key,
                 seen.value,
@@ -242,7 +241,7 @@ class _MeasureInput:
             candidate = self.candidates[label]
             self.put_back()
             # Not patch_attention, which warns of trained tables that are left out: put_back restores them.
-            encoders = encoders_to_patch(self.model, candidate.settings.method)
+            encoders = stacks_to_patch(self.model, candidate.settings.method)
             apply_plans([plan_patch(encoder, candidate.forced, candidate.layers) for encoder in encoders])
 
     def _compare_outputs(self) -> None:
@@ -295,7 +294,7 @@ def _environment(model: PreTrainedModel, repeats: int, memory: bool) -> dict[str
         "model_type": getattr(model.config, "model_type", None),
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "causal": any(is_causal(module) for encoder in encoders_to_report(model) for module in encoder.modules),
+        "causal": any(is_causal(module) for encoder in stacks_to_report(model) for module in encoder.modules),
         "repeats": repeats,
         "baseline": BASELINE,
         "memory_measure": MEMORY_MEASURES.get(model.device.type) if memory else None,
