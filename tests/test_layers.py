@@ -12,19 +12,20 @@ import hf_effattn
 ROOT = Path(hf_effattn.__file__).parent
 # From the top down: a folder or file imports from those below it only.
 LAYERS = (
-    "data",
-    "training",
     "__main__",
     "cli",
     "demo",
     "samples",
+    "training",
     "__init__",
     "hub",
     "reporting",
     "measuring",
     "patching",
     "models",
+    "data",
     "ops",
+    "settings_text",
     "version",
 )
 

@@ -32,10 +32,10 @@ def convert(
     from ..hub.loading import without_progress_bars
     from ..models import ClusterFormerConfig, CSTConfig
     from ..patching import extend_positions, patch_attention
-    from ..patching.methods import make_settings
+    from ..patching.methods import make_method
 
     with mistakes_in_words(), without_progress_bars():
-        chosen = make_settings(**settings)  # a mistake is told before a model is loaded
+        chosen = make_method(**settings)  # a mistake is told before a model is loaded
         if output.exists() and not output.is_dir():
             raise ValueError(f"{output} is a file: name a folder")
         if (output / "config.json").exists():

@@ -12,9 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..measuring.candidates import ALWAYS_NAMED
 from ..models import ClusterFormerConfig, CSTConfig
-from ..patching.extending import longest_input
-from ..patching.methods import METHODS, MethodSettings, list_methods
-from ..patching.model_types import MODEL_TYPES
+from ..patching.methods import METHODS, Method, list_methods
+from ..patching.model_types import MODEL_TYPES, longest_input
 from ..patching.stored import FIELD, base_model_of, read_stored
 from ..reporting import Report
 from ..reporting.table import markdown, report_table, table_note
@@ -149,19 +148,19 @@ def _patched(config: Any) -> Any:
     return next((one for one in configs if getattr(one, FIELD, None) is not None), None)
 
 
-def patch_of(config: Any) -> MethodSettings | None:
+def patch_of(config: Any) -> Method | None:
     """The method that a configuration says, of the model or of an encoder inside it; None where none does."""
     return _stored_in(config)[0]
 
 
-def _stored_in(config: Any) -> tuple[MethodSettings | None, Sequence[int] | None]:
+def _stored_in(config: Any) -> tuple[Method | None, Sequence[int] | None]:
     """The method that the configuration says, and the layers that have it; None: all."""
     patched = _patched(config)
     return (None, None) if patched is None else read_stored(getattr(patched, FIELD))
 
 
 def _opening(
-    config: Any, kind: str, settings: MethodSettings | None, layers: Sequence[int] | None, base_model: str | None
+    config: Any, kind: str, settings: Method | None, layers: Sequence[int] | None, base_model: str | None
 ) -> str:
     if settings is not None:
         of = "a pretrained model" if base_model is None else f"[{base_model}](https://huggingface.co/{base_model})"
@@ -244,7 +243,7 @@ def loaded_from(card: str, path: str) -> str:
     return before + heading + named
 
 
-def _without_the_package(settings: MethodSettings | None, kind: str) -> str:
+def _without_the_package(settings: Method | None, kind: str) -> str:
     if settings is not None and settings.needs_fine_tuning:
         return (
             "transformers alone loads the pretrained architecture with exact attention, and names the tables "
@@ -260,7 +259,7 @@ def _without_the_package(settings: MethodSettings | None, kind: str) -> str:
     return "transformers alone is enough to load it."
 
 
-def _settings(config: Any, settings: MethodSettings | None, layers: Sequence[int] | None) -> str:
+def _settings(config: Any, settings: Method | None, layers: Sequence[int] | None) -> str:
     if settings is not None:
         defaults = type(settings)().to_dict()
         rows = [
@@ -294,7 +293,7 @@ def _results(evaluations: Sequence[EvalResult]) -> str:
     return markdown(["data", "metric", "value"], rows, right=(2,))
 
 
-def _limits(config: Any, settings: MethodSettings | None) -> list[str]:
+def _limits(config: Any, settings: Method | None) -> list[str]:
     if settings is not None and settings.needs_fine_tuning:
         return [
             "A conversion changes what the model computes. It is as good as its fine-tuning, on texts like those of "

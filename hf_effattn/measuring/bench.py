@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..patching.methods import METHODS, MethodSettings, run_method
+from ..patching.methods import METHODS, Method
 from .candidates import make_candidates
 from .cost import compare, peak_memory_added
 from .environment import environment
@@ -146,12 +146,12 @@ PARTS: dict[str, Callable[[Attend, Inputs], Any]] = {"forward": forward, "forwar
 
 
 def measure_shape(
-    methods: Mapping[str, MethodSettings], inputs: Inputs, repeats: Mapping[str, int]
+    methods: Mapping[str, Method], inputs: Inputs, repeats: Mapping[str, int]
 ) -> tuple[list[dict[str, Any]], dict[str, Attend]]:
     """Time and memory of every exact kernel that takes the inputs, and of every method, interleaved.
 
     Args:
-        methods (`Mapping[str, MethodSettings]`): by name, with `min_length=0`.
+        methods (`Mapping[str, Method]`): by name, with `min_length=0`.
         inputs (`Inputs`): query, key and value, with gradients where `"forward_backward"` is measured.
         repeats (`Mapping[str, int]`): rounds of timing by part, `"forward"` and `"forward_backward"`.
 
@@ -164,9 +164,7 @@ def measure_shape(
     length, device = query.shape[2], query.device
     exact, refused = exact_kernels(*inputs)
     calls: dict[str, Attend] = exact | {
-        name: partial(run_method, settings)
-        for name, settings in methods.items()
-        if not settings.is_exact(length, length, device.type)
+        name: settings.run for name, settings in methods.items() if not settings.is_exact(length, length, device.type)
     }
     rows: dict[str, dict[str, Any]] = {name: {"method": name, "exact": name in exact} for name in calls}
     for part, rounds in repeats.items():

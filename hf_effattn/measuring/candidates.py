@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..patching.methods import MethodSettings, make_settings
+from ..patching.methods import Method, make_method
 
 EXACT = "exact"
 DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
@@ -26,14 +26,14 @@ class Candidate:
 
     Args:
         label (`str`): short name, such as `i-clustered (clusters=100, topk=32)`.
-        settings (`MethodSettings`): as given; what a user who patches with them gets, `min_length` included.
-        forced (`MethodSettings`): the same with `min_length=0`, so that short inputs show the method and not SDPA.
+        settings (`Method`): as given; what a user who patches with them gets, `min_length` included.
+        forced (`Method`): the same with `min_length=0`, so that short inputs show the method and not SDPA.
         layers (`tuple[int, ...]`, *optional*): as of `patch_attention`; None means all.
     """
 
     label: str
-    settings: MethodSettings
-    forced: MethodSettings
+    settings: Method
+    forced: Method
     layers: tuple[int, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[st
     return candidates
 
 
-def name_settings(settings: MethodSettings, layers: Sequence[int] | None = None) -> str:
+def name_settings(settings: Method, layers: Sequence[int] | None = None) -> str:
     """A short name: the method, its counts, and every other setting that is not the default, without `min_length`."""
     defaults = type(settings)()
     shown = [
@@ -108,9 +108,9 @@ def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _settings(method: object) -> tuple[MethodSettings, tuple[int, ...] | None]:
+def _settings(method: object) -> tuple[Method, tuple[int, ...] | None]:
     if isinstance(method, str):
-        return make_settings(method), None
+        return make_method(method), None
     if not isinstance(method, Mapping) or "method" not in method:
         raise TypeError(
             'every entry of methods must be a name or a dict with the key "method", such as '
@@ -119,5 +119,5 @@ def _settings(method: object) -> tuple[MethodSettings, tuple[int, ...] | None]:
     layers = method.get("layers")
     if layers is not None and not isinstance(layers, list | tuple):
         raise TypeError(f"layers must be a list of layer indices, got {layers!r}")
-    settings = make_settings(**{name: value for name, value in method.items() if name != "layers"})
+    settings = make_method(**{name: value for name, value in method.items() if name != "layers"})
     return settings, None if layers is None else tuple(layers)

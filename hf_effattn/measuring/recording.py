@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..patching.methods.base import RECORD
-from ..patching.methods.cst.positions import held_by, hold
-from ..patching.model_types import Encoder, is_causal, is_sliding_window
-from ..patching.patch import encoders_to_patch
-from ..patching.stored import FIELD
+from ..patching.methods import list_methods
+from ..patching.model_types import Stack, is_causal, is_sliding_window
+from ..patching.planning import stacks_to_patch
+from ..patching.snapshot import Snapshot
 
 RECORDING = "effattn-recording"
 BASELINE = "sdpa"
@@ -32,7 +31,7 @@ class SeenAttention:
 
     Args:
         module (`nn.Module`): the attention module.
-        layer (`int`): counted through all encoders of the model that can be patched, in their order.
+        layer (`int`): counted through all stacks of the model that can be patched, in their order.
         query (`torch.Tensor`): `(B, H, N, D)`.
         key (`torch.Tensor`): `(B, H, N, D)`.
         value (`torch.Tensor`): `(B, H, N, D)`.
@@ -98,27 +97,25 @@ def _padding_of(mask: torch.Tensor | None) -> torch.Tensor | None:
     return None if mask is None else mask[:, 0, -1, :].contiguous()
 
 
-def encoders_to_report(model: nn.Module) -> list[Encoder]:
-    """The encoders a report looks at; raises, as patching does, where a model has none that a method serves."""
-    return encoders_to_patch(model, "i-clustered")
+def stacks_to_report(model: nn.Module) -> list[Stack]:
+    """The stacks a report looks at; raises, as patching does, where a model has none that a method serves."""
+    return stacks_to_patch(model, list_methods()[0])
 
 
 def layer_names(model: nn.Module) -> dict[int, str]:
     """The layers a report looks at, `{index: path of the attention module}`; sliding-window layers stay exact."""
     paths = {module: path for path, module in model.named_modules()}
-    return {
-        layer: paths[module] for module, layers in _numbered_modules(encoders_to_report(model)) for layer in layers
-    }
+    return {layer: paths[module] for module, layers in _numbered_modules(stacks_to_report(model)) for layer in layers}
 
 
-def _numbered_modules(encoders: Sequence[Encoder]) -> list[tuple[nn.Module, tuple[int, ...]]]:
+def _numbered_modules(stacks: Sequence[Stack]) -> list[tuple[nn.Module, tuple[int, ...]]]:
     numbered = []
     offset = 0
-    for encoder in encoders:
-        for module, layers in zip(encoder.modules, encoder.layers, strict=True):
+    for stack in stacks:
+        for module, layers in zip(stack.modules, stack.layers, strict=True):
             if not is_sliding_window(module):
                 numbered.append((module, tuple(offset + layer for layer in layers)))
-        offset += 1 + max(max(layers) for layers in encoder.layers)
+        offset += 1 + max(max(layers) for layers in stack.layers)
     return numbered
 
 
@@ -130,11 +127,11 @@ def recording(model: nn.Module, observer: Observer) -> Iterator[None]:
         model (`PreTrainedModel`): restored when the block ends.
         observer (`Callable`): gets a `SeenAttention`, returns the attention's output `(B, N, H, D)`.
     """
-    encoders = encoders_to_report(model)
-    numbered = _numbered_modules(encoders)
+    stacks = stacks_to_report(model)
+    numbered = _numbered_modules(stacks)
     with as_it_was(model):
-        for encoder in encoders:
-            encoder.model.set_attn_implementation(RECORDING)
+        for stack in stacks:
+            stack.model.set_attn_implementation(RECORDING)
         try:
             for module, layers in numbered:
                 _watched[module] = _Watch(observer, layers)
@@ -144,50 +141,24 @@ def recording(model: nn.Module, observer: Observer) -> Iterator[None]:
                 _watched.pop(module, None)
 
 
-def make_exact(encoders: Sequence[Encoder]) -> None:
-    """Switch the attention of encoders to exact SDPA; to be called inside `as_it_was`."""
-    for encoder in encoders:
-        encoder.model.set_attn_implementation(BASELINE)
+def make_exact(stacks: Sequence[Stack]) -> None:
+    """Switch the attention of stacks to exact SDPA; to be called inside `as_it_was`."""
+    for stack in stacks:
+        stack.model.set_attn_implementation(BASELINE)
 
 
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Whatever the block does to attention implementations, patches and train/eval modes, undo it at the end.
+    """Whatever the block does to patches, attention implementations and train/eval modes, undo it at the end.
 
-    Gives a function that puts back the patches alone, with the parameters which they had added to the model.
+    Gives a function that puts back all of it but the modes.
     """
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    # Submodels share configs: each config once, with the outermost model that has it, the outermost config first.
-    outermost: dict[int, PreTrainedModel] = {}
-    for submodel in models:
-        outermost.setdefault(id(submodel.config), submodel)
-    before = [
-        (submodel, submodel.config._attn_implementation, vars(submodel.config).get(FIELD))
-        for submodel in outermost.values()
-    ]
-    patches = [(module, vars(module).get(RECORD)) for module in model.modules()]
-    added = [(submodel, held_by(submodel)) for submodel in models]
+    snapshot = Snapshot.of(model)
     modes = [(module, module.training) for module in model.modules()]
-
-    def put_back() -> None:
-        for submodel, parameters in added:
-            hold(submodel, parameters)
-        for module, patch in patches:
-            vars(module).pop(RECORD, None)
-            if patch is not None:
-                setattr(module, RECORD, patch)
-
     try:
-        yield put_back
+        yield snapshot.restore
     finally:
-        # Outermost first: setting an implementation hands it down to the submodels, whose own is then set again.
-        for submodel, implementation, stored in before:
-            if submodel.config._attn_implementation != implementation:
-                submodel.set_attn_implementation(implementation)
-            vars(submodel.config).pop(FIELD, None)
-            if stored is not None:
-                setattr(submodel.config, FIELD, stored)
-        put_back()
+        snapshot.restore()
         for module, training in modes:
             module.training = training
 

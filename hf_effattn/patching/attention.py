@@ -10,6 +10,8 @@ into the future it raises.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,25 +20,19 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from .methods import (
-    METHODS,
-    MethodSettings,
-    attend,
-    attention_matrix,
-    find_groups,
-    implied_weights,
-    list_methods,
-    make_settings,
-)
-from .methods.base import RECORD, MethodOverCache, ModulePatch
+from .exact import exact_weights, visible_keys
+from .methods import METHODS, Method, list_methods, make_method
 from .methods.drafts import READS_DRAFTS
 from .model_types import MODEL_TYPES, is_causal, is_self_attention, is_served, model_type_of, supported_model_types
+from .module_patch import RECORD, ModulePatch
 from .stored import FIELD, check_layers, read_stored
 
 try:
     from transformers.utils.output_capturing import _active_collector
 except ImportError:  # older versions have none
     _active_collector = None
+
+Attended = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def padding_mask(
@@ -108,7 +104,7 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> Attended:
     """Attention of one module by a method, or exactly where the method does not apply.
 
     Args:
@@ -131,54 +127,90 @@ def attention(
     """
     wants_weights = bool(kwargs.pop("output_attentions", None)) or _matrices_are_collected(module)
     reads_drafts = kwargs.pop(READS_DRAFTS, False)
-    settings = settings_for(module, method)
-    dense = attention_mask is not None and attention_mask.ndim != 2
-    causal = is_causal(module) and kwargs.get("is_causal") is not False
-    over_cache = causal and query.shape[2] != key.shape[2] and (dense or query.shape[2] == 1)
-    readable = attention_mask is None or attention_mask.dtype == torch.bool
-    if over_cache and readable and isinstance(settings, MethodOverCache):
-        kind = query.device.type
-        forced = settings.shortest_length(kind, causal=True) == 0
-        M = key.shape[2] if forced else _length_so_far(key, attention_mask)
-        if not settings.is_exact(M, M, kind, causal=True):
-            return _over_cache(settings, module, query, key, value, attention_mask, scaling, wants_weights)
-    if causal and not dense and query.shape[2] > 1:
+    chosen = method_for(module, method)
+    N, dense = query.shape[2], attention_mask is not None and attention_mask.ndim != 2
+    hides_future = is_causal(module) and kwargs.get("is_causal") is not False
+    over_cache = hides_future and key.shape[2] != N and (dense or N == 1)
+    if hides_future and not dense and N > 1:
         # A prompt's keys are the first of a static cache; further chunks of a prompt come with a dense mask.
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    if (
-        settings is None
-        or dense
-        or query.shape[2] != key.shape[2]
-        or kwargs.get("sliding_window") is not None
-        or (causal and query.shape[2] == 1)
-        or settings.is_exact(query.shape[2], key.shape[2], query.device.type, causal=causal)
-    ):
-        if attention_mask is not None and not dense:
-            attention_mask = attention_mask[:, None, None, :].expand(-1, 1, query.shape[2], -1)
-            if causal:  # given a mask, the SDPA path no longer hides the future itself
-                attention_mask = attention_mask & causal_square(query.shape[2], query.device)
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-        weights = exact_attention_matrix(query, key, attention_mask, scaling, causal=causal) if wants_weights else None
-        return output, weights
+        key, value = key[:, :, :N], value[:, :, :N]
+    prompt = not torch.is_grad_enabled() and bool(kwargs.get("use_cache")) and not reads_drafts
+    call = Call(
+        module, query, key, value, attention_mask, scaling, dropout, wants_weights, hides_future, prompt, kwargs
+    )
+    if chosen is None:
+        return _exact(call)
+    if over_cache:
+        return _over_cache(chosen, call)
+    if dense or key.shape[2] != N or kwargs.get("sliding_window") is not None or (hides_future and N == 1):
+        return _exact(call)
+    return _causal(chosen, call) if hides_future else _clustered(chosen, call)
 
-    if causal:
-        prompt = not torch.is_grad_enabled() and bool(kwargs.get("use_cache")) and not reads_drafts
-        options: dict[str, Any] = {"key_mask": attention_mask, "scale": scaling, "prompt": prompt, "module": module}
-        options["training"] = module.training
-        result = settings.attend_causal(query, key, value, dropout_p=dropout, **options)
-        weights = None
-        if wants_weights:
-            weights = implied_weights(
-                settings, query, key, lambda values: settings.attend_causal(query, key, values, **options)
-            )
-        return result.transpose(1, 2).contiguous(), weights
 
-    groups = find_groups(settings, query, key, attention_mask)
-    options = {"key_mask": attention_mask, "scale": scaling, "module": module}
-    result = attend(settings, query, key, value, groups, dropout_p=dropout, **options)
-    weights = attention_matrix(settings, query, key, groups, **options) if wants_weights else None
+@dataclass
+class Call:
+    """One call of transformers: the arguments of `attention`, and what they ask for.
+
+    Args:
+        wants_weights (`bool`): whether the attention weights are asked for.
+        hides_future (`bool`): whether no query may see a later key.
+        prompt (`bool`): whether, of a prompt, only what follows the last token will be read.
+        options (`dict`): what else the model passes on, for transformers' own path.
+    """
+
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    scale: float | None
+    dropout: float
+    wants_weights: bool
+    hides_future: bool
+    prompt: bool
+    options: dict[str, Any]
+
+
+def _exact(call: Call) -> Attended:
+    """What no method serves, by transformers' own SDPA path."""
+    query, key, mask = call.query, call.key, call.mask
+    if mask is not None and mask.ndim == 2:
+        mask = visible_keys(mask, query.shape[2], causal=call.hides_future)
+    output, _ = sdpa_attention_forward(
+        call.module, query, key, call.value, mask, dropout=call.dropout, scaling=call.scale, **call.options
+    )
+    if not call.wants_weights:
+        return output, None
+    return output, exact_weights(query, key, mask, call.scale, causal=call.hides_future)
+
+
+def _over_cache(method: Method, call: Call) -> Attended:
+    """The last tokens over a cache: by a method that has a form for them, and exactly where it has none."""
+    if call.mask is not None and call.mask.dtype != torch.bool:
+        return _exact(call)
+    attend: Callable[..., Any] = partial(method.attend_over_cache, call.query, call.key)
+    options: dict[str, Any] = {"mask": call.mask, "scale": call.scale, "module": call.module}
+    result = attend(call.value, **options)
+    if result is None:
+        return _exact(call)
+    weights = method.implied_weights(call.query, call.key, partial(attend, **options)) if call.wants_weights else None
+    return result.transpose(1, 2).contiguous(), weights
+
+
+def _causal(method: Method, call: Call) -> Attended:
+    """A text, or the prompt of one, whose future is masked."""
+    options: dict[str, Any] = {"key_mask": call.mask, "scale": call.scale, "module": call.module, "causal": True}
+    options |= {"prompt": call.prompt, "training": call.module.training}
+    result = method.run(call.query, call.key, call.value, dropout_p=call.dropout, **options)
+    weights = method.weights(call.query, call.key, **options) if call.wants_weights else None
+    return result.transpose(1, 2).contiguous(), weights
+
+
+def _clustered(method: Method, call: Call) -> Attended:
+    """A text whose tokens all see each other."""
+    options: dict[str, Any] = {"key_mask": call.mask, "scale": call.scale, "module": call.module}
+    result = method.run(call.query, call.key, call.value, dropout_p=call.dropout, **options)
+    weights = method.weights(call.query, call.key, **options) if call.wants_weights else None
     return result.transpose(1, 2).contiguous(), weights
 
 
@@ -192,39 +224,8 @@ def _matrices_are_collected(module: nn.Module) -> bool:
     return "attentions" in (_active_collector.get() or ())
 
 
-def _length_so_far(key: torch.Tensor, mask: torch.Tensor | None) -> int:
-    """Tokens, and padding before them, up to the last query; a static cache has empty rows behind those.
-
-    A compiled graph cannot ask for it, and takes the size of the cache.
-    """
-    if mask is None or torch.compiler.is_compiling():
-        return key.shape[2]
-    rows = torch.arange(1, key.shape[2] + 1, device=mask.device)
-    return int((rows * mask).amax())
-
-
-def _over_cache(
-    settings: MethodOverCache,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None,
-    wants_weights: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The last tokens over a cache, by a method that has a form for them."""
-    options: dict[str, Any] = {"mask": attention_mask, "scale": scaling, "module": module}
-    result, weights = settings.attend_over_cache(query, key, value, **options), None
-    if wants_weights:
-        weights = implied_weights(
-            settings, query, key, lambda values: settings.attend_over_cache(query, key, values, **options)
-        )
-    return result.transpose(1, 2).contiguous(), weights
-
-
-def settings_for(module: nn.Module, method: str) -> MethodSettings | None:
-    """The settings of a module: its own patch's, else those of `config.effattn`; None where it stays exact.
+def method_for(module: nn.Module, method: str) -> Method | None:
+    """The method of a module: its own patch's, else those of `config.effattn`; None where it stays exact.
 
     Raises:
         ValueError: a causal module, a model type outside the table, or settings that were made for another method.
@@ -241,22 +242,22 @@ def settings_for(module: nn.Module, method: str) -> MethodSettings | None:
             f'"{method}" adds parameters to a model, which attn_implementation= and config.effattn cannot: convert it '
             f'with patch_attention(model, "{method}", ...), and load a converted one with hf_effattn.from_pretrained'
         )
-    settings = patch.settings if patch is not None else _settings_from_config(module, method)
-    if settings is not None and settings.method != method:
+    chosen = patch.method if patch is not None else _method_from_config(module, method)
+    if chosen is not None and chosen.method != method:
         raise ValueError(
             f'attn_implementation is "{method}", but the settings in config.effattn are those of '
-            f'"{settings.method}"; change the method with patch_attention(model, "{method}", ...)'
+            f'"{chosen.method}"; change the method with patch_attention(model, "{method}", ...)'
         )
-    return settings
+    return chosen
 
 
-def _settings_from_config(module: nn.Module, method: str) -> MethodSettings | None:
+def _method_from_config(module: nn.Module, method: str) -> Method | None:
     stored = getattr(module.config, FIELD, None)
     if stored is None:
-        return make_settings(method)
-    settings, layers = read_stored(stored, method)
+        return make_method(method)
+    chosen, layers = read_stored(stored, method)
     if layers is None:
-        return settings
+        return chosen
     index = getattr(module, "layer_idx", None)
     if index is None:
         raise ValueError(
@@ -264,32 +265,7 @@ def _settings_from_config(module: nn.Module, method: str) -> MethodSettings | No
             f'patch_attention(model, "{method}", layers=...) or hf_effattn.from_pretrained, which count the layers'
         )
     config: Any = module.config
-    return settings if index in check_layers(layers, config.num_hidden_layers) else None
-
-
-def exact_attention_matrix(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None,
-    *,
-    causal: bool,
-) -> torch.Tensor:
-    """The weights `(B, H, N, M)` of transformers' SDPA path, which returns none itself."""
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scaling is None else scaling)
-    if attention_mask is None and causal and query.shape[2] > 1:
-        attention_mask = causal_square(query.shape[2], scores.device)
-    if attention_mask is None:
-        return scores.softmax(dim=-1)
-    if attention_mask.dtype == torch.bool:
-        return scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min).softmax(dim=-1) * attention_mask
-    return (scores + attention_mask).softmax(dim=-1)
-
-
-def causal_square(length: int, device: torch.device) -> torch.Tensor:
-    """Who sees whom where the future is hidden, `(N, N)`."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return chosen if index in check_layers(layers, config.num_hidden_layers) else None
 
 
 def causal_error(method: str, name: str) -> str:
@@ -316,16 +292,9 @@ def _not_served(module: nn.Module, method: str) -> str:
     return unsupported_error(method, name, getattr(module.config, "model_type", "unknown"))
 
 
-def _function_for(method: str) -> Callable:
-    def run(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return attention(method, module, *args, **kwargs)
-
-    return run
-
-
 def register() -> None:
     """Make every method known to transformers, as a value for `attn_implementation`; a second call changes nothing."""
     for method in list_methods():
-        AttentionInterface.register(method, _function_for(method))
+        AttentionInterface.register(method, partial(attention, method))
         # Without a mask function of the same name transformers passes no mask, and padding is attended to.
         AttentionMaskInterface.register(method, padding_mask)

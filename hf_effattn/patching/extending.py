@@ -1,40 +1,16 @@
-"""Learned absolute positions: how long an input they reach, and `extend_positions` to let them reach further."""
+"""`extend_positions`: learned absolute positions for longer inputs."""
 
 import operator
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from .methods.base import RECORD
-from .methods.cst.positions import NAME, SlicePositions, held_by
-from .model_types import MODEL_TYPES, LearnedPositions
+from .methods import METHODS
+from .model_types import MODEL_TYPES, LearnedPositions, reserved_rows
 
 Model = TypeVar("Model", bound=PreTrainedModel)
-
-
-def longest_input(model: PreTrainedModel | PreTrainedConfig) -> int | None:
-    """How many tokens the learned absolute positions of a model reach; None where it has none that are known.
-
-    RoBERTa's `max_position_embeddings` also counts the rows up to its padding's, which no token gets.
-
-    Args:
-        model (`PreTrainedModel` or `PreTrainedConfig`): with or without a head; or its config alone.
-    """
-    config: Any = model if isinstance(model, PreTrainedConfig) else model.config
-    entry = MODEL_TYPES.get(getattr(config, "model_type", ""))
-    if entry is None or entry.positions is None:
-        return None
-    if model is config:
-        return int(config.max_position_embeddings) - _reserved(entry.positions, config.pad_token_id)
-    table = getattr(model.base_model.get_submodule(entry.positions.embeddings), entry.positions.table)
-    return int(table.num_embeddings) - _reserved(entry.positions, table.padding_idx)
-
-
-def _reserved(positions: LearnedPositions, padding: int | None) -> int:
-    """Rows of the table before the first token's."""
-    return padding + 1 if positions.reserved_by_padding and padding is not None else 0
 
 
 def extend_positions(model: Model, max_length: int) -> Model:
@@ -65,7 +41,7 @@ def extend_positions(model: Model, max_length: int) -> Model:
     positions = _learned_positions(model)
     module = model.base_model.get_submodule(positions.embeddings)
     table = _plain_table(module, positions, model)
-    reserved = _reserved(positions, table.padding_idx)
+    reserved = reserved_rows(positions, table.padding_idx)
     present = table.num_embeddings - reserved
     if length < present:
         raise ValueError(
@@ -74,12 +50,13 @@ def extend_positions(model: Model, max_length: int) -> Model:
         )
     if length == present:
         return model
-    slices = _slice_tables(model)
+    extensions = [kind.plan_extension(model, present, reserved + length) for kind in METHODS.values()]
     _grow(table, reserved, length, sinusoidal=getattr(model.config, "sinusoidal_pos_embds", False))
     for name in positions.buffers:
         _grow_buffer(module, name, reserved + length)
-    if slices is not None:
-        _grow_slices(slices, _slice_length(model), present, reserved + length)
+    for extend in extensions:
+        if extend is not None:
+            extend()
     model.config.max_position_embeddings = reserved + length
     return model
 
@@ -136,31 +113,6 @@ def _grow(table: nn.Embedding, reserved: int, length: int, *, sinusoidal: bool) 
             rows = torch.cat([pretrained, formula[len(pretrained) :]])
     table.weight = nn.Parameter(torch.cat([weight[:reserved], rows]), requires_grad=weight.requires_grad)
     table.num_embeddings = reserved + length
-
-
-def _slice_tables(model: PreTrainedModel) -> SlicePositions | None:
-    tables = held_by(model)
-    if tables is not None and not isinstance(tables, SlicePositions):
-        raise ValueError(
-            f"the {NAME} of {type(model).__name__} are inside a {type(tables).__name__}; extend the positions of the "
-            "plain model first, then wrap it"
-        )
-    return tables
-
-
-def _slice_length(model: PreTrainedModel) -> int:
-    patches = (vars(module).get(RECORD) for module in model.modules())
-    return next(patch.settings.slice_length for patch in patches if patch is not None and patch.settings is not None)
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _grow_slices(tables: SlicePositions, slice_length: int, present: int, rows: int) -> None:
-    """Repeat the positions of the slices that the present length fills, up to what a table of `rows` tokens needs."""
-    weight = tables.slice_positions
-    filled = -(-present // slice_length)
-    grown = weight[torch.arange(-(-rows // slice_length), device=weight.device) % filled]
-    tables.slice_positions = nn.Parameter(grown, requires_grad=weight.requires_grad)
 
 
 def _sinusoids(length: int, width: int) -> torch.Tensor:

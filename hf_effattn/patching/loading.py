@@ -2,14 +2,14 @@
 
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
-from .methods import METHODS, MethodSettings, list_methods, make_settings, setting_names
-from .methods.cst import SliceSettings
-from .methods.cst.checkpoint import load_positions, quiet_about_tables
-from .methods.cst.positions import NAME, held_by
-from .patch import apply_plans, encoders_to_patch, plan_patch, warn_if_never_used
-from .stored import FIELD, read_stored
+from .methods import METHODS, Method, list_methods, make_method, setting_names
+from .model_types import Stack
+from .patch import apply_plans
+from .planning import plan_patch, stacks_to_patch, warn_if_never_used
+from .stored import FIELD, read_stored, saved_method
 
 
 def from_pretrained(
@@ -46,6 +46,39 @@ def from_pretrained(
             "the first argument must be a class with from_pretrained, such as transformers.AutoModel, "
             f"got {auto_class!r}"
         )
+    method, settings = _take_settings(auto_class, method, kwargs)
+    with ExitStack() as loading:
+        for kind in METHODS.values():
+            loading.enter_context(kind.while_loading())
+        loaded = auto_class.from_pretrained(name_or_path, **kwargs)
+    model, info = loaded if isinstance(loaded, tuple) else (loaded, None)
+    stacks = _stacks_to_load(model, auto_class, name_or_path, method)
+    saved = [saved_method(stack.model.config) for stack in stacks]
+    plans = []
+    for stack in stacks:
+        chosen, chosen_layers = _method_to_apply(getattr(stack.model.config, FIELD, None), method, settings)
+        plans.append(plan_patch(stack, chosen, chosen_layers if layers is None else layers))
+    for plan in plans:
+        warn_if_never_used(plan)
+    apply_plans(plans)
+    for plan, before in zip(plans, saved, strict=True):
+        if before == plan.method.method:
+            plan.method.from_checkpoint(model, plan.stack, name_or_path, kwargs)
+            if info is not None and plan.method.parameters_name:  # transformers reported before they were loaded
+                name, unexpected = plan.method.parameters_name, info["unexpected_keys"]
+                info["unexpected_keys"] = type(unexpected)(key for key in unexpected if name not in key.split("."))
+        elif before in METHODS and METHODS[before].parameters_name:
+            warnings.warn(
+                f'{name_or_path} was converted to "{before}"; patched with "{plan.method.method}" instead, it is '
+                f"without the {METHODS[before].parameters_name} that it was trained with. Leave out method= to load "
+                "it as it was saved",
+                stacklevel=2,
+            )
+    return loaded
+
+
+def _take_settings(auto_class: Any, method: str | None, kwargs: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """The method that is asked for and the settings of methods, out of the keywords of `from_pretrained`."""
     implementation = kwargs.pop("attn_implementation", None)
     # A tuple of names, for transformers also takes a dict, with an implementation for each part of a model.
     if implementation is not None and (implementation not in list_methods() or method not in (None, implementation)):
@@ -57,56 +90,28 @@ def from_pretrained(
     known = {name for any_method in METHODS for name in setting_names(any_method)}
     settings = {name: kwargs.pop(name) for name in sorted(known) if name in kwargs}
     if method is not None:
-        make_settings(method, **settings)  # a mistake in the settings is cheaper to learn before the weights load
+        make_method(method, **settings)  # a mistake in the settings is cheaper to learn before the weights load
+    return method, settings
 
-    with quiet_about_tables():
-        loaded = auto_class.from_pretrained(name_or_path, **kwargs)
-    model = loaded[0] if isinstance(loaded, tuple) else loaded
-    stored = getattr(model.config, FIELD, None)
-    named = stored.get("method") if isinstance(stored, dict) else None
-    encoders = encoders_to_patch(model, method or named or list_methods()[0])
-    saved = [encoder for encoder in encoders if getattr(encoder.model.config, FIELD, None) is not None]
+
+def _stacks_to_load(model: Any, auto_class: Any, name_or_path: Any, method: str | None) -> list[Stack]:
+    """The stacks that were saved patched; where none was, all of them for the method that is asked for."""
+    stacks = stacks_to_patch(model, method or saved_method(model.config) or list_methods()[0])
+    saved = [stack for stack in stacks if getattr(stack.model.config, FIELD, None) is not None]
     if not saved and method is None:
         raise ValueError(
             f"{name_or_path} was saved without hf_effattn settings (its config has no {FIELD!r}); name a method, "
             f'for example from_pretrained({auto_class.__name__}, ..., method="i-clustered"), or load it with '
             f"{auto_class.__name__}.from_pretrained for exact attention"
         )
-    plans, converted, left_out = [], [], []
-    for encoder in saved or encoders:
-        stored = getattr(encoder.model.config, FIELD, None)
-        chosen, chosen_layers = _settings_to_apply(stored, method, settings)
-        plans.append(plan_patch(encoder, chosen, chosen_layers if layers is None else layers))
-        saved_method = stored.get("method") if isinstance(stored, dict) else None
-        if saved_method == chosen.method:
-            converted.append(encoder)
-        elif saved_method == SliceSettings.method:
-            left_out.append(chosen.method)
-    for plan in plans:
-        warn_if_never_used(plan)
-    apply_plans(plans)
-    for encoder in converted:
-        if held_by(encoder.model) is not None:
-            load_positions(model, encoder, name_or_path, kwargs)
-            if isinstance(loaded, tuple):  # transformers reported before they were loaded
-                unexpected = loaded[1]["unexpected_keys"]
-                loaded[1]["unexpected_keys"] = type(unexpected)(
-                    key for key in unexpected if NAME not in key.split(".")
-                )
-    for other_method in left_out:
-        warnings.warn(
-            f'{name_or_path} was converted to "{SliceSettings.method}"; patched with "{other_method}" instead, it is '
-            f"without the {NAME} that it was trained with. Leave out method= to load it as it was saved",
-            stacklevel=2,
-        )
-    return loaded
+    return saved or stacks
 
 
-def _settings_to_apply(
+def _method_to_apply(
     stored: Any, method: str | None, overrides: dict[str, Any]
-) -> tuple[MethodSettings, Sequence[int] | None]:
+) -> tuple[Method, Sequence[int] | None]:
     """The saved settings with the overrides; where another method is asked for, its own and the saved layers."""
     saved = stored if isinstance(stored, dict) else {}
     if method is not None and (stored is None or saved.get("method", method) != method):
-        return make_settings(method, **overrides), saved.get("layers")
+        return make_method(method, **overrides), saved.get("layers")
     return read_stored(stored, method, **overrides)

@@ -3,12 +3,13 @@
 Modules are recognised by the name of their class, so that no modelling file of transformers is imported.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ MODEL_TYPES: dict[str, ModelType] = {
 
 
 @dataclass(frozen=True)
-class Encoder:
+class Stack:
     """The self-attention of an encoder, or decoder alone, with one config: a composite model can hold several.
 
     Args:
@@ -166,12 +167,12 @@ def is_sliding_window(module: nn.Module) -> bool:
     return getattr(holder, "sliding_window", None) is not None
 
 
-def find_encoders(model: nn.Module) -> list[Encoder]:
+def find_stacks(model: nn.Module) -> list[Stack]:
     """Every encoder, or decoder alone, of the table in a model, in the order of its modules."""
     found: list[tuple[PreTrainedModel, list[nn.Module]]] = []
     _collect(model, None, found, set())
     return [
-        Encoder(owner, tuple(modules), tuple(MODEL_TYPES[owner.config.model_type].layers(owner.config, len(modules))))
+        Stack(owner, tuple(modules), tuple(MODEL_TYPES[owner.config.model_type].layers(owner.config, len(modules))))
         for owner, modules in found
         if modules
     ]
@@ -194,6 +195,40 @@ def _collect(
         owner[1].append(module)
     for child in module.children():
         _collect(child, owner, found, seen)
+
+
+def longest_input(model: PreTrainedModel | PreTrainedConfig) -> int | None:
+    """How many tokens the learned absolute positions of a model reach; None where it has none that are known.
+
+    RoBERTa's `max_position_embeddings` also counts the rows up to its padding's, which no token gets.
+
+    Args:
+        model (`PreTrainedModel` or `PreTrainedConfig`): with or without a head; or its config alone.
+    """
+    config: Any = model if isinstance(model, PreTrainedConfig) else model.config
+    entry = MODEL_TYPES.get(getattr(config, "model_type", ""))
+    if entry is None or entry.positions is None:
+        return None
+    if model is config:
+        return int(config.max_position_embeddings) - reserved_rows(entry.positions, config.pad_token_id)
+    table = getattr(model.base_model.get_submodule(entry.positions.embeddings), entry.positions.table)
+    return int(table.num_embeddings) - reserved_rows(entry.positions, table.padding_idx)
+
+
+def reserved_rows(positions: LearnedPositions, padding: int | None) -> int:
+    """Rows of the table before the first token's."""
+    return padding + 1 if positions.reserved_by_padding and padding is not None else 0
+
+
+def usual_length(config: Any) -> int | None:
+    """The tokens of a model's usual image, or the most of one whose positions are computed or fixed."""
+    sizes = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if None not in sizes:
+        image, patch = (size if isinstance(size, Iterable) else (size, size) for size in sizes)
+        special = 2 if config.model_type == "deit" else 1
+        return special + math.prod(pixels // of_patch for pixels, of_patch in zip(image, patch, strict=True))
+    longest = getattr(config, "max_source_positions", None) or getattr(config, "max_position_embeddings", None)
+    return None if longest is None else int(longest)
 
 
 def causal_modules(model: nn.Module) -> Iterator[nn.Module]:

@@ -6,23 +6,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .methods import MethodSettings, make_settings, setting_names
+from .methods import Method, make_method, setting_names
 
 FIELD = "effattn"
 FORMAT_VERSION = 1
 BASE_MODEL = "base_model"
 
 
-def write_stored(
-    settings: MethodSettings, layers: Iterable[int] | None, base_model: str | None = None
-) -> dict[str, Any]:
+def write_stored(method: Method, layers: Iterable[int] | None, base_model: str | None = None) -> dict[str, Any]:
     """The dict for `config.effattn`; `layers` None means all, `base_model` is the exact model's id on the Hub."""
     return {
         "version": FORMAT_VERSION,
-        "method": settings.method,
+        "method": method.method,
         "layers": None if layers is None else list(layers),
         **({} if base_model is None else {BASE_MODEL: base_model}),
-        **settings.to_dict(),
+        **method.to_dict(),
     }
 
 
@@ -39,8 +37,15 @@ def base_model_of(config: Any) -> str | None:
     return None if not origin or Path(origin).is_absolute() or Path(origin).exists() else origin
 
 
-def read_stored(stored: object, method: str | None = None, **overrides: Any) -> tuple[MethodSettings, Any]:
-    """Settings and layers from `config.effattn`.
+def saved_method(config: Any) -> str | None:
+    """The method that `config.effattn` names, known or not; None where it names none."""
+    stored = getattr(config, FIELD, None)
+    named = stored.get("method") if isinstance(stored, dict) else None
+    return named if isinstance(named, str) else None
+
+
+def read_stored(stored: object, method: str | None = None, **overrides: Any) -> tuple[Method, Any]:
+    """The method and layers from `config.effattn`.
 
     Args:
         stored (`dict`): the field; one written by hand may leave out any key.
@@ -48,7 +53,7 @@ def read_stored(stored: object, method: str | None = None, **overrides: Any) -> 
         overrides: settings that win over the dict's.
 
     Returns:
-        `(MethodSettings, list[int] | None)`: the validated settings, and the layers as they stand in the dict.
+        `(Method, list[int] | None)`: the method with its settings, and the layers as they stand in the dict.
 
     Raises:
         ValueError: written in a newer format, no method, an unknown method, a value outside its range.
@@ -85,7 +90,7 @@ def read_stored(stored: object, method: str | None = None, **overrides: Any) -> 
             stacklevel=2,
         )
     known = {name: value for name, value in values.items() if name in names}
-    return make_settings(method, **known | overrides), layers
+    return make_method(method, **known | overrides), layers
 
 
 def check_layers(layers: Any, count: int) -> tuple[int, ...]:

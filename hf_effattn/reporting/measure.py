@@ -21,14 +21,14 @@ from ..measuring.recording import (
     BASELINE,
     SeenAttention,
     as_it_was,
-    encoders_to_report,
     layer_names,
     make_exact,
     recording,
+    stacks_to_report,
 )
-from ..patching import run_method
-from ..patching.model_types import Encoder, is_causal
-from ..patching.patch import PatchPlan, apply_plans, plan_patch
+from ..patching.model_types import Stack, is_causal
+from ..patching.patch import apply_plans
+from ..patching.planning import PatchPlan, plan_patch
 from .findings import MeasuredInput, Measurement
 from .report import Report
 
@@ -84,12 +84,12 @@ def report(
             "; of a wrapped or compiled model pass the model inside"
         )
     candidates = make_candidates(methods)
-    encoders = encoders_to_report(model)
-    plans = {one.label: [plan_patch(encoder, one.forced, one.layers) for encoder in encoders] for one in candidates}
+    stacks = stacks_to_report(model)
+    plans = {one.label: [plan_patch(stack, one.forced, one.layers) for stack in stacks] for one in candidates}
     batches = check_inputs(model, inputs)
     _check_options(error_budget, repeats)
     found = Report(
-        environment=_environment(model, encoders, repeats, memory),
+        environment=_environment(model, stacks, repeats, memory),
         layers=layer_names(model),
         methods={candidate.label: candidate.to_dict() for candidate in candidates},
         error_budget=error_budget,
@@ -102,7 +102,7 @@ def report(
                 by_label = {candidate.label: candidate for candidate in candidates}
                 for batch in batches:
                     _MeasureInput(
-                        model, encoders, by_label, plans, batch, found, repeats, memory, advance, put_back
+                        model, stacks, by_label, plans, batch, found, repeats, memory, advance, put_back
                     ).run()
         except KeyboardInterrupt:
             found.complete = False
@@ -115,7 +115,7 @@ class _MeasureInput:
     """All measurements of one input, added to the report as they are made."""
 
     model: PreTrainedModel
-    encoders: list[Encoder]
+    stacks: list[Stack]
     candidates: dict[str, Candidate]
     plans: dict[str, list[PatchPlan]]
     batch: dict[str, Any]
@@ -130,9 +130,9 @@ class _MeasureInput:
 
     def __post_init__(self) -> None:
         paths = {module: path for path, module in self.model.named_modules()}
-        self.encoder_of = {module: paths[one.model] for one in self.encoders for module in one.modules}
+        self.encoder_of = {module: paths[one.model] for one in self.stacks for module in one.modules}
         self.patched = {
-            label: {module for plan in plans for module in itertools.compress(plan.encoder.modules, plan.patched)}
+            label: {module for plan in plans for module in itertools.compress(plan.stack.modules, plan.patched)}
             for label, plans in self.plans.items()
         }
 
@@ -186,7 +186,7 @@ class _MeasureInput:
         if measured.length < N:
             measured.batch_size, measured.length = B, N
             measured.valid_tokens = B * N if seen.key_mask is None else int(seen.key_mask.sum())
-        if len(self.encoders) > 1:
+        if len(self.stacks) > 1:
             measured.encoder_lengths[self.encoder_of[seen.module]] = N
         for label, candidate in self.candidates.items():
             if seen.module not in self.patched[label]:
@@ -201,8 +201,7 @@ class _MeasureInput:
     @staticmethod
     def _attention_call(candidate: Candidate, seen: SeenAttention) -> Callable[[], torch.Tensor]:
         def call() -> torch.Tensor:
-            output = run_method(
-                candidate.forced,
+            output = candidate.forced.run(
                 seen.query,
                 seen.key,
                 seen.value,
@@ -224,7 +223,7 @@ class _MeasureInput:
 
     def _switch_to(self, label: str) -> None:
         if label == EXACT:
-            make_exact(self.encoders)
+            make_exact(self.stacks)
         else:
             # Not patch_attention, which warns of trained tables that are left out: put_back restores them.
             self.put_back()
@@ -274,13 +273,13 @@ def _check_options(error_budget: float | None, repeats: int) -> None:
         raise ValueError("error_budget asks for the fastest method, so it needs times: repeats must be at least 1")
 
 
-def _environment(model: PreTrainedModel, encoders: list[Encoder], repeats: int, memory: bool) -> dict[str, Any]:
+def _environment(model: PreTrainedModel, stacks: list[Stack], repeats: int, memory: bool) -> dict[str, Any]:
     return {
         "model": type(model).__name__,
         "model_type": getattr(model.config, "model_type", None),
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "causal": any(is_causal(module) for encoder in encoders for module in encoder.modules),
+        "causal": any(is_causal(module) for stack in stacks for module in stack.modules),
         "repeats": repeats,
         "baseline": BASELINE,
         "memory_measure": MEMORY_MEASURES.get(model.device.type) if memory else None,

@@ -15,7 +15,7 @@ from ..measuring.candidates import EXACT, Candidate, make_candidates
 from ..measuring.errors import run_model
 from ..measuring.inputs import check_inputs
 from ..measuring.recording import SeenAttention, as_it_was, layer_names, recording
-from ..patching import run_method
+from ..patching.exact import exact_weights, visible_keys
 
 DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "bi-clustered", "clusters": 25, "topk": 32, "key_clusters": 50},
@@ -175,31 +175,21 @@ def head_scores(weights: torch.Tensor, rows: Sequence[int], content: torch.Tenso
 
 
 def _exact_rows(seen: SeenAttention, rows: list[int]) -> torch.Tensor:
-    scale = seen.query.shape[3] ** -0.5 if seen.scale is None else seen.scale
-    H = seen.query.shape[1]
-    key = seen.key[0].repeat_interleave(H // seen.key.shape[1], dim=0)
-    scores = (seen.query[0, :, rows] @ key.transpose(1, 2)).float() * scale
-    if seen.causal:
-        positions = torch.arange(key.shape[1], device=key.device)
-        scores = scores.masked_fill(positions > torch.tensor(rows, device=key.device)[:, None], float("-inf"))
-    if seen.key_mask is not None:
-        scores = scores.masked_fill(~seen.key_mask[0], float("-inf"))
-    return scores.softmax(dim=-1)
+    mask = visible_keys(seen.key_mask, seen.query.shape[2], causal=seen.causal)
+    return exact_weights(seen.query.float(), seen.key.float(), mask, seen.scale, causal=seen.causal, rows=rows)[0]
 
 
 def _implied_rows(candidate: Candidate, seen: SeenAttention, head: int, rows: list[int]) -> torch.Tensor:
-    """The weights that a method implies, `(R, N)`: what it makes of the columns of an identity as values."""
-    candidate.forced.check_weights()
-    N = seen.query.shape[2]
-    columns = []
-    # In pieces, so that nothing of N×N exists for all heads; the clusters are the same each time, by their seed.
-    for identity in torch.eye(N, dtype=seen.query.dtype, device=seen.query.device).split(COLUMNS_AT_ONCE, dim=1):
-        values = identity.expand(1, seen.key.shape[1], *identity.shape)
-        options: dict[str, Any] = {"key_mask": seen.key_mask, "scale": seen.scale, "causal": seen.causal}
-        options["module"] = seen.module
-        output = run_method(candidate.forced, seen.query, seen.key, values, **options)
-        columns.append(output[0, head, rows])
-    return torch.cat(columns, dim=1)
+    """The weights that a method implies, `(R, N)`."""
+    options: dict[str, Any] = {"key_mask": seen.key_mask, "scale": seen.scale, "causal": seen.causal}
+    # In pieces, so that nothing of N×N exists for all heads.
+    pieces = [
+        candidate.forced.weights(
+            seen.query, seen.key, columns=slice(start, start + COLUMNS_AT_ONCE), module=seen.module, **options
+        )[0, head, rows]
+        for start in range(0, seen.key.shape[2], COLUMNS_AT_ONCE)
+    ]
+    return torch.cat(pieces, dim=1)
 
 
 def _labels(inputs: Any, batch: Mapping[str, Any], tokens: Sequence[str] | None) -> list[str]:

@@ -14,11 +14,7 @@ from transformers import PreTrainedModel
 from ..measuring.candidates import Candidate
 from ..measuring.errors import run_model
 from ..measuring.inputs import check_inputs
-from ..measuring.recording import SeenAttention, as_it_was, encoders_to_report, recording
-from ..patching.methods import find_groups
-from ..patching.methods.base import MethodSettings
-from ..patching.methods.clustered import ClusteredSettings
-from ..patching.methods.cst import SliceSettings
+from ..measuring.recording import SeenAttention, as_it_was, recording, stacks_to_report
 from ..patching.model_types import is_causal
 
 MOST_TOKENS = 256
@@ -120,7 +116,7 @@ def text_to_draw(model: PreTrainedModel, inputs: Any, tokenizer: Any = None) -> 
     else:
         raise NothingToDraw("the tokens of the text are not known: give the tokenizer too")
     own = [index for index, is_special in enumerate(special) if not is_special] or list(range(len(places)))
-    masks_the_future = any(is_causal(module) for encoder in encoders_to_report(model) for module in encoder.modules)
+    masks_the_future = any(is_causal(module) for encoder in stacks_to_report(model) for module in encoder.modules)
     question = [index for index, place in enumerate(places) if segments[place] == 0] if 1 in segments else []
     return DrawnText(
         # The mask is left out: nothing of what is kept is padding.
@@ -205,12 +201,12 @@ def _attention_of(model: PreTrainedModel, text: DrawnText, layer: int) -> SeenAt
 
 
 def _groups_of(candidate: Candidate, text: DrawnText, seen: SeenAttention | None, head: int) -> TextGroups:
-    settings: MethodSettings = candidate.forced
-    N = len(text.pieces)
-    if isinstance(settings, SliceSettings):
-        return TextGroups([candidate.label], "slice", [place // settings.slice_length for place in range(N)])
-    missing = TextGroups([candidate.label], "cluster")
-    if not isinstance(settings, ClusteredSettings):
+    method, N = candidate.forced, len(text.pieces)
+    fixed = method.fixed_groups(N)
+    if fixed is not None:
+        return TextGroups([candidate.label], method.group_name, fixed)
+    missing = TextGroups([candidate.label], method.group_name)
+    if not method.group_name:
         missing.why_missing = "it has neither clusters nor slices."
     elif seen is None:
         missing.why_missing = "the queries of this head could not be read."
@@ -219,9 +215,8 @@ def _groups_of(candidate: Candidate, text: DrawnText, seen: SeenAttention | None
             "the model masks the future, so clusters are made anew while the text goes on, and a token has no one "
             "cluster to show."
         )
-    elif settings.is_exact(N, N, seen.query.device.type):
+    elif method.is_exact(N, N, seen.query.device.type):
         missing.why_missing = f"one of its counts reaches the {N} tokens shown, so nothing is clustered on them."
     else:
-        labels = find_groups(settings, seen.query, seen.key, seen.key_mask)[0]
-        missing.groups = labels[0, head].tolist()
+        missing.groups = method.group(seen.query, seen.key, seen.key_mask)[0][0, head].tolist()
     return missing

@@ -27,28 +27,26 @@ from hf_effattn.measuring.bench import exact_output, forward, measure_shape, ran
 from hf_effattn.measuring.cost import without_profiler_notes
 from hf_effattn.measuring.environment import environment
 from hf_effattn.measuring.errors import relative_error
-from hf_effattn.patching.methods import MethodSettings, make_settings
+from hf_effattn.patching.methods import Method, make_method
 
 from ..kept.command_line import run_with_help
 from ._inputs import Inputs, attention_inputs
 from ._plots import draw_lengths
 
 EXACT = "exact"
-METHODS: dict[str, MethodSettings] = {
-    "clustered C=100": make_settings("clustered", clusters=100, min_length=0),
-    "i-clustered C=100 k=32": make_settings("i-clustered", clusters=100, topk=32, min_length=0),
-    "i-clustered C=25 k=32": make_settings("i-clustered", clusters=25, topk=32, min_length=0),
-    "i-clustered C=256 k=64": make_settings("i-clustered", clusters=256, topk=64, min_length=0),
-    "i-clustered C=100 k=32, LSH 10": make_settings(
+METHODS: dict[str, Method] = {
+    "clustered C=100": make_method("clustered", clusters=100, min_length=0),
+    "i-clustered C=100 k=32": make_method("i-clustered", clusters=100, topk=32, min_length=0),
+    "i-clustered C=25 k=32": make_method("i-clustered", clusters=25, topk=32, min_length=0),
+    "i-clustered C=256 k=64": make_method("i-clustered", clusters=256, topk=64, min_length=0),
+    "i-clustered C=100 k=32, LSH 10": make_method(
         "i-clustered", clusters=100, topk=32, clustering="lsh", iterations=10, min_length=0
     ),
-    "bi-clustered C=100 k=32 G=64": make_settings(
-        "bi-clustered", clusters=100, topk=32, key_clusters=64, min_length=0
-    ),
-    "bi-clustered C=128 k=128 G=128": make_settings(
+    "bi-clustered C=100 k=32 G=64": make_method("bi-clustered", clusters=100, topk=32, key_clusters=64, min_length=0),
+    "bi-clustered C=128 k=128 G=128": make_method(
         "bi-clustered", clusters=128, topk=128, key_clusters=128, min_length=0
     ),
-    "bi-clustered C=256 k=256 G=256": make_settings(
+    "bi-clustered C=256 k=256 G=256": make_method(
         "bi-clustered", clusters=256, topk=256, key_clusters=256, min_length=0
     ),
 }

@@ -22,7 +22,7 @@ from hf_effattn.measuring.bench import forward
 from hf_effattn.measuring.cost import compare
 from hf_effattn.measuring.environment import environment
 from hf_effattn.measuring.exact_kernels import exact_kernels
-from hf_effattn.patching.methods import make_settings, run_method
+from hf_effattn.patching.methods import make_method
 
 from ..kept.command_line import run_with_help
 
@@ -85,9 +85,9 @@ def speedups(
     exact, _ = exact_kernels(query, key, value, causal=causal)
     attends = {f"exact: {name}": attend for name, attend in exact.items()}
     for number, options in enumerate(tried):
-        settings = make_settings(**options, min_length=0)
+        settings = make_method(**options, min_length=0)
         if not settings.is_exact(length, length, device.type, causal=causal):
-            attends[str(number)] = partial(run_method, settings, causal=causal)
+            attends[str(number)] = partial(settings.run, causal=causal)
     calls = {name: partial(forward, attend, (query, key, value)) for name, attend in attends.items()}
     for name in list(calls):
         try:

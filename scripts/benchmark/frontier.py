@@ -27,7 +27,7 @@ from rich.progress import track
 
 from hf_effattn.measuring.bench import exact_output, forward, measure_shape, random_inputs
 from hf_effattn.measuring.errors import relative_error
-from hf_effattn.patching.methods import MethodSettings, make_settings
+from hf_effattn.patching.methods import Method, make_method
 
 from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns
@@ -45,14 +45,14 @@ LARGER: tuple[tuple[int, int, int | None], ...] = (
 )  # fmt: skip
 
 
-def make(clusters: int, topk: int, key_clusters: int | None) -> MethodSettings:
+def make(clusters: int, topk: int, key_clusters: int | None) -> Method:
     """I-clustered attention, with `key_clusters` bi-clustered."""
     if key_clusters is None:
-        return make_settings("i-clustered", clusters=clusters, topk=topk, min_length=0)
-    return make_settings("bi-clustered", clusters=clusters, topk=topk, key_clusters=key_clusters, min_length=0)
+        return make_method("i-clustered", clusters=clusters, topk=topk, min_length=0)
+    return make_method("bi-clustered", clusters=clusters, topk=topk, key_clusters=key_clusters, min_length=0)
 
 
-def settings_to_try(length: int, near: list[dict[str, Any]] | None = None) -> list[MethodSettings]:
+def settings_to_try(length: int, near: list[dict[str, Any]] | None = None) -> list[Method]:
     """Every combination, or those that the rows of earlier results speak for.
 
     More query clusters than a sixteenth of the tokens save nothing.
@@ -74,7 +74,7 @@ def fastest_sizes(rows: list[dict[str, Any]]) -> list[tuple[int, int, int | None
     return [(row["clusters"], row["topk"], row["key_clusters"]) for row in found]
 
 
-def label(settings: MethodSettings) -> str:
+def label(settings: Method) -> str:
     """Short name of a setting."""
     letters = {"C": "clusters", "k": "topk", "G": "key_clusters"}
     values = settings.to_dict()

@@ -96,7 +96,7 @@ def test_what_would_never_run_is_told(folder):
     result = runner.invoke(app, ["convert", str(folder / "exact"), str(folder / "new"), "--method", "i-clustered"])
     assert result.exit_code == 0, result.output
     said = " ".join(result.stderr.split())
-    assert "Warning: Bert" in said
+    assert "Warning: The patch will do nothing" in said
     assert "min_length=0" in said
     method = "cst slice_length=4"
     result = runner.invoke(app, ["convert", str(folder / "exact"), str(folder / "cst"), "--method", method])

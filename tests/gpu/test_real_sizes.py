@@ -8,7 +8,7 @@ from support.closeness import assert_close_to_reference
 from transformers import RobertaConfig, RobertaForMaskedLM
 
 from hf_effattn import ops, patch_attention
-from hf_effattn.patching.methods import make_settings, run_method
+from hf_effattn.patching.methods import make_method
 
 OPS = ("clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
 
@@ -177,10 +177,10 @@ def test_cuda_graph_replays_on_new_inputs_without_a_host_sync(name, gpu, capture
     method, chosen = GRAPHS[name]
     size = Size("graph", padded=100)
     query, key, value, mask = make_tensors(size, gpu, torch.bfloat16)
-    settings = make_settings(method, min_length=0, **chosen)
+    settings = make_method(method, min_length=0, **chosen)
 
     def run():
-        return run_method(settings, query, key, value, key_mask=mask)
+        return settings.run(query, key, value, key_mask=mask)
 
     run()
     torch.cuda.synchronize()
@@ -280,10 +280,10 @@ def test_more_numbers_than_an_int32_counts(method, gpu):
         pytest.skip("needs 60 GiB of free GPU memory")
     B, H, N, D = 1, 40, 2**20, 64
     shared = torch.randn(B, N, H, D, device=gpu, dtype=torch.bfloat16).transpose(1, 2)
-    settings = make_settings(method, clusters=64, topk=32, min_length=0)
+    settings = make_method(method, clusters=64, topk=32, min_length=0)
     with torch.no_grad():
-        output = run_method(settings, shared, shared, shared)
-        alone = run_method(settings, *[shared[:, -1:].contiguous()] * 3)
+        output = settings.run(shared, shared, shared)
+        alone = settings.run(*[shared[:, -1:].contiguous()] * 3)
     # Alone, one head's keys are split over more programs: the sums round differently.
     # A head read from a wrong place has nothing in common with it.
     assert (output[:, -1:] - alone).float().norm() < torch.finfo(torch.bfloat16).eps * alone.float().norm()

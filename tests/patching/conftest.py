@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_effattn.patching import attention
+from hf_effattn.patching.methods import METHODS
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -22,11 +22,16 @@ def one_thread() -> Iterator[None]:
 def attended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The methods that really ran, one entry per call of a method by an attention module."""
     calls: list[str] = []
-    attend = attention.attend
 
-    def counted(settings: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(settings.method)
-        return attend(settings, *args, **kwargs)
+    def counting(attend: Any) -> Any:
+        def counted(method: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(method.method)
+            return attend(method, *args, **kwargs)
 
-    monkeypatch.setattr(attention, "attend", counted)
+        return counted
+
+    for kind in METHODS.values():
+        for name in ("attend", "attend_causal"):
+            if name in vars(kind):
+                monkeypatch.setattr(kind, name, counting(getattr(kind, name)))
     return calls

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 import hf_effattn
 from hf_effattn.patching.attention import attention
-from hf_effattn.patching.methods.base import RECORD
 from hf_effattn.patching.methods.cst.positions import NAME, PROJECTIONS
-from hf_effattn.patching.model_types import find_encoders
+from hf_effattn.patching.model_types import find_stacks
+from hf_effattn.patching.module_patch import RECORD
 
 each_model = pytest.mark.parametrize("model_type", CONVERTED)
 each_composition = pytest.mark.parametrize("composition", ["merged", "local-global"])
@@ -87,7 +87,7 @@ def test_position_tables_are_added_to_the_input_of_queries_and_keys(model_type: 
     """One layer, one slice, by hand: with `P` added to what queries and keys are projected from, not values."""
     model = small_model(model_type).double()
     convert(model, slice_length=8)
-    module = find_encoders(model)[0].modules[0]
+    module = find_stacks(model)[0].modules[0]
     table = getattr(model.base_model, NAME).token_positions
     rows = torch.randn(2, 8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     names = PROJECTIONS[model_type]

@@ -13,7 +13,7 @@ from torch import nn
 
 import hf_effattn
 from hf_effattn.patching.methods.cst.positions import NAME, project
-from hf_effattn.patching.model_types import find_encoders
+from hf_effattn.patching.model_types import find_stacks
 
 
 class TrainedCopy(nn.Module):
@@ -78,7 +78,7 @@ class AdaptedLinear(nn.Linear):
 @torch.no_grad()
 def test_positions_through_an_adapter_keep_their_precision_beside_a_large_bias() -> None:
     model = small_model("bert").to(torch.bfloat16)
-    module: Any = find_encoders(model)[0].modules[0]
+    module: Any = find_stacks(model)[0].modules[0]
     generator = torch.Generator().manual_seed(5)
     rows = torch.randn(7, 32, generator=generator).mul(0.02).to(torch.bfloat16)
     for name in ("query", "key", "value"):
@@ -93,7 +93,7 @@ def test_positions_through_an_adapter_keep_their_precision_beside_a_large_bias()
 @torch.no_grad()
 def test_positions_through_an_offloaded_adapter() -> None:
     model = convert(small_model("bert").double())
-    for module in find_encoders(model)[0].modules:
+    for module in find_stacks(model)[0].modules:
         for name in ("query", "key", "value"):
             getattr(module, name).bias.normal_()
             getattr(module, name).__class__ = AdaptedLinear
@@ -111,7 +111,7 @@ def test_quantised_projections_without_a_parameter() -> None:
     convert(quantised)
     assert getattr(quantised, NAME).token_positions.dtype == torch.float32
     assert first_output(quantised, tokens()).isfinite().all()
-    module: Any = find_encoders(quantised)[0].modules[0]
+    module: Any = find_stacks(quantised)[0].modules[0]
     assert not list(module.parameters())
     for positions in project(module, torch.zeros(3, 32), bias=False):
         assert not positions.any()

@@ -9,7 +9,7 @@ from support.cst_conversions import LENGTH, convert, small_model, tokens
 from transformers import DynamicCache, StaticCache
 
 from hf_effattn.patching.attention import attention
-from hf_effattn.patching.model_types import find_encoders
+from hf_effattn.patching.model_types import find_stacks
 
 each_composition = pytest.mark.parametrize("composition", ["merged", "local-global"])
 each_ratio = pytest.mark.parametrize("ratio", [1, 2, 3])
@@ -95,7 +95,7 @@ def test_the_papers_composition_generates_without_a_cache() -> None:
 
 @torch.no_grad()
 def test_attention_weights_of_a_step() -> None:
-    module = find_encoders(convert(small_model("gpt2").double()))[0].modules[0]
+    module = find_stacks(convert(small_model("gpt2").double()))[0].modules[0]
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(2, 4, LENGTH, 8, dtype=torch.float64, generator=generator) for _ in range(3)]
     output, weights = attention("cst", module, *rows, None, output_attentions=True)

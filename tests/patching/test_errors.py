@@ -271,23 +271,27 @@ def test_what_transformers_loaded_exactly_is_unpatched_too(tmp_path: Path) -> No
 def test_a_patch_that_changes_nothing_is_told() -> None:
     """Below its min_length a method leaves every input to exact attention, and this model takes no longer one."""
     llama = AutoConfig.for_model("llama", **SMALL, max_position_embeddings=128)
-    with pytest.warns(UserWarning, match="made for 64 tokens at most.* exact attention runs below 1,.*min_length=0"):
+    with pytest.warns(UserWarning, match='takes at most 64 tokens, and "clustered" .* starts at 1,.*min_length=0'):
         model = hf_effattn.patch_attention(tiny_model("bert"), "clustered", clusters=4)
     assert model.config.effattn["clusters"] == 4
     # It advises what can be done: not all positions can be extended.
-    with pytest.warns(UserWarning, match=r"fewer clusters, longer inputs \(hf_effattn.extend_positions\), or min_"):
+    with pytest.warns(
+        UserWarning, match=r"longer inputs call extend_positions; to force the method pass min_length=0\.$"
+    ):
         hf_effattn.patch_attention(tiny_model("bert"), "clustered", clusters=4)
-    with pytest.warns(UserWarning, match="is made for 128 tokens at most.* Give fewer clusters, or min_length=0"):
+    with pytest.warns(
+        UserWarning, match="at most 128 tokens.* To start earlier give fewer clusters; to .* min_length=0"
+    ):
         hf_effattn.patch_attention(AutoModel.from_config(llama), "clustered", clusters=4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hf_effattn.patch_attention(model, "clustered", clusters=4, min_length=64)
         hf_effattn.patch_attention(tiny_model("bert"), "cst", slice_length=4)
-    with pytest.warns(UserWarning, match="RobertaModel is made for 62 tokens at most"):
+    with pytest.warns(UserWarning, match="this model takes at most 62 tokens"):
         hf_effattn.patch_attention(tiny_model("roberta"), "clustered", clusters=4, min_length=63)
     whisper = tiny_model("whisper")
     longest = whisper.config.max_source_positions
-    with pytest.warns(UserWarning, match=f"for {longest} tokens at most.* too few to approximate.* smaller ones$"):
+    with pytest.warns(UserWarning, match=f"at most {longest} tokens.* nothing to approximate .* smaller counts.$"):
         hf_effattn.patch_attention(whisper, "i-clustered", clusters=2, topk=longest, min_length=0)
 
 
@@ -295,7 +299,7 @@ def test_a_patch_that_changes_nothing_is_told() -> None:
 def test_an_image_has_as_many_tokens_as_patches(model_type: str, special: int) -> None:
     model = tiny_model(model_type)
     count = (model.config.image_size // model.config.patch_size) ** 2 + special
-    with pytest.warns(UserWarning, match=f"is made for {count} tokens at most.* smaller ones$"):
+    with pytest.warns(UserWarning, match=f"takes at most {count} tokens.* smaller counts.$"):
         hf_effattn.patch_attention(model, "clustered", clusters=count, min_length=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -306,7 +310,7 @@ def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(tmp_path: Path) -
     model = tiny_model("bert")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="nothing changes"):
+        with pytest.raises(UserWarning, match="The patch will do nothing"):
             hf_effattn.patch_attention(model, "clustered", clusters=4)
         assert traces_of_patching(model) == []
         hf_effattn.patch_attention(model, "cst", slice_length=4)

@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_bidi
 
 import hf_effattn
 from hf_effattn.patching.attention import attention
-from hf_effattn.patching.model_types import find_encoders
+from hf_effattn.patching.model_types import find_stacks
 
 FORCED = {"clusters": 6, "min_length": 0}
 
@@ -153,7 +153,7 @@ def test_whisper_generates_with_a_patched_encoder(attended: list[str]) -> None:
 def test_more_keys_than_queries(attended: list[str]) -> None:
     """A prefix of keys, as prefix tuning adds: the self-attention module gets q_len != kv_len and stays exact."""
     model = tiny_model("bert")
-    (encoder,) = find_encoders(model)
+    (encoder,) = find_stacks(model)
     hf_effattn.patch_attention(model, "clustered", **FORCED)
     query, key, value = (torch.randn(2, 2, length, 16) for length in (30, 40, 40))
     mask = sdpa_mask(2, 30, 40, attention_mask=batch_for(model, padding="left").inputs["attention_mask"].bool())

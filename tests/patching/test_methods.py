@@ -1,4 +1,4 @@
-"""Settings of the methods, and `run_method` on plain tensors."""
+"""Settings of the methods, and `Method.run` on plain tensors."""
 
 import dataclasses
 import json
@@ -13,8 +13,8 @@ import hf_effattn
 from hf_effattn.ops import bi_clustered_attention, cluster_queries, clustered_attention, improved_clustered_attention
 from hf_effattn.ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS
 from hf_effattn.patching.methods import METHODS as EVERY_METHOD
-from hf_effattn.patching.methods import attention_matrix, find_groups, make_settings, run_method
-from hf_effattn.patching.methods.base import CROSSOVER
+from hf_effattn.patching.methods import make_method
+from hf_effattn.patching.methods.crossover import CROSSOVER
 
 SMALL = {"clustered": {}, "i-clustered": {"topk": 6}, "bi-clustered": {"topk": 6, "key_clusters": 7}}
 METHODS = tuple(SMALL)
@@ -33,7 +33,7 @@ def left_padded(length: int = 30) -> torch.Tensor:
 
 def test_names_and_defaults() -> None:
     assert hf_effattn.list_methods() == ("clustered", "i-clustered", "bi-clustered", "cst")
-    settings = make_settings("i-clustered")
+    settings = make_method("i-clustered")
     assert settings.to_dict() == {
         "min_length": None,
         "clusters": 100,
@@ -49,9 +49,9 @@ def test_names_and_defaults() -> None:
         "window": 64,
         "topk": 32,
     }
-    bi_clustered = make_settings("bi-clustered").to_dict()
+    bi_clustered = make_method("bi-clustered").to_dict()
     assert bi_clustered == settings.to_dict() | {"topk": 64, "key_clusters": 100, "keys_per_cluster": 8}
-    assert make_settings("cst").to_dict() == {
+    assert make_method("cst").to_dict() == {
         "min_length": 0,
         "slice_length": 16,
         "extension_ratio": 1.0,
@@ -62,9 +62,9 @@ def test_names_and_defaults() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_settings_are_frozen_comparable_and_json(method: str) -> None:
-    settings = make_settings(method, clusters=np.int64(7), min_length=np.int32(0))
-    assert settings == make_settings(method, clusters=7, min_length=0)
-    assert make_settings(method, **json.loads(json.dumps(settings.to_dict()))) == settings
+    settings = make_method(method, clusters=np.int64(7), min_length=np.int32(0))
+    assert settings == make_method(method, clusters=7, min_length=0)
+    assert make_method(method, **json.loads(json.dumps(settings.to_dict()))) == settings
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.clusters = 3  # type: ignore[attr-defined]
 
@@ -104,69 +104,69 @@ def test_every_setting_says_what_it_is_for(method: str) -> None:
 )
 def test_wrong_settings_are_named(changes: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        make_settings("i-clustered", **changes)
+        make_method("i-clustered", **changes)
 
 
 def test_unknown_method_names_the_closest() -> None:
     with pytest.raises(
         ValueError, match=r'unknown attention method .iclustered. .did you mean "i-clustered".*"clustered"'
     ):
-        make_settings("iclustered")
+        make_method("iclustered")
 
 
 def test_wrong_settings_of_bi_clustered_are_named() -> None:
     with pytest.raises(ValueError, match="key_clusters must be at least 1, got 0: the number of key clusters"):
-        make_settings("bi-clustered", key_clusters=0)
+        make_method("bi-clustered", key_clusters=0)
     with pytest.raises(TypeError, match=r"key_clusters must be an int, got 1\.5"):
-        make_settings("bi-clustered", key_clusters=1.5)
+        make_method("bi-clustered", key_clusters=1.5)
     with pytest.raises(ValueError, match="topk must be at least 1, got 0: the number of keys per cluster that its"):
-        make_settings("bi-clustered", topk=0)
+        make_method("bi-clustered", topk=0)
 
 
 def test_a_setting_of_another_method_is_refused() -> None:
     with pytest.raises(ValueError, match="'i-clustered' has no setting 'key_clusters'"):
-        make_settings("i-clustered", key_clusters=4)
+        make_method("i-clustered", key_clusters=4)
     with pytest.raises(ValueError, match="'clustered' has no setting 'topk'"):
-        make_settings("clustered", topk=4)
+        make_method("clustered", topk=4)
 
 
 @pytest.mark.parametrize("row", CROSSOVER["cpu"], ids=str)
 def test_min_length_comes_from_the_measured_crossover(row: dict[str, Any]) -> None:
     options = {name: value for name, value in row.items() if name not in ("method", "min_length")}
-    measured = make_settings(row["method"], **options).shortest_length("cpu")
+    measured = make_method(row["method"], **options).shortest_length("cpu")
     assert measured <= row["min_length"]
-    assert make_settings(row["method"], **options, min_length=17).shortest_length("cpu") == 17
-    doubled = make_settings(row["method"], **{name: 2 * value for name, value in options.items()})
+    assert make_method(row["method"], **options, min_length=17).shortest_length("cpu") == 17
+    doubled = make_method(row["method"], **{name: 2 * value for name, value in options.items()})
     assert measured <= doubled.shortest_length("cpu") <= 2 * row["min_length"]
 
 
 @pytest.mark.parametrize(("causal", "factor"), [(False, 4), (True, 8)])
 def test_min_length_of_a_device_never_measured_is_longer(causal: bool, factor: int) -> None:
-    settings = make_settings("i-clustered", clusters=100, topk=32)
+    settings = make_method("i-clustered", clusters=100, topk=32)
     measured = settings.shortest_length("cpu", causal=causal)
     assert settings.shortest_length("a-device-never-measured", causal=causal) == factor * measured
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_dearer_settings_need_longer_inputs(method: str) -> None:
-    lengths = [make_settings(method, clusters=clusters).shortest_length("cpu") for clusters in (10, 100, 300, 3000)]
+    lengths = [make_method(method, clusters=clusters).shortest_length("cpu") for clusters in (10, 100, 300, 3000)]
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[-1]
 
 
 def test_exact_where_nothing_would_be_saved() -> None:
-    settings = make_settings("i-clustered", clusters=10, topk=12, min_length=11)
+    settings = make_method("i-clustered", clusters=10, topk=12, min_length=11)
     assert settings.is_exact(10, 10, "cpu")  # clusters >= N, N < min_length
     assert settings.is_exact(12, 12, "cpu")  # topk >= M
     assert not settings.is_exact(13, 13, "cpu")
-    bi_clustered = make_settings("bi-clustered", clusters=10, topk=8, key_clusters=12, min_length=0)
+    bi_clustered = make_method("bi-clustered", clusters=10, topk=8, key_clusters=12, min_length=0)
     assert bi_clustered.is_exact(10, 10, "cpu")  # clusters >= N
     assert bi_clustered.is_exact(12, 12, "cpu")  # key_clusters >= M: every key its own cluster
     assert not bi_clustered.is_exact(13, 13, "cpu")
     assert dataclasses.replace(bi_clustered, topk=13).is_exact(13, 13, "cpu")
-    assert make_settings("clustered", clusters=10, min_length=0).is_exact(10, 10, "cpu")
-    assert make_settings("clustered", clusters=10, min_length=12).is_exact(11, 11, "cpu")
-    assert not make_settings("clustered", clusters=10, min_length=11).is_exact(11, 11, "cpu")
+    assert make_method("clustered", clusters=10, min_length=0).is_exact(10, 10, "cpu")
+    assert make_method("clustered", clusters=10, min_length=12).is_exact(11, 11, "cpu")
+    assert not make_method("clustered", clusters=10, min_length=11).is_exact(11, 11, "cpu")
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -177,7 +177,7 @@ def test_run_method_is_clustering_and_op(method: str, metric: str, clustering: s
     query, key, value = tensors()
     mask = left_padded() if masked else None
     options = SMALL[method]
-    settings = make_settings(method, clusters=5, metric=metric, clustering=clustering, seed=3, min_length=0, **options)
+    settings = make_method(method, clusters=5, metric=metric, clustering=clustering, seed=3, min_length=0, **options)
     weighted = clustering == "kmeans" and metric == "keys"
     labels = cluster_queries(
         query,
@@ -198,7 +198,7 @@ def test_run_method_is_clustering_and_op(method: str, metric: str, clustering: s
     else:
         key_labels = cluster_queries(key, options["key_clusters"], query_mask=mask, seed=3)
         expected = bi_clustered_attention(query, key, value, labels, key_labels, clusters=5, **options, **masks)
-    actual = run_method(settings, query, key, value, key_mask=mask, scale=0.7)
+    actual = settings.run(query, key, value, key_mask=mask, scale=0.7)
     assert torch.equal(actual, expected)
 
 
@@ -208,17 +208,17 @@ def test_run_method_falls_back_to_exact_attention(masked: bool) -> None:
     mask = left_padded() if masked else None
     dense = None if mask is None else mask[:, None, None, :]
     exact = F.scaled_dot_product_attention(query, key, value, attn_mask=dense, scale=0.7)
-    for settings in (make_settings("i-clustered"), make_settings("clustered", clusters=30, min_length=0)):
-        assert torch.equal(run_method(settings, query, key, value, key_mask=mask, scale=0.7), exact)
+    for settings in (make_method("i-clustered"), make_method("clustered", clusters=30, min_length=0)):
+        assert torch.equal(settings.run(query, key, value, key_mask=mask, scale=0.7), exact)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_labels_carry_no_gradient_and_the_rest_does(method: str) -> None:
     query, key, value = (tensor.requires_grad_() for tensor in tensors())
-    settings = make_settings(method, clusters=5, min_length=0, **SMALL[method])
-    groups = find_groups(settings, query, key, None)
+    settings = make_method(method, clusters=5, min_length=0, **SMALL[method])
+    groups = settings.group(query, key, None)
     assert not any(group.requires_grad for group in groups)
-    run_method(settings, query, key, value).square().sum().backward()
+    settings.run(query, key, value).square().sum().backward()
     for tensor in (query, key, value):
         assert tensor.grad is not None
         assert tensor.grad.abs().sum() > 0
@@ -228,13 +228,10 @@ def test_labels_carry_no_gradient_and_the_rest_does(method: str) -> None:
 def test_attention_matrix_gives_the_output(method: str) -> None:
     query, key, value = tensors()
     mask = left_padded()
-    settings = make_settings(method, clusters=5, min_length=0, **SMALL[method])
-    groups = find_groups(settings, query, key, mask)
-    matrix = attention_matrix(settings, query, key, groups, key_mask=mask)
+    settings = make_method(method, clusters=5, min_length=0, **SMALL[method])
+    matrix = settings.weights(query, key, key_mask=mask)
     assert matrix.shape == (2, 2, 30, 30)
-    torch.testing.assert_close(
-        matrix @ value, run_method(settings, query, key, value, key_mask=mask), rtol=0, atol=2e-15
-    )
+    torch.testing.assert_close(matrix @ value, settings.run(query, key, value, key_mask=mask), rtol=0, atol=2e-15)
     torch.testing.assert_close(matrix.sum(-1)[1], torch.ones(2, 30, dtype=matrix.dtype), rtol=0, atol=2e-15)
     assert (matrix[0, :, :, :7] == 0).all()
 
@@ -242,13 +239,13 @@ def test_attention_matrix_gives_the_output(method: str) -> None:
 def test_cross_attention_is_refused() -> None:
     query, key, value = tensors()
     with pytest.raises(ValueError, match="as many; got 20 queries and 30 keys"):
-        run_method(make_settings("clustered", clusters=5, min_length=0), query[:, :, :20], key, value)
+        make_method("clustered", clusters=5, min_length=0).run(query[:, :, :20], key, value)
 
 
 def test_check_finite_is_opt_in() -> None:
     query, key, value = tensors()
     query[0, 0, 3] = torch.inf
-    run_method(make_settings("i-clustered", clusters=5, topk=6, min_length=0), query, key, value)
-    checked = make_settings("i-clustered", clusters=5, topk=6, min_length=0, check_finite=True)
+    make_method("i-clustered", clusters=5, topk=6, min_length=0).run(query, key, value)
+    checked = make_method("i-clustered", clusters=5, topk=6, min_length=0, check_finite=True)
     with pytest.raises(ValueError, match="not finite: look for an overflow"):
-        run_method(checked, query, key, value)
+        checked.run(query, key, value)

@@ -25,7 +25,7 @@ from transformers import (
 
 import hf_effattn
 from hf_effattn.patching.model_types import MODEL_TYPES as TABLE
-from hf_effattn.patching.model_types import find_encoders
+from hf_effattn.patching.model_types import find_stacks
 
 pytestmark = pytest.mark.usefixtures("without_gradient")
 FORCED = {"clusters": 6, "min_length": 0}
@@ -121,8 +121,8 @@ def test_layers_choose_modules(model_type: str, attended: list[str]) -> None:
     batch = batch_for(model)
     hf_effattn.patch_attention(model, "clustered", layers=[-1, 0], **FORCED)
     assert model.config.effattn["layers"] == [0, 2]
-    (encoder,) = find_encoders(model)
-    assert [module._effattn.settings is not None for module in encoder.modules] == [True, False, True]
+    (encoder,) = find_stacks(model)
+    assert [module._effattn.method is not None for module in encoder.modules] == [True, False, True]
     encoded(model, batch)
     assert len(attended) == 2
 
@@ -174,7 +174,7 @@ def test_two_towers_that_share_one_config() -> None:
     one = tiny_model("bert", attn_implementation="eager")
     towers = torch.nn.ModuleList([one, type(one)(one.config).eval()])
     hf_effattn.patch_attention(towers, "clustered", layers=[1], **FORCED)
-    assert [len(encoder.modules) for encoder in find_encoders(towers)] == [3, 3]
+    assert [len(encoder.modules) for encoder in find_stacks(towers)] == [3, 3]
     hf_effattn.unpatch_attention(towers)
     assert one.config._attn_implementation == "eager"
     assert not hasattr(one.config, "effattn")

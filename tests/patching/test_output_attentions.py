@@ -17,7 +17,7 @@ from support.tiny_models import (
 from transformers import AutoModel
 
 import hf_effattn
-from hf_effattn.patching.model_types import find_encoders
+from hf_effattn.patching.model_types import find_stacks
 
 FORCED = {"clusters": 6, "min_length": 0}
 
@@ -56,7 +56,7 @@ def test_the_weights_are_those_that_were_used(method: str) -> None:
     model = hf_effattn.patch_attention(tiny_model("bert"), method, **SMALL_SETTINGS[method])
     batch = batch_for(model, padding="left")
     seen: dict[str, torch.Tensor] = {}
-    (encoder,) = find_encoders(model)
+    (encoder,) = find_stacks(model)
     module: Any = encoder.modules[1]
     module.value.register_forward_hook(lambda _, __, output: seen.update(value=output))
     module.register_forward_hook(lambda _, __, output: seen.update(output=output[0], weights=output[1]))

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForMaskedLM, PhiConfig, PhiModel
 
 import hf_effattn
-from hf_effattn.patching.extending import longest_input
+from hf_effattn.patching.model_types import longest_input
 
 LEARNED = ("bert", "electra", "distilbert", "albert", "roberta", "xlm-roberta", "camembert")
 OFFSET = ("roberta", "xlm-roberta", "camembert")

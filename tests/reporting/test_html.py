@@ -15,8 +15,7 @@ from support.tiny_models import batch_for, tiny_model
 import hf_effattn
 from hf_effattn import Report
 from hf_effattn.measuring.errors import OutputChange
-from hf_effattn.patching import make_settings
-from hf_effattn.patching.methods import find_groups
+from hf_effattn.patching import make_method
 from hf_effattn.reporting import illustrations
 from hf_effattn.reporting.findings import MeasuredInput, Measurement
 from hf_effattn.reporting.text_groups import Piece, as_pieces, text_to_draw
@@ -197,9 +196,7 @@ def test_the_text_is_coloured_by_the_clusters_of_the_head(measured, undrawn):
         hidden = model.embeddings(inputs[1]["input_ids"])
         query, key = (one(hidden).unflatten(-1, (2, -1)).transpose(1, 2) for one in (attention.query, attention.key))
         panels = [
-            find_groups(make_settings("clustered", clusters=clusters, min_length=0), query, key, None)[0][
-                0, 1
-            ].tolist()
+            make_method("clustered", clusters=clusters, min_length=0).group(query, key, None)[0][0, 1].tolist()
             for clusters in (5, 7)
         ]
     words = [f"word{token}" for token in inputs[1]["input_ids"][0].tolist()]

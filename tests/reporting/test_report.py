@@ -11,7 +11,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForQuestionAnswering, Au
 
 import hf_effattn
 from hf_effattn import Report
-from hf_effattn.patching import make_settings, run_method
+from hf_effattn.patching import make_method
 
 METHODS = [
     {"method": "clustered", "clusters": 5},
@@ -45,8 +45,8 @@ def test_error_of_every_head_of_the_first_layer_is_that_of_a_direct_computation(
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
     query, key, value = first_layer(model, inputs)
     exact = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None, :])
-    settings = make_settings("i-clustered", clusters=5, topk=4, min_length=0)
-    approximate = run_method(settings, query, key, value, key_mask=mask)
+    settings = make_method("i-clustered", clusters=5, topk=4, min_length=0)
+    approximate = settings.run(query, key, value, key_mask=mask)
     expected = []
     for head in range(query.shape[1]):
         reference = torch.cat([exact[text, head, mask[text]] for text in range(2)])

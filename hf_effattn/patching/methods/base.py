@@ -1,40 +1,34 @@
-"""What the settings of all attention methods share: one frozen dataclass each, validated once.
+"""What all attention methods share.
 
 Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of query and key, `Dv` of value.
 
-A method is a subclass of `MethodSettings` with its line in `methods.METHODS`: its fields are what a user may set,
-`group` makes everything that carries no gradient (labels), `attend` runs the op. A method that adds parameters to a
-model says so in `added_to`.
+A method is a subclass of `Method`, a frozen dataclass, with its line in `methods.METHODS`: its fields are what a user
+may set, validated once, `group` makes everything that carries no gradient (labels), `attend` and `attend_causal` run
+the ops. One that changes a model beyond its attention says how: `parameters_for`, `attach` and `detach`, and for
+trained parameters `from_checkpoint`, `lost_by`, `plan_extension`. The rest of patching knows no method by its name.
 """
 
-import json
-import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from importlib.resources import files
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from ..model_types import Encoder
+from ..exact import exact_attention, exact_weights, visible_keys
+from ..model_types import Stack
+from .crossover import crossover_length
 
-_MEASURED = json.loads(files(__package__).joinpath("crossover.json").read_text())
-CROSSOVER: dict[str, list[dict[str, Any]]] = _MEASURED["min_length"]
-CAUSAL_CROSSOVER: dict[str, list[dict[str, Any]]] = _MEASURED["causal_min_length"]
-# Of the lengths measured elsewhere, for a device that has none of its own: an accelerator multiplies so much faster
-# than it starts the many short steps of a clustering, and of the causal forms, that exact attention wins for longer.
-# Cautious estimates from the steps and bytes on an H200.
-UNMEASURED, CAUSAL_UNMEASURED = 4, 8
-RECORD = "_effattn"
+Groups = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodSettings(ABC):
-    """What every method can be told.
+class Method(ABC):
+    """An attention method; its fields are the settings.
 
     Args:
         min_length (`int`, *optional*): inputs shorter than this many tokens run exact attention. Default: the length
@@ -47,6 +41,8 @@ class MethodSettings(ABC):
     summary: ClassVar[str]  # half a sentence, for a reader who has to choose
     needs_fine_tuning: ClassVar[bool] = False  # it changes what the model computes, and is trained into it
     price: ClassVar[tuple[str, ...]] = ()  # the settings that the method's time grows with, at most in proportion
+    parameters_name: ClassVar[str] = ""  # of the module with the parameters that it adds to the model without its head
+    group_name: ClassVar[str] = ""  # of what it puts tokens into, for a reader
     purpose: ClassVar[dict[str, str]] = {
         "min_length": "inputs with fewer tokens run exact attention; None: the measured length, 0: force the method"
     }
@@ -65,36 +61,169 @@ class MethodSettings(ABC):
         """The number of tokens from which the method runs on this kind of device ("cpu", "cuda", ...)."""
         if self.min_length is not None:
             return self.min_length
-        crossover = CAUSAL_CROSSOVER if causal else CROSSOVER
-        if device_type in crossover:
-            return self._crossover(crossover[device_type])
-        longest = max(self._crossover(measured) for measured in crossover.values())
-        return longest * (CAUSAL_UNMEASURED if causal else UNMEASURED)
+        price = {name: getattr(self, name) for name in self.price}
+        return crossover_length(self.method, price, device_type, causal=causal)
 
-    def _crossover(self, measured: list[dict[str, Any]]) -> int:
-        """The least of what the measured settings promise for these: each as it is, or grown with its price."""
-        promised = []
-        for row in measured:
-            if row["method"] == self.method:
-                dearer = max((getattr(self, name) / row[name] for name in self.price), default=1.0)
-                promised.append(math.ceil(row["min_length"] * max(1.0, dearer)))
-        return min(promised)
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        key_mask: torch.Tensor | None = None,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        causal: bool = False,
+        prompt: bool = True,
+        training: bool = False,
+        module: nn.Module | None = None,
+    ) -> torch.Tensor:
+        """Self-attention by the method, its clustering included; exact attention where the method would save nothing.
 
-    @property
-    def clusters_prompts(self) -> bool:
-        """Whether the last token of a prompt alone is to be read, as its clusters have seen all tokens."""
-        return False
+        Args:
+            query (`torch.Tensor`): `(B, H, N, D)`, any strides.
+            key (`torch.Tensor`): `(B, H, N, D)`, any strides.
+            value (`torch.Tensor`): `(B, H, N, Dv)`, any strides.
+            key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = attend; it masks the same rows of the queries.
+            scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
+            dropout_p (`float`): dropout on the attention weights.
+            causal (`bool`): whether no query sees a later key.
+            prompt (`bool`): where causal, whether only what follows the last token will be read; the setting
+                `causal="prefill"` then clusters all queries.
+            training (`bool`): where causal, whether the model learns from the output.
+            module (`nn.Module`, *optional*): the attention module, for methods that use its weights.
 
-    def check_encoder(self, encoder: Encoder) -> None:  # noqa: B027
-        """Raise where the method cannot serve an encoder that others can."""
+        Returns:
+            `torch.Tensor`: `(B, H, N, Dv)`. Masked rows are 0 where the method ran.
 
-    def added_to(self, encoder: Encoder) -> nn.Module | None:
-        """The module with the parameters that the method adds to an encoder; None where it adds none."""
+        Raises:
+            ValueError: more queries than keys or fewer, sizes that do not fit together.
+            TypeError: a mask that is not boolean.
+        """
+        N, M = query.shape[2], key.shape[2]
+        options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "module": module}
+        if self.is_exact(N, M, query.device.type, causal=causal):
+            mask = visible_keys(key_mask, N, causal=causal)
+            return exact_attention(query, key, value, mask, causal=causal, **options)
+        options["key_mask"] = key_mask
+        if causal:
+            return self.attend_causal(query, key, value, prompt=prompt, training=training, **options)
+        if N != M:
+            raise ValueError(
+                f"{self.method!r} serves self-attention, where queries and keys are as many; got {N} queries and {M} "
+                "keys"
+            )
+        with torch.no_grad():
+            groups = self.group(query.detach(), key.detach(), key_mask)
+        return self.attend(query, key, value, groups, **options)
+
+    def weights(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        *,
+        key_mask: torch.Tensor | None = None,
+        scale: float | None = None,
+        causal: bool = False,
+        columns: slice = slice(None),
+        **options: Any,
+    ) -> torch.Tensor:
+        """The attention weights of `run` before dropout, `(B, H, N, M)`; `columns`: on these keys alone.
+
+        Raises:
+            ValueError: the settings compute no such weights.
+        """
+        N, M = query.shape[2], key.shape[2]
+        if self.is_exact(N, M, query.device.type, causal=causal):
+            mask = visible_keys(key_mask, N, causal=causal)
+            return exact_weights(query, key, mask, scale, causal=causal)[..., columns]
+        options |= {"key_mask": key_mask, "scale": scale, "causal": causal}
+        # The groups are the same each time, by their seed.
+        return self.implied_weights(query, key, lambda values: self.run(query, key, values, **options), columns)
+
+    def implied_weights(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        attend: Callable[[torch.Tensor], torch.Tensor],
+        columns: slice = slice(None),
+    ) -> torch.Tensor:
+        """The weights `(B, H, N, M)` of an attention that gives none: what it makes of an identity as values.
+
+        Raises:
+            ValueError: the settings compute no such weights.
+        """
+        self.check_weights()
+        identity = torch.eye(key.shape[2], dtype=query.dtype, device=query.device)[:, columns]
+        return attend(identity.expand(*key.shape[:2], -1, -1))
+
+    def check_stack(self, stack: Stack) -> None:  # noqa: B027
+        """Raise where the method cannot serve a stack that others can."""
+
+    def parameters_for(self, stack: Stack) -> nn.Module | None:
+        """The module with the parameters that the method adds to a stack: a new one, or the one that it holds."""
         return None
 
-    @abstractmethod
-    def group(self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """What the method decides about the input before it attends, without gradient."""
+    def attach(self, model: nn.Module, parameters: nn.Module | None) -> None:  # noqa: B027
+        """Add to a model, with or without a head, what the method needs there: its parameters, hooks."""
+
+    @classmethod  # noqa: B027
+    def detach(cls, model: nn.Module) -> None:
+        """Take away from a model what the method added to it, if it did."""
+
+    @classmethod
+    def lost_by(cls, stack: Stack, method: "Method", parameters: nn.Module | None, saved: bool) -> str | None:
+        """What a stack loses of this kind's trained parameters when it is patched anew, as a warning; None: nothing.
+
+        Args:
+            stack (`Stack`): to be patched.
+            method (`Method`): with what.
+            parameters (`nn.Module`, *optional*): what `method` adds to it.
+            saved (`bool`): whether its config says that it was patched by this kind, and its modules do not.
+        """
+        return None
+
+    @classmethod
+    def while_loading(cls) -> AbstractContextManager[None]:
+        """Around the loading of a model whose parameters `from_checkpoint` will read."""
+        return nullcontext()
+
+    def from_checkpoint(  # noqa: B027
+        self, model: nn.Module, stack: Stack, name_or_path: Any, options: Mapping[str, Any]
+    ) -> None:
+        """Fill what the method added to a stack from the checkpoint that the model was loaded from.
+
+        Args:
+            model (`nn.Module`): the whole model.
+            stack (`Stack`): patched with this method, as when it was saved.
+            name_or_path (`str` or `os.PathLike`): a folder, or a name on the Hub.
+            options (`Mapping`): keywords of `from_pretrained`.
+
+        Raises:
+            ValueError: the checkpoint has no such parameters, or of other sizes.
+        """
+
+    @classmethod
+    def plan_extension(cls, model: nn.Module, present: int, rows: int) -> Callable[[], None] | None:
+        """What makes the parameters that the method added to a model serve longer inputs; None where it added none.
+
+        Args:
+            model (`nn.Module`): with or without a head.
+            present (`int`): the tokens that it takes.
+            rows (`int`): the rows of its longer table of positions.
+
+        Raises:
+            ValueError: parameters that cannot be made longer.
+        """
+        return None
+
+    def fixed_groups(self, length: int) -> list[int] | None:
+        """The group of each token, where the number of tokens alone decides; None where it does not."""
+        return None
+
+    def group(self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None) -> Groups:
+        """What the method decides about the input before it attends, without gradient: labels, if any."""
+        return ()
 
     @abstractmethod
     def attend(
@@ -102,7 +231,7 @@ class MethodSettings(ABC):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        groups: tuple[torch.Tensor, ...],
+        groups: Groups,
         *,
         key_mask: torch.Tensor | None,
         scale: float | None,
@@ -133,6 +262,22 @@ class MethodSettings(ABC):
     ) -> torch.Tensor:
         """Causal self-attention, `(B, H, N, Dv)`; `prompt`: only what follows the last token will be read."""
 
+    def attend_over_cache(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        mask: torch.Tensor | None,
+        scale: float | None,
+        module: nn.Module | None = None,
+    ) -> torch.Tensor | None:
+        """Causal attention of the last tokens over a cache, `(B, H, N, Dv)`; None where it is to be exact.
+
+        `mask` `(B, 1, N, M)`: which keys a query sees; None where its one query sees all of them.
+        """
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON values."""
         return asdict(self)
@@ -159,47 +304,6 @@ class MethodSettings(ABC):
                 f"{name} must be one of {quoted(choices)}, got {value!r}{closest(value, choices)}: "
                 f"{self.purpose[name]}"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MethodOverCache(MethodSettings):
-    """A method with a form for what a causal model writes after its prompt; any other attends exactly then."""
-
-    @abstractmethod
-    def attend_over_cache(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        mask: torch.Tensor | None,
-        scale: float | None,
-        module: nn.Module | None = None,
-    ) -> torch.Tensor:
-        """Causal attention of the last tokens over a cache, `(B, H, N, Dv)`.
-
-        `mask` `(B, 1, N, M)`: which keys a query sees; None where its one query sees all of them.
-        """
-
-
-@dataclass(frozen=True)
-class ModulePatch:
-    """What `patch_attention` leaves on an attention module, as the plain attribute `RECORD`.
-
-    Args:
-        settings (`MethodSettings`, *optional*): None where the module stays exact.
-        previous (`str`): the attention implementation before the first patch.
-        owner (`nn.Module`, *optional*): the model without its head, which holds the parameters that the method added.
-            They are looked up there at every call, for adapters (PEFT's `modules_to_save`) put copies in their place.
-    """
-
-    settings: MethodSettings | None
-    previous: str
-    owner: nn.Module | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ModulePatch":
-        """In the copy of a model its copy is the owner; the copy of a layer alone keeps the owner that it had."""
-        return replace(self, owner=memo.get(id(self.owner), self.owner))
 
 
 def quoted(names: Sequence[str] | dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The settings of clustered, improved clustered and bi-clustered attention.
+"""Clustered, improved clustered and bi-clustered attention, as methods of patching.
 
 Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of query and key, `Dv` of value.
 """
@@ -21,15 +21,16 @@ from ...ops import (
 from ...ops.causal_clustered_attention import DEFAULT_KEYS_PER_CLUSTER, DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW
 from ...ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS, LARGEST_SEED
 from ..model_types import model_type_of
-from .base import MethodSettings
+from .base import Groups, Method
+from .drafts import watch_for_drafts
 
 CLUSTERINGS = ("kmeans", "lsh")
 METRICS = ("keys", "queries")
-CAUSAL = ("strict", "prefill")
+SCHEMES = ("strict", "prefill")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusteredSettings(MethodSettings):
+class Clustered(Method):
     """Clustered attention: a query gets the attention of its cluster's centroid (Source: Vyas 2020).
 
     Args:
@@ -55,8 +56,9 @@ class ClusteredSettings(MethodSettings):
     method: ClassVar[str] = "clustered"
     summary: ClassVar[str] = "every query gets the attention of the mean query of its cluster"
     price: ClassVar[tuple[str, ...]] = ("clusters",)
+    group_name: ClassVar[str] = "cluster"
     purpose: ClassVar[dict[str, str]] = {
-        **MethodSettings.purpose,
+        **Method.purpose,
         "clusters": "the number of query clusters per head; more are more exact and slower",
         "clustering": "how queries are put into clusters, kmeans or lsh",
         "metric": "what K-means calls alike: keys, queries with like scores against the keys; queries, those near",
@@ -85,7 +87,7 @@ class ClusteredSettings(MethodSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_int("window", minimum=0)
-        self._check_choice("causal", CAUSAL)
+        self._check_choice("causal", SCHEMES)
         for name in ("clusters", "bits", "fit_queries", "segment_length"):
             self._check_int(name, minimum=1)
         self._check_int("iterations", minimum=0)
@@ -108,7 +110,7 @@ class ClusteredSettings(MethodSettings):
         """The op that attends once every query has its label."""
         return clustered_attention
 
-    def group(self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def group(self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None) -> Groups:
         in_metric_of_keys = self.clustering == "kmeans" and self.metric == "keys"
         labels = cluster_queries(
             query,
@@ -130,7 +132,7 @@ class ClusteredSettings(MethodSettings):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        groups: tuple[torch.Tensor, ...],
+        groups: Groups,
         *,
         key_mask: torch.Tensor | None,
         scale: float | None,
@@ -168,8 +170,16 @@ class ClusteredSettings(MethodSettings):
         """What this method tells the causal op beyond what all methods do."""
         return {}
 
+    def attach(self, model: nn.Module, parameters: nn.Module | None) -> None:
+        watch_for_drafts(model, self.clusters_prompts)
+
+    @classmethod
+    def detach(cls, model: nn.Module) -> None:
+        watch_for_drafts(model, False)
+
     @property
     def clusters_prompts(self) -> bool:
+        """Whether the last token of a prompt alone is to be read, as its clusters have seen all tokens."""
         return self.causal == "prefill"
 
     def attend_causal(
@@ -213,7 +223,7 @@ class ClusteredSettings(MethodSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImprovedClusteredSettings(ClusteredSettings):
+class ImprovedClustered(Clustered):
     """Improved clustered attention: as clustered, with the centroid's top keys recomputed for every query.
 
     Source: Vyas 2020, improved clustered.
@@ -228,7 +238,7 @@ class ImprovedClusteredSettings(ClusteredSettings):
     )
     price: ClassVar[tuple[str, ...]] = ("clusters", "topk")
     purpose: ClassVar[dict[str, str]] = {
-        **ClusteredSettings.purpose,
+        **Clustered.purpose,
         "topk": "the number of keys per cluster whose weights are recomputed for every query",
     }
 
@@ -251,7 +261,7 @@ class ImprovedClusteredSettings(ClusteredSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BiClusteredSettings(ImprovedClusteredSettings):
+class BiClustered(ImprovedClustered):
     """Bi-clustered attention: the top keys of the query's cluster exactly, all others through clusters of keys.
 
     Ours, beyond Vyas 2020; see `hf_effattn.ops.bi_clustered_attention`.
@@ -269,7 +279,7 @@ class BiClusteredSettings(ImprovedClusteredSettings):
     )
     price: ClassVar[tuple[str, ...]] = ("clusters", "topk", "key_clusters")
     purpose: ClassVar[dict[str, str]] = {
-        **ImprovedClusteredSettings.purpose,
+        **ImprovedClustered.purpose,
         "topk": "the number of keys per cluster that its queries attend to exactly",
         "key_clusters": "the number of key clusters per head that stand for all other keys",
         "keys_per_cluster": "in causal models, the mean size of the key clusters of short blocks",
@@ -297,7 +307,7 @@ class BiClusteredSettings(ImprovedClusteredSettings):
     def causal_options(self) -> dict[str, Any]:
         return {"topk": self.topk, "key_clusters": self.key_clusters, "keys_per_cluster": self.keys_per_cluster}
 
-    def group(self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def group(self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None) -> Groups:
         key_labels = cluster_queries(
             key,
             self.key_clusters,

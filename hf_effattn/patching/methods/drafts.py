@@ -16,18 +16,14 @@ def _tell_attention(model: nn.Module, args: tuple[Any, ...], options: dict[str, 
     return args, options if last_alone else options | {READS_DRAFTS: True}
 
 
-def watches_for_drafts(model: nn.Module) -> bool:
-    """Whether the model tells its attention of drafts."""
-    return _HANDLE in vars(model)
-
-
 def watch_for_drafts(model: nn.Module, watch: bool) -> None:
     """Let a model tell its attention of drafts, or no longer.
 
     Assisted generation hands over the prompt with guesses of the next tokens behind it, and keeps those that the
     outputs agree with; these must not depend on the guesses.
     """
-    if watch and not watches_for_drafts(model):
+    watches = _HANDLE in vars(model)
+    if watch and not watches:
         setattr(model, _HANDLE, model.register_forward_pre_hook(_tell_attention, with_kwargs=True))
-    elif not watch and watches_for_drafts(model):
+    elif watches and not watch:
         vars(model).pop(_HANDLE).remove()

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from hf_effattn.patching.methods import make_settings
+from hf_effattn.patching.methods import make_method
 from scripts.benchmark import frontier as benchmark_frontier
 from scripts.publish import readme as update_readme
 
@@ -39,7 +39,7 @@ def test_a_patched_model_runs_the_settings_that_the_guide_recommends():
                 continue
             fields = ("clusters", "topk", "key_clusters")
             counts = {field: tried[name][field] for field in fields if tried[name][field] is not None}
-            assert make_settings(method, **counts).shortest_length("cpu") <= row["length"], name
+            assert make_method(method, **counts).shortest_length("cpu") <= row["length"], name
             checked += 1
     assert checked > 5
 
@@ -79,7 +79,7 @@ def test_commands_exist():
 def test_the_readme_is_short_and_says_from_where_a_patch_works():
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 200
-    shortest = make_settings("i-clustered", clusters=100, topk=32).shortest_length("cpu")
+    shortest = make_method("i-clustered", clusters=100, topk=32).shortest_length("cpu")
     assert f"starts at {shortest:,} tokens on a CPU" in " ".join(text.split())
 
 

@@ -3,16 +3,19 @@
 Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of query and key, `Dv` of value.
 """
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ....ops.slice_attention import extension_tokens
-from ...extending import longest_input
-from ...model_types import Encoder
-from ..base import RECORD, MethodOverCache, MethodSettings, ModulePatch
+from ...model_types import Stack, longest_input
+from ...module_patch import RECORD, ModulePatch
+from ..base import Groups, Method
 from .attention import (
     NO_TERMS,
     Projected,
@@ -23,13 +26,25 @@ from .attention import (
     take_rows,
     tokens_first,
 )
-from .positions import PROJECTIONS, SlicePositions, held_by, positions_for, project
+from .checkpoint import load_positions, quiet_about_tables
+from .positions import (
+    NAME,
+    PROJECTIONS,
+    SlicePositions,
+    attach,
+    detach,
+    grow_slices,
+    held_by,
+    plain_tables,
+    positions_for,
+    project,
+)
 
 COMPOSITIONS = ("merged", "local-global")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SliceSettings(MethodOverCache):
+class CompositeSlices(Method):
     """Composite slice attention: a slice's own tokens exactly, the rest of the input by its slices (Lee 2023).
 
     A conversion: it adds trainable position embeddings, which begin at 0, and is meant to be fine-tuned.
@@ -50,6 +65,8 @@ class SliceSettings(MethodOverCache):
     method: ClassVar[str] = "cst"
     summary: ClassVar[str] = "the tokens of a slice attend to each other exactly, and to other slices by their means"
     needs_fine_tuning: ClassVar[bool] = True
+    parameters_name: ClassVar[str] = NAME
+    group_name: ClassVar[str] = "slice"
     purpose: ClassVar[dict[str, str]] = {
         "min_length": "inputs with fewer tokens run exact attention",
         "slice_length": "the tokens of a slice; more are more exact and slower",
@@ -79,10 +96,10 @@ class SliceSettings(MethodOverCache):
     def shortest_length(self, device_type: str, *, causal: bool = False) -> int:
         return self.min_length
 
-    def check_encoder(self, encoder: Encoder) -> None:
+    def check_stack(self, stack: Stack) -> None:
         """Raise where a model's projections are not known, or where it takes no input of more than one slice."""
-        config: Any = encoder.model.config
-        name = type(encoder.model).__name__
+        config: Any = stack.model.config
+        name = type(stack.model).__name__
         if config.model_type not in PROJECTIONS:
             raise ValueError(
                 f'"{self.method}" does not know where {name} (model type "{config.model_type}") projects its queries '
@@ -95,10 +112,56 @@ class SliceSettings(MethodOverCache):
                 "have two slices; choose fewer, or call hf_effattn.extend_positions first"
             )
 
-    def added_to(self, encoder: Encoder) -> SlicePositions:
-        """The position tables: those that the encoder holds, where they are of the right sizes, or new ones."""
+    def parameters_for(self, stack: Stack) -> SlicePositions:
+        """The position tables: those that the stack holds, where they are of the right sizes, or new ones."""
         extension = extension_tokens(self.slice_length, self.extension_ratio)
-        return positions_for(encoder, self.slice_length + 2 * extension, self.slice_length)
+        return positions_for(stack, self.slice_length + 2 * extension, self.slice_length)
+
+    def attach(self, model: nn.Module, parameters: nn.Module | None) -> None:
+        attach(model, parameters)
+
+    @classmethod
+    def detach(cls, model: nn.Module) -> None:
+        detach(model)
+
+    @classmethod
+    def lost_by(cls, stack: Stack, method: Method, parameters: nn.Module | None, saved: bool) -> str | None:
+        held, name = held_by(stack.model), type(stack.model).__name__
+        if held is not None and held is not parameters and held.is_trained:
+            new = f'"{method.method}" has none'
+            if isinstance(method, cls):
+                new = "this conversion has other slices, whose positions begin at 0"
+            return (
+                f"the trained position tables ({NAME}) that {name} was converted with are left out: {new}. Keep its "
+                "slice_length and extension_ratio to keep them, or load the saved model anew with "
+                "hf_effattn.from_pretrained to have them back"
+            )
+        if held is None and saved:
+            return (
+                f"{name} was saved as a conversion, and is without the position tables ({NAME}) that it was trained "
+                "with: transformers' own from_pretrained leaves them out. Load it with hf_effattn.from_pretrained to "
+                "have them"
+            )
+        return None
+
+    @classmethod
+    def while_loading(cls) -> AbstractContextManager[None]:
+        return quiet_about_tables()
+
+    def from_checkpoint(self, model: nn.Module, stack: Stack, name_or_path: Any, options: Mapping[str, Any]) -> None:
+        load_positions(model, stack, name_or_path, options)
+
+    @classmethod
+    def plan_extension(cls, model: nn.Module, present: int, rows: int) -> Callable[[], None] | None:
+        tables = plain_tables(model)
+        if tables is None:
+            return None
+        patches = (vars(module).get(RECORD) for module in model.modules())
+        method = next(patch.method for patch in patches if patch is not None and patch.method is not None)
+        return partial(grow_slices, tables, -(-present // method.slice_length), -(-rows // method.slice_length))
+
+    def fixed_groups(self, length: int) -> list[int]:
+        return [place // self.slice_length for place in range(length)]
 
     def check_weights(self) -> None:
         if self.composition != "merged":
@@ -107,37 +170,15 @@ class SliceSettings(MethodOverCache):
                 "own weights: it is no matrix of weights on the tokens' values, and none can be shown"
             )
 
-    def group(self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        return ()
-
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        groups: tuple[torch.Tensor, ...],
-        *,
-        key_mask: torch.Tensor | None,
-        scale: float | None,
-        dropout_p: float,
-        module: nn.Module | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: Groups, **options: Any
     ) -> torch.Tensor:
-        return self._attend(query, key, value, key_mask, scale, dropout_p, module, causal=False)
+        return self._attend(query, key, value, causal=False, **options)
 
     def attend_causal(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        key_mask: torch.Tensor | None,
-        scale: float | None,
-        dropout_p: float = 0.0,
-        prompt: bool = False,
-        training: bool = False,
-        module: nn.Module | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        return self._attend(query, key, value, key_mask, scale, dropout_p, module, causal=True)
+        return self._attend(query, key, value, causal=True, **options)
 
     def attend_over_cache(
         self,
@@ -148,7 +189,10 @@ class SliceSettings(MethodOverCache):
         mask: torch.Tensor | None,
         scale: float | None,
         module: nn.Module | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
+        M = key.shape[2] if self.min_length == 0 else _length_so_far(key, mask)
+        if self.is_exact(M, M, query.device.type, causal=True):
+            return None
         if self.composition != "merged":
             raise ValueError(
                 f'composition="{self.composition}" needs the queries of earlier tokens too, which a cache of keys and '
@@ -174,25 +218,26 @@ class SliceSettings(MethodOverCache):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: torch.Tensor | None,
-        scale: float | None,
-        dropout_p: float,
-        module: nn.Module | None,
         *,
         causal: bool,
+        key_mask: torch.Tensor | None,
+        scale: float | None,
+        dropout_p: float = 0.0,
+        module: nn.Module | None = None,
+        **unused: Any,
     ) -> torch.Tensor:
         """Slices are counted from each text's first token, wherever its padding is."""
-        order = None if mask is None else tokens_first(mask)
-        if order is not None and mask is not None:
+        order = None if key_mask is None else tokens_first(key_mask)
+        if order is not None and key_mask is not None:
             query, key, value = (take_rows(rows, order) for rows in (query, key, value))
-            mask = mask.gather(1, order)
+            key_mask = key_mask.gather(1, order)
         local_terms, slice_terms = self._terms(query, key, module)
         options: dict[str, Any] = {
             "slice_length": self.slice_length,
             "extension_ratio": self.extension_ratio,
             "causal": causal,
             "sinks": bool(self.sinks),
-            "key_mask": mask,
+            "key_mask": key_mask,
             "scale": scale,
             "dropout_p": dropout_p,
             "local_terms": local_terms,
@@ -209,12 +254,7 @@ class SliceSettings(MethodOverCache):
         return output if order is None else take_rows(output, order.argsort(dim=1))
 
     def _summed(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        module: nn.Module,
-        options: dict[str, Any],
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, module: nn.Module, options: dict[str, Any]
     ) -> torch.Tensor:
         def again(slices: torch.Tensor) -> Projected:
             heads = query.shape[1:2] + query.shape[3:]
@@ -231,13 +271,23 @@ class SliceSettings(MethodOverCache):
     ) -> tuple[Terms, Terms]:
         patch: ModulePatch | None = getattr(module, RECORD, None)
         # A module that is not converted, or with other slices, as a report compares them, has no positions for these.
-        if module is None or patch is None or patch.owner is None or not self._same_slices(patch.settings):
+        other = None if patch is None else patch.method
+        if module is None or patch is None or patch.owner is None or not isinstance(other, CompositeSlices):
+            return NO_TERMS, NO_TERMS
+        if (other.slice_length, other.extension_ratio) != (self.slice_length, self.extension_ratio):
             return NO_TERMS, NO_TERMS
         positions = held_by(patch.owner)
         if positions is None:
             return NO_TERMS, NO_TERMS
         return positions.terms(module, query, self.slice_length, -(-key.shape[2] // self.slice_length), fill=fill)
 
-    def _same_slices(self, other: MethodSettings | None) -> bool:
-        slices = self.slice_length, self.extension_ratio
-        return isinstance(other, SliceSettings) and (other.slice_length, other.extension_ratio) == slices
+
+def _length_so_far(key: torch.Tensor, mask: torch.Tensor | None) -> int:
+    """Tokens, and padding before them, up to the last query; a static cache has empty rows behind those.
+
+    A compiled graph cannot ask for it, and takes the size of the cache.
+    """
+    if mask is None or torch.compiler.is_compiling():
+        return key.shape[2]
+    rows = torch.arange(1, key.shape[2] + 1, device=mask.device)
+    return int((rows * mask).amax())

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from ...model_types import Encoder
+from ...model_types import Stack
 from .positions import NAME, held_by
 
 HINT = (
@@ -23,23 +23,23 @@ HINT = (
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
-def load_positions(model: nn.Module, encoder: Encoder, name_or_path: Any, options: Mapping[str, Any]) -> None:
-    """Fill the tables of a converted encoder with those of the checkpoint that it was loaded from.
+def load_positions(model: nn.Module, stack: Stack, name_or_path: Any, options: Mapping[str, Any]) -> None:
+    """Fill the tables of a converted stack with those of the checkpoint that it was loaded from.
 
     Args:
         model (`nn.Module`): the whole model.
-        encoder (`Encoder`): the encoder in it; it holds tables.
+        stack (`Stack`): the stack in it; it holds tables.
         name_or_path (`str` or `os.PathLike`): a folder, or a name on the Hub.
         options (`Mapping`): keywords of `from_pretrained`, of which those for the Hub are used.
 
     Raises:
-        ValueError: the encoder is not converted, or the checkpoint has no such tables, or of other sizes.
+        ValueError: the stack is not converted, or the checkpoint has no such tables, or of other sizes.
     """
-    tables = held_by(encoder.model)
+    tables = held_by(stack.model)
     if tables is None:
-        name = type(encoder.model).__name__
+        name = type(stack.model).__name__
         raise ValueError(f'{name} holds no {NAME}: convert it with patch_attention(model, "cst") first')
-    owner = encoder.model.base_model
+    owner = stack.model.base_model
     path = next(path for path, module in model.named_modules() if module is owner)
     hub_options = {name: options[name] for name in HUB_OPTIONS if name in options}
     stored = _stored_tables(name_or_path, options.get("variant"), hub_options)

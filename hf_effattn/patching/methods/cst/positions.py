@@ -15,7 +15,7 @@ from torch import nn
 from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
-from ...model_types import Encoder
+from ...model_types import Stack
 from .attention import Projected, Terms
 
 NAME = "hf_effattn_cst"
@@ -133,25 +133,25 @@ def _onloaded(module: nn.Module) -> AbstractContextManager[None]:
     return align_module_device(module)
 
 
-def positions_for(encoder: Encoder, window: int, slice_length: int) -> SlicePositions:
-    """Tables for an encoder: those that it has, where they are of the right sizes, else new ones.
+def positions_for(stack: Stack, window: int, slice_length: int) -> SlicePositions:
+    """Tables for a stack: those that it has, where they are of the right sizes, else new ones.
 
     Args:
-        encoder (`Encoder`): of a model type in `PROJECTIONS`.
+        stack (`Stack`): of a model type in `PROJECTIONS`.
         window (`int`): `αL`.
         slice_length (`int`): `L`.
     """
-    config: Any = encoder.model.config
+    config: Any = stack.model.config
     sizes = window, -(-config.max_position_embeddings // slice_length), config.hidden_size
-    present = held_by(encoder.model)
+    present = held_by(stack.model)
     if present is not None and present.sizes == sizes:
         return present
     # Quantised projections may have parameters of integers, or none at all.
-    like = next(encoder.modules[0].parameters(), None)
-    dtype = like.dtype if like is not None and like.is_floating_point() else encoder.model.dtype
-    device = _execution_device(encoder.modules[0])
+    like = next(stack.modules[0].parameters(), None)
+    dtype = like.dtype if like is not None and like.is_floating_point() else stack.model.dtype
+    device = _execution_device(stack.modules[0])
     if device is None:
-        device = encoder.model.device if like is None else like.device
+        device = stack.model.device if like is None else like.device
     # Tensors made in inference mode could never be trained.
     with torch.inference_mode(False):
         return SlicePositions(*sizes, dtype=dtype, device=device)
@@ -173,15 +173,39 @@ def held_by(model: nn.Module) -> SlicePositions | None:
     return found
 
 
-def hold(model: nn.Module, positions: nn.Module | None) -> None:
-    """Make tables a part of a model, or take them away.
-
-    Args:
-        model (`nn.Module`): with or without a head.
-        positions (`SlicePositions`, *optional*): None takes them away.
-    """
+def attach(model: nn.Module, positions: nn.Module | None) -> None:
+    """Make tables a part of a model, with or without a head, in the place of those that it holds."""
     owner = getattr(model, "base_model", model)
     if owner._modules.get(NAME) is not positions:
-        owner._modules.pop(NAME, None)
-        if positions is not None:
-            owner.add_module(NAME, positions)
+        detach(model)
+        owner.add_module(NAME, positions)
+
+
+def detach(model: nn.Module) -> None:
+    """Take the tables of a model away, if it holds any."""
+    getattr(model, "base_model", model)._modules.pop(NAME, None)
+
+
+def plain_tables(model: nn.Module) -> SlicePositions | None:
+    """The tables that a model holds, to be changed.
+
+    Raises:
+        ValueError: they are inside a wrapper.
+    """
+    tables = held_by(model)
+    if tables is not None and not isinstance(tables, SlicePositions):
+        raise ValueError(
+            f"the {NAME} of {type(model).__name__} are inside a {type(tables).__name__}; extend the positions of the "
+            "plain model first, then wrap it"
+        )
+    return tables
+
+
+# Tensors made in inference mode could never be trained.
+@torch.inference_mode(False)
+@torch.no_grad()
+def grow_slices(tables: SlicePositions, filled: int, slices: int) -> None:
+    """Repeat the positions of the first `filled` slices until there are `slices`."""
+    weight = tables.slice_positions
+    grown = weight[torch.arange(slices, device=weight.device) % filled]
+    tables.slice_positions = nn.Parameter(grown, requires_grad=weight.requires_grad)

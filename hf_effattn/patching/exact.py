@@ -1,0 +1,83 @@
+"""Exact attention as transformers runs it, who sees whom in it, and its weights.
+
+Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of query and key, `Dv` of value.
+"""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+
+def exact_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scale: float | None,
+    dropout_p: float,
+    causal: bool,
+    module: nn.Module | None = None,
+) -> torch.Tensor:
+    """Transformers' SDPA path, `(B, H, N, Dv)`, bit for bit; `mask` `(B, 1, N, M)` from `visible_keys`."""
+    # Without a module, all that is asked of one: how many heads share their keys.
+    called: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1]) if module is None else module
+    output, _ = sdpa_attention_forward(
+        called, query, key, value, mask, dropout=dropout_p, scaling=scale, is_causal=causal and mask is None
+    )
+    return output.transpose(1, 2)
+
+
+def visible_keys(key_mask: torch.Tensor | None, length: int, *, causal: bool) -> torch.Tensor | None:
+    """Who sees whom, `(B, 1, N, M)`; None without a mask: there SDPA hides the future itself.
+
+    Args:
+        key_mask (`torch.BoolTensor`, *optional*): `(B, M)`, True = attend.
+        length (`int`): `N`.
+        causal (`bool`): whether no query sees a later key.
+    """
+    if key_mask is None:
+        return None
+    mask = key_mask[:, None, None, :].expand(-1, 1, length, -1)
+    return mask & causal_square(length, mask.shape[3], mask.device) if causal else mask
+
+
+def causal_square(length: int, keys: int, device: torch.device) -> torch.Tensor:
+    """Who sees whom where the future is hidden, `(N, M)`."""
+    return torch.ones(length, keys, dtype=torch.bool, device=device).tril()
+
+
+def exact_weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    *,
+    causal: bool,
+    rows: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """The weights `(B, H, N, M)` of exact attention, of which the SDPA path returns none; 0 in rows that see no key.
+
+    Args:
+        query (`torch.Tensor`): `(B, H, N, D)`.
+        key (`torch.Tensor`): `(B, Hk, M, D)`.
+        mask (`torch.Tensor`, *optional*): `(B, 1, N, M)`, boolean or to be added.
+        scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
+        causal (`bool`): whether no query sees a later key, where there is no mask that says so.
+        rows (`Sequence[int]`, *optional*): the queries whose weights are wanted. Default: all.
+    """
+    if mask is None and causal and query.shape[2] > 1:
+        mask = causal_square(query.shape[2], key.shape[2], query.device)
+    if rows is not None:
+        query, mask = query[:, :, rows], None if mask is None else mask[..., rows, :]
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scale is None else scale)
+    if mask is None:
+        return scores.softmax(dim=-1)
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1) * mask
+    return (scores + mask).softmax(dim=-1)

@@ -1,0 +1,31 @@
+"""What a patch leaves on an attention module."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:  # methods look at the patch of a module
+    from .methods.base import Method
+
+RECORD = "_effattn"
+
+
+@dataclass(frozen=True)
+class ModulePatch:
+    """What `patch_attention` leaves on an attention module, as the plain attribute `RECORD`.
+
+    Args:
+        method (`Method`, *optional*): None where the module stays exact.
+        previous (`str`): the attention implementation before the first patch.
+        owner (`nn.Module`, *optional*): the model without its head, which holds the parameters that the method added.
+            They are looked up there at every call, for adapters (PEFT's `modules_to_save`) put copies in their place.
+    """
+
+    method: "Method | None"
+    previous: str
+    owner: nn.Module | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModulePatch":
+        """In the copy of a model its copy is the owner; the copy of a layer alone keeps the owner that it had."""
+        return replace(self, owner=memo.get(id(self.owner), self.owner))

@@ -1,0 +1,163 @@
+"""What patching will change, decided and checked before anything does."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from .attention import causal_error, unsupported_error
+from .methods import METHODS, Method
+from .model_types import (
+    MODEL_TYPES,
+    Stack,
+    causal_modules,
+    find_stacks,
+    is_causal,
+    is_sliding_window,
+    longest_input,
+    supported_model_types,
+    usual_length,
+)
+from .module_patch import RECORD
+from .stored import check_layers, saved_method
+
+
+@dataclass(frozen=True)
+class PatchPlan:
+    """Everything that patching one stack will change, decided before anything changes.
+
+    Args:
+        stack (`Stack`): what to patch.
+        method (`Method`): of the modules that are patched.
+        patched (`tuple[bool, ...]`): for each module of the stack whether it is patched.
+        layers (`tuple[int, ...]`, *optional*): the layers to store in the config; None means all.
+        parameters (`nn.Module`, *optional*): what the method adds, or what of its kind is already there.
+    """
+
+    stack: Stack
+    method: Method
+    patched: tuple[bool, ...]
+    layers: tuple[int, ...] | None
+    parameters: nn.Module | None
+
+
+def stacks_to_patch(model: nn.Module, method: str) -> list[Stack]:
+    """The stacks of a model that a method can serve; raises where there is none, saying why."""
+    check_model(model)
+    stacks = find_stacks(model)
+    for stack in stacks:
+        _check_dispatch(stack.model, method)
+    if stacks:
+        return stacks
+    name = type(model).__name__
+    pretrained = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if pretrained is None:
+        raise ValueError(
+            f"{name} has no attention to patch: it holds no transformers model. Pass the model that from_pretrained "
+            f"returned, of one of the types {supported_model_types()}"
+        )
+    model_type = getattr(pretrained.config, "model_type", "unknown")
+    _check_dispatch(pretrained, method)
+    known = model_type in MODEL_TYPES
+    # One with a cross-attending decoder is not refused for that: its encoder would not be served either.
+    decoder_alone = known or not getattr(pretrained.config, "is_encoder_decoder", False)
+    if decoder_alone and next(causal_modules(model), None) is not None:
+        raise ValueError(causal_error(method, name))
+    if not known:
+        raise ValueError(unsupported_error(method, name, model_type))
+    raise ValueError(
+        f'{name} has no attention to patch: none of its modules is the self-attention that "{model_type}" has in '
+        f"transformers ({', '.join(MODEL_TYPES[model_type].attention)})"
+    )
+
+
+def check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        name = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"model must be a transformers model, got {name}; load it with from_pretrained")
+
+
+def _check_dispatch(model: PreTrainedModel, method: str) -> None:
+    if not model._can_set_attn_implementation():
+        raise ValueError(
+            f"{type(model).__name__} does not dispatch its attention through transformers' AttentionInterface in "
+            f'transformers {transformers.__version__}, so "{method}" cannot take its place (a newer transformers may '
+            f"dispatch it); served are {supported_model_types()}"
+        )
+
+
+def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
+    """Decide which modules of a stack are patched; raises where `layers` cannot be had."""
+    name = type(stack.model).__name__
+    if getattr(stack.model.config, "output_attentions", False):
+        raise ValueError(
+            f"the config of {name} has output_attentions=True, which transformers saves with eager attention only: a "
+            "patched model could not be saved. Set model.config.output_attentions = False (leave it out of "
+            "from_pretrained) and pass output_attentions=True to the call instead"
+        )
+    method.check_stack(stack)
+    if any(is_causal(module) for module in stack.modules):
+        method.check_causal(stack.modules[0])
+    full = [not is_sliding_window(module) for module in stack.modules]
+    if not any(full):
+        raise ValueError(f"{name} has no attention to patch: all its layers see a sliding window only and stay exact")
+    if layers is None:
+        return PatchPlan(stack, method, tuple(full), None, method.parameters_for(stack))
+    chosen = check_layers(layers, 1 + max(max(served) for served in stack.layers))
+    patched = []
+    for served, is_full in zip(stack.layers, full, strict=True):
+        wanted = [layer for layer in served if layer in chosen]
+        if wanted and not is_full:
+            raise ValueError(
+                f"layer {wanted[0]} of {name} sees a sliding window only and stays exact; its layers with full "
+                f"attention are {_full_layers(stack)}"
+            )
+        if wanted and len(wanted) < len(served):
+            raise ValueError(
+                f"layers {list(served)} of {name} share one attention module; choose all of them or none, got {wanted}"
+            )
+        patched.append(bool(wanted))
+    return PatchPlan(stack, method, tuple(patched), chosen, method.parameters_for(stack))
+
+
+def _full_layers(stack: Stack) -> list[int]:
+    both = zip(stack.modules, stack.layers, strict=True)
+    return [layer for module, served in both if not is_sliding_window(module) for layer in served]
+
+
+def warn_of_losses(plan: PatchPlan) -> None:
+    """Say what a stack that was converted, and trained, would lose."""
+    named = saved_method(plan.stack.model.config)
+    patched = any(RECORD in vars(module) for module in plan.stack.modules)
+    for name, kind in METHODS.items():
+        loss = kind.lost_by(plan.stack, plan.method, plan.parameters, saved=name == named and not patched)
+        if loss is not None:
+            warnings.warn(loss, stacklevel=3)
+
+
+def warn_if_never_used(plan: PatchPlan) -> None:
+    """Say so where exact attention runs on every input that the model takes."""
+    config, method = plan.stack.model.config, plan.method
+    extendable = longest_input(config)
+    longest = extendable or usual_length(config)
+    kind = plan.stack.model.device.type
+    hides_future = any(is_causal(module) for module in plan.stack.modules)
+    if longest is None or not method.is_exact(longest, longest, kind, causal=hides_future):
+        return
+    shortest = method.shortest_length(kind, causal=hides_future)
+    longer = "For longer inputs call extend_positions; to" if extendable else "To"
+    if longest < shortest:
+        why = f"starts at {shortest:,}, because exact attention is faster below"
+        fewer = "" if extendable else "To start earlier give fewer clusters; to"
+        advice = f"{fewer or longer} force the method pass min_length=0"
+    else:
+        why = "has nothing to approximate in so few"
+        advice = f"{longer} approximate these give smaller counts"
+    warnings.warn(
+        f'The patch will do nothing: this model takes at most {longest:,} tokens, and "{method.method}" with these '
+        f"settings {why}. {advice}.",
+        stacklevel=3,
+    )

@@ -1,0 +1,85 @@
+"""What patching changes in a model, remembered and put back."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .stored import FIELD
+
+# Attributes and hooks of patching, and the modules that hold the parameters which a method added, begin with these.
+ATTRIBUTES = "_effattn"
+ADDED = "hf_effattn_"
+
+
+class Snapshot:
+    """The attention implementations, `config.effattn`, module patches, added parameters and hooks of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # Submodels share configs: each config once, with the outermost model that has it, the outermost config first.
+        outermost: dict[int, PreTrainedModel] = {}
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                outermost.setdefault(id(module.config), module)
+        self._models = [
+            (submodel, submodel.config._attn_implementation, vars(submodel.config).get(FIELD))
+            for submodel in outermost.values()
+        ]
+        # Composite models of older versions give their modules a second copy of a config.
+        configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+        self._copies = [
+            (config, config._attn_implementation)
+            for key, config in configs.items()
+            if key not in outermost and hasattr(config, "_attn_implementation")
+        ]
+        self._modules = [(module, _traces(module)) for module in model.modules()]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Snapshot":
+        """Remember a model as it is.
+
+        Args:
+            model (`nn.Module`): a transformers model, or a module around some.
+        """
+        return cls(model)
+
+    def restore(self) -> None:
+        """Put everything back that patching has changed since; whatever else has changed stays."""
+        # Outermost first: setting an implementation hands it down to the submodels, whose own is then set again.
+        for submodel, implementation, stored in self._models:
+            if submodel.config._attn_implementation != implementation:
+                submodel.set_attn_implementation(implementation)
+            vars(submodel.config).pop(FIELD, None)
+            if stored is not None:
+                setattr(submodel.config, FIELD, stored)
+        for config, implementation in self._copies:
+            config._attn_implementation = implementation
+        for module, before in self._modules:
+            now = _traces(module)
+            for name, entries in before.items():
+                _put_back(_place(module, name), entries, now[name])
+
+
+def _place(module: nn.Module, name: str) -> Any:
+    return vars(module) if name == "" else vars(module)[name]
+
+
+def _traces(module: nn.Module) -> dict[str, dict[Any, Any]]:
+    """What patching has left on a module: the entries that are its own, by the dict they stand in."""
+    hooks = module._forward_pre_hooks
+    ours = [key for key, hook in hooks.items() if getattr(hook, "__module__", "").startswith(__package__)]
+    with_kwargs = module._forward_pre_hooks_with_kwargs
+    return {
+        "": {name: value for name, value in vars(module).items() if name.startswith(ATTRIBUTES)},
+        "_modules": {name: child for name, child in module._modules.items() if name.startswith(ADDED)},
+        "_forward_pre_hooks": {key: hooks[key] for key in ours},
+        "_forward_pre_hooks_with_kwargs": {key: with_kwargs[key] for key in ours if key in with_kwargs},
+    }
+
+
+def _put_back(place: dict[Any, Any], before: dict[Any, Any], now: dict[Any, Any]) -> None:
+    same = before.keys() == now.keys() and all(before[key] is now[key] for key in before)
+    if not same:
+        for key in now:
+            del place[key]
+        place.update(before)
