@@ -10,7 +10,15 @@ promised as stable. They need the extra `training`.
 from ..settings_text import parse_settings
 from .arguments import ModelArguments, check_model, check_splits, check_work, differs, parser_of, works
 from .classes import class_order, in_order, numbers_of
-from .models import label_settings, length_settings, load_tokenizer, make_model, tokenize_texts, train_tokenizer
+from .models import (
+    check_positions,
+    label_settings,
+    length_settings,
+    load_tokenizer,
+    make_model,
+    tokenize_texts,
+    train_tokenizer,
+)
 from .run import (
     accuracy,
     checkpoint_to_resume,
@@ -32,6 +40,7 @@ __all__ = [
     "RepeatableTrainer",
     "accuracy",
     "check_model",
+    "check_positions",
     "check_splits",
     "check_work",
     "checkpoint_to_resume",

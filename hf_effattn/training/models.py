@@ -17,7 +17,7 @@ from transformers import (
 
 import hf_effattn
 
-from ..patching.model_types import MODEL_TYPES
+from ..patching.model_types import MODEL_TYPES, longest_input
 from ..settings_text import parse_settings
 from .arguments import NO_MODEL, ModelArguments
 from .run import checkpoint_to_resume
@@ -129,6 +129,24 @@ def length_settings(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBas
     if not hasattr(AutoConfig.for_model(arguments.model_type), name):
         return {}
     return {name: length + reserved_positions(arguments.model_type, tokenizer)}
+
+
+def check_positions(arguments: ModelArguments, max_length: int) -> None:
+    """That a named checkpoint has positions for texts of `max_length` tokens; the first step would fail otherwise.
+
+    Raises:
+        ValueError: it has fewer.
+    """
+    named = arguments.model_name_or_path
+    if named is None:
+        return
+    longest = longest_input(AutoConfig.from_pretrained(named, revision=arguments.model_revision))
+    if longest is not None and longest < max_length:
+        raise ValueError(
+            f"--max_length {max_length}, but {named} has positions for {longest} tokens: lower --max_length, or make a"
+            f' longer copy first, `effattn convert {named} mine --method "cst slice_length=16" --max-length'
+            f" {max_length}`, and train it by --model_name_or_path mine without --method"
+        )
 
 
 def reserved_positions(model_type: str, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -58,12 +58,13 @@ def clustered_attention() -> Iterator[Verdict]:
     """Vyas 2020."""
     scores = rows_of("approximation").groupby(["task", "row"])["value"].mean().unstack("row") * 100
     lost = scores.sub(scores["full"], axis=0)
-    glue = lost.drop(index="squad")
+    longer = rows_of("approximation").groupby("task")["longer_share"].max()
+    glue = lost[longer >= 0.2].drop(index="squad")  # the others are attended to exactly
     squad = lost.loc["squad"]
     worst = glue["i-clustered-25"].min()
     yield Verdict(
         "i-clustered-25 keeps GLUE without retraining (within 0.3 points)",
-        f"at worst {worst:+.2f} points ({glue['i-clustered-25'].idxmin()})",
+        f"at worst {worst:+.2f} points, on {len(glue)} tasks with texts longer than the clusters",
         judged(worst >= -0.3),
     )
     yield Verdict(
@@ -107,6 +108,11 @@ def composite_slices() -> Iterator[Verdict]:
         f"perplexity {own:.1f} against {other:.1f} on WikiText-2, with other positions",
         judged(own <= 1.05 * other),
     )
+    accuracy = trained.drop_duplicates(["task", "model"]).set_index(["task", "model"])["test_accuracy"] * 100
+    gain = accuracy["20 Newsgroups", "CST L=16 α=1"] - accuracy["20 Newsgroups", "Transformer"]
+    yield Verdict(
+        "classifies as well as the Transformer", f"{gain:+.1f} points on 20 Newsgroups, one seed", judged(gain >= -0.5)
+    )
     longer, shorter = first["Books, 512 tokens", "CST L=64 α=3"], first["Books, 256 tokens", "Transformer"]
     yield Verdict(
         "more context for the same attention lowers perplexity (PG-19: 17.6 against 19.7)",
@@ -144,9 +150,10 @@ def clusterformer() -> Iterator[Verdict]:
     losses = frame_of(classification_table.named_rows(kept_rows("classification_table"), "losses"))
     wikiqa = losses.query("dataset == 'WikiQA'").groupby("name")["map"].mean()
     gain = wikiqa["neural, L1 and L2"] - wikiqa["neural, no loss"]
+    seeds = losses.query("dataset == 'WikiQA'")["name"].value_counts()
     yield Verdict(
         "the losses of the clustering help (WikiQA: +1.9)",
-        f"{gain:+.1f}, within the noise of the seeds",
+        f"{gain:+.1f}; seeds: {seeds['neural, L1 and L2']} with, {seeds['neural, no loss']} without",
         judged(gain >= 1.9),
     )
     counts = frame_of(classification_table.named_rows(kept_rows("classification_table"), "clusters"))
@@ -156,15 +163,13 @@ def clusterformer() -> Iterator[Verdict]:
         "the number of clusters hardly matters (20 Newsgroups: 1.4 points)", f"{span:.1f} points", judged(span <= 2)
     )
     names = {json_of(settings): name for name, settings in translation_table.MODELS.items()}
-    bleu = frame_of([row | {"name": names[json_of(row["settings"])]} for row in kept_rows("translation_table")]).query(
-        "seed == 0"
-    )
-    scores = bleu.set_index("name")["bleu"]
-    change = scores["neural encoder"] - scores["Transformer"]
+    bleu = frame_of([row | {"name": names[json_of(row["settings"])]} for row in kept_rows("translation_table")])
+    scores = bleu.pivot_table(index="seed", columns="name", values="bleu")
+    change = scores.sub(scores["Transformer"], axis=0).mean()
     yield Verdict(
         "translates better than the Transformer (IWSLT14: +0.5 BLEU)",
-        f"{change:+.1f} BLEU on Multi30k; our gate {scores['gated encoder'] - scores['Transformer']:+.1f}",
-        judged(change >= 0),
+        f"{change['neural encoder']:+.1f} BLEU on Multi30k; our gate {change['gated encoder']:+.1f}; same seeds",
+        judged(change["neural encoder"] >= 0),
     )
     digits = rows_of("mnist_clustering").query("clusters == 300").groupby("method")["accuracy"].mean()
     neural = next(value for name, value in digits.items() if "neural" in str(name))

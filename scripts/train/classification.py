@@ -33,6 +33,7 @@ from hf_effattn.training import (
     RepeatableTrainer,
     accuracy,
     check_model,
+    check_positions,
     check_splits,
     check_work,
     class_order,
@@ -80,6 +81,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
     check_work(training)
     check_model(model_arguments)
     set_seed(training.seed)
+    check_positions(model_arguments, data_arguments.max_length)
     data = load_texts(data_arguments, hold_out=training.do_train and training.do_eval)
     check_splits(data, training, GIVEN_BY if training.do_train else GIVEN_WITHOUT_TRAINING)
     labelled = [rows.features["label"].names for rows in data.values() if "label" in rows.column_names]

@@ -13,6 +13,8 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
     TrainingArguments,
 )
 
@@ -283,3 +285,17 @@ def test_no_texts():
 def test_accuracy_has_the_keys_of_the_hub():
     metric = training.load_metric("accuracy")
     assert metric.compute(predictions=[1, 0, 1], references=[1, 1, 1]) == {"accuracy": pytest.approx(2 / 3)}
+
+
+def test_texts_longer_than_a_checkpoints_positions_are_refused_with_what_to_do(class_files, tmp_path):
+    config = BertConfig(vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config.max_position_embeddings = 32
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "short")
+    named = ["--model_name_or_path", str(tmp_path / "short"), "--tokenizer_name", "bytes", "--method", "cst"]
+    with pytest.raises(ValueError, match=r"short has positions for 32 tokens: .*effattn convert"):
+        run_classification.main(
+            [
+                *(*RUN, "--class_files", *class_files, "--max_length", "64", *named),
+                *("--do_train", "--output_dir", str(tmp_path / "run")),
+            ]
+        )
