@@ -115,6 +115,7 @@ def test_quick_demo_end_to_end(real_model_folder, tmp_path):
     assert str(tmp_path) not in json.dumps(written)
 
 
+@pytest.mark.slow
 def test_a_text_and_a_model_of_the_user(real_model_folder, tmp_path):
     text = tmp_path / "own.txt"
     text.write_text(" ".join(f"Sentence number {number} says little." for number in range(150)))

@@ -104,6 +104,7 @@ def test_the_vocabularies_of_a_tokenizer_are_among_what_is_pushed(model: str) ->
     assert [name for name in names if not any(fnmatch(name, pattern) for pattern in PUSHED)] == []
 
 
+@pytest.mark.slow
 def test_who_has_no_token_is_told_where_to_get_one(hub: HubServer, saved: Path) -> None:
     said = hub.run("-m", "hf_effattn", "push", str(saved), "other", home=hub.folder.parent / "nobody", fails=True)
     assert "Error: " in said

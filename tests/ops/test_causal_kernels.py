@@ -320,7 +320,7 @@ def draw_factors_kernel(seed_ptr, factors_ptr, columns, dropout_p, KINDS: tl.con
     tl.store(factors_ptr + o_row[:, None] * columns + o_column[None, :], b_factor, mask=(o_column < columns)[None, :])
 
 
-@pytest.mark.slow_except("i-clustered")
+@pytest.mark.slow
 @each_method
 def test_dropout_drops_the_same_weights_in_both_passes(method, monkeypatch):
     """Against the formula with the factors that the kernels draw."""
@@ -339,6 +339,7 @@ def test_dropout_drops_the_same_weights_in_both_passes(method, monkeypatch):
     assert_equals_formula(method, case, inputs, actual, decisions(method, case, inputs, seed), factors)
 
 
+@pytest.mark.slow
 def test_readers_of_a_block_in_parts(monkeypatch):
     monkeypatch.setattr(import_module(f"{OP}.triton"), "READERS_OF_A_SPLIT", 5)
     case = Case("parts", **SMALL | {"N": 31})
@@ -396,7 +397,7 @@ def test_refuses_more_top_keys_than_fit(monkeypatch):
     causal_clustered_attention(*tensors, clusters=2, topk=20, method="clustered", segment_length=4, backend="triton")
 
 
-@pytest.mark.slow_except("clustered")
+@pytest.mark.slow
 @each_method
 def test_registered_with_torch_library(method):
     """torch's own check of the schemas, the fake functions and the autograd formula."""

@@ -91,6 +91,7 @@ def test_scores_of_a_few_words_at_a_time(monkeypatch, kib, parts, similarity):
     assert torch.equal(actual_labels, labels)
 
 
+@pytest.mark.slow_except("batched")
 @pytest.mark.parametrize("backend", ["batched", "triton"])
 def test_half_precision_keeps_the_gradients_of_many_words(backend):
     """A membership of 1/N times a gradient is 0 in float16, the sum over N of them is not."""
