@@ -93,6 +93,11 @@ def test_every_folder_has_its_layer() -> None:
     assert {name.split(".")[0] for name in modules_below(ROOT)} == set(LAYERS)
 
 
+def test_the_map_is_this_list() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8").split("```")[1]
+    assert tuple(line.split()[0] for line in text.strip().splitlines()) == LAYERS
+
+
 def test_imports_go_down() -> None:
     assert upward_imports(ROOT) == []
 
