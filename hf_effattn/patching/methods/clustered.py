@@ -54,14 +54,14 @@ class Clustered(Method):
     """
 
     method: ClassVar[str] = "clustered"
-    summary: ClassVar[str] = "every query gets the attention of the mean query of its cluster"
+    summary: ClassVar[str] = "each query uses the attention of its cluster's mean query"
     price: ClassVar[tuple[str, ...]] = ("clusters",)
     group_name: ClassVar[str] = "cluster"
     purpose: ClassVar[dict[str, str]] = {
         **Method.purpose,
         "clusters": "the number of query clusters per head; more are more exact and slower",
         "clustering": "how queries are put into clusters, kmeans or lsh",
-        "metric": "what K-means calls alike: keys, queries with like scores against the keys; queries, those near",
+        "metric": 'K-means distance: "keys" compares attention scores, "queries" the vectors',
         "iterations": "the rounds of Lloyd's algorithm",
         "bits": 'the length of the code of clustering="lsh"',
         "fit_queries": "the queries per head that clusters are fitted on; more are slower on long inputs",
@@ -233,9 +233,7 @@ class ImprovedClustered(Clustered):
     """
 
     method: ClassVar[str] = "i-clustered"
-    summary: ClassVar[str] = (
-        "every query gets the attention of its cluster's mean query, the keys that weigh most there recomputed for it"
-    )
+    summary: ClassVar[str] = "each query uses its cluster's attention, with the cluster's top keys recomputed exactly"
     price: ClassVar[tuple[str, ...]] = ("clusters", "topk")
     purpose: ClassVar[dict[str, str]] = {
         **Clustered.purpose,
@@ -275,7 +273,7 @@ class BiClustered(ImprovedClustered):
 
     method: ClassVar[str] = "bi-clustered"
     summary: ClassVar[str] = (
-        "the most attended keys of each cluster exactly for every query, all other keys through clusters of keys"
+        "each query uses its cluster's top keys exactly, and all other keys through clusters of keys"
     )
     price: ClassVar[tuple[str, ...]] = ("clusters", "topk", "key_clusters")
     purpose: ClassVar[dict[str, str]] = {
