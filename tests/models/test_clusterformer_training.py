@@ -250,7 +250,7 @@ def test_the_log_has_the_means_over_passes_and_devices():
     assert logs == {"loss": 0.0}
 
 
-@pytest.mark.slow_except("strict")
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", ["strict", "paper"])
 def test_translation_learns_with_trainer(tmp_path, causal):
     torch.manual_seed(0)
@@ -297,6 +297,7 @@ def test_a_language_model_learns_a_text_by_heart(variant):
     assert losses[-1] < 0.2 * losses[0]
 
 
+@pytest.mark.slow
 def test_the_default_losses_stay_bounded_and_the_papers_do_not():
     """A cosine lies within -1 and 1; an inner product runs off."""
     losses = {}

@@ -73,6 +73,7 @@ def test_kernels_equal_the_reference(op, case):
     check(op, case, make_inputs(case))
 
 
+@pytest.mark.slow
 @each_op
 @pytest.mark.parametrize("head_dim", [64, 136])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -237,6 +237,7 @@ def test_parts_of_the_update(clusters, parts):
     assert import_module("hf_effattn.ops.kmeans.triton").update_parts(clusters) == parts
 
 
+@pytest.mark.slow_except("8")
 @pytest.mark.parametrize("parts", [8, 1])
 def test_many_points_are_summed_in_parts(monkeypatch, parts):
     """Each part takes several blocks of points, the same ones with padding behind them."""
@@ -277,6 +278,7 @@ def test_inertia_of_random_points():
     assert inertia("triton") == pytest.approx(inertia("batched"), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_one_graph_and_legal_ops():
     query, key = blobs(1, 2, 30, 8, groups=5), randn(1, 2, 30, 8)
     mask = on_device(padding("left", 1, 30))

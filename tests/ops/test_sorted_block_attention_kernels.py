@@ -59,6 +59,7 @@ def test_low_precision(case, dtype):
     assert_all_close(actual, expected, baseline)
 
 
+@pytest.mark.slow_except("causal", "strict")
 @pytest.mark.parametrize(
     "case",
     [

@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 import hf_effattn
 
 PUBLIC = {"patch_attention", "unpatch_attention", "from_pretrained", "list_methods", "extend_positions"}
@@ -30,6 +32,7 @@ def test_import_loads_nothing_heavy() -> None:
     assert printed == "[]"
 
 
+@pytest.mark.slow
 def test_import_registers_every_method() -> None:
     printed = run_fresh("""
         import hf_effattn
