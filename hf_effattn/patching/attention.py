@@ -199,16 +199,12 @@ def _over_cache(method: Method, call: Call) -> Attended:
 
 def _causal(method: Method, call: Call) -> Attended:
     """A text, or the prompt of one, whose future is masked."""
-    options: dict[str, Any] = {"key_mask": call.mask, "scale": call.scale, "module": call.module, "causal": True}
-    options |= {"prompt": call.prompt, "training": call.module.training}
-    result = method.run(call.query, call.key, call.value, dropout_p=call.dropout, **options)
-    weights = method.weights(call.query, call.key, **options) if call.wants_weights else None
-    return result.transpose(1, 2).contiguous(), weights
+    return _clustered(method, call, causal=True, prompt=call.prompt, training=call.module.training)
 
 
-def _clustered(method: Method, call: Call) -> Attended:
-    """A text whose tokens all see each other."""
-    options: dict[str, Any] = {"key_mask": call.mask, "scale": call.scale, "module": call.module}
+def _clustered(method: Method, call: Call, **options: Any) -> Attended:
+    """A text whose tokens all see each other, unless the options say that it is causal."""
+    options |= {"key_mask": call.mask, "scale": call.scale, "module": call.module}
     result = method.run(call.query, call.key, call.value, dropout_p=call.dropout, **options)
     weights = method.weights(call.query, call.key, **options) if call.wants_weights else None
     return result.transpose(1, 2).contiguous(), weights

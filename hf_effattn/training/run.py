@@ -211,7 +211,6 @@ def write_predictions(path: Path, predictions: Iterable[tuple[int, Any]]) -> Non
 
 
 def keep_metrics(trainer: Trainer, metrics: dict[str, float]) -> None:
-    """Write the metrics to `all_results.json` of the output folder, and print them, once."""
-    if trainer.is_world_process_zero():
-        trainer.save_metrics("all", metrics)
-        print(json.dumps(metrics, indent=1))
+    """Write the metrics to `all_results.json` of the output folder, and show them as transformers does, once."""
+    trainer.save_metrics("all", metrics)
+    trainer.log_metrics("all", metrics)
