@@ -1,48 +1,95 @@
-"""Bi-clustered attention for a CPU: queries sorted by cluster, cut into blocks, batched matrix products.
+"""First-order bi-clustered attention for a CPU: keys and queries sorted by cluster, in blocks, batched products.
 
-The queries of a block share their columns, the top keys and the means of the key clusters: the means stand behind the
-keys in one table, so that scores, outputs and gradients are one product per block each. As in the clustered form,
-nothing but the inputs is kept for the backward pass, and to `torch.compile` each pass is one op.
+Of every query cluster a table is made, its exact keys and the tangents of the key clusters, to which its queries then
+attend (`shared.cluster_table`). Nothing but the inputs is kept for the backward pass, and to `torch.compile` each pass
+is one op. All arithmetic is in float32, or float64 for float64 inputs.
 
-Sizes: `P` key/value heads of a chunk, `M` keys, `T` top keys, `G` key clusters, `length` queries of a block.
+Sizes: `P` key/value heads of a chunk, `N` queries, `M` keys, `T` exact keys, `C` query clusters of all the query heads
+that share a key/value head, `G` key clusters, `nb` blocks of `L` keys per head.
 """
 
 import torch
 
 from ..shared.arguments import check_label_range
-from ..shared.centroids import centroid_scores
 from ..shared.cluster_blocks import ClusterBlocks, block_length
+from ..shared.cluster_table import ClusterTable, Dipole, attend, attend_backward
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import RowChunk
-from ..shared.tables import (
-    chunks_of,
-    cluster_rows,
-    cluster_sizes,
-    cluster_sums,
-    draw_dropout,
-    empty_output,
-    softmax_,
-    table_rows,
-)
+from ..shared.head_threads import for_every_chunk
+from ..shared.tables import chunks_of, cluster_rows, cluster_sizes, draw_dropout, empty_output, table_rows
+from ..shared.topk import largest
+from .reference import SMALLEST
+
+# Logarithm of the mass of a cluster without a key: no weight, and finite, as empty places of a block multiply it by 0.
+NO_MASS = -1e30
+# Of a tilted weight beside its cluster's largest: below, exp and products slow down tenfold with denormal numbers.
+LEAST_LOG_WEIGHT = -60.0
+# What is lighter beside a cluster's largest weight is one of its exact keys, which have the least.
+LEAST_MASS = 1e-20
 
 
 def largest_buffer(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, clusters: int, key_clusters: int, topk: int
 ) -> int:
-    """Numbers per head in the centroids' scores, the packed queries, their scores, or the copies of the top keys."""
-    length = block_length(query.shape[2] / clusters)
-    blocks = clusters + query.shape[2] // length
+    """Numbers per head in the centroids' scores, the sums over blocks of keys, the tables that blocks of queries read."""
+    length, key_length = block_length(query.shape[2] / clusters), block_length(key.shape[2] / key_clusters)
+    blocks, key_blocks = clusters + query.shape[2] // length, key_clusters + key.shape[2] // key_length
     head_dim = max(key.shape[3], value.shape[3])
-    columns = topk + key_clusters
-    return max(clusters * key.shape[2], blocks * length * max(head_dim, columns), blocks * columns * head_dim)
+    columns = min(topk, key.shape[2]) + key_clusters
+    return max(
+        clusters * key.shape[2], key_blocks * clusters * 2 * head_dim, blocks * max(columns, length) * head_dim,
+        blocks * length * columns, (clusters + key_clusters) * head_dim**2,
+    )  # fmt: skip
+
+
+class _Keys:
+    """The keys and values of a chunk, sorted by key cluster: their means, and what remains of every row.
+
+    Attributes:
+        rows: `(P, nb, L, D + Dv + 1)`: key and value less the means of their cluster, and 1; 0 in empty places.
+        clusters: `(P, nb)` cluster of a block, `0 .. G - 1`.
+        sizes: `(P · G, 1)`, at least 1.
+        means: `(P · G, D + Dv)`.
+        empty: `(P, 1, nb · L)`, where no key is.
+    """
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, labels: torch.Tensor, clusters: int) -> None:
+        self.P, self.M, self.D = key.shape
+        self.G, self.Dv = clusters, value.shape[2]
+        index = cluster_rows(labels, clusters)
+        sizes = cluster_sizes(index, self.P, clusters)
+        self.blocks = ClusterBlocks.of(index, sizes, aligned=True)
+        self.clusters = self.blocks.clusters.view(self.P, -1) % clusters
+        self.sizes = sizes.view(-1, 1).clamp(min=1)
+        packed = self.blocks.pack(key, value, key.new_ones(1, 1, 1).expand(self.P, self.M, 1))
+        sums = self.blocks.sum(packed.sum(dim=1), self.P * clusters)
+        sums[:, :-1] /= self.sizes
+        self.means = sums[:, :-1].contiguous()
+        full = packed[..., -1:]
+        packed[..., :-1].addcmul_(full, self.blocks.of_cluster(self.means)[:, None], value=-1)
+        self.empty = (full == 0).view(self.P, 1, -1)
+        self.rows = packed.view(self.P, -1, self.blocks.length, self.D + self.Dv + 1)
+
+    def per_block(self, table: torch.Tensor) -> torch.Tensor:
+        """Numbers of every cluster `(P, C, G)` for its blocks: `(P, C, nb)`."""
+        return table.gather(2, self.clusters[:, None].expand(-1, table.shape[1], -1))
+
+    def keys(self) -> torch.Tensor:
+        """`K_t - K̄_g(t)` `(P, nb · L, D)`."""
+        return self.rows[..., : self.D].flatten(1, 2)
+
+    def flat(self) -> torch.Tensor:
+        """The rows `(P · nb · L, D + Dv + 1)`."""
+        return self.rows.flatten(0, 2)
+
+    def by_block(self, scores: torch.Tensor, head: int) -> torch.Tensor:
+        """A head's scores, of `(P, C, nb · L)`: `(nb, C, L)`."""
+        return scores[head].unflatten(1, (-1, self.blocks.length)).transpose(0, 1)
 
 
 class _Chunk:
-    """What both passes compute of a chunk: its blocks, their top keys, the means of the key clusters.
-
-    `C` below counts the clusters of all query heads that share a key/value head.
-    """
+    """What both passes compute of a chunk: the tables of its query clusters."""
 
     def __init__(
         self,
@@ -59,66 +106,173 @@ class _Chunk:
         dropout_p: float,
         dropout_seed: torch.Tensor | None,
     ) -> None:
-        keys, values = chunk.keys(key), chunk.keys(value)
-        self.P, self.M, _ = keys.shape
-        self.T, self.G = min(topk, self.M), key_clusters
-        tables = chunk.group * clusters  # C
-        index = table_rows(chunk, labels, clusters)
-        sizes = cluster_sizes(index, self.P, tables)
-        self.blocks = ClusterBlocks.of(index, sizes)
-        # Scaled before any product, which float16 could not hold otherwise.
-        self.packed_query = self.blocks.pack(chunk.queries(query) * scale)
-        # The order of the top keys decides nothing but their dropout.
-        top = self.centroid_scores(sizes, keys).topk(self.T, dim=-1, sorted=dropout_seed is not None).indices
-
-        self.key_index = cluster_rows(chunk.keys(key_labels), self.G)
-        key_sizes = cluster_sizes(self.key_index, self.P, self.G)  # n_c: (P, G)
-        self.key_sizes = key_sizes.clamp(min=1)[..., None]
-        self.keys, self.values = self.with_means(keys), self.with_means(values)  # (P, M + G, D)
-        self.log_rest = self.log_rest_sizes(top, key_sizes).index_select(0, self.blocks.clusters)  # (blocks, G)
-        # Rows of these tables, flat, that a block's queries attend to: (blocks · (T + G),)
-        means = torch.arange(self.M, self.M + self.G, device=key.device).expand(*top.shape[:2], -1)
-        heads = torch.arange(self.P, device=key.device)[:, None, None] * (self.M + self.G)
-        columns = (torch.cat([top, means], dim=2) + heads).flatten(0, 1)
-        self.columns = columns.index_select(0, self.blocks.clusters).flatten()
+        dtype = accumulation_dtype(query.dtype)
+        keys = _Keys(
+            chunk.keys(key).to(dtype), chunk.keys(value).to(dtype), chunk.keys(key_labels), key_clusters
+        )
+        self.keys, self.P, self.G, self.D, self.Dv = keys, keys.P, keys.G, keys.D, keys.Dv
+        self.T, self.C = min(topk, keys.M), chunk.group * clusters
+        self.index = table_rows(chunk, labels, clusters)
+        sizes = cluster_sizes(self.index, self.P, self.C)
+        self.sizes = sizes.clamp(min=1)[..., None]  # (P, C, 1)
+        self.blocks = ClusterBlocks.of(self.index, sizes)
+        queries = chunk.queries(query).to(dtype) * scale
+        # Behind the scaled query a 1, for the biases of the table.
+        self.packed_query = self.blocks.pack(queries, queries.new_ones(1, 1, 1).expand(*queries.shape[:2], 1))
+        sums = self.blocks.sum(self.packed_query[..., :-1].sum(dim=1), self.P * self.C).view(self.P, self.C, -1)
+        self.centroids = sums / self.sizes  # Q̄
+        self._choose_keys(queries, in_order=dropout_seed is not None)
+        self._summarise()
+        self._make_table()
 
         self.factor = None
         if dropout_seed is not None:
             shape = query.shape[2], min(topk, key.shape[2]) + self.G
-            factor = draw_dropout(chunk, shape, self.log_rest, dropout_p, dropout_seed, TOPK_AND_SUMMARY_WEIGHTS)
+            factor = draw_dropout(chunk, shape, self.scores, dropout_p, dropout_seed, TOPK_AND_SUMMARY_WEIGHTS)
             if chunk.query_rows is not None:
                 factor = factor.index_select(1, chunk.query_rows)
             factor = torch.cat([factor[..., : self.T], factor[..., -self.G :]], dim=2)
             self.factor = self.blocks.pack(factor.view(self.P, -1, self.T + self.G))
 
-    def centroid_scores(self, sizes: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Products `(P, C, M)` of the centroids of clusters of `sizes` `(P, C)` with the keys."""
-        sums = self.packed_query.sum(dim=1, dtype=accumulation_dtype(keys.dtype))
-        centroids = self.blocks.sum(sums, sizes.numel()).view(*sizes.shape, -1) / sizes.clamp(min=1)[..., None]
-        return centroid_scores(centroids, keys, 1.0)
+    def _choose_keys(self, queries: torch.Tensor, *, in_order: bool) -> None:
+        """Exact keys `T_j` by weight times squared distance; scores `Q̄_j·(K_t - K̄_g(t))`, 0 where no key is."""
+        keys, spread = self.keys, self.keys.keys()
+        of_centroids = (self.centroids * self.sizes).transpose(1, 2) @ self.centroids
+        covariance = (queries.transpose(1, 2) @ queries).sub_(of_centroids) / queries.shape[1]  # Σ_η
+        distances = torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST)
+        preference = distances.log_().masked_fill_(keys.empty[:, 0], -torch.inf)
+        self.scores = torch.bmm(self.centroids, spread.transpose(1, 2))  # (P, C, nb · L)
+        mean_keys = keys.means[:, : self.D].view(self.P, self.G, -1)
+        self.mean_scores = self.centroids @ mean_keys.transpose(1, 2)  # Q̄_j·K̄_c: (P, C, G)
+        biased = self.scores.unflatten(2, (-1, keys.blocks.length)) + keys.per_block(self.mean_scores)[..., None]
+        biased = biased.flatten(2).add_(preference[:, None])
+        self.top = largest(biased, self.T, in_order=in_order)  # (P, C, T)
+        places = torch.arange(self.P, device=self.top.device)[:, None, None] * biased.shape[2]
+        self.top_places = (self.top + places).flatten()
 
-    def with_means(self, rows: torch.Tensor) -> torch.Tensor:
-        """Keys or values `(P, M, D)`, and behind them their means over the key clusters: `(P, M + G, D)`."""
-        means = cluster_sums(rows, self.key_index, self.P, self.G) / self.key_sizes
-        return torch.cat([rows, means.to(rows.dtype)], dim=1)
+    def _summarise(self) -> None:
+        """Tilted weights `w_jt / S_jc` and sums over `c∖T_j`: `log S_jc`, `K̃_jc`, `Ṽ_jc`."""
+        keys, scores = self.keys, self.scores
+        scores.scatter_(2, self.top, -torch.inf)
+        by_block = scores.unflatten(2, (-1, keys.blocks.length))
+        lowest = torch.finfo(scores.dtype).min
+        shift = scores.new_full((self.P, self.C, self.G), lowest)
+        index = keys.clusters[:, None].expand(-1, self.C, -1)
+        shift.scatter_reduce_(2, index, by_block.amax(dim=3), "amax")
+        # A cluster's largest is at least 0, its mean, unless only exact keys lie above: empty places change no shift.
+        by_block.sub_(keys.per_block(shift)[..., None]).clamp_(min=LEAST_LOG_WEIGHT).exp_()
+        self.weights = scores  # w_jt, of the largest of its cluster
+        width = self.D + self.Dv + 1
+        parts = scores.new_empty(self.P, keys.clusters.shape[1], self.C, width)
+        for p in range(self.P):
+            torch.bmm(keys.by_block(self.weights, p), keys.rows[p], out=parts[p])
+        sums = keys.blocks.sum(parts.flatten(0, 1), self.P * self.G).view(self.P, self.G, self.C, width)
+        sums = sums.transpose(1, 2)  # (P, C, G, D + Dv + 1)
+        mass = sums[..., -1]
+        nobody = mass < LEAST_MASS
+        self.inverse_mass = torch.where(nobody, 0.0, 1 / mass)
+        self.tilted = sums[..., :-1] * self.inverse_mass[..., None]  # without the means
+        log_mass = mass.log() + shift + self.mean_scores
+        self.log_mass = log_mass.masked_fill_(nobody, NO_MASS)
 
-    def log_rest_sizes(self, top: torch.Tensor, key_sizes: torch.Tensor) -> torch.Tensor:
-        """`log n_jc` `(P · C, G)`; -inf, and so no weight, for key clusters without a key outside `T_j`."""
-        P, C, T = top.shape
-        chosen = self.key_index.view(P, 1, -1).expand(-1, C, -1).gather(2, top) % self.G  # (P, C, T)
-        row = torch.arange(P * C, device=top.device)[:, None] * self.G
-        counts = torch.bincount((chosen.view(P * C, T) + row).flatten(), minlength=P * C * self.G).view(P, C, self.G)
-        return (key_sizes[:, None] - counts).to(accumulation_dtype(self.keys.dtype)).log_().flatten(0, 1)
+    def _make_table(self) -> None:
+        """Rows: exact keys without bias, then the tangents `log S_jc + η·K̃_jc = b_jc + Q_i·K̃_jc`."""
+        keys, D = self.keys, self.D
+        tilted = self.tilted + keys.means.view(self.P, 1, self.G, -1)
+        tilted_keys, tilted_values = tilted.split([D, self.Dv], dim=3)
+        bias = self.log_mass - torch.linalg.vecdot(self.centroids[:, :, None], tilted_keys)
+        exact = keys.flat().index_select(0, self.top_places)
+        exact[:, :-1] += keys.means.index_select(0, self._clusters_of_top())
+        exact_rows = exact.view(self.P * self.C, self.T, -1)
+        table_keys = exact.new_empty(self.P * self.C, self.T + self.G, D + 1)
+        table_keys[:, : self.T, :D] = exact_rows[..., :D]
+        table_keys[:, : self.T, D] = 0
+        table_keys[:, self.T :, :D] = tilted_keys.flatten(0, 1)
+        table_keys[:, self.T :, D] = bias.flatten(0, 1)
+        values = torch.cat([exact_rows[..., D:-1], tilted_values.flatten(0, 1)], dim=1)
 
-    def take(self, table: torch.Tensor) -> torch.Tensor:
-        """What a block's queries attend to, of the table `(P, M + G, D)`: `(blocks, T + G, D)`."""
-        return table.flatten(0, 1).index_select(0, self.columns).view(len(self.blocks.clusters), -1, table.shape[2])
+        # p̄_j, of the whole table at the centroid; the share of the clusters divides the dipole.
+        centroids = self.centroids.flatten(0, 1)
+        at_centroid = torch.cat([(exact_rows[..., :D] @ centroids[..., None])[..., 0], self.log_mass.flatten(0, 1)], 1)
+        self.at_centroid = at_centroid.softmax(dim=1)
+        share = self.at_centroid[:, self.T :].sum(dim=1)
+        self.inverse_share = torch.where(share > 0, 1 / share, 0.0)
+        rows = keys.flat().view(len(keys.blocks.clusters), keys.blocks.length, -1)
+        covariances = keys.blocks.sum(torch.bmm(rows[..., :D].transpose(1, 2), rows[..., D:-1]), self.P * self.G)
+        self.covariances = covariances.div_(keys.sizes[..., None]).view(self.P, self.G, -1)
+        weights = (self.at_centroid[:, self.T :] * self.inverse_share[:, None]).view(self.P, self.C, -1)
+        matrices = (weights @ self.covariances).view(-1, D, self.Dv)
+        self.table = ClusterTable(table_keys, values, dipole=Dipole(centroids, matrices, self.T))
 
-    def weights(self, keys: torch.Tensor) -> torch.Tensor:
-        """`p_i`, one softmax over the top keys and the key clusters: `(blocks, length, T + G)`."""
-        scores = torch.bmm(self.packed_query, keys.transpose(1, 2)).to(self.log_rest.dtype)
-        scores[..., self.T :] += self.log_rest[:, None]
-        return softmax_(scores)
+    def _clusters_of_top(self) -> torch.Tensor:
+        """Rows of the means `(P · G, ...)` of the exact keys, flat."""
+        return self.keys.blocks.clusters.index_select(0, self.top_places // self.keys.blocks.length)
+
+    def backward(self, packed_grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of the scaled queries `(P, N, D)`, and of keys and values side by side, `(P, M, D + Dv)`."""
+        keys, D, T = self.keys, self.D, self.T
+        grad_query, grad = attend_backward(self.table, self.blocks, self.packed_query, self.factor, packed_grad)
+        dipole, own_dipole = grad.dipole, self.table.dipole
+        assert dipole is not None and own_dipole is not None
+        centroids = self.centroids.flatten(0, 1)
+        grad_centroids = dipole.centroids
+        grad_bias = grad.keys[:, T:, D]
+        # The dipole: M_j / Σ_c p̄_jc, M_j = Σ_c p̄_jc Cov_c.
+        grad_sum = (dipole.matrices * self.inverse_share[:, None, None]).flatten(1)
+        grad_share = -torch.linalg.vecdot(grad_sum, own_dipole.matrices.flatten(1))
+        by_head = grad_sum.view(self.P, self.C, -1)
+        grad_cluster = (by_head @ self.covariances.transpose(1, 2)).flatten(0, 1) + grad_share[:, None]
+        at_centroid = self.at_centroid[:, T:].view(self.P, self.C, -1)
+        grad_covariances = (at_centroid.transpose(1, 2) @ by_head).view(-1, D, self.Dv) / keys.sizes[..., None]
+        grad_logits = torch.cat([torch.zeros_like(self.at_centroid[:, :T]), grad_cluster], dim=1)
+        grad_logits -= torch.linalg.vecdot(self.at_centroid, grad_logits)[:, None]
+        grad_logits *= self.at_centroid
+
+        # Exact keys: rows of the table, and their scores at the centroid.
+        exact_keys = self.table.keys[:, :T, :D]
+        grad_exact = torch.cat([grad.keys[:, :T, :D], grad.values[:, :T]], dim=2)
+        grad_exact[..., :D] += grad_logits[:, :T, None] * centroids[:, None]
+        grad_centroids += (grad_logits[:, None, :T] @ exact_keys)[:, 0]
+
+        # Tangents: b_jc = log S_jc - Q̄_j·K̃_jc.
+        tilted_keys = self.table.keys[:, T:, :D]
+        grad_log_mass = grad_bias + grad_logits[:, T:]
+        grad_tilted = torch.cat([grad.keys[:, T:, :D], grad.values[:, T:]], dim=2)
+        grad_tilted[..., :D] -= grad_bias[..., None] * centroids[:, None]
+        grad_centroids -= (grad_bias[:, None] @ tilted_keys)[:, 0]
+
+        # Tilted sums: of the clusters' means, and of what remains of every key, weighed by w_jt / S_jc.
+        grad_tilted = grad_tilted.view(self.P, self.C, self.G, -1)
+        grad_log_mass = grad_log_mass.view(self.P, self.C, self.G)
+        # K̃ - K̄ and Ṽ - V̄ are weighted means of the rows; those rows' own means are 0.
+        constant = grad_log_mass - torch.linalg.vecdot(grad_tilted, self.tilted)
+        grad_rows = torch.cat([grad_tilted, constant[..., None]], dim=3)
+        self.weights.unflatten(2, (-1, keys.blocks.length)).mul_(keys.per_block(self.inverse_mass)[..., None])
+        grad_packed = torch.empty_like(keys.rows)[..., :-1]
+        grad_scores = torch.empty_like(self.weights)
+        for p in range(self.P):
+            table = grad_rows[p].index_select(1, keys.clusters[p]).transpose(0, 1)  # (nb, C, D + Dv + 1)
+            weights = keys.by_block(self.weights, p)
+            block_scores = torch.bmm(table, keys.rows[p].transpose(1, 2)).mul_(weights)  # (nb, C, L)
+            grad_scores[p] = block_scores.transpose(0, 1).flatten(1)
+            grad_packed[p] = torch.bmm(weights.transpose(1, 2), table[..., :-1])
+        spread = keys.keys()
+        grad_packed[..., :D] += (grad_scores.transpose(1, 2) @ self.centroids).view_as(grad_packed[..., :D])
+        # Q̄_j·K_t is the score of what remains of the key, and of its cluster's mean.
+        mean_keys = keys.means[:, :D].view(self.P, self.G, -1)
+        grad_centroids += (torch.bmm(grad_scores, spread) + grad_log_mass @ mean_keys).flatten(0, 1)
+        # Covariances.
+        rows = keys.flat().view(len(keys.blocks.clusters), keys.blocks.length, -1)
+        turn = keys.blocks.of_cluster(grad_covariances)
+        flat = grad_packed.view(len(rows), keys.blocks.length, -1)
+        flat[..., :D] += torch.bmm(rows[..., D:-1], turn.transpose(1, 2))
+        flat[..., D:] += torch.bmm(rows[..., :D], turn)
+        flat.view(-1, flat.shape[2]).index_add_(0, self.top_places, grad_exact.flatten(0, 1))
+
+        grad_query = self.blocks.unpack(grad_query[..., :-1], self.P)
+        grad_centroids = grad_centroids / self.sizes.flatten(0, 1)
+        grad_query += grad_centroids.index_select(0, self.index).view_as(grad_query)
+        return grad_query, keys.blocks.unpack(flat, self.P)
 
 
 @torch.library.custom_op("hf_effattn::bi_clustered_attention", mutates_args=())
@@ -133,24 +287,24 @@ def bi_clustered_attention(
     topk: int,
     key_mask: torch.Tensor | None,
     query_mask: torch.Tensor | None,
+    skip: torch.Tensor | None,
     scale: float,
     dropout_p: float,
     dropout_seed: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic V̄_c` with `T = T_j`, `j = l(i)`, `p_i` one softmax over both."""
+    """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_j`, `j = l(i)`."""
     check_label_range(labels, clusters)
     check_label_range(key_labels, key_clusters, of="key")
     output = empty_output(query, value)
     settings = clusters, key_clusters, topk, scale, dropout_p, dropout_seed
-    with torch.autocast(query.device.type, enabled=False):
-        numbers = largest_buffer(query, key, value, clusters, key_clusters, topk)
-        for part in chunks_of(query, key, key_mask, query_mask, numbers):
-            chunk = _Chunk(part, query, key, value, labels, key_labels, *settings)
-            weights = chunk.weights(chunk.take(chunk.keys))
-            if chunk.factor is not None:
-                weights *= chunk.factor
-            values = torch.bmm(weights.to(value.dtype), chunk.take(chunk.values))
-            part.store_queries(output, chunk.blocks.unpack(values, chunk.P))
+    numbers = largest_buffer(query, key, value, clusters, key_clusters, topk)
+
+    def attend_chunk(part: RowChunk) -> None:
+        chunk = _Chunk(part, query, key, value, labels, key_labels, *settings)
+        values = attend(chunk.table, chunk.blocks, chunk.packed_query, chunk.factor)
+        part.store_queries(output, chunk.blocks.unpack(values, chunk.P))
+
+    for_every_chunk(attend_chunk, chunks_of(query, key, key_mask, query_mask, numbers, skip), query.device)
     return output
 
 
@@ -172,41 +326,25 @@ def bi_clustered_attention_backward(
     topk: int,
     key_mask: torch.Tensor | None,
     query_mask: torch.Tensor | None,
+    skip: torch.Tensor | None,
     scale: float,
     dropout_p: float,
     dropout_seed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels and sets `T_j` held fixed."""
     grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
-    dtype = accumulation_dtype(query.dtype)
     settings = clusters, key_clusters, topk, scale, dropout_p, dropout_seed
-    with torch.autocast(query.device.type, enabled=False):
-        numbers = largest_buffer(query, key, value, clusters, key_clusters, topk)
-        for part in chunks_of(query, key, key_mask, query_mask, numbers):
-            chunk = _Chunk(part, query, key, value, labels, key_labels, *settings)
-            packed_grad = chunk.blocks.pack(part.queries(grad_output))
-            keys = chunk.take(chunk.keys)
-            softmax = chunk.weights(keys)
-            grad_weights = torch.bmm(packed_grad, chunk.take(chunk.values).transpose(1, 2)).to(dtype)
-            weights = softmax
-            if chunk.factor is not None:
-                grad_weights *= chunk.factor
-                weights = softmax * chunk.factor
-            grad_values = torch.bmm(weights.to(value.dtype).transpose(1, 2), packed_grad)
+    numbers = largest_buffer(query, key, value, clusters, key_clusters, topk)
 
-            row_dot = torch.linalg.vecdot(softmax, grad_weights)[..., None]
-            grad_scores = grad_weights.sub_(row_dot).mul_(softmax).to(key.dtype)
-            grad_q = chunk.blocks.unpack(torch.bmm(grad_scores, keys), chunk.P)
-            part.store_queries(grad_query, grad_q * scale)
-            grad_keys = torch.bmm(grad_scores.transpose(1, 2), chunk.packed_query)
+    def attend_chunk(part: RowChunk) -> None:
+        chunk = _Chunk(part, query, key, value, labels, key_labels, *settings)
+        packed_grad = chunk.blocks.pack(part.queries(grad_output).to(chunk.packed_query.dtype))
+        of_query, of_rows = chunk.backward(packed_grad)
+        part.store_queries(grad_query, of_query.mul_(scale))
+        part.store_keys(grad_key, of_rows[..., : chunk.D])
+        part.store_keys(grad_value, of_rows[..., chunk.D :])
 
-            for target, of_columns in ((grad_key, grad_keys), (grad_value, grad_values)):
-                summed = softmax.new_zeros(chunk.P * (chunk.M + chunk.G), of_columns.shape[2])
-                summed.index_add_(0, chunk.columns, of_columns.flatten(0, 1).to(dtype))
-                of_rows, of_means = summed.view(chunk.P, chunk.M + chunk.G, -1).split([chunk.M, chunk.G], dim=1)
-                shares = of_means / chunk.key_sizes  # of every key of a cluster in its mean's gradient
-                of_rows = of_rows + shares.flatten(0, 1).index_select(0, chunk.key_index).view(of_rows.shape)
-                part.store_keys(target, of_rows)
+    for_every_chunk(attend_chunk, chunks_of(query, key, key_mask, query_mask, numbers, skip), query.device)
     return grad_query, grad_key, grad_value
 
 
@@ -216,19 +354,18 @@ def _(grad_output, query, key, value, *settings):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    tensors, (clusters, key_clusters, topk, key_mask, query_mask, scale, dropout_p, seed) = inputs[:5], inputs[5:]
-    ctx.save_for_backward(*tensors, key_mask, query_mask, seed)
+    tensors, (clusters, key_clusters, topk, key_mask, query_mask, skip, scale, dropout_p, seed) = inputs[:5], inputs[5:]
+    ctx.save_for_backward(*tensors, key_mask, query_mask, skip, seed)
     ctx.settings = clusters, key_clusters, topk, scale, dropout_p
 
 
 def _backward(ctx, grad_output):
-    *tensors, key_mask, query_mask, seed = ctx.saved_tensors
-    clusters, key_clusters, topk, scale, dropout_p = ctx.settings
-    counts = clusters, key_clusters, topk
+    *tensors, key_mask, query_mask, skip, seed = ctx.saved_tensors
+    *counts, scale, dropout_p = ctx.settings
     grads = bi_clustered_attention_backward(
-        grad_output, *tensors, *counts, key_mask, query_mask, scale, dropout_p, seed
+        grad_output, *tensors, *counts, key_mask, query_mask, skip, scale, dropout_p, seed
     )
-    return (*grads, *[None] * 10)
+    return (*grads, *[None] * 11)
 
 
 bi_clustered_attention.register_autograd(_backward, setup_context=_setup_context)

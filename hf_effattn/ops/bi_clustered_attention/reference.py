@@ -1,4 +1,7 @@
-"""Bi-clustered attention as its definition reads. Plain PyTorch, any device."""
+"""First-order bi-clustered attention as its definition reads. Plain PyTorch, any device.
+
+Sizes: `C` query clusters, `G` key clusters, `T` exact keys per query cluster.
+"""
 
 from itertools import product
 
@@ -7,24 +10,93 @@ import torch.nn.functional as F
 
 from ..shared.arguments import check_label_range
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, dropout_factor
-from ..shared.masking import cluster_centroids, for_every_head, masked_softmax, zero_masked
+from ..shared.masking import for_every_head, zero_masked
+
+# Of a squared distance whose logarithm is taken: a key that its cluster's mean represents perfectly.
+SMALLEST = 1e-30
 
 
-def top_keys(
+def offsets(query: torch.Tensor, centroids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """`η = Q_i - Q̄_l(i)` of the rows `(N, D)` of a head, for the centroids `(C, D)`."""
+    return query - centroids[labels]
+
+
+def means(rows: torch.Tensor, labels: torch.Tensor, clusters: int) -> torch.Tensor:
+    """Mean of the rows `(N, D)` with each label, `(clusters, D)`; 0 where there is none."""
+    member = F.one_hot(labels, clusters).to(rows.dtype)  # (N, clusters)
+    return member.T @ rows / member.sum(dim=0).clamp(min=1)[:, None]
+
+
+def squared_distances(key: torch.Tensor, mean_keys: torch.Tensor, eta: torch.Tensor) -> torch.Tensor:
+    """`d_t² = (K_t - K̄_g(t))^T Σ_η (K_t - K̄_g(t))` `(M,)`, `Σ_η` the covariance of the offsets `(N, D)`.
+
+    It is the variance, over the queries' offsets, of what key `t` scores beyond the mean of its cluster.
+    """
+    covariance = eta.T @ eta / max(1, len(eta))
+    difference = key - mean_keys
+    return (difference @ covariance * difference).sum(dim=1)
+
+
+def attend_head(
     query: torch.Tensor,
     key: torch.Tensor,
+    value: torch.Tensor,
     labels: torch.Tensor,
-    clusters: int,
+    key_labels: torch.Tensor,
+    eta: torch.Tensor,
     topk: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    scale: float,
+    clusters: int,
+    key_clusters: int,
+    factor: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`T_j`: the unmasked keys with the largest `scale · Qc_j·K_t`, `(B, H, C, T)`; masked ones fill up the rest."""
-    scores = scale * cluster_centroids(query, labels, clusters, query_mask) @ key.transpose(2, 3)
-    if key_mask is not None:
-        scores = scores.masked_fill(~key_mask[:, None, None, :], -torch.inf)
-    return scores.topk(topk, dim=-1).indices
+    """One head: scaled queries `(N, D)`, keys `(M, D)` and values `(M, Dv)` that count, at least one key.
+
+    `eta` are the offsets that make `Σ_η`: of all the query heads that share the keys. `factor` `(N, T + G)`: dropout.
+    """
+    centroids = means(query, labels, clusters)  # Q̄: (C, D)
+    mean_keys, mean_values = (means(rows, key_labels, key_clusters) for rows in (key, value))
+    spread_keys, spread_values = key - mean_keys[key_labels], value - mean_values[key_labels]
+    distances = squared_distances(key.detach(), mean_keys.detach()[key_labels], eta.detach())
+    output = query.new_zeros(len(query), value.shape[1])
+    for j in range(clusters):
+        own = labels == j
+        centroid = centroids[j]
+        scores = key @ centroid  # (M,)
+        # Exact keys T_j: what the mean of its cluster represents badly, not what weighs most.
+        chosen = (scores.detach() + distances.clamp(min=SMALLEST).log()).topk(topk).indices
+        rest = torch.ones_like(key_labels, dtype=torch.bool).index_fill(0, chosen, False)
+
+        # Tilted summaries at the centroid, of the keys of every cluster outside T_j.
+        seen, log_mass, tilted_keys, tilted_values, covariances = [], [], [], [], []
+        for c in range(key_clusters):
+            members = (key_labels == c) & rest
+            if not members.any():
+                continue
+            seen.append(c)
+            log_mass.append(scores[members].logsumexp(dim=0))  # log S_jc
+            share = scores[members].softmax(dim=0)  # w_jt / S_jc
+            tilted_keys.append(share @ key[members])
+            tilted_values.append(share @ value[members])
+            everyone = key_labels == c
+            covariances.append(spread_keys[everyone].T @ spread_values[everyone] / everyone.sum())
+        masses = torch.stack([*scores[chosen], *log_mass])  # at the centroid: (T + clusters seen,)
+        rows, columns = query[own], [*range(topk), *(topk + c for c in seen)]
+        values = torch.cat([value[chosen], torch.stack(tilted_values)]) if seen else value[chosen]
+
+        # One softmax over the exact keys and the clusters' tangents at the centroid.
+        eta_j = rows - centroid
+        tangents = [mass + eta_j @ tilted for mass, tilted in zip(log_mass, tilted_keys, strict=True)]
+        weights = torch.cat([rows @ key[chosen].T, *(tangent[:, None] for tangent in tangents)], dim=1).softmax(dim=1)
+        if factor is not None:
+            weights = weights * factor[own][:, columns]
+        output[own] = weights @ values
+        if seen:
+            # Dipole: how the mean value of a cluster turns with the query.
+            at_centroid = masses.softmax(dim=0)[topk:]
+            dipole = sum(p * covariance for p, covariance in zip(at_centroid, covariances, strict=True))
+            ratio = weights[:, topk:].sum(dim=1) / at_centroid.sum()  # r_i
+            output[own] += ratio[:, None] * (eta_j @ dipole)
+    return output
 
 
 def bi_clustered_attention(
@@ -38,41 +110,38 @@ def bi_clustered_attention(
     topk: int,
     key_mask: torch.Tensor | None,
     query_mask: torch.Tensor | None,
+    skip: torch.Tensor | None,
     scale: float,
     dropout_p: float,
     dropout_seed: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic V̄_c` with `T = T_j`, `j = l(i)`, `p_i` one softmax over both."""
+    """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_j`, `j = l(i)`, head by head."""
     check_label_range(labels, clusters)
     check_label_range(key_labels, key_clusters, of="key")
+    query, key, value = scale * zero_masked(query, query_mask), zero_masked(key, key_mask), zero_masked(value, key_mask)
+    group = query.shape[1] // key.shape[1]
     key, value, key_labels = (for_every_head(tensor, query) for tensor in (key, value, key_labels))
-    query, key, value = zero_masked(query, query_mask), zero_masked(key, key_mask), zero_masked(value, key_mask)
-    mean_keys = cluster_centroids(key, key_labels, key_clusters, key_mask)  # K̄_c: (B, H, G, D)
-    mean_values = cluster_centroids(value, key_labels, key_clusters, key_mask)  # V̄_c: (B, H, G, Dv)
-    member = F.one_hot(key_labels.long(), key_clusters)  # (B, H, M, G); a masked key is in no cluster
-    if key_mask is not None:
-        member = member * key_mask[:, None, :, None]
-    sizes = member.sum(dim=2)  # n_c: (B, H, G)
-    top = top_keys(query.detach(), key.detach(), labels, clusters, topk, key_mask, query_mask, scale)  # T_j
+    labels, key_labels = labels.long(), key_labels.long()
 
     B, H, N, _ = query.shape
     output = query.new_zeros(B, H, N, value.shape[3])
     for b, h in product(range(B), range(H)):
+        rows = torch.arange(N, device=query.device) if query_mask is None else query_mask[b].nonzero()[:, 0]
+        kept = slice(None) if key_mask is None else key_mask[b]
+        own = key[b, h, kept], value[b, h, kept], labels[b, h, rows], key_labels[b, h, kept]
+        if len(own[0]) == 0 or (skip is not None and skip[b, h // group]):
+            continue
+        sharing = range(h // group * group, h // group * group + group)
+        eta = [
+            offsets(query[b, g, rows], means(query[b, g, rows], labels[b, g, rows], clusters), labels[b, g, rows])
+            for g in sharing
+        ]
+        exact, factor = min(topk, len(own[0])), None
         if dropout_seed is not None:
             shape = N, topk + key_clusters
             factor = dropout_factor(shape, query, dropout_p, int(dropout_seed), b * H + h, TOPK_AND_SUMMARY_WEIGHTS)
-        for j in range(clusters):
-            chosen = top[b, h, j]
-            rest = sizes[b, h] - member[b, h, chosen].sum(dim=0)  # n_jc: (G,)
-            counted = labels[b, h] == j
-            if query_mask is not None:
-                counted = counted & query_mask[b]
-            scaled = scale * query[b, h, counted]
-            summary_scores = scaled @ mean_keys[b, h].T + rest.clamp(min=1).double().log().to(query.dtype)
-            scores = torch.cat([scaled @ key[b, h, chosen].T, summary_scores], dim=1)
-            seen = rest.new_ones(topk, dtype=torch.bool) if key_mask is None else key_mask[b, chosen]
-            weights = masked_softmax(scores, torch.cat([seen, rest > 0]))
-            if dropout_seed is not None:
-                weights = weights * factor[counted]
-            output[b, h, counted] = weights @ torch.cat([value[b, h, chosen], mean_values[b, h]])
+            factor = torch.cat([factor[rows, :exact], factor[rows, topk:]], dim=1)
+        output[b, h, rows] = attend_head(
+            query[b, h, rows], *own, torch.cat(eta), exact, clusters, key_clusters, factor
+        )
     return output

@@ -6,6 +6,7 @@ mask exists, and a padded batch gives exactly what its texts give one by one.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -106,11 +107,13 @@ def row_chunks(
     query_mask: torch.Tensor | None,
     bytes_per_head: int,
     group: int = 1,
+    skip: torch.Tensor | None = None,
 ) -> Iterator[RowChunk]:
     """Chunks of equally many heads whose largest buffer is `CHUNK_BYTES` or one head's; items without a valid query
     are left out.
 
-    `bytes_per_head` counts one query head, `group` of which share a key/value head and stay together.
+    `bytes_per_head` counts one query head, `group` of which share a key/value head and stay together; key/value heads
+    where `skip` `(B, H / group)` is True are left out.
     """
     B, H = query.shape[0], query.shape[1] // group
     parts = min(H, -(-H * group * bytes_per_head // CHUNK_BYTES))
@@ -119,6 +122,13 @@ def row_chunks(
         query_rows, key_rows = valid_rows(query_mask, batch), valid_rows(key_mask, batch)
         if query.shape[2] == 0 or (query_rows is not None and len(query_rows) == 0):
             continue
-        for first in range(0, H, heads):
-            last, problem = min(first + heads, H), (batch * H + first) * group
-            yield RowChunk(batch, first, last, group, problem, query_rows, key_rows)
+        for start, stop in _runs(H, None if skip is None else skip[batch]):
+            for first in range(start, stop, heads):
+                last, problem = min(first + heads, stop), (batch * H + first) * group
+                yield RowChunk(batch, first, last, group, problem, query_rows, key_rows)
+
+
+def _runs(heads: int, skip: torch.Tensor | None) -> list[tuple[int, int]]:
+    """First and last + 1 of the neighbouring heads that are not left out."""
+    edges = [-1, *([] if skip is None else skip.nonzero()[:, 0].tolist()), heads]
+    return [(left + 1, right) for left, right in pairwise(edges) if right > left + 1]

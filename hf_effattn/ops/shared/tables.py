@@ -13,13 +13,15 @@ def chunks_of(
     key_mask: torch.Tensor | None,
     query_mask: torch.Tensor | None,
     numbers_per_head: int,
+    skip: torch.Tensor | None = None,
 ) -> list[RowChunk]:
     """The chunks that have at least one key: without keys the output and every gradient are 0.
 
-    `numbers_per_head` is the size of the largest buffer of one query head.
+    `numbers_per_head` is the size of the largest buffer of one query head; key/value heads where `skip` `(B, heads)` is
+    True are left out.
     """
     bytes_per_head = numbers_per_head * accumulation_dtype(query.dtype).itemsize
-    chunks = row_chunks(query, key_mask, query_mask, bytes_per_head, group=query.shape[1] // key.shape[1])
+    chunks = row_chunks(query, key_mask, query_mask, bytes_per_head, query.shape[1] // key.shape[1], skip)
     return [chunk for chunk in chunks if key.shape[2] and (chunk.key_rows is None or len(chunk.key_rows))]
 
 

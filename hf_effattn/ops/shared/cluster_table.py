@@ -1,0 +1,126 @@
+"""The step that clustered methods share: a query attends to the few rows that its cluster's table holds.
+
+A method compiles what the queries of a cluster see into a table of rows and what is added to their weighted sum; this
+attends to it, forward and backward, in blocks of queries of one cluster. Sizes: `tables` = heads times clusters, `R`
+rows of a table, `D` and `Dv` numbers of a row's key and value, `length` queries of a block.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .cluster_blocks import ClusterBlocks
+from .tables import softmax_
+
+
+@dataclass
+class Dipole:
+    """`r_i · (Q_i - centroid) · matrix`, `r_i` being the weight of the rows from `first` on.
+
+    Attributes:
+        centroids: `(tables, D)`.
+        matrices: `(tables, D, Dv)`.
+        first: the first of the rows that are weighed.
+    """
+
+    centroids: torch.Tensor
+    matrices: torch.Tensor
+    first: int
+
+
+@dataclass
+class ClusterTable:
+    """`mass · softmax(Q_i K^T) V + offset + dipole` for the queries of every cluster; a gradient has the same form.
+
+    Attributes:
+        keys: `(tables, R, D)`; a bias of the scores is a last column, where packed queries hold 1.
+        values: `(tables, R, Dv)`.
+        mass: `(tables,)`, or None for 1.
+        offset: `(tables, Dv)`, or None for 0.
+        dipole: or None; the queries' columns behind its own are no part of it.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    mass: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
+    dipole: Dipole | None = None
+
+    def softmax(self, blocks: ClusterBlocks, query: torch.Tensor) -> torch.Tensor:
+        """`softmax(Q_i K^T)` `(blocks, length, R)` of packed queries, in float32 or float64."""
+        scores = torch.bmm(query, blocks.of_cluster(self.keys).transpose(1, 2))
+        return softmax_(scores.to(torch.promote_types(scores.dtype, torch.float32)))
+
+
+def attend(
+    table: ClusterTable, blocks: ClusterBlocks, query: torch.Tensor, factor: torch.Tensor | None
+) -> torch.Tensor:
+    """Output of packed queries `(blocks, length, D)`, `(blocks, length, Dv)`; `factor`: dropout of the weights."""
+    weights = table.softmax(blocks, query)
+    if table.mass is not None:
+        weights *= blocks.of_cluster(table.mass)[:, None, None]
+    if factor is not None:
+        weights *= factor
+    values = blocks.of_cluster(table.values)
+    if table.dipole is not None:
+        eta = _offsets(table.dipole, blocks, query).mul_(_share(table.dipole, weights))
+        return torch.bmm(eta, blocks.of_cluster(table.dipole.matrices)).baddbmm_(weights, values)
+    if table.offset is not None:
+        return torch.baddbmm(blocks.of_cluster(table.offset)[:, None], weights.to(values.dtype), values)
+    return torch.bmm(weights.to(values.dtype), values)
+
+
+def attend_backward(
+    table: ClusterTable,
+    blocks: ClusterBlocks,
+    query: torch.Tensor,
+    factor: torch.Tensor | None,
+    grad_output: torch.Tensor,
+) -> tuple[torch.Tensor, ClusterTable]:
+    """Gradients of packed queries and of the table, for packed gradients of the output `(blocks, length, Dv)`."""
+    tables = len(table.keys)
+    keys, values = blocks.of_cluster(table.keys), blocks.of_cluster(table.values)
+    softmax = table.softmax(blocks, query)
+    weights = softmax if table.mass is None else softmax * blocks.of_cluster(table.mass)[:, None, None]
+    if factor is not None:
+        weights = weights * factor
+    grad_weights = torch.bmm(grad_output, values.transpose(1, 2)).to(softmax.dtype)
+
+    dipole, grad_dipole, grad_eta = table.dipole, None, None
+    if dipole is not None:
+        eta, share = _offsets(dipole, blocks, query), _share(dipole, weights)
+        turned = torch.bmm(grad_output, blocks.of_cluster(dipole.matrices).transpose(1, 2))
+        grad_weights[..., dipole.first :] += torch.linalg.vecdot(eta, turned)[..., None]
+        grad_eta = turned.mul_(share)
+        grad_matrices = blocks.sum(torch.bmm(eta.mul_(share).transpose(1, 2), grad_output), tables)
+        grad_dipole = Dipole(-blocks.sum(grad_eta.sum(dim=1), tables), grad_matrices, dipole.first)
+
+    grad_values = torch.bmm(weights.to(values.dtype).transpose(1, 2), grad_output)
+    if factor is not None:
+        grad_weights *= factor
+    row_dot = torch.linalg.vecdot(softmax, grad_weights)  # (blocks, length); 0 in empty places
+    grad_scores = grad_weights.sub_(row_dot[..., None]).mul_(softmax)
+    if table.mass is not None:
+        grad_scores *= blocks.of_cluster(table.mass)[:, None, None]
+    grad_scores = grad_scores.to(keys.dtype)
+    grad_query = torch.bmm(grad_scores, keys)
+    if grad_eta is not None:
+        grad_query[..., : grad_eta.shape[2]] += grad_eta
+    grad_keys = torch.bmm(grad_scores.transpose(1, 2), query)
+    return grad_query, ClusterTable(
+        blocks.sum(grad_keys.to(softmax.dtype), tables),
+        blocks.sum(grad_values.to(softmax.dtype), tables),
+        None if table.mass is None else blocks.sum(row_dot.sum(dim=1), tables),
+        None if table.offset is None else blocks.sum(grad_output.sum(dim=1, dtype=softmax.dtype), tables),
+        grad_dipole,
+    )
+
+
+def _offsets(dipole: Dipole, blocks: ClusterBlocks, query: torch.Tensor) -> torch.Tensor:
+    """`Q_i - centroid` `(blocks, length, D)`."""
+    return query[..., : dipole.centroids.shape[1]] - blocks.of_cluster(dipole.centroids)[:, None]
+
+
+def _share(dipole: Dipole, weights: torch.Tensor) -> torch.Tensor:
+    """Weight of the rows that the dipole belongs to, `(blocks, length, 1)`."""
+    return weights[..., dipole.first :].sum(dim=2, keepdim=True)
