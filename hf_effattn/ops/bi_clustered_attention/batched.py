@@ -14,9 +14,9 @@ from ..shared.arguments import check_label_range
 from ..shared.cluster_blocks import ClusterBlocks, block_length
 from ..shared.cluster_table import ClusterTable, Dipole, attend, attend_backward
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
+from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import RowChunk
-from ..shared.head_threads import for_every_chunk
 from ..shared.tables import chunks_of, cluster_rows, cluster_sizes, draw_dropout, empty_output, table_rows
 from ..shared.topk import largest
 from .reference import SMALLEST
@@ -107,9 +107,7 @@ class _Chunk:
         dropout_seed: torch.Tensor | None,
     ) -> None:
         dtype = accumulation_dtype(query.dtype)
-        keys = _Keys(
-            chunk.keys(key).to(dtype), chunk.keys(value).to(dtype), chunk.keys(key_labels), key_clusters
-        )
+        keys = _Keys(chunk.keys(key).to(dtype), chunk.keys(value).to(dtype), chunk.keys(key_labels), key_clusters)
         self.keys, self.P, self.G, self.D, self.Dv = keys, keys.P, keys.G, keys.D, keys.Dv
         self.T, self.C = min(topk, keys.M), chunk.group * clusters
         self.index = table_rows(chunk, labels, clusters)
@@ -354,7 +352,10 @@ def _(grad_output, query, key, value, *settings):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    tensors, (clusters, key_clusters, topk, key_mask, query_mask, skip, scale, dropout_p, seed) = inputs[:5], inputs[5:]
+    tensors, (clusters, key_clusters, topk, key_mask, query_mask, skip, scale, dropout_p, seed) = (
+        inputs[:5],
+        inputs[5:],
+    )
     ctx.save_for_backward(*tensors, key_mask, query_mask, skip, seed)
     ctx.settings = clusters, key_clusters, topk, scale, dropout_p
 

@@ -118,7 +118,11 @@ def bi_clustered_attention(
     """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_j`, `j = l(i)`, head by head."""
     check_label_range(labels, clusters)
     check_label_range(key_labels, key_clusters, of="key")
-    query, key, value = scale * zero_masked(query, query_mask), zero_masked(key, key_mask), zero_masked(value, key_mask)
+    query, key, value = (
+        scale * zero_masked(query, query_mask),
+        zero_masked(key, key_mask),
+        zero_masked(value, key_mask),
+    )
     group = query.shape[1] // key.shape[1]
     key, value, key_labels = (for_every_head(tensor, query) for tensor in (key, value, key_labels))
     labels, key_labels = labels.long(), key_labels.long()

@@ -4,8 +4,9 @@ import torch
 
 from ..kmeans.batched import cluster_chunk, fitting_bytes_per_head
 from ..kmeans.sampling import fit_rows
+from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
-from ..shared.row_chunks import row_chunks
+from ..shared.row_chunks import RowChunk, row_chunks
 from .reference import METRIC_RIDGE, hash_planes
 
 
@@ -40,14 +41,16 @@ def cluster_queries(
     planes = hash_planes(D, bits, seed).to(query.device, dtype) if method == "lsh" else None
     group = 1 if key is None else H // key.shape[1]
     bytes_per_head = fitting_bytes_per_head(query, clusters, fit_queries, D if planes is None else bits)
-    with torch.autocast(query.device.type, enabled=False):
-        for chunk in row_chunks(query, key_mask, query_mask, bytes_per_head, group):
-            metric = None
-            keys = 0 if key is None else key.shape[2] if chunk.key_rows is None else len(chunk.key_rows)
-            if key is not None and keys:
-                chosen = fit_rows(keys, clusters, fit_queries).to(query.device)
-                metric = keys_metric(chunk.keys(key, chosen).to(dtype)).repeat_interleave(group, dim=0)
-            cluster_chunk(chunk, labels, query, clusters, iterations, fit_queries, seed, metric, planes)
+
+    def cluster(chunk: RowChunk) -> None:
+        metric = None
+        keys = 0 if key is None else key.shape[2] if chunk.key_rows is None else len(chunk.key_rows)
+        if key is not None and keys:
+            chosen = fit_rows(keys, clusters, fit_queries).to(query.device)
+            metric = keys_metric(chunk.keys(key, chosen).to(dtype)).repeat_interleave(group, dim=0)
+        cluster_chunk(chunk, labels, query, clusters, iterations, fit_queries, seed, metric, planes)
+
+    for_every_chunk(cluster, row_chunks(query, key_mask, query_mask, bytes_per_head, group), query.device)
     return labels[..., 0]
 
 

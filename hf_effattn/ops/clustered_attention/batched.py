@@ -8,6 +8,8 @@ import torch
 
 from ..shared.arguments import check_label_range
 from ..shared.centroids import centroid_backward, centroid_dropout, centroid_scores
+from ..shared.head_threads import for_every_chunk
+from ..shared.row_chunks import RowChunk
 from ..shared.tables import chunks_of, cluster_sizes, cluster_sums, empty_output, softmax_, table_rows
 
 
@@ -27,19 +29,22 @@ def clustered_attention(
     """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets."""
     check_label_range(labels, clusters)
     output = empty_output(query, value)
-    with torch.autocast(query.device.type, enabled=False):
-        for chunk in chunks_of(query, key, key_mask, query_mask, clusters * key.shape[2]):
-            q, k, v = chunk.queries(query), chunk.keys(key), chunk.keys(value)
-            P, N, _ = q.shape
-            tables = chunk.group * clusters
-            index = table_rows(chunk, labels, clusters)
-            sizes = cluster_sizes(index, P, tables)
-            centroids = cluster_sums(q, index, P, tables) / sizes.clamp(min=1)[..., None]
-            attention = softmax_(centroid_scores(centroids, k, scale))
-            if dropout_seed is not None:
-                attention *= centroid_dropout(chunk, attention, key.shape[2], dropout_p, dropout_seed)
-            values = attention.to(v.dtype) @ v
-            chunk.store_queries(output, values.flatten(0, 1).index_select(0, index).view(P, N, -1))
+
+    def attend_chunk(chunk: RowChunk) -> None:
+        q, k, v = chunk.queries(query), chunk.keys(key), chunk.keys(value)
+        P, N, _ = q.shape
+        tables = chunk.group * clusters
+        index = table_rows(chunk, labels, clusters)
+        sizes = cluster_sizes(index, P, tables)
+        centroids = cluster_sums(q, index, P, tables) / sizes.clamp(min=1)[..., None]
+        attention = softmax_(centroid_scores(centroids, k, scale))
+        if dropout_seed is not None:
+            attention *= centroid_dropout(chunk, attention, key.shape[2], dropout_p, dropout_seed)
+        values = attention.to(v.dtype) @ v
+        chunk.store_queries(output, values.flatten(0, 1).index_select(0, index).view(P, N, -1))
+
+    chunks = chunks_of(query, key, key_mask, query_mask, clusters * key.shape[2])
+    for_every_chunk(attend_chunk, chunks, query.device)
     return output
 
 
@@ -64,27 +69,30 @@ def clustered_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels held fixed."""
     grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
-    with torch.autocast(query.device.type, enabled=False):
-        for chunk in chunks_of(query, key, key_mask, query_mask, clusters * key.shape[2]):
-            q, k, v = chunk.queries(query), chunk.keys(key), chunk.keys(value)
-            P, N, _ = q.shape
-            tables = chunk.group * clusters
-            index = table_rows(chunk, labels, clusters)
-            sizes = cluster_sizes(index, P, tables).clamp(min=1)[..., None]
-            centroids = cluster_sums(q, index, P, tables) / sizes
-            attention = softmax_(centroid_scores(centroids, k, scale))
-            grad_values = cluster_sums(chunk.queries(grad_output), index, P, tables).to(v.dtype)
-            grad_attention = (grad_values @ v.transpose(1, 2)).to(attention.dtype)
-            weights = attention
-            if dropout_seed is not None:
-                factor = centroid_dropout(chunk, attention, key.shape[2], dropout_p, dropout_seed)
-                weights = attention * factor
-                grad_attention *= factor
-            chunk.store_keys(grad_value, weights.to(v.dtype).transpose(1, 2) @ grad_values)
-            grad_centroids, grad_k = centroid_backward(attention, grad_attention, centroids, k, scale)
-            chunk.store_keys(grad_key, grad_k)
-            grad_centroids = (grad_centroids / sizes).to(q.dtype)
-            chunk.store_queries(grad_query, grad_centroids.flatten(0, 1).index_select(0, index).view(P, N, -1))
+
+    def attend_chunk(chunk: RowChunk) -> None:
+        q, k, v = chunk.queries(query), chunk.keys(key), chunk.keys(value)
+        P, N, _ = q.shape
+        tables = chunk.group * clusters
+        index = table_rows(chunk, labels, clusters)
+        sizes = cluster_sizes(index, P, tables).clamp(min=1)[..., None]
+        centroids = cluster_sums(q, index, P, tables) / sizes
+        attention = softmax_(centroid_scores(centroids, k, scale))
+        grad_values = cluster_sums(chunk.queries(grad_output), index, P, tables).to(v.dtype)
+        grad_attention = (grad_values @ v.transpose(1, 2)).to(attention.dtype)
+        weights = attention
+        if dropout_seed is not None:
+            factor = centroid_dropout(chunk, attention, key.shape[2], dropout_p, dropout_seed)
+            weights = attention * factor
+            grad_attention *= factor
+        chunk.store_keys(grad_value, weights.to(v.dtype).transpose(1, 2) @ grad_values)
+        grad_centroids, grad_k = centroid_backward(attention, grad_attention, centroids, k, scale)
+        chunk.store_keys(grad_key, grad_k)
+        grad_centroids = (grad_centroids / sizes).to(q.dtype)
+        chunk.store_queries(grad_query, grad_centroids.flatten(0, 1).index_select(0, index).view(P, N, -1))
+
+    chunks = chunks_of(query, key, key_mask, query_mask, clusters * key.shape[2])
+    for_every_chunk(attend_chunk, chunks, query.device)
     return grad_query, grad_key, grad_value
 
 

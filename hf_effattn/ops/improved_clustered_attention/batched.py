@@ -10,10 +10,13 @@ import torch
 from ..shared.arguments import check_label_range
 from ..shared.centroids import centroid_backward, centroid_dropout, centroid_scores
 from ..shared.cluster_blocks import ClusterBlocks, block_length
+from ..shared.cluster_table import ClusterTable, attend, attend_backward
 from ..shared.dropout import TOPK_WEIGHTS
+from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import RowChunk
 from ..shared.tables import chunks_of, cluster_sizes, draw_dropout, empty_output, softmax_, table_rows
+from ..shared.topk import largest
 
 
 def largest_buffer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, clusters: int, topk: int) -> int:
@@ -43,24 +46,22 @@ class _Chunk:
         dropout_p: float,
         dropout_seed: torch.Tensor | None,
     ) -> None:
-        self.query, self.key, self.value = chunk.queries(query), chunk.keys(key), chunk.keys(value)
-        self.scale, self.clusters = scale, chunk.group * clusters
+        self.key, self.value = chunk.keys(key), chunk.keys(value)
+        self.clusters = chunk.group * clusters
         self.P, self.M, _ = self.key.shape
         self.index = table_rows(chunk, labels, clusters)
         sizes = cluster_sizes(self.index, self.P, self.clusters)
         self.blocks = ClusterBlocks.of(self.index, sizes)
         self.sizes = sizes.clamp(min=1)[..., None]
-        self.packed_query = self.blocks.pack(self.query)
+        # Scaled before any product, which float16 could not hold otherwise.
+        self.packed_query = self.blocks.pack(chunk.queries(query) * scale)
         self.centroids = self.cluster_sums(self.packed_query) / self.sizes
-        self.attention = centroid_scores(self.centroids, self.key, scale)  # A^c after the softmax: (P, C, M)
-        self.top = self.attention.topk(min(topk, self.M), dim=-1).indices  # T_j: (P, C, T)
+        self.attention = centroid_scores(self.centroids, self.key, 1.0)  # A^c after the softmax: (P, C, M)
+        self.top = largest(self.attention, min(topk, self.M), in_order=dropout_seed is not None)  # T_j: (P, C, T)
         softmax_(self.attention)
         self.top_attention = self.attention.gather(2, self.top)
-        self.mass = self.top_attention.sum(dim=-1)  # m_j: (P, C)
-        # Rows of the flat (P · M, D) key table, per block.
         heads = torch.arange(self.P, device=key.device)[:, None, None] * self.M
-        self.top_rows = (self.top + heads).flatten(0, 1).index_select(0, self.blocks.clusters)  # (blocks, T)
-        self.block_mass = self.mass.flatten().index_select(0, self.blocks.clusters)[:, None, None]
+        self.top_rows = (self.top + heads).flatten()  # of the flat (P · M, D) keys
         self.rest_factor = self.topk_factor = None
         if dropout_seed is not None:
             self.rest_factor = centroid_dropout(chunk, self.attention, key.shape[2], dropout_p, dropout_seed)
@@ -76,15 +77,43 @@ class _Chunk:
         block_sums = packed.sum(dim=1, dtype=accumulation_dtype(packed.dtype))
         return self.blocks.sum(block_sums, self.P * self.clusters).view(self.P, self.clusters, -1)
 
-    def take(self, table: torch.Tensor) -> torch.Tensor:
-        """The top rows of keys or values `(P, M, D)`, per block: `(blocks, T, D)`."""
-        return table.flatten(0, 1).index_select(0, self.top_rows.flatten()).view(*self.top_rows.shape, -1)
+    def table(self) -> ClusterTable:
+        """The top keys with the mass `m_j` that they share; `V^b = Σ_{t∉T_j} A^c_jt V_t` is the offset."""
+        keys, values = (
+            rows.flatten(0, 1).index_select(0, self.top_rows).view(self.P * self.clusters, -1, rows.shape[2])
+            for rows in (self.key, self.value)
+        )
+        rest = self.rest() if self.rest_factor is None else self.rest() * self.rest_factor
+        offset = (rest.to(values.dtype) @ self.value).flatten(0, 1)
+        return ClusterTable(keys, values, self.top_attention.sum(dim=-1).flatten(), offset)
 
-    def topk_softmax(self, top_keys: torch.Tensor) -> torch.Tensor:
-        """`softmax(scale · Q_i K_T^T)` `(blocks, length, T)`."""
-        # Scaled before the product, which float16 could not hold otherwise.
-        scores = torch.bmm(self.packed_query * self.scale, top_keys.transpose(1, 2))
-        return softmax_(scores.to(self.attention.dtype))
+    def backward(self, packed_grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of the scaled queries `(P, N, D)`, the keys and the values, for packed ones of the output."""
+        table = self.table()
+        packed, grad = attend_backward(table, self.blocks, self.packed_query, self.topk_factor, packed_grad)
+        assert grad.mass is not None and grad.offset is not None
+        dtype = self.attention.dtype
+
+        # The rest: O_i += Σ_{t∉T} A^c_jt V_t, and m_j = Σ_{t∈T} A^c_jt.
+        grad_rest = grad.offset.view(self.P, self.clusters, -1).to(self.value.dtype)
+        grad_attention = (grad_rest @ self.value.transpose(1, 2)).to(dtype)
+        rest = self.attention  # its columns T_j are 0 since the table was made
+        if self.rest_factor is not None:
+            grad_attention *= self.rest_factor
+            rest = rest * self.rest_factor
+        grad_v = rest.to(self.value.dtype).transpose(1, 2) @ grad_rest
+        of_mass = grad.mass.view(self.P, self.clusters, 1).expand_as(self.top_attention)
+        grad_attention.scatter_(2, self.top, of_mass)
+        attention = self.attention.scatter_(2, self.top, self.top_attention)
+        grad_centroids, grad_k = centroid_backward(attention, grad_attention, self.centroids, self.key, 1.0)
+
+        grad_q = self.blocks.unpack(packed, self.P).to(dtype)
+        grad_q += (grad_centroids / self.sizes).flatten(0, 1).index_select(0, self.index).view_as(grad_q)
+        of_keys = []
+        for of_rows, of_top in ((grad_k, grad.keys), (grad_v, grad.values)):
+            summed = of_rows.to(dtype).flatten(0, 1).index_add_(0, self.top_rows, of_top.flatten(0, 1))
+            of_keys.append(summed.view(self.P, self.M, -1))
+        return grad_q, of_keys[0], of_keys[1]
 
     def rest(self) -> torch.Tensor:
         """`A^c` with the columns of `T_j` at 0, in place."""
@@ -108,20 +137,15 @@ def improved_clustered_attention(
     """`V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T} A^c_jt V_t` with `j = l(i)`, `T = T_j`."""
     check_label_range(labels, clusters)
     output = empty_output(query, value)
-    with torch.autocast(query.device.type, enabled=False):
-        for part in chunks_of(query, key, key_mask, query_mask, largest_buffer(query, key, value, clusters, topk)):
-            chunk = _Chunk(part, query, key, value, labels, clusters, topk, scale, dropout_p, dropout_seed)
-            rest = chunk.rest()
-            if chunk.rest_factor is not None:
-                rest *= chunk.rest_factor
-            rest_values = (rest.to(value.dtype) @ chunk.value).flatten(0, 1)  # V^b: (P · C, Dv)
-            weights = chunk.topk_softmax(chunk.take(chunk.key))
-            weights *= chunk.block_mass
-            if chunk.topk_factor is not None:
-                weights *= chunk.topk_factor
-            rest_blocks = rest_values.index_select(0, chunk.blocks.clusters)[:, None]
-            values = torch.baddbmm(rest_blocks, weights.to(value.dtype), chunk.take(chunk.value))
-            part.store_queries(output, chunk.blocks.unpack(values, chunk.P))
+    settings = clusters, topk, scale, dropout_p, dropout_seed
+
+    def attend_chunk(part: RowChunk) -> None:
+        chunk = _Chunk(part, query, key, value, labels, *settings)
+        values = attend(chunk.table(), chunk.blocks, chunk.packed_query, chunk.topk_factor)
+        part.store_queries(output, chunk.blocks.unpack(values, chunk.P))
+
+    numbers = largest_buffer(query, key, value, clusters, topk)
+    for_every_chunk(attend_chunk, chunks_of(query, key, key_mask, query_mask, numbers), query.device)
     return output
 
 
@@ -147,49 +171,17 @@ def improved_clustered_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels and sets `T_j` held fixed."""
     grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
-    dtype = accumulation_dtype(query.dtype)
-    with torch.autocast(query.device.type, enabled=False):
-        for part in chunks_of(query, key, key_mask, query_mask, largest_buffer(query, key, value, clusters, topk)):
-            chunk = _Chunk(part, query, key, value, labels, clusters, topk, scale, dropout_p, dropout_seed)
-            blocks, tables = chunk.blocks, chunk.P * chunk.clusters
+    settings = clusters, topk, scale, dropout_p, dropout_seed
 
-            # The recomputed keys: O_i = m_j · softmax(S_i) V_T.
-            packed_query, packed_grad = chunk.packed_query, blocks.pack(part.queries(grad_output))
-            top_keys, top_values = chunk.take(chunk.key), chunk.take(chunk.value)
-            softmax = chunk.topk_softmax(top_keys)
-            grad_weights = torch.bmm(packed_grad, top_values.transpose(1, 2)).to(dtype)
-            weights = softmax * chunk.block_mass
-            if chunk.topk_factor is not None:
-                grad_weights *= chunk.topk_factor
-                weights = weights * chunk.topk_factor
-            row_dot = torch.linalg.vecdot(softmax, grad_weights)  # (blocks, length); 0 in empty places
-            grad_mass = blocks.sum(row_dot.sum(dim=1), tables).view(chunk.P, chunk.clusters, 1)
-            grad_top_values = torch.bmm(weights.to(value.dtype).transpose(1, 2), packed_grad)
-            grad_scores = grad_weights.sub_(row_dot[..., None]).mul_(softmax).mul_(chunk.block_mass * scale)
-            grad_scores = grad_scores.to(key.dtype)
-            grad_q = blocks.unpack(torch.bmm(grad_scores, top_keys), chunk.P).to(dtype)
-            grad_top_keys = torch.bmm(grad_scores.transpose(1, 2), packed_query)
+    def attend_chunk(part: RowChunk) -> None:
+        chunk = _Chunk(part, query, key, value, labels, *settings)
+        grad_q, grad_k, grad_v = chunk.backward(chunk.blocks.pack(part.queries(grad_output)))
+        part.store_queries(grad_query, grad_q.mul_(scale))
+        part.store_keys(grad_key, grad_k)
+        part.store_keys(grad_value, grad_v)
 
-            # The rest: O_i += Σ_{t∉T} A^c_jt V_t, and m_j = Σ_{t∈T} A^c_jt.
-            grad_rest_values = chunk.cluster_sums(packed_grad).to(value.dtype)
-            grad_attention = (grad_rest_values @ chunk.value.transpose(1, 2)).to(dtype)
-            rest = chunk.rest()
-            if chunk.rest_factor is not None:
-                grad_attention *= chunk.rest_factor
-                grad_v = (rest * chunk.rest_factor).to(value.dtype).transpose(1, 2) @ grad_rest_values
-            else:
-                grad_v = rest.to(value.dtype).transpose(1, 2) @ grad_rest_values
-            grad_attention.scatter_(2, chunk.top, grad_mass.expand(-1, -1, chunk.top.shape[2]))
-            attention = chunk.attention.scatter_(2, chunk.top, chunk.top_attention)
-            grad_centroids, grad_k = centroid_backward(attention, grad_attention, chunk.centroids, chunk.key, scale)
-
-            grad_q += (grad_centroids / chunk.sizes).flatten(0, 1).index_select(0, chunk.index).view_as(grad_q)
-            part.store_queries(grad_query, grad_q)
-            rows = chunk.top_rows.flatten()
-            for grad, target, top_grad in ((grad_k, grad_key, grad_top_keys), (grad_v, grad_value, grad_top_values)):
-                summed = grad.to(dtype).flatten(0, 1)
-                summed.index_add_(0, rows, top_grad.flatten(0, 1).to(dtype))
-                part.store_keys(target, summed.view(chunk.P, chunk.M, -1))
+    numbers = largest_buffer(query, key, value, clusters, topk)
+    for_every_chunk(attend_chunk, chunks_of(query, key, key_mask, query_mask, numbers), query.device)
     return grad_query, grad_key, grad_value
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import CHUNK_BYTES, RowChunk, row_chunks
 from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums
@@ -151,12 +152,12 @@ def kmeans(
     labels = torch.zeros(B, H, N, 1, dtype=torch.int64, device=points.device)
     centroids = points.new_zeros(B, H, clusters, D, dtype=accumulation_dtype(points.dtype))
     bytes_per_head = fitting_bytes_per_head(points, clusters, fit_points, D)
-    with torch.autocast(points.device.type, enabled=False):
-        for chunk in row_chunks(points, None, mask, bytes_per_head) if H else ():
-            heads = slice(chunk.first_head, chunk.last_head)
-            centroids[chunk.batch, heads] = cluster_chunk(
-                chunk, labels, points, clusters, iterations, fit_points, seed
-            )
+
+    def cluster(chunk: RowChunk) -> None:
+        found = cluster_chunk(chunk, labels, points, clusters, iterations, fit_points, seed)
+        centroids[chunk.batch, chunk.first_head : chunk.last_head] = found
+
+    for_every_chunk(cluster, row_chunks(points, None, mask, bytes_per_head) if H else (), points.device)
     return labels[..., 0], centroids
 
 
