@@ -182,9 +182,9 @@ def tensors(
 
 def attention_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     """Calls of the attention ops that make their launchers choose differently at one head_dim and dtype."""
-    clustered, improved, bi_clustered = (
+    clustered, improved = (
         getattr(import_module(f"hf_effattn.ops.{name}.triton"), name)
-        for name in ("clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
+        for name in ("clustered_attention", "improved_clustered_attention")
     )
     variants: list[dict[str, Any]] = [
         {"length": 1024, "clusters": 100, "topk": 32},
@@ -201,14 +201,13 @@ def attention_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], 
         dropout_p = variant.get("dropout_p", 0.0)
         seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
         mask = torch.ones(1, length, dtype=torch.bool) if variant.get("masks") else None
-        labels, key_labels = (torch.zeros(1, count, length, dtype=torch.int64) for count in (heads, key_heads))
+        labels = torch.zeros(1, heads, length, dtype=torch.int64)
         dims = variant.get("head_dim", head_dim), variant.get("value_dim")
         query, key, value = tensors(dims[0], dtype, length=length, heads=heads, key_heads=key_heads, value_dim=dims[1])
         rest = mask, mask, 0.125, dropout_p, seed
         qkv = query, key, value
         yield partial(clustered, *qkv, labels, clusters, *rest)
         yield partial(improved, *qkv, labels, clusters, topk, *rest)
-        yield partial(bi_clustered, *qkv, labels, key_labels, clusters, 2 * clusters, topk, *rest)
 
 
 def causal_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:

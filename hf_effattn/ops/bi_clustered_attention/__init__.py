@@ -1,18 +1,12 @@
-"""Bi-clustered attention: exact attention on the centroid's `topk` keys, the rest through clusters of keys."""
-
-from typing import Any
+"""Bi-clustered attention: each query cluster's exact keys, and all other keys by the first order of key clusters."""
 
 import torch
 
-from ..shared.arguments import check_attention, check_count, check_labels, choose_backend
+from ..shared.arguments import check_attention, check_count, check_labels, check_mask_of_heads, choose_backend
 from ..shared.dropout import draw_seed
 from . import batched, reference
-
-
-def _triton(*arguments: Any) -> torch.Tensor:
-    from . import triton
-
-    return triton.bi_clustered_attention(*arguments)
+from .offsets import predicted_error as predicted_error
+from .offsets import query_offsets as query_offsets
 
 
 def bi_clustered_attention(
@@ -27,27 +21,34 @@ def bi_clustered_attention(
     topk: int,
     key_mask: torch.Tensor | None = None,
     query_mask: torch.Tensor | None = None,
-    skip: torch.Tensor | None = None,
+    exact_heads: torch.Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Attention to the top keys of the query's cluster and, for all other keys, to the means of the key clusters.
+    """Attention to a few exact keys, and to all others by what their clusters are to first order in the query.
 
-    Query clusters choose the keys that are attended to exactly, as in improved clustered attention: with `j` the
-    cluster of query `i`, `T_j` are the `topk` keys with the largest product with the centroid `Qc_j`. The remainder,
-    there the centroid's, is here weighed by every query itself: with `K̄_c`, `V̄_c` the mean key and value of key
-    cluster `c` and `n_jc` the number of its keys outside `T_j`, `V_i = Σ_{t∈T_j} p_it V_t + Σ_c p_ic V̄_c`, where
-    `p_i` is the softmax over `scale · Q_i·K_t` for `t` in `T_j` and `scale · Q_i·K̄_c + log n_jc` for every `c` with
-    `n_jc > 0`.
+    Queries are close to the centroid `Q̄_j` of their cluster `j = l(i)`: what depends on a query is expanded in its
+    offset `η = Q_i - Q̄_j` (queries scaled). `Σ_η` is the covariance of a head's offsets, `K̄_c` the mean of key
+    cluster `c`.
 
-    Ours, beyond Vyas 2020. Kin: Multipole Attention (arXiv 2506.13059) attends to centroids of unimportant keys while
-    decoding, MuSe (arXiv 2509.10406) clusters queries and keys separately.
+    1. Exact keys `T_j`: the `topk` largest `Q̄_j·K_t + 2 log d_t`, `d_t² = (K_t - K̄_g(t))^T Σ_η (K_t - K̄_g(t))`: what
+       its cluster represents badly, not what weighs most.
+    2. Tilted summaries of the keys of `c` outside `T_j`, with `w_jt = exp(Q̄_j·K_t)`: `S_jc = Σ w`, `K̃_jc = Σ w K / S`,
+       `Ṽ_jc = Σ w V / S`.
+    3. One softmax `p_i` over `[Q_i·K_t, t in T_j | log S_jc + η·K̃_jc]`: the tangent at `Q̄_j` of the log-mass of every
+       cluster, a lower bound of it.
+    4. `V_i = Σ_{t∈T_j} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j`, the dipole `M_j = Σ_c p̄_jc Cov_c(K, V)` with `p̄_j` =
+       step 3 at the centroid and `r_i` the query's weight on clusters over the centroid's.
+
+    Ours, beyond Vyas 2020. Kin: MuSe (arXiv 2509.10406: tilted summaries and dipoles), SVG-EAR (arXiv 2603.08982: key
+    and value centroids for skipped blocks), Multipole Attention (arXiv 2506.13059). New as far as known: the exact
+    keys' rule, tangents and one dipole in one softmax, the offsets' metric for keys (`query_offsets`), gradients.
 
     Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of query and key, `Dv` of value.
-    Memory is O(N·(D + topk + key_clusters) + C·M) per head; nothing of size N×M exists in either pass. Gradients are
-    exact for fixed labels and fixed sets `T_j`, through which none flows. With `topk >= M`, and with every key in a
-    cluster of its own, the result is exact attention.
+    Memory is O(N·(D + topk + key_clusters) + C·(M + key_clusters·D + D·Dv)) per head; nothing of size N×M exists in
+    either pass. Gradients are exact for fixed labels and fixed sets `T_j`, through which none flows. The result is
+    exact attention with `topk >= M`, with every query, or every key, in a cluster of its own; equal values come back.
 
     Args:
         query (`torch.Tensor`): `(B, H, N, D)`, any strides.
@@ -62,9 +63,11 @@ def bi_clustered_attention(
         topk (`int`): keys attended to exactly per query cluster; more than `M` means all.
         key_mask (`torch.BoolTensor`, *optional*): `(B, M)`, True = attend; other keys are in no mean.
         query_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts; other rows are in no mean and get 0.
+        exact_heads (`torch.BoolTensor`, *optional*): `(B, heads of key)`, True = exact attention of all its queries,
+            for heads that no summary serves (`predicted_error`).
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
-        dropout_p (`float`): dropout on the attention weights, of top keys and key clusters alike.
-        backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`. Default: Triton on a GPU, else batched.
+        dropout_p (`float`): dropout on the attention weights, of exact keys and key clusters alike.
+        backend (`str`, *optional*): `"reference"` or `"batched"`, the default, on a GPU too: it has no kernels yet.
             Only the reference has second and forward-mode derivatives.
 
     Returns:
@@ -72,16 +75,16 @@ def bi_clustered_attention(
 
     Raises:
         ValueError: sizes, devices or dtypes that do not fit together, labels outside `0 .. clusters - 1` or key labels
-            outside `0 .. key_clusters - 1` (the kernels, which would have to wait for the GPU to know, give such
-            queries 0 and leave such keys out of all means instead), `clusters`, `key_clusters` or `topk` below 1, a
-            `dropout_p` outside [0, 1), an unknown backend.
+            outside `0 .. key_clusters - 1`, `clusters`, `key_clusters` or `topk` below 1, a `dropout_p` outside
+            [0, 1), an unknown backend.
         TypeError: a mask that is not boolean, labels that are not integers.
     """
     check_count("topk", topk)
     check_count("key_clusters", key_clusters)
     check_attention(query, key, value, labels, clusters, key_mask, query_mask)
     check_labels(key_labels, key, of="key")
-    forms = reference.bi_clustered_attention, batched.bi_clustered_attention, _triton
+    check_mask_of_heads("exact_heads", exact_heads, key)
+    forms = reference.bi_clustered_attention, batched.bi_clustered_attention, None
     run = choose_backend(backend, forms, query, key, value)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     topk = min(topk, key.shape[2])
@@ -97,7 +100,7 @@ def bi_clustered_attention(
         topk,
         key_mask,
         query_mask,
-        skip,
+        exact_heads,
         scale,
         dropout_p,
         seed,

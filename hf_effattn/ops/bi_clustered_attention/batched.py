@@ -19,6 +19,7 @@ from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import RowChunk
 from ..shared.tables import chunks_of, cluster_rows, cluster_sizes, draw_dropout, empty_output, table_rows
 from ..shared.topk import largest
+from .exact_heads import attend_exactly, exact_backward, exact_chunks
 from .reference import SMALLEST
 
 # Logarithm of the mass of a cluster without a key: no weight, and finite, as empty places of a block multiply it by 0.
@@ -32,7 +33,7 @@ LEAST_MASS = 1e-20
 def largest_buffer(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, clusters: int, key_clusters: int, topk: int
 ) -> int:
-    """Numbers per head in the centroids' scores, the sums over blocks of keys, the tables that blocks of queries read."""
+    """Numbers per head in the centroids' scores, the sums over blocks of keys, the tables that query blocks read."""
     length, key_length = block_length(query.shape[2] / clusters), block_length(key.shape[2] / key_clusters)
     blocks, key_blocks = clusters + query.shape[2] // length, key_clusters + key.shape[2] // key_length
     head_dim = max(key.shape[3], value.shape[3])
@@ -211,7 +212,8 @@ class _Chunk:
         keys, D, T = self.keys, self.D, self.T
         grad_query, grad = attend_backward(self.table, self.blocks, self.packed_query, self.factor, packed_grad)
         dipole, own_dipole = grad.dipole, self.table.dipole
-        assert dipole is not None and own_dipole is not None
+        assert dipole is not None
+        assert own_dipole is not None
         centroids = self.centroids.flatten(0, 1)
         grad_centroids = dipole.centroids
         grad_bias = grad.keys[:, T:, D]
@@ -285,7 +287,7 @@ def bi_clustered_attention(
     topk: int,
     key_mask: torch.Tensor | None,
     query_mask: torch.Tensor | None,
-    skip: torch.Tensor | None,
+    exact_heads: torch.Tensor | None,
     scale: float,
     dropout_p: float,
     dropout_seed: torch.Tensor | None,
@@ -302,7 +304,10 @@ def bi_clustered_attention(
         values = attend(chunk.table, chunk.blocks, chunk.packed_query, chunk.factor)
         part.store_queries(output, chunk.blocks.unpack(values, chunk.P))
 
-    for_every_chunk(attend_chunk, chunks_of(query, key, key_mask, query_mask, numbers, skip), query.device)
+    for_every_chunk(attend_chunk, chunks_of(query, key, key_mask, query_mask, numbers, exact_heads), query.device)
+    with torch.autocast(query.device.type, enabled=False):
+        for part in exact_chunks(query, key, key_mask, query_mask, exact_heads):
+            part.store_queries(output, attend_exactly(part, query, key, value, scale, dropout_p, dropout_seed))
     return output
 
 
@@ -324,7 +329,7 @@ def bi_clustered_attention_backward(
     topk: int,
     key_mask: torch.Tensor | None,
     query_mask: torch.Tensor | None,
-    skip: torch.Tensor | None,
+    exact_heads: torch.Tensor | None,
     scale: float,
     dropout_p: float,
     dropout_seed: torch.Tensor | None,
@@ -342,7 +347,13 @@ def bi_clustered_attention_backward(
         part.store_keys(grad_key, of_rows[..., : chunk.D])
         part.store_keys(grad_value, of_rows[..., chunk.D :])
 
-    for_every_chunk(attend_chunk, chunks_of(query, key, key_mask, query_mask, numbers, skip), query.device)
+    for_every_chunk(attend_chunk, chunks_of(query, key, key_mask, query_mask, numbers, exact_heads), query.device)
+    with torch.autocast(query.device.type, enabled=False):
+        for part in exact_chunks(query, key, key_mask, query_mask, exact_heads):
+            of_exact = exact_backward(part, grad_output, query, key, value, scale, dropout_p, dropout_seed)
+            part.store_queries(grad_query, of_exact[0])
+            part.store_keys(grad_key, of_exact[1])
+            part.store_keys(grad_value, of_exact[2])
     return grad_query, grad_key, grad_value
 
 
@@ -352,19 +363,19 @@ def _(grad_output, query, key, value, *settings):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    tensors, (clusters, key_clusters, topk, key_mask, query_mask, skip, scale, dropout_p, seed) = (
+    tensors, (clusters, key_clusters, topk, key_mask, query_mask, exact_heads, scale, dropout_p, seed) = (
         inputs[:5],
         inputs[5:],
     )
-    ctx.save_for_backward(*tensors, key_mask, query_mask, skip, seed)
+    ctx.save_for_backward(*tensors, key_mask, query_mask, exact_heads, seed)
     ctx.settings = clusters, key_clusters, topk, scale, dropout_p
 
 
 def _backward(ctx, grad_output):
-    *tensors, key_mask, query_mask, skip, seed = ctx.saved_tensors
+    *tensors, key_mask, query_mask, exact_heads, seed = ctx.saved_tensors
     *counts, scale, dropout_p = ctx.settings
     grads = bi_clustered_attention_backward(
-        grad_output, *tensors, *counts, key_mask, query_mask, skip, scale, dropout_p, seed
+        grad_output, *tensors, *counts, key_mask, query_mask, exact_heads, scale, dropout_p, seed
     )
     return (*grads, *[None] * 11)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ..shared.arguments import check_label_range
-from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, dropout_factor
+from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, dropout_factor, exact_dropout_rows
 from ..shared.masking import for_every_head, zero_masked
 
 # Of a squared distance whose logarithm is taken: a key that its cluster's mean represents perfectly.
@@ -110,7 +110,7 @@ def bi_clustered_attention(
     topk: int,
     key_mask: torch.Tensor | None,
     query_mask: torch.Tensor | None,
-    skip: torch.Tensor | None,
+    exact_heads: torch.Tensor | None,
     scale: float,
     dropout_p: float,
     dropout_seed: torch.Tensor | None,
@@ -133,7 +133,16 @@ def bi_clustered_attention(
         rows = torch.arange(N, device=query.device) if query_mask is None else query_mask[b].nonzero()[:, 0]
         kept = slice(None) if key_mask is None else key_mask[b]
         own = key[b, h, kept], value[b, h, kept], labels[b, h, rows], key_labels[b, h, kept]
-        if len(own[0]) == 0 or (skip is not None and skip[b, h // group]):
+        if len(own[0]) == 0:
+            continue
+        if exact_heads is not None and exact_heads[b, h // group]:
+            weights = (query[b, h, rows] @ own[0].T).softmax(dim=1)
+            if dropout_seed is not None:
+                columns = None if key_mask is None else key_mask[b].nonzero()[:, 0]
+                lengths = N, key.shape[2]
+                drawn = exact_dropout_rows(*lengths, rows, columns, query, dropout_p, dropout_seed, b * H + h)
+                weights = weights * torch.cat([of_rows for _, of_rows in drawn if of_rows is not None])
+            output[b, h, rows] = weights @ own[1]
             continue
         sharing = range(h // group * group, h // group * group + group)
         eta = [

@@ -91,7 +91,8 @@ class _Chunk:
         """Gradients of the scaled queries `(P, N, D)`, the keys and the values, for packed ones of the output."""
         table = self.table()
         packed, grad = attend_backward(table, self.blocks, self.packed_query, self.topk_factor, packed_grad)
-        assert grad.mass is not None and grad.offset is not None
+        assert grad.mass is not None
+        assert grad.offset is not None
         dtype = self.attention.dtype
 
         # The rest: O_i += Σ_{t∉T} A^c_jt V_t, and m_j = Σ_{t∈T} A^c_jt.

@@ -22,10 +22,11 @@ Form = Callable[..., Any]
 
 
 def choose_backend(
-    backend: str | None, forms: tuple[Form, Form, Form], *differentiable: torch.Tensor, any_width: bool = False
+    backend: str | None, forms: tuple[Form, Form, Form | None], *differentiable: torch.Tensor, any_width: bool = False
 ) -> Form:
     """The implementation to run, out of `(reference, batched, triton)`: the one asked for, else the fastest.
 
+    An op without kernels has None for them, and runs its PyTorch form on a GPU too.
     `differentiable` are the tensors that a derivative may flow to, the query first. The fast forms have a backward
     pass and no forward-mode derivative, which torch would silently take for 0: where a tangent is carried they raise.
     `any_width`: the kernels walk over the last dimension in parts, so that it has no limit.
@@ -41,13 +42,18 @@ def choose_backend(
         raise ValueError(
             'forward-mode derivatives (jvp) need backend="reference"; the fast forms have reverse mode only'
         )
-    problem = kernel_problem(*differentiable, any_width=any_width)
+    problem = "this op has no kernels yet" if triton is None else kernel_problem(*differentiable, any_width=any_width)
     if backend == "triton" and problem is not None:
         raise ValueError(f'backend="triton" cannot run here: {problem}; use backend="batched"')
-    if backend is None and problem is not None and differentiable[0].is_cuda and not torch.compiler.is_compiling():
+    expected = triton is not None and differentiable[0].is_cuda
+    if backend is None and problem is not None and expected and not torch.compiler.is_compiling():
         # Python shows an equal warning from one place once.
         warnings.warn(f"attention on a GPU runs the slower PyTorch form: {problem}", stacklevel=3)
-    return triton if problem is None and (backend == "triton" or differentiable[0].is_cuda) else batched
+    return (
+        triton
+        if triton is not None and problem is None and (backend == "triton" or differentiable[0].is_cuda)
+        else batched
+    )
 
 
 def kernel_problem(*tensors: torch.Tensor, any_width: bool = False) -> str | None:
@@ -114,6 +120,19 @@ def check_mask(name: str, mask: torch.Tensor | None, tensor: torch.Tensor) -> No
         raise ValueError(f"{name} must have shape (B, length) = {expected}, got {tuple(mask.shape)}")
     if mask.device != tensor.device:
         raise ValueError(f"{name} is on {mask.device}, the tensors on {tensor.device}")
+
+
+def check_mask_of_heads(name: str, mask: torch.Tensor | None, key: torch.Tensor) -> None:
+    """Raise unless `mask` is None or boolean `(B, heads)` for keys `(B, heads, M, D)`."""
+    if mask is None:
+        return
+    if mask.dtype != torch.bool:
+        raise TypeError(f"{name} must be boolean, got {mask.dtype}; use mask.bool() for a 0/1 mask")
+    if mask.shape != key.shape[:2] or mask.device != key.device:
+        raise ValueError(
+            f"{name} must have shape (B, heads of key) = {tuple(key.shape[:2])} on {key.device}, got "
+            f"{tuple(mask.shape)} on {mask.device}"
+        )
 
 
 def check_labels(labels: torch.Tensor, rows: torch.Tensor, *, of: str = "query") -> None:

@@ -26,6 +26,16 @@ def _workers(count: int) -> ThreadPoolExecutor:
     return pool
 
 
+@lru_cache
+def _keep_freed_memory() -> None:
+    """Let glibc keep what chunks free for the next ones; faulting it in anew takes a third of the time.
+
+    It serves requests below the largest block ever freed, up to 32 MiB, from memory that it keeps. Of this block no
+    page is touched.
+    """
+    torch.empty(31 * 2**20, dtype=torch.uint8)
+
+
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_workers.cache_clear)  # a child has none of its parent's threads
 
@@ -36,6 +46,7 @@ def for_every_chunk(run: Callable[[RowChunk], None], chunks: Iterable[RowChunk],
     Chunks must not write to the same place. What one raises is raised here.
     """
     chunks = list(chunks)
+    _keep_freed_memory()
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     inference = torch.is_inference_mode_enabled()
 

@@ -17,8 +17,8 @@ def chunks_of(
 ) -> list[RowChunk]:
     """The chunks that have at least one key: without keys the output and every gradient are 0.
 
-    `numbers_per_head` is the size of the largest buffer of one query head; key/value heads where `skip` `(B, heads)` is
-    True are left out.
+    `numbers_per_head` is the size of the largest buffer of one query head; key/value heads that are True in `skip`
+    `(B, heads)` are left out.
     """
     bytes_per_head = numbers_per_head * accumulation_dtype(query.dtype).itemsize
     chunks = row_chunks(query, key_mask, query_mask, bytes_per_head, query.shape[1] // key.shape[1], skip)

@@ -114,7 +114,7 @@ class Method(ABC):
                 "keys"
             )
         with torch.no_grad():
-            groups = self.group(query.detach(), key.detach(), key_mask)
+            groups = self.group(query.detach(), key.detach(), key_mask, scale)
         return self.attend(query, key, value, groups, **options)
 
     def weights(
@@ -221,9 +221,15 @@ class Method(ABC):
         """The group of each token, where the number of tokens alone decides; None where it does not."""
         return None
 
-    def group(self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None) -> Groups:
+    def group(
+        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
+    ) -> Groups:
         """What the method decides about the input before it attends, without gradient: labels, if any."""
         return ()
+
+    def exact_heads(self, groups: Groups) -> torch.Tensor | None:
+        """The key/value heads that attend exactly though the method runs, `(B, heads)`; None: no choice is made."""
+        return None
 
     @abstractmethod
     def attend(

@@ -6,6 +6,7 @@ Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of q
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,8 @@ from ...ops import (
     cluster_queries,
     clustered_attention,
     improved_clustered_attention,
+    predicted_error,
+    query_offsets,
 )
 from ...ops.causal_clustered_attention import DEFAULT_KEYS_PER_CLUSTER, DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW
 from ...ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS, LARGEST_SEED
@@ -27,6 +30,8 @@ from .drafts import watch_for_drafts
 CLUSTERINGS = ("kmeans", "lsh")
 METRICS = ("keys", "queries")
 SCHEMES = ("strict", "prefill")
+# Of Lloyd's algorithm on the keys: more, and more keys to fit on, save no error that their time would not save.
+KEY_ITERATIONS = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +115,9 @@ class Clustered(Method):
         """The op that attends once every query has its label."""
         return clustered_attention
 
-    def group(self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None) -> Groups:
+    def group(
+        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
+    ) -> Groups:
         in_metric_of_keys = self.clustering == "kmeans" and self.metric == "keys"
         labels = cluster_queries(
             query,
@@ -138,6 +145,7 @@ class Clustered(Method):
         scale: float | None,
         dropout_p: float,
         module: nn.Module | None = None,
+        **options: Any,
     ) -> torch.Tensor:
         return self.op(
             query,
@@ -149,6 +157,7 @@ class Clustered(Method):
             query_mask=key_mask,
             scale=scale,
             dropout_p=dropout_p,
+            **options,
         )
 
     def check_causal(self, module: nn.Module | None) -> None:
@@ -260,38 +269,50 @@ class ImprovedClustered(Clustered):
 
 @dataclass(frozen=True, kw_only=True)
 class BiClustered(ImprovedClustered):
-    """Bi-clustered attention: the top keys of the query's cluster exactly, all others through clusters of keys.
+    """Bi-clustered attention: a few exact keys per query cluster, all others by the first order of clusters of keys.
 
     Ours, beyond Vyas 2020; see `hf_effattn.ops.bi_clustered_attention`.
 
     Args:
         topk (`int`): keys attended to exactly per query cluster; more are more exact and slower.
-        key_clusters (`int`): clusters of keys per head, by K-means on the keys; more are more exact and slower. In
-            models that mask the future: the most of one block of older keys, whose lengths are powers of two.
+        key_clusters (`int`): clusters of keys per head, by K-means in the metric of the queries' offsets from their
+            centroids; more are more exact and slower. In models that mask the future: the most of one block of older
+            keys, whose lengths are powers of two.
+        exact_above (`float`, *optional*): heads whose predicted error (`hf_effattn.ops.predicted_error`) is larger run
+            exact attention; None: none does. Not in models that mask the future.
         keys_per_cluster (`int`): mean size of the key clusters of short blocks in models that mask the future.
     """
 
     method: ClassVar[str] = "bi-clustered"
     summary: ClassVar[str] = (
-        "each query uses its cluster's top keys exactly, and all other keys through clusters of keys"
+        "each query uses a few keys exactly, and all other keys by the first order of clusters of keys"
     )
     price: ClassVar[tuple[str, ...]] = ("clusters", "topk", "key_clusters")
     purpose: ClassVar[dict[str, str]] = {
         **ImprovedClustered.purpose,
         "topk": "the number of keys per cluster that its queries attend to exactly",
         "key_clusters": "the number of key clusters per head that stand for all other keys",
+        "exact_above": "heads with a larger predicted error run exact attention; None: none does",
         "keys_per_cluster": "in causal models, the mean size of the key clusters of short blocks",
     }
 
-    # By error against time on real queries and keys: a second 32 keys save more error than twice the key clusters.
+    # The least time for an error, on real queries and keys: scripts/benchmark/frontier.py.
+    clusters: int = 64
     topk: int = 64
-    key_clusters: int = 100
+    key_clusters: int = 32
+    exact_above: float | None = 0.5
     keys_per_cluster: int = DEFAULT_KEYS_PER_CLUSTER
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_int("key_clusters", minimum=1)
         self._check_int("keys_per_cluster", minimum=1)
+        if self.exact_above is not None:
+            if isinstance(self.exact_above, bool) or not isinstance(self.exact_above, Real):
+                raise TypeError(f"exact_above must be a number or None, got {self.exact_above!r}")
+            if not self.exact_above >= 0:
+                raise ValueError(f"exact_above must be at least 0, got {self.exact_above}")
+            object.__setattr__(self, "exact_above", float(self.exact_above))
 
     def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
         own_clusters = not causal and self.key_clusters >= key_length
@@ -305,13 +326,42 @@ class BiClustered(ImprovedClustered):
     def causal_options(self) -> dict[str, Any]:
         return {"topk": self.topk, "key_clusters": self.key_clusters, "keys_per_cluster": self.keys_per_cluster}
 
-    def group(self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None) -> Groups:
+    def group(
+        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
+    ) -> Groups:
+        (labels,) = super().group(query, key, key_mask)
+        offsets, offsets_mask = query_offsets(
+            query, labels, self.clusters, key_heads=key.shape[1], query_mask=key_mask, rows=self.fit_queries
+        )
         key_labels = cluster_queries(
             key,
             self.key_clusters,
-            iterations=self.iterations,
-            fit_queries=self.fit_queries,
+            key=offsets,
+            key_mask=offsets_mask,
+            iterations=min(self.iterations, KEY_ITERATIONS),
+            fit_queries=self.fit_queries // 2 or 1,
             query_mask=key_mask,
             seed=self.seed,
         )
-        return (*super().group(query, key, key_mask), key_labels)
+        if self.exact_above is None:
+            return labels, key_labels
+        predicted = predicted_error(
+            offsets, offsets_mask, key, key_labels, self.key_clusters, key_mask=key_mask, scale=scale
+        )
+        return labels, key_labels, predicted
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        groups: Groups,
+        **options: Any,
+    ) -> torch.Tensor:
+        exact_heads = self.exact_heads(groups)
+        if exact_heads is None:
+            return super().attend(query, key, value, groups, **options)
+        return super().attend(query, key, value, groups[:2], exact_heads=exact_heads, **options)
+
+    def exact_heads(self, groups: Groups) -> torch.Tensor | None:
+        return None if self.exact_above is None else groups[2] > self.exact_above

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import triton
 
-from ...bi_clustered_attention.triton.blocks import query_tile
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.chips import on_device_of
 from ...shared.triton.tiles import LOG2_E
@@ -28,7 +27,7 @@ from .backward import (
     _causal_clustered_attention_bwd_query_kernel,
     _causal_clustered_attention_bwd_spread_kernel,
 )
-from .blocks import group_config, segment_config
+from .blocks import group_config, query_tile, segment_config
 from .forward import attend, softmax_columns
 from .grouping import Plan, block_count, empty_plan, make_plan
 from .walk import rest_backward

@@ -9,14 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ...bi_clustered_attention.triton.blocks import query_tile
 from ...shared.triton.chips import on_device_of
 from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.softmax import KIND, KINDS, dot_rows, softmax_step
 from ...shared.triton.tiles import LOG2_E, LOWEST, load_rows
 from ..layout import Layout
 from ..reference import Settings
-from .blocks import group_config, segment_config
+from .blocks import group_config, query_tile, segment_config
 from .grouping import Plan
 from .steps import LENGTHS, blocks_of_level, clusters_of_block, load_count, load_group, load_summaries
 

@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ...bi_clustered_attention.triton.blocks import FEW_ROWS
 from ...shared.triton.chips import block_width, chip_of, on_device_of
 from ...shared.triton.softmax import dot_rows
 from ...shared.triton.tiles import LOG2_E, LOWEST, dot_by_parts, load_rows
 from ..layout import Layout
 from ..reference import Settings
+from .blocks import FEW_ROWS
 from .steps import LENGTHS, load_count
 
 

@@ -1,0 +1,125 @@
+"""What is known before anything is attended to: how queries differ from their centroids, and what that will cost.
+
+Sizes: `B` batch, `H` query heads, `P` key/value heads, `N` queries, `M` keys, `n` of them that are looked at.
+"""
+
+import torch
+
+from ..shared.arguments import check_count, check_labels
+from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums
+
+# Measured over 72 heads of a pretrained BERT: the error of a head is about a quarter of σ².
+ERROR_PER_VARIANCE = 0.25
+
+
+@torch.no_grad()
+def query_offsets(
+    query: torch.Tensor,
+    labels: torch.Tensor,
+    clusters: int,
+    *,
+    key_heads: int | None = None,
+    query_mask: torch.Tensor | None = None,
+    rows: int = 2048,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`η = Q_i - Q̄_l(i)` of evenly spread queries, the centroids being their means.
+
+    As `key` of `cluster_queries` they make the metric in which two keys are alike when no query's offset from its
+    centroid tells them apart.
+
+    Args:
+        query (`torch.Tensor`): `(B, H, N, D)`, any strides.
+        labels (`torch.Tensor`): integers `(B, H, N)` in `0 .. clusters - 1`.
+        clusters (`int`): number of query clusters.
+        key_heads (`int`, *optional*): `P`, a divisor of `H`; the offsets of query heads that share one stand together.
+        query_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts.
+        rows (`int`): at most so many queries of each head.
+
+    Returns:
+        `(torch.Tensor, torch.Tensor | None)`: `(B, P, H / P · n, D)` in float32 or float64, and which of them count,
+        `(B, H / P · n)`; None where all do.
+    """
+    check_count("clusters", clusters)
+    check_labels(labels, query)
+    B, H, _, D = query.shape
+    chosen, counts = spread_rows(query, query_mask, rows)
+    points, own = _take(query, chosen), _take(labels[..., None], chosen)[..., 0]
+    points = points.to(torch.promote_types(query.dtype, torch.float32)).flatten(0, 1)
+    index = cluster_rows(own.flatten(0, 1), clusters)
+    if counts is not None:
+        points = points * counts.repeat_interleave(H, dim=0)[..., None]
+        spare = torch.full_like(index, B * H * clusters)  # of rows that do not count
+        counted = torch.where(counts.repeat_interleave(H, dim=0).flatten(), index, spare)
+        sizes = torch.bincount(counted, minlength=B * H * clusters + 1)[:-1].view(B * H, clusters)
+    else:
+        sizes = cluster_sizes(index, B * H, clusters)
+    means = cluster_sums(points, index, B * H, clusters) / sizes.clamp(min=1)[..., None]
+    eta = points - means.flatten(0, 1).index_select(0, index).view_as(points)
+    group = H // (key_heads or H)
+    offsets = eta.view(B, H // group, -1, D)
+    return offsets, None if counts is None else counts.repeat(1, group)
+
+
+@torch.no_grad()
+def predicted_error(
+    offsets: torch.Tensor,
+    offsets_mask: torch.Tensor | None,
+    key: torch.Tensor,
+    key_labels: torch.Tensor,
+    key_clusters: int,
+    *,
+    key_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    rows: int = 2048,
+) -> torch.Tensor:
+    """The relative error that first-order attention will make in each head, `(B, P)`, known before it runs.
+
+    `σ² / 4` with `σ² = tr(Σ_η · W)`: the variance of what a query's offset scores within a cluster of keys, `Σ_η` the
+    covariance of the offsets, `W` the mean covariance of keys within their clusters. Over 72 heads of a BERT its rank
+    correlation with the error was .86; above about 1 the head attends to few keys, which no summary serves.
+
+    Args:
+        offsets (`torch.Tensor`): `(B, P, n, D)`, from `query_offsets`.
+        offsets_mask (`torch.BoolTensor`, *optional*): `(B, n)`, from `query_offsets`.
+        key (`torch.Tensor`): `(B, P, M, D)`.
+        key_labels (`torch.Tensor`): integers `(B, P, M)` in `0 .. key_clusters - 1`.
+        key_clusters (`int`): number of key clusters.
+        key_mask (`torch.BoolTensor`, *optional*): `(B, M)`, True = attend.
+        scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
+        rows (`int`): at most so many keys of each head are looked at.
+    """
+    scale = key.shape[3] ** -0.5 if scale is None else scale
+    eta = offsets if offsets_mask is None else offsets * offsets_mask[:, None, :, None]
+    counted = offsets.shape[2] if offsets_mask is None else offsets_mask.sum(dim=1).clamp(min=1)[:, None, None, None]
+    covariance = eta.transpose(2, 3) @ eta / counted
+    within, mask = query_offsets(key, key_labels, key_clusters, query_mask=key_mask, rows=rows)
+    if mask is not None:
+        within = within * mask[:, None, :, None]
+    keys = within.shape[2] if mask is None else mask.sum(dim=1).clamp(min=1)[:, None, None, None]
+    spread = within.transpose(2, 3) @ within / keys
+    return (covariance * spread).sum(dim=(2, 3)) * (scale**2 * ERROR_PER_VARIANCE)
+
+
+def spread_rows(
+    tensor: torch.Tensor, mask: torch.Tensor | None, count: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Evenly spread rows of `(B, H, N, D)`, counted among those that are True in the mask `(B, N)`.
+
+    Returns `(n,)` row numbers, or with a mask `(B, n)` and which of them stand for a row, `(B, n)`.
+    """
+    N = tensor.shape[2]
+    places = torch.arange(min(count, N), device=tensor.device)
+    if mask is None:
+        return places * N // max(1, len(places)), None
+    lengths = mask.sum(dim=1, keepdim=True)  # (B, 1)
+    taken = lengths.clamp(max=len(places))
+    ranks = places * lengths // taken.clamp(min=1)
+    rows = torch.searchsorted(mask.cumsum(dim=1), ranks + 1).clamp(max=max(0, N - 1))
+    return rows, places < taken
+
+
+def _take(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows `(n,)`, or `(B, n)`, of `(B, H, N, D)`: `(B, H, n, D)`."""
+    if rows.ndim == 1:
+        return tensor.index_select(2, rows)
+    return tensor.gather(2, rows[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
