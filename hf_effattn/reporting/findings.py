@@ -46,6 +46,8 @@ class Measurement:
             `"min_length"` where patching would run exact attention, of several encoders in one of them at least.
         attention_error (`dict[int, list[float]]`): per layer, one relative L2 error per head; 0 in the layers that the
             method is not for.
+        exact_heads (`dict[int, list[int]]`): per layer, the heads that attended exactly though the method ran, because
+            it predicted a large error; layers without one are left out.
         change (`OutputChange`): of the model's output.
         attention_seconds (`list[float]`): of one layer's attention, one per round and layer.
         forward_seconds (`list[float]`): of the whole model, one per round.
@@ -57,6 +59,7 @@ class Measurement:
     method: str
     why_exact: str | None = None
     attention_error: dict[int, list[float]] = field(default_factory=dict)
+    exact_heads: dict[int, list[int]] = field(default_factory=dict)
     change: OutputChange = field(default_factory=OutputChange)
     attention_seconds: list[float] = field(default_factory=list)
     forward_seconds: list[float] = field(default_factory=list)
@@ -171,6 +174,10 @@ class Findings:
             for layer, heads in m.attention_error.items():
                 for head, value in enumerate(heads):
                     rows.append({**keys, "layer": layer, "head": head, "metric": "attention_error", "value": value})
+            for layer, which in m.exact_heads.items():
+                rows += [
+                    {**keys, "layer": layer, "head": head, "metric": "exact_head", "value": 1.0} for head in which
+                ]
             for metric, number in self.metrics(m).items():
                 if number is not None:
                     rows.append({**keys, "layer": None, "head": None, "metric": metric, "value": float(number)})
@@ -234,7 +241,9 @@ class Findings:
 
 def _measurement(values: dict[str, Any]) -> Measurement:
     errors = {int(layer): none_to_nan(heads) for layer, heads in values["attention_error"].items()}
-    return Measurement(**values | {"attention_error": errors, "change": _change(**values["change"])})
+    exact = {int(layer): heads for layer, heads in values.get("exact_heads", {}).items()}
+    change = _change(**values["change"])
+    return Measurement(**values | {"attention_error": errors, "exact_heads": exact, "change": change})
 
 
 def _change(

@@ -166,6 +166,8 @@ class _MeasureInput:
                 elif done == 0:
                     errors = head_errors(exact, output, seen.key_mask)
                     self.measured[label].attention_error[seen.layer] = errors
+                    if not seen.causal and seen.module in self.patched[label]:
+                        self._note_exact_heads(label, seen)
             if self.repeats:
                 for label, taken in seconds.items():
                     self.measured[label].attention_seconds.append(taken)
@@ -197,6 +199,11 @@ class _MeasureInput:
                 self.measured[label].why_exact = "settings"
             else:
                 self.measured[label].why_exact = "min_length" if "min_length" in reasons else None
+
+    def _note_exact_heads(self, label: str, seen: SeenAttention) -> None:
+        heads = self.candidates[label].forced.exact_heads(seen.query, seen.key, seen.key_mask, seen.scale)
+        if heads:
+            self.measured[label].exact_heads[seen.layer] = heads
 
     @staticmethod
     def _attention_call(candidate: Candidate, seen: SeenAttention) -> Callable[[], torch.Tensor]:

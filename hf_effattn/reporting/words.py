@@ -80,6 +80,7 @@ def _method_line(report: Findings, label: str, length: int | None) -> str:
         facts.append(
             f"the attention output is off by {percent(mean)} (worst: layer {layer}, head {head}, {percent(worst)})"
         )
+    facts += _exact_heads(found)
     hidden = [m.change.hidden_error for m in found if m.change.hidden_error is not None]
     if not all(map(math.isfinite, hidden)):
         facts.append(f"the last hidden state is {NOT_FINITE}")
@@ -102,6 +103,18 @@ def _method_line(report: Findings, label: str, length: int | None) -> str:
     if peaks:
         facts.append(f"adding {megabytes(max(peaks))} at its peak")
     return f"- {label}: {'; '.join(facts)}." if facts else f"- {label}: not measured."
+
+
+def _exact_heads(found: Sequence[Measurement]) -> list[str]:
+    """Which heads attended exactly in some of the inputs, as the method predicted a large error of them."""
+    layers = sorted({layer for m in found for layer in m.exact_heads})
+    if not layers:
+        return []
+    heads = {layer: sorted({head for m in found for head in m.exact_heads.get(layer, [])}) for layer in layers}
+    listed = "; ".join(f"layer {layer}, head {', '.join(map(str, heads[layer]))}" for layer in layers)
+    return [
+        f"{count(sum(map(len, heads.values())), 'head')} ran exactly, their predicted error being large ({listed})"
+    ]
 
 
 def _min_length_line(report: Findings, length: int | None) -> list[str]:

@@ -227,9 +227,11 @@ class Method(ABC):
         """What the method decides about the input before it attends, without gradient: labels, if any."""
         return ()
 
-    def exact_heads(self, groups: Groups) -> torch.Tensor | None:
-        """The key/value heads that attend exactly though the method runs, `(B, heads)`; None: no choice is made."""
-        return None
+    def exact_heads(
+        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
+    ) -> list[int]:
+        """The query heads that attend exactly, in some text of the batch, though the method runs."""
+        return []
 
     @abstractmethod
     def attend(

@@ -358,10 +358,18 @@ class BiClustered(ImprovedClustered):
         groups: Groups,
         **options: Any,
     ) -> torch.Tensor:
-        exact_heads = self.exact_heads(groups)
-        if exact_heads is None:
+        if self.exact_above is None:
             return super().attend(query, key, value, groups, **options)
-        return super().attend(query, key, value, groups[:2], exact_heads=exact_heads, **options)
+        labels, key_labels, predicted = groups
+        return super().attend(
+            query, key, value, (labels, key_labels), exact_heads=predicted > self.exact_above, **options
+        )
 
-    def exact_heads(self, groups: Groups) -> torch.Tensor | None:
-        return None if self.exact_above is None else groups[2] > self.exact_above
+    def exact_heads(
+        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
+    ) -> list[int]:
+        if self.exact_above is None or self.is_exact(query.shape[2], key.shape[2], query.device.type):
+            return []
+        predicted = self.group(query, key, key_mask, scale)[2].amax(dim=0)  # (key/value heads,)
+        group = query.shape[1] // key.shape[1]
+        return (predicted > self.exact_above).repeat_interleave(group).nonzero()[:, 0].tolist()
