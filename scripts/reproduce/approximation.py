@@ -133,6 +133,8 @@ TASKS = {
 def settings_of(row: str) -> dict[str, Any]:
     """The method and the settings that a row is named after, `method-clusters` or `method-clusters-topk`.
 
+    Bi-clustered attention gets twice as many clusters of keys.
+
     Returns: nothing for exact attention.
 
     Raises:
@@ -143,8 +145,10 @@ def settings_of(row: str) -> dict[str, Any]:
     parts = re.fullmatch(r"(clustered|i-clustered|bi-clustered)-(\d+)(?:-(\d+))?", row)
     if parts is None or (parts[1] == "clustered" and parts[3]):
         raise typer.BadParameter(f"rows are named 'clustered-25', 'i-clustered-25', 'i-clustered-25-64', not {row!r}")
+    clusters = int(parts[2])
     topk = {} if parts[1] == "clustered" else {"topk": int(parts[3] or 32)}
-    return {"method": parts[1], "clusters": int(parts[2]), **topk}
+    key_clusters = {"key_clusters": 2 * clusters} if parts[1] == "bi-clustered" else {}
+    return {"method": parts[1], "clusters": clusters, **topk, **key_clusters}
 
 
 def switches(low_precision: bool) -> list[str]:
