@@ -78,8 +78,8 @@ def _key_clusters(one: ShortLength) -> list[str]:
     if not compared:
         return []
     return [
-        "bi-clustered lets every query weigh clusters of the remaining keys itself, where i-clustered takes the "
-        f"centroid's weights. Change of the last hidden state at {one.length} tokens: {'; '.join(compared)}."
+        "bi-clustered lets every query weigh clusters of the remaining keys to first order, where i-clustered takes "
+        f"the centroid's weights. Change of the last hidden state at {one.length} tokens: {'; '.join(compared)}."
     ]
 
 

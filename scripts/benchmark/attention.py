@@ -42,12 +42,10 @@ METHODS: dict[str, Method] = {
     "i-clustered C=100 k=32, LSH 10": make_method(
         "i-clustered", clusters=100, topk=32, clustering="lsh", iterations=10, min_length=0
     ),
-    "bi-clustered C=100 k=32 G=64": make_method("bi-clustered", clusters=100, topk=32, key_clusters=64, min_length=0),
-    "bi-clustered C=128 k=128 G=128": make_method(
-        "bi-clustered", clusters=128, topk=128, key_clusters=128, min_length=0
-    ),
-    "bi-clustered C=256 k=256 G=256": make_method(
-        "bi-clustered", clusters=256, topk=256, key_clusters=256, min_length=0
+    "bi-clustered C=32 k=32 G=32": make_method("bi-clustered", clusters=32, topk=32, key_clusters=32, min_length=0),
+    "bi-clustered C=64 k=64 G=32": make_method("bi-clustered", clusters=64, topk=64, key_clusters=32, min_length=0),
+    "bi-clustered C=128 k=128 G=64": make_method(
+        "bi-clustered", clusters=128, topk=128, key_clusters=64, min_length=0
     ),
 }
 DEFAULT_LENGTHS = {"cpu": "512,1024,2048,4096,8192,16384", "cuda": "512,1024,2048,4096,8192,16384,32768,65536,131072"}

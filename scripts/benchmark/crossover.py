@@ -39,15 +39,13 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"method": "i-clustered", "clusters": 40, "topk": 192},
     {"method": "i-clustered", "clusters": 256, "topk": 64},
     {"method": "i-clustered", "clusters": 512, "topk": 128},
-    {"method": "bi-clustered", "clusters": 25, "topk": 32, "key_clusters": 25},
-    {"method": "bi-clustered", "clusters": 32, "topk": 128, "key_clusters": 32},
-    {"method": "bi-clustered", "clusters": 40, "topk": 384, "key_clusters": 32},
-    {"method": "bi-clustered", "clusters": 64, "topk": 384, "key_clusters": 128},
-    {"method": "bi-clustered", "clusters": 100, "topk": 32, "key_clusters": 64},
-    {"method": "bi-clustered", "clusters": 100, "topk": 64, "key_clusters": 100},
-    {"method": "bi-clustered", "clusters": 100, "topk": 128, "key_clusters": 256},
-    {"method": "bi-clustered", "clusters": 256, "topk": 64, "key_clusters": 128},
-    {"method": "bi-clustered", "clusters": 512, "topk": 128, "key_clusters": 256},
+    {"method": "bi-clustered", "clusters": 25, "topk": 32, "key_clusters": 50},
+    {"method": "bi-clustered", "clusters": 32, "topk": 32, "key_clusters": 32},
+    {"method": "bi-clustered", "clusters": 64, "topk": 32, "key_clusters": 64},
+    {"method": "bi-clustered", "clusters": 64, "topk": 64, "key_clusters": 32},
+    {"method": "bi-clustered", "clusters": 64, "topk": 128, "key_clusters": 64},
+    {"method": "bi-clustered", "clusters": 128, "topk": 128, "key_clusters": 64},
+    {"method": "bi-clustered", "clusters": 256, "topk": 128, "key_clusters": 128},
 )
 # Of the causal form, whose work per token is larger and grows with the logarithm of the length.
 CAUSAL_LENGTHS = (1024, 2048, 4096, 8192, 16384)

@@ -34,14 +34,17 @@ from ..kept.runs import KeptRuns
 from ._inputs import HEAD_DIM, HEADS, attention_inputs
 from ._plots import draw_frontier
 
-CLUSTERS = (32, 40, 50, 64, 100, 200)
-TOPK = (64, 128, 192, 256, 384)
-KEY_CLUSTERS = (32, 64, 128)
-TARGETS = (0.3, 0.2, 0.15, 0.1, 0.075, 0.05)
+CLUSTERS = (32, 64, 100, 200)
+TOPK = (32, 64, 192, 384)
+# Of bi-clustered attention, whose heads with a large predicted error are exact.
+BI_CLUSTERS = (24, 32, 48, 64, 96, 128)
+BI_TOPK = (32, 64, 96, 128)
+KEY_CLUSTERS = (32, 64)
+TARGETS = (0.3, 0.2, 0.15, 0.1, 0.075, 0.05, 0.03)
 # Clusters, top keys and key clusters beyond those above.
 LARGER: tuple[tuple[int, int, int | None], ...] = (
     (200, 384, None), (400, 512, None), (400, 1024, None),
-    (200, 384, 128), (200, 512, 256), (400, 512, 256), (400, 768, 512), (800, 1024, 512),
+    (128, 256, 128), (200, 256, 128), (400, 256, 128),
 )  # fmt: skip
 
 
@@ -58,7 +61,7 @@ def settings_to_try(length: int, near: list[dict[str, Any]] | None = None) -> li
     More query clusters than a sixteenth of the tokens save nothing.
     """
     if near is None:
-        sizes = [*product(CLUSTERS, TOPK, (None,)), *product(CLUSTERS, TOPK, KEY_CLUSTERS)]
+        sizes = [*product(CLUSTERS, TOPK, (None,)), *product(BI_CLUSTERS, BI_TOPK, KEY_CLUSTERS)]
     else:
         sizes = list(dict.fromkeys([*fastest_sizes(near), *LARGER]))
     return [make(*size) for size in sizes if size[0] <= length // 16]

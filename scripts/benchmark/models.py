@@ -33,7 +33,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 METHODS: dict[str, dict[str, Any]] = {
     "i-clustered C=100 k=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
-    "bi-clustered C=128 k=128 G=128": {"method": "bi-clustered", "clusters": 128, "topk": 128, "key_clusters": 128},
+    "bi-clustered C=64 k=64 G=32": {"method": "bi-clustered", "clusters": 64, "topk": 64, "key_clusters": 32},
 }
 TOKENS = 1000
 

@@ -29,8 +29,9 @@ RESULTS = ROOT / "scripts" / "results"
 SHOWN_METHODS = (
     "i-clustered C=25 k=32",
     "i-clustered C=100 k=32",
-    "bi-clustered C=100 k=32 G=64",
-    "bi-clustered C=128 k=128 G=128",
+    "bi-clustered C=32 k=32 G=32",
+    "bi-clustered C=64 k=64 G=32",
+    "bi-clustered C=128 k=128 G=64",
 )
 SHOWN_LENGTHS = (2048, 4096, 16384)
 
