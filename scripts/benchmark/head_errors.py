@@ -20,7 +20,8 @@ from rich.progress import track
 from hf_effattn import extend_positions, patch_attention, unpatch_attention
 from hf_effattn.measuring.bench import exact_output
 from hf_effattn.measuring.errors import relative_error, run_model
-from hf_effattn.patching.methods import make_method
+from hf_effattn.ops import bi_clustered_attention
+from hf_effattn.patching.methods.clustered import BiClustered
 from hf_effattn.samples.model import load_model
 
 from ..kept.command_line import run_with_help
@@ -49,10 +50,9 @@ def measure_heads(book: str, length: int) -> list[dict[str, Any]]:
     for layer, inputs in enumerate(held_out_inputs(book, length, START)):
         for clusters, topk, key_clusters in SETTINGS:
             sizes = {"clusters": clusters, "topk": topk, "key_clusters": key_clusters}
-            method = make_method("bi-clustered", **sizes, exact_above=0.0, min_length=0)
+            method = BiClustered(**sizes, exact_above=0.0, min_length=0)
             labels, key_labels, predicted = method.group(*inputs[:2], None)
-            none_exact = make_method("bi-clustered", **sizes, exact_above=None, min_length=0)
-            output = none_exact.attend(*inputs, (labels, key_labels), key_mask=None, scale=None, dropout_p=0.0)
+            output = bi_clustered_attention(*inputs, labels, key_labels, **sizes)
             squared, exact = heads_of(inputs, output)
             zero, _ = heads_of(inputs, order_zero(*inputs, clusters, topk, key_clusters))
             worst = predicted[0].argsort(descending=True).tolist()
@@ -81,7 +81,7 @@ def measure_hidden_state(book: str, length: int, clusters: int, topk: int, key_c
         extend_positions(model, length)
     batch = {"input_ids": tokens[None, START : START + length]}
     exact = run_model(model, batch).hidden
-    sizes = {"clusters": clusters, "topk": topk, "key_clusters": key_clusters}
+    sizes: dict[str, Any] = {"clusters": clusters, "topk": topk, "key_clusters": key_clusters}
     patch_attention(model, "bi-clustered", **sizes, exact_above=None, min_length=0)
     changed = run_model(model, batch).hidden
     unpatch_attention(model)

@@ -6,7 +6,7 @@ Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of q
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, ClassVar
 
 import torch
@@ -170,16 +170,6 @@ class CompositeSlices(Method):
                 "own weights: it is no matrix of weights on the tokens' values, and none can be shown"
             )
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: Groups, **options: Any
-    ) -> torch.Tensor:
-        return self._attend(query, key, value, causal=False, **options)
-
-    def attend_causal(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
-        return self._attend(query, key, value, causal=True, **options)
-
     def attend_over_cache(
         self,
         query: torch.Tensor,
@@ -213,13 +203,14 @@ class CompositeSlices(Method):
             slice_terms=slice_terms,
         )
 
-    def _attend(
+    def attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        groups: Groups = (),
         *,
-        causal: bool,
+        causal: bool = False,
         key_mask: torch.Tensor | None,
         scale: float | None,
         dropout_p: float = 0.0,
@@ -252,6 +243,8 @@ class CompositeSlices(Method):
         else:
             output = self._summed(query, key, value, module, options)
         return output if order is None else take_rows(output, order.argsort(dim=1))
+
+    attend_causal = partialmethod(attend, groups=(), causal=True)
 
     def _summed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, module: nn.Module, options: dict[str, Any]
