@@ -49,7 +49,7 @@ def measure_heads(book: str, length: int) -> list[dict[str, Any]]:
     rows = []
     for layer, inputs in enumerate(held_out_inputs(book, length, START)):
         for clusters, topk, key_clusters in SETTINGS:
-            sizes = {"clusters": clusters, "topk": topk, "key_clusters": key_clusters}
+            sizes: dict[str, Any] = {"clusters": clusters, "topk": topk, "key_clusters": key_clusters}
             method = BiClustered(**sizes, exact_above=0.0, min_length=0)
             labels, key_labels, predicted = method.group(*inputs[:2], None)
             output = bi_clustered_attention(*inputs, labels, key_labels, **sizes)
