@@ -12,6 +12,7 @@ from support.attention_cases import (
     attend_to_key_clusters_with_loops,
     attend_with_loops,
     make_inputs,
+    offsets_with_loops,
     padding,
 )
 from support.closeness import assert_close_to_reference
@@ -57,14 +58,18 @@ def test_equals_the_definition_written_as_loops(op, backend, case):
     query_mask = torch.ones(case.B, case.N) if inputs.query_mask is None else inputs.query_mask
     for b in range(case.B):
         for h in range(case.H):
-            kept = h // (case.H // (case.key_heads or case.H))
+            group = case.H // (case.key_heads or case.H)
+            kept = h // group
             query, labels = inputs.query[b, h].tolist(), inputs.labels[b, h].tolist()
             head = query, inputs.key[b, kept].tolist(), inputs.value[b, kept].tolist(), labels
             masks = key_mask[b].tolist(), query_mask[b].tolist()
             if op == "bi_clustered_attention":
+                sharing = slice(kept * group, kept * group + group)
+                heads = zip(inputs.query[b, sharing].tolist(), inputs.labels[b, sharing].tolist(), strict=True)
+                offsets = offsets_with_loops(list(heads), case.clusters, masks[1])
                 counts = case.clusters, case.key_clusters, case.topk
                 key_labels = inputs.key_labels[b, kept].tolist()
-                expected = attend_to_key_clusters_with_loops(*head, key_labels, *counts, *masks)
+                expected = attend_to_key_clusters_with_loops(*head, key_labels, offsets, *counts, *masks)
             else:
                 topk = 0 if op == "clustered_attention" else case.topk
                 expected = attend_with_loops(*head, case.clusters, topk, *masks)
