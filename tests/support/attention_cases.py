@@ -148,36 +148,91 @@ def attend_with_loops(
     return output
 
 
+def squared_distance(row: list, offsets: list) -> float:
+    """`row^T Σ_η row` for the covariance of the offsets."""
+    return sum(dot(row, eta) ** 2 for eta in offsets) / len(offsets)
+
+
+def difference(a: list, b: list) -> list:
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def offsets_with_loops(heads: list, clusters: int, query_mask: list) -> list:
+    """Scaled queries that count less the mean of their cluster, of several heads `(queries, labels)`."""
+    found = []
+    for query, labels in heads:
+        scale = len(query[0]) ** -0.5
+        for j in range(clusters):
+            members = [
+                [scale * x for x in row]
+                for row, own, m in zip(query, labels, query_mask, strict=True)
+                if m and own == j
+            ]
+            found += [difference(row, mean(members)) for row in members]
+    return found
+
+
 def attend_to_key_clusters_with_loops(
     query: list,
     key: list,
     value: list,
     labels: list,
     key_labels: list,
+    offsets: list,
     clusters: int,
     key_clusters: int,
     topk: int,
     key_mask: list,
     query_mask: list,
 ) -> list:
-    """Spec of one head of bi-clustered attention in plain Python: lists of rows in, list of rows out."""
+    """Spec of one head of bi-clustered attention in plain Python: lists of rows in, list of rows out.
+
+    `offsets` are those of all the query heads that share the keys: what tells which keys a cluster represents badly.
+    """
     N, M, D, Dv = len(query), len(key), len(query[0]), len(value[0])
+    scaled = [[x * D**-0.5 for x in row] for row in query]
     output = [[0.0] * Dv for _ in range(N)]
-    seen = [t for t in range(M) if key_mask[t]]
+    inside = {c: [t for t in range(M) if key_mask[t] and key_labels[t] == c] for c in range(key_clusters)}
+    inside = {c: keys for c, keys in inside.items() if keys}
+    mean_key = {c: mean([key[t] for t in keys]) for c, keys in inside.items()}
+    mean_value = {c: mean([value[t] for t in keys]) for c, keys in inside.items()}
+    distance = {t: difference(key[t], mean_key[c]) for c, keys in inside.items() for t in keys}
+    badly = {t: max(squared_distance(row, offsets), 1e-30) for t, row in distance.items()}
     for j in range(clusters):
         members = [i for i in range(N) if labels[i] == j and query_mask[i]]
-        if not members or not seen:
+        if not members or not inside:
             continue
-        centroid = mean([query[i] for i in members])
-        top = sorted(seen, key=lambda t: -dot(centroid, key[t]))[:topk]
+        centroid = mean([scaled[i] for i in members])
+        mass_of = {t: exp(dot(centroid, key[t])) for t in badly}  # w_jt
+        exact = sorted(badly, key=lambda t: -mass_of[t] * badly[t])[:topk]  # T_j
+        rest = {c: [t for t in keys if t not in exact] for c, keys in inside.items()}
+        rest = {c: keys for c, keys in rest.items() if keys}
+        mass = {c: sum(mass_of[t] for t in keys) for c, keys in rest.items()}  # S_jc
+        tilted_key, tilted_value = (
+            {c: [sum(mass_of[t] * rows[t][d] for t in keys) / mass[c] for d in range(len(rows[0]))]
+             for c, keys in rest.items()}
+            for rows in (key, value)
+        )  # fmt: skip
+        at_centroid = sum(mass_of[t] for t in exact) + sum(mass.values())
+        dipole = [[0.0] * Dv for _ in range(D)]  # M_j
+        for c in rest:
+            for t in inside[c]:
+                share = mass[c] / at_centroid / len(inside[c])
+                of_value = difference(value[t], mean_value[c])
+                for d, of_key in enumerate(distance[t]):
+                    dipole[d] = [m + share * of_key * v for m, v in zip(dipole[d], of_value, strict=True)]
         for i in members:
-            weighted = [(exp(dot(query[i], key[t]) * D**-0.5), value[t]) for t in top]
-            for c in range(key_clusters):
-                inside = [t for t in seen if key_labels[t] == c]
-                rest = [t for t in inside if t not in top]
-                if rest:
-                    mean_key, mean_value = mean([key[t] for t in inside]), mean([value[t] for t in inside])
-                    weighted.append((len(rest) * exp(dot(query[i], mean_key) * D**-0.5), mean_value))
-            total = sum(weight for weight, _ in weighted)
-            output[i] = [sum(weight * row[d] for weight, row in weighted) / total for d in range(Dv)]
+            eta = difference(scaled[i], centroid)
+            of_exact = {t: exp(dot(scaled[i], key[t])) for t in exact}
+            of_cluster = {c: mass[c] * exp(dot(eta, tilted_key[c])) for c in rest}
+            total = sum(of_exact.values()) + sum(of_cluster.values())
+            share_of_clusters = sum(of_cluster.values()) / total
+            share_at_centroid = sum(mass.values()) / at_centroid
+            ratio = share_of_clusters / share_at_centroid if rest else 0.0  # r_i
+            for d in range(Dv):
+                output[i][d] = (
+                    sum(weight * value[t][d] for t, weight in of_exact.items()) / total
+                    + sum(weight * tilted_value[c][d] for c, weight in of_cluster.items()) / total
+                    + ratio * sum(eta[e] * dipole[e][d] for e in range(D))
+                )
     return output

@@ -190,18 +190,14 @@ class _Chunk:
         table_keys[:, self.T :, D] = bias.flatten(0, 1)
         values = torch.cat([exact_rows[..., D:-1], tilted_values.flatten(0, 1)], dim=1)
 
-        # p̄_j, of the whole table at the centroid; the share of the clusters divides the dipole.
-        centroids = self.centroids.flatten(0, 1)
-        at_centroid = torch.cat([(exact_rows[..., :D] @ centroids[..., None])[..., 0], self.log_mass.flatten(0, 1)], 1)
-        self.at_centroid = at_centroid.softmax(dim=1)
-        share = self.at_centroid[:, self.T :].sum(dim=1)
-        self.inverse_share = torch.where(share > 0, 1 / share, 0.0)
+        # `p̄_jc` of the clusters alone: `r_i M_j` is the query's weight on clusters times `Σ_c p̄_jc Cov_c / Σ_c p̄_jc`,
+        # finite where exact keys take all of the centroid's weight.
+        self.at_centroid = self.log_mass.softmax(dim=2)  # (P, C, G)
         rows = keys.flat().view(len(keys.blocks.clusters), keys.blocks.length, -1)
         covariances = keys.blocks.sum(torch.bmm(rows[..., :D].transpose(1, 2), rows[..., D:-1]), self.P * self.G)
         self.covariances = covariances.div_(keys.sizes[..., None]).view(self.P, self.G, -1)
-        weights = (self.at_centroid[:, self.T :] * self.inverse_share[:, None]).view(self.P, self.C, -1)
-        matrices = (weights @ self.covariances).view(-1, D, self.Dv)
-        self.table = ClusterTable(table_keys, values, dipole=Dipole(centroids, matrices, self.T))
+        matrices = (self.at_centroid @ self.covariances).view(-1, D, self.Dv)
+        self.table = ClusterTable(table_keys, values, dipole=Dipole(self.centroids.flatten(0, 1), matrices, self.T))
 
     def _clusters_of_top(self) -> torch.Tensor:
         """Rows of the means `(P · G, ...)` of the exact keys, flat."""
@@ -211,32 +207,22 @@ class _Chunk:
         """Gradients of the scaled queries `(P, N, D)`, and of keys and values side by side, `(P, M, D + Dv)`."""
         keys, D, T = self.keys, self.D, self.T
         grad_query, grad = attend_backward(self.table, self.blocks, self.packed_query, self.factor, packed_grad)
-        dipole, own_dipole = grad.dipole, self.table.dipole
+        dipole = grad.dipole
         assert dipole is not None
-        assert own_dipole is not None
         centroids = self.centroids.flatten(0, 1)
         grad_centroids = dipole.centroids
         grad_bias = grad.keys[:, T:, D]
-        # The dipole: M_j / Σ_c p̄_jc, M_j = Σ_c p̄_jc Cov_c.
-        grad_sum = (dipole.matrices * self.inverse_share[:, None, None]).flatten(1)
-        grad_share = -torch.linalg.vecdot(grad_sum, own_dipole.matrices.flatten(1))
-        by_head = grad_sum.view(self.P, self.C, -1)
-        grad_cluster = (by_head @ self.covariances.transpose(1, 2)).flatten(0, 1) + grad_share[:, None]
-        at_centroid = self.at_centroid[:, T:].view(self.P, self.C, -1)
-        grad_covariances = (at_centroid.transpose(1, 2) @ by_head).view(-1, D, self.Dv) / keys.sizes[..., None]
-        grad_logits = torch.cat([torch.zeros_like(self.at_centroid[:, :T]), grad_cluster], dim=1)
-        grad_logits -= torch.linalg.vecdot(self.at_centroid, grad_logits)[:, None]
+        # The dipole's matrices: means of the clusters' covariances, weighed by a softmax.
+        by_head = dipole.matrices.view(self.P, self.C, -1)
+        grad_covariances = (self.at_centroid.transpose(1, 2) @ by_head).view(-1, D, self.Dv) / keys.sizes[..., None]
+        grad_logits = by_head @ self.covariances.transpose(1, 2)
+        grad_logits -= torch.linalg.vecdot(self.at_centroid, grad_logits)[..., None]
         grad_logits *= self.at_centroid
-
-        # Exact keys: rows of the table, and their scores at the centroid.
-        exact_keys = self.table.keys[:, :T, :D]
         grad_exact = torch.cat([grad.keys[:, :T, :D], grad.values[:, :T]], dim=2)
-        grad_exact[..., :D] += grad_logits[:, :T, None] * centroids[:, None]
-        grad_centroids += (grad_logits[:, None, :T] @ exact_keys)[:, 0]
 
         # Tangents: b_jc = log S_jc - Q̄_j·K̃_jc.
         tilted_keys = self.table.keys[:, T:, :D]
-        grad_log_mass = grad_bias + grad_logits[:, T:]
+        grad_log_mass = grad_bias + grad_logits.flatten(0, 1)
         grad_tilted = torch.cat([grad.keys[:, T:, :D], grad.values[:, T:]], dim=2)
         grad_tilted[..., :D] -= grad_bias[..., None] * centroids[:, None]
         grad_centroids -= (grad_bias[:, None] @ tilted_keys)[:, 0]

@@ -79,7 +79,6 @@ def attend_head(
             tilted_values.append(share @ value[members])
             everyone = key_labels == c
             covariances.append(spread_keys[everyone].T @ spread_values[everyone] / everyone.sum())
-        masses = torch.stack([*scores[chosen], *log_mass])  # at the centroid: (T + clusters seen,)
         rows, columns = query[own], [*range(topk), *(topk + c for c in seen)]
         values = torch.cat([value[chosen], torch.stack(tilted_values)]) if seen else value[chosen]
 
@@ -91,11 +90,11 @@ def attend_head(
             weights = weights * factor[own][:, columns]
         output[own] = weights @ values
         if seen:
-            # Dipole: how the mean value of a cluster turns with the query.
-            at_centroid = masses.softmax(dim=0)[topk:]
+            # Dipole: how the mean value of a cluster turns with the query. r_i M_j is the query's weight on clusters
+            # times Σ_c p̄_jc Cov_c / Σ_c p̄_jc, which no centroid without weight on clusters divides by 0.
+            at_centroid = torch.stack(log_mass).softmax(dim=0)
             dipole = sum(p * covariance for p, covariance in zip(at_centroid, covariances, strict=True))
-            ratio = weights[:, topk:].sum(dim=1) / at_centroid.sum()  # r_i
-            output[own] += ratio[:, None] * (eta_j @ dipole)
+            output[own] += weights[:, topk:].sum(dim=1, keepdim=True) * (eta_j @ dipole)
     return output
 
 
