@@ -47,10 +47,11 @@ def query_offsets(
     points = points.to(torch.promote_types(query.dtype, torch.float32)).flatten(0, 1)
     index = cluster_rows(own.flatten(0, 1), clusters)
     if counts is not None:
-        points = points * counts.repeat_interleave(H, dim=0)[..., None]
+        counted = counts.repeat_interleave(H, dim=0)  # (B · H, n)
+        points = points.masked_fill(~counted[..., None], 0.0)  # whatever padding holds
         spare = torch.full_like(index, B * H * clusters)  # of rows that do not count
-        counted = torch.where(counts.repeat_interleave(H, dim=0).flatten(), index, spare)
-        sizes = torch.bincount(counted, minlength=B * H * clusters + 1)[:-1].view(B * H, clusters)
+        sizes = torch.bincount(torch.where(counted.flatten(), index, spare), minlength=B * H * clusters + 1)
+        sizes = sizes[:-1].view(B * H, clusters)
     else:
         sizes = cluster_sizes(index, B * H, clusters)
     means = cluster_sums(points, index, B * H, clusters) / sizes.clamp(min=1)[..., None]
