@@ -224,7 +224,7 @@ def test_no_weight_on_clusters_leaves_no_dipole(backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_dtypes_of_heads_that_attend_exactly(dropout_p, dtype):
-    """The error is what plain PyTorch has in the same dtype; all keys are exact, so that every dtype takes the same."""
+    """The error is what plain PyTorch has in the same dtype. All keys are exact, so that each dtype takes the same."""
     case = Case("dtype", H=4, key_heads=2)
     options = {"exact_heads": EXACT, "dropout_p": dropout_p, "topk": case.M}
     rounded = make_inputs(case, dtype)
