@@ -90,12 +90,14 @@ def predicted_error(
     scale = key.shape[3] ** -0.5 if scale is None else scale
     eta = offsets if offsets_mask is None else offsets * offsets_mask[:, None, :, None]
     counted = offsets.shape[2] if offsets_mask is None else offsets_mask.sum(dim=1).clamp(min=1)[:, None, None, None]
-    covariance = eta.transpose(2, 3) @ eta / counted
+    with torch.autocast(key.device.type, enabled=False):
+        covariance = eta.transpose(2, 3) @ eta / counted
     within, mask = query_offsets(key, key_labels, key_clusters, query_mask=key_mask, rows=rows)
     if mask is not None:
         within = within * mask[:, None, :, None]
     keys = within.shape[2] if mask is None else mask.sum(dim=1).clamp(min=1)[:, None, None, None]
-    spread = within.transpose(2, 3) @ within / keys
+    with torch.autocast(key.device.type, enabled=False):
+        spread = within.transpose(2, 3) @ within / keys
     return (covariance * spread).sum(dim=(2, 3)) * (scale**2 * ERROR_PER_VARIANCE)
 
 
