@@ -117,6 +117,15 @@ def test_dtype_and_gradient(dtype):
     torch.testing.assert_close(error.double(), expected, rtol=1e-5, atol=0)
 
 
+def test_autocast_changes_nothing():
+    """Whether a head attends exactly is no matter of the precision that a model's products are in."""
+    case = Case("autocast")
+    expected = found_error(case, make_inputs(case, torch.float32))
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = found_error(case, make_inputs(case, torch.float32))
+    assert torch.equal(actual, expected)
+
+
 def test_spread_rows_are_even_and_count():
     tensor = torch.zeros(2, 1, 10, 1)
     places, counts = spread_rows(tensor, None, 4)
