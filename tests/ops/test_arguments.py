@@ -113,6 +113,20 @@ def test_arguments_about_key_clusters(changes, error, message, backend):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
+        ({"exact_heads": torch.ones(2, 3)}, TypeError, r"exact_heads must be boolean, got torch.float32; use mask"),
+        ({"exact_heads": torch.ones(2, 1).bool()}, ValueError, r"\(B, heads of key\) = \(2, 3\) on cpu, got \(2, 1\)"),
+        ({"exact_heads": torch.ones(2, 3, device="meta").bool()}, ValueError, r"on cpu, got \(2, 3\) on meta"),
+        ({"backend": "triton"}, ValueError, 'cannot run here: this op has no kernels yet; use backend="batched"'),
+    ],
+)
+def test_arguments_of_bi_clustered_attention_alone(changes, error, message):
+    with pytest.raises(error, match=message):
+        ops.bi_clustered_attention(**OPS["bi_clustered_attention"] | arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
         ({"clusters": 0}, ValueError, "clusters must be at least 1, got 0"),
         ({"method": "kmean"}, ValueError, "method must be one of 'kmeans', 'lsh', got 'kmean'"),
         ({"iterations": -1}, ValueError, "iterations must be at least 0, got -1"),

@@ -74,15 +74,27 @@ def test_sorted_block_attention(case, dtype, backend):
     assert called == names_of("sorted_block_attention", backend)
 
 
-@each_backend
-@pytest.mark.parametrize("op", ["clustered_attention", "improved_clustered_attention", "bi_clustered_attention"])
+@pytest.mark.parametrize(
+    ("op", "backend", "options"),
+    [
+        ("clustered_attention", "batched", {}),
+        ("clustered_attention", "triton", {}),
+        ("improved_clustered_attention", "batched", {}),
+        ("improved_clustered_attention", "triton", {}),
+        ("bi_clustered_attention", "batched", {}),
+        ("bi_clustered_attention", "batched", {"exact_heads": torch.tensor([[True, False]])}),
+    ],
+)
 @pytest.mark.parametrize("case", ATTENTION, **by_name)
-def test_clustered_attention(case, op, backend):
+def test_clustered_attention(case, op, backend, options):
+    if options:
+        case = replace(case, H=4, key_heads=2)
     case = replace(case, B=1, N=12, M=11, D=8, Dv=4, clusters=2)
+    options = {name: tensor.to(DEVICE) for name, tensor in options.items()}
     inputs = attention.make_inputs(case, torch.float32)
     inputs = replace(inputs, **{name: None if x is None else x.to(DEVICE) for name, x in vars(inputs).items()})
     leaves = [tensor.requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)]
     called = check_backward_ops(
-        lambda: torch.autograd.grad(attention.attend(op, case, inputs, backend=backend).sum(), leaves)
+        lambda: torch.autograd.grad(attention.attend(op, case, inputs, backend=backend, **options).sum(), leaves)
     )
     assert called == names_of(op, backend)

@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 
 import hf_effattn
-from hf_effattn.ops import bi_clustered_attention, cluster_queries, clustered_attention, improved_clustered_attention
+from hf_effattn.ops import (
+    bi_clustered_attention,
+    cluster_queries,
+    clustered_attention,
+    improved_clustered_attention,
+    predicted_error,
+    query_offsets,
+)
 from hf_effattn.ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS
 from hf_effattn.patching.methods import METHODS as EVERY_METHOD
 from hf_effattn.patching.methods import make_method
@@ -50,7 +57,8 @@ def test_names_and_defaults() -> None:
         "topk": 32,
     }
     bi_clustered = make_method("bi-clustered").to_dict()
-    assert bi_clustered == settings.to_dict() | {"topk": 64, "key_clusters": 100, "keys_per_cluster": 8}
+    own = {"clusters": 64, "topk": 64, "key_clusters": 32, "exact_above": 0.5, "keys_per_cluster": 8}
+    assert bi_clustered == settings.to_dict() | own
     assert make_method("cst").to_dict() == {
         "min_length": 0,
         "slice_length": 16,
@@ -121,6 +129,15 @@ def test_wrong_settings_of_bi_clustered_are_named() -> None:
         make_method("bi-clustered", key_clusters=1.5)
     with pytest.raises(ValueError, match="topk must be at least 1, got 0: the number of keys per cluster that its"):
         make_method("bi-clustered", topk=0)
+    for wrong in ("0.5", True, [0.5]):
+        with pytest.raises(TypeError, match="exact_above must be a number or None, got"):
+            make_method("bi-clustered", exact_above=wrong)
+    for wrong in (-0.1, float("nan")):
+        with pytest.raises(ValueError, match="exact_above must be at least 0, got"):
+            make_method("bi-clustered", exact_above=wrong)
+    assert make_method("bi-clustered", exact_above=np.float32(0.25)) == make_method("bi-clustered", exact_above=0.25)
+    assert json.loads(json.dumps(make_method("bi-clustered", exact_above=1).to_dict()))["exact_above"] == 1.0
+    assert make_method("bi-clustered", exact_above=None).exact_above is None
 
 
 def test_a_setting_of_another_method_is_refused() -> None:
@@ -196,10 +213,48 @@ def test_run_method_is_clustering_and_op(method: str, metric: str, clustering: s
     elif method == "i-clustered":
         expected = improved_clustered_attention(query, key, value, labels, clusters=5, **options, **masks)
     else:
-        key_labels = cluster_queries(key, options["key_clusters"], query_mask=mask, seed=3)
+        # Keys in the metric of the queries' offsets from their centroids; heads of a large predicted error exactly.
+        offsets, offsets_mask = query_offsets(query, labels, 5, query_mask=mask)
+        G, metric_of_keys = options["key_clusters"], {"key": offsets, "key_mask": offsets_mask}
+        key_labels = cluster_queries(key, G, **metric_of_keys, iterations=1, query_mask=mask, seed=3)
+        predicted = predicted_error(offsets, offsets_mask, key, key_labels, G, key_mask=mask, scale=0.7)
+        options = options | {"exact_heads": predicted > 0.5}
         expected = bi_clustered_attention(query, key, value, labels, key_labels, clusters=5, **options, **masks)
     actual = settings.run(query, key, value, key_mask=mask, scale=0.7)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_heads_of_a_large_predicted_error_attend_exactly(masked: bool, key_heads: int) -> None:
+    """One head's queries are spread out, and those of all others are alike."""
+    query, key, value = tensors(heads=4)
+    key, value, mask = key[:, :key_heads], value[:, :key_heads], left_padded() if masked else None
+    query = query * torch.tensor([0.1, 6.0, 0.1, 0.1])[:, None, None]
+    settings = make_method("bi-clustered", clusters=5, topk=4, key_clusters=4, min_length=0)
+    chosen = settings.exact_heads(settings.group(query, key, mask))
+    assert chosen is not None
+    spread_out = 1 // (4 // key_heads)
+    assert chosen.tolist() == [[head == spread_out for head in range(key_heads)]] * 2
+
+    dense = None if mask is None else mask[:, None, None, :]
+    exact = F.scaled_dot_product_attention(query, key, value, attn_mask=dense, enable_gqa=True)
+    some, none = settings, dataclasses.replace(settings, exact_above=None)
+    every = dataclasses.replace(settings, exact_above=0)
+    counts = torch.ones(2, 30, dtype=torch.bool) if mask is None else mask
+    exactly = [head // (4 // key_heads) == spread_out for head in range(4)]
+    for method, heads in ((some, exactly), (none, [False] * 4), (every, [True] * 4)):
+        wrong = (method.run(query, key, value, key_mask=mask) - exact).abs() * counts[:, None, :, None]
+        assert [error < 1e-14 for error in wrong.amax(dim=(0, 2, 3)).tolist()] == heads
+
+
+def test_predicted_error_follows_the_scale() -> None:
+    """A scale of a model's own decides as the default one does with queries as much larger."""
+    query, key, _ = tensors()
+    settings = make_method("bi-clustered", clusters=5, topk=4, key_clusters=4, min_length=0)
+    *_, predicted = settings.group(query, key, None, 1.0)
+    *_, default = settings.group(query, key, None)
+    torch.testing.assert_close(predicted, default * 8)
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -6,7 +6,7 @@ Sizes: `B` batch, `H` query heads, `P` key/value heads, `N` queries, `M` keys, `
 import torch
 
 from ..shared.arguments import check_count, check_labels
-from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums
+from ..shared.tables import cluster_rows, cluster_sums
 
 # Measured over 72 heads of a pretrained BERT: the error of a head is about a quarter of σ².
 ERROR_PER_VARIANCE = 0.25
@@ -46,14 +46,13 @@ def query_offsets(
     points, own = _take(query, chosen), _take(labels[..., None], chosen)[..., 0]
     points = points.to(torch.promote_types(query.dtype, torch.float32)).flatten(0, 1)
     index = cluster_rows(own.flatten(0, 1), clusters)
+    counted = torch.ones_like(own, dtype=torch.bool).flatten(0, 1)
     if counts is not None:
-        points = points * counts.repeat_interleave(H, dim=0)[..., None]
-        spare = torch.full_like(index, B * H * clusters)  # of rows that do not count
-        counted = torch.where(counts.repeat_interleave(H, dim=0).flatten(), index, spare)
-        sizes = torch.bincount(counted, minlength=B * H * clusters + 1)[:-1].view(B * H, clusters)
-    else:
-        sizes = cluster_sizes(index, B * H, clusters)
-    means = cluster_sums(points, index, B * H, clusters) / sizes.clamp(min=1)[..., None]
+        counted = counts.repeat_interleave(H, dim=0)  # (B · H, n)
+        points = points.masked_fill(~counted[..., None], 0.0)  # whatever padding holds
+    # Sums of ones, as torch.compile knows the shape of no bincount.
+    sizes = cluster_sums(counted[..., None].to(points.dtype), index, B * H, clusters)
+    means = cluster_sums(points, index, B * H, clusters) / sizes.clamp(min=1)
     eta = points - means.flatten(0, 1).index_select(0, index).view_as(points)
     group = H // (key_heads or H)
     offsets = eta.view(B, H // group, -1, D)
@@ -91,12 +90,14 @@ def predicted_error(
     scale = key.shape[3] ** -0.5 if scale is None else scale
     eta = offsets if offsets_mask is None else offsets * offsets_mask[:, None, :, None]
     counted = offsets.shape[2] if offsets_mask is None else offsets_mask.sum(dim=1).clamp(min=1)[:, None, None, None]
-    covariance = eta.transpose(2, 3) @ eta / counted
+    with torch.autocast(key.device.type, enabled=False):
+        covariance = eta.transpose(2, 3) @ eta / counted
     within, mask = query_offsets(key, key_labels, key_clusters, query_mask=key_mask, rows=rows)
     if mask is not None:
         within = within * mask[:, None, :, None]
     keys = within.shape[2] if mask is None else mask.sum(dim=1).clamp(min=1)[:, None, None, None]
-    spread = within.transpose(2, 3) @ within / keys
+    with torch.autocast(key.device.type, enabled=False):
+        spread = within.transpose(2, 3) @ within / keys
     return (covariance * spread).sum(dim=(2, 3)) * (scale**2 * ERROR_PER_VARIANCE)
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from threading import Barrier
 
 import torch
 
@@ -19,11 +20,17 @@ def _workers(count: int) -> ThreadPoolExecutor:
     """`count` threads whose own operators run on one thread."""
     # The number is a thread's own, but torch also keeps the last one set for threads to come.
     here = torch.get_num_threads()
-    pool = ThreadPoolExecutor(count, "hf_effattn", initializer=torch.set_num_threads, initargs=(1,))
-    for _ in pool.map(lambda _: None, range(count)):
+    pool = ThreadPoolExecutor(count, "hf_effattn", initializer=_use_one_thread)
+    everyone = Barrier(count)  # an idle thread would take the next one's task, and that one start later
+    for _ in pool.map(lambda _: everyone.wait(), range(count)):
         pass
     torch.set_num_threads(here)
     return pool
+
+
+def _use_one_thread() -> None:
+    torch.get_num_threads()  # a thread takes the number kept for threads to come when it first needs one
+    torch.set_num_threads(1)
 
 
 @lru_cache

@@ -1,0 +1,181 @@
+"""Pieces of the forms for a CPU: the largest of many numbers, chunks of heads on threads."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier, current_thread
+
+import pytest
+import torch
+from support.attention_cases import Case, attend, make_inputs
+
+from hf_effattn.ops.shared import head_threads
+from hf_effattn.ops.shared.head_threads import for_every_chunk
+from hf_effattn.ops.shared.row_chunks import RowChunk
+from hf_effattn.ops.shared.topk import GROUP, largest
+
+OPS = ("clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
+CPU = torch.device("cpu")
+each_op = pytest.mark.parametrize("op", OPS)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize(
+    ("M", "topk"), [(1, 1), (31, 4), (32, 1), (39, 1), (133, 4), (1000, 31), (2051, 64), (4099, 1), (512, 512)]
+)
+def test_largest_equals_torchs(M, topk, in_order):
+    scores = torch.randn(2, 70, M, generator=torch.Generator().manual_seed(M), dtype=torch.float64)
+    found = largest(scores, topk, in_order=in_order)
+    expected = scores.topk(topk, dim=2).indices
+    if not in_order:
+        found, expected = found.sort(dim=2).values, expected.sort(dim=2).values
+    assert torch.equal(found, expected)
+
+
+def test_largest_are_found_by_groups():
+    """What the numbers above try is the fast way: without it a test of its own would test torch."""
+    assert [4 * topk <= M // GROUP for M, topk in ((133, 4), (1000, 31), (2051, 64))] == [True] * 3
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_largest_of_equal_numbers_and_of_none(in_order):
+    """Of ties any are right, each once; places that hold no key are taken last."""
+    scores = torch.randint(5, (3, 9, 1003), generator=torch.Generator().manual_seed(0)).float()
+    scores[..., 40:] = -torch.inf
+    found = largest(scores, 30, in_order=in_order)
+    assert found.dtype == torch.int64
+    assert all(len(set(row)) == 30 for row in found.flatten(0, 1).tolist())
+    values, expected = scores.gather(2, found), scores.topk(30, dim=2).values
+    if not in_order:
+        values = values.sort(dim=2, descending=True).values
+    assert torch.equal(values, expected)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    kept = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(kept)
+
+
+def outputs_and_gradients(op: str, case: Case, seed: int = 0, **options) -> list[torch.Tensor]:
+    inputs = make_inputs(case, seed=seed)
+    leaves = [tensor.requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)]
+    torch.manual_seed(3)
+    output = attend(op, case, inputs, backend="batched", **options)
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
+
+
+SIZES = Case("threads", H=6, key_heads=3, N=90, M=90, masks="right")
+
+
+@each_op
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_one_thread_and_two_give_the_same(op, dropout_p, two_threads):
+    on_two = outputs_and_gradients(op, SIZES, dropout_p=dropout_p)
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+    for actual, expected in zip(on_two, outputs_and_gradients(op, SIZES, dropout_p=dropout_p), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+
+
+def chunks(count: int) -> list[RowChunk]:
+    return [RowChunk(batch, 0, 1, 1, batch, None, None) for batch in range(count)]
+
+
+def test_chunks_run_on_threads_of_one_thread_each(two_threads):
+    seen, together = [], Barrier(2, timeout=60)  # passed only by two chunks at once
+
+    def run(chunk):
+        together.wait()
+        seen.append((chunk.batch, current_thread().name, torch.get_num_threads(), torch.is_grad_enabled()))
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for_every_chunk(run, chunks(6), CPU)
+    assert sorted(batch for batch, *_ in seen) == list(range(6))
+    assert {threads for *_, threads, _ in seen} == {1}
+    assert not any(grad for *_, grad in seen)
+    assert len({name for _, name, *_ in seen}) == 2
+    with ThreadPoolExecutor(1) as pool:  # threads to come are told nothing of the chunks' one
+        assert pool.submit(torch.get_num_threads).result() == torch.get_num_threads() == 2
+
+
+def test_autocast_ends_before_a_chunk(two_threads):
+    dtypes = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for_every_chunk(lambda chunk: dtypes.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype), chunks(4), CPU)
+        for_every_chunk(lambda chunk: dtypes.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype), chunks(1), CPU)
+    assert dtypes == [torch.float32] * 5
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_what_a_chunk_raises_is_raised(count, two_threads):
+    def run(chunk):
+        if chunk.batch == count - 1:
+            raise ArithmeticError("in a chunk")
+
+    with pytest.raises(ArithmeticError, match="in a chunk"):
+        for_every_chunk(run, chunks(count), CPU)
+    done = []
+    for_every_chunk(lambda chunk: done.append(chunk.batch), chunks(9), CPU)
+    assert sorted(done) == list(range(9))
+
+
+@each_op
+def test_inference_mode(op, two_threads):
+    inputs = make_inputs(SIZES)
+    expected = attend(op, SIZES, inputs)
+    with torch.inference_mode():
+        actual = attend(op, SIZES, make_inputs(SIZES))
+        assert actual.is_inference()
+    assert torch.equal(actual, expected)
+    # A tensor of inference mode is read outside of it.
+    inputs.query = torch.inference_mode()(lambda: inputs.query.clone())()
+    assert torch.equal(attend(op, SIZES, inputs), expected)
+
+
+@each_op
+def test_several_threads_of_python_at_once(op, two_threads):
+    expected = [outputs_and_gradients(op, SIZES, seed=seed) for seed in range(6)]
+    head_threads._workers.cache_clear()  # the pool, too, is made by all of them at once
+    together = Barrier(3, timeout=60)
+
+    def run(seed):
+        together.wait()
+        return outputs_and_gradients(op, SIZES, seed=seed)
+
+    with ThreadPoolExecutor(3) as pool:
+        for actual, alone in zip(pool.map(run, range(6)), expected, strict=True):
+            for tensor, same in zip(actual, alone, strict=True):
+                torch.testing.assert_close(tensor, same, rtol=1e-12, atol=1e-14)
+
+
+FORKED = """
+import os, sys
+import torch
+from hf_effattn.ops import bi_clustered_attention
+
+torch.set_num_threads(2)
+tensors = [torch.randn(1, 4, 40, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+labels = [torch.randint(4, (1, 4, 40), generator=torch.Generator().manual_seed(n)) for n in range(2)]
+
+def run():
+    return bi_clustered_attention(*tensors, *labels, clusters=4, key_clusters=4, topk=4)
+
+expected = run()  # starts the threads, which a child has not
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(run(), expected) else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="the system cannot fork")
+def test_a_forked_process_starts_its_own_threads():
+    folder = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", FORKED], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,275 @@
+"""Bi-clustered attention: identities of the first order, heads that attend exactly, its error beside order zero's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.attention_cases import Case, attend, make_inputs
+from support.closeness import assert_close_to_reference
+
+from hf_effattn.ops import bi_clustered_attention
+
+OP = "bi_clustered_attention"
+BACKENDS = ("reference", "batched")
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+by_name = {"ids": lambda case: case.name}
+MASKS = ("none", "right", "left", "holes", "row")
+
+
+def exact(inputs):
+    """SDPA, with grouped heads and masked keys."""
+    mask = None if inputs.key_mask is None else inputs.key_mask[:, None, None, :]
+    return F.scaled_dot_product_attention(inputs.query, inputs.key, inputs.value, attn_mask=mask, enable_gqa=True)
+
+
+def assert_equal_where_counted(inputs, actual, expected, atol=2e-14):
+    """Equal in every query that counts; larger sums than plain attention's: means, tangents, a dipole."""
+    for b, rows in enumerate(inputs.query_mask if inputs.query_mask is not None else [slice(None)] * len(actual)):
+        torch.testing.assert_close(actual[b][:, rows], expected[b][:, rows], rtol=0, atol=atol)
+
+
+@each_backend
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize(("topk", "key_clusters"), [(1, 1), (1, 9), (7, 3), (36, 1)])
+def test_a_cluster_for_every_query_is_exact(topk, key_clusters, masks, backend):
+    case = Case("own", H=4, key_heads=2, clusters=41, key_clusters=key_clusters, topk=topk, masks=masks)
+    inputs = make_inputs(case)
+    inputs.labels = torch.randperm(41, generator=torch.Generator().manual_seed(0))[:37].expand(2, 4, -1)
+    assert_equal_where_counted(inputs, attend(OP, case, inputs, backend=backend), exact(inputs))
+
+
+@each_backend
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("topk", [37, 60])
+def test_every_key_exact_is_exact(topk, masks, backend):
+    case = Case("all", H=4, key_heads=2, topk=topk, masks=masks)
+    inputs = make_inputs(case)
+    assert_equal_where_counted(inputs, attend(OP, case, inputs, backend=backend), exact(inputs))
+
+
+@each_backend
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("topk", [1, 36])
+def test_a_cluster_for_every_key_is_exact(topk, masks, backend):
+    case = Case("own", H=4, key_heads=2, key_clusters=37, topk=topk, masks=masks)
+    inputs = make_inputs(case)
+    inputs.key_labels = torch.arange(37).expand(2, 2, -1)
+    assert_equal_where_counted(inputs, attend(OP, case, inputs, backend=backend), exact(inputs))
+
+
+@each_backend
+@pytest.mark.parametrize("masks", MASKS)
+def test_keys_alike_within_their_cluster_are_exact(masks, backend):
+    """Nothing is left to expand: a key's score is its cluster's tangent, whatever the values."""
+    case = Case("alike", H=4, key_heads=2, key_clusters=5, topk=3, masks=masks)
+    inputs = make_inputs(case)
+    inputs.key = inputs.key[:, :, :5].gather(2, inputs.key_labels[..., None].expand(-1, -1, -1, case.D))
+    assert_equal_where_counted(inputs, attend(OP, case, inputs, backend=backend), exact(inputs))
+
+
+@each_backend
+@pytest.mark.parametrize("masks", ["none", "left"])
+def test_a_query_at_its_centroid_is_exact(masks, backend):
+    """Where nothing is left to expand: first of every three queries is the mean of the three."""
+    case = Case("centroid", H=4, key_heads=2, N=36, M=36, clusters=12, masks=masks)
+    inputs = make_inputs(case)
+    inputs.labels = (torch.arange(36) // 3).expand(2, 4, -1)
+    inputs.query[:, :, ::3] = (inputs.query[:, :, 1::3] + inputs.query[:, :, 2::3]) / 2
+    actual, expected = attend(OP, case, inputs, backend=backend), exact(inputs)
+    inputs.query_mask = None if masks == "none" else inputs.query_mask[:, ::3]  # 12 queries of padding: whole clusters
+    assert_equal_where_counted(inputs, actual[:, :, ::3], expected[:, :, ::3])
+    assert (actual[0, :, 1::3] - expected[0, :, 1::3]).abs().max() > 1e-3
+
+
+@each_backend
+@pytest.mark.parametrize("masks", MASKS)
+def test_constant_values_come_back(masks, backend):
+    case = Case("constant", H=4, key_heads=2, masks=masks)
+    inputs = make_inputs(case)
+    inputs.value = inputs.value[:, :, :1].expand(-1, -1, case.M, -1)
+    expected = inputs.value[:, :, :1].repeat_interleave(2, dim=1).expand(-1, -1, case.N, -1)
+    actual = attend(OP, case, inputs, backend=backend)
+    if masks == "row":
+        assert (actual[1] == 0).all()
+        actual, expected, inputs.query_mask = actual[:1], expected[:1], None
+    assert_equal_where_counted(inputs, actual, expected)
+
+
+@each_backend
+@pytest.mark.parametrize("masks", ["none", "right", "holes"])
+@pytest.mark.parametrize("topk", [1, 6])
+def test_implied_weights_sum_to_one(topk, masks, backend):
+    case = Case("weights", H=4, key_heads=2, topk=topk, masks=masks)
+    inputs = make_inputs(case)
+    inputs.value = torch.eye(case.M, dtype=torch.float64).expand(2, 2, -1, -1)
+    weights = attend(OP, case, inputs, backend=backend)
+    assert_equal_where_counted(inputs, weights.sum(dim=3), torch.ones(2, 4, case.N, dtype=torch.float64))
+    assert (weights < 0).any()  # of the dipole
+    if inputs.key_mask is not None:
+        assert (weights.transpose(2, 3)[(~inputs.key_mask)[:, None].expand(-1, 4, -1)] == 0).all()
+
+
+EXACT = torch.tensor([[True, False], [False, True]])
+OPTIONS = (
+    ("plain", {}),
+    ("dropout", {"dropout_p": 0.3}),
+    ("exact_heads", {"exact_heads": EXACT}),
+    ("exact_heads_and_dropout", {"exact_heads": EXACT, "dropout_p": 0.3}),
+    ("all_exact", {"exact_heads": torch.ones(2, 2, dtype=torch.bool), "dropout_p": 0.3}),
+    ("none_exact", {"exact_heads": torch.zeros(2, 2, dtype=torch.bool)}),
+)
+each_option = pytest.mark.parametrize(
+    "options", [options for _, options in OPTIONS], ids=[name for name, _ in OPTIONS]
+)
+
+
+def with_gradients(case, inputs, **options):
+    inputs.query, inputs.key, inputs.value = (
+        tensor.detach().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)
+    )
+    torch.manual_seed(7)
+    output = attend(OP, case, inputs, **options)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = torch.autograd.grad(output, (inputs.query, inputs.key, inputs.value), weights.to(output.dtype))
+    return dict(zip(("output", "query", "key", "value"), (output.detach(), *gradients), strict=True))
+
+
+def assert_both_forms_agree(case, rtol=1e-12, **options):
+    expected = with_gradients(case, make_inputs(case), backend="reference", **options)
+    actual = with_gradients(case, make_inputs(case), backend="batched", **options)
+    for name in expected:
+        assert_close_to_reference(name, actual[name], expected[name], rtol=rtol)
+    return actual
+
+
+@each_option
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("heads", [2, 6])
+def test_gradients_are_those_of_the_reference(heads, masks, options):
+    assert_both_forms_agree(Case("gradients", H=heads, key_heads=2, masks=masks), **options)
+
+
+@pytest.mark.parametrize("masks", ["none", "holes", "left"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_exact_heads_of_more_queries_than_are_held_at_once(dropout_p, masks):
+    case = Case("long", B=1, H=4, key_heads=2, N=1100, M=70, D=4, Dv=3, clusters=3, masks=masks)
+    assert_both_forms_agree(case, exact_heads=EXACT[:1], dropout_p=dropout_p)
+
+
+def test_exact_heads_whose_first_queries_are_all_padding():
+    """The dropout of those is drawn and thrown away, so that padding shifts none."""
+    case = Case("padded", B=1, H=2, key_heads=2, N=1100, M=20, D=4, Dv=3, clusters=3)
+    results = []
+    for backend in BACKENDS:
+        inputs = make_inputs(case)
+        inputs.query_mask = (torch.arange(case.N) >= 700)[None]
+        results.append(with_gradients(case, inputs, exact_heads=EXACT[:1], dropout_p=0.3, backend=backend))
+    for name, tensor in results[0].items():
+        assert_close_to_reference(name, results[1][name], tensor, rtol=1e-12)
+
+
+@each_backend
+@pytest.mark.parametrize("masks", MASKS)
+def test_exact_heads_equal_sdpa_and_the_others_do_not_change(masks, backend):
+    case = Case("exact", H=4, key_heads=2, masks=masks)
+    inputs = make_inputs(case)
+    actual = attend(OP, case, inputs, exact_heads=EXACT, backend=backend)
+    for_queries = EXACT.repeat_interleave(2, dim=1)[:, :, None, None]
+    expected = torch.where(for_queries, exact(inputs), attend(OP, case, inputs, backend=backend))
+    assert_equal_where_counted(inputs, actual, expected, atol=4e-15)
+    if inputs.query_mask is not None:
+        assert (actual.transpose(1, 2)[~inputs.query_mask] == 0).all()
+
+
+@each_backend
+def test_dropout_of_exact_heads_is_that_of_their_weights(backend):
+    """With the identity as values: a weight is 0, or divided by what is kept."""
+    case = Case("dropout", B=1, H=1, N=700, M=50, Dv=50)
+    inputs = make_inputs(case)
+    inputs.value = torch.eye(50, dtype=torch.float64)[None, None]
+    every = torch.ones(1, 1, dtype=torch.bool)
+    ratio = attend(OP, case, inputs, exact_heads=every, dropout_p=0.2, backend=backend) / exact(inputs)
+    kept = ratio != 0
+    torch.testing.assert_close(ratio[kept], torch.full_like(ratio[kept], 1.25))
+    assert abs(kept.double().mean() - 0.8) < 5 * (0.2 * 0.8 / kept.numel()) ** 0.5  # standard errors
+    assert not torch.equal(kept[0, 0, :100], kept[0, 0, 512:612])  # each part has draws of its own
+
+
+@each_option
+@each_backend
+@pytest.mark.parametrize("garbage", [1e4, float("inf"), float("nan")])
+def test_masked_rows_have_no_influence(garbage, backend, options):
+    case = Case("garbage", H=4, key_heads=2, masks="holes")
+    clean = with_gradients(case, make_inputs(case), backend=backend, **options)
+    inputs = make_inputs(case)
+    for b in range(case.B):
+        inputs.key[b, :, ~inputs.key_mask[b]] = garbage
+        inputs.value[b, :, ~inputs.key_mask[b]] = -garbage
+        inputs.query[b, :, ~inputs.query_mask[b]] = garbage
+    for name, tensor in with_gradients(case, inputs, backend=backend, **options).items():
+        assert torch.equal(tensor, clean[name]), name
+
+
+@each_backend
+def test_no_weight_on_clusters_leaves_no_dipole(backend):
+    """Exact keys that take all weight: the ratio of the clusters' weights is 0 over 0 to float32, not the result."""
+    case = Case("certain", H=1, topk=2)
+    inputs = make_inputs(case, torch.float32)
+    inputs.key[:, :, 0] *= 200
+    inputs.query = inputs.key[:, :, :1] / 100 + 0.01 * inputs.query
+    results = with_gradients(case, inputs, backend=backend)
+    assert all(tensor.isfinite().all() for tensor in results.values())
+    torch.testing.assert_close(results["output"], inputs.value[:, :, :1].detach().expand_as(results["output"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_dtypes_of_heads_that_attend_exactly(dropout_p, dtype):
+    """The error is what plain PyTorch has in the same dtype. All keys are exact, so that each dtype takes the same."""
+    case = Case("dtype", H=4, key_heads=2)
+    options = {"exact_heads": EXACT, "dropout_p": dropout_p, "topk": case.M}
+    rounded = make_inputs(case, dtype)
+    expected = with_gradients(case, rounded.to(torch.float64), backend="reference", **options)
+    baseline = with_gradients(case, rounded.to(dtype), backend="reference", **options)
+    for name, tensor in with_gradients(case, rounded.to(dtype), backend="batched", **options).items():
+        assert tensor.dtype == dtype
+        assert_close_to_reference(name, tensor, expected[name], baseline[name], rtol=1e-6)
+
+
+def clustered_data(spread, N=512, groups=16, D=16):
+    """Queries and keys around centers, `spread` from them, and the labels of the centers: `(1, 4, N, D)`."""
+    generator = torch.Generator().manual_seed(0)
+    tensors, labels = [], []
+    for _ in range(2):
+        centers = torch.randn(1, 4, groups, D, generator=generator, dtype=torch.float64)
+        label = torch.randint(groups, (1, 4, N), generator=generator)
+        noise = torch.randn(1, 4, N, D, generator=generator, dtype=torch.float64)
+        tensors.append(centers.gather(2, label[..., None].expand(-1, -1, -1, D)) + spread * noise)
+        labels.append(label)
+    # Values that turn with the keys, as a model's do.
+    value = tensors[1] @ torch.randn(D, D, generator=generator, dtype=torch.float64) / D**0.5
+    return *tensors, value, *labels
+
+
+def order_zero(query, key, value, label, key_label, groups, topk):
+    """A head's attention to the keys nearest to the centroid and to the plain means of the clusters of the others."""
+    centroids, mean_keys, mean_values = (
+        torch.stack([rows[own == c].mean(dim=0) for c in range(groups)])
+        for rows, own in ((query, label), (key, key_label), (value, key_label))
+    )
+    top = (centroids @ key.T).topk(topk).indices[label]  # (N, topk)
+    rest = torch.bincount(key_label, minlength=groups) - F.one_hot(key_label[top], groups).sum(dim=1)
+    exact_scores = torch.einsum("nd,ntd->nt", query, key[top])
+    weights = torch.cat([exact_scores, query @ mean_keys.T + rest.log()], dim=1).softmax(dim=1)
+    return torch.einsum("nt,ntd->nd", weights[:, :topk], value[top]) + weights[:, topk:] @ mean_values
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.3, 0.5])
+def test_error_is_far_below_that_of_order_zero(spread):
+    query, key, value, labels, key_labels = clustered_data(spread)
+    expected = F.scaled_dot_product_attention(query, key, value)
+    counts = {"clusters": 16, "key_clusters": 16, "topk": 8}
+    first = bi_clustered_attention(query, key, value, labels, key_labels, **counts)
+    zero = torch.stack(
+        [order_zero(query[0, h] / 4, key[0, h], value[0, h], labels[0, h], key_labels[0, h], 16, 8) for h in range(4)]
+    )
+    assert (first - expected).norm() < 0.4 * (zero - expected).norm()
