@@ -7,6 +7,7 @@ It keeps the BERT and its text, 27 MB, for a machine where the BERT is not insta
 
 import gzip
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,37 @@ def attention_inputs(
         model, tokens = recorded(length)
     else:
         return []
-    if length > model.config.max_position_embeddings:
-        extend_positions(model, length)
+    return layer_inputs(model, tokens, LAYERS, device, dtype)
+
+
+def held_out_inputs(
+    length: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> list[Inputs]:
+    """The same of all six layers on the held-out books, one after the other, on which no setting was chosen.
+
+    Raises:
+        FileNotFoundError: the model is not installed, or the data sets are not there.
+        ValueError: the books are shorter.
+    """
+    model, tokenizer, _ = load_model(None)
+    books = held_out_tokens(tokenizer)
+    tokens = torch.cat([books[0][:1], *(book[1:-1] for book in books), books[0][-1:]])
+    if length > len(tokens):
+        raise ValueError(f"the held-out books have {len(tokens):,} tokens, {length:,} are asked for")
+    tokens = torch.cat([tokens[: length - 1], tokens[-1:]])[None]
+    return layer_inputs(model, tokens, range(model.config.num_hidden_layers), device, dtype)
+
+
+def layer_inputs(
+    model: Any, tokens: torch.Tensor, layers: Collection[int], device: torch.device | None, dtype: torch.dtype
+) -> list[Inputs]:
+    """Query, key and value of some layers on tokens `(1, length)`, positions repeated where the model has fewer."""
+    if tokens.shape[1] > model.config.max_position_embeddings:
+        extend_positions(model, tokens.shape[1])
     kept: list[Inputs] = []
 
     def keep(seen: SeenAttention) -> torch.Tensor:
-        if seen.layer in LAYERS:
+        if seen.layer in layers:
             query, key, value = (tensor.to(device, dtype, copy=True) for tensor in (seen.query, seen.key, seen.value))
             kept.append((query, key, value))
         return seen.exact()
