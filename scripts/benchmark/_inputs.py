@@ -65,7 +65,10 @@ def attention_inputs(
 
 
 def held_out_inputs(
-    length: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+    length: int,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    files: tuple[str, ...] = HELD_OUT,
 ) -> list[Inputs]:
     """The same of all six layers on the held-out books, one after the other, on which no setting was chosen.
 
@@ -74,7 +77,7 @@ def held_out_inputs(
         ValueError: the books are shorter.
     """
     model, tokenizer, _ = load_model(None)
-    books = held_out_tokens(tokenizer)
+    books = held_out_tokens(tokenizer, files)
     tokens = torch.cat([books[0][:1], *(book[1:-1] for book in books), books[0][-1:]])
     if length > len(tokens):
         raise ValueError(f"the held-out books have {len(tokens):,} tokens, {length:,} are asked for")

@@ -34,7 +34,6 @@ LENGTHS = (2048, 4096, 8192)
 SETTINGS = ((32, 16, 32), (64, 32, 64), (100, 32, 64), (128, 64, 128), (128, 128, 128))
 HIDDEN_STATES = ((512, 25, 32, 50), (512, 100, 64, 200), (4096, 64, 32, 64), (4096, 128, 64, 128))
 MOST_EXACT = 3
-START = 5_000  # tokens into a book, past its title page
 
 
 def heads_of(inputs: Inputs, output: torch.Tensor) -> tuple[list[float], list[float]]:
@@ -47,14 +46,15 @@ def heads_of(inputs: Inputs, output: torch.Tensor) -> tuple[list[float], list[fl
 def measure_heads(book: str, length: int) -> list[dict[str, Any]]:
     """A row per layer and setting."""
     rows = []
-    for layer, inputs in enumerate(held_out_inputs(book, length, START)):
+    for layer, inputs in enumerate(held_out_inputs(length, files=(book,))):
         for clusters, topk, key_clusters in SETTINGS:
             sizes: dict[str, Any] = {"clusters": clusters, "topk": topk, "key_clusters": key_clusters}
             method = BiClustered(**sizes, exact_above=0.0, min_length=0)
-            labels, key_labels, predicted = method.group(*inputs[:2], None)
-            output = bi_clustered_attention(*inputs, labels, key_labels, **sizes)
+            labels, key_labels, predicted = method.group(inputs[0], inputs[1], None)
+            query, key, value = inputs
+            output = bi_clustered_attention(query, key, value, labels, key_labels, **sizes)
             squared, exact = heads_of(inputs, output)
-            zero, _ = heads_of(inputs, order_zero(*inputs, clusters, topk, key_clusters))
+            zero, _ = heads_of(inputs, order_zero(*inputs, **sizes))
             worst = predicted[0].argsort(descending=True).tolist()
             left = {
                 str(count): (sum(squared[head] for head in worst[count:]) / sum(exact)) ** 0.5
@@ -79,7 +79,7 @@ def measure_hidden_state(book: str, length: int, clusters: int, topk: int, key_c
     (tokens,) = held_out_tokens(tokenizer, (book,))
     if length > model.config.max_position_embeddings:
         extend_positions(model, length)
-    batch = {"input_ids": tokens[None, START : START + length]}
+    batch = {"input_ids": tokens[None, :length]}
     exact = run_model(model, batch).hidden
     sizes: dict[str, Any] = {"clusters": clusters, "topk": topk, "key_clusters": key_clusters}
     patch_attention(model, "bi-clustered", **sizes, exact_above=None, min_length=0)
@@ -123,7 +123,7 @@ def main(
     output: Path = Path(__file__).parents[1] / "results" / "head_errors.json",
 ) -> None:
     """Measure all heads, then the hidden states, and print three tables."""
-    kept = KeptRuns(output, {"model": "all-MiniLM-L6-v2", "start": START})
+    kept = KeptRuns(output, {"model": "all-MiniLM-L6-v2"})
     wanted = [int(part) for part in lengths.split(",")]
     runs = [{"kind": "heads", "book": book, "length": length} for book, length in product(HELD_OUT, wanted)]
     for run in track(kept.missing(runs), description="heads"):
