@@ -8,8 +8,10 @@ Sizes: `P` heads of a chunk, `N` queries and keys, `D` and `Dv` numbers of a key
 """
 
 from collections.abc import Callable
+from itertools import product
 
 import torch
+import torch.nn.functional as F
 
 from hf_effattn.ops import cluster_queries
 from hf_effattn.ops.shared.cluster_blocks import ClusterBlocks, stable_order
@@ -44,24 +46,24 @@ def by_heads(
     return output
 
 
-def weighted_sums(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None = None,
+def softmax_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`softmax(Q K^T + bias) V` of problems `(X, N, D)`, `(X, R, D)`, `(X, R, Dv)`, `(X, 1, R)`, in small pieces."""
+    """`softmax(Q K^T + bias) V` of problems `(X, N, D)`, `(X, R, D)`, `(X, R, Dv)`, `(X, 1, R)`.
+
+    By SDPA, whose kernel wants `D` = `Dv`, otherwise in pieces.
+    """
+    if query.shape[2] == value.shape[2]:
+        mask = None if bias is None else bias[None].expand(-1, -1, query.shape[1], -1)
+        return F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=mask, scale=1.0)[0]
     output = query.new_empty(*query.shape[:2], value.shape[2])
-    rows = max(1, min(query.shape[1], SCORES_AT_ONCE // key.shape[1]))
-    problems = max(1, SCORES_AT_ONCE // (rows * key.shape[1]))
-    for first in range(0, len(query), problems):
-        some = slice(first, first + problems)
-        keys = key[some].transpose(1, 2)
-        for start in range(0, query.shape[1], rows):
-            part = query[some, start : start + rows]
-            scores = torch.bmm(part, keys) if bias is None else torch.baddbmm(bias[some], part, keys)
-            torch.softmax(scores, dim=2, out=scores)
-            output[some, start : start + rows] = torch.bmm(scores, value[some])
+    step = max(1, SCORES_AT_ONCE // key.shape[1])
+    for p, start in product(range(len(key)), range(0, query.shape[1], step)):
+        part = slice(start, start + step)
+        scores = query[p, part] @ key[p].T
+        if bias is not None:
+            scores += bias[p]
+        output[p, part] = torch.softmax(scores, dim=1, out=scores) @ value[p]
     return output
 
 
@@ -215,7 +217,7 @@ def wildcat(
             core, weighted = weighted_coreset(parts, part_values, size, D**-0.5 / temperature, generator)
             core, weighted = (rows.reshape(P, size * bins, -1) for rows in (core, weighted))
         # The weights may be negative, so they are no bias of the scores.
-        sums = weighted_sums(chunk.queries(query) * D**-0.5, core, weighted)
+        sums = softmax_attention(chunk.queries(query) * D**-0.5, core, weighted)
         output = sums[..., :-1] / sums[..., -1:]
         return output.clamp_(values.amin(dim=1, keepdim=True), values.amax(dim=1, keepdim=True)).nan_to_num_()
 
@@ -303,7 +305,7 @@ def hyper_attention(
         outside = (len(drawn) - inside.sum(dim=1, keepdim=True)).clamp(min=1)
         bias = ((N - block) / outside).log().expand(-1, len(drawn)).masked_fill(inside, NO_MASS)
         bias = torch.cat([torch.zeros(blocks, block), bias], dim=1).to(keys.dtype).repeat(P, 1)
-        output = weighted_sums(queries, table[..., :D], table[..., D:], bias[:, None]).flatten(0, 1)
+        output = softmax_attention(queries, table[..., :D], table[..., D:], bias[:, None]).flatten(0, 1)
         return torch.empty_like(output).index_copy_(0, query_order, output).view(P, N, -1)
 
     return by_heads(attend_chunk, query, key, value, blocks * (block + samples) * 2 * D)
@@ -338,8 +340,8 @@ def nystromformer(
             cluster_sums(rows, index, P, landmarks).div_(sizes).to(rows.dtype) for rows in (queries, keys)
         )
         between = (mean_queries @ mean_keys.transpose(1, 2)).softmax(dim=2)
-        seen = weighted_sums(mean_queries, keys, values)  # softmax(Q̄ K^T) V: (P, landmarks, Dv)
-        return weighted_sums(queries, mean_keys, pseudo_inverse(between, iterations) @ seen)
+        seen = softmax_attention(mean_queries, keys, values)  # softmax(Q̄ K^T) V: (P, landmarks, Dv)
+        return softmax_attention(queries, mean_keys, pseudo_inverse(between, iterations) @ seen)
 
     return by_heads(attend_chunk, query, key, value, N * landmarks)
 
