@@ -93,7 +93,7 @@ def order_zero(
 
     One softmax over `[Q_i·K_t, t in T_j | Q_i·K̄_c + log n_jc]`, `T_j` the `topk` keys that score most at the centroid
     of the query's cluster `j`, `n_jc` the keys of cluster `c` outside `T_j`. Without exact keys it is the centroids of
-    Multipole Attention (arXiv 2506.13059, eq. 3); exact with `topk` = `N` or `key_clusters` = `N`.
+    Multipole Attention (arXiv 2506.13059); exact with `topk` = `N` or `key_clusters` = `N`.
     """
     N, D = key.shape[2:]
     topk, labels = min(topk, N), cluster_queries(query, clusters, key=key)
@@ -227,7 +227,7 @@ def wildcat(
 def weighted_coreset(
     keys: torch.Tensor, values: torch.Tensor, size: int, scale: float, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Coreset keys `(P, size, D)` and `W [V, 1]` `(P, size, Dv + 1)` of keys `(P, n, D)` (WildCat, algorithm 1).
+    """Coreset keys `(P, size, D)` and `W [V, 1]` `(P, size, Dv + 1)` of keys `(P, n, D)`.
 
     In the Gaussian kernel `g(x, y) = exp(-scale |x - y|² / 2)`, which is the exponential one with other weights and
     has no large numbers. `F^T F` is its Cholesky factorisation, `F` `(P, size, n)`.
@@ -275,7 +275,7 @@ def hyper_attention(
     bits: int = 7,
     seed: int = 0,
 ) -> torch.Tensor:
-    """HyperAttention (arXiv 2310.05869, algorithms 1 to 3) without a causal mask: hashed blocks and sampled keys.
+    """HyperAttention (arXiv 2310.05869) without a causal mask: hashed blocks and sampled keys.
 
     Queries and keys are sorted by the signs of `bits` random projections, in the order of a Gray code, where
     neighbours differ in one sign (sortLSH). A block of sorted queries attends to the block of keys at its place, and
@@ -323,7 +323,7 @@ def gray_order(rows: torch.Tensor, projections: torch.Tensor) -> torch.Tensor:
 def nystromformer(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, landmarks: int, iterations: int = 6
 ) -> torch.Tensor:
-    """Nyströmformer (arXiv 2102.03902, eq. 13 and 14), without its trained convolution of the values.
+    """Nyströmformer (arXiv 2102.03902), without its trained convolution of the values.
 
     `softmax(Q K̄^T) · softmax(Q̄ K̄^T)⁺ · softmax(Q̄ K^T) V`, `Q̄` and `K̄` the means of `landmarks` segments of
     neighbouring tokens; the pseudo-inverse by `iterations` steps of the paper's third-order iteration. Exact with
@@ -347,7 +347,7 @@ def nystromformer(
 
 
 def pseudo_inverse(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
-    """Of matrices `(P, m, m)`: `Z ← Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4` (Nyströmformer, eq. 14)."""
+    """Of matrices `(P, m, m)`: `Z ← Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4` (Nyströmformer)."""
     norms = matrix.abs().sum(dim=1).amax(dim=1) * matrix.abs().sum(dim=2).amax(dim=1)
     found = matrix.transpose(1, 2) / norms[:, None, None]
     identity = torch.eye(matrix.shape[1], dtype=matrix.dtype)
