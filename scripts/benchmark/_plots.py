@@ -14,6 +14,7 @@ from ..kept.command_line import run_with_help
 
 RESULTS = Path(__file__).parents[1] / "results"
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive")
+RIVAL_COLORS = ("black", *COLORS, "tab:cyan", "tab:gray")
 
 
 def draw_lengths(rows: list[dict[str, Any]], output: Path, title: str) -> list[Path]:
@@ -106,13 +107,49 @@ def draw_frontier(rows: list[dict[str, Any]], path: Path, title: str) -> None:
             panel.plot(*zip(*best, strict=True), color=COLORS[number], label=method, drawstyle="steps-post")
         panel.set(xscale="log", yscale="log", xlabel="forward, ms, clustering included", title=f"{length:,} tokens")
         panel.set_ylabel("relative error of the attention output")
-        for axis in (panel.get_xaxis(), panel.get_yaxis()):
-            axis.set_major_formatter(lambda value, _: f"{value:g}")
-            axis.set_minor_formatter(lambda value, _: "")
-        panel.grid(alpha=0.3, which="both")
+        _plain_numbers(panel)
         panel.legend()
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
+
+
+def draw_rivals(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Each method's frontier of error against time as a share of SDPA's: a panel per length.
+
+    Rows without a time are references, horizontal lines at their errors.
+    """
+    lengths = sorted({row["length"] for row in rows})
+    methods = list(dict.fromkeys(row["method"] for row in rows if row["speedup"]))
+    figure = Figure(figsize=(6.5 * len(lengths), 6), layout="constrained")
+    for panel, length in zip(figure.subplots(1, len(lengths), squeeze=False)[0], lengths, strict=True):
+        mine = [row for row in rows if row["length"] == length and row["error"] is not None]
+        for number, method in enumerate(methods):
+            found = [row for row in mine if row["method"] == method and row["speedup"]]
+            color = RIVAL_COLORS[number % len(RIVAL_COLORS)]
+            panel.scatter([1 / r["speedup"] for r in found], [r["error"] for r in found], s=8, alpha=0.3, color=color)
+            best = sorted((1 / row["speedup"], row["error"]) for row in found if row["on_frontier"])
+            width = 2.5 if number == 0 else 1.2
+            panel.plot(*zip(*best, strict=True) if best else ((), ()), color=color, label=method, linewidth=width)
+        for row in mine:
+            if row["speedup"] is None:
+                panel.axhline(row["error"], color="gray", linestyle=":", linewidth=1)
+                text = f"{row['method']}, {row['name']}"
+                panel.annotate(text, (0.01, row["error"]), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
+        panel.axvline(1, color="black", linewidth=0.8)
+        panel.set(xscale="log", yscale="log", title=f"{length:,} tokens")
+        panel.set_xlabel("forward time over SDPA's, clustering included")
+        panel.set_ylabel("relative error of the attention output, mean of the layers")
+        _plain_numbers(panel)
+    figure.axes[0].legend(fontsize=7, loc="lower left")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+
+
+def _plain_numbers(panel: Axes) -> None:
+    for axis in (panel.get_xaxis(), panel.get_yaxis()):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_minor_formatter(lambda value, _: "")
+    panel.grid(alpha=0.3, which="both")
 
 
 def main() -> None:
@@ -124,6 +161,9 @@ def main() -> None:
     for path in sorted(RESULTS.glob("benchmark_frontier*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         draw_frontier(result["rows"], path.with_suffix(".png"), result["environment"]["device_name"])
+    for path in sorted(RESULTS.glob("benchmark_rivals*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        draw_rivals(result["rows"], path.with_suffix(".png"), result["environment"]["device_name"])
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ Sizes: `P` heads of a chunk, `N` queries and keys, `D` and `Dv` numbers of a key
 """
 
 from collections.abc import Callable
+from itertools import product
 
 import torch
+import torch.nn.functional as F
 
 from hf_effattn.ops import cluster_queries
 from hf_effattn.ops.shared.cluster_blocks import ClusterBlocks, stable_order
@@ -44,24 +46,24 @@ def by_heads(
     return output
 
 
-def weighted_sums(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bias: torch.Tensor | None = None,
+def softmax_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`softmax(Q K^T + bias) V` of problems `(X, N, D)`, `(X, R, D)`, `(X, R, Dv)`, `(X, 1, R)`, in small pieces."""
+    """`softmax(Q K^T + bias) V` of problems `(X, N, D)`, `(X, R, D)`, `(X, R, Dv)`, `(X, 1, R)`.
+
+    By SDPA, whose kernel wants `D` = `Dv`, otherwise in pieces.
+    """
+    if query.shape[2] == value.shape[2]:
+        mask = None if bias is None else bias[None].expand(-1, -1, query.shape[1], -1)
+        return F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=mask, scale=1.0)[0]
     output = query.new_empty(*query.shape[:2], value.shape[2])
-    rows = max(1, min(query.shape[1], SCORES_AT_ONCE // key.shape[1]))
-    problems = max(1, SCORES_AT_ONCE // (rows * key.shape[1]))
-    for first in range(0, len(query), problems):
-        some = slice(first, first + problems)
-        keys = key[some].transpose(1, 2)
-        for start in range(0, query.shape[1], rows):
-            part = query[some, start : start + rows]
-            scores = torch.bmm(part, keys) if bias is None else torch.baddbmm(bias[some], part, keys)
-            torch.softmax(scores, dim=2, out=scores)
-            output[some, start : start + rows] = torch.bmm(scores, value[some])
+    step = max(1, SCORES_AT_ONCE // key.shape[1])
+    for p, start in product(range(len(key)), range(0, query.shape[1], step)):
+        part = slice(start, start + step)
+        scores = query[p, part] @ key[p].T
+        if bias is not None:
+            scores += bias[p]
+        output[p, part] = torch.softmax(scores, dim=1, out=scores) @ value[p]
     return output
 
 
@@ -91,7 +93,7 @@ def order_zero(
 
     One softmax over `[Q_i·K_t, t in T_j | Q_i·K̄_c + log n_jc]`, `T_j` the `topk` keys that score most at the centroid
     of the query's cluster `j`, `n_jc` the keys of cluster `c` outside `T_j`. Without exact keys it is the centroids of
-    Multipole Attention (arXiv 2506.13059, eq. 3); exact with `topk` = `N` or `key_clusters` = `N`.
+    Multipole Attention (arXiv 2506.13059); exact with `topk` = `N` or `key_clusters` = `N`.
     """
     N, D = key.shape[2:]
     topk, labels = min(topk, N), cluster_queries(query, clusters, key=key)
@@ -215,7 +217,7 @@ def wildcat(
             core, weighted = weighted_coreset(parts, part_values, size, D**-0.5 / temperature, generator)
             core, weighted = (rows.reshape(P, size * bins, -1) for rows in (core, weighted))
         # The weights may be negative, so they are no bias of the scores.
-        sums = weighted_sums(chunk.queries(query) * D**-0.5, core, weighted)
+        sums = softmax_attention(chunk.queries(query) * D**-0.5, core, weighted)
         output = sums[..., :-1] / sums[..., -1:]
         return output.clamp_(values.amin(dim=1, keepdim=True), values.amax(dim=1, keepdim=True)).nan_to_num_()
 
@@ -225,7 +227,7 @@ def wildcat(
 def weighted_coreset(
     keys: torch.Tensor, values: torch.Tensor, size: int, scale: float, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Coreset keys `(P, size, D)` and `W [V, 1]` `(P, size, Dv + 1)` of keys `(P, n, D)` (WildCat, algorithm 1).
+    """Coreset keys `(P, size, D)` and `W [V, 1]` `(P, size, Dv + 1)` of keys `(P, n, D)`.
 
     In the Gaussian kernel `g(x, y) = exp(-scale |x - y|² / 2)`, which is the exponential one with other weights and
     has no large numbers. `F^T F` is its Cholesky factorisation, `F` `(P, size, n)`.
@@ -273,7 +275,7 @@ def hyper_attention(
     bits: int = 7,
     seed: int = 0,
 ) -> torch.Tensor:
-    """HyperAttention (arXiv 2310.05869, algorithms 1 to 3) without a causal mask: hashed blocks and sampled keys.
+    """HyperAttention (arXiv 2310.05869) without a causal mask: hashed blocks and sampled keys.
 
     Queries and keys are sorted by the signs of `bits` random projections, in the order of a Gray code, where
     neighbours differ in one sign (sortLSH). A block of sorted queries attends to the block of keys at its place, and
@@ -303,7 +305,7 @@ def hyper_attention(
         outside = (len(drawn) - inside.sum(dim=1, keepdim=True)).clamp(min=1)
         bias = ((N - block) / outside).log().expand(-1, len(drawn)).masked_fill(inside, NO_MASS)
         bias = torch.cat([torch.zeros(blocks, block), bias], dim=1).to(keys.dtype).repeat(P, 1)
-        output = weighted_sums(queries, table[..., :D], table[..., D:], bias[:, None]).flatten(0, 1)
+        output = softmax_attention(queries, table[..., :D], table[..., D:], bias[:, None]).flatten(0, 1)
         return torch.empty_like(output).index_copy_(0, query_order, output).view(P, N, -1)
 
     return by_heads(attend_chunk, query, key, value, blocks * (block + samples) * 2 * D)
@@ -321,7 +323,7 @@ def gray_order(rows: torch.Tensor, projections: torch.Tensor) -> torch.Tensor:
 def nystromformer(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, landmarks: int, iterations: int = 6
 ) -> torch.Tensor:
-    """Nyströmformer (arXiv 2102.03902, eq. 13 and 14), without its trained convolution of the values.
+    """Nyströmformer (arXiv 2102.03902), without its trained convolution of the values.
 
     `softmax(Q K̄^T) · softmax(Q̄ K̄^T)⁺ · softmax(Q̄ K^T) V`, `Q̄` and `K̄` the means of `landmarks` segments of
     neighbouring tokens; the pseudo-inverse by `iterations` steps of the paper's third-order iteration. Exact with
@@ -338,14 +340,14 @@ def nystromformer(
             cluster_sums(rows, index, P, landmarks).div_(sizes).to(rows.dtype) for rows in (queries, keys)
         )
         between = (mean_queries @ mean_keys.transpose(1, 2)).softmax(dim=2)
-        seen = weighted_sums(mean_queries, keys, values)  # softmax(Q̄ K^T) V: (P, landmarks, Dv)
-        return weighted_sums(queries, mean_keys, pseudo_inverse(between, iterations) @ seen)
+        seen = softmax_attention(mean_queries, keys, values)  # softmax(Q̄ K^T) V: (P, landmarks, Dv)
+        return softmax_attention(queries, mean_keys, pseudo_inverse(between, iterations) @ seen)
 
     return by_heads(attend_chunk, query, key, value, N * landmarks)
 
 
 def pseudo_inverse(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
-    """Of matrices `(P, m, m)`: `Z ← Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4` (Nyströmformer, eq. 14)."""
+    """Of matrices `(P, m, m)`: `Z ← Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4` (Nyströmformer)."""
     norms = matrix.abs().sum(dim=1).amax(dim=1) * matrix.abs().sum(dim=2).amax(dim=1)
     found = matrix.transpose(1, 2) / norms[:, None, None]
     identity = torch.eye(matrix.shape[1], dtype=matrix.dtype)

@@ -16,7 +16,9 @@ from scripts.benchmark import embeddings as benchmark_embeddings
 from scripts.benchmark import frontier as benchmark_frontier
 from scripts.benchmark import kmeans as benchmark_kmeans
 from scripts.benchmark import models as benchmark_models
+from scripts.benchmark import neighbour as benchmark_neighbour
 from scripts.benchmark import prefill as benchmark_prefill
+from scripts.benchmark import rivals as benchmark_rivals
 from scripts.kept import data as shared_data
 from scripts.publish import readme as update_readme
 
@@ -297,6 +299,8 @@ def test_missing_data_says_what_and_where(tmp_path, monkeypatch):
         benchmark_embeddings,
         benchmark_frontier,
         benchmark_models,
+        benchmark_neighbour,
+        benchmark_rivals,
         measure_crossover,
     ],
     ids=lambda m: m.__name__,
