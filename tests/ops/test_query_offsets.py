@@ -126,6 +126,24 @@ def test_autocast_changes_nothing():
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("masks", ["none", "right"])
+def test_of_query_heads_that_share_keys_the_worst_counts(masks):
+    """Among flat heads a spiky one would be lost in the mean."""
+    case = Case("worst", H=4, key_heads=2, masks=masks)
+    inputs = make_inputs(case)
+    inputs.query[:, 1] *= 5
+    found = found_error(case, inputs, group=2)
+    own = []
+    for head in range(case.H):
+        one = slice(head, head + 1), slice(head // 2, head // 2 + 1)
+        query, labels = inputs.query[:, one[0]], inputs.labels[:, one[0]]
+        offsets = query_offsets(query, labels, case.clusters, query_mask=inputs.query_mask)
+        keys = inputs.key[:, one[1]], inputs.key_labels[:, one[1]]
+        own.append(predicted_error(*offsets, *keys, case.key_clusters, key_mask=inputs.key_mask))
+    expected = torch.cat(own, dim=1).unflatten(1, (2, 2)).amax(dim=2)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
 def test_spread_rows_are_even_and_count():
     tensor = torch.zeros(2, 1, 10, 1)
     places, counts = spread_rows(tensor, None, 4)

@@ -67,6 +67,7 @@ def predicted_error(
     key_labels: torch.Tensor,
     key_clusters: int,
     *,
+    group: int = 1,
     key_mask: torch.Tensor | None = None,
     scale: float | None = None,
     rows: int = 2048,
@@ -78,27 +79,30 @@ def predicted_error(
     correlation with the error was .86; above about 1 the head attends to few keys, which no summary serves.
 
     Args:
-        offsets (`torch.Tensor`): `(B, P, n, D)`, from `query_offsets`.
-        offsets_mask (`torch.BoolTensor`, *optional*): `(B, n)`, from `query_offsets`.
+        offsets (`torch.Tensor`): `(B, P, group · n, D)`, from `query_offsets`.
+        offsets_mask (`torch.BoolTensor`, *optional*): `(B, group · n)`, from `query_offsets`.
         key (`torch.Tensor`): `(B, P, M, D)`.
         key_labels (`torch.Tensor`): integers `(B, P, M)` in `0 .. key_clusters - 1`.
         key_clusters (`int`): number of key clusters.
+        group (`int`): query heads that share a key/value head; the worst of them counts.
         key_mask (`torch.BoolTensor`, *optional*): `(B, M)`, True = attend.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         rows (`int`): at most so many keys of each head are looked at.
     """
     scale = key.shape[3] ** -0.5 if scale is None else scale
     eta = offsets if offsets_mask is None else offsets * offsets_mask[:, None, :, None]
-    counted = offsets.shape[2] if offsets_mask is None else offsets_mask.sum(dim=1).clamp(min=1)[:, None, None, None]
+    eta = eta.unflatten(2, (group, -1))  # (B, P, group, n, D)
+    counted = eta.shape[3] if offsets_mask is None else offsets_mask.sum(dim=1).clamp(min=1)[:, None, None] / group
     with torch.autocast(key.device.type, enabled=False):
-        covariance = eta.transpose(2, 3) @ eta / counted
+        covariance = eta.transpose(3, 4) @ eta
     within, mask = query_offsets(key, key_labels, key_clusters, query_mask=key_mask, rows=rows)
     if mask is not None:
         within = within * mask[:, None, :, None]
     keys = within.shape[2] if mask is None else mask.sum(dim=1).clamp(min=1)[:, None, None, None]
     with torch.autocast(key.device.type, enabled=False):
         spread = within.transpose(2, 3) @ within / keys
-    return (covariance * spread).sum(dim=(2, 3)) * (scale**2 * ERROR_PER_VARIANCE)
+    variances = (covariance * spread[:, :, None]).sum(dim=(3, 4)) / counted  # (B, P, group)
+    return variances.amax(dim=2) * (scale**2 * ERROR_PER_VARIANCE)
 
 
 def spread_rows(

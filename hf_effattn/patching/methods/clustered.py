@@ -345,8 +345,9 @@ class BiClustered(ImprovedClustered):
         )
         if self.exact_above is None:
             return labels, key_labels
+        group = query.shape[1] // key.shape[1]
         predicted = predicted_error(
-            offsets, offsets_mask, key, key_labels, self.key_clusters, key_mask=key_mask, scale=scale
+            offsets, offsets_mask, key, key_labels, self.key_clusters, group=group, key_mask=key_mask, scale=scale
         )
         return labels, key_labels, predicted
 
