@@ -34,6 +34,8 @@ from triton.runtime.jit import JITFunction
 
 import hf_effattn
 from hf_effattn.ops.shared.triton import chips
+from hf_effattn.ops.shared.triton.centroids import _centroid_attention_fwd_kernel
+from hf_effattn.ops.shared.triton.softmax import column_step, dot_rows
 
 KIB = 1024
 FRESH_HEAD_DIM = 64
@@ -111,13 +113,21 @@ def resources(kernel: Any) -> dict[str, int]:
     return {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, **used}
 
 
-def forget_line_numbers() -> None:
-    """Keep the place of a kernel in its file out of its hash."""
-    for module in list(sys.modules.values()):
-        if module.__name__.startswith("hf_effattn"):
-            for function in vars(module).values():
-                if isinstance(function, JITFunction):
-                    function.starting_line_number = 0
+def settle_hashes() -> None:
+    """Keep the place of a kernel in its file, and who called its functions first, out of its hash."""
+    functions = [
+        function
+        for module in list(sys.modules.values())
+        if module.__name__.startswith("hf_effattn")
+        for function in vars(module).values()
+        if isinstance(function, JITFunction)
+    ]
+    for function in functions:
+        function.starting_line_number = 0
+    # Triton takes the constants of a called function into a hash only where that function has its own already: always
+    # in this order.
+    for function in (_centroid_attention_fwd_kernel, dot_rows, column_step):
+        assert function.cache_key
 
 
 class Compiler:
@@ -296,7 +306,7 @@ def main(gpu: str, dtype: str, compile_known: bool, record: bool) -> None:
     chips.INTERPRETER = GPUS[gpu].chip
     for path in sorted(Path(hf_effattn.__file__).parent.glob("ops/*/triton/*.py")):
         import_module(f"hf_effattn.ops.{path.parts[-3]}.triton.{path.stem}".removesuffix(".__init__"))
-    forget_line_numbers()
+    settle_hashes()
     compiler = Compiler(gpu, compile_known)
     compiler.install()
     for compiler.head_dim in HEAD_DIMS:
