@@ -251,3 +251,28 @@ NOT_SERVED: dict[str, str] = {
     "gemma2": _SOFTCAP,
     "gpt_oss": _SINKS,
 }
+
+SERVED_HEADER = ("model type", "what is patched", "reads", "positions", "longest input as published")
+NOT_SERVED_HEADER = ("model type", "not served, because it")
+
+
+def served_rows() -> list[tuple[str, ...]]:
+    """The model types that can be patched, a row for each, for a reader."""
+    return [
+        (
+            name,
+            "decoder" if entry.causal else "encoder, its decoder exact" if entry.has_decoder else "encoder",
+            entry.reads,
+            "learned, extendable" if isinstance(entry.positions, LearnedPositions) else entry.positions.kind,
+            entry.longest,
+        )
+        for name, entry in MODEL_TYPES.items()
+    ]
+
+
+def not_served_rows() -> list[tuple[str, str]]:
+    """The reasons why known model types cannot be patched, and those types, for a reader."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in NOT_SERVED.items():
+        by_reason.setdefault(reason, []).append(name)
+    return [(", ".join(names), reason) for reason, names in by_reason.items()]
