@@ -32,10 +32,12 @@ class OtherPositions:
     Args:
         kind (`str`): "rotary", "learned", "fixed" (a formula) or "convolution".
         why (`str`): why there is nothing to do, and what to do instead.
+        any_size (`bool`): whether an image may have more patches than the config names.
     """
 
     kind: str
     why: str
+    any_size: bool = False
 
 
 def _one_module_per_layer(config: Any, modules: int) -> list[tuple[int, ...]]:
@@ -57,7 +59,8 @@ class ModelType:
     """How to recognise the self-attention of one model type, and what a reader of the table is told.
 
     Args:
-        attention (`tuple[str, ...]`): class names of the modules that call the attention function for self-attention.
+        attention (`tuple[str, ...]`): class names of the modules that call the attention function for self-attention;
+            those that wrapped them in older versions of transformers have other names, or do not say `is_causal`.
         positions (`LearnedPositions` or `OtherPositions`): what it knows of places.
         reads (`str`): what goes in.
         longest (`str`): how long inputs get, for a reader.
@@ -104,11 +107,17 @@ _IMAGE = OtherPositions(
     "learned",
     "its positions form a grid of image patches; pass interpolate_pos_encoding=True to the model's forward instead",
 )
-_FIXED_IMAGE = OtherPositions("learned", "its positions form a grid of image patches of one size")
+_ANY_IMAGE = OtherPositions("learned", "its positions are resized to every image, of any size", any_size=True)
 _FIXED_VIDEO = OtherPositions("fixed", "its positions are computed for the frames and patches that the config names")
-_PATCHES = OtherPositions("rotary", "its positions are rotary over image patches, computed for any size of image")
-_VIDEO_PATCHES = OtherPositions("rotary", "its positions are rotary over frames and patches, computed for any size")
-_RESIZED = OtherPositions("learned", "its positions are resized to every image; raise its processor's max_num_patches")
+_PATCHES = OtherPositions(
+    "rotary", "its positions are rotary over image patches, computed for any size of image", any_size=True
+)
+_VIDEO_PATCHES = OtherPositions(
+    "rotary", "its positions are rotary over frames and patches, computed for any size", any_size=True
+)
+_RESIZED = OtherPositions(
+    "learned", "its positions are resized to every image; raise its processor's max_num_patches", any_size=True
+)
 _SPECTROGRAM = OtherPositions("learned", "its positions form a grid over the spectrogram that the config names")
 _CONVOLUTION = OtherPositions(
     "convolution", "its positions come from a convolution, so inputs of any length fit already"
@@ -174,19 +183,31 @@ MODEL_TYPES: dict[str, ModelType] = {
     "esmc": _rotary("EsmcAttention", "2,048", reads="protein"),
     "vit": _image("ViTAttention", "ViTSelfAttention"),
     "deit": _image("DeiTAttention", "DeiTSelfAttention", longest="198"),
-    "dinov2": _image("Dinov2Attention", longest="1,370", more="; also inside depth_anything"),
-    "dinov2_with_registers": _image("Dinov2WithRegistersAttention", longest="1,374"),
+    "dinov2": _image(
+        "Dinov2Attention",
+        "Dinov2SelfAttention",
+        positions=_ANY_IMAGE,
+        longest="1,370",
+        more=", any number; also inside depth_anything",
+    ),
+    "dinov2_with_registers": _image(
+        "Dinov2WithRegistersAttention",
+        "Dinov2WithRegistersSelfAttention",
+        positions=_ANY_IMAGE,
+        longest="1,374",
+        more=", any number",
+    ),
     "dinov3_vit": _image("DINOv3ViTAttention", positions=_PATCHES, longest="201", more=", any number"),
-    "vit_mae": _image("ViTMAEAttention"),
-    "ijepa": _image("IJepaAttention", longest="256"),
+    "vit_mae": _image("ViTMAEAttention", "ViTMAESelfAttention"),
+    "ijepa": _image("IJepaAttention", "IJepaSelfAttention", longest="256"),
     "clip_vision_model": _image("CLIPAttention", longest="577"),
     "siglip_vision_model": _image("SiglipAttention", longest="729"),
     "siglip2_vision_model": _image("Siglip2Attention", positions=_RESIZED, longest="256", more=", any number"),
     "videomae": ModelType(("VideoMAESelfAttention",), _FIXED_VIDEO, reads="video", longest="1,568 patches"),
-    "vivit": ModelType(("VivitAttention",), _IMAGE, reads="video", longest="3,137 patches"),
+    "vivit": ModelType(("VivitAttention", "VivitSelfAttention"), _IMAGE, reads="video", longest="3,137 patches"),
     "vjepa2": ModelType(("VJEPA2RopeAttention",), _VIDEO_PATCHES, reads="video", longest="8,192 patches, any number"),
     "audio-spectrogram-transformer": ModelType(
-        ("ASTAttention",), _SPECTROGRAM, reads="sound", longest="1,214 patches"
+        ("ASTAttention", "ASTSelfAttention"), _SPECTROGRAM, reads="sound", longest="1,214 patches"
     ),
     "wav2vec2": ModelType(("Wav2Vec2Attention",), _CONVOLUTION, reads="sound", longest="any; 50 frames a second"),
     "hubert": ModelType(("HubertAttention",), _CONVOLUTION, reads="sound", longest="any; 50 frames a second"),

@@ -120,13 +120,12 @@ def reserved_rows(positions: LearnedPositions, padding: int | None) -> int:
 def usual_length(config: Any) -> int | None:
     """The tokens of a model's usual image, or the most of one whose positions are computed or fixed."""
     entry = MODEL_TYPES.get(getattr(config, "model_type", ""))
-    if entry is not None and entry.reads == "video":
-        return None  # patches of one image are not patches of a clip
+    if entry is not None and (entry.reads == "video" or getattr(entry.positions, "any_size", False)):
+        return None  # the sizes in the config are those of one image of a clip, or no limit
     sizes = getattr(config, "image_size", None), getattr(config, "patch_size", None)
     if None not in sizes:
         image, patch = (size if isinstance(size, Iterable) else (size, size) for size in sizes)
         special = {"deit": 2, "ijepa": 0, "siglip_vision_model": 0}.get(config.model_type, 1)
-        special += getattr(config, "num_register_tokens", 0)
         return special + math.prod(pixels // of_patch for pixels, of_patch in zip(image, patch, strict=True))
     longest = getattr(config, "max_source_positions", None) or getattr(config, "max_position_embeddings", None)
     return None if longest is None else int(longest)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from support.tiny_models import (
     APPROXIMATIONS,
+    FULL_LAYERS,
+    MODEL_TYPES,
     MODEL_TYPES_AND_PADDINGS,
     SMALL_SETTINGS,
     TEXTS,
@@ -24,6 +26,7 @@ from hf_effattn.patching.attention import attention
 from hf_effattn.patching.model_types import find_stacks
 
 FORCED = {"clusters": 6, "min_length": 0}
+WINDOWED = [name for name, layers in FULL_LAYERS.items() if layers == (0, 2) and name in MODEL_TYPES]
 
 
 @pytest.fixture(autouse=True)
@@ -83,12 +86,13 @@ def test_inputs_of_no_more_tokens_than_clusters(model_type: str, padding: str | 
 
 
 @pytest.mark.parametrize("padding", [None, "left", "right"])
-def test_sliding_window_layers_of_modernbert(padding: str | None, attended: list[str]) -> None:
+@pytest.mark.parametrize("model_type", WINDOWED)
+def test_sliding_window_layers(model_type: str, padding: str | None, attended: list[str]) -> None:
     """Layer 1 of the three has a window: its output is exact, given the same input."""
-    model = tiny_model("modernbert")
+    model = tiny_model(model_type)
     batch = batch_for(model, padding=padding)
     hf_effattn.patch_attention(model, "i-clustered", topk=8, **FORCED)
-    sliding = model.layers[1].attn
+    sliding = getattr(model.layers[1], "attn" if model_type == "modernbert" else "self_attn")
     assert sliding.sliding_window is not None
     seen: dict[str, Any] = {}
 

@@ -1,5 +1,7 @@
 """Every model type of the table: the method runs, stays close, honours padding, and goes away without a trace."""
 
+import warnings
+
 import pytest
 import torch
 from support.tiny_models import (
@@ -7,6 +9,7 @@ from support.tiny_models import (
     FULL_LAYERS,
     MODEL_TYPES,
     MODEL_TYPES_AND_PADDINGS,
+    SETTINGS,
     SMALL_SETTINGS,
     TEXTS,
     WITH_TOPK,
@@ -21,6 +24,9 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     BertLMHeadModel,
+    DepthAnythingConfig,
+    DepthAnythingForDepthEstimation,
+    Dinov2Config,
     EncoderDecoderModel,
     VisionTextDualEncoderModel,
 )
@@ -47,7 +53,7 @@ def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
 
 def test_the_table_is_covered() -> None:
     """Causal model types have tests of their own."""
-    assert set(MODEL_TYPES) == {name for name, entry in TABLE.items() if not entry.causal}
+    assert set(SETTINGS) == {name for name, entry in TABLE.items() if not entry.causal}
 
 
 @pytest.mark.parametrize(("model_type", "padding", "method"), with_methods(WITH_TOPK, MODEL_TYPES_AND_PADDINGS))
@@ -136,6 +142,32 @@ def test_albert_shares_one_module_among_its_layers(attended: list[str]) -> None:
     assert len(attended) == 2
     with pytest.raises(ValueError, match=r"layers \[0, 1\] of AlbertModel share one attention module.*got \[1\]"):
         hf_effattn.patch_attention(model, "clustered", layers=[1, 2, 3])
+
+
+def test_a_part_inside_a_model_of_another_type(attended: list[str]) -> None:
+    """Depth Anything is not in the table, its backbone is; it takes images of any size, so nothing warns."""
+    backbone = Dinov2Config(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        image_size=28,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+        reshape_hidden_states=False,
+    )
+    widths = {"reassemble_hidden_size": 32, "neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 8}
+    torch.manual_seed(0)
+    model = DepthAnythingForDepthEstimation(
+        DepthAnythingConfig(backbone_config=backbone, **widths, head_hidden_size=8)
+    ).eval()
+    images = torch.randn(1, 3, 112, 112)
+    exact = model(images).predicted_depth
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf_effattn.patch_attention(model, "clustered", **FORCED)
+    model(images)
+    assert attended == ["clustered"] * 4
+    hf_effattn.unpatch_attention(model)
+    assert torch.equal(model(images).predicted_depth, exact)
 
 
 @pytest.mark.parametrize("auto_class", [AutoModelForSequenceClassification, AutoModelForQuestionAnswering])
