@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..measuring.candidates import ALWAYS_NAMED
 from ..models import ClusterFormerConfig, CSTConfig
 from ..patching.methods import METHODS, Method, list_methods
-from ..patching.model_types import MODEL_TYPES, longest_input
+from ..patching.model_table import MODEL_TYPES
+from ..patching.model_types import longest_input
 from ..patching.stored import FIELD, base_model_of, read_stored
 from ..reporting import Report
 from ..reporting.table import markdown, report_table, table_note

@@ -5,8 +5,8 @@ Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim.
 One function receives every attention of a model. It runs the method in the self-attention of the model types in the
 table (of decoders by the method's causal form), and transformers' own SDPA path in everything else: cross-attention,
 decoding steps and further chunks of a prompt over a cache (unless the method has a form for them), dense 4-D masks,
-packed sequences, sliding windows, layers that are not selected, inputs too short to gain. Where a method would look
-into the future it raises.
+packed sequences, sliding windows, layers that are not selected, inputs too short to gain, and wherever a keyword
+changes attention (`keywords.py`). Where a method would look into the future it raises.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from .exact import exact_weights, visible_keys
+from .keywords import needs_exact_attention
 from .methods import METHODS, Method, list_methods, make_method
 from .methods.drafts import READS_DRAFTS
-from .model_types import MODEL_TYPES, is_causal, is_self_attention, is_served, model_type_of, supported_model_types
+from .model_table import MODEL_TYPES, NOT_SERVED
+from .model_types import is_causal, is_self_attention, is_served, model_type_of, supported_model_types
 from .module_patch import RECORD, ModulePatch
 from .stored import FIELD, check_layers, read_stored
 
@@ -123,14 +125,18 @@ def attention(
         `(B, H, N, M)` that produced it, before dropout.
 
     Raises:
-        ValueError: a causal model, or any, of a model type that is not in the table, settings that do not fit.
+        ValueError: a causal model, or any, of a model type that is not in the table, settings that do not fit, a
+            keyword that changes attention in a way that SDPA does not know either.
     """
     wants_weights = bool(kwargs.pop("output_attentions", None)) or _matrices_are_collected(module)
     reads_drafts = kwargs.pop(READS_DRAFTS, False)
     chosen = method_for(module, method)
-    N, dense = query.shape[2], attention_mask is not None and attention_mask.ndim != 2
-    hides_future = is_causal(module) and kwargs.get("is_causal") is not False
-    over_cache = hides_future and key.shape[2] != N and (dense or N == 1)
+    N, M, dense = query.shape[2], key.shape[2], attention_mask is not None and attention_mask.ndim != 2
+    hides_future = _hides_future(module, kwargs.get("is_causal"), attention_mask)
+    # The form of a method that hides the future is for decoders; so is a prompt's key mask, which implies it.
+    as_its_type = hides_future == bool(getattr(model_type_of(module), "causal", False))
+    unknown = needs_exact_attention(method, type(module).__name__, kwargs, dense=dense)
+    over_cache = hides_future and M != N and (dense or N == 1)
     if hides_future and not dense and N > 1:
         # A prompt's keys are the first of a static cache; further chunks of a prompt come with a dense mask.
         key, value = key[:, :, :N], value[:, :, :N]
@@ -138,13 +144,27 @@ def attention(
     call = Call(
         module, query, key, value, attention_mask, scaling, dropout, wants_weights, hides_future, prompt, kwargs
     )
-    if chosen is None:
+    if chosen is None or unknown or not as_its_type:
         return _exact(call)
     if over_cache:
+        call.share_dtype()
         return _over_cache(chosen, call)
-    if dense or key.shape[2] != N or kwargs.get("sliding_window") is not None or (hides_future and N == 1):
+    if dense or key.shape[2] != N or (hides_future and N == 1):
         return _exact(call)
+    if chosen.is_exact(N, N, query.device.type, causal=hides_future):
+        return _exact(call)
+    call.share_dtype()
     return _causal(chosen, call) if hides_future else _clustered(chosen, call)
+
+
+def _hides_future(module: nn.Module, asked: bool | None, mask: torch.Tensor | None) -> bool:
+    """Whether no query may see a later key: the keyword says so (CLIP's text), or else the module."""
+    entry = model_type_of(module)
+    if entry is not None and entry.causal and mask is not None and mask.ndim == 2 and is_self_attention(module):
+        return True  # such a mask stands for a decoder's dense one, which the keyword does not change
+    if asked is None or (asked and not is_self_attention(module)):
+        return is_causal(module)
+    return bool(asked)
 
 
 @dataclass
@@ -170,6 +190,13 @@ class Call:
     prompt: bool
     options: dict[str, Any]
 
+    def share_dtype(self) -> None:
+        """Cast as autocast does for SDPA where a rotation or a norm made queries and keys wider than values."""
+        dtype = self.value.dtype
+        if self.query.dtype == self.key.dtype == dtype or not torch.is_autocast_enabled(self.value.device.type):
+            return
+        self.query, self.key = self.query.to(dtype), self.key.to(dtype)
+
 
 def _exact(call: Call) -> Attended:
     """What no method serves, by transformers' own SDPA path."""
@@ -181,6 +208,12 @@ def _exact(call: Call) -> Attended:
     )
     if not call.wants_weights:
         return output, None
+    for keyword in ("position_bias", "cache"):
+        if call.options.get(keyword) is not None:
+            raise ValueError(
+                f"{type(call.module).__name__} passes {keyword}=, with which SDPA gives no attention weights: leave "
+                'output_attentions out, or take attn_implementation="eager"'
+            )
     return output, exact_weights(query, key, mask, call.scale, causal=call.hides_future)
 
 
@@ -275,6 +308,11 @@ def causal_error(method: str, name: str) -> str:
 
 def unsupported_error(method: str, name: str, model_type: str) -> str:
     """Why a method refuses a model type that is not in the table, and what to do."""
+    if model_type in NOT_SERVED:
+        return (
+            f'"{method}" does not serve {name}: its model type "{model_type}" {NOT_SERVED[model_type]}. It serves '
+            f"{supported_model_types()}; leave this model as it was loaded"
+        )
     return (
         f'"{method}" does not know {name} (model type "{model_type}"), so it cannot tell its self-attention from '
         f'other attention. It serves {supported_model_types()}; keep attn_implementation="sdpa" for this model'

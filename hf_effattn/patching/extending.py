@@ -8,7 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .methods import METHODS
-from .model_types import MODEL_TYPES, LearnedPositions, reserved_rows
+from .model_table import MODEL_TYPES, LearnedPositions, OtherPositions
+from .model_types import reserved_rows
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -23,8 +24,8 @@ def extend_positions(model: Model, max_length: int) -> Model:
     made, and set `tokenizer.model_max_length` to the new length yourself.
 
     Args:
-        model (`PreTrainedModel`): BERT, ELECTRA, DistilBERT, ALBERT, RoBERTa, XLM-R, CamemBERT or GPT-2, with or
-            without a head.
+        model (`PreTrainedModel`): of a type whose positions are "learned, extendable" in `effattn models`, such as
+            BERT, RoBERTa, XLM-R or GPT-2, with or without a head.
         max_length (`int`): the number of tokens, special ones included, that the model shall take.
 
     Returns:
@@ -70,10 +71,11 @@ def _checked_length(max_length: Any) -> int:
 def _learned_positions(model: PreTrainedModel) -> LearnedPositions:
     model_type = getattr(model.config, "model_type", "unknown")
     entry = MODEL_TYPES.get(model_type)
-    if entry is not None and entry.positions is not None:
-        return entry.positions
-    extendable = ", ".join(name for name, served in MODEL_TYPES.items() if served.positions is not None)
-    reason = entry.no_positions if entry is not None else "hf_effattn does not know where its positions are"
+    if entry is not None and entry.learned is not None:
+        return entry.learned
+    extendable = ", ".join(name for name, served in MODEL_TYPES.items() if served.learned is not None)
+    other = None if entry is None else entry.positions
+    reason = other.why if isinstance(other, OtherPositions) else "hf_effattn does not know where its positions are"
     raise ValueError(
         f'{type(model).__name__} (model type "{model_type}") has no learned positions to extend: {reason}. '
         f"extend_positions serves {extendable}"

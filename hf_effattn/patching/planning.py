@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from .attention import causal_error, unsupported_error
 from .methods import METHODS, Method
+from .model_table import MODEL_TYPES
 from .model_types import (
-    MODEL_TYPES,
     Stack,
     causal_modules,
     find_stacks,

@@ -17,7 +17,8 @@ from transformers import (
 
 import hf_effattn
 
-from ..patching.model_types import MODEL_TYPES, longest_input
+from ..patching.model_table import MODEL_TYPES
+from ..patching.model_types import longest_input
 from ..settings_text import parse_settings
 from .arguments import NO_MODEL, ModelArguments
 from .run import checkpoint_to_resume
@@ -152,7 +153,7 @@ def check_positions(arguments: ModelArguments, max_length: int) -> None:
 def reserved_positions(model_type: str, tokenizer: PreTrainedTokenizerBase) -> int:
     """Positions that no token has, as RoBERTa's begin behind the number of the padding."""
     known = MODEL_TYPES.get(model_type)
-    shifted = known is not None and known.positions is not None and known.positions.reserved_by_padding
+    shifted = known is not None and known.learned is not None and known.learned.reserved_by_padding
     return tokenizer.pad_token_id + 1 if shifted else 0
 
 

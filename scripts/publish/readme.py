@@ -10,6 +10,12 @@ from pathlib import Path
 
 import pandas as pd
 
+from hf_effattn.patching.model_table import (
+    NOT_SERVED_HEADER,
+    SERVED_HEADER,
+    not_served_rows,
+    served_rows,
+)
 from hf_effattn.reporting.table import markdown
 
 from ..benchmark import frontier as benchmark_frontier
@@ -221,6 +227,17 @@ def shortest() -> str:
     return markdown(["on a CPU", "encoders", "models that mask the future"], rows)
 
 
+def served() -> str:
+    """The model types that can be patched."""
+    return markdown(SERVED_HEADER, [(f"`{name}`", *cells) for name, *cells in served_rows()], right=())
+
+
+def not_served() -> str:
+    """The model types that are asked for and cannot be patched."""
+    rows = [(", ".join(f"`{name}`" for name in names.split(", ")), reason) for names, reason in not_served_rows()]
+    return markdown(NOT_SERVED_HEADER, rows, right=())
+
+
 # Which tables each text has.
 TABLES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"gains": gains, "choice": choice},
@@ -231,6 +248,8 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "clustering": clustering,
         "perplexity": partial(perplexity, "perplexity", "held-out books"),
         "schemes": schemes,
+        "served model types": served,
+        "model types not served": not_served,
     },
     CARDS / "RESULTS.md": {
         "verdicts": verdicts,

@@ -11,7 +11,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 import hf_effattn
 from hf_effattn.patching.methods import clustered as clustered_settings
-from hf_effattn.patching.model_types import MODEL_TYPES
+from hf_effattn.patching.model_table import MODEL_TYPES
 
 COMMON: dict[str, Any] = {
     "vocab_size": 60,
@@ -44,6 +44,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3": GROUPED,
     "mistral": GROUPED | {"sliding_window": None},
     "gemma": GROUPED | {"num_key_value_heads": 1},
+    "granite": GROUPED,
+    "olmo2": GROUPED,
+    "smollm3": GROUPED,
+    "phi3": GROUPED | {"sliding_window": None},
 }
 MODELS = tuple(SIZES)
 SMALL: dict[str, dict[str, Any]] = {

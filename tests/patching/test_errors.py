@@ -12,10 +12,10 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    BartConfig,
-    BartModel,
     BertLMHeadModel,
     BertModel,
+    BlenderbotConfig,
+    BlenderbotModel,
     DebertaV2Config,
     DebertaV2Model,
     MPNetConfig,
@@ -130,9 +130,9 @@ def test_a_causal_model_outside_the_table(method: str) -> None:
 
 def test_an_encoder_decoder_outside_the_table_is_not_refused_for_its_decoder() -> None:
     """That its decoder is causal sent a user on to its encoder, which is not served either."""
-    model = BartModel(BartConfig(vocab_size=60, d_model=32, encoder_layers=1, decoder_layers=1))
+    model = BlenderbotModel(BlenderbotConfig(vocab_size=60, d_model=32, encoder_layers=1, decoder_layers=1))
     for part in (model, model.encoder):
-        with pytest.raises(ValueError, match=r'does not know Bart\w+ \(model type "bart"\)'):
+        with pytest.raises(ValueError, match=r'does not know Blenderbot\w+ \(model type "blenderbot"\)'):
             hf_effattn.patch_attention(part, "clustered")
 
 
@@ -180,12 +180,13 @@ def test_model_types_that_are_not_served() -> None:
     config = T5Config(vocab_size=60, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2)
     model = T5EncoderModel(config).eval()
     with pytest.raises(
-        ValueError, match=r'does not know T5EncoderModel .model type "t5".* It serves bert, roberta, .*whisper'
+        ValueError,
+        match=r'does not serve T5EncoderModel: its model type "t5" adds .* It serves bert, rob.*whisper',
     ):
         hf_effattn.patch_attention(model, "clustered")
     assert traces_of_patching(model) == []
     model.set_attn_implementation("clustered")
-    with pytest.raises(ValueError, match="does not know T5Attention"):
+    with pytest.raises(ValueError, match="does not serve T5Attention"):
         model(torch.arange(40)[None])
 
 

@@ -1,5 +1,7 @@
 """Every model type of the table: the method runs, stays close, honours padding, and goes away without a trace."""
 
+import warnings
+
 import pytest
 import torch
 from support.tiny_models import (
@@ -7,28 +9,36 @@ from support.tiny_models import (
     FULL_LAYERS,
     MODEL_TYPES,
     MODEL_TYPES_AND_PADDINGS,
+    SETTINGS,
     SMALL_SETTINGS,
     TEXTS,
     WITH_TOPK,
     batch_for,
     encoded,
+    hidden_states,
     tiny_config,
     tiny_model,
+    with_methods,
 )
 from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     BertLMHeadModel,
+    DepthAnythingConfig,
+    DepthAnythingForDepthEstimation,
+    Dinov2Config,
     EncoderDecoderModel,
     VisionTextDualEncoderModel,
 )
 
 import hf_effattn
-from hf_effattn.patching.model_types import MODEL_TYPES as TABLE
+from hf_effattn.patching.model_table import MODEL_TYPES as TABLE
 from hf_effattn.patching.model_types import find_stacks
 
 pytestmark = pytest.mark.usefixtures("without_gradient")
 FORCED = {"clusters": 6, "min_length": 0}
+# MobileBERT adds to every token its neighbours' embeddings, padded or not.
+SEEING_NO_PADDING = [name for name in TEXTS if name != "mobilebert"]
 
 
 @pytest.fixture
@@ -43,11 +53,10 @@ def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
 
 def test_the_table_is_covered() -> None:
     """Causal model types have tests of their own."""
-    assert set(MODEL_TYPES) == {name for name, entry in TABLE.items() if not entry.causal}
+    assert set(SETTINGS) == {name for name, entry in TABLE.items() if not entry.causal}
 
 
-@pytest.mark.parametrize("method", WITH_TOPK)
-@pytest.mark.parametrize(("model_type", "padding"), MODEL_TYPES_AND_PADDINGS)
+@pytest.mark.parametrize(("model_type", "padding", "method"), with_methods(WITH_TOPK, MODEL_TYPES_AND_PADDINGS))
 def test_method_runs_and_is_close_where_topk_is_large(
     model_type: str, padding: str | None, method: str, attended: list[str]
 ) -> None:
@@ -59,14 +68,14 @@ def test_method_runs_and_is_close_where_topk_is_large(
     coarse = relative_error(encoded(model, batch), exact)
     assert attended == [method] * len(FULL_LAYERS.get(model_type, range(3)))
 
-    hf_effattn.patch_attention(model, method, **SMALL_SETTINGS[method] | {"topk": 36})
+    all_but_two = hidden_states(model, batch.inputs).shape[1] - 2
+    hf_effattn.patch_attention(model, method, **SMALL_SETTINGS[method] | {"topk": all_but_two})
     fine = relative_error(encoded(model, batch), exact)
     assert 1e-3 < coarse < 1
     assert 0 < fine < min(0.1, coarse / 2)
 
 
-@pytest.mark.parametrize("method", APPROXIMATIONS)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(("model_type", "method"), with_methods(APPROXIMATIONS))
 def test_off_is_bit_equal(model_type: str, method: str) -> None:
     model = tiny_model(model_type)
     batch = batch_for(model, padding="right")
@@ -81,8 +90,7 @@ def test_off_is_bit_equal(model_type: str, method: str) -> None:
     assert [set(vars(module)) for module in model.modules()] == names
 
 
-@pytest.mark.parametrize("method", APPROXIMATIONS)
-@pytest.mark.parametrize("model_type", TEXTS)
+@pytest.mark.parametrize(("model_type", "method"), with_methods(APPROXIMATIONS, SEEING_NO_PADDING))
 def test_padding_changes_nothing(model_type: str, method: str) -> None:
     """What the padded rows hold does not reach the rows that count."""
     model = tiny_model(model_type)
@@ -93,15 +101,15 @@ def test_padding_changes_nothing(model_type: str, method: str) -> None:
     torch.testing.assert_close(encoded(model, batch), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("method", APPROXIMATIONS)
-@pytest.mark.parametrize("model_type", TEXTS)
+@pytest.mark.parametrize(("model_type", "method"), with_methods(APPROXIMATIONS, SEEING_NO_PADDING))
 def test_a_padded_batch_equals_single_runs(model_type: str, method: str) -> None:
     """With right padding a row gets what it gets alone: padded rows cost no cluster and move no centroid."""
     model = tiny_model(model_type)
     hf_effattn.patch_attention(model, method, **SMALL_SETTINGS[method])
     batch = batch_for(model, padding="right")
-    together = model(**batch.inputs).last_hidden_state[0, :29]
-    alone = model(input_ids=batch.inputs["input_ids"][:1, :29]).last_hidden_state[0]
+    together = hidden_states(model, batch.inputs)[0, :29]
+    first = {name: tensor[:1] for name, tensor in batch.inputs.items() if name != "attention_mask"}
+    alone = hidden_states(model, first | {"input_ids": first["input_ids"][:, :29]})[0]
     torch.testing.assert_close(together, alone)
 
 
@@ -115,7 +123,7 @@ def test_short_inputs_run_exact_attention_by_default(model_type: str, attended: 
     assert attended == []
 
 
-@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in ("albert", "modernbert")])
+@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name not in ("albert", *FULL_LAYERS)])
 def test_layers_choose_modules(model_type: str, attended: list[str]) -> None:
     model = tiny_model(model_type)
     batch = batch_for(model)
@@ -134,6 +142,32 @@ def test_albert_shares_one_module_among_its_layers(attended: list[str]) -> None:
     assert len(attended) == 2
     with pytest.raises(ValueError, match=r"layers \[0, 1\] of AlbertModel share one attention module.*got \[1\]"):
         hf_effattn.patch_attention(model, "clustered", layers=[1, 2, 3])
+
+
+def test_a_part_inside_a_model_of_another_type(attended: list[str]) -> None:
+    """Depth Anything is not in the table, its backbone is; it takes images of any size, so nothing warns."""
+    backbone = Dinov2Config(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        image_size=28,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+        reshape_hidden_states=False,
+    )
+    widths = {"reassemble_hidden_size": 32, "neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 8}
+    torch.manual_seed(0)
+    model = DepthAnythingForDepthEstimation(
+        DepthAnythingConfig(backbone_config=backbone, **widths, head_hidden_size=8)
+    ).eval()
+    images = torch.randn(1, 3, 112, 112)
+    exact = model(images).predicted_depth
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf_effattn.patch_attention(model, "clustered", **FORCED)
+    model(images)
+    assert attended == ["clustered"] * 4
+    hf_effattn.unpatch_attention(model)
+    assert torch.equal(model(images).predicted_depth, exact)
 
 
 @pytest.mark.parametrize("auto_class", [AutoModelForSequenceClassification, AutoModelForQuestionAnswering])

@@ -10,8 +10,10 @@ from support.tiny_models import (
     MODEL_TYPES,
     MODEL_TYPES_AND_PADDINGS,
     SMALL_SETTINGS,
+    WITH_DECODER,
     batch_for,
     encoded,
+    mostly_slow,
     tiny_model,
 )
 from transformers import AutoModel
@@ -30,11 +32,11 @@ def without_gradient() -> Any:
 
 def attentions(model: Any, batch: Any) -> tuple[torch.Tensor, ...]:
     output = model(**batch.inputs, output_attentions=True)
-    return output.encoder_attentions if model.config.model_type == "whisper" else output.attentions
+    return output.encoder_attentions if model.config.model_type in WITH_DECODER else output.attentions
 
 
 @pytest.mark.parametrize("method", APPROXIMATIONS)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", mostly_slow(MODEL_TYPES))
 def test_rows_sum_to_one_and_masked_keys_have_none(model_type: str, method: str) -> None:
     model = hf_effattn.patch_attention(tiny_model(model_type), method, **SMALL_SETTINGS[method])
     batch = batch_for(model, padding="right")
@@ -68,7 +70,7 @@ def test_the_weights_are_those_that_were_used(method: str) -> None:
     torch.testing.assert_close(product[batch.counts], seen["output"][batch.counts])
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", mostly_slow(MODEL_TYPES))
 def test_asking_changes_no_output(model_type: str) -> None:
     model = tiny_model(model_type)
     batch = batch_for(model, padding="right")
@@ -77,7 +79,7 @@ def test_asking_changes_no_output(model_type: str) -> None:
         assert torch.equal(encoded(model, batch, output_attentions=True), encoded(model, batch))
 
 
-@pytest.mark.parametrize(("model_type", "padding"), MODEL_TYPES_AND_PADDINGS)
+@pytest.mark.parametrize(("model_type", "padding"), mostly_slow(MODEL_TYPES_AND_PADDINGS))
 def test_exact_layers_return_exact_weights(model_type: str, padding: str | None) -> None:
     """Short inputs and unpatched layers run SDPA, which gives no weights; ours are those of eager attention."""
     model = tiny_model(model_type)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import MODEL_TYPES, SMALL_SETTINGS, WITH_TOPK, batch_for, encoded, tiny_model
+from support.tiny_models import MODEL_TYPES, SMALL_SETTINGS, WITH_TOPK, batch_for, encoded, mostly_slow, tiny_model
 
 import hf_effattn
 
@@ -30,7 +30,7 @@ def floating(batch: Any, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("method", WITH_TOPK)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", mostly_slow(MODEL_TYPES))
 def test_low_precision_weights(model_type: str, dtype: torch.dtype, method: str, attended: list[str]) -> None:
     """Low precision adds no more than it adds to exact attention, up to clusters that rounding puts elsewhere."""
     model = tiny_model(model_type)
@@ -53,7 +53,7 @@ def test_low_precision_weights(model_type: str, dtype: torch.dtype, method: str,
 
 @pytest.mark.usefixtures("autocast_rules")
 @pytest.mark.parametrize("method", WITH_TOPK)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", mostly_slow(MODEL_TYPES))
 def test_autocast(model_type: str, method: str, attended: list[str]) -> None:
     model = tiny_model(model_type)
     batch = batch_for(model, padding="right")

@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import MODEL_TYPES, SMALL_SETTINGS, WITH_TOPK, batch_for, encoded, tiny_config, tiny_model
+from support.tiny_models import (
+    MODEL_TYPES,
+    SMALL_SETTINGS,
+    WITH_TOPK,
+    batch_for,
+    encoded,
+    mostly_slow,
+    tiny_config,
+    tiny_model,
+    with_methods,
+)
 from transformers import AutoModel, AutoModelForSequenceClassification, BertLMHeadModel, BertModel, EncoderDecoderModel
 
 import hf_effattn
@@ -25,8 +35,7 @@ def without_gradient() -> Any:
         yield
 
 
-@pytest.mark.parametrize("method", WITH_TOPK)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(("model_type", "method"), with_methods(WITH_TOPK))
 def test_saved_and_loaded(model_type: str, method: str, tmp_path: Path, attended: list[str]) -> None:
     model = tiny_model(model_type)
     batch = batch_for(model, padding="right")
@@ -162,7 +171,7 @@ def test_deepcopy_is_independent() -> None:
     assert torch.equal(encoded(copied, batch), exact)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", mostly_slow(MODEL_TYPES))
 def test_transformers_own_switch(model_type: str, attended: list[str]) -> None:
     """`attn_implementation=` and `set_attn_implementation` give what `patch_attention` gives."""
     settings = {"clusters": 6, "topk": 8, "min_length": 0}

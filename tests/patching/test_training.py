@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import APPROXIMATIONS, SMALL_SETTINGS, TEXTS, WITH_TOPK, batch_for, encoded, tiny_model
+from support.tiny_models import (
+    APPROXIMATIONS,
+    SMALL_SETTINGS,
+    TEXTS,
+    WITH_TOPK,
+    batch_for,
+    encoded,
+    mostly_slow,
+    tiny_model,
+)
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, Trainer, TrainingArguments
 
 import hf_effattn
@@ -86,7 +95,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(
 
 
 @pytest.mark.parametrize("method", WITH_TOPK)
-@pytest.mark.parametrize("model_type", TEXTS)
+# The loss is constant where the output is normalised without weights, as NeoMME's.
+@pytest.mark.parametrize("model_type", mostly_slow(name for name in TEXTS if name != "neomme"))
 def test_every_weight_gets_a_gradient_near_the_exact_one(model_type: str, method: str) -> None:
     model = tiny_model(model_type)
     batch = batch_for(model, padding="left")

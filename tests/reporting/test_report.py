@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from support.tiny_models import FULL_LAYERS, MODEL_TYPES, batch_for, tiny_model
+from support.tiny_models import FULL_LAYERS, MODEL_TYPES, batch_for, mostly_slow, tiny_model
 from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
 from transformers import AutoModelForMaskedLM, AutoModelForQuestionAnswering, AutoModelForSequenceClassification
 
@@ -90,7 +90,7 @@ def test_as_many_labels_as_tokens_are_labels():
     assert found.change.argmax_agreement["logits"] == same
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", mostly_slow(MODEL_TYPES))
 def test_every_model_type_is_measured_and_left_as_it_was(model_type):
     model = tiny_model(model_type)
     inputs = batch_for(model).inputs

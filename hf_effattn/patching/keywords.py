@@ -1,0 +1,122 @@
+"""The keywords that transformers passes to an attention function, and what each means for a method.
+
+A new version of transformers may pass one that no list here holds; a test then names it.
+"""
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from .methods.drafts import READS_DRAFTS
+
+# Parameters of `attention`, and keywords that it reads.
+READ = frozenset(
+    {
+        "module",
+        "query",
+        "key",
+        "value",
+        "attention_mask",
+        "scaling",
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "use_cache",
+        READS_DRAFTS,
+    }
+)
+
+# Attention is the same whatever their value: they are for other parts of the model or for the loss, or tell what the
+# queries, the keys or the mask hold already.
+WITHOUT_EFFECT = frozenset(
+    {
+        "position_ids",  # in the queries and keys; the mask tells where they begin anew
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+        "past_key_values",
+        "cache_position",
+        "deterministic",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "num_items_in_batch",
+        "logits_to_keep",
+        "return_loss",
+        "interpolate_pos_encoding",
+        "head_mask",  # transformers 5 accepts it and ignores it everywhere
+        "max_length_q",  # how long the longest packed text is, beside cu_seq_lens_q
+        "max_length_k",
+    }
+)
+
+# They change attention in a way that no method has, and SDPA has where its function, or the mask, knows them.
+EXACT = frozenset({"sliding_window", "position_bias", "cache"})
+
+# SDPA drops them silently, or raises without a word of what is to be done.
+_SAYS_WHAT = {
+    "s_aux": "an attention sink, one more column in the softmax",
+    "sinks": "an attention sink, one more column in the softmax",
+    "softcap": "scores bent by a tanh before the softmax",
+    "indices": "the keys that a sparse attention chose",
+    "block_indices": "the blocks of keys that a sparse attention chose",
+    "seq_idx": "which of several packed texts a token belongs to",
+    "cu_seq_lens_q": "where packed texts begin",
+    "cu_seq_lens_k": "where packed texts begin",
+}
+NOT_IN_SDPA = frozenset(_SAYS_WHAT)
+# A dense mask keeps packed texts apart already.
+_IN_A_DENSE_MASK = frozenset({"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"})
+# Older versions have no position_bias and cache, and take any keyword.
+_MISSING_IN_THIS_SDPA = (
+    frozenset({"position_bias", "cache"}) - inspect.signature(sdpa_attention_forward).parameters.keys()
+)
+
+KNOWN = READ | WITHOUT_EFFECT | EXACT | NOT_IN_SDPA
+
+
+def needs_exact_attention(method: str, name: str, keywords: Mapping[str, Any], *, dense: bool) -> bool:
+    """Whether a keyword changes attention in a way that no method has, so that SDPA has to run, with all keywords.
+
+    Args:
+        method (`str`): the method that would run.
+        name (`str`): of the attention module, for messages.
+        keywords (`Mapping`): what transformers passed beside the named arguments.
+        dense (`bool`): whether there is a mask that says for each query what it sees.
+
+    Warns of a keyword that is not known: it may be meant for something else, but nothing says so.
+
+    Raises:
+        ValueError: a keyword that SDPA does not honour either.
+    """
+    exact = False
+    for keyword, value in keywords.items():
+        if value is None or keyword in READ or keyword in WITHOUT_EFFECT:
+            continue
+        refused = keyword in NOT_IN_SDPA and not (dense and keyword in _IN_A_DENSE_MASK)
+        if refused or keyword in _MISSING_IN_THIS_SDPA:
+            raise ValueError(_refusal(method, name, keyword))
+        if keyword not in KNOWN and not torch.compiler.is_compiling():
+            warnings.warn(
+                f'{name} passes {keyword}=, which "{method}" does not know: it attends exactly, as without the patch. '
+                "If the keyword came from your call of the model, leave it out there",
+                stacklevel=4,
+            )
+        exact = True
+    return exact
+
+
+def _refusal(method: str, name: str, keyword: str) -> str:
+    what = _SAYS_WHAT.get(keyword)
+    instead = (
+        "call the model with padding and an attention_mask instead, or with position_ids that begin anew at each text"
+        if keyword in _IN_A_DENSE_MASK
+        else 'keep the attn_implementation that the model had (unpatch_attention), or "eager"'
+    )
+    return (
+        f'{name} passes {keyword}={"" if what is None else f" ({what})"}, which neither "{method}" nor the SDPA of '
+        f"this transformers honours; {instead}"
+    )

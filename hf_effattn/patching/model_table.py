@@ -1,0 +1,299 @@
+"""The table of model types: which can be patched, and which are known and cannot, with the reason.
+
+Classes are named, not imported, so that no modelling file of transformers is read for the table.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LearnedPositions:
+    """Where a model type keeps its absolute positions, for `extend_positions`.
+
+    Args:
+        embeddings (`str`): path, from the model without its head, of the module that holds the table and its buffers.
+        table (`str`): name of the `nn.Embedding` in that module.
+        reserved_by_padding (`bool`): whether positions begin after `padding_idx` (RoBERTa: 2 rows more than tokens).
+        buffers (`tuple[str, ...]`): buffers of that module with one column per row of the table.
+    """
+
+    embeddings: str = "embeddings"
+    table: str = "position_embeddings"
+    reserved_by_padding: bool = False
+    buffers: tuple[str, ...] = ("position_ids", "token_type_ids")
+
+
+@dataclass(frozen=True)
+class OtherPositions:
+    """Positions that `extend_positions` cannot, or need not, extend.
+
+    Args:
+        kind (`str`): "rotary", "learned", "fixed" (a formula) or "convolution".
+        why (`str`): why there is nothing to do, and what to do instead.
+        any_size (`bool`): whether an image may have more patches than the config names.
+    """
+
+    kind: str
+    why: str
+    any_size: bool = False
+
+
+def _one_module_per_layer(config: Any, modules: int) -> list[tuple[int, ...]]:
+    return [(index,) for index in range(modules)]
+
+
+def _albert_layers(config: Any, modules: int) -> list[tuple[int, ...]]:
+    """ALBERT's groups of layers share their modules: each module serves every layer of its group."""
+    layers_per_group = config.num_hidden_layers / config.num_hidden_groups
+    group_of_layer = [int(layer / layers_per_group) for layer in range(config.num_hidden_layers)]
+    return [
+        tuple(layer for layer, group in enumerate(group_of_layer) if group == module // config.inner_group_num)
+        for module in range(modules)
+    ]
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """How to recognise the self-attention of one model type, and what a reader of the table is told.
+
+    Args:
+        attention (`tuple[str, ...]`): class names of the modules that call the attention function for self-attention;
+            those that wrapped them in older versions of transformers have other names, or do not say `is_causal`.
+        positions (`LearnedPositions` or `OtherPositions`): what it knows of places.
+        reads (`str`): what goes in.
+        longest (`str`): how long inputs get, for a reader.
+        has_decoder (`bool`): whether a decoder uses the same classes beside the encoder; it stays exact.
+        causal (`bool`): whether it is a decoder alone, whose attention masks the future.
+        says_use_cache (`bool`): whether its layers hand `use_cache` on, by which a prompt is known.
+        window_in_config (`bool`): whether all its layers see the window only that the config names.
+        layers (`Callable`): the layers that each of the modules serves, given the config and the number of modules.
+    """
+
+    attention: tuple[str, ...]
+    positions: LearnedPositions | OtherPositions
+    reads: str = "text"
+    longest: str = ""
+    has_decoder: bool = False
+    causal: bool = False
+    says_use_cache: bool = True
+    window_in_config: bool = False
+    layers: Callable[[Any, int], list[tuple[int, ...]]] = _one_module_per_layer
+
+    @property
+    def learned(self) -> LearnedPositions | None:
+        """The table that `extend_positions` makes longer; None where it has none."""
+        return self.positions if isinstance(self.positions, LearnedPositions) else None
+
+
+_BERT = LearnedPositions()
+_ROBERTA = LearnedPositions(reserved_by_padding=True)
+_GPT2 = LearnedPositions(embeddings="", table="wpe", buffers=())
+_ROTARY = OtherPositions(
+    "rotary", "its positions are rotary, computed for any length; see config.rope_parameters to scale them"
+)
+_MODERNBERT = OtherPositions(
+    "rotary",
+    "its positions are rotary, computed for any length; raise config.max_position_embeddings if a tokenizer or "
+    "pipeline stops you",
+)
+_ESM = OtherPositions(
+    "rotary",
+    'ESM-2 has rotary positions, computed for any length; ESM-1b (config.position_embedding_type="absolute") has a '
+    "table that reaches as far as it was trained",
+)
+_IMAGE = OtherPositions(
+    "learned",
+    "its positions form a grid of image patches; pass interpolate_pos_encoding=True to the model's forward instead",
+)
+_ANY_IMAGE = OtherPositions("learned", "its positions are resized to every image, of any size", any_size=True)
+_FIXED_VIDEO = OtherPositions("fixed", "its positions are computed for the frames and patches that the config names")
+_PATCHES = OtherPositions(
+    "rotary", "its positions are rotary over image patches, computed for any size of image", any_size=True
+)
+_VIDEO_PATCHES = OtherPositions(
+    "rotary", "its positions are rotary over frames and patches, computed for any size", any_size=True
+)
+_RESIZED = OtherPositions(
+    "learned", "its positions are resized to every image; raise its processor's max_num_patches", any_size=True
+)
+_SPECTROGRAM = OtherPositions("learned", "its positions form a grid over the spectrogram that the config names")
+_CONVOLUTION = OtherPositions(
+    "convolution", "its positions come from a convolution, so inputs of any length fit already"
+)
+_THIRTY_SECONDS = OtherPositions(
+    "fixed", "its encoder takes exactly 30 seconds of audio (config.max_source_positions)"
+)
+_FROM_2 = OtherPositions("learned", "its table of positions counts from 2 and has a class of its own")
+_SINUSOIDS = OtherPositions(
+    "fixed", "its positions are sinusoids; build the model with a larger config.max_position_embeddings"
+)
+_GROWING_SINUSOIDS = OtherPositions("fixed", "its positions are sinusoids, computed for any length")
+
+
+def _bert(attention: str, positions: LearnedPositions = _BERT, longest: str = "512", **options: Any) -> ModelType:
+    return ModelType((attention,), positions, longest=longest, **options)
+
+
+def _rotary(attention: str, longest: str, **options: Any) -> ModelType:
+    return ModelType((attention,), _ROTARY, longest=longest, **options)
+
+
+def _image(*attention: str, positions: OtherPositions = _IMAGE, longest: str = "197", more: str = "") -> ModelType:
+    return ModelType(attention, positions, reads="image", longest=f"{longest} patches{more}")
+
+
+def _decoder(
+    attention: str, longest: str, positions: LearnedPositions | OtherPositions = _ROTARY, **options: Any
+) -> ModelType:
+    return ModelType((attention,), positions, longest=longest, causal=True, **options)
+
+
+def _encoder_of_two(attention: str, positions: OtherPositions, longest: str = "1,024") -> ModelType:
+    return ModelType((attention,), positions, longest=longest, has_decoder=True)
+
+
+MODEL_TYPES: dict[str, ModelType] = {
+    "bert": _bert("BertSelfAttention"),
+    "roberta": _bert("RobertaSelfAttention", _ROBERTA),
+    "xlm-roberta": _bert("XLMRobertaSelfAttention", _ROBERTA, "512; bge-m3 and bge-reranker-v2-m3 8,192"),
+    "camembert": _bert("CamembertSelfAttention", _ROBERTA),
+    "electra": _bert("ElectraSelfAttention"),
+    "distilbert": _bert("DistilBertSelfAttention", LearnedPositions(buffers=("position_ids",))),
+    "albert": _bert("AlbertAttention", layers=_albert_layers),
+    "ernie": _bert("ErnieSelfAttention"),
+    "data2vec-text": _bert("Data2VecTextSelfAttention", _ROBERTA),
+    "roberta-prelayernorm": _bert("RobertaPreLayerNormSelfAttention", _ROBERTA),
+    "xlm-roberta-xl": _bert("XLMRobertaXLSelfAttention", _ROBERTA),
+    "xmod": _bert("XmodSelfAttention", _ROBERTA),
+    "bert-generation": _bert("BertGenerationSelfAttention", LearnedPositions(buffers=("position_ids",))),
+    "mobilebert": _bert("MobileBertSelfAttention"),
+    "modernbert": ModelType(
+        ("ModernBertAttention",), _MODERNBERT, longest="8,192; two layers of three see windows of 128"
+    ),
+    "gte": _rotary("GteAttention", "8,192"),
+    "nomic_bert": _rotary("NomicBertAttention", "2,048, used to 8,192"),
+    "jina_embeddings_v3": _rotary("JinaEmbeddingsV3Attention", "8,192"),
+    "eurobert": _rotary("EuroBertAttention", "8,192"),
+    "ultrabert": _rotary("UltrabertAttention", "32,768; most layers see windows of 128"),
+    "embedding_gemma2_text": _rotary("EmbeddingGemma2Attention", "262,144; most layers see windows of 512"),
+    "neomme": _rotary("NeoMMEAttention", "16,384; most layers see windows of 256 or 1,024"),
+    "esm": ModelType(("EsmSelfAttention",), _ESM, reads="protein", longest="1,024 and more"),
+    "esmc": _rotary("EsmcAttention", "2,048", reads="protein"),
+    "vit": _image("ViTAttention", "ViTSelfAttention"),
+    "deit": _image("DeiTAttention", "DeiTSelfAttention", longest="198"),
+    "dinov2": _image(
+        "Dinov2Attention",
+        "Dinov2SelfAttention",
+        positions=_ANY_IMAGE,
+        longest="1,370",
+        more=", any number; also inside depth_anything",
+    ),
+    "dinov2_with_registers": _image(
+        "Dinov2WithRegistersAttention",
+        "Dinov2WithRegistersSelfAttention",
+        positions=_ANY_IMAGE,
+        longest="1,374",
+        more=", any number",
+    ),
+    "dinov3_vit": _image("DINOv3ViTAttention", positions=_PATCHES, longest="201", more=", any number"),
+    "vit_mae": _image("ViTMAEAttention", "ViTMAESelfAttention"),
+    "ijepa": _image("IJepaAttention", "IJepaSelfAttention", longest="256"),
+    "clip_vision_model": _image("CLIPAttention", longest="577"),
+    "siglip_vision_model": _image("SiglipAttention", longest="729"),
+    "siglip2_vision_model": _image("Siglip2Attention", positions=_RESIZED, longest="256", more=", any number"),
+    "videomae": ModelType(("VideoMAESelfAttention",), _FIXED_VIDEO, reads="video", longest="1,568 patches"),
+    "vivit": ModelType(("VivitAttention", "VivitSelfAttention"), _IMAGE, reads="video", longest="3,137 patches"),
+    "vjepa2": ModelType(("VJEPA2RopeAttention",), _VIDEO_PATCHES, reads="video", longest="8,192 patches, any number"),
+    "audio-spectrogram-transformer": ModelType(
+        ("ASTAttention", "ASTSelfAttention"), _SPECTROGRAM, reads="sound", longest="1,214 patches"
+    ),
+    "wav2vec2": ModelType(("Wav2Vec2Attention",), _CONVOLUTION, reads="sound", longest="any; 50 frames a second"),
+    "hubert": ModelType(("HubertAttention",), _CONVOLUTION, reads="sound", longest="any; 50 frames a second"),
+    "whisper": ModelType(
+        ("WhisperAttention",), _THIRTY_SECONDS, reads="sound", longest="1,500 frames", has_decoder=True
+    ),
+    "bart": _encoder_of_two("BartAttention", _FROM_2),
+    "mbart": _encoder_of_two("MBartAttention", _FROM_2),
+    "pegasus": _encoder_of_two("PegasusAttention", _SINUSOIDS),
+    "marian": _encoder_of_two("MarianAttention", _SINUSOIDS, "512"),
+    "m2m_100": _encoder_of_two("M2M100Attention", _GROWING_SINUSOIDS),
+    "gpt2": _decoder("GPT2Attention", "1,024", _GPT2),
+    "opt": _decoder("OPTAttention", "2,048", _FROM_2, says_use_cache=False),
+    "gpt_neox": _decoder("GPTNeoXAttention", "2,048"),
+    "llama": _decoder("LlamaAttention", "131,072"),
+    "qwen2": _decoder("Qwen2Attention", "32,768"),
+    "qwen3": _decoder("Qwen3Attention", "40,960; Qwen3-Embedding and -Reranker 32,768"),
+    "mistral": _decoder("MistralAttention", "32,768; with config.sliding_window=None", window_in_config=True),
+    "gemma": _decoder("GemmaAttention", "8,192"),
+    "granite": _decoder("GraniteAttention", "131,072"),
+    "olmo2": _decoder("Olmo2Attention", "4,096"),
+    "smollm3": _decoder("SmolLM3Attention", "65,536"),
+    "phi3": _decoder("Phi3Attention", "131,072; with config.sliding_window=None", window_in_config=True),
+}
+
+_NO_DISPATCH = "computes its attention itself, without transformers' AttentionInterface"
+_RELATIVE = "adds a learned bias of the distance to every score"
+_TRANSFORMER_XL = "adds a term of its own for every distance (Transformer-XL) to every score"
+_GRID = "adds a bias of the place in the image to every score, within small windows"
+_WITHOUT_SDPA = "refuses SDPA in transformers, by which whatever no method serves would have to run"
+_OWN_MASK = "makes a mask of its own, to be added to the scores, which no method reads"
+_SINKS = "has attention sinks, one more column in every softmax"
+_SOFTCAP = "bends the scores by a tanh (softcap), for which means of keys cannot stand"
+_CAUSAL_TEXT = "hides the future by a keyword, in texts of at most 77 tokens, where nothing is to be gained"
+_SHORT_TEXT = "reads at most 64 tokens, where nothing is to be gained"
+_OWN_SPARSE = "has a sparse attention of its own, and " + _NO_DISPATCH
+
+# Model types that are asked for and not served, and why: what follows "its model".
+NOT_SERVED: dict[str, str] = {
+    "t5": _RELATIVE,
+    "mt5": _RELATIVE,
+    "umt5": _RELATIVE,
+    "longt5": _RELATIVE,
+    "mpnet": f"{_RELATIVE}, and {_NO_DISPATCH}",
+    "deberta": f"{_RELATIVE}, and {_NO_DISPATCH}",
+    "deberta-v2": f"{_RELATIVE}, and {_NO_DISPATCH}",
+    "layoutlm": _OWN_MASK,
+    "markuplm": _WITHOUT_SDPA,
+    "splinter": _WITHOUT_SDPA,
+    "longformer": _OWN_SPARSE,
+    "big_bird": _OWN_SPARSE,
+    "clip_text_model": _CAUSAL_TEXT,
+    "siglip_text_model": _SHORT_TEXT,
+    "siglip2_text_model": _SHORT_TEXT,
+    "swin": _GRID,
+    "beit": _GRID,
+    "sam": _GRID,
+    "wav2vec2-bert": "adds a bias of the query and the distance to every score",
+    "wav2vec2-conformer": _TRANSFORMER_XL,
+    "seamless_m4t_v2": _TRANSFORMER_XL,
+    "parakeet_encoder": _TRANSFORMER_XL,
+    "gemma2": _SOFTCAP,
+    "gpt_oss": _SINKS,
+}
+
+SERVED_HEADER = ("model type", "what is patched", "reads", "positions", "longest input as published")
+NOT_SERVED_HEADER = ("model type", "not served, because it")
+
+
+def served_rows() -> list[tuple[str, ...]]:
+    """The model types that can be patched, a row for each, for a reader."""
+    return [
+        (
+            name,
+            "decoder" if entry.causal else "encoder, its decoder exact" if entry.has_decoder else "encoder",
+            entry.reads,
+            "learned, extendable" if isinstance(entry.positions, LearnedPositions) else entry.positions.kind,
+            entry.longest,
+        )
+        for name, entry in MODEL_TYPES.items()
+    ]
+
+
+def not_served_rows() -> list[tuple[str, str]]:
+    """The reasons why known model types cannot be patched, and those types, for a reader."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in NOT_SERVED.items():
+        by_reason.setdefault(reason, []).append(name)
+    return [(", ".join(names), reason) for reason, names in by_reason.items()]

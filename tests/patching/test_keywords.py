@@ -1,0 +1,227 @@
+"""Keywords of transformers that change attention: honoured, exact, or refused by name."""
+
+import ast
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from support.tiny_models import batch_for, encoded, tiny_model
+from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPTextModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+import hf_effattn
+from hf_effattn.patching.attention import attention
+from hf_effattn.patching.keywords import KNOWN, NOT_IN_SDPA, WITHOUT_EFFECT
+from hf_effattn.patching.model_types import find_stacks
+
+FORCED = {"clusters": 6, "min_length": 0}
+MODELS = Path(transformers.__file__).parent / "models"
+N = 40
+
+
+@pytest.fixture(autouse=True)
+def without_gradient() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def module() -> Any:
+    """A patched self-attention module of BERT."""
+    model = hf_effattn.patch_attention(tiny_model("bert"), "clustered", **FORCED)
+    return find_stacks(model)[0].modules[0]
+
+
+@pytest.fixture
+def projected() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randn(2, 2, N, 16, generator=generator) for name in ("query", "key", "value")}
+
+
+# Where a modeling file calls the attention function that it looked up.
+CALL = re.compile(r"(?<![\w.])(?:attention_interface|ALL_ATTENTION_FUNCTIONS\[[^\]]*\])\(")
+
+
+def keywords_passed(text: str) -> set[str]:
+    """The keywords that a modeling file names where it calls the attention function."""
+    found = set()
+    for start in CALL.finditer(text):
+        end = start.end()
+        while text.count("(", start.end() - 1, end) > text.count(")", start.end(), end):
+            end = text.index(")", end) + 1
+        call = ast.parse(text[start.start() : end], mode="eval").body
+        assert isinstance(call, ast.Call)
+        found |= {keyword.arg for keyword in call.keywords if keyword.arg is not None}
+    return found
+
+
+def test_every_keyword_of_this_transformers_is_known() -> None:
+    """One that is new has to be put into a list of `keywords.py`, when it is known what it does to attention."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(MODELS.rglob("modeling_*.py")):
+        text = path.read_text(encoding="utf-8")
+        assert "ALL_ATTENTION_FUNCTIONS" not in text or CALL.search(text), f"{path.stem} calls it in another way"
+        for keyword in keywords_passed(text):
+            found.setdefault(keyword, []).append(path.stem)
+    assert {"dropout", "scaling", "sliding_window"} <= found.keys()  # the files are read at all
+    unknown = {keyword: files for keyword, files in found.items() if keyword not in KNOWN}
+    assert not unknown, f"not in any list of hf_effattn/patching/keywords.py: {unknown}"
+
+
+def test_what_every_model_may_hand_on_is_known() -> None:
+    assert transformers.utils.TransformersKwargs.__annotations__.keys() <= KNOWN
+
+
+def test_a_keyword_in_a_call_is_found() -> None:
+    assert keywords_passed("attention_interface(self, q, new=1, **kwargs)\nother(q, old=1)") == {"new"}
+    assert keywords_passed("ALL_ATTENTION_FUNCTIONS[name](self, q, tilt=2)") == {"tilt"}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("where", ["keyword", "attribute"])
+def test_is_causal_hides_the_future(
+    where: str, padded: bool, module: Any, projected: dict[str, torch.Tensor], attended: list[str]
+) -> None:
+    mask = torch.ones(2, N, dtype=torch.bool)
+    mask[0, 30:] = False
+    seen = mask[:, None, None, :] & torch.ones(N, N, dtype=torch.bool).tril() if padded else None
+    expected = F.scaled_dot_product_attention(**projected, attn_mask=seen, is_causal=not padded).transpose(1, 2)
+    options: dict[str, Any] = {"attention_mask": mask if padded else None}
+    if where == "attribute":
+        module.is_causal = True
+        with pytest.raises(ValueError, match="BertSelfAttention is causal"):
+            attention("clustered", module, **projected, **options)
+    else:
+        actual, weights = attention(
+            "clustered", module, **projected, **options, is_causal=True, output_attentions=True
+        )
+        assert torch.equal(actual, expected)
+        assert (weights.triu(1) == 0).all()
+    assert attended == []
+
+
+def test_is_causal_false_lets_a_method_run(
+    module: Any, projected: dict[str, torch.Tensor], attended: list[str]
+) -> None:
+    attention("clustered", module, **projected, attention_mask=None, is_causal=False)
+    assert attended == ["clustered"]
+
+
+def clip() -> CLIPModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = sizes | {"vocab_size": 60, "max_position_embeddings": 64, "eos_token_id": 3}
+    vision = sizes | {"image_size": 24, "patch_size": 4, "initializer_range": 0.25}
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
+
+
+def test_of_clip_the_vision_tower_is_patched_and_the_text_sees_no_later_token(attended: list[str]) -> None:
+    model = hf_effattn.patch_attention(clip(), "clustered", **FORCED)
+    tokens = torch.randint(5, 60, (2, N))
+    later = tokens.clone()
+    later[:, 20:] = 7
+    images = torch.randn(2, 3, 24, 24)
+    before = model(input_ids=tokens, pixel_values=images).text_model_output.last_hidden_state
+    after = model(input_ids=later, pixel_values=images).text_model_output.last_hidden_state
+    assert torch.equal(before[:, :20], after[:, :20])
+    assert attended == ["clustered"] * 4
+    assert model.text_model.config._attn_implementation == "sdpa"
+
+
+def test_the_text_of_clip_is_refused() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = CLIPTextModel(CLIPTextConfig(**sizes, vocab_size=60)).eval()
+    with pytest.raises(ValueError, match=r"does not serve CLIPTextModel: .* hides the future by a keyword"):
+        hf_effattn.patch_attention(text, "clustered")
+    text.set_attn_implementation("clustered")
+    with pytest.raises(ValueError, match=r"does not serve CLIPAttention: .* hides the future by a keyword"):
+        text(input_ids=torch.randint(5, 60, (2, N)))
+
+
+@pytest.mark.parametrize("keyword", sorted(NOT_IN_SDPA))
+def test_what_sdpa_does_not_honour_is_refused_by_name(
+    keyword: str, module: Any, projected: dict[str, torch.Tensor]
+) -> None:
+    options: dict[str, Any] = {keyword: torch.ones(2)}
+    with pytest.raises(ValueError, match=rf'BertSelfAttention passes {keyword}= .*neither "clustered" nor the SDPA'):
+        attention("clustered", module, **projected, attention_mask=None, **options)
+    attention("clustered", module, **projected, attention_mask=None, **{keyword: None})
+
+
+@pytest.mark.parametrize("settings", [FORCED, {}], ids=["long", "too short for the method"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_position_bias_is_added_to_the_scores(
+    padded: bool, settings: dict[str, int], projected: dict[str, torch.Tensor], attended: list[str]
+) -> None:
+    module = find_stacks(hf_effattn.patch_attention(tiny_model("bert"), "clustered", **settings))[0].modules[0]
+    bias = torch.randn(1, 2, N, N)
+    mask = torch.ones(2, N, dtype=torch.bool)
+    mask[0, 30:] = False
+    seen = torch.where(mask[:, None, None, :], bias, torch.finfo(torch.float32).min) if padded else bias
+    expected = F.scaled_dot_product_attention(**projected, attn_mask=seen).transpose(1, 2)
+    options: dict[str, Any] = {"attention_mask": mask if padded else None, "position_bias": bias}
+    if "position_bias" not in sdpa_attention_forward.__code__.co_varnames:
+        with pytest.raises(ValueError, match="passes position_bias=, which neither"):
+            attention("clustered", module, **projected, **options)
+        return
+    actual, _ = attention("clustered", module, **projected, **options)
+    torch.testing.assert_close(actual, expected)
+    with pytest.raises(ValueError, match="passes position_bias=, with which SDPA gives no attention weights"):
+        attention("clustered", module, **projected, **options, output_attentions=True)
+    assert attended == []
+
+
+def test_packed_texts_need_a_dense_mask(module: Any, projected: dict[str, torch.Tensor], attended: list[str]) -> None:
+    packed: dict[str, Any] = {"cu_seq_lens_q": torch.tensor([0, 10, N]), "max_length_q": 30}
+    with pytest.raises(ValueError, match=r"where packed texts begin.*position_ids that begin anew"):
+        attention("clustered", module, **projected, attention_mask=None, **packed)
+    dense = torch.ones(2, 1, N, N, dtype=torch.bool)
+    attention("clustered", module, **projected, attention_mask=dense, **packed)
+    assert attended == []
+
+
+def test_an_unknown_keyword_makes_a_model_exact_and_is_handed_on(
+    attended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("bert")
+    batch = batch_for(model, padding="right")
+    exact = encoded(model, batch)
+    hf_effattn.patch_attention(model, "clustered", **FORCED)
+    handed: list[Any] = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        handed.append(kwargs.get("tilt"))
+        return sdpa_attention_forward(*args, **kwargs)
+
+    monkeypatch.setattr("hf_effattn.patching.attention.sdpa_attention_forward", watched)
+    with pytest.warns(UserWarning, match='BertSelfAttention passes tilt=, which "clustered" does not know'):
+        assert torch.equal(encoded(model, batch, tilt=2), exact)
+    assert handed == [2, 2, 2]
+    assert attended == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not torch.equal(encoded(model, batch, tilt=None), exact)
+        encoded(model, batch, **dict.fromkeys({"deterministic", "num_items_in_batch"} & WITHOUT_EFFECT, 3))
+    assert attended == ["clustered"] * 6
+
+
+def test_an_input_too_short_for_the_method_keeps_the_keywords(
+    attended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = hf_effattn.patch_attention(tiny_model("bert"), "clustered")
+    handed: list[Any] = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        handed.append(kwargs.get("deterministic"))
+        return sdpa_attention_forward(*args, **kwargs)
+
+    monkeypatch.setattr("hf_effattn.patching.attention.sdpa_attention_forward", watched)
+    encoded(model, batch_for(model), deterministic=True)
+    assert handed == [True] * 3
+    assert attended == []
