@@ -334,9 +334,7 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
         own = past_key_values
         own = own.self_attention_cache if isinstance(own, EncoderDecoderCache) else own
         if config.assignment != "full" and isinstance(own, QuantizedCache):
-            raise ValueError(
-                "a QuantizedCache would round the clusters that are kept beside the keys; use another kind of cache"
-            )
+            raise ValueError("a QuantizedCache keeps no clusters beside the keys; use a DynamicCache or a StaticCache")
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache()
             if config.add_cross_attention:
