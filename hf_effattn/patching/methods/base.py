@@ -25,6 +25,8 @@ from .crossover import crossover_length
 
 Groups = tuple[torch.Tensor, ...]
 
+LARGEST_COUNT = 2**31 - 1  # of tokens, clusters, ...: the ops take integers of 64 bits and multiply them
+
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
@@ -46,6 +48,9 @@ class Method(ABC):
     purpose: ClassVar[dict[str, str]] = {
         "min_length": "inputs with fewer tokens run exact attention; None: the measured length, 0: force the method"
     }
+
+    # Beyond these a hand-edited config would run for hours, or out of memory, before anyone learns why.
+    most: ClassVar[dict[str, int]] = {"iterations": 1_000, "bits": 4_096}
 
     min_length: int | None = None
 
@@ -301,7 +306,8 @@ class Method(ABC):
             raise TypeError(f"{name} must be an int, got {value!r}: {self.purpose[name]}")
         if number < minimum:
             raise ValueError(f"{name} must be at least {minimum}, got {number}: {self.purpose[name]}")
-        if maximum is not None and number > maximum:
+        maximum = self.most.get(name, LARGEST_COUNT) if maximum is None else maximum
+        if number > maximum:
             raise ValueError(f"{name} must be at most {maximum}, got {number}: {self.purpose[name]}")
         object.__setattr__(self, name, number)
 
