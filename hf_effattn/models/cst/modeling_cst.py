@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from ...ops.derivatives import check_no_onnx
 from .attention import CSTAttention, Tables
 from .cache import CSTCache, GlobalState, LevelState
 from .configuration_cst import CSTConfig
@@ -233,6 +234,8 @@ class CSTModel(CSTPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        if self.config.composition != "full":
+            check_no_onnx('use torch.export or torch.compile; composition="full" alone has no such op')
         if kwargs.get("output_attentions"):
             raise ValueError("a Composite Slice Transformer has no single attention matrix to return")
         past = 0 if past_key_values is None else past_key_values.get_seq_length()

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ...ops.derivatives import check_no_onnx
 from ..exact import exact_attention, exact_weights, visible_keys
 from ..model_types import Stack
 from .crossover import crossover_length
@@ -110,6 +111,7 @@ class Method(ABC):
         if self.is_exact(N, M, query.device.type, causal=causal):
             mask = visible_keys(key_mask, N, causal=causal)
             return exact_attention(query, key, value, mask, causal=causal, **options)
+        check_no_onnx("call unpatch_attention(model) and export the exact model, or use torch.export or torch.compile")
         options["key_mask"] = key_mask
         if causal:
             return self.attend_causal(query, key, value, prompt=prompt, training=training, **options)
