@@ -57,7 +57,7 @@ def read_stored(stored: object, method: str | None = None, **overrides: Any) -> 
 
     Raises:
         ValueError: written in a newer format, no method, an unknown method, a value outside its range.
-        TypeError: not a dict, a value of the wrong type.
+        TypeError: not a dict, a value of the wrong type, layers that are no list of ints.
 
     Fields that this version does not know are ignored with a warning that names them.
     """
@@ -80,6 +80,8 @@ def read_stored(stored: object, method: str | None = None, **overrides: Any) -> 
     if method is None:
         raise ValueError("config.effattn names no method; add one, for example {'method': 'i-clustered'}")
     layers = values.pop("layers", None)
+    if layers is not None:
+        _check_layers_listed(layers, "give a list of layer indices such as [0, 1], or null for all")
     values.pop(BASE_MODEL, None)
     names = setting_names(method)
     unknown = sorted(set(values) - set(names))
@@ -101,6 +103,20 @@ def check_layers(layers: Any, count: int) -> tuple[int, ...]:
         count (`int`): how many layers the model has.
     """
     hint = f"give a list of layer indices from 0 to {count - 1}, negative ones count from the end"
+    indices = []
+    for index in _check_layers_listed(layers, hint):
+        if not -count <= index < count:
+            raise ValueError(f"layers has {index}, but the model has {count} layers; {hint}")
+        indices.append(index % count)
+    if not indices:
+        raise ValueError(f"layers is empty, so nothing would be patched; {hint}, or leave it out for all layers")
+    if len(set(indices)) < len(indices):
+        raise ValueError(f"layers names a layer twice: {list(layers)}; {hint}")
+    return tuple(sorted(indices))
+
+
+def _check_layers_listed(layers: Any, hint: str) -> list[int]:
+    """The layers as a list of ints, whatever the model has; raises where they are none."""
     if isinstance(layers, str | bytes | Mapping) or not isinstance(layers, Iterable):
         raise TypeError(f"layers must be a list of ints or None for all, got {layers!r}; {hint}")
     indices = []
@@ -111,11 +127,5 @@ def check_layers(layers: Any, count: int) -> tuple[int, ...]:
             index = None
         if index is None or isinstance(layer, bool):
             raise TypeError(f"layers must hold ints, got {layer!r}; {hint}")
-        if not -count <= index < count:
-            raise ValueError(f"layers has {index}, but the model has {count} layers; {hint}")
-        indices.append(index % count)
-    if not indices:
-        raise ValueError(f"layers is empty, so nothing would be patched; {hint}, or leave it out for all layers")
-    if len(set(indices)) < len(indices):
-        raise ValueError(f"layers names a layer twice: {list(layers)}; {hint}")
-    return tuple(sorted(indices))
+        indices.append(index)
+    return indices

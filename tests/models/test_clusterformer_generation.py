@@ -1,5 +1,8 @@
 """ClusterFormer decoders: no word sees a later one, cached generation equals recomputation, translation."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from support.clusterformer_cases import padded_texts, texts, tiny_model
@@ -11,7 +14,14 @@ from transformers import (
     CompileConfig,
     EncoderDecoderModel,
 )
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    QuantizedCache,
+    StaticCache,
+)
 
 from hf_effattn.models.clusterformer import (
     ClusterFormerForCausalLM,
@@ -116,7 +126,7 @@ def test_a_static_cache_is_attended_to_as_far_as_it_is_filled(variant, masked):
 def test_a_quantized_cache_is_refused():
     model = tiny_model(ClusterFormerForCausalLM)
     cache = QuantizedCache.__new__(QuantizedCache)  # it asks for a package of its own when it is made
-    with pytest.raises(ValueError, match="a QuantizedCache would round the clusters"):
+    with pytest.raises(ValueError, match="a QuantizedCache keeps no clusters"):
         model(texts(), past_key_values=cache)
 
 
@@ -130,16 +140,67 @@ def test_words_beyond_a_static_cache_are_named():
 
 
 def test_labels_beyond_256_survive_a_bfloat16_cache():
-    """A label is kept in columns of the cache: bfloat16 holds integers up to 256 only."""
+    """bfloat16 holds integers up to 256 only."""
     model = tiny_model(ClusterFormerForCausalLM, dtype=torch.bfloat16, clusters=700)
-    sorting = model.clusterformer.layers[0].sorting
-    attention = model.clusterformer.layers[0].attention
-    words = torch.randn(1, 60, 24).bfloat16()
-    clustered = sorting(words, model.clusterformer.centroids.weight[None], None, False)
-    clustered.labels = torch.arange(60)[None] * 11 + 40
-    kept = attention.remembered(clustered, attention.split(words))
-    assert kept.dtype == torch.bfloat16
-    assert torch.equal((kept[..., 0].long() * 256 + kept[..., 1].long())[0, 0], clustered.labels[0])
+    cache = model(texts(), use_cache=True).past_key_values
+    layer, labels = cache.layers[0], torch.arange(60)[None] * 11 + 40
+    assert layer.keys.dtype == torch.bfloat16
+    assert torch.equal(layer.add_clusters(labels, None, 0)[0], labels)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_keys_and_values_in_a_cache_have_the_usual_shapes(kind):
+    """They held the clusters too: transformers asserts the width of a head, 12 here."""
+    model = tiny_model(ClusterFormerForCausalLM)
+    options = {"config": model.config, "max_cache_len": 11} if kind is StaticCache else {}
+    cache = kind(**options)
+    model(texts(3, 11), past_key_values=cache)
+    assert isinstance(cache, kind)
+    assert [layer.keys.shape for layer in cache.layers] == [(3, 2, 11, 12)] * 2
+    assert [layer.values.shape for layer in cache.layers] == [(3, 2, 11, 12)] * 2
+    translation = tiny_model(ClusterFormerForConditionalGeneration)
+    caches = translation(texts(3, 11), decoder_input_ids=texts(3, 5), use_cache=True).past_key_values
+    assert {layer.keys.shape for layer in caches.self_attention_cache.layers} == {(3, 2, 5, 12)}
+    assert {layer.keys.shape for layer in caches.cross_attention_cache.layers} == {(3, 2, 11, 12)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_the_clusters_follow_the_rows_of_a_cache(copied):
+    model = tiny_model(ClusterFormerForCausalLM)
+    words, order = texts(3, 20), torch.tensor([2, 0, 2])
+    expected = model(words[order], use_cache=False).logits[:, 12:]
+    cache = copied(model(words[:, :15], use_cache=True).past_key_values)
+    cache.reorder_cache(order)
+    cache.crop(-3)
+    close = {"rtol": 0, "atol": 1e-14}
+    torch.testing.assert_close(model(words[order, 12:], past_key_values=cache).logits, expected, **close)
+    cache = copied(model(words[:, :12], use_cache=True).past_key_values)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([5, 0, 4]))
+    torch.testing.assert_close(model(words[order, 12:], past_key_values=cache).logits, expected, **close)
+
+
+@pytest.mark.parametrize("assisted", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": None}])
+def test_assisted_generation_equals_greedy(assisted):
+    model = tiny_model(ClusterFormerForCausalLM, eos_token_id=None)
+    words = texts(1, 9)
+    words[:, 6:] = words[:, 2:5]  # something to look up
+    if "assistant_model" in assisted:
+        assisted = {"assistant_model": tiny_model(ClusterFormerForCausalLM, seed=3, eos_token_id=None)}
+    options = {"max_new_tokens": 20, "do_sample": False}
+    assert torch.equal(model.generate(words, **options, **assisted), model.generate(words, **options))
+
+
+def test_caches_without_room_for_clusters_are_named():
+    model = tiny_model(ClusterFormerForCausalLM)
+    cache = DynamicCache()
+    cache.update(torch.zeros(2, 2, 7, 12), torch.zeros(2, 2, 7, 12), 0)
+    with pytest.raises(ValueError, match="7 words of another model, without their clusters"):
+        model(texts(2, 3), past_key_values=cache)
+    cache = Cache(layers=[DynamicSlidingWindowLayer(5), DynamicSlidingWindowLayer(5)])
+    with pytest.raises(ValueError, match="layers of type DynamicSlidingWindowLayer, which keep no clusters"):
+        model(texts(2, 3), past_key_values=cache)
 
 
 @each_strict

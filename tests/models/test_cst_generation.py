@@ -178,3 +178,27 @@ def test_more_tokens_than_positions_raise():
 def test_the_cache_says_which_models_it_is_not_for():
     with pytest.raises(TypeError, match="not keys and values: give it to such a model"):
         CSTCacheLayer().update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+
+
+@pytest.mark.parametrize("variant", ["paper", "three_levels", "global_tokens", "mlp_global_local", "full"])
+def test_crop_puts_the_cache_back_to_any_column_that_was_recorded(variant):
+    """A state cannot be cut: what it was made of is kept while transformers asks for it, with padding anywhere."""
+    model = tiny_model(CSTForCausalLM, variant)
+    ids, mask = tokens(3), torch.ones(3, LENGTH, dtype=torch.long)
+    mask[1, :5], mask[2, 3:6], mask[2, 14:16] = 0, 0, 0
+    counted = mask.bool()
+    with torch.no_grad():
+        full = model(ids, attention_mask=mask, use_cache=False).logits
+        for prompt, left in ((15, 15), (15, 14), (15, 4), (11, 13), (11, 11), (11, 9), (12, 1)):
+            cache = CSTCache(model.config.num_hidden_layers)
+            cache.activate_past_recording()
+            drafts = torch.where(torch.arange(LENGTH) < left, ids, 9)
+            model(drafts[:, :prompt], attention_mask=mask[:, :prompt], past_key_values=cache)
+            if prompt < 15:
+                model(drafts[:, prompt:15], attention_mask=mask[:, :15], past_key_values=cache)
+            cache.crop(left - 15)
+            assert cache.get_seq_length() == left
+            rest = model(ids[:, left:], attention_mask=mask, past_key_values=cache).logits
+            assert_close_to_reference(
+                f"{left} of {prompt}", rest[counted[:, left:]], full[:, left:][counted[:, left:]], rtol=1e-13
+            )

@@ -120,7 +120,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(variant, model_class, r
     assert model.is_gradient_checkpointing
     torch.manual_seed(0)
     for name, grad in gradients(model, inputs_for(model_class)).items():
-        torch.testing.assert_close(grad, plain[name], rtol=0, atol=0)
+        # Reentrant, the gradients of a shared weight are added in another order.
+        torch.testing.assert_close(grad, plain[name], rtol=0, atol=2e-15 if reentrant else 0)
 
 
 @pytest.mark.slow_except("causal-paper")

@@ -7,11 +7,9 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ...ops import sorted_block_attention
 from ...ops.sorted_block_attention.reference import MEMBERSHIP_FLOOR
+from .cache import clustered_layer
 from .configuration_clusterformer import ClusterFormerConfig
 from .sorting import SortedWords
-
-# A label is kept in two cache columns of at most this many values: bfloat16 holds integers up to 256 exactly.
-LABEL_BASE = 256
 
 
 def cached_words(cache: Cache | None, layer_idx: int = 0) -> int:
@@ -83,10 +81,11 @@ class SortedBlockSelfAttention(Projections):
         """Attend from words `(B, N, d)`; with a cache (strict form only) also to the words before them."""
         query, key, value = (self.split(layer(words)) for layer in (self.query, self.key, self.value))
         if cache is not None:
-            kept = torch.cat([key, self.remembered(clustered, key)], dim=-1)
-            kept, value, past = remember(cache, kept, value, self.layer_idx)
+            layer = clustered_layer(cache, self.layer_idx)
+            key, value, past = remember(cache, key, value, self.layer_idx)
+            labels, shares = layer.add_clusters(clustered.labels, clustered.membership, past)
             if past:
-                return self.join(self.attend_to_cache(query, kept, value, clustered, mask))
+                return self.join(self.attend_to_cache(query, key, value, labels, shares, clustered, mask))
         attended = sorted_block_attention(
             query,
             key,
@@ -109,33 +108,22 @@ class SortedBlockSelfAttention(Projections):
         key, value = (self.split(layer(centroids)) for layer in (self.key, self.value))
         return F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout)
 
-    def remembered(self, clustered: SortedWords, key: torch.Tensor) -> torch.Tensor:
-        """Labels and memberships as columns beside the keys `(B, H, N, ·)`.
-
-        In the cache they follow the beams, and every kind of cache holds them.
-        """
-        label = torch.stack([clustered.labels // LABEL_BASE, clustered.labels % LABEL_BASE], dim=-1).to(key.dtype)
-        columns = label[:, None].expand(-1, self.heads, -1, -1)
-        if clustered.membership is not None:
-            membership = clustered.membership.to(key.dtype)
-            membership = F.pad(membership, (0, -membership.shape[2] % self.heads))
-            columns = torch.cat([columns, self.split(membership)], dim=-1)
-        return columns
-
     def attend_to_cache(
         self,
         query: torch.Tensor,
-        kept: torch.Tensor,
+        key: torch.Tensor,
         value: torch.Tensor,
+        labels: torch.Tensor,
+        shares: torch.Tensor | None,
         clustered: SortedWords,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """What the block form gives the last words of a text: as many earlier words of the own label as it reaches."""
-        D, N, M = query.shape[3], query.shape[2], kept.shape[2]
-        key, label, shares = kept.split([D, 2, kept.shape[3] - D - 2], dim=-1)
-        label = label[:, 0].round().long()
-        label = label[..., 0] * LABEL_BASE + label[..., 1]
-        same = clustered.labels[:, :, None] == label[:, None, :]
+        """What the block form gives the last words of a text: as many earlier words of the own label as it reaches.
+
+        `labels` `(B, M)` and memberships `shares` `(B, M, k)` are those of all words, in `clustered` of the last.
+        """
+        N, M = query.shape[2], key.shape[2]
+        same = clustered.labels[:, :, None] == labels[:, None, :]
         if mask is not None:
             same = same & mask[:, None, :M]
         same = same & torch.ones(N, M, dtype=torch.bool, device=query.device).tril(M - N)
@@ -143,10 +131,8 @@ class SortedBlockSelfAttention(Projections):
         reach = (self.window_blocks - 1) * torch.as_tensor(clustered.block_length, device=later.device)
         visible = (same & (later <= reach.view(-1, 1, 1)))[:, None]
         bias = query.new_zeros(visible.shape)
-        if clustered.membership is not None:
-            k = clustered.membership.shape[2]
-            of_keys = shares.transpose(1, 2).flatten(2)[..., :k]
-            bias = (clustered.membership.to(of_keys.dtype) @ of_keys.transpose(1, 2) + MEMBERSHIP_FLOOR).log()[:, None]
+        if clustered.membership is not None and shares is not None:
+            bias = (clustered.membership @ shares.transpose(1, 2) + MEMBERSHIP_FLOOR).log()[:, None].to(query.dtype)
         # Finite: a padded query sees nothing, and its row must not become NaN.
         bias = bias.masked_fill(~visible, torch.finfo(query.dtype).min)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=self.dropout)

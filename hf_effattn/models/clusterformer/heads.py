@@ -67,8 +67,12 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return total / (labels != IGNORED).sum().clamp(min=1)
 
 
-def shifted_loss(logits: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor | None:
-    """Cross-entropy of each word's logits on the word after it."""
+def shifted_loss(
+    logits: torch.Tensor, labels: torch.Tensor | None, shifted: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Cross-entropy of each word's logits on the word after it; `shifted` are labels that stand there already."""
+    if shifted is not None:
+        return word_loss(logits, shifted)
     return None if labels is None else word_loss(logits[:, :-1], labels[:, 1:])
 
 
@@ -230,10 +234,6 @@ class ClusterFormerGenerationMixin(GenerationMixin):
         """Never: with a static cache it would be compiled, and anew for every word, because the keys are cut."""
         return False
 
-    def _get_static_cache_init_shape(self) -> None:
-        """A static cache is shaped by the first keys: beside them it holds labels, which a config does not show."""
-        return
-
 
 class ClusterFormerForCausalLM(_WithWordHead, ClusterFormerGenerationMixin):
     """ClusterFormer that predicts the next word; `config.is_decoder` is set."""
@@ -275,11 +275,15 @@ class ClusterFormerForCausalLM(_WithWordHead, ClusterFormerGenerationMixin):
             logits_to_keep (`int` or `torch.LongTensor`): only the last so many words, 0 = all; or the places of
                 those that are scored.
             position_ids, inputs_embeds, encoder_hidden_states, encoder_attention_mask, kwargs: what
-                `ClusterFormerModel` takes; those of an encoder with `config.add_cross_attention`.
+                `ClusterFormerModel` takes; those of an encoder with `config.add_cross_attention`. And `shift_labels`
+                `(B, N)`, the word after each word, instead of `labels`.
 
         Returns: `ClusterFormerCausalLMOutput`, logits `(B, N, vocab_size)`.
         """
-        kwargs["output_clustering"] = self.asks_clustering(kwargs.get("output_clustering"), labels is not None)
+        # What Trainer passes where a text is spread over processes.
+        shifted = kwargs.pop("shift_labels", None)
+        labelled = labels is not None or shifted is not None
+        kwargs["output_clustering"] = self.asks_clustering(kwargs.get("output_clustering"), labelled)
         decoded = self.clusterformer(
             input_ids,
             attention_mask,
@@ -295,7 +299,7 @@ class ClusterFormerForCausalLM(_WithWordHead, ClusterFormerGenerationMixin):
         )
         scored = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(decoded.last_hidden_state[:, scored])
-        task_loss = shifted_loss(logits, labels)
+        task_loss = shifted_loss(logits, labels, shifted)
         return ClusterFormerCausalLMOutput(
             loss=total_loss(self.config, task_loss, decoded),
             logits=logits,

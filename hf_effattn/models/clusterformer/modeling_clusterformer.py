@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, Q
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import can_return_tuple
 
+from ...ops.derivatives import check_no_onnx
 from ..classifying import masked_mean
 from .attention import CrossAttention, FullSelfAttention, SortedBlockSelfAttention, cached_words
 from .configuration_clusterformer import ClusterFormerConfig
@@ -244,6 +245,8 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of the two")
+        if self.config.assignment != "full":
+            check_no_onnx('use torch.export or torch.compile; assignment="full" alone has no such op')
         self._check_outputs_and_sources(kwargs.get("output_attentions"), encoder_hidden_states)
         words = self.embeddings.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         past_key_values = self._cache(past_key_values, use_cache)
@@ -334,9 +337,7 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
         own = past_key_values
         own = own.self_attention_cache if isinstance(own, EncoderDecoderCache) else own
         if config.assignment != "full" and isinstance(own, QuantizedCache):
-            raise ValueError(
-                "a QuantizedCache would round the clusters that are kept beside the keys; use another kind of cache"
-            )
+            raise ValueError("a QuantizedCache keeps no clusters beside the keys; use a DynamicCache or a StaticCache")
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache()
             if config.add_cross_attention:

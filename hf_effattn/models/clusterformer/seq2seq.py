@@ -19,9 +19,10 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Cluste
     """An encoder of `num_hidden_layers`, and a decoder of `decoder_layers` that also attends to the encoder.
 
     Both sort their own words; the decoder by `config.decoder_assignment` and `config.causal`. Embeddings and scores
-    of the vocabulary are tied.
+    of the vocabulary are tied. The weights of a `ClusterFormerModel` are loaded as those of the encoder.
     """
 
+    base_model_prefix = "encoder"
     _tied_weights_keys = {  # noqa: RUF012
         "decoder.embeddings.word_embeddings.weight": "encoder.embeddings.word_embeddings.weight",
         "lm_head.weight": "encoder.embeddings.word_embeddings.weight",

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...ops import slice_attention
-from .cache import GlobalState, LevelState, keep, put, take
+from .cache import GlobalRows, GlobalState, LevelRows, LevelState, keep, put, take
 from .configuration_cst import CSTConfig
 from .slices import SliceMLP, SlicePooling, add_to_slices, slice_mask
 
@@ -55,8 +55,8 @@ class CSTAttention(nn.Module):
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(
-        self, hidden: torch.Tensor, tables: Tables, mask: torch.Tensor | None, lengths: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, LevelState | GlobalState | None]:
+        self, hidden: torch.Tensor, tables: Tables, mask: torch.Tensor | None, with_rows: bool = False
+    ) -> tuple[torch.Tensor, LevelRows | GlobalRows | None]:
         """Attention of all rows to all, or to all earlier ones where the model is causal.
 
         Args:
@@ -64,12 +64,12 @@ class CSTAttention(nn.Module):
             tables (`dict[int, torch.Tensor]`, *optional*): MS-VIPE, the positions of each level: at 0 `P_l` `(αL, d)`
                 of the tokens, above it those of the slices.
             mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = token; the tokens of a row come first.
-            lengths (`torch.LongTensor`, *optional*): `(B,)` tokens of each row; asks for the state to go on from.
+            with_rows (`bool`): asks for what a state to go on from is cut out of.
 
-        Returns: the output `(B, N, d)` and, where asked for, the state.
+        Returns: the output `(B, N, d)` and, where asked for, that.
         """
-        output, state = self._compose(0, hidden, tables, mask, lengths)
-        return self.output(output), state
+        output, computed = self._compose(0, hidden, tables, mask)
+        return self.output(output), computed if with_rows else None
 
     def step(
         self, hidden: torch.Tensor, tables: Tables, state: LevelState | GlobalState, active: torch.Tensor
@@ -79,7 +79,8 @@ class CSTAttention(nn.Module):
         Args:
             hidden (`torch.Tensor`): `(B, d)`.
             tables (`dict[int, torch.Tensor]`, *optional*): as in `forward`.
-            state (`LevelState` or `GlobalState`): what `forward` or the step before returned.
+            state (`LevelState` or `GlobalState`): after what came before: of
+                `LevelRows.after`, or of the step before.
             active (`torch.BoolTensor`): `(B,)`, False = padding, which leaves the row's state as it is.
 
         Returns: the output `(B, d)` and the state after it.
@@ -110,35 +111,31 @@ class CSTAttention(nn.Module):
         return self._heads(to.query(of_queries, biased=False)), self._heads(to.key(table, biased=False))
 
     def _compose(
-        self, level: int, rows: torch.Tensor, tables: Tables, mask: torch.Tensor | None, lengths: torch.Tensor | None
-    ) -> tuple[torch.Tensor, LevelState | GlobalState | None]:
+        self, level: int, rows: torch.Tensor, tables: Tables, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, LevelRows | GlobalRows]:
         if level == len(self.level_lengths):
-            return self._attend_to_all(level, rows, tables, mask, lengths)
+            return self._attend_to_all(level, rows, tables, mask)
         L = self.level_lengths[level]
-        upper_mask, upper_lengths = slice_mask(mask, L), None if lengths is None else lengths // L
+        upper_mask = slice_mask(mask, L)
         if self.composition == "local-global":
-            local, means, kept = self._local(level, rows, tables, mask)
+            local, means, (key, value) = self._local(level, rows, tables, mask)
             if self.pooling != "mean" or means is None:
                 means = self.pools[level](local, mask)
-            upper, upper_state = self._compose(level + 1, means, tables, upper_mask, upper_lengths)
+            upper, upper_rows = self._compose(level + 1, means, tables, upper_mask)
             coarse = self._seen_by_slices(upper)
             pooled_rows = local
         else:
             embeddings = self.pools[level](rows, mask)
-            upper, upper_state = self._compose(level + 1, embeddings, tables, upper_mask, upper_lengths)
+            upper, upper_rows = self._compose(level + 1, embeddings, tables, upper_mask)
             coarse = self._seen_by_slices(upper)
             inner = add_to_slices(rows, coarse, L) if self.composition == "global-local" else rows
-            local, _, kept = self._local(level, inner, tables, mask)
+            local, _, (key, value) = self._local(level, inner, tables, mask)
             pooled_rows = rows
-        state = None
-        if lengths is not None and upper_state is not None:  # asked for here, it was asked for above
-            state = LevelState.after(
-                lengths, L, self.extension if level == 0 else 0, self.global_tokens if level == 0 else 0, kept,
-                pooled_rows, upper, upper_state,
-            )  # fmt: skip
+        extension, sinks = (self.extension, self.global_tokens) if level == 0 else (0, 0)
+        computed = LevelRows(key, value, pooled_rows, upper, upper_rows, L, extension, sinks)
         if level == 0 and self.global_tokens and not self.causal:
             local = self._with_global_tokens(local, rows, mask)
-        return add_to_slices(local, coarse, L), state
+        return add_to_slices(local, coarse, L), computed
 
     def _seen_by_slices(self, upper: torch.Tensor) -> torch.Tensor:
         """What each slice gets from the level above. Causal: the result for the slices before it, by the query of the
@@ -173,16 +170,15 @@ class CSTAttention(nn.Module):
         return output.transpose(1, 2).flatten(2), means.transpose(1, 2).flatten(2), (key, value)
 
     def _attend_to_all(
-        self, level: int, rows: torch.Tensor, tables: Tables, mask: torch.Tensor | None, lengths: torch.Tensor | None
-    ) -> tuple[torch.Tensor, GlobalState | None]:
+        self, level: int, rows: torch.Tensor, tables: Tables, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, GlobalRows]:
         """Attention among all slices (Eq. 15)."""
         query, key, value = self._query_key_value(level, rows)
         of_queries, of_keys = self._position_terms(level, tables, rows.shape[1])
         if of_queries is not None and of_keys is not None:
             query, key = query + of_queries, key + of_keys
         output = self._exact(query, key, value, mask, causal=self.causal)
-        state = None if lengths is None else GlobalState.after(lengths, self.most_slices, key, value)
-        return output, state
+        return output, GlobalRows(key, value, self.most_slices)
 
     def _exact(
         self,

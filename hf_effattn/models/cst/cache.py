@@ -64,12 +64,6 @@ class GlobalState(_State):
     key: torch.Tensor
     value: torch.Tensor
 
-    @classmethod
-    def after(cls, lengths: torch.Tensor, most: int, key: torch.Tensor, value: torch.Tensor) -> "GlobalState":
-        """The state after rows of these lengths."""
-        key, value = (F.pad(rows, (0, 0, 0, most - rows.shape[2])) for rows in (key, value))
-        return cls(lengths, key, value)
-
 
 @dataclass(frozen=True)
 class LevelState(_State):
@@ -99,42 +93,6 @@ class LevelState(_State):
     def extension(self) -> int:
         """`e`."""
         return self.key.shape[2] - self.rows.shape[1]
-
-    @classmethod
-    def after(
-        cls,
-        lengths: torch.Tensor,
-        slice_length: int,
-        extension: int,
-        global_tokens: int,
-        keys_and_values: tuple[torch.Tensor, torch.Tensor],
-        rows: torch.Tensor,
-        upper: torch.Tensor,
-        upper_state: "LevelState | GlobalState",
-    ) -> "LevelState":
-        """The state after rows of these lengths, cut from what was computed for all of them.
-
-        Args:
-            lengths (`torch.LongTensor`): `(B,)`.
-            slice_length (`int`): `L`.
-            extension (`int`): `e`.
-            global_tokens (`int`): how many first rows every slice sees.
-            keys_and_values (`tuple[torch.Tensor, torch.Tensor]`): `(B, H, N, D)` each.
-            rows (`torch.Tensor`): `(B, N, d)`, what the slices' embeddings are made of.
-            upper (`torch.Tensor`): `(B, slices, d)`, the output of the level above.
-            upper_state (`LevelState` or `GlobalState`): its state.
-        """
-        finished = lengths // slice_length
-        places = (finished * slice_length)[:, None] + torch.arange(-extension, slice_length, device=lengths.device)
-        key, value = (take(x, places, 2) for x in keys_and_values)
-        coarse = take(upper, finished[:, None] - 1, 1)[:, 0] * (finished > 0)[:, None]
-        sinks: dict[str, torch.Tensor] = {}
-        if global_tokens:
-            first = torch.arange(global_tokens, device=lengths.device).expand(len(lengths), -1)
-            sinks = {
-                f"sink_{name}": take(x, first, 2) for name, x in zip(("key", "value"), keys_and_values, strict=True)
-            }
-        return cls(lengths, key, value, take(rows, places[:, extension:], 1), coarse, upper_state, **sinks)
 
     def visible(self, slot: torch.Tensor) -> torch.Tensor:
         """Which keys of the window the row in `slot` sees, `(B, e + L)`."""
@@ -181,22 +139,153 @@ class LevelState(_State):
         return replace(self, key=key, value=value, coarse=keep(finished, upper, self.coarse), upper=upper_state)
 
 
+@dataclass(frozen=True)
+class GlobalRows(_State):
+    """What the last level computed for whole rows; no later row has changed an earlier one, so any start of them has
+    its state here.
+
+    Args:
+        key (`torch.Tensor`): `(B, H, slices, D)`.
+        value (`torch.Tensor`): like `key`.
+        most (`int`): slices of the longest input.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    most: int
+
+    def after(self, lengths: torch.Tensor) -> GlobalState:
+        """The state after the first `lengths` `(B,)` slices of each row."""
+        key, value = (F.pad(rows, (0, 0, 0, self.most - rows.shape[2])) for rows in (self.key, self.value))
+        return GlobalState(lengths, key, value)
+
+
+@dataclass(frozen=True)
+class LevelRows(_State):
+    """What a level computed for whole rows; as in `GlobalRows`.
+
+    Args:
+        key (`torch.Tensor`): `(B, H, N, D)`.
+        value (`torch.Tensor`): like `key`.
+        rows (`torch.Tensor`): `(B, N, d)`, what the slices' embeddings are made of.
+        coarse (`torch.Tensor`): `(B, slices, d)`, the output of the level above.
+        upper (`LevelRows` or `GlobalRows`): what that level computed.
+        slice_length (`int`): `L`.
+        extension (`int`): `e`.
+        global_tokens (`int`): how many first rows every slice sees.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    rows: torch.Tensor
+    coarse: torch.Tensor
+    upper: "LevelRows | GlobalRows"
+    slice_length: int
+    extension: int
+    global_tokens: int
+
+    def after(self, lengths: torch.Tensor) -> LevelState:
+        """The state after the first `lengths` `(B,)` of each row."""
+        finished = lengths // self.slice_length
+        window = torch.arange(-self.extension, self.slice_length, device=lengths.device)
+        places = (finished * self.slice_length)[:, None] + window
+        key, value = (take(x, places, 2) for x in (self.key, self.value))
+        coarse = take(self.coarse, finished[:, None] - 1, 1)[:, 0] * (finished > 0)[:, None]
+        sinks: tuple[torch.Tensor, ...] = ()
+        if self.global_tokens:
+            first = torch.arange(self.global_tokens, device=lengths.device).expand(len(lengths), -1)
+            sinks = tuple(take(x, first, 2) for x in (self.key, self.value))
+        rows = take(self.rows, places[:, self.extension :], 1)
+        return LevelState(lengths, key, value, rows, coarse, self.upper.after(finished), *sinks)
+
+
+@dataclass(frozen=True)
+class Prompt(_State):
+    """A whole input, from which a layer's state at any of its columns can be had.
+
+    Args:
+        rows (`LevelRows` or `GlobalRows`): what the layer computed, each row's tokens first.
+        mask (`torch.BoolTensor`): `(B, N)`, which columns of the input are tokens.
+    """
+
+    rows: LevelRows | GlobalRows
+    mask: torch.Tensor
+
+    def after(self, columns: int) -> LevelState | GlobalState:
+        """The state after so many columns."""
+        return self.rows.after(self.mask[:, :columns].sum(dim=1))
+
+
 class CSTCacheLayer(CacheLayerMixin):
-    """The state of one layer, as `generate` wants to handle it."""
+    """The state of one layer, as `generate` wants to handle it.
+
+    A state cannot be put back by cutting it. While the past is recorded, the states before it are kept too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.state: LevelState | GlobalState | None = None
         self.columns = 0
+        self.record_past = False
+        self._prompt: Prompt | None = None
+        self._earlier: list[LevelState | GlobalState] = []
 
-    def store(self, state: LevelState | GlobalState, columns: int) -> None:
-        """Keep a state after `columns` more columns of the input, padding included."""
-        self.state, self.is_initialized = state, True
-        self.columns += columns
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can put back what follows."""
+        return self.record_past
+
+    def activate_past_recording(self) -> None:
+        """Keep what `crop` needs, until it is called."""
+        self.record_past = True
+
+    def begin(self, rows: LevelRows | GlobalRows, mask: torch.Tensor) -> None:
+        """Keep the state after a whole input, of which `mask` `(B, N)` says which columns are tokens."""
+        prompt = Prompt(rows, mask.to(rows.key.device))
+        self.state, self.columns, self.is_initialized = prompt.after(mask.shape[1]), mask.shape[1], True
+        self._prompt, self._earlier = prompt if self.record_past else None, []
+
+    def step(self, state: LevelState | GlobalState) -> None:
+        """Keep the state after one more column."""
+        if self.record_past and self.state is not None:
+            self._earlier.append(self.state)
+        self.state = state
+        self.columns += 1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last columns away again, and forget what was recorded.
+
+        Args:
+            tokens_to_remove (`int`): how many, negative or 0; a positive one is the number of columns to be left, as
+                in older transformers.
+
+        Raises:
+            ValueError: more columns than were recorded.
+        """
+        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.columns - tokens_to_remove)
+        left = self.columns - removed
+        if not removed:
+            pass
+        elif left <= 0:
+            self.reset()
+        elif removed <= len(self._earlier):
+            self.state, self.columns = self._earlier[-removed], left
+        elif self._prompt is not None:
+            self.state, self.columns = self._prompt.after(left), left
+        else:
+            raise ValueError(
+                f"cannot take {removed} columns out of this cache of a CST model, {len(self._earlier)} are recorded: "
+                "it keeps summaries, not tokens. Call its activate_past_recording() before the model reads what may be"
+                " taken back; every crop forgets what was recorded"
+            )
+        self._prompt, self._earlier = None, []
 
     def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.state is not None:
             self.state = self.state.map(change)
+        if self._prompt is not None:
+            self._prompt = self._prompt.map(change)
+        self._earlier = [state.map(change) for state in self._earlier]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing: the first state comes from the model."""
@@ -231,6 +320,7 @@ class CSTCacheLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything."""
         self.state, self.columns, self.is_initialized = None, 0, False
+        self._prompt, self._earlier = None, []
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Rows in the order of the beams that go on."""

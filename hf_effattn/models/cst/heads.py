@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationMixin
+from transformers import GenerationConfig, GenerationMixin
 from transformers.activations import ACT2FN
+from transformers.generation import GenerationMode
 from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     MaskedLMOutput,
@@ -24,6 +25,9 @@ from .cache import CSTCache
 from .configuration_cst import CSTConfig
 from .modeling_cst import CSTModel, CSTPreTrainedModel
 
+# Of the arguments of `generate` that reach a step.
+NOT_FOR_FORWARD = ("labels", "is_first_iteration")
+
 
 def _bidirectional(config: CSTConfig, name: str) -> CSTConfig:
     if config.is_decoder:
@@ -32,8 +36,9 @@ def _bidirectional(config: CSTConfig, name: str) -> CSTConfig:
 
 
 def _loss_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the Trainer passes on for the loss: with gradient accumulation the mean is over all its batches."""
-    return {name: value for name, value in arguments.items() if name == "num_items_in_batch"}
+    """What the Trainer passes on for the loss: with gradient accumulation the mean is over all its batches, and labels
+    that were shifted before a text was cut into parts."""
+    return {name: value for name, value in arguments.items() if name in ("num_items_in_batch", "shift_labels")}
 
 
 class CSTPredictionHead(nn.Module):
@@ -137,19 +142,45 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
         Returns: the arguments of `forward`.
         """
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        inputs: dict[str, Any] = {"attention_mask": attention_mask, "use_cache": use_cache}
-        inputs |= {"past_key_values": past_key_values, "logits_to_keep": kwargs.get("logits_to_keep", 0)}
-        inputs |= {name: kwargs[name] for name in ("output_hidden_states", "output_attentions") if name in kwargs}
-        if inputs_embeds is not None and past == 0:
-            return inputs | {"inputs_embeds": inputs_embeds, "token_type_ids": token_type_ids}
-        if past and next_sequence_length is None:
-            # After a prompt of embeddings input_ids hold only what was generated; the mask has every column.
-            columns = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1]
-            next_sequence_length = columns - past
-        inputs["input_ids"] = input_ids[:, -next_sequence_length:] if next_sequence_length else input_ids
+        inputs = {name: value for name, value in kwargs.items() if name not in NOT_FOR_FORWARD}
+        inputs |= {"attention_mask": attention_mask, "use_cache": use_cache, "past_key_values": past_key_values}
+        prompt = 0 if inputs_embeds is None else inputs_embeds.shape[1]
+        if inputs_embeds is not None and past < prompt:
+            # Behind the prompt: drafts, and without a cache what was generated.
+            columns = prompt if attention_mask is None else attention_mask.shape[1]
+            if columns > prompt:
+                words = self.get_input_embeddings()(input_ids[:, prompt - columns :])
+                inputs_embeds = torch.cat([inputs_embeds, words.to(inputs_embeds)], dim=1)
+            inputs["inputs_embeds"], new = inputs_embeds[:, past:], columns - past
+        else:
+            if past and next_sequence_length is None:
+                # After a prompt of embeddings input_ids hold only what was generated; the mask has every column.
+                columns = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1]
+                next_sequence_length = columns - past
+            inputs["input_ids"] = input_ids[:, -next_sequence_length:] if next_sequence_length else input_ids
+            new = inputs["input_ids"].shape[1]
         if token_type_ids is not None:
-            inputs["token_type_ids"] = token_type_ids[:, -inputs["input_ids"].shape[1] :]
+            inputs["token_type_ids"] = token_type_ids[:, -new:]
         return inputs
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        *args: Any,
+    ) -> None:
+        """A cache of slice summaries, which assisted generation asks for before the model has run."""
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args)
+        if not generation_config.use_cache:
+            return
+        cache = model_kwargs.get("past_key_values")
+        if cache is None:
+            cache = model_kwargs["past_key_values"] = CSTCache(self.config.num_hidden_layers)
+        drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+        if drafts and isinstance(cache, CSTCache):
+            for layer in cache.layers:
+                layer.activate_past_recording()
 
     @can_return_tuple
     def forward(
@@ -166,7 +197,8 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits of the next token at every place, the cache, and the loss where `labels` `(B, N)` are given.
 
-        Labels are shifted inside. `logits_to_keep` asks for the last so many places only, or for the places it lists.
+        Labels are shifted inside; `shift_labels` `(B, N)` among `kwargs` are taken as they are. `logits_to_keep` asks
+        for the last so many places only, or for the places it lists.
         """
         output = self.cst(
             input_ids,
@@ -181,7 +213,7 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept])
         loss = None
-        if labels is not None:
+        if labels is not None or kwargs.get("shift_labels") is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **_loss_arguments(kwargs))
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states

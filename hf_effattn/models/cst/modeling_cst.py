@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from ...ops.derivatives import check_no_onnx
 from .attention import CSTAttention, Tables
 from .cache import CSTCache, GlobalState, LevelState
 from .configuration_cst import CSTConfig
@@ -113,17 +114,17 @@ class CSTLayer(GradientCheckpointingLayer):
         hidden: torch.Tensor,
         tables: Tables,
         mask: torch.Tensor | None,
-        lengths: torch.Tensor | None = None,
+        with_rows: bool = False,
         *rows: torch.Tensor,
     ) -> tuple[torch.Tensor, Any]:
-        """The layer on whole sequences; arguments and state as in `CSTAttention.forward`.
+        """The layer on whole sequences; arguments and what is returned as in `CSTAttention.forward`.
 
         `rows`, where given, are what `tables` hold: reentrant checkpointing finds no gradient inside a container.
         """
         if tables is not None and rows:
             tables = dict(zip(tables, rows, strict=True))
-        attended, state = self.attention(self._before(self.attention_norm, hidden), tables, mask, lengths)
-        return self._after(hidden, attended), state
+        attended, computed = self.attention(self._before(self.attention_norm, hidden), tables, mask, with_rows)
+        return self._after(hidden, attended), computed
 
     def step(
         self, hidden: torch.Tensor, tables: Tables, state: LevelState | GlobalState, active: torch.Tensor
@@ -233,6 +234,8 @@ class CSTModel(CSTPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        if self.config.composition != "full":
+            check_no_onnx('use torch.export or torch.compile; composition="full" alone has no such op')
         if kwargs.get("output_attentions"):
             raise ValueError("a Composite Slice Transformer has no single attention matrix to return")
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -243,12 +246,14 @@ class CSTModel(CSTPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         use_cache = use_cache and self.config.is_decoder
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         if past:
             hidden, states = self._go_on(words, token_type_ids, mask, past_key_values)
         else:
-            hidden, states, past_key_values = self._whole(words, token_type_ids, mask, use_cache, past_key_values)
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
+            hidden, states, past_key_values = self._whole(
+                words, token_type_ids, mask, use_cache, past_key_values, output_hidden_states
+            )
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             past_key_values=past_key_values if use_cache else None,
@@ -283,10 +288,14 @@ class CSTModel(CSTPreTrainedModel):
         mask: torch.Tensor | None,
         use_cache: bool,
         cache: CSTCache | None,
+        with_states: bool,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], CSTCache | None]:
-        """All layers on whole sequences; each row's tokens stand first in between."""
+        """All layers on whole sequences; each row's tokens stand first in between.
+
+        The states, where asked for, lie between the layers in the graph too: their gradients can be kept.
+        """
         B, N = words.shape[:2]
-        order = None
+        order, columns = None, mask
         if mask is not None:
             order = (~mask).to(torch.int8).argsort(dim=1, stable=True)
             words = self._reorder(words, order)
@@ -295,30 +304,32 @@ class CSTModel(CSTPreTrainedModel):
             # Not even the gradient of a LayerNorm may meet what stands in padding.
             words = words.masked_fill(~mask[..., None], 0.0)
         hidden = self.embeddings(words, segments, torch.arange(N, device=words.device)[None])
-        lengths = None
         if use_cache:
-            lengths = torch.full((B,), N, device=words.device) if mask is None else mask.sum(dim=1)
+            columns = torch.ones(B, N, dtype=torch.bool, device=words.device) if columns is None else columns
             cache = CSTCache(len(self.layers)) if cache is None else cache
-        tables, states = self._tables(words.device), [hidden]
+        tables: Tables = self._tables(words.device)
         rows = () if tables is None else tuple(tables.values())
+        states = []
         for index, layer in enumerate(self.layers):
-            hidden, state = layer(hidden, tables, mask, lengths, *rows)
+            if with_states:
+                states.append(self._in_place(hidden, order, mask))
+                hidden = states[-1] if order is None else self._reorder(states[-1], order)
+            hidden, computed = layer(hidden, tables, mask, use_cache, *rows)
             if use_cache and cache is not None:
-                cache.layers[index].store(state, N)
-            states.append(hidden)
-        states[-1] = self.norm(hidden)
-        if order is not None and mask is not None:
-            back, padding = order.argsort(dim=1), ~mask[..., None]
-            # Layers that a device_map spread have left their states where they are.
-            states = [
-                self._reorder(state.masked_fill(padding.to(state.device), 0.0), back.to(state.device))
-                for state in states
-            ]
-        return states[-1], tuple(states), cache
+                cache.layers[index].begin(computed, columns)
+        hidden = self._in_place(self.norm(hidden), order, mask)
+        return hidden, (*states, hidden), cache
+
+    def _in_place(self, rows: torch.Tensor, order: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor:
+        """Rows `(B, N, d)` whose tokens stand first as in the input, 0 in padding."""
+        if order is None or mask is None:
+            return rows
+        # Layers that a device_map spread leave their states where they are.
+        return self._reorder(rows.masked_fill(~mask[..., None].to(rows.device), 0.0), order.argsort(dim=1))
 
     @staticmethod
     def _reorder(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        return rows.gather(1, order[..., None].expand(-1, -1, rows.shape[2]))
+        return rows.gather(1, order[..., None].to(rows.device).expand(-1, -1, rows.shape[2]))
 
     def _go_on(
         self, words: torch.Tensor, segments: torch.Tensor | None, mask: torch.Tensor | None, cache: Any
@@ -342,7 +353,7 @@ class CSTModel(CSTPreTrainedModel):
                 here = cache_layer.state.lengths.device
                 rows = None if tables is None else {level: table.to(here) for level, table in tables.items()}
                 hidden, state = cast(CSTLayer, layer).step(hidden.to(here), rows, cache_layer.state, active.to(here))
-                cache_layer.store(state, 1)
+                cache_layer.step(state)
                 states.append(hidden)
             states[-1] = self.norm(hidden)
             columns.append([row.masked_fill(~active[:, None].to(row.device), 0.0) for row in states])

@@ -62,7 +62,8 @@ def causal_clustered_attention(
       digits of their number: a block is clustered once, and rotated keys are clustered with near ones only.
 
     Which keys a query sees in which way depends on its position, on itself and on earlier tokens. Changing a token
-    changes no earlier output, bit for bit, but with `prefill=True`. With `window >= N`, and for the two latter methods
+    changes no earlier output, bit for bit, but with `prefill=True`; on a GPU a value that is not finite may change
+    those of its segment, as with exact attention. With `window >= N`, and for the two latter methods
     with `topk >= N`, the result is exact attention. Gradients are exact for fixed clusters and chosen keys. The work
     grows with `N log N`, memory with `N log N` at most.
 

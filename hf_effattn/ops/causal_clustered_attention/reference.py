@@ -50,6 +50,27 @@ ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? d
 ARGUMENTS += ", ".join(f"{field.type.__name__} {field.name}" for field in fields(Settings))  # type: ignore[union-attr]
 
 
+def without_special(value: torch.Tensor, key_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Values `(B, heads, N, Dv)` with 0 for NaN and infinities, and what these add to every output of their head.
+
+    A product gives a later value the weight 0, and 0 times NaN would be NaN in outputs before it. None, and the values
+    themselves, where all are finite.
+    """
+    special = ~value.isfinite()
+    if key_mask is not None:
+        special = special & key_mask[:, None, :, None]
+    if not special.any():
+        return value, None
+    return value.masked_fill(special, 0.0), value.detach().masked_fill(~special, 0.0).cumsum(dim=2)
+
+
+def add_special(output: torch.Tensor, special: torch.Tensor, key_mask: torch.Tensor | None) -> torch.Tensor:
+    """Outputs `(B, H, N, Dv)` with what `without_special` took out; those of masked rows stay 0."""
+    if key_mask is not None:
+        special = special.masked_fill(~key_mask[:, None, :, None], 0.0)
+    return output + for_every_head(special, output)
+
+
 @torch.no_grad()
 def cluster_keys(key: torch.Tensor, clusters: int, settings: Settings) -> torch.Tensor:
     """Labels `(M,)` of the keys `(M, D)` of a block, by K-means."""
@@ -164,6 +185,7 @@ def causal_clustered_attention(
 ) -> torch.Tensor:
     """One softmax over the local keys, the top keys of the nearest past centroid, and what stands for the others."""
     B, H, N, _ = query.shape
+    value, special = without_special(value, key_mask)
     key, value = for_every_head(key, query), for_every_head(value, query)
     query = query * settings.scale
     output = query.new_zeros(B, H, N, value.shape[3])
@@ -179,4 +201,4 @@ def causal_clustered_attention(
             )
             factor = drawn[rows]
         output[b, h, rows] = attend_head(query[b, h, rows], key[b, h, rows], value[b, h, rows], settings, factor)
-    return output
+    return output if special is None else add_special(output, special, key_mask)

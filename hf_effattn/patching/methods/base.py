@@ -19,11 +19,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ...ops.derivatives import check_no_onnx
 from ..exact import exact_attention, exact_weights, visible_keys
 from ..model_types import Stack
 from .crossover import crossover_length
 
 Groups = tuple[torch.Tensor, ...]
+
+LARGEST_COUNT = 2**31 - 1  # of tokens, clusters, ...: the ops take integers of 64 bits and multiply them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,9 @@ class Method(ABC):
     purpose: ClassVar[dict[str, str]] = {
         "min_length": "inputs with fewer tokens run exact attention; None: the measured length, 0: force the method"
     }
+
+    # Beyond these a hand-edited config would run for hours, or out of memory, before anyone learns why.
+    most: ClassVar[dict[str, int]] = {"iterations": 1_000, "bits": 4_096}
 
     min_length: int | None = None
 
@@ -105,6 +111,7 @@ class Method(ABC):
         if self.is_exact(N, M, query.device.type, causal=causal):
             mask = visible_keys(key_mask, N, causal=causal)
             return exact_attention(query, key, value, mask, causal=causal, **options)
+        check_no_onnx("call unpatch_attention(model) and export the exact model, or use torch.export or torch.compile")
         options["key_mask"] = key_mask
         if causal:
             return self.attend_causal(query, key, value, prompt=prompt, training=training, **options)
@@ -301,7 +308,8 @@ class Method(ABC):
             raise TypeError(f"{name} must be an int, got {value!r}: {self.purpose[name]}")
         if number < minimum:
             raise ValueError(f"{name} must be at least {minimum}, got {number}: {self.purpose[name]}")
-        if maximum is not None and number > maximum:
+        maximum = self.most.get(name, LARGEST_COUNT) if maximum is None else maximum
+        if number > maximum:
             raise ValueError(f"{name} must be at most {maximum}, got {number}: {self.purpose[name]}")
         object.__setattr__(self, name, number)
 

@@ -17,7 +17,7 @@ from ...shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
 from ...shared.precision import accumulation_dtype
 from ...shared.row_chunks import RowChunk
 from ...shared.tables import chunks_of, draw_dropout, empty_output
-from ..reference import ARGUMENTS, Settings
+from ..reference import ARGUMENTS, Settings, add_special, without_special
 from .grouping import group
 from .parts import Gradients, LocalPart, Part, SummaryPart, TopPart
 from .remainder import RemainderPart
@@ -142,6 +142,7 @@ def _forward(
     *values: Any,
 ) -> torch.Tensor:
     settings = Settings(*values)
+    value, special = without_special(value, key_mask)
     output = empty_output(query, value)
     with torch.autocast(query.device.type, enabled=False):
         for part_of_batch in chunks_of(query, key, key_mask, key_mask, largest_buffer(query, key, value, settings)):
@@ -152,7 +153,7 @@ def _forward(
                 part = weights.part
                 part.add(result, weights.dropped.to(value.dtype) @ part.values)
             part_of_batch.store_queries(output, chunk.unpad(result))
-    return output
+    return output if special is None else add_special(output, special, key_mask)
 
 
 @_forward.register_fake
@@ -175,6 +176,7 @@ def _backward_op(
     *values: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     settings = Settings(*values)
+    value, _ = without_special(value, key_mask)
     grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
     with torch.autocast(query.device.type, enabled=False):
         for part_of_batch in chunks_of(query, key, key_mask, key_mask, largest_buffer(query, key, value, settings)):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 
+from ...derivatives import refuse_second_derivatives
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.chips import on_device_of
 from ...shared.triton.tiles import LOG2_E
@@ -265,6 +266,7 @@ def _backward(ctx, grads):
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)
+refuse_second_derivatives("causal_clustered_attention_triton")
 
 
 def causal_clustered_attention(

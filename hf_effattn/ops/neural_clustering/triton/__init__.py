@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from ...derivatives import refuse_second_derivatives
 from ...shared.triton.centroids import split_count
 from ...shared.triton.chips import chip_of, on_device_of
 from .backward import (
@@ -242,6 +243,7 @@ def _backward(ctx, grad_updated, *nothing):
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)
+refuse_second_derivatives("neural_clustering_triton")
 
 
 def neural_clustering(

@@ -5,6 +5,7 @@ Nothing is asked of the host between the inputs and the output, so that CUDA gra
 
 import torch
 
+from ...derivatives import refuse_second_derivatives
 from ..batched import empty_outputs
 from .backward import backward
 from .forward import Call, forward
@@ -121,3 +122,4 @@ def _backward(ctx, grad_output, grad_pooled, grad_lse):
 
 
 slice_attention.register_autograd(_backward, setup_context=_setup_context)
+refuse_second_derivatives("slice_attention_triton")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 
+from ...derivatives import refuse_second_derivatives
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.chips import block_width, chip_of, on_device_of
 from ...shared.triton.tiles import LOG2_E, PART
@@ -208,6 +209,7 @@ def _backward(ctx, grad_output, grad_lse):
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)
+refuse_second_derivatives("sorted_block_attention_triton")
 
 
 def sorted_block_attention(*arguments: Any) -> torch.Tensor:

@@ -1,0 +1,53 @@
+"""Second derivatives: the references have them, the fast forms say so."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hf_effattn import ops
+
+LABELS = torch.arange(12).remainder(3)[None, None]
+OPS: dict[str, Callable[..., torch.Tensor]] = {
+    "clustered": lambda q, k, v, **o: ops.clustered_attention(q, k, v, LABELS, clusters=3, **o),
+    "improved": lambda q, k, v, **o: ops.improved_clustered_attention(q, k, v, LABELS, clusters=3, topk=3, **o),
+    "bi-clustered": lambda q, k, v, **o: ops.bi_clustered_attention(
+        q, k, v, LABELS, LABELS, clusters=3, key_clusters=3, topk=3, **o
+    ),
+    "causal": lambda q, k, v, **o: ops.causal_clustered_attention(
+        q, k, v, clusters=3, topk=3, segment_length=3, window=3, **o
+    ),
+    "slices": lambda q, k, v, **o: ops.slice_attention(q, k, v, slice_length=4, **o)[0],
+    "blocks": lambda q, k, v, **o: ops.sorted_block_attention(q, k, v, torch.arange(12)[None], block_length=4, **o),
+    "neural clustering": lambda q, k, v, **o: ops.neural_clustering(q[0], k[0, :, :3], **o)[0],
+}
+each_op = pytest.mark.parametrize("op", OPS)
+
+
+def second_derivative(op: str, dtype: torch.dtype = torch.float64, **options: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 1, 12, 4, dtype=dtype, generator=generator).requires_grad_() for _ in range(3)]
+    output = OPS[op](*inputs, **options).square().sum()
+    (first,) = torch.autograd.grad(output, inputs[0], create_graph=True)
+    return torch.autograd.grad(first.square().sum(), inputs[1])[0]
+
+
+@each_op
+def test_the_reference_has_them(op: str) -> None:
+    second = second_derivative(op, backend="reference")
+    assert second.isfinite().all()
+    assert second.any()
+
+
+@each_op
+def test_the_fast_form_says_who_has_them(op: str) -> None:
+    """torch named an internal op, whose formula was said to be missing."""
+    with pytest.raises(NotImplementedError, match=r'first derivatives only; for second ones .* backend="reference"'):
+        second_derivative(op)
+
+
+@pytest.mark.parametrize("op", ["causal", "slices", "blocks", "neural clustering"])
+def test_the_kernels_say_who_has_them(op: str) -> None:
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        second_derivative(op, torch.float32, backend="triton")
