@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...derivatives import refuse_second_derivatives
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.centroids import centroid_pass, merge_splits
 from ...shared.triton.chips import LENGTHS, block_width, on_device_of
@@ -204,3 +205,6 @@ def clustered_attention(
 ) -> torch.Tensor:
     """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets."""
     return _forward(query, key, value, labels, clusters, key_mask, query_mask, scale, dropout_p, dropout_seed)[0]
+
+
+refuse_second_derivatives("clustered_attention_triton")

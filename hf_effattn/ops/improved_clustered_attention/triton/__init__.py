@@ -11,6 +11,7 @@ import torch
 import triton
 
 from ...clustered_attention.triton.backward import centroid_backward
+from ...derivatives import refuse_second_derivatives
 from ...shared.dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS, TOPK_WEIGHTS
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.centroids import centroid_pass
@@ -275,3 +276,6 @@ def improved_clustered_attention(
     """`V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T} A^c_jt V_t` with `j = l(i)`, `T = T_j`."""
     masks = key_mask, query_mask
     return _forward(query, key, value, labels, clusters, topk, *masks, scale, dropout_p, dropout_seed)[0]
+
+
+refuse_second_derivatives("improved_clustered_attention_triton")
