@@ -79,7 +79,7 @@ def test_commands_exist():
 def test_the_readme_is_short_and_says_from_where_a_patch_works():
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 200
-    shortest = make_method("i-clustered", clusters=100, topk=32).shortest_length("cpu")
+    shortest = make_method("bi-clustered", clusters=64, topk=64, key_clusters=32).shortest_length("cpu")
     assert f"starts at {shortest:,} tokens on a CPU" in " ".join(text.split())
 
 
@@ -87,8 +87,8 @@ def test_the_ten_lines_run(real_model_folder, tmp_path, monkeypatch):
     """As printed, with the local model's folder in place of its name on the Hub and less text."""
     code = re.search(r"## Ten lines\n\n```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]
     code = code.replace('"textattack/bert-base-uncased-imdb"', repr(str(real_model_folder)))
-    forced = 'patch_attention(model, "i-clustered", min_length=0,'
-    code = code.replace("8192", "640").replace('patch_attention(model, "i-clustered",', forced)
+    forced = 'patch_attention(model, "bi-clustered", min_length=0,'
+    code = code.replace("8192", "640").replace('patch_attention(model, "bi-clustered",', forced)
     assert forced in code
     (tmp_path / "long.txt").write_text("It was the best of times, it was the worst of times. " * 80, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
