@@ -36,7 +36,7 @@ SHORT_METHODS: tuple[dict[str, Any], ...] = (
 LONG_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "clustered", "clusters": 100},
     {"method": "i-clustered", "clusters": 100, "topk": 32},
-    {"method": "bi-clustered", "clusters": 64, "topk": 64, "key_clusters": 32},
+    {"method": "bi-clustered", "clusters": 32, "topk": 64, "key_clusters": 32},
 )
 PATTERN_LENGTH = 256
 RESULT_FILE = "demo.json"

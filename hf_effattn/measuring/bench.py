@@ -20,7 +20,7 @@ Attend = Callable[..., torch.Tensor]
 DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "clustered", "clusters": 100},
     {"method": "i-clustered", "clusters": 100, "topk": 32},
-    {"method": "bi-clustered", "clusters": 64, "topk": 64, "key_clusters": 32},
+    {"method": "bi-clustered", "clusters": 32, "topk": 64, "key_clusters": 32},
 )
 DTYPES = ("float32", "bfloat16", "float16")
 

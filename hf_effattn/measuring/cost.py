@@ -18,7 +18,8 @@ MOST_ROUNDS_PER_REPEAT = 10
 
 MEMORY_MEASURES = {
     "cpu": "torch.profiler's memory events: the most bytes that PyTorch's CPU allocator held during the call above "
-    "those held at its start, result included; buffers that libraries allocate on their own are not seen",
+    "those held at its start, result included, on one thread (each further one adds the buffers of a chunk of heads); "
+    "buffers that libraries allocate on their own are not seen",
     "cuda": "torch.cuda.max_memory_allocated during the call, above what was allocated at the start, result included",
 }
 
@@ -165,6 +166,8 @@ def peak_memory_added(call: Callable[[], Result], device: torch.device) -> tuple
     if device.type != "cpu":
         return call(), None
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the profiler sees no other thread of Python's
     with without_profiler_notes():
         profile.start()
     try:
@@ -172,6 +175,7 @@ def peak_memory_added(call: Callable[[], Result], device: torch.device) -> tuple
     finally:
         with without_profiler_notes():
             profile.stop()
+        torch.set_num_threads(threads)
     return result, _highest_sum(profile)
 
 

@@ -141,7 +141,7 @@ def draw_rivals(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         panel.set_ylabel("relative error of the attention output, mean of the layers")
         _plain_numbers(panel)
     figure.axes[0].legend(fontsize=7, loc="lower left")
-    figure.suptitle(title)
+    figure.suptitle(title, fontsize=9, wrap=True)
     figure.savefig(path, dpi=110)
 
 

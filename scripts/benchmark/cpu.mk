@@ -12,6 +12,7 @@ benchmark: $(READY)
 	env -u OMP_WAIT_POLICY $(BIN)/python -m scripts.benchmark.neighbour
 	$(BIN)/python -m scripts.benchmark.models --shapes base --lengths 1024,4096 --repeats 3
 	$(BIN)/python -m scripts.benchmark.clustering
+	$(BIN)/python -m scripts.benchmark.head_errors
 	$(BIN)/python -m scripts.benchmark.embeddings
 	$(BIN)/python -m scripts.benchmark.causal_schemes --model model_cards/gpt2-books
 	$(BIN)/python -m scripts.benchmark.perplexity --model model_cards/gpt2-books

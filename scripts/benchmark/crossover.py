@@ -41,6 +41,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"method": "i-clustered", "clusters": 512, "topk": 128},
     {"method": "bi-clustered", "clusters": 25, "topk": 32, "key_clusters": 50},
     {"method": "bi-clustered", "clusters": 32, "topk": 32, "key_clusters": 32},
+    {"method": "bi-clustered", "clusters": 32, "topk": 64, "key_clusters": 32},
     {"method": "bi-clustered", "clusters": 64, "topk": 32, "key_clusters": 64},
     {"method": "bi-clustered", "clusters": 64, "topk": 64, "key_clusters": 32},
     {"method": "bi-clustered", "clusters": 64, "topk": 128, "key_clusters": 64},

@@ -296,8 +296,8 @@ class BiClustered(ImprovedClustered):
         "keys_per_cluster": "in causal models, the mean size of the key clusters of short blocks",
     }
 
-    # The least time for an error, on real queries and keys: scripts/benchmark/frontier.py.
-    clusters: int = 64
+    # The least time for an error, on real queries and keys: scripts/benchmark/rivals.py.
+    clusters: int = 32
     topk: int = 64
     key_clusters: int = 32
     exact_above: float | None = 0.5
