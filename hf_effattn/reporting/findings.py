@@ -46,25 +46,25 @@ class Measurement:
             `"min_length"` where patching would run exact attention, of several encoders in one of them at least.
         attention_error (`dict[int, list[float]]`): per layer, one relative L2 error per head; 0 in the layers that the
             method is not for.
-        exact_heads (`dict[int, list[int]]`): per layer, the heads that attended exactly though the method ran, because
-            it predicted a large error; layers without one are left out.
         change (`OutputChange`): of the model's output.
         attention_seconds (`list[float]`): of one layer's attention, one per round and layer.
         forward_seconds (`list[float]`): of the whole model, one per round.
         attention_peak_bytes (`int`, *optional*): memory that one layer's attention added at its peak.
         forward_peak_bytes (`int`, *optional*): memory that the whole model added at its peak.
+        exact_heads (`dict[int, list[int]]`): per layer, the heads that attended exactly though the method ran, because
+            it predicted a large error; layers without one are left out.
     """
 
     input: int
     method: str
     why_exact: str | None = None
     attention_error: dict[int, list[float]] = field(default_factory=dict)
-    exact_heads: dict[int, list[int]] = field(default_factory=dict)
     change: OutputChange = field(default_factory=OutputChange)
     attention_seconds: list[float] = field(default_factory=list)
     forward_seconds: list[float] = field(default_factory=list)
     attention_peak_bytes: int | None = None
     forward_peak_bytes: int | None = None
+    exact_heads: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def mean_attention_error(self) -> float | None:

@@ -57,7 +57,8 @@ def test_benchmark_attention_goes_on_where_it_stopped(real_model_folder, tmp_pat
 
 
 def test_benchmark_frontier(real_model_folder, tmp_path, monkeypatch):
-    for name, values in (("CLUSTERS", (8, 12)), ("TOPK", (16,)), ("KEY_CLUSTERS", (16, 32))):
+    grids = {"CLUSTERS": (8, 12), "TOPK": (16,), "BI_CLUSTERS": (8, 12), "BI_TOPK": (16,), "KEY_CLUSTERS": (16, 32)}
+    for name, values in grids.items():
         monkeypatch.setattr(benchmark_frontier, name, values)
     output = tmp_path / "frontier.json"
     benchmark_frontier.main("200", repeats=1, output=output)
@@ -76,7 +77,8 @@ def test_benchmark_frontier(real_model_folder, tmp_path, monkeypatch):
 def test_benchmarks_without_the_model_have_no_real_errors(tmp_path, monkeypatch):
     monkeypatch.setattr(_inputs, "default_model_folder", lambda: None)
     monkeypatch.setattr(_inputs, "RECORDED", tmp_path / "none")
-    for name, values in (("CLUSTERS", (8,)), ("TOPK", (16,)), ("KEY_CLUSTERS", (16,))):
+    grids = {"CLUSTERS": (8,), "TOPK": (16,), "BI_CLUSTERS": (8,), "BI_TOPK": (16,), "KEY_CLUSTERS": (16,)}
+    for name, values in grids.items():
         monkeypatch.setattr(benchmark_frontier, name, values)
     output = tmp_path / "frontier.json"
     benchmark_frontier.main("200", repeats=1, output=output)
@@ -222,7 +224,7 @@ def test_measure_crossover_keeps_other_devices(tmp_path, monkeypatch):
     measure_crossover.main(heads=1, head_dim=8, repeats=1, output=output)
     kept = json.loads(output.read_text(encoding="utf-8"))["min_length"]
     assert kept["other"] == other
-    assert {row["clusters"] for row in kept["cpu"]} == {25, 100}  # more clusters than tokens are left out
+    assert {row["clusters"] for row in kept["cpu"]} == {25, 32, 64, 100}  # more clusters than tokens are left out
     assert all(row["min_length"] in (104, 120) or row["min_length"] % 240 == 0 for row in kept["cpu"])
 
 
