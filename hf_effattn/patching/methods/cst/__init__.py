@@ -6,7 +6,7 @@ Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of q
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -244,7 +244,10 @@ class CompositeSlices(Method):
             output = self._summed(query, key, value, module, options)
         return output if order is None else take_rows(output, order.argsort(dim=1))
 
-    attend_causal = partialmethod(attend, groups=(), causal=True)
+    def attend_causal(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        return self.attend(query, key, value, causal=True, **options)
 
     def _summed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, module: nn.Module, options: dict[str, Any]
