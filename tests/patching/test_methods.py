@@ -249,10 +249,18 @@ def test_heads_of_a_large_predicted_error_attend_exactly(masked: bool, key_heads
 def test_predicted_error_follows_the_scale() -> None:
     """A scale of a model's own decides as the default one does with queries as much larger."""
     query, key, _ = tensors()
-    settings = make_method("bi-clustered", clusters=5, topk=4, key_clusters=4, min_length=0)
-    *_, predicted = settings.group(query, key, None, 1.0)
-    *_, default = settings.group(query, key, None)
-    torch.testing.assert_close(predicted, default * 8)
+    decided = []
+    for limit in torch.logspace(-4, 2, 100).tolist():
+        methods = [
+            make_method("bi-clustered", clusters=5, topk=4, key_clusters=4, min_length=0, exact_above=above)
+            for above in (limit, 8 * limit)
+        ]
+        default, own = methods[0].group(query, key, None)[2], methods[1].group(query, key, None, 1.0)[2]
+        assert torch.equal(default, own), limit
+        decided.append(default.flatten())
+    # Every head is exact below its predicted error, and not above it, and they are told apart.
+    assert torch.stack(decided).int().diff(dim=0).sum(dim=0).eq(-1).all()
+    assert torch.stack(decided).sum(dim=0).unique().numel() > 1
 
 
 @pytest.mark.parametrize("masked", [False, True])

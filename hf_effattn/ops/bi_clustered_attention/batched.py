@@ -8,6 +8,8 @@ Sizes: `P` key/value heads of a chunk, `N` queries, `M` keys, `T` exact keys, `C
 that share a key/value head, `G` key clusters, `nb` blocks of `L` keys per head.
 """
 
+from typing import cast
+
 import torch
 
 from ..shared.arguments import check_label_range
@@ -26,7 +28,7 @@ from .reference import SMALLEST
 NO_MASS = -1e30
 # Of a tilted weight beside its cluster's largest: below, exp and products slow down tenfold with denormal numbers.
 LEAST_LOG_WEIGHT = -60.0
-# What is lighter beside a cluster's largest weight is one of its exact keys, which have the least.
+# The largest weight of a cluster is 1; what all its keys together stay below, all of them exact, is the least.
 LEAST_MASS = 1e-20
 
 
@@ -152,13 +154,12 @@ class _Chunk:
     def _summarise(self) -> None:
         """Tilted weights `w_jt / S_jc` and sums over `c∖T_j`: `log S_jc`, `K̃_jc`, `Ṽ_jc`."""
         keys, scores = self.keys, self.scores
-        scores.scatter_(2, self.top, -torch.inf)
+        scores.masked_fill_(keys.empty, -torch.inf).scatter_(2, self.top, -torch.inf)
         by_block = scores.unflatten(2, (-1, keys.blocks.length))
         lowest = torch.finfo(scores.dtype).min
         shift = scores.new_full((self.P, self.C, self.G), lowest)
         index = keys.clusters[:, None].expand(-1, self.C, -1)
         shift.scatter_reduce_(2, index, by_block.amax(dim=3), "amax")
-        # A cluster's largest is at least 0, its mean, unless only exact keys lie above: empty places change no shift.
         by_block.sub_(keys.per_block(shift)[..., None]).clamp_(min=LEAST_LOG_WEIGHT).exp_()
         self.weights = scores  # w_jt, of the largest of its cluster
         width = self.D + self.Dv + 1
@@ -207,8 +208,7 @@ class _Chunk:
         """Gradients of the scaled queries `(P, N, D)`, and of keys and values side by side, `(P, M, D + Dv)`."""
         keys, D, T = self.keys, self.D, self.T
         grad_query, grad = attend_backward(self.table, self.blocks, self.packed_query, self.factor, packed_grad)
-        dipole = grad.dipole
-        assert dipole is not None
+        dipole = cast("Dipole", grad.dipole)
         centroids = self.centroids.flatten(0, 1)
         grad_centroids = dipole.centroids
         grad_bias = grad.keys[:, T:, D]

@@ -5,6 +5,8 @@ all the recomputed scores are one batched product. As in the clustered form, not
 backward pass, and to `torch.compile` each pass is one op.
 """
 
+from typing import cast
+
 import torch
 
 from ..shared.arguments import check_label_range
@@ -91,19 +93,18 @@ class _Chunk:
         """Gradients of the scaled queries `(P, N, D)`, the keys and the values, for packed ones of the output."""
         table = self.table()
         packed, grad = attend_backward(table, self.blocks, self.packed_query, self.topk_factor, packed_grad)
-        assert grad.mass is not None
-        assert grad.offset is not None
+        mass, offset = cast("torch.Tensor", grad.mass), cast("torch.Tensor", grad.offset)
         dtype = self.attention.dtype
 
         # The rest: O_i += Σ_{t∉T} A^c_jt V_t, and m_j = Σ_{t∈T} A^c_jt.
-        grad_rest = grad.offset.view(self.P, self.clusters, -1).to(self.value.dtype)
+        grad_rest = offset.view(self.P, self.clusters, -1).to(self.value.dtype)
         grad_attention = (grad_rest @ self.value.transpose(1, 2)).to(dtype)
         rest = self.attention  # its columns T_j are 0 since the table was made
         if self.rest_factor is not None:
             grad_attention *= self.rest_factor
             rest = rest * self.rest_factor
         grad_v = rest.to(self.value.dtype).transpose(1, 2) @ grad_rest
-        of_mass = grad.mass.view(self.P, self.clusters, 1).expand_as(self.top_attention)
+        of_mass = mass.view(self.P, self.clusters, 1).expand_as(self.top_attention)
         grad_attention.scatter_(2, self.top, of_mass)
         attention = self.attention.scatter_(2, self.top, self.top_attention)
         grad_centroids, grad_k = centroid_backward(attention, grad_attention, self.centroids, self.key, 1.0)

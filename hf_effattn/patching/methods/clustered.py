@@ -145,7 +145,6 @@ class Clustered(Method):
         scale: float | None,
         dropout_p: float,
         module: nn.Module | None = None,
-        **options: Any,
     ) -> torch.Tensor:
         return self.op(
             query,
@@ -157,7 +156,6 @@ class Clustered(Method):
             query_mask=key_mask,
             scale=scale,
             dropout_p=dropout_p,
-            **options,
         )
 
     def check_causal(self, module: nn.Module | None) -> None:
@@ -320,7 +318,7 @@ class BiClustered(ImprovedClustered):
 
     @property
     def op(self) -> Callable[..., torch.Tensor]:
-        return partial(bi_clustered_attention, topk=self.topk, key_clusters=self.key_clusters)
+        return partial(_attend_bi_clustered, topk=self.topk, key_clusters=self.key_clusters)
 
     @property
     def causal_options(self) -> dict[str, Any]:
@@ -349,28 +347,25 @@ class BiClustered(ImprovedClustered):
         predicted = predicted_error(
             offsets, offsets_mask, key, key_labels, self.key_clusters, group=group, key_mask=key_mask, scale=scale
         )
-        return labels, key_labels, predicted
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        groups: Groups,
-        **options: Any,
-    ) -> torch.Tensor:
-        if self.exact_above is None:
-            return super().attend(query, key, value, groups, **options)
-        labels, key_labels, predicted = groups
-        return super().attend(
-            query, key, value, (labels, key_labels), exact_heads=predicted > self.exact_above, **options
-        )
+        return labels, key_labels, predicted > self.exact_above
 
     def exact_heads(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
     ) -> list[int]:
         if self.exact_above is None or self.is_exact(query.shape[2], key.shape[2], query.device.type):
             return []
-        predicted = self.group(query, key, key_mask, scale)[2].amax(dim=0)  # (key/value heads,)
-        group = query.shape[1] // key.shape[1]
-        return (predicted > self.exact_above).repeat_interleave(group).nonzero()[:, 0].tolist()
+        exact = self.group(query, key, key_mask, scale)[2].any(dim=0)  # (key/value heads,)
+        return exact.repeat_interleave(query.shape[1] // key.shape[1]).nonzero()[:, 0].tolist()
+
+
+def _attend_bi_clustered(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    labels: torch.Tensor,
+    key_labels: torch.Tensor,
+    exact_heads: torch.Tensor | None = None,
+    **settings: Any,
+) -> torch.Tensor:
+    """The op, given what `BiClustered.group` returns in its order."""
+    return bi_clustered_attention(query, key, value, labels, key_labels, exact_heads=exact_heads, **settings)
