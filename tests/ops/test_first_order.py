@@ -273,3 +273,21 @@ def test_error_is_far_below_that_of_order_zero(spread):
         [order_zero(query[0, h] / 4, key[0, h], value[0, h], labels[0, h], key_labels[0, h], 16, 8) for h in range(4)]
     )
     assert (first - expected).norm() < 0.4 * (zero - expected).norm()
+
+
+@pytest.mark.parametrize("size", [10.0, 1000.0])
+def test_large_scores_lose_no_cluster(size):
+    """What is left of a cluster without its exact keys may score hundreds below the empty places of its blocks."""
+    generator = torch.Generator().manual_seed(0)
+    labels, key_labels = (torch.randint(0, count, (1, 2, n), generator=generator) for count, n in ((8, 40), (6, 70)))
+    middles = size * torch.randn(1, 2, 8, 5, generator=generator, dtype=torch.float64)
+    query = middles.gather(2, labels[..., None].expand(-1, -1, -1, 5))
+    query = query + 0.01 * torch.randn(query.shape, generator=generator, dtype=torch.float64)
+    key, value = (torch.randn(1, 2, 70, D, generator=generator, dtype=torch.float64) + 3 for D in (5, 3))
+    found = [
+        bi_clustered_attention(
+            query, key, value, labels, key_labels, clusters=8, key_clusters=6, topk=4, backend=backend
+        )
+        for backend in ("reference", "batched")
+    ]
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-13)
