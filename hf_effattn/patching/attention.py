@@ -190,6 +190,11 @@ class Call:
     prompt: bool
     options: dict[str, Any]
 
+    @property
+    def method_options(self) -> dict[str, Any]:
+        """What every method is told beside the tensors."""
+        return {"key_mask": self.mask, "scale": self.scale, "module": self.module}
+
     def share_dtype(self) -> None:
         """Cast as autocast does for SDPA where a rotation or a norm made queries and keys wider than values."""
         dtype = self.value.dtype
@@ -232,13 +237,19 @@ def _over_cache(method: Method, call: Call) -> Attended:
 
 def _causal(method: Method, call: Call) -> Attended:
     """A text, or the prompt of one, whose future is masked."""
-    return _clustered(method, call, causal=True, prompt=call.prompt, training=call.module.training)
-
-
-def _clustered(method: Method, call: Call, **options: Any) -> Attended:
-    """A text whose tokens all see each other, unless the options say that it is causal."""
-    options |= {"key_mask": call.mask, "scale": call.scale, "module": call.module}
+    options = call.method_options | {"causal": True, "prompt": call.prompt, "training": call.module.training}
     result = method.run(call.query, call.key, call.value, dropout_p=call.dropout, **options)
+    return _with_weights(method, call, result, options)
+
+
+def _clustered(method: Method, call: Call) -> Attended:
+    """A text whose tokens all see each other."""
+    options = call.method_options
+    result = method.run(call.query, call.key, call.value, dropout_p=call.dropout, **options)
+    return _with_weights(method, call, result, options)
+
+
+def _with_weights(method: Method, call: Call, result: torch.Tensor, options: dict[str, Any]) -> Attended:
     weights = method.weights(call.query, call.key, **options) if call.wants_weights else None
     return result.transpose(1, 2).contiguous(), weights
 
