@@ -26,6 +26,9 @@ def from_pretrained(
     checkpoint that was never patched is patched too. A checkpoint that was saved unpatched, without `method`, is an
     error rather than an exact model that looks like a patched one.
 
+    An adapter of PEFT loads by its classes: `from_pretrained(AutoPeftModelForSequenceClassification, adapter)` patches
+    the base model as the base's config says; PEFT's own `from_pretrained` gives the exact one.
+
     Args:
         auto_class (`type`): such as `AutoModelForSequenceClassification` or `BertModel`.
         name_or_path (`str` or `os.PathLike`): a folder, or a name on the Hub.
@@ -63,7 +66,8 @@ def from_pretrained(
     apply_plans(plans)
     for plan, before in zip(plans, saved, strict=True):
         if before == plan.method.method:
-            plan.method.from_checkpoint(model, plan.stack, name_or_path, kwargs)
+            base, checkpoint, options = _without_adapters(model, name_or_path, kwargs)
+            plan.method.from_checkpoint(base, plan.stack, checkpoint, options)
             if info is not None and plan.method.parameters_name:  # transformers reported before they were loaded
                 name, unexpected = plan.method.parameters_name, info["unexpected_keys"]
                 info["unexpected_keys"] = type(unexpected)(key for key in unexpected if name not in key.split("."))
@@ -75,6 +79,24 @@ def from_pretrained(
                 stacklevel=2,
             )
     return loaded
+
+
+def _without_adapters(model: Any, name_or_path: Any, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """The model that PEFT put adapters in, its checkpoint, which those only name, and the options to read it."""
+    if not getattr(model, "peft_config", None) or not hasattr(model, "get_base_model"):
+        return model, name_or_path, options
+    adapter = next(iter(model.peft_config.values()))
+    trained = {name for kind in METHODS.values() if (name := kind.parameters_name)} & set(
+        adapter.modules_to_save or ()
+    )
+    if trained:  # PEFT has looked for them in the exact model, and passed over what it did not find
+        raise ValueError(
+            f"the adapter {name_or_path} holds the {min(trained)} that were trained with it, and the exact model that "
+            f"PEFT puts it on has none: base = hf_effattn.from_pretrained(auto_class, "
+            f'"{adapter.base_model_name_or_path}"), then PeftModel.from_pretrained(base, "{name_or_path}")'
+        )
+    kept = {name: value for name, value in options.items() if name not in ("revision", "subfolder")}
+    return model.get_base_model(), adapter.base_model_name_or_path, kept | {"revision": adapter.revision}
 
 
 def _take_settings(auto_class: Any, method: str | None, kwargs: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
