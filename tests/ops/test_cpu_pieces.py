@@ -12,9 +12,10 @@ import torch
 from support.attention_cases import Case, attend, make_inputs
 
 from hf_effattn.ops.shared import head_threads
-from hf_effattn.ops.shared.head_threads import for_every_chunk
+from hf_effattn.ops.shared.head_threads import for_every_chunk, heads_of_threads
 from hf_effattn.ops.shared.row_chunks import RowChunk
 from hf_effattn.ops.shared.topk import GROUP, largest
+from hf_effattn.patching.methods import make_method
 
 OPS = ("clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
 CPU = torch.device("cpu")
@@ -80,6 +81,27 @@ def test_one_thread_and_two_give_the_same(op, dropout_p, two_threads):
     torch.set_num_threads(1)
     for actual, expected in zip(on_two, outputs_and_gradients(op, SIZES, dropout_p=dropout_p), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("exact_above", [None, 0.5])
+@pytest.mark.parametrize("masks", ["none", "right"])
+def test_keys_and_queries_are_grouped_alike_on_any_number_of_threads(masks, exact_above, two_threads):
+    inputs = make_inputs(Case("threads", H=6, key_heads=3, N=90, M=90, masks=masks), seed=0)
+    method = make_method("bi-clustered", clusters=7, topk=3, key_clusters=5, exact_above=exact_above)
+    on_two = method.group(inputs.query, inputs.key, inputs.key_mask)
+    torch.set_num_threads(1)
+    on_one = method.group(inputs.query, inputs.key, inputs.key_mask)
+    assert len(on_two) == len(on_one) == (2 if exact_above is None else 3)
+    assert all(torch.equal(*pair) for pair in zip(on_two, on_one, strict=True))
+    assert on_one[0].amax() == 6 and on_one[1].amax() == 4
+
+
+@pytest.mark.parametrize(("heads", "threads", "expected"), [(12, 2, [6, 6]), (3, 2, [1, 2]), (1, 2, [1]), (5, 1, [5])])
+def test_every_thread_gets_heads(heads, threads, expected, two_threads):
+    torch.set_num_threads(threads)
+    parts = heads_of_threads(heads, CPU)
+    assert [part.stop - part.start for part in parts] == expected
+    assert [head for part in parts for head in range(part.start, part.stop)] == list(range(heads))
 
 
 def chunks(count: int) -> list[RowChunk]:

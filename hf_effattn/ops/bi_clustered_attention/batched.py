@@ -19,7 +19,16 @@ from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
 from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import RowChunk
-from ..shared.tables import chunks_of, cluster_rows, cluster_sizes, draw_dropout, empty_output, table_rows
+from ..shared.tables import (
+    chunks_of,
+    cluster_rows,
+    cluster_sizes,
+    draw_dropout,
+    empty_output,
+    gradients_of_chunks,
+    output_of_chunks,
+    table_rows,
+)
 from ..shared.topk import largest
 from .exact_heads import attend_exactly, exact_backward, exact_chunks
 from .reference import SMALLEST
@@ -60,6 +69,7 @@ class _Keys:
     def __init__(self, key: torch.Tensor, value: torch.Tensor, labels: torch.Tensor, clusters: int) -> None:
         self.P, self.M, self.D = key.shape
         self.G, self.Dv = clusters, value.shape[2]
+        check_label_range(labels, clusters, of="key")
         index = cluster_rows(labels, clusters)
         sizes = cluster_sizes(index, self.P, clusters)
         self.blocks = ClusterBlocks.of(index, sizes, aligned=True)
@@ -279,9 +289,7 @@ def bi_clustered_attention(
     dropout_seed: torch.Tensor | None,
 ) -> torch.Tensor:
     """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_j`, `j = l(i)`."""
-    check_label_range(labels, clusters)
-    check_label_range(key_labels, key_clusters, of="key")
-    output = empty_output(query, value)
+    output = output_of_chunks(query, key, value, key_mask, query_mask)
     settings = clusters, key_clusters, topk, scale, dropout_p, dropout_seed
     numbers = largest_buffer(query, key, value, clusters, key_clusters, topk)
 
@@ -321,7 +329,7 @@ def bi_clustered_attention_backward(
     dropout_seed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels and sets `T_j` held fixed."""
-    grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
+    grad_query, grad_key, grad_value = gradients_of_chunks(query, key, value, key_mask, query_mask)
     settings = clusters, key_clusters, topk, scale, dropout_p, dropout_seed
     numbers = largest_buffer(query, key, value, clusters, key_clusters, topk)
 

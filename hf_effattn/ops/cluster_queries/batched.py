@@ -36,7 +36,8 @@ def cluster_queries(
 ) -> torch.Tensor:
     """Labels `(B, H, N)`; a masked query has label 0."""
     B, H, N, D = query.shape
-    labels = torch.zeros(B, H, N, 1, dtype=torch.int64, device=query.device)
+    empty = torch.empty if query_mask is None else torch.zeros
+    labels = empty(B, H, N, 1, dtype=torch.int64, device=query.device)
     dtype = accumulation_dtype(query.dtype)
     planes = hash_planes(D, bits, seed).to(query.device, dtype) if method == "lsh" else None
     group = 1 if key is None else H // key.shape[1]

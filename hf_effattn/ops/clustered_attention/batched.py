@@ -6,11 +6,19 @@ passes only the inputs are alive. Registered with `torch.library`: to `torch.com
 
 import torch
 
-from ..shared.arguments import check_label_range
 from ..shared.centroids import centroid_backward, centroid_dropout, centroid_scores
 from ..shared.head_threads import for_every_chunk
 from ..shared.row_chunks import RowChunk
-from ..shared.tables import chunks_of, cluster_sizes, cluster_sums, empty_output, softmax_, table_rows
+from ..shared.tables import (
+    chunks_of,
+    cluster_sizes,
+    cluster_sums,
+    empty_output,
+    gradients_of_chunks,
+    output_of_chunks,
+    softmax_,
+    table_rows,
+)
 
 
 @torch.library.custom_op("hf_effattn::clustered_attention", mutates_args=())
@@ -27,8 +35,7 @@ def clustered_attention(
     dropout_seed: torch.Tensor | None,
 ) -> torch.Tensor:
     """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets."""
-    check_label_range(labels, clusters)
-    output = empty_output(query, value)
+    output = output_of_chunks(query, key, value, key_mask, query_mask)
 
     def attend_chunk(chunk: RowChunk) -> None:
         q, k, v = chunk.queries(query), chunk.keys(key), chunk.keys(value)
@@ -68,7 +75,7 @@ def clustered_attention_backward(
     dropout_seed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels held fixed."""
-    grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
+    grad_query, grad_key, grad_value = gradients_of_chunks(query, key, value, key_mask, query_mask)
 
     def attend_chunk(chunk: RowChunk) -> None:
         q, k, v = chunk.queries(query), chunk.keys(key), chunk.keys(value)

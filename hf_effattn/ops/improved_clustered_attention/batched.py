@@ -9,7 +9,6 @@ from typing import cast
 
 import torch
 
-from ..shared.arguments import check_label_range
 from ..shared.centroids import centroid_backward, centroid_dropout, centroid_scores
 from ..shared.cluster_blocks import ClusterBlocks, block_length
 from ..shared.cluster_table import ClusterTable, attend, attend_backward
@@ -17,7 +16,16 @@ from ..shared.dropout import TOPK_WEIGHTS
 from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import RowChunk
-from ..shared.tables import chunks_of, cluster_sizes, draw_dropout, empty_output, softmax_, table_rows
+from ..shared.tables import (
+    chunks_of,
+    cluster_sizes,
+    draw_dropout,
+    empty_output,
+    gradients_of_chunks,
+    output_of_chunks,
+    softmax_,
+    table_rows,
+)
 from ..shared.topk import largest
 
 
@@ -137,8 +145,7 @@ def improved_clustered_attention(
     dropout_seed: torch.Tensor | None,
 ) -> torch.Tensor:
     """`V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T} A^c_jt V_t` with `j = l(i)`, `T = T_j`."""
-    check_label_range(labels, clusters)
-    output = empty_output(query, value)
+    output = output_of_chunks(query, key, value, key_mask, query_mask)
     settings = clusters, topk, scale, dropout_p, dropout_seed
 
     def attend_chunk(part: RowChunk) -> None:
@@ -172,7 +179,7 @@ def improved_clustered_attention_backward(
     dropout_seed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels and sets `T_j` held fixed."""
-    grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
+    grad_query, grad_key, grad_value = gradients_of_chunks(query, key, value, key_mask, query_mask)
     settings = clusters, topk, scale, dropout_p, dropout_seed
 
     def attend_chunk(part: RowChunk) -> None:

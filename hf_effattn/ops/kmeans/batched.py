@@ -149,7 +149,7 @@ def kmeans(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Labels `(B, H, N)` and centroids `(B, H, C, D)` of points `(B, H, N, D)`; a masked point has label 0."""
     B, H, N, D = points.shape
-    labels = torch.zeros(B, H, N, 1, dtype=torch.int64, device=points.device)
+    labels = (torch.empty if mask is None else torch.zeros)(B, H, N, 1, dtype=torch.int64, device=points.device)
     centroids = points.new_zeros(B, H, clusters, D, dtype=accumulation_dtype(points.dtype))
     bytes_per_head = fitting_bytes_per_head(points, clusters, fit_points, D)
 

@@ -2,6 +2,9 @@
 
 Threads that split every small step wait for each other at its end; beside another busy process one of them is always
 late, and the steps take ten times as long. Threads that share no step meet once.
+
+A large operator of the caller between two such meetings costs more than its own time: OpenMP's threads, woken for it,
+spin for some milliseconds afterwards, on the cores that the chunks need. What lies between runs in chunks, too.
 """
 
 import os
@@ -9,10 +12,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from threading import Barrier
+from typing import TypeVar
 
 import torch
 
-from .row_chunks import RowChunk
+Chunk = TypeVar("Chunk")
 
 
 @lru_cache
@@ -47,17 +51,24 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_workers.cache_clear)  # a child has none of its parent's threads
 
 
-def for_every_chunk(run: Callable[[RowChunk], None], chunks: Iterable[RowChunk], device: torch.device) -> None:
+def heads_of_threads(heads: int, device: torch.device) -> list[slice]:
+    """The heads in as many runs of neighbours as a CPU's threads are; on other devices in one."""
+    parts = max(1, min(heads, torch.get_num_threads() if device.type == "cpu" else 1))
+    return [slice(heads * i // parts, heads * (i + 1) // parts) for i in range(parts)]
+
+
+def for_every_chunk(run: Callable[[Chunk], None], chunks: Iterable[Chunk], device: torch.device) -> None:
     """Run every chunk, outside of autocast and autograd; on a CPU with enough of them, one per thread at a time.
 
-    Chunks must not write to the same place. What one raises is raised here.
+    Chunks must not write to the same place. What one raises is raised here. Inside of a chunk there is one thread, so
+    chunks of it run one after the other.
     """
     chunks = list(chunks)
     _keep_freed_memory()
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     inference = torch.is_inference_mode_enabled()
 
-    def run_one(chunk: RowChunk) -> None:
+    def run_one(chunk: Chunk) -> None:
         with torch.inference_mode(inference), torch.no_grad(), torch.autocast(device.type, enabled=False):
             run(chunk)
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from .arguments import check_label_range
 from .dropout import dropout_factor
 from .precision import accumulation_dtype
 from .row_chunks import RowChunk, row_chunks
@@ -32,8 +33,14 @@ def cluster_rows(labels: torch.Tensor, clusters: int) -> torch.Tensor:
 
 
 def table_rows(chunk: RowChunk, labels: torch.Tensor, clusters: int) -> torch.Tensor:
-    """The chunk's labels as row numbers of its tables, flat: every query head has `clusters` rows of its own."""
-    return cluster_rows(chunk.queries(labels).view(chunk.query_heads, -1), clusters)
+    """The chunk's labels as row numbers of its tables, flat: every query head has `clusters` rows of its own.
+
+    Raises:
+        ValueError: a label outside `0 .. clusters - 1`.
+    """
+    own = chunk.queries(labels).view(chunk.query_heads, -1)
+    check_label_range(own, clusters)
+    return cluster_rows(own, clusters)
 
 
 def cluster_sums(rows: torch.Tensor, index: torch.Tensor, problems: int, clusters: int) -> torch.Tensor:
@@ -69,6 +76,26 @@ def empty_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Zeros `(B, H, N, Dv)` laid out as `(B, N, H, Dv)`, the order in which transformers wants the heads back."""
     B, H, N, _ = query.shape
     return query.new_zeros(B, N, H, value.shape[3]).transpose(1, 2)
+
+
+def output_of_chunks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *masks: torch.Tensor | None
+) -> torch.Tensor:
+    """Memory for the output that chunks write: zeros where they may leave rows out."""
+    return unwritten_output(query, value) if _every_row(key, *masks) else empty_output(query, value)
+
+
+def gradients_of_chunks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *masks: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """Memory for the gradients that chunks write: zeros where they may leave rows out."""
+    like = torch.empty_like if query.shape[2] and _every_row(key, *masks) else torch.zeros_like
+    return [like(tensor) for tensor in (query, key, value)]
+
+
+def _every_row(key: torch.Tensor, *masks: torch.Tensor | None) -> bool:
+    """Whether chunks write every row, so that no large operator has to write zeros first."""
+    return key.shape[2] > 0 and all(mask is None for mask in masks)
 
 
 def unwritten_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

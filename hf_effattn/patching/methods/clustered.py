@@ -23,6 +23,7 @@ from ...ops import (
 )
 from ...ops.causal_clustered_attention import DEFAULT_KEYS_PER_CLUSTER, DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW
 from ...ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS, LARGEST_SEED
+from ...ops.shared.head_threads import for_every_chunk, heads_of_threads
 from ..model_types import model_type_of
 from .base import Groups, Method
 from .drafts import watch_for_drafts
@@ -327,6 +328,30 @@ class BiClustered(ImprovedClustered):
     def group(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
     ) -> Groups:
+        B, H, N, _ = query.shape
+        group = H // key.shape[1]
+        labels = query.new_empty(B, H, N, dtype=torch.int64)
+        key_labels = key.new_empty(key.shape[:3], dtype=torch.int64)
+        predicted = key.new_empty(key.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+
+        def group_heads(heads: slice) -> None:
+            of_group = slice(heads.start * group, heads.stop * group)
+            found = self._group_heads(query[:, of_group], key[:, heads], key_mask, scale)
+            for every, own in zip(
+                (labels[:, of_group], key_labels[:, heads], predicted[:, heads]), found, strict=True
+            ):
+                every.copy_(own)
+
+        if torch.compiler.is_compiling():
+            labels, key_labels, predicted = self._group_heads(query, key, key_mask, scale)
+        else:
+            for_every_chunk(group_heads, heads_of_threads(key.shape[1], key.device), key.device)
+        return (labels, key_labels) if self.exact_above is None else (labels, key_labels, predicted > self.exact_above)
+
+    def _group_heads(
+        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Labels of queries and keys, and the error that is predicted of each key/value head, `(B, heads)`."""
         (labels,) = super().group(query, key, key_mask)
         offsets, offsets_mask = query_offsets(
             query, labels, self.clusters, key_heads=key.shape[1], query_mask=key_mask, rows=self.fit_queries
@@ -342,12 +367,12 @@ class BiClustered(ImprovedClustered):
             seed=self.seed,
         )
         if self.exact_above is None:
-            return labels, key_labels
+            return labels, key_labels, key.new_zeros(key.shape[:2])
         group = query.shape[1] // key.shape[1]
         predicted = predicted_error(
             offsets, offsets_mask, key, key_labels, self.key_clusters, group=group, key_mask=key_mask, scale=scale
         )
-        return labels, key_labels, predicted > self.exact_above
+        return labels, key_labels, predicted
 
     def exact_heads(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
