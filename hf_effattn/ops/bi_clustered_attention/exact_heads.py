@@ -12,6 +12,9 @@ from ..shared.dropout import exact_dropout_rows
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import RowChunk, valid_rows
 
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
 
 def exact_chunks(
     query: torch.Tensor,
@@ -64,10 +67,14 @@ def exact_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of a chunk's queries, keys and values, `(1, rows, D)`, in float32 or float64."""
     dtype = accumulation_dtype(query.dtype)
-    q, k, v, grad = (
-        rows[0].to(dtype)
-        for rows in (part.queries(query), part.keys(key), part.keys(value), part.queries(grad_output))
-    )
+    rows_of = part.queries(query), part.keys(key), part.keys(value), part.queries(grad_output)
+    q, k, v, grad = (rows[0].to(dtype) for rows in rows_of)
+    if seed is None and q.device.type == "cpu" and q.shape == v.shape:
+        # What scaled_dot_product_attention runs there; inside of an operator there is no autograd to ask it by.
+        inputs = [rows[None, None] for rows in (q, k, v)]
+        output, log_sum = FLASH(*inputs, 0.0, False, scale=scale)
+        grad_q, grad_k, grad_v = FLASH_BACKWARD(grad[None, None], *inputs, output, log_sum, 0.0, False, scale=scale)
+        return grad_q[0], grad_k[0], grad_v[0]
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, weights, factor in _weights(part, query, key, scale, dropout_p, seed):
         weights = weights.to(dtype)
