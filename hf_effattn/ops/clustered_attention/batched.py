@@ -9,6 +9,7 @@ import torch
 from ..shared.arguments import check_label_range
 from ..shared.centroids import centroid_backward, centroid_dropout, centroid_scores
 from ..shared.head_threads import for_every_chunk
+from ..shared.precision import product_dtype
 from ..shared.row_chunks import RowChunk
 from ..shared.tables import chunks_of, cluster_sizes, cluster_sums, empty_output, softmax_, table_rows
 
@@ -28,10 +29,10 @@ def clustered_attention(
 ) -> torch.Tensor:
     """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets."""
     check_label_range(labels, clusters)
-    output = empty_output(query, value)
+    output, dtype = empty_output(query, value), product_dtype(query.dtype)
 
     def attend_chunk(chunk: RowChunk) -> None:
-        q, k, v = chunk.queries(query), chunk.keys(key), chunk.keys(value)
+        q, k, v = (rows.to(dtype) for rows in (chunk.queries(query), chunk.keys(key), chunk.keys(value)))
         P, N, _ = q.shape
         tables = chunk.group * clusters
         index = table_rows(chunk, labels, clusters)
@@ -69,9 +70,10 @@ def clustered_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels held fixed."""
     grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
+    dtype = product_dtype(query.dtype)
 
     def attend_chunk(chunk: RowChunk) -> None:
-        q, k, v = chunk.queries(query), chunk.keys(key), chunk.keys(value)
+        q, k, v = (rows.to(dtype) for rows in (chunk.queries(query), chunk.keys(key), chunk.keys(value)))
         P, N, _ = q.shape
         tables = chunk.group * clusters
         index = table_rows(chunk, labels, clusters)
