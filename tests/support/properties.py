@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
@@ -39,3 +40,10 @@ def property_test(check: Callable[[Drawn], None], strategy: SearchStrategy[Drawn
         check(case)
 
     run()
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal bit for bit, NaN included."""
+    return torch.equal(left.isnan(), right.isnan()) and torch.equal(
+        *(rows.nan_to_num(0.0, -8.0, -9.0) for rows in (left, right))
+    )
