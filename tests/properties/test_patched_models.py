@@ -136,8 +136,9 @@ def check(case: Case) -> None:
 def check_output(case, run, ids, counts, before, output) -> None:
     assert output.shape == before.shape
     assert output.dtype == before.dtype
-    # float16 ends at 65,504: the causal forms and the slices' sums multiply in it.
-    if before.isfinite().all() and (case.dtype != torch.float16 or case.kind in ENCODERS or case.exponent < 1):
+    # The causal form over clusters multiplies in float16, which ends at 65,504.
+    in_half = case.dtype == torch.float16 and case.kind in DECODERS and case.method != "cst"
+    if before.isfinite().all() and not (in_half and case.exponent > 1):
         assert output.isfinite().all(), "not finite, where the exact model is"
     other = ids.masked_fill(~counts, 7)
     assert same(run(other), output), "padding has influence"
