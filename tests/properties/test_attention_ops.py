@@ -97,7 +97,7 @@ def check_against_reference(case: Case, inputs: Inputs, output: torch.Tensor) ->
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_attention_op(op):
-    property_test(check, cases(op), share=250)
+    property_test(op, check, cases(op), share=250)
 
 
 def check_gradients(case: Case) -> None:
@@ -120,4 +120,4 @@ def check_gradients(case: Case) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_gradients_of_every_attention_op(op):
-    property_test(check_gradients, cases(op), share=40)
+    property_test(f"gradients of {op}", check_gradients, cases(op), share=40)

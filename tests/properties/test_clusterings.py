@@ -125,21 +125,23 @@ def check_predicted_error(case: Case) -> None:
 
 
 def test_labels_of_queries():
-    property_test(check_labels, cases("cluster_queries"), share=150)
+    property_test("cluster_queries", check_labels, cases("cluster_queries"), share=150)
 
 
 def test_kmeans():
-    property_test(check_kmeans, cases("kmeans"), share=100)
+    property_test("kmeans", check_kmeans, cases("kmeans"), share=100)
 
 
 def test_neural_clustering():
-    property_test(check_neural_clustering, cases("neural_clustering").map(_not_expanded), share=150)
+    property_test(
+        "neural_clustering", check_neural_clustering, cases("neural_clustering").map(_with_enough_keys), share=150
+    )
 
 
 def test_predicted_errors():
-    property_test(check_predicted_error, cases("predicted_error"), share=100)
+    property_test("predicted_error", check_predicted_error, cases("predicted_error"), share=100)
 
 
-def _not_expanded(case: Case) -> Case:
+def _with_enough_keys(case: Case) -> Case:
     """At least as many keys as centroids are asked for."""
     return replace(case, M=max(case.M, case.clusters))

@@ -155,4 +155,4 @@ def check_output(case, run, ids, counts, before, output) -> None:
 
 @pytest.mark.parametrize(("kind", "method"), SERVED)
 def test_every_patched_model(kind, method):
-    property_test(check, cases(kind, method), share=25)
+    property_test(f"patched by {method}", check, cases(kind, method), share=25)

@@ -12,13 +12,15 @@ from hypothesis.strategies import SearchStrategy
 Drawn = TypeVar("Drawn")
 # How many times as many cases as in `make test`, all random: `make fuzz` sets it.
 TIMES = "HF_EFFATTN_FUZZ_TIMES"
+COUNTS = "HF_EFFATTN_FUZZ_COUNTS"  # the file that the numbers of cases are written to
 CASES: Counter[str] = Counter()  # tried, by what was checked
 
 
-def property_test(check: Callable[[Drawn], None], strategy: SearchStrategy[Drawn], *, share: int) -> None:
+def property_test(name: str, check: Callable[[Drawn], None], strategy: SearchStrategy[Drawn], *, share: int) -> None:
     """Check drawn cases: `share` of them, the same in every run, or under `make fuzz` many times as many, random.
 
     Args:
+        name (`str`): of what is checked, under which cases are counted.
         check (`Callable`): raises where a property does not hold.
         strategy (`SearchStrategy`): of the cases; what fails is made small and printed.
         share (`int`): how many.
@@ -36,7 +38,7 @@ def property_test(check: Callable[[Drawn], None], strategy: SearchStrategy[Drawn
     )
     @given(strategy)
     def run(case: Drawn) -> None:
-        CASES[check.__module__] += 1
+        CASES[name] += 1
         check(case)
 
     run()
