@@ -2,8 +2,8 @@
 
 A defect is an exact replacement in `scripts/trust/mutants/*.toml`: a `name`, the `file`, the text `old`, which occurs
 there once, what stands there instead, `new`, and the files of `tests` that are expected to fail. They run up to their
-first failure; `--whole` lets `make test`'s own choice of tests look at those that survive. Results are kept after every
-defect: stop it whenever you like and start it again.
+first failure; `--whole` lets `make test`'s own choice of tests look at those that survive. Results are kept after
+every defect: stop it whenever you like and start it again.
 
     nice -n 10 python -m scripts.trust.mutants                 # writes scripts/results/mutants.json
 """
@@ -141,10 +141,10 @@ def main(
         for mutant in survivors if whole else ():
             if not any(row["by"] == "whole" for row in kept.matching(mutant.identity)):
                 kept.add(try_mutant(mutant, tree, ()))
-    caught = [mutant for mutant in chosen if any(row["caught"] for row in kept.matching(mutant.identity))]
-    print(f"{len(caught)} of {len(chosen)} caught: {output}")
+    seen = [mutant for mutant in chosen if any(row["caught"] for row in kept.matching(mutant.identity))]
+    print(f"{len(seen)} of {len(chosen)} caught: {output}")
     for mutant in chosen:
-        if mutant not in caught:
+        if mutant not in seen:
             print(f"survived: {mutant.name} ({mutant.file})")
 
 
