@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow fuzz mutants lint clean
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -31,6 +31,14 @@ test: $(READY)
 # What `make test` leaves out: tests over about two seconds that show combinations.
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --numprocesses 2 --dist worksteal
+
+# Properties of every op and method on 100,000 random cases; stop it when you like, it goes on where it was.
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.trust.fuzz
+
+# Planted defects, one at a time, and whether the tests see them; it goes on where it was.
+mutants: $(READY)
+	nice -n 10 $(BIN)/python -m scripts.trust.mutants
 
 lint: $(READY)
 	$(BIN)/python -m ruff check --fix .

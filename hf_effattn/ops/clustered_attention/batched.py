@@ -8,6 +8,7 @@ import torch
 
 from ..shared.centroids import centroid_backward, centroid_dropout, centroid_scores
 from ..shared.head_threads import for_every_chunk
+from ..shared.precision import product_dtype
 from ..shared.row_chunks import RowChunk
 from ..shared.tables import (
     chunks_of,
@@ -35,10 +36,10 @@ def clustered_attention(
     dropout_seed: torch.Tensor | None,
 ) -> torch.Tensor:
     """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets."""
-    output = output_of_chunks(query, key, value, key_mask, query_mask)
+    output, dtype = output_of_chunks(query, key, value, key_mask, query_mask), product_dtype(query.dtype)
 
     def attend_chunk(chunk: RowChunk) -> None:
-        q, k, v = chunk.queries(query), chunk.keys(key), chunk.keys(value)
+        q, k, v = (rows.to(dtype) for rows in (chunk.queries(query), chunk.keys(key), chunk.keys(value)))
         P, N, _ = q.shape
         tables = chunk.group * clusters
         index = table_rows(chunk, labels, clusters)
@@ -76,9 +77,10 @@ def clustered_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels held fixed."""
     grad_query, grad_key, grad_value = gradients_of_chunks(query, key, value, key_mask, query_mask)
+    dtype = product_dtype(query.dtype)
 
     def attend_chunk(chunk: RowChunk) -> None:
-        q, k, v = chunk.queries(query), chunk.keys(key), chunk.keys(value)
+        q, k, v = (rows.to(dtype) for rows in (chunk.queries(query), chunk.keys(key), chunk.keys(value)))
         P, N, _ = q.shape
         tables = chunk.group * clusters
         index = table_rows(chunk, labels, clusters)

@@ -7,7 +7,7 @@ from ..shared.dropout import CENTROID_WEIGHTS, dropout_factor
 from ..shared.masking import cluster_centroids, for_every_head, masked_softmax, zero_masked
 
 
-def centroid_attention(
+def centroid_scores(
     query: torch.Tensor,
     key: torch.Tensor,
     labels: torch.Tensor,
@@ -16,9 +16,14 @@ def centroid_attention(
     query_mask: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """`A^c = softmax(scale · Qc K^T)` over unmasked keys, `(B, H, C, M)`."""
+    """`scale · Qc K^T`, `(B, H, C, M)`; of masked keys the lowest number."""
     check_label_range(labels, clusters)
     scores = scale * cluster_centroids(query, labels, clusters, query_mask) @ key.transpose(2, 3)
+    return scores if key_mask is None else scores.masked_fill(~key_mask[:, None, None], torch.finfo(scores.dtype).min)
+
+
+def centroid_attention(scores: torch.Tensor, key_mask: torch.Tensor | None) -> torch.Tensor:
+    """`A^c = softmax(scale · Qc K^T)` over unmasked keys, `(B, H, C, M)`."""
     return masked_softmax(scores, None if key_mask is None else key_mask[:, None, None, :])
 
 
@@ -46,7 +51,8 @@ def clustered_attention(
     """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets."""
     key, value = for_every_head(key, query), for_every_head(value, query)
     query, key, value = zero_masked(query, query_mask), zero_masked(key, key_mask), zero_masked(value, key_mask)
-    attention = centroid_attention(query, key, labels, clusters, key_mask, query_mask, scale)
+    scores = centroid_scores(query, key, labels, clusters, key_mask, query_mask, scale)
+    attention = centroid_attention(scores, key_mask)
     if dropout_seed is not None:
         attention = attention * centroid_dropout(attention, dropout_p, int(dropout_seed))
     values = attention @ value  # (B, H, C, Dv)

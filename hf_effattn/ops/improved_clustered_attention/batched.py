@@ -14,7 +14,7 @@ from ..shared.cluster_blocks import ClusterBlocks, block_length
 from ..shared.cluster_table import ClusterTable, attend, attend_backward
 from ..shared.dropout import TOPK_WEIGHTS
 from ..shared.head_threads import for_every_chunk
-from ..shared.precision import accumulation_dtype
+from ..shared.precision import accumulation_dtype, product_dtype
 from ..shared.row_chunks import RowChunk
 from ..shared.tables import (
     chunks_of,
@@ -56,15 +56,15 @@ class _Chunk:
         dropout_p: float,
         dropout_seed: torch.Tensor | None,
     ) -> None:
-        self.key, self.value = chunk.keys(key), chunk.keys(value)
+        products = product_dtype(query.dtype)
+        self.key, self.value = chunk.keys(key).to(products), chunk.keys(value).to(products)
         self.clusters = chunk.group * clusters
         self.P, self.M, _ = self.key.shape
         self.index = table_rows(chunk, labels, clusters)
         sizes = cluster_sizes(self.index, self.P, self.clusters)
         self.blocks = ClusterBlocks.of(self.index, sizes)
         self.sizes = sizes.clamp(min=1)[..., None]
-        # Scaled before any product, which float16 could not hold otherwise.
-        self.packed_query = self.blocks.pack(chunk.queries(query) * scale)
+        self.packed_query = self.blocks.pack(chunk.queries(query).to(products) * scale)
         self.centroids = self.cluster_sums(self.packed_query) / self.sizes
         self.attention = centroid_scores(self.centroids, self.key, 1.0)  # A^c after the softmax: (P, C, M)
         self.top = largest(self.attention, min(topk, self.M), in_order=dropout_seed is not None)  # T_j: (P, C, T)
@@ -184,7 +184,8 @@ def improved_clustered_attention_backward(
 
     def attend_chunk(part: RowChunk) -> None:
         chunk = _Chunk(part, query, key, value, labels, *settings)
-        grad_q, grad_k, grad_v = chunk.backward(chunk.blocks.pack(part.queries(grad_output)))
+        packed_grad = chunk.blocks.pack(part.queries(grad_output).to(chunk.packed_query.dtype))
+        grad_q, grad_k, grad_v = chunk.backward(packed_grad)
         part.store_queries(grad_query, grad_q.mul_(scale))
         part.store_keys(grad_key, grad_k)
         part.store_keys(grad_value, grad_v)

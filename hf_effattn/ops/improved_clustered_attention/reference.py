@@ -4,7 +4,7 @@ from itertools import product
 
 import torch
 
-from ..clustered_attention.reference import centroid_attention, centroid_dropout
+from ..clustered_attention.reference import centroid_attention, centroid_dropout, centroid_scores
 from ..shared.dropout import TOPK_WEIGHTS, dropout_factor
 from ..shared.masking import for_every_head, masked_softmax, zero_masked
 
@@ -26,8 +26,10 @@ def improved_clustered_attention(
     key, value = for_every_head(key, query), for_every_head(value, query)
     query, key, value = zero_masked(query, query_mask), zero_masked(key, key_mask), zero_masked(value, key_mask)
     B, H, N, _ = query.shape
-    attention = centroid_attention(query, key, labels, clusters, key_mask, query_mask, scale)  # A^c
-    top = attention.topk(topk, dim=-1).indices  # T_j: (B, H, C, T)
+    scores = centroid_scores(query, key, labels, clusters, key_mask, query_mask, scale)
+    attention = centroid_attention(scores, key_mask)  # A^c
+    # By score, the first of equals: weights that underflow to 0 still have a largest among them.
+    top = scores.sort(dim=-1, descending=True, stable=True).indices[..., :topk]  # T_j: (B, H, C, T)
     mass = attention.gather(3, top).sum(dim=-1)  # m_j: (B, H, C)
     rest = attention.scatter(3, top, 0.0)  # A^c with the columns of T_j set to 0
     if dropout_seed is not None:

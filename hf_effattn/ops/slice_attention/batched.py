@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from ..shared.dropout import dropout_factor
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import CHUNK_BYTES
+from ..shared.tables import softmax_
 from .layout import Layout
 from .reference import LOCAL_WEIGHTS, sink_rows, sink_visible, window_positions
 
@@ -50,7 +51,6 @@ class _Chunk:
             positions = inputs.query_positions[self.query_heads].unflatten(0, (self.h, layout.group))
             # Not the empty slice: its scores must stay 0.
             query[:, :, : layout.slices] += positions.flatten(1, 2)[:, None]
-        # Scaled before the product, which float16 could not hold otherwise.
         self.query = query.mul_(inputs.scale).flatten(0, 2)  # (T, G, D)
         self.keys = layout.pack_neighbours(inputs.key[items, heads], self.token)
         self.values = layout.pack_neighbours(inputs.value[items, heads], self.token)
@@ -80,7 +80,7 @@ class _Chunk:
     def _take_sinks(self, rows: torch.Tensor, places: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
         """Rows of the sinks, `(b · h, K, D)`, 0 where a place holds none."""
         taken = rows[self.items, self.heads].gather(2, self.sink_index(places, rows.shape[3]))
-        return taken.masked_fill_(~held[:, None, :, None], 0.0).flatten(0, 1)
+        return taken.masked_fill_(~held[:, None, :, None], 0.0).flatten(0, 1).to(self.query.dtype)
 
     def per_slice(self, tensor: torch.Tensor) -> torch.Tensor:
         """`(T, G, ...)` as `(b, h, slices, group, L, ...)`, without the empty slices."""
@@ -270,8 +270,12 @@ def slice_attention(
     with torch.autocast(query.device.type, enabled=False):
         for chunk in _chunks(layout, inputs):
             scores = chunk.scores()
-            sums = scores.logsumexp(dim=2, keepdim=True)
-            weights = scores.sub_(sums).exp_()
+            # Of large scores the log-sum-exp is too coarse to take weights from.
+            largest = scores.amax(dim=2, keepdim=True)
+            weights = scores.sub_(largest).exp_()
+            mass = weights.sum(dim=2, keepdim=True)
+            weights /= mass
+            sums = mass.log_().add_(largest)
             factor = chunk.dropout_factor(weights)
             values = chunk.attend(weights if factor is None else weights.mul_(factor))
             if chunk.token is not None:
@@ -309,7 +313,6 @@ def slice_attention_backward(
     grad_output: torch.Tensor,
     grad_pooled: torch.Tensor,
     grad_lse: torch.Tensor,
-    lse: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -340,10 +343,10 @@ def slice_attention_backward(
         dropout_p,
         dropout_seed,
     )
-    dtype = lse.dtype
+    dtype = accumulation_dtype(query.dtype)
     grad_query, grad_key, grad_value = (torch.empty_like(tensor) for tensor in (query, key, value))
     grad_positions = [
-        lse.new_zeros(0) if tensor is None else torch.zeros_like(tensor, dtype=dtype)
+        grad_lse.new_zeros(0) if tensor is None else torch.zeros_like(tensor, dtype=dtype)
         for tensor in (query_positions, key_positions)
     ]
     with torch.autocast(query.device.type, enabled=False):
@@ -357,14 +360,9 @@ def slice_attention_backward(
                 of_means = of_means * chunk.token[:, None, :, None, :, None]
             chunk.per_slice(grad).add_(of_means)
 
-            packed_lse = layout.pack(lse[chunk.items, chunk.query_heads, :, None], chunk.token, layout.group)
-            weights = chunk.scores().sub_(packed_lse.flatten(0, 2))
-            if chunk.token is not None:
-                # A masked query has no log-sum-exp to take away; its gradients are 0 whatever stands here.
-                chunk.per_slice(weights).masked_fill_(~chunk.token[:, None, :, None, :, None], 0.0)
-            weights.exp_()
+            weights = softmax_(chunk.scores())
             factor = chunk.dropout_factor(weights)
-            dropped = (weights if factor is None else weights * factor).to(value.dtype)
+            dropped = (weights if factor is None else weights * factor).to(chunk.values.dtype)
             grad_weights = chunk.against_values(grad).to(dtype)
             if factor is not None:
                 grad_weights *= factor
@@ -372,7 +370,7 @@ def slice_attention_backward(
             shared -= layout.pack(
                 grad_lse[chunk.items, chunk.query_heads, :, None], chunk.token, layout.group
             ).view_as(shared)
-            grad_scores = grad_weights.sub_(shared).mul_(weights).to(key.dtype)
+            grad_scores = grad_weights.sub_(shared).mul_(weights).to(chunk.keys.dtype)
 
             key_parts, value_parts, grad_q = [], [], torch.zeros_like(chunk.query)
             for neighbour, rows, columns in layout.parts:
@@ -402,7 +400,7 @@ def slice_attention_backward(
 
 
 @slice_attention_backward.register_fake
-def _(grad_output, grad_pooled, grad_lse, lse, query, key, value, *settings):
+def _(grad_output, grad_pooled, grad_lse, query, key, value, *settings):
     positions = (query.new_empty(0) if tensor is None else torch.empty_like(tensor) for tensor in settings[5:7])
     return (*(torch.empty_like(tensor) for tensor in (query, key, value)), *positions)
 
@@ -411,18 +409,17 @@ def _setup_context(ctx, inputs, output) -> None:
     query, key, value, slice_length, extension, causal, key_mask, scale, *optional = inputs
     query_positions, key_positions, sink_mask, dropout_p, dropout_seed = optional
     tensors = query, key, value, key_mask, query_positions, key_positions, sink_mask, dropout_seed
-    ctx.save_for_backward(output[2], *tensors)
+    ctx.save_for_backward(*tensors)
     ctx.settings = slice_length, extension, causal, scale, dropout_p
 
 
 def _backward(ctx, grad_output, grad_pooled, grad_lse):
-    lse, query, key, value, key_mask, query_positions, key_positions, sink_mask, dropout_seed = ctx.saved_tensors
+    query, key, value, key_mask, query_positions, key_positions, sink_mask, dropout_seed = ctx.saved_tensors
     slice_length, extension, causal, scale, dropout_p = ctx.settings
     grads = slice_attention_backward(
         grad_output,
         grad_pooled,
         grad_lse,
-        lse,
         query,
         key,
         value,

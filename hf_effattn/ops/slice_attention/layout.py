@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ..shared.precision import product_dtype
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -40,9 +42,13 @@ class Layout:
         return self.slice_length + self.extension * (1 if self.causal else 2)
 
     def pack(self, rows: torch.Tensor, token: torch.Tensor | None, group: int) -> torch.Tensor:
-        """Rows `(b, h · group, N, D)` as `(b, h, places, group · L, D)`, masked and missing ones 0."""
+        """Rows `(b, h · group, N, D)` as `(b, h, places, group · L, D)`, masked and missing ones 0.
+
+        In the dtype that products are taken in.
+        """
         b, heads, _, D = rows.shape
-        table = rows.new_zeros(b, heads // group, self.places, group, self.slice_length, D)
+        sizes = b, heads // group, self.places, group, self.slice_length, D
+        table = rows.new_zeros(sizes, dtype=product_dtype(rows.dtype))
         missing = self.slices * self.slice_length - self.length
         if missing:
             rows = F.pad(rows, (0, 0, 0, missing))

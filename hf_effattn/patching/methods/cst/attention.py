@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ....ops import slice_attention
-from ....ops.shared.precision import accumulation_dtype
+from ....ops.shared.precision import accumulation_dtype, product_dtype
 from ....ops.slice_attention import extension_tokens
 
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -50,8 +50,9 @@ def slice_means(rows: torch.Tensor, key_mask: torch.Tensor | None, slice_length:
     """
     if key_mask is not None:
         rows = rows.masked_fill(~key_mask[:, None, :, None], 0.0)
-    sums = F.pad(rows, (0, 0, 0, -rows.shape[2] % slice_length)).unflatten(2, (-1, slice_length)).sum(dim=3)
-    return sums / slice_sizes(rows, key_mask, slice_length).clamp(min=1)[:, None, :, None]
+    slices = F.pad(rows, (0, 0, 0, -rows.shape[2] % slice_length)).unflatten(2, (-1, slice_length))
+    sums = slices.sum(dim=3, dtype=accumulation_dtype(rows.dtype))
+    return (sums / slice_sizes(rows, key_mask, slice_length).clamp(min=1)[:, None, :, None]).to(rows.dtype)
 
 
 def slice_sizes(rows: torch.Tensor, key_mask: torch.Tensor | None, slice_length: int) -> torch.Tensor:
@@ -199,9 +200,11 @@ def merged_over_cache(
     if local_terms[0] is not None:
         of_query = local_terms[0][:, place[..., 0] % slice_length].transpose(0, 1)  # (B, H, Q, D)
         local_query = query + of_query
-    scores = (local_query * scale) @ key.transpose(2, 3)
+    products = product_dtype(query.dtype)
+    local_query = local_query.to(products) * scale
+    scores = local_query @ key.to(products).transpose(2, 3)
     if local_terms[1] is not None:
-        of_places = (local_query * scale) @ local_terms[1].transpose(1, 2)  # (B, H, Q, αL)
+        of_places = local_query @ local_terms[1].to(products).transpose(1, 2)  # (B, H, Q, αL)
         index = at.clamp(0, of_places.shape[3] - 1)[:, None].expand(-1, H, -1, -1)
         scores = scores + of_places.gather(3, index).masked_fill(~window[:, None], 0.0)
     near = window | ((places == 0) & (places <= place)) if sinks else window
@@ -243,7 +246,9 @@ class _Slices:
     def scores(self, scaled_query: torch.Tensor, allowed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores of the slices `(B, H, rows, S)`, and who sees which `(B or 1, 1, rows, S)`."""
         visible = (allowed & (self.sizes > 0)[:, None])[:, None]
-        scores = scaled_query @ self.key.transpose(2, 3) + self.sizes.clamp(min=1).log()[:, None, None]
+        products = product_dtype(self.key.dtype)
+        scores = scaled_query.to(products) @ self.key.to(products).transpose(2, 3)
+        scores = scores + self.sizes.clamp(min=1).log()[:, None, None]
         # A finite fill: a row that sees no other slice must give no NaN, nor must its gradient.
         return scores.masked_fill(~visible, torch.finfo(scores.dtype).min), visible
 

@@ -1,0 +1,123 @@
+"""What holds for every attention op, whatever it is given."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.properties import property_test, same
+from support.property_cases import (
+    CHOOSES,
+    OPS,
+    Case,
+    Inputs,
+    attend,
+    cases,
+    exact_attention,
+    largest_score,
+    make_inputs,
+)
+
+
+def may_overflow(case: Case, inputs: Inputs) -> bool:
+    """Whether float16 may be too small: the first order of bi-clustered attention has no bound that values give."""
+    unbounded = case.op in ("bi_clustered_attention", "causal_clustered_attention")
+    return unbounded and case.dtype == torch.float16 and largest_score(case, inputs) > 100
+
+
+def check(case: Case) -> None:
+    inputs = make_inputs(case)
+    before = [rows.clone() for rows in inputs.tensors]
+    output = attend(case, inputs)
+    assert output.shape == (*inputs.query.shape[:3], inputs.value.shape[3])
+    assert output.dtype == case.dtype
+    for rows, copy in zip(inputs.tensors, before, strict=True):
+        assert same(rows, copy), "an input was changed in place"
+    check_weights(case, inputs, output)
+    check_influence(case, inputs, output)
+    if case.seed % 3 == 0:
+        check_against_reference(case, inputs, output)
+
+
+def check_weights(case: Case, inputs: Inputs, output: torch.Tensor) -> None:
+    """Rows of weights sum to 1, constants come back, masked keys and queries have nothing."""
+    if may_overflow(case, inputs) or not exact_attention(case, inputs).isfinite().all():
+        return
+    assert output.isfinite().all(), "not finite, where exact attention is"
+    reads = (inputs.readers & inputs.tokens.any(dim=1, keepdim=True))[:, None, :, None]
+    assert not output.masked_fill(reads, 0.0).any(), "a masked query has an output"
+    M = inputs.key.shape[2]
+    constant, weights = output[..., case.Dv : case.Dv + 1].double(), output[..., -M:].double()
+    assert not weights.masked_fill(inputs.tokens[:, None, None], 0.0).any(), "a masked key has a weight"
+    eps = torch.finfo(case.dtype).eps
+    assert case.op == "bi_clustered_attention" or (weights >= 0).all(), "a weight below 0"
+    # Each of M weights is rounded on its own.
+    tolerance = 4 * eps * M * max(1.0, weights.abs().amax().item())
+    target = reads.double().expand_as(constant)
+    torch.testing.assert_close(weights.sum(dim=3, keepdim=True), target, rtol=0, atol=tolerance)
+    torch.testing.assert_close(constant, target, rtol=0, atol=tolerance)
+
+
+def check_influence(case: Case, inputs: Inputs, output: torch.Tensor) -> None:
+    """What is masked, and what stands in other items of the batch, changes no bit."""
+    if inputs.key_mask is not None:
+        other = make_inputs(case, junk=3.0 if case.junk != 3.0 else -1.0)
+        assert same(attend(case, other), output), "masked rows have influence"
+    if case.B > 1:
+        item = case.seed % case.B
+        changed = inputs.map(torch.clone)
+        others = torch.arange(case.B) != item
+        for rows in changed.tensors:
+            rows[others] = rows[others] * -0.5 + 1
+        assert same(attend(case, changed)[item], output[item]), "another item has influence"
+
+
+def check_against_reference(case: Case, inputs: Inputs, output: torch.Tensor) -> None:
+    """As near to the definition in float64 as the dtype allows."""
+    eps = torch.finfo(case.dtype).eps
+    size = 1 + largest_score(case, inputs)
+    chooses = case.op in CHOOSES
+    if chooses:
+        if case.dtype.itemsize == 2 or case.equal == "keys":
+            return  # any of the equal keys may be chosen
+        size, eps = size * size, 1000 * eps
+    if eps * size > 1e-2 or not output.isfinite().all():
+        return  # rounding alone decides
+    doubled = inputs.map(torch.Tensor.double)
+    expected = attend(case, doubled, backend="reference")
+    counted = inputs.value.double().masked_fill(~inputs.tokens[:, None, :, None], 0.0)
+    atol = 16 * eps * size * counted.abs().amax().item()
+    if chooses:
+        generator = torch.Generator().manual_seed(0)
+        moved = doubled.map(torch.clone)
+        moved.key = moved.key * (1 + eps * torch.randn(moved.key.shape, generator=generator))
+        if not (attend(case, moved, backend="reference") - expected).abs().max().item() <= atol:
+            return  # keys of nearly equal rank
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=atol + 1e-7)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_attention_op(op):
+    property_test(op, check, cases(op), share=250)
+
+
+def check_gradients(case: Case) -> None:
+    """Those of the definition in float64, and 0 in masked rows whatever stands there."""
+    exponents = {name: getattr(case, name) / 8 for name in ("query_exponent", "key_exponent", "value_exponent")}
+    case = replace(case, dtype=torch.float64, scale=None, **exponents)
+    if case.op in CHOOSES and case.equal == "keys":
+        return  # any of the equal keys may be chosen
+    results = []
+    for backend in ("reference", "batched"):
+        inputs = make_inputs(case).map(lambda rows: rows.detach().requires_grad_())
+        output = attend(case, inputs, backend)
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        results.append((output.detach(), *torch.autograd.grad((output * weights).sum(), inputs.tensors)))
+        for gradient, mask in zip(results[-1][1:], (inputs.readers, inputs.tokens, inputs.tokens), strict=True):
+            assert not gradient.masked_fill(mask[:, None, :, None], 0.0).any(), "a masked row has a gradient"
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_of_every_attention_op(op):
+    property_test(f"gradients of {op}", check_gradients, cases(op), share=40)

@@ -1,0 +1,37 @@
+"""The planted defects of `make mutants`: that they can be planted, and what the script makes of a tree."""
+
+import pytest
+
+from scripts.trust import mutants
+from scripts.trust.mutants import ROOT, Mutant, listed_mutants, try_mutant
+
+
+def test_every_defect_can_be_planted():
+    listed = listed_mutants()
+    assert len(listed) >= 60
+    assert len({mutant.name for mutant in listed}) == len(listed)
+    for mutant in listed:
+        text = (ROOT / mutant.file).read_text(encoding="utf-8")
+        assert mutant.planted(text) != text
+        assert all((ROOT / test).is_file() for test in mutant.tests), mutant.name
+
+
+def test_a_defect_that_is_no_longer_there_is_named():
+    with pytest.raises(ValueError, match="its text occurs 0 times"):
+        Mutant("gone", "a.py", "x + 1", "x", ("test_a.py",)).planted("x - 1")
+
+
+def test_defects_are_caught_or_survive_and_leave_the_tree_as_it_was(tmp_path):
+    (tmp_path / "code.py").write_text("def double(x):\n    return 2 * x  # twice\n")
+    (tmp_path / "test_code.py").write_text(
+        "from code import double\n\ndef test_double():\n    assert double(1) == 2\n"
+    )
+    rows = [
+        try_mutant(Mutant("caught", "code.py", "2 * x", "3 * x", ()), tmp_path, ["test_code.py"]),
+        try_mutant(Mutant("survives", "code.py", "twice", "two times", ()), tmp_path, ["test_code.py"]),
+    ]
+    assert [row["caught"] for row in rows] == [True, False]
+    assert rows[0]["failure"] == "test_code.py::test_double"
+    assert (tmp_path / "code.py").read_text() == "def double(x):\n    return 2 * x  # twice\n"
+    with pytest.raises(RuntimeError, match="pytest did not run"):
+        mutants.first_failure(tmp_path, ["missing.py"])
