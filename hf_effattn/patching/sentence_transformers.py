@@ -44,7 +44,7 @@ def models_inside(model: Any) -> list[Any]:
     Raises:
         ValueError: a model of sentence-transformers that holds none, or runs an exported graph.
     """
-    if not is_sentence_transformer(model):
+    if not isinstance(model, nn.Module) or not is_sentence_transformer(model):
         return [model]
     found: list[PreTrainedModel] = []
     _collect(model, found, set())
@@ -89,7 +89,7 @@ def model_and_inputs(model: Any, inputs: Any) -> tuple[Any, Any]:
     Raises:
         ValueError: no transformers model inside, or more than one.
     """
-    if not is_sentence_transformer(model):
+    if not isinstance(model, nn.Module) or not is_sentence_transformer(model):
         return model, inputs
     inside = models_inside(model)
     if len(inside) > 1:
