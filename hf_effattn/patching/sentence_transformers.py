@@ -132,7 +132,10 @@ def after_loading(loaded: Loaded, while_loading: Callable[[], AbstractContextMan
         loaded (`Callable`): gets the model, the folder or the name on the Hub, and the keywords of `from_pretrained`.
         while_loading (`Callable`): makes a context for the time in which the model is loaded.
     """
-    watch = partial(_watch, loaded, while_loading)
+
+    def watch(module: ModuleType) -> None:
+        watch_loading(getattr(module, LOADER), loaded, while_loading)
+
     for name in LOADERS:
         if name in sys.modules:
             watch(sys.modules[name])
@@ -165,9 +168,9 @@ class _Import(MetaPathFinder):
 _watched: set[type] = set()
 
 
-def _watch(loaded: Loaded, while_loading: Callable[[], AbstractContextManager[Any]], module: ModuleType) -> None:
-    kind = getattr(module, LOADER, None)
-    if kind is None or kind in _watched:
+def watch_loading(kind: Any, loaded: Loaded, while_loading: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Watch one class that loads; a second time changes nothing. Arguments as of `after_loading`."""
+    if kind in _watched:
         return
     _watched.add(kind)
     make = kind.__init__

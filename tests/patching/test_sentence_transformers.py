@@ -1,19 +1,30 @@
-"""Models of sentence-transformers: patched, saved, loaded, extended, reported, trained and pushed as plain ones are."""
+"""Models of sentence-transformers: patched, saved, loaded, extended, reported, trained, pushed as plain ones are."""
 
 import copy
 import json
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.hub_server import HubServer
 from support.hub_state import USER
-from support.tiny_models import APPROXIMATIONS, SMALL_SETTINGS, tiny_config, tiny_model
-from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertTokenizer
+from support.round_trips import own_memory
+from support.tiny_models import SMALL_SETTINGS, tiny_model
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    BertTokenizer,
+    MPNetConfig,
+    MPNetModel,
+)
 
 import hf_effattn
+from hf_effattn.patching.sentence_transformers import watch_loading
 
 library = pytest.importorskip("sentence_transformers", reason="needs pip install 'hf_effattn[sentence-transformers]'")
 
@@ -39,7 +50,11 @@ HEADS = {
     CrossEncoder: AutoModelForSequenceClassification,
 }
 CLASSES = tuple(HEADS)
-I_CLUSTERED = {"method": "i-clustered", **SMALL_SETTINGS["i-clustered"]}
+ALL_SETTINGS: dict[str, dict[str, Any]] = {
+    **{name: {"method": name, **settings} for name, settings in SMALL_SETTINGS.items()},
+    "cst": {"method": "cst", "slice_length": 4},
+}
+I_CLUSTERED = ALL_SETTINGS["i-clustered"]
 
 
 def texts(lengths: tuple[int, ...] = LENGTHS) -> list[str]:
@@ -47,13 +62,8 @@ def texts(lengths: tuple[int, ...] = LENGTHS) -> list[str]:
     return [" ".join(WORDS[int(i)] for i in torch.randint(len(WORDS), (n,), generator=draw)) for n in lengths]
 
 
-def plain_folder(folder: Path, auto_class: Any = AutoModel, model_type: str = "bert", **changes: Any) -> str:
+def plain_folder(folder: Path, model: Any) -> str:
     """A tiny model of transformers with a tokenizer, saved."""
-    if auto_class is AutoModelForSequenceClassification:
-        changes["num_labels"] = 1
-    if model_type == "mpnet":
-        model = AutoModel.from_config(tiny_config("bert").__class__(**tiny_config("bert").to_dict()))
-    model = tiny_model(model_type, auto_class, **changes)
     model.save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join(SPECIAL + WORDS))
     BertTokenizer(str(folder / "vocab.txt"), model_max_length=64).save_pretrained(folder)
@@ -63,11 +73,15 @@ def plain_folder(folder: Path, auto_class: Any = AutoModel, model_type: str = "b
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, str]:
     """A folder of transformers for each class."""
-    return {kind: plain_folder(tmp_path_factory.mktemp(kind.__name__), HEADS[kind]) for kind in CLASSES}
+    one = {"num_labels": 1}
+    models = {kind: tiny_model("bert", head, **one if kind is CrossEncoder else {}) for kind, head in HEADS.items()}
+    return {kind: plain_folder(tmp_path_factory.mktemp(kind.__name__), model) for kind, model in models.items()}
 
 
 def made(kind: Any, saved: dict[Any, str]) -> Any:
-    return kind(saved[kind], device="cpu")
+    model = kind(saved[kind], device="cpu")
+    own_memory(model)
+    return model
 
 
 def outputs(model: Any, inputs: list[str], **options: Any) -> torch.Tensor:
@@ -78,11 +92,18 @@ def outputs(model: Any, inputs: list[str], **options: Any) -> torch.Tensor:
     return result.to_dense() if result.is_sparse else result
 
 
+def train_tables(model: Any) -> None:
+    """Give the position tables of a conversion values other than those that they begin with."""
+    for name, parameter in model.named_parameters():
+        if "hf_effattn_cst" in name:
+            torch.nn.init.normal_(parameter)
+
+
 def inside(model: Any) -> Any:
     return model[0].auto_model
 
 
-@pytest.mark.parametrize("method", APPROXIMATIONS)
+@pytest.mark.parametrize("method", SMALL_SETTINGS)
 def test_encodes_as_the_plain_model_patched_alike(saved: dict[Any, str], attended: list[str], method: str) -> None:
     """Prompt, pooling, Dense and truncation stay what they were."""
     transformer = Transformer(saved[SentenceTransformer])
@@ -111,11 +132,7 @@ def test_encodes_as_the_plain_model_patched_alike(saved: dict[Any, str], attende
     assert torch.equal(outputs(model, texts()), exact)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [*({"method": name, **SMALL_SETTINGS[name]} for name in APPROXIMATIONS), {"method": "cst"}],
-    ids=lambda settings: settings["method"],
-)
+@pytest.mark.parametrize("settings", [*ALL_SETTINGS.values()], ids=[*ALL_SETTINGS])
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_text_among_others_encodes_as_alone(kind: Any, settings: dict[str, Any], saved: dict[Any, str]) -> None:
     model = hf_effattn.patch_attention(made(kind, saved), **settings)
@@ -135,29 +152,29 @@ def test_batches_are_of_like_lengths_so_min_length_decides_alike(saved: dict[Any
         assert torch.allclose(found[at], exact[at], atol=1e-6) == (length < 30)
 
 
-@pytest.mark.parametrize("method", ["i-clustered", "cst"])
+@pytest.mark.parametrize(
+    "settings", [I_CLUSTERED | {"layers": [0, 2]}, ALL_SETTINGS["cst"]], ids=lambda settings: settings["method"]
+)
 @pytest.mark.parametrize("kind", CLASSES)
 def test_what_was_saved_patched_comes_back_patched(
-    kind: Any, method: str, saved: dict[Any, str], tmp_path: Path
+    kind: Any, settings: dict[str, Any], saved: dict[Any, str], tmp_path: Path
 ) -> None:
     model = made(kind, saved)
     exact = outputs(model, texts())
-    hf_effattn.patch_attention(
-        model, method, **SMALL_SETTINGS.get(method, {"slice_length": 4}), layers=[0, 2] if method != "cst" else None
-    )
-    for name, parameter in model.named_parameters():
-        if "hf_effattn_cst" in name:
-            torch.nn.init.normal_(parameter)
+    hf_effattn.patch_attention(model, **settings)
+    train_tables(model)
     wanted = outputs(model, texts())
     assert not torch.allclose(wanted, exact, atol=1e-4)
     model.save_pretrained(str(tmp_path))
     for loaded in (kind(str(tmp_path), device="cpu"), hf_effattn.from_pretrained(kind, tmp_path, device="cpu")):
         assert type(loaded) is kind
-        assert inside(loaded).config._attn_implementation == method
+        own_memory(loaded)
+        assert inside(loaded).config._attn_implementation == settings["method"]
         assert torch.equal(outputs(loaded, texts()), wanted)
         assert torch.equal(outputs(copy.deepcopy(loaded), texts()), wanted)
         assert torch.equal(outputs(hf_effattn.unpatch_attention(loaded), texts()), exact)
     asked = kind(str(tmp_path), device="cpu", model_kwargs={"attn_implementation": "sdpa"})
+    own_memory(asked)
     assert torch.equal(outputs(asked, texts()), exact)
 
 
@@ -174,7 +191,7 @@ def test_settings_and_methods_of_the_caller_win_when_loading(saved: dict[Any, st
     assert inside(other).config.effattn["method"] == "clustered"
     assert inside(other).config.effattn["layers"] == [1]
     exact = saved[SentenceTransformer]
-    with pytest.raises(ValueError, match="saved without hf_effattn settings.*or load it with SentenceTransformer for"):
+    with pytest.raises(ValueError, match=r"saved without hf_effattn settings.*load it with SentenceTransformer for"):
         hf_effattn.from_pretrained(SentenceTransformer, exact, device="cpu")
     first = hf_effattn.from_pretrained(SentenceTransformer, exact, device="cpu", **I_CLUSTERED)
     assert inside(first).config.effattn["clusters"] == 6
@@ -188,22 +205,21 @@ def router(saved: dict[Any, str], document: list[Any]) -> Any:
     return SentenceTransformer(modules=[Router.for_query_document(query, document)], device="cpu")
 
 
-@pytest.mark.parametrize("settings", [I_CLUSTERED, {"method": "cst", "slice_length": 4}], ids=["i-clustered", "cst"])
+@pytest.mark.parametrize("settings", [I_CLUSTERED, ALL_SETTINGS["cst"]], ids=["i-clustered", "cst"])
 def test_every_transformer_of_a_router_is_patched(
     settings: dict[str, Any], saved: dict[Any, str], tmp_path: Path
 ) -> None:
-    other = plain_folder(tmp_path / "other", hidden_size=16, seed=3) if (tmp_path / "other").mkdir() is None else ""
+    other = plain_folder(tmp_path, tiny_model("bert", seed=3, hidden_size=16))
     model = router(saved, [Transformer(other), Pooling(16, "mean")])
     exact = [encode(texts()) for encode in (model.encode_query, model.encode_document)]
     hf_effattn.extend_positions(model, 100)
     assert model.max_seq_length == 100
     hf_effattn.patch_attention(model, **settings)
-    for name, parameter in model.named_parameters():
-        if "hf_effattn_cst" in name:
-            torch.nn.init.normal_(parameter)
+    train_tables(model)
     wanted = [encode(texts()) for encode in (model.encode_query, model.encode_document)]
     model.save_pretrained(str(tmp_path / "saved"))
     loaded = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    own_memory(loaded)
     for encode, was, is_now in zip((loaded.encode_query, loaded.encode_document), exact, wanted, strict=True):
         assert (encode(texts()) == is_now).all()
         assert not (is_now == was).all()
@@ -224,20 +240,16 @@ def test_what_cannot_be_patched_is_refused_in_words(saved: dict[Any, str], tmp_p
             call()
     asymmetric = router(saved, [static])
     hf_effattn.patch_attention(asymmetric, **I_CLUSTERED)  # what has no attention is no obstacle
-    unserved = router(saved, [Transformer(plain_folder(tmp_path, model_type="bert")), Pooling(32, "mean")])
-    inner = unserved[0].sub_modules["document"][0].auto_model
-    inner.config.model_type = "mpnet"
-    for module in inner.modules():
-        if hasattr(module, "config"):
-            module.config.model_type = "mpnet"
-    with pytest.raises(ValueError, match="mpnet"):
+    mpnet = MPNetModel(MPNetConfig(vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
+    unserved = router(saved, [Transformer(plain_folder(tmp_path, mpnet)), Pooling(32, "mean")])
+    with pytest.raises(ValueError, match="MPNetModel"):
         hf_effattn.patch_attention(unserved, **I_CLUSTERED)
     assert unserved[0].sub_modules["query"][0].auto_model.config._attn_implementation == "sdpa"
     with pytest.raises(TypeError, match="model must be a transformers model, got SentenceTransformer"):
         hf_effattn.patch_attention(SentenceTransformer, "clustered")
     with pytest.raises(TypeError, match="must be a transformers model"):
         hf_effattn.extend_positions(SentenceTransformer, 128)
-    with pytest.raises(ValueError, match="saves its own tokenizer.*leave out max_shard_size"):
+    with pytest.raises(ValueError, match=r"saves its own tokenizer.*leave out max_shard_size"):
         hf_effattn.push_to_hub(asymmetric, "sharded", max_shard_size="1GB")
 
 
@@ -251,6 +263,7 @@ def test_extended_positions_lengthen_what_is_read(kind: Any, saved: dict[Any, st
     long = texts((90,)) * 2
     model.save_pretrained(str(tmp_path))
     loaded = kind(str(tmp_path), device="cpu")
+    own_memory(loaded)
     assert loaded.max_seq_length == 100
     assert torch.equal(outputs(loaded, long), outputs(model, long))
     loaded.max_seq_length = 64
@@ -322,6 +335,19 @@ def test_a_report_reads_the_default_prompt_and_shows_the_words(saved: dict[Any, 
     assert all(word in page for word in texts((10,))[0].split())
 
 
+def test_an_exported_graph_of_a_patched_model_is_said_to_be_exact() -> None:
+    class Graph:
+        def __init__(self, model_name_or_path: str) -> None:
+            self.auto_model = SimpleNamespace(config=SimpleNamespace(effattn={"method": "clustered"}))
+
+    def never(*of_the_model: Any) -> None:
+        raise AssertionError(of_the_model)
+
+    watch_loading(Graph, never, nullcontext)
+    with pytest.warns(UserWarning, match="a-folder was saved patched.*has the attention that it was exported with"):
+        Graph("a-folder")
+
+
 def test_pushed_and_loaded_in_a_fresh_process(saved: dict[Any, str], tmp_path: Path) -> None:
     """One process loads what was saved here, pushes it, and loads it from the Hub."""
     modules = [Transformer(saved[SentenceTransformer]), Pooling(32, "mean"), Dense(32, 16)]
@@ -329,8 +355,8 @@ def test_pushed_and_loaded_in_a_fresh_process(saved: dict[Any, str], tmp_path: P
     model.save_pretrained(str(tmp_path / "saved"))
     code = f"""
         import json
-        import hf_effattn
         from sentence_transformers import SentenceTransformer
+        import hf_effattn  # after it; in this file's process before it
         model = SentenceTransformer({str(tmp_path / "saved")!r}, device="cpu")
         hf_effattn.push_to_hub(model, "patched", commit_message="all modules")
         again = SentenceTransformer("{USER}/patched", device="cpu")
