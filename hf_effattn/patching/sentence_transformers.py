@@ -21,9 +21,8 @@ from transformers import PreTrainedModel
 from .stored import FIELD
 
 LIBRARY = "sentence_transformers"
-# Where the class is that loads a transformers model, in version 6 and in version 5.
-LOADERS = (f"{LIBRARY}.base.modules.transformer", f"{LIBRARY}.models.Transformer")
-LOADER = "Transformer"
+# The class that loads transformers models, since version 5.4.
+LOADER_MODULE, LOADER = f"{LIBRARY}.base.modules.transformer", "Transformer"
 
 # Of the model, its folder or name on the Hub, and the keywords of `from_pretrained`.
 Loaded = Callable[[Any, Any, Mapping[str, Any]], None]
@@ -111,10 +110,7 @@ def _is_text(text: Any) -> bool:
 
 
 def _encoded(model: Any, inside: PreTrainedModel, text: Any, prompt: str | None) -> dict[str, Any]:
-    if hasattr(model, "preprocess"):
-        features = model.preprocess([text], **({} if prompt is None else {"prompt": prompt}))
-    else:  # version 5
-        features = model.tokenize([f"{prompt or ''}{text}"])
+    features = model.preprocess([text], **({} if prompt is None else {"prompt": prompt}))
     taken = inspect.signature(inside.forward).parameters
     return {name: value for name, value in features.items() if name in taken}
 
@@ -136,9 +132,8 @@ def after_loading(loaded: Loaded, while_loading: Callable[[], AbstractContextMan
     def watch(module: ModuleType) -> None:
         watch_loading(getattr(module, LOADER), loaded, while_loading)
 
-    for name in LOADERS:
-        if name in sys.modules:
-            watch(sys.modules[name])
+    if LOADER_MODULE in sys.modules:
+        watch(sys.modules[LOADER_MODULE])
     sys.meta_path.insert(0, _Import(watch))
 
 
@@ -151,7 +146,7 @@ class _Import(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in LOADERS:
+        if fullname != LOADER_MODULE:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         found = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
@@ -177,7 +172,7 @@ def watch_loading(kind: Any, loaded: Loaded, while_loading: Callable[[], Abstrac
 
     @wraps(make)
     def init(self: Any, model_name_or_path: Any, *args: Any, **kwargs: Any) -> None:
-        options = kwargs.get("model_kwargs") or kwargs.get("model_args") or {}  # the latter in version 5
+        options = kwargs.get("model_kwargs") or kwargs.get("model_args") or {}  # the latter is its earlier name
         with while_loading():
             make(self, model_name_or_path, *args, **kwargs)
         if isinstance(self.auto_model, PreTrainedModel):
