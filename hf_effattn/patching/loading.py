@@ -156,9 +156,7 @@ def patch_part(model: PreTrainedModel, name_or_path: Any, options: Mapping[str, 
 after_loading(patch_part, _while_loading)
 
 
-def _without_adapters(
-    model: Any, name_or_path: Any, options: Mapping[str, Any]
-) -> tuple[Any, Any, Mapping[str, Any]]:
+def _without_adapters(model: Any, name_or_path: Any, options: Mapping[str, Any]) -> tuple[Any, Any, Mapping[str, Any]]:
     """The model that PEFT put adapters in, its checkpoint, which those only name, and the options to read it."""
     if not getattr(model, "peft_config", None):
         return model, name_or_path, options
