@@ -37,7 +37,7 @@ def from_pretrained(
 
     Args:
         auto_class (`type`): such as `AutoModelForSequenceClassification` or `BertModel`; or `SentenceTransformer`,
-            `CrossEncoder`, `SparseEncoder` of sentence-transformers, which is called with the keywords.
+            `CrossEncoder`, `SparseEncoder` of sentence-transformers, called with the path and the keywords.
         name_or_path (`str` or `os.PathLike`): a folder, or a name on the Hub.
         method (`str`, *optional*): one of `list_methods()`. Default: the saved one.
         layers (`Sequence[int]`, *optional*): the layers to patch. Default: the saved ones, or all.

@@ -304,6 +304,21 @@ def test_trains_and_resumes(method: str, saved: dict[Any, str], tmp_path: Path) 
     torch.testing.assert_close(outputs(model, texts()), trained)
 
 
+def test_adapters_load_onto_the_converted_base(saved: dict[Any, str], tmp_path: Path) -> None:
+    """The base's tables are in its own folder, which the adapter only names."""
+    peft = pytest.importorskip("peft")
+    base = hf_effattn.patch_attention(made(SentenceTransformer, saved), **ALL_SETTINGS["cst"])
+    train_tables(base)
+    base.save_pretrained(str(tmp_path / "base"))
+    model = SentenceTransformer(str(tmp_path / "base"), device="cpu")
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights=False))
+    model.save_pretrained(str(tmp_path / "adapter"))
+    loaded = SentenceTransformer(str(tmp_path / "adapter"), device="cpu")
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    torch.testing.assert_close(outputs(loaded, texts()), outputs(model, texts()))
+    assert not torch.allclose(outputs(loaded, texts()), outputs(base, texts()), atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", [SentenceTransformer, CrossEncoder])
 def test_a_report_takes_texts(kind: Any, saved: dict[Any, str]) -> None:
     model = hf_effattn.patch_attention(made(kind, saved), **I_CLUSTERED)
