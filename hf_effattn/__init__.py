@@ -2,7 +2,8 @@
 
 Importing this package registers its attention functions with transformers, so that `attn_implementation="i-clustered"`
 works, and its models `cst` and `clusterformer` with the Auto classes. It adds a line to what transformers reports when
-it loads a converted model as an exact one; nothing else about transformers changes.
+it loads a converted model as an exact one; nothing else about transformers changes. Models that sentence-transformers
+loads come back patched where they were saved so.
 """
 
 from . import ops

@@ -37,6 +37,7 @@ def card(
     from transformers import AutoConfig
 
     from ..hub import evaluations_of, model_card, task_of
+    from ..hub.module_folders import saved_class
     from ..reporting import Report
 
     with mistakes_in_words():
@@ -62,6 +63,7 @@ def card(
             report=None if report is None else Report.load(report),
             evaluations=evaluations,
             datasets=None if dataset is None else [dataset],
+            loaded_by=saved_class(Path(model)),
         )
         if output is None or show:
             typer.echo(str(text))

@@ -15,12 +15,15 @@ from ..models import ClusterFormerConfig, CSTConfig
 from ..patching.methods import METHODS, Method, list_methods
 from ..patching.model_table import MODEL_TYPES
 from ..patching.model_types import longest_input
+from ..patching.sentence_transformers import is_sentence_transformer, models_inside
 from ..patching.stored import FIELD, base_model_of, read_stored
 from ..reporting import Report
 from ..reporting.table import markdown, report_table, table_note
+from . import module_folders
 from .heads import TASKS, auto_class_of
 
 TAG = "hf_effattn"
+LIBRARY = "sentence-transformers"
 VYAS = (
     "Vyas, Katharopoulos, Fleuret: Fast Transformers with Clustered Attention. NeurIPS 2020, "
     "<https://arxiv.org/abs/2007.04825>"
@@ -57,11 +60,13 @@ def model_card(
     description: str | None = None,
     sections: Mapping[str, str] | None = None,
     limits: Sequence[str] = (),
+    loaded_by: str | None = None,
 ) -> ModelCard:
     """The card of a patched, converted or from-scratch model, with the Hub's metadata.
 
     Args:
-        model (`PreTrainedModel` or `PreTrainedConfig`): the model; its configuration is all that is read.
+        model (`PreTrainedModel` or `PreTrainedConfig`): the model; its configuration is all that is read. Or a model
+            of sentence-transformers: the configuration of the transformers model inside, of several the first.
         name (`str`, *optional*): the title. Default: the last part of `repo_id`, or of where the model came from.
         repo_id (`str`, *optional*): what the lines that load it name. Default: `name`.
         base_model (`str`, *optional*): the pretrained model's id on the Hub. Default: where a patched or converted
@@ -74,6 +79,8 @@ def model_card(
         description (`str`, *optional*): Markdown below the first paragraph.
         sections (`Mapping[str, str]`, *optional*): further headings with their Markdown, such as how it was trained.
         limits (`Sequence[str]`): sentences to add to those that hold for every model of its kind.
+        loaded_by (`str`, *optional*): the class of sentence-transformers that loads it, such as
+            `"SentenceTransformer"`. Default: the model's, or one of transformers.
 
     Returns:
         `huggingface_hub.ModelCard`: `.save("README.md")`, `.push_to_hub(repo_id)`.
@@ -85,6 +92,8 @@ def model_card(
 
     Warns where the attention was switched by `attn_implementation=` alone, which is not saved.
     """
+    if is_sentence_transformer(model) and not isinstance(model, type):
+        loaded_by, model = loaded_by or type(model).__name__, models_inside(model)[0]
     if not isinstance(model, PreTrainedModel | PreTrainedConfig):
         raise TypeError(
             f"model must be a transformers model or its configuration, got {type(model).__name__}; load it with "
@@ -114,9 +123,9 @@ def model_card(
         base_model=base_model,
         license=license,
         language=language,
-        library_name="transformers",
-        pipeline_tag=None if auto_class is None else TASKS[auto_class],
-        tags=[TAG, *([kind] if kind in SOURCES else [])],
+        library_name="transformers" if loaded_by is None else LIBRARY,
+        pipeline_tag=module_folders.TASKS.get(loaded_by or "", None if auto_class is None else TASKS[auto_class]),
+        tags=[TAG, *([kind] if kind in SOURCES else []), *([] if loaded_by is None else [LIBRARY])],
         datasets=None if datasets is None else list(datasets),
         model_name=name,
         eval_results=list(evaluations) or None,
@@ -127,8 +136,9 @@ def model_card(
         name=name,
         opening=_opening(config, kind, settings, layers, base_model),
         description=(description or "").strip(),
-        loading=loading_code(config, architecture, repo_id or name),
-        without=_without_the_package(settings, kind),
+        package=TAG if loaded_by is None else f"'{TAG}[{LIBRARY}]'",
+        loading=loading_code(config, architecture, repo_id or name, loaded_by),
+        without=_without_the_package(settings, kind, "transformers" if loaded_by is None else LIBRARY),
         settings=_settings(config, settings, layers),
         costs="" if report is None else _costs(report),
         results=_results(evaluations),
@@ -197,22 +207,27 @@ def _where(layers: Sequence[int] | None) -> str:
     return f" in layer{'' if len(layers) == 1 else 's'} {', '.join(map(str, layers))}"
 
 
-def loading_code(config: PreTrainedConfig, architecture: str | None, path: str) -> str:
+def loading_code(config: PreTrainedConfig, architecture: str | None, path: str, loaded_by: str | None = None) -> str:
     """The lines of Python that load a model.
 
     Args:
         config (`PreTrainedConfig`): of the model.
         architecture (`str`, *optional*): the name of its class. Default: the base model's.
         path (`str`): a folder, or a name on the Hub.
+        loaded_by (`str`, *optional*): the class of sentence-transformers that loads it. Default: one of transformers.
     """
     settings, kind = patch_of(config), config.model_type
     auto_class = None if architecture is None else auto_class_of(config, architecture)
     wanted = auto_class or architecture or "AutoModel"
     ours = auto_class is None and kind in OF_ATTENTION
-    lines = [f"from {'hf_effattn' if ours else 'transformers'} import {wanted}", ""]
+    library = "hf_effattn" if ours else "transformers"
+    call = f"{wanted}.from_pretrained"
+    if loaded_by is not None:
+        library, call, wanted = LIBRARY.replace("-", "_"), loaded_by, loaded_by
+    lines = [f"from {library} import {wanted}", ""]
     if settings is not None:
         return "\n".join(["import hf_effattn", *lines, f'model = hf_effattn.from_pretrained({wanted}, "{path}")'])
-    lines.append(f'model = {wanted}.from_pretrained("{path}")')
+    lines.append(f'model = {call}("{path}")')
     if kind in OF_ATTENTION:
         return "\n".join(["import hf_effattn  # tells transformers what this model is", *lines])
     if not _can_be_patched(config):
@@ -240,24 +255,25 @@ def loaded_from(card: str, path: str) -> str:
     if TAG not in (getattr(ModelCard(card, ignore_metadata_errors=True).data, "tags", None) or []):
         return card
     before, heading, after = card.partition(LOADING)  # what the user wrote before may load another model
-    named = re.sub(r'(\bfrom_pretrained\((?:\w+, )?)"[^"\n]*"', lambda found: f'{found[1]}"{path}"', after, count=1)
+    calls = "|".join(["from_pretrained", *module_folders.TASKS])
+    named = re.sub(rf'(\b(?:{calls})\((?:\w+, )?)"[^"\n]*"', lambda found: f'{found[1]}"{path}"', after, count=1)
     return before + heading + named
 
 
-def _without_the_package(settings: Method | None, kind: str) -> str:
+def _without_the_package(settings: Method | None, kind: str, library: str) -> str:
     if settings is not None and settings.needs_fine_tuning:
         return (
-            "transformers alone loads the pretrained architecture with exact attention, and names the tables "
+            f"{library} alone loads the pretrained architecture with exact attention, and names the tables "
             "`hf_effattn_cst` as unexpected. Once fine-tuned, the weights are for slices: load it as above."
         )
     if settings is not None:
-        return "Without the package the same files load as the exact model, by transformers alone."
+        return f"Without the package the same files load as the exact model, by {library} alone."
     if kind in OF_ATTENTION:
         return (
             f"Where transformers says that it does not recognize the architecture `{kind}`, the package is missing or "
             "not imported: these are the lines to type."
         )
-    return "transformers alone is enough to load it."
+    return f"{library} alone is enough to load it."
 
 
 def _settings(config: Any, settings: Method | None, layers: Sequence[int] | None) -> str:

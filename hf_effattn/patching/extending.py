@@ -1,6 +1,7 @@
 """`extend_positions`: learned absolute positions for longer inputs."""
 
 import operator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -10,8 +11,9 @@ from transformers import PreTrainedModel
 from .methods import METHODS
 from .model_table import MODEL_TYPES, LearnedPositions, OtherPositions
 from .model_types import reserved_rows
+from .sentence_transformers import is_sentence_transformer, models_inside, set_max_seq_length
 
-Model = TypeVar("Model", bound=PreTrainedModel)
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def extend_positions(model: Model, max_length: int) -> Model:
@@ -21,11 +23,12 @@ def extend_positions(model: Model, max_length: int) -> Model:
     they gave before. The positions of slices of a model converted to `"cst"` are repeated likewise.
     `config.max_position_embeddings` follows, so a saved model loads again with plain `from_pretrained`. The repeated
     positions were never trained at these distances: fine-tune, or check the result. Call it before an optimizer is
-    made, and set `tokenizer.model_max_length` to the new length yourself.
+    made, and set `tokenizer.model_max_length` to the new length yourself (sentence-transformers: done).
 
     Args:
         model (`PreTrainedModel`): of a type whose positions are "learned, extendable" in `effattn models`, such as
-            BERT, RoBERTa, XLM-R or GPT-2, with or without a head.
+            BERT, RoBERTa, XLM-R or GPT-2, with or without a head; or a model of sentence-transformers with such ones
+            inside, whose `max_seq_length` becomes `max_length` too.
         max_length (`int`): the number of tokens, special ones included, that the model shall take.
 
     Returns:
@@ -36,9 +39,17 @@ def extend_positions(model: Model, max_length: int) -> Model:
             or of slices that is quantised, sharded, wrapped or offloaded. The model is then unchanged.
         TypeError: something that is not a transformers model, a `max_length` that is not an int.
     """
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, nn.Module) or not (isinstance(model, PreTrainedModel) or is_sentence_transformer(model)):
         raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
     length = _checked_length(max_length)
+    for extend in [_plan_extension(inside, length) for inside in models_inside(model)]:
+        extend()
+    set_max_seq_length(model, length)
+    return model
+
+
+def _plan_extension(model: PreTrainedModel, length: int) -> Callable[[], None]:
+    """What extends the positions of one transformers model, once everything has been checked."""
     positions = _learned_positions(model)
     module = model.base_model.get_submodule(positions.embeddings)
     table = _plain_table(module, positions, model)
@@ -50,16 +61,19 @@ def extend_positions(model: Model, max_length: int) -> Model:
             f"{length}; to shorten inputs set the tokenizer's model_max_length or truncate instead"
         )
     if length == present:
-        return model
+        return lambda: None
     extensions = [kind.plan_extension(model, present, reserved + length) for kind in METHODS.values()]
-    _grow(table, reserved, length, sinusoidal=getattr(model.config, "sinusoidal_pos_embds", False))
-    for name in positions.buffers:
-        _grow_buffer(module, name, reserved + length)
-    for extend in extensions:
-        if extend is not None:
-            extend()
-    model.config.max_position_embeddings = reserved + length
-    return model
+
+    def extend() -> None:
+        _grow(table, reserved, length, sinusoidal=getattr(model.config, "sinusoidal_pos_embds", False))
+        for name in positions.buffers:
+            _grow_buffer(module, name, reserved + length)
+        for extend_parameters in extensions:
+            if extend_parameters is not None:
+                extend_parameters()
+        model.config.max_position_embeddings = reserved + length
+
+    return extend
 
 
 def _checked_length(max_length: Any) -> int:

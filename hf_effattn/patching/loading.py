@@ -1,14 +1,20 @@
 """`from_pretrained`: load a checkpoint and patch it again as its config says."""
 
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from .methods import METHODS, Method, list_methods, make_method, setting_names
-from .model_types import Stack
+from .model_types import Stack, find_stacks
+from .module_patch import RECORD
 from .patch import apply_plans
 from .planning import plan_patch, stacks_to_patch, warn_if_never_used
+from .sentence_transformers import after_loading, is_sentence_transformer
 from .stored import FIELD, read_stored, saved_method
 
 
@@ -30,7 +36,8 @@ def from_pretrained(
     the base model as the base's config says; PEFT's own `from_pretrained` gives the exact one.
 
     Args:
-        auto_class (`type`): such as `AutoModelForSequenceClassification` or `BertModel`.
+        auto_class (`type`): such as `AutoModelForSequenceClassification` or `BertModel`; or `SentenceTransformer`,
+            `CrossEncoder`, `SparseEncoder` of sentence-transformers, called with the path and the keywords.
         name_or_path (`str` or `os.PathLike`): a folder, or a name on the Hub.
         method (`str`, *optional*): one of `list_methods()`. Default: the saved one.
         layers (`Sequence[int]`, *optional*): the layers to patch. Default: the saved ones, or all.
@@ -44,30 +51,60 @@ def from_pretrained(
             in a newer format, an unknown method or setting, layers that do not exist, a model that cannot be patched.
         TypeError: a value of the wrong type, an `auto_class` without `from_pretrained`.
     """
-    if not hasattr(auto_class, "from_pretrained"):
+    in_library = is_sentence_transformer(auto_class)
+    if not in_library and not hasattr(auto_class, "from_pretrained"):
         raise TypeError(
-            "the first argument must be a class with from_pretrained, such as transformers.AutoModel, "
-            f"got {auto_class!r}"
+            "the first argument must be a class with from_pretrained, such as transformers.AutoModel, or one of "
+            f"sentence-transformers, got {auto_class!r}"
         )
     method, settings = _take_settings(auto_class, method, kwargs)
+    asked = _Asked(method, layers, settings)
+    if in_library:
+        return _load_sentence_transformer(auto_class, name_or_path, asked, kwargs)
+    with _while_loading():
+        loaded = auto_class.from_pretrained(name_or_path, **kwargs)
+    model, info = loaded if isinstance(loaded, tuple) else (loaded, None)
+    if not _patch_loaded(model, name_or_path, asked, kwargs, info):
+        raise _nothing_saved(auto_class, name_or_path)
+    return loaded
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the caller of `from_pretrained` wants to be different from what was saved."""
+
+    method: str | None = None
+    layers: Sequence[int] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def _while_loading() -> Iterator[None]:
     with ExitStack() as loading:
         for kind in METHODS.values():
             loading.enter_context(kind.while_loading())
-        loaded = auto_class.from_pretrained(name_or_path, **kwargs)
-    model, info = loaded if isinstance(loaded, tuple) else (loaded, None)
-    stacks = _stacks_to_load(model, auto_class, name_or_path, method)
+        yield
+
+
+def _patch_loaded(model: Any, name_or_path: Any, asked: _Asked, options: Mapping[str, Any], info: Any = None) -> bool:
+    """Patch a model that transformers has just loaded, as its config says and as asked; False where neither does.
+
+    `options` are the keywords of `from_pretrained`, `info` what it reported of the weights.
+    """
+    stacks = _stacks_to_load(model, asked.method)
     saved = [saved_method(stack.model.config) for stack in stacks]
     plans = []
     for stack in stacks:
-        chosen, chosen_layers = _method_to_apply(getattr(stack.model.config, FIELD, None), method, settings)
-        plans.append(plan_patch(stack, chosen, chosen_layers if layers is None else layers))
+        stored = getattr(stack.model.config, FIELD, None)
+        chosen, chosen_layers = _method_to_apply(stored, asked.method, asked.settings)
+        plans.append(plan_patch(stack, chosen, chosen_layers if asked.layers is None else asked.layers))
     for plan in plans:
-        warn_if_never_used(plan)
+        warn_if_never_used(plan, stacklevel=4)
     apply_plans(plans)
     for plan, before in zip(plans, saved, strict=True):
         if before == plan.method.method:
-            base, checkpoint, options = _without_adapters(model, name_or_path, kwargs)
-            plan.method.from_checkpoint(base, plan.stack, checkpoint, options)
+            base, checkpoint, hub = _without_adapters(model, name_or_path, options)
+            plan.method.from_checkpoint(base, plan.stack, checkpoint, hub)
             if info is not None and plan.method.parameters_name:  # transformers reported before they were loaded
                 name, unexpected = plan.method.parameters_name, info["unexpected_keys"]
                 info["unexpected_keys"] = type(unexpected)(key for key in unexpected if name not in key.split("."))
@@ -76,14 +113,52 @@ def from_pretrained(
                 f'{name_or_path} was converted to "{before}"; patched with "{plan.method.method}" instead, it is '
                 f"without the {METHODS[before].parameters_name} that it was trained with. Leave out method= to load "
                 "it as it was saved",
-                stacklevel=2,
+                stacklevel=3,
             )
-    return loaded
+    return bool(plans)
 
 
-def _without_adapters(model: Any, name_or_path: Any, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+# What `from_pretrained` was asked for while a class of sentence-transformers loads its parts.
+_asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
+
+
+def _load_sentence_transformer(kind: Any, name_or_path: Any, asked: _Asked, kwargs: dict[str, Any]) -> Any:
+    token = _asked.set(asked)
+    try:
+        model = kind(str(name_or_path), **kwargs)
+    finally:
+        _asked.reset(token)
+    if not any(RECORD in vars(module) for module in model.modules()):
+        raise _nothing_saved(kind, name_or_path)
+    return model
+
+
+def patch_part(model: PreTrainedModel, name_or_path: Any, options: Mapping[str, Any]) -> None:
+    """Patch a transformers model that sentence-transformers has loaded, as it was saved, or as `from_pretrained` asks.
+
+    One for which `attn_implementation` names an attention of transformers stays exact.
+
+    Args:
+        model (`PreTrainedModel`): just loaded.
+        name_or_path (`str` or `os.PathLike`): a folder, or a name on the Hub.
+        options (`Mapping`): keywords of the class's `from_pretrained`.
+
+    Raises:
+        ValueError: as `from_pretrained`.
+    """
+    asked = _asked.get() or _Asked()
+    implementation = options.get("attn_implementation")
+    if asked.method is None and implementation is not None and implementation not in list_methods():
+        return
+    _patch_loaded(model, name_or_path, asked, options)
+
+
+after_loading(patch_part, _while_loading)
+
+
+def _without_adapters(model: Any, name_or_path: Any, options: Mapping[str, Any]) -> tuple[Any, Any, Mapping[str, Any]]:
     """The model that PEFT put adapters in, its checkpoint, which those only name, and the options to read it."""
-    if not getattr(model, "peft_config", None) or not hasattr(model, "get_base_model"):
+    if not getattr(model, "peft_config", None):
         return model, name_or_path, options
     adapter = next(iter(model.peft_config.values()))
     trained = {name for kind in METHODS.values() if (name := kind.parameters_name)} & set(
@@ -96,7 +171,8 @@ def _without_adapters(model: Any, name_or_path: Any, options: dict[str, Any]) ->
             f'"{adapter.base_model_name_or_path}"), then PeftModel.from_pretrained(base, "{name_or_path}")'
         )
     kept = {name: value for name, value in options.items() if name not in ("revision", "subfolder")}
-    return model.get_base_model(), adapter.base_model_name_or_path, kept | {"revision": adapter.revision}
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # transformers puts them in itself
+    return base, adapter.base_model_name_or_path, kept | {"revision": adapter.revision}
 
 
 def _take_settings(auto_class: Any, method: str | None, kwargs: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
@@ -116,21 +192,27 @@ def _take_settings(auto_class: Any, method: str | None, kwargs: dict[str, Any]) 
     return method, settings
 
 
-def _stacks_to_load(model: Any, auto_class: Any, name_or_path: Any, method: str | None) -> list[Stack]:
-    """The stacks that were saved patched; where none was, all of them for the method that is asked for."""
+def _stacks_to_load(model: Any, method: str | None) -> list[Stack]:
+    """The stacks that were saved patched; where none was, all of them if a method is asked for, or else none."""
+    found = find_stacks(model)
+    configs = (model.config, *(stack.model.config for stack in found))
+    if method is None and all(getattr(config, FIELD, None) is None for config in configs):
+        return []
     stacks = stacks_to_patch(model, method or saved_method(model.config) or list_methods()[0])
-    saved = [stack for stack in stacks if getattr(stack.model.config, FIELD, None) is not None]
-    if not saved and method is None:
-        raise ValueError(
-            f"{name_or_path} was saved without hf_effattn settings (its config has no {FIELD!r}); name a method, "
-            f'for example from_pretrained({auto_class.__name__}, ..., method="i-clustered"), or load it with '
-            f"{auto_class.__name__}.from_pretrained for exact attention"
-        )
-    return saved or stacks
+    return [stack for stack in stacks if getattr(stack.model.config, FIELD, None) is not None] or stacks
+
+
+def _nothing_saved(auto_class: Any, name_or_path: Any) -> ValueError:
+    name = auto_class.__name__
+    plain = name if is_sentence_transformer(auto_class) else f"{name}.from_pretrained"
+    return ValueError(
+        f"{name_or_path} was saved without hf_effattn settings (its config has no {FIELD!r}); name a method, "
+        f'for example from_pretrained({name}, ..., method="i-clustered"), or load it with {plain} for exact attention'
+    )
 
 
 def _method_to_apply(
-    stored: Any, method: str | None, overrides: dict[str, Any]
+    stored: Any, method: str | None, overrides: Mapping[str, Any]
 ) -> tuple[Method, Sequence[int] | None]:
     """The saved settings with the overrides; where another method is asked for, its own and the saved layers."""
     saved = stored if isinstance(stored, dict) else {}

@@ -9,6 +9,7 @@ from .methods import METHODS, list_methods, make_method
 from .model_types import Stack, find_stacks
 from .module_patch import RECORD, ModulePatch
 from .planning import PatchPlan, check_model, plan_patch, stacks_to_patch, warn_if_never_used, warn_of_losses
+from .sentence_transformers import cut_at
 from .snapshot import Snapshot
 from .stored import FIELD, base_model_of, write_stored
 
@@ -30,7 +31,8 @@ def patch_attention(model: Model, method: str, *, layers: Sequence[int] | None =
     config object share their attention implementation: give each its own (`copy.deepcopy(config)`).
 
     Args:
-        model (`PreTrainedModel`): an encoder or decoder of a served model type, with or without a head.
+        model (`PreTrainedModel`): an encoder or decoder of a served model type, with or without a head; or a
+            `SentenceTransformer`, `CrossEncoder` or `SparseEncoder`, of which every transformers model is patched.
         method (`str`): one of `list_methods()`.
         layers (`Sequence[int]`, *optional*): the layers to patch, from 0; negative ones count from the
             last. Default: all.
@@ -54,7 +56,7 @@ def patch_attention(model: Model, method: str, *, layers: Sequence[int] | None =
     plans = [plan_patch(stack, chosen, layers) for stack in stacks_to_patch(model, method)]
     for plan in plans:
         warn_of_losses(plan)
-        warn_if_never_used(plan)
+        warn_if_never_used(plan, cut_at(model))
     apply_plans(plans)
     return model
 
@@ -66,7 +68,7 @@ def unpatch_attention(model: Model) -> Model:
 
     Args:
         model (`PreTrainedModel`): the model, or a part of it, that `patch_attention` or
-            `attn_implementation=` changed.
+            `attn_implementation=` changed; or a model of sentence-transformers.
 
     Returns:
         The same `model`, with its earlier attention implementation and without `config.effattn` and what the method

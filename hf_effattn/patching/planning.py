@@ -22,6 +22,7 @@ from .model_types import (
     usual_length,
 )
 from .module_patch import RECORD
+from .sentence_transformers import models_inside
 from .stored import check_layers, saved_method
 
 
@@ -47,6 +48,10 @@ class PatchPlan:
 def stacks_to_patch(model: nn.Module, method: str) -> list[Stack]:
     """The stacks of a model that a method can serve; raises where there is none, saying why."""
     check_model(model)
+    return [stack for inside in models_inside(model) for stack in _stacks_of(inside, method)]
+
+
+def _stacks_of(model: nn.Module, method: str) -> list[Stack]:
     stacks = find_stacks(model)
     for stack in stacks:
         _check_dispatch(stack.model, method)
@@ -138,20 +143,25 @@ def warn_of_losses(plan: PatchPlan) -> None:
             warnings.warn(loss, stacklevel=3)
 
 
-def warn_if_never_used(plan: PatchPlan) -> None:
-    """Say so where exact attention runs on every input that the model takes."""
+def warn_if_never_used(plan: PatchPlan, cut: int | None = None, *, stacklevel: int = 3) -> None:
+    """Say so where exact attention runs on every input that the model takes, or that is left after a `cut`."""
     config, method = plan.stack.model.config, plan.method
     extendable = longest_input(config)
     longest = extendable or usual_length(config)
+    is_cut = cut is not None and (longest is None or cut < longest)
+    if is_cut:
+        longest = cut
     kind = plan.stack.model.device.type
     hides_future = any(is_causal(module) for module in plan.stack.modules)
     if longest is None or not method.is_exact(longest, longest, kind, causal=hides_future):
         return
     shortest = method.shortest_length(kind, causal=hides_future)
     longer = "For longer inputs call extend_positions; to" if extendable else "To"
+    if is_cut:
+        longer = f"For longer inputs {'call extend_positions' if extendable else 'set max_seq_length'}; to"
     if longest < shortest:
         why = f"starts at {shortest:,}, because exact attention is faster below"
-        fewer = "" if extendable else "To start earlier give fewer clusters; to"
+        fewer = "" if extendable or is_cut else "To start earlier give fewer clusters; to"
         advice = f"{fewer or longer} force the method pass min_length=0"
     else:
         why = "has nothing to approximate in so few"
@@ -159,5 +169,5 @@ def warn_if_never_used(plan: PatchPlan) -> None:
     warnings.warn(
         f'The patch will do nothing: this model takes at most {longest:,} tokens, and "{method.method}" with these '
         f"settings {why}. {advice}.",
-        stacklevel=3,
+        stacklevel=stacklevel,
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..measuring.candidates import make_candidates
 from ..measuring.recording import layer_names
+from ..patching.sentence_transformers import is_sentence_transformer, model_and_inputs
 from .findings import Findings
 from .pattern import find_pattern, one_of_each
 from .pictures import draw_cost, draw_errors, draw_pattern
@@ -131,6 +132,8 @@ def illustrate_text(
     if model is None or inputs is None:
         given, missing = ("inputs", "model") if model is None else ("model", "inputs")
         raise ValueError(f"pictures of a text need the model and its inputs; got {given} without {missing}")
+    tokenizer = tokenizer or (model.tokenizer if is_sentence_transformer(model) else None)
+    model, inputs = model_and_inputs(model, inputs)
     if type(model).__name__ != report.environment.get("model") or layer_names(model) != report.layers:
         raise ValueError(
             f"the report is of a {report.environment.get('model')} with {len(report.layers)} attention layers, but "

@@ -29,6 +29,7 @@ from ..measuring.recording import (
 from ..patching.model_types import Stack, is_causal
 from ..patching.patch import apply_plans
 from ..patching.planning import PatchPlan, plan_patch
+from ..patching.sentence_transformers import model_and_inputs
 from .findings import MeasuredInput, Measurement
 from .report import Report
 
@@ -57,9 +58,11 @@ def report(
     Ctrl-C stops the measurement and returns what has been measured so far, with `complete=False` and a warning.
 
     Args:
-        model (`PreTrainedModel`): an encoder or a decoder of a served model type, with or without a head.
+        model (`PreTrainedModel`): an encoder or a decoder of a served model type, with or without a head; or a model
+            of sentence-transformers, of which the transformers model inside is measured.
         inputs (`Mapping` or `Sequence[Mapping]`): what the tokenizer returned with `return_tensors="pt"`, one batch or
-            several, padded or not, of the lengths that matter to you.
+            several, padded or not, of the lengths that matter to you. For a model of sentence-transformers also a text
+            or a list of texts (for a CrossEncoder pairs of texts), which are encoded one by one as `encode` does it.
         methods (`Sequence[str | dict]`, *optional*): names from `list_methods()` or dicts
             `{"method": name, **settings}`, with `"layers"` where only some are to be patched. Default: every method
             with a few settings.
@@ -78,6 +81,7 @@ def report(
             attention to patch, a budget without times. Raised before anything runs.
         TypeError: something that is not a model, inputs that are not tensors, a value of the wrong type.
     """
+    model, inputs = model_and_inputs(model, inputs)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model must be a transformers model as from_pretrained returns it, got {type(model).__name__}"

@@ -12,6 +12,7 @@ from scripts.benchmark import _inputs
 from scripts.benchmark import attention as benchmark_attention
 from scripts.benchmark import clustering as benchmark_clustering
 from scripts.benchmark import crossover as measure_crossover
+from scripts.benchmark import documents as benchmark_documents
 from scripts.benchmark import embeddings as benchmark_embeddings
 from scripts.benchmark import frontier as benchmark_frontier
 from scripts.benchmark import kmeans as benchmark_kmeans
@@ -158,6 +159,24 @@ def test_benchmark_models(tmp_path, monkeypatch):
     assert all(row["forward_tokens_per_second"] > 0 and row["training_step_peak_bytes"] > 0 for row in rows)
 
 
+def test_benchmark_documents(tmp_path, monkeypatch):
+    """Of small models: windows are counted apart."""
+    small = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    shapes = ("bge-m3", "ModernBERT-base")
+    for shape in shapes:
+        settings = benchmark_documents.SHAPES[shape] | small | {"max_position_embeddings": 64}
+        monkeypatch.setitem(benchmark_documents.SHAPES, shape, settings)
+    output = tmp_path / "documents.json"
+    benchmark_documents.main(",".join(shapes), "300", repeats=1, output=output)
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert [row["method"] for row in rows] == ["exact", *benchmark_documents.METHODS] * 2
+    assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in rows)
+    for row in rows:
+        if row["method"] == "exact":
+            assert 0 <= row["windowed_share"] < row["attention_share"] < 1
+            assert (row["windowed_share"] > 0) == (row["shape"] == "ModernBERT-base")
+
+
 def test_benchmark_clustering(real_model_folder, tmp_path):
     output = tmp_path / "clustering.json"
     benchmark_clustering.main("96", clusters=12, topk=8, repeats=1, output=output)
@@ -298,6 +317,7 @@ def test_missing_data_says_what_and_where(tmp_path, monkeypatch):
     [
         benchmark_attention,
         benchmark_clustering,
+        benchmark_documents,
         benchmark_embeddings,
         benchmark_frontier,
         benchmark_models,

@@ -1,0 +1,125 @@
+"""How long does one long document take a text encoder on a CPU, and how much memory, exact and patched?
+
+Encoders that embed and rank documents of 8k and 32k tokens, in their real shapes. The weights are random and the
+vocabulary small: time and memory don't depend on them, errors would, and are measured elsewhere (`hf_effattn.report`).
+No head may ask for exact attention (`exact_above=None`), which random weights cannot tell. The exact model also says
+what share of its time is attention, the most that a patch can save, and how much of that is in layers with a sliding
+window, which a patch leaves alone. All calls of a document are interleaved in one run.
+
+    python -m scripts.benchmark.documents        # writes scripts/results/benchmark_documents.json; hours on two cores
+    python -m scripts.benchmark.documents --shapes gte-base --lengths 4096 --no-memory    # a minute
+
+What the output file holds is not measured again.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModel, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from hf_effattn import patch_attention, unpatch_attention
+from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio, peak_memory_added, timed
+from hf_effattn.patching.model_types import is_sliding_window
+
+from ..kept.command_line import run_with_help
+from ..kept.runs import KeptRuns, print_rows
+from .attention import EXACT
+from .models import SHAPES as BERT_SHAPES
+from .models import TOKENS, forward
+
+# Model types, and what their configurations say beyond the defaults of transformers, which are these models'.
+SHAPES: dict[str, dict[str, Any]] = {
+    "bge-m3": {"model_type": "xlm-roberta", **BERT_SHAPES["large"]},
+    "gte-base": {"model_type": "gte"},
+    "ModernBERT-base": {"model_type": "modernbert"},
+    "EmbeddingGemma 2": {"model_type": "embedding_gemma2_text"},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "i-clustered C=100 k=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
+    "bi-clustered C=64 k=64 G=32": {
+        "method": "bi-clustered", "clusters": 64, "topk": 64, "key_clusters": 32, "exact_above": None
+    },
+}  # fmt: skip
+TIMED = "timed-exact"
+FULL, WINDOWED = "full", "windowed"
+WARM_UP_LENGTH = 256
+_spent = {FULL: 0.0, WINDOWED: 0.0}
+
+
+def random_model(shape: str, length: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """An encoder of a shape with random weights that takes `length` tokens and counts the seconds of its attention."""
+    torch.manual_seed(0)
+    special = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2}
+    config = AutoConfig.for_model(**SHAPES[shape], **special, vocab_size=TOKENS)
+    config.max_position_embeddings = max(config.max_position_embeddings, length + 2)
+    AttentionInterface.register(TIMED, _timed_attention)
+    AttentionMaskInterface.register(TIMED, sdpa_mask)
+    model = AutoModel.from_config(config, attn_implementation=TIMED)
+    return model.to(device, dtype).eval()
+
+
+def _timed_attention(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    (output, _), seconds = timed(partial(sdpa_attention_forward, module, query, *args, **kwargs), query.device)
+    _spent[WINDOWED if is_sliding_window(module) else FULL] += seconds
+    return output, None
+
+
+def measure(
+    shape: str, length: int, dtype: torch.dtype, device: torch.device, repeats: int, memory: bool
+) -> list[dict[str, Any]]:
+    """A row for the exact model and one for every method."""
+    model = random_model(shape, length, dtype, device)
+    tokens = torch.randint(3, TOKENS, (1, length), device=device, generator=torch.Generator(device).manual_seed(0))
+    switches: dict[str, Callable[[], object]] = {EXACT: partial(unpatch_attention, model)}
+    for name, settings in METHODS.items():
+        switches[name] = partial(patch_attention, model, **settings, min_length=0)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, switch in switches.items():
+        switch()
+        forward(model, tokens[:, :WARM_UP_LENGTH])
+        rows[name] = {"shape": shape, "length": length, "method": name}
+        if memory:
+            rows[name]["peak_bytes"] = peak_memory_added(partial(forward, model, tokens), device)[1]
+    _spent.update(dict.fromkeys(_spent, 0.0))
+    seconds: dict[str, list[float]] = {name: [] for name in switches}
+    calls = dict.fromkeys(switches, partial(forward, model, tokens))
+    interleaved_rounds(calls, device, repeats, before=switches, seconds=seconds, after_call=lambda: None)
+    for name, times in seconds.items():
+        rows[name] |= {
+            "seconds": median(times),
+            "speedup": median_ratio(seconds[EXACT], times),
+            "rounds": len(times),
+        }
+    whole = sum(seconds[EXACT])
+    rows[EXACT]["attention_share"] = sum(_spent.values()) / whole
+    rows[EXACT]["windowed_share"] = _spent[WINDOWED] / whole
+    return list(rows.values())
+
+
+def main(
+    shapes: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(SHAPES),
+    lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "8192,32768",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 3,
+    memory: Annotated[bool, typer.Option(help="Measure memory too, which takes each call once more.")] = True,
+    output: Path = Path(__file__).parents[1] / "results" / "benchmark_documents.json",
+) -> None:
+    """Measure one document of every shape and length, print the table, and keep it as JSON."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kept = KeptRuns(output, {"dtype": dtype, "repeats": repeats, "memory": memory, "methods": METHODS}, device)
+    cases = [{"shape": shape, "length": int(length)} for length in lengths.split(",") for shape in shapes.split(",")]
+    for case in track(kept.missing(cases), description="documents"):
+        kept.add(*measure(case["shape"], case["length"], getattr(torch, dtype), device, repeats, memory))
+    print_rows(kept)
+
+
+if __name__ == "__main__":
+    run_with_help(main, __doc__)
