@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..measuring.errors import run_model
 from ..patching.model_types import longest_input, usual_length
+from .plan import fitting_runs
 from .pooling import Pooling
 
 Sequences = Sequence[Sequence[int]]  # the chunks of a document, or all of it as one
@@ -49,7 +50,9 @@ class Encoder:
             `np.ndarray`: `(documents, d)` in float32.
         """
         flat = [sequence for sequences in documents for sequence in sequences]
-        parts = [self._run(flat[start:end]) for start, end in self.batches([len(one) for one in flat])]
+        parts = [
+            self._run(flat[start:end]) for start, end in fitting_runs([len(one) for one in flat], self.batch_tokens)
+        ]
         vectors = torch.cat(parts)
         starts = np.cumsum([0, *(len(sequences) for sequences in documents)])
         found = []
@@ -63,16 +66,6 @@ class Encoder:
         if self.normalize:
             whole = torch.nn.functional.normalize(whole, dim=-1)
         return whole.float().numpy()
-
-    def batches(self, lengths: Sequence[int]) -> list[tuple[int, int]]:
-        """Runs of sequences that follow each other and are within `batch_tokens` when padded, as `(start, end)`."""
-        found, start, longest = [], 0, 0
-        for index, length in enumerate(lengths):
-            longest = max(longest, length)
-            if index > start and longest * (index + 1 - start) > self.batch_tokens:
-                found.append((start, index))
-                start, longest = index, length
-        return [*found, (start, len(lengths))] if len(lengths) else found
 
     def _run(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         """Pooled vectors `(B, d)` in float64."""

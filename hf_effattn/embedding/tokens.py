@@ -1,6 +1,8 @@
 """Texts as tokens, whatever their length: read in portions, cut at a number of tokens, or divided into chunks."""
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
+from itertools import dropwhile
 from typing import Any
 
 from ..samples.texts import special_tokens
@@ -36,6 +38,11 @@ class Tokens:
         self._tokenizer = tokenizer
         self._prompt = prompt
         self._before, self._after = special_tokens(tokenizer)
+
+    @cached_property
+    def fewest(self) -> int:
+        """The tokens of an empty document: special ones and the prompt's."""
+        return len(self.sequence([])[0])
 
     @property
     def special(self) -> int:
@@ -85,4 +92,4 @@ class Tokens:
 def _prompted(prompt: str, pieces: Iterable[str]) -> Iterator[str]:
     if prompt:
         yield prompt
-    yield from pieces
+    yield from dropwhile(lambda piece: not piece.strip(), pieces)  # blanks alone are no text
