@@ -1,4 +1,4 @@
-"""Documents of a folder or of a file in JSON Lines: found in a fixed order, read again one at a time, never all at once."""
+"""Documents of a folder or of a file in JSON Lines: in a fixed order, read one at a time, never all at once."""
 
 import codecs
 import hashlib

@@ -1,8 +1,8 @@
 """`embed`: vectors of the documents of a folder or file, resumable after a kill.
 
-The documents are counted and their lengths taken, so that the plan of batches, and with it every bit of the vectors, is
-fixed before any runs: a run that was stopped and went on ends with the file of an unbroken one (on the same machine
-and number of threads).
+The documents are counted and their lengths taken, so that the plan of batches, and with it every bit of the vectors,
+is fixed before any runs: a run that was stopped and went on ends with the file of an unbroken one (on the same machine
+with as many threads).
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from ..version import __version__
 from .choice import fastest_method, is_long_enough
 from .documents import Document, Folder, JSONLines, Skipped, UnreadableError, as_shown, open_documents
 from .encoder import Encoder, longest_sequence
-from .kept import LOCK, MANIFEST, SKIPPED, VECTORS, RunFolder
+from .kept import LOCK, SKIPPED, VECTORS, RunFolder
 from .options import EmbedOptions
 from .plan import TIMED_AT, Batch, Pace, at_quantiles, plan_windows
 from .pooling import stored_pooling
@@ -268,10 +268,8 @@ class _Run:
         if self.options.error_budget is None:
             return self.options.method
         self._extend(documents)
-        lengths = [
-            tokens if self.options.chunk is None else min(tokens, self.options.chunk) for _, tokens in documents
-        ]
         counts = [tokens for _, tokens in documents]
+        lengths = [min(tokens, self.options.chunk or tokens) for tokens in counts]
         if not is_long_enough(max(lengths), self.model):
             return None
         tried = [
@@ -315,17 +313,16 @@ class _Run:
         total, spent = len(documents), sum(timings)
         self.progress.say(
             f"{total:,} documents, {sum(batch.tokens for batch in batches):,} tokens, the longest "
-            f"{max(batch.longest for batch in batches):,}; {done:,} are done, the others take about "
+            f"{max(batch.longest for batch in batches):,}: {done:,} are done, the other {total - done:,} take about "
             f"{duration(sum(left.values()))} on {self.model.device}."
         )
-        start, predicted = time.perf_counter(), 0.0
-        for index in list(left):
+        start, predicted, rest = time.perf_counter(), 0.0, sum(left.values())
+        for index, expected in left.items():
             self._timed(index, batches, documents)
-            predicted += left.pop(index)
+            predicted, rest = predicted + expected, rest - expected
             done += len(batches[index].documents)
-            passed = time.perf_counter() - start
-            rest = sum(left.values()) * (passed / predicted if predicted else 1.0)
-            self.progress.advance(done, total, f"documents, about {duration(rest)} left")
+            slower = (time.perf_counter() - start) / predicted if predicted else 1.0
+            self.progress.advance(done, total, f"documents, about {duration(max(0.0, rest * slower))} left")
         return spent + time.perf_counter() - start
 
     def _timed(
@@ -348,12 +345,9 @@ class _Run:
         if again and seconds < SHORTEST_TIMING_SECONDS:  # the first call of all is slower
             _, seconds = timed(run, self.model.device)
         if not np.isfinite(vectors).all():
-            which = next(
-                one for one, row in zip(batches[index].documents, vectors, strict=True) if not np.isfinite(row).all()
-            )
-            raise ValueError(
-                f"the vector of {as_shown(documents[which][0].id)} is not finite in {self.options.dtype}: try float32"
-            )
+            row = int(np.argmin(np.isfinite(vectors).all(axis=1)))
+            name = as_shown(documents[batches[index].documents[row]][0].id)
+            raise ValueError(f"the vector of {name} is not finite in {self.options.dtype}: try float32")
         self.folder.add(index, vectors)
         return seconds
 
@@ -380,8 +374,8 @@ def _check_same(begun: dict[str, Any], asked: dict[str, Any], output: Path) -> N
             for name in differ
         ]
         raise ValueError(
-            f"--output: {output / MANIFEST} was begun with something else ({'; '.join(changes)}): name another folder, "
-            "or delete this one"
+            f"--output: the run in {output} was begun with something else ({'; '.join(changes)}): name another "
+            "folder, or delete this one"
         )
 
 
@@ -390,7 +384,7 @@ def _digest(states: Sequence[dict[str, torch.Tensor]]) -> str:
     whole = hashlib.sha256()
     for name, tensor in _items(states):
         whole.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        whole.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        whole.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return whole.hexdigest()
 
 
