@@ -79,7 +79,8 @@ class Folder:
                     place += len(block)
             decoder.decode(b"", final=True)
         except UnicodeDecodeError as error:
-            raise UnreadableError(f"not UTF-8 text: {error.reason} near byte {place + error.start}") from None
+            held = len(decoder.getstate()[0])  # of the block before
+            raise UnreadableError(f"not UTF-8 text: {error.reason} at byte {place - held + error.start}") from None
         except OSError as error:
             raise UnreadableError(error.strerror or str(error)) from None
 
