@@ -279,6 +279,7 @@ def stop_at_write(number, moment, write):
     return write_or_stop
 
 
+@pytest.mark.slow_except("npy-before", "parquet-after")
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("form", ["npy", "parquet"])
 def test_a_run_that_stops_at_any_write_goes_on_to_the_same_file(
