@@ -68,7 +68,10 @@ def embed(
         ),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(help="Cut documents at so many tokens.", rich_help_panel=LENGTH)
+        int | None,
+        typer.Option(
+            help="Cut documents at so many tokens; a stored max_seq_length cuts none.", rich_help_panel=LENGTH
+        ),
     ] = None,
     batch_tokens: Annotated[
         int, typer.Option(help="Tokens run at once: memory grows with them.", rich_help_panel=LENGTH)

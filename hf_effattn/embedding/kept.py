@@ -27,7 +27,7 @@ class RunFolder:
     """The folder of a run.
 
     Args:
-        path (`Path`): made if missing.
+        path (`Path`): need not exist before `make`.
 
     Raises:
         ValueError: it is a file, or holds something that no run wrote.
@@ -45,7 +45,10 @@ class RunFolder:
                 f"--output: {path} holds other things ({', '.join(sorted(others)[:3])}); name a new folder"
             )
         self.shards = path / SHARDS
-        self.shards.mkdir(parents=True, exist_ok=True)
+
+    def make(self) -> None:
+        """Make the folder if it is missing."""
+        self.path.mkdir(parents=True, exist_ok=True)
 
     def manifest(self) -> dict[str, Any] | None:
         """What the run was begun with; None where it was not begun.
@@ -82,7 +85,7 @@ class RunFolder:
 
     def clear_shards(self) -> None:
         """Forget what an earlier run left without a manifest."""
-        shutil.rmtree(self.shards)
+        shutil.rmtree(self.shards, ignore_errors=True)
         self.shards.mkdir()
 
     def has(self, index: int) -> bool:

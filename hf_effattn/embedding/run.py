@@ -76,10 +76,12 @@ def embed(options: EmbedOptions, progress: Progress) -> Path:
     options.check()
     source = open_documents(options.documents, options.text_field, options.id_field)
     folder = RunFolder(options.output)
-    lock = FileLock(options.output / LOCK)
+    run = _Run(options, source, folder, progress)
+    run.check_model()
+    folder.make()
     try:
-        with lock.acquire(timeout=0):
-            return _Run(options, source, folder, progress).run()
+        with FileLock(options.output / LOCK, timeout=0):
+            return run.run()
     except Timeout:
         raise ValueError(f"--output: another run is writing to {options.output} just now") from None
 
@@ -92,11 +94,16 @@ class _Run:
     ) -> None:
         self.options, self.source, self.folder, self.progress = options, source, folder, progress
 
+    def check_model(self) -> None:
+        """Raise where the model or the lengths do not serve, before anything is written."""
+        _ = self.encoder, self.most_tokens
+
     def run(self) -> Path:
         asked = self._asked()
         begun = self.folder.manifest()
         if begun is None:
             self.folder.clear_shards()
+            self.progress.say("Reading the documents.")
             found, skipped = self._scan()
             self.folder.write_documents(found, skipped)
             begun = {
@@ -298,6 +305,9 @@ class _Run:
         lengths = [min(batches[index].longest, self.options.chunk or batches[index].longest) for index in missing]
         tokens = [batches[index].tokens for index in missing]
         first = at_quantiles(lengths, tokens, TIMED_AT) if missing else []
+        if first:
+            longest = max(lengths[place] for place in first)
+            self.progress.say(f"Timing {len(first)} of {len(missing):,} batches, of up to {longest:,} tokens a text.")
         timings = [
             self._timed(missing[place], batches, documents, again=number == 0) for number, place in enumerate(first)
         ]

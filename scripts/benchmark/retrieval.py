@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import pandas as pd
 import torch
 import typer
 from rich.progress import track
@@ -34,13 +35,14 @@ from hf_effattn.samples.model import installed_model_folder, load_model
 
 from ..kept.command_line import run_with_help
 from ..kept.data import dataset_path
-from ..kept.runs import KeptRuns, print_rows, run_folder
+from ..kept.runs import KeptRuns, run_folder
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "retrieval"
 CUT, CHUNKS, EXACT = "cut at 512", "chunks of 512, their mean", "exact"
 METHODS = ("clustered", "i-clustered", "bi-clustered")
 TRAINED_LENGTH = 512
 RANKS = 10
+SHOWN = ("method", "meetings", "queries", "ndcg_at_10", "seconds", "shortest", "median", "longest")
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ def main(
     chosen = methods.split(",") if methods else [CUT, CHUNKS, "i-clustered", "clustered", "bi-clustered", EXACT]
     for run in kept.missing({"method": one} for one in chosen):
         kept.add(measure(encoder, tokens, meetings, run["method"]))
-    print_rows(kept)
+    print(pd.DataFrame(kept.rows)[list(SHOWN)].round(3).to_string(index=False))
+    print(f"written: {kept.path}")
 
 
 if __name__ == "__main__":

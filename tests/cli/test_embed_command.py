@@ -13,13 +13,14 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
+from filelock import FileLock
 from support.embedding_cases import POSITIONS, save_documents, save_encoder, save_pooling, text
 from transformers import AutoModel, AutoTokenizer
 from typer.testing import CliRunner
 
 import hf_effattn
 from hf_effattn.cli import app
-from hf_effattn.embedding import kept
+from hf_effattn.embedding import kept, run
 from hf_effattn.measuring import candidates
 from hf_effattn.reporting.findings import Findings
 
@@ -360,7 +361,42 @@ def test_mistakes_are_told_without_a_traceback(arguments, message, encoder, docu
     result = runner.invoke(app, ["embed", "--output", "out", *arguments])
     assert result.exit_code == 1, result.output
     assert message in " ".join(result.output.split())
-    assert not list(tmp_path.glob("*/vectors.npy"))
+    assert not list(tmp_path.glob("*/embed.json"))
+    assert not (tmp_path / "out").exists() or "no document" in message
+
+
+def test_two_runs_into_one_folder_are_refused(encoder, documents, tmp_path):
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out" / kept.LOCK):
+        result = embed(encoder, documents, tmp_path / "out")
+    assert result.exit_code == 1
+    assert "another run is writing to" in result.output
+    assert embed(encoder, documents, tmp_path / "out").exit_code == 0
+
+
+def test_documents_that_change_meanwhile_stop_the_run(encoder, documents, tmp_path, monkeypatch):
+    plan = run.plan_windows
+
+    def change(*arguments):
+        (documents / "early" / "000.txt").write_text("ba " * 50)
+        return plan(*arguments)
+
+    monkeypatch.setattr(run, "plan_windows", change)
+    result = embed(encoder, documents, tmp_path / "out")
+    assert result.exit_code == 1
+    assert "early/000.txt was changed during the run" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_an_interruption_says_how_to_go_on(terminal, encoder, documents, tmp_path, monkeypatch):
+    def stop(self, index, vectors):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kept.RunFolder, "add", stop)
+    monkeypatch.setattr("hf_effattn.cli.embedding.lines_of_progress", lambda: None if terminal else print)
+    result = embed(encoder, documents, tmp_path / "out")
+    assert result.exit_code == 130
+    assert "the same command goes on from here" in result.stderr
 
 
 def start(arguments):
