@@ -431,7 +431,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(encoder, tmp_path):
 @pytest.mark.slow
 def test_twenty_kills_at_random_moments(encoder, tmp_path):
     """Of one run after the other: a run that ends before it is killed is compared, and begun anew."""
-    documents = save_documents(tmp_path / "documents", [1 + 7 * n % 60 for n in range(2500)])
+    documents = save_documents(tmp_path / "documents", [1 + 7 * n % 60 for n in range(800)])
     arguments = [str(encoder), str(documents), "--batch-tokens", "64", "--output"]
     begun = time.monotonic()
     process = start([*arguments, str(tmp_path / "whole")])
