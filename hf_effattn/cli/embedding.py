@@ -86,8 +86,9 @@ def embed(
 ) -> None:
     """Turn a folder or a file of documents into vectors, of any length; a stopped run goes on.
 
-    It says how long it will take before it starts. After Ctrl-C, a kill or a crash the same command goes on where it
-    was, to the same vectors bit for bit. Empty and binary files are left out, and listed in skipped.jsonl.
+    After Ctrl-C, a kill or a crash the same command goes on, to the same vectors bit for bit.
+
+    It says first how long it will take. Empty and binary files are left out, and listed in skipped.jsonl.
     """
     wanted = None if method is None else method_of(method)
     from ..embedding.options import EmbedOptions
