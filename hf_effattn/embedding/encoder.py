@@ -67,6 +67,7 @@ class Encoder:
             whole = torch.nn.functional.normalize(whole, dim=-1)
         return whole.float().numpy()
 
+    @torch.no_grad()
     def _run(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
         """Pooled vectors `(B, d)` in float64."""
         side = self.tokenizer.padding_side

@@ -125,6 +125,22 @@ def test_a_stored_pooling_is_that_of_sentence_transformers(mode, documents, tmp_
     assert_close(np.stack(list(found.values())), model.encode_document(texts))
 
 
+def test_layers_behind_the_pooling_are_those_of_sentence_transformers(documents, tmp_path):
+    """As EmbeddingGemma has them; chunks are pooled one by one."""
+    library = pytest.importorskip("sentence_transformers")
+    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+    torch.manual_seed(0)
+    layers = [modules.Transformer(str(save_encoder(tmp_path / "encoder"))), modules.Pooling(16), modules.Dense(16, 5)]
+    model = library.SentenceTransformer(modules=layers, device="cpu")
+    model.save(str(tmp_path / "dense"))
+    model.max_seq_length = POSITIONS
+    found, _ = embedded(tmp_path / "dense", documents, tmp_path / "out")
+    texts = [(documents / name).read_text() for name in found]
+    assert_close(np.stack(list(found.values())), model.encode(texts))
+    chunked, _ = embedded(tmp_path / "dense", documents, tmp_path / "chunked", "--chunk", POSITIONS)
+    assert_close(np.stack(list(chunked.values())), np.stack(list(found.values())))
+
+
 def test_pooling_that_needs_the_library_says_so(encoder, documents, tmp_path, monkeypatch):
     folder = save_encoder(tmp_path / "encoder")
     save_pooling(folder, mode="max")
