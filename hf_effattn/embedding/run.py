@@ -284,6 +284,8 @@ class _Run:
             for index in at_quantiles(lengths, counts, TRIED_AT)
             if is_long_enough(lengths[index], self.model)
         ] or [self._sequences(*documents[int(np.argmax(lengths))])[0]]
+        longest = max(map(len, tried))
+        self.progress.say(f"Measuring the methods on {len(tried)} of the longer texts, of up to {longest:,} tokens.")
         return fastest_method(self.model, tried, self.options.error_budget, self.progress.advance)
 
     def _prepare(self, chosen: dict[str, Any] | None, documents: Sequence[tuple[Document, int]]) -> None:
