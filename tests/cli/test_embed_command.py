@@ -448,7 +448,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(encoder, tmp_path):
 @pytest.mark.slow
 def test_twenty_kills_at_random_moments(encoder, tmp_path):
     """Of one run after the other, while they read or work: one that ends before is compared, and begun anew."""
-    documents = save_documents(tmp_path / "documents", [1 + 7 * n % 60 for n in range(1500)])
+    documents = save_documents(tmp_path / "documents", [1 + 7 * n % 60 for n in range(1000)])
     arguments = [str(encoder), str(documents), "--batch-tokens", "64", "--output"]
 
     def finish(output):
@@ -463,7 +463,7 @@ def test_twenty_kills_at_random_moments(encoder, tmp_path):
     kills, in_the_middle, ended = 0, 0, 0
     while kills < 20:
         process = start([*arguments, str(output)])
-        assert process.stderr.readline().startswith((b"Reading", b"Going on"))  # after the imports and the model
+        said = process.stderr.readline()  # after the imports and the model
         try:
             process.communicate(timeout=moments.uniform(0, duration))
         except subprocess.TimeoutExpired:
@@ -472,8 +472,8 @@ def test_twenty_kills_at_random_moments(encoder, tmp_path):
             kills += 1
             in_the_middle += any(output.glob("shards/*.npy"))
         else:
-            assert process.returncode == 0
-            assert finish(output) == expected  # is finished already
+            assert process.returncode == 0, said
+            assert finish(output) == expected  # it was finished already
             shutil.rmtree(output)
             ended += 1
     assert finish(output) == expected
