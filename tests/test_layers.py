@@ -15,6 +15,7 @@ LAYERS = (
     "__main__",
     "cli",
     "demo",
+    "embedding",
     "samples",
     "training",
     "__init__",

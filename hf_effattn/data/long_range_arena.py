@@ -24,7 +24,7 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow as pa
 from datasets.exceptions import DatasetGenerationError
 
 from . import listops, pathfinder, sources

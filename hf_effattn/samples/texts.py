@@ -69,7 +69,7 @@ class Passages:
     def __init__(self, tokenizer: Any, books: list[Book]) -> None:
         self.names = [book.name for book in books]
         self._ids = [_ids(tokenizer, book.text, special=False) for book in books]
-        self._before, self._after = _special_tokens(tokenizer)
+        self._before, self._after = special_tokens(tokenizer)
 
     def pairs(self, length: int, per_book: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
         """Pairs of passages that follow each other, from places spread over every book.
@@ -130,7 +130,7 @@ def _ids(tokenizer: Any, text: str, *, special: bool) -> list[int]:
     return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
-def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The tokens that a tokenizer puts before and after a text."""
     plain, marked = (_ids(tokenizer, "a", special=special) for special in (False, True))
     for start in range(len(marked) - len(plain) + 1):

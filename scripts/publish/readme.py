@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from hf_effattn.patching.model_table import (
@@ -20,6 +21,7 @@ from hf_effattn.reporting.table import markdown
 
 from ..benchmark import frontier as benchmark_frontier
 from ..benchmark import head_errors as benchmark_head_errors
+from ..benchmark import retrieval as benchmark_retrieval
 from ..kept.command_line import run_with_help
 from ..kept.markdown import by_length, machine, number
 from . import cards as project_cards
@@ -221,6 +223,34 @@ def whole_models() -> str:
     return markdown(header, rows) + machine(result["environment"], note)
 
 
+def retrieval() -> str:
+    """How well vectors of whole meetings retrieve, against those of exact attention, and what they cost."""
+    result = json.loads((RESULTS / "retrieval.json").read_text(encoding="utf-8"))
+    found = {row["method"]: row for row in result["rows"]}
+    exact = found[benchmark_retrieval.EXACT]
+    scores = {name: np.array(row["ndcg_of_queries"]) for name, row in found.items()}
+    rows = []
+    for name, row in found.items():
+        lost = 100 * (scores[name] - scores[benchmark_retrieval.EXACT])
+        rows.append(
+            [
+                name,
+                f"{100 * row['ndcg_at_10']:.1f}",
+                "" if row is exact else f"{lost.mean():+.1f} ± {lost.std(ddof=1) / len(lost) ** 0.5:.1f}",
+                f"{row['seconds']:,.0f}",
+                "" if row is exact else f"{exact['seconds'] / row['seconds']:.1f}×",
+            ]
+        )
+    header = ["vector of a meeting", "nDCG@10", "points against exact", "seconds", "times faster"]
+    note = (
+        f"{exact['queries']} queries, {exact['meetings']} meetings of {exact['shortest']:,} to {exact['longest']:,} "
+        f"tokens (median {exact['median']:,}), QMSum {result['settings']['splits']}; {result['settings']['model']}, "
+        "positions repeated at 512, default settings. ±: standard error of the mean over queries. Seconds of the "
+        "processor for all meetings. "
+    )
+    return markdown(header, rows) + machine(result["environment"], note)
+
+
 def shortest() -> str:
     """From which length each setting is faster than exact attention, in encoders and where the future is masked."""
     measured = json.loads(
@@ -273,6 +303,7 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "served model types": served,
         "model types not served": not_served,
     },
+    CARDS / "LONG_DOCUMENTS.md": {"whole models": whole_models},
     CARDS / "RESULTS.md": {
         "verdicts": verdicts,
         "layers": paper_tables.layers,
@@ -284,6 +315,7 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "before": paper_tables.before_fine_tuning,
         "approximation": paper_tables.approximation,
         "layer errors": paper_tables.layer_errors,
+        "retrieval": retrieval,
         "long range arena": paper_tables.long_range_arena,
         "clusterformer layers": clusterformer_tables.layers,
         "partner recall": clusterformer_tables.partner_recall,

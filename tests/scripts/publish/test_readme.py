@@ -9,7 +9,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+import typer
+from support.embedding_cases import save_encoder
+from support.embedding_cases import text as words
 
+from hf_effattn.cli import app
 from hf_effattn.patching.methods import make_method
 from scripts.benchmark import frontier as benchmark_frontier
 from scripts.publish import readme as update_readme
@@ -96,6 +100,40 @@ def test_the_ten_lines_run(real_model_folder, tmp_path, monkeypatch):
     exec(code, names)
     assert names["prediction"].shape == (1,)
     assert names["prediction"][0] in (0, 1)
+
+
+def test_the_lines_for_long_documents_run(tmp_path, monkeypatch):
+    """As printed, with a tiny local model in place of its name on the Hub and less text."""
+    page = (ROOT / "model_cards" / "LONG_DOCUMENTS.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    assert len(code.splitlines()) <= 11
+    code = code.replace('"BAAI/bge-m3"', repr(str(save_encoder(tmp_path / "encoder", positions=640))))
+    forced = 'patch_attention(model, "bi-clustered", min_length=0,'
+    code = code.replace("8192", "640").replace('patch_attention(model, "bi-clustered",', forced)
+    assert forced in code
+    (tmp_path / "long.txt").write_text(words(700), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(code, names)
+    assert names["inputs"]["input_ids"].shape == (1, 640)
+    assert names["vector"].shape == (1, 16)
+    assert names["vector"].norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_the_commands_in_the_texts_name_options_that_there_are():
+    """Those of `effattn`: their names and options, without running them."""
+    group = typer.main.get_command(app)
+    found = 0
+    for path in TEXTS:
+        for block in re.findall(r"```bash\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                if not line.startswith("effattn "):
+                    continue
+                _, name, *arguments = shlex.split(line, comments=True)
+                known = {option for parameter in group.commands[name].params for option in parameter.opts}
+                assert {one for one in arguments if one.startswith("--")} <= known, line
+                found += 1
+    assert found > 8
 
 
 def test_the_model_from_scratch_is_made_as_printed():

@@ -1,0 +1,1 @@
+"""Vectors of whole documents, many and long: read, planned, computed in shards that survive a kill, put together."""

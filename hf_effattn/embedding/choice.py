@@ -1,0 +1,52 @@
+"""Which method a run uses: the fastest of a report's whose error on some of its own documents is small enough."""
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..measuring.candidates import make_candidates
+from ..patching.model_types import causal_modules
+from ..reporting import report
+
+
+def is_long_enough(length: int, model: PreTrainedModel) -> bool:
+    """Whether any method of a report would run, and not exact attention, on so many tokens."""
+    causal, device = any(causal_modules(model)), model.device.type
+    return any(candidate.why_exact(length, device, causal=causal) is None for candidate in make_candidates(None))
+
+
+def fastest_method(
+    model: PreTrainedModel,
+    sequences: Sequence[Sequence[int]],
+    error_budget: float,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> dict[str, Any] | None:
+    """The settings of the fastest default method of `report` within an error on every sequence.
+
+    Args:
+        model (`PreTrainedModel`): afterwards what it was.
+        sequences (`Sequence[Sequence[int]]`): token ids of some documents.
+        error_budget (`float`): allowed relative L2 error of the last hidden state.
+        progress (`Callable`, *optional*): as of `report`.
+
+    Returns:
+        `dict`, *optional*: the method, its settings and `hidden_error`, the largest measured; None where exact
+        attention is faster than all that keep to the budget.
+
+    Raises:
+        ValueError: the model has no attention that a method serves, or the budget is no positive number.
+    """
+    inputs = [
+        {"input_ids": torch.tensor([one]), "attention_mask": torch.ones(1, len(one)).long()} for one in sequences
+    ]
+    found = report(model, inputs, error_budget=error_budget, repeats=1, memory=False, progress=progress)
+    if not found.complete:
+        raise KeyboardInterrupt
+    label = found.fastest_within(error_budget)
+    if label is None or fmean(found.speedup(one) or 0.0 for one in found.of(label)) <= 1:
+        return None
+    errors = [one.change.hidden_error or 0.0 for one in found.of(label)]
+    return {**found.methods[label], "hidden_error": max(errors)}

@@ -1,0 +1,167 @@
+"""Do vectors of whole meetings find the meeting that a query is about? QMSum, nDCG@10, exact and approximate.
+
+The model is all-MiniLM-L6-v2; its positions, 512 as trained, are repeated. Documents are QMSum's transcripts, queries
+its specific ones: the general ones ask the same of every meeting ("Summarize the whole meeting."). A query that is
+asked of several meetings is about each of them.
+
+    python -m scripts.benchmark.retrieval                     # writes scripts/results/retrieval.json
+    python -m scripts.benchmark.retrieval --splits test,val   # twice the meetings, into another --output
+
+Every vector is kept in `.cache/retrieval`: a stopped run goes on at the next meeting, and what the output file holds
+is not measured again. Seconds are the processor's, so that a busy neighbour does not count.
+"""
+
+import gzip
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+import torch
+import typer
+from rich.progress import track
+from sklearn.metrics import ndcg_score  # type: ignore[import-untyped]
+
+from hf_effattn import __version__, extend_positions, patch_attention, unpatch_attention
+from hf_effattn.embedding.encoder import Encoder
+from hf_effattn.embedding.pooling import stored_pooling
+from hf_effattn.embedding.tokens import Tokens
+from hf_effattn.patching.methods import make_method
+from hf_effattn.samples.model import installed_model_folder, load_model
+
+from ..kept.command_line import run_with_help
+from ..kept.data import dataset_path
+from ..kept.runs import KeptRuns, run_folder
+
+CACHE = Path(__file__).resolve().parents[2] / ".cache" / "retrieval"
+CUT, CHUNKS, EXACT = "cut at 512", "chunks of 512, their mean", "exact"
+METHODS = ("clustered", "i-clustered", "bi-clustered")
+TRAINED_LENGTH = 512
+RANKS = 10
+SHOWN = ("method", "meetings", "queries", "ndcg_at_10", "seconds", "shortest", "median", "longest")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A document and the queries about it.
+
+    Args:
+        name (`str`): its id.
+        text (`str`): a turn a line, `speaker: words`.
+        queries (`tuple[str, ...]`): the specific ones.
+    """
+
+    name: str
+    text: str
+    queries: tuple[str, ...]
+
+
+def read_meetings(splits: list[str]) -> list[Meeting]:
+    """The meetings of some splits of QMSum: train, val, test."""
+    found = []
+    for split in splits:
+        with gzip.open(dataset_path(f"qmsum/{split}.jsonl.gz"), "rt", encoding="utf-8") as lines:
+            for line in lines:
+                row = json.loads(line)
+                turns = (f"{turn['speaker']}: {turn['content']}" for turn in row["meeting_transcripts"])
+                queries = tuple(query["query"].strip() for query in row["specific_query_list"])
+                found.append(Meeting(row["meeting_id"], "\n".join(turns), queries))
+    return found
+
+
+def ndcg_of_queries(documents: np.ndarray, queries: np.ndarray, relevant: np.ndarray) -> list[float]:
+    """nDCG@10 of every query (Source: Järvelin 2002; scikit-learn's).
+
+    Args:
+        documents (`np.ndarray`): vectors of length 1, `(documents, d)`.
+        queries (`np.ndarray`): the same, `(queries, d)`.
+        relevant (`np.ndarray`): bool `(queries, documents)`.
+    """
+    scores = queries @ documents.T
+    return [
+        float(ndcg_score(wanted[None], found[None], k=RANKS)) for wanted, found in zip(relevant, scores, strict=True)
+    ]
+
+
+def relevance(meetings: list[Meeting]) -> tuple[list[str], np.ndarray]:
+    """The different queries, and which meetings each was asked of, bool `(queries, meetings)`."""
+    queries = list(dict.fromkeys(query for meeting in meetings for query in meeting.queries))
+    return queries, np.array([[query in meeting.queries for meeting in meetings] for query in queries])
+
+
+def embed_meeting(encoder: Encoder, tokens: Tokens, meeting: Meeting, name: str) -> dict[str, Any]:
+    """The vector of a meeting, the seconds it took and the tokens that it was made of; from the cache where it is.
+
+    A meeting runs alone, and so does each of its chunks: nothing is padded.
+    """
+    settings = make_method(name).to_dict() if name in METHODS else None
+    path = run_folder(CACHE, name, [settings, __version__]) / f"{meeting.name}.npz"
+    if not path.exists():
+        sequence, _ = tokens.sequence([meeting.text], TRAINED_LENGTH if name == CUT else None)
+        start = time.process_time()
+        document = tokens.chunks(sequence, TRAINED_LENGTH) if name == CHUNKS else [sequence]
+        (vector,) = encoder.encode([document])
+        seconds = time.process_time() - start
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_suffix(".part.npz")
+        np.savez(written, vector=vector, seconds=seconds, tokens=sum(map(len, document)))
+        written.replace(path)
+    with np.load(path) as kept:
+        return dict(kept)
+
+
+def measure(encoder: Encoder, tokens: Tokens, meetings: list[Meeting], name: str) -> dict[str, Any]:
+    """A row: how well the vectors of one kind retrieve, and what they cost."""
+    model = encoder.model
+    queries, relevant = relevance(meetings)
+    wanted = encoder.encode([[tokens.sequence([query])[0]] for query in queries])
+    if name in METHODS:
+        patch_attention(model, name)
+    try:
+        found = [embed_meeting(encoder, tokens, one, name) for one in track(meetings, description=name)]
+    finally:
+        if name in METHODS:
+            unpatch_attention(model)
+    scores = ndcg_of_queries(np.stack([one["vector"] for one in found]), wanted, relevant)
+    lengths = [int(one["tokens"]) for one in found]
+    return {
+        "method": name,
+        "meetings": len(meetings),
+        "queries": len(queries),
+        "ndcg_at_10": statistics.fmean(scores),
+        "seconds": sum(float(one["seconds"]) for one in found),
+        "tokens": sum(lengths),
+        "shortest": min(lengths),
+        "median": statistics.median(lengths),
+        "longest": max(lengths),
+        "ndcg_of_queries": [round(score, 4) for score in scores],
+    }
+
+
+def main(
+    splits: Annotated[str, typer.Option(help="Comma-separated: train, val, test.")] = "test",
+    methods: Annotated[str | None, typer.Option(help="Comma-separated; the default is all.")] = None,
+    output: Path = Path(__file__).parents[1] / "results" / "retrieval.json",
+) -> None:
+    """Measure every kind of vector and keep it as JSON."""
+    meetings = read_meetings(splits.split(","))
+    folder = installed_model_folder()
+    model, tokenizer, name = load_model(None)
+    tokens = Tokens(tokenizer)
+    extend_positions(model, max(len(tokens.sequence([meeting.text])[0]) for meeting in meetings))
+    encoder = Encoder(model, tokenizer, stored_pooling(folder), batch_tokens=TRAINED_LENGTH)
+    kept = KeptRuns(output, {"model": name, "splits": splits, "dtype": "float32"}, torch.device("cpu"))
+    # From cheap to dear.
+    chosen = methods.split(",") if methods else [CUT, CHUNKS, "i-clustered", "clustered", "bi-clustered", EXACT]
+    for run in kept.missing({"method": one} for one in chosen):
+        kept.add(measure(encoder, tokens, meetings, run["method"]))
+    print(pd.DataFrame(kept.rows)[list(SHOWN)].round(3).to_string(index=False))
+    print(f"written: {kept.path}")
+
+
+if __name__ == "__main__":
+    run_with_help(main, __doc__)
