@@ -1,5 +1,7 @@
 """The models of the Composite Slice Transformer in transformers: heads, training, saving, Auto classes, configs."""
 
+from statistics import median
+
 import pytest
 import torch
 from support.closeness import assert_close_to_reference
@@ -95,7 +97,7 @@ def test_every_variant_trains(variant, model_class):
     model = tiny_model(model_class, variant, num_labels=3, initializer_range=0.02, **dropout).float()
     torch.manual_seed(1)
     seen = losses(model, inputs_for(model_class), 60)
-    assert seen[-1] < 0.6 * seen[0]
+    assert median(seen[-10:]) < 0.6 * seen[0]  # single steps may leap
 
 
 @every_variant
