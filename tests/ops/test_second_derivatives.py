@@ -1,4 +1,4 @@
-"""Second derivatives: the references have them, the fast forms say so."""
+"""Derivatives that the references alone have, second ones and those of torch.func: the fast forms say so."""
 
 from collections.abc import Callable
 from typing import Any
@@ -51,3 +51,42 @@ def test_the_fast_form_says_who_has_them(op: str) -> None:
 def test_the_kernels_say_who_has_them(op: str) -> None:
     with pytest.raises(NotImplementedError, match="first derivatives only"):
         second_derivative(op, torch.float32, backend="triton")
+
+
+def per_sample(op: str, **options: Any) -> Callable[..., torch.Tensor]:
+    """The gradient of the values of each item of a batch, as torch.func makes it."""
+
+    def loss(value: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return OPS[op](query, key, value, **options).square().sum()
+
+    return torch.func.vmap(torch.func.grad(loss))
+
+
+@pytest.mark.parametrize("op", ["clustered", "improved", "bi-clustered", "causal", "slices", "blocks"])
+def test_torch_func_is_told_what_to_do(op: str) -> None:
+    """torch said that an autograd.Function of its own must override something."""
+    inputs = [torch.randn(2, 1, 1, 12, 4) for _ in range(3)]
+    with pytest.raises(ValueError, match=r'torch\.func\.grad .* need backend="reference"'):
+        per_sample(op)(*inputs)
+    with pytest.raises(ValueError, match=r'torch\.func\.grad .* need backend="reference"'):
+        torch.func.grad(lambda v: torch.func.vmap(lambda v: OPS[op](v, v, v))(v).sum())(inputs[0])
+
+
+def test_the_reference_has_gradients_of_torch_func() -> None:
+    inputs = [torch.randn(1, 1, 12, 4) for _ in range(3)]
+    found = torch.func.grad(lambda v: OPS["slices"](*inputs[:2], v, backend="reference").sum())(inputs[2])
+    leaf = inputs[2].requires_grad_()
+    (expected,) = torch.autograd.grad(OPS["slices"](*inputs[:2], leaf).sum(), leaf)
+    torch.testing.assert_close(found, expected)
+
+
+def test_clusters_carry_no_derivative_under_torch_func_either() -> None:
+    query = torch.randn(1, 2, 12, 4)
+    labels = ops.cluster_queries(query, 3, key=query)
+
+    def loss(rows: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(ops.cluster_queries(rows, 3, key=rows), labels)
+        assert torch.equal(ops.kmeans(rows[0], 3)[0], ops.kmeans(query[0], 3)[0])
+        return rows.sum()
+
+    assert torch.equal(torch.func.grad(loss)(query), torch.ones_like(query))

@@ -98,11 +98,11 @@ def cluster_queries(
     if check_finite and not query.isfinite().all():
         raise ValueError("query has values that are not finite: look for an overflow or a bad weight before attention")
     forms = reference.cluster_queries, batched.cluster_queries, _triton
+    query, key = query.detach(), None if key is None or method == "lsh" else key.detach()
     run = choose_backend(backend, forms, query)
     if run is _triton and method == "lsh" and bits > LARGEST_KERNEL_DIM:
         if backend == "triton":
             raise ValueError(f'the kernels take up to {LARGEST_KERNEL_DIM} bits, got {bits}; use backend="batched"')
         run = batched.cluster_queries
-    query, key = query.detach(), None if key is None or method == "lsh" else key.detach()
     key_mask = None if key is None else key_mask
     return run(query, key, key_mask, query_mask, clusters, method, iterations, bits, fit_queries, seed)

@@ -79,7 +79,7 @@ def kmeans(
                 f"mask must be {tuple(points.shape[:2])} on {points.device} like points, got {tuple(mask.shape)} on"
                 f" {mask.device}"
             )
-    run = choose_backend(backend, (reference.kmeans, batched.kmeans, _triton), points)
+    run = choose_backend(backend, (reference.kmeans, batched.kmeans, _triton), points.detach())
     # The forms take (B, H, N, D) and a mask (B, N): problems without a mask of their own are heads of one item.
     batch_dim = 0 if mask is None else 1
     fit_points = points.shape[1] if fit_points is None else fit_points

@@ -5,7 +5,7 @@ Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim, `C`
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from numbers import Integral
 from typing import Any
@@ -36,12 +36,8 @@ def choose_backend(
     reference, batched, triton = forms
     if backend == "reference":
         return reference
-    if not torch.compiler.is_compiling() and any(
-        forward_ad.unpack_dual(x).tangent is not None for x in differentiable
-    ):
-        raise ValueError(
-            'forward-mode derivatives (jvp) need backend="reference"; the fast forms have reverse mode only'
-        )
+    if not torch.compiler.is_compiling():
+        _check_derivatives(differentiable)
     problem = "this op has no kernels yet" if triton is None else kernel_problem(*differentiable, any_width=any_width)
     if backend == "triton" and problem is not None:
         raise ValueError(f'backend="triton" cannot run here: {problem}; use backend="batched"')
@@ -54,6 +50,28 @@ def choose_backend(
         if triton is not None and problem is None and (backend == "triton" or differentiable[0].is_cuda)
         else batched
     )
+
+
+def _check_derivatives(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise where a derivative is asked for that the fast forms have not."""
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise ValueError(
+            'forward-mode derivatives (jvp) need backend="reference"; the fast forms have reverse mode only'
+        )
+    # torch.library registers backward passes in a way that torch.func does not take.
+    if any(_is_traced_by_func(x) for x in tensors):
+        raise ValueError(
+            'torch.func.grad and its kin (vjp, per-sample gradients) need backend="reference", or a model with exact '
+            "attention (unpatch_attention); the fast forms have loss.backward() and torch.autograd.grad"
+        )
+
+
+def _is_traced_by_func(tensor: torch.Tensor) -> bool:
+    """Whether a transform of torch.func follows a tensor for its gradient, under any `vmap`."""
+    functorch = torch._C._functorch
+    while functorch.is_batchedtensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return bool(functorch.is_gradtrackingtensor(tensor) and tensor.requires_grad)
 
 
 def kernel_problem(*tensors: torch.Tensor, any_width: bool = False) -> str | None:
