@@ -1,6 +1,6 @@
 """Inputs that the tests of the attention ops share: sizes, masks and a definition written as loops."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 
 import torch
@@ -63,8 +63,8 @@ class Inputs:
     query_mask: torch.Tensor | None
 
     def to(self, dtype: torch.dtype) -> "Inputs":
-        tensors = (tensor.detach().to(dtype) for tensor in (self.query, self.key, self.value))
-        return Inputs(*tensors, self.labels, self.key_labels, self.key_mask, self.query_mask)
+        query, key, value = (tensor.detach().to(dtype) for tensor in (self.query, self.key, self.value))
+        return replace(self, query=query, key=key, value=value)
 
 
 def padding(kind: str, B: int, length: int) -> torch.Tensor | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
+from support.attention_cases import Inputs as AttentionInputs
 
 from hf_effattn import ops
 
@@ -95,17 +96,10 @@ def cases(draw: st.DrawFn, op: str) -> Case:
 
 
 @dataclass
-class Inputs:
+class Inputs(AttentionInputs):
     """Tensors of a case; `tokens` `(B, M)` and `readers` `(B, N)` say which keys and queries count."""
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    labels: torch.Tensor
-    key_labels: torch.Tensor
     exact_heads: torch.Tensor
-    key_mask: torch.Tensor | None
-    query_mask: torch.Tensor | None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -187,9 +181,9 @@ def make_inputs(case: Case, junk: float | None = None) -> Inputs:
         finish(value, case.key_heads, key_mask),
         torch.randint(case.clusters, (case.B, heads, case.N), generator=generator),
         torch.randint(case.key_clusters, (case.B, case.key_heads, M), generator=generator),
-        torch.rand(case.B, case.key_heads, generator=generator) < 0.3,
         key_mask,
         query_mask,
+        torch.rand(case.B, case.key_heads, generator=generator) < 0.3,
     )
 
 

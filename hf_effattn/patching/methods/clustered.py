@@ -328,23 +328,21 @@ class BiClustered(ImprovedClustered):
     def group(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
     ) -> Groups:
-        B, H, N, _ = query.shape
-        group = H // key.shape[1]
-        labels = query.new_empty(B, H, N, dtype=torch.int64)
-        key_labels = key.new_empty(key.shape[:3], dtype=torch.int64)
-        predicted = key.new_empty(key.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
-
-        def group_heads(heads: slice) -> None:
-            of_group = slice(heads.start * group, heads.stop * group)
-            found = self._group_heads(query[:, of_group], key[:, heads], key_mask, scale)
-            for every, own in zip(
-                (labels[:, of_group], key_labels[:, heads], predicted[:, heads]), found, strict=True
-            ):
-                every.copy_(own)
-
         if torch.compiler.is_compiling():
             labels, key_labels, predicted = self._group_heads(query, key, key_mask, scale)
         else:
+            labels = query.new_empty(query.shape[:3], dtype=torch.int64)
+            key_labels = key.new_empty(key.shape[:3], dtype=torch.int64)
+            predicted = key.new_empty(key.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+            group = query.shape[1] // key.shape[1]
+
+            def group_heads(heads: slice) -> None:
+                of_group = slice(heads.start * group, heads.stop * group)
+                found = self._group_heads(query[:, of_group], key[:, heads], key_mask, scale)
+                stores = labels[:, of_group], key_labels[:, heads], predicted[:, heads]
+                for store, own in zip(stores, found, strict=True):
+                    store.copy_(own)
+
             for_every_chunk(group_heads, heads_of_threads(key.shape[1], key.device), key.device)
         return (labels, key_labels) if self.exact_above is None else (labels, key_labels, predicted > self.exact_above)
 
