@@ -5,7 +5,7 @@ there once, what stands there instead, `new`, and the files of `tests` that are 
 first failure; `--whole` lets `make test`'s own choice of tests look at those that survive. Results are kept after
 every defect: stop it whenever you like and start it again.
 
-    nice -n 10 python -m scripts.trust.mutants                 # writes scripts/results/mutants.json
+    python -m scripts.trust.mutants                 # writes scripts/results/mutants.json
 """
 
 import hashlib
