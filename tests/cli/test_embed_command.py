@@ -453,19 +453,22 @@ def test_twenty_kills_at_random_moments(encoder, tmp_path):
 
     def finish(output):
         process = start([*arguments, str(output)])
+        process.stderr.readline()  # after the imports and the model
+        begun = time.perf_counter()
         _, errors = process.communicate(timeout=LONGEST_WAIT_SECONDS)
         assert process.returncode == 0, errors
-        return [(output / name).read_bytes() for name in ("vectors.npy", "ids.jsonl")]
+        found = [(output / name).read_bytes() for name in ("vectors.npy", "ids.jsonl")]
+        return found, time.perf_counter() - begun
 
-    expected = finish(tmp_path / "whole")
-    duration = json.loads((tmp_path / "whole" / "embed.json").read_text())["seconds"]
+    expected, duration = finish(tmp_path / "whole")
     output, moments = tmp_path / "killed", random.Random(0)
     kills, in_the_middle, ended = 0, 0, 0
-    while kills < 20:
+    while kills < 20 or in_the_middle < 10:
+        assert kills < 60
         process = start([*arguments, str(output)])
-        said = process.stderr.readline()  # after the imports and the model
+        said = process.stderr.readline()
         try:
-            process.communicate(timeout=moments.uniform(0, duration))
+            process.communicate(timeout=moments.uniform(0, 0.7 * duration))
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
@@ -473,9 +476,8 @@ def test_twenty_kills_at_random_moments(encoder, tmp_path):
             in_the_middle += any(output.glob("shards/*.npy"))
         else:
             assert process.returncode == 0, said
-            assert finish(output) == expected  # it was finished already
+            assert finish(output)[0] == expected  # it was finished already
             shutil.rmtree(output)
             ended += 1
-    assert finish(output) == expected
-    print(f"20 kills, {in_the_middle} of them with shards, {ended + 1} runs ended")
-    assert in_the_middle >= 10
+    assert finish(output)[0] == expected
+    print(f"{kills} kills, {in_the_middle} of them with shards, {ended + 1} runs ended")
