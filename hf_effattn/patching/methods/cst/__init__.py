@@ -19,6 +19,7 @@ from ..base import Groups, Method, Options
 from .attention import (
     NO_TERMS,
     Projected,
+    Slicing,
     Terms,
     merged_attention,
     merged_over_cache,
@@ -187,19 +188,7 @@ class CompositeSlices(Method):
                 "values does not hold: generate with use_cache=False"
             )
         visible = None if mask is None else mask[:, 0].expand(query.shape[0], -1, -1)
-        local_terms, slice_terms = self._terms(query, key, options.module, fill=True)
-        return merged_over_cache(
-            query,
-            key,
-            value,
-            visible,
-            slice_length=self.slice_length,
-            extension_ratio=self.extension_ratio,
-            sinks=bool(self.sinks),
-            scale=options.scale,
-            local_terms=local_terms,
-            slice_terms=slice_terms,
-        )
+        return merged_over_cache(query, key, value, visible, self._slicing(query, key, None, options, fill=True))
 
     def attend(
         self,
@@ -215,7 +204,6 @@ class CompositeSlices(Method):
         if order is not None and key_mask is not None:
             query, key, value = (take_rows(rows, order) for rows in (query, key, value))
             key_mask = key_mask.gather(1, order)
-        local_terms, slice_terms = self._terms(query, key, module)
         composed: Callable[..., torch.Tensor] = merged_attention
         if self.composition != "merged":
             if module is None:
@@ -223,10 +211,22 @@ class CompositeSlices(Method):
                     f'composition="{self.composition}" needs the attention module, by whose weights it projects'
                 )
             composed = partial(summed_attention, project=partial(_project_again, module, query))
-        output = composed(
-            query,
-            key,
-            value,
+        output = composed(query, key, value, how=self._slicing(query, key, key_mask, options))
+        return output if order is None else take_rows(output, order.argsort(dim=1))
+
+    attend_causal = attend
+
+    def _slicing(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        key_mask: torch.Tensor | None,
+        options: Options,
+        *,
+        fill: bool = False,
+    ) -> Slicing:
+        local_terms, slice_terms = self._terms(query, key, options.module, fill=fill)
+        return Slicing(
             slice_length=self.slice_length,
             extension_ratio=self.extension_ratio,
             causal=options.causal,
@@ -237,9 +237,6 @@ class CompositeSlices(Method):
             local_terms=local_terms,
             slice_terms=slice_terms,
         )
-        return output if order is None else take_rows(output, order.argsort(dim=1))
-
-    attend_causal = attend
 
     def _terms(
         self, query: torch.Tensor, key: torch.Tensor, module: nn.Module | None, *, fill: bool = False
