@@ -19,6 +19,13 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def without_gradient() -> Iterator[None]:
+    """For files whose tests only look at outputs: `pytestmark = pytest.mark.usefixtures("without_gradient")`."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
 def attended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The methods that really ran, one entry per call of a method by an attention module."""
     calls: list[str] = []
