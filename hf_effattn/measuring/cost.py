@@ -55,7 +55,7 @@ def interleaved_rounds(
         device (`torch.device`): where the work is done.
         repeats (`int`): rounds; short calls get more, up to ten times as many, until half a second has been timed.
         before (`Mapping[str, Callable]`, *optional*): what prepares each call, not timed.
-        seconds (`dict[str, list[float]]`, *optional*): gets the times as they are taken, for who may be interrupted.
+        seconds (`dict[str, list[float]]`, *optional*): filled as times are taken: an interruption loses none.
         after_call (`Callable`): told after each call of the first `repeats` rounds, for a progress bar.
 
     Returns:

@@ -58,7 +58,7 @@ class KeptRuns:
         return [run for run in runs if not self.matching(run)]
 
     def add(self, *rows: dict[str, Any]) -> None:
-        """Keep rows, on disk too; whoever is stopped while writing leaves the file as it was."""
+        """Keep rows, on disk too; a run that is stopped while writing leaves the file as it was."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock")):
             self.read()
