@@ -1,4 +1,4 @@
-"""Imports inside the package go one way: down a list of its folders, and in no circle of modules."""
+"""Imports inside the package and among the rooms of scripts go one way: down a list, and in no circle of modules."""
 
 import ast
 from collections.abc import Iterator
@@ -29,6 +29,8 @@ LAYERS = (
     "settings_text",
     "version",
 )
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+ROOMS = ("publish", "trust", "reproduce", "benchmark", "train", "kept")
 
 
 def modules_below(root: Path) -> dict[str, Path]:
@@ -36,13 +38,13 @@ def modules_below(root: Path) -> dict[str, Path]:
     return {".".join(file.relative_to(root).with_suffix("").parts): file for file in root.rglob("*.py")}
 
 
-def imports_of(module: str, tree: ast.AST, modules: dict[str, Path]) -> Iterator[str]:
+def imports_of(module: str, tree: ast.AST, modules: dict[str, Path], inside: str = "hf_effattn") -> Iterator[str]:
     """The modules of its own package that a piece of code imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             paths = [alias.name.split(".") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            start = ["hf_effattn", *module.split(".")[: -node.level]] if node.level else []
+            start = [inside, *module.split(".")[: -node.level]] if node.level else []
             base = start + (node.module.split(".") if node.module else [])
             paths = [[*base, alias.name] for alias in node.names]
         else:
@@ -50,7 +52,7 @@ def imports_of(module: str, tree: ast.AST, modules: dict[str, Path]) -> Iterator
         for package, *path in paths:
             # The last name is a module, a folder, or something inside of either.
             forms = (path, [*path, "__init__"], path[:-1], [*path[:-1], "__init__"])
-            if package == "hf_effattn":
+            if package == inside:
                 yield next(name for form in forms if (name := ".".join(form)) in modules)
 
 
@@ -64,14 +66,14 @@ def run_at_import(tree: ast.Module) -> ast.Module:
     return WithoutFunctions().visit(tree)
 
 
-def upward_imports(root: Path) -> list[str]:
+def upward_imports(root: Path, layers: tuple[str, ...] = LAYERS, inside: str = "hf_effattn") -> list[str]:
     """The imports from one folder to another that is not below it, as `module -> module`."""
     modules = modules_below(root)
-    places = {name: place for place, name in enumerate(LAYERS)}
+    places = {name: place for place, name in enumerate(layers)}
     return [
         f"{module} -> {imported}"
         for module, file in modules.items()
-        for imported in imports_of(module, ast.parse(file.read_text(encoding="utf-8")), modules)
+        for imported in imports_of(module, ast.parse(file.read_text(encoding="utf-8")), modules, inside)
         if (own := module.split(".")[0]) != (other := imported.split(".")[0]) and places[own] >= places[other]
     ]
 
@@ -101,6 +103,18 @@ def test_the_map_is_this_list() -> None:
 
 def test_imports_go_down() -> None:
     assert upward_imports(ROOT) == []
+
+
+def test_scripts_import_from_rooms_below() -> None:
+    assert {name.split(".")[0] for name in modules_below(SCRIPTS)} == set(ROOMS)
+    assert upward_imports(SCRIPTS, ROOMS, "scripts") == []
+
+
+def test_training_scripts_import_the_library_alone() -> None:
+    modules = {name: file for name, file in modules_below(SCRIPTS).items() if name.startswith("train.")}
+    assert modules
+    for module, file in modules.items():
+        assert not list(imports_of(module, ast.parse(file.read_text(encoding="utf-8")), modules, "scripts"))
 
 
 def test_no_circle_of_imports() -> None:

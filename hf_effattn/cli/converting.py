@@ -20,7 +20,7 @@ def convert(
         str | None,
         typer.Option(help="Class of transformers, such as AutoModelForSequenceClassification; default: its own."),
     ] = None,
-    max_length: Annotated[int | None, typer.Option(help="Tokens it shall take; its positions are repeated.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Tokens that the copy takes: positions are repeated.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
 ) -> None:
     """Write a copy of a model with its attention replaced, and its tokenizer: ready to load, to fine-tune, to push."""

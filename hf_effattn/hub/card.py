@@ -179,7 +179,7 @@ def _opening(
         if settings.needs_fine_tuning:
             return (
                 f'The attention of {of} converted to `"{kind}"` by hf_effattn{_where(layers)}: {what}. All pretrained '
-                "weights were kept, two small tables of position embeddings came to them."
+                "weights were kept, two small tables of position embeddings were added."
             )
         return (
             f'{of[0].upper()}{of[1:]} with its self-attention{_where(layers)} replaced by `"{kind}"` of hf_effattn: '
@@ -270,8 +270,8 @@ def _without_the_package(settings: Method | None, kind: str, library: str) -> st
         return f"Without the package the same files load as the exact model, by {library} alone."
     if kind in OF_ATTENTION:
         return (
-            f"Where transformers says that it does not recognize the architecture `{kind}`, the package is missing or "
-            "not imported: these are the lines to type."
+            f"If transformers does not recognize the architecture `{kind}`, the package is missing or not imported: "
+            "type the lines above."
         )
     return f"{library} alone is enough to load it."
 
@@ -313,8 +313,8 @@ def _results(evaluations: Sequence[EvalResult]) -> str:
 def _limits(config: Any, settings: Method | None) -> list[str]:
     if settings is not None and settings.needs_fine_tuning:
         return [
-            "A conversion changes what the model computes. It is as good as its fine-tuning, on texts like those of "
-            "its fine-tuning; before any, it is of no use.",
+            "A conversion changes what the model computes. It is as good as its fine-tuning, on texts like those it "
+            "was fine-tuned on; before fine-tuning it is useless.",
             "`slice_length` and `extension_ratio` belong to the weights: loaded with others it fails.",
         ]
     if settings is not None:

@@ -44,33 +44,39 @@ def interleaved_rounds(
     device: torch.device,
     repeats: int,
     *,
-    before: Mapping[str, Callable[[], object]],
-    seconds: Mapping[str, list[float]],
-    after_call: Callable[[], None],
-) -> None:
+    before: Mapping[str, Callable[[], object]] | None = None,
+    seconds: dict[str, list[float]] | None = None,
+    after_call: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
     """Time every call once per round, so that a machine that slows down slows all of them down.
 
     Args:
         calls (`Mapping[str, Callable]`): what to time, by name.
         device (`torch.device`): where the work is done.
         repeats (`int`): rounds; short calls get more, up to ten times as many, until half a second has been timed.
-        before (`Mapping[str, Callable]`): what prepares each call, not timed.
-        seconds (`Mapping[str, list[float]]`): gets one time per call and round; an interruption leaves whole rounds.
+        before (`Mapping[str, Callable]`, *optional*): what prepares each call, not timed.
+        seconds (`dict[str, list[float]]`, *optional*): filled as times are taken: an interruption loses none.
         after_call (`Callable`): told after each call of the first `repeats` rounds, for a progress bar.
+
+    Returns:
+        `dict[str, list[float]]`: the seconds of each call, one per round; an interruption leaves whole rounds.
     """
+    seconds = {name: [] for name in calls} if seconds is None else seconds
     spent = 0.0
     for done in range(repeats * MOST_ROUNDS_PER_REPEAT):
         if done >= repeats and spent >= SHORTEST_TIMING_SECONDS:
             break
         times = {}
         for name, call in calls.items():
-            before[name]()
+            if before is not None:
+                before[name]()
             _, times[name] = timed(call, device)
             if done < repeats:
                 after_call()
         for name, taken in times.items():
             seconds[name].append(taken)
             spent += taken
+    return seconds
 
 
 def compare(
@@ -101,9 +107,7 @@ def compare(
 def _compare(
     calls: Mapping[str, Callable[[], object]], exact: Collection[str], device: torch.device, repeats: int
 ) -> dict[str, dict[str, Any]]:
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    nothing = dict.fromkeys(calls, lambda: None)
-    interleaved_rounds(calls, device, repeats, before=nothing, seconds=seconds, after_call=lambda: None)
+    seconds = interleaved_rounds(calls, device, repeats)
     fastest = min(
         (name for name in calls if name in exact), key=lambda name: median(seconds[name]) or 0.0, default=None
     )

@@ -23,6 +23,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from .exact import exact_weights, visible_keys
 from .keywords import needs_exact_attention
 from .methods import METHODS, Method, list_methods, make_method
+from .methods.base import Options
 from .methods.drafts import READS_DRAFTS
 from .model_table import MODEL_TYPES, NOT_SERVED
 from .model_types import is_causal, is_self_attention, is_served, model_type_of, supported_model_types
@@ -154,7 +155,7 @@ def attention(
     if chosen.is_exact(N, N, query.device.type, causal=hides_future):
         return _exact(call)
     call.share_dtype()
-    return _causal(chosen, call) if hides_future else _clustered(chosen, call)
+    return _by_method(chosen, call)
 
 
 def _hides_future(module: nn.Module, asked: bool | None, mask: torch.Tensor | None) -> bool:
@@ -190,11 +191,6 @@ class Call:
     prompt: bool
     options: dict[str, Any]
 
-    @property
-    def method_options(self) -> dict[str, Any]:
-        """What every method is told beside the tensors."""
-        return {"key_mask": self.mask, "scale": self.scale, "module": self.module}
-
     def share_dtype(self) -> None:
         """Cast as autocast does for SDPA where a rotation or a norm made queries and keys wider than values."""
         dtype = self.value.dtype
@@ -226,30 +222,26 @@ def _over_cache(method: Method, call: Call) -> Attended:
     """The last tokens over a cache: by a method that has a form for them, and exactly where it has none."""
     if call.mask is not None and call.mask.dtype != torch.bool:
         return _exact(call)
-    attend: Callable[..., Any] = partial(method.attend_over_cache, call.query, call.key)
-    options: dict[str, Any] = {"mask": call.mask, "scale": call.scale, "module": call.module}
-    result = attend(call.value, **options)
+    options = Options(scale=call.scale, causal=True, module=call.module)
+    attend: Any = partial(method.attend_over_cache, call.query, call.key, mask=call.mask, options=options)
+    result = attend(call.value)
     if result is None:
         return _exact(call)
-    weights = method.implied_weights(call.query, call.key, partial(attend, **options)) if call.wants_weights else None
+    weights = method.implied_weights(call.query, call.key, attend) if call.wants_weights else None
     return result.transpose(1, 2).contiguous(), weights
 
 
-def _causal(method: Method, call: Call) -> Attended:
-    """A text, or the prompt of one, whose future is masked."""
-    options = call.method_options | {"causal": True, "prompt": call.prompt, "training": call.module.training}
+def _by_method(method: Method, call: Call) -> Attended:
+    """A whole text, or the prompt of one, by the method; its causal form where the future is masked."""
+    options: dict[str, Any] = {
+        "key_mask": call.mask,
+        "scale": call.scale,
+        "causal": call.hides_future,
+        "prompt": call.prompt,
+        "training": call.module.training,
+        "module": call.module,
+    }
     result = method.run(call.query, call.key, call.value, dropout_p=call.dropout, **options)
-    return _with_weights(method, call, result, options)
-
-
-def _clustered(method: Method, call: Call) -> Attended:
-    """A text whose tokens all see each other."""
-    options = call.method_options
-    result = method.run(call.query, call.key, call.value, dropout_p=call.dropout, **options)
-    return _with_weights(method, call, result, options)
-
-
-def _with_weights(method: Method, call: Call, result: torch.Tensor, options: dict[str, Any]) -> Attended:
     weights = method.weights(call.query, call.key, **options) if call.wants_weights else None
     return result.transpose(1, 2).contiguous(), weights
 

@@ -30,6 +30,7 @@ from hf_effattn.measuring.errors import relative_error
 from hf_effattn.patching.methods import Method, make_method
 
 from ..kept.command_line import run_with_help
+from ..kept.runs import print_table
 from ._inputs import Inputs, attention_inputs
 from ._plots import draw_lengths
 
@@ -152,8 +153,7 @@ def main(
         output.write_text(json.dumps({"environment": machine, "settings": settings, "rows": rows}, indent=1))
     for path in draw_lengths(rows, output, f"H={heads}, D={head_dim}, {machine['device_name']}"):
         print(f"written: {path}")
-    with pd.option_context("display.width", 220, "display.max_columns", 30, "display.precision", 3):
-        print(table(rows).to_string(index=False))
+    print_table(table(rows))
     for row in rows:
         for name, reason in row.get("refused", {}).items():
             print(f"{row['dtype']}, batch {row['batch']}, {row['length']:,} tokens: no {name}: {reason}")

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
 import torch
 import typer
 from rich.progress import track
@@ -15,6 +16,7 @@ import hf_effattn
 from hf_effattn.measuring.environment import environment
 
 from ..kept.command_line import run_with_help
+from ..kept.runs import print_table
 from ._inputs import held_out_tokens, load_causal_model
 from .causal_schemes import SKIPPED, scored
 
@@ -48,8 +50,6 @@ def main(
     output: Path = Path(__file__).parents[1] / "results" / "causal_generation.json",
 ) -> None:
     """Write every continuation, count the equal ones, print the table and keep it as JSON."""
-    import pandas as pd
-
     loaded, tokenizer = load_causal_model(model)
     if prompt_length + new_tokens > loaded.config.max_position_embeddings:
         hf_effattn.extend_positions(loaded, prompt_length + new_tokens)
@@ -78,8 +78,7 @@ def main(
         kept = {"environment": environment(), "prompt_length": prompt_length, "new_tokens": new_tokens, "rows": rows}
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(kept, indent=1) + "\n")
-    print(pd.DataFrame(rows).drop(columns=["settings"]).to_string(index=False))
-    print(f"written: {output}")
+    print_table(pd.DataFrame(rows).drop(columns=["settings"]), output)
 
 
 if __name__ == "__main__":

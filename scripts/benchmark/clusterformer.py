@@ -33,7 +33,7 @@ from hf_effattn.models.clusterformer.modeling_clusterformer import ClusterFormer
 from hf_effattn.models.clusterformer.sorting import SortedWords
 
 from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns
+from ..kept.runs import KeptRuns, print_table
 
 EXACT = f"exact ({CHOSEN_BY_TORCH})"
 ROUTINGS: dict[str, dict[str, Any]] = {
@@ -189,9 +189,7 @@ def main(
     ]
     for case in track(kept.missing(cases), description="lengths"):
         kept.add(*measure(case, sizes, factor, device, repeats))
-    with pd.option_context("display.width", 250, "display.max_columns", 30, "display.precision", 2):
-        print(table(kept.rows).to_string(index=False))
-    print(f"written: {output}")
+    print_table(table(kept.rows), output)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 import typer
@@ -22,6 +23,7 @@ from hf_effattn.measuring.errors import relative_error
 from hf_effattn.ops import cluster_queries, improved_clustered_attention
 
 from ..kept.command_line import run_with_help
+from ..kept.runs import print_table
 from ._inputs import attention_inputs
 
 EVERY_QUERY = 2**31
@@ -51,11 +53,9 @@ def measure(length: int, clusters: int, topk: int, repeats: int) -> list[dict[st
         name: partial(cluster_queries, query, clusters, key=key if metric else None, **options)
         for name, (options, metric) in CLUSTERINGS.items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
-    nothing = dict.fromkeys(calls, lambda: None)
-    interleaved_rounds(calls, torch.device("cpu"), repeats, before=nothing, seconds=seconds, after_call=lambda: None)
+    seconds = interleaved_rounds(calls, torch.device("cpu"), repeats)
     rows = []
     for name, (options, metric) in CLUSTERINGS.items():
         errors = []
@@ -84,15 +84,12 @@ def main(
     output: Path = Path(__file__).parents[1] / "results" / "benchmark_clustering.json",
 ) -> None:
     """Measure every clustering at every length, print the table and keep it as JSON."""
-    import pandas as pd
-
     rows: list[dict[str, Any]] = []
     output.parent.mkdir(parents=True, exist_ok=True)
     for length in track([int(part) for part in lengths.split(",")], description="lengths"):
         rows += measure(length, clusters, topk, repeats)
         output.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
-    print(pd.DataFrame(rows).round(4).to_string(index=False))
-    print(f"written: {output}")
+    print_table(pd.DataFrame(rows), output, digits=4)
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ def unfinished(
 
 
 def write(kept: dict[str, Any], output: Path) -> None:
-    """Replace the file as a whole: whoever is stopped while writing leaves it as it was."""
+    """Replace the file as a whole: a run that is stopped while writing leaves it as it was."""
     output.parent.mkdir(parents=True, exist_ok=True)
     part = output.with_suffix(".part")
     part.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

@@ -33,6 +33,7 @@ from hf_effattn.samples.model import load_model
 from hf_effattn.samples.texts import Passages, bundled_books
 
 from ..kept.command_line import run_with_help
+from ..kept.runs import print_table
 from .embeddings import embed
 
 EXACT = CHOSEN_BY_TORCH
@@ -209,11 +210,9 @@ def main(
         for length in track(COSINE_LENGTHS, description="conversions"):
             kept["conversions"] += measure_conversions(model, passages, length, texts_per_book)
         keep()
-    with pd.option_context("display.width", 200, "display.max_columns", 20, "display.precision", 4):
-        for name in ("layers", "conversions"):
-            if kept[name]:
-                print(pd.DataFrame(kept[name]).to_string(index=False))
-    print(f"written: {output}")
+    for name in ("layers", "conversions"):
+        if kept[name]:
+            print_table(pd.DataFrame(kept[name]), output, digits=4)
 
 
 if __name__ == "__main__":

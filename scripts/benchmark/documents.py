@@ -89,9 +89,8 @@ def measure(
         if memory:
             rows[name]["peak_bytes"] = peak_memory_added(partial(forward, model, tokens), device)[1]
     _spent.update(dict.fromkeys(_spent, 0.0))
-    seconds: dict[str, list[float]] = {name: [] for name in switches}
     calls = dict.fromkeys(switches, partial(forward, model, tokens))
-    interleaved_rounds(calls, device, repeats, before=switches, seconds=seconds, after_call=lambda: None)
+    seconds = interleaved_rounds(calls, device, repeats, before=switches)
     for name, times in seconds.items():
         rows[name] |= {
             "seconds": median(times),

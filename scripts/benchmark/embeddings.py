@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
 import torch
 import typer
 from rich.progress import track
@@ -23,6 +24,7 @@ from hf_effattn.samples.texts import Book, Passages, bundled_books
 
 from ..kept.command_line import run_with_help
 from ..kept.data import dataset_path
+from ..kept.runs import print_table
 
 # Tokens, clusters, topk, key clusters.
 SIZES = ((128, 25, 32, 50), (256, 25, 32, 50), (256, 100, 64, 200), (512, 100, 64, 200))
@@ -91,8 +93,6 @@ def main(
     output: Annotated[Path | None, typer.Option(help="JSON file; the default says which books.")] = None,
 ) -> None:
     """Measure every size, print the table and keep it as JSON."""
-    import pandas as pd
-
     model, tokenizer, name = load_model(None)
     passages = Passages(tokenizer, read_books(books))
     suffix = "" if books is None else f"_{Path(books).name}"
@@ -102,8 +102,7 @@ def main(
     for size in track(SIZES, description="sizes"):
         rows += measure(model, passages, *size)
         output.write_text(json.dumps({"environment": environment(), "model": name, "rows": rows}, indent=1) + "\n")
-    print(pd.DataFrame(rows).round(5).to_string(index=False))
-    print(f"written: {output}")
+    print_table(pd.DataFrame(rows), output, digits=5)
 
 
 if __name__ == "__main__":

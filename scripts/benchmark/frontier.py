@@ -30,7 +30,7 @@ from hf_effattn.measuring.errors import relative_error
 from hf_effattn.patching.methods import Method, make_method
 
 from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns
+from ..kept.runs import KeptRuns, print_table
 from ._inputs import HEAD_DIM, HEADS, attention_inputs
 from ._plots import draw_frontier
 
@@ -155,9 +155,7 @@ def main(
     for run in track(kept.missing(wanted), description="lengths"):
         kept.add(*measure_length(run["length"], repeats, device, getattr(torch, dtype), earlier))
     draw_frontier(kept.rows, output.with_suffix(".png"), f"{kept.environment['device_name']}, {dtype}, H=12, D=32")
-    with pd.option_context("display.width", 220, "display.max_columns", 30, "display.precision", 3):
-        print(least_times(kept.rows).to_string(index=False))
-    print(f"written: {output} and {output.with_suffix('.png')}")
+    print_table(least_times(kept.rows), output, output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from hf_effattn.patching.methods.clustered import BiClustered
 from hf_effattn.samples.model import load_model
 
 from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns
+from ..kept.runs import KeptRuns, print_table
 from ._inputs import HELD_OUT, Inputs, held_out_inputs, held_out_tokens
 from ._rivals import order_zero
 
@@ -137,10 +137,8 @@ def main(
     ]
     for run in track(kept.missing(hidden), description="hidden states"):
         kept.add(measure_hidden_state(run["book"], *(run[name] for name in names)))
-    with pd.option_context("display.width", 220, "display.max_columns", 30, "display.precision", 3):
-        for table in summary(kept.rows):
-            print(table.to_string(index=False), end="\n\n")
-    print(f"written: {output}")
+    for table in summary(kept.rows):
+        print_table(table, output)
 
 
 if __name__ == "__main__":

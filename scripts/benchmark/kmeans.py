@@ -93,9 +93,7 @@ def measure(
             # PyTorch does not see what NumPy holds.
             "peak_bytes": None if name == SCIKIT else peak,
         }
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    nothing = dict.fromkeys(calls, lambda: None)
-    interleaved_rounds(calls, device, repeats, before=nothing, seconds=seconds, after_call=lambda: None)
+    seconds = interleaved_rounds(calls, device, repeats)
     for name, times in seconds.items():
         rows[name] |= {
             "ms": 1e3 * (median(times) or 0.0),

@@ -78,9 +78,7 @@ def measure(shape: str, length: int, dtype: torch.dtype, device: torch.device, r
                 rows[name][f"{part}_error"] = str(error).splitlines()[0]
                 continue
             calls[name] = partial(run, model, tokens)
-        seconds: dict[str, list[float]] = {name: [] for name in calls}
-        nothing = dict.fromkeys(calls, lambda: None)
-        interleaved_rounds(calls, device, repeats, before=nothing, seconds=seconds, after_call=lambda: None)
+        seconds = interleaved_rounds(calls, device, repeats)
         for name, times in seconds.items():
             rows[name][f"{part}_tokens_per_second"] = length / (median(times) or float("nan"))
             rows[name][f"{part}_speedup"] = median_ratio(seconds[EXACT], times) if EXACT in seconds else None

@@ -27,7 +27,7 @@ from hf_effattn.measuring.cost import compare
 from hf_effattn.patching.methods import make_method
 
 from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns
+from ..kept.runs import KeptRuns, print_table
 from ._inputs import HEAD_DIM, HEADS, attention_inputs
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -95,9 +95,7 @@ def main(
     wanted = [{"length": int(part), "where": where} for part in lengths.split(",") for where in (ALONE, BESIDE)]
     for run in track(kept.missing(wanted), description="lengths"):
         kept.add(*measure(run["length"], run["where"], repeats))
-    with pd.option_context("display.width", 200, "display.precision", 3):
-        print(table(kept.rows))
-    print(f"written: {output}")
+    print_table(table(kept.rows), output, index=True)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 import typer
@@ -26,6 +27,7 @@ import hf_effattn
 from hf_effattn.measuring.environment import environment
 
 from ..kept.command_line import run_with_help
+from ..kept.runs import print_table
 from ._inputs import HELD_OUT, held_out_tokens, load_causal_model
 from .causal_schemes import EXACT, SKIPPED, scored
 
@@ -133,8 +135,6 @@ def main(
     output: Path = Path(__file__).parents[1] / "results" / "perplexity.json",
 ) -> None:
     """Measure every length, print the table and keep it as JSON and picture."""
-    import pandas as pd
-
     loaded, tokenizer = load_causal_model(model)
     trained = loaded.config.max_position_embeddings
     chosen = [int(part) for part in lengths.split(",")]
@@ -162,8 +162,7 @@ def main(
         }
         output.write_text(json.dumps(kept, indent=1) + "\n")
     plot(rows, trained, output.with_suffix(".png"))
-    print(pd.DataFrame(rows).drop(columns=["settings"]).round(4).to_string(index=False))
-    print(f"written: {output}")
+    print_table(pd.DataFrame(rows).drop(columns=["settings"]), output, digits=4)
 
 
 if __name__ == "__main__":

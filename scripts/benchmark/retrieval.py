@@ -35,7 +35,7 @@ from hf_effattn.samples.model import installed_model_folder, load_model
 
 from ..kept.command_line import run_with_help
 from ..kept.data import dataset_path
-from ..kept.runs import KeptRuns, run_folder
+from ..kept.runs import KeptRuns, print_table, run_folder
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "retrieval"
 CUT, CHUNKS, EXACT = "cut at 512", "chunks of 512, their mean", "exact"
@@ -159,8 +159,7 @@ def main(
     chosen = methods.split(",") if methods else [CUT, CHUNKS, "i-clustered", "clustered", "bi-clustered", EXACT]
     for run in kept.missing({"method": one} for one in chosen):
         kept.add(measure(encoder, tokens, meetings, run["method"]))
-    print(pd.DataFrame(kept.rows)[list(SHOWN)].round(3).to_string(index=False))
-    print(f"written: {kept.path}")
+    print_table(pd.DataFrame(kept.rows)[list(SHOWN)], kept.path)
 
 
 if __name__ == "__main__":

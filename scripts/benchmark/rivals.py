@@ -30,7 +30,7 @@ from hf_effattn.measuring.json_numbers import finite_or_none
 from hf_effattn.patching.methods import make_method
 
 from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns
+from ..kept.runs import KeptRuns, print_table
 from . import _rivals
 from ._inputs import HEAD_DIM, HEADS, held_out_inputs
 from ._plots import draw_rivals
@@ -157,9 +157,7 @@ def layer_times(calls: dict[Name, Attend], inputs: Inputs, repeats: int) -> dict
     """Seconds of SDPA and of every call, all of which have run before, on the inputs of a layer: medians of rounds."""
     every = {SDPA: F.scaled_dot_product_attention} | calls
     runs = {" | ".join(name): partial(forward, attend, inputs) for name, attend in every.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    nothing = dict.fromkeys(runs, lambda: None)
-    interleaved_rounds(runs, torch.device("cpu"), repeats, before=nothing, seconds=seconds, after_call=lambda: None)
+    seconds = interleaved_rounds(runs, torch.device("cpu"), repeats)
     return {name: median(seconds[" | ".join(name)]) or 0.0 for name in every}
 
 
@@ -228,10 +226,8 @@ def main(
     for run in kept.missing([{"length": int(part)} for part in lengths.split(",")]):
         kept.add(*measure(run["length"], repeats))
     draw_rivals(kept.rows, output.with_suffix(".png"), f"{kept.environment['device_name']}, float32, H=12, D=32")
-    with pd.option_context("display.width", 200, "display.precision", 3):
-        print(best_settings(kept.rows).to_string(index=False))
     print(*verdicts(kept.rows), sep="\n")
-    print(f"written: {output} and {output.with_suffix('.png')}")
+    print_table(best_settings(kept.rows), output, output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class KeptRuns:
         return [run for run in runs if not self.matching(run)]
 
     def add(self, *rows: dict[str, Any]) -> None:
-        """Keep rows, on disk too; whoever is stopped while writing leaves the file as it was."""
+        """Keep rows, on disk too; a run that is stopped while writing leaves the file as it was."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock")):
             self.read()
@@ -77,9 +77,15 @@ class KeptRuns:
 
 def print_rows(kept: KeptRuns) -> None:
     """The rows as a table, and where they are."""
-    with pd.option_context("display.width", 200, "display.max_columns", 20, "display.precision", 3):
-        print(pd.DataFrame(kept.rows).drop(columns=list(kept.machine)).to_string(index=False))
-    print(f"written: {kept.path}")
+    print_table(pd.DataFrame(kept.rows).drop(columns=list(kept.machine)), kept.path)
+
+
+def print_table(table: pd.DataFrame, *written: Path, index: bool = False, digits: int = 3) -> None:
+    """A whole table, with its index if that says something, and the files that were written."""
+    with pd.option_context("display.precision", digits):
+        print(table.to_string(index=index))
+    if written:
+        print(f"written: {' and '.join(map(str, written))}")
 
 
 def device_defaults(name: str, dtype: str | None, output: Path | None) -> tuple[torch.device, str, Path]:

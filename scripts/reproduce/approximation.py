@@ -33,7 +33,7 @@ from hf_effattn.samples.model import DEFAULT_NAME, installed_model_folder
 from ..kept.command_line import command_line_of, run_with_help
 from ..kept.data import VARIABLE, dataset_path
 from ..kept.markdown import machine, of_frame
-from ..kept.runs import KeptRuns, mean_and_deviation, run_folder
+from ..kept.runs import KeptRuns, mean_and_deviation, print_table, run_folder
 from ..train import glue as run_glue
 from ..train import qa as run_qa
 
@@ -204,7 +204,7 @@ def evaluate(
         arguments["max_eval_samples"] = samples
     if settings:
         arguments["method"] = settings.pop("method")
-        # Forced: at these lengths exact attention would be the faster one.
+        # Forced: exact attention is faster at these lengths.
         settings |= {"seed": seed, "min_length": 0}
         arguments["method_settings"] = ",".join(f"{key}={value}" for key, value in settings.items())
     task = TASKS[name]
@@ -355,8 +355,7 @@ def main(
             kept.add(run | found | attention_errors(name, path, run["row"], seed, local))
         shown += [row for run in plans[name] for row in kept.matching(run)]
     summary = table(shown, rows)
-    with pd.option_context("display.width", 250, "display.max_columns", 60):
-        print(summary.to_string())
+    print_table(summary, index=True)
     if card is not None:
         write_card(card, summary, machine(kept.environment, f"{origin}, evaluated in {dtype}. "))
         print(f"written: {card}")

@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from hf_effattn import ClusterFormerConfig
 
 from ..kept.command_line import command_line_of, run_with_help
-from ..kept.runs import KeptRuns, mean_and_deviation, print_rows
+from ..kept.runs import KeptRuns, mean_and_deviation, print_rows, print_table
 from ..train import classification as run_classification
 from .answer_ranking import rank_answers
 from .classification_data import DATA_SETS
@@ -330,9 +330,7 @@ def main(
                 paths[name] = DATA_SETS[name].write(folder / name.replace(" ", "-"))
             kept.add(measure(run, paths[name], dtype != "float32"))
     rows = [row | {"name": name} for name, run in plan for row in kept.matching(run)]
-    with pd.option_context("display.width", 250, "display.max_columns", 40):
-        print(table(rows, sweep).to_string())
-    print(f"written: {output}")
+    print_table(table(rows, sweep), output, index=True)
 
 
 if __name__ == "__main__":

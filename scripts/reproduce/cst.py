@@ -30,7 +30,7 @@ from hf_effattn.samples.model import installed_model_folder
 
 from ..kept.command_line import command_line_of, run_with_help
 from ..kept.data import dataset_path
-from ..kept.runs import KeptRuns, run_folder, with_wall_time
+from ..kept.runs import KeptRuns, print_table, run_folder, with_wall_time
 from ..train import classification as run_classification
 from ..train import clm as run_clm
 from .step_costs import step_costs
@@ -313,9 +313,7 @@ def main(
         for run in track(kept.missing(plan), description="models"):
             kept.add(train(run, runs, low_precision))
     shown = pd.DataFrame(kept.matching({"task": task})).drop(columns=["arguments"], errors="ignore")
-    with pd.option_context("display.width", 250, "display.max_columns", 40):
-        print(shown.to_string(index=False))
-    print(f"written: {output}")
+    print_table(shown, output)
 
 
 if __name__ == "__main__":

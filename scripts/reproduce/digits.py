@@ -28,7 +28,7 @@ from hf_effattn.models.clusterformer import NeuralClustering
 
 from ..kept.command_line import run_with_help
 from ..kept.data import dataset_path
-from ..kept.runs import KeptRuns, mean_and_deviation
+from ..kept.runs import KeptRuns, mean_and_deviation, print_table
 
 CLASSES = 10
 MAP_EPOCHS = 5
@@ -170,8 +170,7 @@ def main(
     data = load_mnist(images)
     for run in track(kept.missing(runs), description="clusterings"):
         kept.add(measure(run, data))
-    print(table(kept.rows).to_string())
-    print(f"written: {output}")
+    print_table(table(kept.rows), output, index=True)
 
 
 if __name__ == "__main__":

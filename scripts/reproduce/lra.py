@@ -27,7 +27,7 @@ from rich.progress import track
 from hf_effattn.data.long_range_arena import GENERATED
 
 from ..kept.command_line import command_line_of, run_with_help
-from ..kept.runs import KeptRuns, mean_and_deviation, run_folder, with_wall_time
+from ..kept.runs import KeptRuns, mean_and_deviation, print_table, run_folder, with_wall_time
 from ..train import lra as run_lra
 
 KEPT = ("test_accuracy", "test_loss", "parameters", "train_seconds")
@@ -169,9 +169,7 @@ def main(
     ]
     for run in track(kept.missing(plan), description="models"):
         kept.add(train(run, data_path, runs, dtype != "float32"))
-    with pd.option_context("display.width", 250, "display.max_columns", 40):
-        print(table([row for run in plan for row in kept.matching(run)]).to_string())
-    print(f"written: {output}")
+    print_table(table([row for run in plan for row in kept.matching(run)]), output, index=True)
 
 
 if __name__ == "__main__":

@@ -36,9 +36,7 @@ def step_costs(
 
     calls = {name: partial(step, model) for name, model in models.items()}
     peaks = {name: peak_memory_added(call, device)[1] for name, call in calls.items()}  # the warm-up too
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    nothing = dict.fromkeys(calls, lambda: None)
-    interleaved_rounds(calls, device, repeats, before=nothing, seconds=seconds, after_call=lambda: None)
+    seconds = interleaved_rounds(calls, device, repeats)
     return {
         name: {
             "step_ms": 1e3 * (median(times) or 0.0),

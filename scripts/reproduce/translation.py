@@ -27,7 +27,7 @@ from rich.progress import track
 
 from ..kept.command_line import command_line_of, run_with_help
 from ..kept.data import dataset_path
-from ..kept.runs import KeptRuns, mean_and_deviation, run_folder, with_wall_time
+from ..kept.runs import KeptRuns, mean_and_deviation, print_table, run_folder, with_wall_time
 from ..train import translation as run_translation
 from .classification import CENTROIDS, DEFAULTS, GATED, LOSSES, PAPERS_FORM, TRANSFORMER, data_folder, differences
 
@@ -171,9 +171,7 @@ def main(
             kept.add(measure(run, low_precision, folder))
             shutil.rmtree(folder)
     rows = [row | {"name": name} for name, run in plan for row in kept.matching(run)]
-    with pd.option_context("display.width", 250, "display.max_columns", 40):
-        print(table(rows).to_string())
-    print(f"written: {output}")
+    print_table(table(rows), output, index=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The composite attention of the Composite Slice Transformer: equations, causality, padding, identities."""
 
+from functools import partial
 from math import ceil, erf, exp, sqrt
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from support.closeness import assert_close_to_reference
 from support.cst_models import LENGTH, VARIANTS, tiny_model, tokens
 
+from hf_effattn.measuring.cost import peak_memory_added
 from hf_effattn.models import CSTForCausalLM, CSTModel
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -285,12 +287,6 @@ def test_memory_grows_with_length_not_with_its_square():
     for N in (2048, 4096):
         model = tiny_model(CSTModel, slice_length=(16, 256), max_position_embeddings=4096).float()
         ids = tokens(1, N)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            model(ids)[0].sum().backward()
-        alive = peak = 0
-        for event in profile.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                alive += event.nbytes()
-                peak = max(peak, alive)
-        peaks.append(peak)
+        step = partial(lambda model, ids: model(ids)[0].sum().backward(), model, ids)
+        peaks.append(peak_memory_added(step, torch.device("cpu"))[1])
     assert 0 < peaks[1] < 2.2 * peaks[0]

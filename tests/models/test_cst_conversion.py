@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from support.closeness import assert_close_to_reference
 
 from hf_effattn.patching.methods.cst.attention import (
+    Slicing,
     first_and_last_tokens,
     merged_attention,
     merged_over_cache,
@@ -67,7 +68,7 @@ def test_merged_form_is_one_softmax(ratio, causal, sinks, kind):
     query, key, value = rows()
     mask = mask_of(kind)
     options = {"slice_length": L, "extension_ratio": ratio, "causal": causal, "sinks": sinks, "key_mask": mask}
-    actual = merged_attention(query, key, value, **options)
+    actual = merged_attention(query, key, value, Slicing(**options))
     for b in range(2):
         for h in range(2):
             expected = merged_with_loops(query, key, value, b, h, (ratio - 1) * L // 2, causal, sinks, mask)
@@ -79,7 +80,9 @@ def test_whatever_a_window_covers_is_exact(causal):
     query, key, value = rows()
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
     for length, ratio in ((N, 1), (14, 3)):
-        actual = merged_attention(query, key, value, slice_length=length, extension_ratio=ratio, causal=causal)
+        actual = merged_attention(
+            query, key, value, Slicing(slice_length=length, extension_ratio=ratio, causal=causal)
+        )
         assert_close_to_reference("output", actual, expected, rtol=1e-14)
 
 
@@ -87,17 +90,18 @@ def test_slices_of_one_token_are_exact():
     """Means of one token are the tokens themselves."""
     query, key, value = rows()
     expected = F.scaled_dot_product_attention(query, key, value)
-    assert_close_to_reference("output", merged_attention(query, key, value, slice_length=1), expected, rtol=1e-14)
+    actual = merged_attention(query, key, value, Slicing(slice_length=1))
+    assert_close_to_reference("output", actual, expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize("form", ["merged", "summed"])
 @pytest.mark.parametrize("ratio", [1, 2, 3])
 def test_causal_forms_never_look_ahead(form, ratio):
     def run(query, key, value):
-        options = {"slice_length": L, "extension_ratio": ratio, "causal": True}
+        slicing = Slicing(slice_length=L, extension_ratio=ratio, causal=True, sinks=form == "merged")
         if form == "merged":
-            return merged_attention(query, key, value, **options)
-        return summed_attention(query, key, value, project, **options)
+            return merged_attention(query, key, value, slicing)
+        return summed_attention(query, key, value, project, slicing)
 
     def project(embeddings):
         heads = embeddings.unflatten(-1, (2, -1)).transpose(1, 2)
@@ -122,21 +126,21 @@ def test_padding_has_no_influence_and_no_gradient(causal):
         other = tensor.detach().clone()
         other[1, :, 14:] = float("nan")
         dirty.append(other.requires_grad_())
-    outputs = [merged_attention(*x, slice_length=L, causal=causal, key_mask=mask) for x in (clean, dirty)]
+    outputs = [merged_attention(*x, Slicing(slice_length=L, causal=causal, key_mask=mask)) for x in (clean, dirty)]
     assert torch.equal(*outputs)
     for output in outputs:
         output.sin().sum().backward()
     for first, second in zip(clean, dirty, strict=True):
         assert torch.equal(first.grad, second.grad)
         assert (second.grad[1, :, 14:] == 0).all()
-    alone = merged_attention(*(x.detach()[1:, :, :14] for x in clean), slice_length=L, causal=causal)
+    alone = merged_attention(*(x.detach()[1:, :, :14] for x in clean), Slicing(slice_length=L, causal=causal))
     assert_close_to_reference("padded", outputs[0][1:, :, :14].detach(), alone, rtol=1e-14)
 
 
 def test_an_item_of_padding_alone_gives_zeros():
     mask = torch.tensor([True, False])[:, None].expand(2, N)
     tensors = [tensor.requires_grad_() for tensor in rows()]
-    output = merged_attention(*tensors, slice_length=L, key_mask=mask)
+    output = merged_attention(*tensors, Slicing(slice_length=L, key_mask=mask))
     output.sum().backward()
     assert (output[1] == 0).all()
     assert all((tensor.grad[1] == 0).all() for tensor in tensors)
@@ -163,9 +167,8 @@ def test_position_terms_are_added_to_queries_and_keys():
     """In the own slice those of its places, among the slices those of the slices: here with one neighbour's half."""
     query, key, value = rows()
     local, coarse = position_terms(2)
-    actual = merged_attention(
-        query, key, value, slice_length=L, extension_ratio=2, sinks=False, local_terms=local, slice_terms=coarse
-    )
+    slicing = Slicing(slice_length=L, extension_ratio=2, sinks=False, local_terms=local, slice_terms=coarse)
+    actual = merged_attention(query, key, value, slicing)
     own = torch.arange(N) // L
     scale = 8**-0.5
     for i in (0, 9, 26):
@@ -194,7 +197,7 @@ def test_a_cache_of_keys_and_values_gives_the_rows_of_the_whole(ratio, with_term
     terms = position_terms(ratio) if with_terms else ((None, None), (None, None))
     options = {"slice_length": L, "extension_ratio": ratio, "sinks": sinks}
     options |= {"local_terms": terms[0], "slice_terms": terms[1]}
-    whole = merged_attention(query, key, value, causal=True, **options)
+    whole = merged_attention(query, key, value, Slicing(causal=True, **options))
     before, after = (5, 0) if kind == "left" else (0, 6 if kind == "room" else 0)
     cached_key, cached_value = (F.pad(x, (0, 0, before, after), value=3.0) for x in (key, value))
     if with_terms and kind != "none":
@@ -210,7 +213,7 @@ def test_a_cache_of_keys_and_values_gives_the_rows_of_the_whole(ratio, with_term
             cached_key[:, :, :end],
             cached_value[:, :, :end],
             visible,
-            **options | {"slice_terms": slices},
+            Slicing(**options | {"slice_terms": slices}),
         )
         torch.testing.assert_close(actual, whole[:, :, first:last], rtol=0, atol=4e-15)
 
@@ -227,5 +230,5 @@ def test_the_papers_sum_can_see_the_sinks_too(causal):
     for change in (0.0, 2.0):
         changed = value.clone()
         changed[:, :, 0] += change
-        outputs.append(summed_attention(query, key, changed, silent, slice_length=L, causal=causal, sinks=True))
+        outputs.append(summed_attention(query, key, changed, silent, Slicing(slice_length=L, causal=causal)))
     assert (outputs[0] != outputs[1]).all()

@@ -1,5 +1,7 @@
 """Clustered, improved clustered and bi-clustered attention: values, gradients, identities, masks."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,8 @@ from support.attention_cases import (
     padding,
 )
 from support.closeness import assert_close_to_reference
+
+from hf_effattn.measuring.cost import peak_memory_added
 
 OPS = ("clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
 BACKENDS = ("reference", "batched")
@@ -426,14 +430,7 @@ def test_memory_grows_with_length_not_with_its_square(op):
     for N in (2048, 4096):
         case = Case("memory", B=1, H=2, N=N, M=N, D=16, Dv=16, clusters=16, topk=8)
         inputs = make_inputs(case, torch.float32)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            with_gradients(op, case, inputs)
-        alive = peak = 0
-        for event in profile.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                alive += event.nbytes()
-                peak = max(peak, alive)
-        peaks.append(peak)
+        peaks.append(peak_memory_added(partial(with_gradients, op, case, inputs), torch.device("cpu"))[1])
     assert 0 < peaks[1] < 2.2 * peaks[0]
     assert peaks[1] < 4096 * 4096 * 4  # one head's matrix would already be more
 

@@ -1,5 +1,6 @@
 """Slice attention: values, gradients, identities, masks, causality, for every form that runs on a CPU."""
 
+from functools import partial
 from math import exp, log
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from support.closeness import assert_close_to_reference
 from support.slice_cases import CASES, Case, attend, make_inputs, with_gradients
 
+from hf_effattn.measuring.cost import peak_memory_added
 from hf_effattn.ops import slice_attention
 
 BACKENDS = ("reference", "batched")
@@ -281,14 +283,7 @@ def test_memory_grows_with_length_not_with_its_square():
     for N in (2048, 4096):
         case = Case("memory", B=1, H=2, N=N, L=16, ratio=3)
         inputs = make_inputs(case, torch.float32)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            with_gradients(case, inputs)
-        alive = peak = 0
-        for event in profile.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                alive += event.nbytes()
-                peak = max(peak, alive)
-        peaks.append(peak)
+        peaks.append(peak_memory_added(partial(with_gradients, case, inputs), torch.device("cpu"))[1])
     assert 0 < peaks[1] < 2.2 * peaks[0]
 
 

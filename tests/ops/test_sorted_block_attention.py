@@ -1,6 +1,7 @@
 """Attention within sorted blocks: against loops, identities, masks, gradients, the causal forms."""
 
 from dataclasses import replace
+from functools import partial
 from math import exp, log
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from support.block_cases import CASES, Case, Inputs, attend, make_inputs, with_gradients
 from support.closeness import assert_close_to_reference
 
+from hf_effattn.measuring.cost import peak_memory_added
 from hf_effattn.ops import cluster_order
 
 BACKENDS = ("reference", "batched")
@@ -330,14 +332,7 @@ def test_memory_grows_with_length_not_with_its_square():
     for N in (2048, 4096):
         case = Case("memory", B=1, H=2, N=N, D=16, Dv=16, clusters=N // 64)
         inputs = make_inputs(case, torch.float32)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            with_gradients(case, inputs)
-        alive = peak = 0
-        for event in profile.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                alive += event.nbytes()
-                peak = max(peak, alive)
-        peaks.append(peak)
+        peaks.append(peak_memory_added(partial(with_gradients, case, inputs), torch.device("cpu"))[1])
     assert 0 < peaks[1] < 2.2 * peaks[0]
     assert peaks[1] < 4096 * 4096 * 4  # one head's matrix would already be more
 

@@ -19,13 +19,20 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def without_gradient() -> Iterator[None]:
+    """For files whose tests only look at outputs: `pytestmark = pytest.mark.usefixtures("without_gradient")`."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
 def attended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The methods that really ran, one entry per call of a method by an attention module."""
     calls: list[str] = []
 
-    def counting(attend: Any) -> Any:
+    def counting(name: str, attend: Any) -> Any:
         def counted(method: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(type(method), attend.__name__) is counted:  # not where a method goes on to that of another
+            if getattr(type(method), name) is counted:  # not where a method goes on to that of another
                 calls.append(method.method)
             return attend(method, *args, **kwargs)
 
@@ -34,5 +41,5 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for kind in METHODS.values():
         for name in ("attend", "attend_causal"):
             if name in vars(kind):
-                monkeypatch.setattr(kind, name, counting(getattr(kind, name)))
+                monkeypatch.setattr(kind, name, counting(name, getattr(kind, name)))
     return calls

@@ -24,11 +24,7 @@ import hf_effattn
 from hf_effattn.patching.methods.cst.checkpoint import HINT
 from hf_effattn.patching.methods.cst.positions import NAME
 
-
-@pytest.fixture(autouse=True)
-def without_gradient() -> Any:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradient")
 
 
 def auto_class_of(model_type: str) -> Any:

@@ -29,10 +29,7 @@ FORCED = {"clusters": 6, "min_length": 0}
 WINDOWED = [name for name, layers in FULL_LAYERS.items() if layers == (0, 2) and name in MODEL_TYPES]
 
 
-@pytest.fixture(autouse=True)
-def without_gradient() -> Any:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradient")
 
 
 def window_mask(length: int, reach: int = 5) -> torch.Tensor:

@@ -3,7 +3,6 @@
 import ast
 import re
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,7 @@ MODELS = Path(transformers.__file__).parent / "models"
 N = 40
 
 
-@pytest.fixture(autouse=True)
-def without_gradient() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradient")
 
 
 @pytest.fixture

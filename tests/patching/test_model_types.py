@@ -41,12 +41,6 @@ FORCED = {"clusters": 6, "min_length": 0}
 SEEING_NO_PADDING = [name for name in TEXTS if name != "mobilebert"]
 
 
-@pytest.fixture
-def without_gradient():
-    with torch.no_grad():
-        yield
-
-
 def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
     return ((actual - exact).norm() / exact.norm()).item()
 

@@ -24,10 +24,7 @@ from hf_effattn.patching.model_types import find_stacks
 FORCED = {"clusters": 6, "min_length": 0}
 
 
-@pytest.fixture(autouse=True)
-def without_gradient() -> Any:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradient")
 
 
 def attentions(model: Any, batch: Any) -> tuple[torch.Tensor, ...]:

@@ -18,10 +18,7 @@ LEARNED = tuple(name for name in MODEL_TYPES if TABLE[name].learned is not None)
 OFFSET = tuple(name for name in LEARNED if TABLE[name].learned.reserved_by_padding)
 
 
-@pytest.fixture(autouse=True)
-def without_gradient() -> Any:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradient")
 
 
 def test_longest_input() -> None:

@@ -11,10 +11,7 @@ import hf_effattn
 SETTINGS = {method: SMALL_SETTINGS[method] | {"topk": 34} for method in WITH_TOPK}
 
 
-@pytest.fixture(autouse=True)
-def without_gradient() -> Any:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradient")
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:

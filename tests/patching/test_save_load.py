@@ -29,10 +29,7 @@ import hf_effattn
 FORCED = {"clusters": 6, "min_length": 0}
 
 
-@pytest.fixture(autouse=True)
-def without_gradient() -> Any:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradient")
 
 
 @pytest.mark.parametrize(("model_type", "method"), with_methods(WITH_TOPK))

@@ -108,14 +108,6 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def get_output_embeddings(self) -> nn.Module:
-        """The layer that makes the logits."""
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Put another layer in."""
-        self.lm_head = new_embeddings
-
     def prepare_inputs_for_generation(
         self,
         input_ids: torch.Tensor,

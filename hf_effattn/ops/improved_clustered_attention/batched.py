@@ -13,6 +13,7 @@ from ..shared.centroids import centroid_backward, centroid_dropout, centroid_sco
 from ..shared.cluster_blocks import ClusterBlocks, block_length
 from ..shared.cluster_table import ClusterTable, attend, attend_backward
 from ..shared.dropout import TOPK_WEIGHTS
+from ..shared.gradients import register_gradients
 from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype, product_dtype
 from ..shared.row_chunks import RowChunk
@@ -159,24 +160,12 @@ def improved_clustered_attention(
 
 
 @improved_clustered_attention.register_fake
-def _(query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, dropout_seed):
+def _(query, key, value, *settings):
     return empty_output(query, value)
 
 
-@torch.library.custom_op("hf_effattn::improved_clustered_attention_backward", mutates_args=())
-def improved_clustered_attention_backward(
-    grad_output: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    labels: torch.Tensor,
-    clusters: int,
-    topk: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
+def gradients(
+    grad_output, query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, dropout_seed
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels and sets `T_j` held fixed."""
     grad_query, grad_key, grad_value = gradients_of_chunks(query, key, value, key_mask, query_mask)
@@ -195,24 +184,4 @@ def improved_clustered_attention_backward(
     return grad_query, grad_key, grad_value
 
 
-@improved_clustered_attention_backward.register_fake
-def _(grad_output, query, key, value, *settings):
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, dropout_seed = inputs
-    ctx.save_for_backward(query, key, value, labels, key_mask, query_mask, dropout_seed)
-    ctx.settings = clusters, topk, scale, dropout_p
-
-
-def _backward(ctx, grad_output):
-    query, key, value, labels, key_mask, query_mask, dropout_seed = ctx.saved_tensors
-    clusters, topk, scale, dropout_p = ctx.settings
-    grads = improved_clustered_attention_backward(
-        grad_output, query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, dropout_seed
-    )
-    return (*grads, *[None] * 8)
-
-
-improved_clustered_attention.register_autograd(_backward, setup_context=_setup_context)
+register_gradients("improved_clustered_attention", gradients, ("query", "key", "value"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..shared.gradients import register_gradients
 from ..shared.precision import accumulation_dtype, product_dtype
 from ..shared.row_chunks import CHUNK_BYTES
 
@@ -96,14 +97,7 @@ def _(words, directions, cosine, mask):
     )
 
 
-@torch.library.custom_op("hf_effattn::neural_clustering_backward", mutates_args=())
-def neural_clustering_backward(
-    grad_updated: torch.Tensor,
-    words: torch.Tensor,
-    directions: torch.Tensor,
-    cosine: bool,
-    mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gradients(grad_updated, words, directions, cosine, mask) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of words and directions, labels held fixed."""
     grad_words, grad_directions = torch.empty_like(words), torch.zeros_like(directions)
     dtype = accumulation_dtype(words.dtype)
@@ -128,22 +122,4 @@ def neural_clustering_backward(
     return grad_words, grad_directions
 
 
-@neural_clustering_backward.register_fake
-def _(grad_updated, words, directions, *settings):
-    return torch.empty_like(words), torch.empty_like(directions)
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    words, directions, cosine, mask = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(words, directions, mask)
-    ctx.cosine = cosine
-
-
-def _backward(ctx, grad_updated, grad_labels):
-    words, directions, mask = ctx.saved_tensors
-    grads = neural_clustering_backward(grad_updated, words, directions, ctx.cosine, mask)
-    return (*grads, None, None)
-
-
-neural_clustering.register_autograd(_backward, setup_context=_setup_context)
+register_gradients("neural_clustering", gradients, ("words", "directions"), outputs=1)

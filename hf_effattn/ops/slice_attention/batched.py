@@ -7,11 +7,14 @@ Registered with `torch.library`: to `torch.compile` it is one op.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ..shared.dropout import dropout_factor
+from ..shared.gradients import register_gradients
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import CHUNK_BYTES
 from ..shared.tables import softmax_
@@ -21,18 +24,33 @@ from .reference import LOCAL_WEIGHTS, sink_rows, sink_visible, window_positions
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The tensors of a call."""
+    """The arguments of the op, in its order."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+    slice_length: int
+    extension: int
+    causal: bool
     key_mask: torch.Tensor | None
     scale: float
     query_positions: torch.Tensor | None
     key_positions: torch.Tensor | None
-    sinks: tuple[torch.Tensor, torch.Tensor] | None
+    sink_mask: torch.Tensor | None
     dropout_p: float
     dropout_seed: torch.Tensor | None
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where the rows of the slices lie."""
+        group = self.query.shape[1] // self.key.shape[1]
+        return Layout(self.slice_length, self.extension, self.causal, self.query.shape[2], group)
+
+    @cached_property
+    def sinks(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Positions of the sinks, and which of them there are, `(B, K)`; None without any."""
+        sinks = None if self.sink_mask is None else sink_rows(self.sink_mask, self.key_mask)
+        return None if sinks is None or sinks[0].shape[1] == 0 else sinks
 
 
 class _Chunk:
@@ -41,8 +59,9 @@ class _Chunk:
     `T` counts the slices of all its heads, `G = group · L` the queries of a slice.
     """
 
-    def __init__(self, layout: Layout, inputs: _Inputs, items: slice, heads: slice) -> None:
-        self.layout, self.inputs, self.items, self.heads = layout, inputs, items, heads
+    def __init__(self, inputs: _Inputs, items: slice, heads: slice) -> None:
+        self.layout = layout = inputs.layout
+        self.inputs, self.items, self.heads = inputs, items, heads
         self.query_heads = slice(heads.start * layout.group, heads.stop * layout.group)
         self.b, self.h = items.stop - items.start, heads.stop - heads.start
         self.token = self._tokens()
@@ -195,8 +214,9 @@ class _Chunk:
         return table
 
 
-def _chunks(layout: Layout, inputs: _Inputs) -> Iterator[_Chunk]:
+def _chunks(inputs: _Inputs) -> Iterator[_Chunk]:
     """As many whole items as fit a chunk's largest buffer, else some heads of one."""
+    layout = inputs.layout
     B, heads = inputs.key.shape[:2]
     columns = layout.window + (0 if inputs.sinks is None else inputs.sinks[0].shape[1])
     width = max(columns, inputs.query.shape[3], inputs.value.shape[3])
@@ -208,30 +228,7 @@ def _chunks(layout: Layout, inputs: _Inputs) -> Iterator[_Chunk]:
     some = -(-heads // parts)
     for first in range(0, B, items):
         for head in range(0, heads, some):
-            yield _Chunk(layout, inputs, slice(first, min(B, first + items)), slice(head, min(heads, head + some)))
-
-
-def _prepare(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slice_length: int,
-    extension: int,
-    causal: bool,
-    key_mask: torch.Tensor | None,
-    scale: float,
-    query_positions: torch.Tensor | None,
-    key_positions: torch.Tensor | None,
-    sink_mask: torch.Tensor | None,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> tuple[Layout, _Inputs]:
-    layout = Layout(slice_length, extension, causal, query.shape[2], query.shape[1] // key.shape[1])
-    sinks = None if sink_mask is None else sink_rows(sink_mask, key_mask)
-    if sinks is not None and sinks[0].shape[1] == 0:
-        sinks = None
-    positions = query_positions, key_positions
-    return layout, _Inputs(query, key, value, key_mask, scale, *positions, sinks, dropout_p, dropout_seed)
+            yield _Chunk(inputs, slice(first, min(B, first + items)), slice(head, min(heads, head + some)))
 
 
 @torch.library.custom_op("hf_effattn::slice_attention", mutates_args=())
@@ -251,24 +248,13 @@ def slice_attention(
     dropout_seed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`Y_l = softmax((S W_q + P_l W_q)(S_ext W_k + P_ext W_k)^T) S_ext W_v` per slice, its means, its log-sum-exps."""
-    positions = query_positions, key_positions
-    layout, inputs = _prepare(
-        query,
-        key,
-        value,
-        slice_length,
-        extension,
-        causal,
-        key_mask,
-        scale,
-        *positions,
-        sink_mask,
-        dropout_p,
-        dropout_seed,
+    inputs = _Inputs(
+        *(query, key, value, slice_length, extension, causal, key_mask, scale, query_positions, key_positions),
+        *(sink_mask, dropout_p, dropout_seed),
     )
     output, pooled, lse = empty_outputs(query, value, slice_length)
     with torch.autocast(query.device.type, enabled=False):
-        for chunk in _chunks(layout, inputs):
+        for chunk in _chunks(inputs):
             scores = chunk.scores()
             # Of large scores the log-sum-exp is too coarse to take weights from.
             largest = scores.amax(dim=2, keepdim=True)
@@ -308,49 +294,20 @@ def _(query, key, value, slice_length, *settings):
     return empty_outputs(query, value, slice_length)
 
 
-@torch.library.custom_op("hf_effattn::slice_attention_backward", mutates_args=())
-def slice_attention_backward(
-    grad_output: torch.Tensor,
-    grad_pooled: torch.Tensor,
-    grad_lse: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slice_length: int,
-    extension: int,
-    causal: bool,
-    key_mask: torch.Tensor | None,
-    scale: float,
-    query_positions: torch.Tensor | None,
-    key_positions: torch.Tensor | None,
-    sink_mask: torch.Tensor | None,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
+def gradients(
+    grad_output: torch.Tensor, grad_pooled: torch.Tensor, grad_lse: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key, value and of both position terms (empty where there are none)."""
-    layout, inputs = _prepare(
-        query,
-        key,
-        value,
-        slice_length,
-        extension,
-        causal,
-        key_mask,
-        scale,
-        query_positions,
-        key_positions,
-        sink_mask,
-        dropout_p,
-        dropout_seed,
-    )
+    inputs = _Inputs(*arguments)
+    layout, query = inputs.layout, inputs.query
     dtype = accumulation_dtype(query.dtype)
-    grad_query, grad_key, grad_value = (torch.empty_like(tensor) for tensor in (query, key, value))
+    grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, inputs.key, inputs.value))
     grad_positions = [
         grad_lse.new_zeros(0) if tensor is None else torch.zeros_like(tensor, dtype=dtype)
-        for tensor in (query_positions, key_positions)
+        for tensor in (inputs.query_positions, inputs.key_positions)
     ]
     with torch.autocast(query.device.type, enabled=False):
-        for chunk in _chunks(layout, inputs):
+        for chunk in _chunks(inputs):
             grad = layout.pack(grad_output[chunk.items, chunk.query_heads], chunk.token, layout.group)
             grad = grad.flatten(0, 2)  # (T, G, Dv)
             of_means = grad_pooled[chunk.items, chunk.query_heads] / chunk.slice_sizes()
@@ -379,7 +336,7 @@ def slice_attention_backward(
                 grad_q.baddbmm_(on_part, keys)
                 key_parts.append(torch.bmm(on_part.transpose(1, 2), chunk.query))
                 value_parts.append(torch.bmm(dropped[:, :, columns].transpose(1, 2), grad))
-                if key_positions is not None:
+                if inputs.key_positions is not None:
                     summed = key_parts[-1].unflatten(0, (chunk.b, chunk.h, -1)).sum(dim=(0, 2), dtype=dtype)
                     grad_positions[1][chunk.heads, columns] += summed
             sink_parts = [grad, grad]
@@ -389,8 +346,8 @@ def slice_attention_backward(
                 sink_parts[0] = torch.bmm(on_sinks.transpose(1, 2), chunk.per_head(chunk.query))
                 on_sinks = chunk.per_head(dropped[:, :, layout.window :])
                 sink_parts[1] = torch.bmm(on_sinks.transpose(1, 2), chunk.per_head(grad))
-            grad_q.mul_(scale)
-            if query_positions is not None:
+            grad_q.mul_(inputs.scale)
+            if inputs.query_positions is not None:
                 summed = chunk.per_slice(grad_q).sum(dim=(0, 2), dtype=dtype)  # (h, group, L, D)
                 grad_positions[0][chunk.query_heads] += summed.flatten(0, 1)
             chunk.store(grad_query, grad_q, chunk.query_heads)
@@ -399,44 +356,4 @@ def slice_attention_backward(
     return grad_query, grad_key, grad_value, grad_positions[0].to(query.dtype), grad_positions[1].to(query.dtype)
 
 
-@slice_attention_backward.register_fake
-def _(grad_output, grad_pooled, grad_lse, query, key, value, *settings):
-    positions = (query.new_empty(0) if tensor is None else torch.empty_like(tensor) for tensor in settings[5:7])
-    return (*(torch.empty_like(tensor) for tensor in (query, key, value)), *positions)
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    query, key, value, slice_length, extension, causal, key_mask, scale, *optional = inputs
-    query_positions, key_positions, sink_mask, dropout_p, dropout_seed = optional
-    tensors = query, key, value, key_mask, query_positions, key_positions, sink_mask, dropout_seed
-    ctx.save_for_backward(*tensors)
-    ctx.settings = slice_length, extension, causal, scale, dropout_p
-
-
-def _backward(ctx, grad_output, grad_pooled, grad_lse):
-    query, key, value, key_mask, query_positions, key_positions, sink_mask, dropout_seed = ctx.saved_tensors
-    slice_length, extension, causal, scale, dropout_p = ctx.settings
-    grads = slice_attention_backward(
-        grad_output,
-        grad_pooled,
-        grad_lse,
-        query,
-        key,
-        value,
-        slice_length,
-        extension,
-        causal,
-        key_mask,
-        scale,
-        query_positions,
-        key_positions,
-        sink_mask,
-        dropout_p,
-        dropout_seed,
-    )
-    of_query_positions = None if query_positions is None else grads[3]
-    of_key_positions = None if key_positions is None else grads[4]
-    return (*grads[:3], *[None] * 5, of_query_positions, of_key_positions, *[None] * 3)
-
-
-slice_attention.register_autograd(_backward, setup_context=_setup_context)
+register_gradients("slice_attention", gradients, ("query", "key", "value", "query_positions", "key_positions"))

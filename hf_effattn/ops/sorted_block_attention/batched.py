@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..shared.dropout import dropout_factor
+from ..shared.gradients import register_gradients
 from ..shared.precision import accumulation_dtype, product_dtype
 from ..shared.row_chunks import CHUNK_BYTES
 from ..shared.tables import empty_output
@@ -218,24 +219,11 @@ def _(query, key, value, *settings):
     return empty_output(query, value)
 
 
-@torch.library.custom_op("hf_effattn::sorted_block_attention_backward", mutates_args=())
-def sorted_block_attention_backward(
-    grad_output: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    order: torch.Tensor,
-    block_length: torch.Tensor,
-    window_blocks: int,
-    causal: bool,
-    labels: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    membership: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
+def gradients(
+    grad_output, query, key, value, order, block_length, window_blocks, causal, labels, key_mask, membership, *rest
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key, value and, where there is one (else empty), membership."""
+    scale, dropout_p, dropout_seed = rest
     H, heads, dtype = query.shape[1], key.shape[1], accumulation_dtype(query.dtype)
     grad_query = empty_output(query, query)
     # A key is in the windows of several blocks: their sum must not be rounded at every step.
@@ -283,28 +271,8 @@ def _unflatten(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return rows.to(like.dtype).unflatten(0, (B, N)).transpose(1, 2)
 
 
-@sorted_block_attention_backward.register_fake
-def _(grad_output, query, key, value, *settings):
-    membership = settings[6]
-    grads = (empty_output(tensor, tensor) for tensor in (query, key, value))
-    return *grads, query.new_empty(0 if membership is None else membership.shape)
+def _empty_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    return empty_output(tensor, tensor) if tensor.ndim == 4 else tensor.new_empty(tensor.shape)
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    query, key, value, order, block_length, window_blocks, causal, labels, key_mask, membership, *rest = inputs
-    scale, dropout_p, dropout_seed = rest
-    ctx.save_for_backward(query, key, value, order, block_length, labels, key_mask, membership, dropout_seed)
-    ctx.settings = window_blocks, causal, scale, dropout_p
-
-
-def _backward(ctx, grad_output):
-    query, key, value, order, block_length, labels, key_mask, membership, dropout_seed = ctx.saved_tensors
-    window_blocks, causal, scale, dropout_p = ctx.settings
-    *grads, grad_membership = sorted_block_attention_backward(
-        *(grad_output, query, key, value, order, block_length, window_blocks, causal, labels, key_mask, membership),
-        *(scale, dropout_p, dropout_seed),
-    )
-    return *grads, *[None] * 6, None if membership is None else grad_membership, *[None] * 3
-
-
-sorted_block_attention.register_autograd(_backward, setup_context=_setup_context)
+register_gradients("sorted_block_attention", gradients, ("query", "key", "value", "membership"), empty=_empty_gradient)

@@ -29,6 +29,30 @@ Groups = tuple[torch.Tensor, ...]
 LARGEST_COUNT = 2**31 - 1  # of tokens, clusters, ...: the ops take integers of 64 bits and multiply them
 
 
+@dataclass(kw_only=True)
+class Options:
+    """What a call of attention asks for beside its queries, keys and values.
+
+    Args:
+        key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = attend; it masks the same rows of the queries.
+        scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
+        dropout_p (`float`): dropout on the attention weights.
+        causal (`bool`): whether no query sees a later key.
+        prompt (`bool`): where causal, whether only what follows the last token will be read; the setting
+            `causal="prefill"` then clusters all queries.
+        training (`bool`): where causal, whether the model learns from the output.
+        module (`nn.Module`, *optional*): the attention module, for methods that use its weights.
+    """
+
+    key_mask: torch.Tensor | None = None
+    scale: float | None = None
+    dropout_p: float = 0.0
+    causal: bool = False
+    prompt: bool = True
+    training: bool = False
+    module: nn.Module | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
     """An attention method; its fields are the settings.
@@ -70,34 +94,14 @@ class Method(ABC):
         price = {name: getattr(self, name) for name in self.price}
         return crossover_length(self.method, price, device_type, causal=causal)
 
-    def run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        key_mask: torch.Tensor | None = None,
-        scale: float | None = None,
-        dropout_p: float = 0.0,
-        causal: bool = False,
-        prompt: bool = True,
-        training: bool = False,
-        module: nn.Module | None = None,
-    ) -> torch.Tensor:
+    def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **asked: Any) -> torch.Tensor:
         """Self-attention by the method, its clustering included; exact attention where the method would save nothing.
 
         Args:
             query (`torch.Tensor`): `(B, H, N, D)`, any strides.
             key (`torch.Tensor`): `(B, H, N, D)`, any strides.
             value (`torch.Tensor`): `(B, H, N, Dv)`, any strides.
-            key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = attend; it masks the same rows of the queries.
-            scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
-            dropout_p (`float`): dropout on the attention weights.
-            causal (`bool`): whether no query sees a later key.
-            prompt (`bool`): where causal, whether only what follows the last token will be read; the setting
-                `causal="prefill"` then clusters all queries.
-            training (`bool`): where causal, whether the model learns from the output.
-            module (`nn.Module`, *optional*): the attention module, for methods that use its weights.
+            asked: fields of `Options`.
 
         Returns:
             `torch.Tensor`: `(B, H, N, Dv)`. Masked rows are 0 where the method ran.
@@ -106,34 +110,34 @@ class Method(ABC):
             ValueError: more queries than keys or fewer, sizes that do not fit together.
             TypeError: a mask that is not boolean.
         """
+        options = Options(**asked)
         N, M = query.shape[2], key.shape[2]
-        options: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "module": module}
-        if self.is_exact(N, M, query.device.type, causal=causal):
-            mask = visible_keys(key_mask, N, causal=causal)
-            return exact_attention(query, key, value, mask, causal=causal, **options)
+        if self.is_exact(N, M, query.device.type, causal=options.causal):
+            mask = visible_keys(options.key_mask, N, causal=options.causal)
+            return exact_attention(
+                query,
+                key,
+                value,
+                mask,
+                scale=options.scale,
+                dropout_p=options.dropout_p,
+                causal=options.causal,
+                module=options.module,
+            )
         check_no_onnx("call unpatch_attention(model) and export the exact model, or use torch.export or torch.compile")
-        options["key_mask"] = key_mask
-        if causal:
-            return self.attend_causal(query, key, value, prompt=prompt, training=training, **options)
+        if options.causal:
+            return self.attend_causal(query, key, value, options)
         if N != M:
             raise ValueError(
                 f"{self.method!r} serves self-attention, where queries and keys are as many; got {N} queries and {M} "
                 "keys"
             )
         with torch.no_grad():
-            groups = self.group(query.detach(), key.detach(), key_mask, scale)
-        return self.attend(query, key, value, groups, **options)
+            groups = self.group(query.detach(), key.detach(), options.key_mask, options.scale)
+        return self.attend(query, key, value, options, groups)
 
     def weights(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        *,
-        key_mask: torch.Tensor | None = None,
-        scale: float | None = None,
-        causal: bool = False,
-        columns: slice = slice(None),
-        **options: Any,
+        self, query: torch.Tensor, key: torch.Tensor, *, columns: slice = slice(None), **asked: Any
     ) -> torch.Tensor:
         """The attention weights of `run` before dropout, `(B, H, N, M)`; `columns`: on these keys alone.
 
@@ -141,12 +145,12 @@ class Method(ABC):
             ValueError: the settings compute no such weights.
         """
         N, M = query.shape[2], key.shape[2]
-        if self.is_exact(N, M, query.device.type, causal=causal):
-            mask = visible_keys(key_mask, N, causal=causal)
-            return exact_weights(query, key, mask, scale, causal=causal)[..., columns]
-        options |= {"key_mask": key_mask, "scale": scale, "causal": causal}
+        options = Options(**asked)
+        if self.is_exact(N, M, query.device.type, causal=options.causal):
+            mask = visible_keys(options.key_mask, N, causal=options.causal)
+            return exact_weights(query, key, mask, options.scale, causal=options.causal)[..., columns]
         # The groups are the same each time, by their seed.
-        return self.implied_weights(query, key, lambda values: self.run(query, key, values, **options), columns)
+        return self.implied_weights(query, key, lambda values: self.run(query, key, values, **asked), columns)
 
     def implied_weights(
         self,
@@ -246,14 +250,10 @@ class Method(ABC):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        groups: Groups,
-        *,
-        key_mask: torch.Tensor | None,
-        scale: float | None,
-        dropout_p: float,
-        module: nn.Module | None = None,
+        options: Options,
+        groups: Groups = (),
     ) -> torch.Tensor:
-        """Attention with the groups that `group` returned, `(B, H, N, Dv)`; `module`: the attention module."""
+        """Attention with the groups that `group` returned, `(B, H, N, Dv)`."""
 
     def check_causal(self, module: nn.Module | None) -> None:  # noqa: B027
         """Raise where the settings ask for something that the causal form of an attention module has not."""
@@ -263,29 +263,17 @@ class Method(ABC):
 
     @abstractmethod
     def attend_causal(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        key_mask: torch.Tensor | None,
-        scale: float | None,
-        dropout_p: float = 0.0,
-        prompt: bool = False,
-        training: bool = False,
-        module: nn.Module | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
     ) -> torch.Tensor:
-        """Causal self-attention, `(B, H, N, Dv)`; `prompt`: only what follows the last token will be read."""
+        """Causal self-attention, `(B, H, N, Dv)`."""
 
     def attend_over_cache(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
         mask: torch.Tensor | None,
-        scale: float | None,
-        module: nn.Module | None = None,
+        options: Options,
     ) -> torch.Tensor | None:
         """Causal attention of the last tokens over a cache, `(B, H, N, Dv)`; None where it is to be exact.
 

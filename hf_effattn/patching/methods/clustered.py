@@ -25,7 +25,7 @@ from ...ops.causal_clustered_attention import DEFAULT_KEYS_PER_CLUSTER, DEFAULT_
 from ...ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS, LARGEST_SEED
 from ...ops.shared.head_threads import for_every_chunk, heads_of_threads
 from ..model_types import model_type_of
-from .base import Groups, Method
+from .base import Groups, Method, Options
 from .drafts import watch_for_drafts
 
 CLUSTERINGS = ("kmeans", "lsh")
@@ -140,12 +140,8 @@ class Clustered(Method):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        groups: Groups,
-        *,
-        key_mask: torch.Tensor | None,
-        scale: float | None,
-        dropout_p: float,
-        module: nn.Module | None = None,
+        options: Options,
+        groups: Groups = (),
     ) -> torch.Tensor:
         return self.op(
             query,
@@ -153,10 +149,10 @@ class Clustered(Method):
             value,
             *groups,
             clusters=self.clusters,
-            key_mask=key_mask,
-            query_mask=key_mask,
-            scale=scale,
-            dropout_p=dropout_p,
+            key_mask=options.key_mask,
+            query_mask=options.key_mask,
+            scale=options.scale,
+            dropout_p=options.dropout_p,
         )
 
     def check_causal(self, module: nn.Module | None) -> None:
@@ -191,24 +187,14 @@ class Clustered(Method):
         return self.causal == "prefill"
 
     def attend_causal(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        key_mask: torch.Tensor | None,
-        scale: float | None,
-        dropout_p: float = 0.0,
-        prompt: bool = False,
-        training: bool = False,
-        module: nn.Module | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
     ) -> torch.Tensor:
-        if training and self.clusters_prompts:
+        if options.training and self.clusters_prompts:
             raise ValueError(
                 'causal="prefill" puts later queries into the clusters that earlier tokens read, so training would '
                 'learn from the future; patch the model with causal="strict" to train it'
             )
-        self.check_causal(module)
+        self.check_causal(options.module)
         if self.check_finite and not query.isfinite().all():
             raise ValueError("query has values that are not finite: look for an overflow or a bad weight before it")
         return causal_clustered_attention(
@@ -223,10 +209,10 @@ class Clustered(Method):
             iterations=self.iterations,
             fit_queries=self.fit_queries,
             seed=self.seed,
-            prefill=self.clusters_prompts and prompt,
-            key_mask=key_mask,
-            scale=scale,
-            dropout_p=dropout_p,
+            prefill=self.clusters_prompts and options.prompt,
+            key_mask=options.key_mask,
+            scale=options.scale,
+            dropout_p=options.dropout_p,
         )
 
 

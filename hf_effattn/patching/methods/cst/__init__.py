@@ -15,10 +15,11 @@ from torch import nn
 from ....ops.slice_attention import extension_tokens
 from ...model_types import Stack, longest_input
 from ...module_patch import RECORD, ModulePatch
-from ..base import Groups, Method
+from ..base import Groups, Method, Options
 from .attention import (
     NO_TERMS,
     Projected,
+    Slicing,
     Terms,
     merged_attention,
     merged_over_cache,
@@ -175,10 +176,8 @@ class CompositeSlices(Method):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
         mask: torch.Tensor | None,
-        scale: float | None,
-        module: nn.Module | None = None,
+        options: Options,
     ) -> torch.Tensor | None:
         M = key.shape[2] if self.min_length == 0 else _length_so_far(key, mask)
         if self.is_exact(M, M, query.device.type, causal=True):
@@ -189,78 +188,55 @@ class CompositeSlices(Method):
                 "values does not hold: generate with use_cache=False"
             )
         visible = None if mask is None else mask[:, 0].expand(query.shape[0], -1, -1)
-        local_terms, slice_terms = self._terms(query, key, module, fill=True)
-        return merged_over_cache(
-            query,
-            key,
-            value,
-            visible,
-            slice_length=self.slice_length,
-            extension_ratio=self.extension_ratio,
-            sinks=bool(self.sinks),
-            scale=scale,
-            local_terms=local_terms,
-            slice_terms=slice_terms,
-        )
+        return merged_over_cache(query, key, value, visible, self._slicing(query, key, None, options, fill=True))
 
     def attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        options: Options,
         groups: Groups = (),
-        *,
-        causal: bool = False,
-        key_mask: torch.Tensor | None,
-        scale: float | None,
-        dropout_p: float = 0.0,
-        module: nn.Module | None = None,
-        **unused: Any,
     ) -> torch.Tensor:
         """Slices are counted from each text's first token, wherever its padding is."""
+        key_mask, module = options.key_mask, options.module
         order = None if key_mask is None else tokens_first(key_mask)
         if order is not None and key_mask is not None:
             query, key, value = (take_rows(rows, order) for rows in (query, key, value))
             key_mask = key_mask.gather(1, order)
-        local_terms, slice_terms = self._terms(query, key, module)
-        options: dict[str, Any] = {
-            "slice_length": self.slice_length,
-            "extension_ratio": self.extension_ratio,
-            "causal": causal,
-            "sinks": bool(self.sinks),
-            "key_mask": key_mask,
-            "scale": scale,
-            "dropout_p": dropout_p,
-            "local_terms": local_terms,
-            "slice_terms": slice_terms,
-        }
-        if self.composition == "merged":
-            output = merged_attention(query, key, value, **options)
-        elif module is None:
-            raise ValueError(
-                f'composition="{self.composition}" needs the attention module, by whose weights it projects'
-            )
-        else:
-            output = self._summed(query, key, value, module, options)
+        composed: Callable[..., torch.Tensor] = merged_attention
+        if self.composition != "merged":
+            if module is None:
+                raise ValueError(
+                    f'composition="{self.composition}" needs the attention module, by whose weights it projects'
+                )
+            composed = partial(summed_attention, project=partial(_project_again, module, query))
+        output = composed(query, key, value, how=self._slicing(query, key, key_mask, options))
         return output if order is None else take_rows(output, order.argsort(dim=1))
 
-    def attend_causal(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
-        return self.attend(query, key, value, causal=True, **options)
+    attend_causal = attend
 
-    def _summed(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, module: nn.Module, options: dict[str, Any]
-    ) -> torch.Tensor:
-        def again(slices: torch.Tensor) -> Projected:
-            heads = query.shape[1:2] + query.shape[3:]
-            queries, keys, values = (
-                rows.to(query.dtype).unflatten(-1, heads).transpose(1, 2)
-                for rows in project(module, slices, bias=True)
-            )
-            return queries, keys, values
-
-        return summed_attention(query, key, value, again, **options)
+    def _slicing(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        key_mask: torch.Tensor | None,
+        options: Options,
+        *,
+        fill: bool = False,
+    ) -> Slicing:
+        local_terms, slice_terms = self._terms(query, key, options.module, fill=fill)
+        return Slicing(
+            slice_length=self.slice_length,
+            extension_ratio=self.extension_ratio,
+            causal=options.causal,
+            sinks=bool(self.sinks),
+            key_mask=key_mask,
+            scale=options.scale,
+            dropout_p=options.dropout_p,
+            local_terms=local_terms,
+            slice_terms=slice_terms,
+        )
 
     def _terms(
         self, query: torch.Tensor, key: torch.Tensor, module: nn.Module | None, *, fill: bool = False
@@ -276,6 +252,15 @@ class CompositeSlices(Method):
         if positions is None:
             return NO_TERMS, NO_TERMS
         return positions.terms(module, query, self.slice_length, -(-key.shape[2] // self.slice_length), fill=fill)
+
+
+def _project_again(module: nn.Module, query: torch.Tensor, slices: torch.Tensor) -> Projected:
+    """Queries, keys and values `(B, H, S, D)` of slice embeddings, by the layer's own weights."""
+    heads = query.shape[1:2] + query.shape[3:]
+    queries, keys, values = (
+        rows.to(query.dtype).unflatten(-1, heads).transpose(1, 2) for rows in project(module, slices, bias=True)
+    )
+    return queries, keys, values
 
 
 def _length_so_far(key: torch.Tensor, mask: torch.Tensor | None) -> int:

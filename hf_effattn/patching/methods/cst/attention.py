@@ -10,6 +10,7 @@ values (and, unless causal, of its queries), weighted by the number of its token
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,47 @@ from ....ops.slice_attention import extension_tokens
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Terms = tuple[torch.Tensor | None, torch.Tensor | None]
 NO_TERMS: Terms = (None, None)
+
+
+@dataclass(kw_only=True)
+class Slicing:
+    """How a layer attends in slices.
+
+    Args:
+        slice_length (`int`): `L`.
+        extension_ratio (`float`): `α` in [1, 3].
+        causal (`bool`): whether later tokens are hidden.
+        sinks (`bool`): whether every slice sees the first and (unless causal) the last token of the sequence.
+        key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = token.
+        scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
+        local_terms (`tuple`): position terms `(H, L, D)` of queries and `(H, αL, D)` of keys in a slice, or None.
+        slice_terms (`tuple`): position terms `(H, S, D)` of the slices' queries and keys, or None.
+        dropout_p (`float`): dropout on the weights.
+    """
+
+    slice_length: int
+    extension_ratio: float = 1
+    causal: bool = False
+    sinks: bool = True
+    key_mask: torch.Tensor | None = None
+    scale: float | None = None
+    local_terms: Terms = NO_TERMS
+    slice_terms: Terms = NO_TERMS
+    dropout_p: float = 0.0
+
+    @property
+    def local_options(self) -> dict[str, Any]:
+        """What `slice_attention` is told of it, but for the sinks."""
+        return {
+            "slice_length": self.slice_length,
+            "extension_ratio": self.extension_ratio,
+            "causal": self.causal,
+            "key_mask": self.key_mask,
+            "scale": self.scale,
+            "query_positions": self.local_terms[0],
+            "key_positions": self.local_terms[1],
+            "dropout_p": self.dropout_p,
+        }
 
 
 def first_and_last_tokens(key_mask: torch.Tensor | None, query: torch.Tensor, *, causal: bool) -> torch.Tensor:
@@ -72,16 +114,7 @@ def merged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *,
-    slice_length: int,
-    extension_ratio: float = 1,
-    causal: bool = False,
-    sinks: bool = True,
-    key_mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    local_terms: Terms = NO_TERMS,
-    slice_terms: Terms = NO_TERMS,
-    dropout_p: float = 0.0,
+    how: Slicing,
 ) -> torch.Tensor:
     """One softmax over the tokens of the extended slice and the means of all other slices.
 
@@ -94,53 +127,32 @@ def merged_attention(
         query (`torch.Tensor`): `(B, H, N, D)`.
         key (`torch.Tensor`): `(B, H, N, D)`.
         value (`torch.Tensor`): `(B, H, N, Dv)`.
-        slice_length (`int`): `L`.
-        extension_ratio (`float`): `α` in [1, 3].
-        causal (`bool`): whether later tokens are hidden.
-        sinks (`bool`): whether every slice sees the first and (unless causal) the last token of the sequence.
-        key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = token.
-        scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
-        local_terms (`tuple`): position terms `(H, L, D)` of queries and `(H, αL, D)` of keys in a slice, or None.
-        slice_terms (`tuple`): position terms `(H, S, D)` of the slices' queries and keys, or None.
-        dropout_p (`float`): dropout on the weights.
+        how (`Slicing`): slices, mask and positions.
 
     Returns: `(B, H, N, Dv)`, 0 in masked rows.
     """
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    sink_mask = first_and_last_tokens(key_mask, query, causal=causal) if sinks else None
-    local, _, local_lse = slice_attention(
-        query,
-        key,
-        value,
-        slice_length=slice_length,
-        extension_ratio=extension_ratio,
-        causal=causal,
-        key_mask=key_mask,
-        scale=scale,
-        query_positions=local_terms[0],
-        key_positions=local_terms[1],
-        sink_mask=sink_mask,
-        dropout_p=dropout_p,
-        return_lse=True,
-    )
+    causal, key_mask = how.causal, how.key_mask
+    scale = query.shape[3] ** -0.5 if how.scale is None else how.scale
+    sink_mask = first_and_last_tokens(key_mask, query, causal=causal) if how.sinks else None
+    local, _, local_lse = slice_attention(query, key, value, **how.local_options, sink_mask=sink_mask, return_lse=True)
     # Every slice sees the sinks one by one, so they are in no mean of keys: each key counts once.
     summarised = key_mask
     if sink_mask is not None:
         summarised = ~sink_mask if key_mask is None else key_mask & ~sink_mask
-    slices = _Slices.of(key, value, summarised, slice_length, slice_terms[1])
-    whole = _neighbours_seen_whole(slice_length, extension_ratio)
-    of_token = torch.arange(query.shape[2], device=query.device) // slice_length
+    slices = _Slices.of(key, value, summarised, how.slice_length, how.slice_terms[1])
+    whole = _neighbours_seen_whole(how.slice_length, how.extension_ratio)
+    of_token = torch.arange(query.shape[2], device=query.device) // how.slice_length
     # Of each row of coarse queries, a token or a slice, its own slice.
     own = of_token if causal else torch.arange(slices.key.shape[2], device=query.device)
-    coarse_query = query if causal else slice_means(query, key_mask, slice_length)
+    coarse_query = query if causal else slice_means(query, key_mask, how.slice_length)
     if causal and key_mask is not None:
         coarse_query = coarse_query.masked_fill(~key_mask[:, None, :, None], 0.0)
-    if slice_terms[0] is not None:
-        coarse_query = coarse_query + (slice_terms[0].index_select(1, of_token) if causal else slice_terms[0])
+    if how.slice_terms[0] is not None:
+        coarse_query = coarse_query + (how.slice_terms[0].index_select(1, of_token) if causal else how.slice_terms[0])
     distance = own[:, None] - torch.arange(slices.key.shape[2], device=query.device)
     scores, visible = slices.scores(coarse_query * scale, (distance if causal else distance.abs()) > whole)
     scores = scores.to(local_lse.dtype)
-    weights = F.dropout(scores.softmax(dim=-1).to(value.dtype), dropout_p)
+    weights = F.dropout(scores.softmax(dim=-1).to(value.dtype), how.dropout_p)
     coarse = weights @ slices.value  # (B, H, N or S, Dv)
     coarse_lse = scores.logsumexp(dim=-1).masked_fill(~visible.any(dim=-1), -torch.inf)
     if not causal:
@@ -155,13 +167,7 @@ def merged_over_cache(
     key: torch.Tensor,
     value: torch.Tensor,
     visible: torch.Tensor | None,
-    *,
-    slice_length: int,
-    extension_ratio: float = 1,
-    sinks: bool = True,
-    scale: float | None = None,
-    local_terms: Terms = NO_TERMS,
-    slice_terms: Terms = NO_TERMS,
+    how: Slicing,
 ) -> torch.Tensor:
     """The rows of the last tokens in the causal `merged_attention`, from a cache of keys and values.
 
@@ -171,18 +177,13 @@ def merged_over_cache(
         value (`torch.Tensor`): `(B, H, M, Dv)`.
         visible (`torch.BoolTensor`, *optional*): `(B, Q, M)`, which keys a query sees: all tokens up to its own.
             Default: one query, which sees every row.
-        slice_length (`int`): `L`.
-        extension_ratio (`float`): `α` in [1, 3].
-        sinks (`bool`): whether every slice sees the first token.
-        scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
-        local_terms (`tuple`): as in `merged_attention`.
-        slice_terms (`tuple`): as in `merged_attention`, for at least the slices of `M` rows.
+        how (`Slicing`): as of the whole, `slice_terms` for at least the slices of `M` rows; the mask is `visible`.
 
     Returns: `(B, H, Q, Dv)`.
     """
     B, H, Q, D = query.shape
     M = key.shape[2]
-    scale = D**-0.5 if scale is None else scale
+    scale = D**-0.5 if how.scale is None else how.scale
     if visible is None:
         visible = torch.ones(B, Q, M, dtype=torch.bool, device=query.device)
     token = visible[:, -1]
@@ -192,29 +193,31 @@ def merged_over_cache(
         token = token.gather(1, order)
     places = torch.arange(M, device=query.device)
     place = visible.sum(dim=2)[..., None] - 1  # (B, Q, 1), of each query among its text's tokens
-    own = place // slice_length
-    extension = extension_tokens(slice_length, extension_ratio)
-    at = places - own * slice_length + extension  # (B, Q, M), place of a key in the query's window
+    own = place // how.slice_length
+    extension = extension_tokens(how.slice_length, how.extension_ratio)
+    at = places - own * how.slice_length + extension  # (B, Q, M), place of a key in the query's window
     window = (at >= 0) & (places <= place)
     local_query = query
-    if local_terms[0] is not None:
-        of_query = local_terms[0][:, place[..., 0] % slice_length].transpose(0, 1)  # (B, H, Q, D)
+    if how.local_terms[0] is not None:
+        of_query = how.local_terms[0][:, place[..., 0] % how.slice_length].transpose(0, 1)  # (B, H, Q, D)
         local_query = query + of_query
     products = product_dtype(query.dtype)
     local_query = local_query.to(products) * scale
     scores = local_query @ key.to(products).transpose(2, 3)
-    if local_terms[1] is not None:
-        of_places = local_query @ local_terms[1].to(products).transpose(1, 2)  # (B, H, Q, αL)
+    if how.local_terms[1] is not None:
+        of_places = local_query @ how.local_terms[1].to(products).transpose(1, 2)  # (B, H, Q, αL)
         index = at.clamp(0, of_places.shape[3] - 1)[:, None].expand(-1, H, -1, -1)
         scores = scores + of_places.gather(3, index).masked_fill(~window[:, None], 0.0)
-    near = window | ((places == 0) & (places <= place)) if sinks else window
-    summarised = token & (places > 0) if sinks else token
-    slices = _Slices.of(key, value, summarised, slice_length, slice_terms[1])
+    near = window | ((places == 0) & (places <= place)) if how.sinks else window
+    summarised = token & (places > 0) if how.sinks else token
+    slices = _Slices.of(key, value, summarised, how.slice_length, how.slice_terms[1])
     coarse_query = query
-    if slice_terms[0] is not None:
-        coarse_query = query + slice_terms[0][:, own[..., 0].clamp(min=0)].transpose(0, 1)
+    if how.slice_terms[0] is not None:
+        coarse_query = query + how.slice_terms[0][:, own[..., 0].clamp(min=0)].transpose(0, 1)
     distance = own - torch.arange(slices.key.shape[2], device=query.device)
-    coarse, _ = slices.scores(coarse_query * scale, distance > _neighbours_seen_whole(slice_length, extension_ratio))
+    coarse, _ = slices.scores(
+        coarse_query * scale, distance > _neighbours_seen_whole(how.slice_length, how.extension_ratio)
+    )
     scores = scores.masked_fill(~near[:, None], torch.finfo(scores.dtype).min)
     weights = torch.cat([scores, coarse], dim=3).softmax(dim=3, dtype=accumulation_dtype(query.dtype))
     near_weights, coarse_weights = weights.to(value.dtype).split([M, coarse.shape[3]], dim=3)
@@ -281,16 +284,7 @@ def summed_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     project: Callable[[torch.Tensor], Projected],
-    *,
-    slice_length: int,
-    extension_ratio: float = 1,
-    causal: bool = False,
-    sinks: bool = False,
-    key_mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    local_terms: Terms = NO_TERMS,
-    slice_terms: Terms = NO_TERMS,
-    dropout_p: float = 0.0,
+    how: Slicing,
 ) -> torch.Tensor:
     """The paper's composition: `Y_l + ψ(Y_g)`, the global attention among the projected slice embeddings (Eq. 10, 15).
 
@@ -301,45 +295,26 @@ def summed_attention(
         key (`torch.Tensor`): `(B, H, N, D)`.
         value (`torch.Tensor`): `(B, H, N, D)`.
         project (`Callable`): queries, keys and values `(B, H, S, D)` of slice embeddings `(B, S, H · D)`.
-        slice_length (`int`): `L`.
-        extension_ratio (`float`): `α` in [1, 3].
-        causal (`bool`): whether later tokens are hidden.
-        sinks (`bool`): as in `merged_attention`, of the local attention; beyond the paper.
-        key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = token.
-        scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
-        local_terms (`tuple`): position terms `(H, L, D)` of queries and `(H, αL, D)` of keys in a slice, or None.
-        slice_terms (`tuple`): position terms `(H, S, D)` of the slices' queries and keys, or None.
-        dropout_p (`float`): dropout on the weights.
+        how (`Slicing`): slices, mask and positions; sinks are of the local attention, and beyond the paper.
 
     Returns: `(B, H, N, D)`, 0 in masked rows.
     """
-    local, means = slice_attention(
-        query,
-        key,
-        value,
-        slice_length=slice_length,
-        extension_ratio=extension_ratio,
-        causal=causal,
-        key_mask=key_mask,
-        scale=scale,
-        query_positions=local_terms[0],
-        key_positions=local_terms[1],
-        sink_mask=first_and_last_tokens(key_mask, query, causal=causal) if sinks else None,
-        dropout_p=dropout_p,
-    )
+    causal, key_mask = how.causal, how.key_mask
+    sink_mask = first_and_last_tokens(key_mask, query, causal=causal) if how.sinks else None
+    local, means = slice_attention(query, key, value, **how.local_options, sink_mask=sink_mask)
     slice_query, slice_key, slice_value = project(means.transpose(1, 2).flatten(2))
-    if slice_terms[0] is not None and slice_terms[1] is not None:
-        slice_query, slice_key = slice_query + slice_terms[0], slice_key + slice_terms[1]
-    visible = (slice_sizes(query, key_mask, slice_length) > 0)[:, None, None]  # (B or 1, 1, 1, S)
+    if how.slice_terms[0] is not None and how.slice_terms[1] is not None:
+        slice_query, slice_key = slice_query + how.slice_terms[0], slice_key + how.slice_terms[1]
+    visible = (slice_sizes(query, key_mask, how.slice_length) > 0)[:, None, None]  # (B or 1, 1, 1, S)
     S = slice_query.shape[2]
     slices = torch.arange(S, device=query.device)
     if causal:
         visible = visible & (slices <= slices[:, None])
     # Every row sees its first place, also one without a token: SDPA has no finite result for no key.
     coarse = F.scaled_dot_product_attention(
-        slice_query, slice_key, slice_value, attn_mask=visible | (slices == 0), dropout_p=dropout_p, scale=scale
+        slice_query, slice_key, slice_value, visible | (slices == 0), dropout_p=how.dropout_p, scale=how.scale
     )
     if causal:
         coarse = F.pad(coarse[:, :, :-1], (0, 0, 1, 0))
-    output = local + coarse.index_select(2, torch.arange(query.shape[2], device=query.device) // slice_length)
+    output = local + coarse.index_select(2, torch.arange(query.shape[2], device=query.device) // how.slice_length)
     return output if key_mask is None else output.masked_fill(~key_mask[:, None, :, None], 0.0)

@@ -1,0 +1,57 @@
+"""Hand-written backward passes of ops that `torch.library` knows."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def register_gradients(
+    op: str,
+    gradients: Callable[..., tuple[torch.Tensor, ...]],
+    names: Sequence[str],
+    *,
+    outputs: int | None = None,
+    empty: Callable[[torch.Tensor], torch.Tensor] = torch.empty_like,
+) -> None:
+    """Make a function the backward pass of an op: the op `<op>_backward`, which `torch.compile` keeps whole too.
+
+    Args:
+        op (`str`): the op's name; it is registered already.
+        gradients (`Callable`): takes the gradients of the outputs, then all arguments of the op, and returns the
+            gradients of those in `names`; of one that is None an empty tensor, since an op cannot return None.
+        names (`Sequence[str]`): the arguments that have gradients.
+        outputs (`int`, *optional*): how many of the op's outputs, the first, are differentiable. Default: all.
+        empty (`Callable`): makes a gradient's size and strides, for `torch.compile`, from its argument.
+    """
+    schema = getattr(torch.ops.hf_effattn, op).default._schema
+    count = len(schema.returns) if outputs is None else outputs
+    places = [argument.name in names for argument in schema.arguments]
+    # hf_effattn::op(Tensor query, ...) -> Tensor
+    arguments = str(schema).partition("(")[2].rpartition(") ->")[0]
+    of_outputs = "".join(f"Tensor grad_{number}, " for number in range(count))
+    backward_op = torch.library.custom_op(
+        f"hf_effattn::{op}_backward",
+        gradients,
+        mutates_args=(),
+        schema=f"({of_outputs}{arguments}) -> ({', '.join(['Tensor'] * len(names))})",
+    )
+
+    @backward_op.register_fake
+    def _(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        of_inputs = [x for x, is_named in zip(arguments[count:], places, strict=True) if is_named]
+        return tuple(arguments[0].new_empty(0) if x is None else empty(x) for x in of_inputs)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.mark_non_differentiable(*(output[count:] if isinstance(output, tuple) else ()))
+        ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in inputs))
+        ctx.settings = [None if isinstance(x, torch.Tensor) else x for x in inputs]
+
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved = zip(ctx.saved_tensors, ctx.settings, strict=True)
+        inputs = [setting if tensor is None else tensor for tensor, setting in saved]
+        found = iter(backward_op(*grads[:count], *inputs))
+        of_inputs = [next(found) if is_named else None for is_named in places]
+        return tuple(None if x is None else grad for x, grad in zip(inputs, of_inputs, strict=True))
+
+    torch.library.register_autograd(f"hf_effattn::{op}", backward, setup_context=setup_context)

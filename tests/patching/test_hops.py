@@ -1,0 +1,52 @@
+"""How far it is from transformers' call to an op: each function on the way is one that a reader has to open."""
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from support.cst_conversions import small_model, tokens
+
+import hf_effattn
+from hf_effattn.patching import attention
+
+MOST = 6
+PATCHING = str(Path(attention.__file__).parent)
+CLUSTERS: dict[str, Any] = {"clusters": 4, "segment_length": 4, "window": 4}
+CASES = [
+    ("clustered", "clustered_attention", CLUSTERS),
+    ("i-clustered", "improved_clustered_attention", CLUSTERS | {"topk": 4}),
+    ("bi-clustered", "bi_clustered_attention", CLUSTERS | {"topk": 4, "key_clusters": 4}),
+    ("cst", "slice_attention", {"slice_length": 4}),
+    ("cst", "slice_attention", {"slice_length": 4, "composition": "local-global"}),
+]
+
+
+@pytest.mark.parametrize("model_type", ["bert", "gpt2"])
+@pytest.mark.parametrize(("method", "op", "settings"), CASES)
+@torch.no_grad()
+def test_few_functions_lie_between_transformers_and_the_op(
+    method: str, op: str, settings: dict[str, Any], model_type: str
+) -> None:
+    model = small_model(model_type)
+    hf_effattn.patch_attention(model, method, **settings, min_length=0)
+    if model_type == "gpt2" and method != "cst":
+        op = "causal_clustered_attention"
+    found: list[int] = []
+
+    def entered(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_name == op:
+            hops, caller = 1, frame.f_back
+            while caller is not None and caller.f_code.co_filename.startswith(PATCHING):
+                hops, caller = hops + 1, caller.f_back
+            found.append(hops)
+
+    sys.setprofile(entered)
+    try:
+        model(tokens())
+    finally:
+        sys.setprofile(None)
+    assert found
+    assert max(found) <= MOST, f"{max(found)} functions"
