@@ -1,4 +1,4 @@
-"""The order in which the Trainers of the scripts take examples: one that a resumed run finds again."""
+"""The Trainer of the scripts: an order that a resumed run finds again, an end where the loss is no number."""
 
 from typing import Any
 
@@ -36,11 +36,24 @@ class RepeatableTrainer(Trainer):
     orders are seeded with `data_seed`, or `seed`, and the epoch; on several processes group_by_length sorts what all
     of them take in a step. Evaluations and predictions are in the order of the data. An evaluation leaves the global
     generator as it was: a run that is stopped between a checkpoint and the evaluation of its epoch goes on without it.
+
+    A loss that is not finite ends the training (FloatingPointError), where Trainer goes on with weights that are not
+    numbers and saves them; not with float16, whose scaling of the loss leaves such steps out.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.add_callback(EpochOfSampler)
+
+    def training_step(self, *args: Any, **settings: Any) -> torch.Tensor:
+        """Trainer's own, of which a loss is no number only where the training is over."""
+        loss = super().training_step(*args, **settings)
+        if not self.args.fp16 and not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss of step {self.state.global_step + 1} is {loss.item()}: lower --learning_rate, or train in "
+                "float32. What was saved before stays; with --resume_from_checkpoint last a run goes on from there"
+            )
+        return loss
 
     def evaluate(self, *args: Any, **settings: Any) -> dict[str, float]:
         """Trainer's own, whose loader draws a number from the global generator."""

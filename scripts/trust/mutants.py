@@ -2,17 +2,15 @@
 
 A defect is an exact replacement in `scripts/trust/mutants/*.toml`: a `name`, the `file`, the text `old`, which occurs
 there once, what stands there instead, `new`, and the files of `tests` that are expected to fail. They run up to their
-first failure; `--whole` lets `make test`'s own choice of tests look at those that survive. Results are kept after
-every defect: stop it whenever you like and start it again.
+first failure, and the tests that failed must pass without a defect; `--whole` lets `make test`'s own choice of tests
+look at those that survive. Results are kept after every four defects: stop it whenever you like and start it again.
 
     python -m scripts.trust.mutants                 # writes scripts/results/mutants.json
 """
 
 import hashlib
-import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 import tomllib
@@ -25,10 +23,12 @@ import typer
 
 from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns
+from ._pytest_runs import TOO_LONG, PytestRuns
 
 ROOT = Path(__file__).parents[2]
 LISTS = Path(__file__).parent / "mutants"
 LONGEST = 900  # seconds; a defect that makes tests hang is seen
+CHECKED_AT_ONCE = 4  # defects whose tests run without them in one go
 
 
 @dataclass(frozen=True)
@@ -78,41 +78,43 @@ def copy_of_the_tree(folder: Path) -> Path:
     return folder
 
 
-def first_failure(tree: Path, tests: Iterable[str]) -> str | None:
+def first_failure(runs: PytestRuns, tree: Path, tests: Iterable[str], *options: str) -> str | None:
     """The first test that fails in a tree, or what else ended the run; None where all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", *tests]
-    variables = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            command, cwd=tree, env=os.environ | variables, capture_output=True, text=True, check=False, timeout=LONGEST
-        )
-    except subprocess.TimeoutExpired:
+    code, said = runs.run(tree, ["-x", "-q", "-rfE", "-p", "no:cacheprovider", *options, *tests], LONGEST)
+    if code == TOO_LONG:
         return f"not done after {LONGEST} s"
-    if done.returncode == 0:
+    if code == 0:
         return None
-    failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    if not failed and done.returncode in (3, 4, 5):  # pytest's own failures: wrong arguments, nothing collected
-        raise RuntimeError(f"pytest did not run:\n{done.stdout}{done.stderr}")
-    return failed[0] if failed else f"pytest ended with {done.returncode}"
+    lines = [line for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failed = [line.split(" ", 1)[1].split(" - ")[0] for line in lines]
+    if not failed and code in (3, 4, 5):  # pytest's own failures: wrong arguments, nothing collected
+        raise RuntimeError(f"pytest did not run:\n{said}")
+    return failed[0] if failed else f"pytest ended with {code}"
 
 
-def try_mutant(mutant: Mutant, tree: Path, tests: Sequence[str]) -> dict[str, Any]:
+def try_mutant(mutant: Mutant, runs: PytestRuns, tree: Path, tests: Sequence[str]) -> dict[str, Any]:
     """Its row: whether the tests fail in the tree with the defect, which it is without again afterwards."""
     file = tree / mutant.file
     text, start = file.read_text(encoding="utf-8"), time.monotonic()
     file.write_text(mutant.planted(text), encoding="utf-8")
     try:
-        failure = first_failure(tree, tests)
+        failure = first_failure(runs, tree, tests)
     finally:
         file.write_text(text, encoding="utf-8")
     seconds = round(time.monotonic() - start, 1)
     return mutant.identity | {
         "file": mutant.file,
-        "by": "whole" if not tests else "named",
+        "by": "named" if tests else "whole",
         "caught": failure is not None,
         "failure": failure,
         "seconds": seconds,
     }
+
+
+def failing_anyway(runs: PytestRuns, tree: Path, rows: Sequence[dict[str, Any]]) -> str | None:
+    """The first of the tests that caught defects which fails in the tree without any."""
+    tests = sorted({row["failure"] for row in rows if row["failure"] and row["failure"].startswith("tests/")})
+    return first_failure(runs, tree, tests) if tests else None
 
 
 def main(
@@ -124,23 +126,27 @@ def main(
 ) -> None:
     kept = KeptRuns(output, {})
     chosen = [mutant for mutant in listed_mutants() if only in mutant.name or only in mutant.file]
-    missing = [mutant for mutant in chosen if not kept.matching(mutant.identity)]
-    with tempfile.TemporaryDirectory() as folder:
+    # By their hashes, so that those that are done at any time are a sample of all.
+    missing = sorted(
+        (mutant for mutant in chosen if not kept.matching(mutant.identity)), key=lambda one: one.identity["change"]
+    )
+    with tempfile.TemporaryDirectory() as folder, PytestRuns() as runs:
         tree = copy_of_the_tree(Path(folder))
-        tests = sorted({test for mutant in missing for test in mutant.tests})
-        print(f"{len(missing)} of {len(chosen)} defects to plant; first the tests without any", flush=True)
-        failure = first_failure(tree, tests) if missing else None
-        if failure is not None:
-            raise SystemExit(f"{failure} fails without any defect: mend it first")
-        for number, mutant in enumerate(missing, start=1):
-            row = try_mutant(mutant, tree, mutant.tests)
-            kept.add(row)
-            caught = "caught" if row["caught"] else "SURVIVED"
-            print(f"{number}/{len(missing)} {caught} in {row['seconds']:.0f} s: {mutant.name}", flush=True)
+        print(f"{len(missing)} of {len(chosen)} defects to plant", flush=True)
+        for start in range(0, len(missing), CHECKED_AT_ONCE):
+            rows = []
+            for number, mutant in enumerate(missing[start : start + CHECKED_AT_ONCE], start=start + 1):
+                rows.append(row := try_mutant(mutant, runs, tree, mutant.tests))
+                caught = "caught" if row["caught"] else "SURVIVED"
+                print(f"{number}/{len(missing)} {caught} in {row['seconds']:.0f} s: {mutant.name}", flush=True)
+            while (failure := failing_anyway(runs, tree, rows)) is not None:
+                print(f"fails without any defect, and shows nothing: {failure}", flush=True)
+                rows = [row for row in rows if row["failure"] != failure]
+            kept.add(*rows)
         survivors = [mutant for mutant in chosen if not any(row["caught"] for row in kept.matching(mutant.identity))]
         for mutant in survivors if whole else ():
             if not any(row["by"] == "whole" for row in kept.matching(mutant.identity)):
-                kept.add(try_mutant(mutant, tree, ()))
+                kept.add(try_mutant(mutant, runs, tree, ()))
     seen = [mutant for mutant in chosen if any(row["caught"] for row in kept.matching(mutant.identity))]
     print(f"{len(seen)} of {len(chosen)} caught: {output}")
     for mutant in chosen:

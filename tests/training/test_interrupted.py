@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -191,6 +193,29 @@ def test_the_order_by_length_depends_on_the_seed_and_the_epoch(tmp_path):
     assert sum(ranges) / len(ranges) < 8  # about 5, and 19 at random
     assert order(0, seed=1) == order(0, seed=2, data_seed=1) == first
     assert len({tuple(found) for found in (first, order(1, seed=1), order(0, seed=1, data_seed=5))}) == 3
+
+
+class Diverging(nn.Module):
+    """Its loss has no value in the third step."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.steps = nn.Parameter(torch.ones(1)), 0
+
+    def forward(self, x):
+        self.steps += 1
+        return {"loss": (self.weight * x).sum() * (torch.nan if self.steps == 3 else 1.0)}
+
+
+def test_a_loss_that_is_not_finite_ends_the_training(tmp_path):
+    """Trainer alone goes on, and saves weights that are not numbers."""
+    rows = Dataset.from_dict({"x": [[1.0]] * 8})
+    settings = {"max_steps": 5, "save_steps": 1, "per_device_train_batch_size": 1, "report_to": [], "use_cpu": True}
+    trainer = RepeatableTrainer(Diverging(), TrainingArguments(str(tmp_path), **settings), train_dataset=rows)
+    with pytest.raises(FloatingPointError, match="the loss of step 3 is nan: lower --learning_rate"):
+        trainer.train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    assert load_file(tmp_path / "checkpoint-2" / "model.safetensors")["weight"].isfinite().all()
 
 
 class BatchesByEpoch(BatchSampler):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from scripts.trust import mutants
-from scripts.trust.mutants import ROOT, Mutant, listed_mutants, try_mutant
+from scripts.trust._pytest_runs import PytestRuns
+from scripts.trust.mutants import ROOT, Mutant, first_failure, listed_mutants, try_mutant
 
 
 def test_every_defect_can_be_planted():
@@ -21,17 +21,17 @@ def test_a_defect_that_is_no_longer_there_is_named():
         Mutant("gone", "a.py", "x + 1", "x", ("test_a.py",)).planted("x - 1")
 
 
+@pytest.mark.slow
 def test_defects_are_caught_or_survive_and_leave_the_tree_as_it_was(tmp_path):
     (tmp_path / "code.py").write_text("def double(x):\n    return 2 * x  # twice\n")
     (tmp_path / "test_code.py").write_text(
         "from code import double\n\ndef test_double():\n    assert double(1) == 2\n"
     )
-    rows = [
-        try_mutant(Mutant("caught", "code.py", "2 * x", "3 * x", ()), tmp_path, ["test_code.py"]),
-        try_mutant(Mutant("survives", "code.py", "twice", "two times", ()), tmp_path, ["test_code.py"]),
-    ]
+    caught, survives = (Mutant("", "code.py", *change, ()) for change in (("2 * x", "3 * x"), ("twice", "two times")))
+    with PytestRuns() as runs:
+        rows = [try_mutant(mutant, runs, tmp_path, ["test_code.py"]) for mutant in (caught, survives)]
+        with pytest.raises(RuntimeError, match="pytest did not run"):
+            first_failure(runs, tmp_path, ["missing.py"])
     assert [row["caught"] for row in rows] == [True, False]
     assert rows[0]["failure"] == "test_code.py::test_double"
     assert (tmp_path / "code.py").read_text() == "def double(x):\n    return 2 * x  # twice\n"
-    with pytest.raises(RuntimeError, match="pytest did not run"):
-        mutants.first_failure(tmp_path, ["missing.py"])

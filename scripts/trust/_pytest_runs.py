@@ -1,0 +1,105 @@
+"""Runs of pytest in other trees, without importing torch and transformers anew for each.
+
+A process that has imported everything but the package and its tests forks for every run: what a tree holds is imported
+there, by the child alone. As a program it reads runs from its input, a line of JSON each, and answers with what they
+ended with.
+"""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+LIBRARIES = (
+    "hypothesis", "numpy", "pandas", "pytest", "torch", "transformers", "datasets", "accelerate",
+    "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama", "transformers.trainer",
+)  # fmt: skip
+CHECKED_SECONDS = 0.05
+TOO_LONG = "too long"
+
+
+class PytestRuns:
+    """Starts the process that forks; ends it as a context manager."""
+
+    def __enter__(self) -> "PytestRuns":
+        # By its path: `-m` would import the package of this tree.
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.communicate()
+
+    def run(self, tree: Path, arguments: Iterable[str], longest: float) -> tuple[int | str, str]:
+        """What pytest ends with in a tree, `TOO_LONG` after so many seconds; and what it said."""
+        said = tree / ".pytest-said"
+        asked = {"tree": str(tree), "arguments": list(arguments), "said": str(said), "longest": longest}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError("the process that runs pytest has ended")
+        return json.loads(answer), said.read_text(encoding="utf-8", errors="replace")
+
+
+def serve() -> None:
+    """Answer every line of the input."""
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            _run(asked["tree"], asked["arguments"], asked["said"])
+        print(json.dumps(_ended(child, asked["longest"])), flush=True)
+
+
+def _run(tree: str, arguments: list[str], said: str) -> None:
+    """The child: never returns."""
+    written = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(written, stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = tree
+    sys.path[0] = tree
+    import pytest
+
+    code = int(pytest.main(arguments))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _ended(child: int, longest: float) -> int | str:
+    """The exit code of a child; negative: of the signal that ended it."""
+    start = time.monotonic()
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() - start > longest:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return TOO_LONG
+        time.sleep(CHECKED_SECONDS)
+
+
+if __name__ == "__main__":
+    serve()

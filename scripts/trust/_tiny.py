@@ -1,0 +1,44 @@
+"""Tiny random models of every kind that the trust scripts try, patched."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+import hf_effattn
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128}
+CLUSTERED: dict[str, dict[str, Any]] = {
+    "clustered": {"clusters": 32},
+    "i-clustered": {"clusters": 32, "topk": 32},
+    "bi-clustered": {"clusters": 32, "topk": 32, "key_clusters": 32},
+}
+# What is made and how it is patched; None is a model of ours, which is trained as it is.
+KINDS: dict[str, tuple[str, str | None]] = {
+    **{f"BERT, {method}": ("bert", method) for method in CLUSTERED},
+    **{f"GPT-2, {method}": ("gpt2", method) for method in CLUSTERED},
+    "CST": ("cst", None),
+    "ClusterFormer": ("clusterformer", None),
+}
+OWN: dict[str, dict[str, Any]] = {"cst": {"slice_length": 16}, "clusterformer": {"clusters": 32}}
+
+
+def tiny(kind: str, length: int, *, patched: bool = True) -> PreTrainedModel:
+    """The model of a kind in `KINDS`, for texts of up to `length` tokens."""
+    model_type, method = KINDS[kind]
+    settings = {**SIZES, "vocab_size": 100, "max_position_embeddings": length, **OWN.get(model_type, {})}
+    torch.manual_seed(0)
+    model = AutoModel.from_config(AutoConfig.for_model(model_type, **settings)).eval()
+    if method is not None and patched:
+        patch(model, method)
+    return model
+
+
+def patch(model: PreTrainedModel, method: str) -> None:
+    """Patch it so that every length runs by the method."""
+    hf_effattn.patch_attention(model, method, min_length=0, **CLUSTERED[method])
+
+
+def ids_of(length: int, seed: int = 0, batch: int = 1) -> torch.Tensor:
+    """Random tokens `(batch, length)`."""
+    return torch.randint(5, 100, (batch, length), generator=torch.Generator().manual_seed(seed))
