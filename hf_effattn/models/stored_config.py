@@ -2,7 +2,7 @@
 
 import warnings
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
 
@@ -47,16 +47,21 @@ class StoredConfig(PreTrainedConfig):
     @classmethod
     def without_derived(cls, settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         """Settings without those in `DERIVED` that are but the default beside the others: they follow the changes."""
-        chosen = {name: settings[name] for name in signature(cls).parameters if name in settings}
+        names = (*signature(cls).parameters, "is_encoder_decoder")
+        chosen = {name: settings[name] for name in names if name in settings}
         left = dict(settings)
         for name in cls.DERIVED:
             others = {other: value for other, value in chosen.items() if other != name}
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                default = getattr(cls(**others), name)
+                default = getattr(cls(**others).settled(), name)
             if name not in changes and name in left and left[name] == default:
                 del left[name]
         return left
+
+    def settled(self) -> Self:
+        """These settings as those of a model: what its class decides is decided."""
+        return self
 
     @classmethod
     def changed(cls, settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

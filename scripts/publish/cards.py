@@ -171,7 +171,7 @@ def clusterformer_newsgroups() -> ModelCard:
         description=(
             "Small, to test on: messages of twenty newsgroups of 1993 with their headers, cut at the longest input. "
             "Its weights are in bfloat16, its tokenizer is a byte-level BPE of the training messages. It was trained "
-            "with the gate and with L1 and L2 at 0.01; by default there is the gate alone now."
+            "with the gate and with L1 and L2 at 0.01; the default now: no loss, and attention to the centroids."
         ),
         sections={
             "What the clustering did": "Means since the line before: the losses of the task and of the clustering, "

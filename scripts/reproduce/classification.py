@@ -39,7 +39,7 @@ from .answer_ranking import rank_answers
 from .classification_data import DATA_SETS
 from .step_costs import step_costs
 
-TRANSFORMER, RANDOM = "Transformer", "random order"
+TRANSFORMER, RANDOM, DEFAULT = "Transformer", "random order", "gated, centroids"
 # Attention dropout is off: SDPA on a CPU is slow with it, and the comparison would be one of that.
 SIZES: dict[str, Any] = {
     "hidden_size": 300,
@@ -67,7 +67,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     TRANSFORMER: {"assignment": "full"},
     "neural": PAPERS_FORM,
     "gated": GATED,
-    "gated, centroids": CENTROIDS,
+    DEFAULT: CENTROIDS,
     "K-means": {"assignment": "kmeans"},
     "LSH": {"assignment": "lsh"},
     RANDOM: {"assignment": "random"},

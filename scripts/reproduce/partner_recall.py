@@ -29,7 +29,7 @@ from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, mean_and_deviation
 
 VALUES = 8
-GATE_ON_RANDOM_ORDER = "gate on a random order"
+DEFAULT, RANDOM, GATE_ON_RANDOM_ORDER = "gated with centroids", "random order", "gate on a random order"
 LOSSES = {"cluster_loss_weight": 0.01, "sorting_loss_weight": 0.01}
 NO_LOSSES = dict.fromkeys(LOSSES, 0.0)
 GATE = {"gated": True, "attend_centroids": False}
@@ -39,11 +39,11 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     "neural with losses": LOSSES | {"gated": False},
     "gated": NO_LOSSES | GATE,
     "gated with losses": LOSSES | GATE,
-    "gated with centroids": NO_LOSSES | GATE | {"attend_centroids": True},
+    DEFAULT: NO_LOSSES | GATE | {"attend_centroids": True},
     GATE_ON_RANDOM_ORDER: NO_LOSSES | GATE,
     "K-means": {"assignment": "kmeans"},
     "LSH": {"assignment": "lsh"},
-    "random order": {"assignment": "random"},
+    RANDOM: {"assignment": "random"},
     "identity order": {"assignment": "identity"},
 }
 TEST_SEED = 2**20

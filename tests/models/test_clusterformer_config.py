@@ -6,9 +6,22 @@ import pytest
 import torch
 from support.closeness import assert_close_to_reference
 from support.clusterformer_cases import HEADS, SIZES, texts, tiny_config, tiny_model
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForPreTraining
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    AutoModelForSeq2SeqLM,
+)
 
-from hf_effattn.models.clusterformer import ClusterFormerConfig, ClusterFormerForCausalLM, ClusterFormerModel
+from hf_effattn.models.clusterformer import (
+    ClusterFormerConfig,
+    ClusterFormerForCausalLM,
+    ClusterFormerForConditionalGeneration,
+    ClusterFormerModel,
+)
+from hf_effattn.models.clusterformer.attention import SortedBlockSelfAttention
 
 
 @pytest.mark.filterwarnings("ignore")  # of weights that have no use
@@ -76,17 +89,53 @@ def test_gate_and_losses_by_default():
     """The gate alone trains the centroids, in the paper's form the losses, and what has none is not trained."""
 
     def chosen(**changes):
-        config = tiny_config(**changes)
+        config = tiny_config(**changes).settled()
         return config.gated, config.attend_centroids, config.cluster_loss_weight, config.sorting_loss_weight
 
-    assert chosen() == (True, False, 0.0, 0.0)
-    assert chosen(cluster_loss_weight=0.5) == (True, False, 0.5, 0.0)
-    assert chosen(attend_centroids=True) == (True, True, 0.0, 0.0)
+    assert chosen() == (True, True, 0.0, 0.0)
+    assert chosen(is_decoder=True) == chosen(is_encoder_decoder=True) == (True, False, 0.0, 0.0)
+    assert chosen(cluster_loss_weight=0.5) == (True, True, 0.5, 0.0)
+    assert chosen(attend_centroids=False) == (True, False, 0.0, 0.0)
     assert chosen(gated=False) == (False, False, 1e-4, 1e-4)
     assert chosen(gated=False, sorting_loss_weight=0.0) == (False, False, 1e-4, 0.0)
     assert chosen(gated=False, attend_centroids=True) == (False, True, 1e-4, 1e-4)
     assert chosen(assignment="lsh") == (False, False, 0.0, 0.0)
     assert chosen(assignment="full", decoder_assignment="neural") == (False, False, 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("auto_class", HEADS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("chosen", [None, False, True])
+def test_models_without_a_decoder_attend_to_the_centroids_by_default(auto_class, chosen, tmp_path):
+    """Translations were much worse with it; what was chosen stays, in the file too, and one config serves both."""
+    config = tiny_config(attend_centroids=chosen)
+    if auto_class is AutoModelForCausalLM:
+        expected = False
+    else:
+        expected = auto_class is not AutoModelForSeq2SeqLM if chosen is None else chosen
+    model = HEADS[auto_class](config)
+    model.save_pretrained(tmp_path)
+    for made in (model, auto_class.from_pretrained(tmp_path), auto_class.from_pretrained(tmp_path, sharpness=9.0)):
+        assert made.config.attend_centroids is expected
+        layers = [part for part in made.modules() if isinstance(part, SortedBlockSelfAttention)]
+        of_encoder = layers[:2]  # a translation's decoder stands behind it
+        assert [layer.attend_centroids for layer in layers] == [expected] * len(of_encoder) + [False] * len(layers[2:])
+    assert config.attend_centroids is chosen
+
+
+def test_a_config_without_a_model_keeps_the_default_open(tmp_path):
+    tiny_config().save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert loaded.attend_centroids is None
+    assert not ClusterFormerForConditionalGeneration(loaded).config.attend_centroids
+    assert ClusterFormerModel(loaded).config.attend_centroids
+
+
+def test_attention_to_the_centroids_follows_what_replaces_a_stored_setting(tmp_path):
+    """Stored as if it had been chosen, it would stay in what becomes the paper's form."""
+    tiny_model(ClusterFormerModel, dtype=torch.float32).save_pretrained(tmp_path / "gated")
+    assert not AutoModel.from_pretrained(tmp_path / "gated", gated=False).config.attend_centroids
+    tiny_model(ClusterFormerModel, dtype=torch.float32, gated=False).save_pretrained(tmp_path / "paper")
+    assert AutoModel.from_pretrained(tmp_path / "paper", gated=True).config.attend_centroids
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ SIZES = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "neural": {"gated": False},
-    "gated": {"gated": True},
+    "gated": {"gated": True, "attend_centroids": False},
     "centroids": {"gated": False, "attend_centroids": True},
     "gated_centroids": {"gated": True, "attend_centroids": True},
     "dot": {"similarity": "dot", "gated": False, "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0},

@@ -1,9 +1,10 @@
 """Configuration of ClusterFormer; impossible combinations raise before any weight exists."""
 
+import copy
 import re
 import warnings
 from math import isfinite
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from transformers.activations import ACT2FN
 
@@ -46,10 +47,11 @@ class ClusterFormerConfig(StoredConfig):
         gated (`bool`, *optional*): adds the logarithm of how much two words' clusters overlap to their score, so that
             the task trains the clustering (ours, not in the paper; False is the paper's form). Default: True where
             `assignment="neural"`.
-        attend_centroids (`bool`): words also attend to the updated centroids, and the output of that is added:
-            summaries of the whole text, for what lies outside of a word's window (ours, not in the paper). It helped
-            to classify long texts, and made a translation much worse. They have seen all words, so a decoder has
-            none of this.
+        attend_centroids (`bool`, *optional*): words also attend to the updated centroids, and the output of that is
+            added: summaries of the whole text, for what lies outside of a word's window (ours, not in the paper).
+            They have seen all words, so a decoder has none of this. Default, decided as a model is built: True beside
+            the gate in models without a decoder, whose classifiers equal the Transformer with it; False in those with
+            one, for it made a translation much worse.
         cluster_loss_weight, sorting_loss_weight (`float`, *optional*): the paper's μ and ν (Eq. 17). Default: 0 with
             the gate, which trains the centroids without them: beside it 1e-4 made no task better beyond the noise of
             the seeds, and 0.01 kept words from finding each other. Else 1e-4: both also draw the words together, at
@@ -70,7 +72,7 @@ class ClusterFormerConfig(StoredConfig):
     """
 
     model_type = "clusterformer"
-    DERIVED = ("gated", "cluster_loss_weight", "sorting_loss_weight", "block_length")
+    DERIVED = ("gated", "attend_centroids", "cluster_loss_weight", "sorting_loss_weight", "block_length")
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", *CLUSTERING_FIELDS]
 
     def __init__(
@@ -95,7 +97,7 @@ class ClusterFormerConfig(StoredConfig):
         similarity: str = "cosine",
         sharpness: float = 10.0,
         gated: bool | None = None,
-        attend_centroids: bool = False,
+        attend_centroids: bool | None = None,
         cluster_loss_weight: float | None = None,
         sorting_loss_weight: float | None = None,
         task_loss_weight: float = 1.0,
@@ -243,7 +245,8 @@ class ClusterFormerConfig(StoredConfig):
         settings = settings | changes
         neural = settings.get("assignment", "neural") == "neural"
         possible = {"gated": neural, "attend_centroids": neural and not settings.get("is_decoder", False)}
-        return settings | {name: False for name, can_be in possible.items() if not can_be and name not in changes}
+        off = [name for name, can_be in possible.items() if settings.get(name) and not can_be and name not in changes]
+        return settings | dict.fromkeys(off, False)
 
     def rebuilt(self, **changes: Any) -> "ClusterFormerConfig":
         """These settings with changes, checked like new ones; who wrote these has had his warning."""
@@ -252,9 +255,17 @@ class ClusterFormerConfig(StoredConfig):
             warnings.filterwarnings("ignore", re.escape(DIVERGES))
             return type(self)(**settings)
 
+    def settled(self) -> Self:
+        """These settings, `attend_centroids` decided: only the class of a model says whether it has a decoder."""
+        if self.attend_centroids is not None:
+            return self
+        config = copy.deepcopy(self)
+        config.attend_centroids = self.gated and not (self.is_decoder or self.is_encoder_decoder)
+        return config
+
     @property
     def trains_centroids(self) -> bool:
         """Whether some loss depends on the centroids."""
         losses = self.cluster_loss_weight > 0 or self.sorting_loss_weight > 0
-        attended = self.attend_centroids and not self.is_decoder
+        attended = self.settled().attend_centroids and not self.is_decoder
         return self.assignment == "neural" and (losses or self.gated or attended)

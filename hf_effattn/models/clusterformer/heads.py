@@ -118,7 +118,7 @@ class ClusterFormerForMaskedLM(_WithWordHead):
     def __init__(self, config: ClusterFormerConfig) -> None:
         warn_of_decoder(config)
         super().__init__(config)
-        self.clusterformer = ClusterFormerModel(config, add_pooling_layer=False)
+        self.clusterformer = ClusterFormerModel(self.config, add_pooling_layer=False)
         self.lm_head = WordHead(config)
         self.post_init()
 
@@ -164,7 +164,7 @@ class ClusterFormerForPreTraining(_WithWordHead):
     def __init__(self, config: ClusterFormerConfig) -> None:
         warn_of_decoder(config)
         super().__init__(config)
-        self.clusterformer = ClusterFormerModel(config)
+        self.clusterformer = ClusterFormerModel(self.config)
         self.lm_head = WordHead(config)
         self.next_sentence = nn.Linear(config.hidden_size, 2)
         self.post_init()
@@ -314,7 +314,7 @@ class ClusterFormerForSequenceClassification(ClusterFormerPreTrainedModel):
 
     def __init__(self, config: ClusterFormerConfig) -> None:
         super().__init__(config)
-        self.clusterformer = ClusterFormerModel(config, add_pooling_layer=False)
+        self.clusterformer = ClusterFormerModel(self.config, add_pooling_layer=False)
         self.dropout = classifier_dropout(config)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
@@ -372,7 +372,7 @@ class ClusterFormerForTokenClassification(ClusterFormerPreTrainedModel):
 
     def __init__(self, config: ClusterFormerConfig) -> None:
         super().__init__(config)
-        self.clusterformer = ClusterFormerModel(config, add_pooling_layer=False)
+        self.clusterformer = ClusterFormerModel(self.config, add_pooling_layer=False)
         self.dropout = classifier_dropout(config)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
@@ -418,7 +418,7 @@ class ClusterFormerForQuestionAnswering(ClusterFormerPreTrainedModel):
 
     def __init__(self, config: ClusterFormerConfig) -> None:
         super().__init__(config)
-        self.clusterformer = ClusterFormerModel(config, add_pooling_layer=False)
+        self.clusterformer = ClusterFormerModel(self.config, add_pooling_layer=False)
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 

@@ -137,6 +137,9 @@ class ClusterFormerPreTrainedModel(PreTrainedModel):
     # The clustering losses are means: Trainer must average them over accumulation steps as it does the loss.
     accepts_loss_kwargs = False
 
+    def __init__(self, config: ClusterFormerConfig, *inputs: Any, **kwargs: Any) -> None:
+        super().__init__(config.settled(), *inputs, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -187,6 +190,7 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
                 " AutoModelForSeq2SeqLM, whose .encoder and .decoder are models like this one"
             )
         super().__init__(config)
+        config = self.config
         self.embeddings = ClusterFormerEmbeddings(config)
         self.layers = nn.ModuleList(ClusterFormerLayer(config, i) for i in range(config.num_hidden_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.pre_norm else None

@@ -33,6 +33,7 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Cluste
             config = copy.deepcopy(config)
             config.is_encoder_decoder = True
         super().__init__(config)
+        config = self.config
         self.encoder = ClusterFormerModel(
             config.rebuilt(is_encoder_decoder=False, is_decoder=False, add_cross_attention=False),
             add_pooling_layer=False,

@@ -118,12 +118,13 @@ def test_a_model_of_two_sweeps_is_trained_once():
 @pytest.mark.parametrize(
     ("config", "settings"),
     [
-        (ClusterFormerConfig(), classification_table.GATED),
+        (ClusterFormerConfig(), classification_table.CENTROIDS),
+        (ClusterFormerConfig(is_encoder_decoder=True), classification_table.GATED),
         (ClusterFormerConfig(gated=False), classification_table.PAPERS_FORM),
     ],
 )
 def test_the_rows_are_those_of_the_models_defaults(config, settings):
-    assert {name: getattr(config, name) for name in settings} == settings
+    assert {name: getattr(config.settled(), name) for name in settings} == settings
 
 
 def test_differences_are_those_of_the_same_seed():
