@@ -67,17 +67,37 @@ def test_keys_alike_within_their_cluster_are_exact(masks, backend):
 
 
 @each_backend
-@pytest.mark.parametrize("masks", ["none", "left"])
-def test_a_query_at_its_centroid_is_exact(masks, backend):
-    """Where nothing is left to expand: first of every three queries is the mean of the three."""
-    case = Case("centroid", H=4, key_heads=2, N=36, M=36, clusters=12, masks=masks)
+@pytest.mark.parametrize("masks", MASKS)
+def test_keys_that_no_offset_tells_apart_are_exact(masks, backend):
+    """Queries differ from their centroids along one axis, keys from their clusters' means along all others."""
+    case = Case("apart", H=4, key_heads=2, masks=masks)
     inputs = make_inputs(case)
-    inputs.labels = (torch.arange(36) // 3).expand(2, 4, -1)
-    inputs.query[:, :, ::3] = (inputs.query[:, :, 1::3] + inputs.query[:, :, 2::3]) / 2
-    actual, expected = attend(OP, case, inputs, backend=backend), exact(inputs)
-    inputs.query_mask = None if masks == "none" else inputs.query_mask[:, ::3]  # 12 queries of padding: whole clusters
-    assert_equal_where_counted(inputs, actual[:, :, ::3], expected[:, :, ::3])
-    assert (actual[0, :, 1::3] - expected[0, :, 1::3]).abs().max() > 1e-3
+    middles = inputs.query[:, :, : case.clusters, 1:].gather(
+        2, inputs.labels[..., None].expand(-1, -1, -1, case.D - 1)
+    )
+    inputs.query = torch.cat([inputs.query[..., :1], middles], dim=3)
+    places = inputs.key[:, :, : case.key_clusters, :1].gather(2, inputs.key_labels[..., None])
+    inputs.key = torch.cat([places, inputs.key[..., 1:]], dim=3)
+    assert_equal_where_counted(inputs, attend(OP, case, inputs, backend=backend), exact(inputs))
+
+
+@each_backend
+@pytest.mark.parametrize("size", [0.3, 0.9, 5.0])
+def test_a_key_that_is_read_by_its_mean_is_lifted(size, backend):
+    """Offsets ± η, one cluster of keys with means of 0: its mass at the centroid, by hand, beside one exact key."""
+    eta = torch.tensor([[size, 0.0], [-size, 0.0]], dtype=torch.float64)
+    centroid = torch.tensor([0.4, -0.3], dtype=torch.float64)
+    query = torch.cat([centroid + eta, centroid[None]])[None, None]
+    key = torch.tensor([[2.0, 0.0], [0.5, 1.0], [-0.5, -1.0], [-2.0, 0.0]], dtype=torch.float64)
+    value = torch.eye(4, dtype=torch.float64)[None, None]
+    covariance = eta.T @ eta / 3
+    scores, distances = key @ centroid, (key @ covariance * key).sum(dim=1)
+    lifted = (scores + (distances / 2).clamp(max=0.5)).exp()
+    lifted[0] = scores[0].exp()  # the exact key: the farther of two that are as far, as it weighs more
+    zeros = torch.zeros(1, 1, 4, dtype=torch.long)
+    counts = {"clusters": 1, "key_clusters": 1, "topk": 1, "scale": 1.0}
+    actual = bi_clustered_attention(query, key[None, None], value, zeros[..., :3], zeros, **counts, backend=backend)
+    torch.testing.assert_close(actual[0, 0, 2], lifted / lifted.sum(), rtol=0, atol=1e-14)
 
 
 @each_backend

@@ -11,6 +11,8 @@ from support.closeness import assert_close_to_reference
 
 from hf_effattn.measuring.recording import recording
 from hf_effattn.ops import bi_clustered_attention, cluster_queries, query_offsets
+from hf_effattn.ops.bi_clustered_attention import batched
+from hf_effattn.ops.bi_clustered_attention.reference import LARGEST_LIFT
 from hf_effattn.samples.model import load_model
 from hf_effattn.samples.texts import Passages, bundled_books
 
@@ -59,7 +61,7 @@ def by_the_definition(query, key, value, labels, key_labels):
     for j, centroid in mean.items():
         rank = (key @ centroid).detach() + distance.clamp(min=1e-30).log()
         top = set(rank.topk(TOPK).indices.tolist())
-        weight = (key @ centroid).exp()
+        at_key, weight = (key @ centroid).exp(), (key @ centroid + (distance / 2).clamp(max=0.5)).exp()
         rows = []
         for c, group in enumerate(groups):
             rest = [t for t in group if t not in top]
@@ -67,7 +69,7 @@ def by_the_definition(query, key, value, labels, key_labels):
                 mass = weight[rest].sum()
                 tilted = [sum(weight[t] * rows[t] for t in rest) / mass for rows in (key, value)]
                 rows.append((mass, *tilted, covariance[c]))
-        at_top = sum(weight[t] for t in top)
+        at_top = sum(at_key[t] for t in top)
         on_clusters = sum(row[0] for row in rows)
         matrix = sum(row[0] * row[3] for row in rows) / (at_top + on_clusters)
         tables[j] = (sorted(top), rows, matrix, on_clusters / (at_top + on_clusters))
@@ -123,3 +125,17 @@ def test_the_summaries_matter(layers):
         expected = F.scaled_dot_product_attention(query, key, value, scale=1.0)
         error = (attend(query, key, value, labels, key_labels) - expected).norm() / expected.norm()
         assert 0.01 < error < 0.9
+
+
+def test_without_the_lift_there_is_more_error(layers, monkeypatch):
+    """In the median head: at its centroid a cluster of keys has less mass than in the mean over the queries."""
+    medians = []
+    for largest in (LARGEST_LIFT, 0.0):
+        monkeypatch.setattr(batched, "LARGEST_LIFT", largest)
+        errors = []
+        for query, key, value, labels, key_labels in layers:
+            expected = F.scaled_dot_product_attention(query, key, value, scale=1.0)
+            difference = attend(query, key, value, labels, key_labels) - expected
+            errors.append(difference.norm(dim=(2, 3)) / expected.norm(dim=(2, 3)))
+        medians.append(torch.cat(errors).median())
+    assert medians[0] < 0.95 * medians[1]

@@ -205,6 +205,7 @@ def attend_to_key_clusters_with_loops(
         centroid = mean([scaled[i] for i in members])
         mass_of = {t: exp(dot(centroid, key[t])) for t in badly}  # w_jt
         exact = sorted(badly, key=lambda t: -mass_of[t] * badly[t])[:topk]  # T_j
+        mass_of |= {t: m * exp(min(badly[t] / 2, 0.5)) for t, m in mass_of.items() if t not in exact}  # lifted
         rest = {c: [t for t in keys if t not in exact] for c, keys in inside.items()}
         rest = {c: keys for c, keys in rest.items() if keys}
         mass = {c: sum(mass_of[t] for t in keys) for c, keys in rest.items()}  # S_jc

@@ -34,10 +34,10 @@ def bi_clustered_attention(
 
     1. Exact keys `T_j`: the `topk` largest `Q̄_j·K_t + 2 log d_t`, `d_t² = (K_t - K̄_g(t))^T Σ_η (K_t - K̄_g(t))`: what
        its cluster represents badly, not what weighs most.
-    2. Tilted summaries of the keys of `c` outside `T_j`, with `w_jt = exp(Q̄_j·K_t)`: `S_jc = Σ w`, `K̃_jc = Σ w K / S`,
-       `Ṽ_jc = Σ w V / S`.
-    3. One softmax `p_i` over `[Q_i·K_t, t in T_j | log S_jc + η·K̃_jc]`: the tangent at `Q̄_j` of the log-mass of every
-       cluster, a lower bound of it.
+    2. Tilted summaries of the keys of `c` outside `T_j`, with `w_jt = exp(Q̄_j·K_t + b_t)`: `S_jc = Σ w`, `K̃_jc = Σ w K
+       / S`, `Ṽ_jc = Σ w V / S`. The lift `b_t = min(d_t² / 2, 1/2)` turns the mass at the centroid into the mean mass
+       over the cluster's queries, of normally distributed offsets.
+    3. One softmax `p_i` over `[Q_i·K_t, t in T_j | log S_jc + η·K̃_jc]`: the log-mass of every cluster to first order.
     4. `V_i = Σ_{t∈T_j} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j`, the dipole `M_j = Σ_c p̄_jc Cov_c(K, V)` with `p̄_j` =
        step 3 at the centroid and `r_i` the query's weight on clusters over the centroid's.
 
@@ -47,7 +47,7 @@ def bi_clustered_attention(
 
     Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of query and key, `Dv` of value.
     Memory is O(N·(D + topk + key_clusters) + C·(M + key_clusters·D + D·Dv)) per head; nothing of size N×M exists in
-    either pass. Gradients are exact for fixed labels and fixed sets `T_j`, through which none flows. The result is
+    either pass. Gradients are exact for fixed labels, sets `T_j` and lifts, through which none flows. The result is
     exact attention with `topk >= M`, with every query, or every key, in a cluster of its own; equal values come back.
 
     Args:

@@ -32,7 +32,7 @@ from ..shared.tables import (
 )
 from ..shared.topk import largest
 from .exact_heads import attend_exactly, exact_backward, exact_chunks
-from .reference import SMALLEST
+from .reference import LARGEST_LIFT, SMALLEST
 
 # Logarithm of the mass of a cluster without a key: no weight, and finite, as empty places of a block multiply it by 0.
 NO_MASS = -1e30
@@ -147,11 +147,12 @@ class _Chunk:
             self.factor = self.blocks.pack(factor.view(self.P, -1, self.T + self.G))
 
     def _choose_keys(self, queries: torch.Tensor, *, in_order: bool) -> None:
-        """Exact keys `T_j` by weight times squared distance; scores `Q̄_j·(K_t - K̄_g(t))`, 0 where no key is."""
+        """Exact keys `T_j` by weight times squared distance; scores `Q̄_j·(K_t - K̄_g(t))`, and their lifts `b_t`."""
         keys, spread = self.keys, self.keys.keys()
         of_centroids = (self.centroids * self.sizes).transpose(1, 2) @ self.centroids
         covariance = (queries.transpose(1, 2) @ queries).sub_(of_centroids) / queries.shape[1]  # Σ_η
         distances = torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST)
+        self.lift = (distances / 2).clamp_(max=LARGEST_LIFT).masked_fill_(keys.empty[:, 0], -torch.inf)
         preference = distances.log_().masked_fill_(keys.empty[:, 0], -torch.inf)
         self.scores = torch.bmm(self.centroids, spread.transpose(1, 2))  # (P, C, nb · L)
         mean_keys = keys.means[:, : self.D].view(self.P, self.G, -1)
@@ -165,7 +166,7 @@ class _Chunk:
     def _summarise(self) -> None:
         """Tilted weights `w_jt / S_jc` and sums over `c∖T_j`: `log S_jc`, `K̃_jc`, `Ṽ_jc`."""
         keys, scores = self.keys, self.scores
-        scores.masked_fill_(keys.empty, -torch.inf).scatter_(2, self.top, -torch.inf)
+        scores.add_(self.lift[:, None]).scatter_(2, self.top, -torch.inf)
         by_block = scores.unflatten(2, (-1, keys.blocks.length))
         lowest = torch.finfo(scores.dtype).min
         shift = scores.new_full((self.P, self.C, self.G), lowest)

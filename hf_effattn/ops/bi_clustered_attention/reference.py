@@ -14,6 +14,9 @@ from ..shared.masking import for_every_head, zero_masked
 
 # Of a squared distance whose logarithm is taken: a key that its cluster's mean represents perfectly.
 SMALLEST = 1e-30
+# Of the logarithm by which a key's mean mass over a cluster's queries exceeds that at the centroid: where it would be
+# more, offsets are no small ones, and to count the key more heavily would be wrong for most of the queries.
+LARGEST_LIFT = 0.5
 
 
 def offsets(query: torch.Tensor, centroids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -57,6 +60,8 @@ def attend_head(
     mean_keys, mean_values = (means(rows, key_labels, key_clusters) for rows in (key, value))
     spread_keys, spread_values = key - mean_keys[key_labels], value - mean_values[key_labels]
     distances = squared_distances(key.detach(), mean_keys.detach()[key_labels], eta.detach())
+    # exp(d²/2) is the mean of exp(η·(K_t - K̄_g(t))) over normally distributed offsets.
+    lift = (distances / 2).clamp(max=LARGEST_LIFT)  # b_t
     output = query.new_zeros(len(query), value.shape[1])
     for j in range(clusters):
         own = labels == j
@@ -67,14 +72,15 @@ def attend_head(
         rest = torch.ones_like(key_labels, dtype=torch.bool).index_fill(0, chosen, False)
 
         # Tilted summaries at the centroid, of the keys of every cluster outside T_j.
+        lifted = scores + lift
         seen, log_mass, tilted_keys, tilted_values, covariances = [], [], [], [], []
         for c in range(key_clusters):
             members = (key_labels == c) & rest
             if not members.any():
                 continue
             seen.append(c)
-            log_mass.append(scores[members].logsumexp(dim=0))  # log S_jc
-            share = scores[members].softmax(dim=0)  # w_jt / S_jc
+            log_mass.append(lifted[members].logsumexp(dim=0))  # log S_jc
+            share = lifted[members].softmax(dim=0)  # w_jt / S_jc
             tilted_keys.append(share @ key[members])
             tilted_values.append(share @ value[members])
             everyone = key_labels == c
@@ -82,7 +88,7 @@ def attend_head(
         rows, columns = query[own], [*range(topk), *(topk + c for c in seen)]
         values = torch.cat([value[chosen], torch.stack(tilted_values)]) if seen else value[chosen]
 
-        # One softmax over the exact keys and the clusters' tangents at the centroid.
+        # One softmax over the exact keys and the clusters' tangents.
         eta_j = rows - centroid
         tangents = [mass + eta_j @ tilted for mass, tilted in zip(log_mass, tilted_keys, strict=True)]
         weights = torch.cat([rows @ key[chosen].T, *(tangent[:, None] for tangent in tangents)], dim=1).softmax(dim=1)
