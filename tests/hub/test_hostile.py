@@ -1,4 +1,4 @@
-"""What checkpoints, cards and documents of strangers hold stays data: nothing runs, nothing lands outside its folder."""
+"""What checkpoints, cards and documents of strangers hold stays data: nothing runs, or lands outside its folder."""
 
 import ast
 import json
