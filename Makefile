@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow fuzz mutants lint clean
+.PHONY: demo test test-slow fuzz mutants faults memory versions lint clean
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -39,6 +39,14 @@ fuzz: $(READY)
 # Planted defects, one at a time, and whether the tests see them; it goes on where it was.
 mutants: $(READY)
 	nice -n 10 $(BIN)/python -m scripts.trust.mutants
+
+# Kills, full disks, damaged checkpoints; peak memory, growth, threads. Both go on where they were.
+faults memory: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.trust.$@
+
+# Other versions of Python, torch and transformers, each in an environment of its own, with transformers' own tests.
+versions: $(READY)
+	$(BIN)/python -m scripts.trust.versions
 
 lint: $(READY)
 	$(BIN)/python -m ruff check --fix .

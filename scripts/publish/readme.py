@@ -26,7 +26,7 @@ from ..benchmark import rivals as benchmark_rivals
 from ..kept.command_line import run_with_help
 from ..kept.markdown import by_length, machine, number
 from . import cards as project_cards
-from . import clusterformer_tables
+from . import clusterformer_tables, trust_tables
 from . import cst_tables as paper_tables
 from .cards import CARDS
 from .verdicts import verdicts
@@ -334,6 +334,14 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "model types not served": not_served,
     },
     CARDS / "LONG_DOCUMENTS.md": {"whole models": whole_models},
+    CARDS / "RELIABILITY.md": {
+        "properties": trust_tables.properties,
+        "defects": trust_tables.defects,
+        "faults": trust_tables.faults,
+        "peaks": trust_tables.peaks,
+        "growth": trust_tables.growth,
+        "versions": trust_tables.versions,
+    },
     CARDS / "RESULTS.md": {
         "verdicts": verdicts,
         "layers": paper_tables.layers,

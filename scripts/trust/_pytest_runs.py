@@ -8,10 +8,10 @@ ended with.
 import importlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -21,8 +21,7 @@ LIBRARIES = (
     "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama", "transformers.trainer",
 )  # fmt: skip
-CHECKED_SECONDS = 0.05
-TOO_LONG = "too long"
+TOO_LONG = -signal.SIGXCPU
 
 
 class PytestRuns:
@@ -44,8 +43,15 @@ class PytestRuns:
     ) -> None:
         self._process.communicate()
 
-    def run(self, tree: Path, arguments: Iterable[str], longest: float) -> tuple[int | str, str]:
-        """What pytest ends with in a tree, `TOO_LONG` after so many seconds; and what it said."""
+    def run(self, tree: Path, arguments: Iterable[str], longest: int) -> tuple[int, str]:
+        """What pytest ends with in a tree, and what it said.
+
+        Args:
+            tree (`Path`): where it runs.
+            arguments (`Iterable[str]`): of pytest.
+            longest (`int`): seconds of a processor's time, after which it ends with `TOO_LONG`: the same on a machine
+                that is busy.
+        """
         said = tree / ".pytest-said"
         asked = {"tree": str(tree), "arguments": list(arguments), "said": str(said), "longest": longest}
         assert self._process.stdin is not None
@@ -55,7 +61,7 @@ class PytestRuns:
         answer = self._process.stdout.readline()
         if not answer:
             raise RuntimeError("the process that runs pytest has ended")
-        return json.loads(answer), said.read_text(encoding="utf-8", errors="replace")
+        return int(answer), said.read_text(encoding="utf-8", errors="replace")
 
 
 def serve() -> None:
@@ -66,8 +72,10 @@ def serve() -> None:
         asked = json.loads(line)
         child = os.fork()
         if child == 0:
+            resource.setrlimit(resource.RLIMIT_CPU, (asked["longest"], asked["longest"] + 5))
             _run(asked["tree"], asked["arguments"], asked["said"])
-        print(json.dumps(_ended(child, asked["longest"])), flush=True)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)  # negative: of the signal that ended it
 
 
 def _run(tree: str, arguments: list[str], said: str) -> None:
@@ -85,20 +93,6 @@ def _run(tree: str, arguments: list[str], said: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _ended(child: int, longest: float) -> int | str:
-    """The exit code of a child; negative: of the signal that ended it."""
-    start = time.monotonic()
-    while True:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() - start > longest:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return TOO_LONG
-        time.sleep(CHECKED_SECONDS)
 
 
 if __name__ == "__main__":

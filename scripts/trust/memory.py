@@ -131,12 +131,14 @@ def main(
 ) -> None:
     kept = KeptRuns(output, {"lengths": LENGTHS, "longest_pass": LONGEST_PASS, "growth_allowed": GROWTH_ALLOWED})
     runs: list[dict[str, Any]] = [
+        {"measure": "peak", "kind": kind, "length": length} for length in LENGTHS for kind in KINDS
+    ]
+    runs += [
         {"measure": name, "kind": kind}
-        for kind, (_, method) in KINDS.items()
         for name in MEASURES
+        for kind, (_, method) in KINDS.items()
         if name != "patches" or method is not None
     ]
-    runs += [{"measure": "peak", "kind": kind, "length": length} for length in LENGTHS for kind in KINDS]
     with tempfile.TemporaryDirectory() as folder:
         for number, one in enumerate(missing := kept.missing(runs), start=1):
             print(f"{number} of {len(missing)}: {', '.join(map(str, one.values()))}", flush=True)

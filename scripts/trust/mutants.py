@@ -27,7 +27,7 @@ from ._pytest_runs import TOO_LONG, PytestRuns
 
 ROOT = Path(__file__).parents[2]
 LISTS = Path(__file__).parent / "mutants"
-LONGEST = 900  # seconds; a defect that makes tests hang is seen
+LONGEST = 300  # seconds of a processor; a defect that makes tests hang is seen
 CHECKED_AT_ONCE = 4  # defects whose tests run without them in one go
 
 

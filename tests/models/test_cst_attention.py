@@ -263,7 +263,7 @@ def test_slices_of_one_token_are_full_attention_over_their_values():
     assert_close_to_reference("output", module(x, None, None)[0], module.output(value + full), rtol=1e-14)
 
 
-def test_a_global_token_sees_and_is_seen_at_full_resolution():
+def test_a_global_token_sees_and_is_seen_at_full_resolution(monkeypatch):
     model = tiny_model(CSTModel, "global_tokens", position_embedding="absolute", composition="parallel")
     module = model.layers[0].attention
     x = torch.randn(1, LENGTH, 16, dtype=torch.float64)
@@ -271,6 +271,12 @@ def test_a_global_token_sees_and_is_seen_at_full_resolution():
     query, key, value = module._query_key_value(0, x)
     full = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
     assert_close_to_reference("sees", module._with_global_tokens(local, x, None)[:, :2], full[:, :2], rtol=1e-14)
+    output, _ = module(x, None, None)
+    monkeypatch.setattr(module, "_with_global_tokens", lambda local, rows, mask: local)
+    plain, _ = module(x, None, None)
+    more = F.linear((full - local)[:, :2], module.output.weight)
+    assert_close_to_reference("in the whole", output[:, :2] - plain[:, :2], more, rtol=1e-12)
+    assert torch.equal(output[:, 2:], plain[:, 2:])
     changed = x.clone()
     changed[:, 1] += 1.0
     assert (module._local(0, changed, None, None)[0][:, -4:] != local[:, -4:]).all()

@@ -109,6 +109,14 @@ def test_every_parameter_gets_a_gradient(variant, model_class):
     assert missing == []
 
 
+@pytest.mark.parametrize("variant", ["paper", "global_tokens", "mlp", "full"])
+@pytest.mark.parametrize("model_class", [CSTModel, CSTForCausalLM], ids=["bidirectional", "causal"])
+def test_nothing_is_dropped_in_evaluation(variant, model_class):
+    dropout = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}
+    with_dropout, without = tiny_model(model_class, variant, **dropout), tiny_model(model_class, variant)
+    assert torch.equal(with_dropout(tokens())[0], without(tokens())[0])
+
+
 @pytest.mark.parametrize("variant", ["paper", "three_levels", "global_tokens", "mlp", "linear_pooling", "max_pooling"])
 @pytest.mark.parametrize("model_class", [CSTForSequenceClassification, CSTForCausalLM], ids=["classifier", "causal"])
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -51,9 +51,13 @@ def tiny_config(variant: str = "paper", **changes: Any) -> CSTConfig:
 
 
 def tiny_model(model_class: Any, variant: str = "paper", *, seed: int = 0, **changes: Any) -> Any:
-    """A small random model in eval mode and float64; the same seed gives the same weights."""
+    """A small random model in eval mode and float64; the same seed gives the same weights. No bias is 0."""
     torch.manual_seed(seed)
-    return model_class(tiny_config(variant, **changes)).double().eval()
+    model = model_class(tiny_config(variant, **changes)).double().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
 
 
 def tokens(B: int = 2, length: int = LENGTH, seed: int = 1) -> torch.Tensor:

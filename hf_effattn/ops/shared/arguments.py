@@ -91,8 +91,8 @@ def kernel_problem(*tensors: torch.Tensor, any_width: bool = False) -> str | Non
 
 
 def check_count(name: str, value: int, *, minimum: int = 1) -> None:
-    """Raise unless `value` is an int of at least `minimum`."""
-    if not isinstance(value, Integral) or isinstance(value, bool):
+    """Raise unless `value` is an int of at least `minimum`; an exported length is a symbol of one."""
+    if not isinstance(value, Integral | torch.SymInt) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")

@@ -1,0 +1,124 @@
+"""The tables of `model_cards/RELIABILITY.md`, from what the scripts of `scripts/trust` keep."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from hf_effattn.reporting.table import markdown
+
+from ..kept.markdown import machine
+from ..trust.faults import TRIALS, VERDICTS
+from ..trust.memory import slope
+from ..trust.mutants import listed_mutants
+
+RESULTS = Path(__file__).resolve().parents[2] / "scripts" / "results"
+MEBIBYTE = 2**20
+
+
+def kept(name: str) -> tuple[list[dict[str, Any]], str]:
+    """The rows of a file, and the line under their table."""
+    found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found["rows"], machine(found["environment"])
+
+
+def properties() -> str:
+    """Random cases by what was checked, and rounds in which a property did not hold."""
+    rows, note = kept("fuzz")
+    cases: Counter[str] = Counter()
+    for row in rows:
+        cases.update(row["cases"])
+    failed = Counter(test for row in rows for test in row["failed"])
+    lines = [[name, f"{number:,}"] for name, number in sorted(cases.items())]
+    lines.append(["**together**", f"**{sum(cases.values()):,}**"])
+    found = ", ".join(f"`{test}` {times}" for test, times in sorted(failed.items())) or "none"
+    return f"{markdown(['property', 'cases'], lines)}\n\nTests that failed in {len(rows)} rounds: {found}.{note}"
+
+
+def defects() -> str:
+    """Planted defects by room: caught, of those tried, of those listed."""
+    rows, note = kept("mutants")
+    listed = listed_mutants()
+    by_change = {mutant.identity["change"]: mutant for mutant in listed}
+    tried = {row["change"] for row in rows} & by_change.keys()
+    caught = {row["change"] for row in rows if row["caught"]} & tried
+    rooms = Counter(room_of(mutant.file) for mutant in listed)
+    lines = []
+    for room, number in sorted(rooms.items()):
+        of_room = {change for change in tried if room_of(by_change[change].file) == room}
+        lines.append([room, str(number), str(len(of_room)), str(len(of_room & caught))])
+    share = f" ({len(caught) / len(tried):.0%})" if tried else ""
+    lines.append(["**together**", f"**{len(listed)}**", f"**{len(tried)}**", f"**{len(caught)}{share}**"])
+    escaped = [by_change[change].name for change in sorted(tried - caught)]
+    names = "; ".join(sorted(escaped)) or "none"
+    return f"{markdown(['room', 'listed', 'tried', 'caught'], lines)}\n\nEscaped: {names}.{note}"
+
+
+def room_of(file: str) -> str:
+    """The room of the package that a file is in."""
+    return Path(file).parts[1]
+
+
+def faults() -> str:
+    """Trials by fault and verdict."""
+    rows, note = kept("faults")
+    counts = Counter((row["fault"], row["verdict"]) for row in rows)
+    lines = [
+        [fault, str(sum(counts[fault, one] for one in VERDICTS)), *(str(counts[fault, one]) for one in VERDICTS)]
+        for fault in TRIALS
+        if any(counts[fault, one] for one in VERDICTS)
+    ]
+    sums = [sum(counts[fault, one] for fault in TRIALS) for one in VERDICTS]
+    lines.append([f"**{cell}**" for cell in ("together", sum(sums), *sums)])
+    return markdown(["fault", "trials", *VERDICTS], lines) + note
+
+
+def peaks() -> str:
+    """Memory that one pass adds, and the power of the length that it grows with."""
+    rows, note = kept("memory")
+    found: dict[str, dict[int, int]] = {}
+    for row in rows:
+        if row["measure"] == "peak":
+            found.setdefault(row["kind"], {})[row["length"]] = row["bytes"]
+    lengths = sorted({length for at in found.values() for length in at})
+    lines = []
+    for kind, at in found.items():
+        power = f"{slope(at):.2f}" if max(at) // 4 in at else ""
+        sizes = [f"{at[length] / MEBIBYTE:,.0f} MiB" if length in at else "" for length in lengths]
+        lines.append([kind, *sizes, power])
+    return markdown(["", *(f"{length:,}" for length in lengths), "power"], lines) + note
+
+
+def growth() -> str:
+    """What passes, patches and threads leave behind."""
+    rows, note = kept("memory")
+    lines = []
+    for row in rows:
+        if row["measure"] in ("passes", "patches"):
+            what = f"{row['bytes'] / MEBIBYTE:+.1f} MiB, {row['objects']:+,} objects"
+            lines.append([row["kind"], f"{row['steps']:,} {row['measure']}", what, held(row)])
+        elif row["measure"] == "threads":
+            what = f"{row['equal']} of {row['steps']} outputs bit-equal"
+            lines.append([row["kind"], "8 threads", what, held(row)])
+    order = sorted(lines, key=lambda line: line[1])
+    return markdown(["", "run", "second half of the run, or outputs", "held"], order) + note
+
+
+def held(row: dict[str, Any]) -> str:
+    """A cell."""
+    return "yes" if row["held"] else "**no**"
+
+
+def versions() -> str:
+    """Suites by the versions they ran with."""
+    rows, note = kept("versions")
+    lines = [
+        [
+            row["versions"],
+            "our core tests" if row["suite"] == "core" else f"transformers' own, {row['suite']}",
+            *(str(row[name]) for name in ("passed", "skipped", "excepted")),
+            str(len(row["failed"])),
+        ]
+        for row in sorted(rows, key=lambda row: (row["versions"], row["suite"]))
+    ]
+    return markdown(["versions", "tests", "passed", "skipped", "excepted", "failed"], lines) + note

@@ -1,0 +1,214 @@
+"""Runs the tests with other versions of Python, torch and transformers, and transformers' own tests of models.
+
+Each combination gets a virtual environment of its own under `.cache/versions`; transformers' tests come with its
+source distribution, which is downloaded there and never committed. `judges/exceptions.toml` says which of them are
+expected to fail, and why: any other failure is one of ours.
+
+    python -m scripts.trust.versions               # writes scripts/results/versions.json
+    python -m scripts.trust.versions --here        # with this interpreter and what is installed
+"""
+
+import ast
+import fnmatch
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..kept.command_line import run_with_help
+from ..kept.runs import KeptRuns
+
+ROOT = Path(__file__).parents[2]
+CACHE = ROOT / ".cache" / "versions"
+JUDGES = Path(__file__).parent / "judges"
+# What touches transformers and torch most, in a few minutes.
+CORE = (
+    "tests/patching/test_model_types.py", "tests/patching/test_exact_paths.py", "tests/patching/test_save_load.py",
+    "tests/patching/test_causal_models.py", "tests/patching/test_training.py", "tests/patching/test_keywords.py",
+    "tests/patching/test_precision_and_compile.py", "tests/patching/test_cst.py", "tests/models/test_cst_models.py",
+    "tests/models/test_cst_generation.py", "tests/models/test_clusterformer.py",
+    "tests/models/test_clusterformer_generation.py", "tests/ops/test_attention_ops.py",
+)  # fmt: skip
+MODELS = ("Bert", "Roberta", "ViT", "GPT2", "Llama", "CST", "ClusterFormer")
+PACKAGE = "transformers_tests"
+LONGEST = 3600
+
+
+@dataclass(frozen=True)
+class Versions:
+    """A combination; of Python the minor version, as in `python3.11`."""
+
+    python: str
+    torch: str
+    transformers: str
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return f"python {self.python}, torch {self.torch}, transformers {self.transformers}"
+
+
+TRIED = (
+    Versions("3.11", "2.13.0", "5.23.0"),
+    Versions("3.11", "2.6.0", "5.0.0"),
+    Versions("3.11", "2.13.0", "5.4.0"),
+    Versions("3.12", "2.13.0", "5.23.0"),
+    Versions("3.13", "2.13.0", "5.23.0"),
+)
+
+
+def here() -> tuple[Versions, Path]:
+    """What runs this."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return Versions(python, version("torch").split("+")[0], version("transformers")), Path(sys.executable)
+
+
+def interpreter(python: str) -> str | None:
+    """The newest one of a minor version, of those on the path or of pyenv."""
+    found = shutil.which(f"python{python}")
+    if found is not None and subprocess.run([found, "--version"], capture_output=True, check=False).returncode == 0:
+        return found
+    installed = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    numbers = sorted(installed.glob(f"{python}.*/bin/python"), key=lambda path: int(path.parts[-3].split(".")[2]))
+    return str(numbers[-1]) if numbers else None
+
+
+def make_environment(tried: Versions) -> Path | None:
+    """Its Python; None where there is no such interpreter."""
+    folder = CACHE / re.sub(r"\W+", "-", tried.name)
+    python = folder / "bin" / "python"
+    if (folder / ".ready").exists():
+        return python
+    base = interpreter(tried.python)
+    if base is None:
+        return None
+    subprocess.run([base, "-m", "venv", str(folder)], check=True)
+    exact = [f"torch=={tried.torch}", f"transformers=={tried.transformers}"]
+    install = [str(python), "-m", "pip", "install", "--quiet"]
+    subprocess.run([*install, *exact, "numpy"], check=True)
+    subprocess.run([*install, *exact, f"{ROOT}[images,plots]", "hypothesis", "peft", "pytest"], check=True)
+    subprocess.run([*install, "parameterized", "scikit-learn", "sacrebleu"], check=True)
+    subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "hf_effattn"], check=True)
+    (folder / ".ready").touch()
+    return python
+
+
+def lay_out_tests(number: str, python: Path) -> Path:
+    """transformers' tests as a package in a folder to import from, with empty classes for what does not come along."""
+    folder = CACHE / f"transformers-{number}-tests"
+    if (folder / ".ready").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    download = [str(python), "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+    subprocess.run([*download, "--no-build-isolation", "--dest", str(folder), f"transformers=={number}"], check=True)
+    with tarfile.open(folder / f"transformers-{number}.tar.gz") as archive:
+        chosen = [one for one in archive.getmembers() if re.fullmatch(r"[^/]+/tests/[\w/]*\.py", one.name)]
+        for one in chosen:
+            one.name = f"{PACKAGE}/{one.name.split('/', 2)[2]}"
+        archive.extractall(folder, chosen, filter="data")
+    package = folder / PACKAGE
+    (package / "__init__.py").touch()
+    add_stubs(package, package / "test_modeling_common.py")
+    install = [str(python), "-m", "pip", "install", "--quiet", "--target", str(folder), "parameterized"]
+    subprocess.run(install, check=True)
+    (folder / ".ready").touch()
+    return folder
+
+
+def add_stubs(package: Path, file: Path) -> None:
+    """Modules of empty classes for those that a file imports from its package and that are missing."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or node.level != 1 or node.module is None:
+            continue
+        module = file.parent / f"{node.module.replace('.', '/')}.py"
+        if module.exists():
+            add_stubs(package, module)
+            continue
+        module.parent.mkdir(parents=True, exist_ok=True)
+        (module.parent / "__init__.py").touch()
+        lines = [f"class {one.name}:\n    pass\n" for one in node.names]
+        module.write_text("\n\n".join(lines), encoding="utf-8")
+
+
+def exceptions() -> list[dict[str, Any]]:
+    """The tests that are expected to fail: `tests`, patterns of their names, and the `reason`."""
+    return tomllib.loads((JUDGES / "exceptions.toml").read_text(encoding="utf-8"))["exception"]
+
+
+def is_excepted(test: str, number: str) -> bool:
+    """Whether a test may fail with a version of transformers."""
+    return any(
+        fnmatch.fnmatch(test, pattern)
+        for one in exceptions()
+        for pattern in one["tests"]
+        if number in one.get("transformers", [number])
+    )
+
+
+def pytest_counts(python: Path, arguments: list[str], paths: list[Path]) -> tuple[dict[str, int], list[str]]:
+    """What a run of pytest counts, and the tests that fail."""
+    report = CACHE / "report.xml"
+    report.unlink(missing_ok=True)
+    variables = {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, *paths])), "OMP_NUM_THREADS": "1"}
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    done = subprocess.run(
+        [*command, *arguments], cwd=ROOT, env=os.environ | variables, timeout=LONGEST, check=False,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if not report.exists():
+        raise RuntimeError(f"pytest did not run:\n{done.stdout}{done.stderr}")
+    cases = list(ET.parse(report).iter("testcase"))
+    failed = [
+        f"{case.get('classname', '').split('.')[-1]}::{case.get('name')}"
+        for case in cases
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return {"passed": len(cases) - skipped - len(failed), "skipped": skipped}, failed
+
+
+def try_suite(tried: Versions, python: Path, suite: str) -> dict[str, Any]:
+    """The row of a suite: `core`, or the name of a model in transformers' tests."""
+    if suite == "core":
+        counts, failed = pytest_counts(python, list(CORE), [])
+    else:
+        tests = f"{JUDGES / 'test_own_tests.py'}::Test{suite}"
+        counts, failed = pytest_counts(python, [tests], [lay_out_tests(tried.transformers, python)])
+    ours = [test for test in failed if not is_excepted(test, tried.transformers)]
+    return {**counts, "excepted": len(failed) - len(ours), "failed": ours}
+
+
+def main(
+    in_this: Annotated[bool, typer.Option("--here", help="This interpreter alone.")] = False,
+    only: Annotated[str, typer.Option(help="Only suites and versions with this in their name.")] = "",
+    output: Annotated[Path, typer.Option(help="JSON file of the results; suites in it are kept.")] = (
+        ROOT / "scripts/results/versions.json"
+    ),
+) -> None:
+    kept = KeptRuns(output, {})
+    for tried in (here()[0],) if in_this else TRIED:
+        for suite in ("core", *MODELS):
+            identity = {"versions": tried.name, "suite": suite}
+            if only not in f"{tried.name} {suite}" or kept.matching(identity):
+                continue
+            python = here()[1] if in_this else make_environment(tried)
+            if python is None:
+                print(f"no Python {tried.python}: {tried.name} is left out", flush=True)
+                break
+            row = try_suite(tried, python, suite)
+            kept.add(identity | row)
+            print(f"{tried.name}, {suite}: {row}", flush=True)
+
+
+if __name__ == "__main__":
+    run_with_help(main, __doc__)
