@@ -19,9 +19,9 @@ from support.attention_cases import (
 )
 from support.closeness import assert_close_to_reference
 
+from hf_effattn.measuring.cost import peak_memory_added
 from hf_effattn.ops.bi_clustered_attention import batched as bi_batched
 from hf_effattn.ops.bi_clustered_attention import reference as bi_reference
-from hf_effattn.measuring.cost import peak_memory_added
 
 OPS = ("clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
 BACKENDS = ("reference", "batched")
