@@ -21,7 +21,7 @@ from ...ops import (
     predicted_error,
     query_offsets,
 )
-from ...ops.causal_clustered_attention import DEFAULT_KEYS_PER_CLUSTER, DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW
+from ...ops.causal_clustered_attention import DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW
 from ...ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS, LARGEST_SEED
 from ...ops.shared.head_threads import for_every_chunk, heads_of_threads
 from ..model_types import model_type_of
@@ -275,11 +275,10 @@ class BiClustered(ImprovedClustered):
     Args:
         topk (`int`): keys attended to exactly per query cluster; more are more exact and slower.
         key_clusters (`int`): clusters of keys per head, by K-means in the metric of the queries' offsets from their
-            centroids; more are more exact and slower. In models that mask the future: the most of one block of older
-            keys, whose lengths are powers of two.
+            centroids; more are more exact and slower.
         exact_above (`float`, *optional*): heads whose predicted error (`hf_effattn.ops.predicted_error`) is larger run
-            exact attention; None: none does. Not in models that mask the future.
-        keys_per_cluster (`int`): mean size of the key clusters of short blocks in models that mask the future.
+            exact attention; None: none does. In models that mask the future decided segment by segment, from earlier
+            tokens.
     """
 
     method: ClassVar[str] = "bi-clustered"
@@ -292,7 +291,6 @@ class BiClustered(ImprovedClustered):
         "topk": "the number of keys per cluster that its queries attend to exactly",
         "key_clusters": "the number of key clusters per head that stand for all other keys",
         "exact_above": "heads with a larger predicted error run exact attention; None: none does",
-        "keys_per_cluster": "in causal models, the mean size of the key clusters of short blocks",
     }
 
     # The least time for an error, on real queries and keys: scripts/benchmark/rivals.py.
@@ -300,12 +298,10 @@ class BiClustered(ImprovedClustered):
     topk: int = 64
     key_clusters: int = 32
     exact_above: float | None = 0.5
-    keys_per_cluster: int = DEFAULT_KEYS_PER_CLUSTER
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_int("key_clusters", minimum=1)
-        self._check_int("keys_per_cluster", minimum=1)
         if self.exact_above is not None:
             if isinstance(self.exact_above, bool) or not isinstance(self.exact_above, Real):
                 raise TypeError(f"exact_above must be a number or None, got {self.exact_above!r}")
@@ -323,7 +319,7 @@ class BiClustered(ImprovedClustered):
 
     @property
     def causal_options(self) -> dict[str, Any]:
-        return {"topk": self.topk, "key_clusters": self.key_clusters, "keys_per_cluster": self.keys_per_cluster}
+        return {"topk": self.topk, "key_clusters": self.key_clusters, "exact_above": self.exact_above}
 
     def group(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
