@@ -13,7 +13,7 @@ from .reference import Settings
 
 METHODS = ("clustered", "i-clustered", "bi-clustered")
 # The least loss of perplexity for the scores, on a language model: scripts/benchmark/language_model.py.
-DEFAULT_SEGMENT_LENGTH = 512
+DEFAULT_SEGMENT_LENGTH = 1024
 DEFAULT_WINDOW = 256
 
 
@@ -41,8 +41,8 @@ def causal_clustered_attention(
     """Causal self-attention: exact to the nearest keys, over clusters to all older ones.
 
     Tokens are cut into segments. A query attends exactly to its segment's keys up to itself and to `window` keys
-    before the segment. For the older keys, the `fit_queries` queries before the segment are put into clusters (K-means
-    in the keys' metric), and the query goes to the nearest centroid `Q̄_j`. One softmax runs over the local keys and
+    before the segment. For the older keys, the queries of the segment before are put into clusters (K-means in the
+    keys' metric), and the query goes to the nearest centroid `Q̄_j`. One softmax runs over the local keys and
 
     - `"bi-clustered"`: the exact keys and tangents of `bi_clustered_attention` at `Q̄_j`, without its dipole: `topk`
       keys `T_j`, and of every cluster of the other older keys `log S_jc + η·K̃_jc`. `Σ_η` is that of the past queries;
@@ -73,8 +73,7 @@ def causal_clustered_attention(
         segment_length (`int`): tokens of a segment.
         window (`int`): keys before the segment that are attended to exactly.
         iterations (`int`): rounds of Lloyd's algorithm, for queries, and for keys at most two.
-        fit_queries (`int`): the queries before a segment that its clusters are made of, and the most keys that those
-            of keys are fitted on.
+        fit_queries (`int`): queries, and keys, that clusters are fitted on.
         exact_above (`float`, *optional*): of `"bi-clustered"`: heads in which the error predicted for a segment is
             larger (`predicted_error`, of the past queries that its clusters are made of) attend exactly to its older
             keys, too. Default: none does.

@@ -48,7 +48,7 @@ def fit_clusters(
     n = points.shape[1]
     if n <= clusters:
         return torch.cat([points, points.new_zeros(len(points), clusters - n, points.shape[2])], dim=1)
-    fitted = points[:, fit_rows(n, clusters, settings.fit_queries).to(points.device)]
+    fitted = points.index_select(1, fit_rows(n, clusters, settings.fit_queries).to(points.device))
     return lloyd(fitted, find_seeds(fitted, clusters, settings.seed, metric), iterations, metric, binary=False)
 
 
@@ -78,7 +78,7 @@ class PastClusters:
         C, G = settings.clusters, settings.key_clusters
         points = past.flatten(0, 1)
         fitted = fit_rows(key.shape[1], C, settings.fit_queries).to(key.device)
-        metric = keys_metric(key[:, fitted]).repeat_interleave(g, dim=0)
+        metric = keys_metric(key.index_select(1, fitted)).repeat_interleave(g, dim=0)
         labels = label(points, fit_clusters(points, C, settings.iterations, settings, metric), metric)
         self.index = cluster_rows(labels, C)
         sizes = cluster_sizes(self.index, P * g, C)
@@ -97,14 +97,15 @@ class PastClusters:
         of_heads = (offsets.transpose(1, 2) @ offsets / offsets.shape[1]).view(P, g, D, D)
         self.covariance = of_heads.mean(dim=1)
         offsets = offsets.view(P, -1, D)
-        metric = keys_metric(offsets[:, fit_rows(offsets.shape[1], G, settings.fit_queries).to(key.device)])
+        fitted = fit_rows(offsets.shape[1], G, settings.fit_queries).to(key.device)
+        metric = keys_metric(offsets.index_select(1, fitted))
         rounds = min(settings.iterations, KEY_ITERATIONS)
         self.key_labels = label(key, fit_clusters(key, G, rounds, settings, metric), metric)
         if settings.exact_above == inf:
             return
-        index = cluster_rows(self.key_labels, G)
-        key_sizes = cluster_sizes(index, P, G)[..., None].to(key.dtype)
-        means = cluster_sums(key, index, P, G) / key_sizes.clamp(min=1)
+        member = (self.key_labels[:, None] == torch.arange(G, device=key.device)[:, None]).to(key.dtype)  # (P, G, m)
+        key_sizes = member.sum(dim=2, keepdim=True)
+        means = member @ key / key_sizes.clamp(min=1)
         within = (key.transpose(1, 2) @ key - (means * key_sizes).transpose(1, 2) @ means) / key.shape[1]
         self.predicted = (of_heads * within[:, None]).sum(dim=(2, 3)).amax(dim=1) * ERROR_PER_VARIANCE
 

@@ -59,8 +59,8 @@ class Settings:
         return max(0, start - self.window)
 
     def fitted(self, start: int, end: int) -> slice:
-        """The queries whose clusters a segment reads: the last ones before it, or with `prefill` its own."""
-        return slice(start, end) if self.prefill else slice(max(0, start - self.fit_queries), start)
+        """The queries whose clusters a segment reads: those of the segment before it, or with `prefill` its own."""
+        return slice(start, end) if self.prefill else slice(start - self.segment_length, start)
 
 
 # Of the registered ops, as `torch.library` reads them: the inputs, then the fields of `Settings`.
