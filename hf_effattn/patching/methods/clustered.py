@@ -33,6 +33,8 @@ METRICS = ("keys", "queries")
 SCHEMES = ("strict", "prefill")
 # Of Lloyd's algorithm on the keys, at most: a third round saves no error that its time would not save elsewhere.
 KEY_ITERATIONS = 2
+# Of the weight that a language model gives to keys older than the window, by and large: their error counts as much less.
+OLDER_SHARE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +280,7 @@ class BiClustered(ImprovedClustered):
             centroids; more are more exact and slower.
         exact_above (`float`, *optional*): heads whose predicted error (`hf_effattn.ops.predicted_error`) is larger run
             exact attention; None: none does. In models that mask the future decided segment by segment, from earlier
-            tokens.
+            tokens, and for an error of the older keys four times as large, as they get about a quarter of the weight.
     """
 
     method: ClassVar[str] = "bi-clustered"
@@ -319,7 +321,11 @@ class BiClustered(ImprovedClustered):
 
     @property
     def causal_options(self) -> dict[str, Any]:
-        return {"topk": self.topk, "key_clusters": self.key_clusters, "exact_above": self.exact_above}
+        return {
+            "topk": self.topk,
+            "key_clusters": self.key_clusters,
+            "exact_above": None if self.exact_above is None else self.exact_above / OLDER_SHARE,
+        }
 
     def group(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
