@@ -52,8 +52,8 @@ def test_names_and_defaults() -> None:
         "seed": 0,
         "check_finite": False,
         "causal": "strict",
-        "segment_length": 64,
-        "window": 64,
+        "segment_length": 1024,
+        "window": 256,
         "topk": 32,
     }
     bi_clustered = make_method("bi-clustered").to_dict()

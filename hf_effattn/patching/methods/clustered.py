@@ -33,7 +33,7 @@ METRICS = ("keys", "queries")
 SCHEMES = ("strict", "prefill")
 # Of Lloyd's algorithm on the keys, at most: a third round saves no error that its time would not save elsewhere.
 KEY_ITERATIONS = 2
-# Of the weight that a language model gives to keys older than the window, by and large: their error counts as much less.
+# Of the weight, what keys older than the window get in a language model by and large: their error counts as much less.
 OLDER_SHARE = 0.25
 
 
@@ -106,7 +106,8 @@ class Clustered(Method):
             raise TypeError(f"check_finite must be True or False, got {self.check_finite!r}")
 
     def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
-        all_local = causal and query_length <= self.window + self.segment_length
+        last_segment = (query_length - 1) // self.segment_length * self.segment_length
+        all_local = causal and last_segment <= self.window
         return (
             all_local
             or self.clusters >= query_length
