@@ -41,6 +41,7 @@ RECORDED_LENGTH = 65_536
 HEADS, HEAD_DIM = 12, 32
 # The books that the causal model was not trained on.
 HELD_OUT = ("books/pg1661-the-adventures-of-sherlock-holmes.txt.gz", "books/pg98-a-tale-of-two-cities.txt.gz")
+SKIPPED = 5_000  # of their tokens at the beginning: titles and contents
 RECORDING = "causal-inputs"
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -17,20 +17,22 @@ from hf_effattn.measuring.environment import environment
 
 from ..kept.command_line import run_with_help
 from ..kept.runs import print_table
-from ._inputs import held_out_tokens, load_causal_model
-from .causal_schemes import SKIPPED, scored
+from ._inputs import SKIPPED, held_out_tokens, load_causal_model
+from ._scores import counted_scores
 
+# Segments that a prompt of some hundred tokens has several of.
+SHORT = {"segment_length": 128, "window": 64}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "i-clustered": {"method": "i-clustered", "clusters": 25, "topk": 64},
-    "bi-clustered": {"method": "bi-clustered", "clusters": 16, "topk": 32},
+    "i-clustered": {"method": "i-clustered", "clusters": 25, "topk": 64} | SHORT,
+    "bi-clustered": {"method": "bi-clustered", "clusters": 16, "topk": 32} | SHORT,
     "bi-clustered, finer": {
         "method": "bi-clustered",
         "clusters": 25,
         "topk": 64,
-        "keys_per_cluster": 4,
         "window": 256,
+        "segment_length": 128,
     },
-    "bi-clustered, prefill": {"method": "bi-clustered", "clusters": 16, "topk": 32, "causal": "prefill"},
+    "bi-clustered, prefill": {"method": "bi-clustered", "clusters": 16, "topk": 32, "causal": "prefill"} | SHORT,
 }
 
 
@@ -67,12 +69,13 @@ def main(
     rows = []
     for name, settings in SETTINGS.items():
         hf_effattn.patch_attention(loaded, **settings, min_length=0)
-        written = [write(ids) for ids in track(chosen, description=name)]
+        with counted_scores() as count:
+            written = [write(ids) for ids in track(chosen, description=name)]
+        heads = prompts * loaded.config.num_hidden_layers * loaded.config.num_attention_heads
         hf_effattn.unpatch_attention(loaded)
         same = [same_tokens(*both) for both in zip(exact, written, strict=True)]
         equal = sum(number == new_tokens for number in same)
-        sizes = settings.get("window", 64), settings["clusters"], settings["topk"], settings.get("keys_per_cluster", 8)
-        share = scored(settings["method"], prompt_length, *sizes) / ((prompt_length + 1) / 2)
+        share = count.share(heads, prompt_length)
         row = {"run": name, "settings": settings, "scored_share": share, "equal_texts": equal, "prompts": prompts}
         rows.append(row | {"same_tokens": same})
         kept = {"environment": environment(), "prompt_length": prompt_length, "new_tokens": new_tokens, "rows": rows}

@@ -14,8 +14,6 @@ benchmark: $(READY)
 	$(BIN)/python -m scripts.benchmark.clustering
 	$(BIN)/python -m scripts.benchmark.head_errors
 	$(BIN)/python -m scripts.benchmark.embeddings
-	$(BIN)/python -m scripts.benchmark.causal_schemes --model model_cards/gpt2-books
-	$(BIN)/python -m scripts.benchmark.perplexity --model model_cards/gpt2-books
 	$(BIN)/python -m scripts.benchmark.crossover
 	$(BIN)/python -m scripts.benchmark.crossover --causal
 	$(BIN)/python -m scripts.publish.readme

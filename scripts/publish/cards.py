@@ -226,8 +226,8 @@ def gpt2_books() -> ModelCard:
             "WikiText-2. Its purpose is that its queries, keys and values are those of a trained model, on inputs "
             "longer than BERT's. It gains nothing from context beyond a few hundred tokens: a test that needs long "
             "memory must take another model.\n\n"
-            "What clustered attention does to its inputs and its perplexity is in the tables of the project's README, "
-            "by `scripts/benchmark/causal_schemes.py` and `scripts/benchmark/perplexity.py`."
+            "What clustered attention does to a real language model is measured on another one, by "
+            "`scripts/benchmark/language_model.py`."
         ),
         sections={
             "Loss": markdown(["", "loss, nats per token"], counted)

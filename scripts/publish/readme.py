@@ -24,7 +24,7 @@ from ..benchmark import head_errors as benchmark_head_errors
 from ..benchmark import retrieval as benchmark_retrieval
 from ..benchmark import rivals as benchmark_rivals
 from ..kept.command_line import run_with_help
-from ..kept.markdown import by_length, machine, number
+from ..kept.markdown import machine, number
 from . import cards as project_cards
 from . import clusterformer_tables, trust_tables
 from . import cst_tables as paper_tables
@@ -170,46 +170,25 @@ def clustering() -> str:
     return markdown(header, rows) + machine(result["environment"], note)
 
 
-def perplexity(name: str, text: str) -> str:
-    """Loss of exact attention on held-out text, and what each method adds to the perplexity, per length."""
-    result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    exact, others = (
-        [row for row in result["rows"] if (row["run"] == "exact") == is_exact] for is_exact in (True, False)
-    )
-    header, rows = by_length(exact, "run", [(": loss of the last quarter", "last_quarter_loss", ".3f", "")])
-    changes = [("", "last_quarter_perplexity_change", "+.2%", ""), (": scores computed", "scored_share", ".0%", "")]
-    rows += by_length(others, "run", changes)[1]
-    note = (
-        f"Perplexity of the last quarter of the text against exact attention; {result['tokens']:,} tokens of {text} "
-        f"for each length, model_cards/gpt2-books, trained on {result['trained_length']:,} tokens at a time, "
-        "positions repeated beyond. "
-    )
-    return markdown(header, rows) + machine(result["environment"], note)
-
-
-def schemes() -> str:
-    """What stands for the keys older than the window: error, work and time of every scheme."""
-    result = json.loads((RESULTS / "causal_schemes.json").read_text(encoding="utf-8"))
-    first = result["rows"][0]
-    shown = [row for row in result["rows"] if all(row[x] == first[x] for x in ("window", "clusters", "topk"))]
-    lengths = sorted({row["length"] for row in shown})
-    cells = {(row["scheme"], row["length"], row["rotary"]): row for row in shown}
-    header = ["older keys"] + [
-        f"{length:,}: {what}" for length in lengths for what in ("error", "rotary", "scores", "ms")
+def language_model() -> str:
+    """What every method does to a real language model."""
+    result = json.loads((RESULTS / "language_model.json").read_text(encoding="utf-8"))
+    exact = {(row["text"], row["length"]): row for row in result["rows"] if row["name"] == "exact"}
+    header = ["", "perplexity", "same next token", "scores computed", "time against exact"]
+    rows = [
+        [
+            f"{row['text']}, {row['length']:,}: {row['name']}",
+            f"{row['perplexity_change']:+.2%}",
+            f"{row['agreement']:.1%}",
+            f"{row['scored_share']:.0%}",
+            f"{row['seconds'] / exact[row['text'], row['length']]['seconds']:.2f}",
+        ]
+        for row in sorted(result["rows"], key=lambda row: (row["name"], row["length"], row["text"]))
+        if row["name"] != "exact"
     ]
-    rows = []
-    for name in dict.fromkeys(row["scheme"] for row in shown):
-        texts = [name]
-        for length in lengths:
-            plain, rotary = (cells.get((name, length, turned)) for turned in (False, True))
-            texts += [number(plain, "error", ".3f"), number(rotary, "error", ".3f")]
-            texts += [number(plain, "scored_share", ".0%"), number(plain, "ms", ".0f")]
-        rows.append(texts)
     note = (
-        f"window {first['window']}, C={first['clusters']}, k={first['topk']}, a key cluster per "
-        f"{first['keys_per_cluster']} keys; error of the last three quarters, mean over the layers of "
-        "model_cards/gpt2-books on two held-out books; rotary: the same queries and keys, rotated; scores: of those "
-        "that exact attention computes. "
+        f"{result['settings']['model']}, all layers, default settings, no token sees a later one; pg1661 and pg98 are "
+        "held-out novels, argparse.py is Python's own source. Time: of the processor, the whole model. "
     )
     return markdown(header, rows) + machine(result["environment"], note)
 
@@ -328,8 +307,7 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "rivals": rivals,
         "closeness": closeness,
         "clustering": clustering,
-        "perplexity": partial(perplexity, "perplexity", "held-out books"),
-        "schemes": schemes,
+        "language model": language_model,
         "served model types": served,
         "model types not served": not_served,
     },
@@ -346,7 +324,6 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "verdicts": verdicts,
         "layers": paper_tables.layers,
         "language models": paper_tables.language_models,
-        "patched language model": partial(perplexity, "perplexity_wikitext2", "WikiText-2's test text"),
         "matched complexity": paper_tables.matched_complexity,
         "classifiers": paper_tables.classifiers,
         "converted": paper_tables.converted,

@@ -1,7 +1,7 @@
 # The papers' tables of model_cards/RESULTS.md that are trained for, at the budgets that they name: hours of a CPU each.
 # What scripts/results holds already is not trained again.
 DATA = $(or $(HF_EFFATTN_DATA),../shared/data)
-TABLES := table-approximation table-patched table-language-models table-matched-complexity table-classifiers \
+TABLES := table-approximation table-language-models table-matched-complexity table-classifiers \
 	table-converted table-lra table-partner-recall table-digits table-sorted-classifiers table-translation
 .PHONY: tables $(TABLES)
 # The C library would give the memory of every step back to the system, and ask for it again.
@@ -16,10 +16,6 @@ tables: $(TABLES)
 
 table-approximation:
 	$(BIN)/python -m scripts.reproduce.approximation all --local --dtype bfloat16
-
-table-patched:
-	$(BIN)/python -m scripts.benchmark.perplexity --model model_cards/gpt2-books --files wikitext-2/wiki.test.tokens.gz \
-		--lengths 512,1024,2048 --tokens 65536 --output scripts/results/perplexity_wikitext2.json
 
 table-language-models:
 	for length in "256" "1,024"; do \

@@ -220,23 +220,6 @@ def attention_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], 
         yield partial(improved, *qkv, labels, clusters, topk, *rest)
 
 
-def causal_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
-    """Calls of causal attention: every method, plain and with everything, long segments and short ones."""
-    attention = import_module("hf_effattn.ops.causal_clustered_attention.triton").causal_clustered_attention
-    Settings = import_module("hf_effattn.ops.causal_clustered_attention.reference").Settings
-    variants = [("bi-clustered", 64, 32, 0.0), ("bi-clustered", 64, 32, 0.1), ("i-clustered", 64, 32, 0.1)]
-    variants += [("i-clustered", 16, 32, 0.0), ("clustered", 64, 0, 0.0)]
-    if head_dim == FRESH_HEAD_DIM:
-        variants += [("bi-clustered", 16, 32, 0.1), ("i-clustered", 64, 256, 0.0)]
-    for method, segment_length, topk, dropout_p in variants:
-        length = 16 * segment_length
-        query, key, value = tensors(head_dim, dtype, length=length, heads=2, key_heads=2)
-        seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
-        mask = torch.ones(1, length, dtype=torch.bool) if dropout_p else None
-        sizes = 32, topk, 8, 128, segment_length, segment_length, 1, 2048, 0, False
-        yield partial(attention, query, key, value, mask, Settings(method, *sizes, 0.125, dropout_p), seed)
-
-
 def clustering_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     """Calls of the clustering ops."""
     cluster_queries = import_module("hf_effattn.ops.cluster_queries.triton").cluster_queries
@@ -297,7 +280,7 @@ def slice_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]
         yield partial(total, query, key, value, *rest)
 
 
-CALLS = (clustering_calls, attention_calls, causal_calls, clusterformer_calls, slice_calls)
+CALLS = (clustering_calls, attention_calls, clusterformer_calls, slice_calls)
 
 
 def main(gpu: str, dtype: str, compile_known: bool, record: bool) -> None:

@@ -53,7 +53,7 @@ MODELS = tuple(SIZES)
 SMALL: dict[str, dict[str, Any]] = {
     "clustered": {},
     "i-clustered": {"topk": 3},
-    "bi-clustered": {"topk": 3, "key_clusters": 6, "keys_per_cluster": 2},
+    "bi-clustered": {"topk": 3, "key_clusters": 6},
 }
 METHODS = tuple(SMALL)
 LENGTH = 61
@@ -483,7 +483,6 @@ def test_settings_that_the_causal_form_has_not() -> None:
         ({"causal": "loose"}, 'causal must be one of "strict", "prefill"'),
         ({"segment_length": 0}, "segment_length must be at least 1"),
         ({"window": -1}, "window must be at least 0"),
-        ({"keys_per_cluster": 0}, "keys_per_cluster must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             patch(model, **settings)

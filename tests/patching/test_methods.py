@@ -52,12 +52,12 @@ def test_names_and_defaults() -> None:
         "seed": 0,
         "check_finite": False,
         "causal": "strict",
-        "segment_length": 64,
-        "window": 64,
+        "segment_length": 1024,
+        "window": 256,
         "topk": 32,
     }
     bi_clustered = make_method("bi-clustered").to_dict()
-    own = {"clusters": 32, "topk": 64, "key_clusters": 32, "exact_above": 0.5, "keys_per_cluster": 8}
+    own = {"clusters": 32, "topk": 64, "key_clusters": 32, "exact_above": 0.5}
     assert bi_clustered == settings.to_dict() | own
     assert make_method("cst").to_dict() == {
         "min_length": 0,

@@ -1,4 +1,4 @@
-"""Cases of causal attention over clusters, for the forms that run on a CPU and for the kernels."""
+"""Cases of causal attention over clusters."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ METHODS = ("clustered", "i-clustered", "bi-clustered")
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of one test; several segments and key blocks of several levels, but where the name says otherwise."""
+    """Sizes of one test; several segments, but where the name says otherwise."""
 
     name: str
     B: int = 2
@@ -25,11 +25,12 @@ class Case:
     masks: str = "none"
     clusters: int = 5
     topk: int = 3
-    keys_per_cluster: int = 2
     key_clusters: int = 6
     segment_length: int = 4
     window: int = 4
+    fit_queries: int = 16
     iterations: int = 3
+    exact_above: float | None = None
     prefill: bool = False
     dropout_p: float = 0.0
 
@@ -46,8 +47,8 @@ def make_inputs(case, dtype=torch.float64, seed=0):
 
 
 def attend(method, case, query, key, value, mask, **options):
-    names = "clusters", "topk", "keys_per_cluster", "key_clusters", "segment_length", "window", "iterations"
-    chosen = {name: getattr(case, name) for name in (*names, "prefill", "dropout_p")}
+    names = "clusters", "topk", "key_clusters", "segment_length", "window", "fit_queries", "iterations"
+    chosen = {name: getattr(case, name) for name in (*names, "exact_above", "prefill", "dropout_p")}
     torch.manual_seed(4)
     return causal_clustered_attention(query, key, value, method=method, key_mask=mask, **chosen | options)
 

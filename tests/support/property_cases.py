@@ -233,7 +233,6 @@ def attend(case: Case, inputs: Inputs, backend: str | None = None) -> torch.Tens
         method=case.method,
         clusters=case.clusters,
         topk=case.topk,
-        keys_per_cluster=1 + case.key_clusters,
         key_clusters=2 * case.key_clusters,
         segment_length=case.length,
         window=case.topk,

@@ -66,9 +66,7 @@ KINDS = {
     "bert-bi-clustered": patched("bert", CLASSIFICATION, "bi-clustered", topk=8, key_clusters=7),
     "gpt2-clustered": patched("gpt2", CAUSAL, "clustered", **SEGMENTS),
     "gpt2-i-clustered": patched("gpt2", CAUSAL, "i-clustered", topk=3, **SEGMENTS),
-    "gpt2-bi-clustered": patched(
-        "gpt2", CAUSAL, "bi-clustered", topk=3, key_clusters=6, keys_per_cluster=2, **SEGMENTS
-    ),
+    "gpt2-bi-clustered": patched("gpt2", CAUSAL, "bi-clustered", topk=3, key_clusters=6, **SEGMENTS),
     "bert-cst": patched("bert", CLASSIFICATION, "cst"),
     "gpt2-cst": patched("gpt2", CAUSAL, "cst", extension_ratio=2),
     "cst-classification": from_scratch(CLASSIFICATION, cst_models),

@@ -46,17 +46,17 @@ class ClusterTable:
     offset: torch.Tensor | None = None
     dipole: Dipole | None = None
 
-    def softmax(self, blocks: ClusterBlocks, query: torch.Tensor) -> torch.Tensor:
-        """`softmax(Q_i K^T)` `(blocks, length, R)` of packed queries, in float32 or float64."""
+    def scores(self, blocks: ClusterBlocks, query: torch.Tensor) -> torch.Tensor:
+        """`Q_i K^T` `(blocks, length, R)` of packed queries, in float32 or float64."""
         scores = torch.bmm(query, blocks.of_cluster(self.keys).transpose(1, 2))
-        return softmax_(scores.to(torch.promote_types(scores.dtype, torch.float32)))
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 def attend(
     table: ClusterTable, blocks: ClusterBlocks, query: torch.Tensor, factor: torch.Tensor | None
 ) -> torch.Tensor:
     """Output of packed queries `(blocks, length, D)`, `(blocks, length, Dv)`; `factor`: dropout of the weights."""
-    weights = table.softmax(blocks, query)
+    weights = softmax_(table.scores(blocks, query))
     if table.mass is not None:
         weights *= blocks.of_cluster(table.mass)[:, None, None]
     if factor is not None:
@@ -70,17 +70,34 @@ def attend(
     return torch.bmm(weights.to(values.dtype), values)
 
 
+def attend_in_part(
+    table: ClusterTable, blocks: ClusterBlocks, query: torch.Tensor, factor: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `attend`, of keys and values alone, and the log-sum-exp of the scores `(blocks, length, 1)`."""
+    scores = table.scores(blocks, query)
+    log_sum = scores.logsumexp(dim=2, keepdim=True)
+    weights = softmax_(scores)
+    if factor is not None:
+        weights *= factor
+    return torch.bmm(weights, blocks.of_cluster(table.values)), log_sum
+
+
 def attend_backward(
     table: ClusterTable,
     blocks: ClusterBlocks,
     query: torch.Tensor,
     factor: torch.Tensor | None,
     grad_output: torch.Tensor,
+    other: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ClusterTable]:
-    """Gradients of packed queries and of the table, for packed gradients of the output `(blocks, length, Dv)`."""
+    """Gradients of packed queries and of the table, for packed gradients of the output `(blocks, length, Dv)`.
+
+    `other`: where the table is a part of a softmax, its share of the weights, that of the other part, and the dot
+    products of the other part's output with `grad_output`, `(blocks, length, 1)` each.
+    """
     tables = len(table.keys)
     keys, values = blocks.of_cluster(table.keys), blocks.of_cluster(table.values)
-    softmax = table.softmax(blocks, query)
+    softmax = softmax_(table.scores(blocks, query))
     weights = softmax if table.mass is None else softmax * blocks.of_cluster(table.mass)[:, None, None]
     if factor is not None:
         weights = weights * factor
@@ -95,13 +112,21 @@ def attend_backward(
         grad_matrices = blocks.sum(torch.bmm(eta.mul_(share).transpose(1, 2), grad_output), tables)
         grad_dipole = Dipole(-blocks.sum(grad_eta.sum(dim=1), tables), grad_matrices, dipole.first)
 
+    if other is not None:
+        weights = weights * other[0]
     grad_values = torch.bmm(weights.to(values.dtype).transpose(1, 2), grad_output)
     if factor is not None:
         grad_weights *= factor
     row_dot = torch.linalg.vecdot(softmax, grad_weights)  # (blocks, length); 0 in empty places
+    if other is not None:
+        _, rest, other_dot = other
+        # As a difference from the table's own: where it has all the weight, this loses nothing.
+        row_dot -= (rest * (row_dot[..., None] - other_dot))[..., 0]
     grad_scores = grad_weights.sub_(row_dot[..., None]).mul_(softmax)
     if table.mass is not None:
         grad_scores *= blocks.of_cluster(table.mass)[:, None, None]
+    if other is not None:
+        grad_scores *= other[0]
     grad_scores = grad_scores.to(keys.dtype)
     grad_query = torch.bmm(grad_scores, keys)
     if grad_eta is not None:

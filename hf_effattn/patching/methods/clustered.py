@@ -21,7 +21,7 @@ from ...ops import (
     predicted_error,
     query_offsets,
 )
-from ...ops.causal_clustered_attention import DEFAULT_KEYS_PER_CLUSTER, DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW
+from ...ops.causal_clustered_attention import DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW
 from ...ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS, LARGEST_SEED
 from ...ops.shared.head_threads import for_every_chunk, heads_of_threads
 from ..model_types import model_type_of
@@ -33,6 +33,8 @@ METRICS = ("keys", "queries")
 SCHEMES = ("strict", "prefill")
 # Of Lloyd's algorithm on the keys, at most: a third round saves no error that its time would not save elsewhere.
 KEY_ITERATIONS = 2
+# Of the weight, what keys older than the window get in a language model by and large: their error counts as much less.
+OLDER_SHARE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,8 @@ class Clustered(Method):
             raise TypeError(f"check_finite must be True or False, got {self.check_finite!r}")
 
     def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
-        all_local = causal and query_length <= self.window + self.segment_length
+        last_segment = (query_length - 1) // self.segment_length * self.segment_length
+        all_local = causal and last_segment <= self.window
         return (
             all_local
             or self.clusters >= query_length
@@ -261,11 +264,10 @@ class BiClustered(ImprovedClustered):
     Args:
         topk (`int`): keys attended to exactly per query cluster; more are more exact and slower.
         key_clusters (`int`): clusters of keys per head, by K-means in the metric of the queries' offsets from their
-            centroids; more are more exact and slower. In models that mask the future: the most of one block of older
-            keys, whose lengths are powers of two.
+            centroids; more are more exact and slower.
         exact_above (`float`, *optional*): heads whose predicted error (`hf_effattn.ops.predicted_error`) is larger run
-            exact attention; None: none does. Not in models that mask the future.
-        keys_per_cluster (`int`): mean size of the key clusters of short blocks in models that mask the future.
+            exact attention; None: none does. In models that mask the future decided segment by segment, from earlier
+            tokens, and for an error of the older keys four times as large, as they get about a quarter of the weight.
     """
 
     method: ClassVar[str] = "bi-clustered"
@@ -278,7 +280,6 @@ class BiClustered(ImprovedClustered):
         "topk": "the number of keys per cluster that its queries attend to exactly",
         "key_clusters": "the number of key clusters per head that stand for all other keys",
         "exact_above": "heads with a larger predicted error run exact attention; None: none does",
-        "keys_per_cluster": "in causal models, the mean size of the key clusters of short blocks",
     }
 
     # The least time for an error, on real queries and keys: scripts/benchmark/rivals.py.
@@ -286,12 +287,10 @@ class BiClustered(ImprovedClustered):
     topk: int = 64
     key_clusters: int = 32
     exact_above: float | None = 0.5
-    keys_per_cluster: int = DEFAULT_KEYS_PER_CLUSTER
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_int("key_clusters", minimum=1)
-        self._check_int("keys_per_cluster", minimum=1)
         if self.exact_above is not None:
             if isinstance(self.exact_above, bool) or not isinstance(self.exact_above, Real):
                 raise TypeError(f"exact_above must be a number or None, got {self.exact_above!r}")
@@ -309,7 +308,11 @@ class BiClustered(ImprovedClustered):
 
     @property
     def causal_options(self) -> dict[str, Any]:
-        return {"topk": self.topk, "key_clusters": self.key_clusters, "keys_per_cluster": self.keys_per_cluster}
+        return {
+            "topk": self.topk,
+            "key_clusters": self.key_clusters,
+            "exact_above": None if self.exact_above is None else self.exact_above / OLDER_SHARE,
+        }
 
     def group(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None

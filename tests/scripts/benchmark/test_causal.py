@@ -4,13 +4,14 @@ import json
 
 import pytest
 import torch
-import torch.nn.functional as F
 import typer
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from hf_effattn.ops import causal_clustered_attention
 from hf_effattn.samples.texts import bundled_books
 from hf_effattn.training import train_tokenizer
-from scripts.benchmark import _inputs, causal_generation, causal_schemes, perplexity
+from scripts.benchmark import _inputs, causal_generation, language_model
+from scripts.benchmark._scores import counted_scores
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def bundled_text(monkeypatch):
             torch.tensor(tokenizer(book.text[:120_000], verbose=False)["input_ids"]) for book in bundled_books()[:2]
         ]
 
-    for script in (causal_generation, causal_schemes, perplexity):
+    for script in (causal_generation, language_model):
         monkeypatch.setattr(script, "held_out_tokens", tokens)
 
 
@@ -50,60 +51,46 @@ def test_causal_attention_inputs_are_those_of_the_model(model_folder):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_schemes_written_by_segment_are_exact_where_nothing_is_left_out():
+@pytest.mark.parametrize("exact_above", [None, 0.0])
+def test_scores_are_counted_one_by_one(exact_above):
+    query, key, value = (torch.randn(1, heads, 200, 8) for heads in (4, 2, 2))
+    with counted_scores() as count:
+        sizes = {"clusters": 3, "topk": 5, "key_clusters": 7, "segment_length": 64, "window": 32}
+        causal_clustered_attention(query, key, value, **sizes, exact_above=exact_above)
+    seen = sum(position % 64 + 1 + (32 if position >= 64 else 0) for position in range(200))
+    older = {64: 32, 128: 96, 192: 160}  # of the segment that begins there
+    if exact_above is None:
+        seen += sum(min(64, 200 - start) * 12 + 3 * keys for start, keys in older.items())
+    else:
+        seen += sum(min(64, 200 - start) * keys for start, keys in older.items())
+    assert sum(count.parts) == 4 * seen
+    assert count.share(4, 200) == pytest.approx(seen / (200 * 201 / 2))
+
+
+def test_language_model(model_folder, tmp_path, monkeypatch):
+    """On a small Llama in place of the real one."""
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 2, 256, 8) for _ in range(3))
-    exact = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    for old in ("bi-clustered, all again", "bi-clustered, per segment", "shared top keys"):
-        actual = causal_schemes.by_segment(query, key, value, window=64, clusters=4, topk=256, old=old)
-        torch.testing.assert_close(actual, exact, rtol=0, atol=2e-6)
-    actual = causal_schemes.by_segment(query, key, value, window=256, clusters=4, topk=8, old="none")
-    torch.testing.assert_close(actual, exact, rtol=0, atol=2e-6)
-
-
-def test_scored_keys_of_the_window_alone_are_counted_one_by_one():
-    seen = [position % 64 + 1 + min(position // 64 * 64, 64) for position in range(200)]
-    assert causal_schemes.scored("none", 200, 64, 4, 8, 8) == pytest.approx(sum(seen) / 200)
-    # 72 queries of two segments have older keys: 8 top keys, then 8 key clusters for 64 of them and 16 for the last 8.
-    # One set of 4 centroids is scored against the 128 keys that are older for the last segment.
-    more = (72 * 8 + 64 * 8 + 8 * 16 + 4 * 128) / 200
-    actual = causal_schemes.scored("bi-clustered", 200, 64, 4, 8, 8)
-    assert actual == pytest.approx(sum(seen) / 200 + more)
-
-
-def test_causal_schemes(model_folder, tmp_path):
-    output = tmp_path / "schemes.json"
-    causal_schemes.main(model_folder, "256", output)
-    rows = json.loads(output.read_text())["rows"]
-    errors = {(row["scheme"], row["window"], row["rotary"]): row["error"] for row in rows}
-    assert 0 < errors["bi-clustered", 64, False] < errors["none", 64, False]
-    assert all(0 < row["scored_share"] < 1.5 for row in rows)
-
-
-def test_perplexity(model_folder, tmp_path):
-    output = tmp_path / "perplexity.json"
-    perplexity.main(model_folder, "256,512", tokens=512, output=output)
-    rows = {(row["length"], row["run"]): row for row in json.loads(output.read_text())["rows"]}
-    assert len(rows) == 2 * (2 + len(perplexity.RUNS))
-    assert rows[256, "exact"]["perplexity_change"] == 0
-    assert 0 < abs(rows[512, "bi-clustered"]["perplexity_change"]) < 0.01
-    prompts = [rows[512, f"bi-clustered, {kind}prompt"] for kind in ("", "prefill, ")]
-    assert [row["loss"] for row in prompts] == [None, None]
-    assert prompts[0]["last_quarter_loss"] != prompts[1]["last_quarter_loss"]
-    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_perplexity_needs_as_much_text_as_it_is_asked_for(model_folder, tmp_path):
-    with pytest.raises(typer.BadParameter, match="too few"):
-        perplexity.main(model_folder, "256", tokens=10**6, output=tmp_path / "perplexity.json")
-
-
-def test_a_prompt_read_exactly_gives_the_exact_loss(model_folder):
-    model, _ = _inputs.load_causal_model(model_folder)
-    ids = torch.randint(300, (1, 200), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        whole, after = perplexity.token_losses(model, ids), perplexity.losses_after_prompt(model, ids)
-    torch.testing.assert_close(after, whole[-50:], rtol=1e-4, atol=1e-5)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=300, num_key_value_heads=2, initializer_range=0.2, **sizes)
+    loaded = LlamaForCausalLM(config).eval(), _inputs.load_causal_model(model_folder)[1]
+    monkeypatch.setattr(language_model, "load", lambda: loaded)
+    settings = {"segment_length": 64, "window": 32, "clusters": 8, "fit_queries": 64}
+    for name, chosen in language_model.METHODS.items():
+        own = settings if name == "clustered" else settings | {"topk": 8}
+        monkeypatch.setitem(language_model.METHODS, name, chosen | own)
+    output = tmp_path / "language_model.json"
+    names = f"pg98,{language_model.CODE}"
+    language_model.main("300", names=names, methods="bi-clustered", output=output)
+    language_model.main("300", names=names, methods="bi-clustered,clustered", output=output)
+    rows = {(row["text"], row["name"]): row for row in json.loads(output.read_text())["rows"]}
+    assert len(rows) == len(json.loads(output.read_text())["rows"]) == 6
+    for text in names.split(","):
+        ours, worse = rows[text, "bi-clustered"], rows[text, "clustered"]
+        assert ours["perplexity_change"] != worse["perplexity_change"]
+        assert 1 > ours["agreement"] > worse["agreement"]
+        assert 0.3 < worse["scored_share"] < ours["scored_share"] < 1.5
+    with pytest.raises(typer.BadParameter, match="no settings are named cst"):
+        language_model.main(methods="cst", output=output)
 
 
 def test_causal_generation(model_folder, tmp_path):

@@ -1,0 +1,91 @@
+"""Exact attention to the nearest keys, for a CPU: parts of a softmax, merged by their log-sum-exp.
+
+Sizes: `P` key/value heads, `g` query heads that share one, `n` queries, `m` keys.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+# Outputs `(P, g, n, Dv)` of a part, and the log-sum-exp of its scores, `(P, g, n, 1)`.
+Attended = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class LocalPart:
+    """Scaled queries `(P, g, n, D)` over keys `(P, m, D)` and values `(P, m, Dv)`.
+
+    Attributes:
+        causal: the queries are the keys' own, and see no later one; otherwise each sees all.
+        factor: dropout of the weights, `(P, g, n, m)`, or None.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    causal: bool
+    factor: torch.Tensor | None = None
+
+    @property
+    def fused(self) -> bool:
+        """Whether torch has one step for it that gives the log-sum-exp, too."""
+        return self.query.device.type == "cpu" and self.factor is None and self.key.shape[2] == self.value.shape[2]
+
+    def per_query_head(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `(P, g, m, D)`, not copied."""
+        shape = *self.query.shape[:2], -1, -1
+        return self.key[:, None].expand(shape), self.value[:, None].expand(shape)
+
+    def scores(self) -> torch.Tensor:
+        """`(P, g, n, m)`."""
+        scores = self.query @ self.key[:, None].transpose(2, 3)
+        if not self.causal:
+            return scores
+        later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+        return scores.masked_fill_(later, -torch.inf)
+
+    def attend(self) -> Attended:
+        """Outputs `(P, g, n, Dv)` and log-sum-exp `(P, g, n, 1)`."""
+        if self.fused:
+            output, log_sum = FLASH(self.query, *self.per_query_head(), 0.0, self.causal, scale=1.0)
+            return output, log_sum[..., None]
+        scores = self.scores()
+        log_sum = scores.logsumexp(dim=3, keepdim=True)
+        weights = scores.sub_(log_sum).exp_()
+        if self.factor is not None:
+            weights *= self.factor
+        return weights @ self.value[:, None], log_sum
+
+    def backward(
+        self, grad: torch.Tensor, output: torch.Tensor, log_sum: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of query, key and value, for the gradient, output and log-sum-exp of the whole softmax."""
+        if self.fused:
+            found = FLASH_BACKWARD(
+                grad, self.query, *self.per_query_head(), output, log_sum[..., 0], 0.0, self.causal, scale=1.0
+            )
+            return found[0], found[1].sum(dim=1), found[2].sum(dim=1)
+        weights = self.scores().sub_(log_sum).exp_()
+        grad_weights = grad @ self.value[:, None].transpose(2, 3)
+        dropped = weights
+        if self.factor is not None:
+            grad_weights *= self.factor
+            dropped = weights * self.factor
+        grad_value = (dropped.transpose(2, 3) @ grad).sum(dim=1)
+        grad_scores = grad_weights.sub_(torch.linalg.vecdot(grad, output)[..., None]).mul_(weights)
+        grad_key = (grad_scores.transpose(2, 3) @ self.query).sum(dim=1)
+        return grad_scores @ self.key[:, None], grad_key, grad_value
+
+
+def merge(parts: list[Attended]) -> Attended:
+    """One softmax of its parts."""
+    output, log_sum = parts[0]
+    for other, other_sum in parts[1:]:
+        share = torch.sigmoid(other_sum - log_sum)
+        output = torch.lerp(output, other, share)
+        log_sum = torch.logaddexp(log_sum, other_sum)
+    return output, log_sum

@@ -1,0 +1,51 @@
+"""How many scores causal attention over clusters computes: of keys, summaries, and centroids with older keys."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hf_effattn.ops.causal_clustered_attention.batched import OlderPart
+from hf_effattn.ops.causal_clustered_attention.local import LocalPart
+
+
+class ScoreCount:
+    """What was computed so far, and the share of it in exact causal attention."""
+
+    def __init__(self) -> None:
+        self.parts: list[int] = []  # appended to by several threads
+
+    def share(self, heads: int, length: int) -> float:
+        """Of exact attention's scores of so many query heads, all layers and texts together."""
+        return sum(self.parts) / (heads * length * (length + 1) / 2)
+
+
+def _local(part: LocalPart) -> int:
+    P, g, n, _ = part.query.shape
+    return P * g * (n * (n + 1) // 2 if part.causal else n * part.key.shape[1])
+
+
+def _older(part: OlderPart) -> int:
+    P, g, n, _ = part.shape
+    rows = part.summaries.table.keys.shape[1]
+    return P * g * n * rows + P * part.past.centroids.shape[1] * part.keys.M
+
+
+@contextmanager
+def counted_scores() -> Iterator[ScoreCount]:
+    """Count the scores of every forward pass of the form for a CPU."""
+    found = ScoreCount()
+
+    def counting(attend: Callable[[Any], Any], count: Callable[[Any], int]) -> Callable[[Any], Any]:
+        def attend_counted(part: Any) -> Any:
+            found.parts.append(count(part))
+            return attend(part)
+
+        return attend_counted
+
+    kept = LocalPart.attend, OlderPart.attend
+    LocalPart.attend = counting(kept[0], _local)  # type: ignore[method-assign]
+    OlderPart.attend = counting(kept[1], _older)  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        LocalPart.attend, OlderPart.attend = kept  # type: ignore[method-assign]
