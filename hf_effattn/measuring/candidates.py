@@ -96,9 +96,10 @@ def name_settings(settings: Method, layers: Sequence[int] | None = None) -> str:
     shown = [
         f"{field.name}={_shown(getattr(settings, field.name))}"
         for field in fields(settings)
-        if field.name != "min_length"
+        if field.name not in settings.unnamed
         and (field.name in ALWAYS_NAMED or getattr(settings, field.name) != getattr(defaults, field.name))
     ]
+    shown += [f"{name}={_shown(value)}" for name, value in settings.label_parts.items()]
     if layers is not None:
         shown.append(f"layers={' '.join(map(str, layers))}")
     return f"{settings.method} ({', '.join(shown)})" if shown else settings.method

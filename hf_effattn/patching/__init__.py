@@ -5,6 +5,7 @@ from .extending import extend_positions
 from .loading import from_pretrained
 from .methods import Method, list_methods, make_method
 from .patch import patch_attention, unpatch_attention
+from .tolerance import MeasuredError, measured_error
 
 register()
 
@@ -13,11 +14,13 @@ make_settings = make_method
 run_method = Method.run
 
 __all__ = [
+    "MeasuredError",
     "extend_positions",
     "from_pretrained",
     "list_methods",
     "make_method",
     "make_settings",
+    "measured_error",
     "patch_attention",
     "run_method",
     "unpatch_attention",

@@ -1,11 +1,10 @@
 """`report`: what the methods cost and gain on one model and its user's inputs."""
 
-import contextlib
 import itertools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +16,7 @@ from ..measuring.cost import MEMORY_MEASURES, interleaved_rounds, peak_memory_ad
 from ..measuring.environment import environment
 from ..measuring.errors import ModelOutput, head_errors, output_change, run_model
 from ..measuring.inputs import check_inputs
+from ..measuring.progress import Progress, progress_bar
 from ..measuring.recording import (
     BASELINE,
     SeenAttention,
@@ -32,8 +32,6 @@ from ..patching.planning import PatchPlan, plan_patch
 from ..patching.sentence_transformers import model_and_inputs
 from .findings import MeasuredInput, Measurement
 from .report import Report
-
-Progress = Callable[[int, int, str], None]
 
 
 def report(
@@ -99,7 +97,7 @@ def report(
         error_budget=error_budget,
     )
     steps = len(batches) * (len(found.layers) + (1 + len(candidates)) * (1 + repeats))
-    with _progress_bar(progress, steps) as advance:
+    with progress_bar(progress, steps, "report") as advance:
         try:
             with as_it_was(model) as put_back, torch.no_grad():
                 model.eval()
@@ -296,29 +294,3 @@ def _environment(model: PreTrainedModel, stacks: list[Stack], repeats: int, memo
         "memory_measure": MEMORY_MEASURES.get(model.device.type) if memory else None,
         **environment(model.device),
     }
-
-
-@contextlib.contextmanager
-def _progress_bar(progress: bool | Progress | None, total: int) -> Iterator[Callable[[str], None]]:
-    """A function that counts one step and says what it was."""
-    done = 0
-    if callable(progress):
-
-        def advance(what: str) -> None:
-            nonlocal done
-            done += 1
-            progress(done, total, what)
-
-        yield advance
-        return
-    if progress is False:
-        yield lambda what: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    shown = console.is_terminal or console.is_jupyter if progress is None else True
-    with Bar(console=console, disable=not shown, transient=True) as bar:
-        task = bar.add_task("report", total=total)
-        yield lambda what: bar.update(task, advance=1, description=what)
