@@ -16,6 +16,7 @@ DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "bi-clustered", "clusters": 64, "topk": 128, "key_clusters": 64},
     {"method": "bi-clustered", "clusters": 128, "topk": 128, "key_clusters": 128},
 )
+BESIDE_SETTINGS = ("version", "layers", "base_model")  # of what config.effattn holds
 # The settings that decide between speed and error stand in every name, others only where they differ from the default.
 ALWAYS_NAMED = ("clusters", "key_clusters", "topk", "slice_length", "extension_ratio")
 
@@ -57,8 +58,8 @@ def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[st
     """The candidates for the argument `methods` of a report.
 
     Args:
-        methods: names or dicts `{"method": name, **settings}`, one or a sequence, with `"layers"` where only some are
-            to be patched; None for `DEFAULT_METHODS`.
+        methods: names, dicts `{"method": name, **settings}` or what `calibrate` found, one or a sequence; a dict with
+            `"layers"` where only some are to be patched; None for `DEFAULT_METHODS`.
 
     Returns:
         `list[Candidate]`: in the order given.
@@ -69,7 +70,7 @@ def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[st
     """
     if methods is None:
         methods = DEFAULT_METHODS
-    if isinstance(methods, str | Mapping):
+    if isinstance(methods, str | Mapping) or hasattr(methods, "to_dict"):
         methods = [methods]
     if not isinstance(methods, Sequence):
         raise TypeError(
@@ -112,6 +113,8 @@ def _shown(value: object) -> str:
 def _settings(method: object) -> tuple[Method, tuple[int, ...] | None]:
     if isinstance(method, str):
         return make_method(method), None
+    if hasattr(method, "to_dict"):  # what calibrate found
+        method = method.to_dict()
     if not isinstance(method, Mapping) or "method" not in method:
         raise TypeError(
             'every entry of methods must be a name or a dict with the key "method", such as '
@@ -120,5 +123,5 @@ def _settings(method: object) -> tuple[Method, tuple[int, ...] | None]:
     layers = method.get("layers")
     if layers is not None and not isinstance(layers, list | tuple):
         raise TypeError(f"layers must be a list of layer indices, got {layers!r}")
-    settings = make_method(**{name: value for name, value in method.items() if name != "layers"})
+    settings = make_method(**{name: value for name, value in method.items() if name not in BESIDE_SETTINGS})
     return settings, None if layers is None else tuple(layers)

@@ -3,9 +3,10 @@
 from .attention import register
 from .extending import extend_positions
 from .loading import from_pretrained
+from .measured import measured_error
 from .methods import Method, list_methods, make_method
 from .patch import patch_attention, unpatch_attention
-from .tolerance import MeasuredError, measured_error
+from .tolerance import MeasuredError
 
 register()
 

@@ -22,13 +22,13 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from .exact import exact_weights, visible_keys
 from .keywords import needs_exact_attention
+from .measured import expect_measurement, last_measured
 from .methods import METHODS, Method, list_methods, make_method
 from .methods.drafts import READS_DRAFTS
 from .model_table import MODEL_TYPES, NOT_SERVED
 from .model_types import is_causal, is_self_attention, is_served, model_type_of, supported_model_types
 from .module_patch import RECORD, ModulePatch
 from .stored import FIELD, check_layers, read_stored
-from .tolerance import expect_measurement, last_measured
 
 try:
     from transformers.utils.output_capturing import _active_collector

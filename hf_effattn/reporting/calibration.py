@@ -83,6 +83,11 @@ class Calibration:
             raise ValueError(f'{settings} holds settings of "{found.method}", which calibrate did not find')
         return cls(found)
 
+    @property
+    def error(self) -> float:
+        """The budget."""
+        return float((self.settings.calibration or {})["error"])
+
     def plot(self) -> "Figure":
         """The rung of every layer and head, as a heat map; ImportError where matplotlib is missing."""
         return draw_rungs(self.settings)

@@ -26,6 +26,7 @@ from ..measuring.recording import (
     recording,
     stacks_to_report,
 )
+from ..patching.methods import Method
 from ..patching.model_types import Stack, is_causal
 from ..patching.patch import apply_plans
 from ..patching.planning import PatchPlan, plan_patch
@@ -62,8 +63,8 @@ def report(
             several, padded or not, of the lengths that matter to you. For a model of sentence-transformers also a text
             or a list of texts (for a CrossEncoder pairs of texts), which are encoded one by one as `encode` does it.
         methods (`Sequence[str | dict]`, *optional*): names from `list_methods()` or dicts
-            `{"method": name, **settings}`, with `"layers"` where only some are to be patched. Default: every method
-            with a few settings.
+            `{"method": name, **settings}`, with `"layers"` where only some are to be patched, or what `calibrate`
+            returned. Default: every method with a few settings.
         error_budget (`float`, *optional*): allowed relative L2 change of the last hidden state, such as 0.05; the
             report then names the fastest of the methods that keep to it on every input, or says that none does.
         repeats (`int`): timed rounds (short inputs get more); 0 leaves the times out.
@@ -133,8 +134,16 @@ class _MeasureInput:
     def __post_init__(self) -> None:
         paths = {module: path for path, module in self.model.named_modules()}
         self.encoder_of = {module: paths[one.model] for one in self.stacks for module in one.modules}
+        # What runs in each module: nothing where it stays exact.
         self.patched = {
-            label: {module for plan in plans for module in itertools.compress(plan.stack.modules, plan.patched)}
+            label: {
+                module: method
+                for plan in plans
+                for module, served in itertools.compress(
+                    zip(plan.stack.modules, plan.stack.layers, strict=True), plan.patched
+                )
+                if (method := plan.method.for_layers(served)) is not None
+            }
             for label, plans in self.plans.items()
         }
 
@@ -154,9 +163,9 @@ class _MeasureInput:
             self._start(seen)
         self._note_length(seen)
         calls = {EXACT: seen.exact}
-        for label, candidate in self.candidates.items():
-            is_patched = seen.module in self.patched[label]
-            calls[label] = self._attention_call(candidate, seen) if is_patched else seen.exact
+        for label in self.candidates:
+            method = self.patched[label].get(seen.module)
+            calls[label] = seen.exact if method is None else self._attention_call(method, seen)
         if is_first and (self.repeats or self.memory):
             self._warm_up(calls, seen.query.device)
         for done in range(max(1, math.ceil(self.repeats / len(self.found.layers)))):
@@ -203,14 +212,14 @@ class _MeasureInput:
                 self.measured[label].why_exact = "min_length" if "min_length" in reasons else None
 
     def _note_exact_heads(self, label: str, seen: SeenAttention) -> None:
-        heads = self.candidates[label].forced.exact_heads(seen.query, seen.key, seen.key_mask, seen.scale)
+        heads = self.patched[label][seen.module].exact_heads(seen.query, seen.key, seen.key_mask, seen.scale)
         if heads:
             self.measured[label].exact_heads[seen.layer] = heads
 
     @staticmethod
-    def _attention_call(candidate: Candidate, seen: SeenAttention) -> Callable[[], torch.Tensor]:
+    def _attention_call(method: Method, seen: SeenAttention) -> Callable[[], torch.Tensor]:
         def call() -> torch.Tensor:
-            output = candidate.forced.run(
+            output = method.run(
                 seen.query,
                 seen.key,
                 seen.value,

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from ..measuring.candidates import EXACT
 from ..patching.methods import Method
-from ..patching.methods.per_head import PerHead
 from .findings import Findings
 from .numbers import duration, megabytes, percent
 from .pattern import AttentionPattern, find_pattern
@@ -300,7 +299,7 @@ def _labelled_columns(weights: torch.Tensor, columns: int) -> list[int]:
     return sorted(places)
 
 
-def draw_rungs(settings: PerHead) -> "Figure":
+def draw_rungs(settings: Any) -> "Figure":
     """The rung of every layer and head of `"per-head"` settings; see `Calibration.plot`."""
     grid = torch.tensor(settings.heads)
     layers, heads = grid.shape
