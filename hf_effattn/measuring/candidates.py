@@ -16,6 +16,7 @@ DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "bi-clustered", "clusters": 64, "topk": 128, "key_clusters": 64},
     {"method": "bi-clustered", "clusters": 128, "topk": 128, "key_clusters": 128},
 )
+LETTERS = {"C": "clusters", "k": "topk", "G": "key_clusters"}
 BESIDE_SETTINGS = ("version", "layers", "base_model")  # of what config.effattn holds
 # The settings that decide between speed and error stand in every name, others only where they differ from the default.
 ALWAYS_NAMED = ("clusters", "key_clusters", "topk", "slice_length", "extension_ratio")
@@ -70,8 +71,10 @@ def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[st
     """
     if methods is None:
         methods = DEFAULT_METHODS
-    if isinstance(methods, str | Mapping) or hasattr(methods, "to_dict"):
+    if isinstance(methods, str | Mapping):
         methods = [methods]
+    elif hasattr(methods, "to_dict"):
+        methods = [methods.to_dict()]
     if not isinstance(methods, Sequence):
         raise TypeError(
             'methods must be a sequence of names or dicts such as {"method": "i-clustered", "clusters": 100}, '
@@ -104,6 +107,14 @@ def name_settings(settings: Method, layers: Sequence[int] | None = None) -> str:
     if layers is not None:
         shown.append(f"layers={' '.join(map(str, layers))}")
     return f"{settings.method} ({', '.join(shown)})" if shown else settings.method
+
+
+def short_name(settings: Method) -> str:
+    """The method and the counts that its time grows with, such as `bi-clustered C=32 k=64 G=32`."""
+    values = settings.to_dict()
+    return " ".join(
+        [settings.method] + [f"{letter}={values[name]}" for letter, name in LETTERS.items() if name in values]
+    )
 
 
 def _shown(value: object) -> str:

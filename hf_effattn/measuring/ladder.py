@@ -4,6 +4,7 @@ Sizes: `T` texts, `R` rungs, `L` layers, `H` key/value heads.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class LadderErrors:
             if rung.is_exact(N, N, device.type, causal=seen.causal):
                 found.append(torch.zeros(seen.query.shape[0], seen.key.shape[1]))
                 continue
-            output, taken = timed(lambda rung=rung: rung.run(seen.query, seen.key, seen.value, **options), device)
+            output, taken = timed(partial(rung.run, seen.query, seen.key, seen.value, **options), device)
             seconds[index].append(taken)
             found.append(text_errors(exact, output.transpose(1, 2), seen.key_mask, seen.key.shape[1]))
         errors = torch.stack(found, dim=1)  # (B, R, H)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from ..measuring.candidates import EXACT, name_settings
+from ..measuring.candidates import EXACT, short_name
 from ..measuring.environment import environment
 from ..measuring.errors import run_model
 from ..measuring.inputs import check_inputs
@@ -96,7 +96,7 @@ class Calibration:
         made = self.settings.calibration or {}
         lengths = ", ".join(f"{length:,}" for length in made["lengths"])
         heads = [index for row in self.settings.heads for index in row]
-        names = [*map(name_settings, self.settings.rungs), EXACT]
+        names = [*map(short_name, self.settings.rungs), EXACT]
         lines = [
             f"Within an error of {percent(made['error'])}: {percent(made['held_out'])} of the heads on texts left out "
             f"({count(made['texts'], 'text')} of {lengths} tokens, margin {made['margin']:.2f}); attention "

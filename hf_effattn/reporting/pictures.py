@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from ..measuring.candidates import EXACT
-from ..patching.methods import Method
+from ..measuring.candidates import EXACT, short_name
 from .findings import Findings
 from .numbers import duration, megabytes, percent
 from .pattern import AttentionPattern, find_pattern
@@ -27,7 +26,6 @@ SMALLEST_NAMED = 0.04
 LINE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vPX<>*"
 NARROW = 4
-RUNG_LETTERS = {"C": "clusters", "k": "topk", "G": "key_clusters"}
 LETTER_WIDTH = 0.076  # inches, of a title's letters
 NARROWEST_TITLE = 66  # letters that the title of the whole picture needs
 
@@ -303,12 +301,12 @@ def draw_rungs(settings: Any) -> "Figure":
     """The rung of every layer and head of `"per-head"` settings; see `Calibration.plot`."""
     grid = torch.tensor(settings.heads)
     layers, heads = grid.shape
-    names = [*map(_rung_name, settings.rungs), EXACT]
-    figure = new_figure(max(4.2, 1.2 + 0.36 * heads) + 2.2, max(2.4, 1.1 + 0.3 * layers))
+    names = [*map(short_name, settings.rungs), EXACT]
+    figure = new_figure(max(4.2, 1.2 + 0.36 * heads) + 3, max(2.4, 1.1 + 0.3 * layers))
     panel = figure.subplots()
     image = panel.imshow(grid.numpy(), cmap=_steps(len(names)), vmin=-0.5, vmax=len(names) - 0.5, aspect="auto")
-    panel.set_xticks(range(heads), range(heads), fontsize=8)
-    panel.set_yticks(range(layers), range(layers), fontsize=8)
+    panel.set_xticks(range(heads), [str(head) for head in range(heads)], fontsize=8)
+    panel.set_yticks(range(layers), [str(layer) for layer in range(layers)], fontsize=8)
     panel.set_xlabel("key/value head", fontsize=10)
     panel.set_ylabel("layer", fontsize=10)
     errors = (settings.calibration or {}).get("errors")
@@ -331,8 +329,3 @@ def _steps(count: int) -> Any:
     from matplotlib import colormaps
 
     return colormaps[ERROR_COLOURS].resampled(count)
-
-
-def _rung_name(rung: Method) -> str:
-    values = rung.to_dict()
-    return " ".join(f"{letter}={values[name]}" for letter, name in RUNG_LETTERS.items() if name in values)

@@ -27,7 +27,7 @@ from rich.progress import track
 
 from hf_effattn import extend_positions
 from hf_effattn.data.gutenberg import GUTENBERG
-from hf_effattn.measuring.candidates import EXACT
+from hf_effattn.measuring.candidates import EXACT, short_name
 from hf_effattn.measuring.cost import compare, timed
 from hf_effattn.measuring.errors import head_errors
 from hf_effattn.measuring.ladder import LADDER, choose_rungs, errors_of, held_out_coverage, least_margin
@@ -45,7 +45,6 @@ from ..kept.command_line import run_with_help
 from ..kept.data import dataset_path
 from ..kept.runs import KeptRuns
 from ._inputs import Inputs
-from .frontier import label
 from .retrieval import read_meetings
 
 LENGTHS = (512, 4096, 8192)
@@ -192,7 +191,12 @@ def best_uniform(
         seconds = cost * (of_heads.numel() - exact) + costs[-1] * exact
         found.append((seconds, replace(rung, exact_above=threshold), exact))
     _, rung, exact = min(found, key=lambda one: one[0])
-    return rung, {"setting": label(rung), "exact_above": rung.exact_above, "exact_heads": exact}
+    return rung, {"setting": short_name(rung), "exact_above": rung.exact_above, "exact_heads": exact}
+
+
+def of_layer(method: Method, layer: int) -> Method | None:
+    """What a layer runs."""
+    return method.for_layers((layer,))
 
 
 @torch.no_grad()
@@ -208,8 +212,8 @@ def measure_speed(rows: list[dict[str, Any]], length: int, repeats: int) -> list
         attend(*layers[0])
         costs.append(timed(partial(attend, *layers[0]), torch.device("cpu"))[1])
 
-    def all_layers(of_layer: Callable[[int], Method | None]) -> Callable[[], None]:
-        methods = [of_layer(layer) for layer in range(len(layers))]
+    def all_layers(choose: Callable[[int], Method | None]) -> Callable[[], None]:
+        methods = [choose(layer) for layer in range(len(layers))]
 
         def attend() -> None:
             for method, inputs in zip(methods, layers, strict=True):
@@ -224,14 +228,14 @@ def measure_speed(rows: list[dict[str, Any]], length: int, repeats: int) -> list
         heads = PerHead(rungs=rungs(), heads=table.tolist(), min_length=0)
         worst = float(errors_of(table, errors).max())
         uniform, described = best_uniform(errors[0], layers, max(worst, budget), costs)
-        named = {
+        named: dict[str, Method] = {
             "per head": heads,
             "per head, checked": replace(heads, tolerance=NO_TOLERANCE),
             "per head, tolerance": replace(heads, tolerance=budget),
             "uniform": uniform,
         }
-        for name, method in named.items():
-            calls[f"{name} {budget}"] = all_layers(lambda layer, method=method: method.for_layers((layer,)))
+        for name, chosen in named.items():
+            calls[f"{name} {budget}"] = all_layers(partial(of_layer, chosen))
             more = described if name == "uniform" else {"margin": margin, "worst_head": worst}
             about[f"{name} {budget}"] = {"call": name, "budget": budget, **more}
     for call in calls.values():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.tiny_models import batch_for, encoded, tiny_model
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import hf_effattn
 from hf_effattn.patching.exact import exact_attention, visible_keys
@@ -245,3 +245,37 @@ def test_the_weights_are_those_of_the_heads() -> None:
         exact = plain(**batch.inputs, output_attentions=True).attentions[0]
     assert not torch.allclose(output.attentions[0][:, 0], exact[:, 0], atol=1e-3)
     torch.testing.assert_close(output.attentions[0][:, 1], exact[:, 1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_compiled() -> None:
+    model = tiny_model("bert")
+    batch = batch_for(model, padding="right")
+    hf_effattn.patch_attention(model, "per-head", rungs=RUNGS, heads=HEADS, min_length=0)
+    with torch.no_grad():
+        expected = encoded(model, batch)
+        compiled = torch.compile(model, fullgraph=True)
+        output = compiled(**batch.inputs).last_hidden_state[batch.counts]
+    torch.testing.assert_close(output, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("tolerance", [None, 0.0])
+def test_a_decoder_generates_after_a_prompt_by_its_heads(tolerance: float | None) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 48}
+    config = AutoConfig.for_model(
+        "llama", **sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    tokens = torch.randint(5, 60, (1, 50), generator=torch.Generator().manual_seed(1))
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "pad_token_id": 0}
+    exact = model.generate(tokens, return_dict_in_generate=True, **options).logits[0]
+    rungs = [rung | LOCAL for rung in RUNGS]
+    hf_effattn.patch_attention(model, "per-head", rungs=rungs, heads=HEADS, min_length=0, tolerance=tolerance)
+    logits = model.generate(tokens, return_dict_in_generate=True, **options).logits[0]
+    # A prompt's outputs but the last are not read, so that the heads above the tolerance may be exact.
+    assert torch.allclose(logits, exact, atol=1e-4) == (tolerance is not None)
+    with torch.no_grad():
+        before = model(tokens, use_cache=False).logits
+        tokens[0, 40:] = 7
+        assert torch.equal(before[:, :40], model(tokens, use_cache=False).logits[:, :40])

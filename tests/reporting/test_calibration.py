@@ -178,7 +178,7 @@ def test_kept_in_a_file_and_loaded(tmp_path: Path) -> None:
         assert hf_effattn.Calibration.load(place).to_dict() == found.to_dict()
     said = str(found)
     assert said.startswith("Within an error of 20%:")
-    assert all(name in said for name in ("4 texts of 40 tokens", "i-clustered (clusters=3, topk=2)", "exact"))
+    assert all(name in said for name in ("4 texts of 40 tokens", "i-clustered C=3 k=2", "exact"))
     assert sum(int(line.split()[0]) for line in said.splitlines()[1:]) == 6
     with pytest.raises(ValueError, match="which calibrate did not find"):
         hf_effattn.Calibration.load({"method": "clustered"})

@@ -148,7 +148,9 @@ class Method(ABC):
         if self.tolerance is None or dropout_p > 0:
             return result
         learns = training or (module is not None and module.training)
-        decides = not (learns or torch.compiler.is_compiling() or (causal and not prompt))
+        # A graph cannot wait for what is measured, and earlier tokens must not learn of later ones.
+        captured = torch.compiler.is_compiling() or (query.is_cuda and torch.cuda.is_current_stream_capturing())
+        decides = not (learns or captured or (causal and not prompt))
         attended = Attended(query, key, value, key_mask, scale, causal, result)
         return attended.checked(self.tolerance, self.on_excess if decides else None, module)
 
@@ -353,7 +355,7 @@ class Method(ABC):
             return
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name} must be a number or None, got {value!r}: {self.purpose[name]}")
-        if not value >= 0:
+        if not float(value) >= 0:
             raise ValueError(f"{name} must be at least 0, got {value}: {self.purpose[name]}")
         object.__setattr__(self, name, float(value))
 

@@ -124,7 +124,7 @@ class PerHead(Method):
         group = query.shape[1] // key.shape[1]
         for rung, heads in self._shares():
             of_queries = _query_heads(heads, group)
-            inside = range(len(of_queries))
+            inside = list(range(len(of_queries)))
             if rung is not None:
                 inside = rung.exact_heads(query[:, of_queries], key[:, heads], key_mask, scale)
             found += [of_queries[place] for place in inside]
@@ -207,8 +207,8 @@ class PerHead(Method):
                 return rung.run(*inputs, causal=causal, **options)
             mask = options["key_mask"]
             visible = visible_keys(mask, query.shape[2], causal=causal)
-            dropout_p, scale = options["dropout_p"], options["scale"]
-            exact = exact_attention(*inputs, visible, scale=scale, dropout_p=dropout_p, causal=causal)
+            shared = {name: options[name] for name in ("scale", "dropout_p", "module")}
+            exact = exact_attention(*inputs, visible, causal=causal, **shared)
             return exact if mask is None else exact * mask[:, None, :, None]
 
         (row,) = self.heads
