@@ -28,8 +28,16 @@ from .models import (
     CSTModel,
     log_clustering,
 )
-from .patching import extend_positions, from_pretrained, list_methods, patch_attention, unpatch_attention
-from .reporting import Report, report
+from .patching import (
+    MeasuredError,
+    extend_positions,
+    from_pretrained,
+    list_methods,
+    measured_error,
+    patch_attention,
+    unpatch_attention,
+)
+from .reporting import Calibration, Report, calibrate, report
 from .version import __version__
 
 __all__ = [
@@ -41,6 +49,7 @@ __all__ = [
     "CSTForSequenceClassification",
     "CSTForTokenClassification",
     "CSTModel",
+    "Calibration",
     "ClusterFormerConfig",
     "ClusterFormerForCausalLM",
     "ClusterFormerForConditionalGeneration",
@@ -50,12 +59,15 @@ __all__ = [
     "ClusterFormerForSequenceClassification",
     "ClusterFormerForTokenClassification",
     "ClusterFormerModel",
+    "MeasuredError",
     "Report",
     "__version__",
+    "calibrate",
     "extend_positions",
     "from_pretrained",
     "list_methods",
     "log_clustering",
+    "measured_error",
     "model_card",
     "ops",
     "patch_attention",

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..version import __version__
-from . import benching, converting, embedding, listing, publishing
+from . import benching, converting, embedding, listing, publishing, tuning
 from .arguments import check_output_folder, lengths_of, lines_of_progress, method_of, mistakes_in_words
 
 app = typer.Typer(
@@ -178,5 +178,13 @@ def report(
             raise typer.Exit(130)
 
 
-for command in (listing.models, benching.bench, converting.convert, embedding.embed, publishing.card, publishing.push):
+for command in (
+    listing.models,
+    benching.bench,
+    tuning.tune,
+    converting.convert,
+    embedding.embed,
+    publishing.card,
+    publishing.push,
+):
     app.command()(command)

@@ -10,9 +10,10 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..measuring.candidates import ALWAYS_NAMED
+from ..measuring.candidates import ALWAYS_NAMED, EXACT, short_name
 from ..models import ClusterFormerConfig, CSTConfig
 from ..patching.methods import METHODS, Method, list_methods
+from ..patching.methods.per_head import PerHead
 from ..patching.model_table import MODEL_TYPES
 from ..patching.model_types import longest_input
 from ..patching.sentence_transformers import is_sentence_transformer, models_inside
@@ -23,6 +24,7 @@ from . import module_folders
 from .heads import TASKS, auto_class_of
 
 TAG = "hf_effattn"
+PER_HEAD = ("rungs", "heads", "calibration")  # which a card tells in a table of their own
 LIBRARY = "sentence-transformers"
 VYAS = (
     "Vyas, Katharopoulos, Fleuret: Fast Transformers with Clustered Attention. NeurIPS 2020, "
@@ -33,7 +35,14 @@ LEE = (
     "Attentions. ICLR 2023, <https://openreview.net/forum?id=nWTzIsgrYNN>"
 )
 WANG = "Wang et al.: ClusterFormer: Neural Clustering Attention for Efficient and Effective Transformer. ACL 2022"
-SOURCES = {"clustered": VYAS, "i-clustered": VYAS, "bi-clustered": VYAS, "cst": LEE, "clusterformer": WANG}
+SOURCES = {
+    "clustered": VYAS,
+    "i-clustered": VYAS,
+    "bi-clustered": VYAS,
+    "per-head": VYAS,
+    "cst": LEE,
+    "clusterformer": WANG,
+}
 LOADING = "\n## How to load it\n"  # the template's heading
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size")
 # What makes the attention of a model from scratch what it is.
@@ -282,15 +291,37 @@ def _settings(config: Any, settings: Method | None, layers: Sequence[int] | None
         rows = [
             [f"`{name}`", f"`{value!r}`", settings.purpose[name]]
             for name, value in settings.to_dict().items()
-            if name in ALWAYS_NAMED or value != defaults[name]
+            if (name in ALWAYS_NAMED or value != defaults.get(name)) and name not in PER_HEAD
         ]
         if layers is not None:
             rows.append(["`layers`", f"`{list(layers)!r}`", "the layers that have it, from 0; the others stay exact"])
+        if isinstance(settings, PerHead):
+            return "\n\n".join(
+                [*_rungs(settings), *([markdown(["setting", "value", "meaning"], rows, right=())] if rows else [])]
+            )
         others = "\n\nAll others have their defaults, which `effattn methods` lists."
         return markdown(["setting", "value", "meaning"], rows, right=()) + others
     names = (*SIZES, *OF_ATTENTION.get(config.model_type, ()))
     rows = [[f"`{name}`", f"`{getattr(config, name)!r}`"] for name in names if getattr(config, name, None) is not None]
     return markdown(["setting", "value"], rows, right=())
+
+
+def _rungs(settings: PerHead) -> list[str]:
+    """Which settings how many heads run, and how they were found."""
+    heads = [index for row in settings.heads for index in row]
+    names = [*map(short_name, settings.rungs), EXACT]
+    table = [[name, str(heads.count(index))] for index, name in enumerate(names)]
+    found = [markdown(["settings", "key/value heads"], table)]
+    made = settings.calibration
+    if made is not None and "error" in made:
+        lengths = ", ".join(f"{length:,}" for length in made["lengths"])
+        found.append(
+            f"Each head has the cheapest that kept the relative L2 error of its attention output within "
+            f"{made['error']:g} on {made['texts']} texts of {lengths} tokens; on each text left out, "
+            f"{100 * made['held_out']:.0f}% of the heads did, and attention was {made['speed']:.1f} times as fast as "
+            "exact attention. C `clusters`, k `topk`, G `key_clusters`; the table of heads is in `config.json`."
+        )
+    return found
 
 
 def _costs(report: Report) -> str:

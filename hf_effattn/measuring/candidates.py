@@ -16,6 +16,8 @@ DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "bi-clustered", "clusters": 64, "topk": 128, "key_clusters": 64},
     {"method": "bi-clustered", "clusters": 128, "topk": 128, "key_clusters": 128},
 )
+LETTERS = {"C": "clusters", "k": "topk", "G": "key_clusters"}
+BESIDE_SETTINGS = ("version", "layers", "base_model")  # of what config.effattn holds
 # The settings that decide between speed and error stand in every name, others only where they differ from the default.
 ALWAYS_NAMED = ("clusters", "key_clusters", "topk", "slice_length", "extension_ratio")
 
@@ -57,8 +59,8 @@ def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[st
     """The candidates for the argument `methods` of a report.
 
     Args:
-        methods: names or dicts `{"method": name, **settings}`, one or a sequence, with `"layers"` where only some are
-            to be patched; None for `DEFAULT_METHODS`.
+        methods: names, dicts `{"method": name, **settings}` or what `calibrate` found, one or a sequence; a dict with
+            `"layers"` where only some are to be patched; None for `DEFAULT_METHODS`.
 
     Returns:
         `list[Candidate]`: in the order given.
@@ -71,6 +73,8 @@ def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[st
         methods = DEFAULT_METHODS
     if isinstance(methods, str | Mapping):
         methods = [methods]
+    elif hasattr(methods, "to_dict"):
+        methods = [methods.to_dict()]
     if not isinstance(methods, Sequence):
         raise TypeError(
             'methods must be a sequence of names or dicts such as {"method": "i-clustered", "clusters": 100}, '
@@ -96,12 +100,21 @@ def name_settings(settings: Method, layers: Sequence[int] | None = None) -> str:
     shown = [
         f"{field.name}={_shown(getattr(settings, field.name))}"
         for field in fields(settings)
-        if field.name != "min_length"
+        if field.name not in settings.unnamed
         and (field.name in ALWAYS_NAMED or getattr(settings, field.name) != getattr(defaults, field.name))
     ]
+    shown += [f"{name}={_shown(value)}" for name, value in settings.label_parts.items()]
     if layers is not None:
         shown.append(f"layers={' '.join(map(str, layers))}")
     return f"{settings.method} ({', '.join(shown)})" if shown else settings.method
+
+
+def short_name(settings: Method) -> str:
+    """The method and the counts that its time grows with, such as `bi-clustered C=32 k=64 G=32`."""
+    values = settings.to_dict()
+    return " ".join(
+        [settings.method] + [f"{letter}={values[name]}" for letter, name in LETTERS.items() if name in values]
+    )
 
 
 def _shown(value: object) -> str:
@@ -111,6 +124,8 @@ def _shown(value: object) -> str:
 def _settings(method: object) -> tuple[Method, tuple[int, ...] | None]:
     if isinstance(method, str):
         return make_method(method), None
+    if hasattr(method, "to_dict"):  # what calibrate found
+        method = method.to_dict()
     if not isinstance(method, Mapping) or "method" not in method:
         raise TypeError(
             'every entry of methods must be a name or a dict with the key "method", such as '
@@ -119,5 +134,5 @@ def _settings(method: object) -> tuple[Method, tuple[int, ...] | None]:
     layers = method.get("layers")
     if layers is not None and not isinstance(layers, list | tuple):
         raise TypeError(f"layers must be a list of layer indices, got {layers!r}")
-    settings = make_method(**{name: value for name, value in method.items() if name != "layers"})
+    settings = make_method(**{name: value for name, value in method.items() if name not in BESIDE_SETTINGS})
     return settings, None if layers is None else tuple(layers)

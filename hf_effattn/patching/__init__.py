@@ -3,8 +3,10 @@
 from .attention import register
 from .extending import extend_positions
 from .loading import from_pretrained
+from .measured import measured_error
 from .methods import Method, list_methods, make_method
 from .patch import patch_attention, unpatch_attention
+from .tolerance import MeasuredError
 
 register()
 
@@ -13,11 +15,13 @@ make_settings = make_method
 run_method = Method.run
 
 __all__ = [
+    "MeasuredError",
     "extend_positions",
     "from_pretrained",
     "list_methods",
     "make_method",
     "make_settings",
+    "measured_error",
     "patch_attention",
     "run_method",
     "unpatch_attention",

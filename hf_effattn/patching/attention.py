@@ -22,6 +22,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from .exact import exact_weights, visible_keys
 from .keywords import needs_exact_attention
+from .measured import expect_measurement, last_measured
 from .methods import METHODS, Method, list_methods, make_method
 from .methods.base import Options
 from .methods.drafts import READS_DRAFTS
@@ -132,6 +133,8 @@ def attention(
     wants_weights = bool(kwargs.pop("output_attentions", None)) or _matrices_are_collected(module)
     reads_drafts = kwargs.pop(READS_DRAFTS, False)
     chosen = method_for(module, method)
+    if chosen is not None and chosen.tolerance is not None:
+        expect_measurement(module)
     N, M, dense = query.shape[2], key.shape[2], attention_mask is not None and attention_mask.ndim != 2
     hides_future = _hides_future(module, kwargs.get("is_causal"), attention_mask)
     # The form of a method that hides the future is for decoders; so is a prompt's key mask, which implies it.
@@ -243,6 +246,11 @@ def _by_method(method: Method, call: Call) -> Attended:
     }
     result = method.run(call.query, call.key, call.value, dropout_p=call.dropout, **options)
     weights = method.weights(call.query, call.key, **options) if call.wants_weights else None
+    measured = None if method.tolerance is None else last_measured(call.module)
+    if weights is not None and measured is not None and bool(measured.exact.any()):
+        mask = visible_keys(call.mask, call.query.shape[2], causal=call.hides_future)
+        exact = exact_weights(call.query, call.key, mask, call.scale, causal=call.hides_future)
+        weights = torch.where(measured.exact[..., None, None], exact, weights)
     return result.transpose(1, 2).contiguous(), weights
 
 
@@ -288,16 +296,17 @@ def _method_from_config(module: nn.Module, method: str) -> Method | None:
     if stored is None:
         return make_method(method)
     chosen, layers = read_stored(stored, method)
-    if layers is None:
+    if layers is None and not chosen.differs_by_layer:
         return chosen
     index = getattr(module, "layer_idx", None)
     if index is None:
         raise ValueError(
-            f"config.effattn selects layers {layers}, but a {type(module).__name__} does not know its own index; use "
-            f'patch_attention(model, "{method}", layers=...) or hf_effattn.from_pretrained, which count the layers'
+            f"config.effattn tells layers apart, but a {type(module).__name__} does not know its own index; use "
+            "patch_attention or hf_effattn.from_pretrained, which count the layers"
         )
     config: Any = module.config
-    return chosen if index in check_layers(layers, config.num_hidden_layers) else None
+    selected = layers is None or index in check_layers(layers, config.num_hidden_layers)
+    return chosen.for_layers((index,)) if selected else None
 
 
 def causal_error(method: str, name: str) -> str:

@@ -6,17 +6,26 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .methods import METHODS, list_methods, make_method
+from .methods.base import quoted
 from .model_types import Stack, find_stacks
 from .module_patch import RECORD, ModulePatch
 from .planning import PatchPlan, check_model, plan_patch, stacks_to_patch, warn_if_never_used, warn_of_losses
 from .sentence_transformers import cut_at
 from .snapshot import Snapshot
-from .stored import FIELD, base_model_of, write_stored
+from .stored import FIELD, base_model_of, read_settings, write_stored
+from .tolerance import MEASURED
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def patch_attention(model: Model, method: str, *, layers: Sequence[int] | None = None, **settings: Any) -> Model:
+def patch_attention(
+    model: Model,
+    method: str | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    settings: Any = None,
+    **overrides: Any,
+) -> Model:
     """Replace the self-attention of a pretrained encoder, or decoder alone, by an efficient method, in place.
 
     The weights stay as they are; `"cst"`, a conversion that is to be fine-tuned, adds position embeddings to them, in
@@ -33,11 +42,15 @@ def patch_attention(model: Model, method: str, *, layers: Sequence[int] | None =
     Args:
         model (`PreTrainedModel`): an encoder or decoder of a served model type, with or without a head; or a
             `SentenceTransformer`, `CrossEncoder` or `SparseEncoder`, of which every transformers model is patched.
-        method (`str`): one of `list_methods()`.
+        method (`str`): one of `list_methods()`. To be left out where `settings` name it.
         layers (`Sequence[int]`, *optional*): the layers to patch, from 0; negative ones count from the
-            last. Default: all.
-        settings: the method's settings, such as `clusters`, `topk`, `clustering`, `iterations`, `seed`, `min_length`
-            (0 forces the method at every length); for `"cst"` `slice_length`, `extension_ratio`, `composition`.
+            last. Default: all, or those of `settings`.
+        settings (`Calibration`, `dict`, `str` or `os.PathLike`, *optional*): settings that were found before: what
+            `hf_effattn.calibrate` returned, the file or folder that it was saved to, or a repository on the Hub with
+            it (`effattn.json`, or else `config.json` of a patched model). They serve every fine-tune of the model.
+        overrides: the method's settings, such as `clusters`, `topk`, `clustering`, `iterations`, `seed`, `min_length`
+            (0 forces the method at every length), `tolerance` (the error allowed, checked in every pass); for `"cst"`
+            `slice_length`, `extension_ratio`, `composition`. They win over those of `settings`.
 
     Returns:
         The same `model`.
@@ -47,13 +60,23 @@ def patch_attention(model: Model, method: str, *, layers: Sequence[int] | None =
     input that the model takes would still run exact attention.
 
     Raises:
-        ValueError: an unknown method or setting, a value outside its range, layers that do not exist, a model of a
+        ValueError: neither method nor settings, settings of another model or written by a newer version, an unknown
+            method or setting, a value outside its range, layers that do not exist, a model of a
             type that is not served, or not when it is causal, or without attention to patch, or whose config has
             `output_attentions=True`. The model is then unchanged.
         TypeError: a value of the wrong type, something that is not a model.
+        OSError: `settings` that cannot be read.
     """
-    chosen = make_method(method, **settings)
-    plans = [plan_patch(stack, chosen, layers) for stack in stacks_to_patch(model, method)]
+    if settings is not None:
+        chosen, stored_layers = read_settings(settings, method, **overrides)
+        layers = stored_layers if layers is None else layers
+    elif method is not None:
+        chosen = make_method(method, **overrides)
+    else:
+        raise ValueError(
+            f"name a method, one of {quoted(list_methods())}, or give settings= that hf_effattn.calibrate found"
+        )
+    plans = [plan_patch(stack, chosen, layers) for stack in stacks_to_patch(model, chosen.method)]
     for plan in plans:
         warn_of_losses(plan)
         warn_if_never_used(plan, cut_at(model))
@@ -81,6 +104,8 @@ def unpatch_attention(model: Model) -> Model:
     for stack in find_stacks(model):
         config = stack.model.config
         patches = [vars(module).pop(RECORD) for module in stack.modules if RECORD in vars(module)]
+        for module in stack.modules:
+            vars(module).pop(MEASURED, None)
         ours = config._attn_implementation in list_methods()
         for kind in METHODS.values():
             kind.detach(stack.model)
@@ -113,11 +138,13 @@ def _apply(plan: PatchPlan) -> None:
     plan.method.attach(plan.stack.model, plan.parameters)
     set_implementation(plan.stack, plan.method.method)
     setattr(config, FIELD, write_stored(plan.method, plan.layers, base_model_of(config)))
-    for module, patched in zip(plan.stack.modules, plan.patched, strict=True):
+    for module, served, patched in zip(plan.stack.modules, plan.stack.layers, plan.patched, strict=True):
         earlier = vars(module).get(RECORD)
         previous = exact if earlier is None or current not in list_methods() else earlier.previous
         owner = None if plan.parameters is None else plan.stack.model.base_model
-        setattr(module, RECORD, ModulePatch(plan.method if patched else None, previous, owner))
+        vars(module).pop(MEASURED, None)
+        chosen = plan.method.for_layers(served) if patched else None
+        setattr(module, RECORD, ModulePatch(chosen, previous, owner, len(served)))
 
 
 def set_implementation(stack: Stack, implementation: str) -> None:

@@ -1,22 +1,29 @@
-"""`config.effattn`: the settings as a flat dict of JSON values, all that `save_pretrained` keeps of a patch."""
+"""`config.effattn`: the settings as a dict of JSON values, all that `save_pretrained` keeps of a patch; its files."""
 
+import json
 import operator
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import cached_file
+
 from .methods import Method, make_method, setting_names
 
 FIELD = "effattn"
-FORMAT_VERSION = 1
+# Written is the oldest that says it all, so that earlier versions of the package read what they can run.
+FORMAT_VERSION = 2  # 1: no "per-head", no tolerance
+SETTINGS_FILE = "effattn.json"
 BASE_MODEL = "base_model"
 
 
 def write_stored(method: Method, layers: Iterable[int] | None, base_model: str | None = None) -> dict[str, Any]:
     """The dict for `config.effattn`; `layers` None means all, `base_model` is the exact model's id on the Hub."""
+    newer = method.tolerance is not None or method.differs_by_layer
     return {
-        "version": FORMAT_VERSION,
+        "version": FORMAT_VERSION if newer else 1,
         "method": method.method,
         "layers": None if layers is None else list(layers),
         **({} if base_model is None else {BASE_MODEL: base_model}),
@@ -93,6 +100,56 @@ def read_stored(stored: object, method: str | None = None, **overrides: Any) -> 
         )
     known = {name: value for name, value in values.items() if name in names}
     return make_method(method, **known | overrides), layers
+
+
+def read_settings(settings: Any, method: str | None = None, **overrides: Any) -> tuple[Method, Any]:
+    """Settings from wherever they were kept, as `read_stored` gives them.
+
+    Args:
+        settings (`dict`, `str`, `os.PathLike` or an object with `to_dict`): the dict itself, a JSON file, a folder, or
+            a repository on the Hub.
+        method (`str`, *optional*): the method where the settings name none; another than theirs is refused.
+        overrides: settings that win.
+
+    Raises:
+        ValueError: as `read_stored`; a file without settings, or with those of another method.
+        OSError: nothing to be read there.
+    """
+    where = "settings"
+    if isinstance(settings, str | os.PathLike):
+        where = str(settings)
+        settings = _read_file(Path(where))
+    elif hasattr(settings, "to_dict"):
+        settings = settings.to_dict()
+    if not isinstance(settings, Mapping) or "method" not in settings:
+        raise ValueError(
+            f"{where} holds no settings of hf_effattn: give what hf_effattn.calibrate returned, its file, or a "
+            "patched model's folder or repository"
+        )
+    named = settings["method"]
+    if method not in (None, named):
+        raise ValueError(f'{where} holds settings of "{named}", and the method asked for is "{method}": leave one out')
+    return read_stored(dict(settings), method, **overrides)
+
+
+def _read_file(path: Path) -> Any:
+    """The settings in a JSON file, in a folder or in a repository on the Hub."""
+    if path.is_dir():
+        path = path / (SETTINGS_FILE if (path / SETTINGS_FILE).is_file() else "config.json")
+    if not path.is_file():
+        if path.suffix == ".json" or path.is_absolute():
+            raise FileNotFoundError(f"there are no settings at {path}")
+        path = _from_hub(str(path))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}): name the file that hf_effattn.calibrate saved") from None
+    return found.get(FIELD) if isinstance(found, dict) and path.name == "config.json" else found
+
+
+def _from_hub(name: str) -> Path:
+    found = cached_file(name, SETTINGS_FILE, _raise_exceptions_for_missing_entries=False)
+    return Path(found or cached_file(name, "config.json"))
 
 
 def check_layers(layers: Any, count: int) -> tuple[int, ...]:

@@ -1,11 +1,10 @@
 """`report`: what the methods cost and gain on one model and its user's inputs."""
 
-import contextlib
 import itertools
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +16,7 @@ from ..measuring.cost import MEMORY_MEASURES, interleaved_rounds, peak_memory_ad
 from ..measuring.environment import environment
 from ..measuring.errors import ModelOutput, head_errors, output_change, run_model
 from ..measuring.inputs import check_inputs
+from ..measuring.progress import Progress, progress_bar
 from ..measuring.recording import (
     BASELINE,
     SeenAttention,
@@ -26,14 +26,13 @@ from ..measuring.recording import (
     recording,
     stacks_to_report,
 )
+from ..patching.methods import Method
 from ..patching.model_types import Stack, is_causal
 from ..patching.patch import apply_plans
 from ..patching.planning import PatchPlan, plan_patch
 from ..patching.sentence_transformers import model_and_inputs
 from .findings import MeasuredInput, Measurement
 from .report import Report
-
-Progress = Callable[[int, int, str], None]
 
 
 def report(
@@ -64,8 +63,8 @@ def report(
             several, padded or not, of the lengths that matter to you. For a model of sentence-transformers also a text
             or a list of texts (for a CrossEncoder pairs of texts), which are encoded one by one as `encode` does it.
         methods (`Sequence[str | dict]`, *optional*): names from `list_methods()` or dicts
-            `{"method": name, **settings}`, with `"layers"` where only some are to be patched. Default: every method
-            with a few settings.
+            `{"method": name, **settings}`, with `"layers"` where only some are to be patched, or what `calibrate`
+            returned. Default: every method with a few settings.
         error_budget (`float`, *optional*): allowed relative L2 change of the last hidden state, such as 0.05; the
             report then names the fastest of the methods that keep to it on every input, or says that none does.
         repeats (`int`): timed rounds (short inputs get more); 0 leaves the times out.
@@ -99,7 +98,7 @@ def report(
         error_budget=error_budget,
     )
     steps = len(batches) * (len(found.layers) + (1 + len(candidates)) * (1 + repeats))
-    with _progress_bar(progress, steps) as advance:
+    with progress_bar(progress, steps, "report") as advance:
         try:
             with as_it_was(model) as put_back, torch.no_grad():
                 model.eval()
@@ -135,8 +134,16 @@ class _MeasureInput:
     def __post_init__(self) -> None:
         paths = {module: path for path, module in self.model.named_modules()}
         self.encoder_of = {module: paths[one.model] for one in self.stacks for module in one.modules}
+        # What runs in each module: nothing where it stays exact.
         self.patched = {
-            label: {module for plan in plans for module in itertools.compress(plan.stack.modules, plan.patched)}
+            label: {
+                module: method
+                for plan in plans
+                for module, served in itertools.compress(
+                    zip(plan.stack.modules, plan.stack.layers, strict=True), plan.patched
+                )
+                if (method := plan.method.for_layers(served)) is not None
+            }
             for label, plans in self.plans.items()
         }
 
@@ -156,9 +163,9 @@ class _MeasureInput:
             self._start(seen)
         self._note_length(seen)
         calls = {EXACT: seen.exact}
-        for label, candidate in self.candidates.items():
-            is_patched = seen.module in self.patched[label]
-            calls[label] = self._attention_call(candidate, seen) if is_patched else seen.exact
+        for label in self.candidates:
+            method = self.patched[label].get(seen.module)
+            calls[label] = seen.exact if method is None else self._attention_call(method, seen)
         if is_first and (self.repeats or self.memory):
             self._warm_up(calls, seen.query.device)
         for done in range(max(1, math.ceil(self.repeats / len(self.found.layers)))):
@@ -205,14 +212,14 @@ class _MeasureInput:
                 self.measured[label].why_exact = "min_length" if "min_length" in reasons else None
 
     def _note_exact_heads(self, label: str, seen: SeenAttention) -> None:
-        heads = self.candidates[label].forced.exact_heads(seen.query, seen.key, seen.key_mask, seen.scale)
+        heads = self.patched[label][seen.module].exact_heads(seen.query, seen.key, seen.key_mask, seen.scale)
         if heads:
             self.measured[label].exact_heads[seen.layer] = heads
 
     @staticmethod
-    def _attention_call(candidate: Candidate, seen: SeenAttention) -> Callable[[], torch.Tensor]:
+    def _attention_call(method: Method, seen: SeenAttention) -> Callable[[], torch.Tensor]:
         def call() -> torch.Tensor:
-            output = candidate.forced.run(
+            output = method.run(
                 seen.query,
                 seen.key,
                 seen.value,
@@ -296,29 +303,3 @@ def _environment(model: PreTrainedModel, stacks: list[Stack], repeats: int, memo
         "memory_measure": MEMORY_MEASURES.get(model.device.type) if memory else None,
         **environment(model.device),
     }
-
-
-@contextlib.contextmanager
-def _progress_bar(progress: bool | Progress | None, total: int) -> Iterator[Callable[[str], None]]:
-    """A function that counts one step and says what it was."""
-    done = 0
-    if callable(progress):
-
-        def advance(what: str) -> None:
-            nonlocal done
-            done += 1
-            progress(done, total, what)
-
-        yield advance
-        return
-    if progress is False:
-        yield lambda what: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    shown = console.is_terminal or console.is_jupyter if progress is None else True
-    with Bar(console=console, disable=not shown, transient=True) as bar:
-        task = bar.add_task("report", total=total)
-        yield lambda what: bar.update(task, advance=1, description=what)

@@ -183,8 +183,11 @@ def _implied_rows(candidate: Candidate, seen: SeenAttention, head: int, rows: li
     """The weights that a method implies, `(R, N)`."""
     options: dict[str, Any] = {"key_mask": seen.key_mask, "scale": seen.scale, "causal": seen.causal}
     # In pieces, so that nothing of N×N exists for all heads.
+    method = candidate.forced.for_layers((seen.layer,))
+    if method is None:
+        return _exact_rows(seen, rows)[head]
     pieces = [
-        candidate.forced.weights(
+        method.weights(
             seen.query, seen.key, columns=slice(start, start + COLUMNS_AT_ONCE), module=seen.module, **options
         )[0, head, rows]
         for start in range(0, seen.key.shape[2], COLUMNS_AT_ONCE)

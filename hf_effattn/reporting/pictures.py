@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from ..measuring.candidates import EXACT
+from ..measuring.candidates import EXACT, short_name
 from .findings import Findings
 from .numbers import duration, megabytes, percent
 from .pattern import AttentionPattern, find_pattern
@@ -295,3 +295,37 @@ def _labelled_columns(weights: torch.Tensor, columns: int) -> list[int]:
         ):
             places.append(column)
     return sorted(places)
+
+
+def draw_rungs(settings: Any) -> "Figure":
+    """The rung of every layer and head of `"per-head"` settings; see `Calibration.plot`."""
+    grid = torch.tensor(settings.heads)
+    layers, heads = grid.shape
+    names = [*map(short_name, settings.rungs), EXACT]
+    figure = new_figure(max(4.2, 1.2 + 0.36 * heads) + 3, max(2.4, 1.1 + 0.3 * layers))
+    panel = figure.subplots()
+    image = panel.imshow(grid.numpy(), cmap=_steps(len(names)), vmin=-0.5, vmax=len(names) - 0.5, aspect="auto")
+    panel.set_xticks(range(heads), [str(head) for head in range(heads)], fontsize=8)
+    panel.set_yticks(range(layers), [str(layer) for layer in range(layers)], fontsize=8)
+    panel.set_xlabel("key/value head", fontsize=10)
+    panel.set_ylabel("layer", fontsize=10)
+    errors = (settings.calibration or {}).get("errors")
+    if errors is not None and grid.numel() <= MOST_NUMBERED_CELLS:
+        for line, column in ((line, column) for line in range(layers) for column in range(heads)):
+            if grid[line, column] < len(settings.rungs):
+                dark = "white" if int(grid[line, column]) > 0.6 * len(names) else "#333333"
+                text = f"{100 * errors[line][column]:.0f}"
+                panel.text(column, line, text, ha="center", va="center", fontsize=6.5, color=dark)
+    bar = figure.colorbar(image, ax=panel, ticks=range(len(names)), pad=0.015)
+    bar.ax.set_yticklabels(names, fontsize=8)
+    asked = (settings.calibration or {}).get("error")
+    shares = "" if errors is None else "; numbers: largest error on the calibration texts, per cent"
+    budget = "" if asked is None else f" for an error of at most {percent(asked)}"
+    figure.suptitle(f"Settings of every head{budget}\n(dark: dear{shares})", fontsize=10)
+    return figure
+
+
+def _steps(count: int) -> Any:
+    from matplotlib import colormaps
+
+    return colormaps[ERROR_COLOURS].resampled(count)

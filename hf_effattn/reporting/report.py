@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from ..measuring.candidates import make_candidates
 from . import words
 from .findings import Findings
 from .html import render_fragment, render_page
 from .illustrations import illustrate, illustrate_text
 from .pattern import one_of_each
-from .pictures import draw_cost, draw_errors, plot_attention
+from .pictures import draw_cost, draw_errors, draw_rungs, plot_attention
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +24,7 @@ class Report(Findings):
     """The findings of `hf_effattn.report` in words, pictures and files; `print(report)` says them in words."""
 
     def save(self, folder: str | Path, *, pictures: bool = True) -> list[Path]:
-        """Write `report.json` and the heat maps as PNG.
+        """Write `report.json` and the heat maps as PNG, of calibrated settings also who runs which rung.
 
         Args:
             folder (`str` or `Path`): made if missing.
@@ -50,6 +51,10 @@ class Report(Findings):
                     continue  # interrupted before all layers of that length
                 files.append(folder / f"attention_error{'' if length is None else f'_{length}'}.png")
                 figure.savefig(files[-1])
+        for place, settings in enumerate(settings for settings in self.methods.values() if "rungs" in settings):
+            if pictures:
+                files.append(folder / f"rungs{'' if place == 0 else f'_{place + 1}'}.png")
+                draw_rungs(make_candidates(settings)[0].settings).savefig(files[-1])
         return files
 
     @classmethod

@@ -202,6 +202,11 @@ def _attention_of(model: PreTrainedModel, text: DrawnText, layer: int) -> SeenAt
 
 def _groups_of(candidate: Candidate, text: DrawnText, seen: SeenAttention | None, head: int) -> TextGroups:
     method, N = candidate.forced, len(text.pieces)
+    if seen is not None and method.differs_by_layer:
+        of_head = method.of_head(seen.layer, head, seen.query.shape[1])
+        if of_head is None:
+            return TextGroups([candidate.label], method.group_name, why_missing="this head is exact.")
+        method = of_head
     fixed = method.fixed_groups(N)
     if fixed is not None:
         return TextGroups([candidate.label], method.group_name, fixed)

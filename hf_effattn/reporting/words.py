@@ -1,8 +1,9 @@
 """A report in plain words."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 from ..measuring.candidates import EXACT, make_candidates
 from ..measuring.cost import median
@@ -80,6 +81,7 @@ def _method_line(report: Findings, label: str, length: int | None) -> str:
         facts.append(
             f"the attention output is off by {percent(mean)} (worst: layer {layer}, head {head}, {percent(worst)})"
         )
+    facts += _asked(report.methods[label], errors)
     facts += _exact_heads(found)
     hidden = [m.change.hidden_error for m in found if m.change.hidden_error is not None]
     if not all(map(math.isfinite, hidden)):
@@ -103,6 +105,23 @@ def _method_line(report: Findings, label: str, length: int | None) -> str:
     if peaks:
         facts.append(f"adding {megabytes(max(peaks))} at its peak")
     return f"- {label}: {'; '.join(facts)}." if facts else f"- {label}: not measured."
+
+
+def _asked(settings: Mapping[str, Any], errors: Sequence[tuple[float, int, int]]) -> list[str]:
+    """Of settings with a budget of error for every head: what was asked, found in calibrating, and found here."""
+    calibration = settings.get("calibration") or {}
+    facts = []
+    if "error" in calibration and errors:
+        beyond = sum(value > calibration["error"] for value, _, _ in errors)
+        calibrated = max(value for row in calibration["errors"] for value in row)
+        facts.append(
+            f"asked was at most {percent(calibration['error'])} in every head, which has been at most "
+            f"{percent(calibrated)} on the texts it was calibrated on, and here is {percent(max(errors)[0])}"
+            + (f", with {count(beyond, 'head')} of {len(errors)} beyond" if beyond else "")
+        )
+    if settings.get("tolerance") is not None:
+        facts.append(f"heads measured above {percent(settings['tolerance'])} in a pass: {settings['on_excess']}")
+    return facts
 
 
 def _exact_heads(found: Sequence[Measurement]) -> list[str]:

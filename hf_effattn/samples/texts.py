@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,28 @@ class Passages:
                 "longer --text or shorter --lengths"
             )
         return torch.tensor([self._passage(ids[:own])])
+
+    def spread(self, length: int, count: int) -> list[torch.Tensor]:
+        """Passages that do not overlap, `(length,)` each, in turn from all books, from places spread over each.
+
+        Args:
+            length (`int`): tokens of each.
+            count (`int`): passages; fewer where the books have no more.
+
+        Raises:
+            ValueError: not even one of that length.
+        """
+        own = self._own_tokens(length)
+        books = [ids for ids in self._ids if len(ids) >= own]
+        places = []
+        for ids in books:
+            of_book = min(len(ids) // own, -(-count // len(books)))
+            starts = (index * (len(ids) // of_book) for index in range(of_book))
+            places.append([ids[start : start + own] for start in starts])
+        turns = [passage for turn in zip_longest(*places) for passage in turn if passage is not None]
+        if not turns:
+            self.longest(length)  # raises, with the words for it
+        return [torch.tensor(self._passage(ids)) for ids in turns[:count]]
 
     def _own_tokens(self, length: int) -> int:
         own = length - len(self._before) - len(self._after)

@@ -26,6 +26,7 @@ import typer
 from rich.progress import track
 
 from hf_effattn.measuring.bench import exact_output, forward, measure_shape, random_inputs
+from hf_effattn.measuring.candidates import short_name
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.patching.methods import Method, make_method
 
@@ -77,22 +78,13 @@ def fastest_sizes(rows: list[dict[str, Any]]) -> list[tuple[int, int, int | None
     return [(row["clusters"], row["topk"], row["key_clusters"]) for row in found]
 
 
-def label(settings: Method) -> str:
-    """Short name of a setting."""
-    letters = {"C": "clusters", "k": "topk", "G": "key_clusters"}
-    values = settings.to_dict()
-    return " ".join(
-        [settings.method] + [f"{letter}={values[name]}" for letter, name in letters.items() if name in values]
-    )
-
-
 def measure_length(
     length: int, repeats: int, device: torch.device, dtype: torch.dtype, near: list[dict[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
     """Time and error of every setting at one length; a setting that does not run there has no row."""
     layers = attention_inputs(length, device, dtype)
     timed = layers[len(layers) // 2] if layers else random_inputs(1, length, HEADS, HEAD_DIM, dtype, device)
-    tried = {label(settings): settings for settings in settings_to_try(length, near)}
+    tried = {short_name(settings): settings for settings in settings_to_try(length, near)}
     measured, calls = measure_shape(tried, timed, {"forward": repeats})
     for name, reason in measured[0]["refused"].items():
         print(f"{length:,} tokens: no {name}: {reason}")

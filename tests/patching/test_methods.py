@@ -39,7 +39,7 @@ def left_padded(length: int = 30) -> torch.Tensor:
 
 
 def test_names_and_defaults() -> None:
-    assert hf_effattn.list_methods() == ("clustered", "i-clustered", "bi-clustered", "cst")
+    assert hf_effattn.list_methods() == ("clustered", "i-clustered", "bi-clustered", "per-head", "cst")
     settings = make_method("i-clustered")
     assert settings.to_dict() == {
         "min_length": None,

@@ -228,9 +228,9 @@ def test_switching_to_another_method_needs_its_settings() -> None:
     ("stored", "error", "message"),
     [
         (
-            {"version": 2, "method": "clustered"},
+            {"version": 3, "method": "clustered"},
             ValueError,
-            "newer hf_effattn .format 2, this one reads up to 1.*update",
+            "newer hf_effattn .format 3, this one reads up to 2.*update",
         ),
         ({"version": "1", "method": "clustered"}, TypeError, "'version'. must be an int"),
         ({"version": 1, "method": "cluster"}, ValueError, 'unknown attention method .*did you mean "clustered"'),

@@ -44,7 +44,7 @@ def patched(model_type: str, auto_class: str, method: str, **settings: Any) -> K
     def build() -> Any:
         return cst_conversions.small_model(model_type, getattr(transformers, auto_class))
 
-    forced = {} if method == "cst" else {"clusters": 4, "min_length": 0}
+    forced = {"cst": {}, "per-head": {"min_length": 0}}.get(method, {"clusters": 4, "min_length": 0})
     return Kind(auto_class, build, method, forced | settings)
 
 
@@ -64,6 +64,17 @@ KINDS = {
     "bert-clustered": patched("bert", CLASSIFICATION, "clustered"),
     "bert-i-clustered": patched("bert", CLASSIFICATION, "i-clustered", topk=8, layers=[0, 2]),
     "bert-bi-clustered": patched("bert", CLASSIFICATION, "bi-clustered", topk=8, key_clusters=7),
+    "bert-per-head": patched(
+        "bert",
+        CLASSIFICATION,
+        "per-head",
+        rungs=[
+            {"method": "i-clustered", "clusters": 4, "topk": 8},
+            {"method": "bi-clustered", "clusters": 5, "topk": 8, "key_clusters": 7, "exact_above": None},
+        ],
+        heads=[[0, 1], [2, 0], [1, 2]],
+        tolerance=0.3,
+    ),
     "gpt2-clustered": patched("gpt2", CAUSAL, "clustered", **SEGMENTS),
     "gpt2-i-clustered": patched("gpt2", CAUSAL, "i-clustered", topk=3, **SEGMENTS),
     "gpt2-bi-clustered": patched("gpt2", CAUSAL, "bi-clustered", topk=3, key_clusters=6, **SEGMENTS),

@@ -6,6 +6,7 @@ from typing import Any
 from .base import Method, closest, quoted
 from .clustered import BiClustered, Clustered, ImprovedClustered
 from .cst import CompositeSlices
+from .per_head import PerHead
 
 __all__ = [
     "METHODS",
@@ -16,7 +17,7 @@ __all__ = [
 ]
 
 METHODS: dict[str, type[Method]] = {
-    kind.method: kind for kind in (Clustered, ImprovedClustered, BiClustered, CompositeSlices)
+    kind.method: kind for kind in (Clustered, ImprovedClustered, BiClustered, PerHead, CompositeSlices)
 }
 # Listed once: torch.compile cannot trace dataclasses.fields of a class.
 SETTING_NAMES = {name: tuple(field.name for field in fields(kind)) for name, kind in METHODS.items()}
@@ -27,7 +28,7 @@ def list_methods() -> tuple[str, ...]:
 
     Returns:
         `tuple[str, ...]`: the names, `"clustered"` first. `attn_implementation=` takes them too, but for `"cst"`, a
-        conversion that adds parameters.
+        conversion that adds parameters, and `"per-head"`, whose settings come from `hf_effattn.calibrate`.
     """
     return tuple(METHODS)
 

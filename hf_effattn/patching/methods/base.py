@@ -12,8 +12,9 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 from ...ops.derivatives import check_no_onnx
 from ..exact import exact_attention, exact_weights, visible_keys
 from ..model_types import Stack
+from ..tolerance import ON_EXCESS, Attended
 from .crossover import crossover_length
 
 Groups = tuple[torch.Tensor, ...]
@@ -62,6 +64,13 @@ class Method(ABC):
             from which the method is faster with these settings, from what was measured on this kind of device
             (`crossover.json`; where nothing was, 4 times the length measured on others, 8 times where the future is
             masked); 0 forces the method.
+        tolerance (`float`, *optional*): the relative L2 error of a head's attention output that is allowed: in every
+            forward pass 64 queries of each text and head are computed exactly too, and `on_excess` says what happens
+            where their error, with a margin, is larger. `hf_effattn.measured_error` tells what they measured. Default:
+            nothing is measured.
+        on_excess (`str`): `"exact"`: the head is computed exactly, too; `"warn"` or `"raise"` a `RuntimeError`. In
+            compiled graphs, in training and where the future is masked (but for generation's prompts) errors are
+            measured and nothing else.
     """
 
     method: ClassVar[str]
@@ -71,17 +80,29 @@ class Method(ABC):
     parameters_name: ClassVar[str] = ""  # of the module with the parameters that it adds to the model without its head
     group_name: ClassVar[str] = ""  # of what it puts tokens into, for a reader
     purpose: ClassVar[dict[str, str]] = {
-        "min_length": "inputs with fewer tokens run exact attention; None: the measured length, 0: force the method"
+        "min_length": "inputs with fewer tokens run exact attention; None: the measured length, 0: force the method",
+        "tolerance": "the error allowed, measured on 64 queries of each head and text in every pass; None: unmeasured",
+        "on_excess": "what to do with a head above its tolerance: exact, warn or raise",
     }
+    differs_by_layer: ClassVar[bool] = False  # `for_layers` decides what a layer runs
+    unnamed: ClassVar[tuple[str, ...]] = ("min_length",)  # settings that a short name leaves out
 
     # Beyond these a hand-edited config would run for hours, or out of memory, before anyone learns why.
     most: ClassVar[dict[str, int]] = {"iterations": 1_000, "bits": 4_096}
 
     min_length: int | None = None
+    tolerance: float | None = None
+    on_excess: str = "exact"
 
     def __post_init__(self) -> None:
         if self.min_length is not None:
             self._check_int("min_length", minimum=0)
+        self._check_number("tolerance")
+        self._check_choice("on_excess", ON_EXCESS)
+        if self.tolerance is not None and self.needs_fine_tuning:
+            raise ValueError(
+                f'"{self.method}" is trained as it is and approximates nothing: it takes no tolerance; leave it out'
+            )
 
     def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
         """Whether exact attention runs instead: the input is short, so the method would save nothing."""
@@ -126,15 +147,24 @@ class Method(ABC):
             )
         check_no_onnx("call unpatch_attention(model) and export the exact model, or use torch.export or torch.compile")
         if options.causal:
-            return self.attend_causal(query, key, value, options)
-        if N != M:
+            result = self.attend_causal(query, key, value, options)
+        elif N != M:
             raise ValueError(
                 f"{self.method!r} serves self-attention, where queries and keys are as many; got {N} queries and {M} "
                 "keys"
             )
-        with torch.no_grad():
-            groups = self.group(query.detach(), key.detach(), options.key_mask, options.scale)
-        return self.attend(query, key, value, options, groups)
+        else:
+            with torch.no_grad():
+                groups = self.group(query.detach(), key.detach(), options.key_mask, options.scale)
+            result = self.attend(query, key, value, options, groups)
+        if self.tolerance is None or options.dropout_p > 0:
+            return result
+        learns = options.training or (options.module is not None and options.module.training)
+        # A graph cannot wait for what is measured, and earlier tokens must not learn of later ones.
+        captured = torch.compiler.is_compiling() or (query.is_cuda and torch.cuda.is_current_stream_capturing())
+        decides = not (learns or captured or (options.causal and not options.prompt))
+        attended = Attended(query, key, value, options.key_mask, options.scale, options.causal, result)
+        return attended.checked(self.tolerance, self.on_excess if decides else None, options.module)
 
     def weights(
         self, query: torch.Tensor, key: torch.Tensor, *, columns: slice = slice(None), **asked: Any
@@ -149,8 +179,9 @@ class Method(ABC):
         if self.is_exact(N, M, query.device.type, causal=options.causal):
             mask = visible_keys(options.key_mask, N, causal=options.causal)
             return exact_weights(query, key, mask, options.scale, causal=options.causal)[..., columns]
-        # The groups are the same each time, by their seed.
-        return self.implied_weights(query, key, lambda values: self.run(query, key, values, **asked), columns)
+        # The groups are the same each time, by their seed; what a tolerance corrects is the caller's to know.
+        method = self if self.tolerance is None else replace(self, tolerance=None)
+        return self.implied_weights(query, key, lambda values: method.run(query, key, values, **asked), columns)
 
     def implied_weights(
         self,
@@ -281,9 +312,40 @@ class Method(ABC):
         """
         return None
 
+    def for_layers(self, layers: Sequence[int]) -> "Method | None":
+        """What the module of these layers runs; None where it stays exact."""
+        return self
+
+    def of_head(self, layer: int, head: int, num_heads: int) -> "Method | None":
+        """What a query head of a layer runs; None where it stays exact."""
+        return self
+
+    @property
+    def label_parts(self) -> dict[str, Any]:
+        """What a short name says beside the settings."""
+        return {}
+
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON values."""
-        return asdict(self)
+        return self._own_settings()
+
+    def _own_settings(self) -> dict[str, Any]:
+        """The fields; without a tolerance nothing of it, so that earlier versions know all that they read."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        if self.tolerance is None:
+            del found["tolerance"], found["on_excess"]
+        return found
+
+    def _check_number(self, name: str) -> None:
+        """Store the field as a plain float where it is not None, or raise."""
+        value = getattr(self, name)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name} must be a number or None, got {value!r}: {self.purpose[name]}")
+        if not float(value) >= 0:
+            raise ValueError(f"{name} must be at least 0, got {value}: {self.purpose[name]}")
+        object.__setattr__(self, name, float(value))
 
     def _check_int(self, name: str, *, minimum: int, maximum: int | None = None) -> None:
         """Store the field as a plain int (a numpy int is no JSON value), or raise."""

@@ -6,7 +6,6 @@ Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim of q
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -291,12 +290,7 @@ class BiClustered(ImprovedClustered):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_int("key_clusters", minimum=1)
-        if self.exact_above is not None:
-            if isinstance(self.exact_above, bool) or not isinstance(self.exact_above, Real):
-                raise TypeError(f"exact_above must be a number or None, got {self.exact_above!r}")
-            if not self.exact_above >= 0:
-                raise ValueError(f"exact_above must be at least 0, got {self.exact_above}")
-            object.__setattr__(self, "exact_above", float(self.exact_above))
+        self._check_number("exact_above")
 
     def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
         own_clusters = not causal and self.key_clusters >= key_length

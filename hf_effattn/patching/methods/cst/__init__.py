@@ -69,6 +69,7 @@ class CompositeSlices(Method):
     parameters_name: ClassVar[str] = NAME
     group_name: ClassVar[str] = "slice"
     purpose: ClassVar[dict[str, str]] = {
+        **Method.purpose,
         "min_length": "inputs with fewer tokens run exact attention",
         "slice_length": "the tokens of a slice; more are more exact and slower",
         "extension_ratio": "the reach of a slice's keys, from 1 for no neighbour to 3 for both",

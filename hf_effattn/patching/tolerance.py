@@ -1,0 +1,173 @@
+"""A tolerance for the error of every head, held to while a model runs: some queries are computed exactly, too.
+
+Sizes: `B` batch, `H` heads, `N` length, `S` sampled queries, `D` head_dim of query and key, `Dv` of value.
+"""
+
+import warnings
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .exact import exact_attention, visible_keys
+
+ON_EXCESS = ("exact", "warn", "raise")
+MEASURED = "_effattn_measured"
+SAMPLED = 64
+# Standard errors of the sample by which a head's squared error may be larger: scripts/benchmark/budget.py measures it.
+MARGIN = 1.0
+GOLDEN_RATIO = (5**0.5 - 1) / 2
+
+
+class MeasuredError(NamedTuple):
+    """What a forward pass measured of a layer, for each text and head.
+
+    Args:
+        error (`torch.Tensor`): `(B, H)`, the relative L2 error of the method's output on the sampled queries.
+        bound (`torch.Tensor`): `(B, H)`, the same with the margin for what a sample does not see; beside the
+            tolerance, it decides.
+        exact (`torch.BoolTensor`): `(B, H)`, which heads were computed exactly because of it.
+    """
+
+    error: torch.Tensor
+    bound: torch.Tensor
+    exact: torch.Tensor
+
+
+@dataclass
+class Attended:
+    """Self-attention that a method has computed.
+
+    Args:
+        query (`torch.Tensor`): `(B, H, N, D)`.
+        key (`torch.Tensor`): `(B, H, N, D)`, or with fewer heads.
+        value (`torch.Tensor`): `(B, H, N, Dv)`, with the heads of `key`.
+        key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = attend; it masks the same rows of the queries.
+        scale (`float`, *optional*): factor on the scores.
+        causal (`bool`): whether no query sees a later key.
+        result (`torch.Tensor`): `(B, H, N, Dv)`.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    key_mask: torch.Tensor | None
+    scale: float | None
+    causal: bool
+    result: torch.Tensor
+
+    def checked(self, tolerance: float, on_excess: str | None, module: nn.Module | None) -> torch.Tensor:
+        """The result, with the heads computed exactly whose error is above the tolerance.
+
+        Args:
+            tolerance (`float`): relative L2 error.
+            on_excess (`str`, *optional*): of `ON_EXCESS`; None: errors are measured and nothing else.
+            module (`nn.Module`, *optional*): the attention module, which keeps what was measured.
+
+        Raises:
+            RuntimeError: a head above the tolerance with `on_excess="raise"`.
+        """
+        with torch.no_grad():
+            error, bound = self.sampled_errors()
+            above = bound > tolerance
+        result = self.result
+        corrects = on_excess == "exact" and bool(above.any())
+        exact = above if corrects else torch.zeros_like(above)
+        if module is not None:
+            kept = vars(module).get(MEASURED, ()) if not torch.compiler.is_compiling() else ()
+            setattr(module, MEASURED, (*kept[:-1], MeasuredError(error, bound, exact)))
+        if corrects:
+            return self._with_exact(above)
+        if on_excess in ("warn", "raise") and above.any():
+            self._complain(above, bound, tolerance, on_excess, module)
+        return result
+
+    def sampled_errors(self, margin: float = MARGIN) -> tuple[torch.Tensor, torch.Tensor]:
+        """Relative L2 error of every text and head on the sampled queries, and with the margin, both `(B, H)`.
+
+        The ratio of two sums is estimated, and its variance by the residuals `d_i - e² r_i` (Source: Cochran,
+        Sampling Techniques, section 6.4).
+        """
+        N = self.query.shape[2]
+        rows = sampled_rows(N, self.key_mask, self.query.device)  # (B or 1, S)
+        mask = None if self.key_mask is None else self.key_mask[:, None, None, :]
+        if self.causal:
+            past = rows[:, None, :, None] >= torch.arange(N, device=rows.device)
+            mask = past if mask is None else past & mask
+        index = rows[:, None, :, None].expand(*self.query.shape[:2], -1, -1)
+        query = self.query.gather(2, index.expand(-1, -1, -1, self.query.shape[3]))
+        exact = F.scaled_dot_product_attention(
+            query,
+            self.key,
+            self.value,
+            attn_mask=mask,
+            scale=self.scale,
+            enable_gqa=self.query.shape[1] != self.key.shape[1],
+        ).float()
+        other = self.result.gather(2, index.expand(-1, -1, -1, self.result.shape[3])).float()
+        difference, reference = (other - exact).square().sum(dim=3), exact.square().sum(dim=3)  # (B, H, S)
+        total = reference.sum(dim=2).clamp(min=torch.finfo(torch.float32).tiny)
+        squared = difference.sum(dim=2) / total
+        S = rows.shape[1]
+        residual = (difference - squared[..., None] * reference).square().sum(dim=2) * (S / max(S - 1, 1))
+        rows_of_text = N if self.key_mask is None else self.key_mask.sum(dim=1, keepdim=True)
+        unseen = 1 - S / rows_of_text if isinstance(rows_of_text, int) else (1 - S / rows_of_text).clamp(min=0)
+        deviation = (residual * unseen).sqrt() / total
+        return squared.sqrt(), (squared + margin * deviation).sqrt()
+
+    def _with_exact(self, heads: torch.Tensor) -> torch.Tensor:
+        """The result with some heads `(B, H)` computed exactly, text by text."""
+        group = self.query.shape[1] // self.key.shape[1]
+        result = self.result.clone()
+        for text in heads.any(dim=1).nonzero()[:, 0].tolist():
+            one, chosen = slice(text, text + 1), heads[text].nonzero()[:, 0]
+            shared = chosen // group
+            mask = None if self.key_mask is None else self.key_mask[one]
+            exact = exact_attention(
+                self.query[one, chosen],
+                self.key[one, shared],
+                self.value[one, shared],
+                visible_keys(mask, self.query.shape[2], causal=self.causal),
+                scale=self.scale,
+                dropout_p=0.0,
+                causal=self.causal,
+            )
+            if mask is not None:  # as the method leaves masked rows
+                exact = exact * mask[:, None, :, None]
+            result[text, chosen] = exact[0].to(result.dtype)
+        return result
+
+    @staticmethod
+    def _complain(
+        above: torch.Tensor, bound: torch.Tensor, tolerance: float, on_excess: str, module: nn.Module | None
+    ) -> None:
+        heads = above.any(dim=0).nonzero()[:, 0].tolist()
+        layer = getattr(module, "layer_idx", None)
+        where = "" if layer is None else f" of layer {layer}"
+        said = (
+            f"the error of heads {heads}{where} may be {float(bound.max()):.2g}, the tolerance is {tolerance:g}: take "
+            'on_excess="exact", or more exact settings'
+        )
+        if on_excess == "raise":
+            raise RuntimeError(said)
+        warnings.warn(said, stacklevel=2)
+
+
+def sampled_rows(length: int, key_mask: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """The queries that are computed exactly, `(B, S)`, or `(1, S)` without a mask: one of each stretch of a text.
+
+    Args:
+        length (`int`): `N`.
+        key_mask (`torch.BoolTensor`, *optional*): `(B, N)`: no other row is taken where a text has one.
+        device (`torch.device`): for the result.
+    """
+    part = torch.arange(min(SAMPLED, length), device=device, dtype=torch.float64)
+    # Within its stretch a place by the golden ratio: no period of a text fits it.
+    places = (part + part * GOLDEN_RATIO % 1) / len(part)
+    if key_mask is None:
+        return (places * length).long()[None]
+    count = key_mask.sum(dim=1, keepdim=True)
+    valid = (~key_mask).to(torch.int8).argsort(dim=1, stable=True)
+    return valid.gather(1, (places * count).long().clamp(max=length - 1))

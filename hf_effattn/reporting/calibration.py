@@ -1,0 +1,263 @@
+"""`calibrate`: the cheapest settings of every head that keep its error within a budget, measured on a user's texts."""
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..measuring.candidates import EXACT, short_name
+from ..measuring.environment import environment
+from ..measuring.errors import run_model
+from ..measuring.inputs import check_inputs
+from ..measuring.ladder import (
+    LADDER,
+    LadderErrors,
+    budget_for,
+    choose_rungs,
+    errors_of,
+    held_out_coverage,
+    least_margin,
+    speed_of,
+)
+from ..measuring.progress import Progress, progress_bar
+from ..measuring.recording import as_it_was, layer_names, recording, stacks_to_report
+from ..patching.methods.per_head import PerHead, described
+from ..patching.model_types import Stack, is_causal
+from ..patching.sentence_transformers import model_and_inputs
+from ..patching.stored import SETTINGS_FILE, base_model_of, read_settings, write_stored
+from .numbers import count, percent
+from .pictures import draw_rungs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COVERAGE = 0.99
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` found: `patch_attention(model, settings=calibration)`, `print(calibration)`.
+
+    Args:
+        settings (`PerHead`): the rungs, the table of heads, and in `calibration` how they were found: `error` (the
+            budget), `lengths`, `texts`, `margin`, `held_out` (the part of the heads within the budget on texts left
+            out), `errors` (the largest on these texts, by layer and head), `speed` against exact attention.
+        base_model (`str`, *optional*): the id on the Hub of the model.
+    """
+
+    settings: PerHead
+    base_model: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `config.effattn` of a patched model holds."""
+        return write_stored(self.settings, None, self.base_model)
+
+    def save(self, path: str | Path) -> Path:
+        """Write a small JSON file, which serves every fine-tune of the model.
+
+        Args:
+            path (`str` or `Path`): the file; or a folder, for its `effattn.json`.
+        """
+        path = Path(path)
+        if path.suffix != ".json":
+            path.mkdir(parents=True, exist_ok=True)
+            path = path / SETTINGS_FILE
+        path.write_text(json.dumps(self.to_dict(), indent=None) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, settings: Any) -> "Calibration":
+        """A calibration from where it was kept: a file, a folder, a repository on the Hub, a dict.
+
+        Raises:
+            ValueError: other settings than those of `calibrate`, or written by a newer version.
+            OSError: nothing to be read there.
+        """
+        found, _ = read_settings(settings)
+        if not isinstance(found, PerHead) or found.calibration is None:
+            raise ValueError(f'{settings} holds settings of "{found.method}", which calibrate did not find')
+        return cls(found)
+
+    @property
+    def error(self) -> float:
+        """The budget."""
+        return float((self.settings.calibration or {})["error"])
+
+    def plot(self) -> "Figure":
+        """The rung of every layer and head, as a heat map; ImportError where matplotlib is missing."""
+        return draw_rungs(self.settings)
+
+    def __str__(self) -> str:
+        made = self.settings.calibration or {}
+        lengths = ", ".join(f"{length:,}" for length in made["lengths"])
+        heads = [index for row in self.settings.heads for index in row]
+        names = [*map(short_name, self.settings.rungs), EXACT]
+        lines = [
+            f"Within an error of {percent(made['error'])}: {percent(made['held_out'])} of the heads on texts left out "
+            f"({count(made['texts'], 'text')} of {lengths} tokens, margin {made['margin']:.2f}); attention "
+            f"{made['speed']:.1f} times faster than exact.",
+            *(f"  {heads.count(index):>4} heads: {name}" for index, name in enumerate(names)),
+        ]
+        return "\n".join(lines)
+
+
+def calibrate(
+    model: PreTrainedModel,
+    inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    error: float | None = None,
+    *,
+    speed: float | None = None,
+    ladder: Sequence[Mapping[str, Any]] | None = None,
+    coverage: float = COVERAGE,
+    min_length: int | None = None,
+    progress: bool | Progress | None = None,
+) -> Calibration:
+    """Find for each head the cheapest settings that keep the error of its attention output within a budget.
+
+    On the exact model's own queries, keys and values every rung of a ladder of settings runs, and of every head it
+    is told how large its error is on each text. A head gets the first rung whose mean error, times a margin, keeps
+    the budget, or else stays exact. The margin is the smallest with which that part of the heads (`coverage`) keeps
+    the budget on each text left out, when the rungs are chosen on the others. Query heads that share keys share the
+    rung. Errors grow with the length: give texts as long as yours. The model is afterwards what it was.
+
+    Args:
+        model (`PreTrainedModel`): an encoder or decoder of a served model type, with or without a head; or a model of
+            sentence-transformers.
+        inputs (`Mapping` or `Sequence[Mapping]`): what the tokenizer returned with `return_tensors="pt"`, two texts or
+            more, eight for a margin to rely on, of the lengths and the kinds that matter to you; for a model of
+            sentence-transformers also texts.
+        error (`float`, *optional*): the budget, relative L2 of a head's attention output. Default: 0.1, unless `speed`
+            is given.
+        speed (`float`, *optional*): instead of `error`: how many times faster than exact attention the heads shall be
+            at the longest length; the budget is the smallest that is.
+        ladder (`Sequence[dict]`, *optional*): the settings to choose from, the cheapest first, as of `report`.
+            Default: seven of `"bi-clustered"`.
+        coverage (`float`): the part of the heads that shall be within the budget on a text left out.
+        min_length (`int`, *optional*): as of the methods: inputs with fewer tokens run exact attention. Default: each
+            rung's own; a rung that runs exact attention at all the lengths given is left out.
+        progress (`bool` or `Callable`, *optional*): show a progress bar on stderr; a function gets
+            `(done, total, what)` instead. Default: where stderr is a terminal.
+
+    Returns:
+        `Calibration`: `patch_attention(model, settings=calibration)`, `.save("effattn.json")`, `.plot()`, `print`.
+
+    Raises:
+        ValueError: fewer than two texts, inputs that the model cannot take, a value outside its range, error and speed
+            together, a speed that no budget reaches, inputs on which every rung runs exact attention, a model of
+            several parts or without attention to patch.
+        TypeError: a value of the wrong type.
+    """
+    model, inputs = model_and_inputs(model, inputs)
+    budget = _checked_budget(error, speed, coverage)
+    own = {} if min_length is None else {"min_length": min_length}
+    rungs = list(PerHead(rungs=[dict(one) | own for one in ladder or LADDER]).rungs)
+    stack = _only_stack(model)
+    for rung in rungs:
+        rung.check_stack(stack)
+        if any(is_causal(module) for module in stack.modules):
+            rung.check_causal(stack.modules[0])
+    batches = check_inputs(model, inputs)
+    texts = sum(_texts_of(batch) for batch in batches)
+    if texts < 2:
+        raise ValueError(
+            "calibrate needs two texts or more, of which each tells how the settings chosen on the others do on it, "
+            f"got {texts}; eight are enough"
+        )
+    found = LadderErrors(rungs)
+    with progress_bar(progress, len(batches) * len(layer_names(model)), "calibrate") as advance:
+
+        def watch(seen: Any) -> torch.Tensor:
+            exact = found.watch(seen)
+            advance(f"layer {seen.layer}, {seen.query.shape[2]:,} tokens")
+            return exact
+
+        with as_it_was(model), torch.no_grad():
+            model.eval()
+            for batch in batches:
+                with recording(model, watch):
+                    run_model(model, batch)
+                found.first_text = len(found.errors)
+    return _chosen(found, model, stack, budget, speed, coverage, min_length)
+
+
+def _chosen(
+    found: LadderErrors,
+    model: PreTrainedModel,
+    stack: Stack,
+    budget: float | None,
+    speed: float | None,
+    coverage: float,
+    min_length: int | None,
+) -> Calibration:
+    costs = found.costs()
+    ran = costs[:-1].isfinite()
+    if not ran.any():
+        raise ValueError(
+            f"every rung runs exact attention on these inputs of at most {max(found.seconds):,} tokens, as that is "
+            "faster: give longer ones, or min_length=0"
+        )
+    model_of = described(stack)
+    rungs = [rung for rung, one in zip(found.rungs, ran.tolist(), strict=True) if one]
+    errors, costs = found.stacked(model_of["layers"])[:, ran], torch.cat([costs[:-1][ran], costs[-1:]])
+    if budget is None:
+        budget = budget_for(errors, costs, speed or 0.0, coverage)
+        if budget is None:
+            cheapest = torch.zeros(errors.shape[2:], dtype=torch.long)
+            raise ValueError(
+                f"no budget makes attention {speed:g} times faster than exact attention at {max(found.seconds):,} "
+                f"tokens: the cheapest rung is {speed_of(cheapest, costs):.2g} times as fast"
+            )
+    margin = least_margin(errors, budget, coverage)
+    table = choose_rungs(errors, budget, margin)
+    kept = held_out_coverage(errors, budget, margin)
+    if kept < coverage:
+        warnings.warn(
+            f"{percent(kept)} of the heads keep the error of {budget:g} on texts left out, {percent(coverage)} were "
+            "asked for: the texts differ too much for a table of heads; patch with a tolerance, checked in each pass",
+            stacklevel=3,
+        )
+    calibration = {
+        "model": model_of,
+        "error": budget,
+        "speed": round(speed_of(table, costs), 3),
+        "lengths": sorted(found.seconds),
+        "texts": len(found.errors),
+        "coverage": coverage,
+        "margin": margin,
+        "held_out": round(kept, 4),
+        "errors": [[round(value, 4) for value in row] for row in errors_of(table, errors).amax(dim=0).tolist()],
+        "environment": environment(model.device),
+    }
+    settings = PerHead(rungs=rungs, heads=table.tolist(), calibration=calibration, min_length=min_length)
+    return Calibration(settings, base_model_of(model.config))
+
+
+def _checked_budget(error: float | None, speed: float | None, coverage: float) -> float | None:
+    given = {"error": error, "speed": speed, "coverage": coverage}
+    for name, value in given.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be above 0, got {value}")
+    if coverage > 1:
+        raise ValueError(f"coverage is a part of the heads, at most 1; got {coverage}")
+    if error is not None and speed is not None:
+        raise ValueError("give an error or a speed: the one decides the other")
+    return 0.1 if error is None and speed is None else error
+
+
+def _only_stack(model: Any) -> Stack:
+    stacks = stacks_to_report(model)
+    if len(stacks) > 1:
+        parts = ", ".join(type(stack.model).__name__ for stack in stacks)
+        raise ValueError(f"{type(model).__name__} has several parts with their own attention, {parts}: calibrate one")
+    return stacks[0]
+
+
+def _texts_of(batch: Mapping[str, Any]) -> int:
+    return next(len(value) for value in batch.values() if isinstance(value, torch.Tensor))

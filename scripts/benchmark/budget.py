@@ -1,0 +1,283 @@
+"""Do calibrated heads keep their budget of error on other texts, does a tolerance catch the rest, and what is gained?
+
+The model is all-MiniLM-L6-v2, its positions repeated beyond 512 tokens, its attention exact: on its own queries, keys
+and values every rung of the ladder of `hf_effattn.calibrate` runs, and of every layer, head and text the error is
+kept, and the bound that a tolerance decides by. Heads are calibrated on six books; five others and four QMSum
+meetings are held out. Times are those of all six layers' attention on the first held-out book, interleaved.
+
+    python -m scripts.benchmark.budget              # writes scripts/results/budget.json
+    python -m scripts.benchmark.budget --speed      # the times alone, for a machine with nothing else to do
+
+What the output file holds is not measured again.
+"""
+
+import gzip
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+import typer
+from rich.progress import track
+
+from hf_effattn import extend_positions
+from hf_effattn.data.gutenberg import GUTENBERG
+from hf_effattn.measuring.candidates import EXACT, short_name
+from hf_effattn.measuring.cost import compare, timed
+from hf_effattn.measuring.errors import head_errors
+from hf_effattn.measuring.ladder import LADDER, choose_rungs, errors_of, held_out_coverage, least_margin
+from hf_effattn.measuring.recording import SeenAttention, recording
+from hf_effattn.ops import predicted_error, query_offsets
+from hf_effattn.patching.methods import Method
+from hf_effattn.patching.methods.clustered import BiClustered
+from hf_effattn.patching.methods.per_head import PerHead
+from hf_effattn.patching.tolerance import Attended
+from hf_effattn.reporting.calibration import COVERAGE
+from hf_effattn.samples.model import load_model
+from hf_effattn.samples.texts import Book, Passages
+
+from ..kept.command_line import run_with_help
+from ..kept.data import dataset_path
+from ..kept.runs import KeptRuns
+from ._inputs import Inputs
+from .retrieval import read_meetings
+
+LENGTHS = (512, 4096, 8192)
+BUDGETS = (0.05, 0.1, 0.2)
+TIMED_LENGTH = 8192
+CALIBRATED = (
+    "pg1023-bleak-house", "pg1342-pride-and-prejudice", "pg1399-anna-karenina", "pg1404-the-federalist-papers",
+    "pg145-middlemarch", "pg2701-moby-dick-or-the-whale",
+)  # fmt: skip
+HELD_OUT = (
+    "pg1661-the-adventures-of-sherlock-holmes", "pg98-a-tale-of-two-cities", "pg2554-crime-and-punishment",
+    "pg3300-wealth-of-nations", "pg996-don-quixote",
+)  # fmt: skip
+SETTINGS = [{name: value for name, value in one.items() if name != "method"} for one in LADDER]
+MEETINGS = 4
+LETTERS_READ = 600_000  # of a book
+DIGITS = 4
+NO_TOLERANCE = 1e9  # measures, and never finds too much
+
+
+def rungs() -> list[BiClustered]:
+    """The ladder, forced at every length."""
+    return [BiClustered(**{**one, "min_length": 0}) for one in SETTINGS]
+
+
+def texts(length: int) -> list[dict[str, str]]:
+    """The texts of a length: of which part, and which; in turn, so that a part of them tells something."""
+    meetings = [meeting.name for meeting in read_meetings(["test"]) if len(meeting.text) > 6 * length]
+    parts = [
+        [("calibrated", name) for name in CALIBRATED[::2]],
+        [("calibrated", name) for name in CALIBRATED[1::2]],
+        [("books", name) for name in HELD_OUT],
+        [("meetings", name) for name in meetings[:MEETINGS]],
+    ]
+    turns = [one for turn in zip_longest(*parts) for one in turn if one is not None]
+    return [{"part": part, "text": name} for part, name in turns]
+
+
+def tokens_of(tokenizer: Any, part: str, name: str, length: int) -> torch.Tensor:
+    """The first tokens of a meeting, or those from a third of a book on, `(1, length)`."""
+    if part == "meetings":
+        text = next(meeting.text for meeting in read_meetings(["test"]) if meeting.name == name)
+    else:
+        whole = gzip.decompress(dataset_path(f"books/{name}.txt.gz").read_bytes()).decode("utf-8")
+        found = GUTENBERG.search(whole)
+        text = re.sub(r"\r\n", "\n", found[1] if found else whole).strip()
+        text = text[len(text) // 3 :][:LETTERS_READ]
+    return Passages(tokenizer, [Book(name, text[: 12 * length])]).longest(length)
+
+
+def layer_inputs(run: dict[str, Any]) -> list[Inputs]:
+    """Query, key and value of every layer on one text."""
+    model, tokenizer, _ = load_model(None)
+    if run["length"] > model.config.max_position_embeddings:
+        extend_positions(model, run["length"])
+    kept: list[Inputs] = []
+
+    def keep(seen: SeenAttention) -> torch.Tensor:
+        kept.append((seen.query, seen.key, seen.value))
+        return seen.exact()
+
+    with torch.no_grad(), recording(model, keep):
+        model(input_ids=tokens_of(tokenizer, run["part"], run["text"], run["length"]))
+    return kept
+
+
+@torch.no_grad()
+def measure_errors(run: dict[str, Any]) -> dict[str, Any]:
+    """The error of every rung, layer and head on one text, and the bound by which a tolerance decides."""
+    errors, bounds = [], []
+    for inputs in layer_inputs(run):
+        exact = F.scaled_dot_product_attention(*inputs).transpose(1, 2)
+        of_layer = []
+        for rung in rungs():
+            output = rung.run(*inputs)
+            bound = Attended(*inputs, None, None, False, output).sampled_errors()[1]
+            of_layer.append((head_errors(exact, output.transpose(1, 2), None), bound[0].tolist()))
+        errors.append([_rounded(error) for error, _ in of_layer])
+        bounds.append([_rounded(bound) for _, bound in of_layer])
+    return {"kind": "errors", **run, "errors": errors, "bounds": bounds}
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    return [round(value, DIGITS) for value in values]
+
+
+def stacked(rows: list[dict[str, Any]], name: str) -> torch.Tensor:
+    """Of every text, rung, layer and head, `(T, R, L, H)`."""
+    return torch.tensor([row[name] for row in rows]).transpose(1, 2)
+
+
+def calibrated(rows: list[dict[str, Any]], length: int, budget: float) -> tuple[torch.Tensor, float, float]:
+    """The table of heads `(L, H)` that the calibration texts give, its margin, and its coverage of texts left out."""
+    errors = stacked([row for row in rows if (row["length"], row["part"]) == (length, "calibrated")], "errors")
+    margin = least_margin(errors, budget, COVERAGE)
+    return choose_rungs(errors, budget, margin), margin, held_out_coverage(errors, budget, margin)
+
+
+def coverage(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """The part of held-out (layer, head, text) triples within each budget, without and with a tolerance."""
+    found = []
+    for length in sorted({row["length"] for row in rows}):
+        for budget in BUDGETS:
+            table, margin, left_out = calibrated(rows, length, budget)
+            line: dict[str, Any] = {"length": length, "budget": budget, "margin": margin, "left out": left_out}
+            line["exact heads"] = int((table == len(LADDER)).sum())
+            held = [row for row in rows if row["length"] == length and row["part"] != "calibrated"]
+            errors, bounds = (errors_of(table, stacked(held, name)) for name in ("errors", "bounds"))
+            above, within = bounds > budget, errors <= budget
+            line |= {
+                "triples": errors.numel(),
+                "within": within.float().mean().item(),
+                "worst": errors.max().item(),
+                "within, tolerance": (above | within).float().mean().item(),
+                "worst, tolerance": errors.masked_fill(above, 0).max().item(),
+                "recomputed": above.float().mean().item(),
+            }
+            for part in ("books", "meetings"):
+                of_part = within[[row["part"] == part for row in held]]
+                line[f"within, {part}"] = of_part.float().mean().item()
+            found.append(line)
+    return pd.DataFrame(found)
+
+
+def predicted(rung: BiClustered, inputs: Inputs) -> torch.Tensor:
+    """The error that a rung predicts of every head before it attends, `(H,)`."""
+    query, key, _ = inputs
+    labels, key_labels = rung.group(query, key, None)
+    offsets, mask = query_offsets(query, labels, rung.clusters)
+    return predicted_error(offsets, mask, key, key_labels, rung.key_clusters)[0]
+
+
+@torch.no_grad()
+def best_uniform(
+    errors: torch.Tensor, layers: list[Inputs], worst: float, costs: list[float]
+) -> tuple[BiClustered, dict[str, Any]]:
+    """Of the rungs, each for all heads but those predicted above a threshold, the fastest with no worse a head.
+
+    The threshold is the largest with which the worst head of this very text stays within the error: chosen with
+    hindsight, unlike the table of heads.
+
+    Args:
+        errors (`torch.Tensor`): `(R, L, H)` of this text.
+        layers (`list[Inputs]`): of this text.
+        worst (`float`): the error allowed to the worst head.
+        costs (`list[float]`): seconds of a layer by rung, exact attention last.
+    """
+    found = []
+    for rung, of_rung, cost in zip(rungs(), errors, costs, strict=False):
+        of_heads = torch.stack([predicted(rung, inputs) for inputs in layers])  # (L, H)
+        above = of_heads[of_rung > worst]
+        threshold = None if not len(above) else float(above.min()) * (1 - 1e-6)
+        exact = 0 if threshold is None else int((of_heads > threshold).sum())
+        seconds = cost * (of_heads.numel() - exact) + costs[-1] * exact
+        found.append((seconds, replace(rung, exact_above=threshold), exact))
+    _, rung, exact = min(found, key=lambda one: one[0])
+    return rung, {"setting": short_name(rung), "exact_above": rung.exact_above, "exact_heads": exact}
+
+
+def of_layer(method: Method, layer: int) -> Method | None:
+    """What a layer runs."""
+    return method.for_layers((layer,))
+
+
+@torch.no_grad()
+def measure_speed(rows: list[dict[str, Any]], length: int, repeats: int) -> list[dict[str, Any]]:
+    """Times of all layers' attention: exact, calibrated heads with and without a tolerance, the best of all alike."""
+    run = {"part": "books", "text": HELD_OUT[0], "length": length}
+    layers = layer_inputs(run)
+    (row,) = [row for row in rows if run.items() <= row.items()]
+    errors = stacked([row], "errors")
+    costs = []
+    for method in (*rungs(), None):
+        attend = F.scaled_dot_product_attention if method is None else method.run
+        attend(*layers[0])
+        costs.append(timed(partial(attend, *layers[0]), torch.device("cpu"))[1])
+
+    def all_layers(choose: Callable[[int], Method | None]) -> Callable[[], None]:
+        methods = [choose(layer) for layer in range(len(layers))]
+
+        def attend() -> None:
+            for method, inputs in zip(methods, layers, strict=True):
+                (F.scaled_dot_product_attention if method is None else method.run)(*inputs)
+
+        return attend
+
+    calls: dict[str, Callable[[], object]] = {EXACT: all_layers(lambda layer: None)}
+    about: dict[str, dict[str, Any]] = {EXACT: {"call": EXACT}}
+    for budget in BUDGETS:
+        table, margin, _ = calibrated(rows, length, budget)
+        heads = PerHead(rungs=rungs(), heads=table.tolist(), min_length=0)
+        worst = float(errors_of(table, errors).max())
+        uniform, described = best_uniform(errors[0], layers, max(worst, budget), costs)
+        named: dict[str, Method] = {
+            "per head": heads,
+            "per head, checked": replace(heads, tolerance=NO_TOLERANCE),
+            "per head, tolerance": replace(heads, tolerance=budget),
+            "uniform": uniform,
+        }
+        for name, chosen in named.items():
+            calls[f"{name} {budget}"] = all_layers(partial(of_layer, chosen))
+            more = described if name == "uniform" else {"margin": margin, "worst_head": worst}
+            about[f"{name} {budget}"] = {"call": name, "budget": budget, **more}
+    for call in calls.values():
+        call()
+    times = compare(calls, {EXACT}, torch.device("cpu"), repeats)
+    return [{"kind": "speed", "length": length, **about[name], **times[name]} for name in calls]
+
+
+def main(
+    lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = ",".join(map(str, LENGTHS)),
+    speed: Annotated[bool, typer.Option(help="The times alone; the errors have to be there.")] = False,
+    repeats: Annotated[int, typer.Option(help="Rounds of timing.")] = 3,
+    output: Path = Path(__file__).parents[1] / "results" / "budget.json",
+) -> None:
+    """Measure the errors, then with --speed the times, and print both tables."""
+    settings = {"model": "all-MiniLM-L6-v2", "ladder": list(LADDER)}
+    kept = KeptRuns(output, settings)
+    if not speed:
+        wanted = [one | {"length": length} for length in map(int, lengths.split(",")) for one in texts(length)]
+        for run in track(kept.missing(wanted), description="texts"):
+            kept.add(measure_errors(run))
+    errors = [row for row in kept.rows if row["kind"] == "errors"]
+    if speed and not kept.matching({"kind": "speed"}):
+        kept.add(*measure_speed(errors, TIMED_LENGTH, repeats))
+    with pd.option_context("display.width", 250, "display.max_columns", 30, "display.precision", 3):
+        print(coverage(errors).to_string(index=False))
+        timed_rows = [row for row in kept.rows if row["kind"] == "speed"]
+        if timed_rows:
+            print(pd.DataFrame(timed_rows).drop(columns=list(kept.machine)).to_string(index=False))
+    print(f"written: {output}")
+
+
+if __name__ == "__main__":
+    run_with_help(main, __doc__)

@@ -1,0 +1,244 @@
+"""A tolerance: a few queries computed exactly tell which heads are to be: reproducibly, by text, without a leak."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.tiny_models import batch_for, encoded, tiny_model
+
+import hf_effattn
+from hf_effattn.measuring.errors import head_errors
+from hf_effattn.patching.methods import make_method
+from hf_effattn.patching.tolerance import SAMPLED, Attended, sampled_rows
+
+SETTINGS: dict[str, Any] = {"clusters": 6, "topk": 4, "key_clusters": 5, "exact_above": None, "min_length": 0}
+
+
+def tensors(length: int, heads: int = 3, key_heads: int = 3, texts: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    counts = heads, key_heads, key_heads
+    return [1.5 * torch.randn(texts, count, length, 8, generator=generator) for count in counts]
+
+
+def left_padded(length: int, padded: int) -> torch.Tensor:
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[0, :padded] = False
+    return mask
+
+
+@pytest.mark.parametrize("length", [3, SAMPLED, 500, 8192])
+def test_samples_are_spread_over_the_text(length: int) -> None:
+    (rows,) = sampled_rows(length, None, torch.device("cpu"))
+    assert len(rows) == min(SAMPLED, length) == len(rows.unique())
+    stretch = length / len(rows)
+    assert all(part * stretch - 1 < row < (part + 1) * stretch for part, row in enumerate(rows.tolist()))
+    assert torch.equal(rows, sampled_rows(length, None, torch.device("cpu"))[0])
+
+
+def test_samples_of_a_padded_text_are_its_own() -> None:
+    mask = torch.ones(3, 400, dtype=torch.bool)
+    mask[0, :230], mask[1, 301:], mask[2] = False, False, torch.arange(400) % 3 == 1
+    rows = sampled_rows(400, mask, torch.device("cpu"))
+    assert mask.gather(1, rows).all()
+    # A text that is padded gives the same tokens as alone.
+    assert torch.equal(rows[1], sampled_rows(301, None, torch.device("cpu"))[0])
+    assert torch.equal(rows[0] - 230, sampled_rows(170, None, torch.device("cpu"))[0])
+    assert not sampled_rows(400, torch.zeros(1, 400, dtype=torch.bool), torch.device("cpu")).lt(0).any()
+
+
+@pytest.mark.parametrize("key_heads", [3, 1])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padded", [0, 20])
+def test_all_queries_of_a_short_text_give_the_error_itself(padded: int, causal: bool, key_heads: int) -> None:
+    length = SAMPLED
+    query, key, value = tensors(length, key_heads=key_heads)
+    mask = left_padded(length, padded)
+    result = torch.randn(2, 3, length, 8, generator=torch.Generator().manual_seed(1))
+    error, bound = Attended(query, key, value, mask, None, causal, result).sampled_errors()
+    visible = mask[:, None, None] & (torch.ones(length, length).tril().bool() if causal else torch.tensor(True))
+    exact = F.scaled_dot_product_attention(query, key, value, visible, enable_gqa=True).transpose(1, 2)
+    # The padded text's 44 queries are drawn with repetition.
+    for text in (1,) if padded else (0, 1):
+        expected = head_errors(exact[[text]], result.transpose(1, 2)[[text]], mask[[text]])
+        torch.testing.assert_close(error[text], torch.tensor(expected))
+        torch.testing.assert_close(bound[text], error[text])
+
+
+def test_the_sample_tells_the_error_and_the_margin_covers_it() -> None:
+    query, key, value = tensors(1500, heads=24, key_heads=24)
+    result = make_method("bi-clustered", **SETTINGS).run(query, key, value)
+    attended = Attended(query, key, value, None, None, False, result)
+    exact = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+    true = torch.tensor([head_errors(exact[[text]], result.transpose(1, 2)[[text]], None) for text in range(2)])
+    error, bound = attended.sampled_errors()
+    assert (error / true).log().abs().max() < 0.4
+    assert (bound >= error).all()
+    inside = [float((attended.sampled_errors(margin)[1] >= true).float().mean()) for margin in (0.0, 1.0, 3.0)]
+    assert inside == sorted(inside)
+    assert inside[1] > 0.7
+    assert inside[2] > 0.9
+
+
+@pytest.mark.parametrize("method", ["clustered", "i-clustered", "bi-clustered"])
+@pytest.mark.parametrize("padded", [0, 30])
+def test_heads_above_the_tolerance_are_exact(method: str, padded: int) -> None:
+    query, key, value = tensors(200, heads=4, key_heads=2)
+    query[:, 0] *= 3  # needs more than the others
+    mask = left_padded(200, padded)
+    settings = {name: given for name, given in SETTINGS.items() if hasattr(make_method(method), name)}
+    module = torch.nn.Identity().eval()
+    plain = make_method(method, **settings).run(query, key, value, key_mask=mask)
+    checked = make_method(method, **settings, tolerance=0.0)
+    exact = (
+        F.scaled_dot_product_attention(query, key, value, mask[:, None, None], enable_gqa=True)
+        * mask[:, None, :, None]
+    )
+    torch.testing.assert_close(checked.run(query, key, value, key_mask=mask), exact)
+    measured = Attended(query, key, value, mask, None, False, plain).sampled_errors()[1]
+    tolerance = float(measured.flatten().sort().values[3:5].mean())
+    output = make_method(method, **settings, tolerance=tolerance).run(query, key, value, key_mask=mask, module=module)
+    above = measured > tolerance
+    assert above.sum() == 4
+    for text, head in torch.cartesian_prod(torch.arange(2), torch.arange(4)).tolist():
+        expected = exact if above[text, head] else plain
+        torch.testing.assert_close(output[text, head], expected[text, head])
+    (kept,) = module._effattn_measured
+    assert torch.equal(kept.exact, above)
+    assert torch.equal(kept.bound, measured)
+
+
+def patched(model_type: str = "bert", **settings: Any) -> Any:
+    return hf_effattn.patch_attention(tiny_model(model_type), "bi-clustered", **SETTINGS | settings)
+
+
+def test_measured_error_is_that_of_the_last_pass() -> None:
+    model = patched(tolerance=1e3)
+    with pytest.raises(ValueError, match="nothing in BertModel measures its error"):
+        hf_effattn.measured_error(tiny_model("bert"))
+    assert hf_effattn.measured_error(model) == {}
+    batch = batch_for(model, padding="right")
+    encoded(model, batch)
+    measured = hf_effattn.measured_error(model)
+    assert list(measured) == [0, 1, 2]
+    assert all(one.error.shape == (2, 2) and one.error.min() > 0 and not one.exact.any() for one in measured.values())
+    encoded(model, batch)
+    assert torch.equal(hf_effattn.measured_error(model)[2].error, measured[2].error)
+    # A pass that runs exact attention measures nothing.
+    encoded(model, batch_for(model, length=4))
+    assert hf_effattn.measured_error(model) == {}
+    hf_effattn.patch_attention(model, "bi-clustered", **SETTINGS)
+    with pytest.raises(ValueError, match="nothing in BertModel measures"):
+        hf_effattn.measured_error(model)
+    hf_effattn.unpatch_attention(patched(tolerance=0.1))
+
+
+def test_layers_that_share_a_module_are_told_apart() -> None:
+    model = patched("albert", tolerance=1e3)
+    batch = batch_for(model)
+    for _ in range(2):
+        encoded(model, batch)
+        measured = hf_effattn.measured_error(model)
+        assert list(measured) == [0, 1, 2]
+        assert len({float(one.error[0, 0]) for one in measured.values()}) == 3
+
+
+def test_a_text_in_a_batch_is_checked_as_alone() -> None:
+    together = [*tensors(400), torch.randn(2, 3, 400, 8, generator=torch.Generator().manual_seed(1))]
+    alone = [tensor[:1, :, 150:] for tensor in together]
+    for one, other in zip(
+        Attended(*together[:3], left_padded(400, 150), None, False, together[3]).sampled_errors(),
+        Attended(*alone[:3], None, None, False, alone[3]).sampled_errors(),
+        strict=True,
+    ):
+        torch.testing.assert_close(one[:1], other)
+
+
+def test_exact_warn_or_raise() -> None:
+    exact = tiny_model("bert")
+    batch = batch_for(exact, padding="left")
+    expected = encoded(exact, batch)
+    model = patched(tolerance=0)
+    torch.testing.assert_close(encoded(model, batch), expected, rtol=1e-4, atol=1e-5)
+    assert all(one.exact.all() for one in hf_effattn.measured_error(model).values())
+
+    plain = encoded(patched(), batch)
+    with pytest.warns(UserWarning, match="the error of heads .* the tolerance is 0"):
+        warned = encoded(patched(tolerance=0, on_excess="warn"), batch)
+    assert torch.equal(warned, plain)
+    with pytest.raises(RuntimeError, match='take on_excess="exact"'):
+        encoded(patched(tolerance=0, on_excess="raise"), batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for on_excess in ("warn", "raise"):
+            encoded(patched(tolerance=1e3, on_excess=on_excess), batch)
+    for given, match in ({"on_excess": "stop"}, "on_excess must be one of"), ({"tolerance": -1}, "at least 0"):
+        with pytest.raises(ValueError, match=match):
+            patched(**given)
+    with pytest.raises(TypeError, match="tolerance must be a number or None"):
+        patched(tolerance="much")
+    with pytest.raises(ValueError, match="takes no tolerance"):
+        hf_effattn.patch_attention(tiny_model("bert"), "cst", tolerance=0.1)
+
+
+def test_training_measures_and_nothing_else() -> None:
+    batch = batch_for(tiny_model("bert"))
+    changes = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    model = hf_effattn.patch_attention(tiny_model("bert", **changes).train(), "bi-clustered", **SETTINGS, tolerance=0)
+    output = encoded(model, batch)
+    output.sum().backward()
+    assert torch.equal(output, encoded(patched(), batch))
+    assert not any(one.exact.any() for one in hf_effattn.measured_error(model).values())
+    # Attention dropout is no error: nothing is measured then.
+    dropping = hf_effattn.patch_attention(tiny_model("bert").train(), "bi-clustered", **SETTINGS, tolerance=0)
+    encoded(dropping, batch)
+    assert hf_effattn.measured_error(dropping) == {}
+
+
+def test_gradients_go_through_what_was_computed_exactly() -> None:
+    inputs = [tensor.double().requires_grad_() for tensor in tensors(90)]
+    exact = torch.autograd.grad(F.scaled_dot_product_attention(*inputs).square().sum(), inputs)
+    checked = make_method("bi-clustered", **SETTINGS, tolerance=0)
+    torch.testing.assert_close(torch.autograd.grad(checked.run(*inputs).square().sum(), inputs), exact)
+
+
+def test_a_decision_never_tells_of_the_future() -> None:
+    settings = SETTINGS | {"segment_length": 4, "window": 4, "tolerance": 0.0}
+    inputs = tensors(120)
+    strict = make_method("bi-clustered", **settings)
+    module = torch.nn.Identity().eval()
+    before = strict.run(*inputs, causal=True, prompt=False, module=module)
+    assert not module._effattn_measured[0].exact.any()
+    assert module._effattn_measured[0].error.max() > 0.01
+    for tensor in inputs:
+        tensor[:, :, 100:] += 1
+    assert torch.equal(before[:, :, :100], strict.run(*inputs, causal=True, prompt=False)[:, :, :100])
+    exact = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    torch.testing.assert_close(strict.run(*inputs, causal=True, prompt=True), exact)
+
+
+def test_weights_are_those_of_the_output() -> None:
+    model, exact = patched(tolerance=0), tiny_model("bert")
+    exact.set_attn_implementation("eager")
+    batch = batch_for(model)
+    with torch.no_grad():
+        weights = model(**batch.inputs, output_attentions=True).attentions
+        expected = exact(**batch.inputs, output_attentions=True).attentions
+    for one, other in zip(weights, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_measures_and_nothing_else() -> None:
+    model, batch = patched(tolerance=0), batch_for(tiny_model("bert"))
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        output = compiled(**batch.inputs).last_hidden_state
+        again = compiled(**batch.inputs).last_hidden_state
+    torch.testing.assert_close(output.flatten(0, 1), encoded(patched(), batch), rtol=1e-3, atol=1e-4)
+    assert torch.equal(output, again)
+    measured = hf_effattn.measured_error(model)
+    assert list(measured) == [0, 1, 2]
+    assert not any(one.exact.any() for one in measured.values())
+    assert min(float(one.error.min()) for one in measured.values()) > 0

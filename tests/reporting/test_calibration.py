@@ -1,0 +1,272 @@
+"""`calibrate`: the cheapest rung of every head within a budget, the margin by texts left out, and where it is kept."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import tiny_model
+from transformers import AutoConfig, AutoModel
+
+import hf_effattn
+from hf_effattn.measuring.errors import head_errors
+from hf_effattn.measuring.ladder import (
+    MARGINS,
+    budget_for,
+    choose_rungs,
+    errors_of,
+    held_out_coverage,
+    least_margin,
+    speed_of,
+    text_errors,
+)
+from hf_effattn.measuring.recording import SeenAttention, recording
+from hf_effattn.patching.methods import make_method
+from hf_effattn.samples.model import load_model
+from hf_effattn.samples.texts import Passages, bundled_books
+
+LADDER = [
+    {"method": "i-clustered", "clusters": 3, "topk": 2},
+    {"method": "bi-clustered", "clusters": 6, "topk": 8, "key_clusters": 7, "exact_above": None},
+    {"method": "bi-clustered", "clusters": 12, "topk": 16, "key_clusters": 12, "exact_above": None},
+]
+OPTIONS: dict[str, Any] = {"ladder": LADDER, "min_length": 0, "progress": False, "coverage": 0.5}
+
+
+def texts(count: int = 4, length: int = 40, padded: int = 0) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 60, (count, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, length - padded :] = 0
+    return [
+        {"input_ids": ids[start : start + 2], "attention_mask": mask[start : start + 2]}
+        for start in range(0, count, 2)
+    ]
+
+
+def drawn_errors(count: int = 6) -> torch.Tensor:
+    """Errors `(T, R, L, H)` that fall with the rung and differ between heads and texts."""
+    generator = torch.Generator().manual_seed(0)
+    of_head = torch.rand(1, 1, 4, 5, generator=generator)
+    of_text = 1 + 0.2 * torch.randn(count, 1, 4, 5, generator=generator).abs()
+    return of_head * of_text * torch.tensor([1.0, 0.5, 0.2])[None, :, None, None]
+
+
+def test_the_first_rung_within_the_budget() -> None:
+    errors = torch.tensor([[0.3, 0.1, 0.2], [0.5, 0.3, 0.0]])[:, :, None, None].expand(-1, -1, 1, 2)
+    chosen = {budget: choose_rungs(errors, budget, 1.0)[0].tolist() for budget in (0.4, 0.2, 0.15, 0.05)}
+    assert chosen == {0.4: [0, 0], 0.2: [1, 1], 0.15: [2, 2], 0.05: [3, 3]}
+    assert choose_rungs(errors, 0.2, 1.1)[0].tolist() == [2, 2]
+    torch.testing.assert_close(errors_of(torch.tensor([[1, 3]]), errors), torch.tensor([[[0.1, 0.0]], [[0.3, 0.0]]]))
+
+
+def test_the_margin_is_the_least_that_keeps_texts_left_out() -> None:
+    errors, budget = drawn_errors(), 0.3
+    by_hand = []
+    for text in range(len(errors)):
+        others = [other for other in range(len(errors)) if other != text]
+        table = choose_rungs(errors[others], budget, 1.1)
+        for layer in range(4):
+            for head in range(5):
+                rung = int(table[layer, head])
+                by_hand.append(rung == 3 or float(errors[text, rung, layer, head]) <= budget)
+    assert held_out_coverage(errors, budget, 1.1) == pytest.approx(sum(by_hand) / len(by_hand))
+    for coverage in (0.8, 0.95, 1.0):
+        margin = least_margin(errors, budget, coverage)
+        assert held_out_coverage(errors, budget, margin) >= coverage
+        smaller = [one for one in MARGINS if one < margin]
+        assert not smaller or held_out_coverage(errors, budget, smaller[-1]) < coverage
+    assert least_margin(errors, budget, 1.0) > least_margin(errors, budget, 0.8)
+    # Layers that no method is for stay exact and do not count.
+    windowed = torch.cat([errors, torch.full_like(errors[:, :, :1], torch.inf)], dim=2)
+    assert held_out_coverage(windowed, budget, 1.1) == held_out_coverage(errors, budget, 1.1)
+    assert choose_rungs(windowed, budget, 1.0)[4].tolist() == [3] * 5
+
+
+def test_a_speed_gives_the_least_budget() -> None:
+    errors, costs = drawn_errors(), torch.tensor([1.0, 2.0, 4.0, 10.0])
+    assert speed_of(torch.tensor([[0, 3]]), costs) == pytest.approx(10 / 5.5)
+
+    def speed(budget: float) -> float:
+        return speed_of(choose_rungs(errors, budget, least_margin(errors, budget, 0.95)), costs)
+
+    for wanted in (2.0, 4.0, 8.0):
+        budget = budget_for(errors, costs, wanted, 0.95)
+        assert budget is not None
+        assert speed(budget) >= wanted > speed(budget - 0.005)
+    assert budget_for(errors, costs, 11.0, 0.95) is None
+
+
+def test_heads_that_share_keys_count_their_largest_error() -> None:
+    exact, other = (torch.randn(2, 9, 6, 4, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1, 5:] = False
+    errors = text_errors(exact, other, mask, 3)
+    assert errors.shape == (2, 3)
+    alone = head_errors(exact[1:, :5], other[1:, :5], None)
+    torch.testing.assert_close(errors[1], torch.tensor(alone).view(3, 2).amax(dim=1))
+
+
+def errors_with(model: Any, inputs: list[dict[str, torch.Tensor]], of_layer: Any, module: Any = None) -> torch.Tensor:
+    """The true errors `(T, L, H)` of what a layer runs, on the exact model's inputs of it."""
+    found: dict[int, list[torch.Tensor]] = {}
+
+    def watch(seen: SeenAttention) -> torch.Tensor:
+        exact, method = seen.exact(), of_layer(seen.layer)
+        output = exact
+        if method is not None:
+            options = {"key_mask": seen.key_mask, "scale": seen.scale, "causal": seen.causal, "module": seen.module}
+            output = method.run(seen.query, seen.key, seen.value, **options).transpose(1, 2)
+        found.setdefault(seen.layer, []).append(text_errors(exact, output, seen.key_mask, seen.query.shape[1]))
+        return exact
+
+    with torch.no_grad(), recording(model, watch):
+        for batch in inputs:
+            model(**batch)
+    return torch.stack([torch.cat(found[layer]) for layer in sorted(found)], dim=1)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "modernbert", "llama"])
+def test_every_head_gets_the_cheapest_within_the_budget(model_type: str) -> None:
+    small = {
+        "vocab_size": 60,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+        "initializer_range": 0.25,
+    }
+    llama = AutoConfig.for_model("llama", **small, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)
+    torch.manual_seed(0)
+    model = AutoModel.from_config(llama).eval() if model_type == "llama" else tiny_model(model_type)
+    inputs = texts(padded=9)
+    local = {"segment_length": 4, "window": 4}
+    ladder = [one | local for one in LADDER]
+    found = hf_effattn.calibrate(model, inputs, error=0.2, **OPTIONS | {"ladder": ladder})
+    assert model.config._attn_implementation == "sdpa"
+    made = found.settings.calibration
+    assert made is not None
+    assert (made["error"], made["texts"], made["lengths"]) == (0.2, 4, [40])
+    heads = torch.tensor(found.settings.heads)
+    rungs = [make_method(**one, min_length=0) for one in ladder]
+    by_rung = torch.stack([errors_with(model, inputs, lambda layer, rung=rung: rung) for rung in rungs], dim=1)
+    group = by_rung.shape[3] // heads.shape[1]
+    by_rung = by_rung.unflatten(3, (-1, group)).amax(dim=4)
+    seen = [layer for layer in range(len(heads)) if model_type != "modernbert" or layer % 2 == 0]
+    assert (heads[[layer for layer in range(len(heads)) if layer not in seen]] == len(rungs)).all()
+    means = by_rung.mean(dim=0) * made["margin"]
+    for place, layer in enumerate(seen):
+        for head, rung in enumerate(heads[layer].tolist()):
+            within = [float(means[index, place, head]) <= 0.2 for index in range(len(rungs))]
+            assert rung == (within.index(True) if any(within) else len(rungs))
+    assert len(heads.unique()) > 1
+
+    hf_effattn.patch_attention(model, settings=found)
+    assert model.config.effattn == found.to_dict()
+    with torch.no_grad():
+        model(**inputs[0])
+
+
+def test_kept_in_a_file_and_loaded(tmp_path: Path) -> None:
+    model = tiny_model("bert")
+    found = hf_effattn.calibrate(model, texts(), error=0.2, **OPTIONS)
+    assert found.save(tmp_path / "mine") == tmp_path / "mine" / "effattn.json"
+    file = found.save(tmp_path / "mine.json")
+    assert json.loads(file.read_text()) == found.to_dict()
+    for place in (file, tmp_path / "mine", found.to_dict()):
+        assert hf_effattn.Calibration.load(place).to_dict() == found.to_dict()
+    said = str(found)
+    assert said.startswith("Within an error of 20%:")
+    assert all(name in said for name in ("4 texts of 40 tokens", "i-clustered C=3 k=2", "exact"))
+    assert sum(int(line.split()[0]) for line in said.splitlines()[1:]) == 6
+    with pytest.raises(ValueError, match="which calibrate did not find"):
+        hf_effattn.Calibration.load({"method": "clustered"})
+    other = tiny_model("roberta")
+    with pytest.raises(ValueError, match="model_type 'bert' and not 'roberta'"):
+        hf_effattn.patch_attention(other, settings=file)
+    assert other.config._attn_implementation == "sdpa"
+
+
+def test_a_report_says_what_was_asked_calibrated_and_measured(tmp_path: Path) -> None:
+    model = tiny_model("bert")
+    found = hf_effattn.calibrate(model, texts(), error=0.2, **OPTIONS)
+    report = hf_effattn.report(model, texts(2), [found, LADDER[0]], repeats=0, memory=False, progress=False)
+    label = next(iter(report.methods))
+    assert label == "per-head (rungs=3, error=0.2)"
+    errors = report.measurements[1].attention_error
+    expected = errors_with(model, texts(2), lambda layer: found.settings.for_layers((layer,)))
+    both = torch.tensor([errors[layer] for layer in range(3)])
+    assert (both <= expected.amax(dim=0) + 1e-6).all()
+    assert (both >= expected.amin(dim=0) - 1e-6).all()
+    said = report.summary()
+    assert "asked was at most 20% in every head" in said
+    assert "on the texts it was calibrated on, and here is" in said
+    files = [path.name for path in report.save(tmp_path)]
+    assert "rungs.png" in files
+    again = hf_effattn.Report.load(tmp_path)
+    assert again.summary() == said
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ({"error": 0.1, "speed": 2.0}, ValueError, "the one decides the other"),
+        ({"error": 0}, ValueError, "error must be above 0"),
+        ({"speed": "fast"}, TypeError, "speed must be a number"),
+        ({"coverage": 1.5}, ValueError, "at most 1"),
+        ({"ladder": [{"method": "cst"}]}, ValueError, "cannot be a rung"),
+        ({"ladder": [{"method": "bi-clusterd"}]}, ValueError, "did you mean"),
+        ({"min_length": 50}, ValueError, "every rung runs exact attention on these inputs of at most 40 tokens"),
+        ({"speed": 1e9}, ValueError, "no budget makes attention 1e.09 times faster"),
+    ],
+)
+def test_mistakes(given: dict[str, Any], error: type[Exception], match: str) -> None:
+    model = tiny_model("bert")
+    with pytest.raises(error, match=match):
+        hf_effattn.calibrate(model, texts(), **OPTIONS | given)
+    assert model.config._attn_implementation == "sdpa"
+    assert not hasattr(model.config, "effattn")
+
+
+def test_texts_that_differ_too_much() -> None:
+    model = tiny_model("bert")
+    with pytest.raises(ValueError, match="needs two texts or more"):
+        hf_effattn.calibrate(model, {"input_ids": torch.arange(5, 45)[None]}, **OPTIONS)
+    # Six tokens are too few to approximate: no error there, whatever the rung.
+    both = [{"input_ids": torch.arange(5, 11)[None]}, {"input_ids": texts()[0]["input_ids"][:1]}]
+    with pytest.warns(UserWarning, match="the texts differ too much"):
+        hf_effattn.calibrate(model, both, error=0.02, **OPTIONS | {"coverage": 1.0, "ladder": LADDER[1:]})
+
+
+def unlike_texts(tokenizer: Any, length: int) -> dict[str, torch.Tensor]:
+    """What no book is: code, a table, repeated words, random tokens."""
+    code = Path(hf_effattn.__file__).with_name("patching").joinpath("attention.py").read_text(encoding="utf-8")
+    table = "\n".join(" | ".join(str((17 * row * column) % 991) for column in range(1, 9)) for row in range(1, 200))
+    words = {"code": code, "table": table, "repeated": "the same two words " * length}
+    encoded = {
+        name: torch.tensor(tokenizer(text, truncation=True, max_length=length)["input_ids"])[None]
+        for name, text in words.items()
+    }
+    random = torch.randint(1000, 30000, (1, length), generator=torch.Generator().manual_seed(0))
+    return encoded | {"random": random}
+
+
+@pytest.mark.slow
+def test_a_tolerance_catches_texts_unlike_the_calibration(real_model_folder: Path) -> None:
+    model, tokenizer, _ = load_model(str(real_model_folder))
+    length, budget = 512, 0.1
+    passages = Passages(tokenizer, bundled_books())
+    # Of other texts, and shorter ones: errors grow with the length.
+    inputs = [{"input_ids": ids[None]} for ids in passages.spread(128, 6)]
+    found = hf_effattn.calibrate(model, inputs, error=budget, min_length=0, progress=False)
+    plain = {layer: found.settings.for_layers((layer,)) for layer in range(6)}
+    checked = {layer: method and replace(method, tolerance=budget) for layer, method in plain.items()}
+    beyond, left = {}, {}
+    for name, ids in unlike_texts(tokenizer, length).items():
+        batch = [{"input_ids": ids}]
+        beyond[name] = int((errors_with(model, batch, plain.get) > budget).sum())
+        left[name] = int((errors_with(model, batch, checked.get) > budget).sum())
+    print(beyond, left)
+    assert sum(beyond.values()) > 20
+    assert all(left[name] <= 1 for name in left)
