@@ -41,8 +41,11 @@ mutants: $(READY)
 	nice -n 10 $(BIN)/python -m scripts.trust.mutants
 
 # Kills, full disks, damaged checkpoints; peak memory, growth, threads. Both go on where they were.
-faults memory: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.trust.$@
+faults: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.trust.faults
+
+memory: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.trust.memory
 
 # Other versions of Python, torch and transformers, each in an environment of its own, with transformers' own tests.
 versions: $(READY)

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,39 @@ from hf_effattn.reporting.table import markdown
 
 from ..kept.markdown import machine
 from ..trust.faults import TRIALS, VERDICTS
-from ..trust.memory import slope
+from ..trust.memory import LENGTHS, slope
 from ..trust.mutants import listed_mutants
 
 RESULTS = Path(__file__).resolve().parents[2] / "scripts" / "results"
 MEBIBYTE = 2**20
 
 
+class NotRunError(Exception):
+    """The results of a command are not there."""
+
+
+def or_not_run(make: Callable[[], str]) -> Callable[[], str]:
+    """A table, or the sentence that it was not run."""
+
+    def table() -> str:
+        try:
+            return make()
+        except NotRunError as missing:
+            return f"Not run to its end yet: `make {missing}`."
+
+    return table
+
+
 def kept(name: str) -> tuple[list[dict[str, Any]], str]:
-    """The rows of a file, and the line under their table."""
-    found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    """The rows of a file, and the line under their table; NotRunError where there is none."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        raise NotRunError(name)
+    found = json.loads(path.read_text(encoding="utf-8"))
     return found["rows"], machine(found["environment"])
 
 
+@or_not_run
 def properties() -> str:
     """Random cases by what was checked, and rounds in which a property did not hold."""
     rows, note = kept("fuzz")
@@ -35,6 +56,7 @@ def properties() -> str:
     return f"{markdown(['property', 'cases'], lines)}\n\nTests that failed in {len(rows)} rounds: {found}.{note}"
 
 
+@or_not_run
 def defects() -> str:
     """Planted defects by room: caught, of those tried, of those listed."""
     rows, note = kept("mutants")
@@ -59,6 +81,7 @@ def room_of(file: str) -> str:
     return Path(file).parts[1]
 
 
+@or_not_run
 def faults() -> str:
     """Trials by fault and verdict."""
     rows, note = kept("faults")
@@ -73,6 +96,7 @@ def faults() -> str:
     return markdown(["fault", "trials", *VERDICTS], lines) + note
 
 
+@or_not_run
 def peaks() -> str:
     """Memory that one pass adds, and the power of the length that it grows with."""
     rows, note = kept("memory")
@@ -83,12 +107,13 @@ def peaks() -> str:
     lengths = sorted({length for at in found.values() for length in at})
     lines = []
     for kind, at in found.items():
-        power = f"{slope(at):.2f}" if max(at) // 4 in at else ""
+        power = f"{slope(at):.2f}" if max(at) == LENGTHS[-1] else ""
         sizes = [f"{at[length] / MEBIBYTE:,.0f} MiB" if length in at else "" for length in lengths]
         lines.append([kind, *sizes, power])
     return markdown(["", *(f"{length:,}" for length in lengths), "power"], lines) + note
 
 
+@or_not_run
 def growth() -> str:
     """What passes, patches and threads leave behind."""
     rows, note = kept("memory")
@@ -109,6 +134,7 @@ def held(row: dict[str, Any]) -> str:
     return "yes" if row["held"] else "**no**"
 
 
+@or_not_run
 def versions() -> str:
     """Suites by the versions they ran with."""
     rows, note = kept("versions")

@@ -13,6 +13,7 @@ CLUSTERED: dict[str, dict[str, Any]] = {
     "i-clustered": {"clusters": 32, "topk": 32},
     "bi-clustered": {"clusters": 32, "topk": 32, "key_clusters": 32},
 }
+FEW_POSITIONS = 1024  # of a model whose causal attention would be exact in default segments
 # What is made and how it is patched; None is a model of ours, which is trained as it is.
 KINDS: dict[str, tuple[str, str | None]] = {
     **{f"BERT, {method}": ("bert", method) for method in CLUSTERED},
@@ -35,8 +36,10 @@ def tiny(kind: str, length: int, *, patched: bool = True) -> PreTrainedModel:
 
 
 def patch(model: PreTrainedModel, method: str) -> None:
-    """Patch it so that every length runs by the method."""
-    hf_effattn.patch_attention(model, method, min_length=0, **CLUSTERED[method])
+    """Patch it so that every length runs by the method; with short segments where all texts are short."""
+    few = model.config.model_type == "gpt2" and model.config.max_position_embeddings < FEW_POSITIONS
+    short = {"segment_length": 16, "window": 16} if few else {}
+    hf_effattn.patch_attention(model, method, min_length=0, **short, **CLUSTERED[method])
 
 
 def ids_of(length: int, seed: int = 0, batch: int = 1) -> torch.Tensor:

@@ -18,6 +18,7 @@ import signal
 import socket
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -34,7 +35,7 @@ from hf_effattn.embedding.options import EmbedOptions
 from hf_effattn.embedding.run import Progress, embed
 
 from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, print_rows
+from ..kept.runs import KeptRuns
 from ..train import clm
 from ._children import Child, run
 
@@ -96,8 +97,8 @@ class Trials:
         return lambda: str(embed(options, progress))
 
     def save(self, output: Path) -> Callable[[], Any]:
-        """A patched model of some megabytes, saved in parts."""
-        model = patched(0, hidden_size=256)
+        """A patched model of some 25 megabytes, saved in as many parts."""
+        model = patched(0, hidden_size=256, num_hidden_layers=24)
         return lambda: model.save_pretrained(output, max_shard_size="1MB")
 
     def begin(self, what: str, output: Path) -> Callable[[], Any]:
@@ -144,11 +145,11 @@ def kill(what: str, trials: Trials, drawn: random.Random) -> tuple[str, str]:
     output, moment = trials.new(), drawn.uniform(0.05, 0.95) * duration
     killed = Child(trials.begin(what, output), trials.folder / "said").kill(moment)
     left = sum(1 for path in output.rglob("*") if path.is_file()) if output.exists() else 0
-    detail = f"{'killed' if killed else 'ended'} with {left} files"
+    detail = f"killed with {left} files"
+    if not killed:
+        return "", "it had ended before"
     if what == "saving":
         return verdict_of_loading(output, expected["weights"], detail)
-    if not killed:
-        return "", detail
     run(trials.begin(what, output), trials.folder / "said", LONGEST)
     return "survived" if result_of(what, output) == expected else "failed", detail
 
@@ -298,7 +299,7 @@ def edited(trials: Trials, drawn: random.Random) -> tuple[str, str]:
             model = hf_effattn.from_pretrained(AutoModel, folder)
             return bool(model(torch.arange(2, 40)[None]).last_hidden_state.isfinite().all()), "ran"
         except (TypeError, ValueError) as error:
-            return any(name in str(error) for name in edits), f"refused: {str(error)[:100]}"
+            return any(name in str(error) for name in ("config.effattn", *edits)), f"refused: {str(error)[:100]}"
 
     held, said = run(use, trials.folder / "said", 60.0)
     return "survived" if held else "failed", f"{json.dumps(edits)[:120]}; {said}"
@@ -382,7 +383,10 @@ def main(
             for row in verdicts(fault, missing, trials) if only in fault else ():
                 kept.add(row)
                 print(f"{row['fault']} {row['trial'] + 1}/{times}: {row['verdict']} ({row['detail']})", flush=True)
-    print_rows(kept)
+    counts = Counter((row["fault"], row["verdict"]) for row in kept.rows)
+    for (fault, verdict), number in sorted(counts.items()):
+        print(f"{fault}: {number} {verdict}")
+    print(f"written: {output}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,122 @@
+"""What the trust scripts say of runs and files that are known to be good or bad."""
+
+import os
+import random
+import time
+
+import pytest
+import torch
+
+from scripts.publish import trust_tables
+from scripts.trust import faults, memory, versions
+from scripts.trust._children import Child, run
+from scripts.trust._tiny import KINDS, ids_of, tiny
+
+
+def test_children_answer_raise_and_are_killed(tmp_path):
+    assert run(lambda: {"value": os.getpid()}, tmp_path / "said")["value"] != os.getpid()
+
+    def fail():
+        raise ValueError("in words")
+
+    with pytest.raises(RuntimeError, match="ValueError: in words"):
+        run(fail, tmp_path / "said")
+    with pytest.raises(RuntimeError, match="ended with -9"):
+        run(lambda: os.kill(os.getpid(), 9), tmp_path / "said")
+    with pytest.raises(TimeoutError):
+        run(lambda: time.sleep(60), tmp_path / "said", longest=0.2)
+    child = Child(lambda: time.sleep(60), tmp_path / "said")
+    assert child.kill(after=0.1)
+    assert not child.is_running
+
+
+def test_growth_is_seen_and_a_cache_is_not():
+    kept = []
+    found = memory.growth(lambda number: kept.append(torch.ones(2**17)), 40)
+    assert not found["held"]
+    assert found["bytes"] > memory.GROWTH_ALLOWED
+    cache = {}
+    found = memory.growth(lambda number: cache.setdefault(number % 4, [number]), 40)
+    assert found["held"], found
+
+
+def test_the_power_of_a_line_is_one():
+    assert memory.slope({16: 100, 64: 400}) == pytest.approx(1.0)
+    assert memory.slope({16: 100, 64: 1600}) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_runs_by_its_method(kind):
+    model = tiny(kind, 70)
+    with torch.no_grad():
+        output = model(ids_of(70))[0]
+        assert output.isfinite().all()
+        if KINDS[kind][1] is not None:
+            assert not torch.allclose(output, tiny(kind, 70, patched=False)(ids_of(70))[0], atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory):
+    return faults.Trials(tmp_path_factory.mktemp("trials"))
+
+
+def test_damage_is_refused_told_of_or_unseen(trials):
+    drawn = random.Random(0)
+    verdict, detail = faults.cut_short(trials, drawn)
+    assert verdict == "survived"
+    assert "refused: SafetensorError" in detail
+    assert faults.damaged(trials, lambda content: "nothing") == ("survived", "nothing; loaded whole")
+    assert faults.flipped(False, trials, drawn)[0] == "unseen"  # no file says what its numbers were
+
+    def rename(content):
+        content[:] = content.replace(b"word_embeddings", b"word_embeddingz")
+        return "a name"
+
+    assert faults.damaged(trials, rename) == ("survived", "a name; told of: missing_keys, unexpected_keys")
+
+
+def test_a_folder_that_was_being_saved_loads_whole_or_not_at_all(trials, tmp_path):
+    trials.save(tmp_path / "whole")()
+    expected = faults.result_of("saving", tmp_path / "whole")["weights"]
+    assert faults.verdict_of_loading(tmp_path / "whole", expected, "") == ("survived", "; loaded")
+    assert faults.verdict_of_loading(tmp_path / "whole", "another", "")[0] == "failed"
+    next((tmp_path / "whole").glob("*-00003-of-*.safetensors")).unlink()
+    assert faults.verdict_of_loading(tmp_path / "whole", expected, "")[0] == "survived"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault", ["kill: training", "kill: embedding", "full disk: training", "loss that is no number"]
+)
+def test_a_run_that_is_stopped_goes_on_to_the_same_bits(fault, trials):
+    (row,) = faults.verdicts(fault, [0], trials)
+    assert row["verdict"] == "survived", row
+
+
+def test_missing_modules_of_transformers_tests_get_empty_classes(tmp_path):
+    (tmp_path / "test_common.py").write_text("from .there import a\nfrom .gone.deep import B, C\nimport os\n")
+    (tmp_path / "there.py").write_text("from .also_gone import D\na = 1\n")
+    versions.add_stubs(tmp_path, tmp_path / "test_common.py")
+    assert (tmp_path / "gone" / "deep.py").read_text() == "class B:\n    pass\n\n\nclass C:\n    pass\n"
+    assert (tmp_path / "gone" / "__init__.py").exists()
+    assert "class D" in (tmp_path / "also_gone.py").read_text()
+
+
+def test_an_exception_is_of_a_test_and_may_be_of_a_version(monkeypatch):
+    listed = [{"tests": ["TestA::test_x*"], "reason": "r"}, {"tests": ["*::test_y"], "transformers": ["5.0.0"]}]
+    monkeypatch.setattr(versions, "exceptions", lambda: listed)
+    assert versions.is_excepted("TestA::test_x_1", "5.23.0")
+    assert not versions.is_excepted("TestB::test_x_1", "5.23.0")
+    assert versions.is_excepted("TestB::test_y", "5.0.0")
+    assert not versions.is_excepted("TestB::test_y", "5.23.0")
+
+
+def test_every_exception_has_its_reason():
+    for one in versions.exceptions():
+        assert one["tests"]
+        assert len(one["reason"]) > 10
+
+
+def test_a_table_without_results_says_how_to_get_them(monkeypatch, tmp_path):
+    monkeypatch.setattr(trust_tables, "RESULTS", tmp_path)
+    assert trust_tables.faults() == "Not run to its end yet: `make faults`."
