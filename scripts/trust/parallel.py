@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -34,11 +35,11 @@ from ..kept.runs import KeptRuns, print_rows
 from ._children import Child
 
 RANKS, LENGTHS = (2, 4), (1024, 4096, 16384)
-SIZES = {"heads": 2, "key_heads": 1, "head_dim": 64}
-SETTINGS = {"clusters": 16, "key_clusters": 16, "topk": 32, "fit_queries": 256}
+SIZES: dict[str, Any] = {"heads": 2, "key_heads": 1, "head_dim": 64}
+SETTINGS: dict[str, Any] = {"clusters": 16, "key_clusters": 16, "topk": 32, "fit_queries": 256}
 # Of one process in float64, whose sums are taken in another order.
 LARGEST_DIFFERENCE = 1e-10
-LONGEST_WAIT_SECONDS = 600
+LONGEST_WAIT_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Tokens:
     key_mask: torch.Tensor | None = None
 
     @property
-    def masks(self) -> dict[str, torch.Tensor | None]:
+    def masks(self) -> dict[str, Any]:
         """By the names of the ops' arguments."""
         return {"query_mask": self.query_mask, "key_mask": self.key_mask}
 
@@ -90,7 +91,7 @@ def random_tokens(
     return Tokens(*rows, *masks)
 
 
-def in_one_process(tokens: Tokens, settings: dict[str, int], backend: str | None = None) -> dict[str, torch.Tensor]:
+def in_one_process(tokens: Tokens, settings: dict[str, Any], backend: str | None = None) -> dict[str, torch.Tensor]:
     """Output and gradients, by the ops that the sequence-parallel one stands for."""
     query, key, value = tokens.leaves()
     clusters, key_clusters = settings["clusters"], settings["key_clusters"]
@@ -113,7 +114,7 @@ def in_one_process(tokens: Tokens, settings: dict[str, int], backend: str | None
     return with_gradients(output, tokens, [query, key, value])
 
 
-def on_a_rank(tokens: Tokens, settings: dict[str, int]) -> dict[str, Any]:
+def on_a_rank(tokens: Tokens, settings: dict[str, Any]) -> dict[str, Any]:
     """Output and gradients of a rank's tokens, and the numbers that it handed over in either pass."""
     leaves = tokens.leaves()
     with Traffic() as forward:
@@ -134,18 +135,27 @@ def on_ranks(calls: list[Callable[[], Any]]) -> list[Any]:
     """What each call returns, made by a process of its own in a gloo group of as many.
 
     Raises:
-        RuntimeError: a call raises; with the error of the first that does.
+        RuntimeError: a call raises or does not end; with what every rank says.
     """
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             Child(partial(_in_group, call, rank, len(calls), Path(folder) / "store"), Path(folder) / f"said-{rank}")
             for rank, call in enumerate(calls)
         ]
-        return [rank.result(LONGEST_WAIT_SECONDS) for rank in ranks]
+        found, problems = [], []
+        for number, rank in enumerate(ranks):
+            try:
+                found.append(rank.result(LONGEST_WAIT_SECONDS))
+            except (RuntimeError, TimeoutError) as error:
+                problems.append(f"rank {number}: {error}")
+    if problems:
+        raise RuntimeError("; ".join(problems))
+    return found
 
 
 def _in_group(call: Callable[[], Any], rank: int, count: int, store: Path) -> Any:
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), count), rank=rank, world_size=count)
+    longest = timedelta(seconds=LONGEST_WAIT_SECONDS)
+    dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=count, timeout=longest)
     try:
         return call()
     finally:
@@ -171,7 +181,7 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def numbers_expected(tokens: Tokens, settings: dict[str, int]) -> tuple[int, int]:
+def numbers_expected(tokens: Tokens, settings: dict[str, Any]) -> tuple[int, int]:
     """What a rank hands over in the forward and in the backward pass, by the formula of the op's docstring."""
     B, H, _, D = tokens.query.shape
     P, Dv = tokens.key.shape[1], tokens.value.shape[3]

@@ -45,12 +45,9 @@ def attend_to_all_ranks(
     queries = zero_masked(query, query_mask).to(dtype).reshape(S, -1, D) * scale
     of_head = torch.arange(H, device=query.device) % (H // key.shape[1]) * clusters
     index = cluster_rows((labels + of_head[:, None]).reshape(S, -1), C)
-    keys = _Keys(
-        *(zero_masked(rows, key_mask).to(dtype).flatten(0, 1) for rows in (key, value)),
-        _counted(key_mask, key).to(dtype).flatten(0, 1),
-        key_labels.flatten(0, 1),
-        key_clusters,
-    )
+    columns = zero_masked(key, key_mask), zero_masked(value, key_mask), _counted(key_mask, key)[..., None]
+    rows = torch.cat([part.to(dtype) for part in columns], dim=3).flatten(0, 1)
+    keys = _Keys(rows, key_labels.flatten(0, 1), key_clusters)
 
     query_sums, key_sums = ranks.sum(
         cluster_sums(torch.cat([queries, counted], dim=2), index, S, C), keys.sum(keys.rows.sum(dim=2))
@@ -77,12 +74,12 @@ def attend_to_all_ranks(
     # Rows of the tables: exact keys, then the tangents log S_jc + η·K̃_jc = bias + Q_i·K̃_jc; the dipole beside them.
     bias = log_mass - torch.linalg.vecdot(centroids[:, :, None], tilted[..., :D])
     bias = torch.cat([torch.zeros_like(exact[..., 0]).masked_fill(vacant, NO_MASS), bias], dim=2)
-    rows = torch.cat([exact, tilted], dim=2)
+    table = torch.cat([exact, tilted], dim=2)
     matrices = log_mass.softmax(dim=2) @ covariances.flatten(2)  # M_j
     output = _AttendToTables.apply(
         queries,
-        torch.cat([rows[..., :D], bias[..., None]], dim=3).flatten(0, 1),
-        rows[..., D:].flatten(0, 1),
+        torch.cat([table[..., :D], bias[..., None]], dim=3).flatten(0, 1),
+        table[..., D:].flatten(0, 1),
         centroids.flatten(0, 1),
         matrices.view(S * C, D, Dv),
         index,
@@ -106,18 +103,15 @@ class _Keys:
         clusters: `(S, nb)`, of the blocks.
     """
 
-    def __init__(
-        self, key: torch.Tensor, value: torch.Tensor, counted: torch.Tensor, labels: torch.Tensor, clusters: int
-    ) -> None:
-        S = len(key)
+    def __init__(self, rows: torch.Tensor, labels: torch.Tensor, clusters: int) -> None:
+        S, _, width = rows.shape
         index = cluster_rows(labels, clusters)
         self.blocks = ClusterBlocks.of(index, cluster_sizes(index, S, clusters), aligned=True)
         self.clusters = self.blocks.clusters.view(S, -1) % clusters
         self.G = clusters
-        rows = torch.cat([key, value, counted[..., None]], dim=2).flatten(0, 1)
         # Behind the last row one of zeros, which empty places take.
-        packed = F.pad(rows, (0, 0, 0, 1)).index_select(0, self.blocks.sources)
-        self.rows = packed.view(S, -1, self.blocks.length, rows.shape[1])
+        packed = F.pad(rows.flatten(0, 1), (0, 0, 0, 1)).index_select(0, self.blocks.sources)
+        self.rows = packed.view(S, -1, self.blocks.length, width)
         self.empty = (self.rows[..., -1] == 0).view(S, 1, -1)
 
     def sum(self, of_blocks: torch.Tensor) -> torch.Tensor:
