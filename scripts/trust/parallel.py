@@ -116,11 +116,11 @@ def in_one_process(tokens: Tokens, settings: dict[str, Any], backend: str | None
 
 def on_a_rank(tokens: Tokens, settings: dict[str, Any]) -> dict[str, Any]:
     """Output and gradients of a rank's tokens, and the numbers that it handed over in either pass."""
-    leaves = tokens.leaves()
+    query, key, value = tokens.leaves()
     with Traffic() as forward:
-        output = sequence_parallel_bi_clustered_attention(*leaves, **settings, **tokens.masks)
+        output = sequence_parallel_bi_clustered_attention(query, key, value, **settings, **tokens.masks)
     with Traffic() as backward:
-        found = with_gradients(output, tokens, leaves)
+        found = with_gradients(output, tokens, [query, key, value])
     arrays = {name: tensor.numpy() for name, tensor in found.items()}  # a tensor's memory would end with its process
     return {**arrays, "forward": forward.numbers, "backward": backward.numbers}
 
