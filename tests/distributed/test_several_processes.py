@@ -1,15 +1,17 @@
-"""Two processes train as one: whole models by `accelerate launch`, sharded layers, and runs that are resumed."""
+"""Two processes train as one: whole models and sharded layers, `accelerate launch`, and runs that are resumed."""
 
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from distributed import resumed_runs, sharded_steps
+from distributed import resumed_runs, training_steps
 from scripts.train import classification as run_classification
+from scripts.trust.parallel import on_ranks
 
 SCRIPTS = Path(run_classification.__file__).parent
 LONGEST_WAIT_SECONDS = 300
@@ -24,14 +26,13 @@ def launch(*command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sharded_steps.KINDS)
-def test_sharded_layers_train_as_whole_ones(kind, tmp_path):
-    """FSDP 2 over two processes; the torch.library ops, patched models and their new parameters among it."""
-    file = tmp_path / "losses.json"
-    options = ["--standalone", "--nproc-per-node", "2"]
-    launch("torch.distributed.run", *options, sharded_steps.__file__, kind, str(file))
-    expected = sharded_steps.losses(kind, 0, 1)
-    assert json.loads(file.read_text()) == pytest.approx(expected, abs=2e-6)
+@pytest.mark.parametrize("way", training_steps.WAYS)
+@pytest.mark.parametrize("kind", training_steps.KINDS)
+def test_two_processes_train_as_one(kind, way):
+    """DDP and FSDP 2; the torch.library ops, patched models and their new parameters among it."""
+    expected = training_steps.losses(kind)
+    for found in on_ranks([partial(training_steps.losses, kind, way)] * 2):
+        assert found == pytest.approx(expected, abs=2e-6)
     assert expected[-1] < expected[0]
 
 
