@@ -29,7 +29,7 @@ def test_the_command_of_its_card_makes_its_configuration():
     """A default that changes later would make another model."""
     card = (FOLDER / "README.md").read_text(encoding="utf-8")
     overrides = dict(re.findall(r"([a-z_]+)=([^,\n]+)", "\n".join(re.findall(r"^SIZES=.*$", card, re.MULTILINE))))
-    made = ClusterFormerConfig(**{name: json.loads(value) for name, value in overrides.items()}).to_dict()
+    made = ClusterFormerConfig(**{name: json.loads(value) for name, value in overrides.items()}).settled().to_dict()
     kept = ClusterFormerConfig.from_pretrained(FOLDER).to_dict()
     of_the_data = {"vocab_size", "id2label", "label2id", "dtype", "architectures", "problem_type", "use_cache"}
     of_the_data |= {name for name in kept if name.endswith("_token_id")}
