@@ -8,7 +8,15 @@ from torch import nn
 from .methods import METHODS, list_methods, make_method
 from .model_types import Stack, find_stacks
 from .module_patch import RECORD, ModulePatch
-from .planning import PatchPlan, check_model, plan_patch, stacks_to_patch, warn_if_never_used, warn_of_losses
+from .planning import (
+    PatchPlan,
+    check_model,
+    plan_patch,
+    stacks_to_patch,
+    warn_if_never_used,
+    warn_of_decoder_loss,
+    warn_of_losses,
+)
 from .sentence_transformers import cut_at
 from .snapshot import Snapshot
 from .stored import FIELD, base_model_of, write_stored
@@ -42,9 +50,9 @@ def patch_attention(model: Model, method: str, *, layers: Sequence[int] | None =
     Returns:
         The same `model`.
 
-    Warns, before anything changes, where a trained conversion loses its position embeddings, because it becomes one
-    with other slices or none, or is without them since transformers' own `from_pretrained` loaded it; and where every
-    input that the model takes would still run exact attention.
+    Warns, before anything changes, where a language model does not survive the method; where a trained conversion loses
+    its position embeddings, because it becomes one with other slices or none, or is without them since transformers'
+    own `from_pretrained` loaded it; and where every input that the model takes would still run exact attention.
 
     Raises:
         ValueError: an unknown method or setting, a value outside its range, layers that do not exist, a model of a
@@ -56,6 +64,7 @@ def patch_attention(model: Model, method: str, *, layers: Sequence[int] | None =
     plans = [plan_patch(stack, chosen, layers) for stack in stacks_to_patch(model, method)]
     for plan in plans:
         warn_of_losses(plan)
+        warn_of_decoder_loss(plan)
         warn_if_never_used(plan, cut_at(model))
     apply_plans(plans)
     return model
