@@ -50,9 +50,10 @@ def patch_attention(model: Model, method: str, *, layers: Sequence[int] | None =
     Returns:
         The same `model`.
 
-    Warns, before anything changes, where a language model does not survive the method; where a trained conversion loses
-    its position embeddings, because it becomes one with other slices or none, or is without them since transformers'
-    own `from_pretrained` loaded it; and where every input that the model takes would still run exact attention.
+    Warns, before anything changes, where a language model does not survive the method; where a trained conversion
+    loses its position embeddings, because it becomes one with other slices or none, or is without them since
+    transformers' own `from_pretrained` loaded it; and where every input that the model takes would still run exact
+    attention.
 
     Raises:
         ValueError: an unknown method or setting, a value outside its range, layers that do not exist, a model of a
