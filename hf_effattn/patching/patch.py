@@ -9,7 +9,15 @@ from .methods import METHODS, list_methods, make_method
 from .methods.base import quoted
 from .model_types import Stack, find_stacks
 from .module_patch import RECORD, ModulePatch
-from .planning import PatchPlan, check_model, plan_patch, stacks_to_patch, warn_if_never_used, warn_of_losses
+from .planning import (
+    PatchPlan,
+    check_model,
+    plan_patch,
+    stacks_to_patch,
+    warn_if_never_used,
+    warn_of_decoder_loss,
+    warn_of_losses,
+)
 from .sentence_transformers import cut_at
 from .snapshot import Snapshot
 from .stored import FIELD, base_model_of, read_settings, write_stored
@@ -55,9 +63,10 @@ def patch_attention(
     Returns:
         The same `model`.
 
-    Warns, before anything changes, where a trained conversion loses its position embeddings, because it becomes one
-    with other slices or none, or is without them since transformers' own `from_pretrained` loaded it; and where every
-    input that the model takes would still run exact attention.
+    Warns, before anything changes, where a language model does not survive the method; where a trained conversion
+    loses its position embeddings, because it becomes one with other slices or none, or is without them since
+    transformers' own `from_pretrained` loaded it; and where every input that the model takes would still run exact
+    attention.
 
     Raises:
         ValueError: neither method nor settings, settings of another model or written by a newer version, an unknown
@@ -79,6 +88,7 @@ def patch_attention(
     plans = [plan_patch(stack, chosen, layers) for stack in stacks_to_patch(model, chosen.method)]
     for plan in plans:
         warn_of_losses(plan)
+        warn_of_decoder_loss(plan)
         warn_if_never_used(plan, cut_at(model))
     apply_plans(plans)
     return model

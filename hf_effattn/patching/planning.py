@@ -143,6 +143,17 @@ def warn_of_losses(plan: PatchPlan) -> None:
             warnings.warn(loss, stacklevel=3)
 
 
+def warn_of_decoder_loss(plan: PatchPlan) -> None:
+    """Say so where a language model does not survive the method."""
+    method = plan.method
+    if method.decoder_loss is not None and any(is_causal(module) for module in plan.stack.modules):
+        warnings.warn(
+            f'"{method.method}" is not for language models: it {method.decoder_loss} (SmolLM2-135M, 4,096 tokens of a '
+            'novel, scripts/benchmark/language_model.py). Take "bi-clustered".',
+            stacklevel=3,
+        )
+
+
 def warn_if_never_used(plan: PatchPlan, cut: int | None = None, *, stacklevel: int = 3) -> None:
     """Say so where exact attention runs on every input that the model takes, or that is left after a `cut`."""
     config, method = plan.stack.model.config, plan.method

@@ -34,7 +34,6 @@ CODE = "argparse.py"
 EXACT = "exact"
 METHODS: dict[str, dict[str, Any]] = {
     "bi-clustered": {"method": "bi-clustered"},
-    "bi-clustered k=256": {"method": "bi-clustered", "topk": 256},
     "i-clustered": {"method": "i-clustered"},
     "clustered": {"method": "clustered"},
 }

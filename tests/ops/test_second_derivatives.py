@@ -47,7 +47,7 @@ def test_the_fast_form_says_who_has_them(op: str) -> None:
         second_derivative(op)
 
 
-@pytest.mark.parametrize("op", ["causal", "slices", "blocks", "neural clustering"])
+@pytest.mark.parametrize("op", ["slices", "blocks", "neural clustering"])
 def test_the_kernels_say_who_has_them(op: str) -> None:
     with pytest.raises(NotImplementedError, match="first derivatives only"):
         second_derivative(op, torch.float32, backend="triton")

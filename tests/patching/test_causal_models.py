@@ -1,7 +1,9 @@
 """Models that mask the future: no leak, generation with caches, padding, packing, sliding windows, training."""
 
 import copy
+import json
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -473,6 +475,20 @@ def test_mask_function() -> None:
     )
     later = make_mask(q_length=8, kv_length=20, q_offset=12, attention_mask=mask, **options)
     assert torch.equal(later, sdpa_mask(2, 8, 20, q_offset=12, attention_mask=mask))
+
+
+def test_a_method_that_ruins_a_language_model_says_so(recwarn: pytest.WarningsRecorder) -> None:
+    """By what was measured, which is in the results."""
+    results = Path(__file__).parents[2] / "scripts" / "results" / "language_model.json"
+    rows = {row["name"]: row for row in json.loads(results.read_text())["rows"] if row["length"] == 4096}
+    for method in ("clustered", "i-clustered"):
+        row = rows[method]
+        measured = f"by {row['perplexity_change']:.0%} and changed {1 - row['agreement']:.0%} of".replace("%", " %")
+        with pytest.warns(UserWarning, match=f'{measured} .* Take "bi-clustered"'):
+            patch(make_model("llama"), method)
+    recwarn.clear()
+    patch(make_model("llama"))
+    assert not [warned for warned in recwarn if "language model" in str(warned.message)]
 
 
 def test_settings_that_the_causal_form_has_not() -> None:
