@@ -156,6 +156,8 @@ def coverage(rows: list[dict[str, Any]]) -> pd.DataFrame:
             errors, bounds = (errors_of(table, stacked(held, name)) for name in ("errors", "bounds"))
             above, within = bounds > budget, errors <= budget
             line |= {
+                "texts": len({row["text"] for row in rows if (row["length"], row["part"]) == (length, "calibrated")}),
+                "held out": len(held),
                 "triples": errors.numel(),
                 "within": within.float().mean().item(),
                 "worst": errors.max().item(),

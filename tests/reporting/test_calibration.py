@@ -267,6 +267,6 @@ def test_a_tolerance_catches_texts_unlike_the_calibration(real_model_folder: Pat
         batch = [{"input_ids": ids}]
         beyond[name] = int((errors_with(model, batch, plain.get) > budget).sum())
         left[name] = int((errors_with(model, batch, checked.get) > budget).sum())
-    print(beyond, left)
-    assert sum(beyond.values()) > 20
-    assert all(left[name] <= 1 for name in left)
+    assert min(beyond.values()) >= 5
+    assert sum(left.values()) <= 0.01 * len(left) * 72
+    assert sum(left.values()) < 0.05 * sum(beyond.values())

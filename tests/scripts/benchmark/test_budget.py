@@ -1,0 +1,68 @@
+"""The benchmark of budgets: coverage as by hand on kept rows, and its measurements on small inputs."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_effattn.measuring.ladder import LADDER
+from scripts.benchmark import budget
+
+HEADS = (2, 3)  # layers, heads
+
+
+def row(part: str, error: float, bound: float) -> dict[str, Any]:
+    """A text on which every rung but the last has that error in every head."""
+
+    def filled(value: float) -> list[list[list[float]]]:
+        of_rungs = [value] * (len(LADDER) - 1) + [0.001]
+        return [[[one] * HEADS[1] for one in of_rungs] for _ in range(HEADS[0])]
+
+    return {
+        "kind": "errors",
+        "length": 4096,
+        "part": part,
+        "text": "",
+        "errors": filled(error),
+        "bounds": filled(bound),
+    }
+
+
+def test_coverage_with_and_without_a_tolerance() -> None:
+    rows = [row("calibrated", 0.08, 0.08), row("calibrated", 0.08, 0.08)]
+    # Within; beyond and told; beyond and not told; within but thought beyond.
+    rows += [
+        row("books", 0.09, 0.095),
+        row("books", 0.2, 0.3),
+        row("meetings", 0.12, 0.09),
+        row("meetings", 0.09, 0.11),
+    ]
+    found = budget.coverage(rows).set_index("budget").loc[0.1]
+    assert found["margin"] == 1.0
+    assert found["triples"] == 4 * 6
+    assert found["within"] == pytest.approx(0.5)
+    assert found["within, books"] == pytest.approx(0.5)
+    assert found["within, tolerance"] == pytest.approx(0.75)
+    assert found["recomputed"] == pytest.approx(0.5)
+    assert found["worst"] == pytest.approx(0.2)
+    assert found["worst, tolerance"] == pytest.approx(0.12)
+    # At half of it only the last rung, which no text disturbs.
+    assert budget.coverage(rows).set_index("budget").loc[0.05, "within"] == 1.0
+
+
+def test_errors_and_times_are_those_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layers = [tuple(torch.randn(1, 3, 300, 8, generator=generator) for _ in range(3)) for _ in range(2)]
+    monkeypatch.setattr(budget, "layer_inputs", lambda run: layers)
+    runs = [{"part": "calibrated", "text": f"{number}", "length": 300} for number in range(2)]
+    runs.append({"part": "books", "text": budget.HELD_OUT[0], "length": 300})
+    rows = [budget.measure_errors(run) for run in runs]
+    errors = budget.stacked(rows, "errors")
+    assert errors.shape == (3, len(LADDER), 2, 3)
+    assert (errors[0].mean(dim=(1, 2)).diff() < 0.02).all()
+    times = budget.measure_speed(rows, 300, repeats=1)
+    assert [one["call"] for one in times[:5]] == [
+        "exact", "per head", "per head, checked", "per head, tolerance", "uniform"
+    ]  # fmt: skip
+    assert len(times) == 1 + 4 * len(budget.BUDGETS)
+    assert all(one["ms"] > 0 for one in times)
