@@ -48,4 +48,4 @@ def counted_scores() -> Iterator[ScoreCount]:
     try:
         yield found
     finally:
-        LocalPart.attend, OlderPart.attend = kept  # type: ignore[method-assign]
+        LocalPart.attend, OlderPart.attend = kept  # type: ignore[method-assign, assignment]
