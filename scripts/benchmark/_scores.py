@@ -43,9 +43,9 @@ def counted_scores() -> Iterator[ScoreCount]:
         return attend_counted
 
     kept = LocalPart.attend, OlderPart.attend
-    LocalPart.attend = counting(kept[0], _local)  # type: ignore[method-assign]
-    OlderPart.attend = counting(kept[1], _older)  # type: ignore[method-assign]
+    LocalPart.attend = counting(kept[0], _local)  # type: ignore[method-assign, assignment]
+    OlderPart.attend = counting(kept[1], _older)  # type: ignore[method-assign, assignment]
     try:
         yield found
     finally:
-        LocalPart.attend, OlderPart.attend = kept  # type: ignore[method-assign, assignment]
+        LocalPart.attend, OlderPart.attend = kept  # type: ignore[method-assign]

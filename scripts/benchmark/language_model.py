@@ -79,7 +79,8 @@ def measure(model: Any, ids: torch.Tensor, methods: dict[str, dict[str, Any]]) -
     exact = log_probabilities(model, ids)
     seconds = process_time() - begun
     loss = F.nll_loss(exact[:-1], ids[0, 1:]).item()
-    best, rows = exact.argmax(dim=1), [{"name": EXACT, "loss": loss, "scored_share": 1.0, "seconds": seconds}]
+    best = exact.argmax(dim=1)
+    rows: list[dict[str, Any]] = [{"name": EXACT, "loss": loss, "scored_share": 1.0, "seconds": seconds}]
     del exact
     for name, settings in methods.items():
         hf_effattn.patch_attention(model, **settings, min_length=0)
@@ -118,7 +119,9 @@ def main(
     tokens = texts(tokenizer)
     kept = KeptRuns(output, {"model": WEIGHTS})
     chosen = names.split(",") if names else list(tokens)
-    runs = [{"text": text, "length": int(length)} for length in lengths.split(",") for text in chosen]
+    runs: list[dict[str, Any]] = [
+        {"text": text, "length": int(length)} for length in lengths.split(",") for text in chosen
+    ]
     for run in track(runs, description="texts"):
         missing = kept.missing([run | {"name": name} for name in methods.split(",")])
         if not missing:

@@ -20,8 +20,8 @@ from hf_effattn.patching.model_table import (
 )
 from hf_effattn.reporting.table import markdown
 
+from ..benchmark import attention as benchmark_attention
 from ..benchmark import budget as benchmark_budget
-from ..benchmark import documents as benchmark_documents
 from ..benchmark import frontier as benchmark_frontier
 from ..benchmark import head_errors as benchmark_head_errors
 from ..benchmark import retrieval as benchmark_retrieval
@@ -317,7 +317,7 @@ def documents() -> str:
         header += ["exact: memory", *(f"{name.split()[0]}: memory" for name in patched)]
     rows = []
     for (shape, length, dtype), case in sorted(found.items()):
-        exact, *others = (case[name] for name in (benchmark_documents.EXACT, *patched))
+        exact, *others = (case[name] for name in (benchmark_attention.EXACT, *patched))
         cells = [f"{shape}, {length:,} tokens, {dtype}"]
         if "seconds" in exact:
             cells += [f"{exact['attention_share']:.0%}", f"{exact['seconds']:.1f} s"]

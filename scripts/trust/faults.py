@@ -33,6 +33,7 @@ from transformers import AutoModel, BertConfig, BertModel, PreTrainedModel, PreT
 import hf_effattn
 from hf_effattn.embedding.options import EmbedOptions
 from hf_effattn.embedding.run import Progress, embed
+from hf_effattn.training import RepeatableTrainer
 
 from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns
@@ -311,14 +312,14 @@ def no_number(trials: Trials, drawn: random.Random) -> tuple[str, str]:
     output, step = trials.new(), drawn.randint(2, STEPS)
 
     def poisoned() -> Any:
-        whole, steps = clm.RepeatableTrainer.compute_loss, count(1)
+        whole, steps = RepeatableTrainer.compute_loss, count(1)
 
         def compute_loss(*args: Any, **settings: Any) -> Any:
             loss = whole(*args, **settings)
             is_poisoned = not settings.get("return_outputs") and next(steps) == step
             return loss * torch.nan if is_poisoned else loss
 
-        clm.RepeatableTrainer.compute_loss = compute_loss  # type: ignore[method-assign]
+        RepeatableTrainer.compute_loss = compute_loss
         return trials.train(output)()
 
     try:

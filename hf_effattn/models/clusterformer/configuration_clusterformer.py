@@ -267,5 +267,5 @@ class ClusterFormerConfig(StoredConfig):
     def trains_centroids(self) -> bool:
         """Whether some loss depends on the centroids."""
         losses = self.cluster_loss_weight > 0 or self.sorting_loss_weight > 0
-        attended = self.settled().attend_centroids and not self.is_decoder
+        attended = bool(self.settled().attend_centroids) and not self.is_decoder
         return self.assignment == "neural" and (losses or self.gated or attended)

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ..bi_clustered_attention.batched import NO_MASS
 from ..bi_clustered_attention.reference import LARGEST_LIFT, SMALLEST
 from ..shared.cluster_blocks import ClusterBlocks
 from ..shared.cluster_table import ClusterTable, Dipole, attend, attend_backward
+from ..shared.key_summaries import NO_MASS
 from ..shared.masking import zero_masked
 from ..shared.precision import accumulation_dtype
 from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums

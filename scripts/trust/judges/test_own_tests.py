@@ -31,7 +31,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 HEADS = ("MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice")
-SETTINGS = {"clusters": 3, "topk": 4, "min_length": 0}
+SETTINGS: dict[str, Any] = {"clusters": 3, "topk": 4, "min_length": 0}
 
 
 def patched(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -90,9 +90,9 @@ def with_heads(name: str) -> list[str]:
     return [f"{name}Model", *(f"{name}For{head}" for head in HEADS)]
 
 
-GPT2_SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+GPT2_SIZES: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
-VIT_SIZES = {"image_size": 24, "patch_size": 4, "pad_token_id": None}
+VIT_SIZES: dict[str, Any] = {"image_size": 24, "patch_size": 4, "pad_token_id": None}
 TestBert = case("bert", with_heads("Bert"))
 TestRoberta = case("roberta", with_heads("Roberta"))
 TestViT = case("vit", ["ViTModel", "ViTForImageClassification"], **VIT_SIZES)
