@@ -10,6 +10,7 @@ from support.closeness import assert_close_to_reference
 from hf_effattn.ops import cluster_queries, kmeans
 from hf_effattn.ops.cluster_queries import reference
 from hf_effattn.ops.cluster_queries.triton import keys_metric
+from hf_effattn.ops.kmeans.sampling import KERNEL_SEEDING
 from hf_effattn.ops.kmeans.triton.rows import find_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,9 +43,11 @@ def test_hash_planes_are_independent_normal_numbers():
     assert correlations.fill_diagonal_(0).abs().max() < 6 / 64**0.5
 
 
-@pytest.fixture
-def few_seeds_per_group(monkeypatch):
-    monkeypatch.setattr(import_module("hf_effattn.ops.kmeans.sampling"), "SEEDS_PER_GROUP", 3)
+@pytest.fixture(autouse=True)
+def seeds_of_the_kernel(monkeypatch):
+    """The other forms look for seeds in the kernels' groups."""
+    for form in ("reference", "batched"):
+        monkeypatch.setattr(import_module(f"hf_effattn.ops.kmeans.{form}"), "SEEDING", KERNEL_SEEDING)
 
 
 def randn(*shape, seed=0, dtype=torch.float32):
@@ -104,8 +107,8 @@ def test_fitted_on_some(masked):
 
 
 @pytest.mark.parametrize("method", ["kmeans", "keys_metric"])
-def test_seeds_in_groups(few_seeds_per_group, method):
-    assert_same_labels(blobs(1, 2, 50, 8, groups=9), 8, method, key=randn(1, 2, 20, 8))
+def test_seeds_in_groups(method):
+    assert_same_labels(blobs(1, 2, 150, 8, groups=21), 20, method, key=randn(1, 2, 20, 8))
 
 
 def test_one_metric_for_the_heads_that_share_keys():
@@ -133,7 +136,9 @@ def test_metric_is_that_of_the_reference(M, D, masked, dtype):
     for b in range(2):
         fitted = key[b][:, key_rows.fit[b][key_rows.fit[b] >= 0].long()].double()
         for h in range(2):
-            assert_close_to_reference("metric", metric[b, h], reference.keys_metric(fitted[h]), rtol=1e-6)
+            # 16-bit keys are multiplied as they are, 3 from 0: nine times their variance cancels.
+            rtol = 1e-6 if dtype == torch.float32 else 1e-5
+            assert_close_to_reference("metric", metric[b, h], reference.keys_metric(fitted[h]), rtol=rtol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -143,12 +148,24 @@ def test_low_precision_inputs_are_clustered_in_float32(dtype, method):
     assert_same_labels(query, 6, method, key=key)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_random_queries(dtype):
+def test_random_queries():
     """Without groups to find rounding decides some labels, a few of which other centroids then decide."""
-    query, key = randn(1, 2, 100, 16, dtype=dtype), randn(1, 2, 60, 16, dtype=dtype)
+    query, key = randn(1, 2, 100, 16), randn(1, 2, 60, 16)
     assert_same_labels(query, 10, "keys_metric", share=0.99, key=key)
     assert_same_labels(query, 10, "lsh", share=0.99)
+
+
+@pytest.mark.parametrize("shift", [0, 8])
+def test_bfloat16_points_are_next_to_the_nearest_centroid(shift):
+    """Of a product only the centroid, taken from the origin, is rounded to bfloat16: to one part in 256."""
+    points = randn(2, 150, 16).add(shift).bfloat16()
+    labels, centroids = kmeans(points, 12, iterations=2, backend="triton")
+    points, centroids = points.double() - shift, centroids.double() - shift
+    distances = torch.cdist(points, centroids)
+    own = distances.gather(2, labels[..., None])[..., 0]
+    rounding = 2**-8 * (points.norm(dim=2) + 1) * (centroids.norm(dim=2).amax(dim=1)[:, None] + 1)
+    assert (own.square() - distances.amin(dim=2).square() <= 4 * rounding).all()
+    assert (own == distances.amin(dim=2)).float().mean() > 0.97
 
 
 @each_method
@@ -232,16 +249,8 @@ def test_kmeans_centroids(masks):
     assert error <= 1e-6
 
 
-@pytest.mark.parametrize(("clusters", "parts"), [(1, 8), (100, 8), (256, 4), (512, 2), (1024, 1), (5000, 1)])
-def test_parts_of_the_update(clusters, parts):
-    assert import_module("hf_effattn.ops.kmeans.triton").update_parts(clusters) == parts
-
-
-@pytest.mark.slow_except("8")
-@pytest.mark.parametrize("parts", [8, 1])
-def test_many_points_are_summed_in_parts(monkeypatch, parts):
-    """Each part takes several blocks of points, the same ones with padding behind them."""
-    monkeypatch.setattr(import_module("hf_effattn.ops.kmeans.triton"), "update_parts", lambda clusters: parts)
+def test_many_points_are_summed_in_blocks():
+    """The same ones with padding behind them."""
     points = blobs(1, 1, 420, 7, groups=6)[0]
     expected_labels, expected = kmeans(points.double(), 6, iterations=2, backend="reference")
     labels, centroids = kmeans(points, 6, iterations=2, backend="triton")
@@ -292,19 +301,12 @@ def test_one_graph_and_legal_ops():
     assert torch.equal(torch.compile(labels, fullgraph=True, backend="aot_eager")(query), labels(query))
 
 
-def test_seeding_in_parts_is_the_same(monkeypatch):
-    """Where all distances between seeding rows do not fit into memory at once."""
-    query = randn(1, 3, 40, 8)
-    expected = cluster(query, 5, "kmeans", backend="triton")
-    monkeypatch.setattr(import_module("hf_effattn.ops.kmeans.triton"), "DISTANCES_BYTES", 2 * 40 * 40 * 4)
-    assert torch.equal(cluster(query, 5, "kmeans", backend="triton"), expected)
-
-
 def test_rows_longer_than_a_tile_are_walked_in_parts(monkeypatch):
     triton_form = import_module("hf_effattn.ops.kmeans.triton")
     query = blobs(1, 1, 40, 40, groups=6)
     expected = cluster(query, 5, "kmeans", backend="triton")
     monkeypatch.setattr(triton_form, "assign_blocks", lambda *sizes: (16, 16, 16, 4, 1))
+    monkeypatch.setattr(triton_form, "update_blocks", lambda *sizes: (16, 16, 4, 1))
     assert torch.equal(cluster(query, 5, "kmeans", backend="triton"), expected)
 
 

@@ -7,6 +7,7 @@ import torch
 from support.attention_cases import padding
 
 from hf_effattn.ops import cluster_queries, kmeans
+from hf_effattn.ops.kmeans.sampling import Seeding
 
 BACKENDS = ("reference", "batched")
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -14,7 +15,8 @@ each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 @pytest.fixture
 def few_seeds_per_group(monkeypatch):
-    monkeypatch.setattr(import_module("hf_effattn.ops.kmeans.sampling"), "SEEDS_PER_GROUP", 3)
+    for form in BACKENDS:
+        monkeypatch.setattr(import_module(f"hf_effattn.ops.kmeans.{form}"), "SEEDING", Seeding(3, 512))
 
 
 def random_points(P=3, N=101, D=6, seed=0):

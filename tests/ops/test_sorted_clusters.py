@@ -30,9 +30,9 @@ def clusters_of_rows(labels, mask, clusters):
         (2, 3, 37, 5, 16, True, torch.int64),
         (1, 1, 1, 1, 16, False, torch.int32),
         (1, 2, 2300, 3, 32, True, torch.int64),  # in three parts
-        (2, 1, 40, 15, 16, True, torch.int64),  # a program for nothing but the end of the rows in no cluster
+        (2, 1, 40, 15, 16, True, torch.int64),
         (1, 1, 90, 60, 16, False, torch.int16),
-        (1, 1, 70, 514, 16, False, torch.int64),  # more clusters than rows, 32 to a program
+        (1, 1, 70, 514, 16, False, torch.int64),  # more clusters than rows
         (1, 2, 64, 4, 64, False, torch.uint8),
     ],
 )
@@ -57,11 +57,11 @@ def test_rows_are_sorted_and_every_row_is_in_one_tile(B, H, N, clusters, tile, m
         assert (covered == 1).all()
 
 
-def test_very_many_rows_are_sorted_in_longer_parts(monkeypatch):
-    labels = torch.randint(-1, 20, (1, 1, 2300), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    expected = sort_by_cluster(labels, None, 19, 16)
-    monkeypatch.setattr(triton_sort, "LARGEST_SPLIT", 2)
-    found = sort_by_cluster(labels, None, 19, 16)
+def test_more_clusters_than_a_program_counts_at_once(monkeypatch):
+    labels = torch.randint(-1, 60, (1, 2, 1300), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    expected = sort_by_cluster(labels, None, 59, 16)
+    monkeypatch.setattr(triton_sort, "MOST_BINS", 16)
+    found = sort_by_cluster(labels, None, 59, 16)
     for name in ("order", "starts", "tiles"):
         assert torch.equal(getattr(found, name), getattr(expected, name))
 
@@ -149,9 +149,13 @@ def check_pass(centroids, key, value, mask, topk):
     assert_close_to_reference("lse", lse.logsumexp(dim=1)[seen], expected_lse[seen], rtol=1e-6)
     scores = scores.flatten(0, 2)
     for row, top, top_scores in zip(scores, found.top.cpu(), found.top_scores.cpu(), strict=True):
-        columns = best_columns(torch.round(row, decimals=9), topk)
-        assert top.tolist() == columns + [-1] * (topk - len(columns))
-        torch.testing.assert_close(top_scores[: len(columns)].double() * log(2), row[columns], rtol=0, atol=4e-6)
+        best = row.topk(topk).values
+        best = best[best > float("-inf")].sort().values
+        assert top[len(best) :].tolist() == [-1] * (topk - len(best))
+        top, top_scores = top[: len(best)].long(), top_scores[: len(best)].double() * log(2)
+        assert len(top.unique()) == len(top)
+        torch.testing.assert_close(row[top].sort().values, best, rtol=0, atol=1e-9)
+        torch.testing.assert_close(top_scores, row[top], rtol=0, atol=4e-6)
     alone = centroid_topk(arguments[0], arguments[1], arguments[3], 0.3, topk)
     assert torch.equal(alone[0].flatten(0, 1), found.top)
     return found
@@ -169,32 +173,32 @@ def test_centroid_pass_in_parts_of_the_keys(monkeypatch):
     assert found.lse.shape[1] > 1
 
 
-@pytest.mark.parametrize("score_bytes", [2**28, 3000], ids=["at_once", "in_chunks"])
-@pytest.mark.parametrize(("whole_row", "length"), [(64, 4), (12, 16), (9, 16)])
-def test_long_rows_through_bins(monkeypatch, score_bytes, whole_row, length):
+@pytest.mark.parametrize("score_bytes", [2**28, 1500], ids=["at_once", "in_chunks"])
+@pytest.mark.parametrize(("fewest", "candidates", "length"), [(64, 2048, 2), (16, 48, 9), (16, 21, 4)])
+def test_long_rows_through_bins(monkeypatch, score_bytes, fewest, candidates, length):
     """Only the largest score of every few keys is kept; the chosen bins' keys are scored again."""
-    monkeypatch.setattr(triton_centroids, "WHOLE_ROW", whole_row)
-    assert bin_length(170, 3) == bin_length(170, 5) == length
+    monkeypatch.setattr(triton_centroids, "BINS", fewest)
+    monkeypatch.setattr(triton_centroids, "CANDIDATES", candidates)
     monkeypatch.setattr(triton_centroids, "SCORE_BYTES", score_bytes)
+    assert bin_length(150, 5) == length
     check_pass(*make_pass(B=1, M=170, clusters=3), 3)
-    check_pass(*make_pass(B=1, M=170, H=1, key_heads=1, clusters=2, masked=False), 5)
+    check_pass(*make_pass(B=1, M=150, H=1, key_heads=1, clusters=2, masked=False), 5)
 
 
 @pytest.mark.parametrize(
     ("M", "topk", "length"),
     [
-        (4096, 32, 1),
-        (4097, 32, 4),
-        (16384, 128, 4),
-        (16385, 128, 8),
-        (65536, 128, 16),
+        (2047, 32, 1),
+        (4096, 32, 4),
+        (16384, 32, 16),
+        (65536, 32, 64),
+        (16384, 128, 16),
         (2**20, 128, 16),
-        (16384, 512, 4),
-        (16384, 513, 1),
-        (16384, 0, 0),
+        (16384, 2000, 1),
+        (16384, 0, 16),
     ],
 )
-def test_bins_are_as_short_as_one_selection_allows(M, topk, length):
+def test_bins_leave_few_candidates(M, topk, length):
     assert bin_length(M, topk) == length
 
 

@@ -7,7 +7,7 @@ from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import CHUNK_BYTES, RowChunk, row_chunks
 from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums
 from .reference import as_sign
-from .sampling import first_seed, fit_rows, most_fit_rows, seeding_groups, seeding_rows, strided_rows
+from .sampling import SEEDING, first_seed, fit_rows, most_fit_rows, strided_rows
 
 BYTE_LABELS = 255  # numbers from 1 on that a byte holds
 
@@ -35,9 +35,9 @@ def in_metric(points: torch.Tensor, metric: torch.Tensor | None) -> torch.Tensor
 
 def find_seeds(points: torch.Tensor, clusters: int, seed: int, metric: torch.Tensor | None) -> torch.Tensor:
     """Seeds `(P, C, D)` out of the fitted points `(P, N, D)`, found in as many groups as `sampling` says."""
-    rows = seeding_rows(points.shape[1], clusters).to(points.device)
+    rows = SEEDING.rows_of(points.shape[1], clusters).to(points.device)
     seeds = points.new_empty(points.shape[0], clusters, points.shape[2])
-    groups = seeding_groups(clusters)
+    groups = SEEDING.groups(clusters)
     for i in range(groups):
         own = points.index_select(1, rows[i::groups])
         seeds[:, i::groups] = farthest_first(own, in_metric(own, metric), len(range(i, clusters, groups)), seed)

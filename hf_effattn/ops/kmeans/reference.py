@@ -2,7 +2,7 @@
 
 import torch
 
-from .sampling import first_seed, fit_rows, seeding_groups, seeding_rows, strided_rows
+from .sampling import SEEDING, first_seed, fit_rows, strided_rows
 
 
 def squared_distances(points: torch.Tensor, centers: torch.Tensor, metric: torch.Tensor | None) -> torch.Tensor:
@@ -27,9 +27,9 @@ def farthest_first(points: torch.Tensor, clusters: int, seed: int, metric: torch
 
 def find_seeds(points: torch.Tensor, clusters: int, seed: int, metric: torch.Tensor | None) -> torch.Tensor:
     """Seeds `(C, D)` out of the fitted points `(N, D)`, found in as many groups as `sampling` says."""
-    candidates = points[seeding_rows(len(points), clusters)]
+    candidates = points[SEEDING.rows_of(len(points), clusters)]
     seeds = points.new_empty(clusters, points.shape[1])
-    groups = seeding_groups(clusters)
+    groups = SEEDING.groups(clusters)
     for i in range(groups):
         own, share = candidates[i::groups], len(range(i, clusters, groups))
         seeds[i::groups] = own[farthest_first(own, share, seed, metric)]

@@ -3,15 +3,12 @@
 All are counted among the points that are not masked, so that padding changes nothing.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 # Centroids are fitted on at least this many points per cluster.
 FIT_POINTS_PER_CLUSTER = 4
-# Seeds are looked for among this many of them, or among this many per cluster.
-SEEDING_POINTS = 512
-SEEDING_POINTS_PER_CLUSTER = 2
-# Farthest-first is a chain of steps, each over all its rows: more seeds than this are found in independent groups.
-SEEDS_PER_GROUP = 256
 # The first seed stands at a random share of the rows, in units of 2 to the power of minus this.
 SHARE_BITS = 16
 
@@ -32,19 +29,34 @@ def fit_rows(length: int, clusters: int, fit_points: int) -> torch.Tensor:
     return strided_rows(length, most_fit_rows(clusters, fit_points))
 
 
-def most_seeding_rows(clusters: int) -> int:
-    """How many of the fitted rows at most can become seeds."""
-    return max(SEEDING_POINTS, SEEDING_POINTS_PER_CLUSTER * clusters)
+@dataclass(frozen=True)
+class Seeding:
+    """How seeds are found: farthest-first is a chain of steps, so in independent groups, each among rows of its own.
+
+    Attributes:
+        seeds: of a group, at most. Group `i` of `g` finds seeds `i, i + g, i + 2g, ...`.
+        rows: that `seeds` seeds are looked for among, and the fewest in all.
+    """
+
+    seeds: int
+    rows: int
+
+    def groups(self, clusters: int) -> int:
+        """How many groups there are."""
+        return -(-clusters // self.seeds)
+
+    def most_rows(self, clusters: int) -> int:
+        """How many of the fitted rows at most can become seeds."""
+        return max(self.rows, -(-self.rows * clusters // self.seeds))
+
+    def rows_of(self, length: int, clusters: int) -> torch.Tensor:
+        """The rows among `length` fitted ones that can become seeds; row `i` is of group `i % g`."""
+        return strided_rows(length, self.most_rows(clusters))
 
 
-def seeding_rows(length: int, clusters: int) -> torch.Tensor:
-    """The rows among `length` fitted ones that can become seeds."""
-    return strided_rows(length, most_seeding_rows(clusters))
-
-
-def seeding_groups(clusters: int) -> int:
-    """In how many independent groups the seeds are found: group `i` of `g` finds seeds `i, i + g, i + 2g, ...`."""
-    return -(-clusters // SEEDS_PER_GROUP)
+# Of the forms in PyTorch, and of the kernels, where a step waits for the one before while most of the chip is idle.
+SEEDING = Seeding(seeds=256, rows=512)
+KERNEL_SEEDING = Seeding(seeds=8, rows=64)
 
 
 def first_seed_share(seed: int) -> int:

@@ -14,161 +14,73 @@ from ...kmeans.triton.rows import Rows, find_rows, finite, load_points, sample_m
 from ...shared.triton.chips import LENGTHS, block_width, chip_of, on_device_of
 from ..reference import METRIC_RIDGE
 
-# Programs that share the rows of a head. Blocks of rows are dealt out in turn: padding behind them changes no sum.
-PARTS = 8
-
 
 @triton.jit(do_not_specialize=LENGTHS)
-def _cluster_queries_products_kernel(
-    key_ptr,
-    stride_key_b,
-    stride_key_h,
-    stride_key_m,
-    stride_key_d,
-    rows_ptr,
-    stride_rows_b,
-    counts_ptr,
-    stride_counts_b,
-    products_ptr,
-    sums_ptr,
-    squares_ptr,
-    heads,
-    fit_rows,
-    head_dim,
-    PARTS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+def _cluster_queries_metric_kernel(
+    key_ptr, stride_key_b, stride_key_h, stride_key_m, stride_key_d,
+    rows_ptr, stride_rows_b, counts_ptr, stride_counts_b, metric_ptr,
+    heads, fit_rows, head_dim,
+    RIDGE: tl.constexpr, WIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
-):
-    """A few rows of `Σ x^T x` over a part of the fitted keys, and those columns of `Σ x` and `Σ x²`."""
+):  # fmt: skip
+    """A few rows of `G`: the covariance of the fitted keys, its mean diagonal 1, and the ridge.
+
+    Products of 16-bit keys are exact; of others (`WIDE`) an origin near the mean is subtracted first, or the product
+    of the sums would eat the digits of the sum of the products.
+    """
     blocks = tl.cdiv(head_dim, BLOCK_I)
-    i_part = tl.program_id(0) // blocks % PARTS
-    i_p = (tl.program_id(0) // (blocks * PARTS)).to(tl.int64)
+    i_p = (tl.program_id(0) // blocks).to(tl.int64)
     i_b = i_p // heads
     o_i = tl.program_id(0) % blocks * BLOCK_I + tl.arange(0, BLOCK_I)
     o_d = tl.arange(0, BLOCK_D)
     key_ptr += i_b * stride_key_b + i_p % heads * stride_key_h
     rows_ptr += i_b * stride_rows_b
     fitted = tl.minimum(tl.load(counts_ptr + i_b * stride_counts_b), fit_rows)
-    # Near the mean: the product of the sums, later subtracted, must not eat the digits of the sum of the products.
-    origin_i = sample_mean(key_ptr, stride_key_m, stride_key_d, rows_ptr, fitted, o_i, head_dim)
-    origin_d = sample_mean(key_ptr, stride_key_m, stride_key_d, rows_ptr, fitted, o_d, head_dim)
+    if WIDE:
+        origin_i = sample_mean(key_ptr, stride_key_m, stride_key_d, rows_ptr, fitted, o_i, head_dim)
+        origin_d = sample_mean(key_ptr, stride_key_m, stride_key_d, rows_ptr, fitted, o_d, head_dim)
     products = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
-    sums = tl.zeros([BLOCK_I], tl.float32)
-    squares = tl.zeros([BLOCK_I], tl.float32)
-    for start in range(i_part * BLOCK_R, fit_rows, PARTS * BLOCK_R):
+    # Every row of the sums is the same: a product with ones.
+    sums = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
+    squares = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    for start in range(0, fit_rows, BLOCK_R):
         o_r = start + tl.arange(0, BLOCK_R)
         row = tl.load(rows_ptr + o_r, mask=o_r < fit_rows, other=-1)
         valid = row >= 0
         b_i = load_points(key_ptr, row, valid, o_i, stride_key_m, stride_key_d, head_dim)
-        b_i = tl.where(valid[:, None], finite(b_i) - origin_i[None, :], 0.0)
         b_d = load_points(key_ptr, row, valid, o_d, stride_key_m, stride_key_d, head_dim)
-        b_d = tl.where(valid[:, None], finite(b_d) - origin_d[None, :], 0.0)
+        b_i, b_d = finite(b_i).to(b_i.dtype), finite(b_d).to(b_d.dtype)
+        if WIDE:
+            b_i = tl.where(valid[:, None], b_i - origin_i[None, :], 0.0)
+            b_d = tl.where(valid[:, None], b_d - origin_d[None, :], 0.0)
         products = tl.dot(tl.trans(b_i), b_d, products, input_precision=PRECISION)
-        sums += tl.sum(b_i, axis=0)
-        squares += tl.sum(b_i * b_i, axis=0)
-    o_out = (i_p * PARTS + i_part) * head_dim + o_i
-    m_i = o_i < head_dim
-    p_products = products_ptr + o_out[:, None] * head_dim + o_d[None, :]
-    tl.store(p_products, products, mask=m_i[:, None] & (o_d < head_dim)[None, :])
-    tl.store(sums_ptr + o_out, sums, mask=m_i)
-    tl.store(squares_ptr + o_out, squares, mask=m_i)
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def _cluster_queries_metric_kernel(
-    counts_ptr,
-    stride_counts_b,
-    products_ptr,
-    sums_ptr,
-    squares_ptr,
-    metric_ptr,
-    heads,
-    fit_rows,
-    head_dim,
-    RIDGE: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """A few rows of `G`: the covariance of the fitted keys, its mean diagonal 1, and the ridge."""
-    blocks = tl.cdiv(head_dim, BLOCK_I)
-    i_p = (tl.program_id(0) // blocks).to(tl.int64)
-    o_i = tl.program_id(0) % blocks * BLOCK_I + tl.arange(0, BLOCK_I)
-    o_d = tl.arange(0, BLOCK_D)
-    m_i, m_d = o_i < head_dim, o_d < head_dim
-    m_metric = m_i[:, None] & m_d[None, :]
-    products = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
-    sums_i = tl.zeros([BLOCK_I], tl.float32)
-    sums_d = tl.zeros([BLOCK_D], tl.float32)
-    squares_d = tl.zeros([BLOCK_D], tl.float32)
-    # Unrolled: the loads of all parts are under way at once.
-    for i_part in tl.static_range(PARTS):
-        first = (i_p * PARTS + i_part) * head_dim
-        p_products = products_ptr + (first + o_i)[:, None] * head_dim + o_d[None, :]
-        # [BLOCK_I, BLOCK_D]
-        products += tl.load(p_products, mask=m_metric, other=0.0)
-        sums_i += tl.load(sums_ptr + first + o_i, mask=m_i, other=0.0)
-        sums_d += tl.load(sums_ptr + first + o_d, mask=m_d, other=0.0)
-        squares_d += tl.load(squares_ptr + first + o_d, mask=m_d, other=0.0)
-    fitted = tl.minimum(tl.load(counts_ptr + i_p // heads * stride_counts_b), fit_rows)
+        sums = tl.dot(tl.full([BLOCK_I, BLOCK_R], 1.0, tl.float32).to(b_d.dtype), b_d, sums, input_precision=PRECISION)
+        b_d = b_d.to(tl.float32)
+        squares += b_d * b_d
     count = tl.maximum(fitted, 1).to(tl.float32)
-    covariance = products / count - (sums_i / count)[:, None] * (sums_d / count)[None, :]
-    variances = tl.maximum(squares_d / count - (sums_d / count) * (sums_d / count), 0.0)
+    means = tl.sum(sums, axis=0) / BLOCK_I / count
+    means_i = tl.sum(tl.where(o_i[:, None] == o_d[None, :], means[None, :], 0.0), axis=1)
+    variances = tl.maximum(tl.sum(squares, axis=0) / count - means * means, 0.0)
     size = tl.sum(variances, axis=0) / head_dim
-    covariance = covariance / tl.where(size > 0, size, 1.0)
+    covariance = (products / count - means_i[:, None] * means[None, :]) / tl.where(size > 0, size, 1.0)
     covariance += tl.where(o_i[:, None] == o_d[None, :], RIDGE, 0.0)
     p_metric = metric_ptr + (i_p * head_dim + o_i)[:, None] * head_dim + o_d[None, :]
-    tl.store(p_metric, covariance, mask=m_metric)
+    tl.store(p_metric, covariance, mask=(o_i < head_dim)[:, None] & (o_d < head_dim)[None, :])
 
 
 def keys_metric(key: torch.Tensor, rows: Rows) -> torch.Tensor:
     """`G` `(B · Hk, D, D)` of the fitted rows of keys `(B, Hk, M, D)`."""
     B, heads, _, D = key.shape
-    metric, products, sums, squares = (
-        torch.empty(B * heads, *shape, dtype=torch.float32, device=key.device)
-        for shape in ((D, D), (PARTS, D, D), (PARTS, D), (PARTS, D))
-    )
-    fit_rows = rows.fit.shape[1]
-    counts = rows.counts, rows.counts.stride(0)
-    block_d = block_width(D)
-    block_i = min(block_d, 32)
+    metric = torch.empty(B * heads, D, D, dtype=torch.float32, device=key.device)
+    block_d, wide = block_width(D), key.dtype == torch.float32
     with on_device_of(key):
-        _cluster_queries_products_kernel[(B * heads * PARTS * triton.cdiv(D, block_i),)](
-            key,
-            *key.stride(),
-            rows.fit,
-            rows.fit.stride(0),
-            *counts,
-            products,
-            sums,
-            squares,
-            heads,
-            fit_rows,
-            D,
-            PARTS=PARTS,
-            BLOCK_R=32,
-            BLOCK_I=block_i,
-            BLOCK_D=block_d,
-            PRECISION=chip_of(key).dot_precision(torch.float32),
-            num_warps=8 if block_d > 64 else 4,
-            num_stages=1,
-        )
-        _cluster_queries_metric_kernel[(B * heads * triton.cdiv(D, 8),)](
-            *counts,
-            products,
-            sums,
-            squares,
-            metric,
-            heads,
-            fit_rows,
-            D,
-            RIDGE=METRIC_RIDGE,
-            PARTS=PARTS,
-            BLOCK_I=8,
-            BLOCK_D=block_d,
-        )
+        _cluster_queries_metric_kernel[(B * heads * triton.cdiv(D, 16),)](
+            key, *key.stride(), rows.fit, rows.fit.stride(0), rows.counts, rows.counts.stride(0), metric,
+            heads, rows.fit.shape[1], D,
+            RIDGE=METRIC_RIDGE, WIDE=wide, BLOCK_R=max(16, min(128, (4096 if wide else 8192) // block_d)), BLOCK_I=16,
+            BLOCK_D=block_d, PRECISION=chip_of(key).dot_precision(torch.float32), num_warps=8,
+            num_stages=1 if wide else 3,
+        )  # fmt: skip
     return metric
 
 
@@ -206,17 +118,9 @@ def share_rows(
 
 @torch.library.custom_op("hf_effattn::cluster_queries_triton", mutates_args=())
 def cluster_queries(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    clusters: int,
-    method: str,
-    iterations: int,
-    bits: int,
-    fit_queries: int,
-    seed: int,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor | None, key_mask: torch.Tensor | None, query_mask: torch.Tensor | None,
+    clusters: int, method: str, iterations: int, bits: int, fit_queries: int, seed: int,
+) -> torch.Tensor:  # fmt: skip
     """Labels `(B, H, N)`; a masked query has label 0."""
     B, H, N, _ = query.shape
     if query.numel() == 0 or clusters >= N:

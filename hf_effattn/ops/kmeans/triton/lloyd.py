@@ -5,15 +5,7 @@ import triton.language as tl
 
 from ...shared.triton.chips import LENGTHS
 from .rows import finite, load_points
-
-
-@triton.jit
-def load_centered(points_ptr, row, valid, o_d, stride_n, stride_d, p_origin, head_dim, HAS_ORIGIN: tl.constexpr):
-    """Rows of one problem in float32, the origin subtracted."""
-    b_points = load_points(points_ptr, row, valid, o_d, stride_n, stride_d, head_dim)
-    if HAS_ORIGIN:
-        b_points -= tl.load(p_origin + o_d, mask=o_d < head_dim, other=0.0)[None, :]
-    return b_points
+from .seeding import load_metric, round_for_products
 
 
 @triton.jit
@@ -26,34 +18,14 @@ def load_directions(directions_ptr, o_c, o_d, clusters, head_dim):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _kmeans_assign_kernel(
-    points_ptr,
-    stride_points_b,
-    stride_points_h,
-    stride_points_n,
-    stride_points_d,
-    rows_ptr,
-    stride_rows_b,
-    counts_ptr,
-    stride_counts_b,
-    ranks_ptr,
-    origin_ptr,
-    directions_ptr,
-    half_norms_ptr,
-    labels_ptr,
-    heads,
-    length,
-    clusters,
-    head_dim,
-    HAS_ROWS: tl.constexpr,
-    HAS_RANKS: tl.constexpr,
-    HAS_ORIGIN: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Label `argmax_c x·(c G) - c G c^T / 2`, the first of equals, tile by tile of centroids.
+    points_ptr, stride_points_b, stride_points_h, stride_points_n, stride_points_d,
+    rows_ptr, stride_rows_b, counts_ptr, stride_counts_b, ranks_ptr,
+    directions_ptr, half_norms_ptr, labels_ptr,
+    heads, length, clusters, head_dim,
+    HAS_ROWS: tl.constexpr, HAS_RANKS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Label `argmax_c x·(c G) - h_c`, the first of equals, tile by tile of centroids.
 
     With `HAS_ROWS` the points are the fitted ones and label -1 marks where there is none; else all points, where label
     0 stands for a masked one and few points are a cluster each. With `SPLIT` a block holds a part of the dimensions.
@@ -74,13 +46,9 @@ def _kmeans_assign_kernel(
         if HAS_RANKS:
             rank = tl.load(ranks_ptr + i_b * length + o_n, mask=valid, other=-1)
             valid = rank >= 0
-    p_origin = origin_ptr
-    if HAS_ORIGIN:
-        p_origin += i_p * head_dim
     if not SPLIT:
-        b_points = load_centered(
-            points_ptr, row, valid, o_d, stride_points_n, stride_points_d, p_origin, head_dim, HAS_ORIGIN
-        )
+        b_points = load_points(points_ptr, row, valid, o_d, stride_points_n, stride_points_d, head_dim)
+        b_points = b_points.to(directions_ptr.dtype.element_ty)
     best = tl.full([BLOCK_N], float("-inf"), tl.float32)
     label = tl.zeros([BLOCK_N], tl.int32)
     directions_ptr += i_p * clusters * head_dim
@@ -91,10 +59,9 @@ def _kmeans_assign_kernel(
             scores = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
             for first in range(0, head_dim, BLOCK_D):
                 o_k = first + o_d
-                b_points = load_centered(
-                    points_ptr, row, valid, o_k, stride_points_n, stride_points_d, p_origin, head_dim, HAS_ORIGIN
-                )
+                b_points = load_points(points_ptr, row, valid, o_k, stride_points_n, stride_points_d, head_dim)
                 b_directions = load_directions(directions_ptr, o_j, o_k, clusters, head_dim)
+                b_points = b_points.to(b_directions.dtype)
                 scores = tl.dot(b_points, b_directions, scores, input_precision=PRECISION)
         else:
             b_directions = load_directions(directions_ptr, o_j, o_d, clusters, head_dim)
@@ -114,122 +81,67 @@ def _kmeans_assign_kernel(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def _kmeans_sum_kernel(
-    points_ptr,
-    stride_points_b,
-    stride_points_h,
-    stride_points_n,
-    stride_points_d,
-    rows_ptr,
-    stride_rows_b,
-    origin_ptr,
-    fit_directions_ptr,
-    labels_ptr,
-    sums_ptr,
-    direction_sums_ptr,
-    sizes_ptr,
-    heads,
-    fit_rows,
-    clusters,
-    head_dim,
-    BINARY: tl.constexpr,
-    HAS_METRIC: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+def _kmeans_update_kernel(
+    points_ptr, stride_points_b, stride_points_h, stride_points_n, stride_points_d,
+    rows_ptr, stride_rows_b, labels_ptr, metric_ptr, origin_ptr,
+    centroids_ptr, directions_ptr, half_norms_ptr,
+    heads, heads_per_metric, fit_rows, clusters, head_dim,
+    BINARY: tl.constexpr, HAS_METRIC: tl.constexpr, IN_TF32: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
-):
-    """Sums of the fitted points of some clusters, and of their directions, over a part of the points.
+):  # fmt: skip
+    """Centroid = mean of its fitted points (majority bits where `BINARY`); an empty cluster keeps its centroid.
 
-    A sum is a product with the 0/1 table of membership, so its order is fixed. Parts take blocks of points in turn:
-    padding behind the points changes no sum.
+    A sum is a product with the 0/1 table of membership, so its order is fixed, and padding behind changes nothing.
     """
     blocks = tl.cdiv(clusters, BLOCK_C)
-    i_part = tl.program_id(0) // blocks % PARTS
-    i_p = (tl.program_id(0) // (blocks * PARTS)).to(tl.int64)
+    i_p = (tl.program_id(0) // blocks).to(tl.int64)
     i_b = i_p // heads
     o_c = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < head_dim
     points_ptr += i_b * stride_points_b + i_p % heads * stride_points_h
-    if BINARY:
-        b_origin = tl.zeros([BLOCK_D], tl.float32)
-    else:
-        b_origin = tl.load(origin_ptr + i_p * head_dim + o_d, mask=m_d, other=0.0)
-    sums = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
-    direction_sums = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
-    sizes = tl.zeros([BLOCK_C], tl.float32)
-    for start in range(i_part * BLOCK_R, fit_rows, PARTS * BLOCK_R):
-        o_r = start + tl.arange(0, BLOCK_R)
-        label = tl.load(labels_ptr + i_p * fit_rows + o_r, mask=o_r < fit_rows, other=-1)
-        row = tl.load(rows_ptr + i_b * stride_rows_b + o_r, mask=o_r < fit_rows, other=-1)
-        # [BLOCK_C, BLOCK_R]
-        b_member = (o_c[:, None] == label[None, :]).to(tl.float32)
-        sizes += tl.sum(b_member, axis=1)
-        b_points = load_points(points_ptr, row, row >= 0, o_d, stride_points_n, stride_points_d, head_dim)
-        b_points = finite(b_points) - b_origin[None, :]
-        sums = tl.dot(b_member, b_points, sums, input_precision=PRECISION)
-        if HAS_METRIC:
-            p_directions = fit_directions_ptr + (i_p * fit_rows + o_r)[:, None] * head_dim + o_d[None, :]
-            # [BLOCK_R, BLOCK_D]
-            b_directions = tl.load(p_directions, mask=(row >= 0)[:, None] & m_d[None, :], other=0.0)
-            direction_sums = tl.dot(b_member, b_directions, direction_sums, input_precision=PRECISION)
-    o_out = (i_p * PARTS + i_part) * clusters + o_c
-    offsets = o_out[:, None] * head_dim + o_d[None, :]
-    m_sums = (o_c < clusters)[:, None] & m_d[None, :]
-    tl.store(sums_ptr + offsets, sums, mask=m_sums)
     if HAS_METRIC:
-        tl.store(direction_sums_ptr + offsets, direction_sums, mask=m_sums)
-    tl.store(sizes_ptr + o_out, sizes, mask=o_c < clusters)
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def _kmeans_update_kernel(
-    sums_ptr,
-    direction_sums_ptr,
-    sizes_ptr,
-    centroids_ptr,
-    directions_ptr,
-    half_norms_ptr,
-    clusters,
-    head_dim,
-    BINARY: tl.constexpr,
-    HAS_METRIC: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Centroid = mean of its fitted points (majority bits where `BINARY`); an empty cluster keeps its centroid.
-
-    The direction `c G` is the mean of the points' directions.
-    """
-    blocks = tl.cdiv(clusters, BLOCK_C)
-    i_p = (tl.program_id(0) // blocks).to(tl.int64)
-    o_c = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
-    o_d = tl.arange(0, BLOCK_D)
-    m_sums = (o_c < clusters)[:, None] & (o_d < head_dim)[None, :]
-    sums = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
-    direction_sums = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+        metric_ptr += i_p // heads_per_metric * head_dim * head_dim
+    offsets = (i_p * clusters + o_c)[:, None] * head_dim
+    b_centroids = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    b_directions = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
     sizes = tl.zeros([BLOCK_C], tl.float32)
-    # Unrolled: the loads of all parts are under way at once.
-    for i_part in tl.static_range(PARTS):
-        o_part = (i_p * PARTS + i_part) * clusters + o_c
-        offsets = o_part[:, None] * head_dim + o_d[None, :]
-        # [BLOCK_C, BLOCK_D]
-        sums += tl.load(sums_ptr + offsets, mask=m_sums, other=0.0)
+    for first in range(0, head_dim, BLOCK_K):
+        o_k = first + tl.arange(0, BLOCK_K)
+        m_k = o_k < head_dim
+        sums = tl.zeros([BLOCK_C, BLOCK_K], tl.float32)
+        b_sizes = tl.zeros([BLOCK_C, BLOCK_R], tl.float32)
+        for start in range(0, fit_rows, BLOCK_R):
+            o_r = start + tl.arange(0, BLOCK_R)
+            label = tl.load(labels_ptr + i_p * fit_rows + o_r, mask=o_r < fit_rows, other=-1)
+            row = tl.load(rows_ptr + i_b * stride_rows_b + o_r, mask=o_r < fit_rows, other=-1)
+            b_points = load_points(points_ptr, row, row >= 0, o_k, stride_points_n, stride_points_d, head_dim)
+            b_points = finite(b_points).to(b_points.dtype)
+            # [BLOCK_C, BLOCK_R]
+            b_member = (o_c[:, None] == label[None, :]).to(tl.float32)
+            b_sizes += b_member
+            sums = tl.dot(b_member.to(b_points.dtype), b_points, sums, input_precision=PRECISION)
+        sizes = tl.sum(b_sizes, axis=1)
+        b_origin = tl.load(origin_ptr + i_p * head_dim + o_k, mask=m_k, other=0.0)
+        b_part = sums / tl.maximum(sizes, 1.0)[:, None] - b_origin[None, :]
+        if BINARY:
+            b_part = tl.where(m_k[None, :], tl.where(sums >= 0, 1.0, -1.0), 0.0)
+        m_part = ((o_c < clusters) & (sizes > 0))[:, None] & m_k[None, :]
+        tl.store(centroids_ptr + offsets + o_k[None, :], b_part, mask=m_part)
+        if BLOCK_K == BLOCK_D:
+            b_centroids = b_part
+        else:
+            b_place = (o_k[:, None] == o_d[None, :]).to(tl.float32)
+            b_centroids = tl.dot(b_part, b_place, b_centroids, input_precision=PRECISION)
         if HAS_METRIC:
-            direction_sums += tl.load(direction_sums_ptr + offsets, mask=m_sums, other=0.0)
-        sizes += tl.load(sizes_ptr + o_part, mask=o_c < clusters, other=0.0)
-    b_centroids = tl.where(sums >= 0, 1.0, -1.0) if BINARY else sums / tl.maximum(sizes, 1.0)[:, None]
-    m_c = sizes > 0
-    m_sums &= m_c[:, None]
-    offsets = (i_p * clusters + o_c)[:, None] * head_dim + o_d[None, :]
-    tl.store(centroids_ptr + offsets, b_centroids, mask=m_sums)
-    if not BINARY:
+            b_metric = load_metric(metric_ptr, o_k, o_d, head_dim)
+            b_directions = tl.dot(b_part, b_metric, b_directions, input_precision=PRECISION)
+    if not HAS_METRIC:
         b_directions = b_centroids
-        if HAS_METRIC:
-            b_directions = direction_sums / tl.maximum(sizes, 1.0)[:, None]
-            tl.store(directions_ptr + offsets, b_directions, mask=m_sums)
-        half_norms = tl.sum(b_centroids * b_directions, axis=1) * 0.5
-        tl.store(half_norms_ptr + i_p * clusters + o_c, half_norms, mask=m_c)
+    m_c = (o_c < clusters) & (sizes > 0)
+    b_rounded = round_for_products(b_directions, directions_ptr, IN_TF32)
+    tl.store(directions_ptr + offsets + o_d[None, :], b_rounded, mask=m_c[:, None] & m_d[None, :])
+    b_origin_d = tl.load(origin_ptr + i_p * head_dim + o_d, mask=m_d, other=0.0)
+    half_norms = tl.sum(b_centroids * b_directions * 0.5 + b_origin_d[None, :] * b_rounded.to(tl.float32), axis=1)
+    tl.store(half_norms_ptr + i_p * clusters + o_c, half_norms, mask=m_c)

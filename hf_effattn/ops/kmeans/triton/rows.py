@@ -14,16 +14,17 @@ ORIGIN_SAMPLE: tl.constexpr = tl.constexpr(32)
 
 @triton.jit
 def finite(b_points):
-    """The points with 0 for every number that is not finite: in a product it would reach the mean of every cluster."""
+    """The points in float32, with 0 for every number that is not finite: a product would take it to every cluster."""
+    b_points = b_points.to(tl.float32)
     return tl.where(tl.abs(b_points) < float("inf"), b_points, 0.0)
 
 
 @triton.jit
 def load_points(points_ptr, row, valid, o_d, stride_n, stride_d, head_dim):
-    """Rows of one problem in float32, 0 where they are not valid."""
+    """Rows of one problem, 0 where they are not valid."""
     p_points = points_ptr + row.to(tl.int64)[:, None] * stride_n + o_d.to(tl.int64)[None, :] * stride_d
     # [BLOCK_N, BLOCK_D]
-    return tl.load(p_points, mask=valid[:, None] & (o_d < head_dim)[None, :], other=0.0).to(tl.float32)
+    return tl.load(p_points, mask=valid[:, None] & (o_d < head_dim)[None, :], other=0.0)
 
 
 @triton.jit
@@ -37,17 +38,9 @@ def sample_mean(points_ptr, stride_n, stride_d, rows_ptr, fitted, o_d, head_dim)
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _kmeans_rows_kernel(
-    mask_ptr,
-    stride_mask_b,
-    stride_mask_n,
-    rows_ptr,
-    counts_ptr,
-    ranks_ptr,
-    length,
-    fit_rows,
-    HAS_MASK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    mask_ptr, stride_mask_b, stride_mask_n, rows_ptr, counts_ptr, ranks_ptr, length, fit_rows,
+    HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program per item: fit row `r` is the `⌊r n / min(n, R)⌋`-th of the `n` rows that count, -1 beyond them."""
     i_b = tl.program_id(0).to(tl.int64)
     o_block = tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
 """Attention of the centroids over all keys, which also leaves what their top keys are selected from.
 
-That is the scores, of so few keys that they fit into memory; else the largest of every few keys, from which come the
-candidates that are scored again.
+That is the largest score of each of many bins of keys, `COLUMNS` apart: the top keys are in the top bins, whose keys
+are scored again. Few keys have a bin each.
 
 Where few centroids would leave the chip idle the keys are split over programs; each leaves a partial result and the
 logarithm of its sum of weights, and `merge_splits` puts them together where they are used. Scores are exponents of 2.
@@ -14,15 +14,15 @@ import triton
 import triton.language as tl
 
 from ..dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS
-from .chips import LENGTHS, on_device_of
+from .chips import LENGTHS, chip_of, on_device_of
 from .dropout import dropout_factor
 from .tiles import LOG2_E, LOWEST, dot_by_parts, load_key_mask, tile_config
-from .topk import WHOLE_ROW, select_topk
+from .topk import _select_candidates_kernel, select_topk
 
-# Keys of which a long row keeps only the largest score, at least and at most. All of a chosen bin are scored again.
-SHORTEST_BIN, LONGEST_BIN = 4, 16
-SCORE_BYTES = 2**28  # of scores or maxima that are in memory at once
-PROGRAMS = 264  # enough to keep a large chip busy
+BINS = 1024  # of a row, if its keys allow as few
+CANDIDATES = 2048  # keys that one program scores again, at most
+SCORE_BYTES = 2**28  # of bins that are in memory at once
+PROGRAMS = 264  # two for each of the 132 multiprocessors of a large chip, where they run side by side
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class CentroidPass:
     Attributes:
         values: `(B · Hk · R, splits, Dv)` float32, attention over each part of the keys; empty if not asked for.
         lse: `(B · Hk · R, splits)` float32, base-2 logarithm of the sum of weights of each part.
-        top: `(B · Hk · R, topk)` int32, the top keys ascending, -1 where there are too few.
+        top: `(B · Hk · R, topk)` int32, the top keys in the order of their bins, -1 where there are too few.
         top_scores: their scores times log2(e), `-inf` where there is no key.
     """
 
@@ -66,14 +66,15 @@ def _centroid_attention_fwd_kernel(
     centroids_ptr, key_ptr, value_ptr, key_mask_ptr, seed_ptr, values_ptr, lse_ptr, scores_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
     stride_value_b, stride_value_h, stride_value_m, stride_value_d, stride_mask_b, stride_mask_m,
-    key_heads, rows, M, D, Dv, first_row, last_row, blocks, splits, split_length, columns, scale_log2, dropout_p,
-    HAS_MASK: tl.constexpr, HAS_VALUES: tl.constexpr, HAS_DROPOUT: tl.constexpr, BIN: tl.constexpr,
+    key_heads, rows, M, D, Dv, first_row, last_row, blocks, splits, split_length, bin_keys, columns, scale_log2,
+    dropout_p,
+    HAS_MASK: tl.constexpr, HAS_VALUES: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_BINS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BY_PARTS: tl.constexpr, PRECISION: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """`softmax(scale · Qc K^T) V` over one part of the keys, for a block of the rows `first_row .. last_row - 1`.
 
-    Writes the scores where `BIN` is 1, the largest of every `BIN` of them where it is more, neither where it is 0.
+    With `HAS_BINS` it also writes the largest score of every bin of `bin_keys` keys.
     """
     i_block = tl.program_id(0) % blocks
     i_split = tl.program_id(0) // blocks % splits
@@ -99,6 +100,10 @@ def _centroid_attention_fwd_kernel(
         b_highest = tl.full([ROWS], LOWEST, tl.float32)
         b_total = tl.zeros([ROWS], tl.float32)
 
+    if HAS_BINS:
+        columns = tl.multiple_of(columns, 16)
+        scores_ptr += (tl.min(o_row, 0) - first_row) * columns
+        b_best = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
     for start in range(i_split * split_length, tl.minimum(M, (i_split + 1) * split_length), COLUMNS):
         o_m = start + tl.arange(0, COLUMNS)
         m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
@@ -112,14 +117,13 @@ def _centroid_attention_fwd_kernel(
             b_key = tl.load(p_key_t, mask=m_key[None, :] & (o_d < D)[:, None], other=0.0)
             b_scores = tl.dot(b_centroid, b_key, input_precision=PRECISION)
         b_scores = tl.where(m_key[None, :], b_scores * scale_log2, float("-inf"))
-        if BIN == 1:
-            p_scores = scores_ptr + (o_row - first_row)[:, None] * columns + o_m[None, :]
-            tl.store(p_scores, b_scores, mask=m_row[:, None] & (o_m < M)[None, :])
-        if BIN > 1:
-            o_bin = start // BIN + tl.arange(0, COLUMNS // BIN)
-            b_largest = tl.max(tl.reshape(b_scores, [ROWS, COLUMNS // BIN, BIN]), 2)
-            p_bins = scores_ptr + (o_row - first_row)[:, None] * columns + o_bin[None, :]
-            tl.store(p_bins, b_largest, mask=m_row[:, None] & (o_bin < columns)[None, :])
+        if HAS_BINS:
+            b_best = tl.maximum(b_best, b_scores)
+            tile = start // COLUMNS
+            if (tile % bin_keys == bin_keys - 1) | (start + COLUMNS >= M):
+                o_bins = tl.arange(0, ROWS)[:, None] * columns + tl.arange(0, COLUMNS)[None, :]
+                tl.store(scores_ptr + tile // bin_keys * COLUMNS + o_bins, b_best, mask=m_row[:, None])
+                b_best = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
         if HAS_VALUES:
             b_higher = tl.maximum(b_highest, tl.max(b_scores, 1))
             b_weights = tl.exp2(b_scores - b_higher[:, None])
@@ -144,50 +148,14 @@ def _centroid_attention_fwd_kernel(
         tl.store(lse_ptr + o_part, b_lse, mask=m_row)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
-def _centroid_rescore_fwd_kernel(
-    centroids_ptr, key_ptr, key_mask_ptr, bins_ptr, scores_ptr,
-    stride_key_b, stride_key_h, stride_key_m, stride_key_d, stride_mask_b, stride_mask_m,
-    key_heads, rows, M, D, topk, first_row, blocks, scale_log2,
-    HAS_MASK: tl.constexpr, BIN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Scores of the keys in the bins that a row chose."""
-    i_row = (tl.program_id(0) // blocks).to(tl.int64)
-    o_n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    i_p = (i_row + first_row) // rows
-    key_ptr += i_p // key_heads * stride_key_b + i_p % key_heads * stride_key_h
-    if HAS_MASK:
-        key_mask_ptr += i_p // key_heads * stride_mask_b
-    o_d = tl.arange(0, BLOCK_D)
-    m_n = o_n < topk * BIN
-    b_bin = tl.load(bins_ptr + i_row * topk + o_n // BIN, mask=m_n, other=-1)
-    o_m = b_bin * BIN + o_n % BIN
-    m_key = load_key_mask(key_mask_ptr, tl.where(b_bin >= 0, o_m, M), M, stride_mask_m, HAS_MASK)
-    # [BLOCK_D]
-    b_centroid = tl.load(centroids_ptr + (i_row + first_row) * D + o_d, mask=o_d < D, other=0.0)
-    b_centroid = b_centroid.to(key_ptr.dtype.element_ty).to(tl.float32)
-    p_key = key_ptr + o_m.to(tl.int64)[:, None] * stride_key_m + o_d[None, :] * stride_key_d
-    # [BLOCK_N, BLOCK_D]
-    b_key = tl.load(p_key, mask=m_key[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
-    b_scores = tl.where(m_key, tl.sum(b_key * b_centroid[None, :], 1) * scale_log2, float("-inf"))
-    tl.store(scores_ptr + i_row * topk * BIN + o_n, b_scores, mask=m_n)
-
-
 def split_count(programs: int, length: int, block: int) -> int:
-    """Parts of a walk over `length` rows in blocks, so that `programs` walkers keep the chip busy."""
-    return max(1, min(triton.cdiv(PROGRAMS, max(1, programs)), triton.cdiv(length, 4 * block), 64))
+    """Parts of a walk over `length` rows in blocks, so that `programs` walkers keep the chip busy, all at once."""
+    return max(1, min(PROGRAMS // max(1, programs), triton.cdiv(length, 4 * block), 64))
 
 
 def bin_length(M: int, topk: int) -> int:
-    """Keys of which only the largest score is kept, 1 where all are and 0 where none is.
-
-    No more than it takes to select from the bins of a row at once.
-    """
-    if topk == 0:
-        return 0
-    if M <= WHOLE_ROW or 2 * topk * LONGEST_BIN > M:
-        return 1
-    return min(LONGEST_BIN, max(SHORTEST_BIN, triton.next_power_of_2(triton.cdiv(M, WHOLE_ROW))))
+    """Keys of a bin, so that few bins and few candidates are left to choose from."""
+    return max(1, min(M // BINS, CANDIDATES // max(1, topk)))
 
 
 def centroid_pass(
@@ -215,10 +183,14 @@ def centroid_pass(
     Dv = 0 if value is None else value.shape[3]
     rows = centroids.shape[0] * centroids.shape[1] // max(1, B * Hk)
     config = tile_config(key, D, Dv)
-    length = bin_length(M, topk)
-    columns = triton.cdiv(M, length) if length else 0
+    if topk and (key_mask is not None or dropout_seed is not None):
+        # The bins leave no registers for more.
+        config["COLUMNS"] = min(config["COLUMNS"], 32 if max(config["BLOCK_D"], config["BLOCK_V"]) <= 64 else 16)
+    bin_keys = bin_length(M, topk)
+    whole_bins = bin_keys * config["COLUMNS"]
+    columns = triton.cdiv(M, whole_bins) * config["COLUMNS"] if topk else 0
     splits = split_count(B * Hk * triton.cdiv(rows, config["ROWS"]), M, config["COLUMNS"])
-    split_length = triton.cdiv(triton.cdiv(M, splits), config["COLUMNS"]) * config["COLUMNS"]
+    split_length = triton.cdiv(triton.cdiv(M, splits), whole_bins) * whole_bins
     total = B * Hk * rows
     values = key.new_empty(total, splits, Dv, dtype=torch.float32)
     lse = key.new_empty(total, splits, dtype=torch.float32)
@@ -226,31 +198,29 @@ def centroid_pass(
     top_scores = key.new_empty(total, topk, dtype=torch.float32)
     key_strides = *key.stride(), *((0, 0) if key_mask is None else key_mask.stride())
     with on_device_of(key):
-        for first, last in score_chunks(B * Hk, rows, 4 * (columns + (topk * length if length > 1 else 0))):
-            scores = key.new_empty(last - first, columns, dtype=torch.float32)
+        for first, last in score_chunks(B * Hk, rows, 4 * columns):
+            bins = key.new_empty(last - first, columns, dtype=torch.float32)
             tables = triton.cdiv(last, rows) - first // rows
             blocks = triton.cdiv(min(rows, last - first), config["ROWS"])
             _centroid_attention_fwd_kernel[(tables * splits * blocks,)](
-                centroids, key, value, key_mask, dropout_seed, values, lse, scores,
+                centroids, key, value, key_mask, dropout_seed, values, lse, bins,
                 *key.stride(), *((0, 0, 0, 0) if value is None else value.stride()), *key_strides[4:],
-                Hk, rows, M, D, Dv, first, last, blocks, splits, split_length, columns, scale * LOG2_E, dropout_p,
+                Hk, rows, M, D, Dv, first, last, blocks, splits, split_length, bin_keys, columns, scale * LOG2_E,
+                dropout_p,
                 HAS_MASK=key_mask is not None, HAS_VALUES=value is not None, HAS_DROPOUT=dropout_seed is not None,
-                BIN=length, KINDS=KINDS_OF_WEIGHTS, KIND=CENTROID_WEIGHTS, **config,
+                HAS_BINS=topk > 0, KINDS=KINDS_OF_WEIGHTS, KIND=CENTROID_WEIGHTS, **config,
             )  # fmt: skip
-            if topk == 0:
-                continue
-            bins = None
-            if length > 1:
-                bins, _ = select_topk(scores, topk)
-                scores = key.new_empty(last - first, topk * length, dtype=torch.float32)
-                block_n = max(16, 8192 // config["BLOCK_D"])
-                blocks = triton.cdiv(topk * length, block_n)
-                _centroid_rescore_fwd_kernel[((last - first) * blocks,)](
-                    centroids, key, key_mask, bins, scores, *key_strides,
-                    Hk, rows, M, D, topk, first, blocks, scale * LOG2_E,
-                    HAS_MASK=key_mask is not None, BIN=length, BLOCK_N=block_n, BLOCK_D=config["BLOCK_D"],
+            out = top[first:last], top_scores[first:last]
+            if topk and bin_keys == 1:
+                select_topk(bins, topk, out)
+            elif topk:
+                block_n = max(64, triton.next_power_of_2(topk * bin_keys))
+                _select_candidates_kernel[(last - first,)](
+                    centroids, key, key_mask, select_topk(bins, topk)[0], *out, *key_strides,
+                    Hk, rows, M, D, topk, first, bin_keys, scale * LOG2_E,
+                    HAS_MASK=key_mask is not None, COLUMNS=config["COLUMNS"], BLOCK_N=block_n, BLOCK_D=16,
+                    num_warps=min(16, max(1, block_n // 128)), **chip_of(key).all_registers,
                 )  # fmt: skip
-            select_topk(scores, topk, bins=bins, bin_length=length, out=(top[first:last], top_scores[first:last]))
     return CentroidPass(values, lse, top, top_scores)
 
 
@@ -274,10 +244,10 @@ def score_chunks(tables: int, rows: int, bytes_per_row: int) -> list[tuple[int, 
 def centroid_topk(
     centroids: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float, topk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `topk` keys with the largest `scale · Qc K^T`, ascending, and those scores times log2(e).
+    """The `topk` keys with the largest `scale · Qc K^T` and those scores times log2(e).
 
-    Each `(B · H, C, topk)`, int32 and float32; index -1 and score `-inf` where fewer keys may be attended to. The
-    lower index wins among equals. Arguments as for `centroid_pass`.
+    Each `(B · H, C, topk)`, int32 and float32; index -1 and score `-inf` where fewer keys may be attended to.
+    Arguments as for `centroid_pass`.
     """
     found = centroid_pass(centroids, key, None, key_mask, scale, topk)
     return found.top.view(*centroids.shape[:2], topk), found.top_scores.view(*centroids.shape[:2], topk)

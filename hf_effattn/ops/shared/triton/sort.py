@@ -8,8 +8,9 @@ import triton.language as tl
 
 from .chips import LENGTHS, on_device_of
 
-ROWS_OF_A_SPLIT = 1024  # rows that one program counts or places, more where there would be too many parts
-LARGEST_SPLIT = 64
+ROWS_BITS: tl.constexpr = tl.constexpr(10)
+ROWS: tl.constexpr = tl.constexpr(1024)  # that one program counts or places
+MOST_BINS = 1024  # clusters that a program counts at once
 
 
 @dataclass(frozen=True)
@@ -37,124 +38,117 @@ class SortedRows:
 
 @triton.jit
 def load_clusters(
-    labels_ptr, mask_ptr, rows, N, clusters, stride_labels_n, stride_mask_n, HAS_MASK: tl.constexpr
+    labels_ptr, mask_ptr, i_p, rows, H, N, clusters, stride_labels_b, stride_labels_h, stride_labels_n,
+    stride_mask_b, stride_mask_n, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """The cluster of each row: `clusters` for a row in none, a number past every cluster behind the last row."""
+    """The cluster of each row of a problem: `clusters` for a row in none, `clusters + 1` behind the last row."""
     m_rows = rows < N
-    # [BLOCK_N]
-    b_labels = tl.load(labels_ptr + rows.to(tl.int64) * stride_labels_n, mask=m_rows, other=0)
+    p_labels = labels_ptr + i_p // H * stride_labels_b + i_p % H * stride_labels_h
+    b_labels = tl.load(p_labels + rows.to(tl.int64) * stride_labels_n, mask=m_rows, other=0)
     m_member = (b_labels >= 0) & (b_labels < clusters)
     if HAS_MASK:
-        m_member &= tl.load(mask_ptr + rows.to(tl.int64) * stride_mask_n, mask=m_rows, other=0) != 0
-    return tl.where(m_rows, tl.where(m_member, b_labels, clusters).to(tl.int32), 2147483647)
+        p_mask = mask_ptr + i_p // H * stride_mask_b
+        m_member &= tl.load(p_mask + rows.to(tl.int64) * stride_mask_n, mask=m_rows, other=0) != 0
+    return tl.where(m_rows, tl.where(m_member, b_labels, clusters), clusters + 1).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _count_by_cluster_kernel(
-    labels_ptr, mask_ptr, below_ptr,
+    labels_ptr, mask_ptr, counts_ptr,
     stride_labels_b, stride_labels_h, stride_labels_n, stride_mask_b, stride_mask_n,
-    H, N, clusters, blocks, splits, split_rows,
-    HAS_MASK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+    H, N, clusters, splits,
+    HAS_MASK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """How many rows of one part of a problem are in clusters below each of `BLOCK_C` clusters."""
-    i_p = (tl.program_id(0) // (blocks * splits)).to(tl.int64)
-    i_split = tl.program_id(0) // blocks % splits
-    first = tl.program_id(0) % blocks * BLOCK_C
-    labels_ptr += i_p // H * stride_labels_b + i_p % H * stride_labels_h
-    if HAS_MASK:
-        mask_ptr += i_p // H * stride_mask_b
-    o_c = first + tl.arange(0, BLOCK_C)
-    o_n = tl.arange(0, BLOCK_N)
-    b_counts = tl.zeros([BLOCK_N, BLOCK_C], tl.int32)
-    b_below = tl.zeros([BLOCK_N], tl.int32)
-    for start in range(i_split * split_rows, tl.minimum(N, (i_split + 1) * split_rows), BLOCK_N):
-        b_cluster = load_clusters(
-            labels_ptr, mask_ptr, start + o_n, N, clusters, stride_labels_n, stride_mask_n, HAS_MASK
-        )
-        b_counts += (b_cluster[:, None] == o_c[None, :]).to(tl.int32)
-        b_below += (b_cluster < first).to(tl.int32)
-    b_sizes = tl.sum(b_counts, 0)
-    below_ptr += (i_p * splits + i_split) * (clusters + 2)
-    tl.store(below_ptr + o_c, tl.sum(b_below, 0) + tl.cumsum(b_sizes, 0) - b_sizes, mask=o_c < clusters + 2)
+    """How many rows of one part of a problem are in each cluster."""
+    i_p = (tl.program_id(0) // splits).to(tl.int64)
+    rows = tl.program_id(0) % splits * ROWS + tl.arange(0, ROWS)
+    # [ROWS]
+    b_cluster = load_clusters(
+        labels_ptr, mask_ptr, i_p, rows, H, N, clusters, stride_labels_b, stride_labels_h, stride_labels_n,
+        stride_mask_b, stride_mask_n, HAS_MASK,
+    )  # fmt: skip
+    counts_ptr += tl.program_id(0).to(tl.int64) * (clusters + 1)
+    for first in range(0, clusters + 1, BINS):
+        o_c = first + tl.arange(0, BINS)
+        m_bin = (b_cluster >= first) & (b_cluster < first + BINS)
+        b_counts = tl.histogram(tl.where(m_bin, b_cluster - first, 0), BINS, mask=m_bin)
+        tl.store(counts_ptr + o_c, b_counts, mask=o_c <= clusters)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _sort_by_cluster_kernel(
-    labels_ptr, mask_ptr, below_ptr, order_ptr, starts_ptr, tiles_ptr,
+    labels_ptr, mask_ptr, counts_ptr, order_ptr, starts_ptr, tiles_ptr,
     stride_labels_b, stride_labels_h, stride_labels_n, stride_mask_b, stride_mask_n,
-    H, N, clusters, slots, blocks, splits, split_rows,
-    TILE: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
-    SPLITS: tl.constexpr,
+    H, N, clusters, slots, splits,
+    TILE: tl.constexpr, HAS_MASK: tl.constexpr, BINS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Stable counting sort: a program places the members of `BLOCK_C` clusters in one part of a problem.
+    """Stable counting sort: a program sorts one part of a problem; its clusters go behind those of the parts before.
 
-    Theirs stand behind those of the parts before. The first part's programs write down where clusters and tiles begin.
+    The parts share the writing of the clusters' tiles; the first one writes where clusters begin.
     """
-    i_p = (tl.program_id(0) // (blocks * splits)).to(tl.int64)
-    i_split = tl.program_id(0) // blocks % splits
-    first = tl.program_id(0) % blocks * BLOCK_C
-    labels_ptr += i_p // H * stride_labels_b + i_p % H * stride_labels_h
-    if HAS_MASK:
-        mask_ptr += i_p // H * stride_mask_b
-    order_ptr += i_p * N
-    o_c = first + tl.arange(0, BLOCK_C)
-    o_n = tl.arange(0, BLOCK_N)
-    o_split = tl.arange(0, SPLITS)
-    m_split = (o_split < splits)[:, None]
-    p_below = below_ptr + (i_p * splits + o_split)[:, None] * (clusters + 2) + o_c[None, :]
-    # [SPLITS, BLOCK_C]
-    b_below = tl.load(p_below, mask=m_split & (o_c < clusters + 2)[None, :], other=0)
-    b_below_next = tl.load(p_below + 1, mask=m_split & (o_c < clusters + 1)[None, :], other=0)
-    b_starts = tl.sum(b_below, 0)
-
-    if i_split == 0:
-        tl.store(starts_ptr + i_p * (clusters + 2) + o_c, b_starts, mask=o_c < clusters + 2)
-        first_start = tl.sum(tl.where(o_c == first, b_starts, 0), 0)
-        last_slot = tl.max(tl.sum(b_below_next, 0), 0) // TILE + first + BLOCK_C
-        if first + BLOCK_C > clusters:
-            last_slot = slots
-        b_first_slots = tl.where(o_c <= clusters, b_starts // TILE + o_c, slots)
-        for slot in range(first_start // TILE + first, last_slot, BLOCK_S):
-            o_s = slot + tl.arange(0, BLOCK_S)
-            b_begun = tl.sum((b_first_slots[None, :] <= o_s[:, None]).to(tl.int32), 1)
-            tl.store(tiles_ptr + i_p * slots + o_s, first + b_begun - 1, mask=o_s < last_slot)
-
-    b_next = b_starts + tl.sum(tl.where((o_split < i_split)[:, None], b_below_next - b_below, 0), 0)
-    for start in range(i_split * split_rows, tl.minimum(N, (i_split + 1) * split_rows), BLOCK_N):
-        b_cluster = load_clusters(
-            labels_ptr, mask_ptr, start + o_n, N, clusters, stride_labels_n, stride_mask_n, HAS_MASK
-        )
-        b_member = (b_cluster[:, None] == o_c[None, :]).to(tl.int32)
-        # [BLOCK_N]
-        b_places = tl.sum(b_member * (b_next[None, :] + tl.cumsum(b_member, 0) - 1), 1)
-        tl.store(order_ptr + b_places, start + o_n, mask=tl.sum(b_member, 1) > 0)
-        b_next += tl.sum(b_member, 0)
+    i_p = (tl.program_id(0) // splits).to(tl.int64)
+    i_split = tl.program_id(0) % splits
+    o_n = tl.arange(0, ROWS)
+    # [ROWS]
+    b_cluster = load_clusters(
+        labels_ptr, mask_ptr, i_p, i_split * ROWS + o_n, H, N, clusters, stride_labels_b, stride_labels_h,
+        stride_labels_n, stride_mask_b, stride_mask_n, HAS_MASK,
+    )  # fmt: skip
+    # A row's number in its part makes all sorted numbers different: the sort is stable.
+    b_sorted = tl.sort((b_cluster << ROWS_BITS) | o_n)
+    b_cluster, rows = b_sorted >> ROWS_BITS, i_split * ROWS + b_sorted % ROWS
+    b_place = o_n
+    counts_ptr += i_p * splits * (clusters + 1)
+    starts_ptr += i_p * (clusters + 2)
+    tiles_ptr += i_p * slots
+    smaller, own_smaller = 0, 0  # rows in clusters before these, in the problem and in this part
+    for first in range(0, clusters + 1, BINS):
+        o_c = first + tl.arange(0, BINS)
+        m_c = o_c <= clusters
+        b_sizes, b_before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
+        for split in range(0, splits, SPLITS):
+            o_split = split + tl.arange(0, SPLITS)
+            p_counts = counts_ptr + o_split.to(tl.int64)[:, None] * (clusters + 1) + o_c[None, :]
+            # [SPLITS, BINS]
+            b_counts = tl.load(p_counts, mask=(o_split < splits)[:, None] & m_c[None, :], other=0)
+            b_sizes += tl.sum(b_counts, 0)
+            b_before += tl.sum(tl.where((o_split < i_split)[:, None], b_counts, 0), 0)
+        b_own = tl.load(counts_ptr + i_split.to(tl.int64) * (clusters + 1) + o_c, mask=m_c, other=0)
+        b_starts = smaller + tl.cumsum(b_sizes, 0) - b_sizes
+        b_first = b_starts + b_before - (own_smaller + tl.cumsum(b_own, 0) - b_own)
+        smaller += tl.sum(b_sizes, 0)
+        own_smaller += tl.sum(b_own, 0)
+        m_bin = (b_cluster >= first) & (b_cluster < first + BINS)
+        b_place += tl.where(m_bin, tl.gather(b_first, tl.where(m_bin, b_cluster - first, 0), 0), 0)
+        if i_split == 0:
+            tl.store(starts_ptr + o_c, b_starts, mask=m_c)
+            tl.store(starts_ptr + o_c + 1, b_starts + b_sizes, mask=o_c == clusters)
+        b_tiles = (b_starts + b_sizes) // TILE + 1 - b_starts // TILE
+        for tile in range(i_split, tl.max(tl.where(m_c, b_tiles, 0), 0), splits):
+            tl.store(tiles_ptr + b_starts // TILE + o_c + tile, o_c, mask=m_c & (tile < b_tiles))
+    tl.store(order_ptr + i_p * N + b_place, rows, mask=rows < N)
 
 
 def sort_by_cluster(labels: torch.Tensor, mask: torch.Tensor | None, clusters: int, tile: int) -> SortedRows:
     """Rows with integer labels `(B, H, N)`, any strides, sorted by cluster; stable, for rows where `mask` `(B, N)`."""
     B, H, N = labels.shape
     slots = N // tile + clusters + 1
-    split_rows = max(ROWS_OF_A_SPLIT, triton.next_power_of_2(triton.cdiv(N, LARGEST_SPLIT)))
-    splits = max(1, triton.cdiv(N, split_rows))
-    order = labels.new_empty(B * H, N, dtype=torch.int32)
-    starts = labels.new_empty(B * H, clusters + 2, dtype=torch.int32)
-    tiles = labels.new_empty(B * H, slots, dtype=torch.int32)
-    below = labels.new_empty(B * H, splits, clusters + 2, dtype=torch.int32)
-    # Few clusters a program, so that few heads already fill the chip; more where there would be too many programs.
-    block_c = 16 if clusters <= 512 else 32
-    blocks = triton.cdiv(clusters + 2, block_c)
+    splits = max(1, triton.cdiv(N, ROWS.value))
+    order, starts, tiles, counts = (
+        labels.new_empty(B * H, *shape, dtype=torch.int32)
+        for shape in ((N,), (clusters + 2,), (slots,), (splits, clusters + 1))
+    )
     strides = *labels.stride(), *((0, 0) if mask is None else mask.stride())
-    sizes = {"HAS_MASK": mask is not None, "BLOCK_C": block_c, "BLOCK_N": 4096 // block_c}
+    bins = min(MOST_BINS, max(16, triton.next_power_of_2(clusters + 1)))
+    sizes = {"HAS_MASK": mask is not None, "BINS": bins}
     with on_device_of(labels):
         if B * H:
-            _count_by_cluster_kernel[(B * H * splits * blocks,)](
-                labels, mask, below, *strides, H, N, clusters, blocks, splits, split_rows, **sizes
+            _count_by_cluster_kernel[(B * H * splits,)](
+                labels, mask, counts, *strides, H, N, clusters, splits, **sizes
             )
-            _sort_by_cluster_kernel[(B * H * splits * blocks,)](
-                labels, mask, below, order, starts, tiles, *strides,
-                H, N, clusters, slots, blocks, splits, split_rows,
-                TILE=tile, BLOCK_S=128, SPLITS=LARGEST_SPLIT, **sizes,
+            _sort_by_cluster_kernel[(B * H * splits,)](
+                labels, mask, counts, order, starts, tiles, *strides, H, N, clusters, slots, splits,
+                TILE=tile, SPLITS=max(1, min(8, 2048 // bins)), **sizes,
             )  # fmt: skip
     return SortedRows(order, starts, tiles, clusters, tile)
 

@@ -1,20 +1,21 @@
-"""The largest `k` of many rows: exact, deterministic, the lowest index among equals."""
+"""The largest `k` of many rows: exact, deterministic, the first among equals."""
 
 import torch
 import triton
 import triton.language as tl
 
 from .chips import LENGTHS, chip_of, on_device_of
+from .tiles import load_key_mask
 
 WHOLE_ROW = 4096  # numbers of a row that a program holds in registers
+ROW_OF_A_WARP = 1024  # of these one warp can: nothing waits for another one
 
 
 @triton.jit
-def _load_values(values_ptr, o_row, o_column, m_row, columns):
-    """Values of some rows and columns, `-inf` where there is none."""
-    m_value = m_row[:, None] & (o_column < columns)[None, :]
-    # [BLOCK_R, BLOCK_N]
-    return tl.load(values_ptr + o_row[:, None] * columns + o_column[None, :], mask=m_value, other=float("-inf"))
+def _load_bits(values_ptr, o_column, columns):
+    """Some values of a row as unsigned integers of the same order; 0, below all numbers, for `-inf` and for none."""
+    b_value = tl.load(values_ptr + o_column, mask=o_column < columns, other=float("-inf"))
+    return _ordered_bits(b_value)
 
 
 @triton.jit
@@ -26,104 +27,139 @@ def _ordered_bits(b_value):
     return tl.where(b_value == float("-inf"), 0, b_bits)
 
 
+@triton.jit
+def _count_from(b_whole, values_ptr, least, columns, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How many numbers of a row are `least` or more."""
+    count = tl.sum((b_whole >= least).to(tl.int32), 0)
+    if not WHOLE:
+        for start in range(BLOCK_N, columns, BLOCK_N):
+            b_part = _load_bits(values_ptr, start + tl.arange(0, BLOCK_N), columns)
+            count += tl.sum((b_part >= least).to(tl.int32), 0)
+    return count
+
+
+@triton.jit
+def _find_least(b_whole, values_ptr, columns, topk, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The least of the `topk` largest numbers of a row, found bit by bit, and how many of its equals are among them.
+
+    `b_whole` are the row's first numbers, all of them where `WHOLE`.
+    """
+    one = tl.full([], 1, tl.uint32)
+    least, bit = one - 1, one << 31
+    count = _count_from(b_whole, values_ptr, one, columns, WHOLE, BLOCK_N)
+    wanted = tl.minimum(count, topk)
+    while (bit > 0) & (count != wanted):  # the last bits seldom matter
+        candidate = least | bit
+        reached = _count_from(b_whole, values_ptr, candidate, columns, WHOLE, BLOCK_N)
+        least = tl.where(reached >= wanted, candidate, least)
+        count = tl.where(reached >= wanted, reached, count)
+        bit = bit >> 1
+    above = _count_from(b_whole, values_ptr, least + 1, columns, WHOLE, BLOCK_N)
+    return least, wanted - above
+
+
+@triton.jit
+def _store_largest(b_bits, least, equals, taken, b_index, b_value, indices_ptr, chosen_ptr, topk):
+    """Store a part of a row's largest numbers behind the `taken` ones; the equals still wanted, and all taken."""
+    b_equal = (b_bits == least).to(tl.int32)
+    m_take = (b_bits > least) | ((b_equal > 0) & (tl.cumsum(b_equal, 0) <= equals))
+    b_place = taken + tl.cumsum(m_take.to(tl.int32), 0) - 1
+    tl.store(indices_ptr + b_place, b_index, mask=m_take & (b_place < topk))
+    tl.store(chosen_ptr + b_place, b_value, mask=m_take & (b_place < topk))
+    return equals - tl.sum(b_equal, 0), taken + tl.sum(m_take.to(tl.int32), 0)
+
+
+@triton.jit
+def _store_nothing(taken, indices_ptr, chosen_ptr, topk, BLOCK_N: tl.constexpr):
+    """Index -1 and `-inf` where a row had too few numbers."""
+    for start in range(taken, topk, BLOCK_N):
+        o_place = start + tl.arange(0, BLOCK_N)
+        tl.store(indices_ptr + o_place, -1, mask=o_place < topk)
+        tl.store(chosen_ptr + o_place, float("-inf"), mask=o_place < topk)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def _select_topk_kernel(
-    values_ptr, bins_ptr, indices_ptr, chosen_ptr,
-    rows, columns, topk,
-    BIN: tl.constexpr, WHOLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    values_ptr, indices_ptr, chosen_ptr, columns, topk,
+    ALIGNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Finds the `topk`-th largest value of each row bit by bit, then keeps what is larger, and equals from the left.
+    """The indices and values of the largest numbers of one row."""
+    if ALIGNED:
+        columns = tl.multiple_of(columns, 16)
+    i_row = tl.program_id(0).to(tl.int64)
+    values_ptr += i_row * columns
+    indices_ptr += i_row * topk
+    chosen_ptr += i_row * topk
+    b_whole = _load_bits(values_ptr, tl.arange(0, BLOCK_N), columns)
+    least, equals = _find_least(b_whole, values_ptr, columns, topk, WHOLE, BLOCK_N)
+    taken = tl.sum(tl.zeros([BLOCK_N], tl.int32), 0)
+    for start in range(0, columns, BLOCK_N):
+        o_column = start + tl.arange(0, BLOCK_N)
+        b_value = tl.load(values_ptr + o_column, mask=o_column < columns, other=float("-inf"))
+        equals, taken = _store_largest(
+            _ordered_bits(b_value), least, equals, taken, o_column, b_value, indices_ptr, chosen_ptr, topk
+        )
+    _store_nothing(taken, indices_ptr, chosen_ptr, topk, BLOCK_N)
 
-    With `BIN` the columns are what `bins` `(rows, topk)` chose: `BIN` keys for each of its entries.
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _select_candidates_kernel(
+    centroids_ptr, key_ptr, key_mask_ptr, bins_ptr, indices_ptr, chosen_ptr,
+    stride_key_b, stride_key_h, stride_key_m, stride_key_d, stride_mask_b, stride_mask_m,
+    key_heads, rows, M, D, topk, first_row, bin_keys, scale_log2,
+    HAS_MASK: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The largest scores of one row among the keys in the bins that it chose: these keys are scored again.
+
+    Bin `b` holds the keys `b % COLUMNS + COLUMNS · (b // COLUMNS · bin_keys + i)` with `i < bin_keys`.
     """
-    o_row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    m_row = o_row < rows
+    i_row = tl.program_id(0).to(tl.int64)
+    i_p = (i_row + first_row) // rows
+    key_ptr += i_p // key_heads * stride_key_b + i_p % key_heads * stride_key_h
+    if HAS_MASK:
+        key_mask_ptr += i_p // key_heads * stride_mask_b
+    centroids_ptr += (i_row + first_row) * D
+    indices_ptr += i_row * topk
+    chosen_ptr += i_row * topk
     o_n = tl.arange(0, BLOCK_N)
-    if WHOLE:
-        b_whole = _ordered_bits(_load_values(values_ptr, o_row, o_n, m_row, columns))
-
-    b_valid = tl.zeros([BLOCK_R], tl.int32)
-    if WHOLE:
-        b_valid += tl.sum((b_whole > 0).to(tl.int32), 1)
-    else:
-        for start in range(0, columns, BLOCK_N):
-            b_part = _ordered_bits(_load_values(values_ptr, o_row, start + o_n, m_row, columns))
-            b_valid += tl.sum((b_part > 0).to(tl.int32), 1)
-    b_wanted = tl.minimum(b_valid, topk)
-
-    b_threshold = tl.zeros([BLOCK_R], tl.uint32)
-    b_bit = tl.full([BLOCK_R], 2147483648, tl.uint32)
-    for _ in range(32):
-        b_candidate = b_threshold | b_bit
-        b_count = tl.zeros([BLOCK_R], tl.int32)
-        if WHOLE:
-            b_count += tl.sum((b_whole >= b_candidate[:, None]).to(tl.int32), 1)
-        else:
-            for start in range(0, columns, BLOCK_N):
-                b_part = _ordered_bits(_load_values(values_ptr, o_row, start + o_n, m_row, columns))
-                b_count += tl.sum((b_part >= b_candidate[:, None]).to(tl.int32), 1)
-        b_threshold = tl.where(b_count >= b_wanted, b_candidate, b_threshold)
-        b_bit = b_bit >> 1
-
-    b_above = tl.zeros([BLOCK_R], tl.int32)
-    for start in range(0, columns, BLOCK_N):
-        b_part = _ordered_bits(_load_values(values_ptr, o_row, start + o_n, m_row, columns))
-        b_above += tl.sum((b_part > b_threshold[:, None]).to(tl.int32), 1)
-    b_ties_wanted = b_wanted - b_above
-    b_taken = tl.zeros([BLOCK_R], tl.int32)
-    b_ties = tl.zeros([BLOCK_R], tl.int32)
-    for start in range(0, columns, BLOCK_N):
-        o_column = start + o_n
-        b_value = _load_values(values_ptr, o_row, o_column, m_row, columns)
-        b_part = _ordered_bits(b_value)
-        b_tie = (b_part == b_threshold[:, None]).to(tl.int32)
-        b_tie_rank = b_ties[:, None] + tl.cumsum(b_tie, 1)
-        m_take = (b_part > b_threshold[:, None]) | ((b_tie > 0) & (b_tie_rank <= b_ties_wanted[:, None]))
-        b_place = b_taken[:, None] + tl.cumsum(m_take.to(tl.int32), 1) - 1
-        b_taken += tl.sum(m_take.to(tl.int32), 1)
-        b_ties += tl.sum(b_tie, 1)
-        m_take &= m_row[:, None] & (b_place < topk)
-        o_out = o_row[:, None] * topk + b_place
-        b_index = tl.zeros([BLOCK_R, BLOCK_N], tl.int32) + o_column[None, :]
-        if BIN:
-            o_bin = o_row[:, None] * topk + b_index // BIN
-            b_index = tl.load(bins_ptr + o_bin, mask=m_take, other=0) * BIN + b_index % BIN
-        tl.store(indices_ptr + o_out, b_index, mask=m_take)
-        tl.store(chosen_ptr + o_out, b_value, mask=m_take)
-    for start in range(0, topk, BLOCK_N):
-        o_place = start + o_n
-        m_none = m_row[:, None] & (o_place[None, :] < topk) & (o_place[None, :] >= b_taken[:, None])
-        o_out = o_row[:, None] * topk + o_place[None, :]
-        tl.store(indices_ptr + o_out, tl.full([BLOCK_R, BLOCK_N], -1, tl.int32), mask=m_none)
-        tl.store(chosen_ptr + o_out, tl.full([BLOCK_R, BLOCK_N], float("-inf"), tl.float32), mask=m_none)
+    b_bin = tl.load(bins_ptr + i_row * topk + o_n // bin_keys, mask=o_n < topk * bin_keys, other=-1)
+    b_key = b_bin % COLUMNS + COLUMNS * (b_bin // COLUMNS * bin_keys + o_n % bin_keys)
+    b_key = tl.where(b_bin >= 0, b_key, M)
+    m_key = load_key_mask(key_mask_ptr, b_key, M, stride_mask_m, HAS_MASK)
+    p_key = key_ptr + b_key.to(tl.int64)[:, None] * stride_key_m
+    b_score = tl.zeros([BLOCK_N], tl.float32)
+    for first in range(0, D, BLOCK_D):
+        o_d = first + tl.arange(0, BLOCK_D)
+        # [BLOCK_D]
+        b_centroid = tl.load(centroids_ptr + o_d, mask=o_d < D, other=0.0)
+        b_centroid = b_centroid.to(key_ptr.dtype.element_ty).to(tl.float32)
+        # [BLOCK_N, BLOCK_D]
+        b_part = tl.load(p_key + o_d[None, :] * stride_key_d, mask=m_key[:, None] & (o_d < D)[None, :], other=0.0)
+        b_score += tl.sum(b_part.to(tl.float32) * b_centroid[None, :], 1)
+    b_score = tl.where(m_key, b_score * scale_log2, float("-inf"))
+    b_bits = _ordered_bits(b_score)
+    least, equals = _find_least(b_bits, chosen_ptr, BLOCK_N, topk, True, BLOCK_N)
+    taken = tl.sum(tl.zeros([BLOCK_N], tl.int32), 0)
+    _, taken = _store_largest(b_bits, least, equals, taken, b_key, b_score, indices_ptr, chosen_ptr, topk)
+    _store_nothing(taken, indices_ptr, chosen_ptr, topk, BLOCK_N)
 
 
 def select_topk(
-    values: torch.Tensor,
-    topk: int,
-    *,
-    bins: torch.Tensor | None = None,
-    bin_length: int = 0,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    values: torch.Tensor, topk: int, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices, ascending, and values of the `topk` largest of each row of `values` `(rows, columns)`, float32.
 
-    `-inf` is never chosen; a row with fewer others gets index -1 and value `-inf` behind them. With `bins`
-    `(rows, topk)` and their `bin_length`, column `c` stands for index `bins[row, c // bin_length] · bin_length +
-    c % bin_length`. `out` are contiguous tensors to write to.
+    `-inf` is never chosen; a row with fewer others gets index -1 and value `-inf` behind them. `out` are contiguous
+    tensors to write to.
     """
     rows, columns = values.shape
     if out is None:
         out = values.new_empty(rows, topk, dtype=torch.int32), values.new_empty(rows, topk)
-    indices, chosen = out
-    whole = columns <= WHOLE_ROW
-    block_n = max(64, triton.next_power_of_2(columns)) if whole else WHOLE_ROW // 2
-    block_r = min(16, max(1, WHOLE_ROW // 2 // block_n))
+    block_n = min(WHOLE_ROW, max(64, triton.next_power_of_2(columns)))
     with on_device_of(values):
         if rows:
-            _select_topk_kernel[(triton.cdiv(rows, block_r),)](
-                values, bins, indices, chosen, rows, columns, topk,
-                BIN=0 if bins is None else bin_length, WHOLE=whole, BLOCK_R=block_r, BLOCK_N=block_n,
-                num_warps=8 if block_n == WHOLE_ROW else 4, **chip_of(values).all_registers,
+            _select_topk_kernel[(rows,)](
+                values, *out, columns, topk, ALIGNED=columns % 16 == 0, WHOLE=columns <= block_n, BLOCK_N=block_n,
+                num_warps=max(1, block_n // ROW_OF_A_WARP), **chip_of(values).all_registers,
             )  # fmt: skip
-    return indices, chosen
+    return out

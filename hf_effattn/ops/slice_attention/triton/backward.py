@@ -289,12 +289,12 @@ def _slice_attention_bwd_sink_kernel(
 ):  # fmt: skip
     """Adds to `dK_t` and `dV_t` what a tile of sinks gets from the slices that see them beside their windows."""
     key_heads = H // group
-    i_pk = tl.program_id(0).to(tl.int64)
+    i_pk = tl.program_id(1).to(tl.int64)
     i_b, i_kh = i_pk // key_heads, i_pk % key_heads
     count = tl.load(sink_count_ptr + i_b)
-    o_sink = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    o_sink = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     # How many sinks there are only the device knows: most programs have none.
-    if tl.program_id(1) * ROWS >= count:
+    if tl.program_id(0) * ROWS >= count:
         return
     mask_ptr += i_b * stride_mask_b
     m_key = o_sink < count
@@ -416,7 +416,7 @@ def backward(
             for arguments in (flags, tensors, config):
                 arguments.pop(name, None)
         with on_device_of(query):
-            _slice_attention_bwd_sink_kernel[(B * key.shape[1], triton.cdiv(N, config["ROWS"]))](
+            _slice_attention_bwd_sink_kernel[(triton.cdiv(N, config["ROWS"]), B * key.shape[1])](
                 grad_key_ptr=grad_key, grad_value_ptr=grad_value, **common, **tensors, **sinks, **flags, **config,
                 **strides("gk", grad_key), **strides("gv", grad_value),
             )  # fmt: skip
