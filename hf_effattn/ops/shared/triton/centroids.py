@@ -63,11 +63,12 @@ def merge_splits(values_ptr, lse_ptr, i_row, splits, Dv, BLOCK_V: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _centroid_attention_fwd_kernel(
-    centroids_ptr, key_ptr, value_ptr, key_mask_ptr, seed_ptr, values_ptr, lse_ptr, scores_ptr,
+    centroids_ptr, key_ptr, value_ptr, key_mask_ptr, bias_ptr, seed_ptr, values_ptr, lse_ptr, scores_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
     stride_value_b, stride_value_h, stride_value_m, stride_value_d, stride_mask_b, stride_mask_m,
     key_heads, rows, M, D, Dv, first_row, last_row, blocks, splits, split_length, columns, scale_log2, dropout_p,
-    HAS_MASK: tl.constexpr, HAS_VALUES: tl.constexpr, HAS_DROPOUT: tl.constexpr, BIN: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_VALUES: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    BIN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BY_PARTS: tl.constexpr, PRECISION: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +112,10 @@ def _centroid_attention_fwd_kernel(
             # [BLOCK_D, COLUMNS]
             b_key = tl.load(p_key_t, mask=m_key[None, :] & (o_d < D)[:, None], other=0.0)
             b_scores = tl.dot(b_centroid, b_key, input_precision=PRECISION)
-        b_scores = tl.where(m_key[None, :], b_scores * scale_log2, float("-inf"))
+        b_scores *= scale_log2
+        if HAS_BIAS:
+            b_scores += tl.load(bias_ptr + i_p.to(tl.int64) * M + o_m, mask=m_key, other=0.0)[None, :]
+        b_scores = tl.where(m_key[None, :], b_scores, float("-inf"))
         if BIN == 1:
             p_scores = scores_ptr + (o_row - first_row)[:, None] * columns + o_m[None, :]
             tl.store(p_scores, b_scores, mask=m_row[:, None] & (o_m < M)[None, :])
@@ -146,10 +150,10 @@ def _centroid_attention_fwd_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _centroid_rescore_fwd_kernel(
-    centroids_ptr, key_ptr, key_mask_ptr, bins_ptr, scores_ptr,
+    centroids_ptr, key_ptr, key_mask_ptr, bias_ptr, bins_ptr, scores_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d, stride_mask_b, stride_mask_m,
     key_heads, rows, M, D, topk, first_row, blocks, scale_log2,
-    HAS_MASK: tl.constexpr, BIN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, BIN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Scores of the keys in the bins that a row chose."""
     i_row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -169,7 +173,10 @@ def _centroid_rescore_fwd_kernel(
     p_key = key_ptr + o_m.to(tl.int64)[:, None] * stride_key_m + o_d[None, :] * stride_key_d
     # [BLOCK_N, BLOCK_D]
     b_key = tl.load(p_key, mask=m_key[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
-    b_scores = tl.where(m_key, tl.sum(b_key * b_centroid[None, :], 1) * scale_log2, float("-inf"))
+    b_scores = tl.sum(b_key * b_centroid[None, :], 1) * scale_log2
+    if HAS_BIAS:
+        b_scores += tl.load(bias_ptr + i_p * M + o_m, mask=m_key, other=0.0)
+    b_scores = tl.where(m_key, b_scores, float("-inf"))
     tl.store(scores_ptr + i_row * topk * BIN + o_n, b_scores, mask=m_n)
 
 
@@ -199,17 +206,19 @@ def centroid_pass(
     topk: int,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> CentroidPass:
     """One pass of the centroids over the keys.
 
     Args:
-        centroids: `(B · H, C, D)` float32, contiguous.
+        centroids: `(B · H, C, D)`, contiguous.
         key: `(B, Hk, M, D)`, any strides; `Hk` divides `H`.
         value: `(B, Hk, M, Dv)`, any strides, or None: then no attention is computed, only top keys.
         key_mask: `(B, M)`, True = attend.
         scale: factor on the scores.
         topk: top keys per centroid, at most `M`; 0 for none.
         dropout_p, dropout_seed: dropout on the attention; a seed of None is no dropout.
+        bias: what is added to the scores of each key, an exponent of 2, `(B · Hk, M)` float32, or None.
     """
     B, Hk, M, D = key.shape
     Dv = 0 if value is None else value.shape[3]
@@ -231,11 +240,11 @@ def centroid_pass(
             tables = triton.cdiv(last, rows) - first // rows
             blocks = triton.cdiv(min(rows, last - first), config["ROWS"])
             _centroid_attention_fwd_kernel[(tables * splits * blocks,)](
-                centroids, key, value, key_mask, dropout_seed, values, lse, scores,
+                centroids, key, value, key_mask, bias, dropout_seed, values, lse, scores,
                 *key.stride(), *((0, 0, 0, 0) if value is None else value.stride()), *key_strides[4:],
                 Hk, rows, M, D, Dv, first, last, blocks, splits, split_length, columns, scale * LOG2_E, dropout_p,
-                HAS_MASK=key_mask is not None, HAS_VALUES=value is not None, HAS_DROPOUT=dropout_seed is not None,
-                BIN=length, KINDS=KINDS_OF_WEIGHTS, KIND=CENTROID_WEIGHTS, **config,
+                HAS_MASK=key_mask is not None, HAS_BIAS=bias is not None, HAS_VALUES=value is not None,
+                HAS_DROPOUT=dropout_seed is not None, BIN=length, KINDS=KINDS_OF_WEIGHTS, KIND=CENTROID_WEIGHTS, **config,
             )  # fmt: skip
             if topk == 0:
                 continue
@@ -246,9 +255,9 @@ def centroid_pass(
                 block_n = max(16, 8192 // config["BLOCK_D"])
                 blocks = triton.cdiv(topk * length, block_n)
                 _centroid_rescore_fwd_kernel[((last - first) * blocks,)](
-                    centroids, key, key_mask, bins, scores, *key_strides,
+                    centroids, key, key_mask, bias, bins, scores, *key_strides,
                     Hk, rows, M, D, topk, first, blocks, scale * LOG2_E,
-                    HAS_MASK=key_mask is not None, BIN=length, BLOCK_N=block_n, BLOCK_D=config["BLOCK_D"],
+                    HAS_MASK=key_mask is not None, HAS_BIAS=bias is not None, BIN=length, BLOCK_N=block_n, BLOCK_D=config["BLOCK_D"],
                 )  # fmt: skip
             select_topk(scores, topk, bins=bins, bin_length=length, out=(top[first:last], top_scores[first:last]))
     return CentroidPass(values, lse, top, top_scores)
@@ -272,12 +281,17 @@ def score_chunks(tables: int, rows: int, bytes_per_row: int) -> list[tuple[int, 
 
 
 def centroid_topk(
-    centroids: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float, topk: int
+    centroids: torch.Tensor,
+    key: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    scale: float,
+    topk: int,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `topk` keys with the largest `scale · Qc K^T`, ascending, and those scores times log2(e).
+    """The `topk` keys with the largest `scale · Qc K^T`, ascending, and those scores times log2(e), with their bias.
 
     Each `(B · H, C, topk)`, int32 and float32; index -1 and score `-inf` where fewer keys may be attended to. The
     lower index wins among equals. Arguments as for `centroid_pass`.
     """
-    found = centroid_pass(centroids, key, None, key_mask, scale, topk)
+    found = centroid_pass(centroids, key, None, key_mask, scale, topk, bias=bias)
     return found.top.view(*centroids.shape[:2], topk), found.top_scores.view(*centroids.shape[:2], topk)

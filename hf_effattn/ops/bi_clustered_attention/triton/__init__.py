@@ -1,0 +1,185 @@
+"""First-order bi-clustered attention on a GPU: launchers, and what torch needs to know of the op.
+
+Nothing is asked of the host between the inputs and the output, so that CUDA graphs can record it. Labels are not
+checked: a query whose label is outside `0 .. clusters - 1` is in no cluster and gets 0, such a key is attended to by
+exact heads alone.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ...shared.tables import empty_output, unwritten_output
+from ...shared.triton.chips import on_device_of
+from ...shared.triton.cluster_table import _cluster_table_fwd_kernel
+from ...shared.triton.sort import SortedRows, cluster_means, sort_by_cluster
+from ...shared.triton.tiles import LOG2_E, tile_config
+from .exact_heads import attend_exactly
+from .forward import choose_keys, make_tables
+from .products import cluster_products
+
+
+class Saved(NamedTuple):
+    """What the forward pass keeps for the backward pass, besides its inputs and its output.
+
+    Sizes: `P` key heads, `R` query clusters of the query heads that share one, `G` key clusters, `T` exact keys.
+
+    Attributes:
+        order, starts, tiles: the queries sorted by cluster, see `SortedRows`.
+        key_order, key_starts, key_tiles: the keys sorted by cluster.
+        centroids: `(B · H, C, D)` in the dtype of the query: the points at which it is expanded.
+        mean_keys, mean_values: `(P, G, ·)` float32.
+        top: `(B · H, C, T)` int32, the sets `T_j`.
+        taken: `(P, M, R / 32)` int32, a bit for every query cluster that has the key in its `T_j`.
+        table_keys, table_values: `K̃` and `Ṽ`, `(P · R, G, ·)` in the dtype of the query.
+        log_mass, bias: `log S_jc` and `log S_jc - Q̄_j·K̃_jc` as exponents of 2, `(P · R, G)`; `-inf` for no key.
+        at_centroid: `p̄_jc`, `(P · R, G)`, the softmax of `log S_j`.
+        covariances: `Cov_c(K, V)`, `(P · G, D, Dv)` float32.
+        dipoles: `M_j`, `(P · R, D, Dv)` float32.
+        lse: base-2 log-sum-exp of each query's scores, `(B · H, N)`.
+        share: `s_i`, each query's weight on key clusters, `(B · H, N)`.
+    """
+
+    order: torch.Tensor
+    starts: torch.Tensor
+    tiles: torch.Tensor
+    key_order: torch.Tensor
+    key_starts: torch.Tensor
+    key_tiles: torch.Tensor
+    centroids: torch.Tensor
+    mean_keys: torch.Tensor
+    mean_values: torch.Tensor
+    top: torch.Tensor
+    taken: torch.Tensor
+    table_keys: torch.Tensor
+    table_values: torch.Tensor
+    log_mass: torch.Tensor
+    bias: torch.Tensor
+    at_centroid: torch.Tensor
+    covariances: torch.Tensor
+    dipoles: torch.Tensor
+    lse: torch.Tensor
+    share: torch.Tensor
+
+
+def _tiles(query: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
+    """Rows of a tile of sorted queries, and of sorted keys."""
+    dims = query.shape[3], value.shape[3]
+    key_config = tile_config(query, *dims, backward=True, two_sums=True)
+    return tile_config(query, *dims)["ROWS"], key_config["ROWS"]
+
+
+@torch.library.custom_op("hf_effattn::bi_clustered_attention_triton", mutates_args=())
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    labels: torch.Tensor,
+    key_labels: torch.Tensor,
+    clusters: int,
+    key_clusters: int,
+    topk: int,
+    key_mask: torch.Tensor | None,
+    query_mask: torch.Tensor | None,
+    exact_heads: torch.Tensor | None,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + s_i η_i^T M_j`, and the tensors of `Saved`."""
+    B, H, N, D = query.shape
+    Hk, M, Dv = value.shape[1:]
+    if B * N * M == 0:
+        return [empty_output(query, value), *_empty(query, key, value, clusters, key_clusters, topk)]
+    tile, key_tile = _tiles(query, value)
+    exact_heads = None if exact_heads is None else exact_heads.contiguous()
+    output = unwritten_output(query, value)
+    queries = sort_by_cluster(labels, query_mask, clusters, tile)
+    keys = sort_by_cluster(key_labels, key_mask, key_clusters, key_tile)
+    centroids = cluster_means(query, queries, query.dtype)
+    mean_keys, mean_values = cluster_means(key, keys), cluster_means(value, keys)
+    top = choose_keys(query, key, key_mask, exact_heads, queries, keys, centroids, mean_keys, topk, scale)
+    covariances, _ = cluster_products(key, value, keys, mean_keys, mean_values)
+    tables = make_tables(key, value, exact_heads, keys, centroids, top, covariances, scale)
+    taken, table_keys, table_values, log_mass, bias, at_centroid, dipoles = tables
+    lse, share = (query.new_empty(B * H, N, dtype=torch.float32) for _ in range(2))
+    tiles = queries.tiles.shape[1]
+    with on_device_of(query):
+        _cluster_table_fwd_kernel[(B * H * tiles,)](
+            query, key, value, dropout_seed, exact_heads, queries.order, queries.starts, queries.tiles, top,
+            None, None, table_keys, table_values, bias, centroids, dipoles, output, lse, share,
+            *query.stride(), *key.stride(), *value.stride(), *output.stride(),
+            H, H // Hk, N, D, Dv, clusters, key_clusters, tiles, topk, scale, scale * LOG2_E, dropout_p,
+            HAS_SUMMARIES=True, HAS_REST=False, HAS_EXACT=exact_heads is not None,
+            HAS_DROPOUT=dropout_seed is not None, **tile_config(query, D, Dv),
+        )  # fmt: skip
+    if exact_heads is not None:
+        masks = key_mask, query_mask
+        attend_exactly(output, lse, query, key, value, *masks, exact_heads, scale, dropout_p, dropout_seed)
+    saved = Saved(
+        queries.order, queries.starts, queries.tiles, keys.order, keys.starts, keys.tiles, centroids, mean_keys,
+        mean_values, top, taken, table_keys, table_values, log_mass, bias, at_centroid, covariances, dipoles, lse, share,
+    )  # fmt: skip
+    return [output, *saved]
+
+
+def _empty(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, clusters: int, key_clusters: int, topk: int
+) -> Saved:
+    """Tensors of the right sizes, without numbers."""
+    B, H, N, D = query.shape
+    Hk, M, Dv = value.shape[1:]
+    tile, key_tile = _tiles(query, value)
+    P, R, G = B * Hk, H // Hk * clusters, key_clusters
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return query.new_empty(*shape, dtype=dtype)
+
+    return Saved(
+        order=empty(B * H, N, dtype=torch.int32),
+        starts=empty(B * H, clusters + 2, dtype=torch.int32),
+        tiles=empty(B * H, N // tile + clusters + 1, dtype=torch.int32),
+        key_order=empty(P, M, dtype=torch.int32),
+        key_starts=empty(P, G + 2, dtype=torch.int32),
+        key_tiles=empty(P, M // key_tile + G + 1, dtype=torch.int32),
+        centroids=empty(B * H, clusters, D, dtype=query.dtype),
+        mean_keys=empty(P, G, D),
+        mean_values=empty(P, G, Dv),
+        top=empty(B * H, clusters, topk, dtype=torch.int32),
+        taken=empty(P, M, (R + 31) // 32, dtype=torch.int32),
+        table_keys=empty(P * R, G, D, dtype=query.dtype),
+        table_values=empty(P * R, G, Dv, dtype=query.dtype),
+        log_mass=empty(P * R, G),
+        bias=empty(P * R, G),
+        at_centroid=empty(P * R, G),
+        covariances=empty(P * G, D, Dv),
+        dipoles=empty(P * R, D, Dv),
+        lse=empty(B * H, N),
+        share=empty(B * H, N),
+    )
+
+
+@_forward.register_fake
+def _(query, key, value, labels, key_labels, clusters, key_clusters, topk, *settings):
+    return [empty_output(query, value), *_empty(query, key, value, clusters, key_clusters, topk)]
+
+
+def bi_clustered_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    labels: torch.Tensor,
+    key_labels: torch.Tensor,
+    clusters: int,
+    key_clusters: int,
+    topk: int,
+    key_mask: torch.Tensor | None,
+    query_mask: torch.Tensor | None,
+    exact_heads: torch.Tensor | None,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: torch.Tensor | None,
+) -> torch.Tensor:
+    """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_j`, `j = l(i)`."""
+    settings = clusters, key_clusters, topk, key_mask, query_mask, exact_heads, scale, dropout_p, dropout_seed
+    return _forward(query, key, value, labels, key_labels, *settings)[0]
