@@ -5,61 +5,19 @@ checked: a query whose label is outside `0 .. clusters - 1` is in no cluster and
 exact heads alone.
 """
 
-from typing import NamedTuple
-
 import torch
 
+from ...derivatives import refuse_second_derivatives
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.chips import on_device_of
 from ...shared.triton.cluster_table import _cluster_table_fwd_kernel
 from ...shared.triton.sort import SortedRows, cluster_means, sort_by_cluster
 from ...shared.triton.tiles import LOG2_E, tile_config
-from .exact_heads import attend_exactly
+from .backward import attend_backward
+from .exact_heads import attend_exactly, exact_backward
 from .forward import choose_keys, make_tables
 from .products import cluster_products
-
-
-class Saved(NamedTuple):
-    """What the forward pass keeps for the backward pass, besides its inputs and its output.
-
-    Sizes: `P` key heads, `R` query clusters of the query heads that share one, `G` key clusters, `T` exact keys.
-
-    Attributes:
-        order, starts, tiles: the queries sorted by cluster, see `SortedRows`.
-        key_order, key_starts, key_tiles: the keys sorted by cluster.
-        centroids: `(B · H, C, D)` in the dtype of the query: the points at which it is expanded.
-        mean_keys, mean_values: `(P, G, ·)` float32.
-        top: `(B · H, C, T)` int32, the sets `T_j`.
-        taken: `(P, M, R / 32)` int32, a bit for every query cluster that has the key in its `T_j`.
-        table_keys, table_values: `K̃` and `Ṽ`, `(P · R, G, ·)` in the dtype of the query.
-        log_mass, bias: `log S_jc` and `log S_jc - Q̄_j·K̃_jc` as exponents of 2, `(P · R, G)`; `-inf` for no key.
-        at_centroid: `p̄_jc`, `(P · R, G)`, the softmax of `log S_j`.
-        covariances: `Cov_c(K, V)`, `(P · G, D, Dv)` float32.
-        dipoles: `M_j`, `(P · R, D, Dv)` float32.
-        lse: base-2 log-sum-exp of each query's scores, `(B · H, N)`.
-        share: `s_i`, each query's weight on key clusters, `(B · H, N)`.
-    """
-
-    order: torch.Tensor
-    starts: torch.Tensor
-    tiles: torch.Tensor
-    key_order: torch.Tensor
-    key_starts: torch.Tensor
-    key_tiles: torch.Tensor
-    centroids: torch.Tensor
-    mean_keys: torch.Tensor
-    mean_values: torch.Tensor
-    top: torch.Tensor
-    taken: torch.Tensor
-    table_keys: torch.Tensor
-    table_values: torch.Tensor
-    log_mass: torch.Tensor
-    bias: torch.Tensor
-    at_centroid: torch.Tensor
-    covariances: torch.Tensor
-    dipoles: torch.Tensor
-    lse: torch.Tensor
-    share: torch.Tensor
+from .saved import Saved
 
 
 def _tiles(query: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
@@ -99,7 +57,7 @@ def _forward(
     centroids = cluster_means(query, queries, query.dtype)
     mean_keys, mean_values = cluster_means(key, keys), cluster_means(value, keys)
     top = choose_keys(query, key, key_mask, exact_heads, queries, keys, centroids, mean_keys, topk, scale)
-    covariances, _ = cluster_products(key, value, keys, mean_keys, mean_values)
+    covariances, _ = cluster_products(key, value, keys, mean_keys, mean_values, exact_heads)
     tables = make_tables(key, value, exact_heads, keys, centroids, top, covariances, scale)
     taken, table_keys, table_values, log_mass, bias, at_centroid, dipoles = tables
     lse, share = (query.new_empty(B * H, N, dtype=torch.float32) for _ in range(2))
@@ -121,6 +79,47 @@ def _forward(
         mean_values, top, taken, table_keys, table_values, log_mass, bias, at_centroid, covariances, dipoles, lse, share,
     )  # fmt: skip
     return [output, *saved]
+
+
+@torch.library.custom_op("hf_effattn::bi_clustered_attention_triton_backward", mutates_args=())
+def _backward_op(
+    grad_output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    query_mask: torch.Tensor | None,
+    exact_heads: torch.Tensor | None,
+    dropout_seed: torch.Tensor | None,
+    forward: list[torch.Tensor],
+    scale: float,
+    dropout_p: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value, labels and sets `T_j` held fixed; `forward` is what the forward op gave."""
+    output, saved = forward[0], Saved(*forward[1:])
+    B, N, M = query.shape[0], query.shape[2], key.shape[2]
+    if B * N * M == 0:
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    tile, key_tile = _tiles(query, value)
+    clusters, key_clusters = saved.starts.shape[1] - 2, saved.key_starts.shape[1] - 2
+    queries = SortedRows(saved.order, saved.starts, saved.tiles, clusters, tile)
+    keys = SortedRows(saved.key_order, saved.key_starts, saved.key_tiles, key_clusters, key_tile)
+    if saved.tiles.shape[1] != N // tile + clusters + 1 or saved.key_tiles.shape[1] != M // key_tile + key_clusters + 1:
+        raise RuntimeError(f"the forward pass had tiles of other sizes than this one, {tile} queries and {key_tile} keys")
+    exact_heads = None if exact_heads is None else exact_heads.contiguous()
+    inputs = grad_output, query, key, value
+    *grads, delta = attend_backward(
+        *inputs, exact_heads, dropout_seed, output, saved, queries, keys, scale, dropout_p
+    )  # fmt: skip
+    if exact_heads is not None:
+        masks = key_mask, query_mask
+        exact_backward(*grads, *inputs, *masks, exact_heads, saved.lse, delta, scale, dropout_p, dropout_seed)
+    return grads[0], grads[1], grads[2]
+
+
+@_backward_op.register_fake
+def _(grad_output, query, key, value, *settings):
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def _empty(
@@ -164,6 +163,24 @@ def _(query, key, value, labels, key_labels, clusters, key_clusters, topk, *sett
     return [empty_output(query, value), *_empty(query, key, value, clusters, key_clusters, topk)]
 
 
+def _setup_context(ctx, inputs, output) -> None:
+    query, key, value, *_, key_mask, query_mask, exact_heads, scale, dropout_p, dropout_seed = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, key, value, key_mask, query_mask, exact_heads, dropout_seed, *output)
+    ctx.settings = scale, dropout_p
+
+
+def _backward(ctx, grads):
+    if grads[0] is None:
+        return (None,) * 14
+    tensors = ctx.saved_tensors  # under checkpointing they come only once
+    return (*_backward_op(grads[0], *tensors[:7], list(tensors[7:]), *ctx.settings), *[None] * 11)
+
+
+_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
 def bi_clustered_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -183,3 +200,6 @@ def bi_clustered_attention(
     """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_j`, `j = l(i)`."""
     settings = clusters, key_clusters, topk, key_mask, query_mask, exact_heads, scale, dropout_p, dropout_seed
     return _forward(query, key, value, labels, key_labels, *settings)[0]
+
+
+refuse_second_derivatives("bi_clustered_attention_triton")

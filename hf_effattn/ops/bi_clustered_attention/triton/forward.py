@@ -46,17 +46,17 @@ def _bi_clustered_attention_fwd_distance_kernel(
         for start in range(0, width, PART):
             o_e = start + tl.arange(0, PART)
             # [ROWS, PART], [PART, PART]
-            b_spread = _load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_e, D)
+            b_spread = load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_e, D)
             m_de = (o_e < D)[:, None] & (o_d < D)[None, :]
             b_covariance = tl.load(covariance_ptr + o_e[:, None] * D + o_d[None, :], mask=m_de, other=0.0)
             b_turned = tl.dot(b_spread, b_covariance, b_turned, input_precision=PRECISION)
-        b_square += tl.sum(b_turned * _load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_d, D), 1)
+        b_square += tl.sum(b_turned * load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_d, D), 1)
     b_bias = tl.log2(tl.maximum(b_square * factor, SMALLEST_SQUARE))
     tl.store(bias_ptr + i_p * M + b_row, tl.where(nowhere, float("-inf"), b_bias), mask=m_row)
 
 
 @triton.jit
-def _load_spread(p_row, m_row, stride_d, mean_ptr, o_d, D):
+def load_spread(p_row, m_row, stride_d, mean_ptr, o_d, D):
     """Some columns of rows less the mean of their cluster, in float32."""
     m_d = o_d < D
     b_rows = tl.load(p_row[:, None] + o_d[None, :] * stride_d, mask=m_row[:, None] & m_d[None, :], other=0.0)
@@ -219,7 +219,7 @@ def choose_keys(
     B, H, N, D = query.shape
     Hk, M = key.shape[1:3]
     parts = min(queries.clusters, 8)
-    products, _ = cluster_products(query, query, queries, centroids, centroids, parts=parts)
+    products, _ = cluster_products(query, query, queries, centroids, centroids, exact_heads, parts=parts)
     covariance = products.view(B * Hk, -1, D, D).sum(dim=1)  # Σ_η, times the number of queries
     bias = query.new_empty(B * Hk, M, dtype=torch.float32)
     tiles = keys.tiles.shape[1]

@@ -5,20 +5,22 @@ import triton
 import triton.language as tl
 
 from ...shared.triton.chips import LENGTHS, block_width, chip_of, on_device_of
+from ...shared.triton.cluster_table import is_exact
 from ...shared.triton.sort import SortedRows
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _bi_clustered_attention_products_kernel(
-    a_ptr, b_ptr, order_ptr, starts_ptr, mean_a_ptr, mean_b_ptr, weights_ptr, products_ptr, sums_ptr,
+    a_ptr, b_ptr, order_ptr, starts_ptr, mean_a_ptr, mean_b_ptr, weights_ptr, exact_heads_ptr, products_ptr,
+    sums_ptr,
     stride_a_b, stride_a_h, stride_a_n, stride_a_d, stride_b_b, stride_b_h, stride_b_n, stride_b_d,
-    H, N, D, Dv, clusters, blocks, splits, length, factor,
-    HAS_MEAN_B: tl.constexpr, HAS_WEIGHTS: tl.constexpr, AVERAGE: tl.constexpr,
+    H, group, N, D, Dv, clusters, blocks, splits, length, factor,
+    HAS_MEAN_B: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_EXACT: tl.constexpr, AVERAGE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`factor · Σ_i (a_i - ā_c)^T w_i (b_i - b̄_c)` over the rows of `length` clusters, some columns of `a` a program.
 
-    With weights also `Σ_i w_i b_i`; with `AVERAGE` both are divided by the number of rows.
+    With weights also `Σ_i w_i b_i`; with `AVERAGE` both are divided by the number of rows. 0 in heads that attend exactly.
     """
     i_block = tl.program_id(0) % blocks
     i_split = tl.program_id(0) // blocks % splits
@@ -30,7 +32,9 @@ def _bi_clustered_attention_products_kernel(
     b_products = tl.zeros([BLOCK_D, BLOCK_V], tl.float32)
     b_sums = tl.zeros([BLOCK_V], tl.float32)
     count = 0
-    for cluster in range(i_split * length, tl.minimum(clusters, (i_split + 1) * length)):
+    end = tl.minimum(clusters, (i_split + 1) * length)
+    end = tl.where(is_exact(exact_heads_ptr, i_p // group, HAS_EXACT), 0, end)
+    for cluster in range(i_split * length, end):
         p_start = starts_ptr + i_p * (clusters + 2) + cluster
         first, last = tl.load(p_start), tl.load(p_start + 1)
         count += last - first
@@ -74,6 +78,7 @@ def cluster_products(
     members: SortedRows,
     mean_a: torch.Tensor,
     mean_b: torch.Tensor | None,
+    exact_heads: torch.Tensor | None,
     *,
     weights: torch.Tensor | None = None,
     factor: float = 1.0,
@@ -85,6 +90,7 @@ def cluster_products(
         a, b: `(B, H, N, D)`, `(B, H, N, Dv)`.
         members: the rows sorted by cluster.
         mean_a, mean_b: `(B · H, C, ·)`; None: nothing is subtracted.
+        exact_heads: `(B, H or key heads)` boolean, contiguous: the heads that are left out; or None.
         weights: `(B · H, N)` float32, or None.
         factor: of the products.
         parts: parts that all clusters are added up in; None: the mean of each cluster.
@@ -103,9 +109,9 @@ def cluster_products(
     blocks = triton.cdiv(D, block_d)
     with on_device_of(a):
         _bi_clustered_attention_products_kernel[(B * H * splits * blocks,)](
-            a, b, members.order, members.starts, mean_a, mean_b, weights, products, sums, *a.stride(), *b.stride(),
-            H, N, D, Dv, members.clusters, blocks, splits, triton.cdiv(members.clusters, splits), factor,
-            HAS_MEAN_B=mean_b is not None, HAS_WEIGHTS=weights is not None, AVERAGE=average,
-            ROWS=32, BLOCK_D=block_d, BLOCK_V=block_v, PRECISION=chip_of(a).dot_precision(a.dtype),
+            a, b, members.order, members.starts, mean_a, mean_b, weights, exact_heads, products, sums,
+            *a.stride(), *b.stride(), H, 1 if exact_heads is None else H // exact_heads.shape[1], N, D, Dv, members.clusters, blocks, splits, triton.cdiv(members.clusters, splits), factor,
+            HAS_MEAN_B=mean_b is not None, HAS_WEIGHTS=weights is not None,
+            HAS_EXACT=exact_heads is not None, AVERAGE=average, ROWS=32, BLOCK_D=block_d, BLOCK_V=block_v, PRECISION=chip_of(a).dot_precision(a.dtype),
         )  # fmt: skip
     return products, sums
