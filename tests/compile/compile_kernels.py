@@ -218,8 +218,8 @@ def attention_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], 
         qkv = query, key, value
         yield partial(clustered, *qkv, labels, clusters, *rest)
         yield partial(improved, *qkv, labels, clusters, topk, *rest)
-        if variant.get("masks") and head_dim != FRESH_HEAD_DIM:
-            continue  # bi-clustered attention looks at masks in exact heads alone, which the next variant has
+        if not dropout_p and head_dim != FRESH_HEAD_DIM:
+            continue  # what takes most registers is left: bi-clustered attention with dropout, masks and exact heads
         exact = torch.ones(1, key_heads, dtype=torch.bool) if dropout_p else None
         mask = torch.ones(1, length, dtype=torch.bool) if dropout_p else mask
         key_labels = torch.zeros(1, key_heads, length, dtype=torch.int64)

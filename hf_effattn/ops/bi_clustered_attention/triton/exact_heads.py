@@ -136,7 +136,6 @@ def _bi_clustered_attention_bwd_exact_query_kernel(
     b_lse = tl.load(lse_ptr + o_row, mask=m_query, other=0.0)
     b_delta = tl.load(delta_ptr + o_row, mask=m_query, other=0.0)
     b_grad_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    b_factor = b_delta[:, None]
     for first in range(0, M, COLUMNS):
         o_m = first + tl.arange(0, COLUMNS)
         m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
@@ -153,6 +152,7 @@ def _bi_clustered_attention_bwd_exact_query_kernel(
             b_grad, b_value, p_grad, m_query, stride_go_d, p_value, m_key, stride_value_d, Dv,
             ROWS, COLUMNS, BY_PARTS, PRECISION,
         )  # fmt: skip
+        b_factor = b_delta[:, None]
         if HAS_DROPOUT:
             b_factor = dropout_factor(seed_ptr, o_row, o_m, M, dropout_p, KINDS, KIND)
         m_pair = m_query[:, None] & m_key[None, :]

@@ -216,7 +216,7 @@ def _cluster_table_bwd_query_kernel(
 ):  # fmt: skip
     """`dQ_i` of a tile of queries: through its scores, its dipole, and what the centroid's gradient gives each."""
     i_p = (tl.program_id(0) // tiles).to(tl.int64)
-    cluster, _, m_row, b_row = load_tile(
+    cluster, o_place, m_row, b_row = load_tile(
         order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, N, clusters, tiles, ROWS
     )
     if (tl.max(m_row.to(tl.int32), 0) == 0) | is_exact(exact_heads_ptr, i_p // group, HAS_EXACT):
@@ -236,7 +236,6 @@ def _cluster_table_bwd_query_kernel(
     b_lse = tl.load(lse_ptr + o_row, mask=m_query, other=0.0)
     b_delta = tl.load(delta_ptr + o_row, mask=m_query, other=0.0)
     b_grad_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    b_factor = b_delta[:, None]
     for first in range(0, tl.where(in_cluster, topk, 0), COLUMNS):
         o_t = first + tl.arange(0, COLUMNS)
         b_top, m_top = load_top(top_ptr + i_row * topk, o_t, topk)
@@ -252,9 +251,10 @@ def _cluster_table_bwd_query_kernel(
             b_grad, b_value, p_grad, m_query, stride_go_d, p_value, m_top, stride_value_d, Dv,
             ROWS, COLUMNS, BY_PARTS, PRECISION,
         )  # fmt: skip
+        b_factor = b_delta[:, None]
         if HAS_DROPOUT:
             b_factor = dropout_factor(seed_ptr, o_row, o_t, columns, dropout_p, KINDS, KIND)
-        b_grad_scores, _ = score_gradients(
+        b_grad_scores, b_dropped = score_gradients(
             b_scores * scale_log2, m_top[None, :], b_lse[:, None], b_delta[:, None], b_grad_weights, b_factor, HAS_DROPOUT
         )
         b_grad_query += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
@@ -281,9 +281,10 @@ def _cluster_table_bwd_query_kernel(
             b_grad_weights = b_turn[:, None] + dot_rows(
                 b_grad, b_value, p_grad, m_query, stride_go_d, p_value, m_g, 1, Dv, ROWS, COLUMNS, BY_PARTS, PRECISION
             )
+            b_factor = b_delta[:, None]
             if HAS_DROPOUT:
                 b_factor = dropout_factor(seed_ptr, o_row, topk + o_g, columns, dropout_p, KINDS, KIND)
-            b_grad_scores, _ = score_gradients(
+            b_grad_scores, b_dropped = score_gradients(
                 b_scores * scale_log2 + b_bias[None, :], m_g[None, :], b_lse[:, None], b_delta[:, None],
                 b_grad_weights, b_factor, HAS_DROPOUT,
             )  # fmt: skip
