@@ -1,4 +1,4 @@
-"""GPU kernels of clustered, improved clustered and bi-clustered attention: on a GPU, else under Triton's interpreter."""
+"""GPU kernels of the attentions over clusters: on a GPU, else under Triton's interpreter."""
 
 from dataclasses import replace
 

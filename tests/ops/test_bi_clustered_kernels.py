@@ -1,4 +1,4 @@
-"""GPU kernels of first-order bi-clustered attention alone: exact heads, dropout, dtypes; under Triton's interpreter too."""
+"""GPU kernels of first-order bi-clustered attention alone: exact heads, dropout, dtypes, parts."""
 
 from dataclasses import replace
 

@@ -76,7 +76,8 @@ def _forward(
         attend_exactly(output, lse, query, key, value, *masks, exact_heads, scale, dropout_p, dropout_seed)
     saved = Saved(
         queries.order, queries.starts, queries.tiles, keys.order, keys.starts, keys.tiles, centroids, mean_keys,
-        mean_values, top, taken, table_keys, table_values, log_mass, bias, at_centroid, covariances, dipoles, lse, share,
+        mean_values, top, taken, table_keys, table_values, log_mass, bias, at_centroid, covariances, dipoles, lse,
+        share,
     )  # fmt: skip
     return [output, *saved]
 
@@ -104,8 +105,9 @@ def _backward_op(
     clusters, key_clusters = saved.starts.shape[1] - 2, saved.key_starts.shape[1] - 2
     queries = SortedRows(saved.order, saved.starts, saved.tiles, clusters, tile)
     keys = SortedRows(saved.key_order, saved.key_starts, saved.key_tiles, key_clusters, key_tile)
-    if saved.tiles.shape[1] != N // tile + clusters + 1 or saved.key_tiles.shape[1] != M // key_tile + key_clusters + 1:
-        raise RuntimeError(f"the forward pass had tiles of other sizes than this one, {tile} queries and {key_tile} keys")
+    found, expected = (saved.tiles, saved.key_tiles), (N // tile + clusters, M // key_tile + key_clusters)
+    if any(tiles.shape[1] != count + 1 for tiles, count in zip(found, expected, strict=True)):
+        raise RuntimeError(f"the forward pass had tiles of other sizes than {tile} queries and {key_tile} keys")
     exact_heads = None if exact_heads is None else exact_heads.contiguous()
     inputs = grad_output, query, key, value
     *grads, delta = attend_backward(

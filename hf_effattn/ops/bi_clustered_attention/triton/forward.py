@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from ...shared.triton.centroids import centroid_topk
-from ...shared.triton.chips import LENGTHS, block_width, chip_of, on_device_of
-from ...shared.triton.cluster_table import _cluster_table_fwd_kernel, is_exact
+from ...shared.triton.chips import LENGTHS, chip_of, on_device_of
+from ...shared.triton.cluster_table import is_exact
 from ...shared.triton.softmax import dot_rows
-from ...shared.triton.sort import SortedRows, cluster_means
+from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import LOG2_E, LOWEST, PART, load_rows, load_tile, tile_config
 from ..reference import SMALLEST
 from .products import cluster_products
@@ -85,7 +85,8 @@ def _bi_clustered_attention_fwd_mark_kernel(
 def load_taken(taken_ptr, b_row, m_row, o_r, words):
     """Whether query clusters `o_r` have the keys `b_row` as exact keys, `(query clusters, keys)`."""
     p_words = taken_ptr + b_row[None, :] * words + (o_r // 32)[:, None]
-    return ((tl.load(p_words, mask=m_row[None, :] & (o_r // 32 < words)[:, None], other=0) >> (o_r % 32)[:, None]) & 1) != 0
+    b_words = tl.load(p_words, mask=m_row[None, :] & (o_r // 32 < words)[:, None], other=0)
+    return ((b_words >> (o_r % 32)[:, None]) & 1) != 0
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -222,12 +223,13 @@ def choose_keys(
     products, _ = cluster_products(query, query, queries, centroids, centroids, exact_heads, parts=parts)
     covariance = products.view(B * Hk, -1, D, D).sum(dim=1)  # Σ_η, times the number of queries
     bias = query.new_empty(B * Hk, M, dtype=torch.float32)
-    tiles = keys.tiles.shape[1]
+    tiles, chip = keys.tiles.shape[1], chip_of(query)
     with on_device_of(query):
         _bi_clustered_attention_fwd_distance_kernel[(B * Hk * tiles,)](
             key, mean_keys, covariance, exact_heads, keys.order, keys.starts, keys.tiles, bias, *key.stride(),
             Hk, M, D, keys.clusters, tiles, scale**2 / (N * H // Hk),
-            HAS_EXACT=exact_heads is not None, ROWS=keys.tile, PRECISION=chip_of(query).dot_precision(query.dtype),
+            HAS_EXACT=exact_heads is not None, ROWS=keys.tile, PRECISION=chip.dot_precision(query.dtype),
+            **chip.all_registers,
         )  # fmt: skip
     return centroid_topk(centroids, key, key_mask, scale, topk, bias)[0]
 
@@ -261,9 +263,11 @@ def make_tables(
             bias, *key.stride(), *value.stride(), Hk, rows, M, D, Dv, G, words, blocks, scale * LOG2_E,
             HAS_EXACT=has_exact, **config,
         )  # fmt: skip
-        row_blocks, blocks = triton.cdiv(rows, 64), triton.cdiv(D * Dv, 64)
+        tile = 64 if key.element_size() == 2 else 32
+        row_blocks, blocks = triton.cdiv(rows, tile), triton.cdiv(D * Dv, 64)
         _bi_clustered_attention_fwd_dipole_kernel[(P * blocks * row_blocks,)](
             log_mass, covariances, exact_heads, at_centroid, dipoles, rows, D * Dv, G, blocks, row_blocks,
-            HAS_EXACT=has_exact, ROWS=64, COLUMNS=64, BLOCK_G=32, PRECISION=config["PRECISION"],
+            HAS_EXACT=has_exact, ROWS=tile, COLUMNS=64, BLOCK_G=32, PRECISION=config["PRECISION"], num_stages=1,
+            **chip_of(key).all_registers,
         )  # fmt: skip
     return taken, table_keys, table_values, log_mass, bias, at_centroid, dipoles

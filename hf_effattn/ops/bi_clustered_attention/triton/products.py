@@ -20,7 +20,7 @@ def _bi_clustered_attention_products_kernel(
 ):  # fmt: skip
     """`factor · Σ_i (a_i - ā_c)^T w_i (b_i - b̄_c)` over the rows of `length` clusters, some columns of `a` a program.
 
-    With weights also `Σ_i w_i b_i`; with `AVERAGE` both are divided by the number of rows. 0 in heads that attend exactly.
+    With weights also `Σ_i w_i b_i`; with `AVERAGE` both are divided by the number of rows. Exact heads get 0.
     """
     i_block = tl.program_id(0) % blocks
     i_split = tl.program_id(0) // blocks % splits
@@ -58,10 +58,8 @@ def _bi_clustered_attention_products_kernel(
             if HAS_WEIGHTS:
                 b_spread_b *= tl.load(weights_ptr + i_p * N + b_row, mask=m_row, other=0.0)[:, None]
                 b_sums += tl.sum(b_spread_b, 0)
-            b_product = tl.dot(
-                tl.trans(b_spread_a.to(b_a.dtype)), b_spread_b.to(b_b.dtype), input_precision=PRECISION
-            )
-            b_products += b_product
+            b_spread_a = tl.trans(b_spread_a.to(b_a.dtype))
+            b_products += tl.dot(b_spread_a, b_spread_b.to(b_b.dtype), input_precision=PRECISION)
     divisor = 1.0
     if AVERAGE:
         divisor = tl.maximum(count, 1).to(tl.float32)
@@ -105,13 +103,19 @@ def cluster_products(
     products = a.new_empty(B * H * splits, D, Dv, dtype=torch.float32)
     sums = None if weights is None else a.new_empty(B * H * splits, Dv, dtype=torch.float32)
     block_v = block_width(Dv)
-    block_d = min(block_width(D), 64 if block_v <= 64 else 32)
+    chip = chip_of(a)
+    # Float32 is multiplied in halves, which take twice the registers.
+    block_d = min(block_width(D), (64 if block_v <= 64 else 32) // (a.element_size() // 2))
     blocks = triton.cdiv(D, block_d)
     with on_device_of(a):
         _bi_clustered_attention_products_kernel[(B * H * splits * blocks,)](
             a, b, members.order, members.starts, mean_a, mean_b, weights, exact_heads, products, sums,
-            *a.stride(), *b.stride(), H, 1 if exact_heads is None else H // exact_heads.shape[1], N, D, Dv, members.clusters, blocks, splits, triton.cdiv(members.clusters, splits), factor,
+            *a.stride(), *b.stride(),
+            H, 1 if exact_heads is None else H // exact_heads.shape[1], N, D, Dv,
+            members.clusters, blocks, splits, triton.cdiv(members.clusters, splits), factor,
             HAS_MEAN_B=mean_b is not None, HAS_WEIGHTS=weights is not None,
-            HAS_EXACT=exact_heads is not None, AVERAGE=average, ROWS=32, BLOCK_D=block_d, BLOCK_V=block_v, PRECISION=chip_of(a).dot_precision(a.dtype),
+            HAS_EXACT=exact_heads is not None, AVERAGE=average, ROWS=16, BLOCK_D=block_d, BLOCK_V=block_v,
+            PRECISION=chip.dot_precision(a.dtype),
+            num_warps=8 if block_v > 128 and chip.name == "cuda" else 4, num_stages=2, **chip.all_registers,
         )  # fmt: skip
     return products, sums

@@ -244,7 +244,8 @@ def centroid_pass(
                 *key.stride(), *((0, 0, 0, 0) if value is None else value.stride()), *key_strides[4:],
                 Hk, rows, M, D, Dv, first, last, blocks, splits, split_length, columns, scale * LOG2_E, dropout_p,
                 HAS_MASK=key_mask is not None, HAS_BIAS=bias is not None, HAS_VALUES=value is not None,
-                HAS_DROPOUT=dropout_seed is not None, BIN=length, KINDS=KINDS_OF_WEIGHTS, KIND=CENTROID_WEIGHTS, **config,
+                HAS_DROPOUT=dropout_seed is not None, BIN=length, KINDS=KINDS_OF_WEIGHTS, KIND=CENTROID_WEIGHTS,
+                **config,
             )  # fmt: skip
             if topk == 0:
                 continue
@@ -257,7 +258,8 @@ def centroid_pass(
                 _centroid_rescore_fwd_kernel[((last - first) * blocks,)](
                     centroids, key, key_mask, bias, bins, scores, *key_strides,
                     Hk, rows, M, D, topk, first, blocks, scale * LOG2_E,
-                    HAS_MASK=key_mask is not None, HAS_BIAS=bias is not None, BIN=length, BLOCK_N=block_n, BLOCK_D=config["BLOCK_D"],
+                    HAS_MASK=key_mask is not None, HAS_BIAS=bias is not None, BIN=length,
+                    BLOCK_N=block_n, BLOCK_D=config["BLOCK_D"],
                 )  # fmt: skip
             select_topk(scores, topk, bins=bins, bin_length=length, out=(top[first:last], top_scores[first:last]))
     return CentroidPass(values, lse, top, top_scores)

@@ -16,7 +16,9 @@ import triton.language as tl
 from .chips import LENGTHS
 from .dropout import dropout_factor
 from .softmax import KIND, KINDS, dot_rows, softmax_step, softmax_weights
-from .tiles import LOWEST, PART, load_rows, load_tile
+from .tiles import LOWEST, load_rows, load_tile
+
+PART = tl.constexpr(16)  # columns of a dipole's matrix that are in registers at once
 
 
 @triton.jit
@@ -165,8 +167,8 @@ def score_gradients(b_scores, m_pair, b_lse, b_delta, b_grad_weights, b_factor, 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _cluster_table_bwd_delta_kernel(
-    query_ptr, output_ptr, grad_output_ptr, exact_heads_ptr, order_ptr, starts_ptr, tiles_ptr, centroid_ptr, dipole_ptr,
-    delta_ptr, turn_ptr,
+    query_ptr, output_ptr, grad_output_ptr, exact_heads_ptr, order_ptr, starts_ptr, tiles_ptr, centroid_ptr,
+    dipole_ptr, delta_ptr, turn_ptr,
     stride_query_b, stride_query_h, stride_query_n, stride_query_d,
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,
     stride_go_b, stride_go_h, stride_go_n, stride_go_d,
@@ -216,7 +218,7 @@ def _cluster_table_bwd_query_kernel(
 ):  # fmt: skip
     """`dQ_i` of a tile of queries: through its scores, its dipole, and what the centroid's gradient gives each."""
     i_p = (tl.program_id(0) // tiles).to(tl.int64)
-    cluster, o_place, m_row, b_row = load_tile(
+    cluster, _place, m_row, b_row = load_tile(
         order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, N, clusters, tiles, ROWS
     )
     if (tl.max(m_row.to(tl.int32), 0) == 0) | is_exact(exact_heads_ptr, i_p // group, HAS_EXACT):
@@ -254,9 +256,10 @@ def _cluster_table_bwd_query_kernel(
         b_factor = b_delta[:, None]
         if HAS_DROPOUT:
             b_factor = dropout_factor(seed_ptr, o_row, o_t, columns, dropout_p, KINDS, KIND)
-        b_grad_scores, b_dropped = score_gradients(
-            b_scores * scale_log2, m_top[None, :], b_lse[:, None], b_delta[:, None], b_grad_weights, b_factor, HAS_DROPOUT
-        )
+        b_grad_scores, _dropped = score_gradients(
+            b_scores * scale_log2, m_top[None, :], b_lse[:, None], b_delta[:, None], b_grad_weights, b_factor,
+            HAS_DROPOUT,
+        )  # fmt: skip
         b_grad_query += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
 
     o_d = tl.arange(0, BLOCK_D)
@@ -284,7 +287,7 @@ def _cluster_table_bwd_query_kernel(
             b_factor = b_delta[:, None]
             if HAS_DROPOUT:
                 b_factor = dropout_factor(seed_ptr, o_row, topk + o_g, columns, dropout_p, KINDS, KIND)
-            b_grad_scores, b_dropped = score_gradients(
+            b_grad_scores, _dropped = score_gradients(
                 b_scores * scale_log2 + b_bias[None, :], m_g[None, :], b_lse[:, None], b_delta[:, None],
                 b_grad_weights, b_factor, HAS_DROPOUT,
             )  # fmt: skip
@@ -336,9 +339,8 @@ def _cluster_table_bwd_key_kernel(
     length = tl.maximum(split_rows, tl.cdiv(last - first, splits))
     first += i_split * length
     exact = is_exact(exact_heads_ptr, i_p // group, HAS_EXACT)
-    if not ORDERED:
-        if (first >= last) | exact:
-            return
+    if not ORDERED and (first >= last) | exact:
+        return
     last = tl.where(exact, first, tl.minimum(last, first + length))
 
     i_b, i_h = i_p // H, i_p % H
@@ -457,8 +459,8 @@ def _cluster_table_bwd_summary_kernel(
             b_factor = tl.trans(dropout_factor(seed_ptr, o_row, o_column, columns, dropout_p, KINDS, KIND))
         m_pair = m_g[:, None] & m_row[None, :]
         b_grad_scores, b_dropped = score_gradients(
-            b_scores * scale_log2 + b_bias[:, None], m_pair, b_lse[None, :], b_delta[None, :], b_grad_weights, b_factor,
-            HAS_DROPOUT,
+            b_scores * scale_log2 + b_bias[:, None], m_pair, b_lse[None, :], b_delta[None, :], b_grad_weights,
+            b_factor, HAS_DROPOUT,
         )  # fmt: skip
         b_grad_bias += tl.sum(b_grad_scores, 1)
         b_eta = tl.where(m_row[:, None], b_query.to(tl.float32) - b_centroid.to(tl.float32)[None, :], 0.0)
@@ -466,6 +468,9 @@ def _cluster_table_bwd_summary_kernel(
         b_grad_value += tl.dot(b_dropped.to(b_grad.dtype), b_grad, input_precision=PRECISION)
         b_grad_key += tl.dot(b_grad_scores.to(b_query.dtype), b_eta, input_precision=PRECISION)
 
+    # Loaded again: by parts, no row stays in registers while the queries are walked.
+    b_key = load_rows(p_key, m_g, 1, D, BLOCK_D)
+    b_value = load_rows(p_value, m_g, 1, Dv, BLOCK_V)
     # Means over the queries, not sums, stay in range in float16.
     size = tl.maximum(last - first, 1).to(tl.float32)
     b_grad_key = (b_grad_key * (scale / size)).to(grad_key_ptr.dtype.element_ty)
