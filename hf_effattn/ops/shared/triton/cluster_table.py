@@ -263,10 +263,6 @@ def _cluster_table_bwd_query_kernel(
         b_grad_query += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
 
     o_d = tl.arange(0, BLOCK_D)
-    b_shared = load_split_sum(grad_centroids_ptr, i_row, splits, D, BLOCK_D)
-    if HAS_REST:
-        b_grad_query *= tl.load(mass_ptr + i_row)
-        b_shared += tl.load(correction_ptr + i_row * D + o_d, mask=o_d < D, other=0.0)
     if HAS_SUMMARIES:
         b_turn = tl.load(turn_ptr + o_row, mask=m_query, other=0.0)
         for first in range(0, tl.where(in_cluster, key_clusters, 0), COLUMNS):
@@ -308,6 +304,10 @@ def _cluster_table_bwd_query_kernel(
             b_matrix = tl.load(p_matrix, mask=m_v[:, None] & (o_d < D)[None, :], other=0.0)
             b_grad_query = tl.dot(b_part, b_matrix, b_grad_query, input_precision=PRECISION)
 
+    b_shared = load_split_sum(grad_centroids_ptr, i_row, splits, D, BLOCK_D)
+    if HAS_REST:
+        b_grad_query *= tl.load(mass_ptr + i_row)
+        b_shared += tl.load(correction_ptr + i_row * D + o_d, mask=o_d < D, other=0.0)
     b_grad_query = tl.where(m_query[:, None], b_grad_query * scale + b_shared[None, :], 0.0)
     p_out = grad_query_ptr + i_b * stride_gq_b + i_h * stride_gq_h
     p_out += b_row[:, None] * stride_gq_n + o_d[None, :] * stride_gq_d
