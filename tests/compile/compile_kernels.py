@@ -198,9 +198,9 @@ def tensors(
 
 def attention_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     """Calls of the attention ops that make their launchers choose differently at one head_dim and dtype."""
-    clustered, improved = (
+    clustered, improved, bi_clustered = (
         getattr(import_module(f"hf_effattn.ops.{name}.triton"), name)
-        for name in ("clustered_attention", "improved_clustered_attention")
+        for name in ("clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
     )
     variants: list[dict[str, Any]] = [
         {"length": 1024, "clusters": 100, "topk": 32},
@@ -224,6 +224,13 @@ def attention_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], 
         qkv = query, key, value
         yield partial(clustered, *qkv, labels, clusters, *rest)
         yield partial(improved, *qkv, labels, clusters, topk, *rest)
+        if not dropout_p and head_dim != FRESH_HEAD_DIM:
+            continue  # what takes most registers is left: bi-clustered attention with dropout, masks and exact heads
+        exact = torch.ones(1, key_heads, dtype=torch.bool) if dropout_p else None
+        mask = torch.ones(1, length, dtype=torch.bool) if dropout_p else mask
+        key_labels = torch.zeros(1, key_heads, length, dtype=torch.int64)
+        rest = mask, mask, exact, 0.125, dropout_p, seed
+        yield partial(bi_clustered, *qkv, labels, key_labels, min(clusters, 128), 64, topk, *rest)
 
 
 def clustering_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:

@@ -10,7 +10,7 @@ from transformers import RobertaConfig, RobertaForMaskedLM
 from hf_effattn import ops, patch_attention
 from hf_effattn.patching.methods import make_method
 
-OPS = ("clustered_attention", "improved_clustered_attention")  # bi-clustered attention has no kernels
+OPS = ("clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ SIZES = (
     Size("not_a_power_of_two", H=2, key_heads=1, N=2050, D=200),
     Size("many_clusters", H=2, key_heads=2, N=16384, clusters=1024, topk=1024),
 )
+KEY_CLUSTERS = 48
 each_op = pytest.mark.parametrize("op", OPS)
 each_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: size.name)
 
@@ -64,11 +65,16 @@ def separate_top_keys(query, key, topk):
     query += 2 * direction.repeat_interleave(group, dim=1)
 
 
-def options(op, size, mask):
+def options(op, size, mask, device):
     """Keyword arguments of an op."""
     chosen = {"clusters": size.clusters, "key_mask": mask, "query_mask": mask}
     if op != "clustered_attention":
         chosen["topk"] = size.topk
+    if op == "bi_clustered_attention":
+        # Of no cluster's kin: then the keys that stand out are what their clusters represent worst.
+        shape = size.B, size.key_heads, size.N
+        chosen["key_clusters"] = KEY_CLUSTERS
+        chosen["key_labels"] = (torch.arange(size.N, device=device) % KEY_CLUSTERS).expand(shape)
     return chosen
 
 
@@ -97,7 +103,7 @@ def test_values_and_gradients(op, size, dtype, gpu):
     *tensors, mask = make_tensors(size, gpu, dtype)
     labels = ops.cluster_queries(tensors[0].float(), size.clusters, query_mask=mask)
     separate_top_keys(*tensors[:2], size.topk)
-    chosen = options(op, size, mask)
+    chosen = options(op, size, mask, gpu)
     assert_as_close_as_batched(op, tensors, labels, chosen)
 
 
@@ -108,7 +114,7 @@ def test_all_queries_in_one_cluster(op, gpu):
     *tensors, mask = make_tensors(size, gpu, torch.bfloat16)
     labels = torch.full((size.B, size.H, size.N), 3, device=gpu)
     separate_top_keys(*tensors[:2], size.topk)
-    chosen = options(op, size, mask)
+    chosen = options(op, size, mask, gpu)
     assert_as_close_as_batched(op, tensors, labels, chosen)
 
 
@@ -117,7 +123,7 @@ def test_deterministic_when_torch_is_told_to_be(op, gpu, deterministic):
     size = Size("deterministic", H=16, key_heads=4, N=16384, clusters=100)
     *tensors, mask = make_tensors(size, gpu, torch.bfloat16)
     labels = ops.cluster_queries(tensors[0], size.clusters)
-    chosen = options(op, size, mask)
+    chosen = options(op, size, mask, gpu)
     first = with_gradients(op, tensors, labels, "triton", **chosen)
     for _ in range(3):
         for name, again in with_gradients(op, tensors, labels, "triton", **chosen).items():
@@ -126,11 +132,11 @@ def test_deterministic_when_torch_is_told_to_be(op, gpu, deterministic):
 
 @each_op
 def test_keys_and_values_of_one_head_expanded_to_all(op, gpu):
-    size = Size("expanded", H=16, key_heads=1, N=16384)
+    size = Size("expanded", H=16, key_heads=16, N=16384)
     query, key, value, mask = make_tensors(size, gpu, torch.bfloat16)
-    key, value = (tensor.expand(-1, size.H, -1, -1) for tensor in (key, value))
+    key, value = (tensor[:, :1].expand(-1, size.H, -1, -1) for tensor in (key, value))
     labels = ops.cluster_queries(query, size.clusters)
-    chosen = options(op, size, mask)
+    chosen = options(op, size, mask, gpu)
     expected = getattr(ops, op)(query, key.contiguous(), value.contiguous(), labels, **chosen)
     assert torch.equal(getattr(ops, op)(query, key, value, labels, **chosen), expected)
 
@@ -164,6 +170,8 @@ GRAPHS = {
     "clustered": ("clustered", {}),
     "i-clustered": ("i-clustered", {}),
     "i-clustered, LSH": ("i-clustered", {"clustering": "lsh"}),
+    "bi-clustered": ("bi-clustered", {}),
+    "bi-clustered, every head exact": ("bi-clustered", {"exact_above": 0.0}),
 }
 
 
@@ -199,7 +207,7 @@ def test_cuda_graph_of_forward_and_backward_pass(op, gpu, captured):
     *tensors, mask = make_tensors(size, gpu, torch.bfloat16)
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     labels = ops.cluster_queries(tensors[0], size.clusters)
-    chosen = options(op, size, mask)
+    chosen = options(op, size, mask, gpu)
 
     def run():
         output = getattr(ops, op)(*leaves, labels, **chosen)
@@ -217,7 +225,7 @@ def test_cuda_graph_draws_new_dropout_at_every_replay(op, gpu, captured):
     size = Size("graph", N=2048)
     *tensors, mask = make_tensors(size, gpu, torch.bfloat16)
     labels = ops.cluster_queries(tensors[0], size.clusters)
-    chosen = options(op, size, mask) | {"dropout_p": 0.2}
+    chosen = options(op, size, mask, gpu) | {"dropout_p": 0.2}
     graph, output = captured(lambda: getattr(ops, op)(*tensors, labels, **chosen))
     graph.replay()
     first = output.clone()
@@ -253,7 +261,7 @@ def test_compiles_as_one_graph(op, gpu):
     size = Size("compiled", N=1024)
     *tensors, mask = make_tensors(size, gpu, torch.bfloat16)
     labels = ops.cluster_queries(tensors[0], size.clusters)
-    chosen = options(op, size, mask)
+    chosen = options(op, size, mask, gpu)
     compiled = torch.compile(getattr(ops, op), fullgraph=True)
     expected = getattr(ops, op)(*tensors, labels, **chosen)
     torch.testing.assert_close(compiled(*tensors, labels, **chosen), expected, rtol=0, atol=0)

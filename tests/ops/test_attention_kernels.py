@@ -1,4 +1,4 @@
-"""GPU kernels of clustered and improved clustered attention: on a GPU, else under Triton's interpreter."""
+"""GPU kernels of the attentions over clusters: on a GPU, else under Triton's interpreter."""
 
 from dataclasses import replace
 
@@ -8,12 +8,14 @@ from support.attention_cases import Case, Inputs, attend, make_inputs
 from support.closeness import assert_close_to_reference
 
 from hf_effattn import ops
+from hf_effattn.ops.bi_clustered_attention import triton as bi_clustered
 from hf_effattn.ops.clustered_attention import triton as clustered
 from hf_effattn.ops.improved_clustered_attention import triton as improved
 from hf_effattn.ops.shared.triton import centroids as triton_centroids
 from hf_effattn.ops.shared.triton import chips
 
-OPS = ("clustered_attention", "improved_clustered_attention")
+OPS = ("clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
+FIRST_ORDER = OPS[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("output", "query", "key", "value")
 # On a GPU the gradients of keys and values are sums in no fixed order, unless torch is asked for one.
@@ -33,6 +35,7 @@ CASES = (
 SMALL = Case("small", B=1, H=2, key_heads=1, N=21, M=19, D=8, Dv=8, clusters=2, topk=4)
 by_name = {"ids": lambda case: case.name if isinstance(case, Case) else str(case)}
 each_op = pytest.mark.parametrize("op", OPS)
+each_op_of_centroids = pytest.mark.parametrize("op", OPS[:2])  # whose weights are those of the centroids' attention
 
 
 def on_device(inputs: Inputs, dtype: torch.dtype) -> Inputs:
@@ -67,6 +70,9 @@ def check(op, case, inputs, dtype=torch.float32):
     return actual
 
 
+@pytest.mark.slow_except(
+    *(f"{case.name}-{op}" for case in CASES for op in OPS[:2]), f"fewer_queries_than_clusters-{OPS[2]}"
+)
 @each_op
 @pytest.mark.parametrize("case", CASES, **by_name)
 def test_kernels_equal_the_reference(op, case):
@@ -93,7 +99,7 @@ def test_low_precision(op, dtype):
     check(op, case, make_inputs(case, dtype), dtype)
 
 
-@each_op
+@each_op_of_centroids
 def test_half_precision_gradients_of_a_huge_cluster_stay_in_range(op):
     """A cluster's weights times its size are beyond float16 long before exact attention's gradients are."""
     case = Case("in_range", B=1, H=1, N=600, M=2, D=16, Dv=16, clusters=2, topk=2)
@@ -243,7 +249,7 @@ def test_large_scores_stay_finite(op):
     assert all(tensor.isfinite().all() for tensor in run(op, SMALL, inputs).values())
 
 
-@each_op
+@each_op_of_centroids
 def test_float16_holds_scores_that_fit_after_scaling(op):
     case = replace(SMALL, D=64)
     inputs = on_device(make_inputs(case), torch.float16)
@@ -258,16 +264,17 @@ def test_reruns_are_equal(op):
         assert torch.equal(first[name], second[name])
 
 
-@pytest.mark.slow_except("0.0")
+@pytest.mark.slow_except("0.0-improved_clustered_attention")
+@pytest.mark.parametrize("op", OPS[1:])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_gradients_in_a_fixed_order_when_torch_is_asked_for_one(dropout_p):
+def test_gradients_in_a_fixed_order_when_torch_is_asked_for_one(dropout_p, op):
     found = []
     for deterministic in (False, True, True):
         torch.use_deterministic_algorithms(deterministic)
         torch.manual_seed(3)
         try:
             inputs = on_device(make_inputs(SMALL), torch.float32)
-            found.append(run("improved_clustered_attention", SMALL, inputs, dropout_p=dropout_p))
+            found.append(run(op, SMALL, inputs, dropout_p=dropout_p))
         finally:
             torch.use_deterministic_algorithms(False)
     for name in NAMES:
@@ -276,7 +283,7 @@ def test_gradients_in_a_fixed_order_when_torch_is_asked_for_one(dropout_p):
 
 
 @pytest.mark.slow_except("clustered_attention")
-@each_op
+@each_op_of_centroids
 def test_dropout_drops_weights_and_its_gradient_is_that_of_the_kept_ones(op):
     """With the identity as values the output is the matrix of dropped weights: it gives away the factors."""
     case = replace(SMALL, N=33, M=31, topk=5, Dv=31)
@@ -334,18 +341,24 @@ def test_registered_with_torch_library(op):
     case = replace(SMALL, B=1, H=1, N=7, M=6, topk=2, masks="holes")
     inputs = on_device(make_inputs(case), torch.float32)
     leaves = [tensor.detach().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)]
-    topk = () if op == "clustered_attention" else (case.topk,)
-    arguments = (*leaves, inputs.labels, case.clusters, *topk, inputs.key_mask, inputs.query_mask, 0.3, 0.0, None)
+    counts = {OPS[0]: (case.clusters,), OPS[1]: (case.clusters, case.topk)}
+    labels, sizes, exact = (inputs.labels,), counts.get(op), ()
+    if op == FIRST_ORDER:
+        labels, sizes = (inputs.labels, inputs.key_labels), (case.clusters, case.key_clusters, case.topk)
+        exact = (torch.ones(1, 1, dtype=torch.bool, device=DEVICE),)
+    arguments = (*leaves, *labels, *sizes, inputs.key_mask, inputs.query_mask, *exact, 0.3, 0.0, None)
     torch.library.opcheck(getattr(torch.ops.hf_effattn, f"{op}_triton").default, arguments)
 
 
-@pytest.mark.parametrize("module", [clustered, improved], **by_name)
+@pytest.mark.parametrize("module", [clustered, improved, bi_clustered], **by_name)
 def test_no_rows_at_all(module):
     """Batches, queries and keys of length 0."""
     for B, N, M in ((0, 5, 5), (1, 0, 5), (1, 5, 0)):
         query, key, value = (torch.zeros(B, 1, length, 8, device=DEVICE) for length in (N, M, M))
         labels = torch.zeros(B, 1, N, dtype=torch.int64, device=DEVICE)
-        arguments = [query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), labels, 2]
+        arguments = [query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), labels]
+        key_labels = torch.zeros(B, 1, M, dtype=torch.int64, device=DEVICE)
+        arguments += [key_labels, 2, 2, min(M, 3), None] if module is bi_clustered else [2]
         arguments += [min(M, 3)] if module is improved else []
         op = getattr(module, module.__name__.split(".")[-2])
         output = op(*arguments, None, None, 0.3, 0.0, None)

@@ -82,7 +82,9 @@ def test_sorted_block_attention(case, dtype, backend):
         ("improved_clustered_attention", "batched", {}),
         ("improved_clustered_attention", "triton", {}),
         ("bi_clustered_attention", "batched", {}),
+        ("bi_clustered_attention", "triton", {}),
         ("bi_clustered_attention", "batched", {"exact_heads": torch.tensor([[True, False]])}),
+        ("bi_clustered_attention", "triton", {"exact_heads": torch.tensor([[True, False]])}),
     ],
 )
 @pytest.mark.parametrize("case", ATTENTION, **by_name)

@@ -1,5 +1,7 @@
 """Bi-clustered attention: each query cluster's exact keys, and all other keys by the first order of key clusters."""
 
+from typing import Any
+
 import torch
 
 from ..shared.arguments import check_attention, check_count, check_labels, check_mask_of_heads, choose_backend
@@ -7,6 +9,12 @@ from ..shared.dropout import draw_seed
 from . import batched, reference
 from .offsets import predicted_error as predicted_error
 from .offsets import query_offsets as query_offsets
+
+
+def _triton(*arguments: Any) -> torch.Tensor:
+    from . import triton
+
+    return triton.bi_clustered_attention(*arguments)
 
 
 def bi_clustered_attention(
@@ -67,7 +75,7 @@ def bi_clustered_attention(
             for heads that no summary serves (`predicted_error`).
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         dropout_p (`float`): dropout on the attention weights, of exact keys and key clusters alike.
-        backend (`str`, *optional*): `"reference"` or `"batched"`, the default, on a GPU too: it has no kernels yet.
+        backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`. Default: Triton on a GPU, else batched.
             Only the reference has second and forward-mode derivatives.
 
     Returns:
@@ -75,8 +83,9 @@ def bi_clustered_attention(
 
     Raises:
         ValueError: sizes, devices or dtypes that do not fit together, labels outside `0 .. clusters - 1` or key labels
-            outside `0 .. key_clusters - 1`, `clusters`, `key_clusters` or `topk` below 1, a `dropout_p` outside
-            [0, 1), an unknown backend.
+            outside `0 .. key_clusters - 1` (the kernels, which would have to wait for the GPU to know, give such
+            queries 0 and leave such keys to exact heads), `clusters`, `key_clusters` or `topk` below 1, a `dropout_p`
+            outside [0, 1), an unknown backend.
         TypeError: a mask that is not boolean, labels that are not integers.
     """
     check_count("topk", topk)
@@ -84,7 +93,7 @@ def bi_clustered_attention(
     check_attention(query, key, value, labels, clusters, key_mask, query_mask)
     check_labels(key_labels, key, of="key")
     check_mask_of_heads("exact_heads", exact_heads, key)
-    forms = reference.bi_clustered_attention, batched.bi_clustered_attention, None
+    forms = reference.bi_clustered_attention, batched.bi_clustered_attention, _triton
     run = choose_backend(backend, forms, query, key, value)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     topk = min(topk, key.shape[2])

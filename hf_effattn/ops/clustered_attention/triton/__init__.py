@@ -14,9 +14,10 @@ from ...derivatives import refuse_second_derivatives
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.centroids import centroid_pass, merge_splits
 from ...shared.triton.chips import LENGTHS, block_width, on_device_of
+from ...shared.triton.cluster_table import load_split_sum
 from ...shared.triton.sort import SortedRows, cluster_means, sort_by_cluster
 from ...shared.triton.tiles import load_tile
-from .backward import centroid_backward, load_split_sum
+from .backward import centroid_backward
 
 TILE = 64  # queries that one program writes
 

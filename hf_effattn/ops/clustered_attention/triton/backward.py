@@ -138,17 +138,6 @@ def _clustered_attention_bwd_centroid_kernel(
     tl.store(p_out, b_grad_centroid * scale, mask=m_c[:, None] & (o_d < D)[None, :])
 
 
-@triton.jit
-def load_split_sum(parts_ptr, i_row, splits, D, BLOCK_D: tl.constexpr):
-    """Sum of the parts `(splits, D)` of one row, in their order."""
-    o_d = tl.arange(0, BLOCK_D)
-    b_sum = tl.zeros([BLOCK_D], tl.float32)
-    for split in range(splits):
-        # [BLOCK_D]
-        b_sum += tl.load(parts_ptr + (i_row * splits + split) * D + o_d, mask=o_d < D, other=0.0)
-    return b_sum
-
-
 def centroid_backward(
     centroids: torch.Tensor,
     key: torch.Tensor,

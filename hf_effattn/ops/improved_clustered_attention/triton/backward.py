@@ -9,8 +9,8 @@ former for all keys, and what that gets wrong on `T` is put right here, by `extr
 import triton
 import triton.language as tl
 
-from ...clustered_attention.triton.backward import load_split_sum
 from ...shared.triton.chips import LENGTHS
+from ...shared.triton.cluster_table import load_split_sum
 from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.tiles import dot_by_parts, load_rows, load_tile
 from .forward import load_top, load_top_weights, row_dropout

@@ -63,12 +63,13 @@ def merge_splits(values_ptr, lse_ptr, i_row, splits, Dv, BLOCK_V: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _centroid_attention_fwd_kernel(
-    centroids_ptr, key_ptr, value_ptr, key_mask_ptr, seed_ptr, values_ptr, lse_ptr, scores_ptr,
+    centroids_ptr, key_ptr, value_ptr, key_mask_ptr, bias_ptr, seed_ptr, values_ptr, lse_ptr, scores_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
     stride_value_b, stride_value_h, stride_value_m, stride_value_d, stride_mask_b, stride_mask_m,
     key_heads, rows, M, D, Dv, first_row, last_row, blocks, splits, split_length, bin_keys, columns, scale_log2,
     dropout_p,
-    HAS_MASK: tl.constexpr, HAS_VALUES: tl.constexpr, HAS_DROPOUT: tl.constexpr, HAS_BINS: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_VALUES: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HAS_BINS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BY_PARTS: tl.constexpr, PRECISION: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +117,10 @@ def _centroid_attention_fwd_kernel(
             # [BLOCK_D, COLUMNS]
             b_key = tl.load(p_key_t, mask=m_key[None, :] & (o_d < D)[:, None], other=0.0)
             b_scores = tl.dot(b_centroid, b_key, input_precision=PRECISION)
-        b_scores = tl.where(m_key[None, :], b_scores * scale_log2, float("-inf"))
+        b_scores *= scale_log2
+        if HAS_BIAS:
+            b_scores += tl.load(bias_ptr + i_p.to(tl.int64) * M + o_m, mask=m_key, other=0.0)[None, :]
+        b_scores = tl.where(m_key[None, :], b_scores, float("-inf"))
         if HAS_BINS:
             b_best = tl.maximum(b_best, b_scores)
             tile = start // COLUMNS
@@ -167,6 +171,7 @@ def centroid_pass(
     topk: int,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> CentroidPass:
     """One pass of the centroids over the keys.
 
@@ -178,12 +183,13 @@ def centroid_pass(
         scale: factor on the scores.
         topk: top keys per centroid, at most `M`; 0 for none.
         dropout_p, dropout_seed: dropout on the attention; a seed of None is no dropout.
+        bias: what is added to the scores of each key, an exponent of 2, `(B · Hk, M)` float32, or None.
     """
     B, Hk, M, D = key.shape
     Dv = 0 if value is None else value.shape[3]
     rows = centroids.shape[0] * centroids.shape[1] // max(1, B * Hk)
     config = tile_config(key, D, Dv)
-    if topk and (key_mask is not None or dropout_seed is not None):
+    if topk and not (key_mask is dropout_seed is bias is None):
         # The bins leave no registers for more.
         config["COLUMNS"] = min(config["COLUMNS"], 32 if max(config["BLOCK_D"], config["BLOCK_V"]) <= 64 else 16)
     bin_keys = bin_length(M, topk)
@@ -203,12 +209,13 @@ def centroid_pass(
             tables = triton.cdiv(last, rows) - first // rows
             blocks = triton.cdiv(min(rows, last - first), config["ROWS"])
             _centroid_attention_fwd_kernel[(tables * splits * blocks,)](
-                centroids, key, value, key_mask, dropout_seed, values, lse, bins,
+                centroids, key, value, key_mask, bias, dropout_seed, values, lse, bins,
                 *key.stride(), *((0, 0, 0, 0) if value is None else value.stride()), *key_strides[4:],
                 Hk, rows, M, D, Dv, first, last, blocks, splits, split_length, bin_keys, columns, scale * LOG2_E,
                 dropout_p,
-                HAS_MASK=key_mask is not None, HAS_VALUES=value is not None, HAS_DROPOUT=dropout_seed is not None,
-                HAS_BINS=topk > 0, KINDS=KINDS_OF_WEIGHTS, KIND=CENTROID_WEIGHTS, **config,
+                HAS_MASK=key_mask is not None, HAS_BIAS=bias is not None, HAS_VALUES=value is not None,
+                HAS_DROPOUT=dropout_seed is not None, HAS_BINS=topk > 0, KINDS=KINDS_OF_WEIGHTS,
+                KIND=CENTROID_WEIGHTS, **config,
             )  # fmt: skip
             out = top[first:last], top_scores[first:last]
             if topk and bin_keys == 1:
@@ -216,9 +223,9 @@ def centroid_pass(
             elif topk:
                 block_n = max(64, triton.next_power_of_2(topk * bin_keys))
                 _select_candidates_kernel[(last - first,)](
-                    centroids, key, key_mask, select_topk(bins, topk)[0], *out, *key_strides,
+                    centroids, key, key_mask, bias, select_topk(bins, topk)[0], *out, *key_strides,
                     Hk, rows, M, D, topk, first, bin_keys, scale * LOG2_E,
-                    HAS_MASK=key_mask is not None, COLUMNS=config["COLUMNS"], BLOCK_N=block_n, BLOCK_D=16,
+                    HAS_MASK=key_mask is not None, HAS_BIAS=bias is not None, COLUMNS=config["COLUMNS"], BLOCK_N=block_n, BLOCK_D=16,
                     num_warps=min(16, max(1, block_n // 128)), **chip_of(key).all_registers,
                 )  # fmt: skip
     return CentroidPass(values, lse, top, top_scores)
@@ -242,12 +249,17 @@ def score_chunks(tables: int, rows: int, bytes_per_row: int) -> list[tuple[int, 
 
 
 def centroid_topk(
-    centroids: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float, topk: int
+    centroids: torch.Tensor,
+    key: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    scale: float,
+    topk: int,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `topk` keys with the largest `scale · Qc K^T` and those scores times log2(e).
+    """The `topk` keys with the largest `scale · Qc K^T`, and those scores times log2(e), with their bias.
 
     Each `(B · H, C, topk)`, int32 and float32; index -1 and score `-inf` where fewer keys may be attended to.
     Arguments as for `centroid_pass`.
     """
-    found = centroid_pass(centroids, key, None, key_mask, scale, topk)
+    found = centroid_pass(centroids, key, None, key_mask, scale, topk, bias=bias)
     return found.top.view(*centroids.shape[:2], topk), found.top_scores.view(*centroids.shape[:2], topk)

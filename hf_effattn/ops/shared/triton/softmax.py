@@ -29,6 +29,15 @@ def dot_rows(
 
 
 @triton.jit
+def softmax_weights(b_scores, b_highest, b_total):
+    """Weights of a block of base-2 scores beside the highest so far, what those before shrink by, highest and sum."""
+    b_higher = tl.maximum(b_highest, tl.max(b_scores, 1))
+    b_weights = tl.exp2(b_scores - b_higher[:, None])
+    b_kept = tl.exp2(b_highest - b_higher)
+    return b_weights, b_kept, b_higher, b_total * b_kept + tl.sum(b_weights, 1)
+
+
+@triton.jit
 def softmax_step(
     b_scores, b_value, b_output, b_highest, b_total, seed_ptr, o_row, o_column, columns, dropout_p,
     TAKEN: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,

@@ -104,10 +104,11 @@ def _select_topk_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _select_candidates_kernel(
-    centroids_ptr, key_ptr, key_mask_ptr, bins_ptr, indices_ptr, chosen_ptr,
+    centroids_ptr, key_ptr, key_mask_ptr, bias_ptr, bins_ptr, indices_ptr, chosen_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d, stride_mask_b, stride_mask_m,
     key_heads, rows, M, D, topk, first_row, bin_keys, scale_log2,
-    HAS_MASK: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The largest scores of one row among the keys in the bins that it chose: these keys are scored again.
 
@@ -136,7 +137,10 @@ def _select_candidates_kernel(
         # [BLOCK_N, BLOCK_D]
         b_part = tl.load(p_key + o_d[None, :] * stride_key_d, mask=m_key[:, None] & (o_d < D)[None, :], other=0.0)
         b_score += tl.sum(b_part.to(tl.float32) * b_centroid[None, :], 1)
-    b_score = tl.where(m_key, b_score * scale_log2, float("-inf"))
+    b_score *= scale_log2
+    if HAS_BIAS:
+        b_score += tl.load(bias_ptr + i_p * M + b_key, mask=m_key, other=0.0)
+    b_score = tl.where(m_key, b_score, float("-inf"))
     b_bits = _ordered_bits(b_score)
     least, equals = _find_least(b_bits, chosen_ptr, BLOCK_N, topk, True, BLOCK_N)
     taken = tl.sum(tl.zeros([BLOCK_N], tl.int32), 0)

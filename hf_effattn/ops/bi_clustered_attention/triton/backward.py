@@ -1,0 +1,306 @@
+"""Backward pass of first-order bi-clustered attention on a GPU, labels and sets `T_j` held fixed.
+
+The tile kernels leave, of every entry of a table, `dK̃_jc`, `dṼ_jc` and `db_jc`. With `a_jt = exp(Q̄_j·K_t) / S_jc`:
+`ds_jt = a_jt (dlog S_jc + dK̃_jc·(K_t - K̃_jc) + dṼ_jc·(V_t - Ṽ_jc))`, then `dK_t = Σ_j a_jt dK̃_jc + ds_jt Q̄_j`,
+`dV_t = Σ_j a_jt dṼ_jc` and `dQ̄_j = Σ_t ds_jt K_t - Σ_c db_jc K̃_jc`. The dipoles give `dM_j = Σ_i s_i η_i^T dO_i`, from
+it `dCov_c = Σ_j p̄_jc dM_j` and what `log S_jc` gets through `p̄_j`.
+
+Gradients of tables are kept over the `n_j` queries of a cluster, as in `clustered_attention`: in range in float16.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...shared.triton.chips import LENGTHS, on_device_of
+from ...shared.triton.cluster_table import (
+    _cluster_table_bwd_delta_kernel,
+    _cluster_table_bwd_key_kernel,
+    _cluster_table_bwd_query_kernel,
+    _cluster_table_bwd_summary_kernel,
+    is_exact,
+)
+from ...shared.triton.softmax import dot_rows
+from ...shared.triton.sort import SortedRows
+from ...shared.triton.tiles import LOG2_E, PART, load_rows, load_tile, tile_config
+from .forward import load_spread, load_taken
+from .products import cluster_products
+from .saved import Saved
+
+ROWS_OF_A_SPLIT = 512  # queries of a cluster that one program walks before a large cluster is split
+LARGEST_SPLIT = 4
+CENTROID_PROGRAMS = 264  # enough to keep a large chip busy
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _bi_clustered_attention_bwd_key_kernel(
+    centroids_ptr, key_ptr, value_ptr, taken_ptr, exact_heads_ptr, starts_ptr, order_ptr, key_starts_ptr, tiles_ptr,
+    log_mass_ptr, constant_ptr, table_grad_key_ptr, table_grad_value_ptr, mean_key_ptr, mean_value_ptr,
+    grad_covariance_ptr, sums_ptr, grad_key_ptr, grad_value_ptr,
+    stride_key_b, stride_key_h, stride_key_m, stride_key_d,
+    stride_value_b, stride_value_h, stride_value_m, stride_value_d,
+    stride_gk_b, stride_gk_h, stride_gk_m, stride_gk_d, stride_gv_b, stride_gv_h, stride_gv_m, stride_gv_d,
+    key_heads, rows, M, D, Dv, clusters, key_clusters, words, tiles, mean_size, scale, scale_log2,
+    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`dK_t` and `dV_t` of a tile of keys of one cluster: through the tables, the covariances, and as exact keys."""
+    i_p = (tl.program_id(0) // tiles).to(tl.int64)
+    i_c, _, m_key, b_row = load_tile(
+        order_ptr, key_starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, M, key_clusters, tiles, ROWS
+    )
+    if (tl.max(m_key.to(tl.int32), 0) == 0) | is_exact(exact_heads_ptr, i_p, HAS_EXACT):
+        return
+    in_cluster = i_c < key_clusters
+    i_c = tl.where(in_cluster, i_c, 0)
+    m_member = m_key & in_cluster
+    i_b, i_h = i_p // key_heads, i_p % key_heads
+    p_key = key_ptr + i_b * stride_key_b + i_h * stride_key_h + b_row * stride_key_m
+    p_value = value_ptr + i_b * stride_value_b + i_h * stride_value_h + b_row * stride_value_m
+    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
+    b_key = load_rows(p_key, m_member, stride_key_d, D, BLOCK_D)
+    b_value = load_rows(p_value, m_member, stride_value_d, Dv, BLOCK_V)
+    b_grad_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    b_grad_value = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    for first in range(0, tl.where(in_cluster, rows, 0), COLUMNS):
+        o_r = first + tl.arange(0, COLUMNS)
+        m_r = o_r < rows
+        o_row = i_p * rows + o_r
+        o_table = o_row * key_clusters + i_c
+        p_centroid = centroids_ptr + o_row * D
+        p_grad_key, p_grad_value = table_grad_key_ptr + o_table * D, table_grad_value_ptr + o_table * Dv
+        # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+        b_centroid = load_rows(p_centroid, m_r, 1, D, BLOCK_D)
+        b_table_key = load_rows(p_grad_key, m_r, 1, D, BLOCK_D)
+        b_table_value = load_rows(p_grad_value, m_r, 1, Dv, BLOCK_V)
+        b_mass = tl.load(log_mass_ptr + o_table, mask=m_r, other=float("-inf"))
+        # A table holds the clusters of several problems, whose starts have two entries more.
+        p_start = starts_ptr + i_p * (rows // clusters) * (clusters + 2) + o_r + o_r // clusters * 2
+        b_size = (tl.load(p_start + 1, mask=m_r, other=0) - tl.load(p_start, mask=m_r, other=0)).to(tl.float32)
+        b_scores = dot_rows(
+            b_key, b_centroid, p_key, m_member, stride_key_d, p_centroid, m_r, 1, D,
+            ROWS, COLUMNS, BY_PARTS, PRECISION,
+        )  # fmt: skip
+        m_pair = m_member[:, None] & (b_mass > float("-inf"))[None, :]
+        m_pair &= ~tl.trans(load_taken(taken_ptr + i_p * M * words, b_row, m_member, o_r, words))
+        b_scores = b_scores * scale_log2 - tl.where(b_mass > float("-inf"), b_mass, 0.0)[None, :]
+        b_weights = tl.exp2(tl.where(m_pair, b_scores, float("-inf")))
+        # Every member of a cluster counted.
+        b_weights *= (b_size / mean_size)[None, :]
+        b_inner = dot_rows(
+            b_key, b_table_key, p_key, m_member, stride_key_d, p_grad_key, m_r, 1, D,
+            ROWS, COLUMNS, BY_PARTS, PRECISION,
+        )  # fmt: skip
+        b_inner += dot_rows(
+            b_value, b_table_value, p_value, m_member, stride_value_d, p_grad_value, m_r, 1, Dv,
+            ROWS, COLUMNS, BY_PARTS, PRECISION,
+        )  # fmt: skip
+        b_constant = tl.load(constant_ptr + o_table, mask=m_r, other=0.0) / tl.maximum(b_size, 1.0)
+        b_grad_scores = b_weights * (b_inner + b_constant[None, :]) * scale
+        b_weights = b_weights.to(b_key.dtype)
+        b_grad_value += tl.dot(b_weights, b_table_value, input_precision=PRECISION)
+        b_grad_key += tl.dot(b_weights, b_table_key, input_precision=PRECISION)
+        b_grad_key += tl.dot(b_grad_scores.to(b_key.dtype), b_centroid, input_precision=PRECISION)
+
+    p_start = key_starts_ptr + i_p * (key_clusters + 2) + i_c
+    divisor = tl.maximum(tl.load(p_start + 1) - tl.load(p_start), 1).to(tl.float32)
+    i_row = i_p * key_clusters + i_c
+    grad_covariance_ptr += i_row * D * Dv
+    b_grad_key *= mean_size
+    b_grad_value *= mean_size
+    for first in range(0, tl.where(in_cluster, Dv, 0), PART):
+        o_part = first + tl.arange(0, PART)
+        # [ROWS, PART], [PART, BLOCK_D]
+        b_spread = load_spread(p_value, m_member, stride_value_d, mean_value_ptr + i_row * Dv, o_part, Dv) / divisor
+        m_part = (o_part < Dv)[:, None] & (o_d < D)[None, :]
+        b_turn = tl.load(grad_covariance_ptr + o_d[None, :] * Dv + o_part[:, None], mask=m_part, other=0.0)
+        b_grad_key = tl.dot(b_spread, b_turn, b_grad_key, input_precision=PRECISION)
+    for first in range(0, tl.where(in_cluster, D, 0), PART):
+        o_part = first + tl.arange(0, PART)
+        # [ROWS, PART], [PART, BLOCK_V]
+        b_spread = load_spread(p_key, m_member, stride_key_d, mean_key_ptr + i_row * D, o_part, D) / divisor
+        b_turn = load_rows(grad_covariance_ptr + o_part * Dv, o_part < D, 1, Dv, BLOCK_V)
+        b_grad_value = tl.dot(b_spread, b_turn, b_grad_value, input_precision=PRECISION)
+
+    p_sums = sums_ptr + (i_p * M + b_row) * (D + Dv)
+    b_grad_key += load_rows(p_sums, m_member, 1, D, BLOCK_D)
+    b_grad_value += load_rows(p_sums + D, m_member, 1, Dv, BLOCK_V)
+    p_gk = grad_key_ptr + i_b * stride_gk_b + i_h * stride_gk_h + b_row[:, None] * stride_gk_m
+    p_gv = grad_value_ptr + i_b * stride_gv_b + i_h * stride_gv_h + b_row[:, None] * stride_gv_m
+    b_grad_key = tl.where(m_member[:, None], b_grad_key, 0.0).to(grad_key_ptr.dtype.element_ty)
+    b_grad_value = tl.where(m_member[:, None], b_grad_value, 0.0).to(grad_value_ptr.dtype.element_ty)
+    tl.store(p_gk + o_d[None, :] * stride_gk_d, b_grad_key, mask=m_key[:, None] & (o_d < D)[None, :])
+    tl.store(p_gv + o_v[None, :] * stride_gv_d, b_grad_value, mask=m_key[:, None] & (o_v < Dv)[None, :])
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _bi_clustered_attention_bwd_centroid_kernel(
+    centroids_ptr, key_ptr, value_ptr, taken_ptr, exact_heads_ptr, starts_ptr, order_ptr, key_starts_ptr,
+    table_key_ptr, log_mass_ptr, constant_ptr, table_grad_key_ptr, table_grad_value_ptr, grad_bias_ptr,
+    grad_centroids_ptr,
+    stride_key_b, stride_key_h, stride_key_m, stride_key_d,
+    stride_value_b, stride_value_h, stride_value_m, stride_value_d,
+    key_heads, rows, M, D, Dv, clusters, key_clusters, words, blocks, splits, split_length, scale, scale_log2,
+    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`dQ̄_j / n_j`, what each query gets from the tables of its centroid, over one part of the key clusters."""
+    i_block = tl.program_id(0) % blocks
+    i_split = tl.program_id(0) // blocks % splits
+    i_p = (tl.program_id(0) // (blocks * splits)).to(tl.int64)
+    if is_exact(exact_heads_ptr, i_p, HAS_EXACT):
+        return
+    key_starts_ptr += i_p * (key_clusters + 2)
+    key_ptr += i_p // key_heads * stride_key_b + i_p % key_heads * stride_key_h
+    value_ptr += i_p // key_heads * stride_value_b + i_p % key_heads * stride_value_h
+    o_r = i_block * ROWS + tl.arange(0, ROWS)
+    m_r = o_r < rows
+    o_row = i_p * rows + o_r
+    p_centroid = centroids_ptr + o_row * D
+    p_start = starts_ptr + i_p * (rows // clusters) * (clusters + 2) + o_r + o_r // clusters * 2
+    b_size = tl.load(p_start + 1, mask=m_r, other=0) - tl.load(p_start, mask=m_r, other=0)
+    b_size = tl.maximum(b_size, 1).to(tl.float32)
+    # [ROWS, BLOCK_D]
+    b_centroid = load_rows(p_centroid, m_r, 1, D, BLOCK_D)
+    b_grad_centroid = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for i_c in range(i_split * split_length, tl.minimum(key_clusters, (i_split + 1) * split_length)):
+        first, last = tl.load(key_starts_ptr + i_c), tl.load(key_starts_ptr + i_c + 1)
+        o_table = o_row * key_clusters + i_c
+        p_grad_key, p_grad_value = table_grad_key_ptr + o_table * D, table_grad_value_ptr + o_table * Dv
+        # [ROWS, BLOCK_D], [ROWS, BLOCK_D], [ROWS, BLOCK_V]
+        b_tilted = load_rows(table_key_ptr + o_table * D, m_r, 1, D, BLOCK_D).to(tl.float32)
+        b_table_key = load_rows(p_grad_key, m_r, 1, D, BLOCK_D)
+        b_table_value = load_rows(p_grad_value, m_r, 1, Dv, BLOCK_V)
+        b_mass = tl.load(log_mass_ptr + o_table, mask=m_r, other=float("-inf"))
+        m_table = b_mass > float("-inf")
+        b_mass = tl.where(m_table, b_mass, 0.0)
+        b_constant = tl.load(constant_ptr + o_table, mask=m_r, other=0.0) / b_size
+        b_grad_centroid -= tl.load(grad_bias_ptr + o_table, mask=m_r, other=0.0)[:, None] * b_tilted
+        for place in range(first, last, COLUMNS):
+            o_place = place + tl.arange(0, COLUMNS)
+            m_key = o_place < last
+            b_row = tl.load(order_ptr + i_p * M + o_place, mask=m_key, other=0).to(tl.int64)
+            p_key, p_value = key_ptr + b_row * stride_key_m, value_ptr + b_row * stride_value_m
+            # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+            b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
+            b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
+            b_scores = dot_rows(
+                b_centroid, b_key, p_centroid, m_r, 1, p_key, m_key, stride_key_d, D,
+                ROWS, COLUMNS, BY_PARTS, PRECISION,
+            )  # fmt: skip
+            b_inner = dot_rows(
+                b_table_key, b_key, p_grad_key, m_r, 1, p_key, m_key, stride_key_d, D,
+                ROWS, COLUMNS, BY_PARTS, PRECISION,
+            )  # fmt: skip
+            b_inner += dot_rows(
+                b_table_value, b_value, p_grad_value, m_r, 1, p_value, m_key, stride_value_d, Dv,
+                ROWS, COLUMNS, BY_PARTS, PRECISION,
+            )  # fmt: skip
+            m_pair = m_table[:, None] & m_key[None, :]
+            m_pair &= ~load_taken(taken_ptr + i_p * M * words, b_row, m_key, o_r, words)
+            b_scores = b_scores * scale_log2 - b_mass[:, None]
+            b_weights = tl.exp2(tl.where(m_pair, b_scores, float("-inf")))
+            b_grad_scores = b_weights * (b_inner + b_constant[:, None])
+            b_grad_centroid += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
+    o_d = tl.arange(0, BLOCK_D)
+    p_out = grad_centroids_ptr + (o_row * splits + i_split)[:, None] * D + o_d[None, :]
+    tl.store(p_out, b_grad_centroid * scale, mask=m_r[:, None] & (o_d < D)[None, :])
+
+
+def attend_backward(
+    grad_output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    exact_heads: torch.Tensor | None,
+    dropout_seed: torch.Tensor | None,
+    output: torch.Tensor,
+    saved: Saved,
+    queries: SortedRows,
+    keys: SortedRows,
+    scale: float,
+    dropout_p: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value, unwritten in exact heads, and `δ_i` of all queries `(B · H, N)`."""
+    B, H, N, D = query.shape
+    Hk, M, Dv = value.shape[1:]
+    clusters, key_clusters, topk = queries.clusters, keys.clusters, saved.top.shape[2]
+    P, rows, words, group = B * Hk, H // Hk * clusters, saved.taken.shape[2], H // Hk
+    config = tile_config(query, D, Dv, backward=True)
+    sums_config = tile_config(query, D, Dv, backward=True, two_sums=True)
+    exact = {"HAS_EXACT": exact_heads is not None}
+    switches = exact | {"HAS_DROPOUT": dropout_seed is not None}
+    tiles = queries.tiles.shape[1]
+    of_queries = queries.order, queries.starts, queries.tiles
+    scales = scale, scale * LOG2_E
+    delta, turn = torch.empty_like(saved.lse), torch.empty_like(saved.lse)
+    table_grad_keys, table_grad_values = torch.empty_like(saved.table_keys), torch.empty_like(saved.table_values)
+    grad_bias, constant = torch.empty_like(saved.bias), torch.empty_like(saved.bias)
+    grad_query, grad_key, grad_value = (torch.empty_like(tensor) for tensor in (query, key, value))
+    ordered = torch.are_deterministic_algorithms_enabled()
+    sums = query.new_zeros(P * M, D + Dv, dtype=torch.float32)
+    shares = query.new_empty(P * rows * topk, D + Dv, dtype=torch.float32) if ordered else sums
+    strides = query.stride(), key.stride(), value.stride(), grad_output.stride()
+    with on_device_of(query):
+        _cluster_table_bwd_delta_kernel[(B * H * tiles,)](
+            query, output, grad_output, exact_heads, *of_queries, saved.centroids, saved.dipoles, delta, turn,
+            *strides[0], *output.stride(), *strides[3], H, group, N, D, Dv, clusters, tiles, scale,
+            **exact, ROWS=queries.tile, BLOCK_V=config["BLOCK_V"], PRECISION=config["PRECISION"],
+        )  # fmt: skip
+        splits = 1 if ordered else min(LARGEST_SPLIT, triton.cdiv(N, ROWS_OF_A_SPLIT))
+        blocks = triton.cdiv(topk, sums_config["ROWS"])
+        _cluster_table_bwd_key_kernel[(P * rows * blocks * splits,)](
+            query, key, value, grad_output, dropout_seed, exact_heads, *of_queries[:2], saved.top, saved.lse, delta,
+            shares, *strides[0], *strides[1], *strides[2], *strides[3],
+            H, group, N, M, D, Dv, clusters, topk, topk + key_clusters, blocks, splits, ROWS_OF_A_SPLIT, *scales,
+            dropout_p, **switches, ORDERED=ordered, **sums_config,
+        )  # fmt: skip
+        if ordered:
+            # Places without a key hold 0 and may go anywhere.
+            first = torch.arange(P, device=key.device).repeat_interleave(rows * topk) * M
+            sums.index_add_(0, saved.top.flatten().clamp(min=0) + first, shares)
+        blocks = triton.cdiv(key_clusters, sums_config["ROWS"])
+        _cluster_table_bwd_summary_kernel[(P * rows * blocks,)](
+            query, grad_output, dropout_seed, exact_heads, *of_queries[:2], saved.lse, delta, turn, saved.table_keys,
+            saved.table_values, saved.bias, saved.centroids, table_grad_keys, table_grad_values, grad_bias, constant,
+            *strides[0], *strides[3], H, group, N, D, Dv, clusters, key_clusters, topk, blocks, *scales, dropout_p,
+            **switches, **sums_config,
+        )  # fmt: skip
+        grad_dipoles, share_grads = cluster_products(
+            query, grad_output, queries, saved.centroids, None, exact_heads,
+            weights=saved.share, factor=scale, parts=clusters,
+        )  # fmt: skip
+        with torch.autocast(query.device.type, enabled=False):
+            by_head = grad_dipoles.view(P, rows, -1)
+            at_centroid = saved.at_centroid.view(P, rows, -1)
+            grad_covariances = at_centroid.mT @ by_head
+            grad_logits = by_head @ saved.covariances.view(P, key_clusters, -1).mT
+            grad_logits = torch._softmax_backward_data(grad_logits, at_centroid, 2, torch.float32)
+            constant += grad_logits.view_as(constant)
+        _bi_clustered_attention_bwd_key_kernel[(P * keys.tiles.shape[1],)](
+            saved.centroids, key, value, saved.taken, exact_heads, queries.starts, keys.order, keys.starts, keys.tiles,
+            saved.log_mass, constant, table_grad_keys, table_grad_values, saved.mean_keys, saved.mean_values,
+            grad_covariances, sums, grad_key, grad_value, *strides[1], *strides[2],
+            *grad_key.stride(), *grad_value.stride(), Hk, rows, M, D, Dv, clusters, key_clusters, words,
+            keys.tiles.shape[1], max(1.0, N / clusters), *scales, **exact, **sums_config,
+        )  # fmt: skip
+        blocks = triton.cdiv(rows, config["ROWS"])
+        splits = max(1, min(CENTROID_PROGRAMS // (P * blocks), key_clusters))
+        split_length = triton.cdiv(key_clusters, splits)
+        splits = triton.cdiv(key_clusters, split_length)
+        grad_centroids = query.new_empty(P * rows, splits, D, dtype=torch.float32)
+        _bi_clustered_attention_bwd_centroid_kernel[(P * blocks * splits,)](
+            saved.centroids, key, value, saved.taken, exact_heads, queries.starts, keys.order, keys.starts,
+            saved.table_keys, saved.log_mass, constant, table_grad_keys, table_grad_values, grad_bias, grad_centroids,
+            *strides[1], *strides[2], Hk, rows, M, D, Dv, clusters, key_clusters, words, blocks, splits, split_length,
+            *scales, **exact, **config,
+        )  # fmt: skip
+        _cluster_table_bwd_query_kernel[(B * H * tiles,)](
+            query, key, value, grad_output, dropout_seed, exact_heads, *of_queries, saved.top, saved.lse, delta,
+            None, None, saved.table_keys, saved.table_values, saved.bias, saved.dipoles, saved.share, share_grads,
+            turn, grad_centroids, grad_query, *strides[0], *strides[1], *strides[2], *strides[3], *grad_query.stride(),
+            H, group, N, D, Dv, clusters, key_clusters, tiles, topk, splits, *scales, dropout_p,
+            HAS_SUMMARIES=True, HAS_REST=False, **switches, **config,
+        )  # fmt: skip
+    return grad_query, grad_key, grad_value, delta

@@ -1,0 +1,280 @@
+"""Exact attention on a GPU for the heads that `exact_heads` names; programs of all other heads end at once.
+
+Which heads they are is known to the GPU alone: nothing waits for the host, and a CUDA graph replays on other heads.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...shared.triton.chips import LENGTHS, on_device_of
+from ...shared.triton.cluster_table import score_gradients
+from ...shared.triton.dropout import dropout_factor
+from ...shared.triton.softmax import KIND, KINDS, dot_rows, softmax_step
+from ...shared.triton.tiles import LOG2_E, LOWEST, load_key_mask, load_rows, tile_config
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _bi_clustered_attention_fwd_exact_kernel(
+    query_ptr, key_ptr, value_ptr, key_mask_ptr, query_mask_ptr, exact_heads_ptr, seed_ptr, output_ptr, lse_ptr,
+    stride_query_b, stride_query_h, stride_query_n, stride_query_d, stride_key_b, stride_key_h, stride_key_m,
+    stride_key_d, stride_value_b, stride_value_h, stride_value_m, stride_value_d,
+    stride_output_b, stride_output_h, stride_output_n, stride_output_d,
+    stride_mask_b, stride_mask_m, stride_qm_b, stride_qm_n,
+    H, group, N, M, D, Dv, blocks, scale_log2, dropout_p,
+    HAS_MASK: tl.constexpr, HAS_QUERY_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`softmax(scale · Q_i K^T) V` of a tile of queries, and their base-2 log-sum-exp; 0 where the query is masked."""
+    i_p = (tl.program_id(0) // blocks).to(tl.int64)
+    i_b, i_h = i_p // H, i_p % H
+    if tl.load(exact_heads_ptr + i_p // group) == 0:
+        return
+    o_n = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    if HAS_QUERY_MASK:
+        query_mask_ptr += i_b * stride_qm_b
+    m_query = load_key_mask(query_mask_ptr, o_n, N, stride_qm_n, HAS_QUERY_MASK)
+    if HAS_MASK:
+        key_mask_ptr += i_b * stride_mask_b
+    key_ptr += i_b * stride_key_b + i_h // group * stride_key_h
+    value_ptr += i_b * stride_value_b + i_h // group * stride_value_h
+    o_row = i_p * N + o_n
+    p_query = query_ptr + i_b * stride_query_b + i_h * stride_query_h + o_n.to(tl.int64) * stride_query_n
+    # [ROWS, BLOCK_D]
+    b_query = load_rows(p_query, m_query, stride_query_d, D, BLOCK_D)
+    b_output = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    b_highest = tl.full([ROWS], LOWEST, tl.float32)
+    b_total = tl.zeros([ROWS], tl.float32)
+    for first in range(0, M, COLUMNS):
+        o_m = first + tl.arange(0, COLUMNS)
+        m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
+        o_m64 = o_m.to(tl.int64)
+        p_key = key_ptr + o_m64 * stride_key_m
+        # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+        b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
+        b_value = load_rows(value_ptr + o_m64 * stride_value_m, m_key, stride_value_d, Dv, BLOCK_V)
+        b_scores = dot_rows(
+            b_query, b_key, p_query, m_query, stride_query_d, p_key, m_key, stride_key_d, D,
+            ROWS, COLUMNS, BY_PARTS, PRECISION,
+        )  # fmt: skip
+        b_scores = tl.where(m_query[:, None] & m_key[None, :], b_scores * scale_log2, float("-inf"))
+        b_output, b_highest, b_total = softmax_step(
+            b_scores, b_value, b_output, b_highest, b_total, seed_ptr, o_row, o_m, M, dropout_p,
+            False, HAS_DROPOUT, PRECISION,
+        )  # fmt: skip
+    b_divisor = tl.where(b_total > 0, b_total, 1.0)
+    tl.store(lse_ptr + o_row, b_highest + tl.log2(b_divisor), mask=o_n < N)
+    o_v = tl.arange(0, BLOCK_V)
+    p_output = output_ptr + i_b * stride_output_b + i_h * stride_output_h
+    p_output += o_n.to(tl.int64)[:, None] * stride_output_n + o_v[None, :] * stride_output_d
+    b_output = (b_output / b_divisor[:, None]).to(output_ptr.dtype.element_ty)
+    tl.store(p_output, b_output, mask=(o_n < N)[:, None] & (o_v < Dv)[None, :])
+
+
+def attend_exactly(
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    query_mask: torch.Tensor | None,
+    exact_heads: torch.Tensor,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: torch.Tensor | None,
+) -> None:
+    """Write the exact heads of `output` `(B, H, N, Dv)` and of the base-2 log-sum-exp `lse` `(B · H, N)`."""
+    B, H, N, D = query.shape
+    M, Dv = value.shape[2:]
+    config = tile_config(query, D, Dv)
+    blocks = triton.cdiv(N, config["ROWS"])
+    masks = (stride for mask in (key_mask, query_mask) for stride in ((0, 0) if mask is None else mask.stride()))
+    with on_device_of(query):
+        _bi_clustered_attention_fwd_exact_kernel[(B * H * blocks,)](
+            query, key, value, key_mask, query_mask, exact_heads, dropout_seed, output, lse,
+            *query.stride(), *key.stride(), *value.stride(), *output.stride(), *masks,
+            H, H // key.shape[1], N, M, D, Dv, blocks, scale * LOG2_E, dropout_p,
+            HAS_MASK=key_mask is not None, HAS_QUERY_MASK=query_mask is not None,
+            HAS_DROPOUT=dropout_seed is not None, **config,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _bi_clustered_attention_bwd_exact_query_kernel(
+    query_ptr, key_ptr, value_ptr, grad_output_ptr, key_mask_ptr, query_mask_ptr, exact_heads_ptr, seed_ptr, lse_ptr,
+    delta_ptr, grad_query_ptr,
+    stride_query_b, stride_query_h, stride_query_n, stride_query_d, stride_key_b, stride_key_h, stride_key_m,
+    stride_key_d, stride_value_b, stride_value_h, stride_value_m, stride_value_d,
+    stride_go_b, stride_go_h, stride_go_n, stride_go_d, stride_mask_b, stride_mask_m, stride_qm_b, stride_qm_n,
+    stride_gq_b, stride_gq_h, stride_gq_n, stride_gq_d,
+    H, group, N, M, D, Dv, blocks, scale, scale_log2, dropout_p,
+    HAS_MASK: tl.constexpr, HAS_QUERY_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`dQ_i = scale Σ_t dS_it K_t` of a tile of queries."""
+    i_p = (tl.program_id(0) // blocks).to(tl.int64)
+    i_b, i_h = i_p // H, i_p % H
+    if tl.load(exact_heads_ptr + i_p // group) == 0:
+        return
+    o_n = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    if HAS_QUERY_MASK:
+        query_mask_ptr += i_b * stride_qm_b
+    m_query = load_key_mask(query_mask_ptr, o_n, N, stride_qm_n, HAS_QUERY_MASK)
+    if HAS_MASK:
+        key_mask_ptr += i_b * stride_mask_b
+    key_ptr += i_b * stride_key_b + i_h // group * stride_key_h
+    value_ptr += i_b * stride_value_b + i_h // group * stride_value_h
+    o_row, o_n64 = i_p * N + o_n, o_n.to(tl.int64)
+    p_query = query_ptr + i_b * stride_query_b + i_h * stride_query_h + o_n64 * stride_query_n
+    p_grad = grad_output_ptr + i_b * stride_go_b + i_h * stride_go_h + o_n64 * stride_go_n
+    # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
+    b_query = load_rows(p_query, m_query, stride_query_d, D, BLOCK_D)
+    b_grad = load_rows(p_grad, m_query, stride_go_d, Dv, BLOCK_V)
+    b_lse = tl.load(lse_ptr + o_row, mask=m_query, other=0.0)
+    b_delta = tl.load(delta_ptr + o_row, mask=m_query, other=0.0)
+    b_grad_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for first in range(0, M, COLUMNS):
+        o_m = first + tl.arange(0, COLUMNS)
+        m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
+        o_m64 = o_m.to(tl.int64)
+        p_key, p_value = key_ptr + o_m64 * stride_key_m, value_ptr + o_m64 * stride_value_m
+        # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+        b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
+        b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
+        b_scores = dot_rows(
+            b_query, b_key, p_query, m_query, stride_query_d, p_key, m_key, stride_key_d, D,
+            ROWS, COLUMNS, BY_PARTS, PRECISION,
+        )  # fmt: skip
+        b_grad_weights = dot_rows(
+            b_grad, b_value, p_grad, m_query, stride_go_d, p_value, m_key, stride_value_d, Dv,
+            ROWS, COLUMNS, BY_PARTS, PRECISION,
+        )  # fmt: skip
+        b_factor = b_delta[:, None]
+        if HAS_DROPOUT:
+            b_factor = dropout_factor(seed_ptr, o_row, o_m, M, dropout_p, KINDS, KIND)
+        m_pair = m_query[:, None] & m_key[None, :]
+        b_grad_scores, _ = score_gradients(
+            b_scores * scale_log2, m_pair, b_lse[:, None], b_delta[:, None], b_grad_weights, b_factor, HAS_DROPOUT
+        )
+        b_grad_query += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
+    o_d = tl.arange(0, BLOCK_D)
+    p_out = grad_query_ptr + i_b * stride_gq_b + i_h * stride_gq_h + o_n64[:, None] * stride_gq_n
+    b_grad_query = (b_grad_query * scale).to(grad_query_ptr.dtype.element_ty)
+    tl.store(p_out + o_d[None, :] * stride_gq_d, b_grad_query, mask=(o_n < N)[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _bi_clustered_attention_bwd_exact_key_kernel(
+    query_ptr, key_ptr, value_ptr, grad_output_ptr, key_mask_ptr, query_mask_ptr, exact_heads_ptr, seed_ptr, lse_ptr,
+    delta_ptr, grad_key_ptr, grad_value_ptr,
+    stride_query_b, stride_query_h, stride_query_n, stride_query_d, stride_key_b, stride_key_h, stride_key_m,
+    stride_key_d, stride_value_b, stride_value_h, stride_value_m, stride_value_d,
+    stride_go_b, stride_go_h, stride_go_n, stride_go_d, stride_mask_b, stride_mask_m, stride_qm_b, stride_qm_n,
+    stride_gk_b, stride_gk_h, stride_gk_m, stride_gk_d, stride_gv_b, stride_gv_h, stride_gv_m, stride_gv_d,
+    H, group, N, M, D, Dv, blocks, scale, scale_log2, dropout_p,
+    HAS_MASK: tl.constexpr, HAS_QUERY_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`dK_t = scale Σ_i dS_it Q_i` and `dV_t` of a tile of keys, over the queries of all the heads that share them."""
+    i_pk = (tl.program_id(0) // blocks).to(tl.int64)
+    if tl.load(exact_heads_ptr + i_pk) == 0:
+        return
+    i_b, i_kh = i_pk // (H // group), i_pk % (H // group)
+    o_m = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    if HAS_MASK:
+        key_mask_ptr += i_b * stride_mask_b
+    m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
+    if HAS_QUERY_MASK:
+        query_mask_ptr += i_b * stride_qm_b
+    o_m64 = o_m.to(tl.int64)
+    p_key = key_ptr + i_b * stride_key_b + i_kh * stride_key_h + o_m64 * stride_key_m
+    p_value = value_ptr + i_b * stride_value_b + i_kh * stride_value_h + o_m64 * stride_value_m
+    # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
+    b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
+    b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
+    b_grad_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    b_grad_value = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    for i_h in range(i_kh * group, (i_kh + 1) * group):
+        for first in range(0, N, COLUMNS):
+            o_n = first + tl.arange(0, COLUMNS)
+            m_row = load_key_mask(query_mask_ptr, o_n, N, stride_qm_n, HAS_QUERY_MASK)
+            o_row, o_n64 = (i_b * H + i_h) * N + o_n, o_n.to(tl.int64)
+            p_query = query_ptr + i_b * stride_query_b + i_h * stride_query_h + o_n64 * stride_query_n
+            p_grad = grad_output_ptr + i_b * stride_go_b + i_h * stride_go_h + o_n64 * stride_go_n
+            # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+            b_query = load_rows(p_query, m_row, stride_query_d, D, BLOCK_D)
+            b_grad = load_rows(p_grad, m_row, stride_go_d, Dv, BLOCK_V)
+            b_lse = tl.load(lse_ptr + o_row, mask=m_row, other=0.0)
+            b_delta = tl.load(delta_ptr + o_row, mask=m_row, other=0.0)
+            b_scores = dot_rows(
+                b_key, b_query, p_key, m_key, stride_key_d, p_query, m_row, stride_query_d, D,
+                ROWS, COLUMNS, BY_PARTS, PRECISION,
+            )  # fmt: skip
+            b_grad_weights = dot_rows(
+                b_value, b_grad, p_value, m_key, stride_value_d, p_grad, m_row, stride_go_d, Dv,
+                ROWS, COLUMNS, BY_PARTS, PRECISION,
+            )  # fmt: skip
+            b_factor = b_delta[None, :]
+            if HAS_DROPOUT:
+                b_factor = tl.trans(dropout_factor(seed_ptr, o_row, o_m, M, dropout_p, KINDS, KIND))
+            m_pair = m_key[:, None] & m_row[None, :]
+            b_grad_scores, b_dropped = score_gradients(
+                b_scores * scale_log2, m_pair, b_lse[None, :], b_delta[None, :], b_grad_weights, b_factor, HAS_DROPOUT
+            )
+            b_grad_value += tl.dot(b_dropped.to(b_grad.dtype), b_grad, input_precision=PRECISION)
+            b_grad_key += tl.dot(b_grad_scores.to(b_query.dtype), b_query, input_precision=PRECISION)
+    o_d, o_v, m_m = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), (o_m < M)[:, None]
+    p_gk = grad_key_ptr + i_b * stride_gk_b + i_kh * stride_gk_h + o_m64[:, None] * stride_gk_m
+    p_gv = grad_value_ptr + i_b * stride_gv_b + i_kh * stride_gv_h + o_m64[:, None] * stride_gv_m
+    b_grad_key = (b_grad_key * scale).to(grad_key_ptr.dtype.element_ty)
+    tl.store(p_gk + o_d[None, :] * stride_gk_d, b_grad_key, mask=m_m & (o_d < D)[None, :])
+    b_grad_value = b_grad_value.to(grad_value_ptr.dtype.element_ty)
+    tl.store(p_gv + o_v[None, :] * stride_gv_d, b_grad_value, mask=m_m & (o_v < Dv)[None, :])
+
+
+def exact_backward(
+    grad_query: torch.Tensor,
+    grad_key: torch.Tensor,
+    grad_value: torch.Tensor,
+    grad_output: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    query_mask: torch.Tensor | None,
+    exact_heads: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    scale: float,
+    dropout_p: float,
+    dropout_seed: torch.Tensor | None,
+) -> None:
+    """Write the exact heads of the gradients of query, key and value."""
+    B, H, N, D = query.shape
+    Hk, M, Dv = value.shape[1:]
+    masks = tuple(stride for mask in (key_mask, query_mask) for stride in ((0, 0) if mask is None else mask.stride()))
+    strides = *query.stride(), *key.stride(), *value.stride(), *grad_output.stride(), *masks
+    tensors = query, key, value, grad_output, key_mask, query_mask, exact_heads, dropout_seed, lse, delta
+    numbers = H, H // Hk, N, M, D, Dv
+    factors = scale, scale * LOG2_E, dropout_p
+    switches = {
+        "HAS_MASK": key_mask is not None,
+        "HAS_QUERY_MASK": query_mask is not None,
+        "HAS_DROPOUT": dropout_seed is not None,
+    }
+    config = tile_config(query, D, Dv, backward=True)
+    key_config = tile_config(query, D, Dv, backward=True, two_sums=True)
+    with on_device_of(query):
+        blocks = triton.cdiv(N, config["ROWS"])
+        _bi_clustered_attention_bwd_exact_query_kernel[(B * H * blocks,)](
+            *tensors, grad_query, *strides, *grad_query.stride(), *numbers, blocks, *factors, **switches, **config
+        )
+        blocks = triton.cdiv(M, key_config["ROWS"])
+        _bi_clustered_attention_bwd_exact_key_kernel[(B * Hk * blocks,)](
+            *tensors, grad_key, grad_value, *strides, *grad_key.stride(), *grad_value.stride(),
+            *numbers, blocks, *factors, **switches, **key_config,
+        )  # fmt: skip

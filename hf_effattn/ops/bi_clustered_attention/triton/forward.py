@@ -1,0 +1,273 @@
+"""Forward pass of first-order bi-clustered attention on a GPU: the tables of the query clusters, then one tile kernel.
+
+Sizes: `P = B · Hk` key heads, `R = H / Hk · C` query clusters of the query heads that share one, numbered through,
+`G` key clusters, `T` exact keys. Scores are exponents of 2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...shared.triton.centroids import centroid_topk
+from ...shared.triton.chips import LENGTHS, chip_of, on_device_of
+from ...shared.triton.cluster_table import is_exact
+from ...shared.triton.softmax import dot_rows
+from ...shared.triton.sort import SortedRows
+from ...shared.triton.tiles import LOG2_E, LOWEST, PART, load_rows, load_tile, tile_config
+from ..reference import SMALLEST
+from .products import cluster_products
+
+SMALLEST_SQUARE = tl.constexpr(SMALLEST)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _bi_clustered_attention_fwd_distance_kernel(
+    key_ptr, mean_key_ptr, covariance_ptr, exact_heads_ptr, order_ptr, starts_ptr, tiles_ptr, bias_ptr,
+    stride_key_b, stride_key_h, stride_key_m, stride_key_d,
+    key_heads, M, D, key_clusters, tiles, factor,
+    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`log2 d_t²` of a tile of sorted keys, `d_t² = (K_t - K̄_c)^T Σ_η (K_t - K̄_c)`; `-inf` in no cluster."""
+    i_p = (tl.program_id(0) // tiles).to(tl.int64)
+    cluster, _, m_row, b_row = load_tile(
+        order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, M, key_clusters, tiles, ROWS
+    )
+    if tl.max(m_row.to(tl.int32), 0) == 0:
+        return
+    p_key = key_ptr + i_p // key_heads * stride_key_b + i_p % key_heads * stride_key_h + b_row * stride_key_m
+    nowhere = (cluster >= key_clusters) | is_exact(exact_heads_ptr, i_p, HAS_EXACT)
+    width = tl.where(nowhere, 0, D)
+    mean_key_ptr += (i_p * key_clusters + tl.where(nowhere, 0, cluster)) * D
+    covariance_ptr += i_p * D * D
+    b_square = tl.zeros([ROWS], tl.float32)
+    for first in range(0, width, PART):
+        o_d = first + tl.arange(0, PART)
+        b_turned = tl.zeros([ROWS, PART], tl.float32)
+        for start in range(0, width, PART):
+            o_e = start + tl.arange(0, PART)
+            # [ROWS, PART], [PART, PART]
+            b_spread = load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_e, D)
+            m_de = (o_e < D)[:, None] & (o_d < D)[None, :]
+            b_covariance = tl.load(covariance_ptr + o_e[:, None] * D + o_d[None, :], mask=m_de, other=0.0)
+            b_turned = tl.dot(b_spread, b_covariance, b_turned, input_precision=PRECISION)
+        b_square += tl.sum(b_turned * load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_d, D), 1)
+    b_bias = tl.log2(tl.maximum(b_square * factor, SMALLEST_SQUARE))
+    tl.store(bias_ptr + i_p * M + b_row, tl.where(nowhere, float("-inf"), b_bias), mask=m_row)
+
+
+@triton.jit
+def load_spread(p_row, m_row, stride_d, mean_ptr, o_d, D):
+    """Some columns of rows less the mean of their cluster, in float32."""
+    m_d = o_d < D
+    b_rows = tl.load(p_row[:, None] + o_d[None, :] * stride_d, mask=m_row[:, None] & m_d[None, :], other=0.0)
+    b_mean = tl.load(mean_ptr + o_d, mask=m_d, other=0.0)
+    return tl.where(m_row[:, None], b_rows.to(tl.float32) - b_mean[None, :], 0.0)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _bi_clustered_attention_fwd_mark_kernel(
+    top_ptr, taken_ptr,
+    rows, M, topk, words,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Sets a query cluster's bit in the words of its exact keys, `taken` `(P, M, words)`."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_r = (i_row % rows).to(tl.int32)
+    taken_ptr += i_row // rows * M * words + i_r // 32
+    for first in range(0, topk, BLOCK_T):
+        o_t = first + tl.arange(0, BLOCK_T)
+        b_top = tl.load(top_ptr + i_row * topk + o_t, mask=o_t < topk, other=-1).to(tl.int64)
+        b_bit = tl.full([BLOCK_T], 1, tl.int32) << (i_r % 32)
+        tl.atomic_or(taken_ptr + b_top * words, b_bit, mask=b_top >= 0, sem="relaxed")
+
+
+@triton.jit
+def load_taken(taken_ptr, b_row, m_row, o_r, words):
+    """Whether query clusters `o_r` have the keys `b_row` as exact keys, `(query clusters, keys)`."""
+    p_words = taken_ptr + b_row[None, :] * words + (o_r // 32)[:, None]
+    b_words = tl.load(p_words, mask=m_row[None, :] & (o_r // 32 < words)[:, None], other=0)
+    return ((b_words >> (o_r % 32)[:, None]) & 1) != 0
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _bi_clustered_attention_fwd_table_kernel(
+    centroids_ptr, key_ptr, value_ptr, taken_ptr, exact_heads_ptr, order_ptr, starts_ptr,
+    table_key_ptr, table_value_ptr, log_mass_ptr, bias_ptr,
+    stride_key_b, stride_key_h, stride_key_m, stride_key_d,
+    stride_value_b, stride_value_h, stride_value_m, stride_value_d,
+    key_heads, rows, M, D, Dv, key_clusters, words, blocks, scale_log2,
+    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`log S_jc`, `K̃_jc`, `Ṽ_jc` and `b_jc = log S_jc - Q̄_j·K̃_jc` of one key cluster, for `ROWS` query clusters."""
+    i_block = tl.program_id(0) % blocks
+    i_c = tl.program_id(0) // blocks % key_clusters
+    i_p = (tl.program_id(0) // (blocks * key_clusters)).to(tl.int64)
+    if is_exact(exact_heads_ptr, i_p, HAS_EXACT):
+        return
+    starts_ptr += i_p * (key_clusters + 2) + i_c
+    first, last = tl.load(starts_ptr), tl.load(starts_ptr + 1)
+    key_ptr += i_p // key_heads * stride_key_b + i_p % key_heads * stride_key_h
+    value_ptr += i_p // key_heads * stride_value_b + i_p % key_heads * stride_value_h
+    o_r = i_block * ROWS + tl.arange(0, ROWS)
+    m_r = o_r < rows
+    o_row = i_p * rows + o_r
+    p_centroid = centroids_ptr + o_row * D
+    # [ROWS, BLOCK_D]
+    b_centroid = load_rows(p_centroid, m_r, 1, D, BLOCK_D)
+    b_key_sum = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    b_value_sum = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    b_highest = tl.full([ROWS], LOWEST, tl.float32)
+    b_total = tl.zeros([ROWS], tl.float32)
+    for place in range(first, last, COLUMNS):
+        o_place = place + tl.arange(0, COLUMNS)
+        m_key = o_place < last
+        b_row = tl.load(order_ptr + i_p * M + o_place, mask=m_key, other=0).to(tl.int64)
+        p_key = key_ptr + b_row * stride_key_m
+        # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+        b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
+        b_value = load_rows(value_ptr + b_row * stride_value_m, m_key, stride_value_d, Dv, BLOCK_V)
+        b_scores = dot_rows(
+            b_centroid, b_key, p_centroid, m_r, 1, p_key, m_key, stride_key_d, D,
+            ROWS, COLUMNS, BY_PARTS, PRECISION,
+        )  # fmt: skip
+        m_pair = m_key[None, :] & ~load_taken(taken_ptr + i_p * M * words, b_row, m_key, o_r, words)
+        b_scores = tl.where(m_pair, b_scores * scale_log2, float("-inf"))
+        b_higher = tl.maximum(b_highest, tl.max(b_scores, 1))
+        b_weights = tl.exp2(b_scores - b_higher[:, None])
+        b_kept = tl.exp2(b_highest - b_higher)
+        b_total = b_total * b_kept + tl.sum(b_weights, 1)
+        b_key_sum = b_key_sum * b_kept[:, None]
+        b_key_sum += tl.dot(b_weights.to(b_key.dtype), b_key, input_precision=PRECISION)
+        b_value_sum = b_value_sum * b_kept[:, None]
+        b_value_sum += tl.dot(b_weights.to(b_value.dtype), b_value, input_precision=PRECISION)
+        b_highest = b_higher
+    b_divisor = tl.where(b_total > 0, b_total, 1.0)
+    o_table = o_row * key_clusters + i_c
+    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    b_tilted = (b_key_sum / b_divisor[:, None]).to(table_key_ptr.dtype.element_ty)
+    b_value_sum = b_value_sum / b_divisor[:, None]
+    m_table = m_r[:, None]
+    tl.store(table_key_ptr + o_table[:, None] * D + o_d[None, :], b_tilted, mask=m_table & (o_d < D)[None, :])
+    p_value = table_value_ptr + o_table[:, None] * Dv + o_v[None, :]
+    tl.store(p_value, b_value_sum.to(table_value_ptr.dtype.element_ty), mask=m_table & (o_v < Dv)[None, :])
+    b_log_mass = tl.where(b_total > 0, b_highest + tl.log2(b_divisor), float("-inf"))
+    # Of K̃ as it is stored: the tangent is exact at the centroid.
+    b_at_centroid = tl.sum(b_centroid.to(tl.float32) * b_tilted.to(tl.float32), 1) * scale_log2
+    tl.store(log_mass_ptr + o_table, b_log_mass, mask=m_r)
+    tl.store(bias_ptr + o_table, b_log_mass - b_at_centroid, mask=m_r)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _bi_clustered_attention_fwd_dipole_kernel(
+    log_mass_ptr, covariance_ptr, exact_heads_ptr, at_centroid_ptr, dipole_ptr,
+    rows, columns, key_clusters, blocks, row_blocks,
+    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_G: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`M_j = Σ_c p̄_jc Cov_c` of some query clusters, `COLUMNS` of its `D · Dv` numbers, `p̄_j = softmax(log S_j)`."""
+    i_block = tl.program_id(0) % blocks
+    i_p = (tl.program_id(0) // (blocks * row_blocks)).to(tl.int64)
+    if is_exact(exact_heads_ptr, i_p, HAS_EXACT):
+        return
+    o_r = tl.program_id(0) // blocks % row_blocks * ROWS + tl.arange(0, ROWS)
+    m_r = o_r < rows
+    o_row = i_p * rows + o_r
+    o_n = i_block * COLUMNS + tl.arange(0, COLUMNS)
+    b_highest = tl.full([ROWS], LOWEST, tl.float32)
+    b_total = tl.zeros([ROWS], tl.float32)
+    for first in range(0, key_clusters, BLOCK_G):
+        b_mass = _load_log_mass(log_mass_ptr, o_row, m_r, first + tl.arange(0, BLOCK_G), key_clusters)
+        b_higher = tl.maximum(b_highest, tl.max(b_mass, 1))
+        b_total = b_total * tl.exp2(b_highest - b_higher) + tl.sum(tl.exp2(b_mass - b_higher[:, None]), 1)
+        b_highest = b_higher
+    b_lse = b_highest + tl.log2(tl.where(b_total > 0, b_total, 1.0))
+    b_dipole = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, key_clusters, BLOCK_G):
+        o_g = first + tl.arange(0, BLOCK_G)
+        m_g = o_g < key_clusters
+        # [ROWS, BLOCK_G], [BLOCK_G, COLUMNS]
+        b_weights = tl.exp2(_load_log_mass(log_mass_ptr, o_row, m_r, o_g, key_clusters) - b_lse[:, None])
+        p_covariance = covariance_ptr + (i_p * key_clusters + o_g)[:, None] * columns + o_n[None, :]
+        b_covariance = tl.load(p_covariance, mask=m_g[:, None] & (o_n < columns)[None, :], other=0.0)
+        b_dipole = tl.dot(b_weights, b_covariance, b_dipole, input_precision=PRECISION)
+        p_weights = at_centroid_ptr + o_row[:, None] * key_clusters + o_g[None, :]
+        tl.store(p_weights, b_weights, mask=m_r[:, None] & m_g[None, :] & (i_block == 0))
+    p_dipole = dipole_ptr + o_row[:, None] * columns + o_n[None, :]
+    tl.store(p_dipole, b_dipole, mask=m_r[:, None] & (o_n < columns)[None, :])
+
+
+@triton.jit
+def _load_log_mass(log_mass_ptr, o_row, m_r, o_g, key_clusters):
+    """`log S_jc` of some query clusters and key clusters, `-inf` where there is none."""
+    m_mass = m_r[:, None] & (o_g < key_clusters)[None, :]
+    return tl.load(log_mass_ptr + o_row[:, None] * key_clusters + o_g[None, :], mask=m_mass, other=float("-inf"))
+
+
+def choose_keys(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    exact_heads: torch.Tensor | None,
+    queries: SortedRows,
+    keys: SortedRows,
+    centroids: torch.Tensor,
+    mean_keys: torch.Tensor,
+    topk: int,
+    scale: float,
+) -> torch.Tensor:
+    """Exact keys `T_j` by weight times squared distance, `(B · H, C, T)` int32, ascending, -1 where there are none."""
+    B, H, N, D = query.shape
+    Hk, M = key.shape[1:3]
+    parts = min(queries.clusters, 8)
+    products, _ = cluster_products(query, query, queries, centroids, centroids, exact_heads, parts=parts)
+    covariance = products.view(B * Hk, -1, D, D).sum(dim=1)  # Σ_η, times the number of queries
+    bias = query.new_empty(B * Hk, M, dtype=torch.float32)
+    tiles, chip = keys.tiles.shape[1], chip_of(query)
+    with on_device_of(query):
+        _bi_clustered_attention_fwd_distance_kernel[(B * Hk * tiles,)](
+            key, mean_keys, covariance, exact_heads, keys.order, keys.starts, keys.tiles, bias, *key.stride(),
+            Hk, M, D, keys.clusters, tiles, scale**2 / (N * H // Hk),
+            HAS_EXACT=exact_heads is not None, ROWS=keys.tile, PRECISION=chip.dot_precision(query.dtype),
+            **chip.all_registers,
+        )  # fmt: skip
+    return centroid_topk(centroids, key, key_mask, scale, topk, bias)[0]
+
+
+def make_tables(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    exact_heads: torch.Tensor | None,
+    keys: SortedRows,
+    centroids: torch.Tensor,
+    top: torch.Tensor,
+    covariances: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`taken` and the tables `K̃`, `Ṽ`, `log S`, `b`, `p̄`, `M`: see `Saved`."""
+    B, Hk, M, D = key.shape
+    Dv, P, G = value.shape[3], B * Hk, keys.clusters
+    rows, topk = len(centroids) * centroids.shape[1] // P, top.shape[2]
+    words = triton.cdiv(rows, 32)
+    taken = key.new_zeros(P, M, words, dtype=torch.int32)
+    table_keys, table_values = key.new_empty(P * rows, G, D), key.new_empty(P * rows, G, Dv)
+    log_mass, bias, at_centroid = (key.new_empty(P * rows, G, dtype=torch.float32) for _ in range(3))
+    dipoles = key.new_empty(P * rows, D, Dv, dtype=torch.float32)
+    config = tile_config(key, D, Dv, backward=True, two_sums=True)
+    blocks = triton.cdiv(rows, config["ROWS"])
+    has_exact = exact_heads is not None
+    with on_device_of(key):
+        _bi_clustered_attention_fwd_mark_kernel[(P * rows,)](top, taken, rows, M, topk, words, BLOCK_T=128)
+        _bi_clustered_attention_fwd_table_kernel[(P * G * blocks,)](
+            centroids, key, value, taken, exact_heads, keys.order, keys.starts, table_keys, table_values, log_mass,
+            bias, *key.stride(), *value.stride(), Hk, rows, M, D, Dv, G, words, blocks, scale * LOG2_E,
+            HAS_EXACT=has_exact, **config,
+        )  # fmt: skip
+        tile = 64 if key.element_size() == 2 else 32
+        row_blocks, blocks = triton.cdiv(rows, tile), triton.cdiv(D * Dv, 64)
+        _bi_clustered_attention_fwd_dipole_kernel[(P * blocks * row_blocks,)](
+            log_mass, covariances, exact_heads, at_centroid, dipoles, rows, D * Dv, G, blocks, row_blocks,
+            HAS_EXACT=has_exact, ROWS=tile, COLUMNS=64, BLOCK_G=32, PRECISION=config["PRECISION"], num_stages=1,
+            **chip_of(key).all_registers,
+        )  # fmt: skip
+    return taken, table_keys, table_values, log_mass, bias, at_centroid, dipoles

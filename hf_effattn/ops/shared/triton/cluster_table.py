@@ -1,0 +1,485 @@
+"""The step that the attentions over clusters share: a tile of queries attends to what their cluster's table holds.
+
+For the queries `i` of cluster `j`, with `p_i` one softmax over the exact keys `T_j` and, with `HAS_SUMMARIES`, over
+the tangents `b_jc + Q_i·K̃_jc` of the key clusters `c`:
+
+- `HAS_REST` (improved clustered): `O_i = m_j Σ_t p_it V_t + O^b_j`.
+- `HAS_SUMMARIES` (bi-clustered): `O_i = Σ_t p_it V_t + Σ_c p_ic Ṽ_jc + s_i (Q_i - Q̄_j) M_j`, `s_i` the weight of the
+  key clusters.
+
+Columns of a query's softmax are numbered: `0 .. T - 1` the exact keys, `T .. T + G - 1` the key clusters.
+"""
+
+import triton
+import triton.language as tl
+
+from .chips import LENGTHS
+from .dropout import dropout_factor
+from .softmax import KIND, KINDS, dot_rows, softmax_step, softmax_weights
+from .tiles import LOWEST, load_rows, load_tile
+
+PART = tl.constexpr(16)  # columns of a dipole's matrix that are in registers at once
+
+
+@triton.jit
+def load_top(top_ptr, o_t, topk):
+    """The top keys at places `o_t`, 0 where there is none, and where there is one."""
+    b_top = tl.load(top_ptr + o_t, mask=o_t < topk, other=-1).to(tl.int64)
+    return tl.maximum(b_top, 0), b_top >= 0
+
+
+@triton.jit
+def load_split_sum(parts_ptr, i_row, splits, D, BLOCK_D: tl.constexpr):
+    """Sum of the parts `(splits, D)` of one row, in their order."""
+    o_d = tl.arange(0, BLOCK_D)
+    b_sum = tl.zeros([BLOCK_D], tl.float32)
+    for split in range(splits):
+        # [BLOCK_D]
+        b_sum += tl.load(parts_ptr + (i_row * splits + split) * D + o_d, mask=o_d < D, other=0.0)
+    return b_sum
+
+
+@triton.jit
+def is_exact(exact_heads_ptr, i_pk, HAS_EXACT: tl.constexpr):
+    """Whether a key head attends exactly: then no table is made for it."""
+    exact = i_pk < 0
+    if HAS_EXACT:
+        exact = tl.load(exact_heads_ptr + i_pk) != 0
+    return exact
+
+
+@triton.jit
+def load_offsets(p_query, m_row, stride_query_d, centroid_ptr, o_d, D):
+    """Some columns of `q_i - q̄_j` of a tile of queries, in float32."""
+    m_d = o_d < D
+    # [ROWS, PART]
+    b_query = tl.load(p_query[:, None] + o_d[None, :] * stride_query_d, mask=m_row[:, None] & m_d[None, :], other=0.0)
+    b_centroid = tl.load(centroid_ptr + o_d, mask=m_d, other=0.0)
+    return tl.where(m_row[:, None], b_query.to(tl.float32) - b_centroid.to(tl.float32)[None, :], 0.0)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _cluster_table_fwd_kernel(
+    query_ptr, key_ptr, value_ptr, seed_ptr, exact_heads_ptr, order_ptr, starts_ptr, tiles_ptr, top_ptr,
+    mass_ptr, rest_ptr, table_key_ptr, table_value_ptr, bias_ptr, centroid_ptr, dipole_ptr,
+    output_ptr, lse_ptr, share_ptr,
+    stride_query_b, stride_query_h, stride_query_n, stride_query_d, stride_key_b, stride_key_h, stride_key_m,
+    stride_key_d, stride_value_b, stride_value_h, stride_value_m, stride_value_d,
+    stride_output_b, stride_output_h, stride_output_n, stride_output_d,
+    H, group, N, D, Dv, clusters, key_clusters, tiles, topk, scale, scale_log2, dropout_p,
+    HAS_SUMMARIES: tl.constexpr, HAS_REST: tl.constexpr, HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`O_i` of a tile of queries of one cluster, and of each the base-2 log-sum-exp and `s_i`; 0 in no cluster."""
+    i_p = (tl.program_id(0) // tiles).to(tl.int64)
+    cluster, _, m_row, b_row = load_tile(
+        order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, N, clusters, tiles, ROWS
+    )
+    if (tl.max(m_row.to(tl.int32), 0) == 0) | is_exact(exact_heads_ptr, i_p // group, HAS_EXACT):
+        return
+    i_b, i_h = i_p // H, i_p % H
+    query_ptr += i_b * stride_query_b + i_h * stride_query_h
+    key_ptr += i_b * stride_key_b + i_h // group * stride_key_h
+    value_ptr += i_b * stride_value_b + i_h // group * stride_value_h
+    in_cluster = cluster < clusters
+    i_row = i_p * clusters + tl.where(in_cluster, cluster, 0)
+    m_query = m_row & in_cluster
+    p_query = query_ptr + b_row * stride_query_n
+    o_row, columns = i_p * N + b_row, topk + key_clusters
+    # [ROWS, BLOCK_D]
+    b_query = load_rows(p_query, m_query, stride_query_d, D, BLOCK_D)
+    b_output = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    b_highest = tl.full([ROWS], LOWEST, tl.float32)
+    b_total = tl.zeros([ROWS], tl.float32)
+    for first in range(0, tl.where(in_cluster, topk, 0), COLUMNS):
+        o_t = first + tl.arange(0, COLUMNS)
+        b_top, m_top = load_top(top_ptr + i_row * topk, o_t, topk)
+        # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+        p_key = key_ptr + b_top * stride_key_m
+        b_key = load_rows(p_key, m_top, stride_key_d, D, BLOCK_D)
+        b_value = load_rows(value_ptr + b_top * stride_value_m, m_top, stride_value_d, Dv, BLOCK_V)
+        b_scores = dot_rows(
+            b_query, b_key, p_query, m_query, stride_query_d, p_key, m_top, stride_key_d, D,
+            ROWS, COLUMNS, BY_PARTS, PRECISION,
+        )  # fmt: skip
+        b_scores = tl.where(m_top[None, :], b_scores * scale_log2, float("-inf"))
+        b_output, b_highest, b_total = softmax_step(
+            b_scores, b_value, b_output, b_highest, b_total,
+            seed_ptr, o_row, o_t, columns, dropout_p, False, HAS_DROPOUT, PRECISION,
+        )  # fmt: skip
+
+    o_v = tl.arange(0, BLOCK_V)
+    if HAS_SUMMARIES:
+        b_share = tl.zeros([ROWS], tl.float32)
+        for first in range(0, tl.where(in_cluster, key_clusters, 0), COLUMNS):
+            o_g = first + tl.arange(0, COLUMNS)
+            m_g = o_g < key_clusters
+            o_table = i_row * key_clusters + o_g
+            # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+            p_key = table_key_ptr + o_table * D
+            b_key = load_rows(p_key, m_g, 1, D, BLOCK_D)
+            b_value = load_rows(table_value_ptr + o_table * Dv, m_g, 1, Dv, BLOCK_V)
+            b_scores = dot_rows(
+                b_query, b_key, p_query, m_query, stride_query_d, p_key, m_g, 1, D, ROWS, COLUMNS, BY_PARTS, PRECISION
+            )
+            b_bias = tl.load(bias_ptr + o_table, mask=m_g, other=float("-inf"))
+            b_scores = b_scores * scale_log2 + b_bias[None, :]
+            b_weights, b_kept, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
+            if HAS_DROPOUT:
+                b_weights *= dropout_factor(seed_ptr, o_row, topk + o_g, columns, dropout_p, KINDS, KIND)
+            b_share = b_share * b_kept + tl.sum(b_weights, 1)
+            b_output = b_output * b_kept[:, None]
+            b_output += tl.dot(b_weights.to(b_value.dtype), b_value, input_precision=PRECISION)
+        b_dipole = tl.zeros([ROWS, BLOCK_V], tl.float32)
+        for first in range(0, tl.where(in_cluster, D, 0), PART):
+            o_d = first + tl.arange(0, PART)
+            b_eta = load_offsets(p_query, m_query, stride_query_d, centroid_ptr + i_row * D, o_d, D)
+            # [PART, BLOCK_V]
+            b_matrix = load_rows(dipole_ptr + (i_row * D + o_d) * Dv, o_d < D, 1, Dv, BLOCK_V)
+            b_dipole = tl.dot(b_eta, b_matrix, b_dipole, input_precision=PRECISION)
+        b_output += (b_share * scale)[:, None] * b_dipole
+
+    b_divisor = tl.where(b_total > 0, b_total, 1.0)
+    tl.store(lse_ptr + o_row, b_highest + tl.log2(b_divisor), mask=m_row)
+    if HAS_SUMMARIES:
+        tl.store(share_ptr + o_row, b_share / b_divisor, mask=m_row)
+    if HAS_REST:
+        b_divisor = b_divisor / tl.load(mass_ptr + i_row)
+    b_output = b_output / b_divisor[:, None]
+    if HAS_REST:
+        b_output += tl.load(rest_ptr + i_row * Dv + o_v, mask=(o_v < Dv) & in_cluster, other=0.0)[None, :]
+    p_output = output_ptr + i_b * stride_output_b + i_h * stride_output_h
+    p_output += b_row[:, None] * stride_output_n + o_v[None, :] * stride_output_d
+    tl.store(p_output, b_output.to(output_ptr.dtype.element_ty), mask=m_row[:, None] & (o_v < Dv)[None, :])
+
+
+@triton.jit
+def score_gradients(b_scores, m_pair, b_lse, b_delta, b_grad_weights, b_factor, HAS_DROPOUT: tl.constexpr):
+    """`dS = p (f dw - δ)` of base-2 scores, and the weights `f p`; `f` are the dropout factors."""
+    b_weights = tl.exp2(tl.where(m_pair, b_scores - b_lse, float("-inf")))
+    b_dropped = b_weights
+    if HAS_DROPOUT:
+        b_grad_weights *= b_factor
+        b_dropped = b_weights * b_factor
+    return b_weights * (b_grad_weights - b_delta), b_dropped
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _cluster_table_bwd_delta_kernel(
+    query_ptr, output_ptr, grad_output_ptr, exact_heads_ptr, order_ptr, starts_ptr, tiles_ptr, centroid_ptr,
+    dipole_ptr, delta_ptr, turn_ptr,
+    stride_query_b, stride_query_h, stride_query_n, stride_query_d,
+    stride_output_b, stride_output_h, stride_output_n, stride_output_d,
+    stride_go_b, stride_go_h, stride_go_n, stride_go_d,
+    H, group, N, D, Dv, clusters, tiles, scale,
+    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`δ_i = dO_i·O_i` of a tile of queries, and `(Q_i - Q̄_j) M_j dO_i`, what its dipole gives the weight `s_i`."""
+    i_p = (tl.program_id(0) // tiles).to(tl.int64)
+    cluster, _, m_row, b_row = load_tile(
+        order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, N, clusters, tiles, ROWS
+    )
+    if tl.max(m_row.to(tl.int32), 0) == 0:
+        return
+    i_b, i_h = i_p // H, i_p % H
+    p_query = query_ptr + i_b * stride_query_b + i_h * stride_query_h + b_row * stride_query_n
+    p_output = output_ptr + i_b * stride_output_b + i_h * stride_output_h + b_row * stride_output_n
+    p_grad = grad_output_ptr + i_b * stride_go_b + i_h * stride_go_h + b_row * stride_go_n
+    # [ROWS, BLOCK_V]
+    b_grad = load_rows(p_grad, m_row, stride_go_d, Dv, BLOCK_V).to(tl.float32)
+    b_output = load_rows(p_output, m_row, stride_output_d, Dv, BLOCK_V).to(tl.float32)
+    tl.store(delta_ptr + i_p * N + b_row, tl.sum(b_grad * b_output, 1), mask=m_row)
+    if (cluster >= clusters) | is_exact(exact_heads_ptr, i_p // group, HAS_EXACT):
+        return
+    i_row = i_p * clusters + cluster
+    b_turn = tl.zeros([ROWS], tl.float32)
+    for first in range(0, D, PART):
+        o_d = first + tl.arange(0, PART)
+        b_eta = load_offsets(p_query, m_row, stride_query_d, centroid_ptr + i_row * D, o_d, D)
+        # [PART, BLOCK_V]
+        b_matrix = load_rows(dipole_ptr + (i_row * D + o_d) * Dv, o_d < D, 1, Dv, BLOCK_V)
+        b_turn += tl.sum(b_eta * tl.dot(b_grad, tl.trans(b_matrix), input_precision=PRECISION), 1)
+    tl.store(turn_ptr + i_p * N + b_row, b_turn * scale, mask=m_row)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _cluster_table_bwd_query_kernel(
+    query_ptr, key_ptr, value_ptr, grad_output_ptr, seed_ptr, exact_heads_ptr, order_ptr, starts_ptr, tiles_ptr,
+    top_ptr, lse_ptr, delta_ptr, mass_ptr, correction_ptr, table_key_ptr, table_value_ptr, bias_ptr, dipole_ptr,
+    share_ptr, share_grad_ptr, turn_ptr, grad_centroids_ptr, grad_query_ptr,
+    stride_query_b, stride_query_h, stride_query_n, stride_query_d, stride_key_b, stride_key_h, stride_key_m,
+    stride_key_d, stride_value_b, stride_value_h, stride_value_m, stride_value_d,
+    stride_go_b, stride_go_h, stride_go_n, stride_go_d, stride_gq_b, stride_gq_h, stride_gq_n, stride_gq_d,
+    H, group, N, D, Dv, clusters, key_clusters, tiles, topk, splits, scale, scale_log2, dropout_p,
+    HAS_SUMMARIES: tl.constexpr, HAS_REST: tl.constexpr, HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`dQ_i` of a tile of queries: through its scores, its dipole, and what the centroid's gradient gives each."""
+    i_p = (tl.program_id(0) // tiles).to(tl.int64)
+    cluster, _place, m_row, b_row = load_tile(
+        order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, N, clusters, tiles, ROWS
+    )
+    if (tl.max(m_row.to(tl.int32), 0) == 0) | is_exact(exact_heads_ptr, i_p // group, HAS_EXACT):
+        return
+    i_b, i_h = i_p // H, i_p % H
+    key_ptr += i_b * stride_key_b + i_h // group * stride_key_h
+    value_ptr += i_b * stride_value_b + i_h // group * stride_value_h
+    in_cluster = cluster < clusters
+    i_row = i_p * clusters + tl.where(in_cluster, cluster, 0)
+    m_query = m_row & in_cluster
+    p_query = query_ptr + i_b * stride_query_b + i_h * stride_query_h + b_row * stride_query_n
+    p_grad = grad_output_ptr + i_b * stride_go_b + i_h * stride_go_h + b_row * stride_go_n
+    o_row, columns = i_p * N + b_row, topk + key_clusters
+    # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
+    b_query = load_rows(p_query, m_query, stride_query_d, D, BLOCK_D)
+    b_grad = load_rows(p_grad, m_query, stride_go_d, Dv, BLOCK_V)
+    b_lse = tl.load(lse_ptr + o_row, mask=m_query, other=0.0)
+    b_delta = tl.load(delta_ptr + o_row, mask=m_query, other=0.0)
+    b_grad_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for first in range(0, tl.where(in_cluster, topk, 0), COLUMNS):
+        o_t = first + tl.arange(0, COLUMNS)
+        b_top, m_top = load_top(top_ptr + i_row * topk, o_t, topk)
+        # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+        p_key, p_value = key_ptr + b_top * stride_key_m, value_ptr + b_top * stride_value_m
+        b_key = load_rows(p_key, m_top, stride_key_d, D, BLOCK_D)
+        b_value = load_rows(p_value, m_top, stride_value_d, Dv, BLOCK_V)
+        b_scores = dot_rows(
+            b_query, b_key, p_query, m_query, stride_query_d, p_key, m_top, stride_key_d, D,
+            ROWS, COLUMNS, BY_PARTS, PRECISION,
+        )  # fmt: skip
+        b_grad_weights = dot_rows(
+            b_grad, b_value, p_grad, m_query, stride_go_d, p_value, m_top, stride_value_d, Dv,
+            ROWS, COLUMNS, BY_PARTS, PRECISION,
+        )  # fmt: skip
+        b_factor = b_delta[:, None]
+        if HAS_DROPOUT:
+            b_factor = dropout_factor(seed_ptr, o_row, o_t, columns, dropout_p, KINDS, KIND)
+        b_grad_scores, _dropped = score_gradients(
+            b_scores * scale_log2, m_top[None, :], b_lse[:, None], b_delta[:, None], b_grad_weights, b_factor,
+            HAS_DROPOUT,
+        )  # fmt: skip
+        b_grad_query += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
+
+    o_d = tl.arange(0, BLOCK_D)
+    if HAS_SUMMARIES:
+        b_turn = tl.load(turn_ptr + o_row, mask=m_query, other=0.0)
+        for first in range(0, tl.where(in_cluster, key_clusters, 0), COLUMNS):
+            o_g = first + tl.arange(0, COLUMNS)
+            m_g = o_g < key_clusters
+            o_table = i_row * key_clusters + o_g
+            # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+            p_key, p_value = table_key_ptr + o_table * D, table_value_ptr + o_table * Dv
+            b_key = load_rows(p_key, m_g, 1, D, BLOCK_D)
+            b_value = load_rows(p_value, m_g, 1, Dv, BLOCK_V)
+            b_scores = dot_rows(
+                b_query, b_key, p_query, m_query, stride_query_d, p_key, m_g, 1, D, ROWS, COLUMNS, BY_PARTS, PRECISION
+            )
+            b_bias = tl.load(bias_ptr + o_table, mask=m_g, other=float("-inf"))
+            b_grad_weights = b_turn[:, None] + dot_rows(
+                b_grad, b_value, p_grad, m_query, stride_go_d, p_value, m_g, 1, Dv, ROWS, COLUMNS, BY_PARTS, PRECISION
+            )
+            b_factor = b_delta[:, None]
+            if HAS_DROPOUT:
+                b_factor = dropout_factor(seed_ptr, o_row, topk + o_g, columns, dropout_p, KINDS, KIND)
+            b_grad_scores, _dropped = score_gradients(
+                b_scores * scale_log2 + b_bias[None, :], m_g[None, :], b_lse[:, None], b_delta[:, None],
+                b_grad_weights, b_factor, HAS_DROPOUT,
+            )  # fmt: skip
+            b_grad_query += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
+        # Less the mean over the cluster's queries: what the dipole's offsets take from their centroid.
+        p_start = starts_ptr + i_p * (clusters + 2) + cluster
+        size = tl.maximum(tl.load(p_start + 1, mask=in_cluster, other=0) - tl.load(p_start), 1)
+        b_share = tl.load(share_ptr + o_row, mask=m_query, other=0.0)
+        for first in range(0, tl.where(in_cluster, Dv, 0), PART):
+            o_v = first + tl.arange(0, PART)
+            m_v = o_v < Dv
+            # [ROWS, PART], [PART, BLOCK_D]
+            m_part = m_query[:, None] & m_v[None, :]
+            b_part = tl.load(p_grad[:, None] + o_v[None, :] * stride_go_d, mask=m_part, other=0.0).to(tl.float32)
+            b_mean = tl.load(share_grad_ptr + i_row * Dv + o_v, mask=m_v, other=0.0) / size
+            b_part = b_part * b_share[:, None] - b_mean[None, :]
+            p_matrix = dipole_ptr + (i_row * D + o_d)[None, :] * Dv + o_v[:, None]
+            b_matrix = tl.load(p_matrix, mask=m_v[:, None] & (o_d < D)[None, :], other=0.0)
+            b_grad_query = tl.dot(b_part, b_matrix, b_grad_query, input_precision=PRECISION)
+
+    b_shared = load_split_sum(grad_centroids_ptr, i_row, splits, D, BLOCK_D)
+    if HAS_REST:
+        b_grad_query *= tl.load(mass_ptr + i_row)
+        b_shared += tl.load(correction_ptr + i_row * D + o_d, mask=o_d < D, other=0.0)
+    b_grad_query = tl.where(m_query[:, None], b_grad_query * scale + b_shared[None, :], 0.0)
+    p_out = grad_query_ptr + i_b * stride_gq_b + i_h * stride_gq_h
+    p_out += b_row[:, None] * stride_gq_n + o_d[None, :] * stride_gq_d
+    tl.store(p_out, b_grad_query.to(grad_query_ptr.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _cluster_table_bwd_key_kernel(
+    query_ptr, key_ptr, value_ptr, grad_output_ptr, seed_ptr, exact_heads_ptr, order_ptr, starts_ptr, top_ptr,
+    lse_ptr, delta_ptr, grads_ptr,
+    stride_query_b, stride_query_h, stride_query_n, stride_query_d, stride_key_b, stride_key_h, stride_key_m,
+    stride_key_d, stride_value_b, stride_value_h, stride_value_m, stride_value_d,
+    stride_go_b, stride_go_h, stride_go_n, stride_go_d,
+    H, group, N, M, D, Dv, clusters, topk, columns, blocks, splits, split_rows, scale, scale_log2, dropout_p,
+    HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr, ORDERED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What `ROWS` of a cluster's exact keys get from its queries, or from one of the parts of a large cluster.
+
+    Clusters share keys: each program adds to the rows `(B · Hk, M, D + Dv)` of `grads`, `dK` and `dV` side by side, in
+    no fixed order. With `ORDERED` it stores its share in rows `(B · H · C · topk, D + Dv)` instead, and `splits` is 1.
+    """
+    i_split = tl.program_id(0) % splits
+    i_row = (tl.program_id(0) // (splits * blocks)).to(tl.int64)
+    i_p = i_row // clusters
+    starts_ptr += i_p * (clusters + 2) + i_row % clusters
+    first, last = tl.load(starts_ptr), tl.load(starts_ptr + 1)
+    length = tl.maximum(split_rows, tl.cdiv(last - first, splits))
+    first += i_split * length
+    exact = is_exact(exact_heads_ptr, i_p // group, HAS_EXACT)
+    if not ORDERED and (first >= last) | exact:
+        return
+    last = tl.where(exact, first, tl.minimum(last, first + length))
+
+    i_b, i_h = i_p // H, i_p % H
+    o_t = tl.program_id(0) // splits % blocks * ROWS + tl.arange(0, ROWS)
+    key_ptr += i_b * stride_key_b + i_h // group * stride_key_h
+    value_ptr += i_b * stride_value_b + i_h // group * stride_value_h
+    query_ptr += i_b * stride_query_b + i_h * stride_query_h
+    grad_output_ptr += i_b * stride_go_b + i_h * stride_go_h
+    b_top, m_top = load_top(top_ptr + i_row * topk, o_t, topk)
+    p_key, p_value = key_ptr + b_top * stride_key_m, value_ptr + b_top * stride_value_m
+    # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
+    b_key = load_rows(p_key, m_top, stride_key_d, D, BLOCK_D)
+    b_value = load_rows(p_value, m_top, stride_value_d, Dv, BLOCK_V)
+    b_grad_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    b_grad_value = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    for place in range(first, last, COLUMNS):
+        o_place = place + tl.arange(0, COLUMNS)
+        m_row = o_place < last
+        b_row = tl.load(order_ptr + i_p * N + o_place, mask=m_row, other=0).to(tl.int64)
+        o_row = i_p * N + b_row
+        p_query, p_grad = query_ptr + b_row * stride_query_n, grad_output_ptr + b_row * stride_go_n
+        # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+        b_query = load_rows(p_query, m_row, stride_query_d, D, BLOCK_D)
+        b_grad = load_rows(p_grad, m_row, stride_go_d, Dv, BLOCK_V)
+        b_lse = tl.load(lse_ptr + o_row, mask=m_row, other=0.0)
+        b_delta = tl.load(delta_ptr + o_row, mask=m_row, other=0.0)
+        b_scores = dot_rows(
+            b_key, b_query, p_key, m_top, stride_key_d, p_query, m_row, stride_query_d, D,
+            ROWS, COLUMNS, BY_PARTS, PRECISION,
+        )  # fmt: skip
+        b_grad_weights = dot_rows(
+            b_value, b_grad, p_value, m_top, stride_value_d, p_grad, m_row, stride_go_d, Dv,
+            ROWS, COLUMNS, BY_PARTS, PRECISION,
+        )  # fmt: skip
+        b_factor = b_delta[None, :]
+        if HAS_DROPOUT:
+            b_factor = tl.trans(dropout_factor(seed_ptr, o_row, o_t, columns, dropout_p, KINDS, KIND))
+        m_pair = m_top[:, None] & m_row[None, :]
+        b_grad_scores, b_dropped = score_gradients(
+            b_scores * scale_log2, m_pair, b_lse[None, :], b_delta[None, :], b_grad_weights, b_factor, HAS_DROPOUT
+        )
+        b_grad_value += tl.dot(b_dropped.to(b_grad.dtype), b_grad, input_precision=PRECISION)
+        b_grad_key += tl.dot(b_grad_scores.to(b_query.dtype), b_query, input_precision=PRECISION)
+
+    b_grad_key *= scale
+    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    b_out = (i_row * topk + o_t) if ORDERED else i_p // group * M + b_top
+    m_out = (o_t < topk) if ORDERED else m_top
+    p_out = grads_ptr + b_out[:, None] * (D + Dv)
+    m_d, m_v = m_out[:, None] & (o_d < D)[None, :], m_out[:, None] & (o_v < Dv)[None, :]
+    if ORDERED:
+        tl.store(p_out + o_d[None, :], b_grad_key, mask=m_d)
+        tl.store(p_out + D + o_v[None, :], b_grad_value, mask=m_v)
+    else:
+        tl.atomic_add(p_out + o_d[None, :], b_grad_key, mask=m_d, sem="relaxed")
+        tl.atomic_add(p_out + D + o_v[None, :], b_grad_value, mask=m_v, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _cluster_table_bwd_summary_kernel(
+    query_ptr, grad_output_ptr, seed_ptr, exact_heads_ptr, order_ptr, starts_ptr, lse_ptr, delta_ptr, turn_ptr,
+    table_key_ptr, table_value_ptr, bias_ptr, centroid_ptr, grad_key_ptr, grad_value_ptr, grad_bias_ptr, constant_ptr,
+    stride_query_b, stride_query_h, stride_query_n, stride_query_d, stride_go_b, stride_go_h, stride_go_n, stride_go_d,
+    H, group, N, D, Dv, clusters, key_clusters, topk, blocks, scale, scale_log2, dropout_p,
+    HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of `ROWS` summaries of a table, `dK̃_jc = Σ_i dS_ic η_i`, `dṼ_jc`, `db_jc`, each over `n_j` queries.
+
+    Also `db_jc - dK̃_jc·K̃_jc - dṼ_jc·Ṽ_jc`, summed: the part of a key's gradient that is the same for all of `c`.
+    """
+    i_row = (tl.program_id(0) // blocks).to(tl.int64)
+    i_p = i_row // clusters
+    if is_exact(exact_heads_ptr, i_p // group, HAS_EXACT):
+        return
+    starts_ptr += i_p * (clusters + 2) + i_row % clusters
+    first, last = tl.load(starts_ptr), tl.load(starts_ptr + 1)
+    i_b, i_h = i_p // H, i_p % H
+    query_ptr += i_b * stride_query_b + i_h * stride_query_h
+    grad_output_ptr += i_b * stride_go_b + i_h * stride_go_h
+    o_g = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    m_g = o_g < key_clusters
+    o_table = i_row * key_clusters + o_g
+    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    p_key, p_value = table_key_ptr + o_table * D, table_value_ptr + o_table * Dv
+    # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
+    b_key = load_rows(p_key, m_g, 1, D, BLOCK_D)
+    b_value = load_rows(p_value, m_g, 1, Dv, BLOCK_V)
+    b_bias = tl.load(bias_ptr + o_table, mask=m_g, other=float("-inf"))
+    b_centroid = tl.load(centroid_ptr + i_row * D + o_d, mask=o_d < D, other=0.0)
+    b_grad_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    b_grad_value = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    b_grad_bias = tl.zeros([ROWS], tl.float32)
+    for place in range(first, last, COLUMNS):
+        o_place = place + tl.arange(0, COLUMNS)
+        m_row = o_place < last
+        b_row = tl.load(order_ptr + i_p * N + o_place, mask=m_row, other=0).to(tl.int64)
+        o_row = i_p * N + b_row
+        p_query, p_grad = query_ptr + b_row * stride_query_n, grad_output_ptr + b_row * stride_go_n
+        # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+        b_query = load_rows(p_query, m_row, stride_query_d, D, BLOCK_D)
+        b_grad = load_rows(p_grad, m_row, stride_go_d, Dv, BLOCK_V)
+        b_lse = tl.load(lse_ptr + o_row, mask=m_row, other=0.0)
+        b_delta = tl.load(delta_ptr + o_row, mask=m_row, other=0.0)
+        b_turn = tl.load(turn_ptr + o_row, mask=m_row, other=0.0)
+        b_scores = dot_rows(
+            b_key, b_query, p_key, m_g, 1, p_query, m_row, stride_query_d, D, ROWS, COLUMNS, BY_PARTS, PRECISION
+        )
+        b_grad_weights = b_turn[None, :] + dot_rows(
+            b_value, b_grad, p_value, m_g, 1, p_grad, m_row, stride_go_d, Dv, ROWS, COLUMNS, BY_PARTS, PRECISION
+        )
+        b_factor = b_delta[None, :]
+        if HAS_DROPOUT:
+            o_column, columns = topk + o_g, topk + key_clusters
+            b_factor = tl.trans(dropout_factor(seed_ptr, o_row, o_column, columns, dropout_p, KINDS, KIND))
+        m_pair = m_g[:, None] & m_row[None, :]
+        b_grad_scores, b_dropped = score_gradients(
+            b_scores * scale_log2 + b_bias[:, None], m_pair, b_lse[None, :], b_delta[None, :], b_grad_weights,
+            b_factor, HAS_DROPOUT,
+        )  # fmt: skip
+        b_grad_bias += tl.sum(b_grad_scores, 1)
+        b_eta = tl.where(m_row[:, None], b_query.to(tl.float32) - b_centroid.to(tl.float32)[None, :], 0.0)
+        b_eta = b_eta.to(b_query.dtype)
+        b_grad_value += tl.dot(b_dropped.to(b_grad.dtype), b_grad, input_precision=PRECISION)
+        b_grad_key += tl.dot(b_grad_scores.to(b_query.dtype), b_eta, input_precision=PRECISION)
+
+    # Loaded again: by parts, no row stays in registers while the queries are walked.
+    b_key = load_rows(p_key, m_g, 1, D, BLOCK_D)
+    b_value = load_rows(p_value, m_g, 1, Dv, BLOCK_V)
+    # Means over the queries, not sums, stay in range in float16.
+    size = tl.maximum(last - first, 1).to(tl.float32)
+    b_grad_key = (b_grad_key * (scale / size)).to(grad_key_ptr.dtype.element_ty)
+    b_grad_value = (b_grad_value / size).to(grad_value_ptr.dtype.element_ty)
+    p_grad_key = grad_key_ptr + o_table[:, None] * D + o_d[None, :]
+    p_grad_value = grad_value_ptr + o_table[:, None] * Dv + o_v[None, :]
+    tl.store(p_grad_key, b_grad_key, mask=m_g[:, None] & (o_d < D)[None, :])
+    tl.store(p_grad_value, b_grad_value, mask=m_g[:, None] & (o_v < Dv)[None, :])
+    tl.store(grad_bias_ptr + o_table, b_grad_bias / size, mask=m_g)
+    b_of_keys = tl.sum(b_grad_key.to(tl.float32) * b_key.to(tl.float32), 1)
+    b_of_values = tl.sum(b_grad_value.to(tl.float32) * b_value.to(tl.float32), 1)
+    tl.store(constant_ptr + o_table, b_grad_bias - (b_of_keys + b_of_values) * size, mask=m_g)
