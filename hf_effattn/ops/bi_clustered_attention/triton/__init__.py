@@ -56,9 +56,10 @@ def _forward(
     keys = sort_by_cluster(key_labels, key_mask, key_clusters, key_tile)
     centroids = cluster_means(query, queries, query.dtype)
     mean_keys, mean_values = cluster_means(key, keys), cluster_means(value, keys)
-    top = choose_keys(query, key, key_mask, exact_heads, queries, keys, centroids, mean_keys, topk, scale)
+    chosen = choose_keys(query, key, key_mask, exact_heads, queries, keys, centroids, mean_keys, topk, scale)
+    log_squares, top = chosen
     covariances, _ = cluster_products(key, value, keys, mean_keys, mean_values, exact_heads)
-    tables = make_tables(key, value, exact_heads, keys, centroids, top, covariances, scale)
+    tables = make_tables(key, value, exact_heads, keys, centroids, log_squares, top, covariances, scale)
     taken, table_keys, table_values, log_mass, bias, at_centroid, dipoles = tables
     lse, share = (query.new_empty(B * H, N, dtype=torch.float32) for _ in range(2))
     tiles = queries.tiles.shape[1]
@@ -76,8 +77,8 @@ def _forward(
         attend_exactly(output, lse, query, key, value, *masks, exact_heads, scale, dropout_p, dropout_seed)
     saved = Saved(
         queries.order, queries.starts, queries.tiles, keys.order, keys.starts, keys.tiles, centroids, mean_keys,
-        mean_values, top, taken, table_keys, table_values, log_mass, bias, at_centroid, covariances, dipoles, lse,
-        share,
+        mean_values, log_squares, top, taken, table_keys, table_values, log_mass, bias, at_centroid, covariances,
+        dipoles, lse, share,
     )  # fmt: skip
     return [output, *saved]
 
@@ -146,6 +147,7 @@ def _empty(
         centroids=empty(B * H, clusters, D, dtype=query.dtype),
         mean_keys=empty(P, G, D),
         mean_values=empty(P, G, Dv),
+        log_squares=empty(P, M),
         top=empty(B * H, clusters, topk, dtype=torch.int32),
         taken=empty(P, M, (R + 31) // 32, dtype=torch.int32),
         table_keys=empty(P * R, G, D, dtype=query.dtype),

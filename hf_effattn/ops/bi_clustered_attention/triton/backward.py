@@ -1,6 +1,6 @@
 """Backward pass of first-order bi-clustered attention on a GPU, labels and sets `T_j` held fixed.
 
-The tile kernels leave, of every entry of a table, `dK̃_jc`, `dṼ_jc` and `db_jc`. With `a_jt = exp(Q̄_j·K_t) / S_jc`:
+The tile kernels leave, of every entry of a table, `dK̃_jc`, `dṼ_jc` and `db_jc`. With `a_jt = w_jt / S_jc`:
 `ds_jt = a_jt (dlog S_jc + dK̃_jc·(K_t - K̃_jc) + dṼ_jc·(V_t - Ṽ_jc))`, then `dK_t = Σ_j a_jt dK̃_jc + ds_jt Q̄_j`,
 `dV_t = Σ_j a_jt dṼ_jc` and `dQ̄_j = Σ_t ds_jt K_t - Σ_c db_jc K̃_jc`. The dipoles give `dM_j = Σ_i s_i η_i^T dO_i`, from
 it `dCov_c = Σ_j p̄_jc dM_j` and what `log S_jc` gets through `p̄_j`.
@@ -23,7 +23,7 @@ from ...shared.triton.cluster_table import (
 from ...shared.triton.softmax import dot_rows
 from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import LOG2_E, PART, load_rows, load_tile, tile_config
-from .forward import load_spread, load_taken
+from .forward import load_lift, load_spread, load_taken
 from .products import cluster_products
 from .saved import Saved
 
@@ -34,9 +34,9 @@ CENTROID_PROGRAMS = 264  # enough to keep a large chip busy
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _bi_clustered_attention_bwd_key_kernel(
-    centroids_ptr, key_ptr, value_ptr, taken_ptr, exact_heads_ptr, starts_ptr, order_ptr, key_starts_ptr, tiles_ptr,
-    log_mass_ptr, constant_ptr, table_grad_key_ptr, table_grad_value_ptr, mean_key_ptr, mean_value_ptr,
-    grad_covariance_ptr, sums_ptr, grad_key_ptr, grad_value_ptr,
+    centroids_ptr, key_ptr, value_ptr, log_square_ptr, taken_ptr, exact_heads_ptr, starts_ptr, order_ptr,
+    key_starts_ptr, tiles_ptr, log_mass_ptr, constant_ptr, table_grad_key_ptr, table_grad_value_ptr,
+    mean_key_ptr, mean_value_ptr, grad_covariance_ptr, sums_ptr, grad_key_ptr, grad_value_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
     stride_value_b, stride_value_h, stride_value_m, stride_value_d,
     stride_gk_b, stride_gk_h, stride_gk_m, stride_gk_d, stride_gv_b, stride_gv_h, stride_gv_m, stride_gv_d,
@@ -61,6 +61,7 @@ def _bi_clustered_attention_bwd_key_kernel(
     # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
     b_key = load_rows(p_key, m_member, stride_key_d, D, BLOCK_D)
     b_value = load_rows(p_value, m_member, stride_value_d, Dv, BLOCK_V)
+    b_lift = load_lift(log_square_ptr + i_p * M, b_row, m_member)
     b_grad_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_grad_value = tl.zeros([ROWS, BLOCK_V], tl.float32)
     for first in range(0, tl.where(in_cluster, rows, 0), COLUMNS):
@@ -84,7 +85,7 @@ def _bi_clustered_attention_bwd_key_kernel(
         )  # fmt: skip
         m_pair = m_member[:, None] & (b_mass > float("-inf"))[None, :]
         m_pair &= ~tl.trans(load_taken(taken_ptr + i_p * M * words, b_row, m_member, o_r, words))
-        b_scores = b_scores * scale_log2 - tl.where(b_mass > float("-inf"), b_mass, 0.0)[None, :]
+        b_scores = b_scores * scale_log2 + b_lift[:, None] - tl.where(b_mass > float("-inf"), b_mass, 0.0)[None, :]
         b_weights = tl.exp2(tl.where(m_pair, b_scores, float("-inf")))
         # Every member of a cluster counted.
         b_weights *= (b_size / mean_size)[None, :]
@@ -136,8 +137,8 @@ def _bi_clustered_attention_bwd_key_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _bi_clustered_attention_bwd_centroid_kernel(
-    centroids_ptr, key_ptr, value_ptr, taken_ptr, exact_heads_ptr, starts_ptr, order_ptr, key_starts_ptr,
-    table_key_ptr, log_mass_ptr, constant_ptr, table_grad_key_ptr, table_grad_value_ptr, grad_bias_ptr,
+    centroids_ptr, key_ptr, value_ptr, log_square_ptr, taken_ptr, exact_heads_ptr, starts_ptr, order_ptr,
+    key_starts_ptr, table_key_ptr, log_mass_ptr, constant_ptr, table_grad_key_ptr, table_grad_value_ptr, grad_bias_ptr,
     grad_centroids_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
     stride_value_b, stride_value_h, stride_value_m, stride_value_d,
@@ -199,7 +200,8 @@ def _bi_clustered_attention_bwd_centroid_kernel(
             )  # fmt: skip
             m_pair = m_table[:, None] & m_key[None, :]
             m_pair &= ~load_taken(taken_ptr + i_p * M * words, b_row, m_key, o_r, words)
-            b_scores = b_scores * scale_log2 - b_mass[:, None]
+            b_lift = load_lift(log_square_ptr + i_p * M, b_row, m_key)
+            b_scores = b_scores * scale_log2 + b_lift[None, :] - b_mass[:, None]
             b_weights = tl.exp2(tl.where(m_pair, b_scores, float("-inf")))
             b_grad_scores = b_weights * (b_inner + b_constant[:, None])
             b_grad_centroid += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
@@ -279,9 +281,9 @@ def attend_backward(
             grad_logits = torch._softmax_backward_data(grad_logits, at_centroid, 2, torch.float32)
             constant += grad_logits.view_as(constant)
         _bi_clustered_attention_bwd_key_kernel[(P * keys.tiles.shape[1],)](
-            saved.centroids, key, value, saved.taken, exact_heads, queries.starts, keys.order, keys.starts, keys.tiles,
-            saved.log_mass, constant, table_grad_keys, table_grad_values, saved.mean_keys, saved.mean_values,
-            grad_covariances, sums, grad_key, grad_value, *strides[1], *strides[2],
+            saved.centroids, key, value, saved.log_squares, saved.taken, exact_heads, queries.starts, keys.order,
+            keys.starts, keys.tiles, saved.log_mass, constant, table_grad_keys, table_grad_values,
+            saved.mean_keys, saved.mean_values, grad_covariances, sums, grad_key, grad_value, *strides[1], *strides[2],
             *grad_key.stride(), *grad_value.stride(), Hk, rows, M, D, Dv, clusters, key_clusters, words,
             keys.tiles.shape[1], max(1.0, N / clusters), *scales, **exact, **sums_config,
         )  # fmt: skip
@@ -291,10 +293,10 @@ def attend_backward(
         splits = triton.cdiv(key_clusters, split_length)
         grad_centroids = query.new_empty(P * rows, splits, D, dtype=torch.float32)
         _bi_clustered_attention_bwd_centroid_kernel[(P * blocks * splits,)](
-            saved.centroids, key, value, saved.taken, exact_heads, queries.starts, keys.order, keys.starts,
-            saved.table_keys, saved.log_mass, constant, table_grad_keys, table_grad_values, grad_bias, grad_centroids,
-            *strides[1], *strides[2], Hk, rows, M, D, Dv, clusters, key_clusters, words, blocks, splits, split_length,
-            *scales, **exact, **config,
+            saved.centroids, key, value, saved.log_squares, saved.taken, exact_heads, queries.starts, keys.order,
+            keys.starts, saved.table_keys, saved.log_mass, constant, table_grad_keys, table_grad_values, grad_bias,
+            grad_centroids, *strides[1], *strides[2], Hk, rows, M, D, Dv, clusters, key_clusters, words, blocks,
+            splits, split_length, *scales, **exact, **config,
         )  # fmt: skip
         _cluster_table_bwd_query_kernel[(B * H * tiles,)](
             query, key, value, grad_output, dropout_seed, exact_heads, *of_queries, saved.top, saved.lse, delta,

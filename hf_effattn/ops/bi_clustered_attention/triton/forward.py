@@ -14,17 +14,21 @@ from ...shared.triton.cluster_table import is_exact
 from ...shared.triton.softmax import dot_rows
 from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import LOG2_E, LOWEST, PART, load_rows, load_tile, tile_config
-from ..reference import SMALLEST
+from ..reference import LARGEST_LIFT, SMALLEST
 from .products import cluster_products
 
 SMALLEST_SQUARE = tl.constexpr(SMALLEST)
+# Of the largest lift, as an exponent of 2.
+LIFT_LIMIT = tl.constexpr(LARGEST_LIFT * LOG2_E)
+LIFT_PER_SQUARE = tl.constexpr(LOG2_E / 2)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _bi_clustered_attention_fwd_distance_kernel(
-    key_ptr, mean_key_ptr, covariance_ptr, exact_heads_ptr, order_ptr, starts_ptr, tiles_ptr, bias_ptr,
+    key_ptr, mean_key_ptr, products_ptr, query_starts_ptr, exact_heads_ptr, order_ptr, starts_ptr, tiles_ptr,
+    log_square_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
-    key_heads, M, D, key_clusters, tiles, factor,
+    key_heads, group, M, D, clusters, key_clusters, tiles, scale_squared,
     HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`log2 d_t²` of a tile of sorted keys, `d_t² = (K_t - K̄_c)^T Σ_η (K_t - K̄_c)`; `-inf` in no cluster."""
@@ -38,7 +42,12 @@ def _bi_clustered_attention_fwd_distance_kernel(
     nowhere = (cluster >= key_clusters) | is_exact(exact_heads_ptr, i_p, HAS_EXACT)
     width = tl.where(nowhere, 0, D)
     mean_key_ptr += (i_p * key_clusters + tl.where(nowhere, 0, cluster)) * D
-    covariance_ptr += i_p * D * D
+    products_ptr += i_p * D * D
+    # Σ_η of the query heads that share the keys, over the queries that are in a cluster.
+    queries = 0
+    for i_g in range(0, group):
+        queries += tl.load(query_starts_ptr + (i_p * group + i_g) * (clusters + 2) + clusters)
+    factor = scale_squared / tl.maximum(queries, 1).to(tl.float32)
     b_square = tl.zeros([ROWS], tl.float32)
     for first in range(0, width, PART):
         o_d = first + tl.arange(0, PART)
@@ -48,11 +57,11 @@ def _bi_clustered_attention_fwd_distance_kernel(
             # [ROWS, PART], [PART, PART]
             b_spread = load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_e, D)
             m_de = (o_e < D)[:, None] & (o_d < D)[None, :]
-            b_covariance = tl.load(covariance_ptr + o_e[:, None] * D + o_d[None, :], mask=m_de, other=0.0)
-            b_turned = tl.dot(b_spread, b_covariance, b_turned, input_precision=PRECISION)
+            b_products = tl.load(products_ptr + o_e[:, None] * D + o_d[None, :], mask=m_de, other=0.0)
+            b_turned = tl.dot(b_spread, b_products, b_turned, input_precision=PRECISION)
         b_square += tl.sum(b_turned * load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_d, D), 1)
-    b_bias = tl.log2(tl.maximum(b_square * factor, SMALLEST_SQUARE))
-    tl.store(bias_ptr + i_p * M + b_row, tl.where(nowhere, float("-inf"), b_bias), mask=m_row)
+    b_log_square = tl.log2(tl.maximum(b_square * factor, SMALLEST_SQUARE))
+    tl.store(log_square_ptr + i_p * M + b_row, tl.where(nowhere, float("-inf"), b_log_square), mask=m_row)
 
 
 @triton.jit
@@ -89,9 +98,16 @@ def load_taken(taken_ptr, b_row, m_row, o_r, words):
     return ((b_words >> (o_r % 32)[:, None]) & 1) != 0
 
 
+@triton.jit
+def load_lift(log_square_ptr, b_row, m_row):
+    """`b_t = min(d_t² / 2, 1/2)` of keys, as an exponent of 2."""
+    b_log_square = tl.load(log_square_ptr + b_row, mask=m_row, other=float("-inf"))
+    return tl.minimum(tl.exp2(b_log_square) * LIFT_PER_SQUARE, LIFT_LIMIT)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def _bi_clustered_attention_fwd_table_kernel(
-    centroids_ptr, key_ptr, value_ptr, taken_ptr, exact_heads_ptr, order_ptr, starts_ptr,
+    centroids_ptr, key_ptr, value_ptr, log_square_ptr, taken_ptr, exact_heads_ptr, order_ptr, starts_ptr,
     table_key_ptr, table_value_ptr, log_mass_ptr, bias_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
     stride_value_b, stride_value_h, stride_value_m, stride_value_d,
@@ -132,7 +148,8 @@ def _bi_clustered_attention_fwd_table_kernel(
             ROWS, COLUMNS, BY_PARTS, PRECISION,
         )  # fmt: skip
         m_pair = m_key[None, :] & ~load_taken(taken_ptr + i_p * M * words, b_row, m_key, o_r, words)
-        b_scores = tl.where(m_pair, b_scores * scale_log2, float("-inf"))
+        b_scores = b_scores * scale_log2 + load_lift(log_square_ptr + i_p * M, b_row, m_key)[None, :]
+        b_scores = tl.where(m_pair, b_scores, float("-inf"))
         b_higher = tl.maximum(b_highest, tl.max(b_scores, 1))
         b_weights = tl.exp2(b_scores - b_higher[:, None])
         b_kept = tl.exp2(b_highest - b_higher)
@@ -215,23 +232,22 @@ def choose_keys(
     mean_keys: torch.Tensor,
     topk: int,
     scale: float,
-) -> torch.Tensor:
-    """Exact keys `T_j` by weight times squared distance, `(B · H, C, T)` int32, ascending, -1 where there are none."""
-    B, H, N, D = query.shape
-    Hk, M = key.shape[1:3]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`log2 d_t²` `(P, M)`, and the exact keys `T_j`, `(B · H, C, T)` int32, -1 where there are none."""
+    (B, H), (Hk, M, D) = query.shape[:2], key.shape[1:]
     parts = min(queries.clusters, 8)
     products, _ = cluster_products(query, query, queries, centroids, centroids, exact_heads, parts=parts)
-    covariance = products.view(B * Hk, -1, D, D).sum(dim=1)  # Σ_η, times the number of queries
-    bias = query.new_empty(B * Hk, M, dtype=torch.float32)
+    products = products.view(B * Hk, -1, D, D).sum(dim=1)  # Σ_η, times the number of queries
+    log_squares = query.new_empty(B * Hk, M, dtype=torch.float32)
     tiles, chip = keys.tiles.shape[1], chip_of(query)
     with on_device_of(query):
         _bi_clustered_attention_fwd_distance_kernel[(B * Hk * tiles,)](
-            key, mean_keys, covariance, exact_heads, keys.order, keys.starts, keys.tiles, bias, *key.stride(),
-            Hk, M, D, keys.clusters, tiles, scale**2 / (N * H // Hk),
+            key, mean_keys, products, queries.starts, exact_heads, keys.order, keys.starts, keys.tiles, log_squares,
+            *key.stride(), Hk, H // Hk, M, D, queries.clusters, keys.clusters, tiles, scale**2,
             HAS_EXACT=exact_heads is not None, ROWS=keys.tile, PRECISION=chip.dot_precision(query.dtype),
             **chip.all_registers,
         )  # fmt: skip
-    return centroid_topk(centroids, key, key_mask, scale, topk, bias)[0]
+    return log_squares, centroid_topk(centroids, key, key_mask, scale, topk, log_squares)[0]
 
 
 def make_tables(
@@ -240,6 +256,7 @@ def make_tables(
     exact_heads: torch.Tensor | None,
     keys: SortedRows,
     centroids: torch.Tensor,
+    log_squares: torch.Tensor,
     top: torch.Tensor,
     covariances: torch.Tensor,
     scale: float,
@@ -259,8 +276,8 @@ def make_tables(
     with on_device_of(key):
         _bi_clustered_attention_fwd_mark_kernel[(P * rows,)](top, taken, rows, M, topk, words, BLOCK_T=128)
         _bi_clustered_attention_fwd_table_kernel[(P * G * blocks,)](
-            centroids, key, value, taken, exact_heads, keys.order, keys.starts, table_keys, table_values, log_mass,
-            bias, *key.stride(), *value.stride(), Hk, rows, M, D, Dv, G, words, blocks, scale * LOG2_E,
+            centroids, key, value, log_squares, taken, exact_heads, keys.order, keys.starts, table_keys, table_values,
+            log_mass, bias, *key.stride(), *value.stride(), Hk, rows, M, D, Dv, G, words, blocks, scale * LOG2_E,
             HAS_EXACT=has_exact, **config,
         )  # fmt: skip
         tile = 64 if key.element_size() == 2 else 32

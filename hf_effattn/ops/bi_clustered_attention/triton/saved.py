@@ -15,6 +15,7 @@ class Saved(NamedTuple):
         key_order, key_starts, key_tiles: the keys sorted by cluster.
         centroids: `(B · H, C, D)` in the dtype of the query: the points at which it is expanded.
         mean_keys, mean_values: `(P, G, ·)` float32.
+        log_squares: `log2 d_t²` `(P, M)`, of which the lifts `b_t` are made.
         top: `(B · H, C, T)` int32, the sets `T_j`.
         taken: `(P, M, R / 32)` int32, a bit for every query cluster that has the key in its `T_j`.
         table_keys, table_values: `K̃` and `Ṽ`, `(P · R, G, ·)` in the dtype of the query.
@@ -35,6 +36,7 @@ class Saved(NamedTuple):
     centroids: torch.Tensor
     mean_keys: torch.Tensor
     mean_values: torch.Tensor
+    log_squares: torch.Tensor
     top: torch.Tensor
     taken: torch.Tensor
     table_keys: torch.Tensor

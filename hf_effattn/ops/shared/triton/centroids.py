@@ -225,8 +225,9 @@ def centroid_pass(
                 _select_candidates_kernel[(last - first,)](
                     centroids, key, key_mask, bias, select_topk(bins, topk)[0], *out, *key_strides,
                     Hk, rows, M, D, topk, first, bin_keys, scale * LOG2_E,
-                    HAS_MASK=key_mask is not None, HAS_BIAS=bias is not None, COLUMNS=config["COLUMNS"], BLOCK_N=block_n, BLOCK_D=16,
-                    num_warps=min(16, max(1, block_n // 128)), **chip_of(key).all_registers,
+                    HAS_MASK=key_mask is not None, HAS_BIAS=bias is not None, COLUMNS=config["COLUMNS"],
+                    BLOCK_N=block_n, BLOCK_D=16, num_warps=min(16, max(1, block_n // 128)),
+                    **chip_of(key).all_registers,
                 )  # fmt: skip
     return CentroidPass(values, lse, top, top_scores)
 
