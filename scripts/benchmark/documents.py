@@ -7,13 +7,14 @@ what share of its time is attention, the most that a patch can save, and how muc
 window, which a patch leaves alone. All calls of a document are interleaved in one run.
 
     python -m scripts.benchmark.documents        # writes scripts/results/benchmark_documents.json; hours on two cores
-    python -m scripts.benchmark.documents --shapes gte-base --lengths 4096 --no-memory    # a minute
+    python -m scripts.benchmark.documents --shapes gte-base --lengths 4096 --dtypes float32    # a minute
 
 What the output file holds is not measured again.
 """
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,51 +73,69 @@ def _timed_attention(module: nn.Module, query: torch.Tensor, *args: Any, **kwarg
     return output, None
 
 
-def measure(
-    shape: str, length: int, dtype: torch.dtype, device: torch.device, repeats: int, memory: bool
-) -> list[dict[str, Any]]:
-    """A row for the exact model and one for every method."""
-    model = random_model(shape, length, dtype, device)
-    tokens = torch.randint(3, TOKENS, (1, length), device=device, generator=torch.Generator(device).manual_seed(0))
-    switches: dict[str, Callable[[], object]] = {EXACT: partial(unpatch_attention, model)}
+def switches(model: PreTrainedModel) -> dict[str, Callable[[], object]]:
+    """What makes the model exact, and what patches it with each method, by the name of the row."""
+    found: dict[str, Callable[[], object]] = {EXACT: partial(unpatch_attention, model)}
     for name, settings in METHODS.items():
-        switches[name] = partial(patch_attention, model, **settings, min_length=0)
-    rows: dict[str, dict[str, Any]] = {}
-    for name, switch in switches.items():
+        found[name] = partial(patch_attention, model, **settings, min_length=0)
+    return found
+
+
+def measure_memory(model: PreTrainedModel, tokens: torch.Tensor, device: torch.device) -> dict[str, dict[str, Any]]:
+    """What the exact model and every method hold at most, weights and tokens aside."""
+    found = {}
+    for name, switch in switches(model).items():
         switch()
         forward(model, tokens[:, :WARM_UP_LENGTH])
-        rows[name] = {"shape": shape, "length": length, "method": name}
-        if memory:
-            rows[name]["peak_bytes"] = peak_memory_added(partial(forward, model, tokens), device)[1]
+        found[name] = {"peak_bytes": peak_memory_added(partial(forward, model, tokens), device)[1]}
+    return found
+
+
+def measure_times(
+    model: PreTrainedModel, tokens: torch.Tensor, device: torch.device, repeats: int
+) -> dict[str, dict[str, Any]]:
+    """Seconds of the exact model and of every method, and which share of the exact model's is attention."""
+    prepare = switches(model)
+    for switch in prepare.values():
+        switch()
+        forward(model, tokens[:, :WARM_UP_LENGTH])
     _spent.update(dict.fromkeys(_spent, 0.0))
-    calls = dict.fromkeys(switches, partial(forward, model, tokens))
-    seconds = interleaved_rounds(calls, device, repeats, before=switches)
-    for name, times in seconds.items():
-        rows[name] |= {
-            "seconds": median(times),
-            "speedup": median_ratio(seconds[EXACT], times),
-            "rounds": len(times),
-        }
+    calls = dict.fromkeys(prepare, partial(forward, model, tokens))
+    seconds = interleaved_rounds(calls, device, repeats, before=prepare)
+    found: dict[str, dict[str, Any]] = {
+        name: {"seconds": median(times), "speedup": median_ratio(seconds[EXACT], times), "rounds": len(times)}
+        for name, times in seconds.items()
+    }
     whole = sum(seconds[EXACT])
-    rows[EXACT]["attention_share"] = sum(_spent.values()) / whole
-    rows[EXACT]["windowed_share"] = _spent[WINDOWED] / whole
-    return list(rows.values())
+    found[EXACT]["attention_share"] = sum(_spent.values()) / whole
+    found[EXACT]["windowed_share"] = _spent[WINDOWED] / whole
+    return found
 
 
 def main(
     shapes: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(SHAPES),
     lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "8192,32768",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtypes: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16, float16.")] = "float32,bfloat16",
+    what: Annotated[str, typer.Option(help="Comma-separated: seconds, memory.")] = "seconds,memory",
     repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 3,
-    memory: Annotated[bool, typer.Option(help="Measure memory too, which takes each call once more.")] = True,
     output: Path = Path(__file__).parents[1] / "results" / "benchmark_documents.json",
 ) -> None:
-    """Measure one document of every shape and length, print the table, and keep it as JSON."""
+    """Measure one document of every shape, length and dtype, print the table, and keep it as JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kept = KeptRuns(output, {"dtype": dtype, "repeats": repeats, "memory": memory, "methods": METHODS}, device)
-    cases = [{"shape": shape, "length": int(length)} for length in lengths.split(",") for shape in shapes.split(",")]
+    kept = KeptRuns(output, {"methods": METHODS}, device)
+    cases = [
+        {"what": kind, "dtype": dtype, "length": int(length), "shape": shape}
+        for kind, length, shape, dtype in product(*(names.split(",") for names in (what, lengths, shapes, dtypes)))
+    ]
     for case in track(kept.missing(cases), description="documents"):
-        kept.add(*measure(case["shape"], case["length"], getattr(torch, dtype), device, repeats, memory))
+        model = random_model(case["shape"], case["length"], getattr(torch, case["dtype"]), device)
+        generator = torch.Generator(device).manual_seed(0)
+        tokens = torch.randint(3, TOKENS, (1, case["length"]), device=device, generator=generator)
+        if case["what"] == "memory":
+            found = measure_memory(model, tokens, device)
+        else:
+            found = measure_times(model, tokens, device, repeats)
+        kept.add(*(case | {"method": name} | row for name, row in found.items()))
     print_rows(kept)
 
 

@@ -167,11 +167,15 @@ def test_benchmark_documents(tmp_path, monkeypatch):
         settings = benchmark_documents.SHAPES[shape] | small | {"max_position_embeddings": 64}
         monkeypatch.setitem(benchmark_documents.SHAPES, shape, settings)
     output = tmp_path / "documents.json"
-    benchmark_documents.main(",".join(shapes), "300", repeats=1, output=output)
+    benchmark_documents.main(",".join(shapes), "300", "float32", repeats=1, output=output)
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
-    assert [row["method"] for row in rows] == ["exact", *benchmark_documents.METHODS] * 2
-    assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in rows)
-    for row in rows:
+    assert [row["method"] for row in rows] == ["exact", *benchmark_documents.METHODS] * 4
+    timed, weighed = (
+        [row for row in rows if row["what"] == what and row[field] > 0]
+        for what, field in (("seconds", "seconds"), ("memory", "peak_bytes"))
+    )
+    assert len(timed) == len(weighed) == len(rows) // 2
+    for row in timed:
         if row["method"] == "exact":
             assert 0 <= row["windowed_share"] < row["attention_share"] < 1
             assert (row["windowed_share"] > 0) == (row["shape"] == "ModernBERT-base")
