@@ -6,7 +6,6 @@ import re
 import shlex
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 import typer
@@ -36,15 +35,18 @@ def test_a_patched_model_runs_the_settings_that_the_guide_recommends():
     result = json.loads((update_readme.RESULTS / "benchmark_frontier.json").read_text(encoding="utf-8"))
     tried = {row["name"]: row for row in result["rows"]}
     checked = 0
+    methods = ("i-clustered", "bi-clustered")
     for _, row in benchmark_frontier.least_times(result["rows"]).iterrows():
-        for method in ("i-clustered", "bi-clustered"):
-            name = row[f"{method} setting"]
-            if pd.isna(name) or row[f"{method}: times faster"] < 1.2:
-                continue
-            fields = ("clusters", "topk", "key_clusters")
-            counts = {field: tried[name][field] for field in fields if tried[name][field] is not None}
-            assert make_method(method, **counts).shortest_length("cpu") <= row["length"], name
-            checked += 1
+        speedups = {method: row[f"{method}: times faster"] for method in methods}
+        speedups = {method: speedup for method, speedup in speedups.items() if speedup >= 1.2}  # none is not a number
+        if not speedups:
+            continue
+        method = max(speedups, key=speedups.__getitem__)  # the table shows the fastest
+        name = row[f"{method} setting"]
+        fields = ("clusters", "topk", "key_clusters")
+        counts = {field: tried[name][field] for field in fields if tried[name][field] is not None}
+        assert make_method(method, **counts).shortest_length("cpu") <= row["length"], name
+        checked += 1
     assert checked > 5
 
 
