@@ -20,12 +20,12 @@ from hf_effattn.patching.model_table import (
 )
 from hf_effattn.reporting.table import markdown
 
-from ..benchmark import attention as benchmark_attention
 from ..benchmark import budget as benchmark_budget
 from ..benchmark import frontier as benchmark_frontier
 from ..benchmark import head_errors as benchmark_head_errors
 from ..benchmark import retrieval as benchmark_retrieval
 from ..benchmark import rivals as benchmark_rivals
+from ..benchmark.attention import EXACT
 from ..kept.command_line import run_with_help
 from ..kept.markdown import machine, number
 from . import cards as project_cards
@@ -317,7 +317,7 @@ def documents() -> str:
         header += ["exact: memory", *(f"{name.split()[0]}: memory" for name in patched)]
     rows = []
     for (shape, length, dtype), case in sorted(found.items()):
-        exact, *others = (case[name] for name in (benchmark_attention.EXACT, *patched))
+        exact, *others = (case[name] for name in (EXACT, *patched))
         cells = [f"{shape}, {length:,} tokens, {dtype}"]
         if "seconds" in exact:
             cells += [f"{exact['attention_share']:.0%}", f"{exact['seconds']:.1f} s"]
