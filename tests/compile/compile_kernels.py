@@ -151,22 +151,28 @@ class Compiler:
         compiler = self
 
         def run(function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-            compiler.launched(function, args, kwargs)
+            compiler.launched(function, args, kwargs, grid)
 
         JITFunction.run = run  # type: ignore[method-assign]
         # Outputs that no kernel writes must be legal indices for what follows.
         torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
         torch.Tensor.new_empty = torch.Tensor.new_zeros
 
-    def launched(self, function: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compile what is launched, unless it is known to fit."""
+    def describe(
+        self, function: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[str, dict[str, str]]:
+        """A hash of all that a kernel's code depends on, and its constants."""
         bound = function.signature.bind(*args, **{k: x for k, x in kwargs.items() if k in function.arg_names})
         constants = {p.name: str(bound.arguments.get(p.name)) for p in function.params if p.is_constexpr}
         types = [str(getattr(x, "dtype", type(x).__name__)) for x in args]
         options = {name: x for name, x in kwargs.items() if name not in function.arg_names}
         general = [p.name for p in function.params if p.do_not_specialize]
         described = [function.cache_key, constants, types, options, general, self.gpu, triton.__version__]
-        key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16], constants
+
+    def launched(self, function: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:
+        """Compile what is launched, unless it is known to fit."""
+        key, constants = self.describe(function, args, kwargs)
         if key in self.seen:
             return
         self.seen.add(key)
@@ -300,13 +306,18 @@ def slice_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]
 CALLS = (clustering_calls, attention_calls, causal_calls, clusterformer_calls, slice_calls)
 
 
-def main(gpu: str, dtype: str, compile_known: bool, record: bool) -> None:
-    """Run every call on the named GPU; add what fitted to `compiled.json` unless it is compiled as a test."""
+def start(gpu: str) -> None:
+    """From now on this process compiles for a GPU, and launchers are told of it."""
     driver.set_active(NamedGpu(GPUS[gpu].target))
     chips.INTERPRETER = GPUS[gpu].chip
     for path in sorted(Path(hf_effattn.__file__).parent.glob("ops/*/triton/*.py")):
         import_module(f"hf_effattn.ops.{path.parts[-3]}.triton.{path.stem}".removesuffix(".__init__"))
     settle_hashes()
+
+
+def main(gpu: str, dtype: str, compile_known: bool, record: bool) -> None:
+    """Run every call on the named GPU; add what fitted to `compiled.json` unless it is compiled as a test."""
+    start(gpu)
     compiler = Compiler(gpu, compile_known)
     compiler.install()
     for compiler.head_dim in HEAD_DIMS:

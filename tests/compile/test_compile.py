@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import triton
 
 HERE = Path(__file__).parent
 OPS = HERE.parents[1] / "hf_effattn" / "ops"
@@ -46,3 +47,21 @@ def test_kernels_fit_the_gpu(gpu, dtype, which):
         assert {row["kernel"] for row in compiled} == kernels
     too_much = [row for row in compiled if row["spilled"] or row["shared"] > SHARED_MEMORY[gpu]]
     assert not too_much, "\n".join(map(str, too_much))
+
+
+@pytest.mark.slow
+def test_hot_kernels_are_what_they_were():
+    """Registers, blocks side by side, tensor-core instructions and vector loads, as `machine_code.json` has them."""
+    recorded = json.loads((HERE / "machine_code.json").read_text())
+    if recorded["triton"] != triton.__version__:
+        pytest.skip(f"recorded with Triton {recorded['triton']}")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(HERE / "machine_code.py"), "--check"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found.keys() == recorded.keys()
+    for layer, launches in recorded["layers"].items():
+        assert [launch["kernel"] for launch in found["layers"][layer]] == [launch["kernel"] for launch in launches]
+        for launch, expected in zip(found["layers"][layer], launches, strict=True):
+            assert launch == expected, layer

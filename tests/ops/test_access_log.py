@@ -1,0 +1,197 @@
+"""No race between programs, no access out of bounds, no read of unwritten memory: in every kernel, as its op runs it.
+
+The interpreter shows none of these by wrong numbers. A GPU would, now and then.
+"""
+
+import ast
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from support import attention_cases, block_cases, clustering_cases, slice_cases
+from support.access_log import logged_accesses
+
+from hf_effattn import ops
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the log is of Triton's interpreter")
+OPS = Path(ops.__file__).parent
+# Its kernels are logged where they are tested.
+ELSEWHERE = {"causal_clustered_attention"}
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@triton.jit
+def _stores_twice_kernel(output_ptr, BLOCK: tl.constexpr):
+    tl.store(output_ptr + tl.arange(0, BLOCK), tl.program_id(0))
+
+
+@triton.jit
+def _reads_the_neighbour_kernel(output_ptr):
+    i = tl.program_id(0)
+    tl.store(output_ptr + i, tl.load(output_ptr + (i + 1) % tl.num_programs(0)))
+
+
+@triton.jit
+def _adds_and_reads_kernel(total_ptr, output_ptr):
+    if tl.program_id(0) == 0:
+        tl.atomic_add(total_ptr, 1)
+    else:
+        tl.store(output_ptr, tl.load(total_ptr))
+
+
+@triton.jit
+def _reads_past_the_end_kernel(output_ptr, length, BLOCK: tl.constexpr):
+    o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(output_ptr + o_n, tl.load(output_ptr + o_n + length, mask=o_n < length), mask=o_n < length)
+
+
+@triton.jit
+def _reads_what_it_stored_kernel(output_ptr, BLOCK: tl.constexpr):
+    o_n = tl.arange(0, BLOCK)
+    tl.store(output_ptr + o_n, o_n)
+    tl.store(output_ptr + BLOCK + o_n, tl.load(output_ptr + BLOCK - 1 - o_n))
+
+
+def control(name: str) -> None:
+    """Launch a kernel that does what `name` says."""
+    output = torch.zeros(32, dtype=torch.int32)
+    if name == "two stores":
+        _stores_twice_kernel[(2,)](output, BLOCK=16)
+    elif name == "neighbour":
+        _reads_the_neighbour_kernel[(3,)](output)
+    elif name == "atomic":
+        _adds_and_reads_kernel[(2,)](output, output[1:])
+    elif name == "bounds":
+        _reads_past_the_end_kernel[(1,)](output, 32, BLOCK=32)
+    elif name == "unwritten":
+        _reads_the_neighbour_kernel[(1,)](torch.empty(1, dtype=torch.int32))
+    else:
+        _reads_what_it_stored_kernel[(1,)](output, BLOCK=16)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("two stores", "store by two programs"),
+        ("neighbour", "load by one program and store by another"),
+        ("atomic", "atomic operation by one program and plain access by another"),
+        ("bounds", "access outside of all arguments"),
+        ("unwritten", "read of memory that nobody has written"),
+        ("own store", "load of what the program itself stored"),
+    ],
+)
+def test_the_log_finds_what_is_planted(monkeypatch, name, found):
+    with logged_accesses(monkeypatch) as log:
+        control(name)
+    assert [line.partition(": ")[2] for line in log.findings] == [found]
+
+
+def backward(output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+    """Gradients of everything that has one."""
+    outputs = output if isinstance(output, tuple) else (output,)
+    sum(tensor.float().sum() for tensor in outputs if tensor.requires_grad).backward()
+
+
+def attention(op: str, dtype: torch.dtype, deterministic: bool = False, sizes: dict | None = None, **options) -> None:
+    case = attention_cases.Case("", B=2, H=2, key_heads=1, N=45, M=51, D=20, Dv=12, clusters=3, topk=5, masks="holes")
+    case = attention_cases.replace(case, **sizes or {})
+    inputs = attention_cases.make_inputs(case, dtype)
+    for tensor in (inputs.query, inputs.key, inputs.value):
+        tensor.requires_grad_()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        backward(attention_cases.attend(op, case, inputs, backend="triton", **options))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def cluster_queries(dtype: torch.dtype, method: str, masks: str, metric: bool = True) -> None:
+    case = attention_cases.Case("", B=2, H=2, key_heads=1, N=90, M=51, D=20, clusters=7, masks=masks)
+    inputs = attention_cases.make_inputs(case, dtype)
+    options = {"key": inputs.key, "key_mask": inputs.key_mask} if metric else {}
+    options |= {"query_mask": inputs.query_mask, "iterations": 2, "fit_queries": 64, "backend": "triton"}
+    ops.cluster_queries(inputs.query, 7, method=method, **options)
+
+
+def kmeans(dtype: torch.dtype, masks: str) -> None:
+    points = torch.randn(2, 90, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ops.kmeans(points, 7, iterations=2, mask=attention_cases.padding(masks, 2, 90), backend="triton")
+
+
+def slices(dtype: torch.dtype, **sizes: object) -> None:
+    case = slice_cases.Case("", **{"B": 2, "H": 2, "N": 45} | sizes)
+    slice_cases.with_gradients(case, slice_cases.make_inputs(case, dtype), backend="triton")
+
+
+def blocks(dtype: torch.dtype, **sizes: object) -> None:
+    case = block_cases.Case("", **{"B": 2, "H": 2, "N": 45} | sizes)
+    block_cases.with_gradients(case, block_cases.make_inputs(case, dtype), backend="triton")
+
+
+def words(dtype: torch.dtype, similarity: str, masks: str) -> None:
+    inputs = clustering_cases.make_inputs(B=2, N=90, k=11, d=70, masks=masks, dtype=dtype)
+    clustering_cases.with_gradients(*inputs[:2], mask=inputs[2], similarity=similarity, backend="triton")
+
+
+def calls(dtype: torch.dtype) -> Iterator[Callable[[], None]]:
+    """Every op with everything that makes its launchers choose differently."""
+    many_rows = {"B": 1, "N": 1100, "M": 24, "topk": 3}
+    long_rows = {"B": 1, "H": 1, "N": 9, "M": 2200, "masks": "none"}
+    for op in ("clustered_attention", "improved_clustered_attention", "bi_clustered_attention"):
+        if not (OPS / op / "triton").exists():
+            continue
+        yield partial(attention, op, dtype, deterministic=True)
+        yield partial(attention, op, dtype, dropout_p=0.2)
+        yield partial(attention, op, dtype, sizes=many_rows)
+        yield partial(attention, op, dtype, sizes=long_rows)
+    for masks in ("none", "holes"):
+        yield partial(cluster_queries, dtype, "kmeans", masks)
+        yield partial(cluster_queries, dtype, "kmeans", masks, metric=False)
+        yield partial(cluster_queries, dtype, "lsh", masks)
+        yield partial(kmeans, dtype, masks)
+        yield partial(words, dtype, "dot", masks)
+        yield partial(words, dtype, "cosine", masks)
+        yield partial(blocks, dtype, masks=masks, gated=True, key_heads=1)
+    yield partial(slices, dtype)
+    yield partial(slices, dtype, key_heads=1, ratio=2, positions=True, sinks=True, masks="holes")
+    yield partial(slices, dtype, causal=True, ratio=1.5, positions=True)
+    yield partial(slices, dtype, B=1, N=150, L=140, ratio=1.1, positions=True, sinks=True)
+    yield partial(blocks, dtype, causal=True)
+    yield partial(blocks, dtype, causal=True, strict=True, block_length=5)
+    yield partial(blocks, dtype, N=150, clusters=2, masks="right")
+
+
+def kernels_in_the_package() -> Iterator[str]:
+    """Names of all functions that are launched as kernels."""
+    for path in OPS.glob("*/triton/*.py"):
+        if path.parts[-3] in ELSEWHERE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                yield node.name
+
+
+@pytest.mark.parametrize(
+    "call",
+    [partial(attention, "improved_clustered_attention", torch.bfloat16), partial(kmeans, torch.bfloat16, "holes")],
+    ids=["attention", "clustering"],
+)
+def test_a_few_calls_are_clean(monkeypatch, call):
+    with logged_accesses(monkeypatch) as log:
+        call()
+    assert len(log.kernels) > 3
+    assert not log.findings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_kernel_is_clean(monkeypatch, dtype):
+    with logged_accesses(monkeypatch) as log:
+        for call in calls(dtype):
+            call()
+            assert not log.findings, call
+    assert set(kernels_in_the_package()) <= log.kernels

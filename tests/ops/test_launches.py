@@ -1,0 +1,99 @@
+"""How many kernels an op launches: on a GPU each costs microseconds, whatever it does, and the host longer."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.interpreter import GridExecutor
+
+from hf_effattn import ops
+from hf_effattn.ops.shared.triton import chips
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are caught in Triton's interpreter")
+KIB = 1024
+HEADS, HEAD_DIM = 2, 16
+
+
+@contextmanager
+def caught_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the kernels that would be launched on an H100; nothing runs, and what they should write is 0."""
+    names: list[str] = []
+
+    def launch(self: GridExecutor, *arguments: Any, **options: Any) -> None:
+        names.append(self.fn.__name__)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", launch)
+        patch.setattr(chips, "INTERPRETER", chips.Chip("cuda", 227 * KIB))
+        patch.setattr(torch, "empty", torch.zeros)
+        patch.setattr(torch, "empty_like", torch.zeros_like)
+        patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+        yield names
+
+
+def drawn(length: int) -> tuple[torch.Tensor, ...]:
+    """Query, key and value."""
+    return tuple(torch.zeros(1, HEADS, length, HEAD_DIM, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+
+
+def cluster(length: int, masked: bool = False) -> None:
+    query, key, _ = drawn(length)
+    mask = torch.ones(1, length, dtype=torch.bool) if masked else None
+    ops.cluster_queries(
+        query.detach(), 100, key=key.detach(), key_mask=mask, query_mask=mask, iterations=3, backend="triton"
+    )
+
+
+def attend(op: str, length: int, **options: Any) -> torch.Tensor:
+    labels = torch.zeros(1, HEADS, length, dtype=torch.int64)
+    return getattr(ops, op)(*drawn(length), labels, clusters=100, backend="triton", **options)
+
+
+def slices(length: int) -> torch.Tensor:
+    sinks = torch.zeros(1, length, dtype=torch.bool)
+    return ops.slice_attention(
+        *drawn(length), slice_length=32, extension_ratio=3, sink_mask=sinks, backend="triton"
+    )[0]  # fmt: skip
+
+
+def blocks(length: int) -> torch.Tensor:
+    order = torch.arange(length)[None]
+    return ops.sorted_block_attention(*drawn(length), order, block_length=length // 64, backend="triton")
+
+
+def words(length: int) -> torch.Tensor:
+    inputs = (torch.zeros(1, rows, 32, dtype=torch.bfloat16, requires_grad=True) for rows in (length, 64))
+    return ops.neural_clustering(*inputs, backend="triton")[0]
+
+
+improved = partial(attend, "improved_clustered_attention", topk=32)
+
+
+@pytest.mark.parametrize("length", [1024, 4096, 16384])
+@pytest.mark.parametrize(
+    ("call", "forward", "backward"),
+    [
+        (cluster, 10, 0),  # the rows, the metric, the seeds, three rounds of two, all labels
+        (partial(cluster, masked=True), 10, 0),
+        (partial(attend, "clustered_attention"), 5, 4),
+        (improved, 8, 7),
+        (slices, 1, 4),
+        (blocks, 1, 2),
+        (words, 3, 3),
+    ],
+    ids=["cluster_queries", "masked", "clustered", "improved", "slices", "blocks", "neural_clustering"],
+)
+def test_launches_of_a_layer(monkeypatch, call, forward, backward, length):
+    """Short keys have a bin each, and no candidates to score again."""
+    if call is improved and length == 1024:
+        forward -= 1
+    with caught_launches(monkeypatch) as launches:
+        output = call(length)
+        assert len(launches) == forward, launches
+        if backward:
+            launches.clear()
+            output.float().sum().backward()
+            assert len(launches) == backward, launches
