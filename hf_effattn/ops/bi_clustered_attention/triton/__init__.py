@@ -111,13 +111,15 @@ def _backward_op(
         raise RuntimeError(f"the forward pass had tiles of other sizes than {tile} queries and {key_tile} keys")
     exact_heads = None if exact_heads is None else exact_heads.contiguous()
     inputs = grad_output, query, key, value
-    *grads, delta = attend_backward(
+    grad_query, grad_key, grad_value, delta = attend_backward(
         *inputs, exact_heads, dropout_seed, output, saved, queries, keys, scale, dropout_p
     )  # fmt: skip
     if exact_heads is not None:
-        masks = key_mask, query_mask
-        exact_backward(*grads, *inputs, *masks, exact_heads, saved.lse, delta, scale, dropout_p, dropout_seed)
-    return grads[0], grads[1], grads[2]
+        exact_backward(
+            grad_query, grad_key, grad_value, *inputs, key_mask, query_mask, exact_heads, saved.lse, delta, scale,
+            dropout_p, dropout_seed,
+        )  # fmt: skip
+    return grad_query, grad_key, grad_value
 
 
 @_backward_op.register_fake

@@ -5,6 +5,7 @@ No table of points by centroids is ever in memory, nothing waits for the host, a
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import triton
@@ -157,7 +158,8 @@ def kmeans(
     fitted = fit(points, rows, None, clusters, iterations, seed)
     labels = torch.empty(B, H, N, dtype=torch.int64, device=points.device)
     assign(points, rows, fitted, labels)
-    centroids = (fitted.centroids + fitted.origin[:, None]).view(B, H, clusters, D)
+    origin = cast("torch.Tensor", fitted.origin)  # not None where no metric is
+    centroids = (fitted.centroids + origin[:, None]).view(B, H, clusters, D)
     if mask is not None:
         own, is_own = own_centroids(points, rows, clusters)
         centroids = torch.where(is_own, own, centroids)
