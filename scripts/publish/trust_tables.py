@@ -148,3 +148,15 @@ def versions() -> str:
         for row in sorted(rows, key=lambda row: (row["versions"], row["suite"]))
     ]
     return markdown(["versions", "tests", "passed", "skipped", "excepted", "failed"], lines) + note
+
+
+def parallel() -> str:
+    """Bytes that a rank hands to collectives, beside those of the keys and values."""
+    rows, note = kept("parallel")
+    lines = []
+    for row in rows:
+        sizes = [row[name] / MEBIBYTE for name in ("bytes_forward", "bytes_backward", "bytes_of_keys_and_values")]
+        largest = max(row["differences"].values())
+        lines.append([str(row["ranks"]), f"{row['length']:,}", *(f"{size:.1f} MiB" for size in sizes), f"{largest:.0e}"])
+    header = ["processes", "tokens", "forward", "backward", "all keys and values", "largest difference to one process"]
+    return markdown(header, lines) + note
