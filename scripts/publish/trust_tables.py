@@ -156,7 +156,7 @@ def parallel() -> str:
     lines = []
     for row in rows:
         sizes = [row[name] / MEBIBYTE for name in ("bytes_forward", "bytes_backward", "bytes_of_keys_and_values")]
-        largest = max(row["differences"].values())
-        lines.append([str(row["ranks"]), f"{row['length']:,}", *(f"{size:.1f} MiB" for size in sizes), f"{largest:.0e}"])
+        largest = f"{max(row['differences'].values()):.0e}"
+        lines.append([str(row["ranks"]), f"{row['length']:,}", *(f"{size:.1f} MiB" for size in sizes), largest])
     header = ["processes", "tokens", "forward", "backward", "all keys and values", "largest difference to one process"]
     return markdown(header, lines) + note
