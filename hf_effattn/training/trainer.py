@@ -4,9 +4,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from torch import nn
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import DistributedLengthGroupedSampler, LengthGroupedSampler
+
+IGNORED = -100  # a label that transformers' losses leave out
 
 
 class EpochOfSampler(TrainerCallback):
@@ -45,10 +48,10 @@ class RepeatableTrainer(Trainer):
         super().__init__(*args, **settings)
         self.add_callback(EpochOfSampler)
 
-    def training_step(self, *args: Any, **settings: Any) -> torch.Tensor:
-        """Trainer's own, of which a loss is no number only where the training is over."""
-        loss = super().training_step(*args, **settings)
-        if not self.args.fp16 and not torch.isfinite(loss):
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **settings: Any) -> torch.Tensor:
+        """Trainer's own, of which a loss is no number only where the training is over, or where no label counts."""
+        loss = super().training_step(model, inputs, *args, **settings)
+        if not self.args.fp16 and not torch.isfinite(loss) and not _none_counts(inputs.get("labels")):
             raise FloatingPointError(
                 f"the loss of step {self.state.global_step + 1} is {loss.item()}: lower --learning_rate, or train in "
                 "float32. What was saved before stays; with --resume_from_checkpoint last a run goes on from there"
@@ -75,3 +78,8 @@ class RepeatableTrainer(Trainer):
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> Sampler:
         return SequentialSampler(eval_dataset)
+
+
+def _none_counts(labels: torch.Tensor | None) -> bool:
+    """Whether a mean over the labels is 0 / 0: such a batch changes no weight."""
+    return labels is not None and bool((labels == IGNORED).all())

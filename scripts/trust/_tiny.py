@@ -38,8 +38,10 @@ def tiny(kind: str, length: int, *, patched: bool = True) -> PreTrainedModel:
 def patch(model: PreTrainedModel, method: str) -> None:
     """Patch it so that every length runs by the method; with short segments where all texts are short."""
     few = model.config.model_type == "gpt2" and model.config.max_position_embeddings < FEW_POSITIONS
-    short: dict[str, Any] = {"segment_length": 16, "window": 16} if few else {}
-    hf_effattn.patch_attention(model, method, min_length=0, **short, **CLUSTERED[method])
+    settings = CLUSTERED[method] | ({"segment_length": 16, "window": 16} if few else {})
+    if few and "topk" in settings:
+        settings |= {"topk": 2}  # fewer than the keys of such a text
+    hf_effattn.patch_attention(model, method, min_length=0, **settings)
 
 
 def ids_of(length: int, seed: int = 0, batch: int = 1) -> torch.Tensor:

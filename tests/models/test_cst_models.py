@@ -338,7 +338,7 @@ def test_trainer_trains_it(tmp_path):
         }
 
     arguments = TrainingArguments(
-        str(tmp_path), num_train_epochs=10, per_device_train_batch_size=8, learning_rate=0.01, report_to=[],
+        str(tmp_path), num_train_epochs=20, per_device_train_batch_size=8, learning_rate=0.01, report_to=[],
         save_strategy="no", logging_strategy="no", use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, data_collator=collate)

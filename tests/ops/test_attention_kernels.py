@@ -184,7 +184,7 @@ def test_queries_of_a_large_cluster_in_parts(monkeypatch, dropout_p):
 @each_op
 def test_parts_of_the_keys_bins_and_chunks_of_scores(op, monkeypatch):
     monkeypatch.setattr(triton_centroids, "PROGRAMS", 16)
-    monkeypatch.setattr(triton_centroids, "WHOLE_ROW", 64)
+    monkeypatch.setattr(triton_centroids, "BINS", 64)
     monkeypatch.setattr(triton_centroids, "SCORE_BYTES", 1000)
     case = Case("split", B=1, H=2, key_heads=1, N=20, M=300, clusters=2, topk=3, masks="holes")
     check(op, case, make_inputs(case))

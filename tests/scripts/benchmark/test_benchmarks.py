@@ -128,7 +128,7 @@ def test_settings_near_earlier_results_by_hand():
     ]
     rows += [row(5, 4, 6, 9.0, 0.19), row(6, 4, 6, 8.0, 0.12), row(7, 4, 6, 7.0, 0.12)]
     tried = benchmark_frontier.settings_to_try(10**6, rows)
-    names = [benchmark_frontier.label(settings) for settings in tried]
+    names = [benchmark_frontier.short_name(settings) for settings in tried]
     assert len(names) == 5 + len(benchmark_frontier.LARGER)
     assert set(names[:5]) == {
         "i-clustered C=3 k=5", "i-clustered C=3 k=6", "i-clustered C=4 k=6",
@@ -223,11 +223,9 @@ def test_the_cost_of_clusters_by_hand():
 
 
 def test_benchmark_prefill(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        benchmark_prefill,
-        "METHODS",
-        {name: settings | {"clusters": 8, "topk": 8} for name, settings in benchmark_prefill.METHODS.items()},
-    )
+    small = {"clusters": 8, "topk": 8, "segment_length": 128, "window": 64}
+    methods = {name: settings | small for name, settings in benchmark_prefill.METHODS.items()}
+    monkeypatch.setattr(benchmark_prefill, "METHODS", methods)
     output = tmp_path / "prefill.json"
     sizes = {"heads": 4, "key_heads": 2, "head_dim": 8, "repeats": 1, "output": output}
     benchmark_prefill.main("512", **sizes)
