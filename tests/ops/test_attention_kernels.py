@@ -34,7 +34,8 @@ CASES = (
 )
 SMALL = Case("small", B=1, H=2, key_heads=1, N=21, M=19, D=8, Dv=8, clusters=2, topk=4)
 by_name = {"ids": lambda case: case.name if isinstance(case, Case) else str(case)}
-each_op = pytest.mark.parametrize("op", OPS)
+# The first order has ten kernels more, which take the interpreter seconds: tests/ops/test_bi_clustered_kernels.py.
+each_op = pytest.mark.parametrize("op", [*OPS[:2], pytest.param(FIRST_ORDER, marks=pytest.mark.slow)])
 each_op_of_centroids = pytest.mark.parametrize("op", OPS[:2])  # whose weights are those of the centroids' attention
 
 
@@ -73,7 +74,7 @@ def check(op, case, inputs, dtype=torch.float32):
 @pytest.mark.slow_except(
     *(f"{case.name}-{op}" for case in CASES for op in OPS[:2]), f"fewer_queries_than_clusters-{OPS[2]}"
 )
-@each_op
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("case", CASES, **by_name)
 def test_kernels_equal_the_reference(op, case):
     check(op, case, make_inputs(case))

@@ -84,7 +84,10 @@ def test_sorted_block_attention(case, dtype, backend):
         ("bi_clustered_attention", "batched", {}),
         ("bi_clustered_attention", "triton", {}),
         ("bi_clustered_attention", "batched", {"exact_heads": torch.tensor([[True, False]])}),
-        ("bi_clustered_attention", "triton", {"exact_heads": torch.tensor([[True, False]])}),
+        pytest.param(
+            *("bi_clustered_attention", "triton", {"exact_heads": torch.tensor([[True, False]])}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 @pytest.mark.parametrize("case", ATTENTION, **by_name)

@@ -59,6 +59,7 @@ def test_heads_that_attend_exactly(masks):
         assert_close_to_reference(name, tensor, expected[name], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_exact_heads_leave_the_others_alone():
     """Bit for bit: which heads are exact is read by every program for itself."""
     none = with_exact_heads(GROUPED, torch.zeros_like(EXACT))
@@ -111,6 +112,7 @@ def test_dropout_of_exact_keys_summaries_and_exact_heads(masks):
         assert_close_to_reference(name, found[1][name], found[0][name], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_keys_in_no_cluster_are_not_attended_to():
     """As masked ones are; the kernels do not ask the host whether a label is legal."""
     case = replace(GROUPED, masks="none")
