@@ -148,6 +148,7 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], None]]:
         yield partial(attention, op, dtype, dropout_p=0.2)
         yield partial(attention, op, dtype, sizes=many_rows)
         yield partial(attention, op, dtype, sizes=long_rows)
+    yield partial(attention, "bi_clustered_attention", dtype, exact_heads=torch.tensor([[True], [False]]))
     for masks in ("none", "holes"):
         yield partial(cluster_queries, dtype, "kmeans", masks)
         yield partial(cluster_queries, dtype, "kmeans", masks, metric=False)
