@@ -1,6 +1,7 @@
 """The scripts about causal models run on a small model and keep what they print."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import typer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_effattn.ops import causal_clustered_attention
+from hf_effattn.patching.methods import METHODS
 from hf_effattn.samples.texts import bundled_books
 from hf_effattn.training import train_tokenizer
 from scripts.benchmark import _inputs, causal_generation, language_model
@@ -105,3 +107,13 @@ def test_same_tokens_are_counted_from_the_beginning():
     first, second = torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 5, 4])
     assert causal_generation.same_tokens(first, second) == 2
     assert causal_generation.same_tokens(first, first) == 4
+
+
+@pytest.mark.parametrize("method", ["clustered", "i-clustered"])
+def test_the_warning_for_decoders_says_what_was_measured(method):
+    kept = Path(language_model.__file__).parents[1] / "results" / "language_model.json"
+    rows = json.loads(kept.read_text(encoding="utf-8"))["rows"]
+    (row,) = (row for row in rows if row["name"] == method)
+    said = METHODS[method].decoder_loss
+    assert f"its perplexity by {row['perplexity_change']:.0%}".replace("%", " %") in said
+    assert f"changed {1 - row['agreement']:.0%}".replace("%", " %") in said
