@@ -8,8 +8,7 @@ import triton.language as tl
 
 from .chips import LENGTHS, on_device_of
 
-ROWS_BITS: tl.constexpr = tl.constexpr(10)
-ROWS: tl.constexpr = tl.constexpr(1024)  # that one program counts or places
+MOST_ROWS = 1024  # that one program counts or places
 MOST_BINS = 1024  # clusters that a program counts at once
 
 
@@ -57,7 +56,7 @@ def _count_by_cluster_kernel(
     labels_ptr, mask_ptr, counts_ptr,
     stride_labels_b, stride_labels_h, stride_labels_n, stride_mask_b, stride_mask_n,
     H, N, clusters, splits,
-    HAS_MASK: tl.constexpr, BINS: tl.constexpr,
+    HAS_MASK: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """How many rows of one part of a problem are in each cluster."""
     i_p = (tl.program_id(0) // splits).to(tl.int64)
@@ -80,7 +79,7 @@ def _sort_by_cluster_kernel(
     labels_ptr, mask_ptr, counts_ptr, order_ptr, starts_ptr, tiles_ptr,
     stride_labels_b, stride_labels_h, stride_labels_n, stride_mask_b, stride_mask_n,
     H, N, clusters, slots, splits,
-    TILE: tl.constexpr, HAS_MASK: tl.constexpr, BINS: tl.constexpr, SPLITS: tl.constexpr,
+    TILE: tl.constexpr, HAS_MASK: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Stable counting sort: a program sorts one part of a problem; its clusters go behind those of the parts before.
 
@@ -95,8 +94,8 @@ def _sort_by_cluster_kernel(
         stride_labels_n, stride_mask_b, stride_mask_n, HAS_MASK,
     )  # fmt: skip
     # A row's number in its part makes all sorted numbers different: the sort is stable.
-    b_sorted = tl.sort((b_cluster << ROWS_BITS) | o_n)
-    b_cluster, rows = b_sorted >> ROWS_BITS, i_split * ROWS + b_sorted % ROWS
+    b_sorted = tl.sort(b_cluster * ROWS + o_n)
+    b_cluster, rows = b_sorted // ROWS, i_split * ROWS + b_sorted % ROWS
     b_place = o_n
     counts_ptr += i_p * splits * (clusters + 1)
     starts_ptr += i_p * (clusters + 2)
@@ -133,14 +132,15 @@ def sort_by_cluster(labels: torch.Tensor, mask: torch.Tensor | None, clusters: i
     """Rows with integer labels `(B, H, N)`, any strides, sorted by cluster; stable, for rows where `mask` `(B, N)`."""
     B, H, N = labels.shape
     slots = N // tile + clusters + 1
-    splits = max(1, triton.cdiv(N, ROWS.value))
+    rows = min(MOST_ROWS, max(32, triton.next_power_of_2(N)))
+    splits = max(1, triton.cdiv(N, rows))
     order, starts, tiles, counts = (
         labels.new_empty(B * H, *shape, dtype=torch.int32)
         for shape in ((N,), (clusters + 2,), (slots,), (splits, clusters + 1))
     )
     strides = *labels.stride(), *((0, 0) if mask is None else mask.stride())
     bins = min(MOST_BINS, max(16, triton.next_power_of_2(clusters + 1)))
-    sizes = {"HAS_MASK": mask is not None, "BINS": bins}
+    sizes = {"HAS_MASK": mask is not None, "BINS": bins, "ROWS": rows}
     with on_device_of(labels):
         if B * H:
             _count_by_cluster_kernel[(B * H * splits,)](
