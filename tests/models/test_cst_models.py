@@ -81,6 +81,7 @@ def losses(model, inputs, steps):
     return seen
 
 
+@pytest.mark.slow_except("CSTForSequenceClassification", "CSTForCausalLM")
 @every_head
 def test_every_head_trains(model_class):
     model = tiny_model(model_class, num_labels=3, initializer_range=0.02).float()
@@ -88,7 +89,14 @@ def test_every_head_trains(model_class):
     assert seen[-1] < 0.5 * seen[0]
 
 
-@pytest.mark.slow_except(*(f"classifier-{variant}" for variant in VARIANTS), "causal-paper")
+@pytest.mark.slow_except(
+    "classifier-paper",
+    "classifier-three_levels",
+    "classifier-global_local",
+    "classifier-mlp",
+    "classifier-separate_projections",
+    "causal-paper",
+)
 @every_variant
 @pytest.mark.parametrize("model_class", [CSTForSequenceClassification, CSTForCausalLM], ids=["classifier", "causal"])
 def test_every_variant_trains(variant, model_class):

@@ -42,6 +42,7 @@ def test_it_has_learned_the_order_of_words(model, tokens):
     assert model(tokens, labels=tokens).loss + 1 < model(shuffled, labels=shuffled).loss
 
 
+@pytest.mark.slow
 def test_generation_with_the_cache_writes_what_it_writes_without(model, tokens):
     options = {"max_new_tokens": 80, "do_sample": False, "eos_token_id": None}
     prompt = tokens[:2, :45]

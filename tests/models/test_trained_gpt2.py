@@ -43,7 +43,7 @@ def loss(model, texts):
     return torch.cat(losses).mean().item()
 
 
-@pytest.mark.slow_except("1024")
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1024, 2048])
 def test_error_and_perplexity_at_a_share_of_the_scores(model, tokens, length):
     layers = causal_attention_inputs(model, tokens[:, :length])

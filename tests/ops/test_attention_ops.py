@@ -127,11 +127,9 @@ def test_dtypes_with_few_top_keys(op, dtype):
 
 
 @pytest.mark.slow_except(
-    *(
-        f"{case}-batched-{op}_attention"
-        for case in ("0.0-holes", "0.0-none", "0.3-holes")
-        for op in ("clustered", "improved_clustered", "bi_clustered")
-    )
+    "0.3-holes-batched-bi_clustered_attention",
+    "0.3-holes-batched-improved_clustered_attention",
+    "0.3-holes-batched-clustered_attention",
 )
 @each_op
 @each_backend
@@ -321,6 +319,7 @@ def test_dropout_is_the_same_in_both_forms_and_replays(op, masks):
     assert not torch.equal(results[1]["output"], attend(op, case, make_inputs(case), dropout_p=0.4))
 
 
+@pytest.mark.slow_except("clustered_attention")
 @each_op
 def test_dropout_keeps_the_mean(op):
     case = Case("dropout", B=1, H=1)

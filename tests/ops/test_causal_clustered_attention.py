@@ -240,6 +240,7 @@ def test_prefill_lets_no_later_value_through():
         assert torch.equal(before[:, :, :20], attend(method, case, query, key, changed, mask)[:, :, :20])
 
 
+@pytest.mark.slow_except("bi-clustered")
 @each_method
 def test_dropout_keeps_the_mean(method):
     case = Case("mean", B=1, H=1, N=24, D=4, Dv=4)

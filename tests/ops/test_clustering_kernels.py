@@ -92,6 +92,7 @@ def test_labels_are_those_of_the_batched_form(method, masks):
     assert_same_labels(query, 5, method, key=key, **masks)
 
 
+@pytest.mark.slow_except("70-60-21")
 @pytest.mark.parametrize(
     ("N", "D", "clusters"), [(1, 16, 1), (2, 1, 1), (67, 3, 2), (70, 60, 21), (33, 100, 20), (20, 256, 3)]
 )

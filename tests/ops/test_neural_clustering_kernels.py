@@ -73,6 +73,7 @@ def test_parts_of_the_words_are_merged(monkeypatch, parts):
     assert torch.equal(actual_labels, labels)
 
 
+@pytest.mark.slow_except("70-2-cosine", "70-2-dot")
 @each_similarity
 @pytest.mark.parametrize(("kib", "parts"), [(0, 1), (70, 1), (70, 2)])
 def test_scores_of_a_few_words_at_a_time(monkeypatch, kib, parts, similarity):

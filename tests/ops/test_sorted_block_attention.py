@@ -101,6 +101,7 @@ def test_dtypes_against_float64(dtype, case):
         assert_close_to_reference(name, actual[name], expected[name], baseline[name], rtol=1e-6)
 
 
+@pytest.mark.slow_except("True-0.3-reference", "True-0.3-batched")
 @each_backend
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("gated", [False, True])

@@ -29,7 +29,7 @@ def clusters_of_rows(labels, mask, clusters):
     [
         (2, 3, 37, 5, 16, True, torch.int64),
         (1, 1, 1, 1, 16, False, torch.int32),
-        (1, 2, 2300, 3, 32, True, torch.int64),  # in three parts
+        pytest.param(1, 2, 2300, 3, 32, True, torch.int64, marks=pytest.mark.slow),  # in three parts
         (2, 1, 40, 15, 16, True, torch.int64),
         (1, 1, 90, 60, 16, False, torch.int16),
         (1, 1, 70, 514, 16, False, torch.int64),  # more clusters than rows
@@ -57,6 +57,7 @@ def test_rows_are_sorted_and_every_row_is_in_one_tile(B, H, N, clusters, tile, m
         assert (covered == 1).all()
 
 
+@pytest.mark.slow
 def test_more_clusters_than_a_program_counts_at_once(monkeypatch):
     labels = torch.randint(-1, 60, (1, 2, 1300), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     expected = sort_by_cluster(labels, None, 59, 16)
@@ -71,6 +72,7 @@ def test_one_huge_cluster_is_many_tiles():
     assert (sort_by_cluster(labels, None, 3, 16).tiles == 1).sum() >= 200 // 16
 
 
+@pytest.mark.slow_except("torch.float32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cluster_means(dtype):
     generator = torch.Generator().manual_seed(0)

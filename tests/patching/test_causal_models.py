@@ -59,7 +59,10 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 METHODS = tuple(SMALL)
 LENGTH = 61
-each_model = pytest.mark.parametrize("model_type", MODELS)
+FAST = ("gpt2", "llama", "opt")  # the others differ in projections and positions, not in what attends
+each_model = pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in MODELS]
+)
 each_method = pytest.mark.parametrize("method", METHODS)
 
 

@@ -61,6 +61,7 @@ def test_saved_and_loaded(
     assert all(table.requires_grad for table in getattr(loaded.base_model, NAME).parameters())
 
 
+@pytest.mark.slow
 def test_loaded_in_a_fresh_process(tmp_path: Path) -> None:
     model = convert(small_model("gpt2"))
     expected = first_output(model, tokens())

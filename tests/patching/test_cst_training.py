@@ -85,7 +85,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(model_type: str, compos
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.slow_except("merged-bert")
+@pytest.mark.slow
 @each_model
 @each_composition
 def test_compiles_to_one_graph(model_type: str, composition: str) -> None:

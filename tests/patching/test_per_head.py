@@ -135,6 +135,7 @@ def test_each_rung_is_exact_below_its_own_length() -> None:
     assert replace(method, min_length=0).run(query, key, value)[:, 1].sub(exact[:, 1]).norm() > 0.01
 
 
+@pytest.mark.slow
 def test_saved_and_loaded_in_a_fresh_process(tmp_path: Path) -> None:
     model = tiny_model("bert")
     batch = batch_for(model, padding="right")

@@ -123,6 +123,7 @@ class Sentences(torch.utils.data.Dataset):
         return {"input_ids": tokens * mask, "attention_mask": mask, "labels": torch.tensor(index % 2)}
 
 
+@pytest.mark.slow
 def test_trainer_with_gradient_checkpointing(tmp_path: Path, attended: list[str]) -> None:
     torch.manual_seed(0)
     model = tiny_model("bert", AutoModelForSequenceClassification, initializer_range=0.05)

@@ -75,6 +75,7 @@ def test_benchmark_frontier(real_model_folder, tmp_path, monkeypatch):
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_benchmarks_without_the_model_have_no_real_errors(tmp_path, monkeypatch):
     monkeypatch.setattr(_inputs, "default_model_folder", lambda: None)
     monkeypatch.setattr(_inputs, "RECORDED", tmp_path / "none")
@@ -191,6 +192,7 @@ def test_benchmark_clustering(real_model_folder, tmp_path):
     assert errors["K-means, keys' metric (default)"] < errors["LSH 32 bits, 10 iterations"]
 
 
+@pytest.mark.slow
 def test_benchmark_embeddings(real_model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark_embeddings, "SIZES", ((48, 12, 8, 10),))
     output = tmp_path / "embeddings.json"

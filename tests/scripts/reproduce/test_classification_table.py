@@ -73,6 +73,7 @@ def test_classification_table(small_tables, tmp_path, monkeypatch, capsys):
     assert rows_of(output) == rows
 
 
+@pytest.mark.slow
 def test_sweeps_of_the_classification_table(small_tables, tmp_path, monkeypatch, capsys):
     output = tmp_path / "table.json"
     arguments = {"seeds": "0", "epochs": 2, "max_length": 32, "output": output}

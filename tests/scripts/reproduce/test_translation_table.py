@@ -35,6 +35,7 @@ def rows_of(path):
     return json.loads(path.read_text(encoding="utf-8"))["rows"]
 
 
+@pytest.mark.slow
 def test_translation_table(small_table, tmp_path, monkeypatch, capsys):
     output = tmp_path / "table.json"
     arguments = {"seeds": "0,1", "epochs": 2, "dtype": "float32", "output": output}

@@ -44,6 +44,7 @@ def folder(request, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow_except("listops-bert", "listops-cst", "listops-clusterformer", "retrieval-full", "pathfinder-cst")
 @pytest.mark.parametrize(
     ("task", "kind"),
     [
@@ -132,7 +133,7 @@ def test_a_command_line_that_cannot_be(capsys, folder):
     assert not (folder / "run").exists()
 
 
-@pytest.mark.slow_except("listops")
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["listops", "pathfinder"])
 def test_the_table_of_all_models(task, tmp_path, monkeypatch, capsys):
     """Every row of it, on a few short inputs; what is kept is not run again."""
