@@ -4,9 +4,9 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -18,23 +18,30 @@ if not torch.cuda.is_available():
     run_kernels_on_the_cpu()
 
 
+def case_of(item: pytest.Item) -> str:
+    """What stands in the brackets of its name."""
+    return item.name.partition("[")[2].removesuffix("]")
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """`slow_except("id", ...)` marks all cases of a test `slow` but those."""
+    """`slow_except("id", "*-pattern", ...)` marks all cases of a test `slow` but those."""
     for mark in item.iter_markers("slow_except"):
-        if item.name.partition("[")[2].removesuffix("]") not in mark.args:
+        if not any(fnmatchcase(case_of(item), pattern) for pattern in mark.args):
             item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A case that `slow_except` names and that is gone would leave its test to `make test-slow` alone."""
-    collected = {item.nodeid for item in items}
-    cases = Counter(item.nodeid.partition("[")[0] for item in items)
+    cases: dict[str, set[str]] = {}
     for item in items:
-        test = item.nodeid.partition("[")[0]
-        named = [f"{test}[{case}]" for mark in item.iter_markers("slow_except") for case in mark.args]
-        if cases[test] > len(named) and not collected.issuperset(named):
-            raise pytest.UsageError(f"slow_except names cases that do not exist: {set(named) - collected}")
+        cases.setdefault(item.nodeid.partition("[")[0], set()).add(case_of(item))
+    for item in items:
+        for mark in item.iter_markers("slow_except"):
+            collected = cases[item.nodeid.partition("[")[0]]
+            gone = [pattern for pattern in mark.args if not any(fnmatchcase(case, pattern) for case in collected)]
+            if gone and len(collected) > len(mark.args):
+                raise pytest.UsageError(f"slow_except names cases that do not exist: {gone}")
 
 
 @pytest.fixture(params=["a_cpu", "a_gpu"])

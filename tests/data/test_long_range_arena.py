@@ -34,6 +34,7 @@ def never(*arguments):
     raise AssertionError("generated although it is cached")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["listops", "pathfinder"])
 def test_the_beginning_of_the_default_output(task):
     """The first samples of every split, by the checksums that were taken from the whole default output."""
@@ -290,6 +291,7 @@ def test_retrieval_files(tmp_path):
         load_lra("retrieval", tmp_path, cache_dir=tmp_path / "cache")
 
 
+@pytest.mark.slow
 def test_real_reviews(tmp_path, large_data):
     """IMDb as JSON lines: 25,000 of each, half of them good; the published lengths in bytes."""
     data = load_lra("text", large_data("imdb"), cache_dir=tmp_path)

@@ -57,7 +57,7 @@ def test_ranks_give_what_one_process_gives(case):
     assert expected["output"].abs().max() > 0.1
 
 
-@pytest.mark.slow_except(2)
+@pytest.mark.slow_except("2")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_travels_is_the_formula_and_does_not_grow(ranks):
     settings = SETTINGS | {"fit_queries": 32}

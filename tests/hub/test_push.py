@@ -37,6 +37,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_function_pushes_model_and_card_and_keeps_a_card_that_is_there(hub: HubServer) -> None:
     code = """
         import hf_effattn

@@ -519,7 +519,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(variant, reentrant):
         torch.testing.assert_close(results[1][name], results[0][name], rtol=0, atol=2e-16 if reentrant else 0)
 
 
-@pytest.mark.slow_except("gated_centroids")
+@pytest.mark.slow
 @each_variant
 def test_compiles_as_one_graph(variant):
     """Random order and LSH once drew in every forward, from a generator that cannot be traced."""

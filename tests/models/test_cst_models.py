@@ -142,7 +142,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(variant, model_class, r
         torch.testing.assert_close(grad, plain[name], rtol=0, atol=2e-15 if reentrant else 0)
 
 
-@pytest.mark.slow_except("causal-paper")
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["paper", "three_levels", "global_tokens", "mlp", "linear_pooling"])
 @pytest.mark.parametrize("model_class", [CSTForSequenceClassification, CSTForCausalLM], ids=["classifier", "causal"])
 def test_compiles_as_one_graph(variant, model_class):

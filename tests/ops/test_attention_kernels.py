@@ -212,6 +212,7 @@ def test_labels_outside_the_range_are_in_no_cluster(op):
         torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=UNORDERED.get(name, 0))
 
 
+@pytest.mark.slow_except("nan-clustered_attention")
 @each_op
 @pytest.mark.parametrize("garbage", [float("inf"), float("nan")])
 def test_values_of_masked_rows_change_nothing(op, garbage):

@@ -38,6 +38,7 @@ def names_of(op: str, backend: str) -> list[str]:
     return [f"hf_effattn::{op}{'_triton' if backend == 'triton' else ''}_backward"]
 
 
+@pytest.mark.slow_except("plain-torch.float32-*", "everything-torch.float32-*")
 @each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", SLICES, **by_name)

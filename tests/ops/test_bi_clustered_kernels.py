@@ -30,6 +30,7 @@ def far_keys(case, dtype):
     return inputs
 
 
+@pytest.mark.slow_except("torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision(dtype):
     check(FIRST_ORDER, GROUPS, far_keys(GROUPS, dtype), dtype)
@@ -98,7 +99,7 @@ def drawn_by_kernels(monkeypatch):
     monkeypatch.setattr(reference, "exact_dropout_rows", exact_rows)
 
 
-@pytest.mark.slow_except("none")
+@pytest.mark.slow
 @pytest.mark.parametrize("masks", ["none", "holes"])
 @pytest.mark.usefixtures("drawn_by_kernels")
 def test_dropout_of_exact_keys_summaries_and_exact_heads(masks):

@@ -71,6 +71,7 @@ def with_gradients(method, case, dtype=torch.float64, run=attend, **options):
     return dict(zip(("output", "query", "key", "value"), (output.detach(), *gradients), strict=True))
 
 
+@pytest.mark.slow_except("*-bi-clustered", "plain-*", "*_and_holes-*")
 @each_method
 @each_case
 def test_fast_form_equals_reference(method, case):

@@ -84,6 +84,7 @@ def assert_same_labels(query, clusters, method, share=1.0, **options):
     return actual
 
 
+@pytest.mark.slow_except("none-*", "holes-*")
 @each_method
 @pytest.mark.parametrize("masks", ["none", "left", "holes", "row", "few"])
 def test_labels_are_those_of_the_batched_form(method, masks):

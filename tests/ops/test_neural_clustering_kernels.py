@@ -17,6 +17,7 @@ def run(words, centroids, mask, **options):
     return {name: tensor.cpu() for name, tensor in results.items()}, labels.cpu()
 
 
+@pytest.mark.slow_except("2x23x5x12-*", "1x90x40x70-holes-*")
 @each_similarity
 @pytest.mark.parametrize("masks", ["none", "right", "left", "holes", "row"])
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ TOKEN = 17  # in the middle of a segment
 SPECIAL = [float("nan"), float("inf"), -float("inf")]
 
 
+@pytest.mark.slow_except("*-batched-*", "none-reference-clustered")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("backend", ["reference", "batched"])
 @pytest.mark.parametrize("masks", ["none", "left"])

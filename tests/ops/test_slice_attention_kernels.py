@@ -44,6 +44,7 @@ def test_values_and_gradients(case):
         assert_close_to_reference(name, actual.cpu(), expected[name], baseline[name], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["extended", "causal_extended", "holes"])
 def test_low_precision_is_as_good_as_plain_pytorch(name, dtype):
@@ -81,6 +82,7 @@ def test_causal_kernels_never_look_ahead():
         assert not torch.equal(after[0][:, :, t], before[0][:, :, t])
 
 
+@pytest.mark.slow
 def test_dropout_replays_and_its_gradient_is_that_of_its_own_draw():
     """The output is linear in the values for a fixed draw: its gradient must give it back (Euler)."""
     case = Case("dropout", B=1, H=2, key_heads=1, N=21, L=8, ratio=2, sinks=True, positions=True)

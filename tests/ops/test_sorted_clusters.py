@@ -163,6 +163,7 @@ def check_pass(centroids, key, value, mask, topk):
     return found
 
 
+@pytest.mark.slow_except("sizes0", "sizes1")
 @pytest.mark.parametrize("sizes", [{"topk": 6}, {"topk": 101, "clusters": 3}, {"topk": 7, "H": 4, "masked": False}])
 def test_centroid_pass(sizes):
     topk = sizes.pop("topk")
@@ -175,6 +176,7 @@ def test_centroid_pass_in_parts_of_the_keys(monkeypatch):
     assert found.lse.shape[1] > 1
 
 
+@pytest.mark.slow_except("16-21-4-*")
 @pytest.mark.parametrize("score_bytes", [2**28, 1500], ids=["at_once", "in_chunks"])
 @pytest.mark.parametrize(("fewest", "candidates", "length"), [(64, 2048, 2), (16, 48, 9), (16, 21, 4)])
 def test_long_rows_through_bins(monkeypatch, score_bytes, fewest, candidates, length):

@@ -308,6 +308,7 @@ def test_dropout_of_training_is_drawn_and_replayed(attended: list[dict[str, Any]
     assert {call["dropout_p"] for call in attended} == {0.2}
 
 
+@pytest.mark.slow_except("gpt2", "llama")
 @pytest.mark.parametrize("model_type", [name for name in MODELS if MODEL_TYPES[name].says_use_cache])
 def test_prefill_is_for_prompts_only(model_type: str, attended: list[dict[str, Any]]) -> None:
     model = patch(make_model(model_type), causal="prefill")
@@ -323,6 +324,7 @@ def test_prefill_is_for_prompts_only(model_type: str, attended: list[dict[str, A
         model.train()(ids)
 
 
+@pytest.mark.slow_except("gpt2", "llama")
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", [name for name in MODELS if MODEL_TYPES[name].says_use_cache])
 def test_drafts_are_not_clustered_with_the_prompt(model_type: str, attended: list[dict[str, Any]]) -> None:
@@ -369,7 +371,7 @@ def test_prefill_is_refused_where_prompts_cannot_be_told() -> None:
         model(tokens())
 
 
-@pytest.mark.slow_except("bi-clustered")
+@pytest.mark.slow
 @each_method
 @torch.no_grad()
 def test_compiles_to_one_graph(method: str) -> None:
@@ -411,7 +413,7 @@ def test_attention_weights_of_llama_run_without_its_mask() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow_except("i-clustered")
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["i-clustered", "cst"])
 @torch.no_grad()
 def test_a_compiled_gpt2_returns_attention_weights(method: str) -> None:

@@ -146,7 +146,7 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.tensor(index % 2)}
 
 
-@pytest.mark.slow_except("merged-bert")
+@pytest.mark.slow
 @each_model
 @each_composition
 def test_trainer_fine_tunes_a_converted_model(model_type: str, composition: str, tmp_path: Path) -> None:

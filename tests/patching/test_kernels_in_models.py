@@ -41,7 +41,7 @@ def output_and_gradients(model, batch):
     return {"output": output.detach()} | gradients
 
 
-@pytest.mark.slow_except("clustered")
+@pytest.mark.slow
 @each_method
 def test_kernels_give_what_the_form_for_a_cpu_gives(method, request):
     model = patched(method)

@@ -50,6 +50,7 @@ def test_the_table_is_covered() -> None:
     assert set(SETTINGS) == {name for name, entry in TABLE.items() if not entry.causal}
 
 
+@pytest.mark.slow_except("*-left-bi-clustered", "bert-*")
 @pytest.mark.parametrize(("model_type", "padding", "method"), with_methods(WITH_TOPK, MODEL_TYPES_AND_PADDINGS))
 def test_method_runs_and_is_close_where_topk_is_large(
     model_type: str, padding: str | None, method: str, attended: list[str]

@@ -25,6 +25,7 @@ def floating(batch: Any, dtype: torch.dtype) -> Any:
     return batch
 
 
+@pytest.mark.slow_except("bert-*", "vit-*")
 @pytest.mark.parametrize("method", WITH_TOPK)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("model_type", mostly_slow(MODEL_TYPES))
@@ -48,6 +49,7 @@ def test_low_precision_weights(model_type: str, dtype: torch.dtype, method: str,
     assert abs(error(encoded(model, batch), reference) - baseline) < 1e-6
 
 
+@pytest.mark.slow_except("*-bert-*", "*-vit-*")
 @pytest.mark.usefixtures("autocast_rules")
 @pytest.mark.parametrize("method", WITH_TOPK)
 @pytest.mark.parametrize("model_type", mostly_slow([one for one in MODEL_TYPES if one != "xmod"]))

@@ -53,6 +53,7 @@ def test_saved_and_loaded(model_type: str, method: str, tmp_path: Path, attended
     assert attended == []
 
 
+@pytest.mark.slow
 def test_loads_as_the_exact_model_without_the_package(tmp_path: Path) -> None:
     model = tiny_model("bert")
     batch = batch_for(model, padding="left")

@@ -182,6 +182,7 @@ def test_all_the_words_of_the_summary_are_on_the_page(measured):
     assert "not measured" not in shown.lower()
 
 
+@pytest.mark.slow
 def test_the_same_report_gives_the_same_page(measured):
     report, model, inputs, text = measured
     assert report.to_html(model, inputs, Words()) == text
@@ -315,6 +316,7 @@ def test_settings_that_leave_a_length_exact_and_numbers_that_are_none():
     assert "nothing to approximate" in page.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["bert", "gpt2"])
 def test_a_conversion_shows_its_slices(model_type, undrawn):
     model, inputs = small_model(model_type), {"input_ids": cst_tokens(batch=1)}

@@ -160,6 +160,7 @@ def test_benchmark_models(tmp_path, monkeypatch):
     assert all(row["forward_tokens_per_second"] > 0 and row["training_step_peak_bytes"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_benchmark_documents(tmp_path, monkeypatch):
     """Of small models: windows are counted apart."""
     small = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
@@ -224,6 +225,7 @@ def test_the_cost_of_clusters_by_hand():
     assert benchmark_kmeans.cost_of(points, (labels, centroids)) == pytest.approx(4 / 104)
 
 
+@pytest.mark.slow
 def test_benchmark_prefill(tmp_path, monkeypatch):
     small = {"clusters": 8, "topk": 8, "segment_length": 128, "window": 64}
     methods = {name: settings | small for name, settings in benchmark_prefill.METHODS.items()}
@@ -251,6 +253,7 @@ def test_measure_crossover_keeps_other_devices(tmp_path, monkeypatch):
     assert all(row["min_length"] in (104, 120) or row["min_length"] % 240 == 0 for row in kept["cpu"])
 
 
+@pytest.mark.slow
 def test_measure_crossover_goes_on_where_it_stopped(tmp_path, monkeypatch):
     """Nobody reads half a table: what is there stays until the whole one is measured. No file: that of the package."""
     monkeypatch.setattr(measure_crossover, "LENGTHS", (104, 120))

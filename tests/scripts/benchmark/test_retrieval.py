@@ -58,6 +58,7 @@ def test_ndcg_is_the_discount_of_the_rank():
     assert found == pytest.approx([1.0, 1 / math.log2(5), 0.0])
 
 
+@pytest.mark.slow
 def test_a_run_finds_the_meetings_and_goes_on_where_it_was_stopped(data, real_model_folder, monkeypatch):
     embed, calls = retrieval.embed_meeting, []
 

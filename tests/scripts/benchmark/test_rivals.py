@@ -86,6 +86,7 @@ def test_softmax_attention_with_values_of_another_width(inputs):
     torch.testing.assert_close(_rivals.softmax_attention(query, key, wide, bias)[..., :-1], narrow)
 
 
+@pytest.mark.slow
 def test_benchmark_rivals(real_model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(rivals, "held_out_inputs", _inputs.attention_inputs)
     for name, (make, settings) in rivals.RIVALS.items():
@@ -121,6 +122,7 @@ def test_verdicts_by_hand():
     assert list(best[best["error at most"] == 0.3]["method"]) == ["WildCat", "bi-clustered"]
 
 
+@pytest.mark.slow
 def test_held_out_inputs(real_model_folder, large_data):
     for name in _inputs.HELD_OUT:
         large_data(name)

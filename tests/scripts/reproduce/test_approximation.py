@@ -47,6 +47,7 @@ def base(tmp_path, monkeypatch):
     return str(folder)
 
 
+@pytest.mark.slow_except("sst2")
 @pytest.mark.parametrize("task", ["sst2", "squad"])
 def test_a_model_is_fine_tuned_and_approximated(task, base, tmp_path, monkeypatch, capsys):
     output = tmp_path / "out" / "approximation.json"

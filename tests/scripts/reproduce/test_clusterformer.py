@@ -80,6 +80,7 @@ def test_mean_and_deviation_by_hand():
     assert mean_and_deviation([90.0, 92.0, 94.0]) == "92.0 ± 2.0 (3)"
 
 
+@pytest.mark.slow
 def test_mnist_clustering(digits, tmp_path, monkeypatch, capsys):
     output = tmp_path / "mnist.json"
     methods = "neural clustering,K-means,mini-batch K-means,spherical K-means"
@@ -158,6 +159,7 @@ def test_partner_recall(tmp_path, monkeypatch):
         partner_recall.main("7,16,65", routings=routings, **small)
 
 
+@pytest.mark.slow
 def test_full_attention_recalls_partners():
     run = {"length": 8, "clusters": 2, "window_blocks": 2, "routing": "full attention", "seed": 0}
     sizes = partner_recall.Sizes(hidden_size=32, steps=400, words=256, learning_rate=5e-3, dtype="float32")
@@ -179,6 +181,7 @@ def test_a_gate_on_a_random_order_does_not_sort():
     assert not torch.equal(orders[0], orders[1])
 
 
+@pytest.mark.slow
 def test_benchmark_clusterformer(tmp_path, monkeypatch):
     output = tmp_path / "layers.json"
     small = {"hidden_size": 16, "heads": 2, "repeats": 1, "output": output}

@@ -103,7 +103,7 @@ def small_tasks(tmp_path, monkeypatch):
             monkeypatch.setitem(cst_training.TASKS, name, tiny)
 
 
-@pytest.mark.slow_except("20 Newsgroups", "WikiText-2, 256 tokens")
+@pytest.mark.slow
 @pytest.mark.parametrize("task", list(cst_training.TASKS))
 def test_models_of_a_task_are_trained_and_kept(task, small_tasks, tmp_path, monkeypatch, capsys):
     output = tmp_path / "out" / "cst.json"

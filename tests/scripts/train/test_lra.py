@@ -75,6 +75,7 @@ def test_every_task_and_kind_of_model(task, kind, folder):
     assert config.max_position_embeddings == longest
 
 
+@pytest.mark.slow
 def test_a_model_learns_to_tell_words_apart(folder):
     """And a checkpoint is gone on with: its own sizes, the task's classes."""
     command = [*RUN, "--task", "text", "--data_path", str(folder), "--cache_dir", str(folder), "--max_length", "32"]

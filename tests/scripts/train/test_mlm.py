@@ -93,7 +93,7 @@ def test_run_mlm_learns(model_type, arguments, tmp_path):
     loaded(**longest)
 
 
-@pytest.mark.slow_except("clusterformer")
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["bert", "clusterformer"])
 def test_run_mlm_with_pairs_learns_and_resumes(model_type, arguments, tmp_path):
     common = [*arguments, "--next_sentence", "--model_type", model_type, "--config_overrides", MODELS[model_type]]

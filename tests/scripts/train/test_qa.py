@@ -394,7 +394,7 @@ def test_run_qa_learns_resumes_and_keeps_its_answers(files, tmp_path):
     assert model.config._attn_implementation == "bi-clustered"
 
 
-@pytest.mark.slow_except("roberta")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in SMALL if kind != "bert"])
 def test_run_qa_refuses_questions(kind, files, tmp_path, monkeypatch):
     """From scratch, with SQuAD v2's metric: refused by the threshold; token types go to the models that know them."""

@@ -188,7 +188,7 @@ def lines(path):
     return path.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.slow_except("full")
+@pytest.mark.slow
 @pytest.mark.parametrize("assignment", ["neural", "full"])
 def test_a_dictionary_is_learnt(assignment, pairs, tmp_path):
     """From scratch, with smoothed labels and sentences sorted by length, whose translations stay in order."""
@@ -224,6 +224,7 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(pairs, tmp_path):
     assert translations[0] == translations[1]
 
 
+@pytest.mark.slow_except("clusterformer-more0", "marian-more3")
 @pytest.mark.parametrize(
     ("model_type", "more"),
     [
