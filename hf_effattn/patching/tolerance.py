@@ -4,6 +4,7 @@ Sizes: `B` batch, `H` heads, `N` length, `S` sampled queries, `D` head_dim of qu
 """
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ class Attended:
         scale (`float`, *optional*): factor on the scores.
         causal (`bool`): whether no query sees a later key.
         result (`torch.Tensor`): `(B, H, N, Dv)`.
+        heads (`Sequence[int]`, *optional*): the heads that are approximated; the others have no error. None: all.
     """
 
     query: torch.Tensor
@@ -57,6 +59,7 @@ class Attended:
     scale: float | None
     causal: bool
     result: torch.Tensor
+    heads: Sequence[int] | None = None
 
     def checked(self, tolerance: float, on_excess: str | None, module: nn.Module | None) -> torch.Tensor:
         """The result, with the heads computed exactly whose error is above the tolerance.
@@ -98,15 +101,8 @@ class Attended:
             mask = past if mask is None else past & mask
         index = rows[:, None, :, None].expand(*self.query.shape[:2], -1, -1)
         query = self.query.gather(2, index.expand(-1, -1, -1, self.query.shape[3]))
-        exact = F.scaled_dot_product_attention(
-            query,
-            self.key,
-            self.value,
-            attn_mask=mask,
-            scale=self.scale,
-            enable_gqa=self.query.shape[1] != self.key.shape[1],
-        ).float()
         other = self.result.gather(2, index.expand(-1, -1, -1, self.result.shape[3])).float()
+        exact = self._exact_rows(query, mask, other)
         difference, reference = (other - exact).square().sum(dim=3), exact.square().sum(dim=3)  # (B, H, S)
         total = reference.sum(dim=2).clamp(min=torch.finfo(torch.float32).tiny)
         squared = difference.sum(dim=2) / total
@@ -116,6 +112,20 @@ class Attended:
         unseen = 1 - S / rows_of_text if isinstance(rows_of_text, int) else (1 - S / rows_of_text).clamp(min=0)
         deviation = (residual * unseen).sqrt() / total
         return squared.sqrt(), (squared + margin * deviation).sqrt()
+
+    def _exact_rows(self, query: torch.Tensor, mask: torch.Tensor | None, computed: torch.Tensor) -> torch.Tensor:
+        """Exact attention of the sampled queries `(B, H, S, D)`; of heads that are exact what was `computed`."""
+        group = query.shape[1] // self.key.shape[1]
+        if self.heads is None:
+            return F.scaled_dot_product_attention(
+                query, self.key, self.value, attn_mask=mask, scale=self.scale, enable_gqa=group > 1
+            ).float()
+        exact = computed.clone()
+        for head in self.heads:  # one by one: no copy of the keys
+            one, shared = slice(head, head + 1), slice(head // group, head // group + 1)
+            inputs = query[:, one], self.key[:, shared], self.value[:, shared]
+            exact[:, one] = F.scaled_dot_product_attention(*inputs, attn_mask=mask, scale=self.scale).to(exact.dtype)
+        return exact
 
     def _with_exact(self, heads: torch.Tensor) -> torch.Tensor:
         """The result with some heads `(B, H)` computed exactly, text by text."""

@@ -1,6 +1,7 @@
 """A tolerance: a few queries computed exactly tell which heads are to be: reproducibly, by text, without a leak."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,6 +108,33 @@ def test_heads_above_the_tolerance_are_exact(method: str, padded: int) -> None:
     (kept,) = module._effattn_measured
     assert torch.equal(kept.exact, above)
     assert torch.equal(kept.bound, measured)
+
+
+@pytest.mark.parametrize("padded", [0, 30])
+def test_heads_that_are_exact_anyway_are_not_computed_again(padded: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = tensors(200, heads=4, key_heads=2)
+    mask = left_padded(200, padded)
+    rungs = [{"method": "bi-clustered", **SETTINGS}]
+    module = torch.nn.Identity().eval()
+    heads = make_method("per-head", rungs=rungs, heads=[[0, 1]], min_length=0)
+    output = heads.run(query, key, value, key_mask=mask)
+    error, bound = Attended(query, key, value, mask, None, False, output).sampled_errors()
+    called: list[torch.Tensor] = []
+    attend = F.scaled_dot_product_attention
+
+    def counted(query: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        called.append(query)
+        return attend(query, *args, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    replace(heads, tolerance=1e3).run(query, key, value, key_mask=mask, module=module)
+    (kept,) = module._effattn_measured
+    assert [one.shape[2] for one in called].count(64) == 2  # the heads that are clustered
+    torch.testing.assert_close(kept.error[:, :2], error[:, :2])
+    torch.testing.assert_close(kept.bound[:, :2], bound[:, :2])
+    assert error[:, :2].min() > 0
+    assert not kept.error[:, 2:].any()
+    assert not kept.bound[:, 2:].any()
 
 
 def patched(model_type: str = "bert", **settings: Any) -> Any:

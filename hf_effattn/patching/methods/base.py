@@ -164,8 +164,13 @@ class Method(ABC):
         # A graph cannot wait for what is measured, and earlier tokens must not learn of later ones.
         captured = torch.compiler.is_compiling() or (query.is_cuda and torch.cuda.is_current_stream_capturing())
         decides = not (learns or captured or (options.causal and not options.prompt))
-        attended = Attended(query, key, value, options.key_mask, options.scale, options.causal, result)
+        heads = self.approximated_heads(query.shape[1] // key.shape[1])
+        attended = Attended(query, key, value, options.key_mask, options.scale, options.causal, result, heads)
         return attended.checked(self.tolerance, self.on_excess if decides else None, options.module)
+
+    def approximated_heads(self, group: int) -> Sequence[int] | None:
+        """The query heads that the settings let be approximated, of which `group` share keys; None: all."""
+        return None
 
     def weights(
         self, query: torch.Tensor, key: torch.Tensor, *, columns: slice = slice(None), **asked: Any

@@ -130,6 +130,12 @@ class PerHead(Method):
             found += [of_queries[place] for place in inside]
         return sorted(found)
 
+    def approximated_heads(self, group: int) -> list[int] | None:
+        (row,) = self.heads
+        if max(row) < len(self.rungs):
+            return None
+        return _query_heads([head for head, index in enumerate(row) if index < len(self.rungs)], group)
+
     def of_head(self, layer: int, head: int, num_heads: int) -> Method | None:
         row = self.heads[layer]
         index = row[head * len(row) // num_heads]
