@@ -7,6 +7,7 @@ meetings are held out. Times are those of all six layers' attention on the first
 
     python -m scripts.benchmark.budget              # writes scripts/results/budget.json
     python -m scripts.benchmark.budget --speed      # the times alone, for a machine with nothing else to do
+    python -m scripts.benchmark.budget --decoder    # SmolLM2, strict, at 4,096: scripts/results/budget_decoder.json
 
 What the output file holds is not measured again.
 """
@@ -30,8 +31,14 @@ from hf_effattn import extend_positions
 from hf_effattn.data.gutenberg import GUTENBERG
 from hf_effattn.measuring.candidates import EXACT, short_name
 from hf_effattn.measuring.cost import compare, timed
-from hf_effattn.measuring.errors import head_errors
-from hf_effattn.measuring.ladder import LADDER, choose_rungs, errors_of, held_out_coverage, least_margin
+from hf_effattn.measuring.ladder import (
+    LADDER,
+    choose_rungs,
+    errors_of,
+    held_out_coverage,
+    least_margin,
+    text_errors,
+)
 from hf_effattn.measuring.recording import SeenAttention, recording
 from hf_effattn.ops import predicted_error, query_offsets
 from hf_effattn.patching.methods import Method
@@ -46,11 +53,14 @@ from ..kept.command_line import run_with_help
 from ..kept.data import dataset_path
 from ..kept.runs import KeptRuns
 from ._inputs import Inputs
+from .language_model import WEIGHTS
+from .language_model import load as load_decoder
 from .retrieval import read_meetings
 
 LENGTHS = (512, 4096, 8192)
 BUDGETS = (0.05, 0.1, 0.2)
 TIMED_LENGTH = 8192
+DECODER_LENGTH = 4096
 CALIBRATED = (
     "pg1023-bleak-house", "pg1342-pride-and-prejudice", "pg1399-anna-karenina", "pg1404-the-federalist-papers",
     "pg145-middlemarch", "pg2701-moby-dick-or-the-whale",
@@ -96,9 +106,9 @@ def tokens_of(tokenizer: Any, part: str, name: str, length: int) -> torch.Tensor
     return Passages(tokenizer, [Book(name, text[: 12 * length])]).longest(length)
 
 
-def layer_inputs(run: dict[str, Any]) -> list[Inputs]:
+def layer_inputs(run: dict[str, Any], decoder: bool = False) -> list[Inputs]:
     """Query, key and value of every layer on one text."""
-    model, tokenizer, _ = load_model(None)
+    model, tokenizer = load_decoder() if decoder else load_model(None)[:2]
     if run["length"] > model.config.max_position_embeddings:
         extend_positions(model, run["length"])
     kept: list[Inputs] = []
@@ -108,21 +118,24 @@ def layer_inputs(run: dict[str, Any]) -> list[Inputs]:
         return seen.exact()
 
     with torch.no_grad(), recording(model, keep):
-        model(input_ids=tokens_of(tokenizer, run["part"], run["text"], run["length"]))
+        model.base_model(input_ids=tokens_of(tokenizer, run["part"], run["text"], run["length"]))
     return kept
 
 
 @torch.no_grad()
-def measure_errors(run: dict[str, Any]) -> dict[str, Any]:
-    """The error of every rung, layer and head on one text, and the bound by which a tolerance decides."""
+def measure_errors(run: dict[str, Any], decoder: bool = False) -> dict[str, Any]:
+    """The error of every rung, layer and key/value head on one text, and the bound by which a tolerance decides."""
     errors, bounds = [], []
-    for inputs in layer_inputs(run):
-        exact = F.scaled_dot_product_attention(*inputs).transpose(1, 2)
+    for query, key, value in layer_inputs(run, decoder):
+        group = query.shape[1] // key.shape[1]
+        exact = F.scaled_dot_product_attention(query, key, value, is_causal=decoder, enable_gqa=group > 1)
+        exact = exact.transpose(1, 2)
         of_layer = []
         for rung in rungs():
-            output = rung.run(*inputs)
-            bound = Attended(*inputs, None, None, False, output).sampled_errors()[1]
-            of_layer.append((head_errors(exact, output.transpose(1, 2), None), bound[0].tolist()))
+            output = rung.run(query, key, value, causal=decoder)
+            bound = Attended(query, key, value, None, None, decoder, output).sampled_errors()[1]
+            error = text_errors(exact, output.transpose(1, 2), None, key.shape[1])
+            of_layer.append((error[0].tolist(), bound[0].view(-1, group).amax(dim=1).tolist()))
         errors.append([_rounded(error) for error, _ in of_layer])
         bounds.append([_rounded(bound) for _, bound in of_layer])
     return {"kind": "errors", **run, "errors": errors, "bounds": bounds}
@@ -261,15 +274,19 @@ def main(
     lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = ",".join(map(str, LENGTHS)),
     speed: Annotated[bool, typer.Option(help="The times alone; the errors have to be there.")] = False,
     repeats: Annotated[int, typer.Option(help="Rounds of timing.")] = 3,
-    output: Path = Path(__file__).parents[1] / "results" / "budget.json",
+    decoder: Annotated[bool, typer.Option(help="The errors of SmolLM2, at 4,096 tokens.")] = False,
+    output: Path | None = None,
 ) -> None:
     """Measure the errors, then with --speed the times, and print both tables."""
-    settings = {"model": "all-MiniLM-L6-v2", "ladder": list(LADDER)}
-    kept = KeptRuns(output, settings)
+    settings = {"model": WEIGHTS if decoder else "all-MiniLM-L6-v2", "ladder": list(LADDER)}
+    if decoder:
+        lengths = str(DECODER_LENGTH)
+    results = Path(__file__).parents[1] / "results"
+    kept = KeptRuns(output or results / ("budget_decoder.json" if decoder else "budget.json"), settings)
     if not speed:
         wanted = [one | {"length": length} for length in map(int, lengths.split(",")) for one in texts(length)]
         for run in track(kept.missing(wanted), description="texts"):
-            kept.add(measure_errors(run))
+            kept.add(measure_errors(run, decoder))
     errors = [row for row in kept.rows if row["kind"] == "errors"]
     if speed and not kept.matching({"kind": "speed"}):
         kept.add(*measure_speed(errors, TIMED_LENGTH, repeats))
@@ -278,7 +295,7 @@ def main(
         timed_rows = [row for row in kept.rows if row["kind"] == "speed"]
         if timed_rows:
             print(pd.DataFrame(timed_rows).drop(columns=list(kept.machine)).to_string(index=False))
-    print(f"written: {output}")
+    print(f"written: {kept.path}")
 
 
 if __name__ == "__main__":
