@@ -40,7 +40,7 @@ def prompts_of(task: str, length: int, tokenizer: Any) -> dict[str, Any]:
     with TemporaryDirectory() as folder:  # tasks load the tokenizer themselves, by name
         tokenizer.save_pretrained(folder)
         manager = tasks.TaskManager(metadata={"tokenizer": folder, "max_seq_lengths": [length]})
-        return dict(tasks.get_task_dict([task], manager))
+        return dict(manager.load([task]))
 
 
 def score(model: Any, tokenizer: Any, task: dict[str, Any], name: str, length: int, prompts: int) -> float:
