@@ -6,7 +6,7 @@ transformers' `Trainer` does with `label_smoothing_factor`; `total_loss` adds th
 
 import copy
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import nn
 from transformers import GenerationMixin
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from ..classifying import classifier_dropout
@@ -23,6 +24,7 @@ from .outputs import (
     CLUSTERING_FIELDS,
     ClusterFormerCausalLMOutput,
     ClusterFormerMaskedLMOutput,
+    ClusterFormerModelOutput,
     ClusterFormerPreTrainingOutput,
     ClusterFormerQuestionAnsweringOutput,
     ClusterFormerSequenceClassifierOutput,
@@ -48,11 +50,6 @@ def total_loss(
         if weight and part is not None:
             loss = loss + weight * part
     return loss
-
-
-def clustering_of(task_loss: torch.Tensor | None, output: ClusteringOutput) -> dict[str, torch.Tensor | None]:
-    """The fields that every output has, with the loss of the task."""
-    return {name: getattr(output, name) for name in CLUSTERING_FIELDS} | {"task_loss": task_loss}
 
 
 def word_loss(logits: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor | None:
@@ -90,7 +87,64 @@ class WordHead(nn.Module):
         return self.decoder(self.LayerNorm(self.activation(self.dense(hidden_states))))
 
 
-class _WithWordHead(ClusterFormerPreTrainedModel):
+class _Head(ClusterFormerPreTrainedModel):
+    """What all heads share: the model that they stand on, and the losses of its clustering beside that of the task."""
+
+    def _encoded(self, labelled: bool, *inputs: Any, **kwargs: Any) -> ClusterFormerModelOutput:
+        """The model's output, with what its clustering reports where it is asked for or there are labels."""
+        kwargs["output_clustering"] = self.asks_clustering(kwargs.get("output_clustering"), labelled)
+        return self.clusterformer(*inputs, return_dict=True, **kwargs)
+
+    def _fields(self, task_loss: torch.Tensor | None, encoded: ClusterFormerModelOutput) -> dict[str, Any]:
+        """The fields that every output has."""
+        clustering = {name: getattr(encoded, name) for name in CLUSTERING_FIELDS} | {"task_loss": task_loss}
+        loss = total_loss(self.config, task_loss, encoded)
+        return clustering | {"loss": loss, "hidden_states": encoded.hidden_states}
+
+
+class _LabelHead(_Head):
+    """A head that takes `labels`, of a text or of each word, and scores what they may be."""
+
+    output_class: ClassVar[type[ModelOutput]]
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        """Score the vocabulary or the classes for every word, or the classes of a text.
+
+        Args:
+            input_ids (`torch.LongTensor`): `(B, N)`.
+            attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 0 = padding.
+            token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
+            labels (`torch.Tensor`, *optional*): of words `(B, N)`, -100 = does not count; of texts as in transformers:
+                `(B,)` classes; numbers where `num_labels` is 1; `(B, num_labels)` 0 or 1 in floating point, or where
+                `config.problem_type` is `"multi_label_classification"`.
+            position_ids, inputs_embeds, kwargs: what `ClusterFormerModel` takes.
+
+        Returns: the class's output, logits `(B, N, vocab_size)`, `(B, N, num_labels)` or `(B, num_labels)`.
+        """
+        inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        encoded = self._encoded(labels is not None, *inputs, **kwargs)
+        logits = self._scores(encoded.last_hidden_state, attention_mask)
+        task_loss = None if labels is None else self._task_loss(logits, labels)
+        return self.output_class(logits=logits, **self._fields(task_loss, encoded))
+
+    def _scores(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _task_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(logits, labels)
+
+
+class _WithWordHead(_Head):
     """A model whose `lm_head` scores the vocabulary."""
 
     _tied_weights_keys = {"lm_head.decoder.weight": "clusterformer.embeddings.word_embeddings.weight"}  # noqa: RUF012
@@ -112,8 +166,10 @@ def warn_of_decoder(config: ClusterFormerConfig) -> None:
         )
 
 
-class ClusterFormerForMaskedLM(_WithWordHead):
+class ClusterFormerForMaskedLM(_WithWordHead, _LabelHead):
     """ClusterFormer that fills masked words in."""
+
+    output_class = ClusterFormerMaskedLMOutput
 
     def __init__(self, config: ClusterFormerConfig) -> None:
         warn_of_decoder(config)
@@ -122,40 +178,8 @@ class ClusterFormerForMaskedLM(_WithWordHead):
         self.lm_head = WordHead(config)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> ClusterFormerMaskedLMOutput:
-        """Score the vocabulary for every word.
-
-        Args:
-            input_ids (`torch.LongTensor`): `(B, N)`.
-            attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 0 = padding.
-            token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
-            labels (`torch.LongTensor`, *optional*): `(B, N)`, the words; -100 = not to be guessed.
-            position_ids, inputs_embeds, kwargs: what `ClusterFormerModel` takes.
-
-        Returns: `ClusterFormerMaskedLMOutput`, logits `(B, N, vocab_size)`.
-        """
-        kwargs["output_clustering"] = self.asks_clustering(kwargs.get("output_clustering"), labels is not None)
-        encoded = self.clusterformer(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
-        logits = self.lm_head(encoded.last_hidden_state)
-        task_loss = word_loss(logits, labels)
-        return ClusterFormerMaskedLMOutput(
-            loss=total_loss(self.config, task_loss, encoded),
-            logits=logits,
-            hidden_states=encoded.hidden_states,
-            **clustering_of(task_loss, encoded),
-        )
+    def _scores(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        return self.lm_head(hidden_states)
 
 
 class ClusterFormerForPreTraining(_WithWordHead):
@@ -194,20 +218,14 @@ class ClusterFormerForPreTraining(_WithWordHead):
         Returns: `ClusterFormerPreTrainingOutput`; the loss is there with any of the two labels.
         """
         labelled = labels is not None or next_sentence_label is not None
-        kwargs["output_clustering"] = self.asks_clustering(kwargs.get("output_clustering"), labelled)
-        encoded = self.clusterformer(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
+        inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        encoded = self._encoded(labelled, *inputs, **kwargs)
         logits = self.lm_head(encoded.last_hidden_state)
         follows = self.next_sentence(encoded.pooler_output)
         parts = [word_loss(logits, labels), word_loss(follows, next_sentence_label)]
         task_loss = torch.stack([part for part in parts if part is not None]).sum() if labelled else None
         return ClusterFormerPreTrainingOutput(
-            loss=total_loss(self.config, task_loss, encoded),
-            prediction_logits=logits,
-            seq_relationship_logits=follows,
-            hidden_states=encoded.hidden_states,
-            **clustering_of(task_loss, encoded),
+            prediction_logits=logits, seq_relationship_logits=follows, **self._fields(task_loss, encoded)
         )
 
 
@@ -283,34 +301,21 @@ class ClusterFormerForCausalLM(_WithWordHead, ClusterFormerGenerationMixin):
         # What Trainer passes where a text is spread over processes.
         shifted = kwargs.pop("shift_labels", None)
         labelled = labels is not None or shifted is not None
-        kwargs["output_clustering"] = self.asks_clustering(kwargs.get("output_clustering"), labelled)
-        decoded = self.clusterformer(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            encoder_hidden_states,
-            encoder_attention_mask,
-            past_key_values,
-            use_cache,
-            return_dict=True,
-            **kwargs,
-        )
+        inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        of_encoder = encoder_hidden_states, encoder_attention_mask
+        decoded = self._encoded(labelled, *inputs, *of_encoder, past_key_values, use_cache, **kwargs)
         scored = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(decoded.last_hidden_state[:, scored])
         task_loss = shifted_loss(logits, labels, shifted)
         return ClusterFormerCausalLMOutput(
-            loss=total_loss(self.config, task_loss, decoded),
-            logits=logits,
-            past_key_values=decoded.past_key_values,
-            hidden_states=decoded.hidden_states,
-            **clustering_of(task_loss, decoded),
+            logits=logits, past_key_values=decoded.past_key_values, **self._fields(task_loss, decoded)
         )
 
 
-class ClusterFormerForSequenceClassification(ClusterFormerPreTrainedModel):
+class ClusterFormerForSequenceClassification(_LabelHead):
     """ClusterFormer that classifies texts or pairs of texts (`token_type_ids` tells the two apart)."""
+
+    output_class = ClusterFormerSequenceClassifierOutput
 
     def __init__(self, config: ClusterFormerConfig) -> None:
         super().__init__(config)
@@ -319,46 +324,11 @@ class ClusterFormerForSequenceClassification(ClusterFormerPreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> ClusterFormerSequenceClassifierOutput:
-        """Score the classes.
-
-        Args:
-            input_ids (`torch.LongTensor`): `(B, N)`.
-            attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 0 = padding.
-            token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
-            labels (`torch.Tensor`, *optional*): as in transformers: `(B,)` classes; numbers where `num_labels` is 1;
-                `(B, num_labels)` 0 or 1 in floating point, or where `config.problem_type` is
-                `"multi_label_classification"`.
-            position_ids, inputs_embeds, kwargs: what `ClusterFormerModel` takes.
-
-        Returns: `ClusterFormerSequenceClassifierOutput`, logits `(B, num_labels)`.
-        """
-        kwargs["output_clustering"] = self.asks_clustering(kwargs.get("output_clustering"), labels is not None)
-        encoded = self.clusterformer(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
+    def _scores(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         mask = None if attention_mask is None else attention_mask.bool()
-        pooled = pool(encoded.last_hidden_state, mask, self.config.pooling)
-        logits = self.classifier(self.dropout(pooled))
-        task_loss = None if labels is None else self._loss(logits, labels)
-        return ClusterFormerSequenceClassifierOutput(
-            loss=total_loss(self.config, task_loss, encoded),
-            logits=logits,
-            hidden_states=encoded.hidden_states,
-            **clustering_of(task_loss, encoded),
-        )
+        return self.classifier(self.dropout(pool(hidden_states, mask, self.config.pooling)))
 
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _task_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         problem, logits = self.config.problem_type, full_precision(logits)
         if problem is None and self.config.num_labels > 1 and labels.dtype in (torch.int64, torch.int32):
             problem = "single_label_classification"
@@ -367,8 +337,10 @@ class ClusterFormerForSequenceClassification(ClusterFormerPreTrainedModel):
         return self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
 
 
-class ClusterFormerForTokenClassification(ClusterFormerPreTrainedModel):
+class ClusterFormerForTokenClassification(_LabelHead):
     """ClusterFormer that classifies every word."""
+
+    output_class = ClusterFormerTokenClassifierOutput
 
     def __init__(self, config: ClusterFormerConfig) -> None:
         super().__init__(config)
@@ -377,43 +349,11 @@ class ClusterFormerForTokenClassification(ClusterFormerPreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> ClusterFormerTokenClassifierOutput:
-        """Score the classes of every word.
-
-        Args:
-            input_ids (`torch.LongTensor`): `(B, N)`.
-            attention_mask (`torch.Tensor`, *optional*): `(B, N)`, 0 = padding.
-            token_type_ids (`torch.LongTensor`, *optional*): `(B, N)`, segments.
-            labels (`torch.LongTensor`, *optional*): `(B, N)`; -100 = does not count.
-            position_ids, inputs_embeds, kwargs: what `ClusterFormerModel` takes.
-
-        Returns: `ClusterFormerTokenClassifierOutput`, logits `(B, N, num_labels)`.
-        """
-        kwargs["output_clustering"] = self.asks_clustering(kwargs.get("output_clustering"), labels is not None)
-        encoded = self.clusterformer(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
-        logits = self.classifier(self.dropout(encoded.last_hidden_state))
-        task_loss = word_loss(logits, labels)
-        return ClusterFormerTokenClassifierOutput(
-            loss=total_loss(self.config, task_loss, encoded),
-            logits=logits,
-            hidden_states=encoded.hidden_states,
-            **clustering_of(task_loss, encoded),
-        )
+    def _scores(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        return self.classifier(self.dropout(hidden_states))
 
 
-class ClusterFormerForQuestionAnswering(ClusterFormerPreTrainedModel):
+class ClusterFormerForQuestionAnswering(_Head):
     """ClusterFormer that finds the first and the last word of an answer."""
 
     def __init__(self, config: ClusterFormerConfig) -> None:
@@ -447,20 +387,14 @@ class ClusterFormerForQuestionAnswering(ClusterFormerPreTrainedModel):
         Returns: `ClusterFormerQuestionAnsweringOutput`, both logits `(B, N)`.
         """
         labelled = start_positions is not None and end_positions is not None
-        kwargs["output_clustering"] = self.asks_clustering(kwargs.get("output_clustering"), labelled)
-        encoded = self.clusterformer(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
-        )
+        inputs = input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        encoded = self._encoded(labelled, *inputs, **kwargs)
         start, end = self.qa_outputs(encoded.last_hidden_state).unbind(dim=-1)
         task_loss = None
         if start_positions is not None and end_positions is not None:
             task_loss = (self._place_loss(start, start_positions) + self._place_loss(end, end_positions)) / 2
         return ClusterFormerQuestionAnsweringOutput(
-            loss=total_loss(self.config, task_loss, encoded),
-            start_logits=start,
-            end_logits=end,
-            hidden_states=encoded.hidden_states,
-            **clustering_of(task_loss, encoded),
+            start_logits=start, end_logits=end, **self._fields(task_loss, encoded)
         )
 
     def _place_loss(self, logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
