@@ -4,8 +4,6 @@ Source of the numbers: Wang 2022.
 """
 
 from collections import Counter
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import pandas as pd
@@ -13,36 +11,14 @@ import pandas as pd
 from hf_effattn.reporting.table import markdown
 
 from ..benchmark import clusterformer as benchmark_clusterformer
-from ..kept.markdown import by_length, machine, of_frame
+from ..kept.markdown import by_length, of_frame
 from ..kept.runs import mean_and_deviation
 from ..reproduce import classification as classification_table
 from ..reproduce import digits as mnist_clustering
 from ..reproduce import translation as translation_table
 from ..reproduce.classification_data import DATA_SETS
 from ..reproduce.partner_recall import LOSSES, ROUTINGS, VALUES
-from . import cst_tables as paper_tables
-
-# A table and the line below.
-FrameTable = tuple[pd.DataFrame, str]
-
-
-def of_file(name: str) -> Callable[[Callable[[dict[str, Any]], FrameTable]], Callable[[], str]]:
-    """Make the text of a table from a file of results, or say that there is none, or none of what is asked for."""
-
-    def text_of(make: Callable[[dict[str, Any]], FrameTable]) -> Callable[[], str]:
-        @wraps(make)
-        def text() -> str:
-            result = paper_tables.kept(name)
-            if result is None:
-                return paper_tables.NOT_RUN
-            frame, note = make(result)
-            if frame.empty:
-                return paper_tables.NOT_RUN
-            return of_frame(frame) + machine(result["environment"], note)
-
-        return text
-
-    return text_of
+from .cst_tables import Table, of_file
 
 
 def of_main_budget(rows: list[dict[str, Any]], *fields: str) -> list[dict[str, Any]]:
@@ -53,7 +29,7 @@ def of_main_budget(rows: list[dict[str, Any]], *fields: str) -> list[dict[str, A
 
 
 @of_file("partner_recall")
-def partner_recall(result: dict[str, Any]) -> FrameTable:
+def partner_recall(result: dict[str, Any]) -> Table:
     """Accuracy of every routing by the number of words and of blocks in sight."""
     frame = pd.DataFrame(result["rows"])
     groups = frame.groupby(["routing", "length", "window_blocks"])["accuracy"].apply(mean_and_deviation)
@@ -67,15 +43,16 @@ def partner_recall(result: dict[str, Any]) -> FrameTable:
         f"{sizes['dtype']}; the deviation is over seeds. Losses: weights of "
         f"{' and '.join(map(str, LOSSES.values()))} for L1 and L2. Full attention has no blocks. "
     )
-    return shown, note
+    return of_frame(shown), note
 
 
 @of_file("mnist_clustering")
-def clusterings(result: dict[str, Any]) -> FrameTable:
+def clusterings(result: dict[str, Any]) -> Table:
     """Neural clustering alone beside other clusterings, on digits."""
     shown = mnist_clustering.table(result["rows"])
     shown.columns = [f"{clusters} clusters" for clusters in shown.columns]
-    return shown, "Accuracy on the test images in percent, every cluster the class of most of its training images. "
+    note = "Accuracy on the test images in percent, every cluster the class of most of its training images. "
+    return of_frame(shown), note
 
 
 def with_difference(rows: pd.DataFrame, metric: str, name: str) -> str:
@@ -85,12 +62,12 @@ def with_difference(rows: pd.DataFrame, metric: str, name: str) -> str:
     return f"{scores} ({sum(gains) / len(gains):+.1f})" if gains else scores
 
 
-def of_sweep(result: dict[str, Any], sweep: str) -> FrameTable:
+def of_sweep(result: dict[str, Any], sweep: str) -> Table:
     """What a sweep measured, a column per data set, and the paper's rows."""
     named_rows = classification_table.named_rows
     rows = named_rows(result["rows"], sweep)
     if not rows:
-        return pd.DataFrame(), ""
+        return "", ""
     frame = pd.DataFrame(rows)
     names = list(dict.fromkeys(frame["name"]))
     columns: dict[str, dict[Any, str]] = {}
@@ -125,29 +102,29 @@ def of_sweep(result: dict[str, Any], sweep: str) -> FrameTable:
     note += f". {'. '.join(budgets)}. {result['settings']['dtype']}. "
     if "speed of a step" in columns:
         note += "Speed and memory: a training step on a full batch of the longest texts, interleaved. "
-    return shown, note
+    return of_frame(shown), note
 
 
 @of_file("classification_table")
-def routings(result: dict[str, Any]) -> FrameTable:
+def routings(result: dict[str, Any]) -> Table:
     """Classification from scratch by what sorts the words."""
     return of_sweep(result, "routings")
 
 
 @of_file("classification_table")
-def clusters(result: dict[str, Any]) -> FrameTable:
+def clusters(result: dict[str, Any]) -> Table:
     """The number of clusters on long texts."""
     return of_sweep(result, "clusters")
 
 
 @of_file("classification_table")
-def losses(result: dict[str, Any]) -> FrameTable:
+def losses(result: dict[str, Any]) -> Table:
     """With and without the losses of the clustering."""
     return of_sweep(result, "losses")
 
 
 @of_file("translation_table")
-def translation(result: dict[str, Any]) -> FrameTable:
+def translation(result: dict[str, Any]) -> Table:
     """BLEU on Multi30k."""
     names = {json_of(settings): name for name, settings in translation_table.MODELS.items()}
     rows = [row | {"name": names[json_of(row["settings"])]} for row in result["rows"]]
@@ -159,7 +136,7 @@ def translation(result: dict[str, Any]) -> FrameTable:
         f"{result['settings']['dtype']}; the deviation is over seeds. "
     )
     # Times are of whatever else ran beside; `layers` compares them.
-    return translation_table.table(rows).drop(columns=["s/epoch", "s to translate"]), note
+    return of_frame(translation_table.table(rows).drop(columns=["s/epoch", "s to translate"])), note
 
 
 def json_of(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -167,11 +144,9 @@ def json_of(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(settings.items()))
 
 
-def layers() -> str:
+@of_file("benchmark_clusterformer")
+def layers(result: dict[str, Any]) -> Table:
     """Speed and memory of a layer by the number of words, for every routing."""
-    result = paper_tables.kept("benchmark_clusterformer")
-    if result is None:
-        return paper_tables.NOT_RUN
     first = result["rows"][0]
     shown = [
         row | {"mib": row["layer_forward_backward_peak_bytes"] / 2**20}
@@ -199,4 +174,4 @@ def layers() -> str:
         "and the sorting; layer: with norms and feed-forward too. Growth: the power of the length since the length "
         "before, 1.5 is N√N. "
     )
-    return markdown(header, rows) + machine(result["environment"], note)
+    return markdown(header, rows), note

@@ -21,8 +21,8 @@ from ..train import lra as run_lra
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 NOT_RUN = "Not run yet."
-# Header, rows and the line below.
-Table = tuple[list[str], list[list[str]], str]
+# A table as Markdown, and the line below.
+Table = tuple[str, str]
 # Lee 2023, Tables 2 to 4, on WikiText-103: validation perplexity at 256 tokens, the test text's at 1,024, of which the
 # paper has no other; in brackets the speed-up of training against the Transformer.
 PAPER_PERPLEXITY = {
@@ -69,16 +69,14 @@ def kept(name: str) -> dict[str, Any] | None:
 
 
 def of_file(name: str) -> Callable[[Callable[[dict[str, Any]], Table]], Callable[[], str]]:
-    """Make the text of a table from a file of results, or say that there is none."""
+    """Make the text of a table from a file of results, or say that there is none, or none of what is asked for."""
 
     def text_of(make: Callable[[dict[str, Any]], Table]) -> Callable[[], str]:
         @wraps(make)
         def text() -> str:
             result = kept(name)
-            if result is None:
-                return NOT_RUN
-            header, rows, note = make(result)
-            return markdown(header, rows) + machine(result["environment"], note)
+            table, note = ("", "") if result is None else make(result)
+            return table + machine(result["environment"], note) if result is not None and table else NOT_RUN
 
         return text
 
@@ -219,7 +217,7 @@ def before_fine_tuning(result: dict[str, Any]) -> Table:
     kinds = dict.fromkeys(key[:3] for key in cells)
     rows = [[f"{name}, L={L} α={ratio}", *(cells[name, L, ratio, N] for N in lengths)] for name, L, ratio in kinds]
     note = f"Mean over {result['conversions'][0]['texts']} passages of novels. "
-    return ["", *(f"{N} tokens" for N in lengths)], rows, note
+    return markdown(["", *(f"{N} tokens" for N in lengths)], rows), note
 
 
 @of_file("benchmark_cst")
@@ -240,7 +238,7 @@ def layers(result: dict[str, Any]) -> Table:
         f"{settings['width']} wide, {settings['heads']} heads, L={settings['slice_length']}, {settings['dtype']}, one "
         "sequence; a layer with its feed-forward network, an attention with its projections. "
     )
-    return header, rows, note
+    return markdown(header, rows), note
 
 
 def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -283,7 +281,7 @@ def approximation(result: dict[str, Any]) -> Table:
         "Longer: texts with more tokens than clusters, the others are attended to exactly; "
         f"{result['settings']['dtype']}. {trained_on}The paper: RoBERTa. "
     )
-    return header, rows, note
+    return markdown(header, rows), note
 
 
 @of_file("approximation")
@@ -300,7 +298,7 @@ def layer_errors(result: dict[str, Any]) -> Table:
         means = (f"{statistics.fmean(of_layer):.3f}" for of_layer in zip(*errors, strict=True))
         rows.append([f"{task}, {model}, {name}" if len(models) > 1 else f"{task}, {name}", *means])
     note = f"{', '.join(models)}. Mean over the heads and the seeds of the clustering, on the first longer texts. "
-    return ["", *(f"layer {layer}" for layer in range(1, layers + 1))], rows, note
+    return markdown(["", *(f"layer {layer}" for layer in range(1, layers + 1))], rows), note
 
 
 @of_file("lra_table")
@@ -332,4 +330,4 @@ def long_range_arena(result: dict[str, Any]) -> Table:
         "Accuracy on the test set in percent, in brackets the paper's after all its steps; one seed where no "
         "deviation is given. Minutes: beside other work, so they compare no models. "
     )
-    return ["", *lra_table.MODELS], rows, note
+    return markdown(["", *lra_table.MODELS], rows), note

@@ -27,15 +27,15 @@ from ..benchmark import retrieval as benchmark_retrieval
 from ..benchmark import rivals as benchmark_rivals
 from ..benchmark.attention import EXACT
 from ..kept.command_line import run_with_help
-from ..kept.markdown import machine, number
+from ..kept.markdown import number
 from . import cards as project_cards
 from . import clusterformer_tables, trust_tables
 from . import cst_tables as paper_tables
 from .cards import CARDS
+from .cst_tables import Table, of_file
 from .verdicts import verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "scripts" / "results"
 
 
 # What the README shows of the benchmark of attention: cheap to dear.
@@ -50,9 +50,9 @@ SHOWN_LENGTHS = (2048, 4096, 16384)
 STATISTICS = ("median", "mean")
 
 
-def gains() -> str:
+@of_file("benchmark_attention")
+def gains(result: dict[str, Any]) -> Table:
     """Speed forward and in training, and the error, of four settings at three lengths."""
-    result = json.loads((RESULTS / "benchmark_attention.json").read_text(encoding="utf-8"))
     dtype, batch = result["rows"][0]["dtype"], result["rows"][0]["batch"]
     cells = {
         (row["method"], row["length"]): row for row in result["rows"] if (row["dtype"], row["batch"]) == (dtype, batch)
@@ -84,12 +84,12 @@ def gains() -> str:
         f"kernel: random inputs, B={batch}, H={settings['heads']}, D={settings['head_dim']}, {dtype}, medians of "
         f"{fewest} or more rounds. Errors: three layers of all-MiniLM-L6-v2 on novels, positions repeated beyond 512. "
     )
-    return markdown(header, rows) + machine(result["environment"], note)
+    return markdown(header, rows), note
 
 
-def closeness() -> str:
+@of_file("benchmark_embeddings")
+def closeness(result: dict[str, Any]) -> Table:
     """Cosines of the sentence embeddings, the default clustering beside the others."""
-    result = json.loads((RESULTS / "benchmark_embeddings.json").read_text(encoding="utf-8"))
     kinds = list(dict.fromkeys(row["clustering"] for row in result["rows"]))
     rows = []
     shown = ("length", "method", "clusters", "topk", "key_clusters")
@@ -103,12 +103,12 @@ def closeness() -> str:
         )
     first = result["rows"][0]
     note = f"{result['model']}, mean (lowest) of {first['texts']} passages of {first['books']} novels. "
-    return markdown(["", *kinds], rows) + machine(result["environment"], note)
+    return markdown(["", *kinds], rows), note
 
 
-def head_errors() -> str:
+@of_file("head_errors")
+def head_errors(result: dict[str, Any]) -> Table:
     """Errors of heads, first order beside order zero, at equal settings."""
-    result = json.loads((RESULTS / "head_errors.json").read_text(encoding="utf-8"))
     ratios, _, _ = benchmark_head_errors.summary(result["rows"])
     lengths = sorted(ratios["length"].unique())
     header = ["", *(f"{length:,}: {name}" for length in lengths for name in ("median head", "mean of heads"))]
@@ -122,12 +122,12 @@ def head_errors() -> str:
         "Relative L2 error of the attention output; in brackets plain means of key clusters at the same settings. 72 "
         "heads of all-MiniLM-L6-v2, none exact, two novels that no setting was chosen on, positions repeated at 512. "
     )
-    return markdown(header, rows) + machine(result["environment"], note)
+    return markdown(header, rows), note
 
 
-def budgets() -> str:
+@of_file("budget")
+def budgets(result: dict[str, Any]) -> Table:
     """How many held-out heads keep a budget, calibrated alone and with a tolerance; and their times."""
-    result = json.loads((RESULTS / "budget.json").read_text(encoding="utf-8"))
     errors = [row for row in result["rows"] if row["kind"] == "errors"]
     times = {(row["length"], row["call"], row.get("budget")): row for row in result["rows"] if row["kind"] == "speed"}
     header = [
@@ -157,12 +157,12 @@ def budgets() -> str:
         "heads: of the table. Speed: of attention against exact attention; checked: with the sample, no head "
         "recomputed; one setting: the fastest for all heads, the worst exact, with no worse a head. "
     )
-    return markdown(header, rows) + machine(result["environment"], note)
+    return markdown(header, rows), note
 
 
-def rivals() -> str:
+@of_file("benchmark_rivals")
+def rivals(result: dict[str, Any]) -> Table:
     """How much faster than exact attention every approximation is, within an error, at each length."""
-    result = json.loads((RESULTS / "benchmark_rivals.json").read_text(encoding="utf-8"))
     lengths = sorted({row["length"] for row in result["rows"]})
     methods = list(dict.fromkeys(row["method"] for row in result["rows"] if row.get("speedup")))
     best = {
@@ -184,12 +184,12 @@ def rivals() -> str:
         "The fastest of the settings tried of each, mean of the six layers of all-MiniLM-L6-v2 on two novels that no "
         "setting was chosen on, positions repeated beyond 512; -: none reaches the error. "
     )
-    return markdown(header, rows) + machine(result["environment"], note)
+    return markdown(header, rows), note
 
 
-def clustering() -> str:
+@of_file("benchmark_clustering")
+def clustering(result: dict[str, Any]) -> Table:
     """Time of the labels and error of i-clustered attention with them."""
-    result = json.loads((RESULTS / "benchmark_clustering.json").read_text(encoding="utf-8"))
     lengths = sorted({row["length"] for row in result["rows"]})
     header = ["clustering"] + [f"{length:,}: {what}" for length in lengths for what in ("ms", "error")]
     rows = []
@@ -205,12 +205,12 @@ def clustering() -> str:
         )
     first = result["rows"][0]
     note = f"C={first['clusters']}, k={first['topk']}, H=12, D=32, one layer's labels. "
-    return markdown(header, rows) + machine(result["environment"], note)
+    return markdown(header, rows), note
 
 
-def language_model() -> str:
+@of_file("language_model")
+def language_model(result: dict[str, Any]) -> Table:
     """What every method does to a real language model."""
-    result = json.loads((RESULTS / "language_model.json").read_text(encoding="utf-8"))
     exact = {(row["text"], row["length"]): row for row in result["rows"] if row["name"] == "exact"}
     header = ["", "perplexity", "same next token", "scores computed", "time against exact"]
     rows = [
@@ -228,12 +228,12 @@ def language_model() -> str:
         f"{result['settings']['model']}, all layers, default settings, no token sees a later one; pg1661 and pg98 are "
         "held-out novels, argparse.py is Python's own source. Time: of the processor, the whole model. "
     )
-    return markdown(header, rows) + machine(result["environment"], note)
+    return markdown(header, rows), note
 
 
-def choice() -> str:
+@of_file("benchmark_frontier")
+def choice(result: dict[str, Any]) -> Table:
     """The fastest settings within an error of the attention output, per length."""
-    result = json.loads((RESULTS / "benchmark_frontier.json").read_text(encoding="utf-8"))
     best = benchmark_frontier.least_times(result["rows"])
     found = {(row["length"], row["error at most"]): row for _, row in best.iterrows()}
     lengths, targets = sorted({key[0] for key in found}), sorted({key[1] for key in found}, reverse=True)
@@ -249,12 +249,12 @@ def choice() -> str:
     tried = len({row["name"] for row in result["rows"]})
     note = f"Attention alone, {tried} settings tried, all-MiniLM-L6-v2 on novels, positions repeated beyond 512. "
     header = ["error of the attention output at most", *(f"{length:,} tokens" for length in lengths)]
-    return markdown(header, rows) + machine(result["environment"], note)
+    return markdown(header, rows), note
 
 
-def whole_models() -> str:
+@of_file("benchmark_models")
+def whole_models(result: dict[str, Any]) -> Table:
     """Speed of a whole model, as it runs and as it trains."""
-    result = json.loads((RESULTS / "benchmark_models.json").read_text(encoding="utf-8"))
     rows = [
         [f"{row['length']:,} tokens, {row['method']}"]
         + [number(row, f"{part}_speedup", ".2f", "×") for part in ("forward", "training_step")]
@@ -265,12 +265,12 @@ def whole_models() -> str:
     rounds = result["settings"]["repeats"]
     note = f"A random RoBERTa of {first['shape']} size in {first['dtype']}, one text, medians of {rounds} rounds. "
     header = ["", "forward", "training step", "memory", "memory of a step"]
-    return markdown(header, rows) + machine(result["environment"], note)
+    return markdown(header, rows), note
 
 
-def retrieval() -> str:
+@of_file("retrieval")
+def retrieval(result: dict[str, Any]) -> Table:
     """How well vectors of whole meetings retrieve, and what they cost; against exact attention once that has run."""
-    result = json.loads((RESULTS / "retrieval.json").read_text(encoding="utf-8"))
     found = {row["method"]: row for row in result["rows"]}
     exact = found.get(benchmark_retrieval.EXACT)
     header = ["vector of a meeting", "nDCG@10", "seconds"]
@@ -300,12 +300,12 @@ def retrieval() -> str:
     )
     if exact:
         note += "±: standard error of the mean over queries. "
-    return markdown(header, rows) + machine(result["environment"], note)
+    return markdown(header, rows), note
 
 
-def documents() -> str:
+@of_file("benchmark_documents")
+def documents(result: dict[str, Any]) -> Table:
     """What one long document takes an encoder: seconds, the share of attention, memory, exact and patched."""
-    result = json.loads((RESULTS / "benchmark_documents.json").read_text(encoding="utf-8"))
     found: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = {}
     for row in result["rows"]:
         case = found.setdefault((row["shape"], row["length"], row["dtype"]), {})
@@ -333,7 +333,7 @@ def documents() -> str:
     )
     if weighed:
         note += "Memory beside weights and tokens, on one thread. "
-    return markdown(header, rows) + machine(result["environment"], note)
+    return markdown(header, rows), note
 
 
 def shortest() -> str:

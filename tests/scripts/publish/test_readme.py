@@ -15,6 +15,7 @@ from support.embedding_cases import text as words
 from hf_effattn.cli import app
 from hf_effattn.patching.methods import make_method
 from scripts.benchmark import frontier as benchmark_frontier
+from scripts.publish import cst_tables
 from scripts.publish import readme as update_readme
 
 README = Path(__file__).resolve().parents[3] / "README.md"
@@ -32,7 +33,7 @@ def test_every_model_card_is_among_them():
 
 def test_a_patched_model_runs_the_settings_that_the_guide_recommends():
     """At the lengths they are recommended for: below its min_length a method does not run."""
-    result = json.loads((update_readme.RESULTS / "benchmark_frontier.json").read_text(encoding="utf-8"))
+    result = json.loads((cst_tables.RESULTS / "benchmark_frontier.json").read_text(encoding="utf-8"))
     tried = {row["name"]: row for row in result["rows"]}
     checked = 0
     methods = ("i-clustered", "bi-clustered")
