@@ -16,6 +16,7 @@ import torch
 from ..shared.cluster_blocks import ClusterBlocks, block_length
 from ..shared.cluster_table import ClusterTable, Dipole, attend, attend_backward
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
+from ..shared.gradients import register_attention
 from ..shared.head_threads import for_every_chunk
 from ..shared.key_summaries import KeyClusters, Summaries
 from ..shared.precision import accumulation_dtype
@@ -24,7 +25,6 @@ from ..shared.tables import (
     chunks_of,
     cluster_sizes,
     draw_dropout,
-    empty_output,
     gradients_of_chunks,
     output_of_chunks,
     table_rows,
@@ -167,30 +167,11 @@ def bi_clustered_attention(
     return output
 
 
-@bi_clustered_attention.register_fake
-def _(query, key, value, *settings):
-    return empty_output(query, value)
-
-
-@torch.library.custom_op("hf_effattn::bi_clustered_attention_backward", mutates_args=())
-def bi_clustered_attention_backward(
-    grad_output: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    labels: torch.Tensor,
-    key_labels: torch.Tensor,
-    clusters: int,
-    key_clusters: int,
-    topk: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    exact_heads: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
+def gradients(
+    grad_output, query, key, value, labels, key_labels, clusters, key_clusters, topk, key_mask, query_mask, *rest
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels and sets `T_j` held fixed."""
+    exact_heads, scale, dropout_p, dropout_seed = rest
     grad_query, grad_key, grad_value = gradients_of_chunks(query, key, value, key_mask, query_mask)
     settings = clusters, key_clusters, topk, scale, dropout_p, dropout_seed
     numbers = largest_buffer(query, key, value, clusters, key_clusters, topk)
@@ -217,27 +198,4 @@ def bi_clustered_attention_backward(
     return grad_query, grad_key, grad_value
 
 
-@bi_clustered_attention_backward.register_fake
-def _(grad_output, query, key, value, *settings):
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    tensors, (clusters, key_clusters, topk, key_mask, query_mask, exact_heads, scale, dropout_p, seed) = (
-        inputs[:5],
-        inputs[5:],
-    )
-    ctx.save_for_backward(*tensors, key_mask, query_mask, exact_heads, seed)
-    ctx.settings = clusters, key_clusters, topk, scale, dropout_p
-
-
-def _backward(ctx, grad_output):
-    *tensors, key_mask, query_mask, exact_heads, seed = ctx.saved_tensors
-    *counts, scale, dropout_p = ctx.settings
-    grads = bi_clustered_attention_backward(
-        grad_output, *tensors, *counts, key_mask, query_mask, exact_heads, scale, dropout_p, seed
-    )
-    return (*grads, *[None] * 11)
-
-
-bi_clustered_attention.register_autograd(_backward, setup_context=_setup_context)
+register_attention("bi_clustered_attention", gradients)

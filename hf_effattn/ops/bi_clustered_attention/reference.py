@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from ..shared.arguments import check_label_range
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, dropout_factor, exact_dropout_rows
 from ..shared.masking import for_every_head, zero_masked
+from ..shared.precision import SMALLEST as SMALLEST
 
-# Of a squared distance whose logarithm is taken: a key that its cluster's mean represents perfectly.
-SMALLEST = 1e-30
 # Of the logarithm by which a key's mean mass over a cluster's queries exceeds that at the centroid: where it would be
 # more, offsets are no small ones, and to count the key more heavily would be wrong for most of the queries.
 LARGEST_LIFT = 0.5

@@ -7,7 +7,7 @@ passes only the inputs are alive. Registered with `torch.library`: to `torch.com
 import torch
 
 from ..shared.centroids import centroid_backward, centroid_dropout, centroid_scores
-from ..shared.gradients import register_gradients
+from ..shared.gradients import register_attention
 from ..shared.head_threads import for_every_chunk
 from ..shared.precision import product_dtype
 from ..shared.row_chunks import RowChunk
@@ -15,7 +15,6 @@ from ..shared.tables import (
     chunks_of,
     cluster_sizes,
     cluster_sums,
-    empty_output,
     gradients_of_chunks,
     output_of_chunks,
     softmax_,
@@ -57,11 +56,6 @@ def clustered_attention(
     return output
 
 
-@clustered_attention.register_fake
-def _(query, key, value, *settings):
-    return empty_output(query, value)
-
-
 def gradients(
     grad_output, query, key, value, labels, clusters, key_mask, query_mask, scale, dropout_p, dropout_seed
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -95,4 +89,4 @@ def gradients(
     return grad_query, grad_key, grad_value
 
 
-register_gradients("clustered_attention", gradients, ("query", "key", "value"))
+register_attention("clustered_attention", gradients)

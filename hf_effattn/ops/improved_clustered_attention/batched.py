@@ -13,7 +13,7 @@ from ..shared.centroids import centroid_backward, centroid_dropout, centroid_sco
 from ..shared.cluster_blocks import ClusterBlocks, block_length
 from ..shared.cluster_table import ClusterTable, attend, attend_backward
 from ..shared.dropout import TOPK_WEIGHTS
-from ..shared.gradients import register_gradients
+from ..shared.gradients import register_attention
 from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype, product_dtype
 from ..shared.row_chunks import RowChunk
@@ -21,7 +21,6 @@ from ..shared.tables import (
     chunks_of,
     cluster_sizes,
     draw_dropout,
-    empty_output,
     gradients_of_chunks,
     output_of_chunks,
     softmax_,
@@ -159,11 +158,6 @@ def improved_clustered_attention(
     return output
 
 
-@improved_clustered_attention.register_fake
-def _(query, key, value, *settings):
-    return empty_output(query, value)
-
-
 def gradients(
     grad_output, query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, dropout_seed
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -184,4 +178,4 @@ def gradients(
     return grad_query, grad_key, grad_value
 
 
-register_gradients("improved_clustered_attention", gradients, ("query", "key", "value"))
+register_attention("improved_clustered_attention", gradients)

@@ -5,6 +5,19 @@ from typing import Any
 
 import torch
 
+from .tables import empty_output
+
+
+def register_attention(
+    op: str,
+    gradients: Callable[..., tuple[torch.Tensor, ...]],
+    names: Sequence[str] = ("query", "key", "value"),
+    **options: Any,
+) -> None:
+    """`register_gradients` for an op of query, key and value, and what its output looks like to `torch.compile`."""
+    torch.library.register_fake(f"hf_effattn::{op}", lambda query, key, value, *rest: empty_output(query, value))
+    register_gradients(op, gradients, names, **options)
+
 
 def register_gradients(
     op: str,

@@ -12,11 +12,10 @@ import torch
 from .arguments import check_label_range
 from .cluster_blocks import ClusterBlocks
 from .cluster_table import ClusterTable
+from .precision import SMALLEST
 from .tables import cluster_rows, cluster_sizes
 from .topk import largest
 
-# Of a squared distance whose logarithm is taken: a key that its cluster's mean represents perfectly.
-SMALLEST_DISTANCE = 1e-30
 # Logarithm of the mass of a cluster without a key: no weight, and finite, as empty places of a block multiply it by 0.
 NO_MASS = -1e30
 # Of a tilted weight beside its cluster's largest: below, exp and products slow down tenfold with denormal numbers.
@@ -117,7 +116,7 @@ class Summaries:
             preference = spread.new_zeros(spread.shape[:2])
             self.lift = torch.zeros_like(preference)
         else:
-            distances = torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST_DISTANCE)
+            distances = torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST)
             self.lift = (distances / 2).clamp_(max=largest_lift)
             preference = distances.log_()
         for of_keys in (preference, self.lift):

@@ -2,6 +2,9 @@
 
 import torch
 
+# Of a squared distance whose logarithm is taken: a key that its cluster's mean represents perfectly.
+SMALLEST = 1e-30
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Softmax and sums run in float32 below float64: float16 ends at 65,504, which a sum of many rows reaches."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..shared.dropout import dropout_factor
-from ..shared.gradients import register_gradients
+from ..shared.gradients import register_attention
 from ..shared.precision import accumulation_dtype, product_dtype
 from ..shared.row_chunks import CHUNK_BYTES
 from ..shared.tables import empty_output
@@ -214,11 +214,6 @@ def sorted_block_attention(
     return output
 
 
-@sorted_block_attention.register_fake
-def _(query, key, value, *settings):
-    return empty_output(query, value)
-
-
 def gradients(
     grad_output, query, key, value, order, block_length, window_blocks, causal, labels, key_mask, membership, *rest
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -275,4 +270,4 @@ def _empty_gradient(tensor: torch.Tensor) -> torch.Tensor:
     return empty_output(tensor, tensor) if tensor.ndim == 4 else tensor.new_empty(tensor.shape)
 
 
-register_gradients("sorted_block_attention", gradients, ("query", "key", "value", "membership"), empty=_empty_gradient)
+register_attention("sorted_block_attention", gradients, ("query", "key", "value", "membership"), empty=_empty_gradient)
