@@ -28,16 +28,11 @@ Result = TypeVar("Result")
 
 
 def sdpa(
-    backend: SDPBackend,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    is_causal: bool = False,
+    backend: SDPBackend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` by one of its backends."""
+    """`scaled_dot_product_attention` by one of its backends; `options` are its own, such as `is_causal`."""
     with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+        return F.scaled_dot_product_attention(query, key, value, **options)
 
 
 def flash_attention(

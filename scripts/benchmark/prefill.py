@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 import typer
 from rich.progress import track
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 import hf_effattn
 from hf_effattn.measuring.cost import compare, peak_memory_added
 from hf_effattn.measuring.errors import relative_error
+from hf_effattn.measuring.exact_kernels import sdpa
 from hf_effattn.ops import causal_clustered_attention
 from hf_effattn.samples.texts import bundled_books
 
@@ -47,18 +48,12 @@ def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
-def exact_by(backend: SDPBackend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The same by one kernel."""
-    with sdpa_kernel(backend):
-        return exact(query, key, value)
-
-
 def exact_calls(inputs: Inputs) -> dict[str, Callable[..., torch.Tensor]]:
     """The exact kernels that take inputs like these."""
     few: tuple[torch.Tensor, ...] = tuple(tensor[:, :, :16] for tensor in inputs)
     calls: dict[str, Callable[..., torch.Tensor]] = {"SDPA": exact}
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION) if inputs[0].is_cuda else ():
-        call = partial(exact_by, backend)
+        call = partial(sdpa, backend, is_causal=True, enable_gqa=True)
         try:
             call(*few)
         except RuntimeError:

@@ -25,6 +25,7 @@ from ..exact import exact_attention, exact_weights, visible_keys
 from ..model_types import Stack
 from ..tolerance import ON_EXCESS, Attended
 from .crossover import crossover_length
+from .drafts import watch_for_drafts
 
 Groups = tuple[torch.Tensor, ...]
 
@@ -135,17 +136,7 @@ class Method(ABC):
         options = Options(**asked)
         N, M = query.shape[2], key.shape[2]
         if self.is_exact(N, M, query.device.type, causal=options.causal):
-            mask = visible_keys(options.key_mask, N, causal=options.causal)
-            return exact_attention(
-                query,
-                key,
-                value,
-                mask,
-                scale=options.scale,
-                dropout_p=options.dropout_p,
-                causal=options.causal,
-                module=options.module,
-            )
+            return attend_exactly(query, key, value, options)
         check_no_onnx("call unpatch_attention(model) and export the exact model, or use torch.export or torch.compile")
         if options.causal:
             result = self.attend_causal(query, key, value, options)
@@ -212,12 +203,19 @@ class Method(ABC):
         """The module with the parameters that the method adds to a stack: a new one, or the one that it holds."""
         return None
 
-    def attach(self, model: nn.Module, parameters: nn.Module | None) -> None:  # noqa: B027
-        """Add to a model, with or without a head, what the method needs there: its parameters, hooks."""
+    @property
+    def clusters_prompts(self) -> bool:
+        """Whether the last token of a prompt alone is to be read, as its clusters have seen all tokens."""
+        return False
 
-    @classmethod  # noqa: B027
+    def attach(self, model: nn.Module, parameters: nn.Module | None) -> None:
+        """Add to a model, with or without a head, what the method needs there: its parameters, hooks."""
+        watch_for_drafts(model, self.clusters_prompts)
+
+    @classmethod
     def detach(cls, model: nn.Module) -> None:
         """Take away from a model what the method added to it, if it did."""
+        watch_for_drafts(model, False)
 
     @classmethod
     def lost_by(cls, stack: Stack, method: "Method", parameters: nn.Module | None, saved: bool) -> str | None:
@@ -332,11 +330,7 @@ class Method(ABC):
         return {}
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON values."""
-        return self._own_settings()
-
-    def _own_settings(self) -> dict[str, Any]:
-        """The fields; without a tolerance nothing of it, so that earlier versions know all that they read."""
+        """The settings as JSON values; without a tolerance nothing of it, so earlier versions know all of them."""
         found = {one.name: getattr(self, one.name) for one in fields(self)}
         if self.tolerance is None:
             del found["tolerance"], found["on_excess"]
@@ -376,6 +370,20 @@ class Method(ABC):
                 f"{name} must be one of {quoted(choices)}, got {value!r}{closest(value, choices)}: "
                 f"{self.purpose[name]}"
             )
+
+
+def attend_exactly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> torch.Tensor:
+    """Exact attention as the options ask for it, `(B, H, N, Dv)`."""
+    return exact_attention(
+        query,
+        key,
+        value,
+        visible_keys(options.key_mask, query.shape[2], causal=options.causal),
+        scale=options.scale,
+        dropout_p=options.dropout_p,
+        causal=options.causal,
+        module=options.module,
+    )
 
 
 def quoted(names: Sequence[str] | dict[str, Any]) -> str:

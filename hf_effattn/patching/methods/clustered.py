@@ -25,7 +25,6 @@ from ...ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_IT
 from ...ops.shared.head_threads import for_every_chunk, heads_of_threads
 from ..model_types import model_type_of
 from .base import Groups, Method, Options
-from .drafts import watch_for_drafts
 
 CLUSTERINGS = ("kmeans", "lsh")
 METRICS = ("keys", "queries")
@@ -181,16 +180,8 @@ class Clustered(Method):
         """What this method tells the causal op beyond what all methods do."""
         return {}
 
-    def attach(self, model: nn.Module, parameters: nn.Module | None) -> None:
-        watch_for_drafts(model, self.clusters_prompts)
-
-    @classmethod
-    def detach(cls, model: nn.Module) -> None:
-        watch_for_drafts(model, False)
-
     @property
     def clusters_prompts(self) -> bool:
-        """Whether the last token of a prompt alone is to be read, as its clusters have seen all tokens."""
         return self.causal == "prefill"
 
     def attend_causal(

@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from ...ops.shared.head_threads import for_every_chunk, heads_of_threads
-from ..exact import exact_attention, visible_keys
 from ..model_types import Stack, is_sliding_window
-from .base import Groups, Method, Options
-from .drafts import watch_for_drafts
+from .base import Groups, Method, Options, attend_exactly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,7 @@ class PerHead(Method):
     def to_dict(self) -> dict[str, Any]:
         rungs = [{"method": rung.method, **rung.to_dict()} for rung in self.rungs]
         calibration = None if self.calibration is None else dict(self.calibration)
-        return self._own_settings() | {
+        return super().to_dict() | {
             "rungs": rungs,
             "heads": [list(row) for row in self.heads],
             "calibration": calibration,
@@ -141,31 +139,13 @@ class PerHead(Method):
         index = row[head * len(row) // num_heads]
         return None if index == len(self.rungs) else self.rungs[index]
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, groups: Groups = ()
-    ) -> torch.Tensor:
-        return self._share(query, key, value, options)
-
     def check_causal(self, module: nn.Module | None) -> None:
         for rung in self.rungs:
             rung.check_causal(module)
 
     @property
     def clusters_prompts(self) -> bool:
-        """Whether a rung does so of prompts (`causal="prefill"`)."""
-        return any(getattr(rung, "clusters_prompts", False) for rung in self.rungs)
-
-    def attach(self, model: nn.Module, parameters: nn.Module | None) -> None:
-        watch_for_drafts(model, self.clusters_prompts)
-
-    @classmethod
-    def detach(cls, model: nn.Module) -> None:
-        watch_for_drafts(model, False)
-
-    def attend_causal(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
-    ) -> torch.Tensor:
-        return self._share(query, key, value, options)
+        return any(rung.clusters_prompts for rung in self.rungs)
 
     def _shares(self) -> list[tuple[Method | None, list[int]]]:
         """The rungs in use with their key/value heads, the dearest first; None: exact."""
@@ -174,24 +154,18 @@ class PerHead(Method):
         shares = [(rung, [head for head, at in enumerate(row) if at == index]) for index, rung in enumerate(ladder)]
         return [(rung, heads) for rung, heads in reversed(shares) if heads]
 
-    def _share(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> torch.Tensor:
-        """Every rung on its heads, `(B, H, N, Dv)`."""
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, groups: Groups = ()
+    ) -> torch.Tensor:
+        """Every rung on its heads."""
         group = query.shape[1] // key.shape[1]
 
-        def attend(rung: Method | None, heads: list[int]) -> torch.Tensor:
+        def attend_share(rung: Method | None, heads: list[int]) -> torch.Tensor:
             inputs = query[:, _query_heads(heads, group)], key[:, heads], value[:, heads]
             if rung is not None:
                 return rung.run(*inputs, **vars(options))
-            mask = options.key_mask
-            exact = exact_attention(
-                *inputs,
-                visible_keys(mask, query.shape[2], causal=options.causal),
-                scale=options.scale,
-                dropout_p=options.dropout_p,
-                causal=options.causal,
-                module=options.module,
-            )
-            return exact if mask is None else exact * mask[:, None, :, None]
+            exact = attend_exactly(*inputs, options)
+            return exact if options.key_mask is None else exact * options.key_mask[:, None, :, None]
 
         (row,) = self.heads
         if len(row) != key.shape[1]:
@@ -201,17 +175,19 @@ class PerHead(Method):
         if learns or torch.compiler.is_compiling() or query.device.type != "cpu":
             order = [head for _, heads in shares for head in _query_heads(heads, group)]
             back = sorted(range(len(order)), key=order.__getitem__)
-            return torch.cat([attend(rung, heads) for rung, heads in shares], dim=1)[:, back]
+            return torch.cat([attend_share(rung, heads) for rung, heads in shares], dim=1)[:, back]
         output = query.new_empty(*query.shape[:3], value.shape[3])
 
         def attend_part(part: tuple[Method | None, list[int]]) -> None:
             rung, heads = part
-            output[:, _query_heads(heads, group)] = attend(rung, heads)
+            output[:, _query_heads(heads, group)] = attend_share(rung, heads)
 
         # The dearest first, each in as many parts as there are threads, so that none waits long for the last.
         parts = [(rung, heads[part]) for rung, heads in shares for part in heads_of_threads(len(heads), query.device)]
         for_every_chunk(attend_part, parts, query.device)
         return output
+
+    attend_causal = attend
 
 
 _NOTHING = (
