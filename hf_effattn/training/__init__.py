@@ -1,14 +1,23 @@
 """What a training script is made of; those in `scripts/train` are examples to copy.
 
-A script parses `ModelArguments`, its own arguments and transformers' `TrainingArguments` (`parser_of`), reports
-mistakes before any work starts (`check_model`, `check_work`, `check_splits`), makes the tokenizer and the model
+A script parses `ModelArguments`, its own arguments and transformers' `TrainingArguments` and reports mistakes before
+any work starts (`parsed_arguments`, `check_splits`), makes the tokenizer and the model
 (`load_tokenizer`, `make_model`), and trains, resumes and keeps the metrics (`RepeatableTrainer`, `train`,
 `keep_metrics`). Readers of data sets lie in `hf_effattn.data`. These names may change with the scripts: they are not
 promised as stable. They need the extra `training`.
 """
 
 from ..settings_text import parse_settings
-from .arguments import ModelArguments, check_model, check_splits, check_work, differs, parser_of, works
+from .arguments import (
+    ModelArguments,
+    check_model,
+    check_splits,
+    check_work,
+    differs,
+    parsed_arguments,
+    parser_of,
+    works,
+)
 from .classes import class_order, in_order, numbers_of
 from .models import (
     check_positions,
@@ -57,6 +66,7 @@ __all__ = [
     "make_model",
     "numbers_of",
     "parse_settings",
+    "parsed_arguments",
     "parser_of",
     "run_classifier",
     "task_loss_alone",

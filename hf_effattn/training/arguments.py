@@ -4,8 +4,9 @@ from argparse import Action, ArgumentDefaultsHelpFormatter, RawDescriptionHelpFo
 from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments, set_seed
 
 import hf_effattn
 
@@ -87,6 +88,24 @@ def parser_of(
     required = [f"--{action.dest} {action.dest.upper()}" for action in parser._actions if action.required]
     parser.usage = " ".join(["%(prog)s", *required, "[options]"])
     return parser
+
+
+def parsed_arguments(
+    description: str | None,
+    command_line: list[str] | None,
+    data: type,
+    training: type = TrainingArguments,
+    *,
+    instead_of_predictions: str | None = None,
+    **more: type,
+) -> tuple[Any, ...]:
+    """What `parser_of` parses, once `check_work` and `check_model` have nothing against it; the seed is set."""
+    parser = parser_of(description, data, training, **more)
+    parsed: tuple[Any, ...] = parser.parse_args_into_dataclasses(command_line)
+    check_work(parsed[-1], instead_of_predictions=instead_of_predictions)
+    check_model(parsed[0])
+    set_seed(parsed[-1].seed)
+    return parsed
 
 
 def check_model(arguments: ModelArguments) -> None:

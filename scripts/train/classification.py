@@ -25,17 +25,15 @@ from pathlib import Path
 
 import numpy as np
 from datasets import Dataset, DatasetDict
-from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, set_seed
+from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding
 
 from hf_effattn.data.labelled_texts import GIVEN_BY, GIVEN_WITHOUT_TRAINING, DataArguments, load_texts
 from hf_effattn.training import (
     ModelArguments,
     RepeatableTrainer,
     accuracy,
-    check_model,
     check_positions,
     check_splits,
-    check_work,
     class_order,
     drawn_samples,
     in_order,
@@ -44,7 +42,7 @@ from hf_effattn.training import (
     load_tokenizer,
     make_model,
     parse_settings,
-    parser_of,
+    parsed_arguments,
     run_classifier,
     tokenize_texts,
     training_split,
@@ -76,11 +74,7 @@ def check_length(arguments: ModelArguments, needed: Mapping[str, int], max_lengt
 
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate and predict as the arguments say; returns the metrics."""
-    parser = parser_of(__doc__, DataArguments)
-    model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
-    check_work(training)
-    check_model(model_arguments)
-    set_seed(training.seed)
+    model_arguments, data_arguments, training = parsed_arguments(__doc__, command_line, DataArguments)
     check_positions(model_arguments, data_arguments.max_length)
     data = load_texts(data_arguments, hold_out=training.do_train and training.do_eval)
     check_splits(data, training, GIVEN_BY if training.do_train else GIVEN_WITHOUT_TRAINING)

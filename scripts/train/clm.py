@@ -26,21 +26,18 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedTokenizerBase,
     default_data_collator,
-    set_seed,
 )
 
 from hf_effattn.data.text_data import GIVEN_BY, DataArguments, blocks, load_texts, portions
 from hf_effattn.training import (
     RepeatableTrainer,
-    check_model,
     check_splits,
-    check_work,
     drawn_samples,
     keep_metrics,
     length_settings,
     load_tokenizer,
     make_model,
-    parser_of,
+    parsed_arguments,
     task_loss_alone,
     train,
     training_split,
@@ -92,13 +89,12 @@ def ngram_losses(train: Dataset, validation: Dataset, vocab_size: int) -> dict[s
 
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train and evaluate as the arguments say; returns the metrics of the evaluation."""
-    parser = parser_of(__doc__, CausalArguments)
-    model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
-    check_work(training, instead_of_predictions="--do_eval measures a language model on held-out text")
-    check_model(model_arguments)
+    no_predictions = "--do_eval measures a language model on held-out text"
+    model_arguments, data_arguments, training = parsed_arguments(
+        __doc__, command_line, CausalArguments, instead_of_predictions=no_predictions
+    )
     if data_arguments.ngram_losses and not (training.do_train and training.do_eval):
         raise ValueError("--ngram_losses counts what is trained on, for the evaluation: pass --do_train and --do_eval")
-    set_seed(training.seed)
     texts = load_texts(data_arguments)
     check_splits(texts, training, GIVEN_BY)
 

@@ -27,15 +27,12 @@ from transformers import (
     DataCollatorWithPadding,
     EvalPrediction,
     PreTrainedTokenizerBase,
-    set_seed,
 )
 
 from hf_effattn.data.glue_tasks import TASKS, GlueTask, load_glue
 from hf_effattn.training import (
     RepeatableTrainer,
-    check_model,
     check_splits,
-    check_work,
     class_order,
     drawn_samples,
     first_logits,
@@ -46,7 +43,7 @@ from hf_effattn.training import (
     load_tokenizer,
     make_model,
     numbers_of,
-    parser_of,
+    parsed_arguments,
     tokenize_texts,
     train,
     training_split,
@@ -104,11 +101,7 @@ def as_the_server_takes_them(values: np.ndarray, task: GlueTask) -> list[Any]:
 
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate and predict as the arguments say; returns the metrics."""
-    parser = parser_of(__doc__, DataArguments)
-    model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
-    check_work(training)
-    check_model(model_arguments)
-    set_seed(training.seed)
+    model_arguments, data_arguments, training = parsed_arguments(__doc__, command_line, DataArguments)
     name = data_arguments.task_name
     data = load_glue(name, Path(data_arguments.data_dir) if data_arguments.data_dir else None)
     task = TASKS[name]

@@ -30,22 +30,19 @@ from transformers import (
     DataCollatorForLanguageModeling,
     EvalPrediction,
     PreTrainedTokenizerBase,
-    set_seed,
 )
 
 from hf_effattn.data.text_data import GIVEN_BY, DataArguments, blocks, load_texts, portions
 from hf_effattn.training import (
     RepeatableTrainer,
-    check_model,
     check_splits,
-    check_work,
     drawn_samples,
     keep_metrics,
     length_settings,
     load_metric,
     load_tokenizer,
     make_model,
-    parser_of,
+    parsed_arguments,
     task_loss_alone,
     train,
     training_split,
@@ -148,11 +145,10 @@ def compute_metrics(prediction: EvalPrediction, metric: Any) -> dict[str, float]
 
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train and evaluate as the arguments say; returns the metrics of the evaluation."""
-    parser = parser_of(__doc__, DataArguments, masks=MaskArguments)
-    model_arguments, data_arguments, mask_arguments, training = parser.parse_args_into_dataclasses(command_line)
-    check_work(training, instead_of_predictions="--do_eval measures a language model on held-out text")
-    check_model(model_arguments)
-    set_seed(training.seed)
+    no_predictions = "--do_eval measures a language model on held-out text"
+    model_arguments, data_arguments, mask_arguments, training = parsed_arguments(
+        __doc__, command_line, DataArguments, masks=MaskArguments, instead_of_predictions=no_predictions
+    )
     texts = load_texts(data_arguments)
     check_splits(texts, training, GIVEN_BY)
     paired = mask_arguments.next_sentence

@@ -30,23 +30,19 @@ from transformers import (
     AutoModelForQuestionAnswering,
     DataCollatorWithPadding,
     EvalPrediction,
-    set_seed,
 )
 
 from hf_effattn.data.checks import check_one_source
 from hf_effattn.data.qa_features import COLUMNS, count_from_left, find_answers, make_windows, read_questions
 from hf_effattn.training import (
     RepeatableTrainer,
-    check_model,
     check_splits,
-    check_work,
     drawn_samples,
-    keep_metrics,
     load_metric,
     load_tokenizer,
     make_model,
-    parser_of,
-    train,
+    parsed_arguments,
+    run_classifier,
     training_split,
 )
 
@@ -152,11 +148,10 @@ def answer_metrics(
 
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train and evaluate as the arguments say; returns the metrics."""
-    parser = parser_of(__doc__, DataArguments)
-    model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
-    check_work(training, instead_of_predictions="--do_eval writes the answers to the questions it evaluates on")
-    check_model(model_arguments)
-    set_seed(training.seed)
+    no_predictions = "--do_eval writes the answers to the questions it evaluates on"
+    model_arguments, data_arguments, training = parsed_arguments(
+        __doc__, command_line, DataArguments, instead_of_predictions=no_predictions
+    )
     data = load_questions(data_arguments)
     check_splits(data, training, GIVEN_BY)
 
@@ -203,13 +198,7 @@ def main(command_line: list[str] | None = None) -> dict[str, float]:
         # Of what else a model returns nothing is wanted.
         preprocess_logits_for_metrics=lambda logits, labels: logits[:2],
     )
-    metrics = {"parameters": float(model.num_parameters())}
-    if training.do_train:
-        metrics |= train(trainer, training, model_arguments.save_dtype)
-    if training.do_eval:
-        metrics |= trainer.evaluate()
-    keep_metrics(trainer, metrics)
-    return metrics
+    return run_classifier(trainer, training, None, model_arguments.save_dtype)
 
 
 if __name__ == "__main__":

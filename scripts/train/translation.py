@@ -36,7 +36,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
-    set_seed,
 )
 
 from hf_effattn.data.translation_data import GIVEN_BY, DataArguments, load_pairs
@@ -44,15 +43,13 @@ from hf_effattn.models.clusterformer.heads import IGNORED, total_loss
 from hf_effattn.models.clusterformer.outputs import ClusteringOutput
 from hf_effattn.training import (
     RepeatableTrainer,
-    check_model,
     check_splits,
-    check_work,
     drawn_samples,
     keep_metrics,
     load_metric,
     load_tokenizer,
     make_model,
-    parser_of,
+    parsed_arguments,
     train,
     training_split,
 )
@@ -133,11 +130,9 @@ def score_translations(
 
 def main(command_line: list[str] | None = None) -> dict[str, float]:
     """Train, evaluate and translate as the arguments say; returns the metrics."""
-    parser = parser_of(__doc__, DataArguments, Seq2SeqTrainingArguments)
-    model_arguments, data_arguments, training = parser.parse_args_into_dataclasses(command_line)
-    check_work(training)
-    check_model(model_arguments)
-    set_seed(training.seed)
+    model_arguments, data_arguments, training = parsed_arguments(
+        __doc__, command_line, DataArguments, Seq2SeqTrainingArguments
+    )
     data = load_pairs(data_arguments)
     check_splits(data, training, GIVEN_BY)
 
