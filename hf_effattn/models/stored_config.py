@@ -37,6 +37,12 @@ class StoredConfig(PreTrainedConfig):
             )
         super().__init__(**kwargs)
 
+    def _keep(self, arguments: dict[str, Any]) -> None:
+        """Set every argument of `__init__`, its `locals()` at the beginning, as an attribute of its name."""
+        for name, value in arguments.items():
+            if name not in ("self", "kwargs", "__class__"):
+                setattr(self, name, value)
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in transformers, but what replaces stored settings is checked with them, not set afterwards."""

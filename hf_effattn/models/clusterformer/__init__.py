@@ -2,16 +2,7 @@
 
 from typing import Any
 
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForPreTraining,
-    AutoModelForQuestionAnswering,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+import transformers
 
 from ..auto_classes import register
 from .configuration_clusterformer import ClusterFormerConfig
@@ -30,14 +21,14 @@ from .training_log import log_clustering
 register(
     ClusterFormerConfig,
     {
-        AutoModel: ClusterFormerModel,
-        AutoModelForCausalLM: ClusterFormerForCausalLM,
-        AutoModelForMaskedLM: ClusterFormerForMaskedLM,
-        AutoModelForPreTraining: ClusterFormerForPreTraining,
-        AutoModelForQuestionAnswering: ClusterFormerForQuestionAnswering,
-        AutoModelForSeq2SeqLM: ClusterFormerForConditionalGeneration,
-        AutoModelForSequenceClassification: ClusterFormerForSequenceClassification,
-        AutoModelForTokenClassification: ClusterFormerForTokenClassification,
+        transformers.AutoModel: ClusterFormerModel,
+        transformers.AutoModelForCausalLM: ClusterFormerForCausalLM,
+        transformers.AutoModelForMaskedLM: ClusterFormerForMaskedLM,
+        transformers.AutoModelForPreTraining: ClusterFormerForPreTraining,
+        transformers.AutoModelForQuestionAnswering: ClusterFormerForQuestionAnswering,
+        transformers.AutoModelForSeq2SeqLM: ClusterFormerForConditionalGeneration,
+        transformers.AutoModelForSequenceClassification: ClusterFormerForSequenceClassification,
+        transformers.AutoModelForTokenClassification: ClusterFormerForTokenClassification,
     },
 )
 

@@ -22,6 +22,11 @@ DIVERGES = (
     'similarity="dot" with clustering losses: the inner product has no bound, so the losses fall for ever and the'
     ' words collapse into one direction; use similarity="cosine", or weights of 0'
 )
+# Settings that count something.
+COUNTS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "decoder_layers", "num_attention_heads", "intermediate_size"),
+    *("max_position_embeddings", "type_vocab_size", "window_blocks", "clusters", "block_length"),
+)
 
 
 class ClusterFormerConfig(StoredConfig):
@@ -117,22 +122,10 @@ class ClusterFormerConfig(StoredConfig):
         decoder_start_token_id: int | None = None,
         **kwargs: Any,
     ) -> None:
-        counts = {
-            "vocab_size": vocab_size,
-            "hidden_size": hidden_size,
-            "num_hidden_layers": num_hidden_layers,
-            "decoder_layers": decoder_layers,
-            "num_attention_heads": num_attention_heads,
-            "intermediate_size": intermediate_size,
-            "max_position_embeddings": max_position_embeddings,
-            "type_vocab_size": type_vocab_size,
-            "window_blocks": window_blocks,
-            "clusters": clusters,
-            "block_length": block_length,
-        }
-        for name, count in counts.items():
-            if count is not None:
-                check_count(name, count)
+        self._keep(locals())
+        for name in COUNTS:
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
         choices = {
             "assignment": (assignment, ASSIGNMENTS),
             "decoder_assignment": (decoder_assignment or assignment, ASSIGNMENTS),
@@ -144,18 +137,13 @@ class ClusterFormerConfig(StoredConfig):
         for name, (choice, allowed) in choices.items():
             if choice not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {choice!r}")
-        if gated is None:
-            gated = assignment == "neural"
+        self.gated = gated = assignment == "neural" if gated is None else gated
         sorted_by = (assignment, decoder_assignment)
         loss_weight = LOSS_WEIGHT if "neural" in sorted_by and not gated else 0.0
-        cluster_loss_weight = loss_weight if cluster_loss_weight is None else cluster_loss_weight
-        sorting_loss_weight = loss_weight if sorting_loss_weight is None else sorting_loss_weight
-        weights = {
-            "cluster_loss_weight": cluster_loss_weight,
-            "sorting_loss_weight": sorting_loss_weight,
-            "task_loss_weight": task_loss_weight,
-        }
-        for name, weight in weights.items():
+        self.cluster_loss_weight = loss_weight if cluster_loss_weight is None else cluster_loss_weight
+        self.sorting_loss_weight = loss_weight if sorting_loss_weight is None else sorting_loss_weight
+        for name in ("cluster_loss_weight", "sorting_loss_weight", "task_loss_weight"):
+            weight = getattr(self, name)
             if not isfinite(weight) or weight < 0:
                 raise ValueError(f"{name} must not be negative, and finite, got {weight}")
         if not isfinite(sharpness) or sharpness <= 0:
@@ -188,46 +176,11 @@ class ClusterFormerConfig(StoredConfig):
             )
         if strict and assignment != "full" and window_blocks < 2:
             raise ValueError('causal="strict" needs window_blocks of at least 2: with 1 a word would see only itself')
-        if similarity == "dot" and "neural" in sorted_by and (cluster_loss_weight or sorting_loss_weight):
+        if similarity == "dot" and "neural" in sorted_by and (self.cluster_loss_weight or self.sorting_loss_weight):
             warnings.warn(DIVERGES, stacklevel=2)
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.intermediate_size = intermediate_size
-        self.hidden_act = hidden_act
-        self.hidden_dropout_prob = hidden_dropout_prob
-        self.attention_probs_dropout_prob = attention_probs_dropout_prob
-        self.max_position_embeddings = max_position_embeddings
-        self.type_vocab_size = type_vocab_size
-        self.initializer_range = initializer_range
-        self.layer_norm_eps = layer_norm_eps
-        self.pre_norm = pre_norm
         self.clusters = round(max_position_embeddings**0.5) if clusters is None else clusters
-        self.window_blocks = window_blocks
-        self.assignment = assignment
-        self.assignment_seed = assignment_seed
-        self.similarity = similarity
-        self.sharpness = sharpness
-        self.gated = gated
-        self.attend_centroids = attend_centroids
-        self.cluster_loss_weight = cluster_loss_weight
-        self.sorting_loss_weight = sorting_loss_weight
-        self.task_loss_weight = task_loss_weight
-        self.is_decoder = is_decoder
-        self.causal = causal
         self.block_length = -(-max_position_embeddings // self.clusters) if block_length is None else block_length
-        self.add_cross_attention = add_cross_attention
         self.decoder_layers = num_hidden_layers if decoder_layers is None else decoder_layers
-        self.decoder_assignment = decoder_assignment
-        self.pooling = pooling
-        self.classifier_dropout = classifier_dropout
-        self.use_cache = use_cache
-        self.decoder_start_token_id = decoder_start_token_id
-        self.pad_token_id = pad_token_id
-        self.bos_token_id = bos_token_id
-        self.eos_token_id = eos_token_id
-        self.tie_word_embeddings = tie_word_embeddings
         super().__init__(
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,

@@ -103,7 +103,7 @@ class _Head(ClusterFormerPreTrainedModel):
 
 
 class _LabelHead(_Head):
-    """A head that takes `labels`, of a text or of each word, and scores what they may be."""
+    """A head that takes `labels`, of a text or of each word: `_scores` makes logits, `_task_loss` their loss."""
 
     output_class: ClassVar[type[ModelOutput]]
 
@@ -136,9 +136,6 @@ class _LabelHead(_Head):
         logits = self._scores(encoded.last_hidden_state, attention_mask)
         task_loss = None if labels is None else self._task_loss(logits, labels)
         return self.output_class(logits=logits, **self._fields(task_loss, encoded))
-
-    def _scores(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        raise NotImplementedError
 
     def _task_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return cross_entropy(logits, labels)

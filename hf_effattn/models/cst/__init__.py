@@ -1,13 +1,6 @@
 """Composite Slice Transformer (Lee 2023), registered with the Auto classes of transformers."""
 
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+import transformers
 
 from ..auto_classes import register
 from .cache import CSTCache
@@ -25,12 +18,12 @@ from .modeling_cst import CSTModel, CSTPreTrainedModel
 register(
     CSTConfig,
     {
-        AutoModel: CSTModel,
-        AutoModelForMaskedLM: CSTForMaskedLM,
-        AutoModelForCausalLM: CSTForCausalLM,
-        AutoModelForSequenceClassification: CSTForSequenceClassification,
-        AutoModelForTokenClassification: CSTForTokenClassification,
-        AutoModelForQuestionAnswering: CSTForQuestionAnswering,
+        transformers.AutoModel: CSTModel,
+        transformers.AutoModelForMaskedLM: CSTForMaskedLM,
+        transformers.AutoModelForCausalLM: CSTForCausalLM,
+        transformers.AutoModelForSequenceClassification: CSTForSequenceClassification,
+        transformers.AutoModelForTokenClassification: CSTForTokenClassification,
+        transformers.AutoModelForQuestionAnswering: CSTForQuestionAnswering,
     },
 )
 

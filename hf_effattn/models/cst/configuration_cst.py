@@ -102,37 +102,9 @@ class CSTConfig(StoredConfig):
         tie_word_embeddings: bool = True,
         **kwargs: Any,
     ) -> None:
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.intermediate_size = intermediate_size
-        self.hidden_act = hidden_act
-        self.hidden_dropout_prob = hidden_dropout_prob
-        self.attention_probs_dropout_prob = attention_probs_dropout_prob
-        self.max_position_embeddings = max_position_embeddings
-        self.type_vocab_size = type_vocab_size
+        self._keep(locals())
         # A list: what JSON gives back.
         self.slice_length = list(slice_length) if isinstance(slice_length, Sequence) else slice_length
-        self.extension_ratio = extension_ratio
-        self.position_embedding = position_embedding
-        self.pooling = pooling
-        self.composition = composition
-        self.local_mixing = local_mixing
-        self.local_mixing_size = local_mixing_size
-        self.share_projections = share_projections
-        self.num_global_tokens = num_global_tokens
-        self.pre_norm = pre_norm
-        self.is_decoder = is_decoder
-        self.initializer_range = initializer_range
-        self.embedding_initializer_range = embedding_initializer_range
-        self.layer_norm_eps = layer_norm_eps
-        self.use_cache = use_cache
-        self.classifier_dropout = classifier_dropout
-        self.pad_token_id = pad_token_id
-        self.bos_token_id = bos_token_id
-        self.eos_token_id = eos_token_id
-        self.tie_word_embeddings = tie_word_embeddings
         self._check()
         super().__init__(
             pad_token_id=pad_token_id,
@@ -209,6 +181,3 @@ class CSTConfig(StoredConfig):
                 'local_mixing="mlp" mixes the places of one slice: it takes neither an extension_ratio '
                 f"({self.extension_ratio}) other than 1 nor global tokens ({self.num_global_tokens})"
             )
-
-
-__all__ = ["CSTConfig"]

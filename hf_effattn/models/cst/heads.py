@@ -4,7 +4,7 @@ Sizes: `B` batch, `N` length.
 """
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
+from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from ..classifying import classifier_dropout, masked_mean
@@ -41,6 +42,32 @@ def _loss_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in ("num_items_in_batch", "shift_labels")}
 
 
+class _LabelHead(CSTPreTrainedModel):
+    """A head that takes `labels`, of a text or of each token: `_scores` makes logits, `_task_loss` their loss."""
+
+    output_class: ClassVar[type[ModelOutput]]
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        """Logits `(B, N, vocab_size)` or `(B, N, num_labels)` of every token, or `(B, num_labels)` of a text.
+
+        And the loss where `labels` are given: of tokens `(B, N)` (-100: not counted), of texts `(B,)` or
+        `(B, num_labels)`.
+        """
+        output = self.cst(input_ids, attention_mask, token_type_ids, inputs_embeds, return_dict=True, **kwargs)
+        logits = self._scores(output.last_hidden_state, attention_mask)
+        loss = None if labels is None else self._task_loss(logits, labels, **_loss_arguments(kwargs))
+        return self.output_class(loss=loss, logits=logits, hidden_states=output.hidden_states)
+
+
 class CSTPredictionHead(nn.Module):
     """Dense layer, activation and LayerNorm before the vocabulary, as in BERT."""
 
@@ -56,9 +83,10 @@ class CSTPredictionHead(nn.Module):
         return self.decoder(self.norm(self.activation(self.dense(hidden))))
 
 
-class CSTForMaskedLM(CSTPreTrainedModel):
+class CSTForMaskedLM(_LabelHead):
     """With a masked-language-model head."""
 
+    output_class = MaskedLMOutput
     _tied_weights_keys = {"head.decoder.weight": "cst.embeddings.word_embeddings.weight"}  # noqa: RUF012
 
     def __init__(self, config: CSTConfig) -> None:
@@ -75,23 +103,11 @@ class CSTForMaskedLM(CSTPreTrainedModel):
         """Put another layer in."""
         self.head.decoder = new_embeddings
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> MaskedLMOutput:
-        """Logits of every token, and the loss where `labels` `(B, N)` (-100: not counted) are given."""
-        output = self.cst(input_ids, attention_mask, token_type_ids, inputs_embeds, return_dict=True, **kwargs)
-        logits = self.head(output.last_hidden_state)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **_loss_arguments(kwargs))
-        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=output.hidden_states)
+    def _scores(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        return self.head(hidden)
+
+    def _task_loss(self, logits: torch.Tensor, labels: torch.Tensor, **of_trainer: Any) -> torch.Tensor:
+        return self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **of_trainer)
 
 
 class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
@@ -231,12 +247,14 @@ class CSTClassificationHead(nn.Module):
         return self.outer(torch.relu(self.inner(self.dropout(features))))
 
 
-class CSTForSequenceClassification(CSTPreTrainedModel):
+class CSTForSequenceClassification(_LabelHead):
     """With a classifier, or a regression head, on the mean of the tokens.
 
     Args:
         config (`CSTConfig`): sizes and variant; `num_labels` and `problem_type` as everywhere in transformers.
     """
+
+    output_class = SequenceClassifierOutput
 
     # Of the losses on texts transformers divides only cross-entropy by the number of labels in a step: Trainer must
     # average all of them over accumulation steps.
@@ -248,21 +266,11 @@ class CSTForSequenceClassification(CSTPreTrainedModel):
         self.classifier = CSTClassificationHead(config)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> SequenceClassifierOutput:
-        """Logits `(B, num_labels)`, and the loss where `labels` `(B,)` or `(B, num_labels)` are given."""
-        output = self.cst(input_ids, attention_mask, token_type_ids, inputs_embeds, return_dict=True, **kwargs)
-        logits = self.classifier(masked_mean(output.last_hidden_state, attention_mask))
-        loss = None if labels is None else self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=output.hidden_states)
+    def _scores(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        return self.classifier(masked_mean(hidden, attention_mask))
+
+    def _task_loss(self, logits: torch.Tensor, labels: torch.Tensor, **of_trainer: Any) -> torch.Tensor:
+        return self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
 
 
 class CSTForPairClassification(CSTPreTrainedModel):
@@ -299,8 +307,10 @@ class CSTForPairClassification(CSTPreTrainedModel):
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
-class CSTForTokenClassification(CSTPreTrainedModel):
+class CSTForTokenClassification(_LabelHead):
     """With a classifier on every token."""
+
+    output_class = TokenClassifierOutput
 
     def __init__(self, config: CSTConfig) -> None:
         super().__init__(config)
@@ -309,21 +319,11 @@ class CSTForTokenClassification(CSTPreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> TokenClassifierOutput:
-        """Logits `(B, N, num_labels)`, and the loss where `labels` `(B, N)` (-100: not counted) are given."""
-        output = self.cst(input_ids, attention_mask, token_type_ids, inputs_embeds, return_dict=True, **kwargs)
-        logits = self.classifier(self.dropout(output.last_hidden_state))
-        loss = None if labels is None else self.loss_function(logits, labels, self.config, **_loss_arguments(kwargs))
-        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=output.hidden_states)
+    def _scores(self, hidden: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        return self.classifier(self.dropout(hidden))
+
+    def _task_loss(self, logits: torch.Tensor, labels: torch.Tensor, **of_trainer: Any) -> torch.Tensor:
+        return self.loss_function(logits, labels, self.config, **of_trainer)
 
 
 class CSTForQuestionAnswering(CSTPreTrainedModel):
@@ -356,13 +356,3 @@ class CSTForQuestionAnswering(CSTPreTrainedModel):
         return QuestionAnsweringModelOutput(
             loss=loss, start_logits=start, end_logits=end, hidden_states=output.hidden_states
         )
-
-
-__all__ = [
-    "CSTForCausalLM",
-    "CSTForMaskedLM",
-    "CSTForPairClassification",
-    "CSTForQuestionAnswering",
-    "CSTForSequenceClassification",
-    "CSTForTokenClassification",
-]

@@ -359,6 +359,3 @@ class CSTModel(CSTPreTrainedModel):
             columns.append([row.masked_fill(~active[:, None].to(row.device), 0.0) for row in states])
         stacked = tuple(torch.stack(rows, dim=1) for rows in zip(*columns, strict=True))
         return stacked[-1], stacked
-
-
-__all__ = ["CSTModel", "CSTPreTrainedModel"]
