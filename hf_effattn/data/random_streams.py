@@ -44,13 +44,3 @@ class RandomStream:
         """
         drawn = (self.words(int(np.prod(shape))) * np.uint64(bound)) >> np.uint64(32)
         return drawn.astype(np.int64).reshape(shape)
-
-    def fractions(self, *shape: int) -> np.ndarray:
-        """Uniform numbers from 0 to below 1.
-
-        Args:
-            shape (`int`): of the result.
-
-        Returns: float64 of that shape, multiples of `2 ** -32`.
-        """
-        return (self.words(int(np.prod(shape))) / 2.0**32).reshape(shape)

@@ -46,11 +46,6 @@ class Pooling:
         """What is put before a document."""
         return self._prompt(*DOCUMENT_PROMPTS)
 
-    @property
-    def query_prompt(self) -> str:
-        """What is put before a query."""
-        return self._prompt("query")
-
     def _prompt(self, *names: str) -> str:
         prompts = self.prompts or {}
         return next((prompts[name] for name in (*names, self.default_prompt) if name in prompts), "")

@@ -32,11 +32,6 @@ class Child:
         self.process.start()
         answer.close()
 
-    @property
-    def is_running(self) -> bool:
-        """Whether it has not ended."""
-        return self.process.is_alive()
-
     def kill(self, after: float) -> bool:
         """SIGKILL after so many seconds; whether it was still running then."""
         self.process.join(after)

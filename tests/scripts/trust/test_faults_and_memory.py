@@ -27,7 +27,7 @@ def test_children_answer_raise_and_are_killed(tmp_path):
         run(lambda: time.sleep(60), tmp_path / "said", longest=0.2)
     child = Child(lambda: time.sleep(60), tmp_path / "said")
     assert child.kill(after=0.1)
-    assert not child.is_running
+    assert not child.process.is_alive()
 
 
 def test_growth_is_seen_and_a_cache_is_not():
