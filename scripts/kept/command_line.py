@@ -1,8 +1,9 @@
 """Command lines of the measuring scripts: their help, and how they call the training scripts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 import typer
 
 
@@ -20,3 +21,16 @@ def run_with_help(main: Callable[..., None], description: str | None) -> None:
 def command_line_of(arguments: Mapping[str, Any]) -> list[str]:
     """Arguments by name as a script takes them."""
     return [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
+
+
+def switches(low_precision: bool) -> list[str]:
+    """Switches of `TrainingArguments` for this machine."""
+    return [*(["--bf16"] if low_precision else []), *([] if torch.cuda.is_available() else ["--use_cpu"])]
+
+
+def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise `typer.BadParameter` where a name is not known."""
+    known = list(known)
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise typer.BadParameter(f"unknown {what} {unknown}; there are {known}")

@@ -30,7 +30,7 @@ from hf_effattn import report
 from hf_effattn.data import glue_tasks
 from hf_effattn.samples.model import DEFAULT_NAME, installed_model_folder
 
-from ..kept.command_line import command_line_of, run_with_help
+from ..kept.command_line import command_line_of, run_with_help, switches
 from ..kept.data import VARIABLE, dataset_path
 from ..kept.markdown import machine, of_frame
 from ..kept.runs import KeptRuns, mean_and_deviation, print_table, run_folder
@@ -149,12 +149,6 @@ def settings_of(row: str) -> dict[str, Any]:
     topk = {} if parts[1] == "clustered" else {"topk": int(parts[3] or 32)}
     key_clusters = {"key_clusters": 2 * clusters} if parts[1] == "bi-clustered" else {}
     return {"method": parts[1], "clusters": clusters, **topk, **key_clusters}
-
-
-def switches(low_precision: bool) -> list[str]:
-    """Switches of `TrainingArguments` for this machine."""
-    found = [] if torch.cuda.is_available() else ["--use_cpu"]
-    return [*found, "--bf16"] if low_precision else found
 
 
 def missing_files(name: str, trains: bool) -> list[str]:

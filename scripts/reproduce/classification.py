@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hf_effattn import ClusterFormerConfig
 
-from ..kept.command_line import command_line_of, run_with_help
+from ..kept.command_line import check_names, command_line_of, run_with_help, switches
 from ..kept.runs import KeptRuns, mean_and_deviation, print_rows, print_table
 from ..train import classification as run_classification
 from .answer_ranking import rank_answers
@@ -163,19 +163,13 @@ def train_once(run: dict[str, Any], paths: dict[str, Path], low_precision: bool)
         arguments["max_train_samples"] = run["train_samples"]
     if data.pairs:
         arguments["text_pair_column"] = "second_text"
-    switches = ["--do_train"]
-    if "test" in paths:
+    tests = "test" in paths
+    if tests:
         arguments |= {"test_files": paths["test"], "validation_share": 0}
-        switches.append("--do_predict")
-    else:
-        switches.append("--do_eval")
-    if low_precision:
-        switches.append("--bf16")
-    if not torch.cuda.is_available():
-        switches.append("--use_cpu")
+    work = ["--do_train", "--do_predict" if tests else "--do_eval"]
     with TemporaryDirectory() as folder:
         arguments["output_dir"] = folder
-        found = run_classification.main([*command_line_of(arguments), *switches])
+        found = run_classification.main([*command_line_of(arguments), *work, *switches(low_precision)])
         if data.metric == "map" and data.test is not None:
             found |= rank_answers(folder, data.test(), run["max_length"])
         return found
@@ -305,10 +299,8 @@ def main(
         raise typer.BadParameter(f"unknown sweep {sweep!r}; there are {list(SWEEPS)}")
     chosen = names.split(";") if names else list(SWEEPS[sweep])
     data = (data_sets or DATA_SETS_OF_SWEEP[sweep]).split(",")
-    for what, given, known in (("rows", chosen, SWEEPS[sweep]), ("data sets", data, DATA_SETS)):
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            raise typer.BadParameter(f"unknown {what} {unknown}; there are {list(known)}")
+    check_names("rows", chosen, SWEEPS[sweep])
+    check_names("data sets", data, DATA_SETS)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kept = KeptRuns(output, {"sizes": SIZES, "training": TRAINING, "defaults": DEFAULTS, "dtype": dtype}, device)
     if costs:

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from hf_effattn.samples.model import installed_model_folder
 
-from ..kept.command_line import command_line_of, run_with_help
+from ..kept.command_line import check_names, command_line_of, run_with_help, switches
 from ..kept.data import dataset_path
 from ..kept.runs import KeptRuns, print_table, run_folder, with_wall_time
 from ..train import classification as run_classification
@@ -130,53 +130,38 @@ def slices(slice_length: int, extension_ratio: int) -> dict[str, dict[str, Any]]
     return {f"CST L={slice_length} α={extension_ratio}": settings}
 
 
-# Word embeddings as large as in the published code of Long Range Arena: from small ones classifiers learn late.
-CLASSIFIER: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "attention_probs_dropout_prob": 0.0,
-    "embedding_initializer_range": 1.0,
-}
+def classifier(folder: str, batch: tuple[int, int, int], **arguments: Any) -> Task:
+    """A classifier of long texts."""
+    size, length, _ = batch
+    return Task(
+        run_classification.main,
+        {"train_files": (f"{folder}/train.jsonl.gz",), "test_files": (f"{folder}/test.jsonl.gz",)},
+        {
+            "max_length": length,
+            "validation_share": 0,
+            "per_device_train_batch_size": size,
+            "per_device_eval_batch_size": size,
+            "learning_rate": 5e-4,
+            "warmup_steps": 0.1,
+            "train_sampling_strategy": "group_by_length",
+            **arguments,
+        },
+        BASELINE | slices(16, 1),
+        batch=batch,
+        # Word embeddings as large as in the published code of Long Range Arena: from small ones it learns late.
+        sizes={
+            "num_hidden_layers": 2,
+            "attention_probs_dropout_prob": 0.0,
+            "embedding_initializer_range": 1.0,
+            "max_position_embeddings": length,
+        },
+        predicts=True,
+    )
+
+
 TASKS = {
-    "IMDb bytes": Task(
-        run_classification.main,
-        {"train_files": ("imdb/train.jsonl.gz",), "test_files": ("imdb/test.jsonl.gz",)},
-        {
-            "tokenizer_name": "bytes",
-            "max_length": 4096,
-            "validation_share": 0,
-            "max_predict_samples": 1000,
-            "per_device_train_batch_size": 8,
-            "per_device_eval_batch_size": 8,
-            "learning_rate": 5e-4,
-            "warmup_steps": 0.1,
-            "train_sampling_strategy": "group_by_length",
-            "save_steps": 20,
-        },
-        BASELINE | slices(16, 1),
-        batch=(8, 4096, 259),
-        sizes=CLASSIFIER | {"max_position_embeddings": 4096},
-        predicts=True,
-    ),
-    "20 Newsgroups": Task(
-        run_classification.main,
-        {"train_files": ("20newsgroups/train.jsonl.gz",), "test_files": ("20newsgroups/test.jsonl.gz",)},
-        {
-            "vocab_size": 8000,
-            "max_length": 512,
-            "validation_share": 0,
-            "num_train_epochs": 4,
-            "per_device_train_batch_size": 32,
-            "per_device_eval_batch_size": 32,
-            "learning_rate": 5e-4,
-            "warmup_steps": 0.1,
-            "train_sampling_strategy": "group_by_length",
-            "save_steps": 100,
-        },
-        BASELINE | slices(16, 1),
-        batch=(32, 512, 8000),
-        sizes=CLASSIFIER | {"max_position_embeddings": 512},
-        predicts=True,
-    ),
+    "IMDb bytes": classifier("imdb", (8, 4096, 259), tokenizer_name="bytes", max_predict_samples=1000, save_steps=20),
+    "20 Newsgroups": classifier("20newsgroups", (32, 512, 8000), vocab_size=8000, num_train_epochs=4, save_steps=100),
     "WikiText-2, 256 tokens": language_model(WIKITEXT, 256, 3, TRANSFORMERS | slices(32, 3)),
     "WikiText-2, 1,024 tokens": language_model(WIKITEXT, 1024, 2, TRANSFORMERS | slices(32, 3)),
     # Table 9, matched complexity: a Transformer of 256 tokens costs as much attention as the first of each longer one.
@@ -237,12 +222,8 @@ def command_line(task: Task, run: dict[str, Any], folder: Path, low_precision: b
         arguments |= {"model_type": "cst", "config_overrides": settings_of(task.sizes | model)}
     if run["steps"] is not None:
         arguments["max_steps"] = run["steps"]
-    switches = ["--do_train", "--do_predict" if task.predicts else "--do_eval"]
-    if low_precision:
-        switches.append("--bf16")
-    if not torch.cuda.is_available():
-        switches.append("--use_cpu")
-    return [*files_of(task), *command_line_of(arguments), *switches]
+    work = ["--do_train", "--do_predict" if task.predicts else "--do_eval"]
+    return [*files_of(task), *command_line_of(arguments), *work, *switches(low_precision)]
 
 
 def folder_of(run: dict[str, Any], runs: Path, low_precision: bool) -> Path:
@@ -292,9 +273,7 @@ def main(
     if task not in TASKS:
         raise typer.BadParameter(f"unknown task {task!r}; there are {list(TASKS)}")
     chosen = models.split(";") if models else list(TASKS[task].models)
-    unknown = [name for name in chosen if name not in TASKS[task].models]
-    if unknown:
-        raise typer.BadParameter(f"unknown models {unknown}; there are {list(TASKS[task].models)}")
+    check_names("models", chosen, TASKS[task].models)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kept = KeptRuns(output, {"dtype": dtype}, device)
     low_precision = dtype != "float32"

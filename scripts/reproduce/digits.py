@@ -13,6 +13,7 @@ import gzip
 import importlib
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, Self
@@ -26,7 +27,7 @@ from sklearn.preprocessing import normalize  # type: ignore[import-untyped]
 
 from hf_effattn.models.clusterformer import NeuralClustering
 
-from ..kept.command_line import run_with_help
+from ..kept.command_line import check_names, run_with_help
 from ..kept.data import dataset_path
 from ..kept.runs import KeptRuns, mean_and_deviation, print_table
 
@@ -57,27 +58,13 @@ class SelfOrganisingMap:
         return (lengths - 2 * X @ self.cluster_centers_.T).argmin(axis=1)
 
 
-def neural(clusters: int, seed: int) -> NeuralClustering:
-    """The estimator with its defaults."""
-    return NeuralClustering(clusters, random_state=seed)
-
-
-def kmeans(clusters: int, seed: int) -> Any:
-    """Lloyd's algorithm until it converges."""
-    return KMeans(clusters, n_init=1, random_state=seed)
-
-
-def mini_batch_kmeans(clusters: int, seed: int) -> Any:
-    """K-means by batches of as many rows as neural clustering draws."""
-    return MiniBatchKMeans(clusters, n_init=1, batch_size=2000, random_state=seed)
-
-
-# What makes the estimator, and whether rows are scaled to length 1 before it sees them.
-METHODS: dict[str, tuple[Callable[[int, int], Any], bool]] = {
-    "neural clustering": (neural, False),
-    "K-means": (kmeans, False),
-    "mini-batch K-means": (mini_batch_kmeans, False),
-    "spherical K-means": (kmeans, True),
+# What makes the estimator, and whether rows are scaled to length 1 before it sees them. K-means runs until it
+# converges; its batches have as many rows as neural clustering draws.
+METHODS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "neural clustering": (NeuralClustering, False),
+    "K-means": (partial(KMeans, n_init=1), False),
+    "mini-batch K-means": (partial(MiniBatchKMeans, n_init=1, batch_size=2000), False),
+    "spherical K-means": (partial(KMeans, n_init=1), True),
     "self-organising map": (SelfOrganisingMap, False),
 }
 NEEDS_MINISOM = "self-organising map"
@@ -129,7 +116,7 @@ def measure(run: dict[str, Any], data: tuple[np.ndarray, np.ndarray, np.ndarray,
     if unit_rows:
         train, test = normalize(train), normalize(test)
     start = perf_counter()
-    fitted = make(run["clusters"], run["seed"]).fit(train)
+    fitted = make(run["clusters"], random_state=run["seed"]).fit(train)
     seconds = perf_counter() - start
     labels = fitted.predict(train)
     accuracy = majority_accuracy(run["clusters"], labels, train_classes, fitted.predict(test), test_classes)
@@ -157,9 +144,7 @@ def main(
     """Run what the output file does not hold yet, keep it as JSON after every run, and print the table."""
     installed = importlib.util.find_spec("minisom") is not None
     chosen = methods.split(",") if methods else [name for name in METHODS if installed or name != NEEDS_MINISOM]
-    unknown = [name for name in chosen if name not in METHODS]
-    if unknown:
-        raise typer.BadParameter(f"unknown methods {unknown}; there are {list(METHODS)}")
+    check_names("methods", chosen, METHODS)
     kept = KeptRuns(output, {"images": images})
     runs = [
         {"clusters": int(k), "method": name, "seed": int(seed)}

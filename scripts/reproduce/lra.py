@@ -26,7 +26,7 @@ from rich.progress import track
 
 from hf_effattn.data.long_range_arena import GENERATED
 
-from ..kept.command_line import command_line_of, run_with_help
+from ..kept.command_line import check_names, command_line_of, run_with_help, switches
 from ..kept.runs import KeptRuns, mean_and_deviation, print_table, run_folder, with_wall_time
 from ..train import lra as run_lra
 
@@ -108,9 +108,8 @@ def train(run: dict[str, Any], data_path: Path | None, runs: Path, low_precision
         arguments["max_predict_samples"] = run["samples"]
     if data_path is not None and run["task"] not in GENERATED:
         arguments["data_path"] = data_path
-    switches = ["--do_train", "--do_predict", *(["--bf16"] if low_precision else [])]
-    switches += [] if torch.cuda.is_available() else ["--use_cpu"]
-    found = with_wall_time(partial(run_lra.main, [*command_line_of(arguments), *switches]), folder)
+    command_line = [*command_line_of(arguments), "--do_train", "--do_predict", *switches(low_precision)]
+    found = with_wall_time(partial(run_lra.main, command_line), folder)
     return run | {"steps": steps} | {name: found[name] for name in KEPT if name in found}
 
 
@@ -146,10 +145,8 @@ def main(
     """Train what the output file does not hold yet, keep it as JSON after every run, and print the table."""
     chosen = models.split(";") if models else list(MODELS)
     wanted = tasks.split(",")
-    for what, given, known in (("models", chosen, list(MODELS)), ("tasks", wanted, list(run_lra.DEFAULTS))):
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            raise typer.BadParameter(f"unknown {what} {unknown}; there are {known}")
+    check_names("models", chosen, MODELS)
+    check_names("tasks", wanted, run_lra.DEFAULTS)
     kept = KeptRuns(output, {"dtype": dtype}, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     plan = [
         {

@@ -25,7 +25,7 @@ from rich.progress import Progress
 from hf_effattn.models.clusterformer import ClusterFormerConfig, ClusterFormerForTokenClassification
 from hf_effattn.models.clusterformer.sorting import SortedWords, WordSorting
 
-from ..kept.command_line import run_with_help
+from ..kept.command_line import check_names, run_with_help
 from ..kept.runs import KeptRuns, mean_and_deviation
 
 VALUES = 8
@@ -218,9 +218,7 @@ def main(
     """Run what the output file does not hold yet, keep it as JSON after every run, and print the table."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = routings.split(",") if routings else list(ROUTINGS)
-    unknown = [name for name in chosen if name not in ROUTINGS]
-    if unknown:
-        raise typer.BadParameter(f"unknown routings {unknown}; there are {list(ROUTINGS)}")
+    check_names("routings", chosen, ROUTINGS)
     odd = [length for length in lengths.split(",") if int(length) % 2]
     if odd:
         raise typer.BadParameter(f"lengths {', '.join(odd)} are odd: every word has a partner")

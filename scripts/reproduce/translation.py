@@ -25,7 +25,7 @@ import torch
 import typer
 from rich.progress import track
 
-from ..kept.command_line import command_line_of, run_with_help
+from ..kept.command_line import check_names, command_line_of, run_with_help, switches
 from ..kept.data import dataset_path
 from ..kept.runs import KeptRuns, mean_and_deviation, print_table, run_folder, with_wall_time
 from ..train import translation as run_translation
@@ -98,12 +98,8 @@ def train_once(run: dict[str, Any], low_precision: bool, folder: Path) -> dict[s
         arguments |= {f"{split}_target": dataset_path(f"multi30k/{name}.en.gz")}
     if run["test_samples"] is not None:
         arguments["max_predict_samples"] = run["test_samples"]
-    switches = ["--do_train", "--do_predict"]
-    if low_precision:
-        switches.append("--bf16")
-    if not torch.cuda.is_available():
-        switches.append("--use_cpu")
-    return run_translation.main([*command_line_of(arguments), *switches])
+    work = ["--do_train", "--do_predict"]
+    return run_translation.main([*command_line_of(arguments), *work, *switches(low_precision)])
 
 
 def measure(run: dict[str, Any], low_precision: bool, folder: Path) -> dict[str, Any]:
@@ -154,9 +150,7 @@ def main(
 ) -> None:
     """Run what the output file does not hold yet, keep it as JSON after every run, and print the table."""
     chosen = names.split(";") if names else list(MODELS)
-    unknown = [name for name in chosen if name not in MODELS]
-    if unknown:
-        raise typer.BadParameter(f"unknown rows {unknown}; there are {list(MODELS)}")
+    check_names("rows", chosen, MODELS)
     sizes = {"epochs": epochs, "max_steps": max_steps, "test_samples": test_samples}
     plan = [
         (name, {"settings": MODELS[name], "seed": int(seed)} | sizes) for seed in seeds.split(",") for name in chosen
