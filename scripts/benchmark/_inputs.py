@@ -14,16 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from hf_effattn import extend_positions
 from hf_effattn.data.gutenberg import GUTENBERG
@@ -42,10 +38,8 @@ HEADS, HEAD_DIM = 12, 32
 # The books that the causal model was not trained on.
 HELD_OUT = ("books/pg1661-the-adventures-of-sherlock-holmes.txt.gz", "books/pg98-a-tale-of-two-cities.txt.gz")
 SKIPPED = 5_000  # of their tokens at the beginning: titles and contents
-RECORDING = "causal-inputs"
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-_kept: list[Inputs] = []
 
 
 def attention_inputs(
@@ -130,11 +124,15 @@ def held_out_tokens(tokenizer: PreTrainedTokenizerBase, files: tuple[str, ...] =
     """The tokens of every file of the data sets, without what Project Gutenberg puts around a book."""
     tokens = []
     for name in files:
-        text = gzip.decompress(dataset_path(name).read_bytes()).decode("utf-8")
-        found = GUTENBERG.search(text)
-        text = re.sub(r"\r\n", "\n", found[1] if found else text).strip()
-        tokens.append(torch.tensor(tokenizer(text, verbose=False)["input_ids"]))
+        tokens.append(torch.tensor(tokenizer(book_text(name), verbose=False)["input_ids"]))
     return tokens
+
+
+def book_text(name: str) -> str:
+    """A file of the data sets without what Project Gutenberg puts around a book."""
+    text = gzip.decompress(dataset_path(name).read_bytes()).decode("utf-8")
+    found = GUTENBERG.search(text)
+    return re.sub(r"\r\n", "\n", found[1] if found else text).strip()
 
 
 def load_causal_model(folder: Path) -> tuple[Any, Any]:
@@ -143,31 +141,9 @@ def load_causal_model(folder: Path) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-def _record(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    _kept.append((query.clone(), key.clone(), value.clone()))
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0], None
-
-
 def causal_attention_inputs(model: PreTrainedModel, tokens: torch.Tensor) -> list[Inputs]:
     """Query, key and value `(B, H, N, D)` of every layer on tokens `(B, N)`, the attention being exact."""
-    AttentionInterface.register(RECORDING, _record)
-    AttentionMaskInterface.register(RECORDING, sdpa_mask)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(RECORDING)
-    try:
-        with torch.no_grad():
-            model(input_ids=tokens, use_cache=False)
-        return list(_kept)
-    finally:
-        _kept.clear()
-        model.set_attn_implementation(before)
+    return layer_inputs(model, tokens, range(model.config.num_hidden_layers), tokens.device, torch.float32)
 
 
 def main() -> None:

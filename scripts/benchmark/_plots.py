@@ -9,6 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from ..kept.command_line import run_with_help
 
@@ -64,14 +65,8 @@ def _log_axes(panel: Axes, label: str, lengths: list[int]) -> None:
     panel.get_xaxis().set_major_formatter(lambda value, _: f"{value:,.0f}")
     panel.get_yaxis().set_major_formatter(lambda value, _: f"{value:g}")
     panel.tick_params(axis="x", rotation=45, which="major")
-    panel.xaxis.set_minor_locator(_no_ticks())
+    panel.xaxis.set_minor_locator(NullLocator())
     panel.grid(alpha=0.3)
-
-
-def _no_ticks() -> Any:
-    from matplotlib.ticker import NullLocator
-
-    return NullLocator()
 
 
 def _error_against_speed(panel: Axes, rows: list[dict[str, Any]], styles: dict[str, dict[str, Any]]) -> None:
@@ -158,12 +153,10 @@ def main() -> None:
         result = json.loads(path.read_text(encoding="utf-8"))
         settings, machine = result["settings"], result["environment"]["device_name"]
         draw_lengths(result["rows"], path, f"H={settings['heads']}, D={settings['head_dim']}, {machine}")
-    for path in sorted(RESULTS.glob("benchmark_frontier*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        draw_frontier(result["rows"], path.with_suffix(".png"), result["environment"]["device_name"])
-    for path in sorted(RESULTS.glob("benchmark_rivals*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        draw_rivals(result["rows"], path.with_suffix(".png"), result["environment"]["device_name"])
+    for name, draw in (("frontier", draw_frontier), ("rivals", draw_rivals)):
+        for path in sorted(RESULTS.glob(f"benchmark_{name}*.json")):
+            result = json.loads(path.read_text(encoding="utf-8"))
+            draw(result["rows"], path.with_suffix(".png"), result["environment"]["device_name"])
 
 
 if __name__ == "__main__":

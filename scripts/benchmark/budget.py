@@ -12,8 +12,6 @@ meetings are held out. Times are those of all six layers' attention on the first
 What the output file holds is not measured again.
 """
 
-import gzip
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -27,8 +25,6 @@ import torch.nn.functional as F
 import typer
 from rich.progress import track
 
-from hf_effattn import extend_positions
-from hf_effattn.data.gutenberg import GUTENBERG
 from hf_effattn.measuring.candidates import EXACT, short_name
 from hf_effattn.measuring.cost import compare, timed
 from hf_effattn.measuring.ladder import (
@@ -39,7 +35,6 @@ from hf_effattn.measuring.ladder import (
     least_margin,
     text_errors,
 )
-from hf_effattn.measuring.recording import SeenAttention, recording
 from hf_effattn.ops import predicted_error, query_offsets
 from hf_effattn.patching.methods import Method
 from hf_effattn.patching.methods.clustered import BiClustered
@@ -50,9 +45,8 @@ from hf_effattn.samples.model import load_model
 from hf_effattn.samples.texts import Book, Passages
 
 from ..kept.command_line import run_with_help
-from ..kept.data import dataset_path
 from ..kept.runs import KeptRuns
-from ._inputs import Inputs
+from ._inputs import Inputs, book_text, layer_inputs
 from .language_model import WEIGHTS
 from .language_model import load as load_decoder
 from .retrieval import read_meetings
@@ -99,34 +93,23 @@ def tokens_of(tokenizer: Any, part: str, name: str, length: int) -> torch.Tensor
     if part == "meetings":
         text = next(meeting.text for meeting in read_meetings(["test"]) if meeting.name == name)
     else:
-        whole = gzip.decompress(dataset_path(f"books/{name}.txt.gz").read_bytes()).decode("utf-8")
-        found = GUTENBERG.search(whole)
-        text = re.sub(r"\r\n", "\n", found[1] if found else whole).strip()
+        text = book_text(f"books/{name}.txt.gz")
         text = text[len(text) // 3 :][:LETTERS_READ]
     return Passages(tokenizer, [Book(name, text[: 12 * length])]).longest(length)
 
 
-def layer_inputs(run: dict[str, Any], decoder: bool = False) -> list[Inputs]:
+def inputs_of(run: dict[str, Any], decoder: bool = False) -> list[Inputs]:
     """Query, key and value of every layer on one text."""
     model, tokenizer = load_decoder() if decoder else load_model(None)[:2]
-    if run["length"] > model.config.max_position_embeddings:
-        extend_positions(model, run["length"])
-    kept: list[Inputs] = []
-
-    def keep(seen: SeenAttention) -> torch.Tensor:
-        kept.append((seen.query, seen.key, seen.value))
-        return seen.exact()
-
-    with torch.no_grad(), recording(model, keep):
-        model.base_model(input_ids=tokens_of(tokenizer, run["part"], run["text"], run["length"]))
-    return kept
+    tokens = tokens_of(tokenizer, run["part"], run["text"], run["length"])
+    return layer_inputs(model.base_model, tokens, range(model.config.num_hidden_layers), None, torch.float32)
 
 
 @torch.no_grad()
 def measure_errors(run: dict[str, Any], decoder: bool = False) -> dict[str, Any]:
     """The error of every rung, layer and key/value head on one text, and the bound by which a tolerance decides."""
     errors, bounds = [], []
-    for query, key, value in layer_inputs(run, decoder):
+    for query, key, value in inputs_of(run, decoder):
         group = query.shape[1] // key.shape[1]
         exact = F.scaled_dot_product_attention(query, key, value, is_causal=decoder, enable_gqa=group > 1)
         exact = exact.transpose(1, 2)
@@ -220,16 +203,11 @@ def best_uniform(
     return rung, {"setting": short_name(rung), "exact_above": rung.exact_above, "exact_heads": exact}
 
 
-def of_layer(method: Method, layer: int) -> Method | None:
-    """What a layer runs."""
-    return method.for_layers((layer,))
-
-
 @torch.no_grad()
 def measure_speed(rows: list[dict[str, Any]], length: int, repeats: int) -> list[dict[str, Any]]:
     """Times of all layers' attention: exact, calibrated heads with and without a tolerance, the best of all alike."""
     run = {"part": "books", "text": HELD_OUT[0], "length": length}
-    layers = layer_inputs(run)
+    layers = inputs_of(run)
     (row,) = [row for row in rows if run.items() <= row.items()]
     errors = stacked([row], "errors")
     costs = []
@@ -238,8 +216,8 @@ def measure_speed(rows: list[dict[str, Any]], length: int, repeats: int) -> list
         attend(*layers[0])
         costs.append(timed(partial(attend, *layers[0]), torch.device("cpu"))[1])
 
-    def all_layers(choose: Callable[[int], Method | None]) -> Callable[[], None]:
-        methods = [choose(layer) for layer in range(len(layers))]
+    def all_layers(chosen: Method | None) -> Callable[[], None]:
+        methods = [chosen and chosen.for_layers((layer,)) for layer in range(len(layers))]
 
         def attend() -> None:
             for method, inputs in zip(methods, layers, strict=True):
@@ -247,7 +225,7 @@ def measure_speed(rows: list[dict[str, Any]], length: int, repeats: int) -> list
 
         return attend
 
-    calls: dict[str, Callable[[], object]] = {EXACT: all_layers(lambda layer: None)}
+    calls: dict[str, Callable[[], object]] = {EXACT: all_layers(None)}
     about: dict[str, dict[str, Any]] = {EXACT: {"call": EXACT}}
     for budget in BUDGETS:
         table, margin, _ = calibrated(rows, length, budget)
@@ -261,7 +239,7 @@ def measure_speed(rows: list[dict[str, Any]], length: int, repeats: int) -> list
             "uniform": uniform,
         }
         for name, chosen in named.items():
-            calls[f"{name} {budget}"] = all_layers(partial(of_layer, chosen))
+            calls[f"{name} {budget}"] = all_layers(chosen)
             more = described if name == "uniform" else {"margin": margin, "worst_head": worst}
             about[f"{name} {budget}"] = {"call": name, "budget": budget, **more}
     for call in calls.values():

@@ -18,7 +18,7 @@ import typer
 from rich.progress import track
 
 import hf_effattn.patching
-from hf_effattn.measuring.bench import forward
+from hf_effattn.measuring.bench import forward, random_inputs
 from hf_effattn.measuring.cost import compare
 from hf_effattn.measuring.environment import environment
 from hf_effattn.measuring.exact_kernels import exact_kernels
@@ -76,18 +76,14 @@ def speedups(
 ) -> dict[int, float]:
     """Forward time of exact attention over that of each of the settings that fits, clustering included."""
     tried = CAUSAL_SETTINGS if causal else SETTINGS
-    generator = torch.Generator().manual_seed(length)
-    query, key, value = (
-        torch.randn(1, length, heads, head_dim, generator=generator).to(device, dtype).transpose(1, 2)
-        for _ in range(3)
-    )
-    exact, _ = exact_kernels(query, key, value, causal=causal)
+    inputs = random_inputs(1, length, heads, head_dim, dtype, device)
+    exact, _ = exact_kernels(*inputs, causal=causal)
     attends = {f"exact: {name}": attend for name, attend in exact.items()}
     for number, options in enumerate(tried):
         settings = make_method(**options, min_length=0)
         if not settings.is_exact(length, length, device.type, causal=causal):
             attends[str(number)] = partial(settings.run, causal=causal)
-    calls = {name: partial(forward, attend, (query, key, value)) for name, attend in attends.items()}
+    calls = {name: partial(forward, attend, inputs) for name, attend in attends.items()}
     for name in list(calls):
         try:
             calls[name]()
