@@ -14,6 +14,7 @@ from support.embedding_cases import text as words
 
 from hf_effattn.cli import app
 from hf_effattn.patching.methods import make_method
+from hf_effattn.training import arguments as training_arguments
 from scripts.benchmark import frontier as benchmark_frontier
 from scripts.publish import cst_tables
 from scripts.publish import readme as update_readme
@@ -167,7 +168,8 @@ def test_commands_for_the_training_scripts_are_understood(command, monkeypatch, 
     def stop(seed):
         raise UnderstoodError
 
-    monkeypatch.setattr(module, "set_seed", stop)
+    seeding = module if hasattr(module, "set_seed") else training_arguments
+    monkeypatch.setattr(seeding, "set_seed", stop)
     with pytest.raises(UnderstoodError):
         module.main(arguments)
 
