@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..ops.shared.head_threads import for_every_chunk
 from .exact import exact_attention, visible_keys
 
 ON_EXCESS = ("exact", "warn", "raise")
@@ -116,15 +117,18 @@ class Attended:
     def _exact_rows(self, query: torch.Tensor, mask: torch.Tensor | None, computed: torch.Tensor) -> torch.Tensor:
         """Exact attention of the sampled queries `(B, H, S, D)`; of heads that are exact what was `computed`."""
         group = query.shape[1] // self.key.shape[1]
-        if self.heads is None:
+        if query.device.type != "cpu" or torch.compiler.is_compiling():
             return F.scaled_dot_product_attention(
                 query, self.key, self.value, attn_mask=mask, scale=self.scale, enable_gqa=group > 1
             ).float()
         exact = computed.clone()
-        for head in self.heads:  # one by one: no copy of the keys
+
+        def attend(head: int) -> None:
             one, shared = slice(head, head + 1), slice(head // group, head // group + 1)
             inputs = query[:, one], self.key[:, shared], self.value[:, shared]
             exact[:, one] = F.scaled_dot_product_attention(*inputs, attn_mask=mask, scale=self.scale).to(exact.dtype)
+
+        for_every_chunk(attend, range(query.shape[1]) if self.heads is None else self.heads, query.device)
         return exact
 
     def _with_exact(self, heads: torch.Tensor) -> torch.Tensor:
