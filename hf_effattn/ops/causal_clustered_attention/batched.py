@@ -8,178 +8,27 @@ query clusters per query head.
 """
 
 from collections.abc import Iterator
-from copy import copy
 from math import inf
 from typing import Any
 
 import torch
 
-from ..bi_clustered_attention.offsets import ERROR_PER_VARIANCE
-from ..cluster_queries.batched import keys_metric
-from ..kmeans.batched import find_seeds, lloyd, nearest, prepare
-from ..kmeans.sampling import fit_rows
-from ..shared.cluster_blocks import ClusterBlocks
-from ..shared.cluster_table import attend_backward, attend_in_part
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, exact_dropout_rows
 from ..shared.head_threads import for_every_chunk
-from ..shared.key_summaries import KeyClusters, Summaries
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import RowChunk
-from ..shared.tables import chunks_of, cluster_rows, cluster_sizes, cluster_sums, draw_dropout, empty_output
+from ..shared.tables import chunks_of, draw_dropout, empty_output
 from .local import Attended, LocalPart, merge
-from .reference import ARGUMENTS, KEY_ITERATIONS, Settings, add_special, without_special
+from .older import FinishedKeys, OlderPart, PastQueries
+from .reference import ARGUMENTS, Settings, add_special, without_special
 
 
 def largest_buffer(query: torch.Tensor, settings: Settings) -> int:
-    """Numbers per head in the centroids' scores of the older keys, or in the tables that blocks of queries read.
+    """Numbers per head in the centroids' scores of the older keys.
 
     Not on a CPU few heads at a time are few large steps, too.
     """
-    if query.device.type != "cpu":
-        return 0
-    rows = settings.clusters + settings.segment_length // 16
-    return max(settings.clusters * query.shape[2], rows * (settings.topk + settings.key_clusters) * query.shape[3])
-
-
-def fit_clusters(
-    points: torch.Tensor, clusters: int, iterations: int, settings: Settings, metric: torch.Tensor
-) -> torch.Tensor:
-    """Centroids `(heads, clusters, D)` by K-means of points `(heads, n, D)`; of fewer points, each is one, then 0."""
-    n = points.shape[1]
-    if n <= clusters:
-        return torch.cat([points, points.new_zeros(len(points), clusters - n, points.shape[2])], dim=1)
-    fitted = points.index_select(1, fit_rows(n, clusters, settings.fit_queries).to(points.device))
-    return lloyd(fitted, find_seeds(fitted, clusters, settings.seed, metric), iterations, metric, binary=False)
-
-
-def label(points: torch.Tensor, centroids: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
-    """Labels `(heads, n)` of the points that `fit_clusters` saw."""
-    n, clusters = points.shape[1], centroids.shape[1]
-    if n <= clusters:
-        return torch.arange(n, device=points.device).expand(len(points), n)
-    return nearest(points, *prepare(centroids, metric))
-
-
-class PastClusters:
-    """Clusters of past queries `(P, g, n', D)`, and of the keys `(P, m, D)` older than a segment's window.
-
-    Attributes:
-        centroids: `(P, g · C, D)`.
-        index: `(P · g · n',)` row of every past query in the centroids' table.
-        sizes: `(P, g · C, 1)`, at least 1.
-        readers: `(P, g, n)` nearest centroid of the segment's queries.
-        key_labels: `(P, m)`.
-        covariance: `Σ_η` `(P, D, D)`; None where no summary follows the query.
-        predicted: error of every head, `(P,)`.
-    """
-
-    def __init__(self, query: torch.Tensor, past: torch.Tensor, key: torch.Tensor, settings: Settings) -> None:
-        P, g, _, D = query.shape
-        C, G = settings.clusters, settings.key_clusters
-        points = past.flatten(0, 1)
-        fitted = fit_rows(key.shape[1], C, settings.fit_queries).to(key.device)
-        metric = keys_metric(key.index_select(1, fitted)).repeat_interleave(g, dim=0)
-        labels = label(points, fit_clusters(points, C, settings.iterations, settings, metric), metric)
-        self.index = cluster_rows(labels, C)
-        sizes = cluster_sizes(self.index, P * g, C)
-        self.sizes = sizes.clamp(min=1).view(P, g * C, 1)
-        centroids = cluster_sums(points, self.index, P * g, C) / sizes.clamp(min=1)[..., None]
-        self.centroids = centroids.view(P, g * C, D)
-        directions, half_norms = prepare(centroids, metric)
-        half_norms = half_norms.masked_fill(sizes == 0, torch.inf)
-        self.readers = nearest(query.flatten(0, 1), directions, half_norms).view(P, g, -1)
-        self.key_labels = torch.zeros(key.shape[:2], dtype=torch.int64, device=key.device)
-        self.covariance: torch.Tensor | None = None
-        self.predicted = key.new_zeros(P)
-        if not settings.first_order:
-            return
-        offsets = points - centroids.flatten(0, 1).index_select(0, self.index).view_as(points)
-        of_heads = (offsets.transpose(1, 2) @ offsets / offsets.shape[1]).view(P, g, D, D)
-        self.covariance = of_heads.mean(dim=1)
-        offsets = offsets.view(P, -1, D)
-        fitted = fit_rows(offsets.shape[1], G, settings.fit_queries).to(key.device)
-        metric = keys_metric(offsets.index_select(1, fitted))
-        rounds = min(settings.iterations, KEY_ITERATIONS)
-        self.key_labels = label(key, fit_clusters(key, G, rounds, settings, metric), metric)
-        if settings.exact_above == inf:
-            return
-        member = (self.key_labels[:, None] == torch.arange(G, device=key.device)[:, None]).to(key.dtype)  # (P, G, m)
-        key_sizes = member.sum(dim=2, keepdim=True)
-        means = member @ key / key_sizes.clamp(min=1)
-        within = (key.transpose(1, 2) @ key - (means * key_sizes).transpose(1, 2) @ means) / key.shape[1]
-        self.predicted = (of_heads * within[:, None]).sum(dim=(2, 3)).amax(dim=1) * ERROR_PER_VARIANCE
-
-    def of_heads(self, heads: torch.Tensor, g: int) -> "PastClusters":
-        """Those of some key/value heads."""
-        part = copy(self)
-        for name in ("centroids", "sizes", "readers", "key_labels", "covariance", "predicted"):
-            whole = getattr(self, name)
-            setattr(part, name, None if whole is None else whole[heads])
-        C = self.centroids.shape[1] // g
-        labels = self.index.view(len(self.centroids), g, -1) % C
-        part.index = cluster_rows(labels[heads].flatten(0, 1), C)
-        return part
-
-
-class OlderPart:
-    """A segment's queries `(P, g, n, D)` over the keys `(P, m, D)` that are older than its window, by clusters."""
-
-    def __init__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, past: PastClusters,
-        factor: torch.Tensor | None, settings: Settings,
-    ) -> None:  # fmt: skip
-        P, g, n, D = query.shape
-        self.shape, self.past = query.shape, past
-        self.keys = KeyClusters(key, value, past.key_labels, settings.key_clusters)
-        self.summaries = Summaries(
-            self.keys, past.centroids, settings.topk, past.covariance,
-            tangents=settings.first_order, in_order=factor is not None,
-        )  # fmt: skip
-        tables = cluster_rows(past.readers.flatten(0, 1), settings.clusters)
-        self.blocks = ClusterBlocks.of(tables, cluster_sizes(tables, P, g * settings.clusters))
-        # Behind the scaled query a 1, for the biases of the table.
-        rows = query.reshape(P, g * n, D)
-        self.packed = self.blocks.pack(rows, rows.new_ones(1, 1, 1).expand(P, g * n, 1))
-        self.factor = None
-        if factor is not None:  # (P, g, n, topk + G)
-            factor = torch.cat([factor[..., : self.summaries.T], factor[..., settings.topk :]], dim=3)
-            self.factor = self.blocks.pack(factor.flatten(1, 2))
-
-    def _pack(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.blocks.pack(rows.reshape(self.shape[0], -1, rows.shape[3]))
-
-    def _unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        return self.blocks.unpack(packed, self.shape[0]).view(*self.shape[:3], -1)
-
-    def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs `(P, g, n, Dv)` and log-sum-exp `(P, g, n, 1)`."""
-        output, log_sum = attend_in_part(self.summaries.table, self.blocks, self.packed, self.factor)
-        return self._unpack(output), self._unpack(log_sum)
-
-    def backward(
-        self, grad: torch.Tensor, log_sum: torch.Tensor, others: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of the queries, of `past`, and of keys and values side by side `(P, m, D + Dv)`.
-
-        `log_sum` is this part's, `others` output and log-sum-exp of the rest of the softmax.
-        """
-        P, g, _, D = self.shape
-        output, other_sum = others
-        share, rest = torch.sigmoid(log_sum - other_sum), torch.sigmoid(other_sum - log_sum)
-        other_dot = torch.linalg.vecdot(grad, output)[..., None]
-        other = self._pack(share), self._pack(rest), self._pack(other_dot)
-        grad_query, of_table = attend_backward(
-            self.summaries.table,
-            self.blocks,
-            self.packed,
-            self.factor,
-            self._pack(grad),
-            (other[0], other[1], other[2]),
-        )
-        grad_centroids, grad_rows = self.summaries.backward(of_table)
-        grad_centroids = grad_centroids / self.past.sizes.view(-1, 1)
-        grad_past = grad_centroids.index_select(0, self.past.index).view(P, g, -1, D)
-        return self._unpack(grad_query[..., :D].contiguous()), grad_past, self.keys.blocks.unpack(grad_rows, P)
+    return settings.clusters * query.shape[2] if query.device.type == "cpu" else 0
 
 
 class _Segment:
@@ -194,62 +43,58 @@ class _Segment:
         if self.old.stop < start:
             window = slice(self.old.stop, start)
             self.local.append((window, chunk.local_part(query, self.rows, window)))
-        # Key/value heads, and the part of the older keys that they attend to.
-        self.older: list[tuple[torch.Tensor | None, OlderPart | LocalPart]] = []
+        self.older: OlderPart | None = None
+        self.exact_older: LocalPart | None = None  # of `heads`, instead
+        self.heads = torch.empty(0, dtype=torch.int64)
         if not self.old.stop:
             return
-        key, value = chunk.key[:, self.old], chunk.value[:, self.old]
-        past = PastClusters(query, chunk.query[:, :, self.fitted], key, settings)
-        exact = past.predicted > settings.exact_above
-        factor = None if chunk.factor is None else chunk.factor[:, :, self.rows, settings.local_keys :]
-        if not exact.any():
-            self.older.append((None, OlderPart(query, key, value, past, factor, settings)))
-            return
-        heads = exact.nonzero()[:, 0]
-        exact_factor = chunk.exact_factor(heads, self.rows, self.old)
-        self.older.append((heads, LocalPart(query[heads], key[heads], value[heads], False, exact_factor)))
-        heads = (~exact).nonzero()[:, 0]
-        if len(heads):
-            part = past.of_heads(heads, query.shape[1])
-            factor = None if factor is None else factor[heads]
-            self.older.append((heads, OlderPart(query[heads], key[heads], value[heads], part, factor, settings)))
+        finished = chunk.finished
+        past = PastQueries(query, chunk.query[:, :, self.fitted], finished.see(self.old.stop), settings)
+        finished.add(self.old.stop, past.of_heads.mean(dim=1))
+        if settings.exact_above < inf:
+            self.heads = (finished.predicted(past) > settings.exact_above).nonzero()[:, 0]
+        if len(self.heads):
+            key, value = (rows[self.heads, self.old] for rows in (chunk.key, chunk.value))
+            exact_factor = chunk.exact_factor(self.heads, self.rows, self.old)
+            self.exact_older = LocalPart(query[self.heads], key, value, False, exact_factor)
+        if len(self.heads) < len(query):
+            factor = None if chunk.factor is None else chunk.factor[:, :, self.rows, settings.local_keys :]
+            self.older = OlderPart(query, finished, past, factor, settings)
 
-    def attend(self) -> tuple[Attended, Attended, Attended]:
-        """Outputs and log-sum-exp: of near keys, of older ones, of all; without older ones three times the same."""
+    def attend(self) -> tuple[Attended, list[Attended], Attended]:
+        """Outputs and log-sum-exp: of near keys, of older ones by clusters in parts, of all."""
         near = merge([part.attend() for _, part in self.local])
-        if not self.older:
-            return near, near, near
-        older = torch.empty_like(near[0]), torch.empty_like(near[1])
-        for heads, part in self.older:
-            found = part.attend()
-            if heads is None:
-                older = found
-            else:
-                older[0][heads], older[1][heads] = found
-        return near, older, merge([near, older])
+        older = [] if self.older is None else self.older.attend()
+        whole = merge([near, *older])
+        if self.exact_older is not None:
+            exact = self.exact_older.attend()
+            of_heads = merge([(near[0][self.heads], near[1][self.heads]), exact])
+            if self.older is None:
+                return near, older, of_heads
+            for target, found in zip(whole, of_heads, strict=True):
+                target[self.heads] = found
+        return near, older, whole
 
     def backward(
         self, grad: torch.Tensor, of_query: torch.Tensor, of_key: torch.Tensor, of_value: torch.Tensor
     ) -> None:
-        """Add to the gradients of a chunk's rows."""
+        """Add to the gradients of a chunk's rows, but for those of the finished keys by clusters."""
         near, older, whole = self.attend()
         for keys, part in self.local:
             more = part.backward(grad, *whole)
             of_query[:, :, self.rows] += more[0]
             of_key[:, keys] += more[1]
             of_value[:, keys] += more[2]
-        for heads, older_part in self.older:
-            own: Any = slice(None) if heads is None else heads
-            if isinstance(older_part, LocalPart):
-                more = older_part.backward(grad[own], whole[0][own], whole[1][own])
-            else:
-                others = near[0][own], near[1][own]
-                of_rows, of_past, of_both = older_part.backward(grad[own], older[1][own], others)
-                of_query[own, :, self.fitted] += of_past
-                more = of_rows, of_both[..., : of_key.shape[2]], of_both[..., of_key.shape[2] :]
-            of_query[own, :, self.rows] += more[0]
-            of_key[own, self.old] += more[1]
-            of_value[own, self.old] += more[2]
+        if self.exact_older is not None:
+            more = self.exact_older.backward(grad[self.heads], whole[0][self.heads], whole[1][self.heads])
+            of_query[self.heads, :, self.rows] += more[0]
+            of_key[self.heads, self.old] += more[1]
+            of_value[self.heads, self.old] += more[2]
+            grad = grad.index_fill(0, self.heads, 0.0)
+        if self.older is not None:
+            of_rows, of_past = self.older.backward(grad, near, older, of_key, of_value)
+            of_query[:, :, self.fitted] += of_past
+            of_query[:, :, self.rows] += of_rows
 
 
 class _Chunk:
@@ -265,11 +110,12 @@ class _Chunk:
         self.key, self.value = chunk.keys(key).to(dtype), chunk.keys(value).to(dtype)
         self.seed, self.all_rows, self.factor = dropout_seed, query.shape[2], None
         if dropout_seed is not None:
-            shape, like = (self.all_rows, settings.columns), self.query
+            shape, like = (self.all_rows, settings.columns(self.all_rows)), self.query
             factor = draw_dropout(chunk, shape, like, settings.dropout_p, dropout_seed, TOPK_AND_SUMMARY_WEIGHTS)
             if chunk.query_rows is not None:
                 factor = factor.index_select(1, chunk.query_rows)
             self.factor = factor.view(*self.query.shape[:3], -1)
+        self.finished = FinishedKeys(self.key, self.value, settings)
 
     def by_head(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows `(P, g · N, D)` as `(P, g, N, D)`."""
@@ -354,6 +200,7 @@ def _backward_op(
         grad = chunk.by_head(part.queries(grad_output)).to(of_query.dtype)
         for segment in chunk.segments():
             segment.backward(grad[:, :, segment.rows].contiguous(), of_query, of_key, of_value)
+        chunk.finished.store_gradients(of_key, of_value)
         part.store_queries(grad_query, of_query.mul_(settings.scale).flatten(1, 2))
         part.store_keys(grad_key, of_key)
         part.store_keys(grad_value, of_value)
@@ -389,5 +236,5 @@ def causal_clustered_attention(
     settings: Settings,
     dropout_seed: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One softmax over the local keys, the exact keys of the nearest past centroid, and what stands for the others."""
+    """One softmax over the local keys, the exact keys, and what stands for the others at the nearest past centroid."""
     return _forward(query, key, value, key_mask, dropout_seed, *settings.values())

@@ -7,14 +7,13 @@ import torch
 
 from ..bi_clustered_attention.offsets import ERROR_PER_VARIANCE
 from ..bi_clustered_attention.reference import SMALLEST, means, squared_distances
-from ..cluster_queries.reference import cluster_head, keys_metric
-from ..kmeans.reference import nearest
-from ..kmeans.sampling import fit_rows
+from ..cluster_queries.reference import as_metric, keys_metric
+from ..kmeans.reference import cluster_points, nearest
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, dropout_factor, exact_dropout_rows
 from ..shared.masking import for_every_head
 
-# Of Lloyd's algorithm on the keys, at most: a third round saves no error that its time would not save elsewhere.
-KEY_ITERATIONS = 2
+# Of Lloyd's algorithm, at most: a second round saves no error that its time would not save elsewhere.
+MOST_ITERATIONS = 1
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,14 @@ class Settings:
         return self.window + self.segment_length
 
     @property
-    def columns(self) -> int:
-        """Weights of a query that dropout can drop: of local keys, exact keys and summaries."""
-        return self.local_keys + self.topk + self.key_clusters
+    def rounds(self) -> int:
+        """Of Lloyd's algorithm, of queries and of keys."""
+        return min(self.iterations, MOST_ITERATIONS)
+
+    def columns(self, length: int) -> int:
+        """Weights of a query that dropout can drop: of local keys, exact keys and summaries of every segment."""
+        segments = -(-length // self.segment_length)
+        return self.local_keys + self.topk + self.key_clusters * segments
 
     def older(self, start: int) -> int:
         """How many keys are older than the window of the segment that starts at `start`."""
@@ -89,27 +93,72 @@ def add_special(output: torch.Tensor, special: torch.Tensor, key_mask: torch.Ten
     return output + for_every_head(special, output)
 
 
+@dataclass
+class QueryClusters:
+    """Clusters of the past queries `(n, D)` of a head.
+
+    Attributes:
+        centroids: `(C, D)`, none of an empty cluster.
+        sizes: `(C,)`.
+        offsets: of the past queries from their centroids, `(n, D)`.
+        chosen: the nearest centroid to every query of the segment.
+    """
+
+    centroids: torch.Tensor
+    sizes: torch.Tensor
+    offsets: torch.Tensor
+    chosen: torch.Tensor
+
+
 def query_clusters(
-    past: torch.Tensor, keys: torch.Tensor, readers: torch.Tensor, settings: Settings
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Centroids `(C, D)` of past queries `(n, D)`, the offsets of these, and the nearest centroid to `readers`."""
+    past: torch.Tensor, readers: torch.Tensor, metric: torch.Tensor, settings: Settings
+) -> QueryClusters:
+    """Of past queries `(n, D)`, in the metric of the older keys, for a segment's queries."""
     with torch.no_grad():
-        points, rows, others = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (past, keys, readers))
-        arguments = settings.clusters, "kmeans", settings.iterations, 1, settings.fit_queries, settings.seed
-        labels = cluster_head(points, rows, *arguments).unique(return_inverse=True)[1]  # no empty cluster
-        metric = keys_metric(rows[fit_rows(len(rows), settings.clusters, settings.fit_queries)])
-    centroids = means(past, labels, int(labels.max()) + 1)
+        points, others = (rows.to(metric.dtype) for rows in (past, readers))
+        found, _ = cluster_points(
+            points, settings.clusters, settings.rounds, settings.fit_queries, settings.seed, metric
+        )
+        labels, sizes = found.unique(return_inverse=True, return_counts=True)[1:]  # no empty cluster
+    centroids = means(past, labels, len(sizes))
     with torch.no_grad():
         chosen = nearest(others, centroids.to(others.dtype), metric)
-    return centroids, (past - centroids[labels]).detach(), chosen
+    return QueryClusters(centroids, sizes, (past - centroids[labels]).detach(), chosen)
+
+
+@dataclass
+class FinishedKeys:
+    """Keys of a head that a segment is the first to see over clusters. What is found then stays.
+
+    Attributes:
+        labels: `(m,)`, of the keys' clusters.
+        spread: `K_t - K̄_g(t)` `(m, D)`, from the mean of the cluster.
+        distances: `d_t²` `(m,)`; 1 where no summary follows the query.
+    """
+
+    labels: torch.Tensor
+    spread: torch.Tensor
+    distances: torch.Tensor
 
 
 @torch.no_grad()
-def cluster_keys(key: torch.Tensor, offsets: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """Labels `(M,)` of the older keys `(M, D)`: alike are those that no offset `(n, D)` tells apart."""
+def finish_keys(key: torch.Tensor, offsets: torch.Tensor, settings: Settings) -> FinishedKeys:
+    """Clusters of the keys `(m, D)`: alike are those that no offset `(n, D)` of a past query tells apart."""
+    if not settings.first_order:
+        return FinishedKeys(torch.zeros_like(key[:, 0]).long(), key - key.mean(dim=0), torch.ones_like(key[:, 0]))
     rows, points = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (key, offsets))
-    rounds = min(settings.iterations, KEY_ITERATIONS)
-    return cluster_head(rows, points, settings.key_clusters, "kmeans", rounds, 1, settings.fit_queries, settings.seed)
+    arguments = settings.key_clusters, settings.rounds, settings.fit_queries, settings.seed
+    labels, _ = cluster_points(rows, *arguments, as_metric(points.T @ points / len(points)))
+    mean_keys = means(key, labels, settings.key_clusters)[labels]
+    return FinishedKeys(labels, key - mean_keys, squared_distances(key, mean_keys, offsets))
+
+
+def exact_keys(clusters: QueryClusters, key: torch.Tensor, distances: torch.Tensor, topk: int) -> torch.Tensor:
+    """`T`: of the keys `(M, D)` the `topk` that a past query weighs most, times their `d_t²`: largest first."""
+    with torch.no_grad():
+        of_centroids = (clusters.centroids @ key.T).softmax(dim=1)  # (C, M)
+        weight = clusters.sizes.to(key.dtype) @ of_centroids
+        return (weight * distances.clamp(min=SMALLEST)).topk(min(topk, len(key))).indices
 
 
 def older_columns(
@@ -118,18 +167,14 @@ def older_columns(
     key: torch.Tensor,
     value: torch.Tensor,
     key_labels: torch.Tensor,
-    distances: torch.Tensor,
+    chosen: torch.Tensor,
     settings: Settings,
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """What the queries `(n, D)` of one cluster see of the older keys: scores, values, and their places in dropout."""
     at_centroid = key @ centroid  # (M,)
-    preference = at_centroid.detach()
-    if settings.first_order:  # what the mean of its cluster represents badly, not what weighs most
-        preference = preference + distances.clamp(min=SMALLEST).log()
-    chosen = preference.topk(min(settings.topk, len(key))).indices  # T_j
     rest = torch.ones_like(key_labels, dtype=torch.bool).index_fill(0, chosen, False)
     scores, values, columns = [rows @ key[chosen].T], [value[chosen]], [*range(len(chosen))]
-    for c in range(settings.key_clusters):
+    for c in key_labels.unique().tolist():
         members = (key_labels == c) & rest
         if not members.any():
             continue
@@ -161,7 +206,7 @@ class Dropout:
     def __call__(self, head: int, own: slice, first: int) -> torch.Tensor:
         """Of a segment's rows: of its local keys from `first` on, of its exact keys and its summaries."""
         p, N, problem = self.settings.dropout_p, self.query.shape[2], self.first_problem + head
-        shape = N, self.settings.columns
+        shape = N, self.settings.columns(N)
         factor = dropout_factor(shape, self.query, p, int(self.seed), problem, TOPK_AND_SUMMARY_WEIGHTS)
         start = own.start - self.settings.window  # of the first column
         near = self.settings.older(own.start)
@@ -175,10 +220,10 @@ class Dropout:
         return torch.cat(columns, dim=1)
 
 
-def predicted_error(key: torch.Tensor, mean_keys: torch.Tensor, offsets: list[torch.Tensor]) -> float:
-    """The error that keys `(M, D)` with these clusters' means will make: of the offsets of the worst query head."""
-    spread = key - mean_keys
-    within = spread.T @ spread / len(key)
+def predicted_error(spread: torch.Tensor, clusters: list[QueryClusters]) -> float:
+    """The error that keys with this spread `(M, D)` in their clusters will make: of the worst query head's offsets."""
+    within = spread.T @ spread / len(spread)
+    offsets = [of_head.offsets for of_head in clusters]
     return max(ERROR_PER_VARIANCE * float((eta @ within * eta).sum() / len(eta)) for eta in offsets)
 
 
@@ -187,23 +232,29 @@ def attend_segment(
     key: torch.Tensor,
     value: torch.Tensor,
     start: int,
+    finished: list[FinishedKeys],
     settings: Settings,
     draw: Dropout | None,
 ) -> list[torch.Tensor]:
-    """Outputs `(n, Dv)` of a segment, of every query head `(N, D)` in the group that shares a key/value head."""
+    """Outputs `(n, Dv)` of a segment, of every query head `(N, D)` in the group that shares a key/value head.
+
+    `finished` are the keys that the segments before have seen over clusters; this one adds its own.
+    """
     end, older = min(start + settings.segment_length, len(key)), settings.older(start)
-    clustered: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    if older:
-        fitted = settings.fitted(start, end)
-        clustered = [query_clusters(query[fitted], key[:older], query[start:end], settings) for query in group]
+    clustered: list[QueryClusters] = []
     key_labels, distances = torch.zeros(older, dtype=torch.int64, device=key.device), key.new_ones(older)
-    if older and settings.first_order:
-        offsets = [of_head[1] for of_head in clustered]
-        key_labels = cluster_keys(key[:older], torch.cat(offsets), settings)
-        old_keys = key[:older].detach()
-        mean_keys = means(old_keys, key_labels, settings.key_clusters)[key_labels]
-        distances = squared_distances(old_keys, mean_keys, torch.cat(offsets))
-        if predicted_error(old_keys, mean_keys, offsets) > settings.exact_above:
+    if older:
+        with torch.no_grad():
+            metric = keys_metric(key[:older].to(torch.promote_types(key.dtype, torch.float32)))
+        fitted = settings.fitted(start, end)
+        clustered = [query_clusters(query[fitted], query[start:end], metric, settings) for query in group]
+        first = sum(len(block.labels) for block in finished)
+        offsets = torch.cat([of_head.offsets for of_head in clustered])
+        finished.append(finish_keys(key[first:older], offsets, settings))
+        key_labels = torch.cat([b * settings.key_clusters + block.labels for b, block in enumerate(finished)])
+        distances = torch.cat([block.distances for block in finished])
+        spread = torch.cat([block.spread for block in finished])
+        if settings.first_order and predicted_error(spread, clustered) > settings.exact_above:
             older, clustered = 0, []
     first = settings.older(start) if clustered else 0  # of the local keys
     position = torch.arange(len(key), device=key.device)
@@ -214,13 +265,16 @@ def attend_segment(
         local = (rows @ key[first:end].T).masked_fill(~visible, -torch.inf)
         factor = None if draw is None else draw(head, slice(start, end), first)
         output = value.new_zeros(end - start, value.shape[1])
-        clusters = clustered[head][2] if clustered else position[start:end] * 0
-        for j in clusters.unique():
-            own = clusters == j
+        own_clusters, chosen = position[start:end] * 0, position[:0]
+        if clustered:
+            own_clusters = clustered[head].chosen
+            chosen = exact_keys(clustered[head], key[:first], distances, settings.topk)
+        for j in own_clusters.unique():
+            own = own_clusters == j
             scores, values, columns = [local[own]], [value[first:end]], [*range(end - first)]
             if clustered:
-                centroid = clustered[head][0][j]
-                more = older_columns(rows[own], centroid, key[:first], value[:first], key_labels, distances, settings)
+                centroid = clustered[head].centroids[j]
+                more = older_columns(rows[own], centroid, key[:first], value[:first], key_labels, chosen, settings)
                 scores.append(more[0])
                 values.append(more[1])
                 columns += [end - first + column for column in more[2]]
@@ -240,7 +294,7 @@ def causal_clustered_attention(
     settings: Settings,
     dropout_seed: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One softmax over the local keys, the exact keys of the nearest past centroid, and what stands for the others."""
+    """One softmax over the local keys, the exact keys, and what stands for the others at the nearest past centroid."""
     B, H, N, _ = query.shape
     group = H // max(1, key.shape[1])
     value, special = without_special(value, key_mask)
@@ -252,9 +306,10 @@ def causal_clustered_attention(
         if dropout_seed is not None:
             draw = Dropout(query, rows, settings, dropout_seed, b * H + p * group)
         queries = [query[b, p * group + h, rows] for h in range(group)]
+        finished: list[FinishedKeys] = []
         for start in range(0, len(rows), settings.segment_length):
             own = rows[start : start + settings.segment_length]
-            found = attend_segment(queries, key[b, p, rows], value[b, p, rows], start, settings, draw)
+            found = attend_segment(queries, key[b, p, rows], value[b, p, rows], start, finished, settings, draw)
             for h, of_head in enumerate(found):
                 output[b, p * group + h, own] = of_head
     return output if special is None else add_special(output, special, key_mask)

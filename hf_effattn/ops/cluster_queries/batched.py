@@ -13,7 +13,11 @@ from .reference import METRIC_RIDGE, hash_planes
 def keys_metric(key: torch.Tensor) -> torch.Tensor:
     """`G` `(P, D, D)`: the covariance of the keys `(P, M, D)`, its mean diagonal 1, and the ridge."""
     centered = key - key.mean(dim=1, keepdim=True)
-    covariance = centered.transpose(1, 2) @ centered / key.shape[1]
+    return as_metric(centered.transpose(1, 2) @ centered / key.shape[1])
+
+
+def as_metric(covariance: torch.Tensor) -> torch.Tensor:
+    """Covariances `(P, D, D)` with 1 as the mean of the diagonal, and the ridge; in place."""
     diagonal = covariance.diagonal(dim1=1, dim2=2)
     size = diagonal.mean(dim=1)[:, None, None]
     covariance /= torch.where(size > 0, size, 1.0)

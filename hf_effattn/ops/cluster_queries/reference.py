@@ -16,9 +16,13 @@ def keys_metric(key: torch.Tensor) -> torch.Tensor:
     all scores of a query changes no softmax, so the keys' mean does not count. Equal keys leave the plain distance.
     """
     centered = key - key.mean(dim=0)
-    covariance = centered.T @ centered / len(key)
+    return as_metric(centered.T @ centered / len(key))
+
+
+def as_metric(covariance: torch.Tensor) -> torch.Tensor:
+    """A covariance `(D, D)` with 1 as the mean of its diagonal, and the ridge."""
     size = covariance.diagonal().mean()
-    return covariance / torch.where(size > 0, size, 1.0) + METRIC_RIDGE * torch.eye(key.shape[1]).to(key)
+    return covariance / torch.where(size > 0, size, 1.0) + METRIC_RIDGE * torch.eye(len(covariance)).to(covariance)
 
 
 def hash_planes(head_dim: int, bits: int, seed: int) -> torch.Tensor:

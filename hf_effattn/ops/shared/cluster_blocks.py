@@ -27,12 +27,15 @@ class ClusterBlocks:
     length: int
 
     @staticmethod
-    def of(index: torch.Tensor, sizes: torch.Tensor, *, aligned: bool = False) -> "ClusterBlocks":
+    def of(
+        index: torch.Tensor, sizes: torch.Tensor, *, aligned: bool = False, length: int | None = None
+    ) -> "ClusterBlocks":
         """Blocks for rows with table rows `index` `(P · N,)` and cluster sizes `(P, C)`.
 
-        `aligned`: every head has as many blocks as the head with most, its last ones empty.
+        `aligned`: every head has as many blocks as the head with most, its last ones empty. `length`: of a block;
+        None: what fits the mean size.
         """
-        length = block_length(index.numel() / max(1, sizes.numel()))
+        length = length or block_length(index.numel() / max(1, sizes.numel()))
         blocks = (sizes + length - 1) // length
         if aligned:
             per_head = blocks.sum(dim=1)

@@ -1,0 +1,349 @@
+"""A segment's queries over the keys older than its window, for a CPU: by clusters, and a few keys exactly.
+
+Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `n` queries of a segment, `C` query clusters per
+query head, `M` older keys, `G` clusters of those finished with one segment, `nb` blocks of `L` keys per head.
+"""
+
+import torch
+
+from ..bi_clustered_attention.offsets import ERROR_PER_VARIANCE
+from ..cluster_queries.batched import as_metric
+from ..kmeans.batched import find_seeds, lloyd, nearest, prepare
+from ..kmeans.sampling import fit_rows
+from ..shared.cluster_blocks import ClusterBlocks, block_length
+from ..shared.cluster_table import ClusterTable, attend_backward, attend_in_part
+from ..shared.key_summaries import LEAST_LOG_WEIGHT, NO_MASS, SMALLEST_DISTANCE, KeyClusters
+from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums
+from ..shared.topk import largest
+from .local import Attended, LocalPart, merge
+from .reference import Settings
+
+
+def labels_of(points: torch.Tensor, clusters: int, settings: Settings, metric: torch.Tensor) -> torch.Tensor:
+    """Labels `(heads, n)` by K-means of points `(heads, n, D)`; of fewer points, each is a cluster."""
+    n = points.shape[1]
+    if n <= clusters:
+        return torch.arange(n, device=points.device).expand(len(points), n)
+    fitted = points.index_select(1, fit_rows(n, clusters, settings.fit_queries).to(points.device))
+    seeds = find_seeds(fitted, clusters, settings.seed, metric)
+    return nearest(points, *prepare(lloyd(fitted, seeds, settings.rounds, metric, binary=False), metric))
+
+
+class PastQueries:
+    """Clusters of past queries `(P, g, n', D)`.
+
+    Attributes:
+        centroids: `(P, g · C, D)`.
+        index: `(P · g · n',)` row of every past query in the centroids' table.
+        counts: `(P, g, C)`.
+        readers: `(P, g, n)` nearest centroid of the segment's queries.
+        of_heads: covariances of the offsets from the centroids, `(P, g, D, D)`; their mean is `Σ_η`.
+    """
+
+    def __init__(self, query: torch.Tensor, past: torch.Tensor, metric: torch.Tensor, settings: Settings) -> None:
+        P, g, _, D = query.shape
+        C, points = settings.clusters, past.flatten(0, 1)
+        metric = metric.repeat_interleave(g, dim=0)
+        self.index = cluster_rows(labels_of(points, C, settings, metric), C)
+        sizes = cluster_sizes(self.index, P * g, C)
+        self.counts = sizes.view(P, g, C)
+        centroids = cluster_sums(points, self.index, P * g, C) / sizes.clamp(min=1)[..., None]
+        self.centroids = centroids.view(P, g * C, D)
+        directions, half_norms = prepare(centroids, metric)
+        half_norms = half_norms.masked_fill(sizes == 0, torch.inf)
+        self.readers = nearest(query.flatten(0, 1), directions, half_norms).view(P, g, -1)
+        offsets = points - centroids.flatten(0, 1).index_select(0, self.index).view_as(points)
+        self.of_heads = (offsets.transpose(1, 2) @ offsets / offsets.shape[1]).view(P, g, D, D)
+
+    def gradient(self, grad_centroids: torch.Tensor) -> torch.Tensor:
+        """Of the past queries `(P, g, n', D)`, for that of the centroids."""
+        P, g, _ = self.counts.shape
+        of_members = grad_centroids.flatten(0, 1) / self.counts.view(-1, 1).clamp(min=1)
+        return of_members.index_select(0, self.index).view(P, g, -1, grad_centroids.shape[2])
+
+
+class FinishedKeys:
+    """The keys and values of a chunk `(P, N, ·)` that segments have seen over clusters, and the clusters.
+
+    Of every segment its clusters and places stand behind those of the segments before, and stay.
+
+    Attributes:
+        keys: how many there are.
+        places: `nb · L`, of the rows in use.
+        rows: `(P, most, D + Dv + 1)`: key and value less the means of their cluster, and 1; 0 in empty places.
+        sources: `(P, most)` number of the key, 0 in empty places.
+        distances: `d_t²` `(P, most)`; -1 in empty places.
+        clusters: `(P, most / L)` cluster of a block.
+        means: `(P, ·, D + Dv)`.
+        grad: gradients of `rows`, without their last column; None before there are any.
+    """
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, settings: Settings) -> None:
+        self.key, self.value, self.settings = key, value, settings
+        P, N, self.D = key.shape
+        self.Dv = value.shape[2]
+        segments = -(-N // settings.segment_length)
+        self.L = block_length(settings.segment_length / settings.key_clusters)
+        most = segments * (settings.segment_length // self.L + settings.key_clusters) * self.L
+        self.keys, self.places, self.G = 0, 0, 0
+        self.rows = key.new_empty(P, most, self.D + self.Dv + 1)
+        self.sources = torch.zeros(P, most, dtype=torch.int64, device=key.device)
+        self.distances = key.new_empty(P, most)
+        self.clusters = torch.empty(P, most // self.L, dtype=torch.int64, device=key.device)
+        self.means = key.new_empty(P, segments * settings.key_clusters, self.D + self.Dv)
+        self.first_mean = key[:, :1] * 0
+        self.moments = key.new_zeros(P, self.D), key.new_zeros(P, self.D, self.D)
+        self.within = key.new_zeros(P, self.D, self.D)
+        self.grad: torch.Tensor | None = None
+        self.blocks: list[tuple[slice, slice, ClusterBlocks]] = []
+
+    def see(self, end: int) -> torch.Tensor:
+        """The metric of the keys before `end`, `(P, D, D)`."""
+        key = self.key[:, self.keys : end]
+        if not self.keys:
+            self.first_mean = key.mean(dim=1, keepdim=True)
+        centered = key - self.first_mean
+        self.moments[0].add_(centered.sum(dim=1))
+        self.moments[1].add_(centered.transpose(1, 2) @ centered)
+        mean, square = self.moments[0] / end, self.moments[1] / end
+        return as_metric(square - mean[:, :, None] * mean[:, None])
+
+    def add(self, end: int, covariance: torch.Tensor) -> None:
+        """Cluster the keys before `end` that are not yet here, by the offsets' covariance `Σ_η` `(P, D, D)`."""
+        settings, D, own = self.settings, self.D, slice(self.keys, end)
+        key, G = self.key[:, own], settings.key_clusters
+        labels = torch.zeros(key.shape[:2], dtype=torch.int64, device=key.device)
+        if settings.first_order:
+            labels = labels_of(key, G, settings, as_metric(covariance.clone()))
+        new = KeyClusters(key, self.value[:, own], labels, G, length=self.L)
+        rows = new.rows.flatten(1, 2)
+        places = slice(self.places, self.places + rows.shape[1])
+        self.rows[:, places] = rows
+        empty = new.empty[:, 0]
+        offset = torch.arange(len(key), device=key.device)[:, None] * key.shape[1] - own.start
+        self.sources[:, places] = (new.blocks.sources.view(empty.shape) - offset).masked_fill_(empty, 0)
+        self.clusters[:, places.start // self.L : places.stop // self.L] = new.clusters + self.G
+        self.means[:, self.G : self.G + G] = new.means.view(len(key), G, -1)
+        spread = rows[..., :D]
+        self.distances[:, places] = 1.0
+        if settings.first_order:
+            distances = torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST_DISTANCE)
+            self.distances[:, places] = distances
+            self.within += spread.transpose(1, 2) @ spread
+        self.distances[:, places].masked_fill_(empty, -1.0)
+        self.blocks.append((own, places, new.blocks))
+        self.keys, self.places, self.G = end, places.stop, self.G + G
+
+    def predicted(self, past: PastQueries) -> torch.Tensor:
+        """The error that they will make, `(P,)`."""
+        variances = (past.of_heads * (self.within / self.keys)[:, None]).sum(dim=(2, 3))
+        return variances.amax(dim=1) * ERROR_PER_VARIANCE
+
+    def grad_rows(self) -> torch.Tensor:
+        """Memory for the gradients of the rows, to be added to."""
+        if self.grad is None:
+            self.grad = torch.zeros_like(self.rows[..., :-1])
+        return self.grad
+
+    def store_gradients(self, of_key: torch.Tensor, of_value: torch.Tensor) -> None:
+        """Add what the rows got to the gradients of keys and values `(P, N, ·)`."""
+        if self.grad is None:
+            return
+        for own, places, blocks in self.blocks:
+            both = blocks.unpack(self.grad[:, places].reshape(-1, blocks.length, self.grad.shape[2]), len(self.rows))
+            of_key[:, own] += both[..., : self.D]
+            of_value[:, own] += both[..., self.D :]
+
+
+class OlderSummaries:
+    """The exact keys of every query head, and what its clusters see of the others: a table of summaries.
+
+    A summary is tilted at the centroid: its score is the log-mass there, to first order the tangent of it.
+
+    Attributes:
+        top: `T` `(P, g, k)`, places of the exact keys.
+        weights: `(P, g · C, nb · L)`, `w_jt` of the largest of a cluster; 0 where `t` is in `T`.
+        table: rows of keys and values of every query cluster, `(P · g · C, G, ·)`.
+    """
+
+    def __init__(self, keys: FinishedKeys, past: PastQueries, settings: Settings, *, in_order: bool) -> None:
+        self.keys, self.centroids, self.tangents = keys, past.centroids, settings.first_order
+        self.P, self.g, self.C = past.counts.shape
+        self.rows, self.clusters = keys.rows[:, : keys.places], keys.clusters[:, : keys.places // keys.L]
+        self.means = keys.means[:, : keys.G]
+        self._weigh()
+        self.top = self._choose(past.counts, min(settings.topk, keys.keys), in_order=in_order)
+        self._summarise()
+
+    def _by_block(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Numbers of every place, `(·, nb · L)`, as `(nb, ·, L)`."""
+        return numbers.unflatten(1, (-1, self.keys.L)).transpose(0, 1)
+
+    def _per_block(self, table: torch.Tensor) -> torch.Tensor:
+        """Numbers of every cluster `(P, g · C, G)` for its blocks: `(P, g · C, nb)`."""
+        return table.gather(2, self.clusters[:, None].expand(-1, table.shape[1], -1))
+
+    def _weigh(self) -> None:
+        """`exp(Q̄_j·(K_t - K̄_c))` beside the largest of the cluster, and `Q̄_j·K̄_c` `(P, g · C, G)`."""
+        D = self.keys.D
+        scores = torch.bmm(self.centroids, self.rows[..., :D].transpose(1, 2))  # (P, g · C, nb · L)
+        self.mean_scores = self.centroids @ self.means[..., :D].transpose(1, 2)
+        by_block = scores.unflatten(2, (-1, self.keys.L))
+        # An empty place scores 0, which the largest of a cluster never is below: their mean is 0.
+        index = self.clusters[:, None].expand(-1, scores.shape[1], -1)
+        self.shift = torch.zeros_like(self.mean_scores).scatter_reduce_(2, index, by_block.amax(dim=3), "amax")
+        by_block.sub_(self._per_block(self.shift)[..., None]).clamp_(min=LEAST_LOG_WEIGHT).exp_()
+        self.weights = scores
+
+    def _choose(self, counts: torch.Tensor, topk: int, *, in_order: bool) -> torch.Tensor:
+        """Places of the keys that the past queries weigh most at their centroids, times `d_t²`; their weights get 0."""
+        P, g, C = counts.shape
+        if not topk:
+            return counts.new_empty(P, g, 0)
+        full = self.rows[..., -1:].unflatten(1, (-1, self.keys.L))  # (P, nb, L, 1)
+        mass = self.shift.new_zeros(P, self.keys.G, g * C)
+        for p in range(P):
+            mass[p].index_add_(0, self.clusters[p], torch.bmm(self._by_block(self.weights[p]), full[p])[..., 0])
+        height = self.shift + self.mean_scores  # (P, g · C, G)
+        log_sum = (mass.transpose(1, 2).log() + height).logsumexp(dim=2, keepdim=True)
+        share = (height - log_sum).exp_().view(P, g, C, -1).mul_(counts[..., None])
+        share = self._per_block(share.flatten(1, 2)).view(P, g, C, -1)
+        weight = self.weights.new_empty(P, g, self.clusters.shape[1], self.keys.L)
+        for p in range(P):
+            for h in range(g):
+                own = self._by_block(self.weights[p, h * C : (h + 1) * C])  # (nb, C, L)
+                torch.bmm(share[p, h].T[:, None], own, out=weight[p, h][:, None])
+        top = largest(weight.flatten(2).mul_(self.keys.distances[:, None, : self.keys.places]), topk, in_order=in_order)
+        self.weights.view(P, g, C, -1).scatter_(3, top[:, :, None].expand(-1, -1, C, -1), 0.0)
+        return top
+
+    def _summarise(self) -> None:
+        """Tilted sums over the clusters without `T`: `log S_jc`, `K̃_jc`, `Ṽ_jc`, as rows of the table."""
+        keys, D, J = self.keys, self.keys.D, self.centroids.shape[1]
+        sums = self.shift.new_zeros(self.P, keys.G, J, self.rows.shape[2])
+        for p in range(self.P):
+            parts = torch.bmm(self._by_block(self.weights[p]), self.rows[p].unflatten(0, (-1, keys.L)))
+            sums[p].index_add_(0, self.clusters[p], parts)
+        sums = sums.transpose(1, 2)  # (P, g · C, G, D + Dv + 1)
+        mass = sums[..., -1]
+        nobody = mass <= 0
+        self.inverse_mass = torch.where(nobody, 0.0, 1 / mass)
+        self.tilted = sums[..., :-1] * self.inverse_mass[..., None]  # without the means
+        log_mass = (mass.log() + self.shift + self.mean_scores).masked_fill_(nobody, NO_MASS)
+        tilted = self.tilted + self.means[:, None]
+        table_keys = tilted.new_zeros(self.P, J, keys.G, D + 1)
+        bias = log_mass
+        if self.tangents:  # log S_jc + η·K̃_jc = b_jc + Q_i·K̃_jc
+            bias = bias - torch.linalg.vecdot(self.centroids[:, :, None], tilted[..., :D])
+            table_keys[..., :D] = tilted[..., :D]
+        table_keys[..., D] = bias
+        self.table = ClusterTable(table_keys.flatten(0, 1), tilted[..., D:].flatten(0, 1).contiguous())
+
+    def backward(self, grad: ClusterTable) -> torch.Tensor:
+        """Gradient of the centroids `(P, g · C, D)`; adds to those of the keys' rows. Spoils the weights."""
+        keys, D, J = self.keys, self.keys.D, self.centroids.shape[1]
+        grad_keys, grad_values = (rows.unflatten(0, (self.P, J)) for rows in (grad.keys, grad.values))
+        grad_log_mass = grad_keys[..., D]
+        grad_tilted = torch.cat([grad_keys[..., :D], grad_values], dim=3)  # (P, g · C, G, D + Dv)
+        grad_centroids = torch.zeros_like(self.centroids)
+        if self.tangents:  # b_jc = log S_jc - Q̄_j·K̃_jc
+            grad_tilted[..., :D] -= grad_log_mass[..., None] * self.centroids[:, :, None]
+            tilted_keys = self.table.keys[..., :D].unflatten(0, (self.P, J))
+            grad_centroids -= (grad_log_mass[:, :, None] @ tilted_keys)[:, :, 0]
+        else:
+            grad_tilted[..., :D] = 0
+        # K̃ - K̄ and Ṽ - V̄ are means of the rows, weighed by w_jt / S_jc; the rows' own means are 0.
+        constant = grad_log_mass - torch.linalg.vecdot(grad_tilted, self.tilted)
+        grad_sums = torch.cat([grad_tilted, constant[..., None]], dim=3)
+        self.weights.unflatten(2, (-1, keys.L)).mul_(self._per_block(self.inverse_mass)[..., None])
+        grad_rows = keys.grad_rows()
+        for p in range(self.P):
+            of_blocks = grad_sums[p].transpose(0, 1).index_select(0, self.clusters[p])  # (nb, g · C, D + Dv + 1)
+            weights, rows = self._by_block(self.weights[p]), self.rows[p].unflatten(0, (-1, keys.L))
+            grad_scores = torch.bmm(of_blocks, rows.transpose(1, 2)).mul_(weights)  # (nb, g · C, L)
+            of_rows = torch.bmm(weights.transpose(1, 2), of_blocks[..., :-1])  # (nb, L, D + Dv)
+            of_rows[..., :D] += grad_scores.transpose(1, 2) @ self.centroids[p]
+            grad_rows[p, : keys.places] += of_rows.flatten(0, 1)
+            grad_centroids[p] += torch.bmm(grad_scores, rows[..., :D]).sum(dim=0)
+        # Q̄_j·K_t is the score of what remains of the key, and of its cluster's mean.
+        return grad_centroids.add_(grad_log_mass @ self.means[..., :D])
+
+
+class OlderPart:
+    """A segment's queries `(P, g, n, D)` over the older keys: a few exactly, the others by clusters.
+
+    `factor`: dropout of these, `(P, g, n, topk + clusters)`.
+    """
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        keys: FinishedKeys,
+        past: PastQueries,
+        factor: torch.Tensor | None,
+        settings: Settings,
+    ) -> None:
+        P, g, n, D = query.shape
+        self.shape, self.keys, self.past = query.shape, keys, past
+        self.summaries = OlderSummaries(keys, past, settings, in_order=factor is not None)
+        top = self.summaries.top
+        heads = torch.arange(P, device=query.device)[:, None, None]
+        sources = keys.sources.gather(1, top.flatten(1)).view_as(top)
+        self.sources = (sources + heads * keys.key.shape[1]).flatten()
+        exact_factor = None if factor is None else factor[..., : top.shape[2]].flatten(0, 1)[:, None]
+        self.exact: LocalPart | None = None
+        if top.shape[2]:
+            chosen = [
+                rows.flatten(0, 1).index_select(0, self.sources).view(P * g, top.shape[2], -1)
+                for rows in (keys.key, keys.value)
+            ]
+            self.exact = LocalPart(query.reshape(P * g, 1, n, D), *chosen, False, exact_factor)
+        tables = cluster_rows(past.readers.flatten(0, 1), settings.clusters)
+        self.blocks = ClusterBlocks.of(tables, cluster_sizes(tables, P, g * settings.clusters))
+        # Behind the scaled query a 1, for the biases of the table.
+        rows = query.reshape(P, g * n, D)
+        self.packed = self.blocks.pack(rows, rows.new_ones(1, 1, 1).expand(P, g * n, 1))
+        self.factor = None
+        if factor is not None:
+            self.factor = self.blocks.pack(factor[..., settings.topk : settings.topk + keys.G].flatten(1, 2))
+
+    def _pack(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.blocks.pack(rows.reshape(self.shape[0], -1, rows.shape[3]))
+
+    def _unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        return self.blocks.unpack(packed, self.shape[0]).view(*self.shape[:3], -1)
+
+    def attend(self) -> list[Attended]:
+        """Outputs `(P, g, n, Dv)` and log-sum-exp `(P, g, n, 1)`: over the clusters, and over the exact keys."""
+        output, log_sum = attend_in_part(self.summaries.table, self.blocks, self.packed, self.factor)
+        found = [(self._unpack(output), self._unpack(log_sum))]
+        if self.exact is not None:
+            output, log_sum = self.exact.attend()
+            found.append((output.view(*self.shape[:3], -1), log_sum.view(*self.shape[:3], 1)))
+        return found
+
+    def backward(
+        self, grad: torch.Tensor, near: Attended, own: list[Attended], of_key: torch.Tensor, of_value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of the queries and of the past ones; adds to those of keys and values `(P, N, ·)`.
+
+        `near` is the rest of the softmax, `own` what `attend` has found.
+        """
+        P, g, n, D = self.shape
+        (_, log_sum), *exact = own
+        output, other_sum = merge([near, *exact])
+        share, rest = torch.sigmoid(log_sum - other_sum), torch.sigmoid(other_sum - log_sum)
+        other_dot = torch.linalg.vecdot(grad, output)[..., None]
+        other = self._pack(share), self._pack(rest), self._pack(other_dot)
+        grad_packed, of_table = attend_backward(
+            self.summaries.table, self.blocks, self.packed, self.factor, self._pack(grad), other
+        )
+        of_past = self.past.gradient(self.summaries.backward(of_table))
+        grad_query = self._unpack(grad_packed[..., :D].contiguous())
+        if self.exact is not None:
+            whole = [part.reshape(P * g, 1, n, -1) for part in merge([near, *own])]
+            found = self.exact.backward(grad.reshape(P * g, 1, n, -1), whole[0], whole[1])
+            grad_query = grad_query + found[0].view_as(grad_query)
+            for target, more in ((of_key, found[1]), (of_value, found[2])):
+                target.view(-1, target.shape[2]).index_add_(0, self.sources, more.flatten(0, 1))
+        return grad_query, of_past
