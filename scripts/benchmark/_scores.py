@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hf_effattn.ops.causal_clustered_attention.batched import OlderPart
 from hf_effattn.ops.causal_clustered_attention.local import LocalPart
+from hf_effattn.ops.causal_clustered_attention.older import OlderPart
 
 
 class ScoreCount:
@@ -25,9 +25,9 @@ def _local(part: LocalPart) -> int:
 
 
 def _older(part: OlderPart) -> int:
+    """Of summaries, and of centroids with all keys; the exact keys count as a local part."""
     P, g, n, _ = part.shape
-    rows = part.summaries.table.keys.shape[1]
-    return P * g * n * rows + P * part.past.centroids.shape[1] * part.keys.M
+    return P * g * n * part.keys.G + P * part.past.centroids.shape[1] * part.keys.keys
 
 
 @contextmanager

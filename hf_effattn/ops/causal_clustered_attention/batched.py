@@ -23,12 +23,12 @@ from .older import FinishedKeys, OlderPart, PastQueries
 from .reference import ARGUMENTS, Settings, add_special, without_special
 
 
-def largest_buffer(query: torch.Tensor, settings: Settings) -> int:
-    """Numbers per head in the centroids' scores of the older keys.
+def largest_buffer(query: torch.Tensor, value: torch.Tensor, settings: Settings) -> int:
+    """Numbers per head in a quarter of the older keys and values: what a step looks at most is half of them.
 
     Not on a CPU few heads at a time are few large steps, too.
     """
-    return settings.clusters * query.shape[2] if query.device.type == "cpu" else 0
+    return query.shape[2] * (query.shape[3] + value.shape[3]) // 4 if query.device.type == "cpu" else 0
 
 
 class _Segment:
@@ -166,7 +166,7 @@ def _forward(
             found[:, :, segment.rows] = segment.attend()[2][0]
         part.store_queries(output, found.flatten(1, 2))
 
-    chunks = chunks_of(query, key, key_mask, key_mask, largest_buffer(query, settings))
+    chunks = chunks_of(query, key, key_mask, key_mask, largest_buffer(query, value, settings))
     for_every_chunk(attend, chunks, query.device)
     return output if special is None else add_special(output, special, key_mask)
 
@@ -205,7 +205,7 @@ def _backward_op(
         part.store_keys(grad_key, of_key)
         part.store_keys(grad_value, of_value)
 
-    chunks = chunks_of(query, key, key_mask, key_mask, largest_buffer(query, settings))
+    chunks = chunks_of(query, key, key_mask, key_mask, largest_buffer(query, value, settings))
     for_every_chunk(attend, chunks, query.device)
     return grad_query, grad_key, grad_value
 

@@ -12,7 +12,7 @@ from ..kmeans.batched import find_seeds, lloyd, nearest, prepare
 from ..kmeans.sampling import fit_rows
 from ..shared.cluster_blocks import ClusterBlocks, block_length
 from ..shared.cluster_table import ClusterTable, attend_backward, attend_in_part
-from ..shared.key_summaries import LEAST_LOG_WEIGHT, NO_MASS, SMALLEST_DISTANCE, KeyClusters
+from ..shared.key_summaries import LEAST_LOG_WEIGHT, NO_MASS, SMALLEST_DISTANCE
 from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums
 from ..shared.topk import largest
 from .local import Attended, LocalPart, merge
@@ -70,12 +70,13 @@ class FinishedKeys:
     Attributes:
         keys: how many there are.
         places: `nb · L`, of the rows in use.
-        rows: `(P, most, D + Dv + 1)`: key and value less the means of their cluster, and 1; 0 in empty places.
+        rows: `(P, most, D + Dv)`: key and value less the means of their cluster; 0 in empty places.
+        full: `(P, most)`, 1 where a key is, else 0.
         sources: `(P, most)` number of the key, 0 in empty places.
         distances: `d_t²` `(P, most)`; -1 in empty places.
         clusters: `(P, most / L)` cluster of a block.
         means: `(P, ·, D + Dv)`.
-        grad: gradients of `rows`, without their last column; None before there are any.
+        grad: gradients of `rows`; None before there are any.
     """
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, settings: Settings) -> None:
@@ -86,7 +87,8 @@ class FinishedKeys:
         self.L = block_length(settings.segment_length / settings.key_clusters)
         most = segments * (settings.segment_length // self.L + settings.key_clusters) * self.L
         self.keys, self.places, self.G = 0, 0, 0
-        self.rows = key.new_empty(P, most, self.D + self.Dv + 1)
+        self.rows = key.new_empty(P, most, self.D + self.Dv)
+        self.full = key.new_empty(P, most)
         self.sources = torch.zeros(P, most, dtype=torch.int64, device=key.device)
         self.distances = key.new_empty(P, most)
         self.clusters = torch.empty(P, most // self.L, dtype=torch.int64, device=key.device)
@@ -115,23 +117,31 @@ class FinishedKeys:
         labels = torch.zeros(key.shape[:2], dtype=torch.int64, device=key.device)
         if settings.first_order:
             labels = labels_of(key, G, settings, as_metric(covariance.clone()))
-        new = KeyClusters(key, self.value[:, own], labels, G, length=self.L)
-        rows = new.rows.flatten(1, 2)
-        places = slice(self.places, self.places + rows.shape[1])
-        self.rows[:, places] = rows
-        empty = new.empty[:, 0]
-        offset = torch.arange(len(key), device=key.device)[:, None] * key.shape[1] - own.start
-        self.sources[:, places] = (new.blocks.sources.view(empty.shape) - offset).masked_fill_(empty, 0)
-        self.clusters[:, places.start // self.L : places.stop // self.L] = new.clusters + self.G
-        self.means[:, self.G : self.G + G] = new.means.view(len(key), G, -1)
-        spread = rows[..., :D]
-        self.distances[:, places] = 1.0
+        P = len(key)
+        index = cluster_rows(labels, G)
+        sizes = cluster_sizes(index, P, G)
+        blocks = ClusterBlocks.of(index, sizes, aligned=True, length=self.L)
+        packed = blocks.pack(key, self.value[:, own])  # (P · nb, L, D + Dv)
+        means = blocks.sum(packed.sum(dim=1), P * G) / sizes.view(-1, 1).clamp(min=1)
+        empty = (blocks.sources == index.numel()).view(P, -1)
+        places = slice(self.places, self.places + empty.shape[1])
+        rows = self.rows[:, places]
+        torch.sub(packed.view(P, -1, *packed.shape[1:]), blocks.of_cluster(means).view(P, -1, 1, packed.shape[2]),
+                  out=rows.unflatten(1, (-1, self.L)))
+        full = self.full[:, places]
+        full.copy_(~empty)
+        rows *= full[..., None]
+        first = torch.arange(P, device=key.device)[:, None] * key.shape[1] - own.start
+        self.sources[:, places] = (blocks.sources.view(P, -1) - first).masked_fill_(empty, 0)
+        self.clusters[:, places.start // self.L : places.stop // self.L] = blocks.clusters.view(P, -1) % G + self.G
+        self.means[:, self.G : self.G + G] = means.view(P, G, -1)
+        distances = self.distances[:, places].fill_(1.0)
         if settings.first_order:
-            distances = torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST_DISTANCE)
-            self.distances[:, places] = distances
+            spread = rows[..., :D].contiguous()
+            distances.copy_(torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST_DISTANCE))
             self.within += spread.transpose(1, 2) @ spread
-        self.distances[:, places].masked_fill_(empty, -1.0)
-        self.blocks.append((own, places, new.blocks))
+        distances.masked_fill_(empty, -1.0)
+        self.blocks.append((own, places, blocks))
         self.keys, self.places, self.G = end, places.stop, self.G + G
 
     def predicted(self, past: PastQueries) -> torch.Tensor:
@@ -142,7 +152,7 @@ class FinishedKeys:
     def grad_rows(self) -> torch.Tensor:
         """Memory for the gradients of the rows, to be added to."""
         if self.grad is None:
-            self.grad = torch.zeros_like(self.rows[..., :-1])
+            self.grad = torch.zeros_like(self.rows)
         return self.grad
 
     def store_gradients(self, of_key: torch.Tensor, of_value: torch.Tensor) -> None:
@@ -185,35 +195,34 @@ class OlderSummaries:
 
     def _weigh(self) -> None:
         """`exp(Q̄_j·(K_t - K̄_c))` beside the largest of the cluster, and `Q̄_j·K̄_c` `(P, g · C, G)`."""
-        D = self.keys.D
+        keys, D = self.keys, self.keys.D
         scores = torch.bmm(self.centroids, self.rows[..., :D].transpose(1, 2))  # (P, g · C, nb · L)
         self.mean_scores = self.centroids @ self.means[..., :D].transpose(1, 2)
-        by_block = scores.unflatten(2, (-1, self.keys.L))
+        by_block = scores.unflatten(2, (-1, keys.L))
         # An empty place scores 0, which the largest of a cluster never is below: their mean is 0.
         index = self.clusters[:, None].expand(-1, scores.shape[1], -1)
         self.shift = torch.zeros_like(self.mean_scores).scatter_reduce_(2, index, by_block.amax(dim=3), "amax")
         by_block.sub_(self._per_block(self.shift)[..., None]).clamp_(min=LEAST_LOG_WEIGHT).exp_()
-        self.weights = scores
+        self.weights = scores.mul_(keys.full[:, None, : keys.places])
+
+    def _masses(self) -> torch.Tensor:
+        """Sum of the weights of every cluster, `(P, g · C, G)`."""
+        of_blocks = self.weights.unflatten(2, (-1, self.keys.L)).sum(dim=3)
+        index = self.clusters[:, None].expand(-1, of_blocks.shape[1], -1)
+        return torch.zeros_like(self.shift).scatter_add_(2, index, of_blocks)
 
     def _choose(self, counts: torch.Tensor, topk: int, *, in_order: bool) -> torch.Tensor:
         """Places of the keys that the past queries weigh most at their centroids, times `d_t²`; their weights get 0."""
         P, g, C = counts.shape
         if not topk:
             return counts.new_empty(P, g, 0)
-        full = self.rows[..., -1:].unflatten(1, (-1, self.keys.L))  # (P, nb, L, 1)
-        mass = self.shift.new_zeros(P, self.keys.G, g * C)
-        for p in range(P):
-            mass[p].index_add_(0, self.clusters[p], torch.bmm(self._by_block(self.weights[p]), full[p])[..., 0])
         height = self.shift + self.mean_scores  # (P, g · C, G)
-        log_sum = (mass.transpose(1, 2).log() + height).logsumexp(dim=2, keepdim=True)
-        share = (height - log_sum).exp_().view(P, g, C, -1).mul_(counts[..., None])
-        share = self._per_block(share.flatten(1, 2)).view(P, g, C, -1)
-        weight = self.weights.new_empty(P, g, self.clusters.shape[1], self.keys.L)
-        for p in range(P):
-            for h in range(g):
-                own = self._by_block(self.weights[p, h * C : (h + 1) * C])  # (nb, C, L)
-                torch.bmm(share[p, h].T[:, None], own, out=weight[p, h][:, None])
-        top = largest(weight.flatten(2).mul_(self.keys.distances[:, None, : self.keys.places]), topk, in_order=in_order)
+        log_sum = (self._masses().log() + height).logsumexp(dim=2, keepdim=True)
+        share = (height - log_sum).exp_().view(P, g, C, -1).mul_(counts[..., None]).flatten(1, 2)
+        weights = self.weights.unflatten(2, (-1, self.keys.L)) * self._per_block(share)[..., None]
+        weight = weights.view(P, g, C, -1).sum(dim=2)  # (P, g, nb · L)
+        weight.mul_(self.keys.distances[:, None, : self.keys.places])
+        top = largest(weight, topk, in_order=in_order)
         self.weights.view(P, g, C, -1).scatter_(3, top[:, :, None].expand(-1, -1, C, -1), 0.0)
         return top
 
@@ -224,11 +233,11 @@ class OlderSummaries:
         for p in range(self.P):
             parts = torch.bmm(self._by_block(self.weights[p]), self.rows[p].unflatten(0, (-1, keys.L)))
             sums[p].index_add_(0, self.clusters[p], parts)
-        sums = sums.transpose(1, 2)  # (P, g · C, G, D + Dv + 1)
-        mass = sums[..., -1]
+        mass = self._masses()
         nobody = mass <= 0
         self.inverse_mass = torch.where(nobody, 0.0, 1 / mass)
-        self.tilted = sums[..., :-1] * self.inverse_mass[..., None]  # without the means
+        # Without the means; (P, g · C, G, D + Dv).
+        self.tilted = sums.transpose(1, 2) * self.inverse_mass[..., None]
         log_mass = (mass.log() + self.shift + self.mean_scores).masked_fill_(nobody, NO_MASS)
         tilted = self.tilted + self.means[:, None]
         table_keys = tilted.new_zeros(self.P, J, keys.G, D + 1)
@@ -254,14 +263,14 @@ class OlderSummaries:
             grad_tilted[..., :D] = 0
         # K̃ - K̄ and Ṽ - V̄ are means of the rows, weighed by w_jt / S_jc; the rows' own means are 0.
         constant = grad_log_mass - torch.linalg.vecdot(grad_tilted, self.tilted)
-        grad_sums = torch.cat([grad_tilted, constant[..., None]], dim=3)
         self.weights.unflatten(2, (-1, keys.L)).mul_(self._per_block(self.inverse_mass)[..., None])
         grad_rows = keys.grad_rows()
         for p in range(self.P):
-            of_blocks = grad_sums[p].transpose(0, 1).index_select(0, self.clusters[p])  # (nb, g · C, D + Dv + 1)
+            of_blocks = grad_tilted[p].transpose(0, 1).index_select(0, self.clusters[p])  # (nb, g · C, D + Dv)
             weights, rows = self._by_block(self.weights[p]), self.rows[p].unflatten(0, (-1, keys.L))
-            grad_scores = torch.bmm(of_blocks, rows.transpose(1, 2)).mul_(weights)  # (nb, g · C, L)
-            of_rows = torch.bmm(weights.transpose(1, 2), of_blocks[..., :-1])  # (nb, L, D + Dv)
+            of_mass = constant[p].T.index_select(0, self.clusters[p])[..., None]
+            grad_scores = torch.baddbmm(of_mass, of_blocks, rows.transpose(1, 2)).mul_(weights)  # (nb, g · C, L)
+            of_rows = torch.bmm(weights.transpose(1, 2), of_blocks)  # (nb, L, D + Dv)
             of_rows[..., :D] += grad_scores.transpose(1, 2) @ self.centroids[p]
             grad_rows[p, : keys.places] += of_rows.flatten(0, 1)
             grad_centroids[p] += torch.bmm(grad_scores, rows[..., :D]).sum(dim=0)

@@ -35,15 +35,13 @@ class KeyClusters:
         empty: `(P, 1, nb · L)`, where no key is.
     """
 
-    def __init__(
-        self, key: torch.Tensor, value: torch.Tensor, labels: torch.Tensor, clusters: int, *, length: int | None = None
-    ) -> None:
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, labels: torch.Tensor, clusters: int) -> None:
         self.P, self.M, self.D = key.shape
         self.G, self.Dv = clusters, value.shape[2]
         check_label_range(labels, clusters, of="key")
         index = cluster_rows(labels, clusters)
         sizes = cluster_sizes(index, self.P, clusters)
-        self.blocks = ClusterBlocks.of(index, sizes, aligned=True, length=length)
+        self.blocks = ClusterBlocks.of(index, sizes, aligned=True)
         self.clusters = self.blocks.clusters.view(self.P, -1) % clusters
         self.sizes = sizes.view(-1, 1).clamp(min=1)
         packed = self.blocks.pack(key, value, key.new_ones(1, 1, 1).expand(self.P, self.M, 1))

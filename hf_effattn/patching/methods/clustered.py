@@ -34,7 +34,8 @@ KEY_ITERATIONS = 2
 # In models that mask the future, measured by scripts/benchmark/language_model.py: a centroid of earlier queries is
 # farther from those that read it, so it has so many times the exact keys; older keys get a part of the weight only, so
 # an error of theirs may be so many times as large.
-OLDER_TOPK, OLDER_ERROR = 4, 3
+OLDER_TOPK, OLDER_ERROR = 4, 4
+OLDER_CLUSTERS, OLDER_KEY_CLUSTERS = 4, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,8 +201,7 @@ class Clustered(Method):
             key,
             value,
             method=self.method,
-            clusters=self.clusters,
-            **self.causal_options,
+            **{"clusters": self.clusters} | self.causal_options,
             segment_length=self.segment_length,
             window=self.window,
             iterations=self.iterations,
@@ -302,8 +302,9 @@ class BiClustered(ImprovedClustered):
     @property
     def causal_options(self) -> dict[str, Any]:
         return {
+            "clusters": -(-self.clusters // OLDER_CLUSTERS),
             "topk": OLDER_TOPK * self.topk,
-            "key_clusters": self.key_clusters,
+            "key_clusters": -(-self.key_clusters // OLDER_KEY_CLUSTERS),
             "exact_above": None if self.exact_above is None else OLDER_ERROR * self.exact_above,
         }
 
