@@ -8,6 +8,7 @@ query clusters per query head.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -23,18 +24,15 @@ from .older import FinishedKeys, OlderPart, PastQueries
 from .reference import ARGUMENTS, Settings, add_special, without_special
 
 
-def largest_buffer(query: torch.Tensor, value: torch.Tensor, settings: Settings) -> int:
-    """Numbers per head in a quarter of the older keys and values: what a step looks at most is half of them.
-
-    Not on a CPU few heads at a time are few large steps, too.
-    """
-    return query.shape[2] * (query.shape[3] + value.shape[3]) // 4 if query.device.type == "cpu" else 0
+# Numbers per head, for few chunks: a step of more heads is not much longer, and threads wait for each other's steps.
+SMALL = 0
 
 
 class _Segment:
     """A segment's parts of one softmax: its own keys, those of the window, and older ones, by clusters or exactly."""
 
-    def __init__(self, chunk: "_Chunk", start: int) -> None:
+    def __init__(self, chunk: "_Chunk", start: int, clusters: tuple[PastQueries, slice, torch.Tensor] | None) -> None:
+        """`clusters`: past queries, the keys that are seen over clusters from now on, their labels; None: no older."""
         settings = chunk.settings
         self.rows = slice(start, min(start + settings.segment_length, chunk.key.shape[1]))
         self.fitted, self.old = settings.fitted(start, self.rows.stop), slice(0, settings.older(start))
@@ -46,11 +44,10 @@ class _Segment:
         self.older: OlderPart | None = None
         self.exact_older: LocalPart | None = None  # of `heads`, instead
         self.heads = torch.empty(0, dtype=torch.int64)
-        if not self.old.stop:
+        if clusters is None:
             return
-        finished = chunk.finished
-        past = PastQueries(query, chunk.query[:, :, self.fitted], finished.see(self.old.stop), settings)
-        finished.add(self.old.stop, past.of_heads.mean(dim=1))
+        finished, (past, new, labels) = chunk.finished, clusters
+        finished.add(new, labels, past.of_heads.mean(dim=1))
         if settings.exact_above < inf:
             self.heads = (finished.predicted(past) > settings.exact_above).nonzero()[:, 0]
         if len(self.heads):
@@ -122,9 +119,18 @@ class _Chunk:
         return rows.unflatten(1, (self.chunk.group, -1))
 
     def segments(self) -> Iterator[_Segment]:
-        """One after the other."""
-        for start in range(0, self.key.shape[1], self.settings.segment_length):
-            yield _Segment(self, start)
+        """One after the other; what is clustered is clustered for all of them at once."""
+        settings, finished, N = self.settings, self.finished, self.key.shape[1]
+        starts = range(0, N, settings.segment_length)
+        late = [start for start in starts if settings.older(start)]
+        ends = [settings.older(start) for start in late]
+        blocks = [slice(first, end) for first, end in pairwise([0, *ends])]
+        fitted = [settings.fitted(start, min(start + settings.segment_length, N)) for start in late]
+        past = PastQueries.of_segments(self.query, fitted, finished.metrics(blocks), settings) if late else []
+        labels = finished.labels(blocks, [one.of_heads.mean(dim=1) for one in past])
+        clusters = dict(zip(late, zip(past, blocks, labels, strict=True), strict=True))
+        for start in starts:
+            yield _Segment(self, start, clusters.get(start))
 
     def local_part(self, query: torch.Tensor, rows: slice, keys: slice) -> LocalPart:
         """The queries of a segment over its own keys, or those of its window."""
@@ -166,7 +172,7 @@ def _forward(
             found[:, :, segment.rows] = segment.attend()[2][0]
         part.store_queries(output, found.flatten(1, 2))
 
-    chunks = chunks_of(query, key, key_mask, key_mask, largest_buffer(query, value, settings))
+    chunks = chunks_of(query, key, key_mask, key_mask, SMALL)
     for_every_chunk(attend, chunks, query.device)
     return output if special is None else add_special(output, special, key_mask)
 
@@ -205,7 +211,7 @@ def _backward_op(
         part.store_keys(grad_key, of_key)
         part.store_keys(grad_value, of_value)
 
-    chunks = chunks_of(query, key, key_mask, key_mask, largest_buffer(query, value, settings))
+    chunks = chunks_of(query, key, key_mask, key_mask, SMALL)
     for_every_chunk(attend, chunks, query.device)
     return grad_query, grad_key, grad_value
 

@@ -4,6 +4,9 @@ Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `n` queri
 query head, `M` older keys, `G` clusters of those finished with one segment, `nb` blocks of `L` keys per head.
 """
 
+from copy import copy
+from itertools import groupby
+
 import torch
 
 from ..bi_clustered_attention.offsets import ERROR_PER_VARIANCE
@@ -29,31 +32,61 @@ def labels_of(points: torch.Tensor, clusters: int, settings: Settings, metric: t
     return nearest(points, *prepare(lloyd(fitted, seeds, settings.rounds, metric, binary=False), metric))
 
 
+def runs_of_equal(ranges: list[slice]) -> list[list[slice]]:
+    """The ranges in runs of neighbours of the same length, so that each run is one batch."""
+    return [list(run) for _, run in groupby(ranges, key=lambda rows: rows.stop - rows.start)]
+
+
 class PastQueries:
-    """Clusters of past queries `(P, g, n', D)`.
+    """Clusters of the past queries `(P, g, n', D)` that a segment reads.
 
     Attributes:
         centroids: `(P, g · C, D)`.
         index: `(P · g · n',)` row of every past query in the centroids' table.
         counts: `(P, g, C)`.
-        readers: `(P, g, n)` nearest centroid of the segment's queries.
         of_heads: covariances of the offsets from the centroids, `(P, g, D, D)`; their mean is `Σ_η`.
     """
 
-    def __init__(self, query: torch.Tensor, past: torch.Tensor, metric: torch.Tensor, settings: Settings) -> None:
-        P, g, _, D = query.shape
+    def __init__(self, past: torch.Tensor, metric: torch.Tensor, settings: Settings) -> None:
+        P, g, _, D = past.shape
         C, points = settings.clusters, past.flatten(0, 1)
-        metric = metric.repeat_interleave(g, dim=0)
-        self.index = cluster_rows(labels_of(points, C, settings, metric), C)
+        self.metric = metric
+        labels = labels_of(points, C, settings, metric.repeat_interleave(g, dim=0))
+        self.index = cluster_rows(labels, C)
         sizes = cluster_sizes(self.index, P * g, C)
         self.counts = sizes.view(P, g, C)
         centroids = cluster_sums(points, self.index, P * g, C) / sizes.clamp(min=1)[..., None]
         self.centroids = centroids.view(P, g * C, D)
-        directions, half_norms = prepare(centroids, metric)
-        half_norms = half_norms.masked_fill(sizes == 0, torch.inf)
-        self.readers = nearest(query.flatten(0, 1), directions, half_norms).view(P, g, -1)
         offsets = points - centroids.flatten(0, 1).index_select(0, self.index).view_as(points)
         self.of_heads = (offsets.transpose(1, 2) @ offsets / offsets.shape[1]).view(P, g, D, D)
+
+    @staticmethod
+    def of_segments(
+        query: torch.Tensor, fitted: list[slice], metrics: list[torch.Tensor], settings: Settings
+    ) -> list["PastQueries"]:
+        """Of several segments, whose past queries are those rows of `(P, g, N, D)`: as many as are equal at once."""
+        found: list[PastQueries] = []
+        for run in runs_of_equal(fitted):
+            own = metrics[len(found) : len(found) + len(run)]
+            together = PastQueries(torch.cat([query[:, :, rows] for rows in run]), torch.cat(own), settings)
+            found += [together._part(i, len(query)) for i in range(len(run))]
+        return found
+
+    def _part(self, segment: int, heads: int) -> "PastQueries":
+        """Of one segment, where those of several stand behind each other."""
+        part, own = copy(self), slice(segment * heads, (segment + 1) * heads)
+        part.metric, part.centroids, part.counts = self.metric[own], self.centroids[own], self.counts[own]
+        part.of_heads = self.of_heads[own]
+        tables = heads * self.centroids.shape[1]
+        part.index = self.index.view(len(self.counts), -1)[own].flatten() - segment * tables
+        return part
+
+    def readers(self, query: torch.Tensor) -> torch.Tensor:
+        """The nearest centroid `(P, g, n)` of a segment's queries `(P, g, n, D)`."""
+        P, g, C = self.counts.shape
+        directions, half_norms = prepare(self.centroids.view(P * g, C, -1), self.metric.repeat_interleave(g, dim=0))
+        half_norms = half_norms.masked_fill(self.counts.view(P * g, C) == 0, torch.inf)
+        return nearest(query.flatten(0, 1), directions, half_norms).view(P, g, -1)
 
     def gradient(self, grad_centroids: torch.Tensor) -> torch.Tensor:
         """Of the past queries `(P, g, n', D)`, for that of the centroids."""
@@ -93,30 +126,40 @@ class FinishedKeys:
         self.distances = key.new_empty(P, most)
         self.clusters = torch.empty(P, most // self.L, dtype=torch.int64, device=key.device)
         self.means = key.new_empty(P, segments * settings.key_clusters, self.D + self.Dv)
-        self.first_mean = key[:, :1] * 0
-        self.moments = key.new_zeros(P, self.D), key.new_zeros(P, self.D, self.D)
         self.within = key.new_zeros(P, self.D, self.D)
         self.grad: torch.Tensor | None = None
         self.blocks: list[tuple[slice, slice, ClusterBlocks]] = []
 
-    def see(self, end: int) -> torch.Tensor:
-        """The metric of the keys before `end`, `(P, D, D)`."""
-        key = self.key[:, self.keys : end]
-        if not self.keys:
-            self.first_mean = key.mean(dim=1, keepdim=True)
-        centered = key - self.first_mean
-        self.moments[0].add_(centered.sum(dim=1))
-        self.moments[1].add_(centered.transpose(1, 2) @ centered)
-        mean, square = self.moments[0] / end, self.moments[1] / end
-        return as_metric(square - mean[:, :, None] * mean[:, None])
+    def metrics(self, blocks: list[slice]) -> list[torch.Tensor]:
+        """Of every block of keys the metric of all keys up to its last, `(P, D, D)`."""
+        first_mean = self.key[:, blocks[0]].mean(dim=1, keepdim=True)
+        total, gram = torch.zeros_like(first_mean), self.key.new_zeros(len(self.key), self.D, self.D)
+        found = []
+        for rows in blocks:
+            centered = self.key[:, rows] - first_mean
+            total += centered.sum(dim=1, keepdim=True)
+            gram += centered.transpose(1, 2) @ centered
+            mean = total / rows.stop
+            found.append(as_metric(gram / rows.stop - mean.transpose(1, 2) * mean))
+        return found
 
-    def add(self, end: int, covariance: torch.Tensor) -> None:
-        """Cluster the keys before `end` that are not yet here, by the offsets' covariance `Σ_η` `(P, D, D)`."""
-        settings, D, own = self.settings, self.D, slice(self.keys, end)
+    def labels(self, blocks: list[slice], covariances: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Of every block of keys its clusters `(P, m)`, by the covariance `Σ_η` `(P, D, D)` of its segment's offsets."""
+        P, settings, found = len(self.key), self.settings, list[torch.Tensor]()
+        for run in runs_of_equal(blocks):
+            keys = torch.cat([self.key[:, rows] for rows in run])
+            if settings.first_order:
+                metric = as_metric(torch.cat(covariances[len(found) : len(found) + len(run)]))
+                labels = labels_of(keys, settings.key_clusters, settings, metric)
+            else:
+                labels = torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)
+            found += labels.split(P)
+        return found
+
+    def add(self, own: slice, labels: torch.Tensor, covariance: torch.Tensor) -> None:
+        """The next keys, of their labels and of the covariance `Σ_η` `(P, D, D)`."""
+        settings, D, end = self.settings, self.D, own.stop
         key, G = self.key[:, own], settings.key_clusters
-        labels = torch.zeros(key.shape[:2], dtype=torch.int64, device=key.device)
-        if settings.first_order:
-            labels = labels_of(key, G, settings, as_metric(covariance.clone()))
         P = len(key)
         index = cluster_rows(labels, G)
         sizes = cluster_sizes(index, P, G)
@@ -307,7 +350,7 @@ class OlderPart:
                 for rows in (keys.key, keys.value)
             ]
             self.exact = LocalPart(query.reshape(P * g, 1, n, D), *chosen, False, exact_factor)
-        tables = cluster_rows(past.readers.flatten(0, 1), settings.clusters)
+        tables = cluster_rows(past.readers(query).flatten(0, 1), settings.clusters)
         self.blocks = ClusterBlocks.of(tables, cluster_sizes(tables, P, g * settings.clusters))
         # Behind the scaled query a 1, for the biases of the table.
         rows = query.reshape(P, g * n, D)
