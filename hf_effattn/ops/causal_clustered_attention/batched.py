@@ -24,8 +24,12 @@ from .older import FinishedKeys, OlderPart, PastQueries
 from .reference import ARGUMENTS, Settings, add_special, without_special
 
 
-# Numbers per head, for few chunks: a step of more heads is not much longer, and threads wait for each other's steps.
-SMALL = 0
+def largest_buffer(query: torch.Tensor, settings: Settings) -> int:
+    """Numbers per head of what a step looks at: the past queries of all segments and the centroids' scores.
+
+    Not on a CPU few heads at a time are few large steps, too.
+    """
+    return query.shape[2] * max(query.shape[3] // 2, settings.clusters) if query.device.type == "cpu" else 0
 
 
 class _Segment:
@@ -172,7 +176,7 @@ def _forward(
             found[:, :, segment.rows] = segment.attend()[2][0]
         part.store_queries(output, found.flatten(1, 2))
 
-    chunks = chunks_of(query, key, key_mask, key_mask, SMALL)
+    chunks = chunks_of(query, key, key_mask, key_mask, largest_buffer(query, settings))
     for_every_chunk(attend, chunks, query.device)
     return output if special is None else add_special(output, special, key_mask)
 
@@ -211,7 +215,7 @@ def _backward_op(
         part.store_keys(grad_key, of_key)
         part.store_keys(grad_value, of_value)
 
-    chunks = chunks_of(query, key, key_mask, key_mask, SMALL)
+    chunks = chunks_of(query, key, key_mask, key_mask, largest_buffer(query, settings))
     for_every_chunk(attend, chunks, query.device)
     return grad_query, grad_key, grad_value
 

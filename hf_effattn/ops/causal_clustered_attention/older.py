@@ -169,11 +169,11 @@ class FinishedKeys:
         empty = (blocks.sources == index.numel()).view(P, -1)
         places = slice(self.places, self.places + empty.shape[1])
         rows = self.rows[:, places]
-        torch.sub(packed.view(P, -1, *packed.shape[1:]), blocks.of_cluster(means).view(P, -1, 1, packed.shape[2]),
-                  out=rows.unflatten(1, (-1, self.L)))
-        full = self.full[:, places]
-        full.copy_(~empty)
-        rows *= full[..., None]
+        full = self.full[:, places].copy_(~empty)
+        by_block = (packed, full.reshape(-1, self.L, 1), blocks.of_cluster(means)[:, None])
+        torch.addcmul(
+            *(numbers.unflatten(0, (P, -1)) for numbers in by_block), value=-1, out=rows.unflatten(1, (-1, self.L))
+        )
         first = torch.arange(P, device=key.device)[:, None] * key.shape[1] - own.start
         self.sources[:, places] = (blocks.sources.view(P, -1) - first).masked_fill_(empty, 0)
         self.clusters[:, places.start // self.L : places.stop // self.L] = blocks.clusters.view(P, -1) % G + self.G
@@ -251,8 +251,8 @@ class OlderSummaries:
     def _masses(self) -> torch.Tensor:
         """Sum of the weights of every cluster, `(P, g · C, G)`."""
         of_blocks = self.weights.unflatten(2, (-1, self.keys.L)).sum(dim=3)
-        index = self.clusters[:, None].expand(-1, of_blocks.shape[1], -1)
-        return torch.zeros_like(self.shift).scatter_add_(2, index, of_blocks)
+        member = self.clusters[..., None] == torch.arange(self.keys.G, device=self.clusters.device)
+        return of_blocks @ member.to(of_blocks.dtype)
 
     def _choose(self, counts: torch.Tensor, topk: int, *, in_order: bool) -> torch.Tensor:
         """Places of the keys that the past queries weigh most at their centroids, times `d_t²`; their weights get 0."""
