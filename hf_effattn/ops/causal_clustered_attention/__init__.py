@@ -42,20 +42,21 @@ def causal_clustered_attention(
 
     Tokens are cut into segments. A query attends exactly to its segment's keys up to itself and to `window` keys
     before the segment. For the older keys, the queries of the segment before are put into clusters (K-means in the
-    keys' metric), and the query goes to the nearest centroid `Q̄_j`. One softmax runs over the local keys and
+    keys' metric), and the query goes to the nearest centroid `Q̄_j`. One softmax runs over the local keys, `topk` older
+    keys `T` exactly, the same for the whole segment, and what stands for all others at `Q̄_j`:
 
-    - `"bi-clustered"`: the exact keys and tangents of `bi_clustered_attention` at `Q̄_j`, without its dipole: `topk`
-      keys `T_j`, and of every cluster of the other older keys `log S_jc + η·K̃_jc`. `Σ_η` is that of the past queries;
-    - `"i-clustered"`: the `topk` keys with the largest product with `Q̄_j`, and all others with the centroid's scores;
-    - `"clustered"`: all of them with the centroid's scores (Source: Vyas 2020, for bidirectional attention, where the
-      chosen keys share the centroid's mass of them).
+    - `"bi-clustered"`: of every cluster of keys `log S_jc + η·K̃_jc`, the tangents of `bi_clustered_attention` without
+      lift and dipole. Keys are clustered once, when a segment first sees them so, by the offsets `η` of the past
+      queries from their centroids. `T` are the keys with the largest `w_t d_t²`: `w_t` is the mean weight that the
+      past queries give the key at their centroids, `d_t²` the variance of `η·(K_t - K̄_g(t))`;
+    - `"i-clustered"`: the centroid's scores. `T` are the keys with the largest `w_t`;
+    - `"clustered"`: the centroid's scores of all (Source: Vyas 2020, for bidirectional attention).
 
-    Every segment is a few large steps of its own. Which keys a query sees in which way depends on its position, on
-    itself and on earlier tokens. Changing a token changes no earlier output, bit for bit, but with `prefill=True`;
-    on a GPU a value that is not finite may change those of its segment, as with exact attention. With `window >= N`,
-    and for the two first methods with `topk >= N`, the result is exact attention. Gradients are exact for fixed
-    clusters and chosen keys. Of exact attention's work `clusters / segment_length` remains at any length, and what
-    grows with `N`; memory grows with `N`.
+    Which keys a query sees in which way depends on its position, on itself and on earlier tokens. Changing a token
+    changes no earlier output, bit for bit, but with `prefill=True`; on a GPU a value that is not finite may change
+    those of its segment, as with exact attention. With `window >= N`, and for the two first methods with `topk >= N`,
+    the result is exact attention. Gradients are exact for fixed clusters and chosen keys. Of exact attention's work
+    `clusters / segment_length` remains at any length, and what grows with `N`; memory grows with `N`.
 
     Ours: causal clustered attention elsewhere computes centroids of later queries too.
 
@@ -68,15 +69,15 @@ def causal_clustered_attention(
         value (`torch.Tensor`): `(B, H, N, Dv)`, with the heads of `key`, any strides.
         method (`str`): `"clustered"`, `"i-clustered"` or `"bi-clustered"`.
         clusters (`int`): clusters of past queries per head.
-        topk (`int`): older keys attended to exactly per cluster; without meaning for `"clustered"`.
-        key_clusters (`int`): clusters of all older keys, of `"bi-clustered"`.
+        topk (`int`): older keys attended to exactly, of every query head; without meaning for `"clustered"`.
+        key_clusters (`int`): clusters of a segment's keys, of `"bi-clustered"`.
         segment_length (`int`): tokens of a segment.
         window (`int`): keys before the segment that are attended to exactly.
-        iterations (`int`): rounds of Lloyd's algorithm, for queries, and for keys at most two.
+        iterations (`int`): rounds of Lloyd's algorithm; at most one is run.
         fit_queries (`int`): queries, and keys, that clusters are fitted on.
         exact_above (`float`, *optional*): of `"bi-clustered"`: heads in which the error predicted for a segment is
-            larger (`predicted_error`, of the past queries that its clusters are made of) attend exactly to its older
-            keys, too. Default: none does.
+            larger (`predicted_error`, of the past queries that its clusters are made of) attend exactly to all older
+            keys. Default: none does.
         seed (`int`): of the clustering of queries and keys.
         prefill (`bool`): make a segment's clusters of its own queries: less error, for prompts whose outputs are read
             at the end only. Then an earlier output is made of no later key or value, but which older keys stand out

@@ -144,7 +144,7 @@ class FinishedKeys:
         return found
 
     def labels(self, blocks: list[slice], covariances: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Of every block of keys its clusters `(P, m)`, by the covariance `Σ_η` `(P, D, D)` of its segment's offsets."""
+        """Of every block of keys its clusters `(P, m)`, by `Σ_η` `(P, D, D)` of the segment that first sees it so."""
         P, settings, found = len(self.key), self.settings, list[torch.Tensor]()
         for run in runs_of_equal(blocks):
             keys = torch.cat([self.key[:, rows] for rows in run])
@@ -255,7 +255,7 @@ class OlderSummaries:
         return of_blocks @ member.to(of_blocks.dtype)
 
     def _choose(self, counts: torch.Tensor, topk: int, *, in_order: bool) -> torch.Tensor:
-        """Places of the keys that the past queries weigh most at their centroids, times `d_t²`; their weights get 0."""
+        """Places of the keys with the largest weight of the past queries, times `d_t²`; their weights get 0."""
         P, g, C = counts.shape
         if not topk:
             return counts.new_empty(P, g, 0)

@@ -22,7 +22,9 @@ def farthest_first(points: torch.Tensor, directions: torch.Tensor, clusters: int
     if clusters > FEW * N:
         # All products at once: what is left for each of the C steps is too small to be worth a second thread.
         distances = torch.bmm(points, directions.transpose(1, 2)).add_(norms[..., None])
-        distances = distances.flatten(0, 1)  # row p · N + i: distances from point i of problem p, less the others' norms
+        distances = distances.flatten(
+            0, 1
+        )  # row p · N + i: distances from point i of problem p, less the others' norms
     first_row = torch.arange(P, device=points.device) * N
     chosen = [first_row + first_seed(N, seed)]
     nearest_seed = torch.full_like(norms, torch.inf)

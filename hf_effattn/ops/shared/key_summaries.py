@@ -95,7 +95,6 @@ class Summaries:
         topk: int,
         covariance: torch.Tensor | None,
         *,
-        tangents: bool = True,
         largest_lift: float = 0.0,
         in_order: bool = False,
     ) -> None:
@@ -103,7 +102,7 @@ class Summaries:
 
         `largest_lift`: what half a squared distance adds at most to the logarithm of a key's tilted weight.
         """
-        self.keys, self.centroids, self.T, self.tangents = keys, centroids, min(topk, keys.M), tangents
+        self.keys, self.centroids, self.T = keys, centroids, min(topk, keys.M)
         self.P, self.C, self.G = keys.P, centroids.shape[1], keys.G
         self._choose_keys(covariance, largest_lift, in_order=in_order)
         self._summarise()
@@ -155,7 +154,7 @@ class Summaries:
         self.log_mass = log_mass.masked_fill_(nobody, NO_MASS)
 
     def _make_table(self) -> None:
-        """Rows: exact keys without bias, then the tangents `log S_jc + η·K̃_jc = b_jc + Q_i·K̃_jc`, or `log S_jc`."""
+        """Rows: exact keys without bias, then the tangents `log S_jc + η·K̃_jc = b_jc + Q_i·K̃_jc`."""
         keys, D, T = self.keys, self.keys.D, self.T
         tilted = self.tilted + keys.means.view(self.P, 1, self.G, -1)
         tilted_keys, tilted_values = tilted.split([D, keys.Dv], dim=3)
@@ -165,10 +164,8 @@ class Summaries:
         exact_rows = exact.view(self.P * self.C, T, exact.shape[1])
         table_keys = exact.new_zeros(self.P * self.C, T + self.G, D + 1)
         table_keys[:, :T, :D] = exact_rows[..., :D]
-        bias = self.log_mass
-        if self.tangents:
-            bias = bias - torch.linalg.vecdot(self.centroids[:, :, None], tilted_keys)
-            table_keys[:, T:, :D] = tilted_keys.flatten(0, 1)
+        bias = self.log_mass - torch.linalg.vecdot(self.centroids[:, :, None], tilted_keys)
+        table_keys[:, T:, :D] = tilted_keys.flatten(0, 1)
         table_keys[:, T:, D] = bias.flatten(0, 1)
         values = torch.cat([exact_rows[..., D:-1], tilted_values.flatten(0, 1)], dim=1)
         self.table = ClusterTable(table_keys, values)
@@ -184,12 +181,9 @@ class Summaries:
         grad_bias = grad.keys[:, T:, D]
         grad_exact = torch.cat([grad.keys[:, :T, :D], grad.values[:, :T]], dim=2)
         grad_tilted = torch.cat([grad.keys[:, T:, :D], grad.values[:, T:]], dim=2)
-        grad_centroids = torch.zeros_like(self.centroids).flatten(0, 1)
-        if self.tangents:  # b_jc = log S_jc - Q̄_j·K̃_jc
-            grad_tilted[..., :D] -= grad_bias[..., None] * self.centroids.flatten(0, 1)[:, None]
-            grad_centroids -= (grad_bias[:, None] @ self.table.keys[:, T:, :D])[:, 0]
-        else:
-            grad_tilted[..., :D] = 0
+        # b_jc = log S_jc - Q̄_j·K̃_jc
+        grad_tilted[..., :D] -= grad_bias[..., None] * self.centroids.flatten(0, 1)[:, None]
+        grad_centroids = -(grad_bias[:, None] @ self.table.keys[:, T:, :D])[:, 0]
         of_mass = grad_bias.reshape(self.P, self.C, self.G)
         grad_log_mass = of_mass if grad_log_mass is None else grad_log_mass + of_mass
 

@@ -31,9 +31,9 @@ METRICS = ("keys", "queries")
 SCHEMES = ("strict", "prefill")
 # Of Lloyd's algorithm on the keys, at most: a third round saves no error that its time would not save elsewhere.
 KEY_ITERATIONS = 2
-# In models that mask the future, measured by scripts/benchmark/language_model.py: a centroid of earlier queries is
-# farther from those that read it, so it has so many times the exact keys; older keys get a part of the weight only, so
-# an error of theirs may be so many times as large.
+# In models that mask the future, measured by scripts/benchmark/language_model.py: exact keys are those of a head, not
+# of a cluster, so there are more of them and fewer clusters; key clusters are those of a segment; older keys get a part
+# of the weight only, so an error of theirs may be so many times as large.
 OLDER_TOPK, OLDER_ERROR = 4, 4
 OLDER_CLUSTERS, OLDER_KEY_CLUSTERS = 4, 8
 
@@ -178,7 +178,7 @@ class Clustered(Method):
 
     @property
     def causal_options(self) -> dict[str, Any]:
-        """What this method tells the causal op beyond what all methods do."""
+        """What this method tells the causal op otherwise than its fields, or beyond what all methods do."""
         return {}
 
     @property
@@ -221,7 +221,8 @@ class ImprovedClustered(Clustered):
     Source: Vyas 2020, improved clustered.
 
     Args:
-        topk (`int`): keys recomputed exactly per cluster; more are more exact and slower.
+        topk (`int`): keys recomputed exactly per cluster; more are more exact and slower. In models that mask the
+            future four times as many per head, the same for all clusters of a segment.
     """
 
     method: ClassVar[str] = "i-clustered"
@@ -248,7 +249,7 @@ class ImprovedClustered(Clustered):
 
     @property
     def causal_options(self) -> dict[str, Any]:
-        return {"topk": self.topk}
+        return {"topk": OLDER_TOPK * self.topk}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,13 +259,14 @@ class BiClustered(ImprovedClustered):
     Ours, beyond Vyas 2020; see `hf_effattn.ops.bi_clustered_attention`.
 
     Args:
+        clusters (`int`): of queries, as in `Clustered`. In models that mask the future a quarter of them.
         topk (`int`): keys attended to exactly per query cluster; more are more exact and slower. In models that mask
-            the future four times as many, as centroids of earlier queries are farther from those that read them.
+            the future four times as many per head, the same for all clusters of a segment.
         key_clusters (`int`): clusters of keys per head, by K-means in the metric of the queries' offsets from their
-            centroids; more are more exact and slower.
+            centroids; more are more exact and slower. In models that mask the future an eighth of them per segment.
         exact_above (`float`, *optional*): heads whose predicted error (`hf_effattn.ops.predicted_error`) is larger run
             exact attention; None: none does. In models that mask the future decided segment by segment, from earlier
-            tokens, and for an error of the older keys three times as large.
+            tokens, and for an error of the older keys four times as large.
     """
 
     method: ClassVar[str] = "bi-clustered"
@@ -301,9 +303,8 @@ class BiClustered(ImprovedClustered):
 
     @property
     def causal_options(self) -> dict[str, Any]:
-        return {
+        return super().causal_options | {
             "clusters": -(-self.clusters // OLDER_CLUSTERS),
-            "topk": OLDER_TOPK * self.topk,
             "key_clusters": -(-self.key_clusters // OLDER_KEY_CLUSTERS),
             "exact_above": None if self.exact_above is None else OLDER_ERROR * self.exact_above,
         }
