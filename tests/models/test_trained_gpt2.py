@@ -16,8 +16,10 @@ from scripts.benchmark.causal_generation import SETTINGS, same_tokens
 
 FOLDER = Path(__file__).resolve().parents[2] / "model_cards" / "gpt2-books"
 HELD_OUT = "adventures-of-sherlock-holmes"
-SETTINGS_OF_OP = {"clusters": 16, "topk": 32, "key_clusters": 32, "segment_length": 128, "window": 64}
-STRICT = {"method": "bi-clustered", "min_length": 0} | SETTINGS_OF_OP
+SEGMENTS = {"segment_length": 128, "window": 64}
+SETTINGS_OF_OP = {"clusters": 8, "topk": 96, "key_clusters": 8} | SEGMENTS
+# Which the method makes of these.
+STRICT = {"method": "bi-clustered", "min_length": 0, "clusters": 32, "topk": 24, "key_clusters": 64} | SEGMENTS
 
 
 @pytest.fixture(scope="module")

@@ -170,7 +170,7 @@ def older_columns(
     chosen: torch.Tensor,
     settings: Settings,
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """What the queries `(n, D)` of one cluster see of the older keys: scores, values, and their places in dropout."""
+    """What queries `(n, D)` see of the older keys at a centroid: scores, values, and their places in dropout."""
     at_centroid = key @ centroid  # (M,)
     rest = torch.ones_like(key_labels, dtype=torch.bool).index_fill(0, chosen, False)
     scores, values, columns = [rows @ key[chosen].T], [value[chosen]], [*range(len(chosen))]
@@ -270,18 +270,19 @@ def attend_segment(
             own_clusters = clustered[head].chosen
             chosen = exact_keys(clustered[head], key[:first], distances, settings.topk)
         for j in own_clusters.unique():
-            own = own_clusters == j
-            scores, values, columns = [local[own]], [value[first:end]], [*range(end - first)]
+            # Of all rows: their number must tell no row how many later ones have its cluster, by a last bit.
+            scores, values, columns = [local], [value[first:end]], [*range(end - first)]
             if clustered:
                 centroid = clustered[head].centroids[j]
-                more = older_columns(rows[own], centroid, key[:first], value[:first], key_labels, chosen, settings)
+                more = older_columns(rows, centroid, key[:first], value[:first], key_labels, chosen, settings)
                 scores.append(more[0])
                 values.append(more[1])
                 columns += [end - first + column for column in more[2]]
             weights = torch.cat(scores, dim=1).softmax(dim=1)
             if factor is not None:
-                weights = weights * factor[own][:, columns]
-            output[own] = weights @ torch.cat(values)
+                weights = weights * factor[:, columns]
+            own = own_clusters == j
+            output[own] = (weights @ torch.cat(values))[own]
         outputs.append(output)
     return outputs
 
