@@ -345,11 +345,11 @@ class OlderPart:
         exact_factor = None if factor is None else factor[..., : top.shape[2]].flatten(0, 1)[:, None]
         self.exact: LocalPart | None = None
         if top.shape[2]:
-            chosen = [
+            key, value = (
                 rows.flatten(0, 1).index_select(0, self.sources).view(P * g, top.shape[2], -1)
                 for rows in (keys.key, keys.value)
-            ]
-            self.exact = LocalPart(query.reshape(P * g, 1, n, D), *chosen, False, exact_factor)
+            )
+            self.exact = LocalPart(query.reshape(P * g, 1, n, D), key, value, False, exact_factor)
         tables = cluster_rows(past.readers(query).flatten(0, 1), settings.clusters)
         self.blocks = ClusterBlocks.of(tables, cluster_sizes(tables, P, g * settings.clusters))
         # Behind the scaled query a 1, for the biases of the table.

@@ -118,7 +118,10 @@ def row_chunks(
     B, H = query.shape[0], query.shape[1] // group
     parts = min(H, -(-H * group * bytes_per_head // CHUNK_BYTES))
     if query.device.type == "cpu":
-        parts = max(parts, min(H, -(-torch.get_num_threads() // max(1, B))))  # every thread gets one
+        threads = torch.get_num_threads()
+        parts = max(parts, min(H, -(-threads // max(1, B))))  # every thread gets one
+        if B == 1:  # and as many as the others
+            parts = min(H, -(-parts // threads) * threads)
     heads = -(-H // max(1, parts))
     for batch in range(B):
         query_rows, key_rows = valid_rows(query_mask, batch), valid_rows(key_mask, batch)
