@@ -15,7 +15,8 @@ from ..kmeans.batched import find_seeds, lloyd, nearest, prepare
 from ..kmeans.sampling import fit_rows
 from ..shared.cluster_blocks import ClusterBlocks, block_length
 from ..shared.cluster_table import ClusterTable, attend_backward, attend_in_part
-from ..shared.key_summaries import LEAST_LOG_WEIGHT, NO_MASS, SMALLEST_DISTANCE
+from ..shared.key_summaries import LEAST_LOG_WEIGHT, NO_MASS
+from ..shared.precision import SMALLEST
 from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums
 from ..shared.topk import largest
 from .local import Attended, LocalPart, merge
@@ -181,7 +182,7 @@ class FinishedKeys:
         distances = self.distances[:, places].fill_(1.0)
         if settings.first_order:
             spread = rows[..., :D].contiguous()
-            distances.copy_(torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST_DISTANCE))
+            distances.copy_(torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST))
             self.within += spread.transpose(1, 2) @ spread
         distances.masked_fill_(empty, -1.0)
         self.blocks.append((own, places, blocks))

@@ -176,7 +176,6 @@ class Clustered(Method):
                 f"with {self.metric!r}; leave both out"
             )
 
-    @property
     def causal_options(self) -> dict[str, Any]:
         """What this method tells the causal op otherwise than its fields, or beyond what all methods do."""
         return {}
@@ -201,7 +200,7 @@ class Clustered(Method):
             key,
             value,
             method=self.method,
-            **{"clusters": self.clusters} | self.causal_options,
+            **{"clusters": self.clusters} | self.causal_options(),
             segment_length=self.segment_length,
             window=self.window,
             iterations=self.iterations,
@@ -247,7 +246,6 @@ class ImprovedClustered(Clustered):
     def op(self) -> Callable[..., torch.Tensor]:
         return partial(improved_clustered_attention, topk=self.topk)
 
-    @property
     def causal_options(self) -> dict[str, Any]:
         return {"topk": OLDER_TOPK * self.topk}
 
@@ -301,9 +299,8 @@ class BiClustered(ImprovedClustered):
     def op(self) -> Callable[..., torch.Tensor]:
         return partial(_attend_bi_clustered, topk=self.topk, key_clusters=self.key_clusters)
 
-    @property
     def causal_options(self) -> dict[str, Any]:
-        return super().causal_options | {
+        return super().causal_options() | {
             "clusters": -(-self.clusters // OLDER_CLUSTERS),
             "key_clusters": -(-self.key_clusters // OLDER_KEY_CLUSTERS),
             "exact_above": None if self.exact_above is None else OLDER_ERROR * self.exact_above,
