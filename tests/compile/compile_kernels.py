@@ -35,7 +35,9 @@ from triton.runtime.jit import JITFunction
 import hf_effattn
 from hf_effattn.ops.shared.triton import chips
 from hf_effattn.ops.shared.triton.centroids import _centroid_attention_fwd_kernel
-from hf_effattn.ops.shared.triton.softmax import column_step, dot_rows
+from hf_effattn.ops.shared.triton.dropout import dropout_factor
+from hf_effattn.ops.shared.triton.softmax import dot_rows
+from hf_effattn.ops.shared.triton.tiles import load_rows
 
 KIB = 1024
 FRESH_HEAD_DIM = 64
@@ -126,7 +128,7 @@ def settle_hashes() -> None:
         function.starting_line_number = 0
     # Triton takes the constants of a called function into a hash only where that function has its own already: always
     # in this order.
-    for function in (_centroid_attention_fwd_kernel, dot_rows, column_step):
+    for function in (_centroid_attention_fwd_kernel, dot_rows, load_rows, dropout_factor):
         assert function.cache_key
 
 

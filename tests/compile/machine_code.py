@@ -74,9 +74,9 @@ class Recorder(Compiler):
 
 def layers() -> dict[str, Callable[[], Any]]:
     """A forward pass of the layers that a GPU is for, at the length where they are to gain."""
-    cluster_queries, improved, slices = (
-        getattr(import_module(f"hf_effattn.ops.{name}.triton"), name)
-        for name in ("cluster_queries", "improved_clustered_attention", "slice_attention")
+    names = "cluster_queries", "improved_clustered_attention", "bi_clustered_attention", "slice_attention"
+    cluster_queries, improved, bi_clustered_attention, slices = (
+        getattr(import_module(f"hf_effattn.ops.{name}.triton"), name) for name in names
     )
     query, key, value = tensors(HEAD_DIM, DTYPES[DTYPE], length=LENGTH, heads=HEADS, key_heads=HEADS)
     labels = torch.zeros(1, HEADS, LENGTH, dtype=torch.int64)
@@ -86,11 +86,16 @@ def layers() -> dict[str, Callable[[], Any]]:
         cluster_queries(query.detach(), key.detach(), None, None, 100, "kmeans", 3, 32, 2048, 0)
         return improved(query, key, value, labels, 100, 32, *plain)
 
+    def bi_clustered() -> torch.Tensor:
+        rest = HEAD_DIM**-0.5, 0.0, None
+        return bi_clustered_attention(query, key, value, labels, labels, 64, 32, 64, None, None, None, *rest)
+
     slice_length, extension = 32, 32
+    sinks = torch.ones(1, LENGTH, dtype=torch.bool)
     cst = partial(
-        slices, query, key, value, slice_length, extension, False, None, HEAD_DIM**-0.5, None, None, None, 0.0, None
+        slices, query, key, value, slice_length, extension, False, None, HEAD_DIM**-0.5, None, None, sinks, 0.0, None
     )
-    return {"i-clustered": i_clustered, "cst": lambda: cst()[0]}
+    return {"i-clustered": i_clustered, "bi-clustered": bi_clustered, "cst": lambda: cst()[0]}
 
 
 def record() -> dict[str, Any]:

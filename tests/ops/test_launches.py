@@ -80,7 +80,7 @@ improved = partial(attend, "improved_clustered_attention", topk=32)
         (partial(cluster, masked=True), 10, 0),
         (partial(attend, "clustered_attention"), 5, 4),
         (improved, 8, 7),
-        (slices, 1, 4),
+        (slices, 1, 5),
         (blocks, 1, 2),
         (words, 3, 3),
     ],

@@ -12,7 +12,7 @@ KERNEL_CASES = (
     Case("grouped_heads", B=1, H=4, key_heads=2, N=19, ratio=2, positions=True, sinks=True, masks="holes"),
     Case("a_slice_of_several_tiles", B=1, N=150, L=140, ratio=1.1, positions=True, sinks=True),
     Case("causal_slice_of_several_tiles", B=1, N=150, L=80, ratio=1.5, positions=True, causal=True),
-    Case("many_sinks", B=1, N=90, L=8, sinks=True),
+    Case("many_sinks", B=1, N=150, L=8, sinks=True),
 )
 
 

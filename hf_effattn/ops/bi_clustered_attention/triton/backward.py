@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...shared.triton.chips import LENGTHS, on_device_of
+from ...shared.triton.chips import LENGTHS, chip_of, on_device_of
 from ...shared.triton.cluster_table import (
     _cluster_table_bwd_delta_kernel,
     _cluster_table_bwd_key_kernel,
@@ -231,6 +231,11 @@ def attend_backward(
     P, rows, words, group = B * Hk, H // Hk * clusters, saved.taken.shape[2], H // Hk
     config = tile_config(query, D, Dv, backward=True)
     sums_config = tile_config(query, D, Dv, backward=True, two_sums=True)
+    # Three sums a program, of tables that seldom have more than 32 key clusters.
+    summary_config = sums_config | {"ROWS": min(sums_config["ROWS"], 64 // query.element_size())}
+    # Three blocks of columns at once, which wide rows and AMD's lanes have no registers for.
+    narrow = sums_config["num_warps"] == 8 or chip_of(query).name == "hip"
+    key_config = sums_config | ({"COLUMNS": 16, "num_stages": min(2, sums_config["num_stages"])} if narrow else {})
     exact = {"HAS_EXACT": exact_heads is not None}
     switches = exact | {"HAS_DROPOUT": dropout_seed is not None}
     tiles = queries.tiles.shape[1]
@@ -248,7 +253,7 @@ def attend_backward(
         _cluster_table_bwd_delta_kernel[(B * H * tiles,)](
             query, output, grad_output, exact_heads, *of_queries, saved.centroids, saved.dipoles, delta, turn,
             *strides[0], *output.stride(), *strides[3], H, group, N, D, Dv, clusters, tiles, scale,
-            **exact, ROWS=queries.tile, BLOCK_V=config["BLOCK_V"], PRECISION=config["PRECISION"],
+            **exact, ROWS=queries.tile, **{name: config[name] for name in ("BLOCK_V", "BY_PARTS", "PRECISION")},
         )  # fmt: skip
         splits = 1 if ordered else min(LARGEST_SPLIT, triton.cdiv(N, ROWS_OF_A_SPLIT))
         blocks = triton.cdiv(topk, sums_config["ROWS"])
@@ -262,12 +267,12 @@ def attend_backward(
             # Places without a key hold 0 and may go anywhere.
             first = torch.arange(P, device=key.device).repeat_interleave(rows * topk) * M
             sums.index_add_(0, saved.top.flatten().clamp(min=0) + first, shares)
-        blocks = triton.cdiv(key_clusters, sums_config["ROWS"])
+        blocks = triton.cdiv(key_clusters, summary_config["ROWS"])
         _cluster_table_bwd_summary_kernel[(P * rows * blocks,)](
             query, grad_output, dropout_seed, exact_heads, *of_queries[:2], saved.lse, delta, turn, saved.table_keys,
             saved.table_values, saved.bias, saved.centroids, table_grad_keys, table_grad_values, grad_bias, constant,
             *strides[0], *strides[3], H, group, N, D, Dv, clusters, key_clusters, topk, blocks, *scales, dropout_p,
-            **switches, **sums_config,
+            **switches, **summary_config,
         )  # fmt: skip
         grad_dipoles, share_grads = cluster_products(
             query, grad_output, queries, saved.centroids, None, exact_heads,
@@ -285,9 +290,9 @@ def attend_backward(
             keys.starts, keys.tiles, saved.log_mass, constant, table_grad_keys, table_grad_values,
             saved.mean_keys, saved.mean_values, grad_covariances, sums, grad_key, grad_value, *strides[1], *strides[2],
             *grad_key.stride(), *grad_value.stride(), Hk, rows, M, D, Dv, clusters, key_clusters, words,
-            keys.tiles.shape[1], max(1.0, N / clusters), *scales, **exact, **sums_config,
+            keys.tiles.shape[1], max(1.0, N / clusters), *scales, **exact, **key_config,
         )  # fmt: skip
-        blocks = triton.cdiv(rows, config["ROWS"])
+        blocks = triton.cdiv(rows, sums_config["ROWS"])
         splits = max(1, min(CENTROID_PROGRAMS // (P * blocks), key_clusters))
         split_length = triton.cdiv(key_clusters, splits)
         splits = triton.cdiv(key_clusters, split_length)
@@ -296,7 +301,7 @@ def attend_backward(
             saved.centroids, key, value, saved.log_squares, saved.taken, exact_heads, queries.starts, keys.order,
             keys.starts, saved.table_keys, saved.log_mass, constant, table_grad_keys, table_grad_values, grad_bias,
             grad_centroids, *strides[1], *strides[2], Hk, rows, M, D, Dv, clusters, key_clusters, words, blocks,
-            splits, split_length, *scales, **exact, **config,
+            splits, split_length, *scales, **exact, **sums_config,
         )  # fmt: skip
         _cluster_table_bwd_query_kernel[(B * H * tiles,)](
             query, key, value, grad_output, dropout_seed, exact_heads, *of_queries, saved.top, saved.lse, delta,

@@ -61,7 +61,7 @@ def _bi_clustered_attention_fwd_exact_kernel(
         b_scores = tl.where(m_query[:, None] & m_key[None, :], b_scores * scale_log2, float("-inf"))
         b_output, b_highest, b_total = softmax_step(
             b_scores, b_value, b_output, b_highest, b_total, seed_ptr, o_row, o_m, M, dropout_p,
-            False, HAS_DROPOUT, PRECISION,
+            HAS_DROPOUT, PRECISION,
         )  # fmt: skip
     b_divisor = tl.where(b_total > 0, b_total, 1.0)
     tl.store(lse_ptr + o_row, b_highest + tl.log2(b_divisor), mask=o_n < N)

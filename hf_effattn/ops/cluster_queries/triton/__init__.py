@@ -72,14 +72,15 @@ def keys_metric(key: torch.Tensor, rows: Rows) -> torch.Tensor:
     """`G` `(B · Hk, D, D)` of the fitted rows of keys `(B, Hk, M, D)`."""
     B, heads, _, D = key.shape
     metric = torch.empty(B * heads, D, D, dtype=torch.float32, device=key.device)
-    block_d, wide = block_width(D), key.dtype == torch.float32
+    chip, block_d, wide = chip_of(key), block_width(D), key.dtype == torch.float32
+    block_r = min(64, 4096 // block_d) if wide else min(128, 8192 // block_d)
     with on_device_of(key):
         _cluster_queries_metric_kernel[(B * heads * triton.cdiv(D, 16),)](
             key, *key.stride(), rows.fit, rows.fit.stride(0), rows.counts, rows.counts.stride(0), metric,
             heads, rows.fit.shape[1], D,
-            RIDGE=METRIC_RIDGE, WIDE=wide, BLOCK_R=max(16, min(128, (4096 if wide else 8192) // block_d)), BLOCK_I=16,
-            BLOCK_D=block_d, PRECISION=chip_of(key).dot_precision(torch.float32), num_warps=8,
-            num_stages=1 if wide else 3,
+            RIDGE=METRIC_RIDGE, WIDE=wide, BLOCK_R=max(16, block_r), BLOCK_I=16,
+            BLOCK_D=block_d, PRECISION=chip.dot_precision(torch.float32), num_warps=8,
+            num_stages=1 if wide else 3, **chip.all_registers,
         )  # fmt: skip
     return metric
 

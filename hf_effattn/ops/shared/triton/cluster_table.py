@@ -106,7 +106,7 @@ def _cluster_table_fwd_kernel(
         b_scores = tl.where(m_top[None, :], b_scores * scale_log2, float("-inf"))
         b_output, b_highest, b_total = softmax_step(
             b_scores, b_value, b_output, b_highest, b_total,
-            seed_ptr, o_row, o_t, columns, dropout_p, False, HAS_DROPOUT, PRECISION,
+            seed_ptr, o_row, o_t, columns, dropout_p, HAS_DROPOUT, PRECISION,
         )  # fmt: skip
 
     o_v = tl.arange(0, BLOCK_V)
@@ -144,9 +144,10 @@ def _cluster_table_fwd_kernel(
     tl.store(lse_ptr + o_row, b_highest + tl.log2(b_divisor), mask=m_row)
     if HAS_SUMMARIES:
         tl.store(share_ptr + o_row, b_share / b_divisor, mask=m_row)
+    b_factor = 1.0 / b_divisor
     if HAS_REST:
-        b_divisor = b_divisor / tl.load(mass_ptr + i_row)
-    b_output = b_output / b_divisor[:, None]
+        b_factor *= tl.load(mass_ptr + i_row)
+    b_output = b_output * b_factor[:, None]
     if HAS_REST:
         b_output += tl.load(rest_ptr + i_row * Dv + o_v, mask=(o_v < Dv) & in_cluster, other=0.0)[None, :]
     p_output = output_ptr + i_b * stride_output_b + i_h * stride_output_h
@@ -173,7 +174,8 @@ def _cluster_table_bwd_delta_kernel(
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,
     stride_go_b, stride_go_h, stride_go_n, stride_go_d,
     H, group, N, D, Dv, clusters, tiles, scale,
-    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`δ_i = dO_i·O_i` of a tile of queries, and `(Q_i - Q̄_j) M_j dO_i`, what its dipole gives the weight `s_i`."""
     i_p = (tl.program_id(0) // tiles).to(tl.int64)
@@ -198,8 +200,12 @@ def _cluster_table_bwd_delta_kernel(
         o_d = first + tl.arange(0, PART)
         b_eta = load_offsets(p_query, m_row, stride_query_d, centroid_ptr + i_row * D, o_d, D)
         # [PART, BLOCK_V]
-        b_matrix = load_rows(dipole_ptr + (i_row * D + o_d) * Dv, o_d < D, 1, Dv, BLOCK_V)
-        b_turn += tl.sum(b_eta * tl.dot(b_grad, tl.trans(b_matrix), input_precision=PRECISION), 1)
+        p_matrix = dipole_ptr + (i_row * D + o_d) * Dv
+        b_matrix = load_rows(p_matrix, o_d < D, 1, Dv, BLOCK_V)
+        b_turned = dot_rows(
+            b_grad, b_matrix, p_grad, m_row, stride_go_d, p_matrix, o_d < D, 1, Dv, ROWS, PART, BY_PARTS, PRECISION
+        )
+        b_turn += tl.sum(b_eta * b_turned, 1)
     tl.store(turn_ptr + i_p * N + b_row, b_turn * scale, mask=m_row)
 
 

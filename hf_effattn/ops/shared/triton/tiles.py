@@ -76,7 +76,8 @@ def tile_config(
     single = itemsize == 4
     row_bytes = widest * itemsize
     rows = 32 if single else 64
-    columns = 64 if row_bytes <= 128 and not single and not backward else 32
+    hip = chip.name == "hip"
+    columns = 64 if row_bytes <= 128 and not (single or backward or hip) else 32
     if widest > 128:
         rows //= 2
     if (single and backward) or (widest > 128 and (single or backward)):
@@ -85,7 +86,6 @@ def tile_config(
     from_shared = not single and chip.name == "cuda" and chip.shared_memory > 200 * KIB
     by_parts = row_bytes >= 512 or (backward and row_bytes >= 256 and not from_shared)
     # AMD's warps are twice as wide, and leave each lane half the registers where there are eight.
-    hip = chip.name == "hip"
     wide = not hip and (row_bytes >= 256 or (single and two_sums) if backward else single and widest == 128)
     # Loads further ahead cost registers, which float32 and the widest rows do not have.
     ahead = 2 if single or by_parts or hip else 3

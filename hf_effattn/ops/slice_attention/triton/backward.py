@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ...shared.triton.chips import block_width, on_device_of
+from ...shared.triton.cluster_table import load_split_sum
 from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.tiles import LOG2_E, load_rows
 from .forward import Call, strides
@@ -29,6 +30,8 @@ from .tiles import (
 )
 
 GRADIENT_ROWS = 16
+ROWS_OF_A_SINK_SPLIT = 128  # queries that one program walks before those of a sink are split
+LARGEST_SINK_SPLIT = 32
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -177,11 +180,13 @@ def key_gradients(
     p_query_place = query_positions_ptr + (i_h * L + o_row % L) * D
     p_whole = whole_grad_ptr + (i_p * N + o_row) * Dv
     o_d = tl.arange(0, BLOCK_D)
-    # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-    b_query = load_with_positions(
-        p_query, m_token, stride_query_d, p_query_place, m_token, o_d, D, HAS_QUERY_POSITIONS
-    )  # fmt: skip
-    b_grad = load_rows(p_whole, m_token, 1, Dv, BLOCK_V)
+    b_query, b_grad = b_key, b_value  # by parts nothing reads them
+    if not BY_PARTS:
+        # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+        b_query = load_with_positions(
+            p_query, m_token, stride_query_d, p_query_place, m_token, o_d, D, HAS_QUERY_POSITIONS
+        )  # fmt: skip
+        b_grad = load_rows(p_whole, m_token, 1, Dv, BLOCK_V)
     b_lse = tl.load(lse_ptr + i_p * N + o_row, mask=m_token, other=0.0) * log2_e
     b_delta = tl.load(delta_ptr + i_p * N + o_row, mask=m_token, other=0.0)
     # Keys by queries, as the products below take them.
@@ -202,7 +207,13 @@ def key_gradients(
         b_dropped = b_weights * b_factor
         b_grad_weights *= b_factor
     b_grad_scores = b_weights * (b_grad_weights - b_delta[None, :])
+    if BY_PARTS:  # not before: whole rows take the registers that the scores need
+        b_grad = load_rows(p_whole, m_token, 1, Dv, BLOCK_V)
     b_grad_value += tl.dot(b_dropped.to(b_grad.dtype), b_grad, input_precision=PRECISION)
+    if BY_PARTS:
+        b_query = load_with_positions(
+            p_query, m_token, stride_query_d, p_query_place, m_token, o_d, D, HAS_QUERY_POSITIONS
+        )  # fmt: skip
     b_grad_key += tl.dot(b_grad_scores.to(b_query.dtype), b_query, input_precision=PRECISION)
     return b_grad_key, b_grad_value
 
@@ -272,29 +283,47 @@ def _slice_attention_bwd_key_kernel(
     tl.store(p_grad, b_grad_value.to(grad_value_ptr.dtype.element_ty), mask=m_row[:, None] & (o_v < Dv)[None, :])
 
 
+@triton.jit
+def add_in_place(p_grad, m_grad, b_sum):
+    """Adds to gradients in their own dtype."""
+    b_sum += tl.load(p_grad, mask=m_grad, other=0.0).to(tl.float32)
+    tl.store(p_grad, b_sum.to(p_grad.dtype.element_ty), mask=m_grad)
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def _slice_attention_bwd_sink_kernel(
     whole_grad_ptr, lse_ptr, delta_ptr, query_ptr, key_ptr, value_ptr, mask_ptr,
-    query_positions_ptr, sink_ptr, sink_count_ptr, seed_ptr, grad_key_ptr, grad_value_ptr,
+    query_positions_ptr, sink_ptr, sink_count_ptr, seed_ptr, key_parts_ptr, value_parts_ptr, grad_key_ptr,
+    grad_value_ptr,
     stride_query_b, stride_query_h, stride_query_n, stride_query_d,
     stride_key_b, stride_key_h, stride_key_n, stride_key_d,
     stride_value_b, stride_value_h, stride_value_n, stride_value_d,
     stride_gk_b, stride_gk_h, stride_gk_n, stride_gk_d,
     stride_gv_b, stride_gv_h, stride_gv_n, stride_gv_d,
     stride_mask_b, stride_mask_n,
-    H, group, N, L, extension, D, Dv, scale, scale_log2, log2_e, dropout_p,
+    H, group, N, L, extension, D, Dv, splits, scale, scale_log2, log2_e, dropout_p,
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_QUERY_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    IN_PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to `dK_t` and `dV_t` what a tile of sinks gets from the slices that see them beside their windows."""
+    """Adds to `dK_t` and `dV_t` what a tile of sinks gets from the slices that see them beside their windows.
+
+    With `IN_PARTS` the first tile, and there seldom are more, has `splits` programs: each walks a part of the queries
+    and leaves its sum in `(B · Hk, ROWS, splits, D or Dv)`, float32.
+    """
     key_heads = H // group
     i_pk = tl.program_id(1).to(tl.int64)
     i_b, i_kh = i_pk // key_heads, i_pk % key_heads
     count = tl.load(sink_count_ptr + i_b)
-    o_sink = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    i_tile, first, last = tl.program_id(0), 0, N
+    if IN_PARTS:
+        i_tile = tl.maximum(i_tile - splits + 1, 0)
+        length = tl.cdiv(N, splits)
+        first = tl.where(i_tile > 0, 0, tl.program_id(0) * length)
+        last = tl.where(i_tile > 0, N, tl.minimum(N, first + length))
+    o_sink = i_tile * ROWS + tl.arange(0, ROWS)
     # How many sinks there are only the device knows: most programs have none.
-    if tl.program_id(0) * ROWS >= count:
+    if i_tile * ROWS >= count:
         return
     mask_ptr += i_b * stride_mask_b
     m_key = o_sink < count
@@ -310,9 +339,9 @@ def _slice_attention_bwd_sink_kernel(
     window = L + 2 * extension
     for i_g in range(0, group):
         i_h = i_kh * group + i_g
-        for start in range(0, N, COLUMNS):
+        for start in range(first, last, COLUMNS):
             o_row = start + tl.arange(0, COLUMNS)
-            m_token = load_tokens(mask_ptr, o_row, o_row < N, stride_mask_n, HAS_MASK)
+            m_token = load_tokens(mask_ptr, o_row, o_row < last, stride_mask_n, HAS_MASK)
             m_visible = sink_visible(o_row, m_token, o_key, m_key, L, extension, CAUSAL)
             b_grad_key, b_grad_value = key_gradients(
                 b_grad_key, b_grad_value, b_key, p_key, m_key, stride_key_d, p_key, m_key, b_value, p_value,
@@ -321,19 +350,42 @@ def _slice_attention_bwd_sink_kernel(
                 stride_query_n, stride_query_d, N, L, D, Dv, window + N, scale_log2, log2_e, dropout_p,
                 HAS_QUERY_POSITIONS, False, HAS_DROPOUT, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
             )  # fmt: skip
+    b_grad_key *= scale
+    o_d, o_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_V)[None, :]
+    m_d, m_v = m_key[:, None] & (o_d < D), m_key[:, None] & (o_v < Dv)
+    p_gk = grad_key_ptr + i_b * stride_gk_b + i_kh * stride_gk_h + o_key[:, None] * stride_gk_n + o_d * stride_gk_d
+    p_gv = grad_value_ptr + i_b * stride_gv_b + i_kh * stride_gv_h + o_key[:, None] * stride_gv_n + o_v * stride_gv_d
+    if IN_PARTS:
+        if i_tile == 0:
+            o_part = ((i_pk * ROWS + o_sink) * splits + tl.program_id(0))[:, None]
+            tl.store(key_parts_ptr + o_part * D + o_d, b_grad_key, mask=m_d)
+            tl.store(value_parts_ptr + o_part * Dv + o_v, b_grad_value, mask=m_v)
+        else:
+            add_in_place(p_gk, m_d, b_grad_key)
+            add_in_place(p_gv, m_v, b_grad_value)
+    else:
+        add_in_place(p_gk, m_d, b_grad_key)
+        add_in_place(p_gv, m_v, b_grad_value)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def _slice_attention_bwd_sink_sum_kernel(
+    key_parts_ptr, value_parts_ptr, sink_ptr, sink_count_ptr, grad_key_ptr, grad_value_ptr,
+    stride_gk_b, stride_gk_h, stride_gk_n, stride_gk_d, stride_gv_b, stride_gv_h, stride_gv_n, stride_gv_d,
+    key_heads, N, D, Dv, rows, splits,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Adds the parts of one sink to its `dK_t` and `dV_t`, always in the same order."""
+    i_pk, i_sink = (tl.program_id(0) // rows).to(tl.int64), tl.program_id(0) % rows
+    i_b, i_kh = i_pk // key_heads, i_pk % key_heads
+    if i_sink >= tl.load(sink_count_ptr + i_b):
+        return
+    i_key = tl.load(sink_ptr + i_b * N + i_sink)
     o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    m_grad = m_key[:, None] & (o_d < D)[None, :]
-    p_grad = grad_key_ptr + i_b * stride_gk_b + i_kh * stride_gk_h
-    p_grad += o_key[:, None] * stride_gk_n + o_d[None, :] * stride_gk_d
-    # [ROWS, BLOCK_D]
-    b_grad_key = b_grad_key * scale + tl.load(p_grad, mask=m_grad, other=0.0).to(tl.float32)
-    tl.store(p_grad, b_grad_key.to(grad_key_ptr.dtype.element_ty), mask=m_grad)
-    m_grad = m_key[:, None] & (o_v < Dv)[None, :]
-    p_grad = grad_value_ptr + i_b * stride_gv_b + i_kh * stride_gv_h
-    p_grad += o_key[:, None] * stride_gv_n + o_v[None, :] * stride_gv_d
-    # [ROWS, BLOCK_V]
-    b_grad_value += tl.load(p_grad, mask=m_grad, other=0.0).to(tl.float32)
-    tl.store(p_grad, b_grad_value.to(grad_value_ptr.dtype.element_ty), mask=m_grad)
+    p_gk = grad_key_ptr + i_b * stride_gk_b + i_kh * stride_gk_h + i_key * stride_gk_n + o_d * stride_gk_d
+    p_gv = grad_value_ptr + i_b * stride_gv_b + i_kh * stride_gv_h + i_key * stride_gv_n + o_v * stride_gv_d
+    add_in_place(p_gk, o_d < D, load_split_sum(key_parts_ptr, i_pk * rows + i_sink, splits, D, BLOCK_D))
+    add_in_place(p_gv, o_v < Dv, load_split_sum(value_parts_ptr, i_pk * rows + i_sink, splits, Dv, BLOCK_V))
 
 
 def backward(
@@ -351,11 +403,9 @@ def backward(
     """Gradients of query, key and value, and of the position terms where there are any.
 
     Args:
-        grad_output (`torch.Tensor`): `(B, H, N, Dv)`.
+        grad_output, output (`torch.Tensor`): `(B, H, N, Dv)`, the output of the forward pass.
         grad_pooled (`torch.Tensor`): `(B, H, slices, Dv)`.
-        grad_lse (`torch.Tensor`): `(B, H, N)`.
-        output (`torch.Tensor`): `(B, H, N, Dv)`, of the forward pass.
-        lse (`torch.Tensor`): `(B, H, N)`, of the forward pass.
+        grad_lse, lse (`torch.Tensor`): `(B, H, N)`, the log-sum-exps of the forward pass.
         query (`torch.Tensor`): `(B, H, N, D)`.
         key (`torch.Tensor`): `(B, key heads, N, D)`.
         value (`torch.Tensor`): `(B, key heads, N, Dv)`.
@@ -415,11 +465,23 @@ def backward(
         for name in ("HAS_KEY_POSITIONS", "key_positions_ptr", "SLICES"):
             for arguments in (flags, tensors, config):
                 arguments.pop(name, None)
+        of_batch, rows = B * key.shape[1], config["ROWS"]
+        # Float32's widest rows leave no registers for a second way out.
+        in_parts = query.element_size() * max(config["BLOCK_D"], config["BLOCK_V"]) < 1024
+        splits = min(LARGEST_SINK_SPLIT, triton.cdiv(N, ROWS_OF_A_SINK_SPLIT)) if in_parts else 1
+        key_parts, value_parts = (query.new_empty(of_batch * rows, splits, x, dtype=torch.float32) for x in (D, Dv))
+        parts_of = {"key_parts_ptr": key_parts, "value_parts_ptr": value_parts, "splits": splits}
+        grads = {"grad_key_ptr": grad_key, "grad_value_ptr": grad_value}
+        grads |= strides("gk", grad_key) | strides("gv", grad_value)
         with on_device_of(query):
-            _slice_attention_bwd_sink_kernel[(triton.cdiv(N, config["ROWS"]), B * key.shape[1])](
-                grad_key_ptr=grad_key, grad_value_ptr=grad_value, **common, **tensors, **sinks, **flags, **config,
-                **strides("gk", grad_key), **strides("gv", grad_value),
-            )  # fmt: skip
+            _slice_attention_bwd_sink_kernel[(triton.cdiv(N, rows) + splits - 1, of_batch)](
+                **parts_of, **grads, **common, **tensors, **sinks, **flags, **config, IN_PARTS=in_parts
+            )
+            if in_parts:
+                _slice_attention_bwd_sink_sum_kernel[(of_batch * rows,)](
+                    **parts_of, **grads, **sinks, key_heads=key.shape[1], N=N, D=D, Dv=Dv, rows=rows,
+                    BLOCK_D=config["BLOCK_D"], BLOCK_V=config["BLOCK_V"], num_warps=1,
+                )  # fmt: skip
     of_queries = of_keys = None
     if call.flags["HAS_QUERY_POSITIONS"]:
         of_queries = _sum_over_slices(grad_query, L)
