@@ -12,10 +12,11 @@ import triton
 
 from ...clustered_attention.triton.backward import centroid_backward
 from ...derivatives import refuse_second_derivatives
-from ...shared.dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS, TOPK_WEIGHTS
+from ...shared.dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS, TOPK_AND_SUMMARY_WEIGHTS
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.centroids import centroid_pass
 from ...shared.triton.chips import block_width, on_device_of
+from ...shared.triton.cluster_table import _cluster_table_bwd_query_kernel, _cluster_table_fwd_kernel
 from ...shared.triton.sort import SortedRows, cluster_means, sort_by_cluster
 from ...shared.triton.tiles import LOG2_E, tile_config
 from .backward import (
@@ -24,9 +25,10 @@ from .backward import (
     _improved_clustered_attention_bwd_cluster_kernel,
     _improved_clustered_attention_bwd_dot_kernel,
     _improved_clustered_attention_bwd_key_kernel,
-    _improved_clustered_attention_bwd_query_kernel,
 )
-from .forward import _improved_clustered_attention_fwd_kernel, _improved_clustered_attention_fwd_rest_kernel
+from .forward import _improved_clustered_attention_fwd_rest_kernel
+
+ONLY_TOP_KEYS = {"HAS_SUMMARIES": False, "HAS_REST": True, "HAS_EXACT": False}
 
 
 class Saved(NamedTuple):
@@ -40,7 +42,7 @@ class Saved(NamedTuple):
         lse: base-2 log-sum-exp of the centroids' scores over all keys, `(B · H, C)`.
         rest: `O^b`, `(B · H, C, Dv)` float32.
         mass: `m_j`, `(B · H, C)`.
-        top_lse: base-2 log-sum-exp of each query's scores over `T_j`, `(B · H, N)`, in the order of the clusters.
+        top_lse: base-2 log-sum-exp of each query's scores over `T_j`, `(B · H, N)`.
     """
 
     order: torch.Tensor
@@ -93,11 +95,11 @@ def _forward(
                 *value.stride(), Hk, H // Hk * clusters, M, Dv, topk, found.lse.shape[1], dropout_p,
                 KIND=CENTROID_WEIGHTS, BLOCK_T=max(8, 2048 // config["BLOCK_V"]), BLOCK_V=config["BLOCK_V"], **dropout,
             )  # fmt: skip
-            _improved_clustered_attention_fwd_kernel[(B * H * tiles,)](
-                query, key, value, dropout_seed, members.order, members.starts, members.tiles, found.top, rest, mass,
-                output, top_lse, *query.stride(), *key.stride(), *value.stride(), *output.stride(),
-                H, H // Hk, N, D, Dv, clusters, tiles, topk, scale * LOG2_E, dropout_p,
-                KIND=TOPK_WEIGHTS, **dropout, **config,
+            _cluster_table_fwd_kernel[(B * H * tiles,)](
+                query, key, value, dropout_seed, None, members.order, members.starts, members.tiles, found.top, mass,
+                rest, *[None] * 5, output, top_lse, None, *query.stride(), *key.stride(), *value.stride(),
+                *output.stride(), H, H // Hk, N, D, Dv, clusters, 0, tiles, topk, scale, scale * LOG2_E, dropout_p,
+                HAS_DROPOUT=dropout["HAS_DROPOUT"], **ONLY_TOP_KEYS, **config,
             )  # fmt: skip
     top, top_scores = (table.view(B * H, clusters, topk) for table in (found.top, found.top_scores))
     saved = members.order, members.starts, members.tiles, centroids, top, top_scores, lse, rest, mass, top_lse
@@ -163,11 +165,11 @@ def _backward_op(
             query, key, value, grad_output, dropout_seed, saved.order, saved.starts, saved.tiles, saved.top,
             saved.top_lse, row_dot, *strides,
             H, H // Hk, N, D, Dv, clusters, saved.tiles.shape[1], topk, scale * LOG2_E, dropout_p,
-            KIND=TOPK_WEIGHTS, **config,
+            KIND=TOPK_AND_SUMMARY_WEIGHTS, **config,
         )  # fmt: skip
         _improved_clustered_attention_bwd_cluster_kernel[(B * H * clusters,)](
-            key, value, dropout_seed, saved.starts, saved.top, saved.top_scores, saved.lse, saved.rest, saved.mass,
-            grads, row_dot, delta, extra, correction, *key.stride(), *value.stride(),
+            key, value, dropout_seed, saved.order, saved.starts, saved.top, saved.top_scores, saved.lse, saved.rest,
+            saved.mass, grads, row_dot, delta, extra, correction, *key.stride(), *value.stride(),
             Hk, H // Hk * clusters, N, M, D, Dv, clusters, topk, scale, dropout_p,
             HAS_DROPOUT=config["HAS_DROPOUT"], KINDS=KINDS_OF_WEIGHTS, KIND=CENTROID_WEIGHTS,
             BLOCK_N=128, BLOCK_T=max(8, 2048 // max(block_d, block_v)), BLOCK_D=block_d, BLOCK_V=block_v,
@@ -180,11 +182,12 @@ def _backward_op(
             grad_output, query, key, value, dropout_seed, saved, grads, row_dot, extra, grad_key, grad_value,
             clusters, topk, scale, dropout_p,
         )  # fmt: skip
-        _improved_clustered_attention_bwd_query_kernel[tiles](
-            query, key, value, grad_output, dropout_seed, saved.order, saved.starts, saved.tiles, saved.top,
-            saved.top_lse, row_dot, saved.mass, grad_centroids, correction, grad_query, *strides, *grad_query.stride(),
-            H, H // Hk, N, D, Dv, clusters, saved.tiles.shape[1], topk, grad_centroids.shape[1],
-            scale, scale * LOG2_E, dropout_p, KIND=TOPK_WEIGHTS, **config,
+        _cluster_table_bwd_query_kernel[tiles](
+            query, key, value, grad_output, dropout_seed, None, saved.order, saved.starts, saved.tiles, saved.top,
+            saved.top_lse, row_dot, saved.mass, correction, *[None] * 7, grad_centroids, grad_query, *strides,
+            *grad_query.stride(), H, H // Hk, N, D, Dv, clusters, 0, saved.tiles.shape[1], topk,
+            grad_centroids.shape[1], scale, scale * LOG2_E, dropout_p, HAS_DROPOUT=config["HAS_DROPOUT"],
+            **ONLY_TOP_KEYS, **tile_config(query, D, Dv, backward=True),
         )  # fmt: skip
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
@@ -225,7 +228,7 @@ def _add_top_keys(
         *grad_key.stride(), *grad_value.stride(),
         H, H // Hk, N, M, D, Dv, clusters, topk, blocks, splits, ROWS_OF_A_SPLIT, scale, scale * LOG2_E, dropout_p,
         HAS_DROPOUT=dropout_seed is not None, KINDS=KINDS_OF_WEIGHTS, CENTROID_KIND=CENTROID_WEIGHTS,
-        TOPK_KIND=TOPK_WEIGHTS, ORDERED=ordered, **config,
+        TOPK_KIND=TOPK_AND_SUMMARY_WEIGHTS, ORDERED=ordered, **config,
     )  # fmt: skip
     if ordered:
         # Rows of a flat (B · Hk · M) table; places without a key hold 0 and may go anywhere.

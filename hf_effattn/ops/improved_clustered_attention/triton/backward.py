@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from ...shared.triton.chips import LENGTHS
-from ...shared.triton.cluster_table import load_split_sum
+from ...shared.triton.cluster_table import load_top
 from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.tiles import dot_by_parts, load_rows, load_tile
-from .forward import load_top, load_top_weights, row_dropout
+from .forward import load_top_weights, row_dropout
 
 ROWS_OF_A_SPLIT = 512  # queries of a cluster that one program walks before a large cluster is split
 LARGEST_SPLIT = 4
@@ -30,9 +30,9 @@ def _improved_clustered_attention_bwd_dot_kernel(
     HAS_DROPOUT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`D_i = Σ_t P_it dP_it` of a tile of queries, at their places in the order."""
+    """`D_i = Σ_t P_it dP_it` of a tile of queries; unwritten of those in no cluster."""
     i_p = (tl.program_id(0) // tiles).to(tl.int64)
-    cluster, o_place, m_row, b_row = load_tile(
+    cluster, _, m_row, b_row = load_tile(
         order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, N, clusters, tiles, ROWS
     )
     if (cluster >= clusters) | (tl.max(m_row.to(tl.int32), 0) == 0):
@@ -46,7 +46,7 @@ def _improved_clustered_attention_bwd_dot_kernel(
     # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
     b_query = load_rows(p_query, m_row, stride_query_d, D, BLOCK_D)
     b_grad = load_rows(p_grad, m_row, stride_go_d, Dv, BLOCK_V)
-    b_lse = tl.load(top_lse_ptr + i_p * N + o_place, mask=m_row, other=0.0)
+    b_lse = tl.load(top_lse_ptr + i_p * N + b_row, mask=m_row, other=0.0)
     b_dot = tl.zeros([ROWS], tl.float32)
     for first in range(0, topk, COLUMNS):
         o_t = first + tl.arange(0, COLUMNS)
@@ -69,13 +69,13 @@ def _improved_clustered_attention_bwd_dot_kernel(
         if HAS_DROPOUT:
             b_grad_weights *= dropout_factor(seed_ptr, i_p * N + b_row, o_t, topk, dropout_p, KINDS, KIND)
         b_dot += tl.sum(tl.exp2(b_scores - b_lse[:, None]) * b_grad_weights, 1)
-    tl.store(row_dot_ptr + i_p * N + o_place, b_dot, mask=m_row)
+    tl.store(row_dot_ptr + i_p * N + b_row, b_dot, mask=m_row)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _improved_clustered_attention_bwd_cluster_kernel(
-    key_ptr, value_ptr, seed_ptr, starts_ptr, top_ptr, top_scores_ptr, lse_ptr, rest_ptr, mass_ptr, grads_ptr,
-    row_dot_ptr, delta_ptr, extra_ptr, correction_ptr,
+    key_ptr, value_ptr, seed_ptr, order_ptr, starts_ptr, top_ptr, top_scores_ptr, lse_ptr, rest_ptr, mass_ptr,
+    grads_ptr, row_dot_ptr, delta_ptr, extra_ptr, correction_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
     stride_value_b, stride_value_h, stride_value_m, stride_value_d,
     key_heads, rows, N, M, D, Dv, clusters, topk, scale, dropout_p,
@@ -90,12 +90,14 @@ def _improved_clustered_attention_bwd_cluster_kernel(
     top_ptr += i_row * topk
     top_scores_ptr += i_row * topk
     starts_ptr += i_row // clusters * (clusters + 2) + i_row % clusters
+    order_ptr += i_row // clusters * N
     row_dot_ptr += i_row // clusters * N
     first, last = tl.load(starts_ptr), tl.load(starts_ptr + 1)
     b_dot = tl.zeros([BLOCK_N], tl.float32)
     for place in range(first, last, BLOCK_N):
         o_place = place + tl.arange(0, BLOCK_N)
-        b_dot += tl.load(row_dot_ptr + o_place, mask=o_place < last, other=0.0)
+        b_row = tl.load(order_ptr + o_place, mask=o_place < last, other=0)
+        b_dot += tl.load(row_dot_ptr + b_row, mask=o_place < last, other=0.0)
     mean_dot = tl.sum(b_dot, 0) / tl.maximum(last - first, 1)
     o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     # [BLOCK_V]
@@ -171,8 +173,8 @@ def _improved_clustered_attention_bwd_key_kernel(
         # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
         b_query = load_rows(p_query, m_row, stride_query_d, D, BLOCK_D)
         b_grad = load_rows(p_grad, m_row, stride_go_d, Dv, BLOCK_V)
-        b_lse = tl.load(top_lse_ptr + i_p * N + o_place, mask=m_row, other=0.0)
-        b_dot = tl.load(row_dot_ptr + i_p * N + o_place, mask=m_row, other=0.0)
+        b_lse = tl.load(top_lse_ptr + i_p * N + b_row, mask=m_row, other=0.0)
+        b_dot = tl.load(row_dot_ptr + i_p * N + b_row, mask=m_row, other=0.0)
         if BY_PARTS:
             b_scores = dot_by_parts(
                 p_key, m_top, stride_key_d, p_query, m_row, stride_query_d, D, ROWS, COLUMNS, PRECISION
@@ -216,70 +218,3 @@ def _improved_clustered_attention_bwd_key_kernel(
         m_d, m_v = m_top[:, None] & (o_d < D)[None, :], m_top[:, None] & (o_v < Dv)[None, :]
         tl.atomic_add(p_gk + o_d[None, :] * stride_gk_d, b_grad_key, mask=m_d, sem="relaxed")
         tl.atomic_add(p_gv + o_v[None, :] * stride_gv_d, b_grad_value, mask=m_v, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def _improved_clustered_attention_bwd_query_kernel(
-    query_ptr, key_ptr, value_ptr, grad_output_ptr, seed_ptr, order_ptr, starts_ptr, tiles_ptr, top_ptr, top_lse_ptr,
-    row_dot_ptr, mass_ptr, grad_centroids_ptr, correction_ptr, grad_query_ptr,
-    stride_query_b, stride_query_h, stride_query_n, stride_query_d, stride_key_b, stride_key_h, stride_key_m,
-    stride_key_d, stride_value_b, stride_value_h, stride_value_m, stride_value_d,
-    stride_go_b, stride_go_h, stride_go_n, stride_go_d, stride_gq_b, stride_gq_h, stride_gq_n, stride_gq_d,
-    H, group, N, D, Dv, clusters, tiles, topk, splits, scale, scale_log2, dropout_p,
-    HAS_DROPOUT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """`dQ_i = scale Σ_t dS_it K_t` of a tile of queries, plus what their centroid's gradient gives each of them."""
-    i_p = (tl.program_id(0) // tiles).to(tl.int64)
-    cluster, o_place, m_row, b_row = load_tile(
-        order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, N, clusters, tiles, ROWS
-    )
-    if tl.max(m_row.to(tl.int32), 0) == 0:
-        return
-    i_b, i_h = i_p // H, i_p % H
-    key_ptr += i_b * stride_key_b + i_h // group * stride_key_h
-    value_ptr += i_b * stride_value_b + i_h // group * stride_value_h
-    in_cluster = cluster < clusters
-    i_row = i_p * clusters + tl.where(in_cluster, cluster, 0)
-    top_ptr += i_row * topk
-    m_query = m_row & in_cluster
-    p_query = query_ptr + i_b * stride_query_b + i_h * stride_query_h + b_row * stride_query_n
-    p_grad = grad_output_ptr + i_b * stride_go_b + i_h * stride_go_h + b_row * stride_go_n
-    # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
-    b_query = load_rows(p_query, m_query, stride_query_d, D, BLOCK_D)
-    b_grad = load_rows(p_grad, m_query, stride_go_d, Dv, BLOCK_V)
-    b_lse = tl.load(top_lse_ptr + i_p * N + o_place, mask=m_query, other=0.0)
-    b_dot = tl.load(row_dot_ptr + i_p * N + o_place, mask=m_query, other=0.0)
-    b_grad_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for first in range(0, tl.where(in_cluster, topk, 0), COLUMNS):
-        o_t = first + tl.arange(0, COLUMNS)
-        b_top, m_top = load_top(top_ptr, o_t, topk)
-        p_key, p_value = key_ptr + b_top * stride_key_m, value_ptr + b_top * stride_value_m
-        # [COLUMNS, BLOCK_D]
-        b_key = load_rows(p_key, m_top, stride_key_d, D, BLOCK_D)
-        if BY_PARTS:
-            b_scores = dot_by_parts(
-                p_query, m_query, stride_query_d, p_key, m_top, stride_key_d, D, ROWS, COLUMNS, PRECISION
-            )
-            b_grad_weights = dot_by_parts(
-                p_grad, m_query, stride_go_d, p_value, m_top, stride_value_d, Dv, ROWS, COLUMNS, PRECISION
-            )
-        else:
-            # [COLUMNS, BLOCK_V]
-            b_value = load_rows(p_value, m_top, stride_value_d, Dv, BLOCK_V)
-            b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)
-            b_grad_weights = tl.dot(b_grad, tl.trans(b_value), input_precision=PRECISION)
-        b_scores = tl.where(m_top[None, :], b_scores * scale_log2, float("-inf"))
-        if HAS_DROPOUT:
-            b_grad_weights *= dropout_factor(seed_ptr, i_p * N + b_row, o_t, topk, dropout_p, KINDS, KIND)
-        b_grad_scores = tl.exp2(b_scores - b_lse[:, None]) * (b_grad_weights - b_dot[:, None])
-        b_grad_query += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
-
-    o_d = tl.arange(0, BLOCK_D)
-    b_shared = load_split_sum(grad_centroids_ptr, i_row, splits, D, BLOCK_D)
-    b_shared += tl.load(correction_ptr + i_row * D + o_d, mask=o_d < D, other=0.0)
-    b_grad_query = b_grad_query * (tl.load(mass_ptr + i_row) * scale) + b_shared[None, :]
-    b_grad_query = tl.where(in_cluster, b_grad_query, 0.0)
-    p_out = grad_query_ptr + i_b * stride_gq_b + i_h * stride_gq_h
-    p_out += b_row[:, None] * stride_gq_n + o_d[None, :] * stride_gq_d
-    tl.store(p_out, b_grad_query.to(grad_query_ptr.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])
