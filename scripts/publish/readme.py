@@ -29,7 +29,7 @@ from ..benchmark.attention import EXACT
 from ..kept.command_line import run_with_help
 from ..kept.markdown import number
 from . import cards as project_cards
-from . import clusterformer_tables, trust_tables
+from . import clusterformer_tables, prediction_tables, trust_tables
 from . import cst_tables as paper_tables
 from .cards import CARDS
 from .cst_tables import Table, of_file
@@ -389,6 +389,7 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "served model types": served,
         "model types not served": not_served,
     },
+    ROOT / "hf_effattn" / "ops" / "README.md": {"predictions": prediction_tables.predictions},
     CARDS / "LONG_DOCUMENTS.md": {"whole models": whole_models, "one document": documents},
     CARDS / "RELIABILITY.md": {
         "properties": trust_tables.properties,
