@@ -297,7 +297,7 @@ def bi_clustered(inputs: Inputs, clusters: int, topk: int, key_clusters: int) ->
     offsets, mask = query_offsets(query, labels, clusters, key_heads=HEADS, rows=2048)
     rest: dict[str, Any] = {"iterations": KEY_ITERATIONS, "backend": "triton"}
     key_labels = ops.cluster_queries(key, key_clusters, key=offsets, key_mask=mask, **rest)
-    counts = {"clusters": clusters, "key_clusters": key_clusters, "topk": topk}
+    counts: dict[str, Any] = {"clusters": clusters, "key_clusters": key_clusters, "topk": topk}
     return ops.bi_clustered_attention(*inputs, labels, key_labels, **counts, backend="triton")
 
 

@@ -10,7 +10,7 @@ PREDICTIONS = Path(__file__).resolve().parents[1] / "results" / "predictions.jso
 FORWARD, BOTH = "forward_speedup", "forward_backward_speedup"
 COLUMNS = ((4096, FORWARD), (16384, FORWARD), (65536, FORWARD), (4096, BOTH), (16384, BOTH))
 # How many times faster than exact attention a method is to be.
-GOALS = {
+GOALS: dict[str, dict[tuple[int, str], float]] = {
     "i-clustered": {(4096, FORWARD): 1.3, (16384, FORWARD): 12, (65536, FORWARD): 80, (16384, BOTH): 8},
     "bi-clustered": {(16384, FORWARD): 8, (65536, FORWARD): 45, (16384, BOTH): 8},
     "cst": {(16384, BOTH): 10},

@@ -5,6 +5,8 @@ slice's mean) and `δ_i = G_i · Y_i` less the gradient of its log-sum-exp: `dS_
 `dQ_i = scale Σ_t dS_it K_t`, `dK_t = scale Σ_i dS_it Q_i` and `dV_t = Σ_i p_it G_i`. Weights are computed again.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -471,7 +473,7 @@ def backward(
         splits = min(LARGEST_SINK_SPLIT, triton.cdiv(N, ROWS_OF_A_SINK_SPLIT)) if in_parts else 1
         key_parts, value_parts = (query.new_empty(of_batch * rows, splits, x, dtype=torch.float32) for x in (D, Dv))
         parts_of = {"key_parts_ptr": key_parts, "value_parts_ptr": value_parts, "splits": splits}
-        grads = {"grad_key_ptr": grad_key, "grad_value_ptr": grad_value}
+        grads: dict[str, Any] = {"grad_key_ptr": grad_key, "grad_value_ptr": grad_value}
         grads |= strides("gk", grad_key) | strides("gv", grad_value)
         with on_device_of(query):
             _slice_attention_bwd_sink_kernel[(triton.cdiv(N, rows) + splits - 1, of_batch)](
