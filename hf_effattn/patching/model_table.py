@@ -68,6 +68,7 @@ class ModelType:
         causal (`bool`): whether it is a decoder alone, whose attention masks the future.
         says_use_cache (`bool`): whether its layers hand `use_cache` on, by which a prompt is known.
         window_in_config (`bool`): whether all its layers see the window only that the config names.
+        special_patches (`int`): of an image, the tokens beside its patches, such as [CLS].
         layers (`Callable`): the layers that each of the modules serves, given the config and the number of modules.
     """
 
@@ -79,6 +80,7 @@ class ModelType:
     causal: bool = False
     says_use_cache: bool = True
     window_in_config: bool = False
+    special_patches: int = 1
     layers: Callable[[Any, int], list[tuple[int, ...]]] = _one_module_per_layer
 
     @property
@@ -140,8 +142,10 @@ def _rotary(attention: str, longest: str, **options: Any) -> ModelType:
     return ModelType((attention,), _ROTARY, longest=longest, **options)
 
 
-def _image(*attention: str, positions: OtherPositions = _IMAGE, longest: str = "197", more: str = "") -> ModelType:
-    return ModelType(attention, positions, reads="image", longest=f"{longest} patches{more}")
+def _image(
+    *attention: str, positions: OtherPositions = _IMAGE, longest: str = "197", more: str = "", **options: Any
+) -> ModelType:
+    return ModelType(attention, positions, reads="image", longest=f"{longest} patches{more}", **options)
 
 
 def _decoder(
@@ -182,7 +186,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "esm": ModelType(("EsmSelfAttention",), _ESM, reads="protein", longest="1,024 and more"),
     "esmc": _rotary("EsmcAttention", "2,048", reads="protein"),
     "vit": _image("ViTAttention", "ViTSelfAttention"),
-    "deit": _image("DeiTAttention", "DeiTSelfAttention", longest="198"),
+    "deit": _image("DeiTAttention", "DeiTSelfAttention", longest="198", special_patches=2),
     "dinov2": _image(
         "Dinov2Attention",
         "Dinov2SelfAttention",
@@ -199,9 +203,9 @@ MODEL_TYPES: dict[str, ModelType] = {
     ),
     "dinov3_vit": _image("DINOv3ViTAttention", positions=_PATCHES, longest="201", more=", any number"),
     "vit_mae": _image("ViTMAEAttention", "ViTMAESelfAttention"),
-    "ijepa": _image("IJepaAttention", "IJepaSelfAttention", longest="256"),
+    "ijepa": _image("IJepaAttention", "IJepaSelfAttention", longest="256", special_patches=0),
     "clip_vision_model": _image("CLIPAttention", longest="577"),
-    "siglip_vision_model": _image("SiglipAttention", longest="729"),
+    "siglip_vision_model": _image("SiglipAttention", longest="729", special_patches=0),
     "siglip2_vision_model": _image("Siglip2Attention", positions=_RESIZED, longest="256", more=", any number"),
     "videomae": ModelType(("VideoMAESelfAttention",), _FIXED_VIDEO, reads="video", longest="1,568 patches"),
     "vivit": ModelType(("VivitAttention", "VivitSelfAttention"), _IMAGE, reads="video", longest="3,137 patches"),

@@ -125,7 +125,7 @@ def usual_length(config: Any) -> int | None:
     sizes = getattr(config, "image_size", None), getattr(config, "patch_size", None)
     if None not in sizes:
         image, patch = (size if isinstance(size, Iterable) else (size, size) for size in sizes)
-        special = {"deit": 2, "ijepa": 0, "siglip_vision_model": 0}.get(config.model_type, 1)
+        special = 1 if entry is None else entry.special_patches
         return special + math.prod(pixels // of_patch for pixels, of_patch in zip(image, patch, strict=True))
     longest = getattr(config, "max_source_positions", None) or getattr(config, "max_position_embeddings", None)
     return None if longest is None else int(longest)

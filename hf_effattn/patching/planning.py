@@ -73,9 +73,16 @@ def _stacks_of(model: nn.Module, method: str) -> list[Stack]:
         raise ValueError(causal_error(method, name))
     if not known:
         raise ValueError(unsupported_error(method, name, model_type))
+    entry = MODEL_TYPES[model_type]
+    said = {
+        f"{type(module).__name__} says is_causal={module.is_causal}"
+        for module in model.modules()
+        if hasattr(module, "is_causal")
+    }
     raise ValueError(
         f'{name} has no attention to patch: none of its modules is the self-attention that "{model_type}" has in '
-        f"transformers ({', '.join(MODEL_TYPES[model_type].attention)})"
+        f"transformers ({', '.join(entry.attention)}{', is_causal=True' if entry.causal else ''}); "
+        f"{', '.join(sorted(said)) or 'none of them says is_causal'}"
     )
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_models import WITH_OWN_TESTS
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 import hf_effattn
+from hf_effattn.patching.methods import METHODS as EVERY_METHOD
 from hf_effattn.patching.methods import clustered as clustered_settings
 from hf_effattn.patching.model_table import MODEL_TYPES
 
@@ -95,8 +97,12 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-def test_the_table_and_these_tests_hold_the_same_models() -> None:
+def test_every_causal_model_type_is_covered() -> None:
     assert {name for name, entry in MODEL_TYPES.items() if entry.causal} == set(MODELS)
+
+
+def test_every_method_is_covered() -> None:
+    assert set(SMALL) == set(EVERY_METHOD) - set(WITH_OWN_TESTS)
 
 
 @each_model

@@ -208,9 +208,20 @@ def test_a_class_of_its_own_under_a_served_model_type() -> None:
     OwnAttentionModel._can_set_attn_implementation_cached_value = True
     model = OwnAttentionModel(tiny_config("bert"))
     with pytest.raises(
-        ValueError, match=r"OwnAttentionModel has no attention to patch: none of its .*BertSelfAttention"
+        ValueError,
+        match=r"OwnAttentionModel has no attention to patch: none of its .*BertSelfAttention.; none of them says",
     ):
         hf_effattn.patch_attention(model, "clustered")
+
+
+def test_a_decoder_that_masks_nothing_is_told_so() -> None:
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 48}
+    model = AutoModel.from_config(AutoConfig.for_model("llama", vocab_size=60, **sizes))
+    model.layers[0].self_attn.is_causal = False
+    message = r"LlamaModel has no .* \(LlamaAttention, is_causal=True\); LlamaAttention says is_causal=False"
+    with pytest.raises(ValueError, match=message):
+        hf_effattn.patch_attention(model, "clustered")
+    assert traces_of_patching(model) == []
 
 
 def test_sliding_window_layers_cannot_be_chosen() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.tiny_models import SMALL_SETTINGS, WITH_OWN_TESTS
 
 import hf_effattn
 from hf_effattn.ops import (
@@ -21,7 +22,7 @@ from hf_effattn.ops import (
 from hf_effattn.ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS
 from hf_effattn.patching.methods import METHODS as EVERY_METHOD
 from hf_effattn.patching.methods import make_method
-from hf_effattn.patching.methods.crossover import CROSSOVER
+from hf_effattn.patching.methods.crossover import CROSSOVER, crossover_length
 
 SMALL = {"clustered": {}, "i-clustered": {"topk": 6}, "bi-clustered": {"topk": 6, "key_clusters": 7}}
 METHODS = tuple(SMALL)
@@ -36,6 +37,11 @@ def left_padded(length: int = 30) -> torch.Tensor:
     mask = torch.ones(2, length, dtype=torch.bool)
     mask[0, :7] = False
     return mask
+
+
+def test_every_method_is_covered() -> None:
+    """The causal forms' tests hold a list of their own: tests/patching/test_causal_models.py."""
+    assert set(SMALL) == set(SMALL_SETTINGS) == set(EVERY_METHOD) - set(WITH_OWN_TESTS)
 
 
 def test_names_and_defaults() -> None:
@@ -145,6 +151,13 @@ def test_a_setting_of_another_method_is_refused() -> None:
         make_method("i-clustered", key_clusters=4)
     with pytest.raises(ValueError, match="'clustered' has no setting 'topk'"):
         make_method("clustered", topk=4)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_method_without_a_measured_crossover_is_named(device: str, causal: bool) -> None:
+    with pytest.raises(ValueError, match='no shortest length of "new" has been measured: give min_length'):
+        crossover_length("new", {"clusters": 4}, device, causal=causal)
 
 
 @pytest.mark.parametrize("row", CROSSOVER["cpu"], ids=str)

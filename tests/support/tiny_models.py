@@ -17,7 +17,8 @@ SMALL_SETTINGS: dict[str, dict[str, Any]] = {
     "i-clustered": {"clusters": 6, "topk": 8, "min_length": 0},
     "bi-clustered": {"clusters": 6, "topk": 8, "key_clusters": 7, "min_length": 0},
 }
-# The methods that approximate: a conversion ("cst") serves fewer models and has tests of its own.
+# A conversion, and other methods head by head: tests/patching/test_cst*.py, test_per_head.py.
+WITH_OWN_TESTS = ("cst", "per-head")
 APPROXIMATIONS = tuple(SMALL_SETTINGS)
 WITH_TOPK = tuple(method for method, settings in SMALL_SETTINGS.items() if "topk" in settings)
 TEXT = {

@@ -24,6 +24,9 @@ def crossover_length(method: str, price: Mapping[str, int], device_type: str, *,
         device_type (`str`): `"cpu"`, `"cuda"`, ...; where nothing was measured, 4 times the length on others, 8 times
             where the future is masked.
         causal (`bool`): whether the future is masked.
+
+    Raises:
+        ValueError: of this method nothing was measured.
     """
     crossover = CAUSAL_CROSSOVER if causal else CROSSOVER
     if device_type in crossover:
@@ -35,5 +38,10 @@ def crossover_length(method: str, price: Mapping[str, int], device_type: str, *,
 def _promised(measured: list[dict[str, Any]], method: str, price: Mapping[str, int]) -> int:
     """The least of what the measured settings promise for these: each as it is, or grown with its price."""
     rows = [row for row in measured if row["method"] == method]
+    if not rows:
+        raise ValueError(
+            f'no shortest length of "{method}" has been measured: give min_length (0 forces it), or measure it: '
+            "python -m scripts.benchmark.crossover"
+        )
     dearer = [max((value / row[name] for name, value in price.items()), default=1.0) for row in rows]
     return min(math.ceil(row["min_length"] * max(1.0, factor)) for row, factor in zip(rows, dearer, strict=True))
