@@ -15,7 +15,7 @@ def convert(
     output: Annotated[Path, typer.Argument(help="Folder to write; must not hold a model yet.")],
     method: Annotated[
         str, typer.Option(help='Such as "i-clustered clusters=100" or "cst slice_length=16 extension_ratio=3".')
-    ] = "i-clustered",
+    ] = "bi-clustered",
     auto_class: Annotated[
         str | None,
         typer.Option(help="Class of transformers, such as AutoModelForSequenceClassification; default: its own."),

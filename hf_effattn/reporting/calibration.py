@@ -27,7 +27,7 @@ from ..measuring.ladder import (
 from ..measuring.progress import Progress, progress_bar
 from ..measuring.recording import as_it_was, layer_names, recording, stacks_to_report
 from ..patching.methods.per_head import PerHead, described
-from ..patching.model_types import Stack, is_causal
+from ..patching.model_types import Stack, is_causal, model_type_of
 from ..patching.sentence_transformers import model_and_inputs
 from ..patching.stored import SETTINGS_FILE, base_model_of, read_settings, write_stored
 from .numbers import count, percent
@@ -168,6 +168,10 @@ def calibrate(
             "calibrate needs two texts or more, of which each tells how the settings chosen on the others do on it, "
             f"got {texts}; eight are enough"
         )
+    lengths = _lengths_of(batches, stack)
+    causal, device_type = any(is_causal(module) for module in stack.modules), model.device.type
+    if lengths and all(rung.is_exact(N, N, device_type, causal=causal) for rung in rungs for N in lengths):
+        raise _nothing_to_measure(max(lengths))
     found = LadderErrors(rungs)
     with progress_bar(progress, len(batches) * len(layer_names(model)), "calibrate") as advance:
 
@@ -197,10 +201,7 @@ def _chosen(
     costs = found.costs()
     ran = costs[:-1].isfinite()
     if not ran.any():
-        raise ValueError(
-            f"every rung runs exact attention on these inputs of at most {max(found.seconds):,} tokens, as that is "
-            "faster: give longer ones, or min_length=0"
-        )
+        raise _nothing_to_measure(max(found.seconds))
     model_of = described(stack)
     rungs = [rung for rung, one in zip(found.rungs, ran.tolist(), strict=True) if one]
     errors, costs = found.stacked(model_of["layers"])[:, ran], torch.cat([costs[:-1][ran], costs[-1:]])
@@ -257,6 +258,21 @@ def _only_stack(model: Any) -> Stack:
         parts = ", ".join(type(stack.model).__name__ for stack in stacks)
         raise ValueError(f"{type(model).__name__} has several parts with their own attention, {parts}: calibrate one")
     return stacks[0]
+
+
+def _nothing_to_measure(longest: int) -> ValueError:
+    return ValueError(
+        f"every rung runs exact attention on these inputs of at most {longest:,} tokens, as that is faster: give "
+        "longer ones, or min_length=0 (on the command line --min-length 0) to force the rungs"
+    )
+
+
+def _lengths_of(batches: Sequence[Mapping[str, Any]], stack: Stack) -> set[int]:
+    """The numbers of tokens that the stack will see; empty where what it reads says none: images, sound."""
+    entry = model_type_of(stack.modules[0])
+    if entry is None or entry.reads not in ("text", "protein") or any("input_ids" not in batch for batch in batches):
+        return set()
+    return {batch["input_ids"].shape[1] for batch in batches}
 
 
 def _texts_of(batch: Mapping[str, Any]) -> int:

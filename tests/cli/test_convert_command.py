@@ -50,6 +50,7 @@ def test_a_longer_model_in_half_the_bytes(folder, real_model_folder):
     assert result.exit_code == 0, result.output
     config = AutoConfig.from_pretrained(folder / "long")
     assert config.max_position_embeddings == 600
+    assert config.effattn["method"] == "bi-clustered"
     assert (folder / "long" / "tokenizer.json").exists()
     size = (folder / "long" / "model.safetensors").stat().st_size
     assert size < 0.6 * (real_model_folder / "model.safetensors").stat().st_size

@@ -46,8 +46,10 @@ def test_mistakes_in_words(tmp_path: Path) -> None:
         (["--lengths", "40", "--error", "0.1", "--speed", "2"], "the one decides the other"),
         (["--lengths", "40"], "two texts or more"),
         (["--lengths", "90"], "the text is too short"),
+        (["--lengths", "20", "--texts", "2"], "--min-length 0"),
     ):
         result = runner.invoke(app, [*base, *more])
         assert result.exit_code == 1
         assert said in result.stderr
+        assert "layer 0" not in result.stderr  # before anything is measured
         assert not (tmp_path / "tuned").exists()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import tiny_model
+from support.tiny_models import batch_for, tiny_model
 from transformers import AutoConfig, AutoModel
 
 import hf_effattn
@@ -229,6 +229,18 @@ def test_mistakes(given: dict[str, Any], error: type[Exception], match: str) -> 
         hf_effattn.calibrate(model, texts(), **OPTIONS | given)
     assert model.config._attn_implementation == "sdpa"
     assert not hasattr(model.config, "effattn")
+
+
+@pytest.mark.parametrize(("model_type", "runs"), [("bert", False), ("vit", True)])
+def test_rungs_that_never_run_are_refused_before_the_model_runs_where_its_inputs_tell(
+    model_type: str, runs: bool
+) -> None:
+    model, calls = tiny_model(model_type), []
+    inputs = batch_for(model).inputs
+    model.register_forward_pre_hook(lambda *given: calls.append(given))
+    with pytest.raises(ValueError, match=r"every rung runs exact attention .*min_length=0 .*--min-length 0"):
+        hf_effattn.calibrate(model, inputs, **OPTIONS | {"min_length": 50})
+    assert bool(calls) == runs
 
 
 def test_texts_that_differ_too_much() -> None:
