@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from hf_effattn.measuring.candidates import short_name
+from hf_effattn.patching.methods import make_method
 from hf_effattn.patching.model_table import (
     NOT_SERVED_HEADER,
     SERVED_HEADER,
@@ -23,16 +25,17 @@ from hf_effattn.reporting.table import markdown
 from ..benchmark import budget as benchmark_budget
 from ..benchmark import frontier as benchmark_frontier
 from ..benchmark import head_errors as benchmark_head_errors
+from ..benchmark import language_model as benchmark_language_model
 from ..benchmark import retrieval as benchmark_retrieval
 from ..benchmark import rivals as benchmark_rivals
 from ..benchmark.attention import EXACT
 from ..kept.command_line import run_with_help
-from ..kept.markdown import number
+from ..kept.markdown import machine, number
 from . import cards as project_cards
 from . import clusterformer_tables, prediction_tables, trust_tables
 from . import cst_tables as paper_tables
 from .cards import CARDS
-from .cst_tables import Table, of_file
+from .cst_tables import Table, kept, of_file
 from .verdicts import verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,7 +185,8 @@ def rivals(result: dict[str, Any]) -> Table:
     ]
     note = (
         "The fastest of the settings tried of each, mean of the six layers of all-MiniLM-L6-v2 on two novels that no "
-        "setting was chosen on, positions repeated beyond 512; -: none reaches the error. "
+        "setting was chosen on, positions repeated beyond 512; -: none reaches the error. The README's table of "
+        "settings has other texts, layers and settings, and so other numbers. "
     )
     return markdown(header, rows), note
 
@@ -212,7 +216,9 @@ def clustering(result: dict[str, Any]) -> Table:
 def language_model(result: dict[str, Any]) -> Table:
     """What every method does to a real language model."""
     exact = {(row["text"], row["length"]): row for row in result["rows"] if row["name"] == "exact"}
-    header = ["", "perplexity", "same next token", "scores computed", "time against exact"]
+    kinds = {text: "a held-out novel" for text, _ in exact} | {benchmark_language_model.CODE: "Python's own source"}
+    texts = ", ".join(f"{text}: {kinds[text]}" for text in dict.fromkeys(text for text, _ in exact))
+    header = ["", "perplexity", "same next token", "scores computed", "time, exact = 1"]
     rows = [
         [
             f"{row['text']}, {row['length']:,}: {row['name']}",
@@ -225,8 +231,8 @@ def language_model(result: dict[str, Any]) -> Table:
         if row["name"] != "exact"
     ]
     note = (
-        f"{result['settings']['model']}, all layers, default settings, no token sees a later one; pg1661 and pg98 are "
-        "held-out novels, argparse.py is Python's own source. Time: of the processor, the whole model. "
+        f"{result['settings']['model']}, all layers, default settings, no token sees a later one; {texts}. "
+        "Time: of the processor, the whole model. "
     )
     return markdown(header, rows), note
 
@@ -239,15 +245,23 @@ def choice(result: dict[str, Any]) -> Table:
     lengths, targets = sorted({key[0] for key in found}), sorted({key[1] for key in found}, reverse=True)
 
     def cell(row: pd.Series) -> str:
-        ours = [name for name in ("i-clustered", "bi-clustered") if pd.notna(row.get(f"{name} ms"))]
+        ours = [name for name in ("i-clustered", "bi-clustered") if pd.notna(row.get(f"{name}: times faster"))]
         if not ours:
             return "none of those tried"
-        best = min(ours, key=lambda name: row[f"{name} ms"])
+        best = max(ours, key=lambda name: row[f"{name}: times faster"])
         return f"{row[f'{best} setting']}: {row[f'{best}: times faster']:.1f}×"
 
     rows = [[f"{target:g}", *(cell(found[length, target]) for length in lengths)] for target in targets]
     tried = len({row["name"] for row in result["rows"]})
     note = f"Attention alone, {tried} settings tried, all-MiniLM-L6-v2 on novels, positions repeated beyond 512. "
+    default = short_name(make_method("bi-clustered"))
+    defaults = [
+        f"at {row['length']:,} tokens {row['speedup']:.1f}×, error {row['error']:.2f}"
+        for row in result["rows"]
+        if row["name"] == default and row["error"] is not None
+    ]
+    if defaults:
+        note += f"The defaults, {default}: {'; '.join(defaults)}. "
     header = ["error of the attention output at most", *(f"{length:,} tokens" for length in lengths)]
     return markdown(header, rows), note
 
@@ -263,7 +277,14 @@ def whole_models(result: dict[str, Any]) -> Table:
     ]
     first = result["rows"][0]
     rounds = result["settings"]["repeats"]
-    note = f"A random RoBERTa of {first['shape']} size in {first['dtype']}, one text, medians of {rounds} rounds. "
+    note = (
+        f"A random RoBERTa of {first['shape']} size in {first['dtype']}, one text, medians of {rounds} rounds; "
+        "min_length=0 forces the methods where exact attention would run. "
+    )
+    attention = kept("benchmark_attention")
+    other = attention and attention["rows"][0]["dtype"]
+    if other and other != first["dtype"]:
+        note += f"The README's table of attention alone is in {other}. "
     header = ["", "forward", "training step", "memory", "memory of a step"]
     return markdown(header, rows), note
 
@@ -360,7 +381,14 @@ def shortest() -> str:
     rows = [
         [name, *(found.get(name, "") for found in (encoders, causal))] for name in dict.fromkeys([*encoders, *causal])
     ]
-    return markdown(["on a CPU", "encoders", "models that mask the future"], rows)
+    of_encoders, of_causal = (measured[f"{prefix}measurements"]["cpu"] for prefix in ("", "causal_"))
+    notes = [
+        f"{name}: random inputs, B={one['batch']}, H={one['heads']}, D={one['head_dim']}, {one['dtype']}, "
+        f"{one['environment']['time'].split('T')[0]}"
+        for name, one in (("Encoders", of_encoders), ("causal", of_causal))
+    ]
+    header = ["on a CPU", "encoders", "models that mask the future"]
+    return markdown(header, rows) + machine(of_encoders["environment"], f"{'; '.join(notes)}. ")
 
 
 def served() -> str:
