@@ -235,7 +235,8 @@ def test_mistakes(given: dict[str, Any], error: type[Exception], match: str) -> 
 def test_rungs_that_never_run_are_refused_before_the_model_runs_where_its_inputs_tell(
     model_type: str, runs: bool
 ) -> None:
-    model, calls = tiny_model(model_type), []
+    model = tiny_model(model_type)
+    calls: list[Any] = []
     inputs = batch_for(model).inputs
     model.register_forward_pre_hook(lambda *given: calls.append(given))
     with pytest.raises(ValueError, match=r"every rung runs exact attention .*min_length=0 .*--min-length 0"):
