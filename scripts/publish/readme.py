@@ -128,9 +128,8 @@ def head_errors(result: dict[str, Any]) -> Table:
     return markdown(header, rows), note
 
 
-@of_file("budget")
-def budgets(result: dict[str, Any]) -> Table:
-    """How many held-out heads keep a budget, calibrated alone and with a tolerance; and their times."""
+def kept_budgets(result: dict[str, Any]) -> str:
+    """How many held-out heads keep a budget, calibrated alone and with a tolerance; and their times where they are."""
     errors = [row for row in result["rows"] if row["kind"] == "errors"]
     times = {(row["length"], row["call"], row.get("budget")): row for row in result["rows"] if row["kind"] == "speed"}
     header = [
@@ -142,7 +141,7 @@ def budgets(result: dict[str, Any]) -> Table:
         "worst head, tolerance",
         "recomputed",
     ]
-    header += ["exact heads", "speed", "speed, checked", "speed, one setting"]
+    header += ["exact heads", *(["speed", "speed, checked", "speed, one setting"] if times else [])]
     rows = []
     for _, row in benchmark_budget.coverage(errors).iterrows():
         length, budget = int(row["length"]), row["budget"]
@@ -153,14 +152,26 @@ def budgets(result: dict[str, Any]) -> Table:
         forms = {"within": ".1%", "worst": ".2f", "within, tolerance": ".1%", "worst, tolerance": ".2f"}
         shown = [f"{row[name]:{form}}" for name, form in (forms | {"recomputed": ".1%", "exact heads": ".0f"}).items()]
         texts = f"{row['texts']:.0f} / {row['held out']:.0f}"
-        rows.append([f"{length:,}, {budget:g}", texts, *shown, *speeds])
+        rows.append([f"{length:,}, {budget:g}", texts, *shown, *(speeds if times else [])])
+    return markdown(header, rows)
+
+
+@of_file("budget")
+def budgets(result: dict[str, Any]) -> Table:
+    """Of an encoder."""
     note = (
         "All-MiniLM-L6-v2, positions repeated beyond 512. Texts: books calibrated on / other books and QMSum meetings "
         "held out, of 72 heads each: the part within the budget, and computed exactly by a tolerance as large. Exact "
         "heads: of the table. Speed: of attention against exact attention; checked: with the sample, no head "
         "recomputed; one setting: the fastest for all heads, the worst exact, with no worse a head. "
     )
-    return markdown(header, rows), note
+    return kept_budgets(result), note
+
+
+@of_file("budget_decoder")
+def budgets_of_a_decoder(result: dict[str, Any]) -> Table:
+    """Of a decoder."""
+    return kept_budgets(result), f"{result['settings']['model']}, strict, its heads of keys and values; as above. "
 
 
 @of_file("benchmark_rivals")
@@ -410,6 +421,7 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "shortest": shortest,
         "head errors": head_errors,
         "budgets": budgets,
+        "budgets of a decoder": budgets_of_a_decoder,
         "rivals": rivals,
         "closeness": closeness,
         "clustering": clustering,
