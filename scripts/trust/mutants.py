@@ -9,6 +9,7 @@ look at those that survive. Results are kept after every four defects: stop it w
 """
 
 import hashlib
+import re
 import shutil
 import subprocess
 import tempfile
@@ -29,6 +30,8 @@ ROOT = Path(__file__).parents[2]
 LISTS = Path(__file__).parent / "mutants"
 LONGEST = 300  # seconds of a processor; a defect that makes tests hang is seen
 CHECKED_AT_ONCE = 4  # defects whose tests run without them in one go
+# A line of pytest's summary: the test, whose parameters may hold " - " themselves, and what it said.
+FAILED = re.compile(r"(?:FAILED|ERROR) ([^\[\s]+(?:\[.*?\])?)(?: - .*)?$")
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def first_failure(runs: PytestRuns, tree: Path, tests: Iterable[str], *options: 
     if code == 0:
         return None
     lines = [line for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    failed = [line.split(" ", 1)[1].split(" - ")[0] for line in lines]
+    failed = [match[1] for line in lines if (match := FAILED.match(line))]
     if not failed and code in (3, 4, 5):  # pytest's own failures: wrong arguments, nothing collected
         raise RuntimeError(f"pytest did not run:\n{said}")
     return failed[0] if failed else f"pytest ended with {code}"

@@ -6,10 +6,13 @@ expected to fail, and why: any other failure is one of ours.
 
     python -m scripts.trust.versions               # writes scripts/results/versions.json
     python -m scripts.trust.versions --here        # with this interpreter and what is installed
+
+A version of torch is left out where the index has no CPU build of it for that Python: one for GPUs brings gigabytes.
 """
 
 import ast
 import fnmatch
+import json
 import os
 import re
 import shutil
@@ -61,7 +64,9 @@ class Versions:
 TRIED = (
     Versions("3.11", "2.13.0", "5.23.0"),
     Versions("3.11", "2.6.0", "5.0.0"),
+    Versions("3.11", "2.13.0", "5.0.0"),
     Versions("3.11", "2.13.0", "5.4.0"),
+    Versions("3.11", "2.13.0", "5.24.0"),
     Versions("3.12", "2.13.0", "5.23.0"),
     Versions("3.13", "2.13.0", "5.23.0"),
 )
@@ -83,14 +88,27 @@ def interpreter(python: str) -> str | None:
     return str(numbers[-1]) if numbers else None
 
 
+def has_cpu_build(tried: Versions) -> bool:
+    """Whether pip would install a torch that asks for no GPU library; only its metadata is read."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed"]
+    wanted = ["--only-binary", ":all:", "--python-version", tried.python, "--target", str(CACHE / "none")]
+    done = subprocess.run(
+        [*command, *wanted, "--report", "-", f"torch=={tried.torch}"], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        return False
+    (found,) = json.loads(done.stdout)["install"]
+    return not any(re.match(r"nvidia|cuda", need) for need in found["metadata"].get("requires_dist", []))
+
+
 def make_environment(tried: Versions) -> Path | None:
-    """Its Python; None where there is no such interpreter."""
+    """Its Python; None where there is no such interpreter, or no CPU build of torch for it."""
     folder = CACHE / re.sub(r"\W+", "-", tried.name)
     python = folder / "bin" / "python"
     if (folder / ".ready").exists():
         return python
     base = interpreter(tried.python)
-    if base is None:
+    if base is None or not has_cpu_build(tried):
         return None
     subprocess.run([base, "-m", "venv", str(folder)], check=True)
     exact = [f"torch=={tried.torch}", f"transformers=={tried.transformers}"]
@@ -203,7 +221,7 @@ def main(
                 continue
             python = here()[1] if in_this else make_environment(tried)
             if python is None:
-                print(f"no Python {tried.python}: {tried.name} is left out", flush=True)
+                print(f"no such Python, or no CPU build of torch for it: {tried.name} is left out", flush=True)
                 break
             row = try_suite(tried, python, suite)
             kept.add(identity | row)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.attention_cases import Case, attend, make_inputs
 
-from hf_effattn.ops.shared import head_threads
+from hf_effattn.ops.shared import head_threads, row_chunks
 from hf_effattn.ops.shared.head_threads import for_every_chunk, heads_of_threads
 from hf_effattn.ops.shared.row_chunks import RowChunk
 from hf_effattn.ops.shared.topk import GROUP, largest
@@ -201,3 +201,13 @@ def test_a_forked_process_starts_its_own_threads():
     folder = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", FORKED], cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@each_op
+def test_chunks_of_grouped_heads_are_those_of_one_chunk(op, monkeypatch):
+    """A chunk after the first reads, and writes, the query heads that share its key/value heads."""
+    case = Case("grouped", H=6, key_heads=3, masks="right")
+    inputs = make_inputs(case)
+    expected = attend(op, case, inputs, backend="batched")
+    monkeypatch.setattr(row_chunks, "CHUNK_BYTES", 1)
+    assert torch.allclose(attend(op, case, inputs, backend="batched"), expected, rtol=1e-12, atol=1e-12)
