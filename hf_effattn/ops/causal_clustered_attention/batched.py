@@ -323,8 +323,8 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad_output, *_):
-    inputs, kept = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-    grads = _backward_op(grad_output, *kept, *inputs, *ctx.settings)
+    saved = ctx.saved_tensors  # once: a checkpoint gives them once
+    grads = _backward_op(grad_output, *saved[5:], *saved[:5], *ctx.settings)
     return (*grads, *[None] * (3 + len(ctx.settings)))
 
 
