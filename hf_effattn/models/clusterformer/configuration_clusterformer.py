@@ -56,10 +56,10 @@ class ClusterFormerConfig(StoredConfig):
         attend_centroids (`bool` or `"weighted"`, *optional*): words also attend to the updated centroids, and the
             output of that is added: summaries of the whole text, for what lies outside of a word's window (ours, not
             in the paper). They have seen all words, so a decoder has none of this. `"weighted"`: times a number per
-            head that is learned from 0; at full strength the summaries outweigh the windows in a translation's
-            encoder, and make its words alike. Default, decided as a model is built: True beside the gate in models
-            without a decoder, whose classifiers equal the Transformer with it; False in those with one, for it made a
-            translation much worse.
+            head that is learned from 0; at full strength, True, the summaries outweigh the windows in a translation's
+            encoder and make its words alike, while partner recall learns more from them. Default, decided as a model
+            is built: True beside the gate in models without a decoder, whose classifiers equal the Transformer with
+            it; False in those with one, for it made a translation much worse.
         cluster_loss_weight, sorting_loss_weight (`float`, *optional*): the paper's μ and ν (Eq. 17). Default: 0 with
             the gate, which trains the centroids without them: beside it 1e-4 made no task better beyond the noise of
             the seeds, and 0.01 kept words from finding each other. Else 1e-4: both also draw the words together, at
