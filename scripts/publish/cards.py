@@ -171,7 +171,7 @@ def clusterformer_newsgroups() -> ModelCard:
         description=(
             "Small, to test on: messages of twenty newsgroups of 1993 with their headers, cut at the longest input. "
             "Its weights are in bfloat16, its tokenizer is a byte-level BPE of the training messages. It was trained "
-            "with the gate and with L1 and L2 at 0.01; the default now: no loss, and attention to the centroids."
+            "with the defaults: the gate and attention to the centroids, without L1 and L2."
         ),
         sections={
             "What the clustering did": "Means since the line before: the losses of the task and of the clustering, "
@@ -180,8 +180,7 @@ def clusterformer_newsgroups() -> ModelCard:
             "How it was made": in_bash(
                 ALLOCATOR,
                 "SIZES=hidden_size=300,num_hidden_layers=2,num_attention_heads=4,intermediate_size=600,clusters=20",
-                "SIZES=$SIZES,gated=true,attention_probs_dropout_prob=0.0,max_position_embeddings=512",
-                "SIZES=$SIZES,attend_centroids=false,cluster_loss_weight=0.01,sorting_loss_weight=0.01",
+                "SIZES=$SIZES,attention_probs_dropout_prob=0.0,max_position_embeddings=512",
                 "python scripts/train/classification.py --train_files 20newsgroups/train.jsonl.gz \\",
                 "    --test_files 20newsgroups/test.jsonl.gz --validation_share 0 --model_type clusterformer \\",
                 "    --config_overrides $SIZES --vocab_size 8000 --max_length 512 --num_train_epochs 3 --bf16 \\",

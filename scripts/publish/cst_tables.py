@@ -252,6 +252,7 @@ def approximation(result: dict[str, Any]) -> Table:
     frame = pd.DataFrame(in_order(result["rows"])).astype({"data": str})
     names = list(dict.fromkeys(frame["row"]))
     models = list(dict.fromkeys(frame["model"]))
+    papers = [name for name in names if any(name in task.paper for task in approximate.TASKS.values())]
     rows = []
     for (task, model, *_), part in frame.groupby(
         ["task", "model", "training_seed", "samples", "data"], sort=False, dropna=False
@@ -259,7 +260,7 @@ def approximation(result: dict[str, Any]) -> Table:
         values = {name: part.loc[part["row"] == name, "value"] for name in names}
         lost = [100 * (values[name].mean() - values[approximate.FULL].mean()) for name in names[1:]]
         shares = part.dropna(subset="longer_share").drop_duplicates("row")["longer_share"]
-        paper = (approximate.TASKS[str(task)].paper.get(name) for name in names)
+        paper = (approximate.TASKS[str(task)].paper.get(name) for name in papers)
         rows.append(
             [
                 f"{task}, {model}" if len(models) > 1 else str(task),
@@ -270,7 +271,7 @@ def approximation(result: dict[str, Any]) -> Table:
             ]
         )
     losses = (f"{name}, points" for name in names[1:])
-    header = ["", *names, *losses, "longer", *(f"{name}, paper" for name in names)]
+    header = ["", *names, *losses, "longer", *(f"{name}, paper" for name in papers)]
     files = dict.fromkeys(
         Path(name).name for row in result["rows"] if row["task"] == "squad" for name in row["data"].values()
     )

@@ -63,6 +63,7 @@ PAPERS_FORM: dict[str, Any] = {"gated": False, **WITH_L1, **WITH_L2}
 WITH_GATE = {"gated": True, "attend_centroids": False}
 GATED: dict[str, Any] = {**WITH_GATE, **WITHOUT_L1, **WITHOUT_L2}
 CENTROIDS: dict[str, Any] = GATED | {"attend_centroids": True}
+WEIGHTED_CENTROIDS: dict[str, Any] = GATED | {"attend_centroids": "weighted"}
 ROUTINGS: dict[str, dict[str, Any]] = {
     TRANSFORMER: {"assignment": "full"},
     "neural": PAPERS_FORM,

@@ -40,6 +40,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     "gated": NO_LOSSES | GATE,
     "gated with losses": LOSSES | GATE,
     DEFAULT: NO_LOSSES | GATE | {"attend_centroids": True},
+    "gated with weighted centroids": NO_LOSSES | GATE | {"attend_centroids": "weighted"},
     GATE_ON_RANDOM_ORDER: NO_LOSSES | GATE,
     "K-means": {"assignment": "kmeans"},
     "LSH": {"assignment": "lsh"},

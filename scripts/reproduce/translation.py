@@ -29,7 +29,17 @@ from ..kept.command_line import check_names, command_line_of, run_with_help, swi
 from ..kept.data import dataset_path
 from ..kept.runs import KeptRuns, mean_and_deviation, print_table, run_folder, with_wall_time
 from ..train import translation as run_translation
-from .classification import CENTROIDS, DEFAULTS, GATED, LOSSES, PAPERS_FORM, TRANSFORMER, data_folder, differences
+from .classification import (
+    CENTROIDS,
+    DEFAULTS,
+    GATED,
+    LOSSES,
+    PAPERS_FORM,
+    TRANSFORMER,
+    WEIGHTED_CENTROIDS,
+    data_folder,
+    differences,
+)
 
 # The paper's number of centroids and heads; layers and width are less, as the data are.
 SIZES: dict[str, Any] = {
@@ -67,6 +77,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "neural encoder, no loss": LOSSES["neural, no loss"] | ENCODER_ALONE,
     "gated encoder": GATED | ENCODER_ALONE,
     "gated encoder, centroids": CENTROIDS | ENCODER_ALONE,
+    "gated encoder, weighted centroids": WEIGHTED_CENTROIDS | ENCODER_ALONE,
     "gated encoder, L1 and L2": LOSSES["gated, L1 and L2"] | ENCODER_ALONE,
     "identity order encoder": {"assignment": "identity", **ENCODER_ALONE},
 }

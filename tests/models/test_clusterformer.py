@@ -26,6 +26,7 @@ from hf_effattn.models.clusterformer import (
     ClusterFormerForTokenClassification,
     ClusterFormerModel,
 )
+from hf_effattn.models.clusterformer.attention import CentroidWeight
 from hf_effattn.models.clusterformer.sorting import cluster_loss, cluster_statistics, sorting_loss
 
 # Float64 in another order of sums, numbers of about 4: three times what was seen.
@@ -104,15 +105,17 @@ def attention_with_loops(words, layer, centroids, config):
                 ]
         if config.attend_centroids:
             keys, values = ([through(p, c) for c in updated] for p in (layer.attention.key, layer.attention.value))
+            weighted = config.attend_centroids == "weighted"
+            weight = layer.attention.centroid_weight.weight.tolist()[h] if weighted else 1.0
             for j in range(N):
                 raw = [exp(dot(q[j][part], c[part]) / sqrt(D)) for c in keys]
                 for a in range(D):
                     of_centroids = sum(r * c[part][a] for r, c in zip(raw, values, strict=True)) / sum(raw)
-                    mixed[j][h * D + a] += of_centroids
+                    mixed[j][h * D + a] += weight * of_centroids
     return [through(layer.attention.output, row) for row in mixed], updated, labels
 
 
-@pytest.mark.parametrize("variant", ["neural", "gated", "centroids", "gated_centroids", "wide_window"])
+@pytest.mark.parametrize("variant", [*[*VARIANTS][:5], "wide_window"])
 @pytest.mark.parametrize("N", [1, 3, 23])
 def test_a_layer_equals_the_definition_written_as_loops(variant, N):
     model = tiny_model(ClusterFormerModel, **VARIANTS[variant])
@@ -376,6 +379,7 @@ NOT_CAUSAL = (
     ({"assignment": "kmeans"}, None),
     ({"assignment": "identity"}, None),
     ({"gated": False, "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0, "attend_centroids": True}, True),
+    ({"attend_centroids": "weighted"}, True),
 )
 
 
@@ -400,7 +404,9 @@ def test_every_parameter_that_is_trained_has_a_gradient(model_class, changes, tr
         assert (parameter.grad is not None) == parameter.requires_grad, name
     of_clustering = [p for name, p in model.named_parameters() if "centroid" in name]
     assert [p.requires_grad for p in of_clustering] == [trained] * len(of_clustering)
-    assert len(of_clustering) == (0 if trained is None else 3)
+    weights = sum(isinstance(part, CentroidWeight) for part in model.modules())
+    assert weights == (2 if changes.get("attend_centroids") == "weighted" else 0)
+    assert len(of_clustering) == (0 if trained is None else 3 + weights)
 
 
 @pytest.mark.parametrize("auto_class", HEADS, ids=lambda c: c.__name__)
@@ -454,6 +460,15 @@ def test_attention_to_the_centroids_has_dropout():
     attention.train()
     first, second = (attention.attend_to_centroids(query, centroids) for _ in range(2))
     assert not torch.equal(first, second)
+
+
+def test_weighted_attention_to_the_centroids_starts_as_none():
+    """At full strength from the first step on it made the words of a sentence alike."""
+    torch.manual_seed(0)
+    weighted = ClusterFormerModel(tiny_config(attend_centroids="weighted")).eval()
+    without = ClusterFormerModel(tiny_config(attend_centroids=False)).eval()
+    without.load_state_dict(weighted.state_dict(), strict=False)
+    assert torch.equal(weighted(texts()).last_hidden_state, without(texts()).last_hidden_state)
 
 
 def test_the_projection_of_the_centroids_starts_as_the_identity():

@@ -169,6 +169,7 @@ def test_attention_to_the_centroids_follows_what_replaces_a_stored_setting(tmp_p
         ({"gated": True, "assignment": "lsh"}, 'needs assignment="neural"'),
         ({"attend_centroids": True, "assignment": "lsh"}, 'attend_centroids=True needs assignment="neural"'),
         ({"attend_centroids": True, "is_decoder": True}, "attend_centroids=True needs is_decoder=False"),
+        ({"attend_centroids": "often"}, "attend_centroids must be one of None, False, True, 'weighted', got 'often'"),
         ({"is_decoder": True, "assignment": "kmeans"}, 'causal="strict" needs assignment'),
         ({"is_decoder": True, "window_blocks": 1}, "window_blocks of at least 2"),
     ],

@@ -411,3 +411,13 @@ def test_mistakes_in_a_call_raise():
         model(tokens(), attention_mask=torch.ones(2, 1, 21, 21))
     with pytest.raises(ValueError, match="CSTForMaskedLM sees both sides"):
         CSTForMaskedLM(tiny_config(is_decoder=True))
+
+
+def test_padding_is_0_in_every_state():
+    model = tiny_model(CSTModel)
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, :3], mask[1, -5:] = 0, 0
+    output = model(tokens(), attention_mask=mask, output_hidden_states=True)
+    for states in (*output.hidden_states, output.last_hidden_state):
+        assert (states[mask == 0] == 0).all()
+        assert (states[mask == 1] != 0).any(dim=-1).all()

@@ -294,6 +294,12 @@ def test_compiles_to_one_op(method):
         ({"window": -1}, ValueError, "window must be at least 0, got -1"),
         ({"window": 1.5}, TypeError, "window must be an int"),
         ({"key_clusters": 0}, ValueError, "key_clusters must be at least 1"),
+        ({"exact_above": -0.1}, ValueError, "exact_above must be at least 0, got -0.1"),
+        ({"exact_above": float("nan")}, ValueError, "exact_above must be at least 0, got nan"),
+        ({"scale": "a"}, TypeError, "scale must be a number, got 'a'"),
+        ({"prefill": "yes"}, TypeError, "prefill must be True or False, got 'yes'"),
+        ({"dropout_p": "a"}, TypeError, "dropout_p must be a number, got 'a'"),
+        ({"key_mask": [True] * 6}, TypeError, "key_mask must be a tensor or None, got list"),
         ({"dropout_p": 1.0}, ValueError, r"dropout_p must lie in \[0, 1\)"),
         ({"backend": "fast"}, ValueError, "backend must be one of"),
         ({"key_mask": torch.ones(1, 6)}, TypeError, "key_mask must be boolean"),
@@ -305,6 +311,26 @@ def test_says_what_is_wrong(change, error, message):
     tensors = [torch.zeros(1, 2, 6, 4) for _ in range(3)]
     with pytest.raises(error, match=message):
         causal_clustered_attention(*tensors, **{"clusters": 2} | change)
+
+
+def test_more_key_clusters_than_keys_need_no_memory():
+    tensors = [torch.zeros(1, 2, 6, 4) for _ in range(3)]
+    sizes = {"clusters": 2, "segment_length": 2, "window": 0}
+    assert causal_clustered_attention(*tensors, **sizes, key_clusters=2**40).shape == tensors[0].shape
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ([1.0], "query must be a tensor, got list"),
+        (torch.zeros(1, 2, 6, 4).to(torch.float8_e4m3fn), "query must be dense and of 16 bits or more"),
+        (torch.zeros(1, 2, 6, 4).to_sparse(), "query must be dense and of 16 bits or more"),
+    ],
+    ids=["list", "float8", "sparse"],
+)
+def test_refuses_what_is_no_such_tensor(query, message):
+    with pytest.raises(TypeError, match=message):
+        causal_clustered_attention(query, *[torch.zeros(1, 2, 6, 4)] * 2, clusters=2)
 
 
 def test_refuses_other_keys_than_its_own():

@@ -7,6 +7,7 @@ import transformers
 
 from hf_effattn.models import clusterformer
 from hf_effattn.models.clusterformer import ClusterFormerConfig
+from hf_effattn.models.clusterformer.attention import CentroidWeight
 
 # Written out anew: what the package registers is compared with it.
 HEADS = {
@@ -39,6 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gated": {"gated": True, "attend_centroids": False},
     "centroids": {"gated": False, "attend_centroids": True},
     "gated_centroids": {"gated": True, "attend_centroids": True},
+    "weighted_centroids": {"gated": True, "attend_centroids": "weighted"},
     "dot": {"similarity": "dot", "gated": False, "cluster_loss_weight": 0.0, "sorting_loss_weight": 0.0},
     "post_norm": {"pre_norm": False},
     "wide_window": {"window_blocks": 3},
@@ -56,9 +58,16 @@ def tiny_config(**changes: Any) -> ClusterFormerConfig:
 
 
 def tiny_model(model_class: Any, *, seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
-    """A small random model in eval mode; the same seed gives the same weights."""
+    """A small random model in eval mode; the same seed gives the same weights.
+
+    Weights on attention to the centroids, which start at 0, are as after a training.
+    """
     torch.manual_seed(seed)
-    return model_class(tiny_config(**changes)).to(dtype).eval()
+    model = model_class(tiny_config(**changes)).to(dtype).eval()
+    for part in model.modules():
+        if isinstance(part, CentroidWeight):
+            part.weight.data = torch.linspace(-0.5, 1.5, len(part.weight), dtype=dtype)
+    return model
 
 
 def texts(B: int = 3, N: int = 23, seed: int = 1) -> torch.Tensor:

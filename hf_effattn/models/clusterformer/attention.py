@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from ...ops import sorted_block_attention
 from ...ops.sorted_block_attention.reference import MEMBERSHIP_FLOOR
 from .cache import clustered_layer
-from .configuration_clusterformer import ClusterFormerConfig
+from .configuration_clusterformer import WEIGHTED, ClusterFormerConfig
 from .sorting import SortedWords
 
 
@@ -60,10 +60,22 @@ class Projections(nn.Module):
         return self.dropout_p if self.training else 0.0
 
 
+class CentroidWeight(nn.Module):
+    """What each head takes of its attention to the centroids: nothing at first."""
+
+    def __init__(self, config: ClusterFormerConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(config.num_attention_heads))
+
+    def forward(self, attended: torch.Tensor) -> torch.Tensor:
+        """`(B, H, N, D)` times the weight of its head."""
+        return attended * self.weight.to(attended.dtype)[:, None, None]
+
+
 class SortedBlockSelfAttention(Projections):
     """Attention of every word to the words of its window of sorted blocks (Source: Wang 2022, Eq. 7 to 10).
 
-    With `config.attend_centroids` that to the updated centroids is added.
+    With `config.attend_centroids` that to the updated centroids is added, `"weighted"` by a number per head.
     """
 
     def __init__(self, config: ClusterFormerConfig, layer_idx: int) -> None:
@@ -73,7 +85,9 @@ class SortedBlockSelfAttention(Projections):
         self.causal = config.is_decoder
         self.strict = config.is_decoder and config.causal == "strict"
         # Both are asked: a config can be made a decoder's after it was checked.
-        self.attend_centroids = config.attend_centroids and not config.is_decoder
+        self.attend_centroids = bool(config.attend_centroids) and not config.is_decoder
+        weighted = self.attend_centroids and config.attend_centroids == WEIGHTED
+        self.centroid_weight = CentroidWeight(config) if weighted else None
 
     def forward(
         self, words: torch.Tensor, clustered: SortedWords, mask: torch.Tensor | None, cache: Cache | None
@@ -100,7 +114,8 @@ class SortedBlockSelfAttention(Projections):
             dropout_p=self.dropout,
         )
         if self.attend_centroids and clustered.updated is not None:
-            attended = attended + self.attend_to_centroids(query, clustered.updated.to(words.dtype))
+            added = self.attend_to_centroids(query, clustered.updated.to(words.dtype))
+            attended = attended + (added if self.centroid_weight is None else self.centroid_weight(added))
         return self.join(attended)
 
     def attend_to_centroids(self, query: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:

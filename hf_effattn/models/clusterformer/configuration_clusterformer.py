@@ -16,6 +16,7 @@ from .outputs import CLUSTERING_FIELDS
 ASSIGNMENTS = ("neural", "kmeans", "lsh", "random", "identity", "full")
 CAUSAL_FORMS = ("strict", "paper")
 POOLINGS = ("mean", "first")
+WEIGHTED = "weighted"
 # Of L1 and L2 where they alone train the centroids.
 LOSS_WEIGHT = 1e-4
 DIVERGES = (
@@ -52,11 +53,13 @@ class ClusterFormerConfig(StoredConfig):
         gated (`bool`, *optional*): adds the logarithm of how much two words' clusters overlap to their score, so that
             the task trains the clustering (ours, not in the paper; False is the paper's form). Default: True where
             `assignment="neural"`.
-        attend_centroids (`bool`, *optional*): words also attend to the updated centroids, and the output of that is
-            added: summaries of the whole text, for what lies outside of a word's window (ours, not in the paper).
-            They have seen all words, so a decoder has none of this. Default, decided as a model is built: True beside
-            the gate in models without a decoder, whose classifiers equal the Transformer with it; False in those with
-            one, for it made a translation much worse.
+        attend_centroids (`bool` or `"weighted"`, *optional*): words also attend to the updated centroids, and the
+            output of that is added: summaries of the whole text, for what lies outside of a word's window (ours, not
+            in the paper). They have seen all words, so a decoder has none of this. `"weighted"`: times a number per
+            head that is learned from 0; at full strength, True, the summaries outweigh the windows in a translation's
+            encoder and make its words alike, while partner recall learns more from them. Default, decided as a model
+            is built: True beside the gate in models without a decoder, whose classifiers equal the Transformer with
+            it; False in those with one, for it made a translation much worse.
         cluster_loss_weight, sorting_loss_weight (`float`, *optional*): the paper's μ and ν (Eq. 17). Default: 0 with
             the gate, which trains the centroids without them: beside it 1e-4 made no task better beyond the noise of
             the seeds, and 0.01 kept words from finding each other. Else 1e-4: both also draw the words together, at
@@ -102,7 +105,7 @@ class ClusterFormerConfig(StoredConfig):
         similarity: str = "cosine",
         sharpness: float = 10.0,
         gated: bool | None = None,
-        attend_centroids: bool | None = None,
+        attend_centroids: bool | str | None = None,
         cluster_loss_weight: float | None = None,
         sorting_loss_weight: float | None = None,
         task_loss_weight: float = 1.0,
@@ -133,6 +136,7 @@ class ClusterFormerConfig(StoredConfig):
             "causal": (causal, CAUSAL_FORMS),
             "pooling": (pooling, POOLINGS),
             "hidden_act": (hidden_act, tuple(ACT2FN)),
+            "attend_centroids": (attend_centroids, (None, False, True, WEIGHTED)),
         }
         for name, (choice, allowed) in choices.items():
             if choice not in allowed:

@@ -13,7 +13,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ...ops.derivatives import check_no_onnx
 from ..classifying import masked_mean
-from .attention import CrossAttention, FullSelfAttention, SortedBlockSelfAttention, cached_words
+from .attention import CentroidWeight, CrossAttention, FullSelfAttention, SortedBlockSelfAttention, cached_words
 from .configuration_clusterformer import ClusterFormerConfig
 from .outputs import ClusterFormerModelOutput, ClusteringReport
 from .sorting import (
@@ -148,6 +148,8 @@ class ClusterFormerPreTrainedModel(PreTrainedModel):
             init.eye_(module.weight)
         elif isinstance(module, Centroids):
             init.normal_(module.weight, std=self.config.hidden_size**-0.5)
+        elif isinstance(module, CentroidWeight):
+            init.zeros_(module.weight)
         elif isinstance(module, WordSorting) and "drawn" in module._buffers:
             # A loaded model is built without memory: what no file holds is drawn again.
             init.copy_(module.drawn, module.draw())

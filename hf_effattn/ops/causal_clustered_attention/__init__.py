@@ -6,14 +6,14 @@ import torch
 
 from ..cluster_queries import DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS
 from ..kmeans import check_seed
-from ..shared.arguments import check_count, check_mask, check_query_key_value, choose_backend
+from ..shared.arguments import check_count, check_mask, check_number, check_query_key_value, choose_backend
 from ..shared.dropout import draw_seed
 from . import batched, reference
 from .reference import Settings
 
 METHODS = ("clustered", "i-clustered", "bi-clustered")
 # The least loss of perplexity for the scores, on a language model: scripts/benchmark/language_model.py.
-DEFAULT_SEGMENT_LENGTH = 1024
+DEFAULT_SEGMENT_LENGTH = 512
 DEFAULT_WINDOW = 256
 
 
@@ -93,8 +93,8 @@ def causal_clustered_attention(
 
     Raises:
         ValueError: an unknown method or backend, sizes that do not fit together, counts below 1 (`window` and
-            `iterations`: below 0), a `dropout_p` outside [0, 1).
-        TypeError: a mask that is not boolean, a count that is not an int.
+            `iterations`, `exact_above`: below 0), a `dropout_p` outside [0, 1).
+        TypeError: a mask that is not boolean, a count that is not an int, any other argument of a wrong type.
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
@@ -109,6 +109,12 @@ def causal_clustered_attention(
     ):
         check_count(name, count, minimum=minimum)
     check_seed(seed)
+    if exact_above is not None:
+        check_number("exact_above", exact_above, minimum=0)
+    if scale is not None:
+        check_number("scale", scale)
+    if not isinstance(prefill, bool):
+        raise TypeError(f"prefill must be True or False, got {prefill!r}")
     check_query_key_value(query, key, value)
     N = query.shape[2]
     if key.shape[2] != N:
@@ -120,7 +126,7 @@ def causal_clustered_attention(
         method,
         min(clusters, max(1, N)),
         0 if method == "clustered" else min(topk, N),
-        key_clusters if method == "bi-clustered" else 1,
+        min(key_clusters, segment_length) if method == "bi-clustered" else 1,
         min(segment_length, max(1, N)),
         min(window, N),
         iterations,

@@ -1,7 +1,8 @@
 """Causal attention over clusters for a CPU: a few large steps per segment, on parts of one softmax.
 
-Nothing but the inputs is kept for the backward pass, and to `torch.compile` each pass is one op. All arithmetic is in
-float32, or float64 for float64 inputs.
+Beside the inputs the backward pass gets what of the forward pass is dear and as small as they are: the output and
+log-sum-exp of all exact keys, and the labels. Tables are made again. To `torch.compile` each pass is one op. All
+arithmetic is in float32, or float64 for float64 inputs.
 
 Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `N` queries and keys, `n` of a segment, `C`
 query clusters per query head.
@@ -10,7 +11,7 @@ query clusters per query head.
 from collections.abc import Iterator
 from itertools import pairwise
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,7 +38,7 @@ class _Segment:
 
     def __init__(self, chunk: "_Chunk", start: int, clusters: tuple[PastQueries, slice, torch.Tensor] | None) -> None:
         """`clusters`: past queries, the keys that are seen over clusters from now on, their labels; None: no older."""
-        settings = chunk.settings
+        settings, self.clusters = chunk.settings, clusters
         self.rows = slice(start, min(start + settings.segment_length, chunk.key.shape[1]))
         self.fitted, self.old = settings.fitted(start, self.rows.stop), slice(0, settings.older(start))
         query = chunk.query[:, :, self.rows]
@@ -62,25 +63,47 @@ class _Segment:
             factor = None if chunk.factor is None else chunk.factor[:, :, self.rows, settings.local_keys :]
             self.older = OlderPart(query, finished, past, factor, settings)
 
-    def attend(self) -> tuple[Attended, list[Attended], Attended]:
-        """Outputs and log-sum-exp: of near keys, of older ones by clusters in parts, of all."""
+    def store_labels(self, of_queries: torch.Tensor, of_keys: torch.Tensor) -> None:
+        """Write the labels that were found for this segment to `(P, g, N)` and `(P, N)`."""
+        if self.clusters is not None:
+            past, new, labels = self.clusters
+            of_queries[:, :, self.fitted], of_keys[:, new] = past.labels, labels
+
+    def attend(self) -> tuple[Attended, Attended]:
+        """Outputs and log-sum-exp: of all exact keys, and of all."""
         near = merge([part.attend() for _, part in self.local])
-        older = [] if self.older is None else self.older.attend()
-        whole = merge([near, *older])
+        exact: Attended | None = None
         if self.exact_older is not None:
-            exact = self.exact_older.attend()
-            of_heads = merge([(near[0][self.heads], near[1][self.heads]), exact])
+            exact = merge([(near[0][self.heads], near[1][self.heads]), self.exact_older.attend()])
             if self.older is None:
-                return near, older, of_heads
-            for target, found in zip(whole, of_heads, strict=True):
+                return exact, exact
+        if self.older is None:
+            return near, near
+        rest = merge([near, *self.older.attend_exactly()])
+        if exact is not None:
+            for target, found in zip(rest, exact, strict=True):
                 target[self.heads] = found
-        return near, older, whole
+        return rest, self._whole(rest, self.older.attend())
+
+    def _whole(self, rest: Attended, clusters: Attended) -> Attended:
+        """Of all, where heads that attend exactly leave out the clusters."""
+        whole = merge([rest, clusters])
+        if len(self.heads):
+            for target, found in zip(whole, rest, strict=True):
+                target[self.heads] = found[self.heads]
+        return whole
 
     def backward(
-        self, grad: torch.Tensor, of_query: torch.Tensor, of_key: torch.Tensor, of_value: torch.Tensor
+        self, grad: torch.Tensor, rest: Attended, of_query: torch.Tensor, of_key: torch.Tensor, of_value: torch.Tensor
     ) -> None:
-        """Add to the gradients of a chunk's rows, but for those of the finished keys by clusters."""
-        near, older, whole = self.attend()
+        """Add to the gradients of a chunk's rows, but for those of the finished keys by clusters.
+
+        `rest` is what `attend` has found of all exact keys.
+        """
+        whole = rest
+        if self.older is not None:
+            clusters = self.older.attend()
+            whole = self._whole(rest, clusters)
         for keys, part in self.local:
             more = part.backward(grad, *whole)
             of_query[:, :, self.rows] += more[0]
@@ -93,7 +116,7 @@ class _Segment:
             of_value[self.heads, self.old] += more[2]
             grad = grad.index_fill(0, self.heads, 0.0)
         if self.older is not None:
-            of_rows, of_past = self.older.backward(grad, near, older, of_key, of_value)
+            of_rows, of_past = self.older.backward(grad, rest, clusters[1], whole, of_key, of_value)
             of_query[:, :, self.fitted] += of_past
             of_query[:, :, self.rows] += of_rows
 
@@ -103,8 +126,9 @@ class _Chunk:
 
     def __init__(
         self, chunk: RowChunk, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings,
-        dropout_seed: torch.Tensor | None,
+        dropout_seed: torch.Tensor | None, kept: "Kept | None" = None,
     ) -> None:  # fmt: skip
+        """`kept`: of the forward pass."""
         dtype = accumulation_dtype(query.dtype)
         self.chunk, self.settings = chunk, settings
         self.query = self.by_head(chunk.queries(query)).to(dtype) * settings.scale
@@ -117,6 +141,11 @@ class _Chunk:
                 factor = factor.index_select(1, chunk.query_rows)
             self.factor = factor.view(*self.query.shape[:3], -1)
         self.finished = FinishedKeys(self.key, self.value, settings)
+        self.query_labels: torch.Tensor | None = None
+        self.key_labels: torch.Tensor | None = None
+        if kept is not None:
+            self.query_labels = self.by_head(chunk.queries(kept.query_labels))[..., 0]
+            self.key_labels = chunk.keys(kept.key_labels)[..., 0]
 
     def by_head(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows `(P, g · N, D)` as `(P, g, N, D)`."""
@@ -130,8 +159,14 @@ class _Chunk:
         ends = [settings.older(start) for start in late]
         blocks = [slice(first, end) for first, end in pairwise([0, *ends])]
         fitted = [settings.fitted(start, min(start + settings.segment_length, N)) for start in late]
-        past = PastQueries.of_segments(self.query, fitted, finished.metrics(blocks), settings) if late else []
-        labels = finished.labels(blocks, [one.of_heads.mean(dim=1) for one in past])
+        past: list[PastQueries] = []
+        if late:
+            metrics = finished.metrics(blocks)
+            past = PastQueries.of_segments(self.query, fitted, metrics, self.query_labels, settings)
+        if self.key_labels is not None:
+            labels = [self.key_labels[:, rows] for rows in blocks]
+        else:
+            labels = finished.labels_of_blocks(blocks, [one.of_heads.mean(dim=1) for one in past])
         clusters = dict(zip(late, zip(past, blocks, labels, strict=True), strict=True))
         for start in starts:
             yield _Segment(self, start, clusters.get(start))
@@ -156,7 +191,43 @@ class _Chunk:
         return torch.stack(drawn).unflatten(0, (-1, g))
 
 
-@torch.library.custom_op("hf_effattn::causal_clustered_attention", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
+class Kept(NamedTuple):
+    """What the forward pass leaves to the backward pass.
+
+    Attributes:
+        rest: the output of all exact keys alone `(B, H, N, Dv)`, in float32 or float64.
+        log_sum: of their scores, `(B, H, N, 1)`.
+        query_labels: of the past queries, `(B, H, N, 1)`.
+        key_labels: `(B, heads, N, 1)`.
+    """
+
+    rest: torch.Tensor
+    log_sum: torch.Tensor
+    query_labels: torch.Tensor
+    key_labels: torch.Tensor
+
+    @staticmethod
+    def empty(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, keeps: bool) -> "Kept":
+        """Zeros, to be written; of no rows where nothing is to be kept."""
+        N = query.shape[2] if keeps else 0
+        of_queries, of_keys = (*query.shape[:2], N), (*key.shape[:2], N)
+        dtype = accumulation_dtype(query.dtype)
+        return Kept(
+            query.new_zeros(*of_queries, value.shape[3], dtype=dtype),
+            query.new_zeros(*of_queries, 1, dtype=dtype),
+            query.new_zeros(*of_queries, 1, dtype=torch.int64),
+            key.new_zeros(*of_keys, 1, dtype=torch.int64),
+        )
+
+
+TENSORS = ", ".join(["Tensor"] * (1 + len(Kept._fields)))
+
+
+@torch.library.custom_op(
+    "hf_effattn::causal_clustered_attention",
+    mutates_args=(),
+    schema=f"({ARGUMENTS}, bool keeps) -> ({TENSORS})",
+)
 def _forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -164,35 +235,52 @@ def _forward(
     key_mask: torch.Tensor | None,
     dropout_seed: torch.Tensor | None,
     *values: Any,
-) -> torch.Tensor:
-    settings = Settings(*values)
+) -> tuple[torch.Tensor, ...]:
+    *fields, keeps = values
+    settings = Settings(*fields)
     value, special = without_special(value, key_mask)
-    output = empty_output(query, value)
+    output, kept = empty_output(query, value), Kept.empty(query, key, value, keeps=keeps)
 
     def attend(part: RowChunk) -> None:
         chunk = _Chunk(part, query, key, value, settings, dropout_seed)
-        found = chunk.query.new_empty(*chunk.query.shape[:3], value.shape[3])
+        found, rest = (chunk.query.new_empty(*chunk.query.shape[:3], value.shape[3]) for _ in range(2))
+        log_sum = chunk.query.new_empty(*chunk.query.shape[:3], 1)
+        query_labels = torch.zeros_like(log_sum, dtype=torch.int64)
+        key_labels = torch.zeros_like(chunk.key[..., :1], dtype=torch.int64)
         for segment in chunk.segments():
-            found[:, :, segment.rows] = segment.attend()[2][0]
+            of_rest, of_all = segment.attend()
+            found[:, :, segment.rows] = of_all[0]
+            if keeps:
+                rest[:, :, segment.rows], log_sum[:, :, segment.rows] = of_rest
+                segment.store_labels(query_labels[..., 0], key_labels[..., 0])
         part.store_queries(output, found.flatten(1, 2))
+        if keeps:
+            for target, rows in zip(kept[:3], (rest, log_sum, query_labels), strict=True):
+                part.store_queries(target, rows.flatten(1, 2))
+            part.store_keys(kept.key_labels, key_labels)
 
     chunks = chunks_of(query, key, key_mask, key_mask, largest_buffer(query, settings))
     for_every_chunk(attend, chunks, query.device)
-    return output if special is None else add_special(output, special, key_mask)
+    return output if special is None else add_special(output, special, key_mask), *kept
 
 
 @_forward.register_fake
-def _(query, key, value, *settings):
-    return empty_output(query, value)
+def _(query, key, value, *values):
+    return empty_output(query, value), *Kept.empty(query, key, value, keeps=values[-1])
 
 
 @torch.library.custom_op(
     "hf_effattn::causal_clustered_attention_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_output, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad_output, {', '.join(f'Tensor {name}' for name in Kept._fields)}, {ARGUMENTS}) "
+    "-> (Tensor, Tensor, Tensor)",
 )
 def _backward_op(
     grad_output: torch.Tensor,
+    rest: torch.Tensor,
+    log_sum: torch.Tensor,
+    query_labels: torch.Tensor,
+    key_labels: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -200,16 +288,19 @@ def _backward_op(
     dropout_seed: torch.Tensor | None,
     *values: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    settings = Settings(*values)
+    settings, kept = Settings(*values), Kept(rest, log_sum, query_labels, key_labels)
     value, _ = without_special(value, key_mask)
     grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
 
     def attend(part: RowChunk) -> None:
-        chunk = _Chunk(part, query, key, value, settings, dropout_seed)
+        chunk = _Chunk(part, query, key, value, settings, dropout_seed, kept)
         of_query, of_key, of_value = (torch.zeros_like(rows) for rows in (chunk.query, chunk.key, chunk.value))
-        grad = chunk.by_head(part.queries(grad_output)).to(of_query.dtype)
+        grad, own_rest, own_log_sum = (chunk.by_head(part.queries(rows)) for rows in (grad_output, rest, log_sum))
+        grad = grad.to(of_query.dtype)
         for segment in chunk.segments():
-            segment.backward(grad[:, :, segment.rows].contiguous(), of_query, of_key, of_value)
+            rows = slice(None), slice(None), segment.rows
+            of_rest = own_rest[rows], own_log_sum[rows]
+            segment.backward(grad[rows].contiguous(), of_rest, of_query, of_key, of_value)
         chunk.finished.store_gradients(of_key, of_value)
         part.store_queries(grad_query, of_query.mul_(settings.scale).flatten(1, 2))
         part.store_keys(grad_key, of_key)
@@ -221,18 +312,20 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(grad_output, query, key, value, *settings):
+def _(grad_output, rest, log_sum, query_labels, key_labels, query, key, value, *settings):
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.settings = inputs[5:]
+    ctx.save_for_backward(*inputs[:5], *output[1:])
+    ctx.settings = inputs[5:-1]
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad_output):
-    grads = _backward_op(grad_output, *ctx.saved_tensors, *ctx.settings)
-    return (*grads, *[None] * (2 + len(ctx.settings)))
+def _backward(ctx, grad_output, *_):
+    saved = ctx.saved_tensors  # once: a checkpoint gives them once
+    grads = _backward_op(grad_output, *saved[5:], *saved[:5], *ctx.settings)
+    return (*grads, *[None] * (3 + len(ctx.settings)))
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)
@@ -247,4 +340,5 @@ def causal_clustered_attention(
     dropout_seed: torch.Tensor | None,
 ) -> torch.Tensor:
     """One softmax over the local keys, the exact keys, and what stands for the others at the nearest past centroid."""
-    return _forward(query, key, value, key_mask, dropout_seed, *settings.values())
+    keeps = torch.is_grad_enabled() and any(rows.requires_grad for rows in (query, key, value))
+    return _forward(query, key, value, key_mask, dropout_seed, *settings.values(), keeps)[0]

@@ -19,7 +19,7 @@ from ..shared.key_summaries import LEAST_LOG_WEIGHT, NO_MASS
 from ..shared.precision import SMALLEST
 from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums
 from ..shared.topk import largest
-from .local import Attended, LocalPart, merge
+from .local import Attended, LocalPart
 from .reference import Settings
 
 
@@ -42,18 +42,24 @@ class PastQueries:
     """Clusters of the past queries `(P, g, n', D)` that a segment reads.
 
     Attributes:
+        labels: `(P, g, n')`.
         centroids: `(P, g · C, D)`.
         index: `(P · g · n',)` row of every past query in the centroids' table.
         counts: `(P, g, C)`.
         of_heads: covariances of the offsets from the centroids, `(P, g, D, D)`; their mean is `Σ_η`.
     """
 
-    def __init__(self, past: torch.Tensor, metric: torch.Tensor, settings: Settings) -> None:
+    def __init__(
+        self, past: torch.Tensor, metric: torch.Tensor, labels: torch.Tensor | None, settings: Settings
+    ) -> None:
+        """`labels`: where they are known, `(P, g, n')`."""
         P, g, _, D = past.shape
         C, points = settings.clusters, past.flatten(0, 1)
         self.metric = metric
-        labels = labels_of(points, C, settings, metric.repeat_interleave(g, dim=0))
-        self.index = cluster_rows(labels, C)
+        if labels is None:
+            labels = labels_of(points, C, settings, metric.repeat_interleave(g, dim=0)).unflatten(0, (P, g))
+        self.labels = labels
+        self.index = cluster_rows(labels.flatten(0, 1), C)
         sizes = cluster_sizes(self.index, P * g, C)
         self.counts = sizes.view(P, g, C)
         centroids = cluster_sums(points, self.index, P * g, C) / sizes.clamp(min=1)[..., None]
@@ -63,13 +69,21 @@ class PastQueries:
 
     @staticmethod
     def of_segments(
-        query: torch.Tensor, fitted: list[slice], metrics: list[torch.Tensor], settings: Settings
+        query: torch.Tensor,
+        fitted: list[slice],
+        metrics: list[torch.Tensor],
+        labels: torch.Tensor | None,
+        settings: Settings,
     ) -> list["PastQueries"]:
-        """Of several segments, whose past queries are those rows of `(P, g, N, D)`: as many as are equal at once."""
+        """Of several segments, whose past queries are those rows of `(P, g, N, D)`: as many as are equal at once.
+
+        `labels`: where they are known, `(P, g, N)`.
+        """
         found: list[PastQueries] = []
         for run in runs_of_equal(fitted):
             own = metrics[len(found) : len(found) + len(run)]
-            together = PastQueries(torch.cat([query[:, :, rows] for rows in run]), torch.cat(own), settings)
+            known = None if labels is None else torch.cat([labels[:, :, rows] for rows in run])
+            together = PastQueries(torch.cat([query[:, :, rows] for rows in run]), torch.cat(own), known, settings)
             found += [together._part(i, len(query)) for i in range(len(run))]
         return found
 
@@ -77,7 +91,7 @@ class PastQueries:
         """Of one segment, where those of several stand behind each other."""
         part, own = copy(self), slice(segment * heads, (segment + 1) * heads)
         part.metric, part.centroids, part.counts = self.metric[own], self.centroids[own], self.counts[own]
-        part.of_heads = self.of_heads[own]
+        part.of_heads, part.labels = self.of_heads[own], self.labels[own]
         tables = heads * self.centroids.shape[1]
         part.index = self.index.view(len(self.counts), -1)[own].flatten() - segment * tables
         return part
@@ -144,7 +158,7 @@ class FinishedKeys:
             found.append(as_metric(gram / rows.stop - mean.transpose(1, 2) * mean))
         return found
 
-    def labels(self, blocks: list[slice], covariances: list[torch.Tensor]) -> list[torch.Tensor]:
+    def labels_of_blocks(self, blocks: list[slice], covariances: list[torch.Tensor]) -> list[torch.Tensor]:
         """Of every block of keys its clusters `(P, m)`, by `Σ_η` `(P, D, D)` of the segment that first sees it so."""
         P, settings, found = len(self.key), self.settings, list[torch.Tensor]()
         for run in runs_of_equal(blocks):
@@ -314,9 +328,12 @@ class OlderSummaries:
             weights, rows = self._by_block(self.weights[p]), self.rows[p].unflatten(0, (-1, keys.L))
             of_mass = constant[p].T.index_select(0, self.clusters[p])[..., None]
             grad_scores = torch.baddbmm(of_mass, of_blocks, rows.transpose(1, 2)).mul_(weights)  # (nb, g · C, L)
-            of_rows = torch.bmm(weights.transpose(1, 2), of_blocks)  # (nb, L, D + Dv)
-            of_rows[..., :D] += grad_scores.transpose(1, 2) @ self.centroids[p]
-            grad_rows[p, : keys.places] += of_rows.flatten(0, 1)
+            # Of both factors of the rows at once: they are the largest numbers here, and read and written once.
+            seen = of_blocks.new_zeros(len(of_blocks), 2 * J, of_blocks.shape[2])
+            seen[:, :J] = of_blocks
+            seen[:, J:, :D] = self.centroids[p]
+            target = grad_rows[p, : keys.places].unflatten(0, (-1, keys.L))
+            target.baddbmm_(torch.cat([weights, grad_scores], dim=1).transpose(1, 2), seen)
             grad_centroids[p] += torch.bmm(grad_scores, rows[..., :D]).sum(dim=0)
         # Q̄_j·K_t is the score of what remains of the key, and of its cluster's mean.
         return grad_centroids.add_(grad_log_mass @ self.means[..., :D])
@@ -366,36 +383,44 @@ class OlderPart:
     def _unpack(self, packed: torch.Tensor) -> torch.Tensor:
         return self.blocks.unpack(packed, self.shape[0]).view(*self.shape[:3], -1)
 
-    def attend(self) -> list[Attended]:
-        """Outputs `(P, g, n, Dv)` and log-sum-exp `(P, g, n, 1)`: over the clusters, and over the exact keys."""
+    def attend(self) -> Attended:
+        """Outputs `(P, g, n, Dv)` and log-sum-exp `(P, g, n, 1)`, over the clusters."""
         output, log_sum = attend_in_part(self.summaries.table, self.blocks, self.packed, self.factor)
-        found = [(self._unpack(output), self._unpack(log_sum))]
-        if self.exact is not None:
-            output, log_sum = self.exact.attend()
-            found.append((output.view(*self.shape[:3], -1), log_sum.view(*self.shape[:3], 1)))
-        return found
+        return self._unpack(output), self._unpack(log_sum)
+
+    def attend_exactly(self) -> list[Attended]:
+        """As `attend`, over the exact keys; empty where there are none."""
+        if self.exact is None:
+            return []
+        output, log_sum = self.exact.attend()
+        return [(output.view(*self.shape[:3], -1), log_sum.view(*self.shape[:3], 1))]
 
     def backward(
-        self, grad: torch.Tensor, near: Attended, own: list[Attended], of_key: torch.Tensor, of_value: torch.Tensor
+        self,
+        grad: torch.Tensor,
+        rest: Attended,
+        log_sum: torch.Tensor,
+        whole: Attended,
+        of_key: torch.Tensor,
+        of_value: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the queries and of the past ones; adds to those of keys and values `(P, N, ·)`.
 
-        `near` is the rest of the softmax, `own` what `attend` has found.
+        `log_sum` is that of `attend`, `rest` all but the clusters, `whole` the softmax.
         """
         P, g, n, D = self.shape
-        (_, log_sum), *exact = own
-        output, other_sum = merge([near, *exact])
-        share, rest = torch.sigmoid(log_sum - other_sum), torch.sigmoid(other_sum - log_sum)
+        output, other_sum = rest
+        share, remaining = torch.sigmoid(log_sum - other_sum), torch.sigmoid(other_sum - log_sum)
         other_dot = torch.linalg.vecdot(grad, output)[..., None]
-        other = self._pack(share), self._pack(rest), self._pack(other_dot)
+        other = self._pack(share), self._pack(remaining), self._pack(other_dot)
         grad_packed, of_table = attend_backward(
             self.summaries.table, self.blocks, self.packed, self.factor, self._pack(grad), other
         )
         of_past = self.past.gradient(self.summaries.backward(of_table))
         grad_query = self._unpack(grad_packed[..., :D].contiguous())
         if self.exact is not None:
-            whole = [part.reshape(P * g, 1, n, -1) for part in merge([near, *own])]
-            found = self.exact.backward(grad.reshape(P * g, 1, n, -1), whole[0], whole[1])
+            by_head = (part.reshape(P * g, 1, n, -1) for part in (grad, *whole))
+            found = self.exact.backward(*by_head)
             grad_query = grad_query + found[0].view_as(grad_query)
             for target, more in ((of_key, found[1]), (of_value, found[2])):
                 target.view(-1, target.shape[2]).index_add_(0, self.sources, more.flatten(0, 1))

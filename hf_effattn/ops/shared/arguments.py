@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -98,13 +98,25 @@ def check_count(name: str, value: int, *, minimum: int = 1) -> None:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
 
 
+def check_number(name: str, value: float, *, minimum: float | None = None) -> None:
+    """Raise unless `value` is a number, and at least `minimum` where there is one; NaN is not."""
+    if not isinstance(value, Real | torch.SymFloat | torch.SymInt) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if minimum is not None and not value >= minimum:
+        raise ValueError(f"{name} must be at least {minimum:g}, got {value}")
+
+
 def check_query_key_value(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Raise unless query `(B, H, N, D)`, key `(B, H or a divisor, M, D)` and value `(..., M, Dv)` fit together."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.ndim != 4:
             raise ValueError(f"{name} must have 4 dimensions (B, H, length, head_dim), got {tuple(tensor.shape)}")
         if not tensor.is_floating_point():
             raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
+        if tensor.dtype.itemsize < 2 or tensor.layout != torch.strided:
+            raise TypeError(f"{name} must be dense and of 16 bits or more, got {tensor.layout} of {tensor.dtype}")
         if tensor.dtype != query.dtype or tensor.device != query.device:
             raise ValueError(
                 f"query, key and value must share dtype and device, got {query.dtype} on {query.device} for query"
@@ -131,6 +143,8 @@ def check_mask(name: str, mask: torch.Tensor | None, tensor: torch.Tensor) -> No
     """Raise unless `mask` is None or boolean `(B, length)` for `tensor` `(B, H, length, D)`; True = attend."""
     if mask is None:
         return
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor or None, got {type(mask).__name__}")
     if mask.dtype != torch.bool:
         raise TypeError(f"{name} must be boolean (True = attend), got {mask.dtype}; use mask.bool() for a 0/1 mask")
     expected = (tensor.shape[0], tensor.shape[2])

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from .arguments import check_number
+
 CENTROID_WEIGHTS = 0
 TOPK_WEIGHTS = 1
 TOPK_AND_SUMMARY_WEIGHTS = 2
@@ -21,6 +23,7 @@ def draw_seed(dropout_p: float, device: torch.device) -> torch.Tensor | None:
 
     Kernels want it on their GPU: no copy from the host, and a CUDA graph draws a new one at each replay.
     """
+    check_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p}")
     return torch.randint(2**48, (1,), device=device) if dropout_p > 0.0 else None
