@@ -13,7 +13,7 @@ from .reference import Settings
 
 METHODS = ("clustered", "i-clustered", "bi-clustered")
 # The least loss of perplexity for the scores, on a language model: scripts/benchmark/language_model.py.
-DEFAULT_SEGMENT_LENGTH = 512
+DEFAULT_SEGMENT_LENGTH = 1024
 DEFAULT_WINDOW = 256
 
 
