@@ -84,7 +84,7 @@ def main(
         for run in missing:
             settings = METHODS.get(run["name"])
             if settings is not None:
-                hf_effattn.patch_attention(model, **settings, min_length=0)
+                hf_effattn.patch_attention(model, **settings)
             found = score(model, tokenizer, made, task, length, prompts)
             hf_effattn.unpatch_attention(model)
             kept.add(run | {"score": found})
