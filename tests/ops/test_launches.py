@@ -69,6 +69,15 @@ def words(length: int) -> torch.Tensor:
     return ops.neural_clustering(*inputs, backend="triton")[0]
 
 
+def offsets(length: int) -> None:
+    ops.query_offsets(drawn(length)[0], torch.zeros(1, HEADS, length, dtype=torch.int64), 100, backend="triton")
+
+
+def bi_clustered(length: int) -> torch.Tensor:
+    key_labels = torch.zeros(1, HEADS, length, dtype=torch.int64)
+    return attend("bi_clustered_attention", length, key_labels=key_labels, key_clusters=32, topk=64)
+
+
 improved = partial(attend, "improved_clustered_attention", topk=32)
 
 
@@ -76,19 +85,21 @@ improved = partial(attend, "improved_clustered_attention", topk=32)
 @pytest.mark.parametrize(
     ("call", "forward", "backward"),
     [
-        (cluster, 10, 0),  # the rows, the metric, the seeds, three rounds of two, all labels
-        (partial(cluster, masked=True), 10, 0),
+        (cluster, 9, 0),  # the metric, the seeds, three rounds of two, all labels
+        (partial(cluster, masked=True), 10, 0),  # and the rows that count
+        (offsets, 1, 0),
         (partial(attend, "clustered_attention"), 5, 4),
         (improved, 8, 7),
+        (bi_clustered, 14, 7),
         (slices, 1, 5),
         (blocks, 1, 2),
         (words, 3, 3),
     ],
-    ids=["cluster_queries", "masked", "clustered", "improved", "slices", "blocks", "neural_clustering"],
+    ids=["cluster_queries", "masked", "offsets", "clustered", "improved", "bi", "slices", "blocks", "words"],
 )
 def test_launches_of_a_layer(monkeypatch, call, forward, backward, length):
     """Short keys have a bin each, and no candidates to score again."""
-    if call is improved and length == 1024:
+    if call in (improved, bi_clustered) and length == 1024:
         forward -= 1
     with caught_launches(monkeypatch) as launches:
         output = call(length)

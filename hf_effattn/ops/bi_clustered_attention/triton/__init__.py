@@ -11,7 +11,7 @@ from ...derivatives import refuse_second_derivatives
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.chips import on_device_of
 from ...shared.triton.cluster_table import _cluster_table_fwd_kernel
-from ...shared.triton.sort import SortedRows, cluster_means, sort_by_cluster
+from ...shared.triton.sort import SortedRows, sort_by_cluster
 from ...shared.triton.tiles import LOG2_E, tile_config
 from .backward import attend_backward
 from .exact_heads import attend_exactly, exact_backward
@@ -54,11 +54,11 @@ def _forward(
     output = unwritten_output(query, value)
     queries = sort_by_cluster(labels, query_mask, clusters, tile)
     keys = sort_by_cluster(key_labels, key_mask, key_clusters, key_tile)
-    centroids = cluster_means(query, queries, query.dtype)
-    mean_keys, mean_values = cluster_means(key, keys), cluster_means(value, keys)
-    chosen = choose_keys(query, key, key_mask, exact_heads, queries, keys, centroids, mean_keys, topk, scale)
-    log_squares, top = chosen
-    covariances, _ = cluster_products(key, value, keys, mean_keys, mean_values, exact_heads)
+    mean_keys, mean_values = (query.new_empty(B * Hk, key_clusters, d, dtype=torch.float32) for d in (D, Dv))
+    covariances, _ = cluster_products(key, value, keys, mean_keys, mean_values)
+    centroids, log_squares, top = choose_keys(
+        query, key, key_mask, exact_heads, queries, keys, mean_keys, topk, scale
+    )  # fmt: skip
     tables = make_tables(key, value, exact_heads, keys, centroids, log_squares, top, covariances, scale)
     taken, table_keys, table_values, log_mass, bias, at_centroid, dipoles = tables
     lse, share = (query.new_empty(B * H, N, dtype=torch.float32) for _ in range(2))

@@ -17,6 +17,7 @@ from ...shared.triton.tiles import LOG2_E, LOWEST, PART, load_rows, load_tile, t
 from ..reference import LARGEST_LIFT, SMALLEST
 from .products import cluster_products
 
+SUM_PROGRAMS = 512  # that add up products of queries: few leave few sums, of many each is done sooner
 SMALLEST_SQUARE = tl.constexpr(SMALLEST)
 # Of the largest lift, as an exponent of 2.
 LIFT_LIMIT = tl.constexpr(LARGEST_LIFT * LOG2_E)
@@ -228,15 +229,15 @@ def choose_keys(
     exact_heads: torch.Tensor | None,
     queries: SortedRows,
     keys: SortedRows,
-    centroids: torch.Tensor,
     mean_keys: torch.Tensor,
     topk: int,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`log2 d_t²` `(P, M)`, and the exact keys `T_j`, `(B · H, C, T)` int32, -1 where there are none."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`Q̄_j` `(B · H, C, D)`, `log2 d_t²` `(P, M)`, and `T_j`, `(B · H, C, T)` int32, -1 where there is no key."""
     (B, H), (Hk, M, D) = query.shape[:2], key.shape[1:]
-    parts = min(queries.clusters, 8)
-    products, _ = cluster_products(query, query, queries, centroids, centroids, exact_heads, parts=parts)
+    centroids = query.new_empty(B * H, queries.clusters, D)
+    parts = max(1, min(queries.clusters, SUM_PROGRAMS // (B * H)))
+    products, _ = cluster_products(query, query, queries, centroids, parts=parts)
     products = products.view(B * Hk, -1, D, D).sum(dim=1)  # Σ_η, times the number of queries
     log_squares = query.new_empty(B * Hk, M, dtype=torch.float32)
     tiles, chip = keys.tiles.shape[1], chip_of(query)
@@ -247,7 +248,7 @@ def choose_keys(
             HAS_EXACT=exact_heads is not None, ROWS=keys.tile, PRECISION=chip.dot_precision(query.dtype),
             **chip.all_registers,
         )  # fmt: skip
-    return log_squares, centroid_topk(centroids, key, key_mask, scale, topk, log_squares)[0]
+    return centroids, log_squares, centroid_topk(centroids, key, key_mask, scale, topk, log_squares)[0]
 
 
 def make_tables(
