@@ -120,13 +120,14 @@ def growth() -> str:
     lines = []
     for row in rows:
         if row["measure"] in ("passes", "patches"):
-            what = f"{row['bytes'] / MEBIBYTE:+.1f} MiB, {row['objects']:+,} objects"
-            lines.append([row["kind"], f"{row['steps']:,} {row['measure']}", what, held(row)])
+            first = f"{row['first'] / MEBIBYTE:.1f} MiB" if "first" in row else ""
+            what = f"{row['bytes'] / 1024:+.1f} KiB, {row['objects']:+,} objects, {row['blocks']:+,} blocks"
+            lines.append([row["kind"], f"{row['steps']:,} {row['measure']}", first, what, held(row)])
         elif row["measure"] == "threads":
             what = f"{row['equal']} of {row['steps']} outputs bit-equal"
-            lines.append([row["kind"], "8 threads", what, held(row)])
+            lines.append([row["kind"], "8 threads", "", what, held(row)])
     order = sorted(lines, key=lambda line: line[1])
-    return markdown(["", "run", "second half of the run, or outputs", "held"], order) + note
+    return markdown(["", "run", "first pass of each length", "second half, or outputs", "held"], order) + note
 
 
 def held(row: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """What the trust scripts say of runs and files that are known to be good or bad."""
 
+import gc
 import os
 import random
 import time
@@ -7,6 +8,7 @@ import time
 import pytest
 import torch
 
+import hf_effattn
 from scripts.publish import trust_tables
 from scripts.trust import faults, memory, versions
 from scripts.trust._children import Child, run
@@ -30,15 +32,54 @@ def test_children_answer_raise_and_are_killed(tmp_path):
     assert not child.process.is_alive()
 
 
-def test_growth_is_seen_and_a_cache_is_not():
+STEPS = 400
+
+
+@pytest.fixture
+def no_other_objects():
+    """The collector leaves aside what was there before: seconds in a process of many tests."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("no_other_objects")
+@pytest.mark.parametrize(
+    "leak",
+    [lambda number: torch.zeros(1), lambda number: f"{number} passed", lambda number: [number]],
+    ids=["a tensor of one number", "a text", "a list"],
+)
+def test_what_each_step_keeps_is_seen(leak):
     kept = []
-    # 32 MiB each: the allocator has no free block of that size, however large the process was before.
-    found = memory.growth(lambda number: kept.append(torch.ones(2**23)), 4)
-    assert not found["held"]
-    assert found["bytes"] > memory.GROWTH_ALLOWED
+    assert not memory.growth(lambda number: kept.append(leak(number)), STEPS)["held"]
+
+
+@pytest.mark.usefixtures("no_other_objects")
+def test_a_cache_that_is_full_and_what_is_freed_are_not_growth():
     cache = {}
-    found = memory.growth(lambda number: cache.setdefault(number % 4, [number]), 40)
+    found = memory.growth(lambda number: cache.setdefault(number % 4, torch.ones(number % 4, 1000)), STEPS)
     assert found["held"], found
+    assert memory.growth(lambda number: torch.ones(2**20).sum(), STEPS)["held"]
+
+
+def test_bytes_of_malloc_are_counted():
+    before = memory.allocated()
+    kept = torch.ones(2**18)  # 1 MiB
+    assert memory.allocated() - before == pytest.approx(kept.nbytes, abs=2**14)
+    del kept
+    assert memory.allocated() - before == pytest.approx(0, abs=2**14)
+
+
+@pytest.mark.usefixtures("no_other_objects")
+def test_a_tensor_kept_by_every_pass_or_patch_is_seen(monkeypatch):
+    kept = []
+    whole = memory.ids_of
+    monkeypatch.setattr(memory, "LONGEST_PASS", 3)
+    monkeypatch.setattr(memory, "ids_of", lambda *of: kept.append(torch.zeros(1)) or whole(*of))
+    assert not memory.passes("BERT, clustered", 60)["held"]
+    monkeypatch.setattr(memory, "patch", lambda model, method: kept.append(torch.zeros(1)))
+    monkeypatch.setattr(hf_effattn, "unpatch_attention", lambda model: None)
+    assert not memory.patches("BERT, clustered", 60)["held"]
 
 
 def test_the_power_of_a_line_is_one():
