@@ -33,7 +33,7 @@ def _bi_clustered_attention_products_kernel(
     HAS_MEAN_B: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_EXACT: tl.constexpr, AVERAGE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`Σ_i (a_i - ā_c)^T (b_i - b̄_c)` over the rows of `length` clusters, some columns of `a` a program, and the means.
+    """`Σ_i (a_i - ā_c)^T (b_i - b̄_c)` over the rows of `length` clusters, some columns of `a` a program; the means.
 
     With weights `factor · Σ_i (a_i - ā_c)^T w_i b_i`, given the means, and `Σ_i w_i b_i`; exact heads get 0. With
     `AVERAGE` divided by the number of rows.
