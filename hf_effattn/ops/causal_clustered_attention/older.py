@@ -208,7 +208,7 @@ class FinishedKeys:
         self.means[:, self.G : self.G + G] = means.view(P, G, -1)
         distances = self.distances[:, places].fill_(1.0)
         if settings.first_order:
-            spread = rows[..., :D].contiguous()
+            spread = rows[..., :D]
             distances.copy_(torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST))
             if settings.exact_above < inf:
                 self.within += spread.transpose(1, 2) @ spread
