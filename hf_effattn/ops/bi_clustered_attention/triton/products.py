@@ -11,7 +11,8 @@ from ...shared.triton.sort import SortedRows
 
 @triton.jit
 def _load_members(
-    a_ptr, b_ptr, order_ptr, o_place, last, stride_a_n, stride_a_d, stride_b_n, stride_b_d, o_d, o_v, D, Dv
+    a_ptr, b_ptr, order_ptr, o_place, last, stride_a_n, stride_a_d, stride_b_n, stride_b_d, o_d, o_v, D, Dv,
+    SAME: tl.constexpr,
 ):  # fmt: skip
     """The rows at some places: their columns `o_d` of `a` and `o_v` of `b`, which exist, and their numbers."""
     m_row = o_place < last
@@ -19,8 +20,10 @@ def _load_members(
     # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
     p_a = a_ptr + b_row[:, None] * stride_a_n + o_d[None, :] * stride_a_d
     b_a = tl.load(p_a, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
-    p_b = b_ptr + b_row[:, None] * stride_b_n + o_v[None, :] * stride_b_d
-    b_b = tl.load(p_b, mask=m_row[:, None] & (o_v < Dv)[None, :], other=0.0)
+    b_b = b_a
+    if not SAME:
+        p_b = b_ptr + b_row[:, None] * stride_b_n + o_v[None, :] * stride_b_d
+        b_b = tl.load(p_b, mask=m_row[:, None] & (o_v < Dv)[None, :], other=0.0)
     return b_a, b_b, m_row[:, None], b_row
 
 
@@ -31,7 +34,7 @@ def _bi_clustered_attention_products_kernel(
     stride_a_b, stride_a_h, stride_a_n, stride_a_d, stride_b_b, stride_b_h, stride_b_n, stride_b_d,
     H, group, N, D, Dv, clusters, blocks, splits, length, factor,
     HAS_MEAN_B: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_EXACT: tl.constexpr, AVERAGE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    SAME: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`Σ_i (a_i - ā_c)^T (b_i - b̄_c)` over the rows of `length` clusters, some columns of `a` a program; the means.
 
@@ -63,7 +66,7 @@ def _bi_clustered_attention_products_kernel(
             # Spread around the mean of a few rows first: what remains is small, and loses no digits to a shift.
             b_a, b_b, m_row, b_row = _load_members(
                 a_ptr, b_ptr, order_ptr, first + tl.arange(0, ROWS), last,
-                stride_a_n, stride_a_d, stride_b_n, stride_b_d, o_d, o_v, D, Dv,
+                stride_a_n, stride_a_d, stride_b_n, stride_b_d, o_d, o_v, D, Dv, SAME,
             )  # fmt: skip
             few = tl.minimum(size, ROWS)
             b_mean_a, b_mean_b = tl.sum(b_a.to(tl.float32), 0) / few, tl.sum(b_b.to(tl.float32), 0) / few
@@ -71,7 +74,7 @@ def _bi_clustered_attention_products_kernel(
         for place in range(first, last, ROWS):
             b_a, b_b, m_row, b_row = _load_members(
                 a_ptr, b_ptr, order_ptr, place + tl.arange(0, ROWS), last,
-                stride_a_n, stride_a_d, stride_b_n, stride_b_d, o_d, o_v, D, Dv,
+                stride_a_n, stride_a_d, stride_b_n, stride_b_d, o_d, o_v, D, Dv, SAME,
             )  # fmt: skip
             b_spread_a = tl.where(m_row, b_a.to(tl.float32) - b_mean_a[None, :], 0.0)
             if HAS_WEIGHTS:
@@ -144,8 +147,8 @@ def cluster_products(
             H, 1 if exact_heads is None else H // exact_heads.shape[1], N, D, Dv,
             members.clusters, blocks, splits, length, factor,
             HAS_MEAN_B=mean_b is not None, HAS_WEIGHTS=weights is not None,
-            HAS_EXACT=exact_heads is not None, AVERAGE=parts is None, ROWS=64 // halves**2, BLOCK_D=block_d,
-            BLOCK_V=block_v, PRECISION=chip.dot_precision(a.dtype),
+            HAS_EXACT=exact_heads is not None, AVERAGE=parts is None, SAME=a is b and blocks == 1,
+            ROWS=64 // halves**2, BLOCK_D=block_d, BLOCK_V=block_v, PRECISION=chip.dot_precision(a.dtype),
             num_warps=8 if block_v > 128 and chip.name == "cuda" else 4, num_stages=2, **chip.all_registers,
         )  # fmt: skip
     return products, sums
