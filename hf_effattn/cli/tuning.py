@@ -37,6 +37,7 @@ def tune(
     from ..reporting.pictures import new_figure
     from ..samples.model import load_model
     from ..samples.texts import Passages, bundled_books, read_book
+    from ..whole_files import write_whole
 
     with mistakes_in_words():
         check_output_folder(output)
@@ -50,7 +51,7 @@ def tune(
             loaded = extend_positions(loaded, max(wanted))
         found = calibrate(loaded, inputs, error, speed=speed, min_length=min_length, progress=lines_of_progress())
         file = found.save(output)
-        found.plot().savefig(output / "rungs.png")
+        write_whole(output / "rungs.png", lambda picture: found.plot().savefig(picture, format="png"))
         typer.secho(f"written: {file} and {output / 'rungs.png'}", err=True)
         typer.echo(f"{found}\n\nPatch the model, or any fine-tune of it, with:\n")
         typer.echo(f'    hf_effattn.patch_attention(model, settings="{file}", tolerance={found.error:g})\n')

@@ -4,22 +4,21 @@ Every file is written beside its place, forced to disk, and moved there: a kill 
 """
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
+from ..whole_files import PART, write_whole
 from .documents import Document, Skipped, as_shown
 from .plan import Batch
 
 FORMAT_VERSION = 1
 MANIFEST, DOCUMENTS, SKIPPED, SHARDS, LOCK = "embed.json", "documents.jsonl", "skipped.jsonl", "shards", ".lock"
 IDS, VECTORS = "ids.jsonl", {"npy": "vectors.npy", "parquet": "vectors.parquet"}
-PART = ".part"
 OWN = {MANIFEST, DOCUMENTS, SKIPPED, SHARDS, LOCK, IDS, *VECTORS.values()}
 
 
@@ -94,7 +93,7 @@ class RunFolder:
 
     def add(self, index: int, vectors: np.ndarray) -> None:
         """Keep the vectors of a batch, `(documents, d)` in the order of the batch."""
-        _write_whole(self._shard(index), lambda file: np.save(file, vectors))
+        write_whole(self._shard(index), lambda file: np.save(file, vectors))
 
     def put_together(
         self, form: str, windows: Sequence[Sequence[Batch]], documents: Sequence[tuple[Document, int]]
@@ -114,9 +113,9 @@ class RunFolder:
         if form == "npy":
             rows = (json.dumps({"id": one.id, "tokens": tokens}) + "\n" for one, tokens in documents)
             self._write(IDS, rows)  # first: where the vectors are, everything is
-            _write_whole(path, lambda file: _write_npy(file, self._rows(windows), (len(documents), width)))
+            write_whole(path, lambda file: _write_npy(file, self._rows(windows), (len(documents), width)))
         else:
-            _write_whole(path, lambda file: _write_parquet(file, self._rows(windows), width, documents))
+            write_whole(path, lambda file: _write_parquet(file, self._rows(windows), width, documents))
         return path
 
     def clean(self) -> None:
@@ -137,27 +136,11 @@ class RunFolder:
         return self.shards / f"{index:07d}.npy"
 
     def _write(self, name: str, lines: Iterable[str]) -> None:
-        _write_whole(self.path / name, lambda file: file.writelines(line.encode() for line in lines))
+        write_whole(self.path / name, lambda file: file.writelines(line.encode() for line in lines))
 
 
 def _values(document: Document) -> tuple[Any, ...]:
     return document.id, document.place, document.size
-
-
-def _write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Let `write` fill a file that takes its place when it is whole and on disk."""
-    part = path.with_name(path.name + PART)
-    with part.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    if os.name == "posix":  # the move too
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _write_npy(file: IO[bytes], rows: Iterable[tuple[list[int], np.ndarray]], shape: tuple[int, int]) -> None:

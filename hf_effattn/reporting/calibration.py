@@ -30,6 +30,7 @@ from ..patching.methods.per_head import PerHead, described
 from ..patching.model_types import Stack, is_causal, model_type_of
 from ..patching.sentence_transformers import model_and_inputs
 from ..patching.stored import SETTINGS_FILE, base_model_of, read_settings, write_stored
+from ..whole_files import write_whole
 from .numbers import count, percent
 from .pictures import draw_rungs
 
@@ -58,7 +59,7 @@ class Calibration:
         return write_stored(self.settings, None, self.base_model)
 
     def save(self, path: str | Path) -> Path:
-        """Write a small JSON file, which serves every fine-tune of the model.
+        """Write a small JSON file, which serves every fine-tune of the model; what was there stays till it is whole.
 
         Args:
             path (`str` or `Path`): the file; or a folder, for its `effattn.json`.
@@ -67,7 +68,7 @@ class Calibration:
         if path.suffix != ".json":
             path.mkdir(parents=True, exist_ok=True)
             path = path / SETTINGS_FILE
-        path.write_text(json.dumps(self.to_dict(), indent=None) + "\n", encoding="utf-8")
+        write_whole(path, lambda file: file.write(json.dumps(self.to_dict(), indent=None).encode() + b"\n"))
         return path
 
     @classmethod

@@ -1,9 +1,9 @@
 """Tries what can go wrong with runs and checkpoints, and whether anything half-written is ever taken for good.
 
-Kills at random moments of a training, an embedding and a saving, one of two processes killed, a full disk (a limit on
-the size of files), truncated and flipped checkpoints, settings edited by hand, a loss that is no number. A fault is
-survived where the run goes on to the bits of an unbroken one, and where what is damaged is refused in words. Damage
-that a file cannot show is counted apart, as `unseen`: safetensors keeps no checksum of the weights.
+Kills at random moments of a training, an embedding, a tuning and a saving, one of two processes killed, a full disk
+(a limit on the size of files), truncated and flipped checkpoints, settings edited by hand, a loss that is no number.
+A fault is survived where the run goes on to the bits of an unbroken one, and where what is damaged is refused in
+words. Damage that a file cannot show is counted apart, as `unseen`: safetensors keeps no checksum of the weights.
 
     python -m scripts.trust.faults                 # writes scripts/results/faults.json
 """
@@ -31,6 +31,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, BertConfig, BertModel, PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_effattn
+from hf_effattn.cli import app
 from hf_effattn.embedding.options import EmbedOptions
 from hf_effattn.embedding.run import Progress, embed
 from hf_effattn.training import RepeatableTrainer
@@ -41,7 +42,8 @@ from ..train import clm
 from ._children import Child, run
 
 TRIALS = {
-    "kill: training": 20, "kill: embedding": 20, "kill: saving": 20, "kill: one of two processes": 3,
+    "kill: training": 20, "kill: embedding": 20, "kill: tuning": 20, "kill: saving": 20,
+    "kill: one of two processes": 3,
     "full disk: training": 4, "full disk: embedding": 4, "full disk: saving": 4,
     "checkpoint cut short": 40, "bit of a checkpoint's header": 60, "bit of a checkpoint's weights": 10,
     "config edited by hand": 200, "loss that is no number": 4,
@@ -56,10 +58,11 @@ class Trials:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._numbers = folder, count()
-        self.text, self.documents = folder / "text.txt", folder / "documents"
+        self.text, self.documents, self.words = folder / "text.txt", folder / "documents", folder / "words.txt"
         self.text.write_text("the cat sat on the mat and the dog sat on the cat. " * 200, encoding="utf-8")
         self.encoder = self._save_encoder()
         self._unbroken: dict[str, tuple[dict[str, str], float]] = {}
+        self.finished: dict[str, Path] = {}
 
     def new(self) -> Path:
         """A folder that is not there yet."""
@@ -77,6 +80,7 @@ class Trials:
         for number in range(300):
             text = " ".join(drawn.choices(words, k=drawn.randint(1, 60)))
             (self.documents / f"{number:03d}.txt").write_text(text, encoding="utf-8")
+        self.words.write_text(" ".join(drawn.choices(words, k=2000)), encoding="utf-8")
         return self.folder / "encoder"
 
     def train(self, output: Path, processes: int = 1) -> Callable[[], Any]:
@@ -97,6 +101,11 @@ class Trials:
         progress = Progress(lambda words: None, lambda done, total, what: None)
         return lambda: str(embed(options, progress))
 
+    def tune(self, output: Path) -> Callable[[], Any]:
+        """Settings for every head of the encoder, measured on texts; it begins anew each time."""
+        arguments = ["tune", str(self.encoder), "--text", str(self.words), "--lengths", "80,150", "--texts", "8"]
+        return lambda: app([*arguments, "--min-length", "0", "--output", str(output)], standalone_mode=False)
+
     def save(self, output: Path) -> Callable[[], Any]:
         """A patched model of some 25 megabytes, saved in as many parts."""
         model = patched(0, hidden_size=256, num_hidden_layers=24)
@@ -104,7 +113,8 @@ class Trials:
 
     def begin(self, what: str, output: Path) -> Callable[[], Any]:
         """A run of a kind."""
-        return {"training": self.train, "embedding": self.embed, "saving": self.save}[what](output)
+        begin = {"training": self.train, "embedding": self.embed, "tuning": self.tune, "saving": self.save}
+        return begin[what](output)
 
     def unbroken(self, what: str) -> tuple[dict[str, str], float]:
         """The hashes that a run of a kind ends with, and the seconds that it takes."""
@@ -112,6 +122,7 @@ class Trials:
             output, start = self.new(), time.monotonic()
             run(self.begin(what, output), self.folder / "said", LONGEST)
             self._unbroken[what] = result_of(what, output), time.monotonic() - start
+            self.finished[what] = output
         return self._unbroken[what]
 
 
@@ -128,6 +139,11 @@ def result_of(what: str, output: Path) -> dict[str, str]:
     """Hashes of what a finished run leaves."""
     if what == "saving":
         return {"weights": hash_of(hf_effattn.from_pretrained(AutoModel, output).state_dict())}
+    if what == "tuning":
+        found = hf_effattn.Calibration.load(output).to_dict()
+        for measured_in_seconds in ("speed", "environment"):
+            found["calibration"].pop(measured_in_seconds)
+        return {"settings": hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()}
     names = {"training": ("model.safetensors",), "embedding": ("vectors.npy", "ids.jsonl")}[what]
     return {name: hashlib.sha256((output / name).read_bytes()).hexdigest() for name in names}
 
@@ -141,9 +157,19 @@ def hash_of(weights: dict[str, torch.Tensor]) -> str:
 
 
 def kill(what: str, trials: Trials, drawn: random.Random) -> tuple[str, str]:
-    """A run killed at a random moment, which then goes on; a folder that was being saved to is only loaded."""
+    """A run killed at a random moment, which then goes on; a folder that was being saved to is only loaded.
+
+    Tuning begins anew; what it leaves is the older settings or the new ones.
+    """
     expected, duration = trials.unbroken(what)
     output, moment = trials.new(), drawn.uniform(0.05, 0.95) * duration
+    whole = [expected]
+    if what == "tuning":  # in its place lies an older one
+        shutil.copytree(trials.finished[what], output)
+        file = output / "effattn.json"
+        file.write_text(file.read_text(encoding="utf-8").replace('"error": 0.1,', '"error": 0.2,'), encoding="utf-8")
+        whole.append(result_of(what, output))
+        assert whole[0] != whole[1]
     killed = Child(trials.begin(what, output), trials.folder / "said").kill(moment)
     left = sum(1 for path in output.rglob("*") if path.is_file()) if output.exists() else 0
     detail = f"killed with {left} files"
@@ -151,6 +177,8 @@ def kill(what: str, trials: Trials, drawn: random.Random) -> tuple[str, str]:
         return "", "it had ended before"
     if what == "saving":
         return verdict_of_loading(output, expected["weights"], detail)
+    if what == "tuning" and result_of(what, output) not in whole:
+        return "failed", f"{detail}; neither the older settings nor the new ones"
     run(trials.begin(what, output), trials.folder / "said", LONGEST)
     return "survived" if result_of(what, output) == expected else "failed", detail
 
@@ -342,6 +370,7 @@ def no_number(trials: Trials, drawn: random.Random) -> tuple[str, str]:
 FAULTS: dict[str, Callable[[Trials, random.Random], tuple[str, str]]] = {
     "kill: training": lambda trials, drawn: kill("training", trials, drawn),
     "kill: embedding": lambda trials, drawn: kill("embedding", trials, drawn),
+    "kill: tuning": lambda trials, drawn: kill("tuning", trials, drawn),
     "kill: saving": lambda trials, drawn: kill("saving", trials, drawn),
     "kill: one of two processes": kill_of_two,
     "full disk: training": lambda trials, drawn: full_disk("training", trials, drawn),

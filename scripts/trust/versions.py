@@ -21,6 +21,7 @@ import sys
 import tarfile
 import tomllib
 import xml.etree.ElementTree as ET
+from collections import Counter
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -159,23 +160,24 @@ def add_stubs(package: Path, file: Path) -> None:
 
 
 def exceptions() -> list[dict[str, Any]]:
-    """The tests that are expected to fail: `tests`, patterns of their names, and the `reason`."""
+    """The tests that are expected to fail: `tests`, patterns of their names, in `suites`, and the `reason`."""
     return tomllib.loads((JUDGES / "exceptions.toml").read_text(encoding="utf-8"))["exception"]
 
 
-def is_excepted(test: str, number: str) -> bool:
-    """Whether a test may fail with a version of transformers."""
+def excepted(test: str, number: str) -> bool:
+    """Whether a test is expected to fail with a version of transformers."""
+    suite, _, name = test.removeprefix("Test").partition("::")
     return any(
-        fnmatch.fnmatch(test, pattern)
+        suite in one["suites"] and fnmatch.fnmatch(name, pattern)
         for one in exceptions()
         for pattern in one["tests"]
         if number in one.get("transformers", [number])
     )
 
 
-def pytest_counts(python: Path, arguments: list[str], paths: list[Path]) -> tuple[dict[str, int], list[str]]:
-    """What a run of pytest counts, and the tests that fail."""
-    report = CACHE / "report.xml"
+def outcomes(python: Path, arguments: list[str], paths: list[Path]) -> dict[str, str]:
+    """What a run of pytest makes of each test: `passed`, `skipped` or `failed`."""
+    report = CACHE / f"report-{os.getpid()}.xml"
     report.unlink(missing_ok=True)
     variables = {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, *paths])), "OMP_NUM_THREADS": "1"}
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
@@ -185,26 +187,38 @@ def pytest_counts(python: Path, arguments: list[str], paths: list[Path]) -> tupl
     )  # fmt: skip
     if not report.exists():
         raise RuntimeError(f"pytest did not run:\n{done.stdout}{done.stderr}")
-    cases = list(ET.parse(report).iter("testcase"))
-    failed = [
-        f"{case.get('classname', '').split('.')[-1]}::{case.get('name')}"
-        for case in cases
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    return {"passed": len(cases) - skipped - len(failed), "skipped": skipped}, failed
+    found = {}
+    for case in ET.parse(report).iter("testcase"):
+        ended = {child.tag for child in case} & {"failure", "error", "skipped"}
+        name = f"{case.get('classname', '').split('.')[-1]}::{case.get('name')}"
+        found[name] = "passed" if not ended else "skipped" if ended == {"skipped"} else "failed"
+    report.unlink()
+    return found
+
+
+def judged(found: dict[str, str], number: str) -> dict[str, Any]:
+    """Counts; tests that failed or passed and were not expected to."""
+    failed = [test for test, ended in found.items() if ended == "failed"]
+    surprising = [test for test, ended in found.items() if ended == "passed" and excepted(test, number)]
+    ours = [test for test in failed if not excepted(test, number)]
+    counts = Counter(found.values())
+    return {
+        "passed": counts["passed"] - len(surprising),
+        "skipped": counts["skipped"],
+        "excepted": len(failed) - len(ours),
+        "failed": ours,
+        "passed_but_excepted": surprising,
+    }
 
 
 def try_suite(tried: Versions, python: Path, suite: str) -> dict[str, Any]:
     """The row of a suite: `core`, or the name of a model in transformers' tests."""
     if suite == "core":
-        counts, failed = pytest_counts(python, list(CORE), [])
-    else:
-        tests = f"{JUDGES / 'test_own_tests.py'}::Test{suite}"
-        # Without our options: transformers marks its tests by names that strict markers refuse.
-        counts, failed = pytest_counts(python, ["-o", "addopts=", tests], [lay_out_tests(tried.transformers, python)])
-    ours = [test for test in failed if not is_excepted(test, tried.transformers)]
-    return {**counts, "excepted": len(failed) - len(ours), "failed": ours}
+        return judged(outcomes(python, list(CORE), []), tried.transformers)
+    tests = f"{JUDGES / 'test_own_tests.py'}::Test{suite}"
+    # Without our options: transformers marks its tests by names that strict markers refuse.
+    found = outcomes(python, ["-o", "addopts=", tests], [lay_out_tests(tried.transformers, python)])
+    return judged(found, tried.transformers)
 
 
 def main(

@@ -1,6 +1,7 @@
 """`calibrate`: the cheapest rung of every head within a budget, the margin by texts left out, and where it is kept."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,25 @@ def test_kept_in_a_file_and_loaded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model_type 'bert' and not 'roberta'"):
         hf_effattn.patch_attention(other, settings=file)
     assert other.config._attn_implementation == "sdpa"
+
+
+def test_a_kill_while_it_is_saved_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = hf_effattn.calibrate(tiny_model("bert"), texts(), error=0.2, **OPTIONS)
+    file = found.save(tmp_path)
+    before = file.read_bytes()
+    found.settings.calibration["error"] = 0.3
+
+    def killed(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", killed)  # the whole text is written, and perhaps not on disk
+    with pytest.raises(KeyboardInterrupt):
+        found.save(tmp_path)
+    assert file.read_bytes() == before
+    monkeypatch.undo()
+    assert found.save(tmp_path) == file
+    assert hf_effattn.Calibration.load(file).error == 0.3
+    assert [path.name for path in tmp_path.iterdir()] == ["effattn.json"]
 
 
 def test_a_report_says_what_was_asked_calibrated_and_measured(tmp_path: Path) -> None:

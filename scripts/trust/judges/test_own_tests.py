@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto import get_values
 from transformers_tests import test_modeling_common
 
 import hf_effattn
@@ -30,16 +31,34 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-HEADS = ("MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice")
+HEADS = (
+    "MaskedLM", "CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice",
+)  # fmt: skip
 SETTINGS: dict[str, Any] = {"clusters": 3, "topk": 4, "min_length": 0}
+# So short that the inputs have tokens before their last segment, and fewer keys recomputed than there are of these.
+CAUSAL: dict[str, Any] = SETTINGS | {"clusters": 2, "topk": 2, "segment_length": 4, "window": 4}
+
+
+def with_ours(mapping: Any) -> list[Any]:
+    """The classes of a table of transformers, and ours of the same kind, which are not in it."""
+    names = [name for name in get_values(mapping) if isinstance(name, str)]
+    kinds = {name.removeprefix(there) for name in names for there in ("Bert", "Llama") if name.startswith(there)}
+    return [*get_values(mapping), *(f"{ours}{kind}" for kind in kinds for ours in ("CST", "ClusterFormer"))]
+
+
+test_modeling_common.get_values = with_ours
 
 
 def patched(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The class of the same name whose models are patched as they are made."""
 
     def make(self: PreTrainedModel, config: PretrainedConfig, *args: Any, **settings: Any) -> None:
+        if cls is transformers.ViTModel:  # the tests mask patches; its tests in transformers take other classes
+            settings.setdefault("use_mask_token", True)
         cls.__init__(self, config, *args, **settings)
-        hf_effattn.patch_attention(self, "i-clustered", **SETTINGS)
+        hf_effattn.patch_attention(
+            self, "i-clustered", **CAUSAL if config.model_type in ("gpt2", "llama") else SETTINGS
+        )
 
     return type(cls.__name__, (cls,), {"__init__": make, "__module__": cls.__module__})
 
@@ -55,6 +74,7 @@ class ModelTester:
         self.parent, self.model_type, self.sizes = parent, model_type, sizes
         if model_type == "vit":
             self.seq_length = self.encoder_seq_length = self.key_length = 37
+            self.mask_length, self.num_masks = 36, 5
 
     def get_config(self) -> PretrainedConfig:
         return AutoConfig.for_model(self.model_type, **SIZES | self.sizes)

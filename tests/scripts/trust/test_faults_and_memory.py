@@ -3,7 +3,9 @@
 import gc
 import os
 import random
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,7 +130,7 @@ def test_a_folder_that_was_being_saved_loads_whole_or_not_at_all(trials, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fault", ["kill: training", "kill: embedding", "full disk: training", "loss that is no number"]
+    "fault", ["kill: training", "kill: embedding", "kill: tuning", "full disk: training", "loss that is no number"]
 )
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(fault, trials):
     (row,) = faults.verdicts(fault, [0], trials)
@@ -145,17 +147,40 @@ def test_missing_modules_of_transformers_tests_get_empty_classes(tmp_path):
 
 
 def test_an_exception_is_of_a_test_and_may_be_of_a_version(monkeypatch):
-    listed = [{"tests": ["TestA::test_x*"], "reason": "r"}, {"tests": ["*::test_y"], "transformers": ["5.0.0"]}]
+    listed = [
+        {"suites": ["A"], "tests": ["test_x*"]},
+        {"suites": ["A", "B"], "tests": ["test_y"], "transformers": ["5.0.0"]},
+    ]
     monkeypatch.setattr(versions, "exceptions", lambda: listed)
-    assert versions.is_excepted("TestA::test_x_1", "5.23.0")
-    assert not versions.is_excepted("TestB::test_x_1", "5.23.0")
-    assert versions.is_excepted("TestB::test_y", "5.0.0")
-    assert not versions.is_excepted("TestB::test_y", "5.23.0")
+    assert versions.excepted("TestA::test_x_1", "5.23.0")
+    assert not versions.excepted("TestB::test_x_1", "5.23.0")
+    assert versions.excepted("TestB::test_y", "5.0.0")
+    assert not versions.excepted("TestB::test_y", "5.23.0")
+    found = {"TestA::test_x_1": "failed", "TestA::test_x_2": "passed", "TestA::test_x_3": "skipped"}
+    found |= {"TestB::test_z": "passed", "TestB::test_failed": "failed"}
+    assert versions.judged(found, "5.0.0") == {
+        "passed": 1,
+        "skipped": 1,
+        "excepted": 1,
+        "failed": ["TestB::test_failed"],
+        "passed_but_excepted": ["TestA::test_x_2"],
+    }
+
+
+def test_a_run_of_pytest_says_what_became_of_each_test(tmp_path, monkeypatch):
+    monkeypatch.setattr(versions, "CACHE", tmp_path)
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n\nclass TestA:\n    def test_good(self): pass\n    def test_bad(self): assert 0\n"
+        "    def test_skipped(self): pytest.skip()\n"
+    )
+    found = versions.outcomes(Path(sys.executable), [str(tmp_path / "test_some.py")], [])
+    assert found == {"TestA::test_good": "passed", "TestA::test_bad": "failed", "TestA::test_skipped": "skipped"}
 
 
 def test_every_exception_has_its_reason():
     for one in versions.exceptions():
         assert one["tests"]
+        assert set(one["suites"]) <= set(versions.MODELS)
         assert len(one["reason"]) > 10
 
 
