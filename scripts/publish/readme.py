@@ -25,14 +25,13 @@ from hf_effattn.reporting.table import markdown
 from ..benchmark import budget as benchmark_budget
 from ..benchmark import frontier as benchmark_frontier
 from ..benchmark import head_errors as benchmark_head_errors
-from ..benchmark import language_model as benchmark_language_model
 from ..benchmark import retrieval as benchmark_retrieval
 from ..benchmark import rivals as benchmark_rivals
 from ..benchmark.attention import EXACT
 from ..kept.command_line import run_with_help
 from ..kept.markdown import machine, number
 from . import cards as project_cards
-from . import clusterformer_tables, prediction_tables, trust_tables
+from . import clusterformer_tables, decoder_tables, prediction_tables, trust_tables
 from . import cst_tables as paper_tables
 from .cards import CARDS
 from .cst_tables import Table, kept, of_file
@@ -223,32 +222,6 @@ def clustering(result: dict[str, Any]) -> Table:
     return markdown(header, rows), note
 
 
-@of_file("language_model")
-def language_model(result: dict[str, Any]) -> Table:
-    """What every method does to a real language model."""
-    names = list(dict.fromkeys(row["text"] for row in result["rows"]))
-    kinds = dict.fromkeys(names, "a held-out novel") | {benchmark_language_model.CODE: "Python's own source"}
-    texts = ", ".join(f"{text}: {kinds[text]}" for text in names)
-    header = ["", "perplexity", "same next token", "scores computed", "time, exact = 1"]
-    rows = [
-        [
-            f"{row['text']}, {row['length']:,}: {row['name']}",
-            f"{row['perplexity_change']:+.2%}",
-            f"{row['agreement']:.1%}",
-            f"{row['scored_share']:.0%}",
-            f"{row['seconds'] / row['exact_seconds']:.2f}",
-        ]
-        for row in sorted(result["rows"], key=lambda row: (row["name"], row["length"], row["text"]))
-        if row["name"] != "exact"
-    ]
-    note = (
-        f"{result['settings']['model']}, all layers, no token sees a later one; default settings, or "
-        f"calibrated: what hf_effattn.calibrate found on other texts. {texts}. "
-        "Time: of the processor, the whole model. "
-    )
-    return markdown(header, rows), note
-
-
 @of_file("benchmark_frontier")
 def choice(result: dict[str, Any]) -> Table:
     """The fastest settings within an error of the attention output, per length."""
@@ -426,7 +399,8 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "rivals": rivals,
         "closeness": closeness,
         "clustering": clustering,
-        "language model": language_model,
+        "language model": decoder_tables.language_model,
+        "ruler": decoder_tables.ruler,
         "served model types": served,
         "model types not served": not_served,
     },

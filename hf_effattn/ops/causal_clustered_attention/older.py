@@ -145,7 +145,7 @@ class FinishedKeys:
         P, N, self.D = key.shape
         self.Dv = value.shape[2]
         segments = -(-N // settings.segment_length)
-        self.L = block_length(settings.segment_length / settings.key_clusters)
+        self.L = block_length(settings.segment_length / (4 * settings.key_clusters))
         most = segments * (settings.segment_length // self.L + settings.key_clusters) * self.L
         self.keys, self.places, self.G = 0, 0, 0
         self.rows = key.new_empty(P, most, self.D + self.Dv)

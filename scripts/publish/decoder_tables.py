@@ -1,0 +1,52 @@
+"""The tables of what a real language model loses: `scripts/results/language_model.json` and `ruler.json`."""
+
+from typing import Any
+
+from hf_effattn.reporting.table import markdown
+
+from ..benchmark.language_model import CODE
+from .cst_tables import Table, of_file
+
+
+@of_file("language_model")
+def language_model(result: dict[str, Any]) -> Table:
+    """What every method does to a real language model."""
+    names = list(dict.fromkeys(row["text"] for row in result["rows"]))
+    kinds = dict.fromkeys(names, "a held-out novel") | {CODE: "Python's own source"}
+    texts = ", ".join(f"{text}: {kinds[text]}" for text in names)
+    header = ["", "perplexity", "same next token", "scores computed", "time, exact = 1"]
+    rows = [
+        [
+            f"{row['text']}, {row['length']:,}: {row['name']}",
+            f"{row['perplexity_change']:+.2%}",
+            f"{row['agreement']:.1%}",
+            f"{row['scored_share']:.0%}",
+            f"{row['seconds'] / row['exact_seconds']:.2f}",
+        ]
+        for row in sorted(result["rows"], key=lambda row: (row["name"], row["length"], row["text"]))
+        if row["name"] != "exact"
+    ]
+    note = (
+        f"{result['settings']['model']}, all layers, no token sees a later one; default settings, or "
+        f"calibrated: what hf_effattn.calibrate found on other texts. {texts}. "
+        "Time: of the processor, the whole model. "
+    )
+    return markdown(header, rows), note
+
+
+@of_file("ruler")
+def ruler(result: dict[str, Any]) -> Table:
+    """What calibrated heads keep of the answers that a language model finds in long prompts."""
+    prompts = result["settings"]["prompts"]
+    scores = {(row["length"], row["task"], row["name"]): row["score"] for row in result["rows"]}
+    exact = [(length, task) for length, task, name in scores if name == "exact"]
+    rows = [
+        [f"{length:,} tokens, {task}", *(f"{scores[length, task, name]:.0%}" for name in ("exact", "calibrated"))]
+        for length, task in exact
+        if (length, task, "calibrated") in scores
+    ]
+    note = (
+        f"{result['settings']['model']}: the part of the answers found, of {prompts} prompts a task: too few to tell "
+        "95% from 100%, and where exact attention finds nothing, nothing is told. "
+    )
+    return markdown(["", "exact", "calibrated"], rows), note
