@@ -92,6 +92,28 @@ def test_fast_form_equals_reference_with_empty_clusters(method):
 
 
 @pytest.mark.parametrize("method", METHODS[1:])
+@pytest.mark.parametrize("segment_length", [1, 4])
+def test_fast_form_equals_reference_where_weights_are_smaller_than_numbers_can_be(method, segment_length):
+    """Older keys, all of them exact or not, that weigh down to e^-3000 beside the largest.
+
+    Below e^-60 all weights were once alike, and where one was 0, a place without a key was as good as the key.
+    """
+    case = Case(
+        "far", B=1, N=19, D=4, Dv=4, clusters=2, topk=2, key_clusters=2, segment_length=segment_length, window=2
+    )
+    for seed in range(4):
+        query, key, value, _ = make_inputs(case, seed=seed)
+        found = {}
+        for backend in ("reference", "batched"):
+            leaves = [query.requires_grad_(), (1000 * key.detach()).requires_grad_(), value.requires_grad_()]
+            output = attend(method, case, *leaves, None, backend=backend)
+            found[backend] = (output.detach(), *torch.autograd.grad(output.square().sum(), leaves))
+        for name, actual, expected in zip(("output", "query", "key", "value"), *reversed(found.values()), strict=True):
+            # Where one key takes all, gradients of queries and keys are small beside what they are sums of.
+            assert_close_to_reference(name, actual, expected, rtol=1e-6 if name in ("query", "key") else 1e-10)
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
 @pytest.mark.parametrize("length", [1.0, 20.0])
 def test_float32_of_peaked_clusters_is_as_close_as_the_reference_in_it(method, length):
     """A query short beside its centroid's needs keys that weigh 1e-13 in the centroid's attention.

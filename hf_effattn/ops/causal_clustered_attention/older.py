@@ -4,6 +4,7 @@ Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `n` queri
 query head, `M` older keys, `G` clusters of those finished with one segment, `nb` blocks of `L` keys per head.
 """
 
+import math
 from copy import copy
 from itertools import groupby
 from math import inf
@@ -253,9 +254,10 @@ class OlderSummaries:
         self.P, self.g, self.C = past.counts.shape
         self.rows, self.clusters = keys.rows[:, : keys.places], keys.clusters[:, : keys.places // keys.L]
         self.means = keys.means[:, : keys.G]
-        self._weigh()
+        self.mean_scores = self.centroids @ self.means[..., : keys.D].transpose(1, 2)  # Q̄_j·K̄_c: (P, g · C, G)
+        self.weights, self.shift = self._weigh(slice(None))
         self.top = self._choose(past.counts, min(settings.topk, keys.keys), in_order=in_order)
-        self._summarise()
+        self._summarise(self._masses_of_the_rest(settings.segment_length))
 
     def _by_block(self, numbers: torch.Tensor) -> torch.Tensor:
         """Numbers of every place, `(·, nb · L)`, as `(nb, ·, L)`."""
@@ -265,17 +267,37 @@ class OlderSummaries:
         """Numbers of every cluster `(P, g · C, G)` for its blocks: `(P, g · C, nb)`."""
         return table.gather(2, self.clusters[:, None].expand(-1, table.shape[1], -1))
 
-    def _weigh(self) -> None:
-        """`exp(Q̄_j·(K_t - K̄_c))` beside the largest of the cluster, and `Q̄_j·K̄_c` `(P, g · C, G)`."""
-        keys, D = self.keys, self.keys.D
-        scores = torch.bmm(self.centroids, self.rows[..., :D].transpose(1, 2))  # (P, g · C, nb · L)
-        self.mean_scores = self.centroids @ self.means[..., :D].transpose(1, 2)
-        by_block = scores.unflatten(2, (-1, keys.L))
+    def _weigh(self, heads: slice, taken: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`exp(Q̄_j·(K_t - K̄_c))` beside the largest of the cluster, and the logarithm of that `(heads, g · C, G)`.
+
+        `taken`: whose weight is 0, `(heads, g · C, nb · L)`; None: no key's.
+        """
+        keys = self.keys
+        scores = torch.bmm(self.centroids[heads], self.rows[heads, :, : keys.D].transpose(1, 2))
         # An empty place scores 0, which the largest of a cluster never is below: their mean is 0.
-        index = self.clusters[:, None].expand(-1, scores.shape[1], -1)
-        self.shift = torch.zeros_like(self.mean_scores).scatter_reduce_(2, index, by_block.amax(dim=3), "amax")
-        by_block.sub_(self._per_block(self.shift)[..., None]).clamp_(min=LEAST_LOG_WEIGHT).exp_()
-        self.weights = scores.mul_(keys.full[:, None, : keys.places])
+        shift = torch.zeros_like(self.mean_scores[heads])
+        if taken is not None:
+            scores.masked_fill_(taken, -torch.inf)
+            shift.fill_(torch.finfo(shift.dtype).min)
+        by_block = scores.unflatten(2, (-1, keys.L))
+        blocks = self.clusters[heads, None].expand(-1, scores.shape[1], -1)
+        shift.scatter_reduce_(2, blocks, by_block.amax(dim=3), "amax")
+        by_block.sub_(shift.gather(2, blocks)[..., None]).clamp_(min=LEAST_LOG_WEIGHT).exp_()
+        scores.mul_(keys.full[heads, None, : keys.places])
+        return scores if taken is None else scores.masked_fill_(taken, 0.0), shift
+
+    def _masses_of_the_rest(self, most: int) -> torch.Tensor:
+        """As `_masses`, without `T`; weighs anew where all of up to `most` keys may lie below `LEAST_LOG_WEIGHT`."""
+        mass = self._masses()
+        unsure = (mass > 0) & (mass < most * self._least_sure())
+        for p in unsure.flatten(1).any(dim=1).nonzero()[:, 0].tolist():
+            head = slice(p, p + 1)
+            self.weights[head], self.shift[head] = self._weigh(head, self.weights[head] == 0)
+        return self._masses() if unsure.any() else mass
+
+    def _least_sure(self) -> float:
+        """A sum of weights, per weight, beside which `LEAST_LOG_WEIGHT` is rounding."""
+        return math.exp(LEAST_LOG_WEIGHT) / torch.finfo(self.weights.dtype).eps
 
     def _masses(self) -> torch.Tensor:
         """Sum of the weights of every cluster, `(P, g · C, G)`."""
@@ -292,20 +314,34 @@ class OlderSummaries:
         log_sum = (self._masses().log() + height).logsumexp(dim=2, keepdim=True)
         share = (height - log_sum).exp_().view(P, g, C, -1).mul_(counts[..., None]).flatten(1, 2)
         weights = self.weights.unflatten(2, (-1, self.keys.L)) * self._per_block(share)[..., None]
-        weight = weights.view(P, g, C, -1).sum(dim=2)  # (P, g, nb · L)
-        weight.mul_(self.keys.distances[:, None, : self.keys.places])
-        top = largest(weight, topk, in_order=in_order)
+        rank = weights.view(P, g, C, -1).sum(dim=2)  # (P, g, nb · L)
+        distances = self.keys.distances[:, None, : self.keys.places]
+        rank.mul_(distances)
+        top = largest(rank, topk, in_order=in_order)
+        sure = counts.sum(dim=2) * distances.amax(dim=2) * self._least_sure()
+        unsure = ~(rank.gather(2, top).amin(dim=2) > sure)  # NaN, too
+        for p in unsure.any(dim=1).nonzero()[:, 0].tolist():
+            top[p] = largest(self._log_ranks(p, counts[p])[None], topk, in_order=in_order)[0]
         self.weights.view(P, g, C, -1).scatter_(3, top[:, :, None].expand(-1, -1, C, -1), 0.0)
         return top
 
-    def _summarise(self) -> None:
-        """Tilted sums over the clusters without `T`: `log S_jc`, `K̃_jc`, `Ṽ_jc`, as rows of the table."""
+    def _log_ranks(self, p: int, counts: torch.Tensor) -> torch.Tensor:
+        """Logarithms of a head's ranks `(g, nb · L)`, for which no weight is too small; -inf where no key is."""
+        keys = self.keys
+        empty = keys.full[p, : keys.places] == 0
+        scores = self.centroids[p] @ self.rows[p, :, : keys.D].T
+        scores.unflatten(1, (-1, keys.L)).add_(self.mean_scores[p].index_select(1, self.clusters[p])[..., None])
+        log_weights = scores.masked_fill_(empty, -torch.inf).log_softmax(dim=1).unflatten(0, counts.shape)
+        log_weight = (log_weights + counts.to(scores.dtype).log()[..., None]).logsumexp(dim=1)
+        return (log_weight + keys.distances[p, : keys.places].log()).masked_fill_(empty, -torch.inf)
+
+    def _summarise(self, mass: torch.Tensor) -> None:
+        """Tilted sums over the clusters without `T`, of these masses: `log S_jc`, `K̃_jc`, `Ṽ_jc`, the table's rows."""
         keys, D, J = self.keys, self.keys.D, self.centroids.shape[1]
         sums = self.shift.new_zeros(self.P, keys.G, J, self.rows.shape[2])
         for p in range(self.P):
             parts = torch.bmm(self._by_block(self.weights[p]), self.rows[p].unflatten(0, (-1, keys.L)))
             sums[p].index_add_(0, self.clusters[p], parts)
-        mass = self._masses()
         nobody = mass <= 0
         self.inverse_mass = torch.where(nobody, 0.0, 1 / mass)
         # Without the means; (P, g · C, G, D + Dv).

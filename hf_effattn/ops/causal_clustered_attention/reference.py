@@ -157,11 +157,14 @@ def finish_keys(key: torch.Tensor, offsets: torch.Tensor, settings: Settings) ->
 
 
 def exact_keys(clusters: QueryClusters, key: torch.Tensor, distances: torch.Tensor, topk: int) -> torch.Tensor:
-    """`T`: of the keys `(M, D)` the `topk` that a past query weighs most, times their `d_t²`: largest first."""
+    """`T`: of the keys `(M, D)` the `topk` that a past query weighs most, times their `d_t²`: largest first.
+
+    In logarithms, so that keys are told apart however little they weigh.
+    """
     with torch.no_grad():
-        of_centroids = (clusters.centroids @ key.T).softmax(dim=1)  # (C, M)
-        weight = clusters.sizes.to(key.dtype) @ of_centroids
-        return (weight * distances.clamp(min=SMALLEST)).topk(min(topk, len(key))).indices
+        of_centroids = (clusters.centroids @ key.T).log_softmax(dim=1)  # (C, M)
+        weight = (clusters.sizes.to(key.dtype).log()[:, None] + of_centroids).logsumexp(dim=0)
+        return (weight + distances.clamp(min=SMALLEST).log()).topk(min(topk, len(key))).indices
 
 
 def older_columns(
