@@ -63,10 +63,10 @@ def patch_attention(
     Returns:
         The same `model`.
 
-    Warns, before anything changes, where a language model does not survive the method; where a trained conversion
-    loses its position embeddings, because it becomes one with other slices or none, or is without them since
-    transformers' own `from_pretrained` loaded it; and where every input that the model takes would still run exact
-    attention.
+    Warns, before anything changes, where a language model loses more by the method than by calibrated settings; where
+    a trained conversion loses its position embeddings, because it becomes one with other slices or none, or is without
+    them since transformers' own `from_pretrained` loaded it; and where every input that the model takes would still
+    run exact attention.
 
     Raises:
         ValueError: neither method nor settings, settings of another model or written by a newer version, an unknown

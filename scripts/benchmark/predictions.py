@@ -122,7 +122,9 @@ class Counting(TorchDispatchMode):
         storages = {one.untyped_storage().data_ptr() for one in inputs}
         fills = name.removesuffix("_") in ("zeros", "zero", "fill", "new_zeros", "zeros_like", "arange")
         is_view = all(one.untyped_storage().data_ptr() in storages for one in outputs) and not name.endswith("_")
-        if self.current is None and outputs and not is_view and not name.startswith(("empty", "new_empty", "detach")):
+        on_host = kwargs.get("generator") is not None  # the host's, from which K-means draws a number
+        nothing = is_view or on_host or name.startswith(("empty", "new_empty", "detach"))
+        if self.current is None and outputs and not nothing:
             moved = sum(one.nbytes for one in ([] if fills else inputs) + outputs)
             launch = Launch(f"torch: {name}", tensors=moved, moved=moved)
             if name in ("bmm", "mm"):
@@ -326,10 +328,11 @@ LAYERS: dict[str, Callable[[Inputs], torch.Tensor]] = {
 BACKWARD_LENGTHS = (4096, 16384)
 
 
-def side_by_side() -> dict[str, int]:
-    """How many programs of each kernel a multiprocessor holds."""
+def side_by_side(method: str) -> dict[str, int]:
+    """How many programs of each kernel a multiprocessor holds, as this layer launches it or else another one."""
     layers = json.loads(MACHINE_CODE.read_text(encoding="utf-8"))["layers"]
-    return {one["kernel"]: one["blocks_per_sm"] for launches in layers.values() for one in launches}
+    own_last = sorted(layers, key=lambda layer: layer.split(",")[0] == method.split()[0])
+    return {one["kernel"]: one["blocks_per_sm"] for layer in own_last for one in layers[layer]}
 
 
 def exact_seconds(length: int, *, backward: bool) -> float:
@@ -351,9 +354,9 @@ def summed(launches: list[Launch], places: dict[str, int]) -> tuple[float, list[
     return total, [row | {"microseconds": round(row["microseconds"], 1)} for row in rows]
 
 
-def predict(method: str, length: int, places: dict[str, int]) -> dict[str, Any]:
+def predict(method: str, length: int) -> dict[str, Any]:
     """A row: microseconds of the passes, the ratio to exact attention, and the launches."""
-    inputs = drawn(length)
+    inputs, places = drawn(length), side_by_side(method)
     grad_output = torch.ones_like(inputs[2])
     with counting() as counts:
         output = LAYERS[method](inputs)
@@ -389,10 +392,9 @@ def main(
     """Predict every layer at every length and keep it as JSON; a run that was stopped goes on where it was."""
     settings = {"heads": HEADS, "head_dim": HEAD_DIM, "batch": 1, "gpu": "H100 SXM", "prediction": True}
     kept = KeptRuns(output, settings)
-    places = side_by_side()
     runs = [{"method": name, "length": int(length)} for length in lengths.split(",") for name in LAYERS]
     for run in track(kept.missing(runs), description="layers"):
-        kept.add(run | predict(**run, places=places))
+        kept.add(run | predict(**run))
         row = kept.rows[-1]
         print(f"{run['method']}, {run['length']:,}: {row['forward_us']:.0f} µs, {row['forward_speedup']:.1f}×")
 

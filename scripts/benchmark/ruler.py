@@ -62,7 +62,7 @@ def retention(rows: list[dict[str, Any]]) -> pd.DataFrame:
 
 def main(
     lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens, up to 8,192.")] = "4096,8192",
-    methods: Annotated[str, typer.Option(help="Comma-separated names of settings.")] = "bi-clustered",
+    methods: Annotated[str, typer.Option(help="Comma-separated names of settings.")] = "calibrated",
     tasks: Annotated[str, typer.Option(help="Comma-separated tasks.")] = ",".join(TASKS),
     prompts: Annotated[int, typer.Option(min=1, help="Of every task.")] = 10,
     output: Path = Path(__file__).parents[1] / "results" / "ruler.json",

@@ -10,6 +10,7 @@ from ops.test_attention_kernels import DEVICE, FIRST_ORDER, NAMES, SMALL, check,
 from support.attention_cases import Case, attend, make_inputs
 from support.closeness import assert_close_to_reference
 
+from hf_effattn.ops import query_offsets
 from hf_effattn.ops.bi_clustered_attention import reference
 from hf_effattn.ops.bi_clustered_attention.triton import backward
 from hf_effattn.ops.shared.dropout import KINDS_OF_WEIGHTS
@@ -149,3 +150,31 @@ def test_every_query_its_own_cluster_is_exact():
     expected = torch.nn.functional.scaled_dot_product_attention(inputs.query, inputs.key, inputs.value)
     actual = attend(FIRST_ORDER, case, inputs, backend="triton")
     torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.slow_except("blocks-torch.float32", "padded-*")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("blocks", B=1, N=300, D=70, clusters=40),
+        Case("padded", H=6, key_heads=2, masks="row"),
+        Case("one_query", N=1, M=1),
+    ],
+    ids=lambda case: case.name if isinstance(case, Case) else str(case),
+)
+def test_offsets(case, dtype):
+    """In the dtype of the queries, rounded once; a query that is padding, or in no cluster, has 0."""
+    inputs = on_device(make_inputs(case), dtype)
+    outside = torch.arange(case.N, device=DEVICE) % 5 == 2
+    inputs.query[:, :, outside] = 0.0  # all of one cluster, so that the PyTorch form gives them 0 too
+    inputs.labels = inputs.labels.masked_fill(outside, case.clusters)
+    settings = {"key_heads": case.key_heads, "query_mask": inputs.query_mask, "rows": 280}
+    expected, expected_mask = query_offsets(inputs.query.double(), inputs.labels, case.clusters + 1, **settings)
+    actual, mask = query_offsets(inputs.query, inputs.labels, case.clusters, backend="triton", **settings)
+    assert actual.dtype == dtype
+    if mask is not None:
+        assert torch.equal(mask, expected_mask)
+        expected = expected * mask[:, None, :, None]
+    actual, expected = actual.cpu(), expected.cpu()
+    assert_close_to_reference("offsets", actual, expected, expected.to(dtype), rtol=1e-6)

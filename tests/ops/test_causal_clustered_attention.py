@@ -20,6 +20,8 @@ from support.causal_cases import (
 from support.closeness import assert_close_to_reference
 
 from hf_effattn.ops import causal_clustered_attention
+from hf_effattn.ops.causal_clustered_attention import older
+from hf_effattn.ops.causal_clustered_attention.local import CAUSAL_BLOCK, LocalPart
 
 each_method = pytest.mark.parametrize("method", METHODS)
 each_backend = pytest.mark.parametrize("backend", ["reference", "batched"])
@@ -336,3 +338,32 @@ def test_refuses_what_is_no_such_tensor(query, message):
 def test_refuses_other_keys_than_its_own():
     with pytest.raises(ValueError, match="got 3 queries and 6 keys"):
         causal_clustered_attention(torch.zeros(1, 2, 3, 4), *[torch.zeros(1, 2, 6, 4)] * 2, clusters=2)
+
+
+def test_backward_in_blocks_equals_one_softmax():
+    """Of a segment longer than a block, whose keys are part of a softmax; grouped heads, and a last block of one."""
+    n = 2 * CAUSAL_BLOCK + 1
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 3, n, 8, generator=generator, dtype=torch.float64)
+    key, value, others = (torch.randn(2, n, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    grad = torch.randn(query.shape, generator=generator, dtype=torch.float64)
+    leaves = [rows.requires_grad_() for rows in (query, key, value)]
+    own = (query @ key[:, None].transpose(2, 3)).masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
+    scores = torch.cat([own, query.detach() @ others[:, None].transpose(2, 3)], dim=3)
+    output = scores.softmax(dim=3) @ torch.cat([value, others], dim=1)[:, None]
+    expected = torch.autograd.grad(output, leaves, grad)
+    with torch.no_grad():
+        part = LocalPart(query, key, value, causal=True)
+        actual = part.backward(grad, output, scores.logsumexp(dim=3, keepdim=True))
+    for name, found, wanted in zip(("query", "key", "value"), actual, expected, strict=True):
+        assert_close_to_reference(name, found, wanted, rtol=1e-12)
+
+
+@each_method
+def test_how_many_segments_are_clustered_at_once_changes_nothing(method, monkeypatch):
+    case = Case("runs", H=4, key_heads=2, masks="left")
+    expected = with_gradients(method, case)
+    monkeypatch.setattr(older, "RUN_NUMBERS", 300)
+    actual = with_gradients(method, case)
+    for name in expected:
+        assert_close_to_reference(name, actual[name], expected[name], rtol=1e-12)

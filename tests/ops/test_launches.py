@@ -69,6 +69,15 @@ def words(length: int) -> torch.Tensor:
     return ops.neural_clustering(*inputs, backend="triton")[0]
 
 
+def offsets(length: int) -> None:
+    ops.query_offsets(drawn(length)[0], torch.zeros(1, HEADS, length, dtype=torch.int64), 100, backend="triton")
+
+
+def bi_clustered(length: int) -> torch.Tensor:
+    key_labels = torch.zeros(1, HEADS, length, dtype=torch.int64)
+    return attend("bi_clustered_attention", length, key_labels=key_labels, key_clusters=32, topk=64)
+
+
 improved = partial(attend, "improved_clustered_attention", topk=32)
 
 
@@ -76,19 +85,21 @@ improved = partial(attend, "improved_clustered_attention", topk=32)
 @pytest.mark.parametrize(
     ("call", "forward", "backward"),
     [
-        (cluster, 10, 0),  # the rows, the metric, the seeds, three rounds of two, all labels
-        (partial(cluster, masked=True), 10, 0),
+        (cluster, 9, 0),  # the metric, the seeds, three rounds of two, all labels
+        (partial(cluster, masked=True), 10, 0),  # and the rows that count
+        (offsets, 1, 0),
         (partial(attend, "clustered_attention"), 5, 4),
         (improved, 8, 7),
+        (bi_clustered, 14, 7),
         (slices, 1, 5),
         (blocks, 1, 2),
         (words, 3, 3),
     ],
-    ids=["cluster_queries", "masked", "clustered", "improved", "slices", "blocks", "neural_clustering"],
+    ids=["cluster_queries", "masked", "offsets", "clustered", "improved", "bi", "slices", "blocks", "words"],
 )
 def test_launches_of_a_layer(monkeypatch, call, forward, backward, length):
     """Short keys have a bin each, and no candidates to score again."""
-    if call is improved and length == 1024:
+    if call in (improved, bi_clustered) and length == 1024:
         forward -= 1
     with caught_launches(monkeypatch) as launches:
         output = call(length)
@@ -97,3 +108,31 @@ def test_launches_of_a_layer(monkeypatch, call, forward, backward, length):
             launches.clear()
             output.float().sum().backward()
             assert len(launches) == backward, launches
+
+
+# Of the causal form, what has no kernel yet: one launch each, for all segments and heads at once.
+PLANNED = (
+    "metric of the keys up to each segment: parts",
+    "metric of the keys up to each segment: sums",
+    "covariance of the past queries' offsets, and the metric of keys",
+    "centroids nearest to a segment's queries",
+    "their order by cluster: histogram, scan",
+    "their order by cluster: places",
+    "exact attention to the segment and its window, with log-sum-exp",
+    "exact attention to the top keys, with log-sum-exp",
+    "one softmax of the parts",
+)
+
+
+@pytest.mark.parametrize("length", [4096, 16384])
+def test_launches_of_the_causal_form_as_planned(monkeypatch, length):
+    """Today's kernels with segments as items of the batch, as all clusters are known before anything attends."""
+    segments = length // 1024
+    query, key = (torch.zeros(segments, HEADS, rows, HEAD_DIM, dtype=torch.bfloat16) for rows in (1024, length))
+    labels, key_labels = (torch.zeros(points.shape[:3], dtype=torch.int64) for points in (query, key))
+    with caught_launches(monkeypatch) as launches:
+        for clusters in (8, 4):  # of the past queries, and of a segment's keys
+            ops.cluster_queries(query, clusters, key=query, iterations=1, backend="triton")
+        sizes = {"clusters": 8, "key_clusters": 4 * segments, "topk": 256}
+        ops.bi_clustered_attention(query, key, key, labels, key_labels, **sizes, backend="triton")
+        assert len(launches) + len(PLANNED) == 38, launches

@@ -182,6 +182,7 @@ def test_centroid_pass_in_parts_of_the_keys(monkeypatch):
 def test_long_rows_through_bins(monkeypatch, score_bytes, fewest, candidates, length):
     """Only the largest score of every few keys is kept; the chosen bins' keys are scored again."""
     monkeypatch.setattr(triton_centroids, "BINS", fewest)
+    monkeypatch.setattr(triton_centroids, "FEW_CANDIDATES", candidates)
     monkeypatch.setattr(triton_centroids, "CANDIDATES", candidates)
     monkeypatch.setattr(triton_centroids, "SCORE_BYTES", score_bytes)
     assert bin_length(150, 5) == length
@@ -195,8 +196,9 @@ def test_long_rows_through_bins(monkeypatch, score_bytes, fewest, candidates, le
         (2047, 32, 1),
         (4096, 32, 4),
         (16384, 32, 16),
-        (65536, 32, 64),
-        (16384, 128, 16),
+        (65536, 32, 16),
+        (16384, 64, 8),
+        (16384, 128, 4),
         (2**20, 128, 16),
         (16384, 2000, 1),
         (16384, 0, 16),

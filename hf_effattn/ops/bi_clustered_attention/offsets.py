@@ -3,9 +3,11 @@
 Sizes: `B` batch, `H` query heads, `P` key/value heads, `N` queries, `M` keys, `n` of them that are looked at.
 """
 
+from typing import Any
+
 import torch
 
-from ..shared.arguments import check_count, check_labels
+from ..shared.arguments import check_count, check_labels, choose_backend
 from ..shared.tables import cluster_rows, cluster_sums
 
 # Measured over 72 heads of a pretrained BERT: the error of a head is about a quarter of σ².
@@ -21,6 +23,7 @@ def query_offsets(
     key_heads: int | None = None,
     query_mask: torch.Tensor | None = None,
     rows: int = 2048,
+    backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`η = Q_i - Q̄_l(i)` of evenly spread queries, the centroids being their means.
 
@@ -34,14 +37,34 @@ def query_offsets(
         key_heads (`int`, *optional*): `P`, a divisor of `H`; the offsets of query heads that share one stand together.
         query_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts.
         rows (`int`): at most so many queries of each head.
+        backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`; default: Triton on a GPU, else batched.
 
     Returns:
-        `(torch.Tensor, torch.Tensor | None)`: `(B, P, H / P · n, D)` in float32 or float64, and which of them count,
-        `(B, H / P · n)`; None where all do.
+        `(torch.Tensor, torch.Tensor | None)`: `(B, P, H / P · n, D)` in float32 or float64, by the kernel in the dtype
+        of the query, and which of them count, `(B, H / P · n)`; None where all do.
     """
     check_count("clusters", clusters)
     check_labels(labels, query)
-    B, H, _, D = query.shape
+    (B, H, N, D), query = query.shape, query.detach()
+    counts = None
+    if query_mask is not None:
+        counts = torch.arange(min(N, rows), device=query.device) < query_mask.sum(dim=1, keepdim=True)
+    eta = choose_backend(backend, (_offsets, _offsets, _triton), query)(query, labels, query_mask, clusters, rows)
+    group = H // (key_heads or H)
+    return eta.view(B, H // group, -1, D), None if counts is None else counts.repeat(1, group)
+
+
+def _triton(*arguments: Any) -> torch.Tensor:
+    from .triton.offsets import query_offsets
+
+    return query_offsets(*arguments)
+
+
+def _offsets(
+    query: torch.Tensor, labels: torch.Tensor, query_mask: torch.Tensor | None, clusters: int, rows: int
+) -> torch.Tensor:
+    """`η` `(B, H, n, D)` in float32 or float64."""
+    B, H = query.shape[:2]
     chosen, counts = spread_rows(query, query_mask, rows)
     points, own = _take(query, chosen), _take(labels[..., None], chosen)[..., 0]
     points = points.to(torch.promote_types(query.dtype, torch.float32)).flatten(0, 1)
@@ -53,10 +76,7 @@ def query_offsets(
     # Sums of ones, as torch.compile knows the shape of no bincount.
     sizes = cluster_sums(counted[..., None].to(points.dtype), index, B * H, clusters)
     means = cluster_sums(points, index, B * H, clusters) / sizes.clamp(min=1)
-    eta = points - means.flatten(0, 1).index_select(0, index).view_as(points)
-    group = H // (key_heads or H)
-    offsets = eta.view(B, H // group, -1, D)
-    return offsets, None if counts is None else counts.repeat(1, group)
+    return (points - means.flatten(0, 1).index_select(0, index).view_as(points)).view(B, H, -1, query.shape[3])
 
 
 @torch.no_grad()
@@ -90,12 +110,14 @@ def predicted_error(
         rows (`int`): at most so many keys of each head are looked at.
     """
     scale = key.shape[3] ** -0.5 if scale is None else scale
+    offsets = offsets.to(torch.promote_types(offsets.dtype, torch.float32))
     eta = offsets if offsets_mask is None else offsets * offsets_mask[:, None, :, None]
     eta = eta.unflatten(2, (group, -1))  # (B, P, group, n, D)
     counted = eta.shape[3] if offsets_mask is None else offsets_mask.sum(dim=1).clamp(min=1)[:, None, None] / group
     with torch.autocast(key.device.type, enabled=False):
         covariance = eta.transpose(3, 4) @ eta
     within, mask = query_offsets(key, key_labels, key_clusters, query_mask=key_mask, rows=rows)
+    within = within.to(offsets.dtype)
     if mask is not None:
         within = within * mask[:, None, :, None]
     keys = within.shape[2] if mask is None else mask.sum(dim=1).clamp(min=1)[:, None, None, None]

@@ -25,12 +25,15 @@ from .older import FinishedKeys, OlderPart, PastQueries
 from .reference import ARGUMENTS, Settings, add_special, without_special
 
 
-def largest_buffer(query: torch.Tensor, settings: Settings) -> int:
+def largest_buffer(query: torch.Tensor, settings: Settings, *, backward: bool = False) -> int:
     """Numbers per head of what a step looks at: the past queries of all segments and the centroids' scores.
 
-    Not on a CPU few heads at a time are few large steps, too.
+    The backward pass holds gradients, too: of more heads at once, memory would be faulted in anew for every chunk. Not
+    on a CPU few heads at a time are few large steps.
     """
-    return query.shape[2] * max(query.shape[3] // 2, settings.clusters) if query.device.type == "cpu" else 0
+    if query.device.type != "cpu":
+        return 0
+    return query.shape[2] * max(query.shape[3] * (3 if backward else 1) // 2, settings.clusters)
 
 
 class _Segment:
@@ -243,20 +246,17 @@ def _forward(
 
     def attend(part: RowChunk) -> None:
         chunk = _Chunk(part, query, key, value, settings, dropout_seed)
-        found, rest = (chunk.query.new_empty(*chunk.query.shape[:3], value.shape[3]) for _ in range(2))
-        log_sum = chunk.query.new_empty(*chunk.query.shape[:3], 1)
-        query_labels = torch.zeros_like(log_sum, dtype=torch.int64)
+        query_labels = chunk.query.new_zeros(*chunk.query.shape[:3], 1, dtype=torch.int64)
         key_labels = torch.zeros_like(chunk.key[..., :1], dtype=torch.int64)
         for segment in chunk.segments():
             of_rest, of_all = segment.attend()
-            found[:, :, segment.rows] = of_all[0]
+            part.store_queries(output, of_all[0].flatten(1, 2), segment.rows)
             if keeps:
-                rest[:, :, segment.rows], log_sum[:, :, segment.rows] = of_rest
+                for target, rows in zip(kept[:2], of_rest, strict=True):
+                    part.store_queries(target, rows.flatten(1, 2), segment.rows)
                 segment.store_labels(query_labels[..., 0], key_labels[..., 0])
-        part.store_queries(output, found.flatten(1, 2))
         if keeps:
-            for target, rows in zip(kept[:3], (rest, log_sum, query_labels), strict=True):
-                part.store_queries(target, rows.flatten(1, 2))
+            part.store_queries(kept.query_labels, query_labels.flatten(1, 2))
             part.store_keys(kept.key_labels, key_labels)
 
     chunks = chunks_of(query, key, key_mask, key_mask, largest_buffer(query, settings))
@@ -306,7 +306,7 @@ def _backward_op(
         part.store_keys(grad_key, of_key)
         part.store_keys(grad_value, of_value)
 
-    chunks = chunks_of(query, key, key_mask, key_mask, largest_buffer(query, settings))
+    chunks = chunks_of(query, key, key_mask, key_mask, largest_buffer(query, settings, backward=True))
     for_every_chunk(attend, chunks, query.device)
     return grad_query, grad_key, grad_value
 

@@ -6,6 +6,7 @@ query head, `M` older keys, `G` clusters of those finished with one segment, `nb
 
 from copy import copy
 from itertools import groupby
+from math import inf
 
 import torch
 
@@ -22,6 +23,9 @@ from ..shared.topk import largest
 from .local import Attended, LocalPart
 from .reference import Settings
 
+# Of the rows that are clustered at once: 2 MiB in float32.
+RUN_NUMBERS = 2**19
+
 
 def labels_of(points: torch.Tensor, clusters: int, settings: Settings, metric: torch.Tensor) -> torch.Tensor:
     """Labels `(heads, n)` by K-means of points `(heads, n, D)`; of fewer points, each is a cluster."""
@@ -33,9 +37,18 @@ def labels_of(points: torch.Tensor, clusters: int, settings: Settings, metric: t
     return nearest(points, *prepare(lloyd(fitted, seeds, settings.rounds, metric, binary=False), metric))
 
 
-def runs_of_equal(ranges: list[slice]) -> list[list[slice]]:
-    """The ranges in runs of neighbours of the same length, so that each run is one batch."""
-    return [list(run) for _, run in groupby(ranges, key=lambda rows: rows.stop - rows.start)]
+def runs_of_equal(ranges: list[slice], rows: torch.Tensor) -> list[list[slice]]:
+    """The ranges of rows `(..., N, D)` in runs of neighbours of the same length, so that each run is one batch.
+
+    On a CPU of no more than its cache holds: the steps of a clustering go over their rows again and again.
+    """
+    most, found = len(ranges), list[list[slice]]()
+    if rows.device.type == "cpu" and ranges:
+        most = max(1, RUN_NUMBERS // (rows[..., ranges[0], :].numel()))
+    for _, run in groupby(ranges, key=lambda own: own.stop - own.start):
+        equal = list(run)
+        found += [equal[i : i + most] for i in range(0, len(equal), most)]
+    return found
 
 
 class PastQueries:
@@ -80,7 +93,7 @@ class PastQueries:
         `labels`: where they are known, `(P, g, N)`.
         """
         found: list[PastQueries] = []
-        for run in runs_of_equal(fitted):
+        for run in runs_of_equal(fitted, query):
             own = metrics[len(found) : len(found) + len(run)]
             known = None if labels is None else torch.cat([labels[:, :, rows] for rows in run])
             together = PastQueries(torch.cat([query[:, :, rows] for rows in run]), torch.cat(own), known, settings)
@@ -161,7 +174,7 @@ class FinishedKeys:
     def labels_of_blocks(self, blocks: list[slice], covariances: list[torch.Tensor]) -> list[torch.Tensor]:
         """Of every block of keys its clusters `(P, m)`, by `Σ_η` `(P, D, D)` of the segment that first sees it so."""
         P, settings, found = len(self.key), self.settings, list[torch.Tensor]()
-        for run in runs_of_equal(blocks):
+        for run in runs_of_equal(blocks, self.key):
             keys = torch.cat([self.key[:, rows] for rows in run])
             if settings.first_order:
                 metric = as_metric(torch.cat(covariances[len(found) : len(found) + len(run)]))
@@ -195,9 +208,10 @@ class FinishedKeys:
         self.means[:, self.G : self.G + G] = means.view(P, G, -1)
         distances = self.distances[:, places].fill_(1.0)
         if settings.first_order:
-            spread = rows[..., :D].contiguous()
+            spread = rows[..., :D]
             distances.copy_(torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST))
-            self.within += spread.transpose(1, 2) @ spread
+            if settings.exact_above < inf:
+                self.within += spread.transpose(1, 2) @ spread
         distances.masked_fill_(empty, -1.0)
         self.blocks.append((own, places, blocks))
         self.keys, self.places, self.G = end, places.stop, self.G + G

@@ -78,6 +78,9 @@ def without_special(value: torch.Tensor, key_mask: torch.Tensor | None) -> tuple
     A product gives a later value the weight 0, and 0 times NaN would be NaN in outputs before it. None, and the values
     themselves, where all are finite.
     """
+    # As usual: told in one pass and without memory. What overflows the sum is looked at one by one.
+    if bool(value.detach().sum(dtype=torch.promote_types(value.dtype, torch.float32)).isfinite()):
+        return value, None
     special = ~value.isfinite()
     if key_mask is not None:
         special = special & key_mask[:, None, :, None]

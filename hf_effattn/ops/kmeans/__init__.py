@@ -39,8 +39,8 @@ def kmeans(
 
     Seeds are looked for among `max(512, 2 · clusters)` evenly spread points, in independent groups of up to 256 seeds.
     An empty cluster keeps its centroid. The result depends on nothing but the arguments, and on no masked point; no
-    gradient flows through it. Distances and means are computed in float32, or float64 for float64 points; on NVIDIA's
-    tensor cores, products for 16-bit points in TF32, which is finer than the points.
+    gradient flows through it. Distances and means are computed in float32, or float64 for float64 points; the
+    kernels multiply 16-bit points with centroids in the points' dtype.
 
     Sizes: `P` problems, `N` points, `D` dimensions, `C` clusters.
 

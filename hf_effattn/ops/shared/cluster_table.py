@@ -75,11 +75,13 @@ def attend_in_part(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `attend`, of keys and values alone, and the log-sum-exp of the scores `(blocks, length, 1)`."""
     scores = table.scores(blocks, query)
-    log_sum = scores.logsumexp(dim=2, keepdim=True)
-    weights = softmax_(scores)
+    largest = scores.amax(dim=2, keepdim=True)
+    weights = scores.sub_(largest).exp_()
+    total = weights.sum(dim=2, keepdim=True)
     if factor is not None:
         weights *= factor
-    return torch.bmm(weights, blocks.of_cluster(table.values)), log_sum
+    output = torch.bmm(weights, blocks.of_cluster(table.values)).div_(total)
+    return output, total.log_().add_(largest)
 
 
 def attend_backward(

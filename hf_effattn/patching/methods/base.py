@@ -80,7 +80,8 @@ class Method(ABC):
     price: ClassVar[tuple[str, ...]] = ()  # the settings that the method's time grows with, at most in proportion
     parameters_name: ClassVar[str] = ""  # of the module with the parameters that it adds to the model without its head
     group_name: ClassVar[str] = ""  # of what it puts tokens into, for a reader
-    decoder_loss: ClassVar[str | None] = None  # what it did to a language model, where that is much
+    # What it did to a language model at most: to its perplexity, and to how many of its most likely next tokens.
+    decoder_loss: ClassVar[tuple[float, float] | None] = None
     purpose: ClassVar[dict[str, str]] = {
         "min_length": "inputs with fewer tokens run exact attention; None: the measured length, 0: force the method",
         "tolerance": "the error allowed, measured on 64 queries of each head and text in every pass; None: unmeasured",

@@ -9,9 +9,9 @@ import torch
 
 from ...derivatives import refuse_second_derivatives
 from ...shared.tables import empty_output, unwritten_output
-from ...shared.triton.chips import on_device_of
-from ...shared.triton.cluster_table import _cluster_table_fwd_kernel
-from ...shared.triton.sort import SortedRows, cluster_means, sort_by_cluster
+from ...shared.triton.chips import block_width, on_device_of
+from ...shared.triton.cluster_table import _cluster_table_fwd_kernel, dipole_part
+from ...shared.triton.sort import SortedRows, sort_by_cluster
 from ...shared.triton.tiles import LOG2_E, tile_config
 from .backward import attend_backward
 from .exact_heads import attend_exactly, exact_backward
@@ -54,13 +54,13 @@ def _forward(
     output = unwritten_output(query, value)
     queries = sort_by_cluster(labels, query_mask, clusters, tile)
     keys = sort_by_cluster(key_labels, key_mask, key_clusters, key_tile)
-    centroids = cluster_means(query, queries, query.dtype)
-    mean_keys, mean_values = cluster_means(key, keys), cluster_means(value, keys)
-    chosen = choose_keys(query, key, key_mask, exact_heads, queries, keys, centroids, mean_keys, topk, scale)
-    log_squares, top = chosen
-    covariances, _ = cluster_products(key, value, keys, mean_keys, mean_values, exact_heads)
-    tables = make_tables(key, value, exact_heads, keys, centroids, log_squares, top, covariances, scale)
-    taken, table_keys, table_values, log_mass, bias, at_centroid, dipoles = tables
+    mean_keys, mean_values = (query.new_empty(B * Hk, key_clusters, d, dtype=torch.float32) for d in (D, Dv))
+    covariances, _ = cluster_products(key, value, keys, mean_keys, mean_values)
+    centroids, log_squares, taken, top = choose_keys(
+        query, key, key_mask, exact_heads, queries, keys, mean_keys, topk, scale
+    )  # fmt: skip
+    tables = make_tables(key, value, exact_heads, keys, centroids, log_squares, taken, top, covariances, scale)
+    table_keys, table_values, log_mass, bias, at_centroid, dipoles = tables
     lse, share = (query.new_empty(B * H, N, dtype=torch.float32) for _ in range(2))
     tiles = queries.tiles.shape[1]
     with on_device_of(query):
@@ -70,7 +70,8 @@ def _forward(
             *query.stride(), *key.stride(), *value.stride(), *output.stride(),
             H, H // Hk, N, D, Dv, clusters, key_clusters, tiles, topk, scale, scale * LOG2_E, dropout_p,
             HAS_SUMMARIES=True, HAS_REST=False, HAS_EXACT=exact_heads is not None,
-            HAS_DROPOUT=dropout_seed is not None, **tile_config(query, D, Dv),
+            HAS_DROPOUT=dropout_seed is not None, PART=dipole_part(query, block_width(D)),
+            **tile_config(query, D, Dv, three=dropout_seed is None),
         )  # fmt: skip
     if exact_heads is not None:
         masks = key_mask, query_mask
@@ -158,7 +159,7 @@ def _empty(
         bias=empty(P * R, G),
         at_centroid=empty(P * R, G),
         covariances=empty(P * G, D, Dv),
-        dipoles=empty(P * R, D, Dv),
+        dipoles=empty(P * R, D, Dv, dtype=query.dtype),
         lse=empty(B * H, N),
         share=empty(B * H, N),
     )

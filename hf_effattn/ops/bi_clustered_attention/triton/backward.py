@@ -18,6 +18,7 @@ from ...shared.triton.cluster_table import (
     _cluster_table_bwd_key_kernel,
     _cluster_table_bwd_query_kernel,
     _cluster_table_bwd_summary_kernel,
+    dipole_part,
     is_exact,
 )
 from ...shared.triton.softmax import dot_rows
@@ -84,7 +85,7 @@ def _bi_clustered_attention_bwd_key_kernel(
             ROWS, COLUMNS, BY_PARTS, PRECISION,
         )  # fmt: skip
         m_pair = m_member[:, None] & (b_mass > float("-inf"))[None, :]
-        m_pair &= ~tl.trans(load_taken(taken_ptr + i_p * M * words, b_row, m_member, o_r, words))
+        m_pair &= ~tl.trans(load_taken(taken_ptr + i_p * M * words, b_row, m_member, first, words, COLUMNS))
         b_scores = b_scores * scale_log2 + b_lift[:, None] - tl.where(b_mass > float("-inf"), b_mass, 0.0)[None, :]
         b_weights = tl.exp2(tl.where(m_pair, b_scores, float("-inf")))
         # Every member of a cluster counted.
@@ -199,7 +200,7 @@ def _bi_clustered_attention_bwd_centroid_kernel(
                 ROWS, COLUMNS, BY_PARTS, PRECISION,
             )  # fmt: skip
             m_pair = m_table[:, None] & m_key[None, :]
-            m_pair &= ~load_taken(taken_ptr + i_p * M * words, b_row, m_key, o_r, words)
+            m_pair &= ~load_taken(taken_ptr + i_p * M * words, b_row, m_key, i_block * ROWS, words, ROWS)
             b_lift = load_lift(log_square_ptr + i_p * M, b_row, m_key)
             b_scores = b_scores * scale_log2 + b_lift[None, :] - b_mass[:, None]
             b_weights = tl.exp2(tl.where(m_pair, b_scores, float("-inf")))
@@ -253,7 +254,8 @@ def attend_backward(
         _cluster_table_bwd_delta_kernel[(B * H * tiles,)](
             query, output, grad_output, exact_heads, *of_queries, saved.centroids, saved.dipoles, delta, turn,
             *strides[0], *output.stride(), *strides[3], H, group, N, D, Dv, clusters, tiles, scale,
-            **exact, ROWS=queries.tile, **{name: config[name] for name in ("BLOCK_V", "BY_PARTS", "PRECISION")},
+            **exact, PART=dipole_part(query, config["BLOCK_D"]), ROWS=queries.tile,
+            **{name: config[name] for name in ("BLOCK_V", "BY_PARTS", "PRECISION")},
         )  # fmt: skip
         splits = 1 if ordered else min(LARGEST_SPLIT, triton.cdiv(N, ROWS_OF_A_SPLIT))
         blocks = triton.cdiv(topk, sums_config["ROWS"])
@@ -308,6 +310,6 @@ def attend_backward(
             None, None, saved.table_keys, saved.table_values, saved.bias, saved.dipoles, saved.share, share_grads,
             turn, grad_centroids, grad_query, *strides[0], *strides[1], *strides[2], *strides[3], *grad_query.stride(),
             H, group, N, D, Dv, clusters, key_clusters, tiles, topk, splits, *scales, dropout_p,
-            HAS_SUMMARIES=True, HAS_REST=False, **switches, **config,
+            HAS_SUMMARIES=True, HAS_REST=False, PART=16, **switches, **config,
         )  # fmt: skip
     return grad_query, grad_key, grad_value, delta

@@ -9,14 +9,15 @@ import triton
 import triton.language as tl
 
 from ...shared.triton.centroids import centroid_topk
-from ...shared.triton.chips import LENGTHS, chip_of, on_device_of
-from ...shared.triton.cluster_table import is_exact
+from ...shared.triton.chips import LENGTHS, block_width, chip_of, on_device_of
+from ...shared.triton.cluster_table import dipole_part, is_exact
 from ...shared.triton.softmax import dot_rows
 from ...shared.triton.sort import SortedRows
-from ...shared.triton.tiles import LOG2_E, LOWEST, PART, load_rows, load_tile, tile_config
+from ...shared.triton.tiles import LOG2_E, LOWEST, load_rows, load_tile, tile_config
 from ..reference import LARGEST_LIFT, SMALLEST
 from .products import cluster_products
 
+SUM_PROGRAMS = 512  # that add up products of queries: few leave few sums, of many each is done sooner
 SMALLEST_SQUARE = tl.constexpr(SMALLEST)
 # Of the largest lift, as an exponent of 2.
 LIFT_LIMIT = tl.constexpr(LARGEST_LIFT * LOG2_E)
@@ -26,12 +27,15 @@ LIFT_PER_SQUARE = tl.constexpr(LOG2_E / 2)
 @triton.jit(do_not_specialize=LENGTHS)
 def _bi_clustered_attention_fwd_distance_kernel(
     key_ptr, mean_key_ptr, products_ptr, query_starts_ptr, exact_heads_ptr, order_ptr, starts_ptr, tiles_ptr,
-    log_square_ptr,
+    log_square_ptr, taken_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
-    key_heads, group, M, D, clusters, key_clusters, tiles, scale_squared,
-    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    key_heads, group, M, D, clusters, key_clusters, tiles, words, scale_squared,
+    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`log2 d_t²` of a tile of sorted keys, `d_t² = (K_t - K̄_c)^T Σ_η (K_t - K̄_c)`; `-inf` in no cluster."""
+    """`log2 d_t²` of a tile of sorted keys, `d_t² = (K_t - K̄_c)^T Σ_η (K_t - K̄_c)`; `-inf` in no cluster.
+
+    Also writes 0 to the keys' words of `taken`.
+    """
     i_p = (tl.program_id(0) // tiles).to(tl.int64)
     cluster, _, m_row, b_row = load_tile(
         order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, M, key_clusters, tiles, ROWS
@@ -49,17 +53,21 @@ def _bi_clustered_attention_fwd_distance_kernel(
         queries += tl.load(query_starts_ptr + (i_p * group + i_g) * (clusters + 2) + clusters)
     factor = scale_squared / tl.maximum(queries, 1).to(tl.float32)
     b_square = tl.zeros([ROWS], tl.float32)
+    o_e = tl.arange(0, BLOCK_D)
+    # [ROWS, BLOCK_D]
+    b_spread = load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_e, width)
+    dtype = key_ptr.dtype.element_ty
     for first in range(0, width, PART):
         o_d = first + tl.arange(0, PART)
-        b_turned = tl.zeros([ROWS, PART], tl.float32)
-        for start in range(0, width, PART):
-            o_e = start + tl.arange(0, PART)
-            # [ROWS, PART], [PART, PART]
-            b_spread = load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_e, D)
-            m_de = (o_e < D)[:, None] & (o_d < D)[None, :]
-            b_products = tl.load(products_ptr + o_e[:, None] * D + o_d[None, :], mask=m_de, other=0.0)
-            b_turned = tl.dot(b_spread, b_products, b_turned, input_precision=PRECISION)
-        b_square += tl.sum(b_turned * load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_d, D), 1)
+        # [BLOCK_D, PART], in the keys' dtype once its largest number is 1: any covariance is in range.
+        m_de = (o_e < D)[:, None] & (o_d < D)[None, :]
+        b_products = tl.load(products_ptr + o_e[:, None] * D + o_d[None, :], mask=m_de, other=0.0)
+        largest = tl.maximum(tl.max(tl.max(tl.abs(b_products), 1), 0), SMALLEST_SQUARE)
+        b_turned = tl.dot(b_spread.to(dtype), (b_products / largest).to(dtype), input_precision=PRECISION)
+        b_part = b_spread if PART == BLOCK_D else load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_d, D)
+        b_square += tl.sum(b_turned * b_part, 1) * largest
+    for word in range(0, words):
+        tl.store(taken_ptr + (i_p * M + b_row) * words + word, 0, mask=m_row)
     b_log_square = tl.log2(tl.maximum(b_square * factor, SMALLEST_SQUARE))
     tl.store(log_square_ptr + i_p * M + b_row, tl.where(nowhere, float("-inf"), b_log_square), mask=m_row)
 
@@ -91,11 +99,15 @@ def _bi_clustered_attention_fwd_mark_kernel(
 
 
 @triton.jit
-def load_taken(taken_ptr, b_row, m_row, o_r, words):
-    """Whether query clusters `o_r` have the keys `b_row` as exact keys, `(query clusters, keys)`."""
-    p_words = taken_ptr + b_row[None, :] * words + (o_r // 32)[:, None]
-    b_words = tl.load(p_words, mask=m_row[None, :] & (o_r // 32 < words)[:, None], other=0)
-    return ((b_words >> (o_r % 32)[:, None]) & 1) != 0
+def load_taken(taken_ptr, b_row, m_row, first, words, ROWS: tl.constexpr):
+    """Whether `ROWS` query clusters from `first` on have the keys `b_row` as exact keys, `(query clusters, keys)`."""
+    BITS: tl.constexpr = ROWS if ROWS < 32 else 32
+    o_word = first // 32 + tl.arange(0, ROWS // BITS)
+    p_words = taken_ptr + b_row[None, :] * words + o_word[:, None]
+    # [ROWS / BITS, keys], [ROWS / BITS, BITS, keys]
+    b_words = tl.load(p_words, mask=m_row[None, :] & (o_word < words)[:, None], other=0)
+    b_bits = (b_words[:, None, :] >> (first % 32 + tl.arange(0, BITS))[None, :, None]) & 1
+    return tl.reshape(b_bits, [ROWS, b_row.shape[0]]) != 0
 
 
 @triton.jit
@@ -147,17 +159,16 @@ def _bi_clustered_attention_fwd_table_kernel(
             b_centroid, b_key, p_centroid, m_r, 1, p_key, m_key, stride_key_d, D,
             ROWS, COLUMNS, BY_PARTS, PRECISION,
         )  # fmt: skip
-        m_pair = m_key[None, :] & ~load_taken(taken_ptr + i_p * M * words, b_row, m_key, o_r, words)
+        m_pair = m_key[None, :] & ~load_taken(taken_ptr + i_p * M * words, b_row, m_key, i_block * ROWS, words, ROWS)
         b_scores = b_scores * scale_log2 + load_lift(log_square_ptr + i_p * M, b_row, m_key)[None, :]
         b_scores = tl.where(m_pair, b_scores, float("-inf"))
         b_higher = tl.maximum(b_highest, tl.max(b_scores, 1))
         b_weights = tl.exp2(b_scores - b_higher[:, None])
         b_kept = tl.exp2(b_highest - b_higher)
         b_total = b_total * b_kept + tl.sum(b_weights, 1)
-        b_key_sum = b_key_sum * b_kept[:, None]
-        b_key_sum += tl.dot(b_weights.to(b_key.dtype), b_key, input_precision=PRECISION)
-        b_value_sum = b_value_sum * b_kept[:, None]
-        b_value_sum += tl.dot(b_weights.to(b_value.dtype), b_value, input_precision=PRECISION)
+        b_weights = b_weights.to(b_key.dtype)
+        b_key_sum = tl.dot(b_weights, b_key, b_key_sum * b_kept[:, None], input_precision=PRECISION)
+        b_value_sum = tl.dot(b_weights, b_value, b_value_sum * b_kept[:, None], input_precision=PRECISION)
         b_highest = b_higher
     b_divisor = tl.where(b_total > 0, b_total, 1.0)
     o_table = o_row * key_clusters + i_c
@@ -210,6 +221,8 @@ def _bi_clustered_attention_fwd_dipole_kernel(
         b_dipole = tl.dot(b_weights, b_covariance, b_dipole, input_precision=PRECISION)
         p_weights = at_centroid_ptr + o_row[:, None] * key_clusters + o_g[None, :]
         tl.store(p_weights, b_weights, mask=m_r[:, None] & m_g[None, :] & (i_block == 0))
+    if dipole_ptr.dtype.element_ty == tl.float16:
+        b_dipole = tl.clamp(b_dipole, -65504.0, 65504.0)
     p_dipole = dipole_ptr + o_row[:, None] * columns + o_n[None, :]
     tl.store(p_dipole, b_dipole, mask=m_r[:, None] & (o_n < columns)[None, :])
 
@@ -228,26 +241,28 @@ def choose_keys(
     exact_heads: torch.Tensor | None,
     queries: SortedRows,
     keys: SortedRows,
-    centroids: torch.Tensor,
     mean_keys: torch.Tensor,
     topk: int,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`log2 d_t²` `(P, M)`, and the exact keys `T_j`, `(B · H, C, T)` int32, -1 where there are none."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`Q̄_j` `(B · H, C, D)`, `log2 d_t²` `(P, M)`, zeros for `taken`, `T_j` `(B · H, C, T)` int32, -1 for no key."""
     (B, H), (Hk, M, D) = query.shape[:2], key.shape[1:]
-    parts = min(queries.clusters, 8)
-    products, _ = cluster_products(query, query, queries, centroids, centroids, exact_heads, parts=parts)
+    centroids = query.new_empty(B * H, queries.clusters, D)
+    parts = max(1, min(queries.clusters, SUM_PROGRAMS // (B * H)))
+    products, _ = cluster_products(query, query, queries, centroids, parts=parts)
     products = products.view(B * Hk, -1, D, D).sum(dim=1)  # Σ_η, times the number of queries
     log_squares = query.new_empty(B * Hk, M, dtype=torch.float32)
-    tiles, chip = keys.tiles.shape[1], chip_of(query)
+    words = triton.cdiv(H // Hk * queries.clusters, 32)
+    taken = key.new_empty(B * Hk, M, words, dtype=torch.int32)
+    tiles, chip, block_d = keys.tiles.shape[1], chip_of(query), block_width(D)
     with on_device_of(query):
         _bi_clustered_attention_fwd_distance_kernel[(B * Hk * tiles,)](
             key, mean_keys, products, queries.starts, exact_heads, keys.order, keys.starts, keys.tiles, log_squares,
-            *key.stride(), Hk, H // Hk, M, D, queries.clusters, keys.clusters, tiles, scale**2,
-            HAS_EXACT=exact_heads is not None, ROWS=keys.tile, PRECISION=chip.dot_precision(query.dtype),
-            **chip.all_registers,
+            taken, *key.stride(), Hk, H // Hk, M, D, queries.clusters, keys.clusters, tiles, words, scale**2,
+            HAS_EXACT=exact_heads is not None, ROWS=keys.tile, BLOCK_D=block_d, PART=dipole_part(key, block_d),
+            PRECISION=chip.dot_precision(query.dtype), **chip.all_registers,
         )  # fmt: skip
-    return log_squares, centroid_topk(centroids, key, key_mask, scale, topk, log_squares)[0]
+    return centroids, log_squares, taken, centroid_topk(centroids, key, key_mask, scale, topk, log_squares)[0]
 
 
 def make_tables(
@@ -257,20 +272,21 @@ def make_tables(
     keys: SortedRows,
     centroids: torch.Tensor,
     log_squares: torch.Tensor,
+    taken: torch.Tensor,
     top: torch.Tensor,
     covariances: torch.Tensor,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`taken` and the tables `K̃`, `Ṽ`, `log S`, `b`, `p̄`, `M`: see `Saved`."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tables `K̃`, `Ṽ`, `log S`, `b`, `p̄`, `M`, see `Saved`; marks the exact keys in `taken`."""
     B, Hk, M, D = key.shape
     Dv, P, G = value.shape[3], B * Hk, keys.clusters
-    rows, topk = len(centroids) * centroids.shape[1] // P, top.shape[2]
-    words = triton.cdiv(rows, 32)
-    taken = key.new_zeros(P, M, words, dtype=torch.int32)
+    rows, topk, words = len(centroids) * centroids.shape[1] // P, top.shape[2], taken.shape[2]
     table_keys, table_values = key.new_empty(P * rows, G, D), key.new_empty(P * rows, G, Dv)
     log_mass, bias, at_centroid = (key.new_empty(P * rows, G, dtype=torch.float32) for _ in range(3))
-    dipoles = key.new_empty(P * rows, D, Dv, dtype=torch.float32)
+    dipoles = key.new_empty(P * rows, D, Dv)
     config = tile_config(key, D, Dv, backward=True, two_sums=True)
+    if config["COLUMNS"] == 32 and config["ROWS"] == 64 and max(D, Dv) <= 64:
+        config["COLUMNS"] = 64  # half as many steps, each of which waits
     blocks = triton.cdiv(rows, config["ROWS"])
     has_exact = exact_heads is not None
     with on_device_of(key):
@@ -287,4 +303,4 @@ def make_tables(
             HAS_EXACT=has_exact, ROWS=tile, COLUMNS=64, BLOCK_G=32, PRECISION=config["PRECISION"], num_stages=1,
             **chip_of(key).all_registers,
         )  # fmt: skip
-    return taken, table_keys, table_values, log_mass, bias, at_centroid, dipoles
+    return table_keys, table_values, log_mass, bias, at_centroid, dipoles

@@ -22,7 +22,7 @@ class Saved(NamedTuple):
         log_mass, bias: `log S_jc` and `log S_jc - Q̄_j·K̃_jc` as exponents of 2, `(P · R, G)`; `-inf` for no key.
         at_centroid: `p̄_jc`, `(P · R, G)`, the softmax of `log S_j`.
         covariances: `Cov_c(K, V)`, `(P · G, D, Dv)` float32.
-        dipoles: `M_j`, `(P · R, D, Dv)` float32.
+        dipoles: `M_j`, `(P · R, D, Dv)` in the dtype of the query.
         lse: base-2 log-sum-exp of each query's scores, `(B · H, N)`.
         share: `s_i`, each query's weight on key clusters, `(B · H, N)`.
     """

@@ -10,7 +10,7 @@ import triton.language as tl
 from ...kmeans.reference import as_sign
 from ...kmeans.sampling import most_fit_rows
 from ...kmeans.triton import assign, fit, own_clusters
-from ...kmeans.triton.rows import Rows, find_rows, finite, load_points, sample_mean
+from ...kmeans.triton.rows import Rows, find_rows, finite, load_fit_rows, load_fitted, load_points, sample_mean
 from ...shared.triton.chips import LENGTHS, block_width, chip_of, on_device_of
 from ..reference import METRIC_RIDGE
 
@@ -18,8 +18,7 @@ from ..reference import METRIC_RIDGE
 @triton.jit(do_not_specialize=LENGTHS)
 def _cluster_queries_metric_kernel(
     key_ptr, stride_key_b, stride_key_h, stride_key_m, stride_key_d,
-    rows_ptr, stride_rows_b, counts_ptr, stride_counts_b, metric_ptr,
-    heads, fit_rows, head_dim,
+    rows_ptr, counts_ptr, metric_ptr, heads, total, fit_rows, head_dim,
     RIDGE: tl.constexpr, WIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -34,22 +33,25 @@ def _cluster_queries_metric_kernel(
     o_i = tl.program_id(0) % blocks * BLOCK_I + tl.arange(0, BLOCK_I)
     o_d = tl.arange(0, BLOCK_D)
     key_ptr += i_b * stride_key_b + i_p % heads * stride_key_h
-    rows_ptr += i_b * stride_rows_b
-    fitted = tl.minimum(tl.load(counts_ptr + i_b * stride_counts_b), fit_rows)
+    fitted = load_fitted(counts_ptr, i_b, total, fit_rows)
     if WIDE:
-        origin_i = sample_mean(key_ptr, stride_key_m, stride_key_d, rows_ptr, fitted, o_i, head_dim)
-        origin_d = sample_mean(key_ptr, stride_key_m, stride_key_d, rows_ptr, fitted, o_d, head_dim)
+        origin_i = sample_mean(
+            key_ptr, stride_key_m, stride_key_d, rows_ptr, i_b, total, fit_rows, fitted, o_i, head_dim
+        )  # fmt: skip
+        origin_d = sample_mean(
+            key_ptr, stride_key_m, stride_key_d, rows_ptr, i_b, total, fit_rows, fitted, o_d, head_dim
+        )  # fmt: skip
     products = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
     # Every row of the sums is the same: a product with ones.
     sums = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
     squares = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     for start in range(0, fit_rows, BLOCK_R):
         o_r = start + tl.arange(0, BLOCK_R)
-        row = tl.load(rows_ptr + o_r, mask=o_r < fit_rows, other=-1)
+        row = load_fit_rows(rows_ptr, i_b, o_r, total, fit_rows)
         valid = row >= 0
         b_i = load_points(key_ptr, row, valid, o_i, stride_key_m, stride_key_d, head_dim)
         b_d = load_points(key_ptr, row, valid, o_d, stride_key_m, stride_key_d, head_dim)
-        b_i, b_d = finite(b_i).to(b_i.dtype), finite(b_d).to(b_d.dtype)
+        b_i, b_d = finite(b_i), finite(b_d)
         if WIDE:
             b_i = tl.where(valid[:, None], b_i - origin_i[None, :], 0.0)
             b_d = tl.where(valid[:, None], b_d - origin_d[None, :], 0.0)
@@ -76,8 +78,7 @@ def keys_metric(key: torch.Tensor, rows: Rows) -> torch.Tensor:
     block_r = min(64, 4096 // block_d) if wide else min(128, 8192 // block_d)
     with on_device_of(key):
         _cluster_queries_metric_kernel[(B * heads * triton.cdiv(D, 16),)](
-            key, *key.stride(), rows.fit, rows.fit.stride(0), rows.counts, rows.counts.stride(0), metric,
-            heads, rows.fit.shape[1], D,
+            key, *key.stride(), rows.fit, rows.counts, metric, heads, rows.total, rows.most, D,
             RIDGE=METRIC_RIDGE, WIDE=wide, BLOCK_R=max(16, block_r), BLOCK_I=16,
             BLOCK_D=block_d, PRECISION=chip.dot_precision(torch.float32), num_warps=8,
             num_stages=1 if wide else 3, **chip.all_registers,

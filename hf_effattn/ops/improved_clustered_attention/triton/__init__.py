@@ -28,7 +28,7 @@ from .backward import (
 )
 from .forward import _improved_clustered_attention_fwd_rest_kernel
 
-ONLY_TOP_KEYS = {"HAS_SUMMARIES": False, "HAS_REST": True, "HAS_EXACT": False}
+ONLY_TOP_KEYS = {"HAS_SUMMARIES": False, "HAS_REST": True, "HAS_EXACT": False, "PART": 16}
 
 
 class Saved(NamedTuple):
@@ -79,6 +79,8 @@ def _forward(
     B, H, N, D = query.shape
     Hk, M, Dv = value.shape[1:]
     config = tile_config(query, D, Dv)
+    if topk <= 32:
+        config["COLUMNS"] = min(32, config["COLUMNS"])
     output = unwritten_output(query, value)
     members = sort_by_cluster(labels, query_mask, clusters, config["ROWS"])
     centroids = cluster_means(query, members)

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 import triton
 
-from ...shared.triton.chips import block_width, chip_of, on_device_of
+from ...shared.triton.chips import Chip, block_width, chip_of, on_device_of
 from ..sampling import KERNEL_SEEDING, SHARE_BITS, first_seed_share, most_fit_rows
 from .lloyd import _kmeans_assign_kernel, _kmeans_update_kernel
 from .rows import Rows, find_rows
@@ -24,8 +24,8 @@ class Centroids:
     Attributes:
         origin: `(B · H, D)`, to be added to all centroids; None for 0.
         centroids: `(B · H, C, D)` float32.
-        directions: `(B · H, C, D)`, `c G`; rounded to what products with points take: bfloat16 for bfloat16 points.
-        half_norms: `(B · H, C)`, `c G c^T / 2 + origin·direction`.
+        directions: `(B · H, C, D)`, `c G` in the dtype of the points; in float16 times `FLOAT16_SCALE`.
+        half_norms: `(B · H, C)`, `c G c^T / 2 + origin·direction`, scaled alike.
     """
 
     origin: torch.Tensor | None
@@ -46,11 +46,13 @@ def assign_blocks(block_d: int, points: int, wide: bool, shared_memory: int) -> 
     return block_n, 32 if wide else 64, block_d, 8 if wide and block_n * block_d >= 8192 else 4, stages
 
 
-def update_blocks(block_d: int, wide: bool) -> tuple[int, int, int, int]:
-    """`(BLOCK_R, BLOCK_K, num_warps, num_stages)` of the update."""
+def update_blocks(block_d: int, wide: bool, chip: Chip) -> dict[str, int]:
+    """Block sizes, warps and stages of the kernels that add up the members of some clusters."""
     if wide or block_d > 64:
-        return 32, min(block_d, 32), 8 if block_d > 128 else 4, 1
-    return 128, block_d, 4, 3
+        sizes = 16, 32, min(block_d, 32), 8 if block_d > 128 else 4, 1
+    else:
+        sizes = (32, 256, block_d, 8, 3) if chip.name == "cuda" else (16, 128, block_d, 4, 3)
+    return dict(zip(("BLOCK_C", "BLOCK_R", "BLOCK_K", "num_warps", "num_stages"), sizes, strict=True))
 
 
 def fit(
@@ -62,7 +64,7 @@ def fit(
     `metric` is `(B · Hk, D, D)`, float32, for `Hk` heads that divide `H`.
     """
     B, H, _, D = points.shape
-    P, R, block_d = B * H, rows.fit.shape[1], block_width(D)
+    P, R, block_d = B * H, rows.most, block_width(D)
     chip = chip_of(points)
     wide = points.dtype == torch.float32
 
@@ -70,32 +72,28 @@ def fit(
         return torch.empty(shape, dtype=torch.float32, device=points.device)
 
     centroids, half_norms, origin = new(P, clusters, D), new(P, clusters), new(P, D)
-    directions = torch.empty_like(centroids, dtype=points.dtype if points.dtype == torch.bfloat16 else None)
+    directions = torch.empty_like(centroids, dtype=points.dtype)
     labels = torch.empty(P, R, dtype=torch.int32, device=points.device)
     result = Centroids(origin, centroids, directions, half_norms)
     per_metric = 1 if metric is None else P // metric.shape[0]
     groups = triton.cdiv(clusters, 16) if binary else KERNEL_SEEDING.groups(clusters)
-    block_r, block_k, num_warps, num_stages = update_blocks(block_d, wide)
+    update = update_blocks(block_d, wide, chip) | chip.all_registers
     part = 16 if wide else 32
     strided_points = points, *points.stride()
-    kind = {"BINARY": binary, "HAS_METRIC": metric is not None, "IN_TF32": points.dtype == torch.float16}
+    kind = {"BINARY": binary, "HAS_METRIC": metric is not None}
     with on_device_of(points):
         _kmeans_seed_kernel[(P * groups,)](
-            *strided_points, rows.fit, rows.fit.stride(0), rows.counts, rows.counts.stride(0), metric,
-            origin, centroids, directions, half_norms,
-            H, per_metric, R, KERNEL_SEEDING.most_rows(clusters), groups, clusters, D, first_seed_share(seed),
-            SHARE_BITS=SHARE_BITS, ROWS=KERNEL_SEEDING.rows, SEEDS=16, WHOLE=block_d <= part,
-            BLOCK_K=min(block_d, part),
-            PRECISION=chip.dot_precision(torch.float32), **kind,
+            *strided_points, rows.fit, rows.counts, metric, origin, centroids, directions, half_norms,
+            H, per_metric, rows.total, R, KERNEL_SEEDING.most_rows(clusters), groups, clusters, D,
+            first_seed_share(seed), SHARE_BITS=SHARE_BITS, ROWS=KERNEL_SEEDING.rows, SEEDS=16, WHOLE=block_d <= part,
+            BLOCK_K=min(block_d, part), PRECISION=chip.dot_precision(torch.float32), **kind,
         )  # fmt: skip
         for _ in range(iterations):
             assign(points, rows, result, labels, fitted_only=True)
-            _kmeans_update_kernel[(P * triton.cdiv(clusters, 16),)](
-                *strided_points, rows.fit, rows.fit.stride(0), labels, metric, origin,
-                centroids, directions, half_norms, H, per_metric, R, clusters, D,
-                BLOCK_C=16, BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_K=block_k,
-                PRECISION=chip.dot_precision(torch.float32), num_warps=num_warps, num_stages=num_stages,
-                **kind, **chip.all_registers,
+            _kmeans_update_kernel[(P * triton.cdiv(clusters, update["BLOCK_C"]),)](
+                *strided_points, rows.fit, labels, metric, origin, centroids, directions, half_norms,
+                H, per_metric, rows.total, R, clusters, D,
+                BLOCK_D=block_d, PRECISION=chip.dot_precision(torch.float32), **kind, **update,
             )  # fmt: skip
     return result
 
@@ -111,8 +109,8 @@ def assign(
     block_n, block_c, part_d, num_warps, num_stages = assign_blocks(block_d, length, wide, chip.shared_memory)
     with on_device_of(points):
         _kmeans_assign_kernel[(B * H * triton.cdiv(length, block_n),)](
-            points, *points.stride(), rows.fit, rows.fit.stride(0), rows.counts, rows.counts.stride(0), rows.ranks,
-            centroids.directions, centroids.half_norms, labels, H, length, centroids.directions.shape[1], D,
+            points, *points.stride(), rows.fit, rows.counts, rows.ranks, centroids.directions, centroids.half_norms,
+            labels, H, rows.total, length, centroids.directions.shape[1], D,
             HAS_ROWS=fitted_only, HAS_RANKS=rows.ranks is not None, SPLIT=part_d < block_d,
             BLOCK_N=block_n, BLOCK_C=block_c, BLOCK_D=part_d, PRECISION=chip.dot_precision(points.dtype),
             num_warps=num_warps, num_stages=num_stages, **chip.all_registers,
@@ -128,15 +126,16 @@ def own_clusters(points: torch.Tensor, mask: torch.Tensor | None) -> torch.Tenso
     return ranks[:, None].repeat(1, H, 1)
 
 
-def own_centroids(points: torch.Tensor, rows: Rows, clusters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Centroids `(B, H, C, D)` of items with no more points than clusters, and which items `(B, 1, 1, 1)` are such."""
+def own_centroids(points: torch.Tensor, rows: Rows, clusters: int) -> torch.Tensor:
+    """Centroids `(B, H, C, D)` of items with no more points than clusters: the points that count."""
     B, H, _, D = points.shape
     centroids = torch.zeros(B, H, clusters, D, dtype=torch.float32, device=points.device)
-    first = rows.fit[:, :clusters, None]
-    index = first.clamp(min=0).long()[:, None].expand(B, H, -1, D)
-    own = points.gather(2, index).masked_fill(first[:, None] < 0, 0)
+    own = points
+    if rows.fit is not None:
+        first = rows.fit[:, None, :clusters, None]
+        own = points.gather(2, first.clamp(min=0).long().expand(B, H, -1, D)).masked_fill(first < 0, 0)
     centroids[:, :, : own.shape[2]] = own
-    return centroids, (rows.counts <= clusters)[:, None, None, None]
+    return centroids
 
 
 @torch.library.custom_op("hf_effattn::kmeans_triton", mutates_args=())
@@ -154,15 +153,15 @@ def kmeans(
         return own_clusters(points, mask), points.new_zeros(B, H, clusters, D, dtype=torch.float32)
     rows = find_rows(points, mask, most_fit_rows(clusters, fit_points))
     if clusters >= N:
-        return own_clusters(points, mask), own_centroids(points, rows, clusters)[0]
+        return own_clusters(points, mask), own_centroids(points, rows, clusters)
     fitted = fit(points, rows, None, clusters, iterations, seed)
     labels = torch.empty(B, H, N, dtype=torch.int64, device=points.device)
     assign(points, rows, fitted, labels)
     origin = cast("torch.Tensor", fitted.origin)  # not None where no metric is
     centroids = (fitted.centroids + origin[:, None]).view(B, H, clusters, D)
-    if mask is not None:
-        own, is_own = own_centroids(points, rows, clusters)
-        centroids = torch.where(is_own, own, centroids)
+    if rows.counts is not None:
+        is_own = (rows.counts <= clusters)[:, None, None, None]
+        centroids = torch.where(is_own, own_centroids(points, rows, clusters), centroids)
     return labels, centroids
 
 

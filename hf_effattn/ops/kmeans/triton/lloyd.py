@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from ...shared.triton.chips import LENGTHS
-from .rows import finite, load_points
-from .seeding import load_metric, round_for_products
+from .rows import finite, load_fit_rows, load_points
+from .seeding import for_products, load_metric
 
 
 @triton.jit
@@ -19,9 +19,8 @@ def load_directions(directions_ptr, o_c, o_d, clusters, head_dim):
 @triton.jit(do_not_specialize=LENGTHS)
 def _kmeans_assign_kernel(
     points_ptr, stride_points_b, stride_points_h, stride_points_n, stride_points_d,
-    rows_ptr, stride_rows_b, counts_ptr, stride_counts_b, ranks_ptr,
-    directions_ptr, half_norms_ptr, labels_ptr,
-    heads, length, clusters, head_dim,
+    rows_ptr, counts_ptr, ranks_ptr, directions_ptr, half_norms_ptr, labels_ptr,
+    heads, total, length, clusters, head_dim,
     HAS_ROWS: tl.constexpr, HAS_RANKS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +37,7 @@ def _kmeans_assign_kernel(
     o_d = tl.arange(0, BLOCK_D)
     points_ptr += i_b * stride_points_b + i_p % heads * stride_points_h
     if HAS_ROWS:
-        row = tl.load(rows_ptr + i_b * stride_rows_b + o_n, mask=o_n < length, other=-1)
+        row = load_fit_rows(rows_ptr, i_b, o_n, total, length)
         valid = row >= 0
     else:
         row = o_n
@@ -75,7 +74,7 @@ def _kmeans_assign_kernel(
     if HAS_ROWS:
         label = tl.where(valid, label, -1)
     elif HAS_RANKS:
-        count = tl.load(counts_ptr + i_b * stride_counts_b)
+        count = tl.load(counts_ptr + i_b)
         label = tl.where(valid, tl.where(count <= clusters, rank, label), 0)
     tl.store(labels_ptr + i_p * length + o_n, label.to(labels_ptr.dtype.element_ty), mask=o_n < length)
 
@@ -83,10 +82,9 @@ def _kmeans_assign_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def _kmeans_update_kernel(
     points_ptr, stride_points_b, stride_points_h, stride_points_n, stride_points_d,
-    rows_ptr, stride_rows_b, labels_ptr, metric_ptr, origin_ptr,
-    centroids_ptr, directions_ptr, half_norms_ptr,
-    heads, heads_per_metric, fit_rows, clusters, head_dim,
-    BINARY: tl.constexpr, HAS_METRIC: tl.constexpr, IN_TF32: tl.constexpr,
+    rows_ptr, labels_ptr, metric_ptr, origin_ptr, centroids_ptr, directions_ptr, half_norms_ptr,
+    heads, heads_per_metric, total, fit_rows, clusters, head_dim,
+    BINARY: tl.constexpr, HAS_METRIC: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -115,9 +113,9 @@ def _kmeans_update_kernel(
         for start in range(0, fit_rows, BLOCK_R):
             o_r = start + tl.arange(0, BLOCK_R)
             label = tl.load(labels_ptr + i_p * fit_rows + o_r, mask=o_r < fit_rows, other=-1)
-            row = tl.load(rows_ptr + i_b * stride_rows_b + o_r, mask=o_r < fit_rows, other=-1)
+            row = load_fit_rows(rows_ptr, i_b, o_r, total, fit_rows)
             b_points = load_points(points_ptr, row, row >= 0, o_k, stride_points_n, stride_points_d, head_dim)
-            b_points = finite(b_points).to(b_points.dtype)
+            b_points = finite(b_points)
             # [BLOCK_C, BLOCK_R]
             b_member = (o_c[:, None] == label[None, :]).to(tl.float32)
             b_sizes += b_member
@@ -140,8 +138,7 @@ def _kmeans_update_kernel(
     if not HAS_METRIC:
         b_directions = b_centroids
     m_c = (o_c < clusters) & (sizes > 0)
-    b_rounded = round_for_products(b_directions, directions_ptr, IN_TF32)
-    tl.store(directions_ptr + offsets + o_d[None, :], b_rounded, mask=m_c[:, None] & m_d[None, :])
     b_origin_d = tl.load(origin_ptr + i_p * head_dim + o_d, mask=m_d, other=0.0)
-    half_norms = tl.sum(b_centroids * b_directions * 0.5 + b_origin_d[None, :] * b_rounded.to(tl.float32), axis=1)
+    b_rounded, half_norms = for_products(b_centroids, b_directions, b_origin_d, directions_ptr)
+    tl.store(directions_ptr + offsets + o_d[None, :], b_rounded, mask=m_c[:, None] & m_d[None, :])
     tl.store(half_norms_ptr + i_p * clusters + o_c, half_norms, mask=m_c)

@@ -4,16 +4,20 @@ import triton
 import triton.language as tl
 
 from ...shared.triton.chips import LENGTHS
-from .rows import finite, load_points, sample_mean
+from .rows import finite, load_fit_rows, load_fitted, load_points, sample_mean
+
+# What directions and half norms are multiplied by in float16: there is room above them, and below.
+FLOAT16_SCALE = tl.constexpr(1 / 16)
 
 
 @triton.jit
-def round_for_products(b_directions, directions_ptr, IN_TF32: tl.constexpr):
-    """Directions as products take them, so that products with the origin and with points round alike."""
-    if IN_TF32:
-        bits = b_directions.to(tl.int32, bitcast=True)
-        b_directions = ((bits + 4096) & -8192).to(tl.float32, bitcast=True)
-    return b_directions.to(directions_ptr.dtype.element_ty)
+def for_products(b_points, b_directions, b_origin, directions_ptr):
+    """Directions as products with points take them, and half norms, in which the origin's product is rounded alike."""
+    if directions_ptr.dtype.element_ty == tl.float16:
+        b_directions = tl.clamp(b_directions * FLOAT16_SCALE, -65504.0, 65504.0)
+    b_rounded = b_directions.to(directions_ptr.dtype.element_ty)
+    half_norms = tl.sum(b_points * b_directions * 0.5 + b_origin[None, :] * b_rounded.to(tl.float32), axis=1)
+    return b_rounded, half_norms
 
 
 @triton.jit
@@ -25,16 +29,18 @@ def load_metric(p_metric, o_i, o_d, head_dim):
 
 @triton.jit
 def load_in_metric(
-    points_ptr, stride_n, stride_d, row, rows_ptr, fitted, p_metric, o_d, head_dim,
+    points_ptr, stride_n, stride_d, row, rows_ptr, i_b, total, fit_rows, fitted, p_metric, o_d, head_dim,
     HAS_ORIGIN: tl.constexpr, HAS_METRIC: tl.constexpr, WHOLE: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Some columns (all where `WHOLE`) of rows `x`, their origin subtracted, and of `x G`; and of the origin."""
     b_origin = tl.zeros_like(o_d).to(tl.float32)
     if HAS_ORIGIN:
-        b_origin = sample_mean(points_ptr, stride_n, stride_d, rows_ptr, fitted, o_d, head_dim)
+        b_origin = sample_mean(
+            points_ptr, stride_n, stride_d, rows_ptr, i_b, total, fit_rows, fitted, o_d, head_dim
+        )  # fmt: skip
     b_points = load_points(points_ptr, row, row >= 0, o_d, stride_n, stride_d, head_dim)
-    b_points = finite(b_points) - b_origin[None, :]
+    b_points = finite(b_points).to(tl.float32) - b_origin[None, :]
     b_directions = b_points
     if HAS_METRIC and WHOLE:
         b_directions = tl.dot(b_points, load_metric(p_metric, o_d, o_d, head_dim), input_precision=PRECISION)
@@ -43,9 +49,11 @@ def load_in_metric(
         for inner in range(0, head_dim, BLOCK_K):
             o_i = inner + tl.arange(0, BLOCK_K)
             b_inner = load_points(points_ptr, row, row >= 0, o_i, stride_n, stride_d, head_dim)
-            b_origin_i = sample_mean(points_ptr, stride_n, stride_d, rows_ptr, fitted, o_i, head_dim)
+            b_origin_i = sample_mean(
+                points_ptr, stride_n, stride_d, rows_ptr, i_b, total, fit_rows, fitted, o_i, head_dim
+            )  # fmt: skip
             b_metric = load_metric(p_metric, o_i, o_d, head_dim)
-            b_inner = finite(b_inner) - b_origin_i[None, :]
+            b_inner = finite(b_inner).to(tl.float32) - b_origin_i[None, :]
             b_directions = tl.dot(b_inner, b_metric, b_directions, input_precision=PRECISION)
     return b_points, b_directions, b_origin
 
@@ -53,10 +61,10 @@ def load_in_metric(
 @triton.jit(do_not_specialize=LENGTHS)
 def _kmeans_seed_kernel(
     points_ptr, stride_points_b, stride_points_h, stride_points_n, stride_points_d,
-    rows_ptr, stride_rows_b, counts_ptr, stride_counts_b, metric_ptr,
+    rows_ptr, counts_ptr, metric_ptr,
     origin_ptr, centroids_ptr, directions_ptr, half_norms_ptr,
-    heads, heads_per_metric, fit_rows, seeding_rows, groups, clusters, head_dim, first_share,
-    SHARE_BITS: tl.constexpr, BINARY: tl.constexpr, HAS_METRIC: tl.constexpr, IN_TF32: tl.constexpr,
+    heads, heads_per_metric, total, fit_rows, seeding_rows, groups, clusters, head_dim, first_share,
+    SHARE_BITS: tl.constexpr, BINARY: tl.constexpr, HAS_METRIC: tl.constexpr,
     ROWS: tl.constexpr, SEEDS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Farthest-first among the rows of one group; its seeds as centroids, with directions and half norms.
@@ -69,10 +77,9 @@ def _kmeans_seed_kernel(
     i_g = tl.program_id(0) % groups
     i_b = i_p // heads
     points_ptr += i_b * stride_points_b + i_p % heads * stride_points_h
-    rows_ptr += i_b * stride_rows_b
     if HAS_METRIC:
         metric_ptr += i_p // heads_per_metric * head_dim * head_dim
-    fitted = tl.minimum(tl.load(counts_ptr + i_b * stride_counts_b), fit_rows)
+    fitted = load_fitted(counts_ptr, i_b, total, fit_rows)
     o_seed = tl.arange(0, SEEDS)
     o_c = i_g + groups * o_seed
     if BINARY:
@@ -83,14 +90,14 @@ def _kmeans_seed_kernel(
         o_s = tl.arange(0, ROWS)
         # The fitted rows that the rows of the group are.
         fit = (o_s * groups + i_g).to(tl.int64) * fitted // tl.maximum(candidates, 1)
-        row = tl.load(rows_ptr + fit, mask=o_s < own_rows, other=-1)
+        row = tl.where(o_s < own_rows, load_fit_rows(rows_ptr, i_b, fit.to(tl.int32), total, fit_rows), -1)
         products = tl.zeros([ROWS, ROWS], tl.float32)
         norms = tl.zeros([ROWS], tl.float32)
         for start in range(0, head_dim, BLOCK_K):
             o_d = start + tl.arange(0, BLOCK_K)
             b_points, b_directions, b_origin = load_in_metric(
-                points_ptr, stride_points_n, stride_points_d, row, rows_ptr, fitted, metric_ptr, o_d, head_dim,
-                True, HAS_METRIC, WHOLE, BLOCK_K, PRECISION,
+                points_ptr, stride_points_n, stride_points_d, row, rows_ptr, i_b, total, fit_rows, fitted,
+                metric_ptr, o_d, head_dim, True, HAS_METRIC, WHOLE, BLOCK_K, PRECISION,
             )  # fmt: skip
             products = tl.dot(b_directions, tl.trans(b_points), products, input_precision=PRECISION)
             norms += tl.sum(b_points * b_directions, axis=1)
@@ -108,16 +115,17 @@ def _kmeans_seed_kernel(
         fit = (b_chosen * groups + i_g).to(tl.int64) * fitted // tl.maximum(candidates, 1)
 
     # With fewer points than clusters no seed is ever used, but reading one must stay inside.
-    row = tl.load(rows_ptr + tl.minimum(fit, fit_rows - 1), mask=o_c < clusters, other=-1)
+    row = load_fit_rows(rows_ptr, i_b, tl.minimum(fit, fit_rows - 1).to(tl.int32), total, fit_rows)
+    row = tl.where(o_c < clusters, row, -1)
     half_norms = tl.zeros([SEEDS], tl.float32)
     for start in range(0, head_dim, BLOCK_K):
         o_d = start + tl.arange(0, BLOCK_K)
         b_points, b_directions, b_origin = load_in_metric(
-            points_ptr, stride_points_n, stride_points_d, row, rows_ptr, fitted, metric_ptr, o_d, head_dim,
-            not BINARY, HAS_METRIC, WHOLE, BLOCK_K, PRECISION,
+            points_ptr, stride_points_n, stride_points_d, row, rows_ptr, i_b, total, fit_rows, fitted, metric_ptr, o_d,
+            head_dim, not BINARY, HAS_METRIC, WHOLE, BLOCK_K, PRECISION,
         )  # fmt: skip
-        b_rounded = round_for_products(b_directions, directions_ptr, IN_TF32)
-        half_norms += tl.sum(b_points * b_directions * 0.5 + b_origin[None, :] * b_rounded.to(tl.float32), axis=1)
+        b_rounded, b_part = for_products(b_points, b_directions, b_origin, directions_ptr)
+        half_norms += b_part
         offsets = (i_p * clusters + o_c)[:, None] * head_dim + o_d[None, :]
         m_seeds = (o_c < clusters)[:, None] & (o_d < head_dim)[None, :]
         tl.store(centroids_ptr + offsets, b_points, mask=m_seeds)

@@ -17,10 +17,10 @@ from ..dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS
 from .chips import LENGTHS, chip_of, on_device_of
 from .dropout import dropout_factor
 from .tiles import LOG2_E, LOWEST, dot_by_parts, load_key_mask, tile_config
-from .topk import _select_candidates_kernel, select_topk
+from .topk import WHOLE_ROW, _select_candidates_kernel, select_topk
 
-BINS = 1024  # of a row, if its keys allow as few
-CANDIDATES = 2048  # keys that one program scores again, at most
+BINS = 1024  # of a row, at least, if there are as many keys
+FEW_CANDIDATES, CANDIDATES = 512, 2048  # keys that one program scores again: if bins allow as few, at most
 SCORE_BYTES = 2**28  # of bins that are in memory at once
 PROGRAMS = 264  # two for each of the 132 multiprocessors of a large chip, where they run side by side
 
@@ -138,8 +138,9 @@ def _centroid_attention_fwd_kernel(
             p_value = value_ptr + o_m.to(tl.int64)[:, None] * stride_value_m + o_v[None, :] * stride_value_d
             # [COLUMNS, BLOCK_V]
             b_value = tl.load(p_value, mask=m_key[:, None] & (o_v < Dv)[None, :], other=0.0)
-            b_values = b_values * b_kept[:, None]
-            b_values += tl.dot(b_weights.to(b_value.dtype), b_value, input_precision=PRECISION)
+            b_values = tl.dot(
+                b_weights.to(b_value.dtype), b_value, b_values * b_kept[:, None], input_precision=PRECISION
+            )  # fmt: skip
             b_highest = b_higher
 
     if HAS_VALUES:
@@ -159,7 +160,8 @@ def split_count(programs: int, length: int, block: int) -> int:
 
 def bin_length(M: int, topk: int) -> int:
     """Keys of a bin, so that few bins and few candidates are left to choose from."""
-    return max(1, min(M // BINS, CANDIDATES // max(1, topk)))
+    few, most = FEW_CANDIDATES // max(1, topk), CANDIDATES // max(1, topk)
+    return max(1, min(M // BINS, few), min(triton.cdiv(M, WHOLE_ROW), most))
 
 
 def centroid_pass(

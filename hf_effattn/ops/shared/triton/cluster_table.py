@@ -10,6 +10,7 @@ the tangents `b_jc + Q_i·K̃_jc` of the key clusters `c`:
 Columns of a query's softmax are numbered: `0 .. T - 1` the exact keys, `T .. T + G - 1` the key clusters.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -17,8 +18,6 @@ from .chips import LENGTHS
 from .dropout import dropout_factor
 from .softmax import KIND, KINDS, dot_rows, softmax_step, softmax_weights
 from .tiles import LOWEST, load_rows, load_tile
-
-PART = tl.constexpr(16)  # columns of a dipole's matrix that are in registers at once
 
 
 @triton.jit
@@ -48,6 +47,11 @@ def is_exact(exact_heads_ptr, i_pk, HAS_EXACT: tl.constexpr):
     return exact
 
 
+def dipole_part(query: torch.Tensor, width: int) -> int:
+    """Columns of a dipole's matrix, `width` wide, that a program holds at once."""
+    return min(width, 32) if width <= 64 and query.element_size() == 2 else 16
+
+
 @triton.jit
 def load_offsets(p_query, m_row, stride_query_d, centroid_ptr, o_d, D):
     """Some columns of `q_i - q̄_j` of a tile of queries, in float32."""
@@ -68,8 +72,8 @@ def _cluster_table_fwd_kernel(
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,
     H, group, N, D, Dv, clusters, key_clusters, tiles, topk, scale, scale_log2, dropout_p,
     HAS_SUMMARIES: tl.constexpr, HAS_REST: tl.constexpr, HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PART: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`O_i` of a tile of queries of one cluster, and of each the base-2 log-sum-exp and `s_i`; 0 in no cluster."""
     i_p = (tl.program_id(0) // tiles).to(tl.int64)
@@ -129,15 +133,15 @@ def _cluster_table_fwd_kernel(
             if HAS_DROPOUT:
                 b_weights *= dropout_factor(seed_ptr, o_row, topk + o_g, columns, dropout_p, KINDS, KIND)
             b_share = b_share * b_kept + tl.sum(b_weights, 1)
-            b_output = b_output * b_kept[:, None]
-            b_output += tl.dot(b_weights.to(b_value.dtype), b_value, input_precision=PRECISION)
+            b_weights = b_weights.to(b_value.dtype)
+            b_output = tl.dot(b_weights, b_value, b_output * b_kept[:, None], input_precision=PRECISION)
         b_dipole = tl.zeros([ROWS, BLOCK_V], tl.float32)
         for first in range(0, tl.where(in_cluster, D, 0), PART):
             o_d = first + tl.arange(0, PART)
             b_eta = load_offsets(p_query, m_query, stride_query_d, centroid_ptr + i_row * D, o_d, D)
             # [PART, BLOCK_V]
             b_matrix = load_rows(dipole_ptr + (i_row * D + o_d) * Dv, o_d < D, 1, Dv, BLOCK_V)
-            b_dipole = tl.dot(b_eta, b_matrix, b_dipole, input_precision=PRECISION)
+            b_dipole = tl.dot(b_eta.to(b_matrix.dtype), b_matrix, b_dipole, input_precision=PRECISION)
         b_output += (b_share * scale)[:, None] * b_dipole
 
     b_divisor = tl.where(b_total > 0, b_total, 1.0)
@@ -174,7 +178,7 @@ def _cluster_table_bwd_delta_kernel(
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,
     stride_go_b, stride_go_h, stride_go_n, stride_go_d,
     H, group, N, D, Dv, clusters, tiles, scale,
-    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    HAS_EXACT: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`δ_i = dO_i·O_i` of a tile of queries, and `(Q_i - Q̄_j) M_j dO_i`, what its dipole gives the weight `s_i`."""
@@ -189,9 +193,9 @@ def _cluster_table_bwd_delta_kernel(
     p_output = output_ptr + i_b * stride_output_b + i_h * stride_output_h + b_row * stride_output_n
     p_grad = grad_output_ptr + i_b * stride_go_b + i_h * stride_go_h + b_row * stride_go_n
     # [ROWS, BLOCK_V]
-    b_grad = load_rows(p_grad, m_row, stride_go_d, Dv, BLOCK_V).to(tl.float32)
+    b_grad = load_rows(p_grad, m_row, stride_go_d, Dv, BLOCK_V)
     b_output = load_rows(p_output, m_row, stride_output_d, Dv, BLOCK_V).to(tl.float32)
-    tl.store(delta_ptr + i_p * N + b_row, tl.sum(b_grad * b_output, 1), mask=m_row)
+    tl.store(delta_ptr + i_p * N + b_row, tl.sum(b_grad.to(tl.float32) * b_output, 1), mask=m_row)
     if (cluster >= clusters) | is_exact(exact_heads_ptr, i_p // group, HAS_EXACT):
         return
     i_row = i_p * clusters + cluster
@@ -219,8 +223,8 @@ def _cluster_table_bwd_query_kernel(
     stride_go_b, stride_go_h, stride_go_n, stride_go_d, stride_gq_b, stride_gq_h, stride_gq_n, stride_gq_d,
     H, group, N, D, Dv, clusters, key_clusters, tiles, topk, splits, scale, scale_log2, dropout_p,
     HAS_SUMMARIES: tl.constexpr, HAS_REST: tl.constexpr, HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PART: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`dQ_i` of a tile of queries: through its scores, its dipole, and what the centroid's gradient gives each."""
     i_p = (tl.program_id(0) // tiles).to(tl.int64)
@@ -308,7 +312,7 @@ def _cluster_table_bwd_query_kernel(
             b_part = b_part * b_share[:, None] - b_mean[None, :]
             p_matrix = dipole_ptr + (i_row * D + o_d)[None, :] * Dv + o_v[:, None]
             b_matrix = tl.load(p_matrix, mask=m_v[:, None] & (o_d < D)[None, :], other=0.0)
-            b_grad_query = tl.dot(b_part, b_matrix, b_grad_query, input_precision=PRECISION)
+            b_grad_query = tl.dot(b_part.to(b_matrix.dtype), b_matrix, b_grad_query, input_precision=PRECISION)
 
     b_shared = load_split_sum(grad_centroids_ptr, i_row, splits, D, BLOCK_D)
     if HAS_REST:

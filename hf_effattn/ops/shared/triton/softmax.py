@@ -46,6 +46,6 @@ def softmax_step(
     b_weights, b_kept, b_higher, b_total = softmax_weights(b_scores, b_highest, b_total)
     if HAS_DROPOUT:
         b_weights *= dropout_factor(seed_ptr, o_row, o_column, columns, dropout_p, KINDS, KIND)
-    b_output = b_output * b_kept[:, None]
-    b_output += tl.dot(b_weights.to(b_value.dtype), b_value, input_precision=PRECISION)
+    b_weights = b_weights.to(b_value.dtype)
+    b_output = tl.dot(b_weights, b_value, b_output * b_kept[:, None], input_precision=PRECISION)
     return b_output, b_higher, b_total

@@ -62,12 +62,19 @@ def dot_by_parts(
 
 
 def tile_config(
-    tensor: torch.Tensor, head_dim: int, value_dim: int, *, backward: bool = False, two_sums: bool = False
+    tensor: torch.Tensor,
+    head_dim: int,
+    value_dim: int,
+    *,
+    backward: bool = False,
+    two_sums: bool = False,
+    three: bool = False,
 ) -> dict:
     """Block sizes, warps and stages of a kernel that walks a tile of rows over tiles of columns (keys or rows).
 
     The largest that fit the registers and the shared memory of the tensor's chip without a spill; with `two_sums`
-    of a backward kernel that adds up the gradients of keys and of values at once.
+    of a backward kernel that adds up the gradients of keys and of values at once. With `three` so few registers for
+    short rows on a large chip that three programs run side by side.
     """
     chip = chip_of(tensor)
     itemsize = tensor.element_size()
@@ -102,4 +109,5 @@ def tile_config(
         "num_warps": 8 if wide else 4,
         "num_stages": max(1, min(ahead, fitting)),
         **chip.all_registers,
+        **({"maxnreg": 168} if three and from_shared and widest <= 64 else {}),
     }
