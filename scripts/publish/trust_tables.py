@@ -10,8 +10,9 @@ from hf_effattn.reporting.table import markdown
 
 from ..kept.markdown import machine
 from ..trust.faults import TRIALS, VERDICTS
-from ..trust.memory import LENGTHS, slope
+from ..trust.memory import ALLOWED, LENGTHS, slope
 from ..trust.mutants import listed_mutants
+from ..trust.versions import MODELS, SUITES, TRIED
 
 RESULTS = Path(__file__).resolve().parents[2] / "scripts" / "results"
 MEBIBYTE = 2**20
@@ -127,7 +128,9 @@ def growth() -> str:
             what = f"{row['equal']} of {row['steps']} outputs bit-equal"
             lines.append([row["kind"], "8 threads", "", what, held(row)])
     order = sorted(lines, key=lambda line: line[1])
-    return markdown(["", "run", "first pass of each length", "second half, or outputs", "held"], order) + note
+    table = markdown(["", "run", "first pass of each length", "second half, or outputs", "held"], order)
+    allowed = ", ".join(f"{most:g} {name}" for name, most in ALLOWED.items())
+    return f"{table}\n\nAllowed of a step: {allowed}.{note}"
 
 
 def held(row: dict[str, Any]) -> str:
@@ -137,18 +140,33 @@ def held(row: dict[str, Any]) -> str:
 
 @or_not_run
 def versions() -> str:
-    """Suites by the versions they ran with."""
-    rows, note = kept("versions")
+    """Suites by the versions they ran with, the combinations that were not, and every failure."""
+    rows, _ = kept("versions")
     lines = [
         [
             row["versions"],
             "our core tests" if row["suite"] == "core" else f"transformers' own, {row['suite']}",
             *(str(row[name]) for name in ("passed", "skipped", "excepted")),
-            str(len(row["failed"])),
+            str(len(row["failed"] + row["passed_but_excepted"])),
         ]
         for row in sorted(rows, key=lambda row: (row["versions"], row["suite"]))
     ]
-    return markdown(["versions", "tests", "passed", "skipped", "excepted", "failed"], lines) + note
+    table = markdown(["versions", "tests", "passed", "skipped", "excepted", "failed"], lines)
+    failed = [f"`{test}` ({row['versions']})" for row in rows for test in row["failed"]]
+    failed += [f"`{test}` passed ({row['versions']})" for row in rows for test in row["passed_but_excepted"]]
+    missing = [
+        f"{tried.name} ({', '.join(left)})" if len(left) <= len(MODELS) else tried.name
+        for tried in TRIED
+        if (left := [suite for suite in SUITES if not any_row(rows, tried.name, suite)])
+    ]
+    said = [f"Failed: {', '.join(failed) or 'none'}.", f"Not run here: {'; '.join(missing) or 'none'}."]
+    devices = ", ".join(sorted({row["device_name"] for row in rows}))
+    return "\n\n".join([table, *said, f"<sub>{devices}</sub>"])
+
+
+def any_row(rows: list[dict[str, Any]], versions: str, suite: str) -> bool:
+    """Whether a suite ran with some versions."""
+    return any((row["versions"], row["suite"]) == (versions, suite) for row in rows)
 
 
 def parallel() -> str:

@@ -41,7 +41,7 @@ ALLOWED = {"bytes": 64.0, "blocks": 0.5, "objects": 0.5}
 # What is counted beside our methods: the same model, not patched.
 CONTROLS = {"BERT, exact": "BERT, clustered", "GPT-2, exact": "GPT-2, clustered"}
 WITHOUT_CACHE = "BERT, exact, without oneDNN's cache"
-LONG = {"BERT, i-clustered": 10_000, "GPT-2, bi-clustered": 10_000}
+LONG = {"BERT, i-clustered": 10_000}
 
 
 def resident(field: str) -> int:

@@ -44,6 +44,7 @@ CORE = (
     "tests/models/test_clusterformer_generation.py", "tests/ops/test_attention_ops.py",
 )  # fmt: skip
 MODELS = ("Bert", "Roberta", "ViT", "GPT2", "Llama", "CST", "ClusterFormer")
+SUITES = ("core", *MODELS)
 PACKAGE = "transformers_tests"
 LONGEST = 3600
 
@@ -230,7 +231,7 @@ def main(
 ) -> None:
     kept = KeptRuns(output, {})
     for tried in (here()[0],) if in_this else TRIED:
-        for suite in ("core", *MODELS):
+        for suite in SUITES:
             identity = {"versions": tried.name, "suite": suite}
             if only not in f"{tried.name} {suite}" or kept.matching(identity):
                 continue
@@ -239,6 +240,8 @@ def main(
                 print(f"no such Python, or no CPU build of torch for it: {tried.name} is left out", flush=True)
                 break
             row = try_suite(tried, python, suite)
+            # Of the run, not of what runs this.
+            kept.environment["versions"] |= {"torch": tried.torch, "transformers": tried.transformers}
             kept.add(identity | row)
             print(f"{tried.name}, {suite}: {row}", flush=True)
 

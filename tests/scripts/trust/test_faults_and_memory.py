@@ -1,6 +1,7 @@
 """What the trust scripts say of runs and files that are known to be good or bad."""
 
 import gc
+import json
 import os
 import random
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import hf_effattn
+from hf_effattn.measuring.environment import environment
 from scripts.publish import trust_tables
 from scripts.trust import faults, memory, versions
 from scripts.trust._children import Child, run
@@ -182,6 +184,24 @@ def test_every_exception_has_its_reason():
         assert one["tests"]
         assert set(one["suites"]) <= set(versions.MODELS)
         assert len(one["reason"]) > 10
+
+
+def test_the_table_of_versions_names_failures_and_what_did_not_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(trust_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(trust_tables, "TRIED", versions.TRIED[:2])
+    counts = {"passed": 5, "skipped": 1, "excepted": 1, "device_name": "CPU"}
+    rows = [
+        {"versions": versions.TRIED[0].name, "suite": suite, **counts, "failed": [], "passed_but_excepted": []}
+        for suite in versions.SUITES[:-1]
+    ]
+    rows[0] |= {"failed": ["TestA::test_bad"], "passed_but_excepted": ["TestA::test_good"]}
+    (tmp_path / "versions.json").write_text(json.dumps({"rows": rows, "environment": environment()}))
+    table = trust_tables.versions()
+    assert table.count("| 5 | 1 | 1 | 0 |") == len(rows) - 1
+    assert table.count("| 5 | 1 | 1 | 2 |") == 1
+    first, second = versions.TRIED[:2]
+    assert f"Failed: `TestA::test_bad` ({first.name}), `TestA::test_good` passed ({first.name})." in table
+    assert f"Not run here: {first.name} ({versions.SUITES[-1]}); {second.name}." in table
 
 
 def test_a_table_without_results_says_how_to_get_them(monkeypatch, tmp_path):
