@@ -294,7 +294,7 @@ def attend_backward(
             *grad_key.stride(), *grad_value.stride(), Hk, rows, M, D, Dv, clusters, key_clusters, words,
             keys.tiles.shape[1], max(1.0, N / clusters), *scales, **exact, **key_config,
         )  # fmt: skip
-        blocks = triton.cdiv(rows, sums_config["ROWS"])
+        blocks = triton.cdiv(rows, key_config["ROWS"])
         splits = max(1, min(CENTROID_PROGRAMS // (P * blocks), key_clusters))
         split_length = triton.cdiv(key_clusters, splits)
         splits = triton.cdiv(key_clusters, split_length)
@@ -303,7 +303,7 @@ def attend_backward(
             saved.centroids, key, value, saved.log_squares, saved.taken, exact_heads, queries.starts, keys.order,
             keys.starts, saved.table_keys, saved.log_mass, constant, table_grad_keys, table_grad_values, grad_bias,
             grad_centroids, *strides[1], *strides[2], Hk, rows, M, D, Dv, clusters, key_clusters, words, blocks,
-            splits, split_length, *scales, **exact, **sums_config,
+            splits, split_length, *scales, **exact, **key_config,
         )  # fmt: skip
         _cluster_table_bwd_query_kernel[(B * H * tiles,)](
             query, key, value, grad_output, dropout_seed, exact_heads, *of_queries, saved.top, saved.lse, delta,

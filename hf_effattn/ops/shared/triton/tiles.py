@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .chips import KIB, block_width, chip_of
+from .chips import block_width, chip_of
 
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-3.0e38)  # where a softmax begins: finite, so that a row without keys gives 0 and no NaN
@@ -89,8 +89,7 @@ def tile_config(
         rows //= 2
     if (single and backward) or (widest > 128 and (single or backward)):
         columns = 16
-    # Hopper's 16-bit products read operands from shared memory, others keep a whole tile's in registers.
-    from_shared = not single and chip.name == "cuda" and chip.shared_memory > 200 * KIB
+    from_shared = not single and chip.is_large
     by_parts = row_bytes >= 512 or (backward and row_bytes >= 256 and not from_shared)
     # AMD's warps are twice as wide, and leave each lane half the registers where there are eight.
     wide = not hip and (row_bytes >= 256 or (single and two_sums) if backward else single and widest == 128)
