@@ -85,7 +85,9 @@ def _bi_clustered_attention_bwd_key_kernel(
             ROWS, COLUMNS, BY_PARTS, PRECISION,
         )  # fmt: skip
         m_pair = m_member[:, None] & (b_mass > float("-inf"))[None, :]
-        m_pair &= ~tl.trans(load_taken(taken_ptr + i_p * M * words, b_row, m_member, first, words, COLUMNS))
+        # One word of a key holds all columns, of which there are 32 at most.
+        b_word = tl.load(taken_ptr + (i_p * M + b_row) * words + first // 32, mask=m_member, other=0)
+        m_pair &= ((b_word[:, None] >> (first % 32 + tl.arange(0, COLUMNS))[None, :]) & 1) == 0
         b_scores = b_scores * scale_log2 + b_lift[:, None] - tl.where(b_mass > float("-inf"), b_mass, 0.0)[None, :]
         b_weights = tl.exp2(tl.where(m_pair, b_scores, float("-inf")))
         # Every member of a cluster counted.

@@ -82,7 +82,7 @@ def query_offsets(
     chip, fitted = chip_of(query), find_rows(query, query_mask, rows)
     blocks = update_blocks(block_width(D), query.dtype == torch.float32, chip)
     # A second walk over the rows leaves registers for fewer.
-    blocks |= {"BLOCK_C": 16, "BLOCK_R": min(128, blocks["BLOCK_R"])}
+    blocks |= {"BLOCK_C": 16, "BLOCK_R": blocks["BLOCK_R"] // 2 if blocks["BLOCK_R"] > 32 else 32}
     with on_device_of(query):
         _query_offsets_kernel[(B * H * triton.cdiv(clusters, 16),)](
             query, labels, fitted.fit, offsets, *query.stride(), *labels.stride(),

@@ -73,8 +73,8 @@ def tile_config(
     """Block sizes, warps and stages of a kernel that walks a tile of rows over tiles of columns (keys or rows).
 
     The largest that fit the registers and the shared memory of the tensor's chip without a spill; with `two_sums`
-    of a backward kernel that adds up the gradients of keys and of values at once. With `three` so few registers for
-    short rows on a large chip that three programs run side by side.
+    of a backward kernel that adds up the gradients of keys and of values at once; with `three` of one with more to
+    hold, of which three run side by side for short rows on a large chip.
     """
     chip = chip_of(tensor)
     itemsize = tensor.element_size()
@@ -98,6 +98,8 @@ def tile_config(
     fitting = (chip.shared_memory // itemsize - rows * (block_d + block_v)) // (columns * (block_d + block_v))
     if two_sums and not from_shared:
         rows = min(rows, 32)
+    if three and not from_shared:
+        columns = min(columns, 32)
     return {
         "ROWS": rows,
         "COLUMNS": columns,
