@@ -304,7 +304,7 @@ def bi_clustered(inputs: Inputs, clusters: int, topk: int, key_clusters: int) ->
     """A layer by first-order bi-clustered attention, both clusterings included."""
     query, key = inputs[0].detach(), inputs[1].detach()
     labels = of_every_head(ops.cluster_queries(query, clusters, key=key, iterations=3, backend="triton"))
-    offsets, mask = query_offsets(query, labels, clusters, key_heads=HEADS, rows=2048)
+    offsets, mask = query_offsets(query, labels, clusters, key_heads=HEADS, rows=2048, backend="triton")
     rest: dict[str, Any] = {"iterations": KEY_ITERATIONS, "backend": "triton"}
     key_labels = of_every_head(ops.cluster_queries(key, key_clusters, key=offsets, key_mask=mask, **rest))
     counts: dict[str, Any] = {"clusters": clusters, "key_clusters": key_clusters, "topk": topk}

@@ -238,12 +238,15 @@ def attention_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], 
 def clustering_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     """Calls of the clustering ops."""
     cluster_queries = import_module("hf_effattn.ops.cluster_queries.triton").cluster_queries
+    offsets = import_module("hf_effattn.ops.bi_clustered_attention.triton.offsets").query_offsets
     for length, clusters, masked in ((1024, 100, False), (16384, 1024, True)):
         query, key, _ = tensors(head_dim, dtype, length=length, heads=2, key_heads=2)
         query, key = query.detach(), key.detach()
         mask = torch.ones(1, length, dtype=torch.bool) if masked else None
         for method, metric, key_mask in (("kmeans", key, mask), ("kmeans", None, None), ("lsh", None, None)):
             yield partial(cluster_queries, query, metric, key_mask, mask, clusters, method, 1, 32, 2048, 0)
+        labels = torch.zeros(1, 2, length, dtype=torch.int64)
+        yield partial(offsets, query, labels, mask, clusters, 2048)
 
 
 def clusterformer_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:

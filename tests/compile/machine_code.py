@@ -78,6 +78,7 @@ def layers() -> dict[str, Callable[[], Any]]:
     cluster_queries, improved, bi_clustered_attention, slices = (
         getattr(import_module(f"hf_effattn.ops.{name}.triton"), name) for name in names
     )
+    offsets = import_module("hf_effattn.ops.bi_clustered_attention.triton.offsets").query_offsets
     query, key, value = tensors(HEAD_DIM, DTYPES[DTYPE], length=LENGTH, heads=HEADS, key_heads=HEADS)
     labels = torch.zeros(1, HEADS, LENGTH, dtype=torch.int64)
     plain = None, None, HEAD_DIM**-0.5, 0.0, None
@@ -87,6 +88,7 @@ def layers() -> dict[str, Callable[[], Any]]:
         return improved(query, key, value, labels, 100, 32, *plain)
 
     def bi_clustered() -> torch.Tensor:
+        offsets(query.detach(), labels, None, 64, 2048)
         rest = HEAD_DIM**-0.5, 0.0, None
         return bi_clustered_attention(query, key, value, labels, labels, 64, 32, 64, None, None, None, *rest)
 

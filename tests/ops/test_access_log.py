@@ -117,6 +117,12 @@ def cluster_queries(dtype: torch.dtype, method: str, masks: str, metric: bool = 
     ops.cluster_queries(inputs.query, 7, method=method, **options)
 
 
+def query_offsets(dtype: torch.dtype, masks: str) -> None:
+    case = attention_cases.Case("", B=2, H=2, N=90, D=40, clusters=20, masks=masks)
+    inputs = attention_cases.make_inputs(case, dtype)
+    ops.query_offsets(inputs.query, inputs.labels, 20, query_mask=inputs.query_mask, rows=64, backend="triton")
+
+
 def kmeans(dtype: torch.dtype, masks: str) -> None:
     points = torch.randn(2, 90, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
     ops.kmeans(points, 7, iterations=2, mask=attention_cases.padding(masks, 2, 90), backend="triton")
@@ -153,6 +159,7 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], None]]:
         yield partial(cluster_queries, dtype, "kmeans", masks)
         yield partial(cluster_queries, dtype, "kmeans", masks, metric=False)
         yield partial(cluster_queries, dtype, "lsh", masks)
+        yield partial(query_offsets, dtype, masks)
         yield partial(kmeans, dtype, masks)
         yield partial(words, dtype, "dot", masks)
         yield partial(words, dtype, "cosine", masks)

@@ -85,7 +85,9 @@ def _bi_clustered_attention_bwd_key_kernel(
             ROWS, COLUMNS, BY_PARTS, PRECISION,
         )  # fmt: skip
         m_pair = m_member[:, None] & (b_mass > float("-inf"))[None, :]
-        m_pair &= ~tl.trans(load_taken(taken_ptr + i_p * M * words, b_row, m_member, first, words, COLUMNS))
+        # One word of a key holds all columns, of which there are 32 at most.
+        b_word = tl.load(taken_ptr + (i_p * M + b_row) * words + first // 32, mask=m_member, other=0)
+        m_pair &= ((b_word[:, None] >> (first % 32 + tl.arange(0, COLUMNS))[None, :]) & 1) == 0
         b_scores = b_scores * scale_log2 + b_lift[:, None] - tl.where(b_mass > float("-inf"), b_mass, 0.0)[None, :]
         b_weights = tl.exp2(tl.where(m_pair, b_scores, float("-inf")))
         # Every member of a cluster counted.
@@ -294,7 +296,7 @@ def attend_backward(
             *grad_key.stride(), *grad_value.stride(), Hk, rows, M, D, Dv, clusters, key_clusters, words,
             keys.tiles.shape[1], max(1.0, N / clusters), *scales, **exact, **key_config,
         )  # fmt: skip
-        blocks = triton.cdiv(rows, sums_config["ROWS"])
+        blocks = triton.cdiv(rows, key_config["ROWS"])
         splits = max(1, min(CENTROID_PROGRAMS // (P * blocks), key_clusters))
         split_length = triton.cdiv(key_clusters, splits)
         splits = triton.cdiv(key_clusters, split_length)
@@ -303,7 +305,7 @@ def attend_backward(
             saved.centroids, key, value, saved.log_squares, saved.taken, exact_heads, queries.starts, keys.order,
             keys.starts, saved.table_keys, saved.log_mass, constant, table_grad_keys, table_grad_values, grad_bias,
             grad_centroids, *strides[1], *strides[2], Hk, rows, M, D, Dv, clusters, key_clusters, words, blocks,
-            splits, split_length, *scales, **exact, **sums_config,
+            splits, split_length, *scales, **exact, **key_config,
         )  # fmt: skip
         _cluster_table_bwd_query_kernel[(B * H * tiles,)](
             query, key, value, grad_output, dropout_seed, exact_heads, *of_queries, saved.top, saved.lse, delta,

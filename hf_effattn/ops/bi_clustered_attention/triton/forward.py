@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...shared.triton.centroids import centroid_topk
+from ...shared.triton.centroids import centroid_pass
 from ...shared.triton.chips import LENGTHS, block_width, chip_of, on_device_of
 from ...shared.triton.cluster_table import dipole_part, is_exact
 from ...shared.triton.softmax import dot_rows
@@ -262,7 +262,8 @@ def choose_keys(
             HAS_EXACT=exact_heads is not None, ROWS=keys.tile, BLOCK_D=block_d, PART=dipole_part(key, block_d),
             PRECISION=chip.dot_precision(query.dtype), **chip.all_registers,
         )  # fmt: skip
-    return centroids, log_squares, taken, centroid_topk(centroids, key, key_mask, scale, topk, log_squares)[0]
+    found = centroid_pass(centroids, key, None, key_mask, scale, topk, bias=log_squares)
+    return centroids, log_squares, taken, found.top.view(B * H, queries.clusters, topk)
 
 
 def make_tables(

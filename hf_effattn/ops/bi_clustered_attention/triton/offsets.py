@@ -43,7 +43,7 @@ def _query_offsets_kernel(
     for first in range(0, head_dim, BLOCK_K):
         o_k = first + tl.arange(0, BLOCK_K)
         b_sums = tl.zeros([BLOCK_C, BLOCK_K], tl.float32)
-        b_sizes = tl.zeros([BLOCK_C, BLOCK_R], tl.float32)
+        b_sizes = tl.zeros([BLOCK_C], tl.float32)
         for start in range(0, fit_rows, BLOCK_R):
             b_points, b_label = _load_labelled(
                 query_ptr, labels_ptr, rows_ptr, i_b, start + tl.arange(0, BLOCK_R), total, fit_rows,
@@ -51,9 +51,9 @@ def _query_offsets_kernel(
             )  # fmt: skip
             # [BLOCK_C, BLOCK_R]
             b_member = (o_c[:, None] == b_label[None, :]).to(tl.float32)
-            b_sizes += b_member
+            b_sizes += tl.sum(b_member, 1)
             b_sums = tl.dot(b_member.to(b_points.dtype), b_points, b_sums, input_precision=PRECISION)
-        b_means = b_sums / tl.maximum(tl.sum(b_sizes, 1), 1.0)[:, None]
+        b_means = b_sums / tl.maximum(b_sizes, 1.0)[:, None]
         for start in range(0, fit_rows, BLOCK_R):
             o_r = start + tl.arange(0, BLOCK_R)
             b_points, b_label = _load_labelled(
@@ -80,8 +80,9 @@ def query_offsets(
     if offsets.numel() == 0:
         return offsets
     chip, fitted = chip_of(query), find_rows(query, query_mask, rows)
-    # Few clusters a program: there is one round of them, where the update has several.
-    blocks = update_blocks(block_width(D), query.dtype == torch.float32, chip) | {"BLOCK_C": 16}
+    blocks = update_blocks(block_width(D), query.dtype == torch.float32, chip)
+    # A second walk over the rows leaves registers for fewer.
+    blocks |= {"BLOCK_C": 16, "BLOCK_R": blocks["BLOCK_R"] // 2 if blocks["BLOCK_R"] > 32 else 32}
     with on_device_of(query):
         _query_offsets_kernel[(B * H * triton.cdiv(clusters, 16),)](
             query, labels, fitted.fit, offsets, *query.stride(), *labels.stride(),

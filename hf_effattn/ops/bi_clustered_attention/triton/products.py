@@ -148,7 +148,8 @@ def cluster_products(
             members.clusters, blocks, splits, length, factor,
             HAS_MEAN_B=mean_b is not None, HAS_WEIGHTS=weights is not None,
             HAS_EXACT=exact_heads is not None, AVERAGE=parts is None, SAME=a is b and blocks == 1,
-            ROWS=64 // halves**2, BLOCK_D=block_d, BLOCK_V=block_v, PRECISION=chip.dot_precision(a.dtype),
+            ROWS=max(16, min(64, 4096 // block_v) // halves**2), BLOCK_D=block_d, BLOCK_V=block_v,
+            PRECISION=chip.dot_precision(a.dtype),
             num_warps=8 if block_v > 128 and chip.name == "cuda" else 4, num_stages=2, **chip.all_registers,
         )  # fmt: skip
     return products, sums

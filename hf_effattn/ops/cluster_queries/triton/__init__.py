@@ -75,7 +75,8 @@ def keys_metric(key: torch.Tensor, rows: Rows) -> torch.Tensor:
     B, heads, _, D = key.shape
     metric = torch.empty(B * heads, D, D, dtype=torch.float32, device=key.device)
     chip, block_d, wide = chip_of(key), block_width(D), key.dtype == torch.float32
-    block_r = min(64, 4096 // block_d) if wide else min(128, 8192 // block_d)
+    most = 64 if wide else 256 if chip.is_large and block_d <= 64 else 128
+    block_r = min(most, 64 * most // block_d)
     with on_device_of(key):
         _cluster_queries_metric_kernel[(B * heads * triton.cdiv(D, 16),)](
             key, *key.stride(), rows.fit, rows.counts, metric, heads, rows.total, rows.most, D,

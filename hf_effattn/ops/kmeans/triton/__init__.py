@@ -51,7 +51,7 @@ def update_blocks(block_d: int, wide: bool, chip: Chip) -> dict[str, int]:
     if wide or block_d > 64:
         sizes = 16, 32, min(block_d, 32), 8 if block_d > 128 else 4, 1
     else:
-        sizes = (32, 256, block_d, 8, 3) if chip.name == "cuda" else (16, 128, block_d, 4, 3)
+        sizes = (32, 256, block_d, 8, 2) if chip.is_large else (16, 128, block_d, 4, 3)
     return dict(zip(("BLOCK_C", "BLOCK_R", "BLOCK_K", "num_warps", "num_stages"), sizes, strict=True))
 
 

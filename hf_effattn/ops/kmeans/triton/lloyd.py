@@ -109,7 +109,7 @@ def _kmeans_update_kernel(
         o_k = first + tl.arange(0, BLOCK_K)
         m_k = o_k < head_dim
         sums = tl.zeros([BLOCK_C, BLOCK_K], tl.float32)
-        b_sizes = tl.zeros([BLOCK_C, BLOCK_R], tl.float32)
+        sizes = tl.zeros([BLOCK_C], tl.float32)
         for start in range(0, fit_rows, BLOCK_R):
             o_r = start + tl.arange(0, BLOCK_R)
             label = tl.load(labels_ptr + i_p * fit_rows + o_r, mask=o_r < fit_rows, other=-1)
@@ -118,9 +118,8 @@ def _kmeans_update_kernel(
             b_points = finite(b_points)
             # [BLOCK_C, BLOCK_R]
             b_member = (o_c[:, None] == label[None, :]).to(tl.float32)
-            b_sizes += b_member
+            sizes += tl.sum(b_member, axis=1)
             sums = tl.dot(b_member.to(b_points.dtype), b_points, sums, input_precision=PRECISION)
-        sizes = tl.sum(b_sizes, axis=1)
         b_origin = tl.load(origin_ptr + i_p * head_dim + o_k, mask=m_k, other=0.0)
         b_part = sums / tl.maximum(sizes, 1.0)[:, None] - b_origin[None, :]
         if BINARY:

@@ -249,20 +249,3 @@ def score_chunks(tables: int, rows: int, bytes_per_row: int) -> list[tuple[int, 
         chunks.append((first, last))
         first = last
     return chunks
-
-
-def centroid_topk(
-    centroids: torch.Tensor,
-    key: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    scale: float,
-    topk: int,
-    bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `topk` keys with the largest `scale · Qc K^T`, and those scores times log2(e), with their bias.
-
-    Each `(B · H, C, topk)`, int32 and float32; index -1 and score `-inf` where fewer keys may be attended to.
-    Arguments as for `centroid_pass`.
-    """
-    found = centroid_pass(centroids, key, None, key_mask, scale, topk, bias=bias)
-    return found.top.view(*centroids.shape[:2], topk), found.top_scores.view(*centroids.shape[:2], topk)

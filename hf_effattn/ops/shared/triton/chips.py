@@ -28,6 +28,11 @@ class Chip:
     shared_memory: int
 
     @property
+    def is_large(self) -> bool:
+        """Whether products of 16-bit numbers read them from shared memory, as Hopper's do, and registers are free."""
+        return self.name == "cuda" and self.shared_memory > 200 * KIB
+
+    @property
     def all_registers(self) -> dict[str, int]:
         """Option of a launch that lets a program use all registers it can have.
 

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .chips import LENGTHS
+from .chips import LENGTHS, chip_of
 from .dropout import dropout_factor
 from .softmax import KIND, KINDS, dot_rows, softmax_step, softmax_weights
 from .tiles import LOWEST, load_rows, load_tile
@@ -49,7 +49,7 @@ def is_exact(exact_heads_ptr, i_pk, HAS_EXACT: tl.constexpr):
 
 def dipole_part(query: torch.Tensor, width: int) -> int:
     """Columns of a dipole's matrix, `width` wide, that a program holds at once."""
-    return min(width, 32) if width <= 64 and query.element_size() == 2 else 16
+    return min(width, 32) if width <= 64 and query.element_size() == 2 and chip_of(query).is_large else 16
 
 
 @triton.jit

@@ -184,13 +184,10 @@ def _cluster_means_kernel(
     tl.store(means_ptr + i_row * D + o_d, b_mean, mask=o_d < D)
 
 
-def cluster_means(rows: torch.Tensor, members: SortedRows, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Mean of the rows `(B, H, N, D)`, any strides, of each cluster: `(B · H, C, D)`, 0 for an empty one.
-
-    Computed in float32, rounded once to `dtype`.
-    """
+def cluster_means(rows: torch.Tensor, members: SortedRows) -> torch.Tensor:
+    """Mean of the rows `(B, H, N, D)`, any strides, of each cluster: `(B · H, C, D)` float32, 0 for an empty one."""
     B, H, N, D = rows.shape
-    means = rows.new_empty(B * H, members.clusters, D, dtype=dtype)
+    means = rows.new_empty(B * H, members.clusters, D, dtype=torch.float32)
     block_d = triton.next_power_of_2(D)
     with on_device_of(rows):
         if B * H:

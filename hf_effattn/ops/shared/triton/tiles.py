@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .chips import KIB, block_width, chip_of
+from .chips import block_width, chip_of
 
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-3.0e38)  # where a softmax begins: finite, so that a row without keys gives 0 and no NaN
@@ -73,8 +73,8 @@ def tile_config(
     """Block sizes, warps and stages of a kernel that walks a tile of rows over tiles of columns (keys or rows).
 
     The largest that fit the registers and the shared memory of the tensor's chip without a spill; with `two_sums`
-    of a backward kernel that adds up the gradients of keys and of values at once. With `three` so few registers for
-    short rows on a large chip that three programs run side by side.
+    of a backward kernel that adds up the gradients of keys and of values at once; with `three` of one with more to
+    hold, of which three run side by side for short rows on a large chip.
     """
     chip = chip_of(tensor)
     itemsize = tensor.element_size()
@@ -89,8 +89,7 @@ def tile_config(
         rows //= 2
     if (single and backward) or (widest > 128 and (single or backward)):
         columns = 16
-    # Hopper's 16-bit products read operands from shared memory, others keep a whole tile's in registers.
-    from_shared = not single and chip.name == "cuda" and chip.shared_memory > 200 * KIB
+    from_shared = not single and chip.is_large
     by_parts = row_bytes >= 512 or (backward and row_bytes >= 256 and not from_shared)
     # AMD's warps are twice as wide, and leave each lane half the registers where there are eight.
     wide = not hip and (row_bytes >= 256 or (single and two_sums) if backward else single and widest == 128)
@@ -99,6 +98,8 @@ def tile_config(
     fitting = (chip.shared_memory // itemsize - rows * (block_d + block_v)) // (columns * (block_d + block_v))
     if two_sums and not from_shared:
         rows = min(rows, 32)
+    if three and not from_shared:
+        columns = min(columns, 32)
     return {
         "ROWS": rows,
         "COLUMNS": columns,
