@@ -125,6 +125,21 @@ def check_predicted_error(case: Case) -> None:
         assert not error.any(), "a query that is its own centroid"
 
 
+def check_order(case: Case) -> None:
+    """A permutation: by cluster, in the words' order within one, masked words last."""
+    inputs = make_inputs(case)
+    labels, mask = inputs.labels[:, 0] * (-1) ** case.flag, inputs.query_mask
+    order = ops.cluster_order(labels, mask=mask)
+    assert order.dtype == torch.int64
+    words = [
+        sorted(range(case.N), key=lambda word: (not inputs.readers[b, word], own[word] * inputs.readers[b, word]))
+        for b, own in enumerate(labels.tolist())
+    ]
+    assert order.tolist() == words
+    changed = labels if mask is None else labels.masked_fill(~mask, 2**62)
+    assert torch.equal(ops.cluster_order(changed, mask=mask), order), "masked words have influence"
+
+
 def test_labels_of_queries():
     property_test("cluster_queries", check_labels, cases("cluster_queries"), share=150)
 
@@ -141,6 +156,10 @@ def test_neural_clustering():
 
 def test_predicted_errors():
     property_test("predicted_error", check_predicted_error, cases("predicted_error"), share=100)
+
+
+def test_orders():
+    property_test("cluster_order", check_order, cases("cluster_order"), share=50)
 
 
 def _with_enough_keys(case: Case) -> Case:

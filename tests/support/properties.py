@@ -16,14 +16,17 @@ COUNTS = "HF_EFFATTN_FUZZ_COUNTS"  # the file that the numbers of cases are writ
 CASES: Counter[str] = Counter()  # tried, by what was checked
 
 
-def property_test(name: str, check: Callable[[Drawn], None], strategy: SearchStrategy[Drawn], *, share: int) -> None:
+def property_test(
+    name: str, check: Callable[[Drawn], None], strategy: SearchStrategy[Drawn], *, share: int, together: int = 1
+) -> None:
     """Check drawn cases: `share` of them, the same in every run, or under `make fuzz` many times as many, random.
 
     Args:
         name (`str`): of what is checked, under which cases are counted.
         check (`Callable`): raises where a property does not hold.
         strategy (`SearchStrategy`): of the cases; what fails is made small and printed.
-        share (`int`): how many.
+        share (`int`): how many are drawn.
+        together (`int`): cases that one drawn of the strategy holds.
     """
     times = int(os.environ.get(TIMES, "0"))
 
@@ -38,7 +41,7 @@ def property_test(name: str, check: Callable[[Drawn], None], strategy: SearchStr
     )
     @given(strategy)
     def run(case: Drawn) -> None:
-        CASES[name] += 1
+        CASES[name] += together
         check(case)
 
     run()
