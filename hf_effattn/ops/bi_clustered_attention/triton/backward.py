@@ -305,7 +305,8 @@ def attend_backward(
             saved.centroids, key, value, saved.log_squares, saved.taken, exact_heads, queries.starts, keys.order,
             keys.starts, saved.table_keys, saved.log_mass, constant, table_grad_keys, table_grad_values, grad_bias,
             grad_centroids, *strides[1], *strides[2], Hk, rows, M, D, Dv, clusters, key_clusters, words, blocks,
-            splits, split_length, *scales, **exact, **key_config,
+            splits, split_length, *scales, **exact,
+            **key_config | ({"num_stages": 1} if query.element_size() == 4 else {}),
         )  # fmt: skip
         _cluster_table_bwd_query_kernel[(B * H * tiles,)](
             query, key, value, grad_output, dropout_seed, exact_heads, *of_queries, saved.top, saved.lse, delta,

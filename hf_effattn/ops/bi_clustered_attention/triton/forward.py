@@ -30,7 +30,8 @@ def _bi_clustered_attention_fwd_distance_kernel(
     log_square_ptr, taken_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
     key_heads, group, M, D, clusters, key_clusters, tiles, words, scale_squared,
-    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`log2 d_t²` of a tile of sorted keys, `d_t² = (K_t - K̄_c)^T Σ_η (K_t - K̄_c)`; `-inf` in no cluster.
 
@@ -53,17 +54,25 @@ def _bi_clustered_attention_fwd_distance_kernel(
         queries += tl.load(query_starts_ptr + (i_p * group + i_g) * (clusters + 2) + clusters)
     factor = scale_squared / tl.maximum(queries, 1).to(tl.float32)
     b_square = tl.zeros([ROWS], tl.float32)
-    o_e = tl.arange(0, BLOCK_D)
-    # [ROWS, BLOCK_D]
-    b_spread = load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_e, width)
     dtype = key_ptr.dtype.element_ty
+    if BLOCK_K == BLOCK_D:
+        # [ROWS, BLOCK_D]
+        b_spread = load_spread(p_key, m_row, stride_key_d, mean_key_ptr, tl.arange(0, BLOCK_D), width)
     for first in range(0, width, PART):
         o_d = first + tl.arange(0, PART)
-        # [BLOCK_D, PART], in the keys' dtype once its largest number is 1: any covariance is in range.
-        m_de = (o_e < D)[:, None] & (o_d < D)[None, :]
-        b_products = tl.load(products_ptr + o_e[:, None] * D + o_d[None, :], mask=m_de, other=0.0)
-        largest = tl.maximum(tl.max(tl.max(tl.abs(b_products), 1), 0), SMALLEST_SQUARE)
-        b_turned = tl.dot(b_spread.to(dtype), (b_products / largest).to(dtype), input_precision=PRECISION)
+        b_turned = tl.zeros([ROWS, PART], tl.float32)
+        largest = 1.0
+        for start in range(0, width, BLOCK_K):
+            o_e = start + tl.arange(0, BLOCK_K)
+            if BLOCK_K < BLOCK_D:
+                b_spread = load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_e, D)
+            # [BLOCK_K, PART]
+            m_de = (o_e < D)[:, None] & (o_d < D)[None, :]
+            b_products = tl.load(products_ptr + o_e[:, None] * D + o_d[None, :], mask=m_de, other=0.0)
+            if dtype != tl.float32:  # whose rows are whole: with 1 as the largest number any covariance is in range
+                largest = tl.maximum(tl.max(tl.max(tl.abs(b_products), 1), 0), SMALLEST_SQUARE)
+                b_products = b_products / largest
+            b_turned = tl.dot(b_spread.to(dtype), b_products.to(dtype), b_turned, input_precision=PRECISION)
         b_part = b_spread if PART == BLOCK_D else load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_d, D)
         b_square += tl.sum(b_turned * b_part, 1) * largest
     for word in range(0, words):
@@ -259,7 +268,8 @@ def choose_keys(
         _bi_clustered_attention_fwd_distance_kernel[(B * Hk * tiles,)](
             key, mean_keys, products, queries.starts, exact_heads, keys.order, keys.starts, keys.tiles, log_squares,
             taken, *key.stride(), Hk, H // Hk, M, D, queries.clusters, keys.clusters, tiles, words, scale**2,
-            HAS_EXACT=exact_heads is not None, ROWS=keys.tile, BLOCK_D=block_d, PART=dipole_part(key, block_d),
+            HAS_EXACT=exact_heads is not None, ROWS=keys.tile, BLOCK_D=block_d,
+            BLOCK_K=min(block_d, 32) if key.element_size() == 4 else block_d, PART=dipole_part(key, block_d),
             PRECISION=chip.dot_precision(query.dtype), **chip.all_registers,
         )  # fmt: skip
     found = centroid_pass(centroids, key, None, key_mask, scale, topk, bias=log_squares)
