@@ -237,8 +237,10 @@ def attend_backward(
     # Three sums a program, of tables that seldom have more than 32 key clusters.
     summary_config = sums_config | {"ROWS": min(sums_config["ROWS"], 64 // query.element_size())}
     # Three blocks of columns at once, which wide rows and AMD's lanes have no registers for.
-    narrow = sums_config["num_warps"] == 8 or chip_of(query).name == "hip"
-    key_config = sums_config | ({"COLUMNS": 16, "num_stages": min(2, sums_config["num_stages"])} if narrow else {})
+    amd = chip_of(query).name == "hip"
+    narrow = sums_config["num_warps"] == 8 or amd
+    stages = min(1 if amd else 2, sums_config["num_stages"])
+    key_config = sums_config | ({"COLUMNS": 16, "num_stages": stages} if narrow else {})
     exact = {"HAS_EXACT": exact_heads is not None}
     switches = exact | {"HAS_DROPOUT": dropout_seed is not None}
     tiles = queries.tiles.shape[1]
