@@ -26,6 +26,7 @@ LAYERS = (
     "models",
     "data",
     "ops",
+    "whole_files",
     "settings_text",
     "version",
 )
