@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from support import cst_models
 from support.clusterformer_cases import padded_texts, texts, tiny_model
 from transformers import (
     AutoModel,
@@ -23,6 +24,7 @@ from transformers.cache_utils import (
     StaticCache,
 )
 
+from hf_effattn.models import CSTForCausalLM
 from hf_effattn.models.clusterformer import (
     ClusterFormerForCausalLM,
     ClusterFormerForConditionalGeneration,
@@ -211,6 +213,21 @@ def test_generation_with_a_cache_equals_generation_without(variant, beams):
     words = texts(2, 9)
     cached = model.generate(words, use_cache=True, **options)
     assert torch.equal(cached, model.generate(words, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("own", [ClusterFormerForCausalLM, CSTForCausalLM])
+def test_a_cache_goes_by_both_of_its_names(own):
+    """transformers calls it `cache` from 5.24 on."""
+    model = cst_models.tiny_model(own) if own is CSTForCausalLM else tiny_model(own).double()
+    words = texts(2, 9).clamp(max=49)  # of the smaller vocabulary
+    expected = model(words).logits[:, 6:]
+    for name in ("cache", "past_key_values"):
+        cache = model(words[:, :6], use_cache=True).past_key_values
+        after = model(words[:, 6:], **{name: cache}).logits
+        torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="not both"):
+        model(words[:, 6:], cache=cache, past_key_values=cache)
+    assert {"cache", "past_key_values"} <= {*model.config.keys_to_ignore_at_inference}
 
 
 @each_strict

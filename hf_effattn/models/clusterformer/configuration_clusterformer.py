@@ -10,6 +10,7 @@ from transformers.activations import ACT2FN
 
 from ...ops.neural_clustering import SIMILARITIES
 from ...ops.shared.arguments import check_count
+from ..cache_names import NEW, OLD
 from ..stored_config import StoredConfig
 from .outputs import CLUSTERING_FIELDS
 
@@ -81,7 +82,7 @@ class ClusterFormerConfig(StoredConfig):
 
     model_type = "clusterformer"
     DERIVED = ("gated", "attend_centroids", "cluster_loss_weight", "sorting_loss_weight", "block_length")
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", *CLUSTERING_FIELDS]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [OLD, NEW, *CLUSTERING_FIELDS]
 
     def __init__(
         self,

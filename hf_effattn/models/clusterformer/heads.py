@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
+from ..cache_names import takes_cache
 from ..classifying import classifier_dropout
 from .configuration_clusterformer import ClusterFormerConfig
 from .modeling_clusterformer import ClusterFormerModel, ClusterFormerPreTrainedModel, pool
@@ -264,6 +265,7 @@ class ClusterFormerForCausalLM(_WithWordHead, ClusterFormerGenerationMixin):
         self.post_init()
 
     @can_return_tuple
+    @takes_cache
     def forward(
         self,
         input_ids: torch.Tensor | None = None,

@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import can_return_tuple
 
 from ...ops.derivatives import check_no_onnx
+from ..cache_names import takes_cache
 from ..classifying import masked_mean
 from .attention import CentroidWeight, CrossAttention, FullSelfAttention, SortedBlockSelfAttention, cached_words
 from .configuration_clusterformer import ClusterFormerConfig
@@ -210,6 +211,7 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
         self.embeddings.word_embeddings = value
 
     @can_return_tuple
+    @takes_cache
     def forward(
         self,
         input_ids: torch.Tensor | None = None,

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import can_return_tuple
 
+from ..cache_names import takes_cache
 from .configuration_clusterformer import ClusterFormerConfig
 from .heads import IGNORED, ClusterFormerGenerationMixin, total_loss, word_loss
 from .modeling_clusterformer import ClusterFormerModel, ClusterFormerPreTrainedModel
@@ -94,6 +95,7 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Cluste
         return shifted.masked_fill(shifted == IGNORED, self.config.pad_token_id or 0)
 
     @can_return_tuple
+    @takes_cache
     def forward(
         self,
         input_ids: torch.Tensor | None = None,

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...ops.shared.arguments import check_count
 from ...ops.slice_attention import extension_tokens
+from ..cache_names import NEW, OLD
 from ..stored_config import StoredConfig
 
 COMPOSITIONS = ("local-global", "parallel", "global-local", "full")
@@ -66,7 +67,7 @@ class CSTConfig(StoredConfig):
     """
 
     model_type = "cst"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = [OLD, NEW]  # noqa: RUF012
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ Sizes: `B` batch, `N` length.
 """
 
 import copy
+import inspect
 from typing import Any, ClassVar
 
 import torch
@@ -21,11 +22,14 @@ from transformers.modeling_outputs import (
 from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
+from ..cache_names import NEW, OLD, takes_cache
 from ..classifying import classifier_dropout, masked_mean
 from .cache import CSTCache
 from .configuration_cst import CSTConfig
 from .modeling_cst import CSTModel, CSTPreTrainedModel
 
+# As `generate` of the installed transformers names the cache.
+CACHE_NAME = NEW if NEW in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters else OLD
 # Of the arguments of `generate` that reach a step.
 NOT_FOR_FORWARD = ("labels", "is_first_iteration")
 
@@ -124,6 +128,7 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @takes_cache
     def prepare_inputs_for_generation(
         self,
         input_ids: torch.Tensor,
@@ -182,15 +187,16 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args)
         if not generation_config.use_cache:
             return
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE_NAME)
         if cache is None:
-            cache = model_kwargs["past_key_values"] = CSTCache(self.config.num_hidden_layers)
+            cache = model_kwargs[CACHE_NAME] = CSTCache(self.config.num_hidden_layers)
         drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
         if drafts and isinstance(cache, CSTCache):
             for layer in cache.layers:
                 layer.activate_past_recording()
 
     @can_return_tuple
+    @takes_cache
     def forward(
         self,
         input_ids: torch.Tensor | None = None,

@@ -15,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from ...ops.derivatives import check_no_onnx
+from ..cache_names import NEW, OLD, takes_cache
 from .attention import CSTAttention, Tables
 from .cache import CSTCache, GlobalState, LevelState
 from .configuration_cst import CSTConfig
@@ -156,7 +157,7 @@ class CSTPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_attention_backend = False
-    _skip_keys_device_placement = "past_key_values"
+    _skip_keys_device_placement = [OLD, NEW]  # noqa: RUF012
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -199,6 +200,7 @@ class CSTModel(CSTPreTrainedModel):
         self.embeddings.word_embeddings = value
 
     @can_return_tuple
+    @takes_cache
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
