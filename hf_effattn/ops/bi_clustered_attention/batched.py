@@ -2,7 +2,7 @@
 
 Of every query cluster a table is made, its exact keys and the tangents of the key clusters, to which its queries then
 attend (`shared.cluster_table`). Nothing but the inputs is kept for the backward pass, and to `torch.compile` each pass
-is one op. All arithmetic is in float32, or float64 for float64 inputs.
+is one op. Sums and softmax are in float32, or float64 for float64 inputs; of bfloat16 the products are in bfloat16.
 
 Sizes: `P` key/value heads of a chunk, `N` queries, `M` keys, `T` exact keys, `C` query clusters of all the query heads
 that share a key/value head, `G` key clusters, `nb` blocks of `L` keys per head.
@@ -14,12 +14,12 @@ from typing import cast
 import torch
 
 from ..shared.cluster_blocks import ClusterBlocks, block_length
-from ..shared.cluster_table import ClusterTable, Dipole, attend, attend_backward
+from ..shared.cluster_table import ClusterTable, Dipole, attend, attend_backward, bias_columns
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
 from ..shared.gradients import register_attention
 from ..shared.head_threads import for_every_chunk
 from ..shared.key_summaries import KeyClusters, Summaries
-from ..shared.precision import accumulation_dtype
+from ..shared.precision import accumulation_dtype, product_dtype
 from ..shared.row_chunks import RowChunk
 from ..shared.tables import (
     chunks_of,
@@ -65,9 +65,9 @@ class _Chunk:
         dropout_p: float,
         dropout_seed: torch.Tensor | None,
     ) -> None:
-        dtype = accumulation_dtype(query.dtype)
+        dtype, products = accumulation_dtype(query.dtype), product_dtype(query.dtype)
         keys = KeyClusters(
-            chunk.keys(key).to(dtype), chunk.keys(value).to(dtype), chunk.keys(key_labels), key_clusters
+            chunk.keys(key).to(products), chunk.keys(value).to(products), chunk.keys(key_labels), key_clusters
         )
         self.keys, self.P, self.G, self.D, self.Dv = keys, keys.P, keys.G, keys.D, keys.Dv
         self.T, self.C = min(topk, keys.M), chunk.group * clusters
@@ -76,9 +76,12 @@ class _Chunk:
         self.sizes = sizes.clamp(min=1)[..., None]  # (P, C, 1)
         self.blocks = ClusterBlocks.of(self.index, sizes)
         queries = chunk.queries(query).to(dtype) * scale
-        # Behind the scaled query a 1, for the biases of the table.
-        self.packed_query = self.blocks.pack(queries, queries.new_ones(1, 1, 1).expand(*queries.shape[:2], 1))
-        sums = self.blocks.sum(self.packed_query[..., :-1].sum(dim=1), self.P * self.C).view(self.P, self.C, -1)
+        # Behind the scaled query ones, for the biases of the table.
+        ones = torch.ones(1, 1, 1, dtype=products, device=queries.device)
+        ones = ones.expand(*queries.shape[:2], bias_columns(products))
+        self.packed_query = self.blocks.pack(queries.to(products), ones)
+        sums = self.blocks.sum(self.packed_query[..., : self.D].sum(dim=1, dtype=dtype), self.P * self.C)
+        sums = sums.view(self.P, self.C, -1)
         centroids = sums / self.sizes  # Q̄
         covariance = (queries.transpose(1, 2) @ queries).sub_((centroids * self.sizes).transpose(1, 2) @ centroids)
         covariance /= queries.shape[1]  # Σ_η
@@ -105,9 +108,10 @@ class _Chunk:
         keys, D, table = self.keys, self.D, self.summaries.table
         self.at_centroid = self.summaries.log_mass.softmax(dim=2)  # (P, C, G)
         rows = keys.by_cluster()
-        covariances = keys.blocks.sum(torch.bmm(rows[..., :D].transpose(1, 2), rows[..., D:-1]), self.P * self.G)
+        of_blocks = torch.bmm(rows[..., :D].transpose(1, 2), rows[..., D:-1]).to(keys.means.dtype)
+        covariances = keys.blocks.sum(of_blocks, self.P * self.G)
         self.covariances = covariances.div_(keys.sizes[..., None]).view(self.P, self.G, -1)
-        matrices = (self.at_centroid @ self.covariances).view(-1, D, self.Dv)
+        matrices = (self.at_centroid @ self.covariances).view(-1, D, self.Dv).to(table.values.dtype)
         dipole = Dipole(self.summaries.centroids.flatten(0, 1), matrices, self.T)
         return ClusterTable(table.keys, table.values, dipole=dipole)
 
@@ -123,11 +127,12 @@ class _Chunk:
         grad_logits -= torch.linalg.vecdot(self.at_centroid, grad_logits)[..., None]
         grad_logits *= self.at_centroid
         grad_centroids, grad_rows = self.summaries.backward(grad, grad_logits)
-        rows, turn = keys.by_cluster(), keys.blocks.of_cluster(grad_covariances)
+        rows = keys.by_cluster()
+        turn = keys.blocks.of_cluster(grad_covariances.to(rows.dtype))
         grad_rows[..., :D] += torch.bmm(rows[..., D:-1], turn.transpose(1, 2))
         grad_rows[..., D:] += torch.bmm(rows[..., :D], turn)
 
-        grad_query = self.blocks.unpack(grad_query[..., :-1], self.P)
+        grad_query = self.blocks.unpack(grad_query[..., :D], self.P)
         grad_centroids = (grad_centroids + dipole.centroids) / self.sizes.flatten(0, 1)
         grad_query += grad_centroids.index_select(0, self.index).view_as(grad_query)
         return grad_query, keys.blocks.unpack(grad_rows, self.P)

@@ -18,8 +18,8 @@ class Dipole:
     """`r_i · (Q_i - centroid) · matrix`, `r_i` being the weight of the rows from `first` on.
 
     Attributes:
-        centroids: `(tables, D)`.
-        matrices: `(tables, D, Dv)`.
+        centroids: `(tables, D)`, in float32 or float64.
+        matrices: `(tables, D, Dv)`, in the dtype of the table's values.
         first: the first of the rows that are weighed.
     """
 
@@ -33,7 +33,7 @@ class ClusterTable:
     """`mass · softmax(Q_i K^T) V + offset + dipole` for the queries of every cluster; a gradient has the same form.
 
     Attributes:
-        keys: `(tables, R, D)`; a bias of the scores is a last column, where packed queries hold 1.
+        keys: `(tables, R, D)`; a bias of the scores is in the last columns, where packed queries hold 1 (`with_bias`).
         values: `(tables, R, Dv)`.
         mass: `(tables,)`, or None for 1.
         offset: `(tables, Dv)`, or None for 0.
@@ -52,6 +52,22 @@ class ClusterTable:
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
+def with_bias(keys: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows `(..., D)` of a table and their biases `(...)` behind them, in `dtype`: `bias_columns(dtype)` more columns.
+
+    What bfloat16 loses of a bias, a part in 256, is a column of its own.
+    """
+    columns = [bias.to(dtype)]
+    for _ in range(1, bias_columns(dtype)):
+        columns.append((bias - sum(columns)).to(dtype))
+    return torch.cat([keys.to(dtype), torch.stack(columns, dim=-1)], dim=-1)
+
+
+def bias_columns(dtype: torch.dtype) -> int:
+    """Columns that hold a bias in `dtype`."""
+    return 2 if dtype == torch.bfloat16 else 1
+
+
 def attend(
     table: ClusterTable, blocks: ClusterBlocks, query: torch.Tensor, factor: torch.Tensor | None
 ) -> torch.Tensor:
@@ -64,7 +80,8 @@ def attend(
     values = blocks.of_cluster(table.values)
     if table.dipole is not None:
         eta = _offsets(table.dipole, blocks, query).mul_(_share(table.dipole, weights))
-        return torch.bmm(eta, blocks.of_cluster(table.dipole.matrices)).baddbmm_(weights, values)
+        matrices = blocks.of_cluster(table.dipole.matrices)
+        return torch.bmm(eta.to(values.dtype), matrices).baddbmm_(weights.to(values.dtype), values)
     if table.offset is not None:
         return torch.baddbmm(blocks.of_cluster(table.offset)[:, None], weights.to(values.dtype), values)
     return torch.bmm(weights.to(values.dtype), values)
@@ -108,10 +125,11 @@ def attend_backward(
     dipole, grad_dipole, grad_eta = table.dipole, None, None
     if dipole is not None:
         eta, share = _offsets(dipole, blocks, query), _share(dipole, weights)
-        turned = torch.bmm(grad_output, blocks.of_cluster(dipole.matrices).transpose(1, 2))
+        turned = torch.bmm(grad_output, blocks.of_cluster(dipole.matrices).transpose(1, 2)).to(eta.dtype)
         grad_weights[..., dipole.first :] += torch.linalg.vecdot(eta, turned)[..., None]
         grad_eta = turned.mul_(share)
-        grad_matrices = blocks.sum(torch.bmm(eta.mul_(share).transpose(1, 2), grad_output), tables)
+        weighed = eta.mul_(share).to(values.dtype)
+        grad_matrices = blocks.sum(torch.bmm(weighed.transpose(1, 2), grad_output).to(eta.dtype), tables)
         grad_dipole = Dipole(-blocks.sum(grad_eta.sum(dim=1), tables), grad_matrices, dipole.first)
 
     if other is not None:
@@ -132,6 +150,7 @@ def attend_backward(
     grad_scores = grad_scores.to(keys.dtype)
     grad_query = torch.bmm(grad_scores, keys)
     if grad_eta is not None:
+        grad_query = grad_query.to(grad_eta.dtype)
         grad_query[..., : grad_eta.shape[2]] += grad_eta
     grad_keys = torch.bmm(grad_scores.transpose(1, 2), query)
     return grad_query, ClusterTable(

@@ -11,8 +11,8 @@ import torch
 
 from .arguments import check_label_range
 from .cluster_blocks import ClusterBlocks
-from .cluster_table import ClusterTable
-from .precision import SMALLEST
+from .cluster_table import ClusterTable, with_bias
+from .precision import SMALLEST, accumulation_dtype
 from .tables import cluster_rows, cluster_sizes
 from .topk import largest
 
@@ -27,11 +27,13 @@ LEAST_MASS = 1e-20
 class KeyClusters:
     """The keys and values of a chunk, sorted by key cluster: their means, and what remains of every row.
 
+    In bfloat16 the rows stay so, less means that are rounded alike: what remains is small, and so is what it loses.
+
     Attributes:
         rows: `(P, nb, L, D + Dv + 1)`: key and value less the means of their cluster, and 1; 0 in empty places.
         clusters: `(P, nb)` cluster of a block, `0 .. G - 1`.
         sizes: `(P · G, 1)`, at least 1.
-        means: `(P · G, D + Dv)`.
+        means: `(P · G, D + Dv)`, in float32 or float64.
         empty: `(P, 1, nb · L)`, where no key is.
     """
 
@@ -45,11 +47,12 @@ class KeyClusters:
         self.clusters = self.blocks.clusters.view(self.P, -1) % clusters
         self.sizes = sizes.view(-1, 1).clamp(min=1)
         packed = self.blocks.pack(key, value, key.new_ones(1, 1, 1).expand(self.P, self.M, 1))
-        sums = self.blocks.sum(packed.sum(dim=1), self.P * clusters)
-        sums[:, :-1] /= self.sizes
-        self.means = sums[:, :-1].contiguous()
+        dtype = accumulation_dtype(key.dtype)
+        sums = self.blocks.sum(packed.sum(dim=1, dtype=dtype), self.P * clusters)
+        means = (sums[:, :-1] / self.sizes).to(key.dtype)
+        self.means = means.to(dtype)
         full = packed[..., -1:]
-        packed[..., :-1].addcmul_(full, self.blocks.of_cluster(self.means)[:, None], value=-1)
+        packed[..., :-1].addcmul_(full, self.blocks.of_cluster(means)[:, None], value=-1)
         self.empty = (full == 0).view(self.P, 1, -1)
         self.rows = packed.view(self.P, -1, self.blocks.length, self.D + self.Dv + 1)
 
@@ -74,8 +77,8 @@ class KeyClusters:
         return self.rows.flatten(0, 1)
 
     def by_block(self, scores: torch.Tensor, head: int) -> torch.Tensor:
-        """A head's scores, of `(P, C, nb · L)`: `(nb, C, L)`."""
-        return scores[head].unflatten(1, (-1, self.blocks.length)).transpose(0, 1)
+        """A head's scores, of `(P, C, nb · L)`: `(nb, C, L)`, in the dtype of the rows."""
+        return scores[head].to(self.rows.dtype).unflatten(1, (-1, self.blocks.length)).transpose(0, 1)
 
 
 class Summaries:
@@ -112,15 +115,17 @@ class Summaries:
         """Exact keys `T_j`; scores `Q̄_j·(K_t - K̄_g(t))`, and their lifts `b_t`, `-inf` where no key is."""
         keys, spread = self.keys, self.keys.keys()
         if covariance is None:
-            preference = spread.new_zeros(spread.shape[:2])
+            preference = self.centroids.new_zeros(spread.shape[:2])
             self.lift = torch.zeros_like(preference)
         else:
-            distances = torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST)
+            distances = (spread @ covariance.to(spread.dtype)).to(covariance.dtype)
+            distances = torch.linalg.vecdot(distances, spread.to(covariance.dtype)).clamp_(min=SMALLEST)
             self.lift = (distances / 2).clamp_(max=largest_lift)
             preference = distances.log_()
         for of_keys in (preference, self.lift):
             of_keys.masked_fill_(keys.empty[:, 0], -torch.inf)
-        self.scores = torch.bmm(self.centroids, spread.transpose(1, 2))  # (P, C, nb · L)
+        scores = torch.bmm(self.centroids.to(spread.dtype), spread.transpose(1, 2))  # (P, C, nb · L)
+        self.scores = scores.to(self.centroids.dtype)
         self.mean_scores = self.centroids @ keys.mean_keys().transpose(1, 2)  # Q̄_j·K̄_c: (P, C, G)
         biased = self.scores.unflatten(2, (-1, keys.blocks.length)) + keys.per_block(self.mean_scores)[..., None]
         biased = biased.flatten(2).add_(preference[:, None])
@@ -141,10 +146,11 @@ class Summaries:
         by_block.sub_(keys.per_block(shift)[..., None]).clamp_(min=LEAST_LOG_WEIGHT).exp_()
         self.weights = scores  # w_jt, of the largest of its cluster
         width = keys.rows.shape[3]
-        parts = scores.new_empty(self.P, keys.clusters.shape[1], self.C, width)
+        parts = keys.rows.new_empty(self.P, keys.clusters.shape[1], self.C, width)
         for p in range(self.P):
             torch.bmm(keys.by_block(self.weights, p), keys.rows[p], out=parts[p])
-        sums = keys.blocks.sum(parts.flatten(0, 1), self.P * self.G).view(self.P, self.G, self.C, width)
+        sums = keys.blocks.sum(parts.flatten(0, 1).to(scores.dtype), self.P * self.G)
+        sums = sums.view(self.P, self.G, self.C, width)
         sums = sums.transpose(1, 2)  # (P, C, G, D + Dv + 1)
         mass = sums[..., -1]
         nobody = mass < LEAST_MASS
@@ -158,17 +164,15 @@ class Summaries:
         keys, D, T = self.keys, self.keys.D, self.T
         tilted = self.tilted + keys.means.view(self.P, 1, self.G, -1)
         tilted_keys, tilted_values = tilted.split([D, keys.Dv], dim=3)
-        exact = keys.flat().index_select(0, self.top_places)
+        exact = keys.flat().index_select(0, self.top_places).to(tilted.dtype)
         clusters_of_top = keys.blocks.clusters.index_select(0, self.top_places // keys.blocks.length)
         exact[:, :-1] += keys.means.index_select(0, clusters_of_top)
         exact_rows = exact.view(self.P * self.C, T, exact.shape[1])
-        table_keys = exact.new_zeros(self.P * self.C, T + self.G, D + 1)
-        table_keys[:, :T, :D] = exact_rows[..., :D]
-        bias = self.log_mass - torch.linalg.vecdot(self.centroids[:, :, None], tilted_keys)
-        table_keys[:, T:, :D] = tilted_keys.flatten(0, 1)
-        table_keys[:, T:, D] = bias.flatten(0, 1)
+        bias = torch.zeros(self.P * self.C, T + self.G, dtype=tilted.dtype, device=tilted.device)
+        bias[:, T:] = (self.log_mass - torch.linalg.vecdot(self.centroids[:, :, None], tilted_keys)).flatten(0, 1)
+        table_keys = torch.cat([exact_rows[..., :D], tilted_keys.flatten(0, 1)], dim=1)
         values = torch.cat([exact_rows[..., D:-1], tilted_values.flatten(0, 1)], dim=1)
-        self.table = ClusterTable(table_keys, values)
+        self.table = ClusterTable(with_bias(table_keys, bias, keys.rows.dtype), values.to(keys.rows.dtype))
 
     def backward(
         self, grad: ClusterTable, grad_log_mass: torch.Tensor | None = None
@@ -178,12 +182,13 @@ class Summaries:
         `grad` are those of the table, `grad_log_mass` `(P, C, G)` what else uses `log S_jc`. Spoils the weights.
         """
         keys, D, T = self.keys, self.keys.D, self.T
+        dtype = self.centroids.dtype
         grad_bias = grad.keys[:, T:, D]
         grad_exact = torch.cat([grad.keys[:, :T, :D], grad.values[:, :T]], dim=2)
         grad_tilted = torch.cat([grad.keys[:, T:, :D], grad.values[:, T:]], dim=2)
         # b_jc = log S_jc - Q̄_j·K̃_jc
         grad_tilted[..., :D] -= grad_bias[..., None] * self.centroids.flatten(0, 1)[:, None]
-        grad_centroids = -(grad_bias[:, None] @ self.table.keys[:, T:, :D])[:, 0]
+        grad_centroids = -(grad_bias[:, None] @ self.table.keys[:, T:, :D].to(dtype))[:, 0]
         of_mass = grad_bias.reshape(self.P, self.C, self.G)
         grad_log_mass = of_mass if grad_log_mass is None else grad_log_mass + of_mass
 
@@ -191,9 +196,9 @@ class Summaries:
         grad_tilted = grad_tilted.view(self.P, self.C, self.G, -1)
         # K̃ - K̄ and Ṽ - V̄ are weighted means of the rows; those rows' own means are 0.
         constant = grad_log_mass - torch.linalg.vecdot(grad_tilted, self.tilted)
-        grad_rows = torch.cat([grad_tilted, constant[..., None]], dim=3)
+        grad_rows = torch.cat([grad_tilted, constant[..., None]], dim=3).to(keys.rows.dtype)
         self.weights.unflatten(2, (-1, keys.blocks.length)).mul_(keys.per_block(self.inverse_mass)[..., None])
-        grad_packed = torch.empty_like(keys.rows)[..., :-1]
+        grad_packed = torch.empty_like(keys.rows, dtype=dtype)[..., :-1]
         grad_scores = torch.empty_like(self.weights)
         for p in range(self.P):
             table = grad_rows[p].index_select(1, keys.clusters[p]).transpose(0, 1)  # (nb, C, D + Dv + 1)
@@ -201,9 +206,10 @@ class Summaries:
             block_scores = torch.bmm(table, keys.rows[p].transpose(1, 2)).mul_(weights)  # (nb, C, L)
             grad_scores[p] = block_scores.transpose(0, 1).flatten(1)
             grad_packed[p] = torch.bmm(weights.transpose(1, 2), table[..., :-1])
-        grad_packed[..., :D] += (grad_scores.transpose(1, 2) @ self.centroids).view_as(grad_packed[..., :D])
+        of_keys = grad_scores.transpose(1, 2) @ self.centroids
+        grad_packed[..., :D] += of_keys.view_as(grad_packed[..., :D])
         # Q̄_j·K_t is the score of what remains of the key, and of its cluster's mean.
         of_means = grad_log_mass @ keys.mean_keys()
-        grad_centroids += (torch.bmm(grad_scores, keys.keys()) + of_means).flatten(0, 1)
+        grad_centroids += (torch.bmm(grad_scores, keys.keys().to(dtype)) + of_means).flatten(0, 1)
         flat = grad_packed.reshape(-1, D + keys.Dv).index_add_(0, self.top_places, grad_exact.flatten(0, 1))
         return grad_centroids, flat.view(len(keys.by_cluster()), keys.blocks.length, -1)
