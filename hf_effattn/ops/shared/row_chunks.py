@@ -10,9 +10,9 @@ from itertools import pairwise
 
 import torch
 
-# Bytes of one attention-shaped buffer of a chunk. Small enough to be reused by the allocator from chunk to chunk
-# (larger buffers are mapped and faulted in anew each time), large enough to keep both cores busy.
-CHUNK_BYTES = 8 * 2**20
+# Bytes of one attention-shaped buffer of a chunk. Small enough that a chunk's buffers together stay within what the
+# allocator keeps for a thread from chunk to chunk (64 MiB; more is mapped and faulted in anew each time).
+CHUNK_BYTES = 4 * 2**20
 
 EVERY_ROW = slice(None)
 
