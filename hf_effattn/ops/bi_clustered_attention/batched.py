@@ -14,7 +14,7 @@ from typing import cast
 import torch
 
 from ..shared.cluster_blocks import ClusterBlocks, block_length
-from ..shared.cluster_table import ClusterTable, Dipole, attend, attend_backward, bias_columns
+from ..shared.cluster_table import ClusterTable, Dipole, attend, attend_backward
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
 from ..shared.gradients import register_attention
 from ..shared.head_threads import for_every_chunk
@@ -76,11 +76,10 @@ class _Chunk:
         self.sizes = sizes.clamp(min=1)[..., None]  # (P, C, 1)
         self.blocks = ClusterBlocks.of(self.index, sizes)
         queries = chunk.queries(query).to(dtype) * scale
-        # Behind the scaled query ones, for the biases of the table.
-        ones = torch.ones(1, 1, 1, dtype=products, device=queries.device)
-        ones = ones.expand(*queries.shape[:2], bias_columns(products))
+        # Behind the scaled query a 1, for the biases of the table.
+        ones = torch.ones(1, 1, 1, dtype=products, device=queries.device).expand(*queries.shape[:2], 1)
         self.packed_query = self.blocks.pack(queries.to(products), ones)
-        sums = self.blocks.sum(self.packed_query[..., : self.D].sum(dim=1, dtype=dtype), self.P * self.C)
+        sums = self.blocks.sum(self.packed_query[..., :-1].sum(dim=1, dtype=dtype), self.P * self.C)
         sums = sums.view(self.P, self.C, -1)
         centroids = sums / self.sizes  # Q̄
         covariance = (queries.transpose(1, 2) @ queries).sub_((centroids * self.sizes).transpose(1, 2) @ centroids)
@@ -132,7 +131,7 @@ class _Chunk:
         grad_rows[..., :D] += torch.bmm(rows[..., D:-1], turn.transpose(1, 2))
         grad_rows[..., D:] += torch.bmm(rows[..., :D], turn)
 
-        grad_query = self.blocks.unpack(grad_query[..., :D], self.P)
+        grad_query = self.blocks.unpack(grad_query[..., :-1], self.P)
         grad_centroids = (grad_centroids + dipole.centroids) / self.sizes.flatten(0, 1)
         grad_query += grad_centroids.index_select(0, self.index).view_as(grad_query)
         return grad_query, keys.blocks.unpack(grad_rows, self.P)

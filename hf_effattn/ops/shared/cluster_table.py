@@ -33,7 +33,7 @@ class ClusterTable:
     """`mass · softmax(Q_i K^T) V + offset + dipole` for the queries of every cluster; a gradient has the same form.
 
     Attributes:
-        keys: `(tables, R, D)`; a bias of the scores is in the last columns, where packed queries hold 1 (`with_bias`).
+        keys: `(tables, R, D)`; a bias of the scores is a last column, where packed queries hold 1.
         values: `(tables, R, Dv)`.
         mass: `(tables,)`, or None for 1.
         offset: `(tables, Dv)`, or None for 0.
@@ -50,22 +50,6 @@ class ClusterTable:
         """`Q_i K^T` `(blocks, length, R)` of packed queries, in float32 or float64."""
         scores = torch.bmm(query, blocks.of_cluster(self.keys).transpose(1, 2))
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
-
-
-def with_bias(keys: torch.Tensor, bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows `(..., D)` of a table and their biases `(...)` behind them, in `dtype`: `bias_columns(dtype)` more columns.
-
-    What bfloat16 loses of a bias, a part in 256, is a column of its own.
-    """
-    columns = [bias.to(dtype)]
-    for _ in range(1, bias_columns(dtype)):
-        columns.append((bias - sum(columns)).to(dtype))
-    return torch.cat([keys.to(dtype), torch.stack(columns, dim=-1)], dim=-1)
-
-
-def bias_columns(dtype: torch.dtype) -> int:
-    """Columns that hold a bias in `dtype`."""
-    return 2 if dtype == torch.bfloat16 else 1
 
 
 def attend(

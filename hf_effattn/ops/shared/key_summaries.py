@@ -11,7 +11,7 @@ import torch
 
 from .arguments import check_label_range
 from .cluster_blocks import ClusterBlocks
-from .cluster_table import ClusterTable, with_bias
+from .cluster_table import ClusterTable
 from .precision import SMALLEST, accumulation_dtype
 from .tables import cluster_rows, cluster_sizes
 from .topk import largest
@@ -67,6 +67,10 @@ class KeyClusters:
     def mean_keys(self) -> torch.Tensor:
         """`K̄_c` `(P, G, D)`."""
         return self.means[:, : self.D].view(self.P, self.G, -1)
+
+    def mean_values(self) -> torch.Tensor:
+        """`V̄_c` `(P, G, Dv)`."""
+        return self.means[:, self.D :].view(self.P, self.G, -1)
 
     def flat(self) -> torch.Tensor:
         """The rows `(P · nb · L, D + Dv + 1)`."""
@@ -162,17 +166,33 @@ class Summaries:
     def _make_table(self) -> None:
         """Rows: exact keys without bias, then the tangents `log S_jc + η·K̃_jc = b_jc + Q_i·K̃_jc`."""
         keys, D, T = self.keys, self.keys.D, self.T
-        tilted = self.tilted + keys.means.view(self.P, 1, self.G, -1)
-        tilted_keys, tilted_values = tilted.split([D, keys.Dv], dim=3)
-        exact = keys.flat().index_select(0, self.top_places).to(tilted.dtype)
+        tilted_keys, tilted_values = self._tilted_keys(), self.tilted[..., D:] + keys.mean_values()[:, None]
+        exact = keys.flat().index_select(0, self.top_places).to(tilted_keys.dtype)
         clusters_of_top = keys.blocks.clusters.index_select(0, self.top_places // keys.blocks.length)
         exact[:, :-1] += keys.means.index_select(0, clusters_of_top)
         exact_rows = exact.view(self.P * self.C, T, exact.shape[1])
-        bias = torch.zeros(self.P * self.C, T + self.G, dtype=tilted.dtype, device=tilted.device)
-        bias[:, T:] = (self.log_mass - torch.linalg.vecdot(self.centroids[:, :, None], tilted_keys)).flatten(0, 1)
-        table_keys = torch.cat([exact_rows[..., :D], tilted_keys.flatten(0, 1)], dim=1)
+        table_keys = exact.new_zeros(self.P * self.C, T + self.G, D + 1)
+        table_keys[:, :T, :D] = exact_rows[..., :D]
+        bias = self.log_mass - torch.linalg.vecdot(self.centroids[:, :, None], tilted_keys)
+        table_keys[:, T:, :D] = tilted_keys.flatten(0, 1)
+        table_keys[:, T:, D] = bias.flatten(0, 1)
+        if keys.rows.dtype != table_keys.dtype:
+            self._center(table_keys)
         values = torch.cat([exact_rows[..., D:-1], tilted_values.flatten(0, 1)], dim=1)
-        self.table = ClusterTable(with_bias(table_keys, bias, keys.rows.dtype), values.to(keys.rows.dtype))
+        self.table = ClusterTable(table_keys.to(keys.rows.dtype), values.to(keys.rows.dtype))
+
+    def _tilted_keys(self) -> torch.Tensor:
+        """`K̃_jc` `(P, C, G, D)`."""
+        return self.tilted[..., : self.keys.D] + self.keys.mean_keys()[:, None]
+
+    def _center(self, table_keys: torch.Tensor) -> None:
+        """Take from a table's keys the one that its centroid sees: it adds the same to all scores of a query.
+
+        Scores that are rounded to a part in 256 of themselves are then small where the weights are large.
+        """
+        rows, bias = table_keys[..., :-1], table_keys[..., -1]
+        weights = torch.linalg.vecdot(rows, self.centroids.view(len(rows), 1, -1)).add_(bias).softmax(dim=1)
+        rows -= weights[:, None] @ rows
 
     def backward(
         self, grad: ClusterTable, grad_log_mass: torch.Tensor | None = None
@@ -188,7 +208,7 @@ class Summaries:
         grad_tilted = torch.cat([grad.keys[:, T:, :D], grad.values[:, T:]], dim=2)
         # b_jc = log S_jc - Q̄_j·K̃_jc
         grad_tilted[..., :D] -= grad_bias[..., None] * self.centroids.flatten(0, 1)[:, None]
-        grad_centroids = -(grad_bias[:, None] @ self.table.keys[:, T:, :D].to(dtype))[:, 0]
+        grad_centroids = -(grad_bias[:, None] @ self._tilted_keys().flatten(0, 1))[:, 0]
         of_mass = grad_bias.reshape(self.P, self.C, self.G)
         grad_log_mass = of_mass if grad_log_mass is None else grad_log_mass + of_mass
 
