@@ -295,19 +295,6 @@ def test_error_is_far_below_that_of_order_zero(spread):
     assert (first - expected).norm() < 0.4 * (zero - expected).norm()
 
 
-@pytest.mark.parametrize("shift", [0.0, 8.0])
-def test_bfloat16_loses_little_of_large_scores(shift):
-    """Scores of 250 that all keys share are rounded to 1: they must not reach the softmax."""
-    query, key, value, labels, key_labels = clustered_data(0.3)
-    rounded = [rows.bfloat16() for rows in (query + shift, key + shift, value)]
-    counts = {"clusters": 16, "key_clusters": 16, "topk": 8}
-    expected = bi_clustered_attention(
-        *(rows.double() for rows in rounded), labels, key_labels, **counts, backend="reference"
-    )
-    output = bi_clustered_attention(*rounded, labels, key_labels, **counts, backend="batched")
-    assert (output - expected).norm() < 0.01 * expected.norm()
-
-
 @pytest.mark.parametrize("size", [10.0, 1000.0])
 def test_large_scores_lose_no_cluster(size):
     """What is left of a cluster without its exact keys may score hundreds below the empty places of its blocks."""

@@ -19,7 +19,7 @@ from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
 from ..shared.gradients import register_attention
 from ..shared.head_threads import for_every_chunk
 from ..shared.key_summaries import KeyClusters, Summaries
-from ..shared.precision import accumulation_dtype, product_dtype
+from ..shared.precision import accumulation_dtype, in_products, product_dtype
 from ..shared.row_chunks import RowChunk
 from ..shared.tables import (
     chunks_of,
@@ -67,7 +67,7 @@ class _Chunk:
     ) -> None:
         dtype, products = accumulation_dtype(query.dtype), product_dtype(query.dtype)
         keys = KeyClusters(
-            chunk.keys(key).to(products), chunk.keys(value).to(products), chunk.keys(key_labels), key_clusters
+            in_products(chunk.keys(key)), chunk.keys(value).to(products), chunk.keys(key_labels), key_clusters
         )
         self.keys, self.P, self.G, self.D, self.Dv = keys, keys.P, keys.G, keys.D, keys.Dv
         self.T, self.C = min(topk, keys.M), chunk.group * clusters

@@ -9,7 +9,7 @@ import torch
 from ..shared.centroids import centroid_backward, centroid_dropout, centroid_scores
 from ..shared.gradients import register_attention
 from ..shared.head_threads import for_every_chunk
-from ..shared.precision import product_dtype
+from ..shared.precision import in_products, product_dtype
 from ..shared.row_chunks import RowChunk
 from ..shared.tables import (
     chunks_of,
@@ -39,7 +39,8 @@ def clustered_attention(
     output, dtype = output_of_chunks(query, key, value, key_mask, query_mask), product_dtype(query.dtype)
 
     def attend_chunk(chunk: RowChunk) -> None:
-        q, k, v = (rows.to(dtype) for rows in (chunk.queries(query), chunk.keys(key), chunk.keys(value)))
+        q, v = (rows.to(dtype) for rows in (chunk.queries(query), chunk.keys(value)))
+        k = in_products(chunk.keys(key))
         P, N, _ = q.shape
         tables = chunk.group * clusters
         index = table_rows(chunk, labels, clusters)
@@ -64,7 +65,8 @@ def gradients(
     dtype = product_dtype(query.dtype)
 
     def attend_chunk(chunk: RowChunk) -> None:
-        q, k, v = (rows.to(dtype) for rows in (chunk.queries(query), chunk.keys(key), chunk.keys(value)))
+        q, v = (rows.to(dtype) for rows in (chunk.queries(query), chunk.keys(value)))
+        k = in_products(chunk.keys(key))
         P, N, _ = q.shape
         tables = chunk.group * clusters
         index = table_rows(chunk, labels, clusters)

@@ -15,7 +15,7 @@ from ..shared.cluster_table import ClusterTable, attend, attend_backward
 from ..shared.dropout import TOPK_WEIGHTS
 from ..shared.gradients import register_attention
 from ..shared.head_threads import for_every_chunk
-from ..shared.precision import accumulation_dtype, product_dtype
+from ..shared.precision import accumulation_dtype, in_products, product_dtype
 from ..shared.row_chunks import RowChunk
 from ..shared.tables import (
     chunks_of,
@@ -57,7 +57,7 @@ class _Chunk:
         dropout_seed: torch.Tensor | None,
     ) -> None:
         products = product_dtype(query.dtype)
-        self.key, self.value = chunk.keys(key).to(products), chunk.keys(value).to(products)
+        self.key, self.value = in_products(chunk.keys(key)), chunk.keys(value).to(products)
         self.clusters = chunk.group * clusters
         self.P, self.M, _ = self.key.shape
         self.index = table_rows(chunk, labels, clusters)

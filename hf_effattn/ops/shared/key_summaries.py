@@ -176,23 +176,12 @@ class Summaries:
         bias = self.log_mass - torch.linalg.vecdot(self.centroids[:, :, None], tilted_keys)
         table_keys[:, T:, :D] = tilted_keys.flatten(0, 1)
         table_keys[:, T:, D] = bias.flatten(0, 1)
-        if keys.rows.dtype != table_keys.dtype:
-            self._center(table_keys)
         values = torch.cat([exact_rows[..., D:-1], tilted_values.flatten(0, 1)], dim=1)
         self.table = ClusterTable(table_keys.to(keys.rows.dtype), values.to(keys.rows.dtype))
 
     def _tilted_keys(self) -> torch.Tensor:
         """`K̃_jc` `(P, C, G, D)`."""
         return self.tilted[..., : self.keys.D] + self.keys.mean_keys()[:, None]
-
-    def _center(self, table_keys: torch.Tensor) -> None:
-        """Take from a table's keys the one that its centroid sees: it adds the same to all scores of a query.
-
-        Scores that are rounded to a part in 256 of themselves are then small where the weights are large.
-        """
-        rows, bias = table_keys[..., :-1], table_keys[..., -1]
-        weights = torch.linalg.vecdot(rows, self.centroids.view(len(rows), 1, -1)).add_(bias).softmax(dim=1)
-        rows -= weights[:, None] @ rows
 
     def backward(
         self, grad: ClusterTable, grad_log_mass: torch.Tensor | None = None
