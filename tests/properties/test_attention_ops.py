@@ -1,6 +1,7 @@
 """What holds for every attention op, whatever it is given."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -134,3 +135,19 @@ def check_gradients(case: Case) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_gradients_of_every_attention_op(op):
     property_test(f"gradients of {op}", check_gradients, cases(op), share=40)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_what_scores_share_is_not_rounded_with_them(op, dtype):
+    """Of scores around 256 bfloat16 keeps whole numbers and float16 quarters; exact attention sums in float32."""
+    shape: dict[str, Any] = {"B": 1, "key_heads": 2, "group": 1, "N": 96, "M": 96, "D": 16, "Dv": 16}
+    plain: dict[str, Any] = {"layout": "contiguous", "masks": "none", "junk": 0.0, "equal": "none", "exact": False}
+    sizes: dict[str, Any] = {"clusters": 8, "topk": 96, "key_clusters": 4, "length": 16, "method": "clustered"}
+    exponents = dict.fromkeys(("query_exponent", "key_exponent", "value_exponent"), 0.0)
+    case = Case(op, seed=0, dtype=dtype, scale=None, flag=True, **shape, **plain, **sizes, **exponents)
+    inputs = make_inputs(replace(case, dtype=torch.float64)).map(lambda rows: (rows + 8).to(dtype))
+    inputs.value -= 8
+    expected = attend(case, inputs.map(torch.Tensor.double))
+    output = attend(case, inputs).double()
+    assert (output - expected).norm() < 0.03 * expected.norm()

@@ -117,10 +117,14 @@ class _Chunk:
 
     def scores(self) -> torch.Tensor:
         """Scores of all queries, invisible keys at the lowest number, `(T, G, window + K)` in float32 or float64."""
-        parts = [torch.bmm(self.query, self.key_part(*part).transpose(1, 2)) for part in self.layout.parts]
+        # A product of bfloat16 is rounded to a part in 256 of itself, what all scores of a query share included.
+        dtype = accumulation_dtype(self.query.dtype)
+        query = self.query.to(dtype)
+        parts = [torch.bmm(query, self.key_part(*part).to(dtype).transpose(1, 2)) for part in self.layout.parts]
         if self.sinks is not None:
-            parts.append(self.per_head(self.query).bmm(self.sink_keys.transpose(1, 2)).view(*self.query.shape[:2], -1))
-        scores = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).to(accumulation_dtype(self.query.dtype))
+            sinks = self.sink_keys.to(dtype).transpose(1, 2)
+            parts.append(self.per_head(query).bmm(sinks).view(*query.shape[:2], -1))
+        scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         hidden = self._hidden()
         if hidden is not None:
             self.per_slice(scores).masked_fill_(hidden, torch.finfo(scores.dtype).min)

@@ -173,7 +173,9 @@ def chunk_weights(
     chunk: BlockChunk, q: torch.Tensor, k: torch.Tensor, scale: float, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Softmax weights `(g, H, w, window · w)` in float32 or float64."""
-    scores = ((q * scale) @ k.transpose(1, 2)).to(accumulation_dtype(q.dtype))
+    # A product of bfloat16 is rounded to a part in 256 of itself, what all scores of a query share included.
+    dtype = accumulation_dtype(q.dtype)
+    scores = (q.to(dtype) * scale) @ k.to(dtype).transpose(1, 2)
     g = len(chunk.blocks)
     scores = scores.view(g, -1, len(chunk.query_rows) // g, k.shape[1])
     if bias is not None:
