@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.utils.output_capturing import _active_collector
 
 from .exact import exact_weights, visible_keys
 from .keywords import needs_exact_attention
@@ -31,11 +32,6 @@ from .model_types import is_causal, is_self_attention, is_served, model_type_of,
 from .module_patch import RECORD, ModulePatch
 from .stored import FIELD, check_layers, read_stored
 
-try:
-    from transformers.utils.output_capturing import _active_collector
-except ImportError:  # older versions have none
-    _active_collector = None
-
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -43,9 +39,8 @@ def padding_mask(
     *,
     batch_size: int,
     kv_length: int,
-    q_length: int | None = None,
+    q_length: int,
     q_offset: int | torch.Tensor = 0,
-    cache_position: torch.Tensor | None = None,
     mask_function: Callable = causal_mask_function,
     **kwargs: Any,
 ) -> torch.Tensor | None:
@@ -54,10 +49,8 @@ def padding_mask(
     Args:
         batch_size (`int`): `B`.
         kv_length (`int`): `M`.
-        q_length (`int`, *optional*): `N`.
+        q_length (`int`): `N`.
         q_offset (`int`): position of the first query; above 0 where a cache holds earlier keys.
-        cache_position (`torch.Tensor`, *optional*): positions of the queries, `(N,)`; what transformers before 5.4
-            passes instead of `q_length`.
         mask_function (`Callable`): transformers' rule for who sees whom, before padding.
         kwargs: transformers' further arguments, handed on.
 
@@ -65,22 +58,17 @@ def padding_mask(
         `torch.BoolTensor`, *optional*: `(B, N)` or `(B, 1, N, M)`, True = attend; None where nothing is masked but the
         future. With a causal `(B, N)`, or None, the queries' own keys are the first `N`, whatever room a cache has.
     """
-    queries: dict[str, Any] = {"q_length": q_length, "q_offset": q_offset}
-    one_query: dict[str, Any] = {"q_length": 1, "q_offset": q_offset}
-    if cache_position is not None:
-        q_length, q_offset = len(cache_position), cache_position[0]
-        queries, one_query = {"cache_position": cache_position}, {"cache_position": cache_position[:1]}
-    kwargs |= {"batch_size": batch_size, "kv_length": kv_length, "mask_function": mask_function}
+    kwargs |= {"batch_size": batch_size, "kv_length": kv_length, "q_offset": q_offset, "mask_function": mask_function}
     entry = MODEL_TYPES.get(getattr(kwargs.get("config"), "model_type", ""))
     if entry is not None and entry.causal and mask_function is causal_mask_function:
-        if q_length is not None and 1 < q_length <= kv_length and _is_first(q_offset) and not kwargs.get("kv_offset"):
+        if 1 < q_length <= kv_length and _is_first(q_offset) and not kwargs.get("kv_offset"):
             return _prompt_mask(kwargs.get("attention_mask"), q_length)
     elif entry is not None and q_length == kv_length and mask_function is bidirectional_mask_function:
         # All rows of a padding mask are alike: one row is O(M), and transformers decides in it whether any mask is
         # needed.
-        row = sdpa_mask(**one_query, **kwargs)
+        row = sdpa_mask(q_length=1, **kwargs)
         return None if row is None else row[:, 0, 0, :]
-    return sdpa_mask(**queries, **kwargs)
+    return sdpa_mask(q_length=q_length, **kwargs)
 
 
 def _is_first(position: int | torch.Tensor) -> bool:
@@ -259,7 +247,7 @@ def _matrices_are_collected(module: nn.Module) -> bool:
     if getattr(module.config, "output_attentions", False):
         return True
     # In a compiled layer of a model that is not compiled itself, the collector's state cannot be traced.
-    if _active_collector is None or (torch.compiler.is_compiling() and not _active_collector.compiling):
+    if torch.compiler.is_compiling() and not _active_collector.compiling:
         return False
     return "attentions" in (_active_collector.get() or ())
 

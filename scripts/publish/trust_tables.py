@@ -1,6 +1,7 @@
 """The tables of `model_cards/RELIABILITY.md`, from what the scripts of `scripts/trust` keep."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -149,7 +150,7 @@ def versions() -> str:
             *(str(row[name]) for name in ("passed", "skipped", "excepted")),
             str(len(row["failed"] + row["passed_but_excepted"])),
         ]
-        for row in sorted(rows, key=lambda row: (row["versions"], row["suite"]))
+        for row in sorted(rows, key=lambda row: (numbers_in(row["versions"]), row["suite"]))
     ]
     table = markdown(["versions", "tests", "passed", "skipped", "excepted", "failed"], lines)
     failed = [
@@ -166,6 +167,11 @@ def versions() -> str:
     said = [f"Failed: {', '.join(failed) or 'none'}.", f"Not run here: {'; '.join(missing) or 'none'}."]
     devices = ", ".join(sorted({row["device_name"] for row in rows}))
     return "\n\n".join([table, *said, f"<sub>{devices}</sub>"])
+
+
+def numbers_in(versions: str) -> list[int]:
+    """By which 5.7.0 comes before 5.23.0."""
+    return [int(number) for number in re.findall(r"\d+", versions)]
 
 
 def any_row(rows: list[dict[str, Any]], versions: str, suite: str) -> bool:

@@ -351,3 +351,8 @@ class CSTCache(Cache):
 
     def __init__(self, num_hidden_layers: int) -> None:
         super().__init__(layers=[CSTCacheLayer() for _ in range(num_hidden_layers)])
+
+    def activate_past_recording(self) -> None:
+        """Keep what `crop` needs, until it is called; transformers before 5.14 has no such method."""
+        for layer in self.layers:
+            layer.activate_past_recording()

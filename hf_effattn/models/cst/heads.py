@@ -192,8 +192,7 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
             cache = model_kwargs[CACHE_NAME] = CSTCache(self.config.num_hidden_layers)
         drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
         if drafts and isinstance(cache, CSTCache):
-            for layer in cache.layers:
-                layer.activate_past_recording()
+            cache.activate_past_recording()
 
     @can_return_tuple
     @takes_cache

@@ -6,6 +6,7 @@ import os
 import random
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,19 @@ def test_the_table_of_versions_names_failures_and_what_did_not_run(monkeypatch, 
     first, second = versions.TRIED[:2]
     assert f"Failed: `TestA::test_bad` ({first.name}), `TestA::test_good` passed ({first.name})." in table
     assert f"Not run here: {first.name} ({versions.SUITES[-1]}); {second.name}." in table
+
+
+def test_versions_from_the_oldest_to_the_newest_that_the_readme_names_are_tried_and_pass():
+    """pyproject.toml allowed 5.0, of which 103 tests failed."""
+    root = versions.ROOT
+    allowed = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    oldest = next(one for one in allowed if one.startswith("transformers")).removeprefix("transformers>=")
+    rows = json.loads((root / "scripts/results/versions.json").read_text(encoding="utf-8"))["rows"]
+    ran = sorted({row["transformers"] for row in rows}, key=trust_tables.numbers_in)
+    assert ran == sorted({tried.transformers for tried in versions.TRIED}, key=trust_tables.numbers_in)
+    assert ran[0] == f"{oldest}.0"
+    assert f"transformers {oldest} to {ran[-1].removesuffix('.0')} pass" in (root / "README.md").read_text("utf-8")
+    assert all(row["failed"] == row["passed_but_excepted"] == [] for row in rows)
 
 
 def test_a_table_without_results_says_how_to_get_them(monkeypatch, tmp_path):
