@@ -23,7 +23,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from ..measuring.candidates import name_settings
 from ..measuring.cost import timed
-from ..measuring.environment import environment
+from ..measuring.environment import environment, usable_device
 from ..patching import extend_positions, from_pretrained, patch_attention
 from ..patching.methods import make_method
 from ..patching.stored import FIELD, read_stored
@@ -132,6 +132,7 @@ class _Run:
 
     @cached_property
     def _loaded(self) -> tuple[PreTrainedModel, Any]:
+        device = usable_device(self.options.device)
         model, tokenizer, _ = load_model(self.options.model, self.options.dtype)
         if getattr(model.config, "is_encoder_decoder", False):
             raise ValueError(
@@ -147,8 +148,7 @@ class _Run:
                 )
             if self.options.method is None and self.options.error_budget is None:
                 model = from_pretrained(AutoModel, self.options.model, dtype=self.options.dtype).eval()
-        device = self.options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return model.to(torch.device(device)), tokenizer
+        return model.to(device), tokenizer
 
     @property
     def model(self) -> PreTrainedModel:

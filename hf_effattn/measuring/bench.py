@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from ..patching.methods import METHODS, Method
 from .candidates import make_candidates
 from .cost import compare, peak_memory_added
-from .environment import environment
+from .environment import environment, usable_device
 from .errors import relative_error
 from .exact_kernels import exact_kernels
 from .json_numbers import finite_or_none
@@ -86,11 +86,7 @@ def bench(
             raise ValueError(
                 f"{one.label} is a conversion, whose attention belongs to a model: measure it with hf_effattn.report"
             )
-    try:
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=chosen)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
+    chosen = usable_device(device)
     rows: list[dict[str, Any]] = []
     for done, length in enumerate(lengths):
         advance(done, len(lengths), f"{length:,} tokens")

@@ -26,6 +26,23 @@ def processor_name() -> str:
     return f"{name} ({', '.join(extensions)})" if extensions else name
 
 
+def usable_device(device: str | torch.device | None) -> torch.device:
+    """The device to work on, once something was put there.
+
+    Args:
+        device (`str` or `torch.device`, *optional*): default: a GPU where there is one, else the CPU.
+
+    Raises:
+        ValueError: no such device, or not on this machine.
+    """
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=chosen)
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch built without CUDA
+        raise ValueError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return chosen
+
+
 def environment(device: torch.device | None = None) -> dict[str, Any]:
     """Device, threads, versions and time, as JSON values.
 

@@ -282,7 +282,7 @@ def method_for(module: nn.Module, method: str) -> Method | None:
 def _method_from_config(module: nn.Module, method: str) -> Method | None:
     stored = getattr(module.config, FIELD, None)
     if stored is None:
-        return make_method(method)
+        return make_method(method).for_layers(())  # raises where each layer needs settings of its own
     chosen, layers = read_stored(stored, method)
     if layers is None and not chosen.differs_by_layer:
         return chosen

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from .attention import causal_error, unsupported_error
 from .methods import METHODS, Method
-from .model_table import MODEL_TYPES
+from .model_table import MODEL_TYPES, NOT_SERVED
 from .model_types import (
     Stack,
     causal_modules,
@@ -94,6 +94,8 @@ def check_model(model: Any) -> None:
 
 def _check_dispatch(model: PreTrainedModel, method: str) -> None:
     if not model._can_set_attn_implementation():
+        if model.config.model_type in NOT_SERVED:
+            raise ValueError(unsupported_error(method, type(model).__name__, model.config.model_type))
         raise ValueError(
             f"{type(model).__name__} does not dispatch its attention through transformers' AttentionInterface in "
             f'transformers {transformers.__version__}, so "{method}" cannot take its place (a newer transformers may '

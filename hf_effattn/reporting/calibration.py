@@ -2,8 +2,8 @@
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from ..measuring.ladder import (
 )
 from ..measuring.progress import Progress, progress_bar
 from ..measuring.recording import as_it_was, layer_names, recording, stacks_to_report
+from ..patching.methods import Method
 from ..patching.methods.per_head import PerHead, described
 from ..patching.model_types import Stack, is_causal, model_type_of
 from ..patching.sentence_transformers import model_and_inputs
@@ -101,7 +102,7 @@ class Calibration:
         lines = [
             f"Within an error of {percent(made['error'])}: {percent(made['held_out'])} of the heads on texts left out "
             f"({count(made['texts'], 'text')} of {lengths} tokens, margin {made['margin']:.2f}); attention "
-            f"{made['speed']:.1f} times faster than exact.",
+            f"{made['speed']:.2g} times as fast as exact.",
             *(f"  {heads.count(index):>4} heads: {name}" for index, name in enumerate(names)),
         ]
         return "\n".join(lines)
@@ -172,7 +173,7 @@ def calibrate(
         )
     lengths = _lengths_of(batches, stack)
     if lengths and all(rung.is_exact(N, N, device_type, causal=causal) for rung in rungs for N in lengths):
-        raise _nothing_to_measure(max(lengths))
+        raise _nothing_to_measure(rungs, lengths, device_type, causal)
     found = LadderErrors(rungs)
     with progress_bar(progress, len(batches) * len(layer_names(model)), "calibrate") as advance:
 
@@ -202,7 +203,8 @@ def _chosen(
     costs = found.costs()
     ran = costs[:-1].isfinite()
     if not ran.any():
-        raise _nothing_to_measure(max(found.seconds))
+        causal = any(is_causal(module) for module in stack.modules)
+        raise _nothing_to_measure(found.rungs, found.seconds, model.device.type, causal)
     model_of = described(stack)
     rungs = [rung for rung, one in zip(found.rungs, ran.tolist(), strict=True) if one]
     errors, costs = found.stacked(model_of["layers"])[:, ran], torch.cat([costs[:-1][ran], costs[-1:]])
@@ -261,10 +263,16 @@ def _only_stack(model: Any) -> Stack:
     return stacks[0]
 
 
-def _nothing_to_measure(longest: int) -> ValueError:
+def _nothing_to_measure(rungs: Sequence[Method], lengths: Iterable[int], device: str, causal: bool) -> ValueError:
+    lengths = list(lengths)
+    said = f"every rung runs exact attention on these inputs of at most {max(lengths):,} tokens"
+    forced = [replace(rung, min_length=0) for rung in rungs]
+    if all(rung.is_exact(N, N, device, causal=causal) for rung in forced for N in lengths):
+        what = "one segment and its window" if causal else "one of its counts"
+        return ValueError(f"{said}, since {what} reaches so far, which min_length=0 does not change: give longer ones")
     return ValueError(
-        f"every rung runs exact attention on these inputs of at most {longest:,} tokens, as that is faster: give "
-        "longer ones, or min_length=0 (on the command line --min-length 0) to force the rungs"
+        f"{said}, as that is faster: give longer ones, or min_length=0 (on the command line --min-length 0) to force "
+        "the rungs"
     )
 
 

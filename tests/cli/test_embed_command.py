@@ -357,6 +357,8 @@ def test_a_run_with_other_options_is_refused_in_words(encoder, documents, tmp_pa
         (["{encoder}", "documents", "--pooling", "max"], "pooling must be one of mean, cls, last"),
         (["{encoder}", "documents", "--format", "csv"], "--format must be one of npy, parquet"),
         (["{encoder}", "documents", "--dtype", "int8"], "--dtype must be one of"),
+        (["{encoder}", "documents", "--device", "nowhere"], "device 'nowhere' cannot be used"),
+        (["{encoder}", "documents", "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
         (["{encoder}", "documents", "--chunk", "65"], "longer than the 64 tokens"),
         (["{encoder}", "documents", "--chunk", "2"], "leave no room for text"),
         (["{encoder}", "documents", "--max-length", "65"], "add --extend-positions"),

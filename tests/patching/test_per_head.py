@@ -223,6 +223,14 @@ def test_another_models_settings_are_refused(tmp_path: Path) -> None:
     refused(model, "holds no settings of hf_effattn", settings=tmp_path / "plain")
 
 
+def test_the_name_alone_is_refused_by_the_forward_pass() -> None:
+    """It ran exact attention without a word."""
+    model = tiny_model("bert")
+    model.set_attn_implementation("per-head")
+    with pytest.raises(ValueError, match='"per-head" has no settings of its own'):
+        model(**batch_for(model).inputs)
+
+
 def test_settings_of_a_file_serve_a_model_with_a_head(tmp_path: Path) -> None:
     stored = {"version": 2, "method": "per-head", "rungs": RUNGS, "heads": HEADS, "min_length": 0}
     (tmp_path / "effattn.json").write_text(json.dumps(stored))

@@ -264,6 +264,14 @@ def test_rungs_that_never_run_are_refused_before_the_model_runs_where_its_inputs
     assert bool(calls) == runs
 
 
+@pytest.mark.parametrize(("model_type", "reason"), [("bert", "one of its counts"), ("gpt2", "one segment")])
+def test_inputs_that_no_min_length_makes_long_enough(model_type: str, reason: str) -> None:
+    """The advice was min_length=0, which had been given."""
+    ladder = [{"method": "bi-clustered", "clusters": 64, "segment_length": 64}]
+    with pytest.raises(ValueError, match=f"at most 40 tokens, since {reason}.*give longer ones$"):
+        hf_effattn.calibrate(tiny_model(model_type), texts(), **OPTIONS | {"min_length": 0, "ladder": ladder})
+
+
 def test_texts_that_differ_too_much() -> None:
     model = tiny_model("bert")
     with pytest.raises(ValueError, match="needs two texts or more"):
