@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.utils import cached_file
 
-from .methods import Method, make_method, setting_names
+from .methods import METHODS, Method, make_method, setting_names
 
 FIELD = "effattn"
 # Written is the oldest that says it all, so that earlier versions of the package read what they can run.
@@ -118,6 +118,8 @@ def read_settings(settings: Any, method: str | None = None, **overrides: Any) ->
     where = "settings"
     if isinstance(settings, str | os.PathLike):
         where = str(settings)
+        if where in METHODS and not Path(where).exists():
+            raise ValueError(f'settings="{where}" names a method, not a place: give it as method="{where}"')
         settings = _read_file(Path(where))
     elif hasattr(settings, "to_dict"):
         settings = settings.to_dict()

@@ -221,6 +221,7 @@ def test_another_models_settings_are_refused(tmp_path: Path) -> None:
     refused(model, "there are no settings at", FileNotFoundError, settings=tmp_path / "other.json")
     AutoConfig.for_model("bert").save_pretrained(tmp_path / "plain")
     refused(model, "holds no settings of hf_effattn", settings=tmp_path / "plain")
+    refused(model, 'give it as method="bi-clustered"', settings="bi-clustered")  # no repository of that name
 
 
 def test_the_name_alone_is_refused_by_the_forward_pass() -> None:

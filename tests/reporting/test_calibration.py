@@ -129,18 +129,18 @@ def errors_with(model: Any, inputs: list[dict[str, torch.Tensor]], of_layer: Any
     return torch.stack([torch.cat(found[layer]) for layer in sorted(found)], dim=1)
 
 
+def encoder_or_llama(model_type: str) -> Any:
+    if model_type != "llama":
+        return tiny_model(model_type)
+    sizes = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "initializer_range": 0.25}
+    torch.manual_seed(0)
+    return AutoModel.from_config(AutoConfig.for_model("llama", **sizes, **heads)).eval()
+
+
 @pytest.mark.parametrize("model_type", ["bert", "modernbert", "llama"])
 def test_every_head_gets_the_cheapest_within_the_budget(model_type: str) -> None:
-    small = {
-        "vocab_size": 60,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "intermediate_size": 48,
-        "initializer_range": 0.25,
-    }
-    llama = AutoConfig.for_model("llama", **small, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)
-    torch.manual_seed(0)
-    model = AutoModel.from_config(llama).eval() if model_type == "llama" else tiny_model(model_type)
+    model = encoder_or_llama(model_type)
     inputs = texts(padded=9)
     local = {"segment_length": 4, "window": 4}
     # Decoders take four times as many exact keys.
@@ -264,12 +264,12 @@ def test_rungs_that_never_run_are_refused_before_the_model_runs_where_its_inputs
     assert bool(calls) == runs
 
 
-@pytest.mark.parametrize(("model_type", "reason"), [("bert", "one of its counts"), ("gpt2", "one segment")])
+@pytest.mark.parametrize(("model_type", "reason"), [("bert", "one of its counts"), ("llama", "one segment")])
 def test_inputs_that_no_min_length_makes_long_enough(model_type: str, reason: str) -> None:
     """The advice was min_length=0, which had been given."""
     ladder = [{"method": "bi-clustered", "clusters": 64, "segment_length": 64}]
     with pytest.raises(ValueError, match=f"at most 40 tokens, since {reason}.*give longer ones$"):
-        hf_effattn.calibrate(tiny_model(model_type), texts(), **OPTIONS | {"min_length": 0, "ladder": ladder})
+        hf_effattn.calibrate(encoder_or_llama(model_type), texts(), **OPTIONS | {"min_length": 0, "ladder": ladder})
 
 
 def test_texts_that_differ_too_much() -> None:
