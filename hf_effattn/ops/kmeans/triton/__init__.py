@@ -46,12 +46,14 @@ def assign_blocks(block_d: int, points: int, wide: bool, shared_memory: int) -> 
     return block_n, 32 if wide else 64, block_d, 8 if wide and block_n * block_d >= 8192 else 4, stages
 
 
-def update_blocks(block_d: int, wide: bool, chip: Chip) -> dict[str, int]:
+def update_blocks(block_d: int, wide: bool, chip: Chip, clusters: int) -> dict[str, int]:
     """Block sizes, warps and stages of the kernels that add up the members of some clusters."""
     if wide or block_d > 64:
         sizes = 16, 32, min(block_d, 32), 8 if block_d > 128 else 4, 1
     else:
-        sizes = (32, 256, block_d, 8, 2) if chip.is_large else (16, 128, block_d, 4, 3)
+        # Few clusters are shared by more programs; of many each would read all rows once more.
+        large = (16, 256, block_d, 8, 3) if clusters <= 64 else (32, 256, block_d, 8, 2)
+        sizes = large if chip.is_large else (16, 128, block_d, 4, 3)
     return dict(zip(("BLOCK_C", "BLOCK_R", "BLOCK_K", "num_warps", "num_stages"), sizes, strict=True))
 
 
@@ -77,7 +79,7 @@ def fit(
     result = Centroids(origin, centroids, directions, half_norms)
     per_metric = 1 if metric is None else P // metric.shape[0]
     groups = triton.cdiv(clusters, 16) if binary else KERNEL_SEEDING.groups(clusters)
-    update = update_blocks(block_d, wide, chip) | chip.all_registers
+    update = update_blocks(block_d, wide, chip, clusters) | chip.all_registers
     part = 16 if wide else 32
     strided_points = points, *points.stride()
     kind = {"BINARY": binary, "HAS_METRIC": metric is not None}
