@@ -13,7 +13,7 @@ from .softmax import KIND, KINDS, dot_rows, softmax_step, softmax_weights
 from .tiles import LOWEST, load_rows
 
 MOST_TILES = 8  # of queries that one program walks: a few large clusters are to be shared by many
-MOST_SUMMARIES = 32  # that it holds meanwhile
+MOST_SUMMARIES = 32  # of short rows, that it holds meanwhile
 
 
 @triton.jit
@@ -185,7 +185,8 @@ def blocks_of_queries(
     """Programs of a head and queries of each that the forward kernel takes, and its constants that depend on sizes."""
     rows, N = config["ROWS"], query.shape[2]
     block_g = min(config["COLUMNS"], block_width(key_clusters))
-    once = topk <= config["COLUMNS"] and key_clusters <= min(config["COLUMNS"], MOST_SUMMARIES)
+    narrow = max(config["BLOCK_D"], config["BLOCK_V"]) * query.element_size() <= 128
+    once = topk <= config["COLUMNS"] and key_clusters <= (min(config["COLUMNS"], MOST_SUMMARIES) if narrow else 0)
     tiles = min(MOST_TILES, max(MOST_TILES // 2, triton.cdiv(N, clusters * rows))) if once else 1
     part = dipole_part(query, config["BLOCK_D"])
     sizes = {"ONCE": once, "BLOCK_C": 128, "BLOCK_G": block_g, "PART": part if once else min(part, 32)}
