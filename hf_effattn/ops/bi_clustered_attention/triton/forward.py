@@ -282,7 +282,7 @@ def choose_keys(
     with on_device_of(query):
         _bi_clustered_attention_fwd_covariance_kernel[(B * Hk * triton.cdiv(D, 16),)](
             products, queries.starts, covariance, sizes, H // Hk, len(products) // (B * Hk), D, queries.clusters,
-            scale**2, BLOCK_D=block_d, COLUMNS=16,
+            scale**2, BLOCK_D=block_d, COLUMNS=16, **chip.all_registers,
         )  # fmt: skip
         _bi_clustered_attention_fwd_distance_kernel[(B * Hk * tiles,)](
             key, mean_keys, covariance, sizes, exact_heads, keys.order, keys.starts, keys.tiles, log_squares,
