@@ -232,14 +232,15 @@ def attention_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], 
         mask = torch.ones(1, length, dtype=torch.bool) if dropout_p else mask
         key_labels = torch.zeros(1, key_heads, length, dtype=torch.int64)
         rest = mask, mask, exact, 0.125, dropout_p, seed
-        yield partial(bi_clustered, *qkv, labels, key_labels, min(clusters, 128), 64, topk, *rest)
+        for key_clusters, keys in ((64, topk), (16, 16)):  # walked in blocks, and held as one
+            yield partial(bi_clustered, *qkv, labels, key_labels, min(clusters, 128), key_clusters, keys, *rest)
 
 
 def clustering_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     """Calls of the clustering ops."""
     cluster_queries = import_module("hf_effattn.ops.cluster_queries.triton").cluster_queries
     offsets = import_module("hf_effattn.ops.bi_clustered_attention.triton.offsets").query_offsets
-    for length, clusters, masked in ((1024, 100, False), (16384, 1024, True)):
+    for length, clusters, masked in ((1024, 64, False), (16384, 1024, True)):
         query, key, _ = tensors(head_dim, dtype, length=length, heads=2, key_heads=2)
         query, key = query.detach(), key.detach()
         mask = torch.ones(1, length, dtype=torch.bool) if masked else None

@@ -9,8 +9,8 @@ import torch
 
 from ...derivatives import refuse_second_derivatives
 from ...shared.tables import empty_output, unwritten_output
-from ...shared.triton.chips import block_width, on_device_of
-from ...shared.triton.cluster_table import _cluster_table_fwd_kernel, dipole_part
+from ...shared.triton.chips import on_device_of
+from ...shared.triton.cluster_table_forward import _cluster_table_fwd_kernel, blocks_of_queries
 from ...shared.triton.sort import SortedRows, sort_by_cluster
 from ...shared.triton.tiles import LOG2_E, tile_config
 from .backward import attend_backward
@@ -62,16 +62,16 @@ def _forward(
     tables = make_tables(key, value, exact_heads, keys, centroids, log_squares, taken, top, covariances, scale)
     table_keys, table_values, log_mass, bias, at_centroid, dipoles = tables
     lse, share = (query.new_empty(B * H, N, dtype=torch.float32) for _ in range(2))
-    tiles = queries.tiles.shape[1]
+    config = tile_config(query, D, Dv, three=dropout_seed is None)
+    blocks, sizes = blocks_of_queries(query, clusters, topk, key_clusters, config)
     with on_device_of(query):
-        _cluster_table_fwd_kernel[(B * H * tiles,)](
-            query, key, value, dropout_seed, exact_heads, queries.order, queries.starts, queries.tiles, top,
+        _cluster_table_fwd_kernel[(B * H * blocks[0],)](
+            query, key, value, dropout_seed, exact_heads, queries.order, queries.starts, top,
             None, None, table_keys, table_values, bias, centroids, dipoles, output, lse, share,
             *query.stride(), *key.stride(), *value.stride(), *output.stride(),
-            H, H // Hk, N, D, Dv, clusters, key_clusters, tiles, topk, scale, scale * LOG2_E, dropout_p,
+            H, H // Hk, N, D, Dv, clusters, key_clusters, *blocks, topk, scale, scale * LOG2_E, dropout_p,
             HAS_SUMMARIES=True, HAS_REST=False, HAS_EXACT=exact_heads is not None,
-            HAS_DROPOUT=dropout_seed is not None, PART=dipole_part(query, block_width(D)),
-            **tile_config(query, D, Dv, three=dropout_seed is None),
+            HAS_DROPOUT=dropout_seed is not None, **sizes, **config,
         )  # fmt: skip
     if exact_heads is not None:
         masks = key_mask, query_mask

@@ -25,11 +25,36 @@ LIFT_PER_SQUARE = tl.constexpr(LOG2_E / 2)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
+def _bi_clustered_attention_fwd_covariance_kernel(
+    products_ptr, starts_ptr, covariance_ptr, sizes_ptr,
+    group, parts, D, clusters, scale_squared,
+    BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Some columns of `scale² Σ_η` of the query heads that share keys, each over the largest of its numbers."""
+    blocks = tl.cdiv(D, COLUMNS)
+    i_p = (tl.program_id(0) // blocks).to(tl.int64)
+    o_e, o_d = tl.arange(0, BLOCK_D), tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    queries = 0  # that are in a cluster
+    for i_g in range(0, group):
+        queries += tl.load(starts_ptr + (i_p * group + i_g) * (clusters + 2) + clusters)
+    # [BLOCK_D, COLUMNS]
+    m_ed = (o_e < D)[:, None] & (o_d < D)[None, :]
+    b_sum = tl.zeros([BLOCK_D, COLUMNS], tl.float32)
+    for part in range(0, parts):
+        p_products = products_ptr + ((i_p * parts + part) * D + o_e[:, None]) * D + o_d[None, :]
+        b_sum += tl.load(p_products, mask=m_ed, other=0.0)
+    b_size = tl.maximum(tl.max(tl.abs(b_sum), 0), SMALLEST_SQUARE)
+    # Of numbers up to 1, the products are in range in any dtype.
+    tl.store(covariance_ptr + (i_p * D + o_e[:, None]) * D + o_d[None, :], b_sum / b_size[None, :], mask=m_ed)
+    tl.store(sizes_ptr + i_p * D + o_d, b_size * (scale_squared / tl.maximum(queries, 1)), mask=o_d < D)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
 def _bi_clustered_attention_fwd_distance_kernel(
-    key_ptr, mean_key_ptr, products_ptr, query_starts_ptr, exact_heads_ptr, order_ptr, starts_ptr, tiles_ptr,
+    key_ptr, mean_key_ptr, covariance_ptr, sizes_ptr, exact_heads_ptr, order_ptr, starts_ptr, tiles_ptr,
     log_square_ptr, taken_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
-    key_heads, group, M, D, clusters, key_clusters, tiles, words, scale_squared,
+    key_heads, M, D, key_clusters, tiles, words,
     HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -47,37 +72,27 @@ def _bi_clustered_attention_fwd_distance_kernel(
     nowhere = (cluster >= key_clusters) | is_exact(exact_heads_ptr, i_p, HAS_EXACT)
     width = tl.where(nowhere, 0, D)
     mean_key_ptr += (i_p * key_clusters + tl.where(nowhere, 0, cluster)) * D
-    products_ptr += i_p * D * D
-    # Σ_η of the query heads that share the keys, over the queries that are in a cluster.
-    queries = 0
-    for i_g in range(0, group):
-        queries += tl.load(query_starts_ptr + (i_p * group + i_g) * (clusters + 2) + clusters)
-    factor = scale_squared / tl.maximum(queries, 1).to(tl.float32)
     b_square = tl.zeros([ROWS], tl.float32)
-    dtype = key_ptr.dtype.element_ty
     if BLOCK_K == BLOCK_D:
         # [ROWS, BLOCK_D]
         b_spread = load_spread(p_key, m_row, stride_key_d, mean_key_ptr, tl.arange(0, BLOCK_D), width)
     for first in range(0, width, PART):
         o_d = first + tl.arange(0, PART)
         b_turned = tl.zeros([ROWS, PART], tl.float32)
-        largest = 1.0
         for start in range(0, width, BLOCK_K):
             o_e = start + tl.arange(0, BLOCK_K)
             if BLOCK_K < BLOCK_D:
                 b_spread = load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_e, D)
             # [BLOCK_K, PART]
-            m_de = (o_e < D)[:, None] & (o_d < D)[None, :]
-            b_products = tl.load(products_ptr + o_e[:, None] * D + o_d[None, :], mask=m_de, other=0.0)
-            if dtype != tl.float32:  # whose rows are whole: with 1 as the largest number any covariance is in range
-                largest = tl.maximum(tl.max(tl.max(tl.abs(b_products), 1), 0), SMALLEST_SQUARE)
-                b_products = b_products / largest
-            b_turned = tl.dot(b_spread.to(dtype), b_products.to(dtype), b_turned, input_precision=PRECISION)
+            p_covariance = covariance_ptr + (i_p * D + o_e[:, None]) * D + o_d[None, :]
+            b_covariance = tl.load(p_covariance, mask=(o_e < D)[:, None] & (o_d < D)[None, :], other=0.0)
+            b_turned = tl.dot(b_spread.to(b_covariance.dtype), b_covariance, b_turned, input_precision=PRECISION)
         b_part = b_spread if PART == BLOCK_D else load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_d, D)
-        b_square += tl.sum(b_turned * b_part, 1) * largest
+        b_size = tl.load(sizes_ptr + i_p * D + o_d, mask=o_d < D, other=0.0)
+        b_square += tl.sum(b_turned * b_part * b_size[None, :], 1)
     for word in range(0, words):
         tl.store(taken_ptr + (i_p * M + b_row) * words + word, 0, mask=m_row)
-    b_log_square = tl.log2(tl.maximum(b_square * factor, SMALLEST_SQUARE))
+    b_log_square = tl.log2(tl.maximum(b_square, SMALLEST_SQUARE))
     tl.store(log_square_ptr + i_p * M + b_row, tl.where(nowhere, float("-inf"), b_log_square), mask=m_row)
 
 
@@ -259,15 +274,19 @@ def choose_keys(
     centroids = query.new_empty(B * H, queries.clusters, D)
     parts = max(1, min(queries.clusters, SUM_PROGRAMS // (B * H)))
     products, _ = cluster_products(query, query, queries, centroids, parts=parts)
-    products = products.view(B * Hk, -1, D, D).sum(dim=1)  # Σ_η, times the number of queries
+    covariance, sizes = key.new_empty(B * Hk, D, D), key.new_empty(B * Hk, D, dtype=torch.float32)
     log_squares = query.new_empty(B * Hk, M, dtype=torch.float32)
     words = triton.cdiv(H // Hk * queries.clusters, 32)
     taken = key.new_empty(B * Hk, M, words, dtype=torch.int32)
     tiles, chip, block_d = keys.tiles.shape[1], chip_of(query), block_width(D)
     with on_device_of(query):
+        _bi_clustered_attention_fwd_covariance_kernel[(B * Hk * triton.cdiv(D, 16),)](
+            products, queries.starts, covariance, sizes, H // Hk, len(products) // (B * Hk), D, queries.clusters,
+            scale**2, BLOCK_D=block_d, COLUMNS=16, **chip.all_registers,
+        )  # fmt: skip
         _bi_clustered_attention_fwd_distance_kernel[(B * Hk * tiles,)](
-            key, mean_keys, products, queries.starts, exact_heads, keys.order, keys.starts, keys.tiles, log_squares,
-            taken, *key.stride(), Hk, H // Hk, M, D, queries.clusters, keys.clusters, tiles, words, scale**2,
+            key, mean_keys, covariance, sizes, exact_heads, keys.order, keys.starts, keys.tiles, log_squares,
+            taken, *key.stride(), Hk, M, D, keys.clusters, tiles, words,
             HAS_EXACT=exact_heads is not None, ROWS=keys.tile, BLOCK_D=block_d,
             BLOCK_K=min(block_d, 32) if key.element_size() == 4 else block_d, PART=dipole_part(key, block_d),
             PRECISION=chip.dot_precision(query.dtype), **chip.all_registers,

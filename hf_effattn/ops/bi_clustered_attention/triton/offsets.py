@@ -80,7 +80,7 @@ def query_offsets(
     if offsets.numel() == 0:
         return offsets
     chip, fitted = chip_of(query), find_rows(query, query_mask, rows)
-    blocks = update_blocks(block_width(D), query.dtype == torch.float32, chip)
+    blocks = update_blocks(block_width(D), query.dtype == torch.float32, chip, clusters)
     # A second walk over the rows leaves registers for fewer.
     blocks |= {"BLOCK_C": 16, "BLOCK_R": blocks["BLOCK_R"] // 2 if blocks["BLOCK_R"] > 32 else 32}
     with on_device_of(query):

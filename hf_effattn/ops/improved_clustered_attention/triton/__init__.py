@@ -16,7 +16,8 @@ from ...shared.dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS, TOPK_AND_SUMMA
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.centroids import centroid_pass
 from ...shared.triton.chips import block_width, on_device_of
-from ...shared.triton.cluster_table import _cluster_table_bwd_query_kernel, _cluster_table_fwd_kernel
+from ...shared.triton.cluster_table import _cluster_table_bwd_query_kernel
+from ...shared.triton.cluster_table_forward import _cluster_table_fwd_kernel, blocks_of_queries
 from ...shared.triton.sort import SortedRows, cluster_means, sort_by_cluster
 from ...shared.triton.tiles import LOG2_E, tile_config
 from .backward import (
@@ -28,7 +29,7 @@ from .backward import (
 )
 from .forward import _improved_clustered_attention_fwd_rest_kernel
 
-ONLY_TOP_KEYS = {"HAS_SUMMARIES": False, "HAS_REST": True, "HAS_EXACT": False, "PART": 16}
+ONLY_TOP_KEYS = {"HAS_SUMMARIES": False, "HAS_REST": True, "HAS_EXACT": False}
 
 
 class Saved(NamedTuple):
@@ -88,7 +89,7 @@ def _forward(
     rest = query.new_empty(B * H, clusters, Dv, dtype=torch.float32)
     mass, lse = (query.new_empty(B * H, clusters, dtype=torch.float32) for _ in range(2))
     top_lse = query.new_empty(B * H, N, dtype=torch.float32)
-    tiles = members.tiles.shape[1]
+    blocks, sizes = blocks_of_queries(query, clusters, topk, 0, config)
     dropout = {"HAS_DROPOUT": dropout_seed is not None, "KINDS": KINDS_OF_WEIGHTS}
     if B:
         with on_device_of(query):
@@ -97,11 +98,11 @@ def _forward(
                 *value.stride(), Hk, H // Hk * clusters, M, Dv, topk, found.lse.shape[1], dropout_p,
                 KIND=CENTROID_WEIGHTS, BLOCK_T=max(8, 2048 // config["BLOCK_V"]), BLOCK_V=config["BLOCK_V"], **dropout,
             )  # fmt: skip
-            _cluster_table_fwd_kernel[(B * H * tiles,)](
-                query, key, value, dropout_seed, None, members.order, members.starts, members.tiles, found.top, mass,
+            _cluster_table_fwd_kernel[(B * H * blocks[0],)](
+                query, key, value, dropout_seed, None, members.order, members.starts, found.top, mass,
                 rest, *[None] * 5, output, top_lse, None, *query.stride(), *key.stride(), *value.stride(),
-                *output.stride(), H, H // Hk, N, D, Dv, clusters, 0, tiles, topk, scale, scale * LOG2_E, dropout_p,
-                HAS_DROPOUT=dropout["HAS_DROPOUT"], **ONLY_TOP_KEYS, **config,
+                *output.stride(), H, H // Hk, N, D, Dv, clusters, 0, *blocks, topk, scale, scale * LOG2_E, dropout_p,
+                HAS_DROPOUT=dropout["HAS_DROPOUT"], **ONLY_TOP_KEYS, **sizes, **config,
             )  # fmt: skip
     top, top_scores = (table.view(B * H, clusters, topk) for table in (found.top, found.top_scores))
     saved = members.order, members.starts, members.tiles, centroids, top, top_scores, lse, rest, mass, top_lse
@@ -188,7 +189,7 @@ def _backward_op(
             query, key, value, grad_output, dropout_seed, None, saved.order, saved.starts, saved.tiles, saved.top,
             saved.top_lse, row_dot, saved.mass, correction, *[None] * 7, grad_centroids, grad_query, *strides,
             *grad_query.stride(), H, H // Hk, N, D, Dv, clusters, 0, saved.tiles.shape[1], topk,
-            grad_centroids.shape[1], scale, scale * LOG2_E, dropout_p, HAS_DROPOUT=config["HAS_DROPOUT"],
+            grad_centroids.shape[1], scale, scale * LOG2_E, dropout_p, HAS_DROPOUT=config["HAS_DROPOUT"], PART=16,
             **ONLY_TOP_KEYS, **tile_config(query, D, Dv, backward=True),
         )  # fmt: skip
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)

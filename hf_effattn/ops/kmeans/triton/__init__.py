@@ -34,24 +34,28 @@ class Centroids:
     half_norms: torch.Tensor
 
 
-def assign_blocks(block_d: int, points: int, wide: bool, shared_memory: int) -> tuple[int, int, int, int, int]:
+def assign_blocks(
+    block_d: int, points: int, clusters: int, wide: bool, shared_memory: int
+) -> tuple[int, int, int, int, int]:
     """`(BLOCK_N, BLOCK_C, BLOCK_D, num_warps, num_stages)` of the assignment.
 
     `wide`: products are of float32. A row that would not fit into registers is walked in parts.
     """
     stages = 1 if shared_memory <= 64 * 1024 else 2
-    block_n = 64 if points < 4096 else 128
+    block_n = 64 if points < 4096 and clusters <= 64 else 128  # every program reads all clusters
     if block_d > (64 if wide else 128):
         return block_n, 32 if wide else 64, 32 if wide else 64, block_n // 16, stages
     return block_n, 32 if wide else 64, block_d, 8 if wide and block_n * block_d >= 8192 else 4, stages
 
 
-def update_blocks(block_d: int, wide: bool, chip: Chip) -> dict[str, int]:
+def update_blocks(block_d: int, wide: bool, chip: Chip, clusters: int) -> dict[str, int]:
     """Block sizes, warps and stages of the kernels that add up the members of some clusters."""
     if wide or block_d > 64:
         sizes = 16, 32, min(block_d, 32), 8 if block_d > 128 else 4, 1
     else:
-        sizes = (32, 256, block_d, 8, 2) if chip.is_large else (16, 128, block_d, 4, 3)
+        # Few clusters are shared by more programs; of many each would read all rows once more.
+        large = (16, 256, block_d, 8, 3) if clusters <= 64 else (32, 256, block_d, 8, 2)
+        sizes = large if chip.is_large else (16, 128, block_d, 4, 3)
     return dict(zip(("BLOCK_C", "BLOCK_R", "BLOCK_K", "num_warps", "num_stages"), sizes, strict=True))
 
 
@@ -77,7 +81,7 @@ def fit(
     result = Centroids(origin, centroids, directions, half_norms)
     per_metric = 1 if metric is None else P // metric.shape[0]
     groups = triton.cdiv(clusters, 16) if binary else KERNEL_SEEDING.groups(clusters)
-    update = update_blocks(block_d, wide, chip) | chip.all_registers
+    update = update_blocks(block_d, wide, chip, clusters) | chip.all_registers
     part = 16 if wide else 32
     strided_points = points, *points.stride()
     kind = {"BINARY": binary, "HAS_METRIC": metric is not None}
@@ -106,11 +110,13 @@ def assign(
     length, block_d = labels.shape[-1], block_width(D)
     chip = chip_of(points)
     wide = centroids.directions.dtype == torch.float32
-    block_n, block_c, part_d, num_warps, num_stages = assign_blocks(block_d, length, wide, chip.shared_memory)
+    clusters = centroids.directions.shape[1]
+    sizes = assign_blocks(block_d, length, clusters, wide, chip.shared_memory)
+    block_n, block_c, part_d, num_warps, num_stages = sizes
     with on_device_of(points):
         _kmeans_assign_kernel[(B * H * triton.cdiv(length, block_n),)](
             points, *points.stride(), rows.fit, rows.counts, rows.ranks, centroids.directions, centroids.half_norms,
-            labels, H, rows.total, length, centroids.directions.shape[1], D,
+            labels, H, rows.total, length, clusters, D,
             HAS_ROWS=fitted_only, HAS_RANKS=rows.ranks is not None, SPLIT=part_d < block_d,
             BLOCK_N=block_n, BLOCK_C=block_c, BLOCK_D=part_d, PRECISION=chip.dot_precision(points.dtype),
             num_warps=num_warps, num_stages=num_stages, **chip.all_registers,

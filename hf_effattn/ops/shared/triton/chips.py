@@ -11,7 +11,7 @@ KIB = 1024
 # where one of them is 1 or a multiple of 16. It may where the length itself is: that saves registers.
 LENGTHS = (
     *("numbers", "columns", "slots", "tiles", "blocks", "splits", "first_row", "last_row"),
-    *("first_share", "fit_rows", "seed", "bin_keys"),
+    *("first_share", "fit_rows", "seed", "bin_keys", "block_rows"),
 )
 
 
