@@ -68,10 +68,6 @@ class KeyClusters:
         """`K̄_c` `(P, G, D)`."""
         return self.means[:, : self.D].view(self.P, self.G, -1)
 
-    def mean_values(self) -> torch.Tensor:
-        """`V̄_c` `(P, G, Dv)`."""
-        return self.means[:, self.D :].view(self.P, self.G, -1)
-
     def flat(self) -> torch.Tensor:
         """The rows `(P · nb · L, D + Dv + 1)`."""
         return self.rows.flatten(0, 2)
@@ -166,8 +162,9 @@ class Summaries:
     def _make_table(self) -> None:
         """Rows: exact keys without bias, then the tangents `log S_jc + η·K̃_jc = b_jc + Q_i·K̃_jc`."""
         keys, D, T = self.keys, self.keys.D, self.T
-        tilted_keys, tilted_values = self._tilted_keys(), self.tilted[..., D:] + keys.mean_values()[:, None]
-        exact = keys.flat().index_select(0, self.top_places).to(tilted_keys.dtype)
+        tilted = self.tilted + keys.means.view(self.P, 1, self.G, -1)
+        tilted_keys, tilted_values = tilted.split([D, keys.Dv], dim=3)
+        exact = keys.flat().index_select(0, self.top_places).to(tilted.dtype)
         clusters_of_top = keys.blocks.clusters.index_select(0, self.top_places // keys.blocks.length)
         exact[:, :-1] += keys.means.index_select(0, clusters_of_top)
         exact_rows = exact.view(self.P * self.C, T, exact.shape[1])
@@ -178,10 +175,6 @@ class Summaries:
         table_keys[:, T:, D] = bias.flatten(0, 1)
         values = torch.cat([exact_rows[..., D:-1], tilted_values.flatten(0, 1)], dim=1)
         self.table = ClusterTable(table_keys.to(keys.rows.dtype), values.to(keys.rows.dtype))
-
-    def _tilted_keys(self) -> torch.Tensor:
-        """`K̃_jc` `(P, C, G, D)`."""
-        return self.tilted[..., : self.keys.D] + self.keys.mean_keys()[:, None]
 
     def backward(
         self, grad: ClusterTable, grad_log_mass: torch.Tensor | None = None
@@ -197,7 +190,7 @@ class Summaries:
         grad_tilted = torch.cat([grad.keys[:, T:, :D], grad.values[:, T:]], dim=2)
         # b_jc = log S_jc - Q̄_j·K̃_jc
         grad_tilted[..., :D] -= grad_bias[..., None] * self.centroids.flatten(0, 1)[:, None]
-        grad_centroids = -(grad_bias[:, None] @ self._tilted_keys().flatten(0, 1))[:, 0]
+        grad_centroids = -(grad_bias[:, None] @ self.table.keys[:, T:, :D].to(dtype))[:, 0]
         of_mass = grad_bias.reshape(self.P, self.C, self.G)
         grad_log_mass = of_mass if grad_log_mass is None else grad_log_mass + of_mass
 
@@ -215,8 +208,7 @@ class Summaries:
             block_scores = torch.bmm(table, keys.rows[p].transpose(1, 2)).mul_(weights)  # (nb, C, L)
             grad_scores[p] = block_scores.transpose(0, 1).flatten(1)
             grad_packed[p] = torch.bmm(weights.transpose(1, 2), table[..., :-1])
-        of_keys = grad_scores.transpose(1, 2) @ self.centroids
-        grad_packed[..., :D] += of_keys.view_as(grad_packed[..., :D])
+        grad_packed[..., :D] += (grad_scores.transpose(1, 2) @ self.centroids).view_as(grad_packed[..., :D])
         # Q̄_j·K_t is the score of what remains of the key, and of its cluster's mean.
         of_means = grad_log_mass @ keys.mean_keys()
         grad_centroids += (torch.bmm(grad_scores, keys.keys().to(dtype)) + of_means).flatten(0, 1)
