@@ -323,10 +323,10 @@ class _Run:
             if place not in first
         }
         total, spent = len(documents), sum(timings)
+        rest_takes = f"the other {total - done:,} take about {duration(sum(left.values()))} on {self.model.device}"
         self.progress.say(
             f"{total:,} documents, {sum(batch.tokens for batch in batches):,} tokens, the longest "
-            f"{max(batch.longest for batch in batches):,}: {done:,} are done, the other {total - done:,} take about "
-            f"{duration(sum(left.values()))} on {self.model.device}."
+            f"{max(batch.longest for batch in batches):,}: {done:,} are done{', ' + rest_takes if left else ''}."
         )
         start, predicted, rest = time.perf_counter(), 0.0, sum(left.values())
         for index, expected in left.items():

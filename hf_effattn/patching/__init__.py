@@ -4,15 +4,11 @@ from .attention import register
 from .extending import extend_positions
 from .loading import from_pretrained
 from .measured import measured_error
-from .methods import Method, list_methods, make_method
+from .methods import list_methods, make_method
 from .patch import patch_attention, unpatch_attention
 from .tolerance import MeasuredError
 
 register()
-
-# Under these names too.
-make_settings = make_method
-run_method = Method.run
 
 __all__ = [
     "MeasuredError",
@@ -20,9 +16,7 @@ __all__ = [
     "from_pretrained",
     "list_methods",
     "make_method",
-    "make_settings",
     "measured_error",
     "patch_attention",
-    "run_method",
     "unpatch_attention",
 ]
