@@ -19,7 +19,7 @@ from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, exact_dropout_rows
 from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import RowChunk
-from ..shared.tables import chunks_of, draw_dropout, empty_output
+from ..shared.tables import chunks_of, draw_dropout, empty_output, gradients_of_chunks, output_of_chunks
 from .local import Attended, LocalPart, merge
 from .older import FinishedKeys, OlderPart, PastQueries
 from .reference import ARGUMENTS, Settings, add_special, without_special
@@ -242,7 +242,7 @@ def _forward(
     *fields, keeps = values
     settings = Settings(*fields)
     value, special = without_special(value, key_mask)
-    output, kept = empty_output(query, value), Kept.empty(query, key, value, keeps=keeps)
+    output, kept = output_of_chunks(query, key, value, key_mask), Kept.empty(query, key, value, keeps=keeps)
 
     def attend(part: RowChunk) -> None:
         chunk = _Chunk(part, query, key, value, settings, dropout_seed)
@@ -290,7 +290,7 @@ def _backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     settings, kept = Settings(*values), Kept(rest, log_sum, query_labels, key_labels)
     value, _ = without_special(value, key_mask)
-    grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
+    grad_query, grad_key, grad_value = gradients_of_chunks(query, key, value, key_mask)
 
     def attend(part: RowChunk) -> None:
         chunk = _Chunk(part, query, key, value, settings, dropout_seed, kept)
