@@ -309,6 +309,23 @@ def retrieval(result: dict[str, Any]) -> Table:
     return markdown(header, rows), note
 
 
+def _with_exact_heads(methods: dict[str, dict[str, Any]], length: int = 8192) -> str:
+    """What a pretrained model's attention errs with the methods' settings, without exact heads and with them."""
+    measured = kept("benchmark_rivals") or {"rows": []}
+    cells = {(row["method"], row["name"]): row for row in measured["rows"] if row["length"] == length}
+    found = ""
+    for name, settings in methods.items():
+        size = benchmark_rivals.label({k: v for k, v in settings.items() if k in ("clusters", "topk", "key_clusters")})
+        usual, without = (cells.get((method, size)) for method in benchmark_rivals.OURS)
+        if usual is not None and without is not None and settings["method"] == usual["method"]:
+            found += (
+                f": of MiniLM's attention at {length:,} tokens {name} errs {without['error']:.2f} so; "
+                f"{usual['error']:.2f} with those that ask for it by default, in "
+                f"{without['speedup'] / usual['speedup']:.1f} times the time"
+            )
+    return found
+
+
 @of_file("benchmark_documents")
 def documents(result: dict[str, Any]) -> Table:
     """What one long document takes an encoder: seconds, the share of attention, memory, exact and patched."""
@@ -335,7 +352,7 @@ def documents(result: dict[str, Any]) -> Table:
         rows.append(cells)
     note = (
         "Random weights; attention: its share of the exact model's time. No head is exact, for which random weights "
-        "cannot ask. "
+        "cannot ask" + _with_exact_heads(result["settings"]["methods"]) + ". "
     )
     if weighed:
         note += "Memory beside weights and tokens, on one thread. "
