@@ -8,7 +8,8 @@ in the same rounds. What each method does: `scripts/benchmark/_rivals.py`.
     python -m scripts.benchmark.rivals            # writes scripts/results/benchmark_rivals.{json,png}
 
 The oracle chooses every query's true top keys from all scores and has no time: its errors are measured on some of the
-queries. A length that the output file holds is not measured again.
+queries. Of a few settings of ours both passes are timed, too, for training. A length that the output file holds is not
+measured again.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 import typer
 from rich.progress import track
 
-from hf_effattn.measuring.bench import Attend, Inputs, exact_output, forward
+from hf_effattn.measuring.bench import Attend, Inputs, exact_output, forward, forward_backward
 from hf_effattn.measuring.cost import interleaved_rounds, median
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.measuring.json_numbers import finite_or_none
@@ -39,6 +40,7 @@ from .frontier import mark_frontier
 TARGETS = (0.3, 0.2, 0.15, 0.1, 0.075, 0.05, 0.03, 0.02)
 OURS = ("bi-clustered", "bi-clustered, no exact heads")
 ORACLE = "oracle: true top keys"
+TRAINING = "training"
 # Queries of every head on which the oracle's error is measured.
 ORACLE_QUERIES = 512
 
@@ -110,6 +112,13 @@ RIVALS: dict[str, tuple[Callable[..., Attend], list[Settings]]] = {
     "Nyströmformer": (_rival(_rivals.nystromformer), grid(landmarks=(32, 64, 128, 256, 512))),
 }  # fmt: skip
 ORACLE_TOPK = (64, 256, 1024)
+# What is timed forward and backward, cheap to dear; the README shows it.
+TRAINED: dict[str, list[Settings]] = {
+    "i-clustered, K-means": [{"clusters": 25, "topk": 64}, {"clusters": 100, "topk": 64}],
+    OURS[0]: rows_of(
+        "clusters topk key_clusters", (32, 32, 32), (64, 64, 32), (64, 64, 64), (100, 128, 64), (128, 128, 64)
+    ),
+}
 
 
 def label(settings: Settings) -> str:
@@ -153,12 +162,40 @@ def measure(length: int, repeats: int) -> list[dict[str, Any]]:
     return finite_or_none(rows + oracle_errors(length, layers, exact))
 
 
-def layer_times(calls: dict[Name, Attend], inputs: Inputs, repeats: int) -> dict[Name, float]:
+def layer_times(
+    calls: dict[Name, Attend], inputs: Inputs, repeats: int, part: Callable[[Attend, Inputs], object] = forward
+) -> dict[Name, float]:
     """Seconds of SDPA and of every call, all of which have run before, on the inputs of a layer: medians of rounds."""
     every = {SDPA: F.scaled_dot_product_attention} | calls
-    runs = {" | ".join(name): partial(forward, attend, inputs) for name, attend in every.items()}
+    runs = {" | ".join(name): partial(part, attend, inputs) for name, attend in every.items()}
     seconds = interleaved_rounds(runs, torch.device("cpu"), repeats)
     return {name: median(seconds[" | ".join(name)]) or 0.0 for name in every}
+
+
+def measure_training(length: int, repeats: int) -> list[dict[str, Any]]:
+    """Times of both passes of a few settings, in the same rounds as SDPA's."""
+    calls = {
+        (method, label(settings)): RIVALS[method][0](**settings)
+        for method, chosen in TRAINED.items()
+        for settings in chosen
+    }
+    layers = [
+        (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
+        for query, key, value in held_out_inputs(length)
+    ]
+    for attend in calls.values():
+        forward_backward(attend, layers[0])
+    times = [
+        layer_times(calls, inputs, repeats, forward_backward)
+        for inputs in track(layers, description=f"{length:,} tokens: training")
+    ]
+    seconds = {name: sum(of_layer[name] for of_layer in times) / len(layers) for name in (SDPA, *calls)}
+    return [
+        {"length": length, "part": TRAINING, "method": method, "name": name}
+        | {"ms": 1e3 * seconds[method, name], "sdpa_ms": 1e3 * seconds[SDPA]}
+        | {"speedup": seconds[SDPA] / seconds[method, name], "error": None}
+        for method, name in calls
+    ]
 
 
 def oracle_errors(length: int, layers: list[Inputs], exact: list[torch.Tensor]) -> list[dict[str, Any]]:
@@ -225,6 +262,8 @@ def main(
     kept = KeptRuns(output, {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "repeats": repeats})
     for run in kept.missing([{"length": int(part)} for part in lengths.split(",")]):
         kept.add(*measure(run["length"], repeats))
+    for run in kept.missing([{"length": int(part), "part": TRAINING} for part in lengths.split(",")]):
+        kept.add(*measure_training(run["length"], repeats))
     draw_rivals(kept.rows, output.with_suffix(".png"), f"{kept.environment['device_name']}, float32, H=12, D=32")
     print(*verdicts(kept.rows), sep="\n")
     print_table(best_settings(kept.rows), output, output.with_suffix(".png"))

@@ -40,51 +40,31 @@ from .verdicts import verdicts
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# What the README shows of the benchmark of attention: cheap to dear.
-SHOWN_METHODS = (
-    "i-clustered C=25 k=32",
-    "i-clustered C=100 k=32",
-    "bi-clustered C=32 k=32 G=32",
-    "bi-clustered C=64 k=64 G=32",
-    "bi-clustered C=128 k=128 G=64",
-)
-SHOWN_LENGTHS = (2048, 4096, 16384)
 STATISTICS = ("median", "mean")
 
 
-@of_file("benchmark_attention")
+@of_file("benchmark_rivals")
 def gains(result: dict[str, Any]) -> Table:
-    """Speed forward and in training, and the error, of four settings at three lengths."""
-    dtype, batch = result["rows"][0]["dtype"], result["rows"][0]["batch"]
-    cells = {
-        (row["method"], row["length"]): row for row in result["rows"] if (row["dtype"], row["batch"]) == (dtype, batch)
-    }
-    fields = (
-        ("forward", "forward_speedup", ".1f", "×"),
-        ("training", "forward_backward_speedup", ".1f", "×"),
-        ("error", "real_error", ".2f", ""),
-    )
-    header = ["", *(f"{length:,}: {name}" for length in SHOWN_LENGTHS for name, *_ in fields)]
-    rows = [
-        [method]
-        + [
-            number(cells[method, length], field, form, unit)
-            for length in SHOWN_LENGTHS
-            for _, field, form, unit in fields
-        ]
-        for method in SHOWN_METHODS
-    ]
+    """Speed forward and in training, and the error, of a few settings at each length."""
+    cells = {(row["method"], row["name"], row["length"], row.get("part")): row for row in result["rows"]}
+    lengths = sorted({length for *_, length, part in cells if part == benchmark_rivals.TRAINING})
+    shown = list(dict.fromkeys((method, name) for method, name, _, part in cells if part == benchmark_rivals.TRAINING))
+    header = ["", *(f"{length:,}: {name}" for length in lengths for name in ("forward", "training", "error"))]
+    rows = []
+    for method, name in shown:
+        sizes = dict(zip(("C", "k", "G"), (part.split("=")[1] for part in name.split()), strict=False))
+        row = [" ".join([method.split(",")[0], *(f"{letter}={size}" for letter, size in sizes.items())])]
+        for length in lengths:
+            forward, training = (cells[method, name, length, part] for part in (None, benchmark_rivals.TRAINING))
+            row += [number(one, "speedup", ".1f", "×") for one in (forward, training)]
+            row.append(number(forward, "error", ".2f"))
+        rows.append(row)
     settings = result["settings"]
-    fewest = min(
-        cells[method, length][f"{name}_rounds"]
-        for method in SHOWN_METHODS
-        for length in SHOWN_LENGTHS
-        for name in ("forward", "forward_backward")
-    )
     note = (
-        "C clusters, k topk, G key_clusters; training is forward and backward. Times against the fastest exact "
-        f"kernel: random inputs, B={batch}, H={settings['heads']}, D={settings['head_dim']}, {dtype}, medians of "
-        f"{fewest} or more rounds. Errors: three layers of all-MiniLM-L6-v2 on novels, positions repeated beyond 512. "
+        "C clusters, k topk, G key_clusters; training is forward and backward. Times and errors of the same calls, "
+        "heads included that run exactly: the mean of the six layers of all-MiniLM-L6-v2 on two novels, positions "
+        f"repeated beyond 512, B={settings['batch']}, H={settings['heads']}, D={settings['head_dim']}, "
+        f"{settings['dtype']}, {settings['repeats']} or more rounds. "
     )
     return markdown(header, rows), note
 
@@ -312,7 +292,8 @@ def retrieval(result: dict[str, Any]) -> Table:
 def _with_exact_heads(methods: dict[str, dict[str, Any]], length: int = 8192) -> str:
     """What a pretrained model's attention errs with the methods' settings, without exact heads and with them."""
     measured = kept("benchmark_rivals") or {"rows": []}
-    cells = {(row["method"], row["name"]): row for row in measured["rows"] if row["length"] == length}
+    forward = [row for row in measured["rows"] if row["length"] == length and "part" not in row]
+    cells = {(row["method"], row["name"]): row for row in forward}
     found = ""
     for name, settings in methods.items():
         size = benchmark_rivals.label({k: v for k, v in settings.items() if k in ("clusters", "topk", "key_clusters")})

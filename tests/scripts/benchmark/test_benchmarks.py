@@ -96,9 +96,6 @@ def test_benchmarks_without_the_model_have_no_real_errors(tmp_path, monkeypatch)
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     assert {row["real_error"] for row in rows} == {None}
     assert all(row["random_error"] >= 0 for row in rows)
-    monkeypatch.setattr(update_readme, "SHOWN_LENGTHS", (104,))
-    monkeypatch.setattr(update_readme, "SHOWN_METHODS", ("i-clustered C=25 k=32",))
-    assert "| 104: error |" in update_readme.gains()
 
 
 def test_what_is_kept_of_the_model_gives_its_queries_keys_and_values(real_model_folder, tmp_path, monkeypatch):

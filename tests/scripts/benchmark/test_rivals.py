@@ -94,17 +94,21 @@ def test_benchmark_rivals(real_model_folder, tmp_path, monkeypatch):
     make = rivals.RIVALS[rivals.OURS[0]][0]
     small = rivals.rows_of("clusters topk key_clusters", (8, 8, 8), (16, 32, 16))
     monkeypatch.setitem(rivals.RIVALS, rivals.OURS[0], (make, small))
+    monkeypatch.setattr(rivals, "TRAINED", {rivals.OURS[0]: small[:1]})
     monkeypatch.setattr(rivals, "ORACLE_QUERIES", 16)
     output = tmp_path / "rivals.json"
     rivals.main("512", repeats=1, output=output)
-    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    *rows, training = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert (training["part"], training["method"], training["error"]) == (rivals.TRAINING, rivals.OURS[0], None)
+    assert training["speedup"] == pytest.approx(training["sdpa_ms"] / training["ms"])
     assert {row["method"] for row in rows} == {*rivals.RIVALS, rivals.ORACLE}
     assert all(0 < row["error"] < 2 and len(row["layer_errors"]) == 3 for row in rows)
     assert [row["name"] for row in rows if row["speedup"] is None] == ["topk=64", "topk=256"]
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(rivals, "measure", None)
+    monkeypatch.setattr(rivals, "measure_training", None)
     rivals.main("512", repeats=1, output=output)
-    assert json.loads(output.read_text(encoding="utf-8"))["rows"] == rows
+    assert json.loads(output.read_text(encoding="utf-8"))["rows"] == [*rows, training]
 
 
 def test_verdicts_by_hand():
