@@ -175,6 +175,18 @@ def test_exact_heads_of_more_queries_than_are_held_at_once(dropout_p, masks):
     assert_both_forms_agree(case, exact_heads=EXACT[:1], dropout_p=dropout_p)
 
 
+@pytest.mark.parametrize("masks", ["none", "holes"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_exact_heads_on_several_threads(threads, masks):
+    """Of so many queries that they are not cut evenly, and of values as wide as keys, for torch's own step."""
+    kept = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert_both_forms_agree(Case("cut", H=6, key_heads=2, N=37, D=4, Dv=4, masks=masks), exact_heads=EXACT)
+    finally:
+        torch.set_num_threads(kept)
+
+
 def test_exact_heads_whose_first_queries_are_all_padding():
     """The dropout of those is drawn and thrown away, so that padding shifts none."""
     case = Case("padded", B=1, H=2, key_heads=2, N=1100, M=20, D=4, Dv=3, clusters=3)

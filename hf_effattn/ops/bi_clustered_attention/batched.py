@@ -8,7 +8,6 @@ Sizes: `P` key/value heads of a chunk, `N` queries, `M` keys, `T` exact keys, `C
 that share a key/value head, `G` key clusters, `nb` blocks of `L` keys per head.
 """
 
-from functools import partial
 from typing import cast
 
 import torch
@@ -188,17 +187,13 @@ def gradients(
         part.store_keys(grad_key, of_rows[..., : chunk.D])
         part.store_keys(grad_value, of_rows[..., chunk.D :])
 
-    def attend_exact_head(part: RowChunk) -> None:
-        of_exact = exact_backward(part, grad_output, query, key, value, scale, dropout_p, dropout_seed)
-        part.store_queries(grad_query, of_exact[0])
-        part.store_keys(grad_key, of_exact[1])
-        part.store_keys(grad_value, of_exact[2])
-
-    exact = exact_chunks(query, key, key_mask, query_mask, exact_heads)
-    clustered = chunks_of(query, key, key_mask, query_mask, numbers, exact_heads)
-    # The longest first: an exact head runs on one thread.
-    steps = [partial(attend_exact_head, part) for part in exact] + [partial(attend_chunk, part) for part in clustered]
-    for_every_chunk(lambda step: step(), steps, query.device)
+    for_every_chunk(attend_chunk, chunks_of(query, key, key_mask, query_mask, numbers, exact_heads), query.device)
+    with torch.autocast(query.device.type, enabled=False):
+        for part in exact_chunks(query, key, key_mask, query_mask, exact_heads):
+            of_exact = exact_backward(part, grad_output, query, key, value, scale, dropout_p, dropout_seed)
+            part.store_queries(grad_query, of_exact[0])
+            part.store_keys(grad_key, of_exact[1])
+            part.store_keys(grad_value, of_exact[2])
     return grad_query, grad_key, grad_value
 
 

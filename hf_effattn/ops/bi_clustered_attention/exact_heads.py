@@ -70,11 +70,15 @@ def exact_backward(
     rows_of = part.queries(query), part.keys(key), part.keys(value), part.queries(grad_output)
     q, k, v, grad = (rows[0].to(dtype) for rows in rows_of)
     if seed is None and q.device.type == "cpu" and q.shape[1] == v.shape[1]:
-        # What scaled_dot_product_attention runs there; inside of an operator there is no autograd to ask it by.
-        inputs = [rows[None, None] for rows in (q, k, v)]
-        output, log_sum = FLASH(*inputs, 0.0, False, scale=scale)
-        grad_q, grad_k, grad_v = FLASH_BACKWARD(grad[None, None], *inputs, output, log_sum, 0.0, False, scale=scale)
-        return grad_q[0], grad_k[0], grad_v[0]
+        # What scaled_dot_product_attention runs there; inside of an operator there is no autograd to ask it by. It goes
+        # back through a head on one thread: the queries are cut into as many parts as there are threads.
+        threads = torch.get_num_threads()
+        q, grad = (F.pad(rows, (0, 0, 0, -len(q) % threads)).view(threads, 1, -1, rows.shape[1]) for rows in (q, grad))
+        k, v = (rows.expand(threads, 1, -1, -1) for rows in (k, v))
+        output, log_sum = FLASH(q, k, v, 0.0, False, scale=scale)
+        grads = FLASH_BACKWARD(grad, q, k, v, output, log_sum, 0.0, False, scale=scale)
+        grad_q = grads[0].reshape(1, -1, q.shape[3])[:, : rows_of[0].shape[1]]
+        return grad_q, grads[1].sum(dim=0), grads[2].sum(dim=0)
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, weights, factor in _weights(part, query, key, scale, dropout_p, seed):
         weights = weights.to(dtype)
