@@ -70,8 +70,8 @@ def exact_backward(
     rows_of = part.queries(query), part.keys(key), part.keys(value), part.queries(grad_output)
     q, k, v, grad = (rows[0].to(dtype) for rows in rows_of)
     if seed is None and q.device.type == "cpu" and q.shape[1] == v.shape[1]:
-        # What scaled_dot_product_attention runs there; inside of an operator there is no autograd to ask it by. It goes
-        # back through a head on one thread: the queries are cut into as many parts as there are threads.
+        # What scaled_dot_product_attention runs there; inside of an operator there is no autograd to ask it by. It
+        # goes back through a head on one thread: the queries are cut into as many parts as there are threads.
         threads = torch.get_num_threads()
         q, grad = (F.pad(rows, (0, 0, 0, -len(q) % threads)).view(threads, 1, -1, rows.shape[1]) for rows in (q, grad))
         k, v = (rows.expand(threads, 1, -1, -1) for rows in (k, v))
