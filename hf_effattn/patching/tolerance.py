@@ -22,9 +22,11 @@ SAMPLED = 64
 # Standard errors of the sample by which a head's squared error may be larger: scripts/benchmark/budget.py measures it.
 MARGIN = 1.0
 # A quarter of the sample, as evenly spread, is computed first, and a head within the tolerance by so many standard
-# errors is done. On the calibration texts of that benchmark a margin larger than this one finds no more.
+# errors is done. On the calibration texts of that benchmark a margin larger than this one finds no more. Where fewer
+# than four queries hold the error, which a standard error of half its square tells, more such may have been missed.
 FIRST = slice(2, None, 4)
 FIRST_MARGIN = 3.0
+LARGEST_SCATTER = 0.5
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
@@ -107,29 +109,32 @@ class Attended:
         """
         rows = self._rows()
         if tolerance is None or self.causal or self.query.device.type != "cpu" or rows.shape[1] < SAMPLED:
-            return self._estimate(self._squares(rows), margin)
+            return self._bounded(self._squares(rows), margin)
         few = self._squares(rows[:, FIRST])
-        error, bound = self._estimate(few, FIRST_MARGIN)
+        error, bound = self._bounded(few, FIRST_MARGIN, LARGEST_SCATTER)
         undecided = bound > tolerance
         if not undecided.any():
             return error, bound
         others = [part for part in range(SAMPLED) if part not in range(SAMPLED)[FIRST]]
-        of_all = self._estimate(torch.cat([few, self._squares(rows[:, others], undecided)], dim=3), margin)
+        of_all = self._bounded(torch.cat([few, self._squares(rows[:, others], undecided)], dim=3), margin)
         return torch.where(undecided, of_all[0], error), torch.where(undecided, of_all[1], bound)
 
     def first_errors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same on a quarter of the queries, with a larger margin."""
-        return self._estimate(self._squares(self._rows()[:, FIRST]), FIRST_MARGIN)
+        """The same on a quarter of the queries, with a larger margin: infinite where few of them hold the error."""
+        return self._bounded(self._squares(self._rows()[:, FIRST]), FIRST_MARGIN, LARGEST_SCATTER)
 
     def _rows(self) -> torch.Tensor:
         """The sampled queries, `(B or 1, S)`."""
         return sampled_rows(self.query.shape[2], self.key_mask, self.query.device)
 
-    def _estimate(self, squares: torch.Tensor, margin: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _bounded(
+        self, squares: torch.Tensor, margin: float, largest_scatter: float = torch.inf
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The error `(B, H)` and its bound by the squares `(2, B, H, S)` of some queries.
 
         The ratio of two sums is estimated, and its variance by the residuals `d_i - e² r_i` (Source: Cochran,
-        Sampling Techniques, section 6.4).
+        Sampling Techniques, section 6.4). The bound is infinite where the standard error of `e²` is larger than
+        `largest_scatter` of it.
         """
         difference, reference = squares
         S, N = squares.shape[3], self.query.shape[2]
@@ -139,7 +144,8 @@ class Attended:
         rows_of_text = N if self.key_mask is None else self.key_mask.sum(dim=1, keepdim=True)
         unseen = 1 - S / rows_of_text if isinstance(rows_of_text, int) else (1 - S / rows_of_text).clamp(min=0)
         deviation = (residual * unseen).sqrt() / total
-        return squared.sqrt(), (squared + margin * deviation).sqrt()
+        bound = (squared + margin * deviation).sqrt()
+        return squared.sqrt(), bound.masked_fill(deviation > largest_scatter * squared, torch.inf)
 
     def _squares(self, rows: torch.Tensor, heads: torch.Tensor | None = None) -> torch.Tensor:
         """Of some queries `(B or 1, S)` the squared error and the squared exact output, `(2, B, H, S)`.

@@ -234,6 +234,13 @@ def test_the_first_queries_tell_of_heads_well_within_and_no_others(monkeypatch: 
         expected = first.clone()
         expected[:, undecided] = all_rows[:, undecided]
         torch.testing.assert_close(bound, expected)
+    # One query holds the error: others like it may have been missed.
+    rows[2, sampled_rows(1000, None, rows.device)[0][FIRST][5]] = True
+    one_query = with_errors(0.2, rows & (torch.arange(5) == 2)[:, None])
+    assert one_query.first_errors()[0].max() < 0.1
+    bound, computed = sampled(one_query, 0.2, monkeypatch)
+    assert computed == few * 5 + SAMPLED - few
+    torch.testing.assert_close(bound[:, 2], one_query.sampled_errors()[1][:, 2])
     # Where nothing is decided, and where the future is masked, all of them tell.
     attended.causal = True
     assert torch.equal(attended.sampled_errors(tolerance=0.15)[1], attended.sampled_errors()[1])

@@ -81,6 +81,10 @@ def test_errors_and_times_are_those_of_all_layers(monkeypatch: pytest.MonkeyPatc
     ]  # fmt: skip
     assert len(times) == 1 + 4 * len(budget.BUDGETS)
     assert all(one["ms"] > 0 for one in times)
+    added = budget.measure_check(rows, 300, rounds=2)
+    assert [(one["budget"], one["added"] > -1, one["rounds"] >= 2) for one in added] == [
+        (one, True, True) for one in budget.BUDGETS
+    ]
 
 
 def test_heads_of_a_decoder_that_share_keys_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
