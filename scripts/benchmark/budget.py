@@ -2,17 +2,20 @@
 
 The model is all-MiniLM-L6-v2, its positions repeated beyond 512 tokens, its attention exact: on its own queries, keys
 and values every rung of the ladder of `hf_effattn.calibrate` runs, and of every layer, head and text the error is
-kept, and the bound that a tolerance decides by. Heads are calibrated on six books; five others and four QMSum
-meetings are held out. Times are those of all six layers' attention on the first held-out book, interleaved.
+kept, and the bounds that a tolerance decides by, of the first queries and of all. Heads are calibrated on six books;
+five others and four QMSum meetings are held out. Times are those of all six layers' attention on the first held-out
+book, interleaved.
 
     python -m scripts.benchmark.budget              # writes scripts/results/budget.json
     python -m scripts.benchmark.budget --speed      # the times alone, for a machine with nothing else to do
+    python -m scripts.benchmark.budget --check      # of the times what a tolerance's check adds, in more rounds
     python -m scripts.benchmark.budget --decoder    # SmolLM2, strict, at 4,096: scripts/results/budget_decoder.json
 
 What the output file holds is not measured again.
 """
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -26,7 +29,7 @@ import typer
 from rich.progress import track
 
 from hf_effattn.measuring.candidates import EXACT, short_name
-from hf_effattn.measuring.cost import compare, timed
+from hf_effattn.measuring.cost import compare, interleaved_rounds, median_ratio, timed
 from hf_effattn.measuring.ladder import (
     LADDER,
     choose_rungs,
@@ -66,8 +69,9 @@ HELD_OUT = (
 SETTINGS = [{name: value for name, value in one.items() if name != "method"} for one in LADDER]
 MEETINGS = 4
 LETTERS_READ = 600_000  # of a book
+CHECK_ROUNDS = 5
 DIGITS = 4
-NO_TOLERANCE = 1e9  # measures, and never finds too much
+LARGEST = 99.0  # for JSON, which has no infinite numbers
 
 
 def rungs() -> list[BiClustered]:
@@ -107,25 +111,28 @@ def inputs_of(run: dict[str, Any], decoder: bool = False) -> list[Inputs]:
 
 @torch.no_grad()
 def measure_errors(run: dict[str, Any], decoder: bool = False) -> dict[str, Any]:
-    """The error of every rung, layer and key/value head on one text, and the bound by which a tolerance decides."""
-    errors, bounds = [], []
+    """The error of every rung, layer and key/value head on one text, and the bounds by which a tolerance decides.
+
+    Where the future is masked there are no first queries: all of them decide.
+    """
+    names = ["errors", "bounds", *([] if decoder else ["first_bounds"])]
+    found: dict[str, list[list[list[float]]]] = {name: [] for name in names}
     for query, key, value in inputs_of(run, decoder):
         group = query.shape[1] // key.shape[1]
         exact = F.scaled_dot_product_attention(query, key, value, is_causal=decoder, enable_gqa=group > 1)
         exact = exact.transpose(1, 2)
-        of_layer = []
+        for of_layers in found.values():
+            of_layers.append([])
         for rung in rungs():
             output = rung.run(query, key, value, causal=decoder)
-            bound = Attended(query, key, value, None, None, decoder, output).sampled_errors()[1]
-            error = text_errors(exact, output.transpose(1, 2), None, key.shape[1])
-            of_layer.append((error[0].tolist(), bound[0].view(-1, group).amax(dim=1).tolist()))
-        errors.append([_rounded(error) for error, _ in of_layer])
-        bounds.append([_rounded(bound) for _, bound in of_layer])
-    return {"kind": "errors", **run, "errors": errors, "bounds": bounds}
-
-
-def _rounded(values: Iterable[float]) -> list[float]:
-    return [round(value, DIGITS) for value in values]
+            attended = Attended(query, key, value, None, None, decoder, output)
+            of_heads = {"errors": text_errors(exact, output.transpose(1, 2), None, key.shape[1])}
+            of_heads["bounds"] = attended.sampled_errors()[1].unflatten(1, (-1, group)).amax(dim=2)
+            if not decoder:
+                of_heads["first_bounds"] = attended.first_errors()[1].unflatten(1, (-1, group)).amax(dim=2)
+            for name, values in of_heads.items():
+                found[name][-1].append([round(value, DIGITS) for value in values[0].clamp(max=LARGEST).tolist()])
+    return {"kind": "errors", **run, **found}
 
 
 def stacked(rows: list[dict[str, Any]], name: str) -> torch.Tensor:
@@ -151,6 +158,10 @@ def coverage(rows: list[dict[str, Any]]) -> pd.DataFrame:
             held = [row for row in rows if row["length"] == length and row["part"] != "calibrated"]
             errors, bounds = (errors_of(table, stacked(held, name)) for name in ("errors", "bounds"))
             above, within = bounds > budget, errors <= budget
+            if all("first_bounds" in row for row in held):
+                undecided = errors_of(table, stacked(held, "first_bounds")) > budget
+                line["undecided"] = undecided.float().mean().item()
+                above &= undecided
             line |= {
                 "texts": len({row["text"] for row in rows if (row["length"], row["part"]) == (length, "calibrated")}),
                 "held out": len(held),
@@ -216,63 +227,96 @@ def measure_speed(rows: list[dict[str, Any]], length: int, repeats: int) -> list
         attend(*layers[0])
         costs.append(timed(partial(attend, *layers[0]), torch.device("cpu"))[1])
 
-    def all_layers(chosen: Method | None) -> Callable[[], None]:
-        methods = [chosen and chosen.for_layers((layer,)) for layer in range(len(layers))]
-
-        def attend() -> None:
-            for method, inputs in zip(methods, layers, strict=True):
-                (F.scaled_dot_product_attention if method is None else method.run)(*inputs)
-
-        return attend
-
-    calls: dict[str, Callable[[], object]] = {EXACT: all_layers(None)}
+    calls: dict[str, Callable[[], object]] = {EXACT: all_layers(None, layers)}
     about: dict[str, dict[str, Any]] = {EXACT: {"call": EXACT}}
     for budget in BUDGETS:
         table, margin, _ = calibrated(rows, length, budget)
-        heads = PerHead(rungs=rungs(), heads=table.tolist(), min_length=0)
+        heads, checked = checked_and_not(table, budget)
         worst = float(errors_of(table, errors).max())
         uniform, described = best_uniform(errors[0], layers, max(worst, budget), costs)
         named: dict[str, Method] = {
             "per head": heads,
-            "per head, checked": replace(heads, tolerance=NO_TOLERANCE),
-            "per head, tolerance": replace(heads, tolerance=budget),
+            "per head, checked": checked,
+            "per head, tolerance": replace(checked, on_excess="exact"),
             "uniform": uniform,
         }
         for name, chosen in named.items():
-            calls[f"{name} {budget}"] = all_layers(chosen)
+            calls[f"{name} {budget}"] = all_layers(chosen, layers)
             more = described if name == "uniform" else {"margin": margin, "worst_head": worst}
             about[f"{name} {budget}"] = {"call": name, "budget": budget, **more}
-    for call in calls.values():
-        call()
-    times = compare(calls, {EXACT}, torch.device("cpu"), repeats)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # heads above the tolerance, on purpose
+        for call in calls.values():
+            call()
+        times = compare(calls, {EXACT}, torch.device("cpu"), repeats)
     return [{"kind": "speed", "length": length, **about[name], **times[name]} for name in calls]
+
+
+def all_layers(chosen: Method | None, layers: list[Inputs]) -> Callable[[], None]:
+    """The attention of all layers by a method; None: exact."""
+    methods = [chosen and chosen.for_layers((layer,)) for layer in range(len(layers))]
+
+    def attend() -> None:
+        for method, inputs in zip(methods, layers, strict=True):
+            (F.scaled_dot_product_attention if method is None else method.run)(*inputs)
+
+    return attend
+
+
+def checked_and_not(table: torch.Tensor, budget: float) -> tuple[PerHead, PerHead]:
+    """Heads with the rungs of a table, and the same with a tolerance as large as the budget that recomputes none."""
+    heads = PerHead(rungs=rungs(), heads=table.tolist(), min_length=0)
+    return heads, replace(heads, tolerance=budget, on_excess="warn")
+
+
+@torch.no_grad()
+def measure_check(rows: list[dict[str, Any]], length: int, rounds: int) -> list[dict[str, Any]]:
+    """The part of the time of calibrated heads that their check adds: the median of interleaved rounds, by budget."""
+    layers = inputs_of({"part": "books", "text": HELD_OUT[0], "length": length})
+    found = []
+    for budget in BUDGETS:
+        table, _, _ = calibrated(rows, length, budget)
+        methods = zip(("plain", "checked"), checked_and_not(table, budget), strict=True)
+        calls = {name: all_layers(method, layers) for name, method in methods}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # heads above the tolerance, on purpose
+            for call in calls.values():
+                call()
+            seconds = interleaved_rounds(calls, torch.device("cpu"), rounds)
+        ratio = median_ratio(seconds["checked"], seconds["plain"])
+        line = {"kind": "check", "length": length, "budget": budget, "rounds": len(seconds["plain"])}
+        found.append(line | {"added": None if ratio is None else ratio - 1})
+    return found
 
 
 def main(
     lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = ",".join(map(str, LENGTHS)),
     speed: Annotated[bool, typer.Option(help="The times alone; the errors have to be there.")] = False,
-    repeats: Annotated[int, typer.Option(help="Rounds of timing.")] = 3,
+    check: Annotated[bool, typer.Option(help="What the check adds to the times alone.")] = False,
+    repeats: Annotated[int, typer.Option(help="Rounds of timing, of the check five times as many.")] = 3,
     decoder: Annotated[bool, typer.Option(help="The errors of SmolLM2, at 4,096 tokens.")] = False,
     output: Path | None = None,
 ) -> None:
-    """Measure the errors, then with --speed the times, and print both tables."""
+    """Measure the errors, or with --speed or --check the times, and print all tables."""
     settings = {"model": WEIGHTS if decoder else "all-MiniLM-L6-v2", "ladder": list(LADDER)}
     if decoder:
         lengths = str(DECODER_LENGTH)
     results = Path(__file__).parents[1] / "results"
     kept = KeptRuns(output or results / ("budget_decoder.json" if decoder else "budget.json"), settings)
-    if not speed:
+    if not (speed or check):
         wanted = [one | {"length": length} for length in map(int, lengths.split(",")) for one in texts(length)]
         for run in track(kept.missing(wanted), description="texts"):
             kept.add(measure_errors(run, decoder))
     errors = [row for row in kept.rows if row["kind"] == "errors"]
     if speed and not kept.matching({"kind": "speed"}):
         kept.add(*measure_speed(errors, TIMED_LENGTH, repeats))
+    if check and not kept.matching({"kind": "check"}):
+        kept.add(*measure_check(errors, TIMED_LENGTH, CHECK_ROUNDS * repeats))
     with pd.option_context("display.width", 250, "display.max_columns", 30, "display.precision", 3):
         print(coverage(errors).to_string(index=False))
-        timed_rows = [row for row in kept.rows if row["kind"] == "speed"]
-        if timed_rows:
-            print(pd.DataFrame(timed_rows).drop(columns=list(kept.machine)).to_string(index=False))
+        for kind in "speed", "check":
+            if timed_rows := kept.matching({"kind": kind}):
+                print(pd.DataFrame(timed_rows).drop(columns=list(kept.machine)).to_string(index=False))
     print(f"written: {kept.path}")
 
 

@@ -66,9 +66,9 @@ class Method(ABC):
             (`crossover.json`; where nothing was, 4 times the length measured on others, 8 times where the future is
             masked); 0 forces the method.
         tolerance (`float`, *optional*): the relative L2 error of a head's attention output that is allowed: in every
-            forward pass 64 queries of each text and head are computed exactly too, and `on_excess` says what happens
-            where their error, with a margin, is larger. `hf_effattn.measured_error` tells what they measured. Default:
-            nothing is measured.
+            forward pass 64 queries of each text and head are computed exactly too, on a CPU only 16 where these show
+            a head well within it, and `on_excess` says what happens where their error, with a margin, is larger.
+            `hf_effattn.measured_error` tells what they measured. Default: nothing is measured.
         on_excess (`str`): `"exact"`: the head is computed exactly, too; `"warn"` or `"raise"` a `RuntimeError`. In
             compiled graphs, in training and where the future is masked (but for generation's prompts) errors are
             measured and nothing else.
@@ -84,7 +84,7 @@ class Method(ABC):
     decoder_loss: ClassVar[tuple[float, float] | None] = None
     purpose: ClassVar[dict[str, str]] = {
         "min_length": "inputs with fewer tokens run exact attention; None: the measured length, 0: force the method",
-        "tolerance": "the error allowed, measured on 64 queries of each head and text in every pass; None: unmeasured",
+        "tolerance": "the error allowed, measured on up to 64 queries of each head and text; None: unmeasured",
         "on_excess": "what to do with a head above its tolerance: exact, warn or raise",
     }
     differs_by_layer: ClassVar[bool] = False  # `for_layers` decides what a layer runs

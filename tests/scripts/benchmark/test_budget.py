@@ -12,7 +12,7 @@ from scripts.benchmark import budget
 HEADS = (2, 3)  # layers, heads
 
 
-def row(part: str, error: float, bound: float) -> dict[str, Any]:
+def row(part: str, error: float, bound: float, first_bound: float | None = None) -> dict[str, Any]:
     """A text on which every rung but the last has that error in every head."""
 
     def filled(value: float) -> list[list[list[float]]]:
@@ -26,7 +26,7 @@ def row(part: str, error: float, bound: float) -> dict[str, Any]:
         "text": "",
         "errors": filled(error),
         "bounds": filled(bound),
-    }
+    } | ({} if first_bound is None else {"first_bounds": filled(first_bound)})
 
 
 def test_coverage_with_and_without_a_tolerance() -> None:
@@ -51,6 +51,17 @@ def test_coverage_with_and_without_a_tolerance() -> None:
     assert budget.coverage(rows).set_index("budget").loc[0.05, "within"] == 1.0
 
 
+def test_all_queries_tell_of_a_head_that_the_first_leave_open() -> None:
+    rows = [row("calibrated", 0.08, 0.08)] * 2
+    # Told by the first, rightly and not; open, and kept or recomputed by all.
+    rows += [row("books", 0.09, 0.2, 0.095), row("books", 0.12, 0.2, 0.095)]
+    rows += [row("meetings", 0.09, 0.095, 0.2), row("meetings", 0.12, 0.2, 0.2)]
+    found = budget.coverage(rows).set_index("budget").loc[0.1]
+    assert found["undecided"] == pytest.approx(0.5)
+    assert found["recomputed"] == pytest.approx(0.25)
+    assert found["within, tolerance"] == pytest.approx(0.75)
+
+
 def test_errors_and_times_are_those_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     layers = [tuple(torch.randn(1, 3, 300, 8, generator=generator) for _ in range(3)) for _ in range(2)]
@@ -61,12 +72,19 @@ def test_errors_and_times_are_those_of_all_layers(monkeypatch: pytest.MonkeyPatc
     errors = budget.stacked(rows, "errors")
     assert errors.shape == (3, len(LADDER), 2, 3)
     assert (errors[0].mean(dim=(1, 2)).diff() < 0.02).all()
+    bounds, first_bounds = budget.stacked(rows, "bounds"), budget.stacked(rows, "first_bounds")
+    assert bounds.shape == first_bounds.shape == errors.shape
+    assert (first_bounds > bounds).float().mean() > 0.9  # a fourth of the queries and three times the margin
     times = budget.measure_speed(rows, 300, repeats=1)
     assert [one["call"] for one in times[:5]] == [
         "exact", "per head", "per head, checked", "per head, tolerance", "uniform"
     ]  # fmt: skip
     assert len(times) == 1 + 4 * len(budget.BUDGETS)
     assert all(one["ms"] > 0 for one in times)
+    added = budget.measure_check(rows, 300, rounds=2)
+    assert [(one["budget"], one["added"] > -1, one["rounds"] >= 2) for one in added] == [
+        (one, True, True) for one in budget.BUDGETS
+    ]
 
 
 def test_heads_of_a_decoder_that_share_keys_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
