@@ -67,8 +67,11 @@ def _bi_clustered_attention_fwd_distance_kernel(
     key_ptr += i_p // key_heads * stride_key_b + i_p % key_heads * stride_key_h
     covariance_ptr += i_p * D * D
     exact = is_exact(exact_heads_ptr, i_p, HAS_EXACT)
+    sizes_ptr += i_p * D
     if PART == BLOCK_D:
-        b_covariance, b_size = load_covariance(covariance_ptr, sizes_ptr + i_p * D, 0, 0, D, PART, PART)
+        o_d = tl.arange(0, PART)
+        b_covariance = load_covariance(covariance_ptr, o_d, o_d, D)
+        b_size = tl.load(sizes_ptr + o_d, mask=o_d < D, other=0.0)
     first_tile = tl.program_id(0) % blocks * TILES
     for i_tile in range(first_tile, tl.minimum(tiles, first_tile + TILES)):
         cluster, _, m_row, b_row = load_tile(
@@ -86,14 +89,13 @@ def _bi_clustered_attention_fwd_distance_kernel(
             if PART == BLOCK_D:
                 b_turned = tl.dot(b_part.to(b_covariance.dtype), b_covariance, input_precision=PRECISION)
             else:
+                b_size = tl.load(sizes_ptr + o_d, mask=o_d < D, other=0.0)
                 b_turned = tl.zeros([ROWS, PART], tl.float32)
                 for start in range(0, D, BLOCK_K):
-                    b_covariance, b_size = load_covariance(
-                        covariance_ptr, sizes_ptr + i_p * D, start, first, D, BLOCK_K, PART
-                    )  # fmt: skip
-                    b_spread = load_spread(p_key, m_row, stride_key_d, p_mean, start + tl.arange(0, BLOCK_K), D)
-                    b_spread = b_spread.to(b_covariance.dtype)
-                    b_turned = tl.dot(b_spread, b_covariance, b_turned, input_precision=PRECISION)
+                    o_e = start + tl.arange(0, BLOCK_K)
+                    b_rows = load_covariance(covariance_ptr, o_e, o_d, D)
+                    b_spread = load_spread(p_key, m_row, stride_key_d, p_mean, o_e, D).to(b_rows.dtype)
+                    b_turned = tl.dot(b_spread, b_rows, b_turned, input_precision=PRECISION)
             b_square += tl.sum(b_turned * b_part * b_size[None, :], 1)
         for word in range(0, words):
             tl.store(taken_ptr + (i_p * M + b_row) * words + word, 0, mask=m_row)
@@ -102,13 +104,10 @@ def _bi_clustered_attention_fwd_distance_kernel(
 
 
 @triton.jit
-def load_covariance(covariance_ptr, sizes_ptr, first_e, first_d, D, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Some rows of some columns of the covariance, and the sizes of these columns."""
-    o_e, o_d = first_e + tl.arange(0, BLOCK_E), first_d + tl.arange(0, BLOCK_D)
-    # [BLOCK_E, BLOCK_D]
-    p_covariance = covariance_ptr + o_e[:, None] * D + o_d[None, :]
-    b_covariance = tl.load(p_covariance, mask=(o_e < D)[:, None] & (o_d < D)[None, :], other=0.0)
-    return b_covariance, tl.load(sizes_ptr + o_d, mask=o_d < D, other=0.0)
+def load_covariance(covariance_ptr, o_e, o_d, D):
+    """Some columns of some rows of a covariance."""
+    m_covariance = (o_e < D)[:, None] & (o_d < D)[None, :]
+    return tl.load(covariance_ptr + o_e[:, None] * D + o_d[None, :], mask=m_covariance, other=0.0)
 
 
 @triton.jit
@@ -321,7 +320,7 @@ def make_tables(
         row_blocks, blocks = triton.cdiv(rows, tile), triton.cdiv(D * Dv, 128)
         _bi_clustered_attention_fwd_dipole_kernel[(P * blocks * row_blocks,)](
             log_mass, covariances, exact_heads, at_centroid, dipoles, rows, D * Dv, G, blocks, row_blocks,
-            HAS_EXACT=has_exact, ROWS=tile, COLUMNS=128, BLOCK_G=32, PRECISION=config["PRECISION"], num_stages=1,
-            **chip_of(key).all_registers,
+            HAS_EXACT=has_exact, ROWS=tile, COLUMNS=128, BLOCK_G=32, PRECISION=config["PRECISION"], num_warps=8,
+            num_stages=1, **chip_of(key).all_registers,
         )  # fmt: skip
     return table_keys, table_values, log_mass, bias, at_centroid, dipoles
