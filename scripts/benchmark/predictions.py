@@ -226,7 +226,8 @@ def counting() -> Iterator[Counting]:
         counts.access(mask.data, 2 * value.data.itemsize, loads=False)
 
     def computed(result: Any, *_: Any) -> None:
-        if result.dtype.scalar.primitive_bitwidth == 32:  # addresses, of 64 bits, are mostly made ahead
+        # Addresses, of 64 bits, are mostly made ahead.
+        if getattr(result.dtype.scalar, "primitive_bitwidth", 64) == 32:
             counts.arithmetic(result.data)
 
     def reduced(owner: Any) -> None:

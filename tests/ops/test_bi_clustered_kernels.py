@@ -143,6 +143,17 @@ def test_more_query_clusters_than_bits_of_a_word():
     check(FIRST_ORDER, replace(GROUPED, N=120, clusters=37), make_inputs(replace(GROUPED, N=120, clusters=37)))
 
 
+def test_float16_holds_large_offsets():
+    """Of a query whose weight is all on summaries: times the sum of their weights its offset would be out of range."""
+    case = replace(SMALL, clusters=1, key_clusters=8, topk=1)
+    inputs = on_device(make_inputs(case), torch.float16)
+    inputs.query[..., 0], inputs.key = 20000.0 - 40000.0 * (torch.arange(case.N, device=DEVICE) % 2), inputs.key * 1e-3
+    inputs.key[..., 0] = 0.0
+    expected = attend(FIRST_ORDER, case, inputs.to(torch.float64), backend="reference", scale=1.0)
+    actual = attend(FIRST_ORDER, case, inputs, backend="triton", scale=1.0)
+    assert_close_to_reference("output", actual.cpu(), expected.cpu(), rtol=2e-3)
+
+
 def test_every_query_its_own_cluster_is_exact():
     case = replace(SMALL, H=1, clusters=SMALL.N)
     inputs = on_device(make_inputs(case), torch.float32)

@@ -1,5 +1,6 @@
 """Pieces of the GPU kernels: sorting by cluster, cluster means, top-k, the pass of the centroids over the keys."""
 
+from itertools import product
 from math import log
 
 import pytest
@@ -10,7 +11,7 @@ from hf_effattn.ops.shared.triton import centroids as triton_centroids
 from hf_effattn.ops.shared.triton import sort as triton_sort
 from hf_effattn.ops.shared.triton import topk as triton_topk
 from hf_effattn.ops.shared.triton.centroids import bin_length, centroid_pass, score_chunks, split_count
-from hf_effattn.ops.shared.triton.sort import cluster_means, sort_by_cluster
+from hf_effattn.ops.shared.triton.sort import cluster_means, sort_both_by_cluster, sort_by_cluster
 from hf_effattn.ops.shared.triton.topk import select_topk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,6 +66,23 @@ def test_more_clusters_than_a_program_counts_at_once(monkeypatch):
     found = sort_by_cluster(labels, None, 59, 16)
     for name in ("order", "starts", "tiles"):
         assert torch.equal(getattr(found, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize("masked", [(True, True), (False, True)], ids=["both", "one"])
+def test_two_sets_of_rows_are_sorted_as_each_alone(masked):
+    """In the same launches, whatever they differ in; not all programs of the second have a head."""
+    generator = torch.Generator().manual_seed(0)
+    sets = []
+    for has_mask, (B, H, N, clusters, tile, dtype) in zip(
+        masked, ((2, 2, 37, 5, 16, torch.int64), (1, 3, 90, 20, 32, torch.int32)), strict=True
+    ):
+        labels = torch.randint(-1, clusters + 1, (B, N, H), generator=generator, dtype=dtype).transpose(1, 2)
+        mask = (torch.rand(B, N, generator=generator) > 0.3).to(DEVICE) if has_mask else None
+        sets.append((labels.to(DEVICE), mask, clusters, tile))
+    for one, found in zip(sets, sort_both_by_cluster(*sets), strict=True):
+        alone = sort_by_cluster(*one)
+        for name in ("order", "starts", "tiles"):
+            assert torch.equal(getattr(found, name), getattr(alone, name))
 
 
 def test_one_huge_cluster_is_many_tiles():
@@ -135,7 +153,7 @@ def make_pass(B=2, H=2, key_heads=2, M=101, D=16, Dv=12, clusters=5, masked=True
 
 
 def check_pass(centroids, key, value, mask, topk):
-    """Attention, log-sum-exp and top keys against float64; equal scores may differ in the last bit there."""
+    """Attention, log-sum-exp, top keys and their marks against float64, where equal scores may differ in a bit."""
     arguments = [tensor if tensor is None else tensor.to(DEVICE) for tensor in (centroids, key, value, mask)]
     found = centroid_pass(*arguments, 0.3, topk)
     B, Hk, _, D = key.shape
@@ -158,13 +176,22 @@ def check_pass(centroids, key, value, mask, topk):
         assert len(top.unique()) == len(top)
         torch.testing.assert_close(row[top].sort().values, best, rtol=0, atol=1e-9)
         torch.testing.assert_close(top_scores, row[top], rtol=0, atol=4e-6)
-    alone = centroid_pass(*arguments[:2], None, arguments[3], 0.3, topk)
+    tables, rows = B * Hk, len(found.top) // (B * Hk)
+    marks = torch.zeros(tables, key.shape[2], 2, dtype=torch.int32, device=DEVICE)
+    alone = centroid_pass(*arguments[:2], None, arguments[3], 0.3, topk, marks=marks)
     assert torch.equal(alone.top, found.top)
+    bits = marks[..., None].cpu() >> torch.arange(32) & 1  # (tables, keys, words, 32)
+    for table, row in product(range(tables), range(rows)):
+        top = found.top[table * rows + row].cpu()
+        assert bits[table, :, row // 32, row % 32].nonzero()[:, 0].tolist() == sorted(top[top >= 0].tolist())
+    assert bits.sum() == (found.top >= 0).sum()
     return found
 
 
 @pytest.mark.slow_except("sizes0", "sizes1")
-@pytest.mark.parametrize("sizes", [{"topk": 6}, {"topk": 101, "clusters": 3}, {"topk": 7, "H": 4, "masked": False}])
+@pytest.mark.parametrize(
+    "sizes", [{"topk": 6}, {"topk": 101, "clusters": 3}, {"topk": 7, "H": 4, "clusters": 18, "masked": False}]
+)
 def test_centroid_pass(sizes):
     topk = sizes.pop("topk")
     check_pass(*make_pass(**sizes), topk)

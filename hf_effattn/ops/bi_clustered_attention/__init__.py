@@ -97,20 +97,6 @@ def bi_clustered_attention(
     run = choose_backend(backend, forms, query, key, value)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     topk = min(topk, key.shape[2])
+    sizes, masks = (clusters, key_clusters, topk), (key_mask, query_mask, exact_heads)
     seed = draw_seed(dropout_p, query.device)
-    return run(
-        query,
-        key,
-        value,
-        labels,
-        key_labels,
-        clusters,
-        key_clusters,
-        topk,
-        key_mask,
-        query_mask,
-        exact_heads,
-        scale,
-        dropout_p,
-        seed,
-    )
+    return run(query, key, value, labels, key_labels, *sizes, *masks, scale, dropout_p, seed)

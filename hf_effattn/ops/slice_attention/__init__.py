@@ -121,21 +121,10 @@ def slice_attention(
             key_positions = key_positions[:, extension : extension + slice_length]
         extension = 0
     scale = D**-0.5 if scale is None else float(scale)
+    optional = query_positions, key_positions, sink_mask, dropout_p, draw_seed(dropout_p, query.device)
     output, pooled, lse = run(
-        query,
-        key,
-        value,
-        slice_length,
-        extension,
-        causal,
-        key_mask,
-        scale,
-        query_positions,
-        key_positions,
-        sink_mask,
-        dropout_p,
-        draw_seed(dropout_p, query.device),
-    )
+        query, key, value, slice_length, extension, causal, key_mask, scale, *optional
+    )  # fmt: skip
     return (output, pooled, lse) if return_lse else (output, pooled)
 
 

@@ -5,13 +5,15 @@ checked: a query whose label is outside `0 .. clusters - 1` is in no cluster and
 exact heads alone.
 """
 
+from typing import Any
+
 import torch
 
 from ...derivatives import refuse_second_derivatives
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.chips import on_device_of
 from ...shared.triton.cluster_table_forward import _cluster_table_fwd_kernel, blocks_of_queries
-from ...shared.triton.sort import SortedRows, sort_by_cluster
+from ...shared.triton.sort import SortedRows, sort_both_by_cluster
 from ...shared.triton.tiles import LOG2_E, tile_config
 from .backward import attend_backward
 from .exact_heads import attend_exactly, exact_backward
@@ -52,14 +54,15 @@ def _forward(
     tile, key_tile = _tiles(query, value)
     exact_heads = None if exact_heads is None else exact_heads.contiguous()
     output = unwritten_output(query, value)
-    queries = sort_by_cluster(labels, query_mask, clusters, tile)
-    keys = sort_by_cluster(key_labels, key_mask, key_clusters, key_tile)
+    queries, keys = sort_both_by_cluster(
+        (labels, query_mask, clusters, tile), (key_labels, key_mask, key_clusters, key_tile)
+    )
     mean_keys, mean_values = (query.new_empty(B * Hk, key_clusters, d, dtype=torch.float32) for d in (D, Dv))
     covariances, _ = cluster_products(key, value, keys, mean_keys, mean_values)
     centroids, log_squares, taken, top = choose_keys(
         query, key, key_mask, exact_heads, queries, keys, mean_keys, topk, scale
     )  # fmt: skip
-    tables = make_tables(key, value, exact_heads, keys, centroids, log_squares, taken, top, covariances, scale)
+    tables = make_tables(key, value, exact_heads, keys, centroids, log_squares, taken, covariances, scale)
     table_keys, table_values, log_mass, bias, at_centroid, dipoles = tables
     lse, share = (query.new_empty(B * H, N, dtype=torch.float32) for _ in range(2))
     config = tile_config(query, D, Dv, three=dropout_seed is None)
@@ -188,25 +191,9 @@ def _backward(ctx, grads):
 _forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-def bi_clustered_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    labels: torch.Tensor,
-    key_labels: torch.Tensor,
-    clusters: int,
-    key_clusters: int,
-    topk: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    exact_heads: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> torch.Tensor:
-    """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_j`, `j = l(i)`."""
-    settings = clusters, key_clusters, topk, key_mask, query_mask, exact_heads, scale, dropout_p, dropout_seed
-    return _forward(query, key, value, labels, key_labels, *settings)[0]
+def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
+    """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_{l(i)}`; arguments as of `_forward`."""
+    return _forward(*arguments)[0]
 
 
 refuse_second_derivatives("bi_clustered_attention_triton")

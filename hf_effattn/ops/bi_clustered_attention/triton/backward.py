@@ -201,11 +201,10 @@ def _bi_clustered_attention_bwd_centroid_kernel(
                 b_table_value, b_value, p_grad_value, m_r, 1, p_value, m_key, stride_value_d, Dv,
                 ROWS, COLUMNS, BY_PARTS, PRECISION,
             )  # fmt: skip
-            m_pair = m_table[:, None] & m_key[None, :]
-            m_pair &= ~load_taken(taken_ptr + i_p * M * words, b_row, m_key, i_block * ROWS, words, ROWS)
+            m_taken = load_taken(taken_ptr + i_p * M * words, b_row, m_key, i_block * ROWS, words, ROWS)
             b_lift = load_lift(log_square_ptr + i_p * M, b_row, m_key)
             b_scores = b_scores * scale_log2 + b_lift[None, :] - b_mass[:, None]
-            b_weights = tl.exp2(tl.where(m_pair, b_scores, float("-inf")))
+            b_weights = tl.exp2(tl.where(m_taken, float("-inf"), b_scores))
             b_grad_scores = b_weights * (b_inner + b_constant[:, None])
             b_grad_centroid += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
     o_d = tl.arange(0, BLOCK_D)

@@ -11,12 +11,13 @@ import triton.language as tl
 from ...shared.triton.centroids import centroid_pass
 from ...shared.triton.chips import LENGTHS, block_width, chip_of, on_device_of
 from ...shared.triton.cluster_table import dipole_part, is_exact
-from ...shared.triton.softmax import dot_rows
+from ...shared.triton.softmax import dot_rows, softmax_weights
 from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import LOG2_E, LOWEST, load_rows, load_tile, tile_config
 from ..reference import LARGEST_LIFT, SMALLEST
 from .products import cluster_products
 
+TILES = 4  # of keys, for which one program holds the covariance
 SUM_PROGRAMS = 512  # that add up products of queries: few leave few sums, of many each is done sooner
 SMALLEST_SQUARE = tl.constexpr(SMALLEST)
 # Of the largest lift, as an exponent of 2.
@@ -54,46 +55,59 @@ def _bi_clustered_attention_fwd_distance_kernel(
     key_ptr, mean_key_ptr, covariance_ptr, sizes_ptr, exact_heads_ptr, order_ptr, starts_ptr, tiles_ptr,
     log_square_ptr, taken_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
-    key_heads, M, D, key_clusters, tiles, words,
-    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr,
-    PRECISION: tl.constexpr,
+    key_heads, M, D, key_clusters, tiles, words, blocks,
+    HAS_EXACT: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    PART: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`log2 d_t²` of a tile of sorted keys, `d_t² = (K_t - K̄_c)^T Σ_η (K_t - K̄_c)`; `-inf` in no cluster.
+    """`log2 d_t²` of some tiles of sorted keys, `d_t² = (K_t - K̄_c)^T Σ_η (K_t - K̄_c)`; `-inf` in no cluster.
 
     Also writes 0 to the keys' words of `taken`.
     """
-    i_p = (tl.program_id(0) // tiles).to(tl.int64)
-    cluster, _, m_row, b_row = load_tile(
-        order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, M, key_clusters, tiles, ROWS
-    )
-    if tl.max(m_row.to(tl.int32), 0) == 0:
-        return
-    p_key = key_ptr + i_p // key_heads * stride_key_b + i_p % key_heads * stride_key_h + b_row * stride_key_m
-    nowhere = (cluster >= key_clusters) | is_exact(exact_heads_ptr, i_p, HAS_EXACT)
-    width = tl.where(nowhere, 0, D)
-    mean_key_ptr += (i_p * key_clusters + tl.where(nowhere, 0, cluster)) * D
-    b_square = tl.zeros([ROWS], tl.float32)
-    if BLOCK_K == BLOCK_D:
-        # [ROWS, BLOCK_D]
-        b_spread = load_spread(p_key, m_row, stride_key_d, mean_key_ptr, tl.arange(0, BLOCK_D), width)
-    for first in range(0, width, PART):
-        o_d = first + tl.arange(0, PART)
-        b_turned = tl.zeros([ROWS, PART], tl.float32)
-        for start in range(0, width, BLOCK_K):
-            o_e = start + tl.arange(0, BLOCK_K)
-            if BLOCK_K < BLOCK_D:
-                b_spread = load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_e, D)
-            # [BLOCK_K, PART]
-            p_covariance = covariance_ptr + (i_p * D + o_e[:, None]) * D + o_d[None, :]
-            b_covariance = tl.load(p_covariance, mask=(o_e < D)[:, None] & (o_d < D)[None, :], other=0.0)
-            b_turned = tl.dot(b_spread.to(b_covariance.dtype), b_covariance, b_turned, input_precision=PRECISION)
-        b_part = b_spread if PART == BLOCK_D else load_spread(p_key, m_row, stride_key_d, mean_key_ptr, o_d, D)
-        b_size = tl.load(sizes_ptr + i_p * D + o_d, mask=o_d < D, other=0.0)
-        b_square += tl.sum(b_turned * b_part * b_size[None, :], 1)
-    for word in range(0, words):
-        tl.store(taken_ptr + (i_p * M + b_row) * words + word, 0, mask=m_row)
-    b_log_square = tl.log2(tl.maximum(b_square, SMALLEST_SQUARE))
-    tl.store(log_square_ptr + i_p * M + b_row, tl.where(nowhere, float("-inf"), b_log_square), mask=m_row)
+    i_p = (tl.program_id(0) // blocks).to(tl.int64)
+    key_ptr += i_p // key_heads * stride_key_b + i_p % key_heads * stride_key_h
+    covariance_ptr += i_p * D * D
+    exact = is_exact(exact_heads_ptr, i_p, HAS_EXACT)
+    sizes_ptr += i_p * D
+    if PART == BLOCK_D:
+        o_d = tl.arange(0, PART)
+        b_covariance = load_covariance(covariance_ptr, o_d, o_d, D)
+        b_size = tl.load(sizes_ptr + o_d, mask=o_d < D, other=0.0)
+    first_tile = tl.program_id(0) % blocks * TILES
+    for i_tile in range(first_tile, tl.minimum(tiles, first_tile + TILES)):
+        cluster, _, m_row, b_row = load_tile(
+            order_ptr, starts_ptr, tiles_ptr, i_p, i_tile, M, key_clusters, tiles, ROWS
+        )  # fmt: skip
+        nowhere = (cluster >= key_clusters) | exact
+        p_key = key_ptr + b_row * stride_key_m
+        p_mean = mean_key_ptr + (i_p * key_clusters + tl.where(nowhere, 0, cluster)) * D
+        width = tl.where(nowhere, 0, D)
+        b_square = tl.zeros([ROWS], tl.float32)
+        for first in range(0, width, PART):
+            o_d = first + tl.arange(0, PART)
+            # [ROWS, PART]
+            b_part = load_spread(p_key, m_row, stride_key_d, p_mean, o_d, D)
+            if PART == BLOCK_D:
+                b_turned = tl.dot(b_part.to(b_covariance.dtype), b_covariance, input_precision=PRECISION)
+            else:
+                b_size = tl.load(sizes_ptr + o_d, mask=o_d < D, other=0.0)
+                b_turned = tl.zeros([ROWS, PART], tl.float32)
+                for start in range(0, D, BLOCK_K):
+                    o_e = start + tl.arange(0, BLOCK_K)
+                    b_rows = load_covariance(covariance_ptr, o_e, o_d, D)
+                    b_spread = load_spread(p_key, m_row, stride_key_d, p_mean, o_e, D).to(b_rows.dtype)
+                    b_turned = tl.dot(b_spread, b_rows, b_turned, input_precision=PRECISION)
+            b_square += tl.sum(b_turned * b_part * b_size[None, :], 1)
+        for word in range(0, words):
+            tl.store(taken_ptr + (i_p * M + b_row) * words + word, 0, mask=m_row)
+        b_log_square = tl.log2(tl.maximum(b_square, SMALLEST_SQUARE))
+        tl.store(log_square_ptr + i_p * M + b_row, tl.where(nowhere, float("-inf"), b_log_square), mask=m_row)
+
+
+@triton.jit
+def load_covariance(covariance_ptr, o_e, o_d, D):
+    """Some columns of some rows of a covariance."""
+    m_covariance = (o_e < D)[:, None] & (o_d < D)[None, :]
+    return tl.load(covariance_ptr + o_e[:, None] * D + o_d[None, :], mask=m_covariance, other=0.0)
 
 
 @triton.jit
@@ -105,32 +119,15 @@ def load_spread(p_row, m_row, stride_d, mean_ptr, o_d, D):
     return tl.where(m_row[:, None], b_rows.to(tl.float32) - b_mean[None, :], 0.0)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
-def _bi_clustered_attention_fwd_mark_kernel(
-    top_ptr, taken_ptr,
-    rows, M, topk, words,
-    BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """Sets a query cluster's bit in the words of its exact keys, `taken` `(P, M, words)`."""
-    i_row = tl.program_id(0).to(tl.int64)
-    i_r = (i_row % rows).to(tl.int32)
-    taken_ptr += i_row // rows * M * words + i_r // 32
-    for first in range(0, topk, BLOCK_T):
-        o_t = first + tl.arange(0, BLOCK_T)
-        b_top = tl.load(top_ptr + i_row * topk + o_t, mask=o_t < topk, other=-1).to(tl.int64)
-        b_bit = tl.full([BLOCK_T], 1, tl.int32) << (i_r % 32)
-        tl.atomic_or(taken_ptr + b_top * words, b_bit, mask=b_top >= 0, sem="relaxed")
-
-
 @triton.jit
 def load_taken(taken_ptr, b_row, m_row, first, words, ROWS: tl.constexpr):
-    """Whether `ROWS` query clusters from `first` on have the keys `b_row` as exact keys, `(query clusters, keys)`."""
+    """Whether query clusters from `first` on have keys `b_row` as exact ones, or no key is there: `(ROWS, keys)`."""
     BITS: tl.constexpr = ROWS if ROWS < 32 else 32
     o_word = first // 32 + tl.arange(0, ROWS // BITS)
     p_words = taken_ptr + b_row[None, :] * words + o_word[:, None]
     # [ROWS / BITS, keys], [ROWS / BITS, BITS, keys]
-    b_words = tl.load(p_words, mask=m_row[None, :] & (o_word < words)[:, None], other=0)
-    b_bits = (b_words[:, None, :] >> (first % 32 + tl.arange(0, BITS))[None, :, None]) & 1
+    b_words = tl.load(p_words, mask=m_row[None, :] & (o_word < words)[:, None], other=-1)
+    b_bits = b_words[:, None, :] & (1 << (first % 32 + tl.arange(0, BITS)))[None, :, None]
     return tl.reshape(b_bits, [ROWS, b_row.shape[0]]) != 0
 
 
@@ -183,17 +180,13 @@ def _bi_clustered_attention_fwd_table_kernel(
             b_centroid, b_key, p_centroid, m_r, 1, p_key, m_key, stride_key_d, D,
             ROWS, COLUMNS, BY_PARTS, PRECISION,
         )  # fmt: skip
-        m_pair = m_key[None, :] & ~load_taken(taken_ptr + i_p * M * words, b_row, m_key, i_block * ROWS, words, ROWS)
+        m_taken = load_taken(taken_ptr + i_p * M * words, b_row, m_key, i_block * ROWS, words, ROWS)
         b_scores = b_scores * scale_log2 + load_lift(log_square_ptr + i_p * M, b_row, m_key)[None, :]
-        b_scores = tl.where(m_pair, b_scores, float("-inf"))
-        b_higher = tl.maximum(b_highest, tl.max(b_scores, 1))
-        b_weights = tl.exp2(b_scores - b_higher[:, None])
-        b_kept = tl.exp2(b_highest - b_higher)
-        b_total = b_total * b_kept + tl.sum(b_weights, 1)
+        b_scores = tl.where(m_taken, float("-inf"), b_scores)
+        b_weights, b_kept, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
         b_weights = b_weights.to(b_key.dtype)
         b_key_sum = tl.dot(b_weights, b_key, b_key_sum * b_kept[:, None], input_precision=PRECISION)
         b_value_sum = tl.dot(b_weights, b_value, b_value_sum * b_kept[:, None], input_precision=PRECISION)
-        b_highest = b_higher
     b_divisor = tl.where(b_total > 0, b_total, 1.0)
     o_table = o_row * key_clusters + i_c
     o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
@@ -230,9 +223,7 @@ def _bi_clustered_attention_fwd_dipole_kernel(
     b_total = tl.zeros([ROWS], tl.float32)
     for first in range(0, key_clusters, BLOCK_G):
         b_mass = _load_log_mass(log_mass_ptr, o_row, m_r, first + tl.arange(0, BLOCK_G), key_clusters)
-        b_higher = tl.maximum(b_highest, tl.max(b_mass, 1))
-        b_total = b_total * tl.exp2(b_highest - b_higher) + tl.sum(tl.exp2(b_mass - b_higher[:, None]), 1)
-        b_highest = b_higher
+        _, _, b_highest, b_total = softmax_weights(b_mass, b_highest, b_total)
     b_lse = b_highest + tl.log2(tl.where(b_total > 0, b_total, 1.0))
     b_dipole = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, key_clusters, BLOCK_G):
@@ -269,7 +260,7 @@ def choose_keys(
     topk: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`Q̄_j` `(B · H, C, D)`, `log2 d_t²` `(P, M)`, zeros for `taken`, `T_j` `(B · H, C, T)` int32, -1 for no key."""
+    """`Q̄_j` `(B · H, C, D)`, `log2 d_t²` `(P, M)`, `taken`, and `T_j` `(B · H, C, T)` int32, -1 for no key."""
     (B, H), (Hk, M, D) = query.shape[:2], key.shape[1:]
     centroids = query.new_empty(B * H, queries.clusters, D)
     parts = max(1, min(queries.clusters, SUM_PROGRAMS // (B * H)))
@@ -284,14 +275,15 @@ def choose_keys(
             products, queries.starts, covariance, sizes, H // Hk, len(products) // (B * Hk), D, queries.clusters,
             scale**2, BLOCK_D=block_d, COLUMNS=16, **chip.all_registers,
         )  # fmt: skip
-        _bi_clustered_attention_fwd_distance_kernel[(B * Hk * tiles,)](
+        blocks = triton.cdiv(tiles, TILES)
+        _bi_clustered_attention_fwd_distance_kernel[(B * Hk * blocks,)](
             key, mean_keys, covariance, sizes, exact_heads, keys.order, keys.starts, keys.tiles, log_squares,
-            taken, *key.stride(), Hk, M, D, keys.clusters, tiles, words,
-            HAS_EXACT=exact_heads is not None, ROWS=keys.tile, BLOCK_D=block_d,
+            taken, *key.stride(), Hk, M, D, keys.clusters, tiles, words, blocks,
+            HAS_EXACT=exact_heads is not None, TILES=TILES, ROWS=keys.tile, BLOCK_D=block_d,
             BLOCK_K=min(block_d, 32) if key.element_size() == 4 else block_d, PART=dipole_part(key, block_d),
             PRECISION=chip.dot_precision(query.dtype), **chip.all_registers,
         )  # fmt: skip
-    found = centroid_pass(centroids, key, None, key_mask, scale, topk, bias=log_squares)
+    found = centroid_pass(centroids, key, None, key_mask, scale, topk, bias=log_squares, marks=taken)
     return centroids, log_squares, taken, found.top.view(B * H, queries.clusters, topk)
 
 
@@ -303,14 +295,13 @@ def make_tables(
     centroids: torch.Tensor,
     log_squares: torch.Tensor,
     taken: torch.Tensor,
-    top: torch.Tensor,
     covariances: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tables `K̃`, `Ṽ`, `log S`, `b`, `p̄`, `M`, see `Saved`; marks the exact keys in `taken`."""
+    """The tables `K̃`, `Ṽ`, `log S`, `b`, `p̄`, `M`, see `Saved`."""
     B, Hk, M, D = key.shape
     Dv, P, G = value.shape[3], B * Hk, keys.clusters
-    rows, topk, words = len(centroids) * centroids.shape[1] // P, top.shape[2], taken.shape[2]
+    rows, words = len(centroids) * centroids.shape[1] // P, taken.shape[2]
     table_keys, table_values = key.new_empty(P * rows, G, D), key.new_empty(P * rows, G, Dv)
     log_mass, bias, at_centroid = (key.new_empty(P * rows, G, dtype=torch.float32) for _ in range(3))
     dipoles = key.new_empty(P * rows, D, Dv)
@@ -320,17 +311,16 @@ def make_tables(
     blocks = triton.cdiv(rows, config["ROWS"])
     has_exact = exact_heads is not None
     with on_device_of(key):
-        _bi_clustered_attention_fwd_mark_kernel[(P * rows,)](top, taken, rows, M, topk, words, BLOCK_T=128)
         _bi_clustered_attention_fwd_table_kernel[(P * G * blocks,)](
             centroids, key, value, log_squares, taken, exact_heads, keys.order, keys.starts, table_keys, table_values,
             log_mass, bias, *key.stride(), *value.stride(), Hk, rows, M, D, Dv, G, words, blocks, scale * LOG2_E,
             HAS_EXACT=has_exact, **config,
         )  # fmt: skip
         tile = 64 if key.element_size() == 2 else 32
-        row_blocks, blocks = triton.cdiv(rows, tile), triton.cdiv(D * Dv, 64)
+        row_blocks, blocks = triton.cdiv(rows, tile), triton.cdiv(D * Dv, 128)
         _bi_clustered_attention_fwd_dipole_kernel[(P * blocks * row_blocks,)](
             log_mass, covariances, exact_heads, at_centroid, dipoles, rows, D * Dv, G, blocks, row_blocks,
-            HAS_EXACT=has_exact, ROWS=tile, COLUMNS=64, BLOCK_G=32, PRECISION=config["PRECISION"], num_stages=1,
-            **chip_of(key).all_registers,
+            HAS_EXACT=has_exact, ROWS=tile, COLUMNS=128, BLOCK_G=32, PRECISION=config["PRECISION"], num_warps=8,
+            num_stages=1, **chip_of(key).all_registers,
         )  # fmt: skip
     return table_keys, table_values, log_mass, bias, at_centroid, dipoles

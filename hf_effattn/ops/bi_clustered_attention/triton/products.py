@@ -81,9 +81,9 @@ def _bi_clustered_attention_products_kernel(
                 b_weights = tl.load(weights_ptr + i_p * N + b_row[:, None], mask=m_row, other=0.0)
                 b_spread_b = b_b.to(tl.float32) * b_weights
             else:
-                b_spread_b = tl.where(m_row, b_b.to(tl.float32) - b_mean_b[None, :], 0.0)
                 b_sum_a += tl.sum(b_spread_a, 0)
-            b_sum += tl.sum(b_spread_b, 0)
+                b_spread_b = b_spread_a if SAME else tl.where(m_row, b_b.to(tl.float32) - b_mean_b[None, :], 0.0)
+            b_sum = b_sum_a if SAME else b_sum + tl.sum(b_spread_b, 0)
             b_spread_a = tl.trans(b_spread_a.to(b_a.dtype))
             b_products += tl.dot(b_spread_a, b_spread_b.to(b_b.dtype), input_precision=PRECISION)
         if not HAS_WEIGHTS:

@@ -4,7 +4,7 @@ Nothing is asked of the host between the inputs and the output, so that CUDA gra
 checked: a query whose label is outside `0 .. clusters - 1` is in no cluster and gets 0.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -192,20 +192,9 @@ def _backward(ctx, grads):
 _forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-def clustered_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    labels: torch.Tensor,
-    clusters: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> torch.Tensor:
-    """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets."""
-    return _forward(query, key, value, labels, clusters, key_mask, query_mask, scale, dropout_p, dropout_seed)[0]
+def clustered_attention(*arguments: Any) -> torch.Tensor:
+    """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets; arguments as of `_forward`."""
+    return _forward(*arguments)[0]
 
 
 refuse_second_derivatives("clustered_attention_triton")

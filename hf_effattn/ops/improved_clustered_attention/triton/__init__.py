@@ -266,22 +266,9 @@ def _backward(ctx, grads):
 _forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-def improved_clustered_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    labels: torch.Tensor,
-    clusters: int,
-    topk: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> torch.Tensor:
-    """`V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T} A^c_jt V_t` with `j = l(i)`, `T = T_j`."""
-    masks = key_mask, query_mask
-    return _forward(query, key, value, labels, clusters, topk, *masks, scale, dropout_p, dropout_seed)[0]
+def improved_clustered_attention(*arguments: Any) -> torch.Tensor:
+    """`V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T} A^c_jt V_t`, `j = l(i)`; arguments as of `_forward`."""
+    return _forward(*arguments)[0]
 
 
 refuse_second_derivatives("improved_clustered_attention_triton")

@@ -34,18 +34,15 @@ class Centroids:
     half_norms: torch.Tensor
 
 
-def assign_blocks(
-    block_d: int, points: int, clusters: int, wide: bool, shared_memory: int
-) -> tuple[int, int, int, int, int]:
+def assign_blocks(block_d: int, wide: bool, shared_memory: int) -> tuple[int, int, int, int, int]:
     """`(BLOCK_N, BLOCK_C, BLOCK_D, num_warps, num_stages)` of the assignment.
 
     `wide`: products are of float32. A row that would not fit into registers is walked in parts.
     """
     stages = 1 if shared_memory <= 64 * 1024 else 2
-    block_n = 64 if points < 4096 and clusters <= 64 else 128  # every program reads all clusters
     if block_d > (64 if wide else 128):
-        return block_n, 32 if wide else 64, 32 if wide else 64, block_n // 16, stages
-    return block_n, 32 if wide else 64, block_d, 8 if wide and block_n * block_d >= 8192 else 4, stages
+        return 128, 32 if wide else 64, 32 if wide else 64, 8, stages
+    return 128, 32 if wide else 64, block_d, 8 if wide and block_d >= 64 else 4, stages
 
 
 def update_blocks(block_d: int, wide: bool, chip: Chip, clusters: int) -> dict[str, int]:
@@ -111,8 +108,7 @@ def assign(
     chip = chip_of(points)
     wide = centroids.directions.dtype == torch.float32
     clusters = centroids.directions.shape[1]
-    sizes = assign_blocks(block_d, length, clusters, wide, chip.shared_memory)
-    block_n, block_c, part_d, num_warps, num_stages = sizes
+    block_n, block_c, part_d, num_warps, num_stages = assign_blocks(block_d, wide, chip.shared_memory)
     with on_device_of(points):
         _kmeans_assign_kernel[(B * H * triton.cdiv(length, block_n),)](
             points, *points.stride(), rows.fit, rows.counts, rows.ranks, centroids.directions, centroids.half_norms,

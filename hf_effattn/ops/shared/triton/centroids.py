@@ -174,6 +174,7 @@ def centroid_pass(
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    marks: torch.Tensor | None = None,
 ) -> CentroidPass:
     """One pass of the centroids over the keys.
 
@@ -186,6 +187,7 @@ def centroid_pass(
         topk: top keys per centroid, at most `M`; 0 for none.
         dropout_p, dropout_seed: dropout on the attention; a seed of None is no dropout.
         bias: what is added to the scores of each key, an exponent of 2, `(B · Hk, M)` float32, or None.
+        marks: `(B · Hk, M, ⌈R / 32⌉)` int32, in which a key's top bits are set: bit `r` where row `r` has it; or None.
     """
     B, Hk, M, D = key.shape
     Dv = 0 if value is None else value.shape[3]
@@ -221,12 +223,12 @@ def centroid_pass(
             )  # fmt: skip
             out = top[first:last], top_scores[first:last]
             if topk and bin_keys == 1:
-                select_topk(bins, topk, out)
+                select_topk(bins, topk, out, marks, first, rows)
             elif topk:
                 block_n = max(64, triton.next_power_of_2(topk * bin_keys))
                 _select_candidates_kernel[(last - first,)](
-                    centroids, key, key_mask, bias, select_topk(bins, topk)[0], *out, *key_strides,
-                    Hk, rows, M, D, topk, first, bin_keys, scale * LOG2_E,
+                    centroids, key, key_mask, bias, select_topk(bins, topk)[0], *out, marks, *key_strides,
+                    Hk, rows, M, D, topk, first, 0 if marks is None else marks.shape[2], bin_keys, scale * LOG2_E,
                     HAS_MASK=key_mask is not None, HAS_BIAS=bias is not None, COLUMNS=config["COLUMNS"],
                     BLOCK_N=block_n, BLOCK_D=16, num_warps=min(16, max(1, block_n // 128)),
                     **chip_of(key).all_registers,

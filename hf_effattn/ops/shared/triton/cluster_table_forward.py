@@ -151,6 +151,14 @@ def _cluster_table_fwd_kernel(
                 b_share = b_share * b_kept + tl.sum(b_weights, 1)
                 b_weights = b_weights.to(b_mean_value.dtype)
                 b_output = tl.dot(b_weights, b_mean_value, b_output * b_kept[:, None], input_precision=PRECISION)
+        b_divisor = tl.where(b_total > 0, b_total, 1.0)
+        b_factor = 1.0 / b_divisor
+        if HAS_REST:
+            b_factor *= tl.load(mass_ptr + i_row)
+        b_output = b_output * b_factor[:, None]
+        if HAS_SUMMARIES:
+            # A part of 1: an offset in float16 times it stays in range.
+            b_share *= b_factor
             b_share_scale = (b_share * scale)[:, None]
             if ONCE and PART == BLOCK_D:
                 b_centroid = tl.load(centroid_ptr + i_row * D + o_d, mask=o_d < D, other=0.0)
@@ -164,15 +172,8 @@ def _cluster_table_fwd_kernel(
                     b_part = load_rows(dipole_ptr + (i_row * D + o_part) * Dv, o_part < D, 1, Dv, BLOCK_V)
                     b_eta = (b_eta * b_share_scale).to(b_part.dtype)
                     b_output = tl.dot(b_eta, b_part, b_output, input_precision=PRECISION)
-
-        b_divisor = tl.where(b_total > 0, b_total, 1.0)
+            tl.store(share_ptr + b_row, b_share, mask=m_row)
         tl.store(lse_ptr + b_row, b_highest + tl.log2(b_divisor), mask=m_row)
-        if HAS_SUMMARIES:
-            tl.store(share_ptr + b_row, b_share / b_divisor, mask=m_row)
-        b_factor = 1.0 / b_divisor
-        if HAS_REST:
-            b_factor *= tl.load(mass_ptr + i_row)
-        b_output = b_output * b_factor[:, None]
         if HAS_REST:
             b_output += tl.load(rest_ptr + i_row * Dv + o_v, mask=(o_v < Dv) & in_cluster, other=0.0)[None, :]
         p_output = output_ptr + b_row[:, None] * stride_output_n + o_v[None, :] * stride_output_d
@@ -187,7 +188,7 @@ def blocks_of_queries(
     block_g = min(config["COLUMNS"], block_width(key_clusters))
     narrow = max(config["BLOCK_D"], config["BLOCK_V"]) * query.element_size() <= 128
     once = topk <= config["COLUMNS"] and key_clusters <= (min(config["COLUMNS"], MOST_SUMMARIES) if narrow else 0)
-    tiles = min(MOST_TILES, max(MOST_TILES // 2, triton.cdiv(N, clusters * rows))) if once else 1
+    tiles = min(MOST_TILES, max(MOST_TILES // 2, 2 * triton.cdiv(N, clusters * rows))) if once else 1
     part = dipole_part(query, config["BLOCK_D"])
     sizes = {"ONCE": once, "BLOCK_C": 128, "BLOCK_G": block_g, "PART": part if once else min(part, 32)}
     return (N // (tiles * rows) + clusters + 1, tiles * rows), sizes

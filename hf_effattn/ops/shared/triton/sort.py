@@ -36,37 +36,45 @@ class SortedRows:
 
 
 @triton.jit
-def load_clusters(
-    labels_ptr, mask_ptr, i_p, rows, H, N, clusters, stride_labels_b, stride_labels_h, stride_labels_n,
-    stride_mask_b, stride_mask_n, HAS_MASK: tl.constexpr,
+def _load_part(
+    labels_ptr, mask_ptr, H, N, clusters, other_labels_ptr, other_mask_ptr, other_H, other_N, other_clusters,
+    others, splits, blocks, HAS_MASK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The cluster of each row of a problem: `clusters` for a row in none, `clusters + 1` behind the last row."""
-    m_rows = rows < N
-    p_labels = labels_ptr + i_p // H * stride_labels_b + i_p % H * stride_labels_h
-    b_labels = tl.load(p_labels + rows.to(tl.int64) * stride_labels_n, mask=m_rows, other=0)
+    """A program's problem and part: whether of the other set, which, of how many parts; `N`, `C`, and the clusters.
+
+    The first `splits` of `blocks` programs are for a problem of one set, the rest for that of the other one, which has
+    `others`. The cluster of a row is `C` for a row in none, `C + 1` behind the last row.
+    """
+    i_p, i_split = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    is_other = i_split >= splits
+    labels_ptr = tl.where(is_other, other_labels_ptr, labels_ptr)
+    H, N = tl.where(is_other, other_H, H), tl.where(is_other, other_N, N)
+    clusters = tl.where(is_other, other_clusters, clusters)
+    i_split -= tl.where(is_other, splits, 0)
+    rows = i_split * ROWS + tl.arange(0, ROWS)
+    m_rows = rows < tl.where(is_other & (i_p >= others), 0, N)
+    # [ROWS]
+    b_labels = tl.load(labels_ptr + i_p * N + rows, mask=m_rows, other=0)
     m_member = (b_labels >= 0) & (b_labels < clusters)
     if HAS_MASK:
-        p_mask = mask_ptr + i_p // H * stride_mask_b
-        m_member &= tl.load(p_mask + rows.to(tl.int64) * stride_mask_n, mask=m_rows, other=0) != 0
-    return tl.where(m_rows, tl.where(m_member, b_labels, clusters), clusters + 1).to(tl.int32)
+        mask_ptr = tl.where(is_other, other_mask_ptr, mask_ptr)
+        m_member &= tl.load(mask_ptr + i_p // H * N + rows, mask=m_rows, other=0) != 0
+    b_cluster = tl.where(m_rows, tl.where(m_member, b_labels, clusters), clusters + 1).to(tl.int32)
+    return is_other, i_p, i_split, tl.where(is_other, blocks - splits, splits), N, clusters, b_cluster
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _count_by_cluster_kernel(
-    labels_ptr, mask_ptr, counts_ptr,
-    stride_labels_b, stride_labels_h, stride_labels_n, stride_mask_b, stride_mask_n,
-    H, N, clusters, splits,
+    labels_ptr, mask_ptr, H, N, clusters, other_labels_ptr, other_mask_ptr, other_H, other_N, other_clusters,
+    others, splits, blocks, counts_ptr, columns,
     HAS_MASK: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """How many rows of one part of a problem are in each cluster."""
-    i_p = (tl.program_id(0) // splits).to(tl.int64)
-    rows = tl.program_id(0) % splits * ROWS + tl.arange(0, ROWS)
-    # [ROWS]
-    b_cluster = load_clusters(
-        labels_ptr, mask_ptr, i_p, rows, H, N, clusters, stride_labels_b, stride_labels_h, stride_labels_n,
-        stride_mask_b, stride_mask_n, HAS_MASK,
+    _, _, _, _, _, clusters, b_cluster = _load_part(
+        labels_ptr, mask_ptr, H, N, clusters, other_labels_ptr, other_mask_ptr, other_H, other_N, other_clusters,
+        others, splits, blocks, HAS_MASK, ROWS,
     )  # fmt: skip
-    counts_ptr += tl.program_id(0).to(tl.int64) * (clusters + 1)
+    counts_ptr += tl.program_id(0).to(tl.int64) * columns
     for first in range(0, clusters + 1, BINS):
         o_c = first + tl.arange(0, BINS)
         m_bin = (b_cluster >= first) & (b_cluster < first + BINS)
@@ -76,43 +84,45 @@ def _count_by_cluster_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _sort_by_cluster_kernel(
-    labels_ptr, mask_ptr, counts_ptr, order_ptr, starts_ptr, tiles_ptr,
-    stride_labels_b, stride_labels_h, stride_labels_n, stride_mask_b, stride_mask_n,
-    H, N, clusters, slots, splits,
-    TILE: tl.constexpr, HAS_MASK: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    labels_ptr, mask_ptr, H, N, clusters, other_labels_ptr, other_mask_ptr, other_H, other_N, other_clusters,
+    others, splits, blocks, counts_ptr, columns, order_ptr, starts_ptr, tiles_ptr, other_order_ptr, other_starts_ptr,
+    other_tiles_ptr,
+    TILE: tl.constexpr, OTHER_TILE: tl.constexpr, HAS_MASK: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Stable counting sort: a program sorts one part of a problem; its clusters go behind those of the parts before.
 
     The parts share the writing of the clusters' tiles; the first one writes where clusters begin.
     """
-    i_p = (tl.program_id(0) // splits).to(tl.int64)
-    i_split = tl.program_id(0) % splits
-    o_n = tl.arange(0, ROWS)
-    # [ROWS]
-    b_cluster = load_clusters(
-        labels_ptr, mask_ptr, i_p, i_split * ROWS + o_n, H, N, clusters, stride_labels_b, stride_labels_h,
-        stride_labels_n, stride_mask_b, stride_mask_n, HAS_MASK,
+    is_other, i_p, i_split, parts, N, clusters, b_cluster = _load_part(
+        labels_ptr, mask_ptr, H, N, clusters, other_labels_ptr, other_mask_ptr, other_H, other_N, other_clusters,
+        others, splits, blocks, HAS_MASK, ROWS,
     )  # fmt: skip
+    if is_other & (i_p >= others):
+        return
+    tile_rows = tl.where(is_other, OTHER_TILE, TILE)
+    o_n = tl.arange(0, ROWS)
     # A row's number in its part makes all sorted numbers different: the sort is stable.
     b_sorted = tl.sort(b_cluster * ROWS + o_n)
     b_cluster, rows = b_sorted // ROWS, i_split * ROWS + b_sorted % ROWS
     b_place = o_n
-    counts_ptr += i_p * splits * (clusters + 1)
-    starts_ptr += i_p * (clusters + 2)
-    tiles_ptr += i_p * slots
+    counts_ptr += (tl.program_id(0) - i_split).to(tl.int64) * columns
+    order_ptr = tl.where(is_other, other_order_ptr, order_ptr) + i_p * N
+    starts_ptr = tl.where(is_other, other_starts_ptr, starts_ptr) + i_p * (clusters + 2)
+    tiles_ptr = tl.where(is_other, other_tiles_ptr, tiles_ptr) + i_p * (N // tile_rows + clusters + 1)
     smaller, own_smaller = 0, 0  # rows in clusters before these, in the problem and in this part
     for first in range(0, clusters + 1, BINS):
         o_c = first + tl.arange(0, BINS)
         m_c = o_c <= clusters
         b_sizes, b_before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
-        for split in range(0, splits, SPLITS):
+        for split in range(0, parts, SPLITS):
             o_split = split + tl.arange(0, SPLITS)
-            p_counts = counts_ptr + o_split.to(tl.int64)[:, None] * (clusters + 1) + o_c[None, :]
+            p_counts = counts_ptr + o_split.to(tl.int64)[:, None] * columns + o_c[None, :]
             # [SPLITS, BINS]
-            b_counts = tl.load(p_counts, mask=(o_split < splits)[:, None] & m_c[None, :], other=0)
+            b_counts = tl.load(p_counts, mask=(o_split < parts)[:, None] & m_c[None, :], other=0)
             b_sizes += tl.sum(b_counts, 0)
             b_before += tl.sum(tl.where((o_split < i_split)[:, None], b_counts, 0), 0)
-        b_own = tl.load(counts_ptr + i_split.to(tl.int64) * (clusters + 1) + o_c, mask=m_c, other=0)
+        b_own = tl.load(counts_ptr + i_split.to(tl.int64) * columns + o_c, mask=m_c, other=0)
         b_starts = smaller + tl.cumsum(b_sizes, 0) - b_sizes
         b_first = b_starts + b_before - (own_smaller + tl.cumsum(b_own, 0) - b_own)
         smaller += tl.sum(b_sizes, 0)
@@ -122,35 +132,56 @@ def _sort_by_cluster_kernel(
         if i_split == 0:
             tl.store(starts_ptr + o_c, b_starts, mask=m_c)
             tl.store(starts_ptr + o_c + 1, b_starts + b_sizes, mask=o_c == clusters)
-        b_tiles = (b_starts + b_sizes) // TILE + 1 - b_starts // TILE
-        for tile in range(i_split, tl.max(tl.where(m_c, b_tiles, 0), 0), splits):
-            tl.store(tiles_ptr + b_starts // TILE + o_c + tile, o_c, mask=m_c & (tile < b_tiles))
-    tl.store(order_ptr + i_p * N + b_place, rows, mask=rows < N)
+        b_slot = b_starts // tile_rows + o_c
+        b_tiles = (b_starts + b_sizes) // tile_rows + 1 - b_starts // tile_rows
+        for tile in range(i_split, tl.max(tl.where(m_c, b_tiles, 0), 0), parts):
+            tl.store(tiles_ptr + b_slot + tile, o_c, mask=m_c & (tile < b_tiles))
+    tl.store(order_ptr + b_place, rows, mask=rows < N)
+
+
+Labelled = tuple[torch.Tensor, torch.Tensor | None, int, int]
 
 
 def sort_by_cluster(labels: torch.Tensor, mask: torch.Tensor | None, clusters: int, tile: int) -> SortedRows:
     """Rows with integer labels `(B, H, N)`, any strides, sorted by cluster; stable, for rows where `mask` `(B, N)`."""
-    B, H, N = labels.shape
-    slots = N // tile + clusters + 1
-    rows = min(MOST_ROWS, max(32, triton.next_power_of_2(N)))
-    splits = max(1, triton.cdiv(N, rows))
-    order, starts, tiles, counts = (
-        labels.new_empty(B * H, *shape, dtype=torch.int32)
-        for shape in ((N,), (clusters + 2,), (slots,), (splits, clusters + 1))
+    return sort_both_by_cluster((labels, mask, clusters, tile))[0]
+
+
+def sort_both_by_cluster(first: Labelled, second: Labelled | None = None) -> list[SortedRows]:
+    """One or two sets of rows, as `sort_by_cluster` takes them, in the same two launches; no more heads in the second.
+
+    Labels and masks that are not contiguous are copied.
+    """
+    both = [first] if second is None else [first, second]
+    rows = min(MOST_ROWS, max(32, triton.next_power_of_2(max(labels.shape[2] for labels, *_ in both))))
+    has_mask = any(mask is not None for _, mask, *_ in both)
+    found, given, splits = [], [], []
+    for labels, mask, clusters, tile in both:
+        B, H, N = labels.shape
+        order, starts, tiles = (
+            labels.new_empty(B * H, size, dtype=torch.int32) for size in (N, clusters + 2, N // tile + clusters + 1)
+        )
+        found.append(SortedRows(order, starts, tiles, clusters, tile))
+        if has_mask:
+            mask = labels.new_ones(B, N, dtype=torch.bool) if mask is None else mask.contiguous()
+        given.append((labels.to(first[0].dtype).contiguous(), mask, H, N, clusters))
+        splits.append(max(1, triton.cdiv(N, rows)))
+    columns = 1 + max(members.clusters for members in found)
+    counts = first[0].new_empty(len(found[0].order) * sum(splits), columns, dtype=torch.int32)
+    bins = min(MOST_BINS, max(16, triton.next_power_of_2(columns)))
+    sizes = {"HAS_MASK": has_mask, "BINS": bins, "ROWS": rows}
+    inputs = *given[0], *given[-1], len(found[-1].order), splits[0], sum(splits), counts, columns
+    outputs = (
+        tensor for members in (found[0], found[-1]) for tensor in (members.order, members.starts, members.tiles)
     )
-    strides = *labels.stride(), *((0, 0) if mask is None else mask.stride())
-    bins = min(MOST_BINS, max(16, triton.next_power_of_2(clusters + 1)))
-    sizes = {"HAS_MASK": mask is not None, "BINS": bins, "ROWS": rows}
-    with on_device_of(labels):
-        if B * H:
-            _count_by_cluster_kernel[(B * H * splits,)](
-                labels, mask, counts, *strides, H, N, clusters, splits, **sizes
-            )
-            _sort_by_cluster_kernel[(B * H * splits,)](
-                labels, mask, counts, order, starts, tiles, *strides, H, N, clusters, slots, splits,
-                TILE=tile, SPLITS=max(1, min(8, 2048 // bins)), **sizes,
+    with on_device_of(counts):
+        if len(counts):
+            _count_by_cluster_kernel[(len(counts),)](*inputs, **sizes)
+            _sort_by_cluster_kernel[(len(counts),)](
+                *inputs, *outputs, TILE=found[0].tile, OTHER_TILE=found[-1].tile, SPLITS=max(1, min(8, 2048 // bins)),
+                **sizes,
             )  # fmt: skip
-    return SortedRows(order, starts, tiles, clusters, tile)
+    return found
 
 
 @triton.jit(do_not_specialize=LENGTHS)

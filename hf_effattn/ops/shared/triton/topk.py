@@ -60,13 +60,22 @@ def _find_least(b_whole, values_ptr, columns, topk, WHOLE: tl.constexpr, BLOCK_N
 
 @triton.jit
 def _store_largest(b_bits, least, equals, taken, b_index, b_value, indices_ptr, chosen_ptr, topk):
-    """Store a part of a row's largest numbers behind the `taken` ones; the equals still wanted, and all taken."""
+    """Store some of a row's largest numbers behind the `taken` ones; equals wanted, how many taken, which now."""
     b_equal = (b_bits == least).to(tl.int32)
     m_take = (b_bits > least) | ((b_equal > 0) & (tl.cumsum(b_equal, 0) <= equals))
     b_place = taken + tl.cumsum(m_take.to(tl.int32), 0) - 1
     tl.store(indices_ptr + b_place, b_index, mask=m_take & (b_place < topk))
     tl.store(chosen_ptr + b_place, b_value, mask=m_take & (b_place < topk))
-    return equals - tl.sum(b_equal, 0), taken + tl.sum(m_take.to(tl.int32), 0)
+    return equals - tl.sum(b_equal, 0), taken + tl.sum(m_take.to(tl.int32), 0), m_take
+
+
+@triton.jit
+def _mark(marks_ptr, i_row, b_key, m_key, rows, M, words):
+    """Sets the bit of a row of its table in the words of some keys, `(tables, M, words)`."""
+    if marks_ptr is not None:
+        i_r = (i_row % rows).to(tl.int32)
+        p_words = marks_ptr + (i_row // rows * M + b_key) * words + i_r // 32
+        tl.atomic_or(p_words, tl.where(m_key, 1, 0) << (i_r % 32), mask=m_key, sem="relaxed")
 
 
 @triton.jit
@@ -80,10 +89,10 @@ def _store_nothing(taken, indices_ptr, chosen_ptr, topk, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _select_topk_kernel(
-    values_ptr, indices_ptr, chosen_ptr, columns, topk,
+    values_ptr, indices_ptr, chosen_ptr, marks_ptr, columns, topk, first_row, rows, M, words,
     ALIGNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The indices and values of the largest numbers of one row."""
+    """The indices and values of the largest numbers of one row, which marks them."""
     if ALIGNED:
         columns = tl.multiple_of(columns, 16)
     i_row = tl.program_id(0).to(tl.int64)
@@ -96,21 +105,22 @@ def _select_topk_kernel(
     for start in range(0, columns, BLOCK_N):
         o_column = start + tl.arange(0, BLOCK_N)
         b_value = tl.load(values_ptr + o_column, mask=o_column < columns, other=float("-inf"))
-        equals, taken = _store_largest(
+        equals, taken, m_take = _store_largest(
             _ordered_bits(b_value), least, equals, taken, o_column, b_value, indices_ptr, chosen_ptr, topk
         )
+        _mark(marks_ptr, i_row + first_row, o_column, m_take, rows, M, words)
     _store_nothing(taken, indices_ptr, chosen_ptr, topk, BLOCK_N)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def _select_candidates_kernel(
-    centroids_ptr, key_ptr, key_mask_ptr, bias_ptr, bins_ptr, indices_ptr, chosen_ptr,
+    centroids_ptr, key_ptr, key_mask_ptr, bias_ptr, bins_ptr, indices_ptr, chosen_ptr, marks_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d, stride_mask_b, stride_mask_m,
-    key_heads, rows, M, D, topk, first_row, bin_keys, scale_log2,
+    key_heads, rows, M, D, topk, first_row, words, bin_keys, scale_log2,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The largest scores of one row among the keys in the bins that it chose: these keys are scored again.
+    """The largest scores of one row among the keys in the bins that it chose: they are scored again and marked.
 
     Bin `b` holds the keys `b % COLUMNS + COLUMNS · (b // COLUMNS · bin_keys + i)` with `i < bin_keys`.
     """
@@ -144,26 +154,34 @@ def _select_candidates_kernel(
     b_bits = _ordered_bits(b_score)
     least, equals = _find_least(b_bits, chosen_ptr, BLOCK_N, topk, True, BLOCK_N)
     taken = tl.sum(tl.zeros([BLOCK_N], tl.int32), 0)
-    _, taken = _store_largest(b_bits, least, equals, taken, b_key, b_score, indices_ptr, chosen_ptr, topk)
+    _, taken, m_take = _store_largest(b_bits, least, equals, taken, b_key, b_score, indices_ptr, chosen_ptr, topk)
+    _mark(marks_ptr, i_row + first_row, b_key, m_take, rows, M, words)
     _store_nothing(taken, indices_ptr, chosen_ptr, topk, BLOCK_N)
 
 
 def select_topk(
-    values: torch.Tensor, topk: int, out: tuple[torch.Tensor, torch.Tensor] | None = None
+    values: torch.Tensor,
+    topk: int,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    marks: torch.Tensor | None = None,
+    first_row: int = 0,
+    rows_of_table: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices, ascending, and values of the `topk` largest of each row of `values` `(rows, columns)`, float32.
 
     `-inf` is never chosen; a row with fewer others gets index -1 and value `-inf` behind them. `out` are contiguous
-    tensors to write to.
+    tensors to write to; in `marks`, see `centroid_pass`, rows of tables are numbered from `first_row` on.
     """
     rows, columns = values.shape
     if out is None:
         out = values.new_empty(rows, topk, dtype=torch.int32), values.new_empty(rows, topk)
     block_n = min(WHOLE_ROW, max(64, triton.next_power_of_2(columns)))
+    marked = (0, 0) if marks is None else marks.shape[1:]
     with on_device_of(values):
         if rows:
             _select_topk_kernel[(rows,)](
-                values, *out, columns, topk, ALIGNED=columns % 16 == 0, WHOLE=columns <= block_n, BLOCK_N=block_n,
+                values, *out, marks, columns, topk, first_row, rows_of_table, *marked,
+                ALIGNED=columns % 16 == 0, WHOLE=columns <= block_n, BLOCK_N=block_n,
                 num_warps=max(1, block_n // ROW_OF_A_WARP), **chip_of(values).all_registers,
             )  # fmt: skip
     return out

@@ -93,32 +93,14 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad_output, grad_pooled, grad_lse):
-    output, lse, query, key, value, key_mask, *optional = ctx.saved_tensors
-    query_positions, key_positions, sink_mask, dropout_seed = optional
+    output, lse, query, key, value, key_mask, *optional, dropout_seed = ctx.saved_tensors
     slice_length, extension, causal, scale, dropout_p = ctx.settings
     grads = slice_attention_backward(
-        grad_output,
-        grad_pooled,
-        grad_lse,
-        output,
-        lse,
-        query,
-        key,
-        value,
-        slice_length,
-        extension,
-        causal,
-        key_mask,
-        scale,
-        query_positions,
-        key_positions,
-        sink_mask,
-        dropout_p,
-        dropout_seed,
-    )
-    of_query_positions = None if query_positions is None else grads[3]
-    of_key_positions = None if key_positions is None else grads[4]
-    return (*grads[:3], *[None] * 5, of_query_positions, of_key_positions, *[None] * 3)
+        grad_output, grad_pooled, grad_lse, output, lse, query, key, value, slice_length, extension, causal, key_mask,
+        scale, *optional, dropout_p, dropout_seed,
+    )  # fmt: skip
+    of_positions = (None if given is None else grad for given, grad in zip(optional[:2], grads[3:], strict=True))
+    return (*grads[:3], *[None] * 5, *of_positions, *[None] * 3)
 
 
 slice_attention.register_autograd(_backward, setup_context=_setup_context)
