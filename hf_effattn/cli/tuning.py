@@ -42,8 +42,9 @@ def tune(
     with mistakes_in_words():
         check_output_folder(output)
         new_figure(1, 1)  # raises where matplotlib is missing
+        books = bundled_books() if text is None else [read_book(one) for one in text]
         loaded, tokenizer, _ = load_model(model)
-        passages = Passages(tokenizer, bundled_books() if text is None else [read_book(one) for one in text])
+        passages = Passages(tokenizer, books)
         inputs = [{"input_ids": ids[None]} for length in wanted for ids in passages.spread(length, texts)]
         positions = longest_input(loaded)
         if positions is not None and max(wanted) > positions:

@@ -54,12 +54,13 @@ def load_model(name: str | None, dtype: str = "float32") -> tuple[PreTrainedMode
         ValueError: it has no tokenizer.
     """
     source = installed_model_folder() if name is None else name
+    advice = "this works on text: save one into its folder, or measure it with hf_effattn.report(model, inputs)"
     with without_progress_bars():
         model = AutoModel.from_pretrained(source, dtype=dtype, attn_implementation="sdpa").eval()
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        except ValueError as error:  # of a type without one (vit), or of one that needs a package
+            raise ValueError(f"{source} has no tokenizer that loads, and {advice}. transformers: {error}") from None
     if not knows_words(tokenizer):
-        raise ValueError(
-            f"{source} has no tokenizer, and this works on text; measure other models with hf_effattn.report(model, "
-            "inputs)"
-        )
+        raise ValueError(f"{source} has no tokenizer, and {advice}")
     return model, tokenizer, DEFAULT_NAME if name is None else name
