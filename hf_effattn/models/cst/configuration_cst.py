@@ -66,8 +66,8 @@ class CSTConfig(StoredConfig):
         kwargs: what every transformers configuration takes.
 
     Raises:
-        ValueError: values that do not fit together, or one that is not in the lists above.
-        TypeError: a slice length that is not an int.
+        ValueError: a size below 1, values that do not fit together, or one that is not in the lists above.
+        TypeError: a size or a slice length that is not an int.
     """
 
     model_type = "cst"
