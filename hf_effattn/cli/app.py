@@ -148,10 +148,11 @@ def report(
             check_destination(html)
         elif output is not None:
             new_figure(1, 1)  # raises where matplotlib is missing
+        books = bundled_books() if text is None else [read_book(text)]
         loaded, tokenizer, _ = load_model(model)
         if chosen is None and getattr(loaded.config, FIELD, None) is not None:
             chosen = _own_and_default_methods(loaded.config)
-        passages = Passages(tokenizer, bundled_books() if text is None else [read_book(text)])
+        passages = Passages(tokenizer, books)
         inputs: list[dict[str, Any]] = [{"input_ids": passages.longest(length)} for length in wanted]
         positions = longest_input(loaded)
         if positions is not None and max(wanted) > positions:

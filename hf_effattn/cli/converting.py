@@ -29,7 +29,7 @@ def convert(
 
     from ..hub import loading_code
     from ..hub.card import patch_of
-    from ..hub.loading import without_progress_bars
+    from ..hub.loading import check_source, without_progress_bars
     from ..models import ClusterFormerConfig, CSTConfig
     from ..patching import extend_positions, patch_attention
     from ..patching.methods import make_method
@@ -40,6 +40,7 @@ def convert(
             raise ValueError(f"{output} is a file: name a folder")
         if (output / "config.json").exists():
             raise ValueError(f"{output} holds a model already: name another folder")
+        check_source(model)
         config = transformers.AutoConfig.from_pretrained(model)
         if isinstance(config, CSTConfig | ClusterFormerConfig):
             raise ValueError(

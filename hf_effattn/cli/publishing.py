@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,8 +37,10 @@ def card(
     from transformers import AutoConfig
 
     from ..hub import evaluations_of, model_card, task_of
+    from ..hub.loading import check_source
     from ..hub.module_folders import saved_class
     from ..reporting import Report
+    from ..reporting.report import FILE_NAME
 
     with mistakes_in_words():
         if output is None and not show:
@@ -49,10 +51,13 @@ def card(
             raise ValueError(f"--output: {output} is a folder; name a file, such as {output / REPOCARD_NAME}")
         if output is not None and output.exists() and not (overwrite or show):
             raise ValueError(f"{output} is there already: name another file with --output, or --overwrite it")
+        if report is not None and not (report / FILE_NAME).is_file():
+            raise ValueError(f"--report: {report} has no {FILE_NAME}: name the folder of effattn report --output")
+        check_source(model)
         config = AutoConfig.from_pretrained(model)
         evaluations = []
         if results is not None and dataset is not None:
-            values = json.loads(results.read_text(encoding="utf-8"))
+            values = _read_results(results)
             evaluations = evaluations_of(values, task=task_of(config) or "other", dataset=dataset)
         text = model_card(
             config,
@@ -70,6 +75,16 @@ def card(
         else:
             text.save(output)
             typer.echo(f"written: {output}")
+
+
+def _read_results(file: Path) -> Any:
+    """The values in a training script's `all_results.json`."""
+    if not file.is_file():
+        raise ValueError(f"--results: there is no file {file}; a training script writes all_results.json at its end")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--results: {file} is not JSON ({error}): give a training's all_results.json") from None
 
 
 def push(

@@ -18,7 +18,7 @@ def tune(
         typer.Option(help="UTF-8 text files like yours; several times for several. Default: excerpts of six books."),
     ] = None,
     lengths: Annotated[str, typer.Option(help="Numbers of tokens, with commas; the longest that you use.")] = "4096",
-    texts: Annotated[int, typer.Option(help="Passages of each length, from places spread over the text.")] = 8,
+    texts: Annotated[int, typer.Option(min=1, help="Passages of each length, from places spread over the text.")] = 8,
     error: Annotated[
         float | None, typer.Option(help="Error allowed to the attention output of a head. Default: 0.1.")
     ] = None,
@@ -33,6 +33,7 @@ def tune(
     wanted = lengths_of(lengths) or ()
     from ..patching import extend_positions
     from ..patching.model_types import longest_input
+    from ..patching.stored import FIELD, read_stored
     from ..reporting import calibrate
     from ..reporting.pictures import new_figure
     from ..samples.model import load_model
@@ -42,8 +43,15 @@ def tune(
     with mistakes_in_words():
         check_output_folder(output)
         new_figure(1, 1)  # raises where matplotlib is missing
+        books = bundled_books() if text is None else [read_book(one) for one in text]
         loaded, tokenizer, _ = load_model(model)
-        passages = Passages(tokenizer, bundled_books() if text is None else [read_book(one) for one in text])
+        stored = getattr(loaded.config, FIELD, None)
+        if stored is not None and read_stored(stored)[0].needs_fine_tuning:
+            raise ValueError(
+                f'{model} is a conversion to "{read_stored(stored)[0].method}", fine-tuned as one: errors against '
+                "exact attention do not apply. Name the exact model that it was made from"
+            )
+        passages = Passages(tokenizer, books)
         inputs = [{"input_ids": ids[None]} for length in wanted for ids in passages.spread(length, texts)]
         positions = longest_input(loaded)
         if positions is not None and max(wanted) > positions:

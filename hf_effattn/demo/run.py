@@ -139,11 +139,11 @@ def run_demo(options: DemoOptions, advance: Advance = lambda what, share: None) 
     """
     lengths = _checked_lengths(options)
     new_figure(1, 1)  # raises now, not after minutes, where matplotlib is missing
+    books = bundled_books() if options.text is None else [read_book(options.text)]
     options.output.mkdir(parents=True, exist_ok=True)
     steps = len(lengths) + 2  # a model before them, pictures after them
     advance(f"step 1 of {steps}, loading the model", 0)
     model, tokenizer, name = load_model(options.model)
-    books = bundled_books() if options.text is None else [read_book(options.text)]
     passages = Passages(tokenizer, books)
     result = DemoResult(name, trained_length=longest_input(model))
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ..patching.methods import METHODS, Method
+from ..patching.methods.per_head import PerHead
 from .candidates import make_candidates
 from .cost import compare, peak_memory_added
 from .environment import environment, usable_device
@@ -45,8 +46,8 @@ def bench(
 
     Args:
         lengths (`Sequence[int]`): tokens.
-        methods (`Sequence[str | dict]`, *optional*): as of `hf_effattn.report`, but for conversions. Default: one
-            setting of each. They are forced, whatever their `min_length`.
+        methods (`Sequence[str | dict]`, *optional*): as of `hf_effattn.report`, but for conversions and settings of
+            every head. Default: one setting of each other method. They are forced, whatever their `min_length`.
         batch_size (`int`): `B`.
         num_heads (`int`): `H`.
         head_dim (`int`): `D`.
@@ -63,7 +64,7 @@ def bench(
         approximate at a length has `why_exact` instead.
 
     Raises:
-        ValueError: a count below 1, an unknown dtype or method, a conversion.
+        ValueError: a count below 1, an unknown dtype or method, one that belongs to a model.
         TypeError: a value of the wrong type.
     """
     for name, count in {
@@ -85,6 +86,11 @@ def bench(
         if METHODS[one.settings.method].needs_fine_tuning:
             raise ValueError(
                 f"{one.label} is a conversion, whose attention belongs to a model: measure it with hf_effattn.report"
+            )
+        if isinstance(one.settings, PerHead):
+            raise ValueError(
+                f"{one.label} has a setting for every head of a model, and there is none here: measure it with "
+                "hf_effattn.report, or a setting of one of its heads"
             )
     chosen = usable_device(device)
     rows: list[dict[str, Any]] = []

@@ -140,7 +140,10 @@ def _read_file(path: Path) -> Any:
         path = path / (SETTINGS_FILE if (path / SETTINGS_FILE).is_file() else "config.json")
     if not path.is_file():
         if path.suffix == ".json" or path.is_absolute():
-            raise FileNotFoundError(f"there are no settings at {path}")
+            raise FileNotFoundError(
+                f"there are no settings at {path}: name the file that hf_effattn.calibrate saved, or the folder or "
+                "repository of a patched model"
+            )
         path = _from_hub(str(path))
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

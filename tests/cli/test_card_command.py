@@ -53,10 +53,12 @@ def test_report_and_results_become_tables(folder, tmp_path):
     ("arguments", "status", "message"),
     [
         (["no-such-folder"], 1, "is no folder here"),
-        (["no-such-folder", "--show"], 1, "Error"),
+        (["./no-such-folder", "--show"], 1, "there is no folder ./no-such-folder"),
+        (["FOREIGN", "--show"], 1, "has no config.json"),
         (["FOLDER", "--results", "x.json"], 2, "needs --dataset"),
-        (["FOLDER", "--results", "x.json", "--dataset", "a/b"], 1, "x.json"),
-        (["FOLDER", "--report", "nowhere"], 1, "nowhere"),
+        (["FOLDER", "--results", "x.json", "--dataset", "a/b"], 1, "--results: there is no file x.json"),
+        (["FOLDER", "--results", "FOREIGN/words.json", "--dataset", "a/b"], 1, "words.json is not JSON"),
+        (["FOLDER", "--report", "nowhere"], 1, "--report: nowhere has no report.json"),
         (["FOLDER", "--report", "FOREIGN"], 1, "no report of hf_effattn"),
         (["FOLDER", "--results", "FOREIGN/list.json", "--dataset", "a/b"], 1, "got a list"),
     ],
@@ -64,6 +66,7 @@ def test_report_and_results_become_tables(folder, tmp_path):
 def test_mistakes_are_told_and_nothing_is_written(arguments, status, message, folder, tmp_path):
     (tmp_path / "report.json").write_text("{}")
     (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "words.json").write_text("accuracy")
     places = {"FOLDER": str(folder), "FOREIGN": str(tmp_path)}
     result = run(*["/".join(places.get(part, part) for part in argument.split("/")) for argument in arguments])
     assert result.exit_code == status

@@ -59,7 +59,10 @@ def test_a_longer_model_in_half_the_bytes(folder, real_model_folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no-such-folder", "new"], "Error"),
+        (["./no-such-folder", "new"], "there is no folder ./no-such-folder"),
+        (["no/such/folder", "new"], "there is no folder no/such/folder"),
+        (["empty", "new"], "empty has no config.json"),
+        (["exact/config.json", "new"], "exact/config.json is a file"),
         (["exact", "exact"], "holds a model already"),
         (["exact", "new", "--method", "i-clustered cluster=5"], "cluster"),
         (["exact", "exact/config.json"], "is a file"),
@@ -75,6 +78,7 @@ def test_mistakes_write_nothing(arguments, message, folder, monkeypatch):
     AutoConfig.for_model("cst").save_pretrained(folder / "scratch")
     converted = BertForSequenceClassification.from_pretrained(folder / "exact")
     hf_effattn.patch_attention(converted, "cst", slice_length=4).save_pretrained(folder / "converted")
+    (folder / "empty").mkdir()
     shutil.copytree(folder / "exact", folder / "damaged")
     (folder / "damaged" / "model.safetensors").write_bytes(b"xx")
     result = runner.invoke(app, ["convert", *arguments])

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, ViTConfig, ViTModel
 from typer.testing import CliRunner
 
 import hf_effattn
@@ -84,6 +84,30 @@ def test_a_page_that_could_not_be_written_is_told_before_anything_is_measured(mo
     result = runner.invoke(app, ["report", *SMALL, "--html", str(tmp_path / "page.html")])
     assert result.exit_code == 1
     assert "hf_effattn[plots]" in result.output
+
+
+@pytest.mark.parametrize("command", ["report", "tune", "demo"])
+def test_a_text_that_is_not_there_is_told_before_a_model_is_loaded(command, monkeypatch, tmp_path):
+    def fail(*args, **options):
+        raise AssertionError("the model was loaded")
+
+    for place in ("samples.model", "demo.run"):
+        monkeypatch.setattr(f"hf_effattn.{place}.load_model", fail)
+    output = tmp_path / "output"
+    result = runner.invoke(app, [command, "--text", "no-such-file.txt", "--output", str(output)])
+    assert result.exit_code == 1
+    assert "there is no file no-such-file.txt" in result.output
+    assert not output.exists()
+
+
+def test_a_model_of_a_type_without_a_tokenizer_is_told_what_to_do(tmp_path):
+    """transformers' own words alone ask for sentencepiece, which would not help."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    ViTModel(ViTConfig(**sizes, image_size=8, patch_size=4)).save_pretrained(tmp_path)
+    result = runner.invoke(app, ["report", str(tmp_path), *SMALL])
+    assert result.exit_code == 1
+    assert f"{tmp_path} has no tokenizer that loads" in result.stderr
+    assert "hf_effattn.report(model, inputs)" in result.stderr
 
 
 @pytest.mark.filterwarnings("ignore:report was interrupted")

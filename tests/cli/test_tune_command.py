@@ -53,3 +53,14 @@ def test_mistakes_in_words(tmp_path: Path) -> None:
         assert said in result.stderr
         assert "layer 0" not in result.stderr  # before anything is measured
         assert not (tmp_path / "tuned").exists()
+
+
+def test_a_conversion_is_not_tuned(tmp_path: Path) -> None:
+    """Its weights were fine-tuned for slices, and it was measured against an exact attention that they never had."""
+    folder = save_encoder(tmp_path / "model")
+    model = hf_effattn.patch_attention(AutoModel.from_pretrained(folder), "cst", slice_length=4)
+    model.save_pretrained(folder)
+    result = runner.invoke(app, ["tune", str(folder), "--output", str(tmp_path / "tuned"), "--min-length", "0"])
+    assert result.exit_code == 1
+    assert 'is a conversion to "cst"' in result.stderr
+    assert not (tmp_path / "tuned").exists()

@@ -378,6 +378,9 @@ def test_tokenizers_of_bert_and_gpt2_are_usable(real_model_folder, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
+        ({"vocab_size": -1}, ValueError, "vocab_size must be at least 1, got -1"),
+        ({"num_attention_heads": 0}, ValueError, "num_attention_heads must be at least 1, got 0"),
+        ({"max_position_embeddings": 0}, ValueError, "max_position_embeddings must be at least 1, got 0"),
         ({"hidden_size": 15}, ValueError, "hidden_size 15 must be a multiple of num_attention_heads 2"),
         ({"slice_length": 0}, ValueError, "slice_length must be at least 1"),
         ({"slice_length": 2.5}, TypeError, "slice_length must be an int"),

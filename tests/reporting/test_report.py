@@ -205,8 +205,10 @@ def test_times_and_memory_are_measured_in_whole_rounds():
     found.error_budget = 2 * largest
     for measured in found.of(CLUSTERED):  # the fastest, whatever else the machine does
         measured.forward_seconds = [1e-9] * len(measured.forward_seconds)
-    assert "to force the method, patch with min_length=0" in found.summary()
+    assert "These lengths are below its min_length: to force the method, patch with min_length=0" in found.summary()
     assert "they are shorter than min_length (1," in found.summary()
+    found.of(CLUSTERED, 1)[0].why_exact = None  # a length that it starts at
+    assert "30 tokens are below its min_length" in found.summary()
 
 
 def test_peak_memory_on_the_cpu_is_that_of_the_tensors_alive_at_once():

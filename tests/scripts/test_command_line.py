@@ -186,6 +186,7 @@ def test_a_run_that_does_nothing_is_none(script, tmp_path):
         ("--method clustered", "no model: name a checkpoint with --model_name_or_path, or a kind with --model_type"),
         ("--model_name_or_path mine --model_type bert", "--model_type bert is of a model from scratch, and mine has"),
         ("--model_name_or_path mine --vocab_size 99", "--vocab_size 99 is of a tokenizer that is trained, .* of mine"),
+        ("--model_name_or_path ./no-such-folder", "there is no folder ./no-such-folder"),
         ("--model_type bert --model_revision v2", "--model_revision is of a checkpoint: name it with --model_name"),
         ("--model_type bert --tokenizer_name bytes --vocab_size 99", "and that of bytes is taken as it is"),
     ],

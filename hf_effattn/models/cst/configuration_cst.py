@@ -14,6 +14,10 @@ COMPOSITIONS = ("local-global", "parallel", "global-local", "full")
 LOCAL_MIXINGS = ("attention", "mlp")
 POOLINGS = ("mean", "max", "linear")
 POSITION_EMBEDDINGS = ("ms-vipe", "absolute")
+COUNTS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    "max_position_embeddings",
+)
 
 
 class CSTConfig(StoredConfig):
@@ -62,8 +66,8 @@ class CSTConfig(StoredConfig):
         kwargs: what every transformers configuration takes.
 
     Raises:
-        ValueError: values that do not fit together, or one that is not in the lists above.
-        TypeError: a slice length that is not an int.
+        ValueError: a size below 1, values that do not fit together, or one that is not in the lists above.
+        TypeError: a size or a slice length that is not an int.
     """
 
     model_type = "cst"
@@ -143,6 +147,8 @@ class CSTConfig(StoredConfig):
         return longest if self.composition == "full" else math.ceil(longest / self.slice_lengths[-1])
 
     def _check(self) -> None:
+        for name in COUNTS:
+            check_count(name, getattr(self, name))
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} must be a multiple of num_attention_heads {self.num_attention_heads}"

@@ -18,7 +18,7 @@ from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
 from ..shared.gradients import register_attention
 from ..shared.head_threads import for_every_chunk
 from ..shared.key_summaries import KeyClusters, Summaries
-from ..shared.precision import accumulation_dtype, in_products, product_dtype
+from ..shared.precision import accumulation_dtype, in_products, product_dtype, split_scale
 from ..shared.row_chunks import RowChunk
 from ..shared.tables import (
     chunks_of,
@@ -65,16 +65,16 @@ class _Chunk:
         dropout_seed: torch.Tensor | None,
     ) -> None:
         dtype, products = accumulation_dtype(query.dtype), product_dtype(query.dtype)
-        keys = KeyClusters(
-            in_products(chunk.keys(key)), chunk.keys(value).to(products), chunk.keys(key_labels), key_clusters
-        )
+        self.of_queries, self.of_keys = split_scale(scale, products)
+        scaled_keys, values = in_products(chunk.keys(key), self.of_keys), chunk.keys(value).to(products)
+        keys = KeyClusters(scaled_keys, values, chunk.keys(key_labels), key_clusters)
         self.keys, self.P, self.G, self.D, self.Dv = keys, keys.P, keys.G, keys.D, keys.Dv
         self.T, self.C = min(topk, keys.M), chunk.group * clusters
         self.index = table_rows(chunk, labels, clusters)
         sizes = cluster_sizes(self.index, self.P, self.C)
         self.sizes = sizes.clamp(min=1)[..., None]  # (P, C, 1)
         self.blocks = ClusterBlocks.of(self.index, sizes)
-        queries = chunk.queries(query).to(dtype) * scale
+        queries = chunk.queries(query).to(dtype) * self.of_queries
         # Behind the scaled query a 1, for the biases of the table.
         ones = torch.ones(1, 1, 1, dtype=products, device=queries.device).expand(*queries.shape[:2], 1)
         self.packed_query = self.blocks.pack(queries.to(products), ones)
@@ -114,7 +114,7 @@ class _Chunk:
         return ClusterTable(table.keys, table.values, dipole=dipole)
 
     def backward(self, packed_grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of the scaled queries `(P, N, D)`, and of keys and values side by side, `(P, M, D + Dv)`."""
+        """Gradients of the queries `(P, N, D)`, and of keys and values side by side, `(P, M, D + Dv)`."""
         keys, D = self.keys, self.D
         grad_query, grad = attend_backward(self.table, self.blocks, self.packed_query, self.factor, packed_grad)
         dipole = cast("Dipole", grad.dipole)
@@ -133,7 +133,9 @@ class _Chunk:
         grad_query = self.blocks.unpack(grad_query[..., :-1], self.P)
         grad_centroids = (grad_centroids + dipole.centroids) / self.sizes.flatten(0, 1)
         grad_query += grad_centroids.index_select(0, self.index).view_as(grad_query)
-        return grad_query, keys.blocks.unpack(grad_rows, self.P)
+        if self.of_keys != 1:
+            grad_rows[..., :D] *= self.of_keys
+        return grad_query.mul_(self.of_queries), keys.blocks.unpack(grad_rows, self.P)
 
 
 @torch.library.custom_op("hf_effattn::bi_clustered_attention", mutates_args=())
@@ -183,7 +185,7 @@ def gradients(
         chunk = _Chunk(part, query, key, value, labels, key_labels, *settings)
         packed_grad = chunk.blocks.pack(part.queries(grad_output).to(chunk.packed_query.dtype))
         of_query, of_rows = chunk.backward(packed_grad)
-        part.store_queries(grad_query, of_query.mul_(scale))
+        part.store_queries(grad_query, of_query)
         part.store_keys(grad_key, of_rows[..., : chunk.D])
         part.store_keys(grad_value, of_rows[..., chunk.D :])
 

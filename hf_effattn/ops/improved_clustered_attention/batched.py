@@ -15,7 +15,7 @@ from ..shared.cluster_table import ClusterTable, attend, attend_backward
 from ..shared.dropout import TOPK_WEIGHTS
 from ..shared.gradients import register_attention
 from ..shared.head_threads import for_every_chunk
-from ..shared.precision import accumulation_dtype, in_products, product_dtype
+from ..shared.precision import accumulation_dtype, in_products, product_dtype, split_scale
 from ..shared.row_chunks import RowChunk
 from ..shared.tables import (
     chunks_of,
@@ -57,14 +57,15 @@ class _Chunk:
         dropout_seed: torch.Tensor | None,
     ) -> None:
         products = product_dtype(query.dtype)
-        self.key, self.value = in_products(chunk.keys(key)), chunk.keys(value).to(products)
+        self.of_queries, self.of_keys = split_scale(scale, products)
+        self.key, self.value = in_products(chunk.keys(key), self.of_keys), chunk.keys(value).to(products)
         self.clusters = chunk.group * clusters
         self.P, self.M, _ = self.key.shape
         self.index = table_rows(chunk, labels, clusters)
         sizes = cluster_sizes(self.index, self.P, self.clusters)
         self.blocks = ClusterBlocks.of(self.index, sizes)
         self.sizes = sizes.clamp(min=1)[..., None]
-        self.packed_query = self.blocks.pack(chunk.queries(query).to(products) * scale)
+        self.packed_query = self.blocks.pack(chunk.queries(query).to(products) * self.of_queries)
         self.centroids = self.cluster_sums(self.packed_query) / self.sizes
         self.attention = centroid_scores(self.centroids, self.key, 1.0)  # A^c after the softmax: (P, C, M)
         self.top = largest(self.attention, min(topk, self.M), in_order=dropout_seed is not None)  # T_j: (P, C, T)
@@ -98,7 +99,7 @@ class _Chunk:
         return ClusterTable(keys, values, self.top_attention.sum(dim=-1).flatten(), offset)
 
     def backward(self, packed_grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of the scaled queries `(P, N, D)`, the keys and the values, for packed ones of the output."""
+        """Gradients of the queries `(P, N, D)`, the keys and the values, for packed ones of the output."""
         table = self.table()
         packed, grad = attend_backward(table, self.blocks, self.packed_query, self.topk_factor, packed_grad)
         mass, offset = cast("torch.Tensor", grad.mass), cast("torch.Tensor", grad.offset)
@@ -123,7 +124,9 @@ class _Chunk:
         for of_rows, of_top in ((grad_k, grad.keys), (grad_v, grad.values)):
             summed = of_rows.to(dtype).flatten(0, 1).index_add_(0, self.top_rows, of_top.flatten(0, 1))
             of_keys.append(summed.view(self.P, self.M, -1))
-        return grad_q, of_keys[0], of_keys[1]
+        if self.of_keys != 1:
+            of_keys[0] *= self.of_keys
+        return grad_q.mul_(self.of_queries), of_keys[0], of_keys[1]
 
     def rest(self) -> torch.Tensor:
         """`A^c` with the columns of `T_j` at 0, in place."""
@@ -169,7 +172,7 @@ def gradients(
         chunk = _Chunk(part, query, key, value, labels, *settings)
         packed_grad = chunk.blocks.pack(part.queries(grad_output).to(chunk.packed_query.dtype))
         grad_q, grad_k, grad_v = chunk.backward(packed_grad)
-        part.store_queries(grad_query, grad_q.mul_(scale))
+        part.store_queries(grad_query, grad_q)
         part.store_keys(grad_key, grad_k)
         part.store_keys(grad_value, grad_v)
 

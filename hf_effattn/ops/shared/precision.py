@@ -1,5 +1,7 @@
 """In which precision sums are taken."""
 
+import math
+
 import torch
 
 # Of a squared distance whose logarithm is taken: a key that its cluster's mean represents perfectly.
@@ -16,11 +18,25 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def in_products(keys: torch.Tensor) -> torch.Tensor:
+def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
+    """Two factors of `scale`, for queries of this dtype and for what is multiplied before it is rounded.
+
+    In half precision the first is a power of two, which rounds no query: what all queries share is often large, and so
+    is what rounding it adds to the scores of a key. Powers of two, and other dtypes, leave 1 for the second.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return scale, 1.0
+    mantissa, exponent = math.frexp(scale)
+    return math.ldexp(0.5, exponent), 2 * mantissa
+
+
+def in_products(keys: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
     """Keys `(P, M, D)` in `product_dtype`; in bfloat16, where a score is rounded to a part in 256, less their mean.
 
     It adds the same to all scores of a query, which softmax takes away, and what scores share is often large.
+    `factor` is of `split_scale`, for `product_dtype`.
     """
     if keys.dtype != torch.bfloat16:
         return keys.to(product_dtype(keys.dtype))
-    return (keys - keys.mean(dim=1, keepdim=True, dtype=torch.float32)).to(keys.dtype)
+    offsets = keys - keys.mean(dim=1, keepdim=True, dtype=torch.float32)
+    return (offsets if factor == 1 else offsets.mul_(factor)).to(keys.dtype)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ..shared.dropout import dropout_factor
 from ..shared.gradients import register_gradients
-from ..shared.precision import accumulation_dtype
+from ..shared.precision import accumulation_dtype, split_scale
 from ..shared.row_chunks import CHUNK_BYTES
 from ..shared.tables import softmax_
 from .layout import Layout
@@ -70,7 +70,8 @@ class _Chunk:
             positions = inputs.query_positions[self.query_heads].unflatten(0, (self.h, layout.group))
             # Not the empty slice: its scores must stay 0.
             query[:, :, : layout.slices] += positions.flatten(1, 2)[:, None]
-        self.query = query.mul_(inputs.scale).flatten(0, 2)  # (T, G, D)
+        self.of_queries, self.of_scores = split_scale(inputs.scale, query.dtype)
+        self.query = query.mul_(self.of_queries).flatten(0, 2)  # (T, G, D)
         self.keys = layout.pack_neighbours(inputs.key[items, heads], self.token)
         self.values = layout.pack_neighbours(inputs.value[items, heads], self.token)
         self.key_positions = None if inputs.key_positions is None else inputs.key_positions[heads]
@@ -120,6 +121,8 @@ class _Chunk:
         # A product of bfloat16 is rounded to a part in 256 of itself, what all scores of a query share included.
         dtype = accumulation_dtype(self.query.dtype)
         query = self.query.to(dtype)
+        if self.of_scores != 1:
+            query = query * self.of_scores
         parts = [torch.bmm(query, self.key_part(*part).to(dtype).transpose(1, 2)) for part in self.layout.parts]
         if self.sinks is not None:
             sinks = self.sink_keys.to(dtype).transpose(1, 2)
@@ -331,7 +334,10 @@ def gradients(
             shared -= layout.pack(
                 grad_lse[chunk.items, chunk.query_heads, :, None], chunk.token, layout.group
             ).view_as(shared)
-            grad_scores = grad_weights.sub_(shared).mul_(weights).to(chunk.keys.dtype)
+            grad_scores = grad_weights.sub_(shared).mul_(weights)
+            if chunk.of_scores != 1:
+                grad_scores *= chunk.of_scores
+            grad_scores = grad_scores.to(chunk.keys.dtype)
 
             key_parts, value_parts, grad_q = [], [], torch.zeros_like(chunk.query)
             for neighbour, rows, columns in layout.parts:
@@ -350,7 +356,7 @@ def gradients(
                 sink_parts[0] = torch.bmm(on_sinks.transpose(1, 2), chunk.per_head(chunk.query))
                 on_sinks = chunk.per_head(dropped[:, :, layout.window :])
                 sink_parts[1] = torch.bmm(on_sinks.transpose(1, 2), chunk.per_head(grad))
-            grad_q.mul_(inputs.scale)
+            grad_q.mul_(chunk.of_queries)
             if inputs.query_positions is not None:
                 summed = chunk.per_slice(grad_q).sum(dim=(0, 2), dtype=dtype)  # (h, group, L, D)
                 grad_positions[0][chunk.query_heads] += summed.flatten(0, 1)
