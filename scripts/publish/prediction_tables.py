@@ -50,10 +50,10 @@ def predictions() -> str:
         "\n\n<sub>**Predictions, no GPU has run this**: times faster than exact attention (FlashAttention 3 at 475 "
         "TFLOP/s forward, 400 backward) on an H100, clustering included, from the bytes, products and waiting of the "
         "programs (`scripts/benchmark/predictions.py`), ±40 % and more. In brackets the goal. "
-        f"B={settings['batch']}, H={settings['heads']}, D={settings['head_dim']}, 16-bit, random inputs, no head exact, "
-        "a CUDA graph; launches at 16,384, torch's own included. Before: what a review predicted, by a model of its own, of "
-        f"the kernels of {before['commit']}, at the lengths in their order; bi-clustered was of order zero then, "
-        "C=k=G=128.</sub>"
+        f"B={settings['batch']}, H={settings['heads']}, D={settings['head_dim']}, 16-bit, random inputs, no head "
+        "exact, a CUDA graph; launches at 16,384, torch's own included. Before: what a review predicted, by a model "
+        f"of its own, of the kernels of {before['commit']}, at the lengths in their order; bi-clustered was of order "
+        "zero then, C=k=G=128.</sub>"
     )
     return markdown(header, rows) + note
 
