@@ -115,9 +115,7 @@ ORACLE_TOPK = (64, 256, 1024)
 # What is timed forward and backward, cheap to dear; the README shows it.
 TRAINED: dict[str, list[Settings]] = {
     "i-clustered, K-means": [{"clusters": 25, "topk": 64}, {"clusters": 100, "topk": 64}],
-    OURS[0]: rows_of(
-        "clusters topk key_clusters", (32, 32, 32), (64, 64, 32), (64, 64, 64), (100, 128, 64), (128, 128, 64)
-    ),
+    OURS[0]: rows_of("clusters topk key_clusters", (32, 32, 32), (64, 64, 32), (64, 64, 64), (128, 128, 64)),
 }
 
 
