@@ -147,27 +147,34 @@ def measure(length: int, repeats: int) -> list[dict[str, Any]]:
         name: [relative_error(one, forward(attend, inputs)) for one, inputs in zip(exact, layers, strict=True)]
         for name, attend in track(calls.items(), description=f"{length:,} tokens: errors")
     }
-    times = [layer_times(calls, inputs, repeats) for inputs in track(layers, description=f"{length:,} tokens: times")]
-    seconds = {name: sum(of_layer[name] for of_layer in times) / len(layers) for name in (SDPA, *calls)}
     rows = [
-        {"length": length, "method": method, "name": name}
-        | {"ms": 1e3 * seconds[method, name], "sdpa_ms": 1e3 * seconds[SDPA]}
-        | {"speedup": seconds[SDPA] / seconds[method, name]}
-        | {"error": sum(errors[method, name]) / len(layers), "layer_errors": errors[method, name]}
-        for method, name in calls
+        {"length": length, "method": name[0], "name": name[1], **times}
+        | {"error": sum(errors[name]) / len(layers), "layer_errors": errors[name]}
+        for name, times in times_of_layers(calls, layers, repeats, forward, f"{length:,} tokens: times").items()
     ]
     mark_frontier(rows)
     return finite_or_none(rows + oracle_errors(length, layers, exact))
 
 
-def layer_times(
-    calls: dict[Name, Attend], inputs: Inputs, repeats: int, part: Callable[[Attend, Inputs], object] = forward
-) -> dict[Name, float]:
-    """Seconds of SDPA and of every call, all of which have run before, on the inputs of a layer: medians of rounds."""
+def times_of_layers(
+    calls: dict[Name, Attend],
+    layers: list[Inputs],
+    repeats: int,
+    part: Callable[[Attend, Inputs], object],
+    description: str,
+) -> dict[Name, dict[str, float]]:
+    """Of every call, all of which have run before, the time of a layer beside SDPA's: means of medians of rounds."""
     every = {SDPA: F.scaled_dot_product_attention} | calls
-    runs = {" | ".join(name): partial(part, attend, inputs) for name, attend in every.items()}
-    seconds = interleaved_rounds(runs, torch.device("cpu"), repeats)
-    return {name: median(seconds[" | ".join(name)]) or 0.0 for name in every}
+    seconds = dict.fromkeys(every, 0.0)
+    for inputs in track(layers, description=description):
+        runs = {" | ".join(name): partial(part, attend, inputs) for name, attend in every.items()}
+        found = interleaved_rounds(runs, torch.device("cpu"), repeats)
+        for name in every:
+            seconds[name] += (median(found[" | ".join(name)]) or 0.0) / len(layers)
+    return {
+        name: {"ms": 1e3 * seconds[name], "sdpa_ms": 1e3 * seconds[SDPA], "speedup": seconds[SDPA] / seconds[name]}
+        for name in calls
+    }
 
 
 def measure_training(length: int, repeats: int) -> list[dict[str, Any]]:
@@ -183,16 +190,10 @@ def measure_training(length: int, repeats: int) -> list[dict[str, Any]]:
     ]
     for attend in calls.values():
         forward_backward(attend, layers[0])
-    times = [
-        layer_times(calls, inputs, repeats, forward_backward)
-        for inputs in track(layers, description=f"{length:,} tokens: training")
-    ]
-    seconds = {name: sum(of_layer[name] for of_layer in times) / len(layers) for name in (SDPA, *calls)}
+    times = times_of_layers(calls, layers, repeats, forward_backward, f"{length:,} tokens: {TRAINING}")
     return [
-        {"length": length, "part": TRAINING, "method": method, "name": name}
-        | {"ms": 1e3 * seconds[method, name], "sdpa_ms": 1e3 * seconds[SDPA]}
-        | {"speedup": seconds[SDPA] / seconds[method, name], "error": None}
-        for method, name in calls
+        {"length": length, "part": TRAINING, "method": name[0], "name": name[1], **of_call, "error": None}
+        for name, of_call in times.items()
     ]
 
 

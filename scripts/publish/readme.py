@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from hf_effattn.measuring.candidates import short_name
+from hf_effattn.measuring.candidates import LETTERS, short_name
 from hf_effattn.patching.methods import make_method
 from hf_effattn.patching.model_table import (
     NOT_SERVED_HEADER,
@@ -52,8 +52,8 @@ def gains(result: dict[str, Any]) -> Table:
     header = ["", *(f"{length:,}: {name}" for length in lengths for name in ("forward", "training", "error"))]
     rows = []
     for method, name in shown:
-        sizes = dict(zip(("C", "k", "G"), (part.split("=")[1] for part in name.split()), strict=False))
-        row = [" ".join([method.split(",")[0], *(f"{letter}={size}" for letter, size in sizes.items())])]
+        sizes = {field: int(size) for field, size in (part.split("=") for part in name.split())}
+        row = [short_name(make_method(method.split(",")[0], **sizes))]
         for length in lengths:
             forward, training = (cells[method, name, length, part] for part in (None, benchmark_rivals.TRAINING))
             row += [number(one, "speedup", ".1f", "×") for one in (forward, training)]
@@ -245,8 +245,8 @@ def whole_models(result: dict[str, Any]) -> Table:
         f"A random RoBERTa of {first['shape']} size in {first['dtype']}, one text, medians of {rounds} rounds; "
         "min_length=0 forces the methods where exact attention would run. "
     )
-    attention = kept("benchmark_attention")
-    other = attention and attention["rows"][0]["dtype"]
+    attention = kept("benchmark_rivals")
+    other = attention and attention["settings"]["dtype"]
     if other and other != first["dtype"]:
         note += f"The README's table of attention alone is in {other}. "
     header = ["", "forward", "training step", "memory", "memory of a step"]
@@ -346,11 +346,10 @@ def shortest() -> str:
     )
 
     def by_name(prefix: str) -> dict[str, str]:
-        letters = {"clusters": "C", "topk": "k", "key_clusters": "G"}
         found = {}
         tried = measured[f"{prefix}measurements"]["cpu"]["forward_speedup"]
         for row in measured[f"{prefix}min_length"]["cpu"]:
-            settings = [f"{letter}={row[field]}" for field, letter in letters.items() if field in row]
+            settings = [f"{letter}={row[field]}" for letter, field in LETTERS.items() if field in row]
             options = {name: value for name, value in row.items() if name != "min_length"}
             (longest,) = (max(map(int, one["speedup"])) for one in tried if options.items() <= one.items())
             shortest = row["min_length"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from ..bi_clustered_attention.exact_heads import FLASH, FLASH_BACKWARD
+
 # Queries of a step that goes back through a segment's own keys.
 CAUSAL_BLOCK = 128
 
