@@ -133,6 +133,27 @@ def test_autocast_ends_before_a_chunk(two_threads):
     assert dtypes == [torch.float32] * 5
 
 
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor knows no such mode")
+@pytest.mark.parametrize("count", [1, 9])
+@pytest.mark.parametrize("of_caller", [False, True])
+def test_a_chunk_takes_denormals_as_zero_and_the_caller_does_as_before(count, of_caller, two_threads):
+    seen = []
+
+    def run(chunk):
+        seen.append(torch.full((), 1e-40).mul(2).item())
+        if chunk.batch == count - 1:
+            raise ArithmeticError
+
+    torch.set_flush_denormal(of_caller)
+    try:
+        with pytest.raises(ArithmeticError):
+            for_every_chunk(run, chunks(count), CPU)
+        assert seen == [0.0] * count
+        assert (torch.full((), 1e-40).mul(2).item() == 0) == of_caller
+    finally:
+        torch.set_flush_denormal(False)
+
+
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_what_a_chunk_raises_is_raised(count, two_threads):
     def run(chunk):

@@ -1,21 +1,23 @@
 """First-order bi-clustered attention for a CPU: keys and queries sorted by cluster, in blocks, batched products.
 
 Of every query cluster a table is made, its exact keys and the tangents of the key clusters, to which its queries then
-attend (`shared.cluster_table`). Nothing but the inputs is kept for the backward pass, and to `torch.compile` each pass
-is one op. Sums and softmax are in float32, or float64 for float64 inputs; of bfloat16 the products are in bfloat16.
+attend (`shared.cluster_table`). Beside the inputs the backward pass gets which keys are exact, and of heads that
+attend exactly output and log-sum-exp; tables are made again. To `torch.compile` each pass is one op. Sums and softmax
+are in float32, or float64 for float64 inputs; of bfloat16 the products are in bfloat16.
 
 Sizes: `P` key/value heads of a chunk, `N` queries, `M` keys, `T` exact keys, `C` query clusters of all the query heads
 that share a key/value head, `G` key clusters, `nb` blocks of `L` keys per head.
 """
 
-from typing import cast
+from itertools import groupby
+from typing import Any, cast
 
 import torch
 
 from ..shared.cluster_blocks import ClusterBlocks, block_length
 from ..shared.cluster_table import ClusterTable, Dipole, attend, attend_backward
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
-from ..shared.gradients import register_attention
+from ..shared.gradients import register_gradients
 from ..shared.head_threads import for_every_chunk
 from ..shared.key_summaries import KeyClusters, Summaries
 from ..shared.precision import accumulation_dtype, in_products, product_dtype, split_scale
@@ -24,11 +26,12 @@ from ..shared.tables import (
     chunks_of,
     cluster_sizes,
     draw_dropout,
+    empty_output,
     gradients_of_chunks,
     output_of_chunks,
     table_rows,
 )
-from .exact_heads import attend_exactly, exact_backward, exact_chunks
+from .exact_heads import ExactPart, attend_exactly, exact_backward, exact_parts
 from .reference import LARGEST_LIFT
 
 
@@ -63,7 +66,9 @@ class _Chunk:
         scale: float,
         dropout_p: float,
         dropout_seed: torch.Tensor | None,
+        top: torch.Tensor | None = None,
     ) -> None:
+        """`top`: places of the exact keys, `(B, heads, group · C, T)`, as the forward pass has found them."""
         dtype, products = accumulation_dtype(query.dtype), product_dtype(query.dtype)
         self.of_queries, self.of_keys = split_scale(scale, products)
         scaled_keys, values = in_products(chunk.keys(key), self.of_keys), chunk.keys(value).to(products)
@@ -84,8 +89,9 @@ class _Chunk:
         covariance = (queries.transpose(1, 2) @ queries).sub_((centroids * self.sizes).transpose(1, 2) @ centroids)
         covariance /= queries.shape[1]  # Σ_η
         self.summaries = Summaries(
-            keys, centroids, self.T, covariance, largest_lift=LARGEST_LIFT, in_order=dropout_seed is not None
-        )
+            keys, centroids, self.T, covariance, largest_lift=LARGEST_LIFT, in_order=dropout_seed is not None,
+            top=None if top is None else chunk.of_heads(top),
+        )  # fmt: skip
         self.table = self._make_dipole()
 
         self.factor = None
@@ -139,7 +145,7 @@ class _Chunk:
 
 
 @torch.library.custom_op("hf_effattn::bi_clustered_attention", mutates_args=())
-def bi_clustered_attention(
+def _forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -154,49 +160,85 @@ def bi_clustered_attention(
     scale: float,
     dropout_p: float,
     dropout_seed: torch.Tensor | None,
-) -> torch.Tensor:
-    """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_j`, `j = l(i)`."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The output, and what `_kept` says."""
     output = output_of_chunks(query, key, value, key_mask, query_mask)
+    log_sum, top = _kept(query, key, clusters, topk, exact_heads)
     settings = clusters, key_clusters, topk, scale, dropout_p, dropout_seed
-    numbers = largest_buffer(query, key, value, clusters, key_clusters, topk)
 
-    def attend_chunk(part: RowChunk) -> None:
+    def attend_chunk(part: RowChunk | ExactPart) -> None:
+        if isinstance(part, ExactPart):
+            values, of_scores = attend_exactly(part, query, key, value, scale, dropout_p, dropout_seed)
+            part.chunk.store_queries(output, values, part.rows)
+            if of_scores is not None:
+                part.chunk.store_queries(log_sum, of_scores, part.rows)
+            return
         chunk = _Chunk(part, query, key, value, labels, key_labels, *settings)
         values = attend(chunk.table, chunk.blocks, chunk.packed_query, chunk.factor)
         part.store_queries(output, chunk.blocks.unpack(values, chunk.P))
+        part.of_heads(top)[:, :, : chunk.T] = chunk.summaries.top
 
-    for_every_chunk(attend_chunk, chunks_of(query, key, key_mask, query_mask, numbers, exact_heads), query.device)
-    with torch.autocast(query.device.type, enabled=False):
-        for part in exact_chunks(query, key, key_mask, query_mask, exact_heads):
-            part.store_queries(output, attend_exactly(part, query, key, value, scale, dropout_p, dropout_seed))
-    return output
+    numbers = largest_buffer(query, key, value, clusters, key_clusters, topk)
+    exact = exact_parts(query, key, value, key_mask, query_mask, exact_heads, dropout_seed)
+    parts: list[RowChunk | ExactPart] = [*exact, *chunks_of(query, key, key_mask, query_mask, numbers, exact_heads)]
+    for_every_chunk(attend_chunk, parts, query.device)
+    return output, log_sum, top
+
+
+def _kept(
+    query: torch.Tensor, key: torch.Tensor, clusters: int, topk: int, exact_heads: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros for what the forward pass leaves to the backward pass.
+
+    Log-sum-exp of the queries of exact heads `(B, H, N, 1)`, and the places of exact keys `(B, heads, group · C, T)`.
+    """
+    (B, H, N, _), heads = query.shape, key.shape[1]
+    dtype = accumulation_dtype(query.dtype)
+    log_sum = query.new_zeros(B, H, 0 if exact_heads is None else N, 1, dtype=dtype)
+    return log_sum, query.new_zeros(B, heads, H // max(1, heads) * clusters, topk, dtype=torch.int64)
 
 
 def gradients(
-    grad_output, query, key, value, labels, key_labels, clusters, key_clusters, topk, key_mask, query_mask, *rest
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_output, output, log_sum, top, query, key, value, labels, key_labels, clusters, key_clusters, topk, key_mask,
+    query_mask, exact_heads, scale, dropout_p, dropout_seed,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of query, key and value, labels and sets `T_j` held fixed."""
-    exact_heads, scale, dropout_p, dropout_seed = rest
     grad_query, grad_key, grad_value = gradients_of_chunks(query, key, value, key_mask, query_mask)
     settings = clusters, key_clusters, topk, scale, dropout_p, dropout_seed
-    numbers = largest_buffer(query, key, value, clusters, key_clusters, topk)
 
-    def attend_chunk(part: RowChunk) -> None:
-        chunk = _Chunk(part, query, key, value, labels, key_labels, *settings)
+    def attend_chunk(part: RowChunk | ExactPart) -> None:
+        if isinstance(part, ExactPart):
+            of_inputs = query, key, value, scale, dropout_p, dropout_seed
+            of_query, *of_keys[part] = exact_backward(part, grad_output, output, log_sum, *of_inputs)
+            part.chunk.store_queries(grad_query, of_query, part.rows)
+            return
+        chunk = _Chunk(part, query, key, value, labels, key_labels, *settings, top)
         packed_grad = chunk.blocks.pack(part.queries(grad_output).to(chunk.packed_query.dtype))
         of_query, of_rows = chunk.backward(packed_grad)
         part.store_queries(grad_query, of_query)
         part.store_keys(grad_key, of_rows[..., : chunk.D])
         part.store_keys(grad_value, of_rows[..., chunk.D :])
 
-    for_every_chunk(attend_chunk, chunks_of(query, key, key_mask, query_mask, numbers, exact_heads), query.device)
-    with torch.autocast(query.device.type, enabled=False):
-        for part in exact_chunks(query, key, key_mask, query_mask, exact_heads):
-            of_exact = exact_backward(part, grad_output, query, key, value, scale, dropout_p, dropout_seed)
-            part.store_queries(grad_query, of_exact[0])
-            part.store_keys(grad_key, of_exact[1])
-            part.store_keys(grad_value, of_exact[2])
+    numbers = largest_buffer(query, key, value, clusters, key_clusters, topk)
+    exact = exact_parts(query, key, value, key_mask, query_mask, exact_heads, dropout_seed)
+    parts: list[RowChunk | ExactPart] = [*exact, *chunks_of(query, key, key_mask, query_mask, numbers, exact_heads)]
+    of_keys: dict[ExactPart, list[torch.Tensor]] = {}
+    for_every_chunk(attend_chunk, parts, query.device)
+    for _, of_head in groupby(exact, key=lambda part: id(part.chunk)):
+        first, *others = of_head
+        for i, target in enumerate((grad_key, grad_value)):
+            first.chunk.store_keys(target, sum((of_keys[part][i] for part in others), of_keys[first][i]))
     return grad_query, grad_key, grad_value
 
 
-register_attention("bi_clustered_attention", gradients)
+@_forward.register_fake
+def _(query, key, value, labels, key_labels, clusters, key_clusters, topk, key_mask, query_mask, exact_heads, *rest):
+    return empty_output(query, value), *_kept(query, key, clusters, topk, exact_heads)
+
+
+register_gradients("bi_clustered_attention", gradients, ("query", "key", "value"), outputs=1, keeps=slice(None))
+
+
+def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
+    """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_j`, `j = l(i)`; arguments of `_forward`."""
+    return _forward(*arguments)[0]

@@ -4,6 +4,8 @@ Sizes: `P` heads, `N` queries, `M` keys.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -16,48 +18,73 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def exact_chunks(
+@dataclass(frozen=True, eq=False)
+class ExactPart:
+    """Some queries of a head that attends exactly: `rows` of those that count in `chunk`."""
+
+    chunk: RowChunk
+    rows: slice
+
+
+def exact_parts(
     query: torch.Tensor,
     key: torch.Tensor,
+    value: torch.Tensor,
     key_mask: torch.Tensor | None,
     query_mask: torch.Tensor | None,
     exact_heads: torch.Tensor | None,
-) -> Iterator[RowChunk]:
-    """A chunk for each key/value head that is True in `exact_heads` `(B, heads)` and has queries and keys."""
+    seed: torch.Tensor | None,
+) -> list[ExactPart]:
+    """Each key/value head that is True in `exact_heads` `(B, heads)`, if it has queries and keys, a part per thread.
+
+    With dropout, whose numbers are drawn one after the other, a head is one part.
+    """
     if exact_heads is None:
-        return
-    group = query.shape[1] // key.shape[1]
+        return []
+    group, parts = query.shape[1] // key.shape[1], []
+    threads = torch.get_num_threads() if seed is None and _in_flash(query, value) else 1
     for batch, head in exact_heads.nonzero().tolist():
         query_rows, key_rows = valid_rows(query_mask, batch), valid_rows(key_mask, batch)
-        counts = [rows is None or len(rows) for rows in (query_rows, key_rows)]
-        if all(counts) and query.shape[2] and key.shape[2]:
-            problem = (batch * key.shape[1] + head) * group
-            yield RowChunk(batch, head, head + 1, group, problem, query_rows, key_rows)
+        chunk = RowChunk(batch, head, head + 1, group, (batch * key.shape[1] + head) * group, query_rows, key_rows)
+        count = query.shape[2] if query_rows is None else len(query_rows)
+        edges = [count * i // threads for i in range(threads + 1)]
+        if key.shape[2] and (key_rows is None or len(key_rows)):
+            parts += [ExactPart(chunk, slice(*edge)) for edge in pairwise(edges) if edge[0] < edge[1]]
+    return parts
 
 
 def attend_exactly(
-    part: RowChunk,
+    part: ExactPart,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     scale: float,
     dropout_p: float,
     seed: torch.Tensor | None,
-) -> torch.Tensor:
-    """Output of a chunk's queries, `(1, group · N, Dv)`."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output of a part's queries, `(1, group · rows, Dv)`, and log-sum-exp of their scores `(1, group · rows, 1)`.
+
+    None where the backward pass does not need it.
+    """
+    chunk = part.chunk
     if seed is None:
-        q, k, v = part.queries(query), part.keys(key), part.keys(value)
-        return F.scaled_dot_product_attention(q[None], k[None], v[None], scale=scale)[0]
+        q, k, v = _by_query_head(part, query, key, value)
+        if not _in_flash(q, v):
+            return F.scaled_dot_product_attention(q, k, v, scale=scale).flatten(1, 2), None
+        output, log_sum = FLASH(q, k, v, 0.0, False, scale=scale)
+        return output.flatten(1, 2), log_sum.flatten(1, 2)[..., None]
     pieces = [
-        (weights if factor is None else weights * factor).to(value.dtype) @ part.keys(value)[0]
-        for _, weights, factor in _weights(part, query, key, scale, dropout_p, seed)
+        (weights if factor is None else weights * factor).to(value.dtype) @ chunk.keys(value)[0]
+        for _, weights, factor in _weights(chunk, query, key, scale, dropout_p, seed)
     ]
-    return torch.cat(pieces)[None]
+    return torch.cat(pieces)[None], None
 
 
 def exact_backward(
-    part: RowChunk,
+    part: ExactPart,
     grad_output: torch.Tensor,
+    output: torch.Tensor,
+    log_sum: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -65,22 +92,24 @@ def exact_backward(
     dropout_p: float,
     seed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of a chunk's queries, keys and values, `(1, rows, D)`, in float32 or float64."""
-    dtype = accumulation_dtype(query.dtype)
-    rows_of = part.queries(query), part.keys(key), part.keys(value), part.queries(grad_output)
+    """Gradients of a part's queries, keys and values, `(1, rows, D)`, in float32 or float64.
+
+    `output` `(B, H, N, Dv)` and `log_sum` `(B, H, N, 1)` are what `attend_exactly` has found.
+    """
+    dtype, chunk = accumulation_dtype(query.dtype), part.chunk
+    if seed is None and _in_flash(query, value):
+        # What scaled_dot_product_attention runs there; inside of an operator there is no autograd to ask it by.
+        q, k, v = (rows.to(dtype) for rows in _by_query_head(part, query, key, value))
+        grad, out, of_scores = (
+            chunk.queries(rows, part.rows).unflatten(1, (chunk.group, -1)).to(dtype)
+            for rows in (grad_output, output, log_sum)
+        )
+        grads = FLASH_BACKWARD(grad, q, k, v, out, of_scores[..., 0], 0.0, False, scale=scale)
+        return grads[0].flatten(1, 2), grads[1].sum(dim=1), grads[2].sum(dim=1)
+    rows_of = chunk.queries(query), chunk.keys(key), chunk.keys(value), chunk.queries(grad_output)
     q, k, v, grad = (rows[0].to(dtype) for rows in rows_of)
-    if seed is None and q.device.type == "cpu" and q.shape[1] == v.shape[1]:
-        # What scaled_dot_product_attention runs there; inside of an operator there is no autograd to ask it by. It
-        # goes back through a head on one thread: the queries are cut into as many parts as there are threads.
-        threads = torch.get_num_threads()
-        q, grad = (F.pad(rows, (0, 0, 0, -len(q) % threads)).view(threads, 1, -1, rows.shape[1]) for rows in (q, grad))
-        k, v = (rows.expand(threads, 1, -1, -1) for rows in (k, v))
-        output, log_sum = FLASH(q, k, v, 0.0, False, scale=scale)
-        grads = FLASH_BACKWARD(grad, q, k, v, output, log_sum, 0.0, False, scale=scale)
-        grad_q = grads[0].reshape(1, -1, q.shape[3])[:, : rows_of[0].shape[1]]
-        return grad_q, grads[1].sum(dim=0), grads[2].sum(dim=0)
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for rows, weights, factor in _weights(part, query, key, scale, dropout_p, seed):
+    for rows, weights, factor in _weights(chunk, query, key, scale, dropout_p, seed):
         weights = weights.to(dtype)
         grad_weights = grad[rows] @ v.T
         if factor is None:
@@ -92,6 +121,20 @@ def exact_backward(
         torch.mm(grad_scores, k, out=grad_q[rows])
         grad_k.addmm_(grad_scores.T, q[rows])
     return grad_q[None], grad_k[None], grad_v[None]
+
+
+def _in_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
+    return query.device.type == "cpu" and query.shape[3] == value.shape[3]
+
+
+def _by_query_head(
+    part: ExactPart, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A part's queries `(1, group, rows, D)`, and the keys and values of its head for each query head."""
+    chunk = part.chunk
+    q = chunk.queries(query, part.rows).unflatten(1, (chunk.group, -1))
+    k, v = (chunk.keys(rows)[:, None].expand(-1, chunk.group, -1, -1) for rows in (key, value))
+    return q, k, v
 
 
 def _weights(

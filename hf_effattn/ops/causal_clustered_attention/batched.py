@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, exact_dropout_rows
+from ..shared.gradients import register_gradients
 from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import RowChunk
@@ -269,13 +270,7 @@ def _(query, key, value, *values):
     return empty_output(query, value), *Kept.empty(query, key, value, keeps=values[-1])
 
 
-@torch.library.custom_op(
-    "hf_effattn::causal_clustered_attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_output, {', '.join(f'Tensor {name}' for name in Kept._fields)}, {ARGUMENTS}) "
-    "-> (Tensor, Tensor, Tensor)",
-)
-def _backward_op(
+def gradients(
     grad_output: torch.Tensor,
     rest: torch.Tensor,
     log_sum: torch.Tensor,
@@ -288,7 +283,9 @@ def _backward_op(
     dropout_seed: torch.Tensor | None,
     *values: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    settings, kept = Settings(*values), Kept(rest, log_sum, query_labels, key_labels)
+    """Gradients of query, key and value, of what `Kept` holds and the arguments of `_forward`."""
+    *fields, _ = values
+    settings, kept = Settings(*fields), Kept(rest, log_sum, query_labels, key_labels)
     value, _ = without_special(value, key_mask)
     grad_query, grad_key, grad_value = gradients_of_chunks(query, key, value, key_mask)
 
@@ -311,24 +308,7 @@ def _backward_op(
     return grad_query, grad_key, grad_value
 
 
-@_backward_op.register_fake
-def _(grad_output, rest, log_sum, query_labels, key_labels, query, key, value, *settings):
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:5], *output[1:])
-    ctx.settings = inputs[5:-1]
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, grad_output, *_):
-    saved = ctx.saved_tensors  # once: a checkpoint gives them once
-    grads = _backward_op(grad_output, *saved[5:], *saved[:5], *ctx.settings)
-    return (*grads, *[None] * (3 + len(ctx.settings)))
-
-
-_forward.register_autograd(_backward, setup_context=_setup_context)
+register_gradients("causal_clustered_attention", gradients, ("query", "key", "value"), outputs=1, keeps=slice(1, None))
 
 
 def causal_clustered_attention(

@@ -121,16 +121,20 @@ def attend_backward(
     grad_values = torch.bmm(weights.to(values.dtype).transpose(1, 2), grad_output)
     if factor is not None:
         grad_weights *= factor
-    row_dot = torch.linalg.vecdot(softmax, grad_weights)  # (blocks, length); 0 in empty places
-    if other is not None:
-        _, rest, other_dot = other
-        # As a difference from the table's own: where it has all the weight, this loses nothing.
-        row_dot -= (rest * (row_dot[..., None] - other_dot))[..., 0]
-    grad_scores = grad_weights.sub_(row_dot[..., None]).mul_(softmax)
-    if table.mass is not None:
-        grad_scores *= blocks.of_cluster(table.mass)[:, None, None]
-    if other is not None:
-        grad_scores *= other[0]
+    row_dot = None
+    if table.mass is None and other is None:
+        grad_scores = torch._softmax_backward_data(grad_weights, softmax, 2, softmax.dtype)  # in one pass
+    else:
+        row_dot = torch.linalg.vecdot(softmax, grad_weights)  # (blocks, length); 0 in empty places
+        if other is not None:
+            _, rest, other_dot = other
+            # As a difference from the table's own: where it has all the weight, this loses nothing.
+            row_dot -= (rest * (row_dot[..., None] - other_dot))[..., 0]
+        grad_scores = grad_weights.sub_(row_dot[..., None]).mul_(softmax)
+        if table.mass is not None:
+            grad_scores *= blocks.of_cluster(table.mass)[:, None, None]
+        if other is not None:
+            grad_scores *= other[0]
     grad_scores = grad_scores.to(keys.dtype)
     grad_query = torch.bmm(grad_scores, keys)
     if grad_eta is not None:
@@ -140,7 +144,7 @@ def attend_backward(
     return grad_query, ClusterTable(
         blocks.sum(grad_keys.to(softmax.dtype), tables),
         blocks.sum(grad_values.to(softmax.dtype), tables),
-        None if table.mass is None else blocks.sum(row_dot.sum(dim=1), tables),
+        None if table.mass is None or row_dot is None else blocks.sum(row_dot.sum(dim=1), tables),
         None if table.offset is None else blocks.sum(grad_output.sum(dim=1, dtype=softmax.dtype), tables),
         grad_dipole,
     )

@@ -100,18 +100,22 @@ class Summaries:
         *,
         largest_lift: float = 0.0,
         in_order: bool = False,
+        top: torch.Tensor | None = None,
     ) -> None:
         """`covariance` `Σ_η` `(P, D, D)`: exact keys by weight times squared distance; None: by weight.
 
-        `largest_lift`: what half a squared distance adds at most to the logarithm of a key's tilted weight.
+        `largest_lift`: what half a squared distance adds at most to the logarithm of a key's tilted weight; `top`:
+        places of the exact keys `(P, C, T)`, where they have been found before.
         """
         self.keys, self.centroids, self.T = keys, centroids, min(topk, keys.M)
         self.P, self.C, self.G = keys.P, centroids.shape[1], keys.G
-        self._choose_keys(covariance, largest_lift, in_order=in_order)
+        self._choose_keys(covariance, largest_lift, top, in_order=in_order)
         self._summarise()
         self._make_table()
 
-    def _choose_keys(self, covariance: torch.Tensor | None, largest_lift: float, *, in_order: bool) -> None:
+    def _choose_keys(
+        self, covariance: torch.Tensor | None, largest_lift: float, top: torch.Tensor | None, *, in_order: bool
+    ) -> None:
         """Exact keys `T_j`; scores `Q̄_j·(K_t - K̄_g(t))`, and their lifts `b_t`, `-inf` where no key is."""
         keys, spread = self.keys, self.keys.keys()
         if covariance is None:
@@ -127,12 +131,14 @@ class Summaries:
         scores = torch.bmm(self.centroids.to(spread.dtype), spread.transpose(1, 2))  # (P, C, nb · L)
         self.scores = scores.to(self.centroids.dtype)
         self.mean_scores = self.centroids @ keys.mean_keys().transpose(1, 2)  # Q̄_j·K̄_c: (P, C, G)
-        biased = self.scores.unflatten(2, (-1, keys.blocks.length)) + keys.per_block(self.mean_scores)[..., None]
-        biased = biased.flatten(2).add_(preference[:, None])
-        # Without any, no place is looked for.
-        self.top = largest(biased, self.T, in_order=in_order) if self.T else biased[..., :0].long()  # (P, C, T)
-        places = torch.arange(self.P, device=self.top.device)[:, None, None] * biased.shape[2]
-        self.top_places = (self.top + places).flatten()
+        if top is None:
+            biased = self.scores.unflatten(2, (-1, keys.blocks.length)) + keys.per_block(self.mean_scores)[..., None]
+            biased = biased.flatten(2).add_(preference[:, None])
+            # Without any, no place is looked for.
+            top = largest(biased, self.T, in_order=in_order) if self.T else biased[..., :0].long()
+        self.top = top[..., : self.T]  # (P, C, T)
+        rows = torch.arange(self.P, device=self.top.device)[:, None, None] * self.scores.shape[2]
+        self.top_places = (self.top + rows).flatten()
 
     def _summarise(self) -> None:
         """Tilted weights `w_jt / S_jc` and sums over `c∖T_j`: `log S_jc`, `K̃_jc`, `Ṽ_jc`."""

@@ -54,6 +54,10 @@ class RowChunk:
         """The chunk's key rows of `(B, H, M, ...)`, or a selection of them: `(heads, rows, ...)`, contiguous."""
         return self._rows(tensor, slice(self.first_head, self.last_head), self.key_rows, selection)
 
+    def of_heads(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The chunk's key/value heads of `(B, H, ...)`: `(heads, ...)`, a view."""
+        return tensor[self.batch, self.first_head : self.last_head]
+
     def _query_heads(self) -> slice:
         return slice(self.first_head * self.group, self.last_head * self.group)
 
