@@ -9,9 +9,6 @@ import torch
 
 from ..bi_clustered_attention.exact_heads import FLASH, FLASH_BACKWARD
 
-# Queries of a step that goes back through a segment's own keys.
-CAUSAL_BLOCK = 128
-
 # Outputs `(P, g, n, Dv)` of a part, and the log-sum-exp of its scores, `(P, g, n, 1)`.
 Attended = tuple[torch.Tensor, torch.Tensor]
 
@@ -65,8 +62,6 @@ class LocalPart:
         self, grad: torch.Tensor, output: torch.Tensor, log_sum: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of query, key and value, for the gradient, output and log-sum-exp of the whole softmax."""
-        if self.fused and self.causal and self.query.shape[2] > CAUSAL_BLOCK:
-            return self._backward_in_blocks(grad, output, log_sum)
         if self.fused:
             found = FLASH_BACKWARD(
                 grad, self.query, *self.per_query_head(), output, log_sum[..., 0], 0.0, self.causal, scale=1.0
@@ -82,31 +77,6 @@ class LocalPart:
         grad_scores = grad_weights.sub_(torch.linalg.vecdot(grad, output)[..., None]).mul_(weights)
         grad_key = (grad_scores.transpose(2, 3) @ self.query).sum(dim=1)
         return grad_scores @ self.key[:, None], grad_key, grad_value
-
-    def _backward_in_blocks(
-        self, grad: torch.Tensor, output: torch.Tensor, log_sum: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`backward`, of blocks of queries: torch's step looks at many of the keys that a longer one does not see."""
-        of_query = torch.empty_like(self.query)
-        of_key, of_value = torch.zeros_like(self.key), torch.zeros_like(self.value)
-        for own in slices(self.query.shape[2], CAUSAL_BLOCK):
-            rows = slice(None), slice(None), own
-            given = grad[rows], output[rows], log_sum[rows]
-            of_query[rows] = 0
-            for keys in (slice(0, own.start), own):
-                if keys.stop == keys.start:
-                    continue
-                part = LocalPart(self.query[rows], self.key[:, keys], self.value[:, keys], keys == own)
-                more = part.backward(*given)
-                of_query[rows] += more[0]
-                of_key[:, keys] += more[1]
-                of_value[:, keys] += more[2]
-        return of_query, of_key, of_value
-
-
-def slices(length: int, size: int) -> list[slice]:
-    """`0 .. length - 1` in pieces of a size, the last one shorter."""
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def merge(parts: list[Attended]) -> Attended:
