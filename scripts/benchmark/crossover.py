@@ -1,8 +1,8 @@
 """From which length on is each method faster than exact attention on this machine? With cheap and dear settings.
 
-The result is what `min_length=None` means on this kind of device; it is written to the package's `crossover.json`,
-where the lengths of other kinds of device are kept. What was measured is kept after every length: interrupted and
-called again, it goes on; finished and called again, it measures anew.
+The result is what `min_length=None` means on this kind of device: the longest of all machines of the kind that were
+measured. It is written to the package's `crossover.json`, where those of other machines are kept. What was measured is
+kept after every length: interrupted and called again, it goes on; finished and called again, it measures anew.
 
     python -m scripts.benchmark.crossover
     python -m scripts.benchmark.crossover --causal
@@ -111,6 +111,13 @@ def crossover(ratios: dict[int, float]) -> int:
     return shortest
 
 
+def crossovers(options: dict[str, Any], machines: list[dict[str, Any]]) -> list[int]:
+    """Where a setting overtakes exact attention, on each of the machines that it was measured on."""
+    rows = (row for machine in machines for row in machine["forward_speedup"] if options.items() <= row.items())
+    found = ({int(length): ratio for length, ratio in row["speedup"].items()} for row in rows)
+    return [crossover(ratios) for ratios in found if ratios]
+
+
 def main(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     heads: int = 12,
@@ -136,21 +143,21 @@ def main(
         so_far = {"environment": machine, "settings": settings, "forward_speedup": measured}
         kept.setdefault("unfinished", {})[f"{prefix}{device}"] = so_far
         write(kept, output)
-    by_setting = [
-        {length: measured[length][number] for length in lengths if number in measured[length]}
-        for number in range(len(tried))
-    ]
-    found = [
-        options | {"min_length": crossover(ratios)}
-        for options, ratios in zip(tried, by_setting, strict=True)
-        if ratios
-    ]
-    kept.setdefault(f"{prefix}min_length", {})[device] = found
-    kept.setdefault(f"{prefix}measurements", {})[device] = {
+    machines = kept.setdefault(f"{prefix}measurements", {}).setdefault(device, {})
+    machines[machine["device_name"]] = {
         "environment": machine,
         **settings,
-        "forward_speedup": [options | {"speedup": ratios} for options, ratios in zip(tried, by_setting, strict=True)],
+        "forward_speedup": [
+            options | {"speedup": {length: measured[length][i] for length in lengths if i in measured[length]}}
+            for i, options in enumerate(tried)
+        ],
     }
+    found = [
+        options | {"min_length": max(of_machines)}
+        for options in tried
+        if (of_machines := crossovers(options, list(machines.values())))
+    ]
+    kept.setdefault(f"{prefix}min_length", {})[device] = found
     del kept["unfinished"][f"{prefix}{device}"]
     if not kept["unfinished"]:
         del kept["unfinished"]

@@ -29,7 +29,7 @@ from ..benchmark import retrieval as benchmark_retrieval
 from ..benchmark import rivals as benchmark_rivals
 from ..benchmark.attention import EXACT
 from ..kept.command_line import run_with_help
-from ..kept.markdown import machine, number
+from ..kept.markdown import number
 from . import cards as project_cards
 from . import clusterformer_tables, decoder_tables, prediction_tables, trust_tables
 from . import cst_tables as paper_tables
@@ -347,7 +347,7 @@ def shortest() -> str:
 
     def by_name(prefix: str) -> dict[str, str]:
         found = {}
-        tried = measured[f"{prefix}measurements"]["cpu"]["forward_speedup"]
+        tried, *_ = (one["forward_speedup"] for one in measured[f"{prefix}measurements"]["cpu"].values())
         for row in measured[f"{prefix}min_length"]["cpu"]:
             settings = [f"{letter}={row[field]}" for letter, field in LETTERS.items() if field in row]
             options = {name: value for name, value in row.items() if name != "min_length"}
@@ -362,14 +362,20 @@ def shortest() -> str:
     rows = [
         [name, *(found.get(name, "") for found in (encoders, causal))] for name in dict.fromkeys([*encoders, *causal])
     ]
-    of_encoders, of_causal = (measured[f"{prefix}measurements"]["cpu"] for prefix in ("", "causal_"))
-    notes = [
-        f"{name}: random inputs, B={one['batch']}, H={one['heads']}, D={one['head_dim']}, {one['dtype']}, "
-        f"{one['environment']['time'].split('T')[0]}"
-        for name, one in (("Encoders", of_encoders), ("causal", of_causal))
+    machines, causal_machines = (list(measured[f"{prefix}measurements"]["cpu"].values()) for prefix in ("", "causal_"))
+    one = machines[0]
+    inputs = f"Random inputs, B={one['batch']}, H={one['heads']}, D={one['head_dim']}, {one['dtype']}; the longest of "
+    measured_on = [
+        f"{name}: " + " and ".join(f"{of['environment']['device_name']}, {_day(of)}" for of in found)
+        for name, found in (("encoders", machines), ("causal", causal_machines))
     ]
+    versions = f"{one['environment']['threads']} threads, torch {one['environment']['versions']['torch']}"
     header = ["on a CPU", "encoders", "models that mask the future"]
-    return markdown(header, rows) + machine(of_encoders["environment"], f"{'; '.join(notes)}. ")
+    return f"{markdown(header, rows)}\n\n<sub>{inputs}{'; '.join(measured_on)}. {versions}</sub>"
+
+
+def _day(measured: dict[str, Any]) -> str:
+    return measured["environment"]["time"].split("T")[0]
 
 
 def served() -> str:

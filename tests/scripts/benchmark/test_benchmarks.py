@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from hf_effattn.measuring.environment import environment
 from scripts.benchmark import _inputs
 from scripts.benchmark import attention as benchmark_attention
 from scripts.benchmark import clustering as benchmark_clustering
@@ -277,7 +278,7 @@ def test_measure_crossover_goes_on_where_it_stopped(tmp_path, monkeypatch):
     kept = json.loads(output.read_text(encoding="utf-8"))
     assert "unfinished" not in kept
     assert kept["causal_min_length"] == before["causal_min_length"]
-    rows = kept["measurements"]["cpu"]["forward_speedup"]
+    rows = kept["measurements"]["cpu"][environment(torch.device("cpu"))["device_name"]]["forward_speedup"]
     assert {str(n): row["speedup"]["104"] for n, row in enumerate(rows) if row["speedup"]} == first
     measure_crossover.main(**small, output=output)
     assert asked == [104, 120, 120, 104, 120]
@@ -307,6 +308,25 @@ def test_where_the_benchmark_was_slower_exact_attention_runs():
 )
 def test_crossover_is_where_a_method_stays_faster(ratios, length):
     assert measure_crossover.crossover(ratios) == length
+
+
+def test_the_slowest_machine_says_where_a_method_is_faster():
+    machines = [
+        {"forward_speedup": [{"method": "a", "clusters": n, "speedup": {"8": ratio, "16": 2.0}} for n in (1, 2)]}
+        for ratio in (1.5, 0.5)
+    ]
+    machines[0]["forward_speedup"].append({"method": "a", "clusters": 3, "speedup": {}})
+    assert measure_crossover.crossovers({"method": "a", "clusters": 2}, machines) == [8, 16]
+    assert measure_crossover.crossovers({"method": "a", "clusters": 3}, machines) == []
+
+
+def test_min_length_is_the_longest_of_all_machines():
+    kept = json.loads(measure_crossover.CROSSOVER.read_text(encoding="utf-8"))
+    for prefix in ("", "causal_"):
+        for device, machines in kept[f"{prefix}measurements"].items():
+            for row in kept[f"{prefix}min_length"][device]:
+                options = {name: value for name, value in row.items() if name != "min_length"}
+                assert row["min_length"] == max(measure_crossover.crossovers(options, list(machines.values())))
 
 
 def test_missing_data_says_what_and_where(tmp_path, monkeypatch):
