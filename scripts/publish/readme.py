@@ -64,9 +64,28 @@ def gains(result: dict[str, Any]) -> Table:
         "C clusters, k topk, G key_clusters; training is forward and backward. Times and errors of the same calls, "
         "heads included that run exactly: the mean of the six layers of all-MiniLM-L6-v2 on two novels, positions "
         f"repeated beyond 512, B={settings['batch']}, H={settings['heads']}, D={settings['head_dim']}, "
-        f"{settings['dtype']}, {settings['repeats']} or more rounds. "
+        f"{settings['dtype']}, {settings['repeats']} or more rounds. {_on_other_machines()}"
     )
     return markdown(header, rows), note
+
+
+def _on_other_machines() -> str:
+    """How much of what the first CPU gained the others did, all settings at the longest length of the crossover."""
+    first, *others = _crossover()["measurements"]["cpu"].values()
+    length = max((length for row in first["forward_speedup"] for length in row["speedup"]), key=int)
+    notes = []
+    for other in others:
+        pairs = zip(other["forward_speedup"], first["forward_speedup"], strict=True)
+        shares = [one["speedup"][length] / of_first["speedup"][length] for one, of_first in pairs]
+        notes.append(
+            f"Processors differ: {other['environment']['device_name']} gained {min(shares):.1f} to {max(shares):.1f} "
+            f"times as much as {first['environment']['device_name']}, random inputs of {int(length):,} tokens. "
+        )
+    return "".join(notes)
+
+
+def _crossover() -> dict[str, Any]:
+    return json.loads((ROOT / "hf_effattn" / "patching" / "methods" / "crossover.json").read_text(encoding="utf-8"))
 
 
 @of_file("benchmark_embeddings")
@@ -341,9 +360,7 @@ def documents(result: dict[str, Any]) -> Table:
 
 def shortest() -> str:
     """From which length each setting is faster than exact attention, in encoders and where the future is masked."""
-    measured = json.loads(
-        (ROOT / "hf_effattn" / "patching" / "methods" / "crossover.json").read_text(encoding="utf-8")
-    )
+    measured = _crossover()
 
     def by_name(prefix: str) -> dict[str, str]:
         found = {}
