@@ -34,11 +34,12 @@ def register_gradients(
 
     Args:
         op (`str`): the op's name; it is registered already.
-        gradients (`Callable`): takes the gradients of the outputs, then the outputs that are kept, then all arguments
-            of the op, and returns the gradients of those in `names`; of one that is None an empty tensor, since an op
-            cannot return None.
+        gradients (`Callable`): takes the gradients of the outputs, then the outputs that are kept, in a list where the
+            op returns a list, then all arguments of the op, and returns the gradients of those in `names`; of one that
+            is None an empty tensor, since an op cannot return None.
         names (`Sequence[str]`): the arguments that have gradients.
-        outputs (`int`, *optional*): how many of the op's outputs, the first, are differentiable. Default: all.
+        outputs (`int`, *optional*): how many of the op's outputs, the first, are differentiable. Default: all, of a
+            list 1.
         keeps (`slice`): which of the outputs, all tensors, are kept for the backward pass. Default: none.
         empty (`Callable`): makes a gradient's size and strides, for `torch.compile`, from its argument.
     """
@@ -47,10 +48,9 @@ def register_gradients(
     places = [argument.name in names for argument in schema.arguments]
     # hf_effattn::op(Tensor query, ...) -> Tensor
     arguments = str(schema).partition("(")[2].rpartition(") ->")[0]
-    numbers = range(len(schema.returns))
-    kept = len(numbers[keeps])
-    of_outputs = "".join(f"Tensor grad_{number}, " for number in numbers[:count])
-    of_outputs += "".join(f"Tensor output_{number}, " for number in numbers[keeps])
+    listed = isinstance(schema.returns[0].type, torch.ListType)
+    kept = ["Tensor[] outputs"] if listed else [f"Tensor output_{i}" for i in range(len(schema.returns))[keeps]]
+    of_outputs = "".join(f"{one}, " for one in [*(f"Tensor grad_{i}" for i in range(count)), *kept])
     backward_op = torch.library.custom_op(
         f"hf_effattn::{op}_backward",
         gradients,
@@ -60,24 +60,26 @@ def register_gradients(
 
     @backward_op.register_fake
     def _(*arguments: Any) -> tuple[torch.Tensor, ...]:
-        of_inputs = [x for x, is_named in zip(arguments[count + kept :], places, strict=True) if is_named]
+        of_inputs = [x for x, is_named in zip(arguments[count + len(kept) :], places, strict=True) if is_named]
         return tuple(arguments[0].new_empty(0) if x is None else empty(x) for x in of_inputs)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        outputs = output if isinstance(output, tuple) else (output,)
+        outputs = output if isinstance(output, tuple | list) else (output,)
         ctx.mark_non_differentiable(*outputs[count:])
         # Without a second, no zeros need be made; those for what is kept would be as large as it is.
         ctx.set_materialize_grads(count > 1)
         ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in inputs), *outputs[keeps])
         ctx.settings = [None if isinstance(x, torch.Tensor) else x for x in inputs]
 
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+        grads = grads[0] if listed else grads
         if all(grad is None for grad in grads[:count]):
             return (None,) * len(places)
         saved = ctx.saved_tensors  # once: a checkpoint gives them once
         pairs = zip(saved, ctx.settings, strict=False)
         inputs = [setting if tensor is None else tensor for tensor, setting in pairs]
-        found = iter(backward_op(*grads[:count], *saved[len(ctx.settings) :], *inputs))
+        outputs = saved[len(ctx.settings) :]
+        found = iter(backward_op(*grads[:count], *([list(outputs)] if listed else outputs), *inputs))
         of_inputs = [next(found) if is_named else None for is_named in places]
         return tuple(None if x is None else grad for x, grad in zip(inputs, of_inputs, strict=True))
 

@@ -78,6 +78,11 @@ def empty_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return query.new_zeros(B, N, H, value.shape[3]).transpose(1, 2)
 
 
+def empty_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for a gradient: of queries, keys and values laid out as `empty_output` does."""
+    return unwritten_output(tensor, tensor) if tensor.ndim == 4 else tensor.new_empty(tensor.shape)
+
+
 def output_of_chunks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *masks: torch.Tensor | None
 ) -> torch.Tensor:

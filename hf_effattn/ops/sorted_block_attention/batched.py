@@ -13,7 +13,7 @@ from ..shared.dropout import dropout_factor
 from ..shared.gradients import register_attention
 from ..shared.precision import accumulation_dtype, product_dtype
 from ..shared.row_chunks import CHUNK_BYTES
-from ..shared.tables import empty_output
+from ..shared.tables import empty_gradient, empty_output
 from .reference import BLOCK_WEIGHTS, MEMBERSHIP_FLOOR, check_values
 
 
@@ -268,8 +268,4 @@ def _unflatten(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return rows.to(like.dtype).unflatten(0, (B, N)).transpose(1, 2)
 
 
-def _empty_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    return empty_output(tensor, tensor) if tensor.ndim == 4 else tensor.new_empty(tensor.shape)
-
-
-register_attention("sorted_block_attention", gradients, ("query", "key", "value", "membership"), empty=_empty_gradient)
+register_attention("sorted_block_attention", gradients, ("query", "key", "value", "membership"), empty=empty_gradient)

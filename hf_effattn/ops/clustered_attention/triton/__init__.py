@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ...derivatives import refuse_second_derivatives
+from ...shared.gradients import register_gradients
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.centroids import centroid_pass, merge_splits
 from ...shared.triton.chips import LENGTHS, block_width, on_device_of
@@ -134,18 +135,19 @@ def _(query, key, value, labels, clusters, *settings):
     return [empty_output(query, value), *saved]
 
 
-@torch.library.custom_op("hf_effattn::clustered_attention_triton_backward", mutates_args=())
-def _backward_op(
+def gradients(
     grad_output: torch.Tensor,
+    saved_tensors: list[torch.Tensor],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    dropout_seed: torch.Tensor | None,
-    saved_tensors: list[torch.Tensor],
+    labels: torch.Tensor,
     clusters: int,
+    key_mask: torch.Tensor | None,
+    query_mask: torch.Tensor | None,
     scale: float,
     dropout_p: float,
+    dropout_seed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels held fixed."""
     saved = Saved(*saved_tensors)
@@ -168,28 +170,7 @@ def _backward_op(
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-@_backward_op.register_fake
-def _(grad_output, query, key, value, *settings):
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    query, key, value, _, clusters, key_mask, _, scale, dropout_p, dropout_seed = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value, key_mask, dropout_seed, *output[1:])
-    ctx.settings = clusters, scale, dropout_p
-
-
-def _backward(ctx, grads):
-    if grads[0] is None:
-        return (None,) * 10
-    query, key, value, key_mask, dropout_seed, *saved = ctx.saved_tensors  # under checkpointing they come only once
-    inputs = query, key, value, key_mask, dropout_seed
-    return (*_backward_op(grads[0], *inputs, saved, *ctx.settings), *[None] * 7)
-
-
-_forward.register_autograd(_backward, setup_context=_setup_context)
+register_gradients("clustered_attention_triton", gradients, ("query", "key", "value"), keeps=slice(1, None))
 
 
 def clustered_attention(*arguments: Any) -> torch.Tensor:

@@ -13,6 +13,7 @@ import triton
 from ...clustered_attention.triton.backward import centroid_backward
 from ...derivatives import refuse_second_derivatives
 from ...shared.dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS, TOPK_AND_SUMMARY_WEIGHTS
+from ...shared.gradients import register_gradients
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.centroids import centroid_pass
 from ...shared.triton.chips import block_width, on_device_of
@@ -131,19 +132,20 @@ def _(query, key, value, labels, clusters, topk, *settings):
     return [empty_output(query, value), *saved]
 
 
-@torch.library.custom_op("hf_effattn::improved_clustered_attention_triton_backward", mutates_args=())
-def _backward_op(
+def gradients(
     grad_output: torch.Tensor,
+    saved_tensors: list[torch.Tensor],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    dropout_seed: torch.Tensor | None,
-    saved_tensors: list[torch.Tensor],
+    labels: torch.Tensor,
     clusters: int,
     topk: int,
+    key_mask: torch.Tensor | None,
+    query_mask: torch.Tensor | None,
     scale: float,
     dropout_p: float,
+    dropout_seed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels and sets `T_j` held fixed."""
     saved = Saved(*saved_tensors)
@@ -242,28 +244,7 @@ def _add_top_keys(
             grad.copy_(summed.view(grad.shape))
 
 
-@_backward_op.register_fake
-def _(grad_output, query, key, value, *settings):
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    query, key, value, _, clusters, topk, key_mask, _, scale, dropout_p, dropout_seed = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value, key_mask, dropout_seed, *output[1:])
-    ctx.settings = clusters, topk, scale, dropout_p
-
-
-def _backward(ctx, grads):
-    if grads[0] is None:
-        return (None,) * 11
-    query, key, value, key_mask, dropout_seed, *saved = ctx.saved_tensors  # under checkpointing they come only once
-    inputs = query, key, value, key_mask, dropout_seed
-    return (*_backward_op(grads[0], *inputs, saved, *ctx.settings), *[None] * 8)
-
-
-_forward.register_autograd(_backward, setup_context=_setup_context)
+register_gradients("improved_clustered_attention_triton", gradients, ("query", "key", "value"), keeps=slice(1, None))
 
 
 def improved_clustered_attention(*arguments: Any) -> torch.Tensor:

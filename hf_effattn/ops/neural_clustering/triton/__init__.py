@@ -11,6 +11,8 @@ import torch
 import triton
 
 from ...derivatives import refuse_second_derivatives
+from ...shared.gradients import register_gradients
+from ...shared.tables import empty_gradient
 from ...shared.triton.centroids import split_count
 from ...shared.triton.chips import chip_of, on_device_of
 from .backward import (
@@ -179,14 +181,13 @@ def _(words, directions, cosine, mask):
     )
 
 
-@torch.library.custom_op("hf_effattn::neural_clustering_triton_backward", mutates_args=())
-def _backward_op(
+def gradients(
     grad_updated: torch.Tensor,
-    words: torch.Tensor,
-    directions: torch.Tensor,
     exact: torch.Tensor,
     total: torch.Tensor,
     inverse: torch.Tensor,
+    words: torch.Tensor,
+    directions: torch.Tensor,
     cosine: bool,
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,25 +225,10 @@ def _backward_op(
     return grad_words, partial.sum(dim=1).to(directions.dtype)
 
 
-@_backward_op.register_fake
-def _(grad_updated, words, directions, *settings):
-    return words.new_empty(words.shape), directions.new_empty(directions.shape)
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    words, directions, cosine, mask = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(words, directions, *output[2:], mask)
-    ctx.cosine = cosine
-
-
-def _backward(ctx, grad_updated, *nothing):
-    words, directions, exact, total, inverse, mask = ctx.saved_tensors
-    grads = _backward_op(grad_updated, words, directions, exact, total, inverse, ctx.cosine, mask)
-    return (*grads, None, None)
-
-
-_forward.register_autograd(_backward, setup_context=_setup_context)
+register_gradients(
+    "neural_clustering_triton", gradients, ("words", "directions"), outputs=1, keeps=slice(2, None),
+    empty=empty_gradient,
+)  # fmt: skip
 refuse_second_derivatives("neural_clustering_triton")
 
 

@@ -10,7 +10,8 @@ import torch
 import triton
 
 from ...derivatives import refuse_second_derivatives
-from ...shared.tables import empty_output, unwritten_output
+from ...shared.gradients import register_gradients
+from ...shared.tables import empty_gradient, empty_output, unwritten_output
 from ...shared.triton.chips import block_width, chip_of, on_device_of
 from ...shared.triton.tiles import LOG2_E, PART
 from ..reference import BLOCK_WEIGHTS
@@ -121,8 +122,7 @@ def _(query, key, value, *settings):
     return empty_output(query, value), query.new_empty(B * H, N, dtype=torch.float32)
 
 
-@torch.library.custom_op("hf_effattn::sorted_block_attention_triton_backward", mutates_args=())
-def _backward_op(
+def gradients(
     grad_output: torch.Tensor,
     output: torch.Tensor,
     lse: torch.Tensor,
@@ -148,7 +148,12 @@ def _backward_op(
     shape = () if membership is None else membership.shape
     grad_membership = query.new_empty(shape or (0,), dtype=torch.float32)
     if output.numel() == 0:
-        return grad_query, grad_key, grad_value, grad_membership.to(query.dtype)
+        return (
+            grad_query,
+            grad_key,
+            grad_value,
+            grad_membership.to((query if membership is None else membership).dtype),
+        )
     rows, columns = (64, 32) if membership is None else (32, 16)
     config = _config(query, Dv, rows, columns, by_parts=membership is not None or max(query.shape[3], Dv) > 128)
     options = _options(causal, labels, dropout_seed, config)
@@ -180,35 +185,13 @@ def _backward_op(
                     *qkv, *grad_output.stride(), *gate, *sizes[:6], tiles, window_blocks, scale * LOG2_E, dropout_p,
                     AS_KEY=as_key, BLOCK_C=CLUSTER_COLUMNS, **options,
                 )  # fmt: skip
-    return grad_query, grad_key, grad_value, grad_membership.to(query.dtype)
+    return grad_query, grad_key, grad_value, grad_membership.to((query if membership is None else membership).dtype)
 
 
-@_backward_op.register_fake
-def _(grad_output, output, lse, query, key, value, *settings):
-    membership = settings[6]
-    grads = (empty_output(tensor, tensor) for tensor in (query, key, value))
-    return *grads, query.new_empty(0 if membership is None else membership.shape)
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    query, key, value, order, block_length, window_blocks, causal, labels, key_mask, membership, *rest = inputs
-    scale, dropout_p, dropout_seed = rest
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*output, query, key, value, order, block_length, labels, key_mask, membership, dropout_seed)
-    ctx.settings = window_blocks, causal, scale, dropout_p
-
-
-def _backward(ctx, grad_output, grad_lse):
-    output, lse, query, key, value, order, block_length, labels, key_mask, membership, seed = ctx.saved_tensors
-    window_blocks, causal, scale, dropout_p = ctx.settings
-    *grads, grad_membership = _backward_op(
-        *(grad_output, output, lse, query, key, value, order, block_length, window_blocks, causal, labels, key_mask),
-        *(membership, scale, dropout_p, seed),
-    )
-    return *grads, *[None] * 6, None if membership is None else grad_membership, *[None] * 3
-
-
-_forward.register_autograd(_backward, setup_context=_setup_context)
+register_gradients(
+    "sorted_block_attention_triton", gradients, ("query", "key", "value", "membership"), outputs=1,
+    keeps=slice(None), empty=empty_gradient,
+)  # fmt: skip
 refuse_second_derivatives("sorted_block_attention_triton")
 
 
