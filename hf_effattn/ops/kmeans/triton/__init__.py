@@ -16,6 +16,8 @@ from .lloyd import _kmeans_assign_kernel, _kmeans_update_kernel
 from .rows import Rows, find_rows
 from .seeding import _kmeans_seed_kernel
 
+PART = 256  # fitted rows that one program labels
+
 
 @dataclass(frozen=True)
 class Centroids:
@@ -43,6 +45,17 @@ def assign_blocks(block_d: int, wide: bool, shared_memory: int) -> tuple[int, in
     if block_d > (64 if wide else 128):
         return 128, 32 if wide else 64, 32 if wide else 64, 8, stages
     return 128, 32 if wide else 64, block_d, 8 if wide and block_d >= 64 else 4, stages
+
+
+def labelling_blocks(block_d: int, wide: bool, chip: Chip, clusters: int) -> dict[str, int] | None:
+    """Block sizes, warps and stages of an update that labels its rows itself; None where it is to be given labels.
+
+    A program holds all centroids, so there may be few. Once a program has arrived, NVIDIA's chips make sure that what
+    it stored before is seen; AMD's barrier does not wait for it.
+    """
+    if wide or block_d > 64 or clusters > 128 or not chip.is_large:
+        return None
+    return {"BLOCK_C": block_width(clusters), "BLOCK_R": 128, "BLOCK_K": block_d, "num_warps": 8, "num_stages": 1}
 
 
 def update_blocks(block_d: int, wide: bool, chip: Chip, clusters: int) -> dict[str, int]:
@@ -74,27 +87,37 @@ def fit(
 
     centroids, half_norms, origin = new(P, clusters, D), new(P, clusters), new(P, D)
     directions = torch.empty_like(centroids, dtype=points.dtype)
-    labels = torch.empty(P, R, dtype=torch.int32, device=points.device)
     result = Centroids(origin, centroids, directions, half_norms)
     per_metric = 1 if metric is None else P // metric.shape[0]
     groups = triton.cdiv(clusters, 16) if binary else KERNEL_SEEDING.groups(clusters)
-    update = update_blocks(block_d, wide, chip, clusters) | chip.all_registers
+    labelling = labelling_blocks(block_d, wide, chip, clusters)
+    update = (labelling or update_blocks(block_d, wide, chip, clusters)) | chip.all_registers
+    labels, sums, sizes, arrived = None, None, None, None
+    if labelling is None:
+        blocks = triton.cdiv(clusters, update["BLOCK_C"])
+        labels = torch.empty(P, R, dtype=torch.int32, device=points.device)
+    else:
+        blocks = triton.cdiv(R, PART)
+        sums, sizes = new(P, blocks, clusters, D), new(P, blocks, clusters)
+        arrived = torch.empty(P, dtype=torch.int32, device=points.device)
     part = 16 if wide else 32
     strided_points = points, *points.stride()
     kind = {"BINARY": binary, "HAS_METRIC": metric is not None}
     with on_device_of(points):
         _kmeans_seed_kernel[(P * groups,)](
-            *strided_points, rows.fit, rows.counts, metric, origin, centroids, directions, half_norms,
+            *strided_points, rows.fit, rows.counts, metric, origin, centroids, directions, half_norms, arrived,
             H, per_metric, rows.total, R, KERNEL_SEEDING.most_rows(clusters), groups, clusters, D,
             first_seed_share(seed), SHARE_BITS=SHARE_BITS, ROWS=KERNEL_SEEDING.rows, SEEDS=16, WHOLE=block_d <= part,
             BLOCK_K=min(block_d, part), PRECISION=chip.dot_precision(torch.float32), **kind,
         )  # fmt: skip
         for _ in range(iterations):
-            assign(points, rows, result, labels, fitted_only=True)
-            _kmeans_update_kernel[(P * triton.cdiv(clusters, update["BLOCK_C"]),)](
+            if labels is not None:
+                assign(points, rows, result, labels, fitted_only=True)
+            _kmeans_update_kernel[(P * blocks,)](
                 *strided_points, rows.fit, labels, metric, origin, centroids, directions, half_norms,
-                H, per_metric, rows.total, R, clusters, D,
-                BLOCK_D=block_d, PRECISION=chip.dot_precision(torch.float32), **kind, **update,
+                sums, sizes, arrived, H, per_metric, rows.total, R, blocks, clusters, D,
+                LABELS=labels is None, PART=PART, BLOCK_D=block_d, PRECISION=chip.dot_precision(torch.float32),
+                **kind, **update,
             )  # fmt: skip
     return result
 

@@ -62,7 +62,7 @@ def load_in_metric(
 def _kmeans_seed_kernel(
     points_ptr, stride_points_b, stride_points_h, stride_points_n, stride_points_d,
     rows_ptr, counts_ptr, metric_ptr,
-    origin_ptr, centroids_ptr, directions_ptr, half_norms_ptr,
+    origin_ptr, centroids_ptr, directions_ptr, half_norms_ptr, arrived_ptr,
     heads, heads_per_metric, total, fit_rows, seeding_rows, groups, clusters, head_dim, first_share,
     SHARE_BITS: tl.constexpr, BINARY: tl.constexpr, HAS_METRIC: tl.constexpr,
     ROWS: tl.constexpr, SEEDS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -71,7 +71,7 @@ def _kmeans_seed_kernel(
 
     Every step waits for the one before: the distances `(x - y) G (x - y)^T` of all rows are in registers, and the
     choice is one maximum, of the distance's bits but the last, which hold the row. Where `BINARY` the seeds are evenly
-    spread.
+    spread. Nobody has arrived at the rounds to come.
     """
     i_p = (tl.program_id(0) // groups).to(tl.int64)
     i_g = tl.program_id(0) % groups
@@ -133,3 +133,5 @@ def _kmeans_seed_kernel(
         if i_g == 0:
             tl.store(origin_ptr + i_p * head_dim + o_d, b_origin, mask=o_d < head_dim)
     tl.store(half_norms_ptr + i_p * clusters + o_c, half_norms, mask=o_c < clusters)
+    if arrived_ptr is not None:
+        tl.store(arrived_ptr + i_p, 0, mask=i_g == 0)
