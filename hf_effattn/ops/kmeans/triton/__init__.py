@@ -5,7 +5,6 @@ No table of points by centroids is ever in memory, nothing waits for the host, a
 """
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import triton
@@ -16,7 +15,8 @@ from .lloyd import _kmeans_assign_kernel, _kmeans_update_kernel
 from .rows import Rows, find_rows
 from .seeding import _kmeans_seed_kernel
 
-PART = 256  # fitted rows that one program labels
+# Of a round in one launch: clusters at most, all of which a program holds, and fitted rows that it labels.
+MOST_HELD, PART = 128, 256
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Centroids:
     """What points are compared with: `argmax_c x·direction_c - half_norm_c`.
 
     Attributes:
-        origin: `(B · H, D)`, to be added to all centroids; None for 0.
+        origin: `(B · H, D)`, to be added to all centroids.
         centroids: `(B · H, C, D)` float32.
         directions: `(B · H, C, D)`, `c G` in the dtype of the points; in float16 times `FLOAT16_SCALE`.
         half_norms: `(B · H, C)`, `c G c^T / 2 + origin·direction`, scaled alike.
     """
 
-    origin: torch.Tensor | None
+    origin: torch.Tensor
     centroids: torch.Tensor
     directions: torch.Tensor
     half_norms: torch.Tensor
@@ -45,17 +45,6 @@ def assign_blocks(block_d: int, wide: bool, shared_memory: int) -> tuple[int, in
     if block_d > (64 if wide else 128):
         return 128, 32 if wide else 64, 32 if wide else 64, 8, stages
     return 128, 32 if wide else 64, block_d, 8 if wide and block_d >= 64 else 4, stages
-
-
-def labelling_blocks(block_d: int, wide: bool, chip: Chip, clusters: int) -> dict[str, int] | None:
-    """Block sizes, warps and stages of an update that labels its rows itself; None where it is to be given labels.
-
-    A program holds all centroids, so there may be few. Once a program has arrived, NVIDIA's chips make sure that what
-    it stored before is seen; AMD's barrier does not wait for it.
-    """
-    if wide or block_d > 64 or clusters > 128 or not chip.is_large:
-        return None
-    return {"BLOCK_C": block_width(clusters), "BLOCK_R": 128, "BLOCK_K": block_d, "num_warps": 8, "num_stages": 1}
 
 
 def update_blocks(block_d: int, wide: bool, chip: Chip, clusters: int) -> dict[str, int]:
@@ -90,34 +79,32 @@ def fit(
     result = Centroids(origin, centroids, directions, half_norms)
     per_metric = 1 if metric is None else P // metric.shape[0]
     groups = triton.cdiv(clusters, 16) if binary else KERNEL_SEEDING.groups(clusters)
-    labelling = labelling_blocks(block_d, wide, chip, clusters)
-    update = (labelling or update_blocks(block_d, wide, chip, clusters)) | chip.all_registers
-    labels, sums, sizes, arrived = None, None, None, None
-    if labelling is None:
-        blocks = triton.cdiv(clusters, update["BLOCK_C"])
-        labels = torch.empty(P, R, dtype=torch.int32, device=points.device)
-    else:
-        blocks = triton.cdiv(R, PART)
-        sums, sizes = new(P, blocks, clusters, D), new(P, blocks, clusters)
-        arrived = torch.empty(P, dtype=torch.int32, device=points.device)
-    part = 16 if wide else 32
+    # Once a program has arrived, NVIDIA's chips make sure that what it stored before is seen: AMD's barrier does not.
+    in_one_launch = chip.is_large and not wide and block_d <= 64 and clusters <= MOST_HELD
+    update = update_blocks(block_d, wide, chip, clusters) | chip.all_registers
+    if in_one_launch:
+        update |= {"BLOCK_C": block_width(clusters), "BLOCK_R": 128, "num_warps": 8, "num_stages": 1}
+    blocks, splits = triton.cdiv(clusters, update["BLOCK_C"]), triton.cdiv(R, PART) if in_one_launch else 1
+    sums, sizes = (new(P, splits * in_one_launch, clusters, d) for d in (D, 1))
+    labels = torch.empty(P, R * (not in_one_launch), dtype=torch.int32, device=points.device)
+    arrived = torch.empty(P, dtype=torch.int32, device=points.device)
     strided_points = points, *points.stride()
     kind = {"BINARY": binary, "HAS_METRIC": metric is not None}
     with on_device_of(points):
         _kmeans_seed_kernel[(P * groups,)](
             *strided_points, rows.fit, rows.counts, metric, origin, centroids, directions, half_norms, arrived,
             H, per_metric, rows.total, R, KERNEL_SEEDING.most_rows(clusters), groups, clusters, D,
-            first_seed_share(seed), SHARE_BITS=SHARE_BITS, ROWS=KERNEL_SEEDING.rows, SEEDS=16, WHOLE=block_d <= part,
-            BLOCK_K=min(block_d, part), PRECISION=chip.dot_precision(torch.float32), **kind,
+            first_seed_share(seed), SHARE_BITS=SHARE_BITS, ROWS=KERNEL_SEEDING.rows, SEEDS=16,
+            BLOCK_K=min(block_d, 16 if wide else 32), PRECISION=chip.dot_precision(torch.float32), **kind,
         )  # fmt: skip
         for _ in range(iterations):
-            if labels is not None:
+            if not in_one_launch:
                 assign(points, rows, result, labels, fitted_only=True)
-            _kmeans_update_kernel[(P * blocks,)](
+            _kmeans_update_kernel[(P * blocks * splits,)](
                 *strided_points, rows.fit, labels, metric, origin, centroids, directions, half_norms,
-                sums, sizes, arrived, H, per_metric, rows.total, R, blocks, clusters, D,
-                LABELS=labels is None, PART=PART, BLOCK_D=block_d, PRECISION=chip.dot_precision(torch.float32),
-                **kind, **update,
+                sums, sizes, arrived, H, per_metric, rows.total, R, blocks, splits, PART if in_one_launch else R,
+                clusters, D, LABELS=in_one_launch, PARTS=4, BLOCK_D=block_d,
+                PRECISION=chip.dot_precision(torch.float32), **kind, **update,
             )  # fmt: skip
     return result
 
@@ -182,8 +169,7 @@ def kmeans(
     fitted = fit(points, rows, None, clusters, iterations, seed)
     labels = torch.empty(B, H, N, dtype=torch.int64, device=points.device)
     assign(points, rows, fitted, labels)
-    origin = cast("torch.Tensor", fitted.origin)  # not None where no metric is
-    centroids = (fitted.centroids + origin[:, None]).view(B, H, clusters, D)
+    centroids = (fitted.centroids + fitted.origin[:, None]).view(B, H, clusters, D)
     if rows.counts is not None:
         is_own = (rows.counts <= clusters)[:, None, None, None]
         centroids = torch.where(is_own, own_centroids(points, rows, clusters), centroids)
