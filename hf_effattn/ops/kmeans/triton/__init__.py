@@ -89,13 +89,12 @@ def fit(
     labels = torch.empty(P, R * (not in_one_launch), dtype=torch.int32, device=points.device)
     arrived = torch.empty(P, dtype=torch.int32, device=points.device)
     strided_points = points, *points.stride()
-    kind = {"BINARY": binary, "HAS_METRIC": metric is not None}
     with on_device_of(points):
         _kmeans_seed_kernel[(P * groups,)](
             *strided_points, rows.fit, rows.counts, metric, origin, centroids, directions, half_norms, arrived,
             H, per_metric, rows.total, R, KERNEL_SEEDING.most_rows(clusters), groups, clusters, D,
             first_seed_share(seed), SHARE_BITS=SHARE_BITS, ROWS=KERNEL_SEEDING.rows, SEEDS=16,
-            BLOCK_K=min(block_d, 16 if wide else 32), PRECISION=chip.dot_precision(torch.float32), **kind,
+            BLOCK_K=min(block_d, 16 if wide else 32), PRECISION=chip.dot_precision(torch.float32), BINARY=binary,
         )  # fmt: skip
         for _ in range(iterations):
             if not in_one_launch:
@@ -104,7 +103,7 @@ def fit(
                 *strided_points, rows.fit, labels, metric, origin, centroids, directions, half_norms,
                 sums, sizes, arrived, H, per_metric, rows.total, R, blocks, splits, PART if in_one_launch else R,
                 clusters, D, LABELS=in_one_launch, PARTS=4, BLOCK_D=block_d,
-                PRECISION=chip.dot_precision(torch.float32), **kind, **update,
+                PRECISION=chip.dot_precision(torch.float32), BINARY=binary, **update,
             )  # fmt: skip
     return result
 
@@ -123,7 +122,7 @@ def assign(
         _kmeans_assign_kernel[(B * H * triton.cdiv(length, block_n),)](
             points, *points.stride(), rows.fit, rows.counts, rows.ranks, centroids.directions, centroids.half_norms,
             labels, H, rows.total, length, clusters, D,
-            HAS_ROWS=fitted_only, HAS_RANKS=rows.ranks is not None, SPLIT=part_d < block_d,
+            HAS_ROWS=fitted_only, SPLIT=part_d < block_d,
             BLOCK_N=block_n, BLOCK_C=block_c, BLOCK_D=part_d, PRECISION=chip.dot_precision(points.dtype),
             num_warps=num_warps, num_stages=num_stages, **chip.all_registers,
         )  # fmt: skip
@@ -152,12 +151,7 @@ def own_centroids(points: torch.Tensor, rows: Rows, clusters: int) -> torch.Tens
 
 @torch.library.custom_op("hf_effattn::kmeans_triton", mutates_args=())
 def kmeans(
-    points: torch.Tensor,
-    mask: torch.Tensor | None,
-    clusters: int,
-    iterations: int,
-    fit_points: int,
-    seed: int,
+    points: torch.Tensor, mask: torch.Tensor | None, clusters: int, iterations: int, fit_points: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Labels `(B, H, N)` and centroids `(B, H, C, D)` of points `(B, H, N, D)`; a masked point has label 0."""
     B, H, N, D = points.shape

@@ -9,21 +9,13 @@ from .seeding import for_products, load_metric
 
 
 @triton.jit
-def load_directions(directions_ptr, o_c, o_d, clusters, head_dim):
-    """Directions of some centroids of one problem, as columns."""
-    m_directions = (o_d < head_dim)[:, None] & (o_c < clusters)[None, :]
-    # [BLOCK_D, BLOCK_C]
-    return tl.load(directions_ptr + o_c[None, :] * head_dim + o_d[:, None], mask=m_directions, other=0.0)
-
-
-@triton.jit
 def nearest(
     b_points, points_ptr, row, valid, stride_n, stride_d, directions_ptr, half_norms_ptr, clusters, head_dim,
-    SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Label `argmax_c x·(c G) - h_c` of some rows, the first of equals, tile by tile of centroids.
 
-    With `SPLIT` the rows are not in `b_points`: they are loaded by parts of the dimensions.
+    Where `b_points` is None the rows are loaded by parts of the dimensions.
     """
     o_c, o_d = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
     best = tl.full([BLOCK_N], float("-inf"), tl.float32)
@@ -31,10 +23,16 @@ def nearest(
     for start in range(0, clusters, BLOCK_C):
         o_j = start + o_c
         scores = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-        for first in range(0, head_dim if SPLIT else BLOCK_D, BLOCK_D):
+        for first in range(0, head_dim if b_points is None else BLOCK_D, BLOCK_D):
             o_k = first + o_d
-            b_part = load_points(points_ptr, row, valid, o_k, stride_n, stride_d, head_dim) if SPLIT else b_points
-            b_directions = load_directions(directions_ptr, o_j, o_k, clusters, head_dim)
+            b_part = b_points
+            if b_points is None:
+                b_part = load_points(points_ptr, row, valid, o_k, stride_n, stride_d, head_dim)
+            m_directions = (o_k < head_dim)[:, None] & (o_j < clusters)[None, :]
+            # [BLOCK_D, BLOCK_C]
+            b_directions = tl.load(
+                directions_ptr + o_j[None, :] * head_dim + o_k[:, None], mask=m_directions, other=0.0
+            )
             scores = tl.dot(b_part.to(b_directions.dtype), b_directions, scores, input_precision=PRECISION)
         scores -= tl.load(half_norms_ptr + o_j, mask=o_j < clusters, other=float("inf"))[None, :]
         tile_best, tile_label = tl.max(scores, axis=1, return_indices=True, return_indices_tie_break_left=True)
@@ -50,7 +48,7 @@ def _kmeans_assign_kernel(
     points_ptr, stride_points_b, stride_points_h, stride_points_n, stride_points_d,
     rows_ptr, counts_ptr, ranks_ptr, directions_ptr, half_norms_ptr, labels_ptr,
     heads, total, length, clusters, head_dim,
-    HAS_ROWS: tl.constexpr, HAS_RANKS: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_ROWS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The nearest centroid's number for every point.
@@ -69,7 +67,7 @@ def _kmeans_assign_kernel(
     else:
         row = o_n
         valid = o_n < length
-        if HAS_RANKS:
+        if ranks_ptr is not None:
             rank = tl.load(ranks_ptr + i_b * length + o_n, mask=valid, other=-1)
             valid = rank >= 0
     o_d = tl.arange(0, BLOCK_D)
@@ -77,11 +75,11 @@ def _kmeans_assign_kernel(
     label = nearest(
         b_points, points_ptr, row, valid, stride_points_n, stride_points_d,
         directions_ptr + i_p * clusters * head_dim, half_norms_ptr + i_p * clusters, clusters, head_dim,
-        SPLIT, BLOCK_N, BLOCK_C, BLOCK_D, PRECISION,
+        BLOCK_N, BLOCK_C, BLOCK_D, PRECISION,
     )  # fmt: skip
     if HAS_ROWS:
         label = tl.where(valid, label, -1)
-    elif HAS_RANKS:
+    elif ranks_ptr is not None:
         count = tl.load(counts_ptr + i_b)
         label = tl.where(valid, tl.where(count <= clusters, rank, label), 0)
     tl.store(labels_ptr + i_p * length + o_n, label.to(labels_ptr.dtype.element_ty), mask=o_n < length)
@@ -93,7 +91,7 @@ def _kmeans_update_kernel(
     rows_ptr, labels_ptr, metric_ptr, origin_ptr, centroids_ptr, directions_ptr, half_norms_ptr,
     sums_ptr, sizes_ptr, arrived_ptr,
     heads, heads_per_metric, total, fit_rows, blocks, splits, block_rows, clusters, head_dim,
-    BINARY: tl.constexpr, HAS_METRIC: tl.constexpr, LABELS: tl.constexpr, PARTS: tl.constexpr,
+    BINARY: tl.constexpr, LABELS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +109,7 @@ def _kmeans_update_kernel(
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < head_dim
     points_ptr += i_b * stride_points_b + i_p % heads * stride_points_h
-    if HAS_METRIC:
+    if metric_ptr is not None:
         metric_ptr += i_p // heads_per_metric * head_dim * head_dim
     directions_ptr += i_p * clusters * head_dim
     half_norms_ptr += i_p * clusters
@@ -131,7 +129,7 @@ def _kmeans_update_kernel(
             if LABELS:
                 label = nearest(
                     b_points, points_ptr, row, row >= 0, stride_points_n, stride_points_d, directions_ptr,
-                    half_norms_ptr, clusters, head_dim, False, BLOCK_R, BLOCK_C, BLOCK_D, PRECISION,
+                    half_norms_ptr, clusters, head_dim, BLOCK_R, BLOCK_C, BLOCK_D, PRECISION,
                 )  # fmt: skip
                 label = tl.where(row >= 0, label, -1)
             else:
@@ -170,10 +168,10 @@ def _kmeans_update_kernel(
         else:
             b_place = (o_k[:, None] == o_d[None, :]).to(tl.float32)
             b_centroids = tl.dot(b_part, b_place, b_centroids, input_precision=PRECISION)
-        if HAS_METRIC:
+        if metric_ptr is not None:
             b_metric = load_metric(metric_ptr, o_k, o_d, head_dim)
             b_directions = tl.dot(b_part, b_metric, b_directions, input_precision=PRECISION)
-    if not HAS_METRIC:
+    if metric_ptr is None:
         b_directions = b_centroids
     m_c = (o_c < clusters) & (sizes > 0)
     b_origin_d = tl.load(origin_ptr + i_p * head_dim + o_d, mask=m_d, other=0.0)
