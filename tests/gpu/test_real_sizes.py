@@ -151,7 +151,8 @@ def test_labels_are_as_good_and_never_change(size, method, gpu):
         return ops.cluster_queries(query, size.clusters, method=method, query_mask=mask, backend=backend, **metric)
 
     first = labels("triton")
-    assert all(torch.equal(first, labels("triton")) for _ in range(3))
+    # Whichever program of a head is the last to arrive at a round of the fit.
+    assert all(torch.equal(first, labels("triton")) for _ in range(20))
     assert first.min() >= 0
     assert first.max() < size.clusters
     spread = []

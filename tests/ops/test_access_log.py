@@ -16,6 +16,7 @@ from support import attention_cases, block_cases, clustering_cases, slice_cases
 from support.access_log import logged_accesses
 
 from hf_effattn import ops
+from hf_effattn.ops.shared.triton import chips
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the log is of Triton's interpreter")
 OPS = Path(ops.__file__).parent
@@ -56,6 +57,18 @@ def _reads_what_it_stored_kernel(output_ptr, BLOCK: tl.constexpr):
     tl.store(output_ptr + BLOCK + o_n, tl.load(output_ptr + BLOCK - 1 - o_n))
 
 
+@triton.jit
+def _arrives_kernel(output_ptr, BARRIER: tl.constexpr, LAST: tl.constexpr):
+    """Each program stores a number, which the one that arrives as the `LAST` of three takes twice."""
+    i = tl.program_id(0)
+    tl.store(output_ptr + i, i)
+    if BARRIER:
+        tl.debug_barrier()
+    if tl.atomic_add(output_ptr + 3, 1) == LAST - 1:
+        for k in range(LAST):
+            tl.store(output_ptr + k, 2 * tl.load(output_ptr + k))
+
+
 def control(name: str) -> None:
     """Launch a kernel that does what `name` says."""
     output = torch.zeros(32, dtype=torch.int32)
@@ -67,6 +80,8 @@ def control(name: str) -> None:
         _adds_and_reads_kernel[(2,)](output, output[1:])
     elif name == "bounds":
         _reads_past_the_end_kernel[(1,)](output, 32, BLOCK=32)
+    elif name in ("arrival", "no barrier", "not last"):
+        _arrives_kernel[(3,)](output, BARRIER=name != "no barrier", LAST=2 if name == "not last" else 3)
     elif name == "unwritten":
         _reads_the_neighbour_kernel[(1,)](torch.empty(1, dtype=torch.int32))
     else:
@@ -88,6 +103,19 @@ def test_the_log_finds_what_is_planted(monkeypatch, name, found):
     with logged_accesses(monkeypatch) as log:
         control(name)
     assert [line.partition(": ")[2] for line in log.findings] == [found]
+
+
+def test_the_last_to_arrive_may_do_as_it_likes(monkeypatch):
+    """Behind a barrier, which one thread's arrival says nothing about others' stores without."""
+    with logged_accesses(monkeypatch) as log:
+        control("arrival")
+        assert not log.findings
+        for name in ("no barrier", "not last"):
+            control(name)
+            races = ["load by one program and store by another", "store by two programs"]
+            own = ["load of what the program itself stored"]
+            assert [line.partition(": ")[2] for line in log.findings] == races + own
+            log.findings.clear()
 
 
 def backward(output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
@@ -115,6 +143,17 @@ def cluster_queries(dtype: torch.dtype, method: str, masks: str, metric: bool = 
     options = {"key": inputs.key, "key_mask": inputs.key_mask} if metric else {}
     options |= {"query_mask": inputs.query_mask, "iterations": 2, "fit_queries": 64, "backend": "triton"}
     ops.cluster_queries(inputs.query, 7, method=method, **options)
+
+
+def cluster_on_a_large_chip(masks: str) -> None:
+    """Parts of the rows arrive at each round."""
+    query = torch.randn(2, 2, 600, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    mask = attention_cases.padding(masks, 2, 600)
+    kept, chips.INTERPRETER = chips.INTERPRETER, chips.Chip("cuda", 227 * chips.KIB)
+    try:
+        ops.cluster_queries(query, 7, key=query, key_mask=mask, query_mask=mask, iterations=2, backend="triton")
+    finally:
+        chips.INTERPRETER = kept
 
 
 def query_offsets(dtype: torch.dtype, masks: str) -> None:
@@ -159,6 +198,7 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], None]]:
         yield partial(cluster_queries, dtype, "kmeans", masks)
         yield partial(cluster_queries, dtype, "kmeans", masks, metric=False)
         yield partial(cluster_queries, dtype, "lsh", masks)
+        yield partial(cluster_on_a_large_chip, masks)
         yield partial(query_offsets, dtype, masks)
         yield partial(kmeans, dtype, masks)
         yield partial(words, dtype, "dot", masks)
@@ -185,8 +225,12 @@ def kernels_in_the_package() -> Iterator[str]:
 
 @pytest.mark.parametrize(
     "call",
-    [partial(attention, "improved_clustered_attention", torch.bfloat16), partial(kmeans, torch.bfloat16, "holes")],
-    ids=["attention", "clustering"],
+    [
+        partial(attention, "improved_clustered_attention", torch.bfloat16),
+        partial(kmeans, torch.bfloat16, "holes"),
+        partial(cluster_on_a_large_chip, "holes"),
+    ],
+    ids=["attention", "clustering", "arrivals"],
 )
 def test_a_few_calls_are_clean(monkeypatch, call):
     with logged_accesses(monkeypatch) as log:

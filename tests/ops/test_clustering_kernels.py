@@ -12,6 +12,7 @@ from hf_effattn.ops.cluster_queries import reference
 from hf_effattn.ops.cluster_queries.triton import keys_metric
 from hf_effattn.ops.kmeans.sampling import KERNEL_SEEDING, strided_rows
 from hf_effattn.ops.kmeans.triton.rows import find_rows
+from hf_effattn.ops.shared.triton import chips
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 METHODS = {"kmeans": {}, "keys_metric": {"metric": True}, "lsh": {"method": "lsh", "bits": 16}}
@@ -149,6 +150,40 @@ def test_metric_is_that_of_the_reference(M, D, masked, dtype):
 def test_low_precision_inputs_are_clustered_in_float32(dtype, method):
     query, key = blobs(1, 2, 60, 16, groups=6).to(dtype), randn(1, 2, 45, 16, dtype=dtype)
     assert_same_labels(query, 6, method, key=key)
+
+
+@pytest.fixture
+def large_chip(monkeypatch):
+    """The interpreter runs what is launched on an H100, where one launch labels the fitted rows and adds them up."""
+    monkeypatch.setattr(chips, "INTERPRETER", chips.Chip("cuda", 227 * chips.KIB))
+
+
+@pytest.mark.parametrize("method", ["kmeans", "keys_metric"])
+@pytest.mark.parametrize("masks", ["none", "holes"])
+def test_labels_of_a_large_chip(method, masks, large_chip):
+    """Three parts of the rows, of which the last is not whole."""
+    query, key = blobs(2, 2, 600, 16, groups=8).bfloat16(), randn(2, 1, 45, 16, dtype=torch.bfloat16)
+    masks = {"query_mask": on_device(padding(masks, 2, 600)), "key_mask": on_device(padding(masks, 2, 45))}
+    assert_same_labels(query, 8, method, key=key, **masks)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="only the interpreter is two chips")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", ["kmeans", "lsh"])
+def test_one_launch_or_two_are_the_same_bit_for_bit(method, dtype, request):
+    """Of whole numbers, whose sums do not depend on the order."""
+    query = torch.randint(-6, 7, (1, 2, 700, 24), generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = cluster(query, 100, method, backend="triton")
+    request.getfixturevalue("large_chip")
+    assert torch.equal(cluster(query, 100, method, backend="triton"), expected)
+
+
+def test_padding_behind_parts_of_a_large_chip(large_chip):
+    query, key = randn(1, 1, 520, 8).half(), randn(1, 1, 40, 8).half()
+    padded = torch.cat([query, torch.full((1, 1, 300, 8), torch.nan, dtype=torch.float16, device=DEVICE)], dim=2)
+    mask = torch.arange(820, device=DEVICE)[None] < 520
+    labels = cluster(padded, 9, "keys_metric", key=key, query_mask=mask, backend="triton")
+    assert torch.equal(labels[:, :, :520], cluster(query, 9, "keys_metric", key=key, backend="triton"))
 
 
 def test_random_queries():

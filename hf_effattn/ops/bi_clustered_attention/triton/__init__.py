@@ -31,21 +31,10 @@ def _tiles(query: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
 
 @torch.library.custom_op("hf_effattn::bi_clustered_attention_triton", mutates_args=())
 def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    labels: torch.Tensor,
-    key_labels: torch.Tensor,
-    clusters: int,
-    key_clusters: int,
-    topk: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    exact_heads: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> list[torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, labels: torch.Tensor, key_labels: torch.Tensor,
+    clusters: int, key_clusters: int, topk: int, key_mask: torch.Tensor | None, query_mask: torch.Tensor | None,
+    exact_heads: torch.Tensor | None, scale: float, dropout_p: float, dropout_seed: torch.Tensor | None,
+) -> list[torch.Tensor]:  # fmt: skip
     """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + s_i η_i^T M_j`, and the tensors of `Saved`."""
     B, H, N, D = query.shape
     Hk, M, Dv = value.shape[1:]
@@ -89,18 +78,10 @@ def _forward(
 
 @torch.library.custom_op("hf_effattn::bi_clustered_attention_triton_backward", mutates_args=())
 def _backward_op(
-    grad_output: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    exact_heads: torch.Tensor | None,
-    dropout_seed: torch.Tensor | None,
-    forward: list[torch.Tensor],
-    scale: float,
-    dropout_p: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_output: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    key_mask: torch.Tensor | None, query_mask: torch.Tensor | None, exact_heads: torch.Tensor | None,
+    dropout_seed: torch.Tensor | None, forward: list[torch.Tensor], scale: float, dropout_p: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of query, key and value, labels and sets `T_j` held fixed; `forward` is what the forward op gave."""
     output, saved = forward[0], Saved(*forward[1:])
     B, N, M = query.shape[0], query.shape[2], key.shape[2]

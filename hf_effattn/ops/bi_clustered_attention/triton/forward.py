@@ -250,16 +250,9 @@ def _load_log_mass(log_mass_ptr, o_row, m_r, o_g, key_clusters):
 
 
 def choose_keys(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    exact_heads: torch.Tensor | None,
-    queries: SortedRows,
-    keys: SortedRows,
-    mean_keys: torch.Tensor,
-    topk: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, exact_heads: torch.Tensor | None,
+    queries: SortedRows, keys: SortedRows, mean_keys: torch.Tensor, topk: int, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """`Q̄_j` `(B · H, C, D)`, `log2 d_t²` `(P, M)`, `taken`, and `T_j` `(B · H, C, T)` int32, -1 for no key."""
     (B, H), (Hk, M, D) = query.shape[:2], key.shape[1:]
     centroids = query.new_empty(B * H, queries.clusters, D)
@@ -288,16 +281,9 @@ def choose_keys(
 
 
 def make_tables(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    exact_heads: torch.Tensor | None,
-    keys: SortedRows,
-    centroids: torch.Tensor,
-    log_squares: torch.Tensor,
-    taken: torch.Tensor,
-    covariances: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    key: torch.Tensor, value: torch.Tensor, exact_heads: torch.Tensor | None, keys: SortedRows,
+    centroids: torch.Tensor, log_squares: torch.Tensor, taken: torch.Tensor, covariances: torch.Tensor, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The tables `K̃`, `Ṽ`, `log S`, `b`, `p̄`, `M`, see `Saved`."""
     B, Hk, M, D = key.shape
     Dv, P, G = value.shape[3], B * Hk, keys.clusters

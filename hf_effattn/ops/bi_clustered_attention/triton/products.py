@@ -102,17 +102,10 @@ def _bi_clustered_attention_products_kernel(
 
 
 def cluster_products(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    members: SortedRows,
-    mean_a: torch.Tensor,
-    mean_b: torch.Tensor | None = None,
-    exact_heads: torch.Tensor | None = None,
-    *,
-    weights: torch.Tensor | None = None,
-    factor: float = 1.0,
+    a: torch.Tensor, b: torch.Tensor, members: SortedRows, mean_a: torch.Tensor, mean_b: torch.Tensor | None = None,
+    exact_heads: torch.Tensor | None = None, *, weights: torch.Tensor | None = None, factor: float = 1.0,
     parts: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """`Σ (a - ā)^T (b - b̄)` of the rows `(B, H, N, ·)`, any strides, in float32; with weights `Σ (a - ā)^T w b`.
 
     Args:

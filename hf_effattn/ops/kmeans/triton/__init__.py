@@ -5,7 +5,6 @@ No table of points by centroids is ever in memory, nothing waits for the host, a
 """
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import triton
@@ -16,19 +15,22 @@ from .lloyd import _kmeans_assign_kernel, _kmeans_update_kernel
 from .rows import Rows, find_rows
 from .seeding import _kmeans_seed_kernel
 
+# Of a round in one launch: clusters at most, all of which a program holds, and fitted rows that it labels.
+MOST_HELD, PART = 128, 256
+
 
 @dataclass(frozen=True)
 class Centroids:
     """What points are compared with: `argmax_c x·direction_c - half_norm_c`.
 
     Attributes:
-        origin: `(B · H, D)`, to be added to all centroids; None for 0.
+        origin: `(B · H, D)`, to be added to all centroids.
         centroids: `(B · H, C, D)` float32.
         directions: `(B · H, C, D)`, `c G` in the dtype of the points; in float16 times `FLOAT16_SCALE`.
         half_norms: `(B · H, C)`, `c G c^T / 2 + origin·direction`, scaled alike.
     """
 
-    origin: torch.Tensor | None
+    origin: torch.Tensor
     centroids: torch.Tensor
     directions: torch.Tensor
     half_norms: torch.Tensor
@@ -74,27 +76,34 @@ def fit(
 
     centroids, half_norms, origin = new(P, clusters, D), new(P, clusters), new(P, D)
     directions = torch.empty_like(centroids, dtype=points.dtype)
-    labels = torch.empty(P, R, dtype=torch.int32, device=points.device)
     result = Centroids(origin, centroids, directions, half_norms)
     per_metric = 1 if metric is None else P // metric.shape[0]
     groups = triton.cdiv(clusters, 16) if binary else KERNEL_SEEDING.groups(clusters)
+    # Once a program has arrived, NVIDIA's chips make sure that what it stored before is seen: AMD's barrier does not.
+    in_one_launch = chip.is_large and not wide and block_d <= 64 and clusters <= MOST_HELD
     update = update_blocks(block_d, wide, chip, clusters) | chip.all_registers
-    part = 16 if wide else 32
+    if in_one_launch:
+        update |= {"BLOCK_C": block_width(clusters), "BLOCK_R": 128, "num_warps": 8, "num_stages": 1}
+    blocks, splits = triton.cdiv(clusters, update["BLOCK_C"]), triton.cdiv(R, PART) if in_one_launch else 1
+    sums, sizes = (new(P, splits * in_one_launch, clusters, d) for d in (D, 1))
+    labels = torch.empty(P, R * (not in_one_launch), dtype=torch.int32, device=points.device)
+    arrived = torch.empty(P, dtype=torch.int32, device=points.device)
     strided_points = points, *points.stride()
-    kind = {"BINARY": binary, "HAS_METRIC": metric is not None}
     with on_device_of(points):
         _kmeans_seed_kernel[(P * groups,)](
-            *strided_points, rows.fit, rows.counts, metric, origin, centroids, directions, half_norms,
+            *strided_points, rows.fit, rows.counts, metric, origin, centroids, directions, half_norms, arrived,
             H, per_metric, rows.total, R, KERNEL_SEEDING.most_rows(clusters), groups, clusters, D,
-            first_seed_share(seed), SHARE_BITS=SHARE_BITS, ROWS=KERNEL_SEEDING.rows, SEEDS=16, WHOLE=block_d <= part,
-            BLOCK_K=min(block_d, part), PRECISION=chip.dot_precision(torch.float32), **kind,
+            first_seed_share(seed), SHARE_BITS=SHARE_BITS, ROWS=KERNEL_SEEDING.rows, SEEDS=16,
+            BLOCK_K=min(block_d, 16 if wide else 32), PRECISION=chip.dot_precision(torch.float32), BINARY=binary,
         )  # fmt: skip
         for _ in range(iterations):
-            assign(points, rows, result, labels, fitted_only=True)
-            _kmeans_update_kernel[(P * triton.cdiv(clusters, update["BLOCK_C"]),)](
+            if not in_one_launch:
+                assign(points, rows, result, labels, fitted_only=True)
+            _kmeans_update_kernel[(P * blocks * splits,)](
                 *strided_points, rows.fit, labels, metric, origin, centroids, directions, half_norms,
-                H, per_metric, rows.total, R, clusters, D,
-                BLOCK_D=block_d, PRECISION=chip.dot_precision(torch.float32), **kind, **update,
+                sums, sizes, arrived, H, per_metric, rows.total, R, blocks, splits, PART if in_one_launch else R,
+                clusters, D, LABELS=in_one_launch, PARTS=4, BLOCK_D=block_d,
+                PRECISION=chip.dot_precision(torch.float32), BINARY=binary, **update,
             )  # fmt: skip
     return result
 
@@ -113,7 +122,7 @@ def assign(
         _kmeans_assign_kernel[(B * H * triton.cdiv(length, block_n),)](
             points, *points.stride(), rows.fit, rows.counts, rows.ranks, centroids.directions, centroids.half_norms,
             labels, H, rows.total, length, clusters, D,
-            HAS_ROWS=fitted_only, HAS_RANKS=rows.ranks is not None, SPLIT=part_d < block_d,
+            HAS_ROWS=fitted_only, SPLIT=part_d < block_d,
             BLOCK_N=block_n, BLOCK_C=block_c, BLOCK_D=part_d, PRECISION=chip.dot_precision(points.dtype),
             num_warps=num_warps, num_stages=num_stages, **chip.all_registers,
         )  # fmt: skip
@@ -142,12 +151,7 @@ def own_centroids(points: torch.Tensor, rows: Rows, clusters: int) -> torch.Tens
 
 @torch.library.custom_op("hf_effattn::kmeans_triton", mutates_args=())
 def kmeans(
-    points: torch.Tensor,
-    mask: torch.Tensor | None,
-    clusters: int,
-    iterations: int,
-    fit_points: int,
-    seed: int,
+    points: torch.Tensor, mask: torch.Tensor | None, clusters: int, iterations: int, fit_points: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Labels `(B, H, N)` and centroids `(B, H, C, D)` of points `(B, H, N, D)`; a masked point has label 0."""
     B, H, N, D = points.shape
@@ -159,8 +163,7 @@ def kmeans(
     fitted = fit(points, rows, None, clusters, iterations, seed)
     labels = torch.empty(B, H, N, dtype=torch.int64, device=points.device)
     assign(points, rows, fitted, labels)
-    origin = cast("torch.Tensor", fitted.origin)  # not None where no metric is
-    centroids = (fitted.centroids + origin[:, None]).view(B, H, clusters, D)
+    centroids = (fitted.centroids + fitted.origin[:, None]).view(B, H, clusters, D)
     if rows.counts is not None:
         is_own = (rows.counts <= clusters)[:, None, None, None]
         centroids = torch.where(is_own, own_centroids(points, rows, clusters), centroids)

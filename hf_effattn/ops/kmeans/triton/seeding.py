@@ -30,10 +30,9 @@ def load_metric(p_metric, o_i, o_d, head_dim):
 @triton.jit
 def load_in_metric(
     points_ptr, stride_n, stride_d, row, rows_ptr, i_b, total, fit_rows, fitted, p_metric, o_d, head_dim,
-    HAS_ORIGIN: tl.constexpr, HAS_METRIC: tl.constexpr, WHOLE: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_ORIGIN: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some columns (all where `WHOLE`) of rows `x`, their origin subtracted, and of `x G`; and of the origin."""
+    """Some columns of rows `x`, their origin subtracted, and of `x G`; and of the origin."""
     b_origin = tl.zeros_like(o_d).to(tl.float32)
     if HAS_ORIGIN:
         b_origin = sample_mean(
@@ -42,9 +41,7 @@ def load_in_metric(
     b_points = load_points(points_ptr, row, row >= 0, o_d, stride_n, stride_d, head_dim)
     b_points = finite(b_points).to(tl.float32) - b_origin[None, :]
     b_directions = b_points
-    if HAS_METRIC and WHOLE:
-        b_directions = tl.dot(b_points, load_metric(p_metric, o_d, o_d, head_dim), input_precision=PRECISION)
-    elif HAS_METRIC:
+    if p_metric is not None:
         b_directions = tl.zeros_like(b_points)
         for inner in range(0, head_dim, BLOCK_K):
             o_i = inner + tl.arange(0, BLOCK_K)
@@ -61,23 +58,22 @@ def load_in_metric(
 @triton.jit(do_not_specialize=LENGTHS)
 def _kmeans_seed_kernel(
     points_ptr, stride_points_b, stride_points_h, stride_points_n, stride_points_d,
-    rows_ptr, counts_ptr, metric_ptr,
-    origin_ptr, centroids_ptr, directions_ptr, half_norms_ptr,
+    rows_ptr, counts_ptr, metric_ptr, origin_ptr, centroids_ptr, directions_ptr, half_norms_ptr, arrived_ptr,
     heads, heads_per_metric, total, fit_rows, seeding_rows, groups, clusters, head_dim, first_share,
-    SHARE_BITS: tl.constexpr, BINARY: tl.constexpr, HAS_METRIC: tl.constexpr,
-    ROWS: tl.constexpr, SEEDS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    SHARE_BITS: tl.constexpr, BINARY: tl.constexpr, ROWS: tl.constexpr, SEEDS: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Farthest-first among the rows of one group; its seeds as centroids, with directions and half norms.
 
     Every step waits for the one before: the distances `(x - y) G (x - y)^T` of all rows are in registers, and the
     choice is one maximum, of the distance's bits but the last, which hold the row. Where `BINARY` the seeds are evenly
-    spread.
+    spread. Nobody has arrived at the rounds to come.
     """
     i_p = (tl.program_id(0) // groups).to(tl.int64)
     i_g = tl.program_id(0) % groups
     i_b = i_p // heads
     points_ptr += i_b * stride_points_b + i_p % heads * stride_points_h
-    if HAS_METRIC:
+    if metric_ptr is not None:
         metric_ptr += i_p // heads_per_metric * head_dim * head_dim
     fitted = load_fitted(counts_ptr, i_b, total, fit_rows)
     o_seed = tl.arange(0, SEEDS)
@@ -97,7 +93,7 @@ def _kmeans_seed_kernel(
             o_d = start + tl.arange(0, BLOCK_K)
             b_points, b_directions, b_origin = load_in_metric(
                 points_ptr, stride_points_n, stride_points_d, row, rows_ptr, i_b, total, fit_rows, fitted,
-                metric_ptr, o_d, head_dim, True, HAS_METRIC, WHOLE, BLOCK_K, PRECISION,
+                metric_ptr, o_d, head_dim, True, BLOCK_K, PRECISION,
             )  # fmt: skip
             products = tl.dot(b_directions, tl.trans(b_points), products, input_precision=PRECISION)
             norms += tl.sum(b_points * b_directions, axis=1)
@@ -122,7 +118,7 @@ def _kmeans_seed_kernel(
         o_d = start + tl.arange(0, BLOCK_K)
         b_points, b_directions, b_origin = load_in_metric(
             points_ptr, stride_points_n, stride_points_d, row, rows_ptr, i_b, total, fit_rows, fitted, metric_ptr, o_d,
-            head_dim, not BINARY, HAS_METRIC, WHOLE, BLOCK_K, PRECISION,
+            head_dim, not BINARY, BLOCK_K, PRECISION,
         )  # fmt: skip
         b_rounded, b_part = for_products(b_points, b_directions, b_origin, directions_ptr)
         half_norms += b_part
@@ -133,3 +129,4 @@ def _kmeans_seed_kernel(
         if i_g == 0:
             tl.store(origin_ptr + i_p * head_dim + o_d, b_origin, mask=o_d < head_dim)
     tl.store(half_norms_ptr + i_p * clusters + o_c, half_norms, mask=o_c < clusters)
+    tl.store(arrived_ptr + i_p, 0, mask=i_g == 0)
