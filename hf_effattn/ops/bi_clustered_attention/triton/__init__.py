@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...derivatives import refuse_second_derivatives
+from ...shared.gradients import register_gradients
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.chips import on_device_of
 from ...shared.triton.cluster_table_forward import _cluster_table_fwd_kernel, blocks_of_queries
@@ -76,11 +77,11 @@ def _forward(
     return [output, *saved]
 
 
-@torch.library.custom_op("hf_effattn::bi_clustered_attention_triton_backward", mutates_args=())
-def _backward_op(
-    grad_output: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+def gradients(
+    grad_output: torch.Tensor, forward: list[torch.Tensor], query: torch.Tensor, key: torch.Tensor,
+    value: torch.Tensor, labels: torch.Tensor, key_labels: torch.Tensor, clusters: int, key_clusters: int, topk: int,
     key_mask: torch.Tensor | None, query_mask: torch.Tensor | None, exact_heads: torch.Tensor | None,
-    dropout_seed: torch.Tensor | None, forward: list[torch.Tensor], scale: float, dropout_p: float,
+    scale: float, dropout_p: float, dropout_seed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of query, key and value, labels and sets `T_j` held fixed; `forward` is what the forward op gave."""
     output, saved = forward[0], Saved(*forward[1:])
@@ -88,7 +89,6 @@ def _backward_op(
     if B * N * M == 0:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     tile, key_tile = _tiles(query, value)
-    clusters, key_clusters = saved.starts.shape[1] - 2, saved.key_starts.shape[1] - 2
     queries = SortedRows(saved.order, saved.starts, saved.tiles, clusters, tile)
     keys = SortedRows(saved.key_order, saved.key_starts, saved.key_tiles, key_clusters, key_tile)
     found, expected = (saved.tiles, saved.key_tiles), (N // tile + clusters, M // key_tile + key_clusters)
@@ -105,11 +105,6 @@ def _backward_op(
             dropout_p, dropout_seed,
         )  # fmt: skip
     return grad_query, grad_key, grad_value
-
-
-@_backward_op.register_fake
-def _(grad_output, query, key, value, *settings):
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def _empty(
@@ -154,22 +149,7 @@ def _(query, key, value, labels, key_labels, clusters, key_clusters, topk, *sett
     return [empty_output(query, value), *_empty(query, key, value, clusters, key_clusters, topk)]
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    query, key, value, *_, key_mask, query_mask, exact_heads, scale, dropout_p, dropout_seed = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value, key_mask, query_mask, exact_heads, dropout_seed, *output)
-    ctx.settings = scale, dropout_p
-
-
-def _backward(ctx, grads):
-    if grads[0] is None:
-        return (None,) * 14
-    tensors = ctx.saved_tensors  # under checkpointing they come only once
-    return (*_backward_op(grads[0], *tensors[:7], list(tensors[7:]), *ctx.settings), *[None] * 11)
-
-
-_forward.register_autograd(_backward, setup_context=_setup_context)
+register_gradients("bi_clustered_attention_triton", gradients, ("query", "key", "value"), keeps=slice(None))
 
 
 def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
