@@ -65,6 +65,8 @@ def _stacks_of(model: nn.Module, method: str) -> list[Stack]:
             f"returned, of one of the types {supported_model_types()}"
         )
     model_type = getattr(pretrained.config, "model_type", "unknown")
+    if model_type in NOT_SERVED:
+        raise ValueError(unsupported_error(method, name, model_type))
     _check_dispatch(pretrained, method)
     known = model_type in MODEL_TYPES
     # One with a cross-attending decoder is not refused for that: its encoder would not be served either.
@@ -94,8 +96,6 @@ def check_model(model: Any) -> None:
 
 def _check_dispatch(model: PreTrainedModel, method: str) -> None:
     if not model._can_set_attn_implementation():
-        if model.config.model_type in NOT_SERVED:
-            raise ValueError(unsupported_error(method, type(model).__name__, model.config.model_type))
         raise ValueError(
             f"{type(model).__name__} does not dispatch its attention through transformers' AttentionInterface in "
             f'transformers {transformers.__version__}, so "{method}" cannot take its place (a newer transformers may '
