@@ -4,6 +4,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
@@ -140,6 +141,22 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
 def _full_layers(stack: Stack) -> list[int]:
     both = zip(stack.modules, stack.layers, strict=True)
     return [layer for module, served in both if not is_sliding_window(module) for layer in served]
+
+
+def check_not_wrapped(model: nn.Module, plan: PatchPlan) -> None:
+    """Raise where parameters would come after a wrapper has noted those that it keeps alike on all processes."""
+    if plan.parameters is None or plan.parameters in model.modules() or not torch.distributed.is_available():
+        return
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrappers = DistributedDataParallel, FSDPModule, FullyShardedDataParallel
+    wrapper = next((type(module).__name__ for module in model.modules() if isinstance(module, wrappers)), None)
+    if wrapper is not None:
+        raise ValueError(
+            f'"{plan.method.method}" adds parameters, of which the {wrapper} around the model would not know: each '
+            "process would train its own. Patch the model first, then wrap it"
+        )
 
 
 def warn_of_losses(plan: PatchPlan) -> None:
