@@ -116,7 +116,8 @@ def test_a_named_pooling(mode, encoder, documents, tmp_path):
 @pytest.mark.parametrize("mode", ["cls", "last", "max"])
 def test_a_stored_pooling_is_that_of_sentence_transformers(mode, documents, tmp_path):
     """Its prompt before every document too; the library loads what is not served here."""
-    library = pytest.importorskip("sentence_transformers")
+    import sentence_transformers as library
+
     folder = save_encoder(tmp_path / "encoder")
     save_pooling(folder, mode=mode, prompt="ba be ")
     found, _ = embedded(folder, documents, tmp_path / "out", "--batch-tokens", "100", "--max-length", POSITIONS)
@@ -128,8 +129,9 @@ def test_a_stored_pooling_is_that_of_sentence_transformers(mode, documents, tmp_
 
 def test_layers_behind_the_pooling_are_those_of_sentence_transformers(documents, tmp_path):
     """As EmbeddingGemma has them; chunks are pooled one by one."""
-    library = pytest.importorskip("sentence_transformers")
-    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+    import sentence_transformers as library
+    from sentence_transformers.sentence_transformer import modules
+
     torch.manual_seed(0)
     layers = [modules.Transformer(str(save_encoder(tmp_path / "encoder"))), modules.Pooling(16), modules.Dense(16, 5)]
     model = library.SentenceTransformer(modules=layers, device="cpu")
