@@ -176,8 +176,8 @@ def test_what_is_no_text_is_skipped_with_a_reason(encoder, documents, tmp_path):
         "latin.txt": "skipped: not UTF-8 text: invalid start byte at byte 2",
     }
     assert skipped["binary.bin"].startswith("skipped: binary, or not UTF-8")
-    assert "6 documents are skipped" in said
-    assert "1 documents are cut at 64 tokens" in said
+    assert "6 documents skipped: " in said
+    assert "1 document cut at 64 tokens" in said
     assert found.keys() == expected.keys() | {"huge.txt"}
     for name, vector in expected.items():
         assert_close(found[name], vector)
@@ -195,7 +195,7 @@ def test_rows_that_are_no_documents_are_skipped_with_a_reason(encoder, tmp_path)
     assert list(skipped) == [3, 4, 5, 6, 7, 8, 9]
     assert skipped[6] == "no text in the field 'text'; the row has 'other'"
     assert skipped[9] == "empty"
-    assert "7 documents are skipped" in said
+    assert "7 documents skipped: " in said
 
 
 def test_documents_longer_than_the_model_need_a_choice(encoder, tmp_path):
@@ -352,7 +352,8 @@ def test_a_run_with_other_options_is_refused_in_words(encoder, documents, tmp_pa
     [
         (["{encoder}", "nothing"], "there is no folder and no file nothing"),
         (["{encoder}", "file.txt"], "neither a folder nor JSON Lines"),
-        (["{encoder}", "blank"], "has no document to embed; 1 were skipped"),
+        (["{encoder}", "blank"], "has no document to embed: out/skipped.jsonl says why (1 skipped)"),
+        (["{encoder}", "empty"], "empty has no document to embed, nothing at all"),
         (["no-such-model", "documents"], "Error"),
         (["{encoder}", "documents", "--output", "documents/out"], "lies among the documents"),
         (["{encoder}", "documents", "--output", "file.txt"], "is a file"),
@@ -377,6 +378,7 @@ def test_a_run_with_other_options_is_refused_in_words(encoder, documents, tmp_pa
 def test_mistakes_are_told_without_a_traceback(arguments, message, encoder, documents, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.txt").write_text("ba")
+    (tmp_path / "empty").mkdir()
     (tmp_path / "blank").mkdir()
     (tmp_path / "blank" / "blank.txt").write_text(" ")
     arguments = [part.format(encoder=encoder) for part in arguments]
