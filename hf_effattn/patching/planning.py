@@ -95,6 +95,14 @@ def check_model(model: Any) -> None:
         raise TypeError(f"model must be a transformers model, got {name}; load it with from_pretrained")
 
 
+def not_a_model(model: Any) -> TypeError:
+    """What to raise where a transformers model itself is needed, and not what is around one."""
+    return TypeError(
+        f"model must be a transformers model as from_pretrained returns it, got {type(model).__name__}; of a wrapped "
+        "or compiled model pass the model inside"
+    )
+
+
 def _check_dispatch(model: PreTrainedModel, method: str) -> None:
     if not model._can_set_attn_implementation():
         raise ValueError(
