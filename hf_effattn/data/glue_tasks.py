@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
-from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Value
+
+from .hub_data import load_from_hub
 
 HUB_NAME = "nyu-mll/glue"
 NOT_ENTAILMENT = "not_entailment"
@@ -115,7 +117,7 @@ def load_glue(name: str, folder: Path | None = None) -> DatasetDict:
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r} of GLUE; there are {', '.join(TASKS)}")
     if folder is None:
-        return load_dataset(HUB_NAME, name)
+        return load_from_hub(HUB_NAME, name, instead="--data_dir")
     task = TASKS[name]
     splits = {"train": "train", **task.validation, **task.test}
     found = {

@@ -13,6 +13,7 @@ import fsspec
 from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
 
 from .checks import check_one_source
+from .hub_data import load_from_hub
 
 GIVEN_BY = {
     "train": "--train_files, --class_files or a --dataset_name that has them",
@@ -231,7 +232,9 @@ def load_texts(arguments: DataArguments, hold_out: bool = True) -> DatasetDict:
         "test": arguments.test_files,
     }
     if arguments.dataset_name is not None:
-        data = load_dataset(arguments.dataset_name, arguments.dataset_config_name)
+        data = load_from_hub(
+            arguments.dataset_name, arguments.dataset_config_name, instead="--train_files or --class_files"
+        )
     elif arguments.class_files:
         data = DatasetDict({"train": load_classes(arguments.class_files, arguments.encoding)})
     elif any(files.values()):

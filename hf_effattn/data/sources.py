@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-import datasets
 import numpy as np
 
 from .checks import check_range
+from .hub_data import load_from_hub
 
 # Examples whose columns are a text, two texts, or pixels, with the number of the class.
 Example = dict[str, Any]
@@ -26,6 +26,7 @@ IMAGE_SIZE = 32
 AAN_FILES = {"train": "train", "validation": "eval", "test": "test"}
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 IMDB_CLASSES = ("neg", "pos")
+OWN_FILES = "--data_path (in Python path=)"
 _IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp")
 
 
@@ -186,7 +187,7 @@ def _text_rows(files: dict[str, Path], split: str) -> Iterator[dict[str, Any]]:
         with _open_text(files[split]) as lines:
             yield from (json.loads(line) for line in lines)
     else:
-        yield from datasets.load_dataset("stanfordnlp/imdb", split=split)
+        yield from load_from_hub("stanfordnlp/imdb", split=split, instead=OWN_FILES)
 
 
 def read_images(files: dict[str, Path], source: str) -> list[Image]:
@@ -205,7 +206,7 @@ def read_images(files: dict[str, Path], source: str) -> list[Image]:
     if files:
         images = _stored_images(files[source])
     else:
-        rows = datasets.load_dataset("uoft-cs/cifar10", split=source)
+        rows = load_from_hub("uoft-cs/cifar10", split=source, instead=OWN_FILES)
         images = [(np.asarray(row["img"].convert("RGB")), row["label"]) for row in rows]
     for colours, _ in images:
         if colours.shape != (IMAGE_SIZE, IMAGE_SIZE, 3):

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .checks import check_one_source
 from .gutenberg import GUTENBERG
+from .hub_data import load_from_hub
 
 # Characters that become tokens at a time, of which each takes about 200 bytes meanwhile.
 PORTION = 2**20
@@ -47,7 +48,7 @@ def load_texts(arguments: DataArguments) -> DatasetDict:
     """
     check_one_source(arguments, ("dataset_name", "dataset_config_name"), ("train_files", "validation_files"))
     if arguments.dataset_name is not None:
-        return load_dataset(arguments.dataset_name, arguments.dataset_config_name)
+        return load_from_hub(arguments.dataset_name, arguments.dataset_config_name, instead="--train_files")
     files = {"train": arguments.train_files, "validation": arguments.validation_files}
     files = {split: paths for split, paths in files.items() if paths}
     if not files:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict
 
 from .checks import check_one_source
+from .hub_data import load_from_hub
 
 FILES = "Text files, a text a line (gzip too)."
 
@@ -88,7 +89,11 @@ def load_pairs(arguments: DataArguments) -> DatasetDict:
         languages = {"source": arguments.source_lang, "target": arguments.target_lang}
         if None in languages.values():
             raise ValueError("a data set of the Hub needs --source_lang and --target_lang")
-        data = load_dataset(arguments.dataset_name, arguments.dataset_config_name)
+        data = load_from_hub(
+            arguments.dataset_name,
+            arguments.dataset_config_name,
+            instead="--train_source and --train_target",
+        )
 
         def pair(row: dict[str, Any]) -> dict[str, str]:
             texts = row.get("translation", row)  # some data sets have a column for each language

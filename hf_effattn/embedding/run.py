@@ -27,6 +27,7 @@ from ..measuring.environment import environment, usable_device
 from ..patching import extend_positions, from_pretrained, patch_attention
 from ..patching.methods import make_method
 from ..patching.stored import FIELD, read_stored
+from ..reporting.numbers import count
 from ..samples.model import load_model
 from ..version import __version__
 from .choice import fastest_method, is_long_enough
@@ -237,10 +238,10 @@ class _Run:
             found.append((document, len(sequence)))
         if not found:
             self.folder.write_documents(found, skipped)
-            raise ValueError(
-                f"{options.documents} has no document to embed; {len(skipped)} were skipped, "
-                f"{options.output / SKIPPED} says why"
+            why = (
+                f": {options.output / SKIPPED} says why ({len(skipped):,} skipped)" if skipped else ", nothing at all"
             )
+            raise ValueError(f"{options.documents} has no document to embed{why}")
         allowed = options.max_length or options.extend_positions or options.chunk or self.limit is None
         if cut and not allowed:
             first = next(one for one in skipped if one.what == "cut")
@@ -250,9 +251,11 @@ class _Run:
                 f"the mean of chunks, --max-length {most} cuts"
             )
         if len(skipped) > cut:
-            self.progress.say(f"{len(skipped) - cut:,} documents are skipped: {options.output / SKIPPED} says why.")
+            self.progress.say(f"{count(len(skipped) - cut, 'document')} skipped: {options.output / SKIPPED} says why.")
         if cut:
-            self.progress.say(f"{cut:,} documents are cut at {most:,} tokens: {options.output / SKIPPED} names them.")
+            self.progress.say(
+                f"{count(cut, 'document')} cut at {most:,} tokens: {options.output / SKIPPED} names them."
+            )
         return found, skipped
 
     def _sequences(self, document: Document, tokens: int) -> list[list[int]]:
@@ -325,7 +328,7 @@ class _Run:
         total, spent = len(documents), sum(timings)
         rest_takes = f"the other {total - done:,} take about {duration(sum(left.values()))} on {self.model.device}"
         self.progress.say(
-            f"{total:,} documents, {sum(batch.tokens for batch in batches):,} tokens, the longest "
+            f"{count(total, 'document')}, {sum(batch.tokens for batch in batches):,} tokens, the longest "
             f"{max(batch.longest for batch in batches):,}: {done:,} are done{', ' + rest_takes if left else ''}."
         )
         start, predicted, rest = time.perf_counter(), 0.0, sum(left.values())

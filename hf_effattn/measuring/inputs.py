@@ -22,9 +22,14 @@ def check_inputs(model: PreTrainedModel, inputs: Any) -> list[dict[str, Any]]:
 
     Raises:
         ValueError: nothing to measure, a mask that is not `(B, N)`, token ids that the model does not know, more
-            tokens than the model has positions.
+            tokens than the model has positions; a model or tensors on the device "meta".
         TypeError: text instead of tensors, lists instead of tensors.
     """
+    if model.device.type == "meta":
+        raise ValueError(
+            f'the weights of {type(model).__name__} are on the device "meta", where they have no values, so nothing '
+            "can be measured: load it with from_pretrained, without offloading"
+        )
     if isinstance(inputs, Mapping):
         inputs = [inputs]
     if isinstance(inputs, str) or not isinstance(inputs, Sequence):
@@ -55,6 +60,8 @@ def _checked(model: PreTrainedModel, batch: Any, index: int) -> dict[str, Any]:
     for name, value in tensors.items():
         if value.numel() == 0:
             raise ValueError(f"{where}[{name!r}] is empty, shape {tuple(value.shape)}")
+        if value.is_meta:
+            raise ValueError(f"{where}[{name!r}] is on the device 'meta', where it has no values: give real ones")
     _check_mask(tensors, where)
     _check_tokens(model, tensors, where)
     return {name: value.to(model.device) if name in tensors else value for name, value in values.items()}

@@ -311,7 +311,7 @@ def unsupported_error(method: str, name: str, model_type: str) -> str:
     if model_type in NOT_SERVED:
         return (
             f'"{method}" does not serve {name}: its model type "{model_type}" {NOT_SERVED[model_type]}. It serves '
-            f"{supported_model_types()}; leave this model as it was loaded"
+            f"{supported_model_types()}; leave this model as it is"
         )
     return (
         f'"{method}" does not know {name} (model type "{model_type}"), so it cannot tell its self-attention from '
@@ -320,10 +320,10 @@ def unsupported_error(method: str, name: str, model_type: str) -> str:
 
 
 def _not_served(module: nn.Module, method: str) -> str:
-    name = type(module).__name__
-    if is_causal(module):
+    name, model_type = type(module).__name__, getattr(module.config, "model_type", "unknown")
+    if is_causal(module) and model_type not in NOT_SERVED:
         return causal_error(method, name)
-    return unsupported_error(method, name, getattr(module.config, "model_type", "unknown"))
+    return unsupported_error(method, name, model_type)
 
 
 def register() -> None:

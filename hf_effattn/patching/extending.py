@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from .methods import METHODS
 from .model_table import MODEL_TYPES, LearnedPositions, OtherPositions
 from .model_types import reserved_rows
+from .planning import not_a_model
 from .sentence_transformers import is_sentence_transformer, models_inside, set_max_seq_length
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -40,7 +41,7 @@ def extend_positions(model: Model, max_length: int) -> Model:
         TypeError: something that is not a transformers model, a `max_length` that is not an int.
     """
     if not isinstance(model, nn.Module) or not (isinstance(model, PreTrainedModel) or is_sentence_transformer(model)):
-        raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
+        raise not_a_model(model)
     length = _checked_length(max_length)
     for extend in [_plan_extension(inside, length) for inside in models_inside(model)]:
         extend()

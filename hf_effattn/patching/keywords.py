@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..ops.shared.callers import stacklevel_of_user
 from .methods.drafts import READS_DRAFTS
 
 # Parameters of `attention`, and keywords that it reads.
@@ -103,7 +104,7 @@ def needs_exact_attention(method: str, name: str, keywords: Mapping[str, Any], *
             warnings.warn(
                 f'{name} passes {keyword}=, which "{method}" does not know: it attends exactly, as without the patch. '
                 "If the keyword came from your call of the model, leave it out there",
-                stacklevel=4,
+                stacklevel=stacklevel_of_user(),
             )
         exact = True
     return exact

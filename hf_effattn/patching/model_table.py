@@ -247,6 +247,7 @@ _SINKS = "has attention sinks, one more column in every softmax"
 _SOFTCAP = "bends the scores by a tanh (softcap), for which means of keys cannot stand"
 _CAUSAL_TEXT = "hides the future by a keyword, in texts of at most 77 tokens, where nothing is to be gained"
 _SHORT_TEXT = "reads at most 64 tokens, where nothing is to be gained"
+_TRAINED_WITH_IT = "is trained from scratch with an efficient attention of its own: there is no exact one to replace"
 _OWN_SPARSE = "has a sparse attention of its own, and " + _NO_DISPATCH
 
 # Model types that are asked for and not served, and why: what follows "its model".
@@ -275,6 +276,8 @@ NOT_SERVED: dict[str, str] = {
     "parakeet_encoder": _TRANSFORMER_XL,
     "gemma2": _SOFTCAP,
     "gpt_oss": _SINKS,
+    "cst": _TRAINED_WITH_IT,
+    "clusterformer": _TRAINED_WITH_IT,
 }
 
 SERVED_HEADER = ("model type", "what is patched", "reads", "positions", "longest input as published")

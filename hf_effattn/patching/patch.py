@@ -12,6 +12,7 @@ from .module_patch import RECORD, ModulePatch
 from .planning import (
     PatchPlan,
     check_model,
+    check_not_wrapped,
     plan_patch,
     stacks_to_patch,
     warn_if_never_used,
@@ -72,7 +73,7 @@ def patch_attention(
         ValueError: neither method nor settings, settings of another model or written by a newer version, an unknown
             method or setting, a value outside its range, layers that do not exist, a model of a
             type that is not served, or not when it is causal, or without attention to patch, or whose config has
-            `output_attentions=True`. The model is then unchanged.
+            `output_attentions=True`, or a conversion of what DDP or FSDP has wrapped. The model is then unchanged.
         TypeError: a value of the wrong type, something that is not a model.
         OSError: `settings` that cannot be read.
     """
@@ -86,6 +87,8 @@ def patch_attention(
             f"name a method, one of {quoted(list_methods())}, or give settings= that hf_effattn.calibrate found"
         )
     plans = [plan_patch(stack, chosen, layers) for stack in stacks_to_patch(model, chosen.method)]
+    for plan in plans:
+        check_not_wrapped(model, plan)
     for plan in plans:
         warn_of_losses(plan)
         warn_of_decoder_loss(plan)

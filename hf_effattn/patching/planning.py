@@ -4,6 +4,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
@@ -65,6 +66,8 @@ def _stacks_of(model: nn.Module, method: str) -> list[Stack]:
             f"returned, of one of the types {supported_model_types()}"
         )
     model_type = getattr(pretrained.config, "model_type", "unknown")
+    if model_type in NOT_SERVED:
+        raise ValueError(unsupported_error(method, name, model_type))
     _check_dispatch(pretrained, method)
     known = model_type in MODEL_TYPES
     # One with a cross-attending decoder is not refused for that: its encoder would not be served either.
@@ -92,10 +95,16 @@ def check_model(model: Any) -> None:
         raise TypeError(f"model must be a transformers model, got {name}; load it with from_pretrained")
 
 
+def not_a_model(model: Any) -> TypeError:
+    """What to raise where a transformers model itself is needed, and not what is around one."""
+    return TypeError(
+        f"model must be a transformers model as from_pretrained returns it, got {type(model).__name__}; of a wrapped "
+        "or compiled model pass the model inside"
+    )
+
+
 def _check_dispatch(model: PreTrainedModel, method: str) -> None:
     if not model._can_set_attn_implementation():
-        if model.config.model_type in NOT_SERVED:
-            raise ValueError(unsupported_error(method, type(model).__name__, model.config.model_type))
         raise ValueError(
             f"{type(model).__name__} does not dispatch its attention through transformers' AttentionInterface in "
             f'transformers {transformers.__version__}, so "{method}" cannot take its place (a newer transformers may '
@@ -140,6 +149,22 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
 def _full_layers(stack: Stack) -> list[int]:
     both = zip(stack.modules, stack.layers, strict=True)
     return [layer for module, served in both if not is_sliding_window(module) for layer in served]
+
+
+def check_not_wrapped(model: nn.Module, plan: PatchPlan) -> None:
+    """Raise where parameters would come after a wrapper has noted those that it keeps alike on all processes."""
+    if plan.parameters is None or plan.parameters in model.modules() or not torch.distributed.is_available():
+        return
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrappers = DistributedDataParallel, FSDPModule, FullyShardedDataParallel
+    wrapper = next((type(module).__name__ for module in model.modules() if isinstance(module, wrappers)), None)
+    if wrapper is not None:
+        raise ValueError(
+            f'"{plan.method.method}" adds parameters, of which the {wrapper} around the model would not know: each '
+            "process would train its own. Patch the model first, then wrap it"
+        )
 
 
 def warn_of_losses(plan: PatchPlan) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..ops.shared.callers import stacklevel_of_user
 from ..ops.shared.head_threads import for_every_chunk, heads_of_threads
 from .exact import exact_attention, visible_keys
 
@@ -232,7 +233,7 @@ class Attended:
         )
         if on_excess == "raise":
             raise RuntimeError(said)
-        warnings.warn(said, stacklevel=2)
+        warnings.warn(said, stacklevel=stacklevel_of_user())
 
 
 def neighbours(pairs: list[tuple[int, int]], group: int) -> list[tuple[slice, slice]]:

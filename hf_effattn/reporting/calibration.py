@@ -29,6 +29,7 @@ from ..measuring.recording import as_it_was, layer_names, recording, stacks_to_r
 from ..patching.methods import Method
 from ..patching.methods.per_head import PerHead, described
 from ..patching.model_types import Stack, is_causal, model_type_of
+from ..patching.planning import not_a_model
 from ..patching.sentence_transformers import model_and_inputs
 from ..patching.stored import SETTINGS_FILE, base_model_of, read_settings, write_stored
 from ..whole_files import write_whole
@@ -152,9 +153,11 @@ def calibrate(
         ValueError: fewer than two texts, inputs that the model cannot take, a value outside its range, error and speed
             together, a speed that no budget reaches, inputs on which every rung runs exact attention, a model of
             several parts or without attention to patch.
-        TypeError: a value of the wrong type.
+        TypeError: a value of the wrong type, something that is not a transformers model.
     """
     model, inputs = model_and_inputs(model, inputs)
+    if not isinstance(getattr(model, "_orig_mod", model), PreTrainedModel):  # a compiled one is measured as it is
+        raise not_a_model(model)
     budget = _checked_budget(error, speed, coverage)
     own = {} if min_length is None else {"min_length": min_length}
     stack = _only_stack(model)

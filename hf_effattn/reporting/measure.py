@@ -29,7 +29,7 @@ from ..measuring.recording import (
 from ..patching.methods import Method
 from ..patching.model_types import Stack, is_causal
 from ..patching.patch import apply_plans
-from ..patching.planning import PatchPlan, plan_patch
+from ..patching.planning import PatchPlan, not_a_model, plan_patch
 from ..patching.sentence_transformers import model_and_inputs
 from .findings import MeasuredInput, Measurement
 from .report import Report
@@ -82,10 +82,7 @@ def report(
     """
     model, inputs = model_and_inputs(model, inputs)
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"model must be a transformers model as from_pretrained returns it, got {type(model).__name__}"
-            "; of a wrapped or compiled model pass the model inside"
-        )
+        raise not_a_model(model)
     candidates = make_candidates(methods)
     stacks = stacks_to_report(model)
     plans = {one.label: [plan_patch(stack, one.forced, one.layers) for stack in stacks] for one in candidates}

@@ -111,7 +111,7 @@ class Passages:
         ids = max(self._ids, key=len)
         if len(ids) < own:
             raise ValueError(
-                f"the text is too short: {length:,} tokens are asked for, the longest book has {len(ids):,}; give a "
+                f"the text is too short: {length:,} tokens are asked for, the longest text has {len(ids):,}; give a "
                 "longer --text or shorter --lengths"
             )
         return torch.tensor([self._passage(ids[:own])])

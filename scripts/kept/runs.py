@@ -21,15 +21,23 @@ class KeptRuns:
         path (`Path`): the file; made with the first run, its folder too.
         settings (`dict`): JSON values that all runs of the file share.
         device (`torch.device`, *optional*): where the runs are made. Default: the CPU.
+        counts (`Callable`, *optional*): whether a row still does; others are gone with the next run. Default: all.
 
     Raises:
         ValueError: the file holds runs with other settings.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any], device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        settings: dict[str, Any],
+        device: torch.device | None = None,
+        counts: Callable[[dict[str, Any]], bool] = lambda row: True,
+    ) -> None:
         self.path = path
         self.settings = json.loads(json.dumps(settings))
         self.environment = environment(device)
+        self.counts = counts
         self.rows: list[dict[str, Any]] = []
         self.read()
 
@@ -43,7 +51,7 @@ class KeptRuns:
             raise ValueError(
                 f"{self.path} holds runs with other settings ({', '.join(other)}): name another file with --output"
             )
-        self.rows = kept["rows"]
+        self.rows = [row for row in kept["rows"] if self.counts(row)]
 
     def differs(self, name: str, settings: dict[str, Any]) -> bool:
         """Whether a setting is another one in `settings`."""

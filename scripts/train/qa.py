@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict
 from transformers import (
     AutoModelForQuestionAnswering,
     DataCollatorWithPadding,
@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from hf_effattn.data.checks import check_one_source
+from hf_effattn.data.hub_data import load_from_hub
 from hf_effattn.data.qa_features import COLUMNS, count_from_left, find_answers, make_windows, read_questions
 from hf_effattn.training import (
     RepeatableTrainer,
@@ -94,7 +95,7 @@ def load_questions(arguments: DataArguments) -> DatasetDict:
     check_one_source(arguments, ("dataset_name", "dataset_config_name"), ("train_files", "validation_files"))
     files = {"train": arguments.train_files, "validation": arguments.validation_files}
     if arguments.dataset_name is not None:
-        data = load_dataset(arguments.dataset_name, arguments.dataset_config_name)
+        data = load_from_hub(arguments.dataset_name, arguments.dataset_config_name, instead="--train_files")
         data = DatasetDict({split: data[split].select_columns(list(COLUMNS)) for split in files if split in data})
     elif any(files.values()):
         rows = {split: [row for path in paths for row in read_questions(path)] for split, paths in files.items()}

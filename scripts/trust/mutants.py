@@ -127,8 +127,9 @@ def main(
         ROOT / "scripts/results/mutants.json"
     ),
 ) -> None:
-    kept = KeptRuns(output, {})
-    chosen = [mutant for mutant in listed_mutants() if only in mutant.name or only in mutant.file]
+    listed = listed_mutants()
+    kept = KeptRuns(output, {}, counts=lambda row: any(mutant.identity.items() <= row.items() for mutant in listed))
+    chosen = [mutant for mutant in listed if only in mutant.name or only in mutant.file]
     # By their hashes, so that those that are done at any time are a sample of all.
     missing = sorted(
         (mutant for mutant in chosen if not kept.matching(mutant.identity)), key=lambda one: one.identity["change"]

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from packaging.requirements import Requirement
 
 from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns
@@ -223,6 +224,15 @@ def try_suite(tried: Versions, python: Path, suite: str) -> dict[str, Any]:
     return judged(found, tried.transformers)
 
 
+def is_allowed(row: dict[str, Any]) -> bool:
+    """Whether pyproject.toml still allows the versions of a row."""
+    allowed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = map(Requirement, [*allowed["dependencies"], f"python{allowed['requires-python']}"])
+    python = row["versions"].split(",")[0].removeprefix("python ")
+    found = {"python": python, "torch": row["torch"], "transformers": row["transformers"]}
+    return all(found[one.name] in one.specifier for one in needed if one.name in found)
+
+
 def main(
     in_this: Annotated[bool, typer.Option("--here", help="This interpreter alone.")] = False,
     only: Annotated[str, typer.Option(help="Only suites and versions with this in their name.")] = "",
@@ -230,7 +240,7 @@ def main(
         ROOT / "scripts/results/versions.json"
     ),
 ) -> None:
-    kept = KeptRuns(output, {})
+    kept = KeptRuns(output, {}, counts=is_allowed)
     for tried in (here()[0],) if in_this else TRIED:
         for suite in SUITES:
             identity = {"versions": tried.name, "suite": suite}

@@ -15,6 +15,7 @@ import torch
 from hf_effattn.data import (
     TASKS,
     LRACollator,
+    hub_data,
     listops,
     load_lra,
     lra_checksum,
@@ -189,7 +190,7 @@ def test_the_hub_is_named_where_there_are_no_files(tmp_path, monkeypatch):
     """Text and Image by the names that these data sets have there."""
     asked = []
 
-    def load_dataset(name, split):
+    def load_dataset(name, configuration, split):
         asked.append((name, split))
         if "imdb" in name:
             return datasets.Dataset.from_dict({"text": ["x"], "label": [1]})
@@ -199,7 +200,7 @@ def test_the_hub_is_named_where_there_are_no_files(tmp_path, monkeypatch):
             rows, features=datasets.Features({"img": datasets.Image(), "label": datasets.Value("int64")})
         )
 
-    monkeypatch.setattr(sources.datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(hub_data, "load_dataset", load_dataset)
     text = load_lra("text", cache_dir=tmp_path)
     assert set(asked) == {("stanfordnlp/imdb", "train"), ("stanfordnlp/imdb", "test")}
     assert text["train"][0] == {"text": "x", "label": 1}

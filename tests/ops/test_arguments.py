@@ -1,10 +1,14 @@
 """What a caller gets for wrong arguments: what was given, what is allowed."""
 
+from _thread import start_new_thread
+from threading import Lock
+
 import pytest
 import torch
 
 from hf_effattn import ops
 from hf_effattn.ops.shared.arguments import kernel_problem
+from hf_effattn.ops.shared.callers import stacklevel_of_user
 from hf_effattn.ops.shared.triton import chips
 
 OPS = {
@@ -162,3 +166,16 @@ def test_clustering_arguments(changes, error, message):
 def test_heads_that_do_not_fit(op, changes, message):
     with pytest.raises(ValueError, match=message):
         getattr(ops, op)(**OPS[op] | arguments(**changes))
+
+
+def test_a_warning_from_a_thread_without_a_user_points_at_itself():
+    """Such as autograd's, in which a checkpointed layer of a GPU runs once more."""
+    asked, found = Lock(), []
+    asked.acquire()
+    own = {"__name__": "torch.utils", "stacklevel_of_user": stacklevel_of_user, "found": found, "asked": asked}
+    exec("def inner():\n    found.append(stacklevel_of_user())\n    asked.release()", own)
+    exec("def outer():\n    inner()", own)
+    start_new_thread(own["outer"], ())
+    assert asked.acquire(timeout=60)
+    own["outer"]()
+    assert found == [1, 3]

@@ -217,7 +217,6 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="the system cannot fork")
 def test_a_forked_process_starts_its_own_threads():
     folder = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", FORKED], cwd=folder, capture_output=True, text=True, timeout=120)

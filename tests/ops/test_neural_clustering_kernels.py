@@ -108,7 +108,7 @@ def test_half_precision_keeps_the_gradients_of_many_words(backend):
         return torch.autograd.grad(updated, leaves, gradient.to(updated))[1].cpu()
 
     actual, expected = gradients(torch.float16, backend), gradients(torch.float64, "reference")
-    assert_close_to_reference("centroids", actual, expected, rtol=5e-3)
+    assert_close_to_reference("centroids", actual, expected, rtol=torch.finfo(torch.float16).eps)
 
 
 @pytest.mark.usefixtures("autocast_rules")

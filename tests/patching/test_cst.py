@@ -1,6 +1,7 @@
 """Conversion to slice attention: what is added, what it computes, padding, errors, and the way back."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from support.closeness import assert_close_to_reference
 from support.cst_conversions import CONVERTED, LENGTH, SLICES, convert, first_output, small_model, tokens
 from support.tiny_models import batch_for, encoded, tiny_model
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import hf_effattn
@@ -349,3 +352,22 @@ def test_dense_masks_stay_exact() -> None:
         exact = first_output(model, tokens(), attention_mask=mask)
         convert(model)
         assert torch.equal(first_output(model, tokens(), attention_mask=mask), exact)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard], ids=["ddp", "fsdp2"])
+def test_a_wrapped_model_is_not_converted(wrap: Any) -> None:
+    """The position embeddings came after the wrapper, and each process trained its own."""
+    wrapped = wrap(small_model("bert"))
+    with pytest.raises(ValueError, match=r'"cst" adds parameters, .*(DataParallel|FSDP\w+) .* then wrap it'):
+        hf_effattn.patch_attention(wrapped, "cst", **SLICES)
+    assert not any(NAME in name for name, _ in wrapped.named_parameters())
+    hf_effattn.patch_attention(wrapped, "clustered", clusters=4, min_length=0)
+    hf_effattn.patch_attention(wrap(convert(small_model("bert"))), "cst", **SLICES)

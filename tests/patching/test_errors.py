@@ -18,6 +18,8 @@ from transformers import (
     BlenderbotModel,
     DebertaV2Config,
     DebertaV2Model,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     MPNetConfig,
     MPNetModel,
     PhiConfig,
@@ -192,6 +194,30 @@ def test_model_types_that_are_not_served() -> None:
     assert traces_of_patching(model) == []
     model.set_attn_implementation("clustered")
     with pytest.raises(ValueError, match="does not serve T5Attention"):
+        model(torch.arange(40)[None])
+
+
+@pytest.mark.parametrize("head", [AutoModel, AutoModelForCausalLM])
+@pytest.mark.parametrize("model_type", ["cst", "clusterformer"])
+def test_our_own_models_are_efficient_as_they_are(model_type: str, head: Any) -> None:
+    """They were told to keep SDPA, which they do not call."""
+    config = AutoConfig.for_model(model_type, **SMALL, is_decoder=head is AutoModelForCausalLM)
+    model = head.from_config(config).eval()
+    for ask in (hf_effattn.report, hf_effattn.calibrate, hf_effattn.patch_attention):
+        arguments = ("clustered",) if ask is hf_effattn.patch_attention else ({"input_ids": torch.arange(40)[None]},)
+        with pytest.raises(ValueError, match="an efficient attention of its own: there is no exact") as refusal:
+            ask(model, *arguments)
+        assert f'does not serve {type(model).__name__}: its model type "{model_type}" is' in str(refusal.value)
+        assert "sdpa" not in str(refusal.value)
+
+
+def test_a_decoder_that_is_not_served_is_told_its_own_reason() -> None:
+    """It was told that others are served, and to keep SDPA, which bends no scores."""
+    model = Gemma2ForCausalLM(Gemma2Config(**SMALL, num_key_value_heads=1, head_dim=16)).eval()
+    with pytest.raises(ValueError, match=r"does not serve Gemma2ForCausalLM: .* bends the scores by a tanh"):
+        hf_effattn.patch_attention(model, "clustered")
+    model.set_attn_implementation("clustered")
+    with pytest.raises(ValueError, match=r"does not serve Gemma2Attention: .* bends the scores by a tanh"):
         model(torch.arange(40)[None])
 
 

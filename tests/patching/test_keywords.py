@@ -196,8 +196,9 @@ def test_an_unknown_keyword_makes_a_model_exact_and_is_handed_on(
         return sdpa_attention_forward(*args, **kwargs)
 
     monkeypatch.setattr("hf_effattn.patching.attention.sdpa_attention_forward", watched)
-    with pytest.warns(UserWarning, match='BertSelfAttention passes tilt=, which "clustered" does not know'):
+    with pytest.warns(UserWarning, match='BertSelfAttention passes tilt=, which "clustered" does not know') as caught:
         assert torch.equal(encoded(model, batch, tilt=2), exact)
+    assert {Path(one.filename).name for one in caught} == {"tiny_models.py"}  # which calls the model
     assert handed == [2, 2, 2]
     assert attended == []
     with warnings.catch_warnings():

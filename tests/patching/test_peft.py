@@ -1,12 +1,11 @@
 """Adapters of PEFT on a patched or converted base: saved, and loaded with the base's method."""
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 import hf_effattn
-
-peft = pytest.importorskip("peft")
 
 SETTINGS = {
     "clustered": {"clusters": 4, "min_length": 0},

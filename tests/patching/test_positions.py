@@ -174,8 +174,9 @@ def test_mistakes() -> None:
     for wrong in ("long", 100.0, True, None):
         with pytest.raises(TypeError, match="max_length must be an int"):
             hf_effattn.extend_positions(model, wrong)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="must be a transformers model, got Linear"):
-        hf_effattn.extend_positions(nn.Linear(2, 2), 100)
+    for around in (nn.Sequential(model), torch.compile(model)):
+        with pytest.raises(TypeError, match=r"must be a transformers model .*, got \w+; .* pass the model inside"):
+            hf_effattn.extend_positions(around, 100)
     phi = PhiModel(PhiConfig(vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
     with pytest.raises(ValueError, match="does not know where its positions are"):
         hf_effattn.extend_positions(phi, 4096)

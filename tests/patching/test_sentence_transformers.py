@@ -8,8 +8,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
+from datasets import Dataset
+from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sentence_transformer.modules import (
+    Dense,
+    Normalize,
+    Pooling,
+    Router,
+    StaticEmbedding,
+    Transformer,
+)
 from support.hub_server import HubServer
 from support.hub_state import USER
 from support.round_trips import own_memory
@@ -25,20 +37,6 @@ from transformers import (
 
 import hf_effattn
 from hf_effattn.patching.sentence_transformers import watch_loading
-
-library = pytest.importorskip("sentence_transformers", reason="needs pip install 'hf_effattn[sentence-transformers]'")
-
-from datasets import Dataset  # noqa: E402
-from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder  # noqa: E402
-from sentence_transformers.sentence_transformer import losses  # noqa: E402
-from sentence_transformers.sentence_transformer.modules import (  # noqa: E402
-    Dense,
-    Normalize,
-    Pooling,
-    Router,
-    StaticEmbedding,
-    Transformer,
-)
 
 WORDS = [f"w{number}" for number in range(55)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -306,7 +304,6 @@ def test_trains_and_resumes(method: str, saved: dict[Any, str], tmp_path: Path) 
 
 def test_adapters_load_onto_the_converted_base(saved: dict[Any, str], tmp_path: Path) -> None:
     """The base's tables are in its own folder, which the adapter only names."""
-    peft = pytest.importorskip("peft")
     base = hf_effattn.patch_attention(made(SentenceTransformer, saved), **ALL_SETTINGS["cst"])
     train_tables(base)
     base.save_pretrained(str(tmp_path / "base"))
@@ -341,7 +338,6 @@ def test_a_report_takes_texts(kind: Any, saved: dict[Any, str]) -> None:
 
 
 def test_a_report_reads_the_default_prompt_and_shows_the_words(saved: dict[Any, str]) -> None:
-    pytest.importorskip("matplotlib")
     model = made(SentenceTransformer, saved)
     model.prompts, model.default_prompt_name = {"query": "w1 w2 "}, "query"
     report = hf_effattn.report(model, texts((10,)), [I_CLUSTERED], repeats=0, memory=False)

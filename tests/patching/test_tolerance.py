@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -314,8 +315,9 @@ def test_exact_warn_or_raise() -> None:
     assert all(one.exact.all() for one in hf_effattn.measured_error(model).values())
 
     plain = encoded(patched(), batch)
-    with pytest.warns(UserWarning, match="the error of heads .* the tolerance is 0"):
+    with pytest.warns(UserWarning, match="the error of heads .* the tolerance is 0") as caught:
         warned = encoded(patched(tolerance=0, on_excess="warn"), batch)
+    assert {Path(one.filename).name for one in caught} == {"tiny_models.py"}  # which calls the model
     assert torch.equal(warned, plain)
     with pytest.raises(RuntimeError, match='take on_excess="exact"'):
         encoded(patched(tolerance=0, on_excess="raise"), batch)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.tiny_models import batch_for, tiny_model
+from torch import nn
 from transformers import AutoConfig, AutoModel
 
 import hf_effattn
@@ -249,6 +250,16 @@ def test_mistakes(given: dict[str, Any], error: type[Exception], match: str) -> 
         hf_effattn.calibrate(model, texts(), **OPTIONS | given)
     assert model.config._attn_implementation == "sdpa"
     assert not hasattr(model.config, "effattn")
+
+
+def test_what_is_around_a_model_is_refused_but_a_compiled_one_is_not() -> None:
+    """Of a wrapper without a device the message was that it has none."""
+    model = tiny_model("bert")
+    for around in (nn.Sequential(model), nn.DataParallel(model)):
+        with pytest.raises(TypeError, match=r"got \w+; of a wrapped or compiled model pass the model inside"):
+            hf_effattn.calibrate(around, texts(), **OPTIONS)
+    compiled = hf_effattn.calibrate(torch.compile(model, backend="eager"), texts(), **OPTIONS)
+    assert len(compiled.to_dict()["heads"]) == model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize(("model_type", "runs"), [("bert", False), ("vit", True)])

@@ -282,6 +282,8 @@ def test_the_table_is_tidy_and_survives_json(tmp_path):
 MISTAKES = {
     "no inputs": ({"inputs": []}, ValueError, "inputs is empty"),
     "empty tensor": ({"inputs": {"input_ids": torch.zeros(1, 0, dtype=torch.long)}}, ValueError, "is empty"),
+    "tensor without values": ({"inputs": {"input_ids": torch.ones(1, 4).long().to("meta")}}, ValueError, "real ones"),
+    "model without values": ({"model": tiny_model("bert").to("meta")}, ValueError, "from_pretrained, without offload"),
     "text": ({"inputs": "a text"}, TypeError, "call tokenizer"),
     "texts": ({"inputs": ["a text"]}, TypeError, "call tokenizer"),
     "lists": ({"inputs": {"input_ids": [[1, 2]]}}, TypeError, 'return_tensors="pt"'),

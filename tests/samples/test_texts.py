@@ -41,7 +41,7 @@ def test_a_text_that_is_too_short_is_named():
     passages = Passages(Letters(), [Book("letters", "a" * 40)])
     with pytest.raises(ValueError, match="three pairs of passages of 20 tokens need 108 tokens, it has 40"):
         passages.pairs(20, per_book=3)
-    with pytest.raises(ValueError, match="1,000 tokens are asked for, the longest book has 40"):
+    with pytest.raises(ValueError, match="1,000 tokens are asked for, the longest text has 40"):
         passages.longest(1000)
 
 

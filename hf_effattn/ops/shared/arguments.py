@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from .callers import stacklevel_of_user
+
 BACKENDS = ("reference", "batched", "triton")
 HAS_TRITON = find_spec("triton") is not None
 LARGEST_KERNEL_DIM = 256  # a row of a tile must fit into a chip's registers and shared memory
@@ -44,7 +46,7 @@ def choose_backend(
     expected = triton is not None and differentiable[0].is_cuda
     if backend is None and problem is not None and expected and not torch.compiler.is_compiling():
         # Python shows an equal warning from one place once.
-        warnings.warn(f"attention on a GPU runs the slower PyTorch form: {problem}", stacklevel=3)
+        warnings.warn(f"attention on a GPU runs the slower PyTorch form: {problem}", stacklevel=stacklevel_of_user())
     return (
         triton
         if triton is not None and problem is None and (backend == "triton" or differentiable[0].is_cuda)

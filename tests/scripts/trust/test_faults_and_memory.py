@@ -218,6 +218,21 @@ def test_versions_from_the_oldest_to_the_newest_that_the_readme_names_are_tried_
     assert all(row["failed"] == row["passed_but_excepted"] == [] for row in rows)
 
 
+def test_rows_of_versions_that_are_no_longer_allowed_go_with_the_next_run(tmp_path, monkeypatch):
+    names = ("python 3.11, torch 2.6.0, transformers 5.7.0", "python 3.11, torch 2.5.1, transformers 5.7.0")
+    names += ("python 3.11, torch 2.13.0, transformers 5.6.9", "python 3.10, torch 2.13.0, transformers 5.23.0")
+    numbers = [dict(part.split() for part in name.split(", ")) for name in names]
+    rows = [{"versions": name, "suite": "Bert"} | found for name, found in zip(names, numbers, strict=True)]
+    (tmp_path / "versions.json").write_text(json.dumps({"rows": rows, "settings": {}}))
+    monkeypatch.setattr(versions, "try_suite", lambda *arguments: {"passed": 1})
+    versions.main(in_this=True, only="ViT", output=tmp_path / "versions.json")
+    found = json.loads((tmp_path / "versions.json").read_text())["rows"]
+    assert [(row["versions"], row["suite"]) for row in found] == [
+        (names[0], "Bert"),
+        (versions.here()[0].name, "ViT"),
+    ]
+
+
 def test_a_table_without_results_says_how_to_get_them(monkeypatch, tmp_path):
     monkeypatch.setattr(trust_tables, "RESULTS", tmp_path)
     assert trust_tables.faults() == "Not run to its end yet: `make faults`."

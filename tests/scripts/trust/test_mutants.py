@@ -1,7 +1,10 @@
 """The planted defects of `make mutants`: that they can be planted, and what the script makes of a tree."""
 
+import json
+
 import pytest
 
+from scripts.trust import mutants
 from scripts.trust._pytest_runs import PytestRuns
 from scripts.trust.mutants import ROOT, Mutant, first_failure, listed_mutants, try_mutant
 
@@ -19,6 +22,22 @@ def test_every_defect_can_be_planted():
 def test_a_defect_that_is_no_longer_there_is_named():
     with pytest.raises(ValueError, match="its text occurs 0 times"):
         Mutant("gone", "a.py", "x + 1", "x", ("test_a.py",)).planted("x - 1")
+
+
+def test_rows_of_defects_that_are_no_longer_listed_go_with_the_next_run(tmp_path, monkeypatch):
+    listed = [Mutant(name, f"{name}.py", "x", "y", ("test_a.py",)) for name in ("kept", "new")]
+    others = [{"name": "gone", "change": "0" * 12}, {"name": "kept", "change": "changed since"}]
+    path = tmp_path / "mutants.json"
+    rows = [row | {"caught": True, "failure": None} for row in (listed[0].identity, *others)]
+    path.write_text(json.dumps({"rows": rows, "settings": {}}))
+    monkeypatch.setattr(mutants, "listed_mutants", lambda: listed)
+    monkeypatch.setattr(mutants, "copy_of_the_tree", lambda folder: folder)
+    found = {"caught": True, "failure": None, "seconds": 0.0}
+    monkeypatch.setattr(mutants, "try_mutant", lambda mutant, *arguments: mutant.identity | found)
+    mutants.main(only="new", output=path)
+    assert [(row["name"], row["change"]) for row in json.loads(path.read_text())["rows"]] == [
+        (mutant.name, mutant.identity["change"]) for mutant in listed
+    ]
 
 
 @pytest.mark.slow
