@@ -320,6 +320,18 @@ def test_the_slowest_machine_says_where_a_method_is_faster():
     assert measure_crossover.crossovers({"method": "a", "clusters": 3}, machines) == []
 
 
+def test_a_machine_takes_nothing_from_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure_crossover, "LENGTHS", (104, 120))
+    monkeypatch.setattr(measure_crossover, "speedups", lambda *sizes, **options: {0: 2.0, 1: 2.0})
+    output, tried = tmp_path / "crossover.json", measure_crossover.SETTINGS
+    other = {"forward_speedup": [tried[0] | {"speedup": {"104": 0.5, "120": 1.5}}]}
+    output.write_text(json.dumps({"measurements": {"cpu": {"other": other}}}), encoding="utf-8")
+    measure_crossover.main(output=output)
+    kept = json.loads(output.read_text(encoding="utf-8"))
+    assert kept["min_length"]["cpu"] == [tried[0] | {"min_length": 120}, tried[1] | {"min_length": 104}]
+    assert kept["measurements"]["cpu"]["other"] == other
+
+
 def test_min_length_is_the_longest_of_all_machines():
     kept = json.loads(measure_crossover.CROSSOVER.read_text(encoding="utf-8"))
     for prefix in ("", "causal_"):
