@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, current_thread
+from weakref import WeakSet
 
 import pytest
 import torch
 from support.attention_cases import Case, attend, make_inputs
 
+from hf_effattn.ops.bi_clustered_attention import batched
 from hf_effattn.ops.shared import head_threads, row_chunks
 from hf_effattn.ops.shared.head_threads import for_every_chunk, heads_of_threads
 from hf_effattn.ops.shared.row_chunks import RowChunk
@@ -186,6 +188,26 @@ def test_threads_that_a_chunk_starts_keep_denormals():
     folder = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", FIRST_USE], cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_gradients_of_keys_wait_for_their_own_head_alone(two_threads, monkeypatch):
+    """A head that attends exactly is cut into a part per thread, whose gradients are each as large as its keys."""
+    case = Case("exact", H=12, N=40, M=40)
+    inputs, alive, most = make_inputs(case), WeakSet(), []
+    find = batched.exact_backward
+
+    def counted(*arguments):
+        found = find(*arguments)
+        alive.add(found[1])
+        most.append(len(alive))
+        return found
+
+    monkeypatch.setattr(batched, "exact_backward", counted)
+    leaves = [tensor.requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)]
+    output = attend("bi_clustered_attention", case, inputs, backend="batched", exact_heads=torch.ones(2, 12) > 0)
+    torch.autograd.grad(output.sum(), leaves)
+    assert len(most) == 2 * 2 * 12
+    assert max(most) <= 4  # those of the heads that two threads are at
 
 
 @pytest.mark.parametrize("count", [1, 2, 9])
