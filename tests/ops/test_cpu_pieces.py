@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, current_thread
+from weakref import WeakSet
 
 import pytest
 import torch
 from support.attention_cases import Case, attend, make_inputs
 
+from hf_effattn.ops.bi_clustered_attention import batched
 from hf_effattn.ops.shared import head_threads, row_chunks
 from hf_effattn.ops.shared.head_threads import for_every_chunk, heads_of_threads
 from hf_effattn.ops.shared.row_chunks import RowChunk
@@ -133,25 +135,79 @@ def test_autocast_ends_before_a_chunk(two_threads):
     assert dtypes == [torch.float32] * 5
 
 
-@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor knows no such mode")
-@pytest.mark.parametrize("count", [1, 9])
+flushes = pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor knows no such mode")
+
+
+@flushes
+@pytest.mark.parametrize("default", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("count", "threads"), [(1, 1), (9, 2)])
 @pytest.mark.parametrize("of_caller", [False, True])
-def test_a_chunk_takes_denormals_as_zero_and_the_caller_does_as_before(count, of_caller, two_threads):
+def test_a_chunk_takes_denormals_as_zero_and_the_caller_does_as_before(
+    count, threads, of_caller, default, two_threads
+):
     seen = []
+    torch.set_num_threads(threads)
+
+    def denormal():
+        return torch.full((), 1e-40, dtype=torch.float32).mul(2).item()
 
     def run(chunk):
-        seen.append(torch.full((), 1e-40).mul(2).item())
+        seen.append(denormal())
         if chunk.batch == count - 1:
             raise ArithmeticError
 
     torch.set_flush_denormal(of_caller)
+    torch.set_default_dtype(default)
     try:
         with pytest.raises(ArithmeticError):
             for_every_chunk(run, chunks(count), CPU)
         assert seen == [0.0] * count
-        assert (torch.full((), 1e-40).mul(2).item() == 0) == of_caller
+        assert (denormal() == 0) == of_caller
     finally:
+        torch.set_default_dtype(torch.float32)
         torch.set_flush_denormal(False)
+
+
+FIRST_USE = """
+import torch
+from hf_effattn.ops.shared.head_threads import for_every_chunk
+
+def small():
+    return torch.full((2**22,), 1e-40).mul_(2).count_nonzero().item()
+
+torch.set_num_threads(2)
+for_every_chunk(lambda chunk: small(), [0], torch.device("cpu"))  # fewer chunks than threads: each on all of them
+assert small() == 2**22
+"""
+
+
+@flushes
+@pytest.mark.slow
+def test_threads_that_a_chunk_starts_keep_denormals():
+    """OpenMP's take the mode of the thread that first needs them, for all that the process does later."""
+    folder = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", FIRST_USE], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_gradients_of_keys_wait_for_their_own_head_alone(two_threads, monkeypatch):
+    """A head that attends exactly is cut into a part per thread, whose gradients are each as large as its keys."""
+    case = Case("exact", H=12, N=40, M=40)
+    inputs, alive, most = make_inputs(case), WeakSet(), []
+    find = batched.exact_backward
+
+    def counted(*arguments):
+        found = find(*arguments)
+        alive.add(found[1])
+        most.append(len(alive))
+        return found
+
+    monkeypatch.setattr(batched, "exact_backward", counted)
+    leaves = [tensor.requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)]
+    output = attend("bi_clustered_attention", case, inputs, backend="batched", exact_heads=torch.ones(2, 12) > 0)
+    torch.autograd.grad(output.sum(), leaves)
+    assert len(most) == 2 * 2 * 12
+    assert max(most) <= 4  # those of the heads that two threads are at
 
 
 @pytest.mark.parametrize("count", [1, 2, 9])

@@ -9,7 +9,6 @@ Sizes: `P` key/value heads of a chunk, `N` queries, `M` keys, `T` exact keys, `C
 that share a key/value head, `G` key clusters, `nb` blocks of `L` keys per head.
 """
 
-from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -31,7 +30,7 @@ from ..shared.tables import (
     output_of_chunks,
     table_rows,
 )
-from .exact_heads import ExactPart, attend_exactly, exact_backward, exact_parts
+from .exact_heads import ExactPart, KeyGradients, attend_exactly, exact_backward, exact_parts
 from .reference import LARGEST_LIFT
 
 
@@ -209,8 +208,10 @@ def gradients(
     def attend_chunk(part: RowChunk | ExactPart) -> None:
         if isinstance(part, ExactPart):
             of_inputs = query, key, value, scale, dropout_p, dropout_seed
-            of_query, *of_keys[part] = exact_backward(part, grad_output, output, log_sum, *of_inputs)
+            of_query, *of_keys = exact_backward(part, grad_output, output, log_sum, *of_inputs)
             part.chunk.store_queries(grad_query, of_query, part.rows)
+            for target, total in zip((grad_key, grad_value), sums.add(part, of_keys), strict=False):
+                part.chunk.store_keys(target, total)
             return
         chunk = _Chunk(part, query, key, value, labels, key_labels, *settings, top)
         packed_grad = chunk.blocks.pack(part.queries(grad_output).to(chunk.packed_query.dtype))
@@ -222,12 +223,8 @@ def gradients(
     numbers = largest_buffer(query, key, value, clusters, key_clusters, topk)
     exact = exact_parts(query, key, value, key_mask, query_mask, exact_heads, dropout_seed)
     parts: list[RowChunk | ExactPart] = [*exact, *chunks_of(query, key, key_mask, query_mask, numbers, exact_heads)]
-    of_keys: dict[ExactPart, list[torch.Tensor]] = {}
+    sums = KeyGradients(exact)
     for_every_chunk(attend_chunk, parts, query.device)
-    for _, of_head in groupby(exact, key=lambda part: id(part.chunk)):
-        first, *others = of_head
-        for i, target in enumerate((grad_key, grad_value)):
-            first.chunk.store_keys(target, sum((of_keys[part][i] for part in others), of_keys[first][i]))
     return grad_query, grad_key, grad_value
 
 

@@ -5,7 +5,8 @@ Sizes: `P` heads, `N` queries, `M` keys.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
+from threading import Lock
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,34 @@ class ExactPart:
 
     chunk: RowChunk
     rows: slice
+
+
+class KeyGradients:
+    """Adds up what the parts of each head leave for its keys, in their order, on any number of threads.
+
+    A head is added up as soon as its last part is there: until the end, a gradient per part would stay in memory.
+    """
+
+    def __init__(self, parts: list[ExactPart]) -> None:
+        self._lock = Lock()
+        self._found: dict[ExactPart, list[torch.Tensor]] = {}
+        self._of_head: dict[ExactPart, list[ExactPart]] = {}
+        for _, of_head in groupby(parts, key=lambda part: id(part.chunk)):
+            together = list(of_head)
+            self._of_head |= dict.fromkeys(together, together)
+
+    def add(self, part: ExactPart, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums of its head where no other part of it is missing, else nothing."""
+        with self._lock:
+            self._found[part] = gradients
+            together = self._of_head[part]
+            if any(one not in self._found for one in together):
+                return []
+            first, *others = (self._found.pop(one) for one in together)
+        for more in others:
+            for total, own in zip(first, more, strict=True):
+                total += own
+        return first
 
 
 def exact_parts(

@@ -44,8 +44,13 @@ def _denormals_as_zero() -> Iterator[None]:
     """This thread's arithmetic with 0 for numbers too small to be normal.
 
     A product with one takes some processors a hundred times as long, and the smallest weights of a softmax are many.
+    Not where operators run on several threads: OpenMP's take the mode of the one that first needs them, and keep it.
     """
-    before = not torch.tensor(DENORMAL).mul_(1).item()
+    if torch.get_num_threads() > 1:
+        yield
+        return
+    # Defaults of the caller's would make it another number, or of another device.
+    before = not torch.tensor(DENORMAL, dtype=torch.float32, device="cpu").mul_(1).item()
     torch.set_flush_denormal(True)
     try:
         yield
