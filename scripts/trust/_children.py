@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+ROOT = Path(__file__).parents[2]
 FORK = multiprocessing.get_context("fork")
 
 
@@ -46,7 +47,8 @@ class Child:
 
         Raises:
             TimeoutError: it had not ended after `longest` seconds, and is killed.
-            RuntimeError: it raised something or was killed; with the last line of what it said.
+            RuntimeError: it raised something or was killed; with the last line of what it said, which names no folder
+                above the project's where the disk was full in the middle of a traceback.
         """
         found = None
         with suppress(EOFError):  # it ended without an answer
@@ -55,7 +57,7 @@ class Child:
             raise TimeoutError(f"not done after {longest:g} s")
         if self.process.exitcode != 0:
             lines = self.said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            raise RuntimeError(lines[-1] if lines else f"ended with {self.process.exitcode}")
+            raise RuntimeError(lines[-1].replace(f"{ROOT}/", "") if lines else f"ended with {self.process.exitcode}")
         return found
 
 

@@ -4,6 +4,9 @@ import gc
 import json
 import os
 import random
+import re
+import resource
+import signal
 import sys
 import time
 import tomllib
@@ -15,7 +18,7 @@ import torch
 import hf_effattn
 from hf_effattn.measuring.environment import environment
 from scripts.publish import trust_tables
-from scripts.trust import faults, memory, versions
+from scripts.trust import _children, faults, memory, versions
 from scripts.trust._children import Child, run
 from scripts.trust._tiny import KINDS, ids_of, tiny
 
@@ -35,6 +38,29 @@ def test_children_answer_raise_and_are_killed(tmp_path):
     child = Child(lambda: time.sleep(60), tmp_path / "said")
     assert child.kill(after=0.1)
     assert not child.process.is_alive()
+
+
+def test_what_a_child_said_last_names_no_folder_of_this_machine(tmp_path):
+    """A traceback that a full disk cuts ends in the path of a file."""
+
+    lines = f'Traceback (most recent call last):\n  File "{_children.__file__}"'
+
+    def cut():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(lines), resource.RLIM_INFINITY))
+        raise ArithmeticError
+
+    with pytest.raises(RuntimeError, match=r'File "scripts/trust/_children\.py"$') as raised:
+        run(cut, tmp_path / "said")
+    assert str(Path(__file__).parents[3]) not in str(raised.value)
+
+
+def test_no_result_names_a_folder_of_a_machine():
+    results = list((Path(__file__).parents[3] / "scripts" / "results").glob("*.json"))
+    assert results
+    for path in results:
+        found = re.search(r"(?<![\w.:])/(home|root|work|tmp|Users|mnt|opt)/", path.read_text(encoding="utf-8"))
+        assert found is None, f"{path.name}: {found}"
 
 
 STEPS = 400
