@@ -110,8 +110,8 @@ def test_fast_form_equals_reference_where_weights_are_smaller_than_numbers_can_b
             found[backend] = (output.detach(), *torch.autograd.grad(output.square().sum(), leaves))
         for name, actual, expected in zip(("output", "query", "key", "value"), *reversed(found.values()), strict=True):
             # Where one key takes all, gradients of queries and keys are small beside what they are sums of: their
-            # errors depend on the processor, from 1e-7 to 1.0e-6.
-            assert_close_to_reference(name, actual, expected, rtol=1e-5 if name in ("query", "key") else 1e-10)
+            # errors depend on the processor, from 1e-7 to 1.01e-6.
+            assert_close_to_reference(name, actual, expected, rtol=2e-6 if name in ("query", "key") else 1e-10)
 
 
 @pytest.mark.parametrize("method", METHODS[1:])

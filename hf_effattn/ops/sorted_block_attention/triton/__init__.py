@@ -146,14 +146,10 @@ def gradients(
     grad_query, grad_key, grad_value = (unwritten_output(tensor, tensor) for tensor in (query, key, value))
     clusters = 0 if membership is None else membership.shape[2]
     shape = () if membership is None else membership.shape
+    dtype = (query if membership is None else membership).dtype
     grad_membership = query.new_empty(shape or (0,), dtype=torch.float32)
     if output.numel() == 0:
-        return (
-            grad_query,
-            grad_key,
-            grad_value,
-            grad_membership.to((query if membership is None else membership).dtype),
-        )
+        return grad_query, grad_key, grad_value, grad_membership.to(dtype)
     rows, columns = (64, 32) if membership is None else (32, 16)
     config = _config(query, Dv, rows, columns, by_parts=membership is not None or max(query.shape[3], Dv) > 128)
     options = _options(causal, labels, dropout_seed, config)
@@ -185,7 +181,7 @@ def gradients(
                     *qkv, *grad_output.stride(), *gate, *sizes[:6], tiles, window_blocks, scale * LOG2_E, dropout_p,
                     AS_KEY=as_key, BLOCK_C=CLUSTER_COLUMNS, **options,
                 )  # fmt: skip
-    return grad_query, grad_key, grad_value, grad_membership.to((query if membership is None else membership).dtype)
+    return grad_query, grad_key, grad_value, grad_membership.to(dtype)
 
 
 register_gradients(
