@@ -19,9 +19,10 @@ def tune(
     ] = None,
     lengths: Annotated[str, typer.Option(help="Numbers of tokens, with commas; the longest that you use.")] = "4096",
     texts: Annotated[int, typer.Option(min=1, help="Passages of each length, from places spread over the text.")] = 8,
-    error: Annotated[
-        float | None, typer.Option(help="Error allowed to the attention output of a head. Default: 0.1.")
-    ] = None,
+    error: Annotated[float | None, typer.Option(help="Error allowed to the attention output. Default: 0.1.")] = None,
+    over: Annotated[
+        str, typer.Option(help='What the error counts: "heads", each; "layers", all heads of one together: faster.')
+    ] = "heads",
     speed: Annotated[
         float | None, typer.Option(help="Instead of --error: how many times faster attention shall be.")
     ] = None,
@@ -29,7 +30,7 @@ def tune(
         int | None, typer.Option(help="0: force the settings where exact attention is faster, too.")
     ] = None,
 ) -> None:
-    """Find the cheapest settings of every head that keep its error within a budget, on your model and text."""
+    """Find the cheapest settings of every head that keep the error within a budget, on your model and text."""
     wanted = lengths_of(lengths) or ()
     from ..patching import extend_positions
     from ..patching.model_types import longest_input
@@ -57,10 +58,14 @@ def tune(
         if positions is not None and max(wanted) > positions:
             typer.secho(f"The model knows {positions} positions; beyond, they are repeated.", err=True)
             loaded = extend_positions(loaded, max(wanted))
-        found = calibrate(loaded, inputs, error, speed=speed, min_length=min_length, progress=lines_of_progress())
+        found = calibrate(
+            loaded, inputs, error, over=over, speed=speed, min_length=min_length, progress=lines_of_progress()
+        )
         file = found.save(output)
         write_whole(output / "rungs.png", lambda picture: found.plot().savefig(picture, format="png"))
         typer.secho(f"written: {file} and {output / 'rungs.png'}", err=True)
         typer.echo(f"{found}\n\nPatch the model, or any fine-tune of it, with:\n")
-        typer.echo(f'    hf_effattn.patch_attention(model, settings="{file}", tolerance={found.error:g})\n')
+        # A tolerance is every head's.
+        tolerance = f", tolerance={found.error:g}" if over == "heads" else ""
+        typer.echo(f'    hf_effattn.patch_attention(model, settings="{file}"{tolerance})\n')
         typer.echo("Without tolerance= no pass is checked, which suits texts like those that it was tuned on.")

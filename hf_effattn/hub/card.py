@@ -315,11 +315,13 @@ def _rungs(settings: PerHead) -> list[str]:
     made = settings.calibration
     if made is not None and "error" in made:
         lengths = ", ".join(f"{length:,}" for length in made["lengths"])
+        kept, counted = "Each head has the cheapest that kept the relative L2 error of its attention output", "heads"
+        if made.get("over") == "layers":
+            kept, counted = "The heads take the least time in which the layers' mean relative L2 error kept", "texts"
         found.append(
-            f"Each head has the cheapest that kept the relative L2 error of its attention output within "
-            f"{made['error']:g} on {made['texts']} texts of {lengths} tokens; on each text left out, "
-            f"{100 * made['held_out']:.0f}% of the heads did, and attention was {made['speed']:.1f} times as fast as "
-            "exact attention. C `clusters`, k `topk`, G `key_clusters`; the table of heads is in `config.json`."
+            f"{kept} within {made['error']:g} on {made['texts']} texts of {lengths} tokens; of those left out, "
+            f"{100 * made['held_out']:.0f}% of the {counted} did, and attention was {made['speed']:.1f} times as fast "
+            "as exact attention. C `clusters`, k `topk`, G `key_clusters`; the table of heads is in `config.json`."
         )
     return found
 

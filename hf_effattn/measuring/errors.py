@@ -26,13 +26,19 @@ def head_errors(exact: torch.Tensor, other: torch.Tensor, rows: torch.Tensor | N
     Returns:
         `list[float]`: `H` values, each `|other - exact| / |exact|`.
     """
+    return ratio(*head_squares(exact, other, rows)).sqrt().tolist()
+
+
+def head_squares(
+    exact: torch.Tensor, other: torch.Tensor, rows: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`|other - exact|²` and `|exact|²` of every head, `(H,)` in float64; the arguments of `head_errors`."""
     if rows is not None:
         exact, other = exact[rows], other[rows]  # (valid rows, H, D)
     else:
         exact, other = exact.flatten(0, 1), other.flatten(0, 1)
     reference = exact.double()
-    difference = (other.double() - reference).square().sum(dim=(0, 2))
-    return _ratio(difference, reference.square().sum(dim=(0, 2))).tolist()
+    return (other.double() - reference).square().sum(dim=(0, 2)), reference.square().sum(dim=(0, 2))
 
 
 def relative_error(exact: torch.Tensor, other: torch.Tensor) -> float:
@@ -44,12 +50,13 @@ def relative_error(exact: torch.Tensor, other: torch.Tensor) -> float:
         reference = exact_rows.double()
         sums[0] += (other_rows.double() - reference).square().sum()
         sums[1] += reference.square().sum()
-    return float(_ratio(sums[0], sums[1]))
+    return float(ratio(sums[0], sums[1]).sqrt())
 
 
-def _ratio(difference: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    ratio = (difference / reference).sqrt()
-    return torch.where(difference == 0, torch.zeros_like(ratio), ratio)
+def ratio(difference: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """One by the other; 0 without a difference, whatever the reference."""
+    divided = difference / reference
+    return torch.where(difference == 0, torch.zeros_like(divided), divided)
 
 
 @dataclass

@@ -11,19 +11,22 @@ import torch
 from transformers import PreTrainedModel
 
 from ..measuring.candidates import EXACT, short_name
-from ..measuring.environment import environment
-from ..measuring.errors import run_model
-from ..measuring.inputs import check_inputs
-from ..measuring.ladder import (
-    LadderErrors,
+from ..measuring.choosing import (
+    OVER,
+    OfHeads,
+    OfLayers,
+    Rule,
     budget_for,
-    choose_rungs,
-    default_ladder,
     errors_of,
     held_out_coverage,
     least_margin,
+    mean_of_layers,
     speed_of,
 )
+from ..measuring.environment import environment
+from ..measuring.errors import run_model
+from ..measuring.inputs import check_inputs
+from ..measuring.ladder import LadderErrors, default_ladder
 from ..measuring.progress import Progress, progress_bar
 from ..measuring.recording import as_it_was, layer_names, recording, stacks_to_report
 from ..patching.methods import Method
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COVERAGE = 0.99
+# What a budget's coverage is a part of.
+COUNTED: dict[str, str] = {"heads": "heads", "layers": "texts"}
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,9 @@ class Calibration:
 
     Args:
         settings (`PerHead`): the rungs, the table of heads, and in `calibration` how they were found: `error` (the
-            budget), `lengths`, `texts`, `margin`, `held_out` (the part of the heads within the budget on texts left
-            out), `errors` (the largest on these texts, by layer and head), `speed` against exact attention.
+            budget), `over` (what it counts), `lengths`, `texts`, `margin`, `held_out` (the part of the heads, or of
+            the texts, within the budget on texts left out), `errors` (the largest on these texts, by layer and head),
+            over layers `layers_error` (their mean, the largest on these texts), `speed` against exact attention.
         base_model (`str`, *optional*): the id on the Hub of the model.
     """
 
@@ -100,8 +106,10 @@ class Calibration:
         lengths = ", ".join(f"{length:,}" for length in made["lengths"])
         heads = [index for row in self.settings.heads for index in row]
         names = [*map(short_name, self.settings.rungs), EXACT]
+        over: str = made.get("over", "heads")
+        of = "of the heads on texts" if over == "heads" else "of the texts, their layers' mean,"
         lines = [
-            f"Within an error of {percent(made['error'])}: {percent(made['held_out'])} of the heads on texts left out "
+            f"Within an error of {percent(made['error'])}: {percent(made['held_out'])} {of} left out "
             f"({count(made['texts'], 'text')} of {lengths} tokens, margin {made['margin']:.2f}); attention "
             f"{made['speed']:.2g} times as fast as exact.",
             *(f"  {heads.count(index):>4} heads: {name}" for index, name in enumerate(names)),
@@ -114,19 +122,23 @@ def calibrate(
     inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     error: float | None = None,
     *,
+    over: str = "heads",
     speed: float | None = None,
     ladder: Sequence[Mapping[str, Any]] | None = None,
     coverage: float = COVERAGE,
     min_length: int | None = None,
     progress: bool | Progress | None = None,
 ) -> Calibration:
-    """Find for each head the cheapest settings that keep the error of its attention output within a budget.
+    """Find for each head the cheapest settings that keep the error of the attention output within a budget.
 
     On the exact model's own queries, keys and values every rung of a ladder of settings runs, and of every head it
-    is told how large its error is on each text. A head gets the first rung whose mean error, times a margin, keeps
-    the budget, or else stays exact. The margin is the smallest with which that part of the heads (`coverage`) keeps
-    the budget on each text left out, when the rungs are chosen on the others. Query heads that share keys share the
-    rung. Errors grow with the length: give texts as long as yours. The model is afterwards what it was.
+    is told how large its error is on each text. Over heads, a head gets the first rung whose mean error, times a
+    margin, keeps the budget, or else stays exact. Over layers, heads get the rungs of which a layer takes the least
+    time, as timed here, while the mean error of the layers' outputs keeps the budget: faster at the same error, with
+    single heads beyond it that are a small part of their layer. The margin is the smallest with which that part of
+    the heads, or of the texts (`coverage`), keeps the budget on each text left out, when the rungs are chosen on the
+    others. Query heads that share keys share the rung. Errors grow with the length: give texts as long as yours. The
+    model is afterwards what it was.
 
     Args:
         model (`PreTrainedModel`): an encoder or decoder of a served model type, with or without a head; or a model of
@@ -134,13 +146,17 @@ def calibrate(
         inputs (`Mapping` or `Sequence[Mapping]`): what the tokenizer returned with `return_tensors="pt"`, two texts or
             more, eight for a margin to rely on, of the lengths and the kinds that matter to you; for a model of
             sentence-transformers also texts.
-        error (`float`, *optional*): the budget, relative L2 of a head's attention output. Default: 0.1, unless `speed`
-            is given.
+        error (`float`, *optional*): the budget, relative L2 of the attention output. Default: 0.1, unless `speed` is
+            given.
+        over (`str`): what the budget counts: `"heads"`, the output of each; or `"layers"`, the output of all heads of
+            a layer together, in the mean of the layers, as the tables of the README do.
         speed (`float`, *optional*): instead of `error`: how many times faster than exact attention the heads shall be
             at the longest length; the budget is the smallest that is.
         ladder (`Sequence[dict]`, *optional*): the settings to choose from, the cheapest first, as of `report`.
-            Default: seven of `"bi-clustered"`, where the future is masked in segments of 512 tokens.
-        coverage (`float`): the part of the heads that shall be within the budget on a text left out.
+            Default: seven of `"bi-clustered"`, where the future is masked in segments of 512 tokens; over the layers
+            of an encoder one of `"clustered"` and six of `"bi-clustered"`.
+        coverage (`float`): the part of the heads, or over layers of the texts, that shall be within the budget on a
+            text left out.
         min_length (`int`, *optional*): as of the methods: inputs with fewer tokens run exact attention. Default: each
             rung's own; a rung that runs exact attention at all the lengths given is left out.
         progress (`bool` or `Callable`, *optional*): show a progress bar on stderr; a function gets
@@ -151,18 +167,20 @@ def calibrate(
 
     Raises:
         ValueError: fewer than two texts, inputs that the model cannot take, a value outside its range, error and speed
-            together, a speed that no budget reaches, inputs on which every rung runs exact attention, a model of
-            several parts or without attention to patch.
+            together, an unknown `over`, a speed that no budget reaches, inputs on which every rung runs exact
+            attention, a model of several parts or without attention to patch.
         TypeError: a value of the wrong type, something that is not a transformers model.
     """
     model, inputs = model_and_inputs(model, inputs)
     if not isinstance(getattr(model, "_orig_mod", model), PreTrainedModel):  # a compiled one is measured as it is
         raise not_a_model(model)
     budget = _checked_budget(error, speed, coverage)
+    if over not in OVER:
+        raise ValueError(f'over must be "heads" or "layers", got {over!r}')
     own = {} if min_length is None else {"min_length": min_length}
     stack = _only_stack(model)
     causal, device_type = any(is_causal(module) for module in stack.modules), model.device.type
-    rungs = list(PerHead(rungs=[dict(one) | own for one in ladder or default_ladder(causal=causal)]).rungs)
+    rungs = list(PerHead(rungs=[dict(one) | own for one in ladder or default_ladder(causal=causal, over=over)]).rungs)
     for rung in rungs:
         rung.check_stack(stack)
         if causal:
@@ -191,13 +209,14 @@ def calibrate(
                 with recording(model, watch):
                     run_model(model, batch)
                 found.first_text = len(found.errors)
-    return _chosen(found, model, stack, budget, speed, coverage, min_length)
+    return _chosen(found, model, stack, over, budget, speed, coverage, min_length)
 
 
 def _chosen(
     found: LadderErrors,
     model: PreTrainedModel,
     stack: Stack,
+    over: str,
     budget: float | None,
     speed: float | None,
     coverage: float,
@@ -210,27 +229,32 @@ def _chosen(
         raise _nothing_to_measure(found.rungs, found.seconds, model.device.type, causal)
     model_of = described(stack)
     rungs = [rung for rung, one in zip(found.rungs, ran.tolist(), strict=True) if one]
-    errors, costs = found.stacked(model_of["layers"])[:, ran], torch.cat([costs[:-1][ran], costs[-1:]])
+    costs = torch.cat([costs[:-1][ran], costs[-1:]])
+    errors, shares = (one[:, ran] for one in found.stacked(model_of["layers"]))
+    rule: Rule = OfHeads() if over == "heads" else OfLayers(costs)
+    counted = errors if over == "heads" else shares
     if budget is None:
-        budget = budget_for(errors, costs, speed or 0.0, coverage)
+        budget = budget_for(counted, costs, speed or 0.0, coverage, rule)
         if budget is None:
             cheapest = torch.zeros(errors.shape[2:], dtype=torch.long)
             raise ValueError(
                 f"no budget makes attention {speed:g} times faster than exact attention at {max(found.seconds):,} "
                 f"tokens: the cheapest rung is {speed_of(cheapest, costs):.2g} times as fast"
             )
-    margin = least_margin(errors, budget, coverage)
-    table = choose_rungs(errors, budget, margin)
-    kept = held_out_coverage(errors, budget, margin)
+    margin = least_margin(counted, budget, coverage, rule)
+    table = rule.choose(counted, budget, margin)
+    kept = held_out_coverage(counted, budget, margin, rule)
     if kept < coverage:
         warnings.warn(
-            f"{percent(kept)} of the heads keep the error of {budget:g} on texts left out, {percent(coverage)} were "
-            "asked for: the texts differ too much for a table of heads; patch with a tolerance, checked in each pass",
+            f"{percent(kept)} of the {COUNTED[over]} keep the error of {budget:g} on texts left out, "
+            f"{percent(coverage)} were asked for: the texts differ too much for a table of heads; patch with a "
+            "tolerance, checked in each pass",
             stacklevel=3,
         )
     calibration = {
         "model": model_of,
         "error": budget,
+        "over": over,
         "speed": round(speed_of(table, costs), 3),
         "lengths": sorted(found.seconds),
         "texts": len(found.errors),
@@ -240,6 +264,8 @@ def _chosen(
         "errors": [[round(value, 4) for value in row] for row in errors_of(table, errors).amax(dim=0).tolist()],
         "environment": environment(model.device),
     }
+    if over == "layers":
+        calibration["layers_error"] = round(float(mean_of_layers(table, shares).max()), 4)
     settings = PerHead(rungs=rungs, heads=table.tolist(), calibration=calibration, min_length=min_length)
     return Calibration(settings, base_model_of(model.config))
 

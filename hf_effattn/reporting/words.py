@@ -108,10 +108,15 @@ def _method_line(report: Findings, label: str, length: int | None) -> str:
 
 
 def _asked(settings: Mapping[str, Any], errors: Sequence[tuple[float, int, int]]) -> list[str]:
-    """Of settings with a budget of error for every head: what was asked, found in calibrating, and found here."""
+    """Of settings with a budget of error: what was asked, found in calibrating, and found here."""
     calibration = settings.get("calibration") or {}
     facts = []
-    if "error" in calibration and errors:
+    if calibration.get("over") == "layers":
+        facts.append(
+            f"asked was at most {percent(calibration['error'])} in the mean of the layers, which has been at most "
+            f"{percent(calibration['layers_error'])} on the texts it was calibrated on"
+        )
+    elif "error" in calibration and errors:
         beyond = sum(value > calibration["error"] for value, _, _ in errors)
         calibrated = max(value for row in calibration["errors"] for value in row)
         facts.append(

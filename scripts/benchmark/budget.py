@@ -29,15 +29,9 @@ import typer
 from rich.progress import track
 
 from hf_effattn.measuring.candidates import EXACT, short_name
+from hf_effattn.measuring.choosing import OfHeads, errors_of, held_out_coverage, least_margin
 from hf_effattn.measuring.cost import compare, interleaved_rounds, median_ratio, timed
-from hf_effattn.measuring.ladder import (
-    LADDER,
-    choose_rungs,
-    errors_of,
-    held_out_coverage,
-    least_margin,
-    text_errors,
-)
+from hf_effattn.measuring.ladder import LADDER, text_errors, text_squares
 from hf_effattn.ops import predicted_error, query_offsets
 from hf_effattn.patching.methods import Method
 from hf_effattn.patching.methods.clustered import BiClustered
@@ -126,7 +120,7 @@ def measure_errors(run: dict[str, Any], decoder: bool = False) -> dict[str, Any]
         for rung in rungs():
             output = rung.run(query, key, value, causal=decoder)
             attended = Attended(query, key, value, None, None, decoder, output)
-            of_heads = {"errors": text_errors(exact, output.transpose(1, 2), None, key.shape[1])}
+            of_heads = {"errors": text_errors(text_squares(exact, output.transpose(1, 2), None), key.shape[1])}
             of_heads["bounds"] = attended.sampled_errors()[1].unflatten(1, (-1, group)).amax(dim=2)
             if not decoder:
                 of_heads["first_bounds"] = attended.first_errors()[1].unflatten(1, (-1, group)).amax(dim=2)
@@ -143,8 +137,8 @@ def stacked(rows: list[dict[str, Any]], name: str) -> torch.Tensor:
 def calibrated(rows: list[dict[str, Any]], length: int, budget: float) -> tuple[torch.Tensor, float, float]:
     """The table of heads `(L, H)` that the calibration texts give, its margin, and its coverage of texts left out."""
     errors = stacked([row for row in rows if (row["length"], row["part"]) == (length, "calibrated")], "errors")
-    margin = least_margin(errors, budget, COVERAGE)
-    return choose_rungs(errors, budget, margin), margin, held_out_coverage(errors, budget, margin)
+    margin = least_margin(errors, budget, COVERAGE, OfHeads())
+    return OfHeads().choose(errors, budget, margin), margin, held_out_coverage(errors, budget, margin, OfHeads())
 
 
 def coverage(rows: list[dict[str, Any]]) -> pd.DataFrame:

@@ -1,0 +1,168 @@
+"""Which rung of a ladder each head gets: the cheapest within a budget of error, with a margin for other texts.
+
+Sizes: `T` texts, `R` rungs, `L` layers, `H` key/value heads. A table of heads is `(L, H)`, `R` where a head is exact.
+Errors of layers that no method is for are infinite: they stay exact, and no budget counts them.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+OVER = ("heads", "layers")
+# The margins that are tried, beside which texts that a table was not made from stay within the budget.
+MARGINS = tuple(1 + step / 50 for step in range(101))
+MOST_ERROR, BUDGET_STEP = 2.0, 0.005
+# Below it a difference of errors, or of seconds, is none.
+NOTHING = 1e-12
+
+
+class Rule(Protocol):
+    """What a budget counts, and so how heads share it.
+
+    Attributes:
+        over: its name.
+    """
+
+    over: ClassVar[str]
+
+    def choose(self, errors: torch.Tensor, budget: float, margin: float) -> torch.Tensor:
+        """The table of heads within a budget on `errors` `(T, R, L, H)`, times a margin of at least 1."""
+        ...
+
+    def within(self, table: torch.Tensor, errors: torch.Tensor, budget: float) -> torch.Tensor:
+        """Of everything that the budget counts on one text, errors `(1, R, L, H)`, whether it is within: `(n,)`."""
+        ...
+
+
+class OfHeads:
+    """Every head within the budget; errors are relative L2 errors of a head's attention output."""
+
+    over: ClassVar[str] = "heads"
+
+    def choose(self, errors: torch.Tensor, budget: float, margin: float) -> torch.Tensor:
+        """For every head the first rung whose mean error over the texts is small enough."""
+        within = errors.mean(dim=0) * margin <= budget
+        return torch.cat([within, torch.ones_like(within[:1])]).int().argmax(dim=0)
+
+    def within(self, table: torch.Tensor, errors: torch.Tensor, budget: float) -> torch.Tensor:
+        """Of every head."""
+        return (errors_of(table, errors)[0] <= budget)[served_layers(errors)].flatten()
+
+
+@dataclass(frozen=True)
+class OfLayers:
+    """The mean over the layers within the budget, of the relative L2 error of a layer's output, all heads together.
+
+    Errors are `layer_shares`: squared, and as a share of the layer's squared output, so that they add up. A head that
+    is a small part of its layer's output may err more than the others.
+
+    Args:
+        costs (`torch.Tensor`): `(R + 1,)`, seconds of a layer by rung, exact attention last.
+    """
+
+    over: ClassVar[str] = "layers"
+    costs: torch.Tensor
+
+    def choose(self, errors: torch.Tensor, budget: float, margin: float) -> torch.Tensor:
+        """Of the least time that single steps find.
+
+        From the cheapest rung of all, the head that gains most error per second moves to the rung where it does,
+        until the budget is kept; then heads that the last large step has left room for move to cheaper ones.
+        """
+        served = served_layers(errors)
+        table = torch.full(errors.shape[2:], errors.shape[1])
+        if served.any():
+            table[served] = self._search(errors[:, :, served], budget / margin)
+        return table
+
+    def _search(self, errors: torch.Tensor, budget: float) -> torch.Tensor:
+        exact = torch.zeros_like(errors[:, :1])
+        squares = torch.cat([errors, exact], dim=1).permute(2, 0, 3, 1).double()  # (L, T, H, R + 1)
+        L, _, H, R = squares.shape
+        table = torch.full((L, H), int(self.costs.argmin()))
+        total, changes = squares.new_zeros(L), squares.new_zeros(L, H, R)
+
+        def look(layer: int) -> None:
+            """The error of a layer, and how much every step of one of its heads would change it."""
+            of_heads = squares[layer].gather(2, table[layer].expand(len(errors), H)[..., None])  # (T, H, 1)
+            of_layer = of_heads.sum(dim=1, keepdim=True)
+            after = (of_layer - of_heads + squares[layer]).clamp(min=0).sqrt()
+            total[layer] = of_layer.sqrt().mean()
+            changes[layer] = (after - of_layer.sqrt()).mean(dim=0)
+
+        def step(scores: torch.Tensor) -> None:
+            layer, head, rung = (int(index) for index in torch.unravel_index(scores.argmax(), scores.shape))
+            table[layer, head] = rung
+            look(layer)
+
+        for layer in range(L):
+            look(layer)
+        while total.sum() > L * budget:
+            dearer = (self.costs - self.costs[table][..., None]).clamp(min=NOTHING)
+            step(-changes / dearer)
+        while True:
+            saved = self.costs[table][..., None] - self.costs
+            possible = (saved > NOTHING) & (total.sum() + changes <= L * budget)
+            if not possible.any():
+                return table
+            step((saved / changes.clamp(min=NOTHING)).masked_fill(~possible, -torch.inf))
+
+    def within(self, table: torch.Tensor, errors: torch.Tensor, budget: float) -> torch.Tensor:
+        """Of the text."""
+        return mean_of_layers(table, errors) <= budget
+
+
+def served_layers(errors: torch.Tensor) -> torch.Tensor:
+    """Of every layer whether a method is for it: `(L,)`, of `(T, R, L, H)`."""
+    return errors.isfinite().all(dim=3).all(dim=1).all(dim=0)
+
+
+def errors_of(table: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
+    """The errors that heads have on the rungs of a table `(L, H)`: `(T, L, H)`."""
+    with_exact = torch.cat([errors, torch.zeros_like(errors[:, :1])], dim=1)
+    return with_exact.gather(1, table.expand(len(errors), 1, -1, -1))[:, 0]
+
+
+def mean_of_layers(table: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Of every text the mean over the layers served of the error of a layer's output: `(T,)`."""
+    return errors_of(table, shares)[:, served_layers(shares)].sum(dim=2).sqrt().mean(dim=1)
+
+
+def held_out_coverage(errors: torch.Tensor, budget: float, margin: float, rule: Rule) -> float:
+    """The part within the budget on texts that the rungs were not chosen on: each text left out once."""
+    inside = []
+    for text in range(len(errors)):
+        others = torch.cat([errors[:text], errors[text + 1 :]])
+        inside.append(rule.within(rule.choose(others, budget, margin), errors[text, None], budget))
+    return float(torch.cat(inside).float().mean())
+
+
+def least_margin(errors: torch.Tensor, budget: float, coverage: float, rule: Rule) -> float:
+    """The smallest margin with which that part keeps the budget on texts left out.
+
+    The last one tried where none does.
+    """
+    found = (margin for margin in MARGINS if held_out_coverage(errors, budget, margin, rule) >= coverage)
+    return next(found, MARGINS[-1])
+
+
+def speed_of(table: torch.Tensor, costs: torch.Tensor) -> float:
+    """How many times faster than exact attention a table `(L, H)` is, by the seconds of whole layers `(R + 1,)`."""
+    return float(costs[-1] / costs[table].mean())
+
+
+def budget_for(errors: torch.Tensor, costs: torch.Tensor, speed: float, coverage: float, rule: Rule) -> float | None:
+    """The least budget of error with which the heads' rungs are that many times faster than exact attention."""
+    low, high = 0, round(MOST_ERROR / BUDGET_STEP)
+
+    def reaches(step: int) -> bool:
+        budget = step * BUDGET_STEP
+        return speed_of(rule.choose(errors, budget, least_margin(errors, budget, coverage, rule)), costs) >= speed
+
+    if not reaches(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reaches(middle) else (middle, high)
+    return high * BUDGET_STEP
