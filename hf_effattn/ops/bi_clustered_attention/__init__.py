@@ -1,5 +1,6 @@
 """Bi-clustered attention: each query cluster's exact keys, and all other keys by the first order of key clusters."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ def bi_clustered_attention(
     labels: torch.Tensor,
     key_labels: torch.Tensor,
     *,
-    clusters: int,
-    key_clusters: int,
-    topk: int,
+    clusters: int | Sequence[int],
+    key_clusters: int | Sequence[int],
+    topk: int | Sequence[int],
     key_mask: torch.Tensor | None = None,
     query_mask: torch.Tensor | None = None,
     exact_heads: torch.Tensor | None = None,
@@ -66,9 +67,10 @@ def bi_clustered_attention(
         labels (`torch.Tensor`): integers `(B, H, N)` in `0 .. clusters - 1`, from `cluster_queries`.
         key_labels (`torch.Tensor`): integers `(B, heads of key, M)` in `0 .. key_clusters - 1`, from `cluster_queries`
             on the keys.
-        clusters (`int`): number of query clusters `C`; empty ones are legal.
-        key_clusters (`int`): number of key clusters; empty ones are legal.
-        topk (`int`): keys attended to exactly per query cluster; more than `M` means all.
+        clusters (`int` or `Sequence[int]`): number of query clusters `C`; empty ones are legal. Of each of the three
+            counts also a list: one number for every head of key.
+        key_clusters (`int` or `Sequence[int]`): number of key clusters; empty ones are legal.
+        topk (`int` or `Sequence[int]`): keys attended to exactly per query cluster; more than `M` means all.
         key_mask (`torch.BoolTensor`, *optional*): `(B, M)`, True = attend; other keys are in no mean.
         query_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts; other rows are in no mean and get 0.
         exact_heads (`torch.BoolTensor`, *optional*): `(B, heads of key)`, True = exact attention of all its queries,
@@ -84,19 +86,31 @@ def bi_clustered_attention(
     Raises:
         ValueError: sizes, devices or dtypes that do not fit together, labels outside `0 .. clusters - 1` or key labels
             outside `0 .. key_clusters - 1` (the kernels, which would have to wait for the GPU to know, give such
-            queries 0 and leave such keys to exact heads), `clusters`, `key_clusters` or `topk` below 1, a `dropout_p`
-            outside [0, 1), an unknown backend.
+            queries 0 and leave such keys to exact heads), `clusters`, `key_clusters` or `topk` below 1, or as a list
+            not as long as key has heads, a `dropout_p` outside [0, 1), an unknown backend.
         TypeError: a mask that is not boolean, labels that are not integers.
     """
-    check_count("topk", topk)
-    check_count("key_clusters", key_clusters)
-    check_attention(query, key, value, labels, clusters, key_mask, query_mask)
+    counts = {"clusters": clusters, "key_clusters": key_clusters, "topk": topk}
+    for name, values in counts.items():
+        for count in values if isinstance(values, Sequence) else [values]:
+            check_count(name, count)
+    check_attention(query, key, value, labels, key_mask, query_mask)
     check_labels(key_labels, key, of="key")
     check_mask_of_heads("exact_heads", exact_heads, key)
     forms = reference.bi_clustered_attention, batched.bi_clustered_attention, _triton
     run = choose_backend(backend, forms, query, key, value)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-    topk = min(topk, key.shape[2])
-    sizes, masks = (clusters, key_clusters, topk), (key_mask, query_mask, exact_heads)
+    sizes = [_of_heads(name, values, key.shape[1]) for name, values in counts.items()]
+    sizes[2] = [min(count, key.shape[2]) for count in sizes[2]]
+    masks = key_mask, query_mask, exact_heads
     seed = draw_seed(dropout_p, query.device)
     return run(query, key, value, labels, key_labels, *sizes, *masks, scale, dropout_p, seed)
+
+
+def _of_heads(name: str, counts: int | Sequence[int], heads: int) -> list[int]:
+    """A count for every key/value head."""
+    if not isinstance(counts, Sequence):
+        return [counts] * heads
+    if len(counts) != heads:
+        raise ValueError(f"{name} must be one number, or one for each of the {heads} heads of key, got {len(counts)}")
+    return list(counts)

@@ -33,6 +33,8 @@ from ..shared.tables import (
 from .exact_heads import ExactPart, KeyGradients, attend_exactly, exact_backward, exact_parts
 from .reference import LARGEST_LIFT
 
+Counts = tuple[int, int, int]  # query clusters, key clusters, exact keys
+
 
 def largest_buffer(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, clusters: int, key_clusters: int, topk: int
@@ -89,7 +91,7 @@ class _Chunk:
         covariance /= queries.shape[1]  # Σ_η
         self.summaries = Summaries(
             keys, centroids, self.T, covariance, largest_lift=LARGEST_LIFT, in_order=dropout_seed is not None,
-            top=None if top is None else chunk.of_heads(top),
+            top=None if top is None else chunk.of_heads(top)[:, : self.C, : self.T],
         )  # fmt: skip
         self.table = self._make_dipole()
 
@@ -150,9 +152,9 @@ def _forward(
     value: torch.Tensor,
     labels: torch.Tensor,
     key_labels: torch.Tensor,
-    clusters: int,
-    key_clusters: int,
-    topk: int,
+    clusters: list[int],
+    key_clusters: list[int],
+    topk: list[int],
     key_mask: torch.Tensor | None,
     query_mask: torch.Tensor | None,
     exact_heads: torch.Tensor | None,
@@ -160,10 +162,10 @@ def _forward(
     dropout_p: float,
     dropout_seed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The output, and what `_kept` says."""
+    """The output, and what `_kept` says; counts by key/value head."""
     output = output_of_chunks(query, key, value, key_mask, query_mask)
     log_sum, top = _kept(query, key, clusters, topk, exact_heads)
-    settings = clusters, key_clusters, topk, scale, dropout_p, dropout_seed
+    counts = list(zip(clusters, key_clusters, topk, strict=True))
 
     def attend_chunk(part: RowChunk | ExactPart) -> None:
         if isinstance(part, ExactPart):
@@ -172,20 +174,41 @@ def _forward(
             if of_scores is not None:
                 part.chunk.store_queries(log_sum, of_scores, part.rows)
             return
-        chunk = _Chunk(part, query, key, value, labels, key_labels, *settings)
+        of_heads = *counts[part.first_head], scale, dropout_p, dropout_seed
+        chunk = _Chunk(part, query, key, value, labels, key_labels, *of_heads)
         values = attend(chunk.table, chunk.blocks, chunk.packed_query, chunk.factor)
         part.store_queries(output, chunk.blocks.unpack(values, chunk.P))
-        part.of_heads(top)[:, :, : chunk.T] = chunk.summaries.top
+        part.of_heads(top)[:, : chunk.C, : chunk.T] = chunk.summaries.top
 
-    numbers = largest_buffer(query, key, value, clusters, key_clusters, topk)
     exact = exact_parts(query, key, value, key_mask, query_mask, exact_heads, dropout_seed)
-    parts: list[RowChunk | ExactPart] = [*exact, *chunks_of(query, key, key_mask, query_mask, numbers, exact_heads)]
+    chunks = _chunks(query, key, value, key_mask, query_mask, exact_heads, counts)
+    parts: list[RowChunk | ExactPart] = [*exact, *chunks]
     for_every_chunk(attend_chunk, parts, query.device)
     return output, log_sum, top
 
 
+def _chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_mask: torch.Tensor | None,
+    query_mask: torch.Tensor | None,
+    exact_heads: torch.Tensor | None,
+    counts: list[Counts],
+) -> list[RowChunk]:
+    """Chunks of heads with the same counts, the dearest first, so that no thread waits long for the last."""
+    found = []
+    for one in sorted(set(counts), key=sum, reverse=True):
+        skip = exact_heads
+        if len(set(counts)) > 1:
+            others = torch.tensor([own != one for own in counts]).expand(key.shape[:2])
+            skip = others if exact_heads is None else others | exact_heads
+        found += chunks_of(query, key, key_mask, query_mask, largest_buffer(query, key, value, *one), skip)
+    return found
+
+
 def _kept(
-    query: torch.Tensor, key: torch.Tensor, clusters: int, topk: int, exact_heads: torch.Tensor | None
+    query: torch.Tensor, key: torch.Tensor, clusters: list[int], topk: list[int], exact_heads: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeros for what the forward pass leaves to the backward pass.
 
@@ -194,7 +217,7 @@ def _kept(
     (B, H, N, _), heads = query.shape, key.shape[1]
     dtype = accumulation_dtype(query.dtype)
     log_sum = query.new_zeros(B, H, 0 if exact_heads is None else N, 1, dtype=dtype)
-    return log_sum, query.new_zeros(B, heads, H // max(1, heads) * clusters, topk, dtype=torch.int64)
+    return log_sum, query.new_zeros(B, heads, H // max(1, heads) * max(clusters), max(topk), dtype=torch.int64)
 
 
 def gradients(
@@ -203,7 +226,7 @@ def gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of query, key and value, labels and sets `T_j` held fixed."""
     grad_query, grad_key, grad_value = gradients_of_chunks(query, key, value, key_mask, query_mask)
-    settings = clusters, key_clusters, topk, scale, dropout_p, dropout_seed
+    counts = list(zip(clusters, key_clusters, topk, strict=True))
 
     def attend_chunk(part: RowChunk | ExactPart) -> None:
         if isinstance(part, ExactPart):
@@ -213,16 +236,17 @@ def gradients(
             for target, total in zip((grad_key, grad_value), sums.add(part, of_keys), strict=False):
                 part.chunk.store_keys(target, total)
             return
-        chunk = _Chunk(part, query, key, value, labels, key_labels, *settings, top)
+        of_heads = *counts[part.first_head], scale, dropout_p, dropout_seed
+        chunk = _Chunk(part, query, key, value, labels, key_labels, *of_heads, top)
         packed_grad = chunk.blocks.pack(part.queries(grad_output).to(chunk.packed_query.dtype))
         of_query, of_rows = chunk.backward(packed_grad)
         part.store_queries(grad_query, of_query)
         part.store_keys(grad_key, of_rows[..., : chunk.D])
         part.store_keys(grad_value, of_rows[..., chunk.D :])
 
-    numbers = largest_buffer(query, key, value, clusters, key_clusters, topk)
     exact = exact_parts(query, key, value, key_mask, query_mask, exact_heads, dropout_seed)
-    parts: list[RowChunk | ExactPart] = [*exact, *chunks_of(query, key, key_mask, query_mask, numbers, exact_heads)]
+    chunks = _chunks(query, key, value, key_mask, query_mask, exact_heads, counts)
+    parts: list[RowChunk | ExactPart] = [*exact, *chunks]
     sums = KeyGradients(exact)
     for_every_chunk(attend_chunk, parts, query.device)
     return grad_query, grad_key, grad_value

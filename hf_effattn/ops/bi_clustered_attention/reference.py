@@ -109,9 +109,9 @@ def bi_clustered_attention(
     value: torch.Tensor,
     labels: torch.Tensor,
     key_labels: torch.Tensor,
-    clusters: int,
-    key_clusters: int,
-    topk: int,
+    clusters: list[int],
+    key_clusters: list[int],
+    topk: list[int],
     key_mask: torch.Tensor | None,
     query_mask: torch.Tensor | None,
     exact_heads: torch.Tensor | None,
@@ -120,8 +120,6 @@ def bi_clustered_attention(
     dropout_seed: torch.Tensor | None,
 ) -> torch.Tensor:
     """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_j`, `j = l(i)`, head by head."""
-    check_label_range(labels, clusters)
-    check_label_range(key_labels, key_clusters, of="key")
     query, key, value = (
         scale * zero_masked(query, query_mask),
         zero_masked(key, key_mask),
@@ -137,6 +135,9 @@ def bi_clustered_attention(
         rows = torch.arange(N, device=query.device) if query_mask is None else query_mask[b].nonzero()[:, 0]
         kept = slice(None) if key_mask is None else key_mask[b]
         own = key[b, h, kept], value[b, h, kept], labels[b, h, rows], key_labels[b, h, kept]
+        C, G, T = clusters[h // group], key_clusters[h // group], topk[h // group]
+        check_label_range(labels[b, h], C)
+        check_label_range(key_labels[b, h], G, of="key")
         if len(own[0]) == 0:
             continue
         if exact_heads is not None and exact_heads[b, h // group]:
@@ -150,15 +151,13 @@ def bi_clustered_attention(
             continue
         sharing = range(h // group * group, h // group * group + group)
         eta = [
-            offsets(query[b, g, rows], means(query[b, g, rows], labels[b, g, rows], clusters), labels[b, g, rows])
+            offsets(query[b, g, rows], means(query[b, g, rows], labels[b, g, rows], C), labels[b, g, rows])
             for g in sharing
         ]
-        exact, factor = min(topk, len(own[0])), None
+        exact, factor = min(T, len(own[0])), None
         if dropout_seed is not None:
-            shape = N, topk + key_clusters
+            shape = N, T + G
             factor = dropout_factor(shape, query, dropout_p, int(dropout_seed), b * H + h, TOPK_AND_SUMMARY_WEIGHTS)
-            factor = torch.cat([factor[rows, :exact], factor[rows, topk:]], dim=1)
-        output[b, h, rows] = attend_head(
-            query[b, h, rows], *own, torch.cat(eta), exact, clusters, key_clusters, factor
-        )
+            factor = torch.cat([factor[rows, :exact], factor[rows, T:]], dim=1)
+        output[b, h, rows] = attend_head(query[b, h, rows], *own, torch.cat(eta), exact, C, G, factor)
     return output

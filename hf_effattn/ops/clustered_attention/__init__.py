@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..shared.arguments import check_attention, choose_backend
+from ..shared.arguments import check_attention, check_count, choose_backend
 from ..shared.dropout import draw_seed
 from . import batched, reference
 
@@ -56,7 +56,8 @@ def clustered_attention(
             below 1, a `dropout_p` outside [0, 1), an unknown backend.
         TypeError: a mask that is not boolean, labels that are not integers.
     """
-    check_attention(query, key, value, labels, clusters, key_mask, query_mask)
+    check_count("clusters", clusters)
+    check_attention(query, key, value, labels, key_mask, query_mask)
     forms = reference.clustered_attention, batched.clustered_attention, _triton
     run = choose_backend(backend, forms, query, key, value)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)

@@ -63,7 +63,8 @@ def improved_clustered_attention(
         TypeError: a mask that is not boolean, labels that are not integers.
     """
     check_count("topk", topk)
-    check_attention(query, key, value, labels, clusters, key_mask, query_mask)
+    check_count("clusters", clusters)
+    check_attention(query, key, value, labels, key_mask, query_mask)
     forms = reference.improved_clustered_attention, batched.improved_clustered_attention, _triton
     run = choose_backend(backend, forms, query, key, value)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)

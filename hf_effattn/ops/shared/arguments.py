@@ -195,12 +195,10 @@ def check_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     labels: torch.Tensor,
-    clusters: int,
     key_mask: torch.Tensor | None,
     query_mask: torch.Tensor | None,
 ) -> None:
     """Raise unless the arguments that every attention over clusters has fit together."""
-    check_count("clusters", clusters)
     check_query_key_value(query, key, value)
     check_mask("key_mask", key_mask, key)
     check_mask("query_mask", query_mask, query)

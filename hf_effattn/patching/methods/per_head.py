@@ -10,9 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ...ops import bi_clustered_attention
 from ...ops.shared.head_threads import for_every_chunk, heads_of_threads
 from ..model_types import Stack, is_sliding_window
 from .base import Groups, Method, Options, attend_exactly
+from .clustered import BiClustered
+
+Share = tuple[Method | None, list[int]]  # settings, None for exact attention, and the key/value heads that have them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +125,7 @@ class PerHead(Method):
             return []
         found: list[int] = []
         group = query.shape[1] // key.shape[1]
-        for rung, heads in self._shares():
+        for rung, heads in self._shares(key):
             of_queries = _query_heads(heads, group)
             inside = list(range(len(of_queries)))
             if rung is not None:
@@ -148,47 +152,127 @@ class PerHead(Method):
     def clusters_prompts(self) -> bool:
         return any(rung.clusters_prompts for rung in self.rungs)
 
-    def _shares(self) -> list[tuple[Method | None, list[int]]]:
+    def _shares(self, key: torch.Tensor) -> list[Share]:
         """The rungs in use with their key/value heads, the dearest first; None: exact."""
         (row,) = self.heads
+        if len(row) != key.shape[1]:
+            raise ValueError(f"the settings are for {len(row)} key/value heads, and the attention has {key.shape[1]}")
         ladder: list[Method | None] = [*self.rungs, None]
         shares = [(rung, [head for head, at in enumerate(row) if at == index]) for index, rung in enumerate(ladder)]
         return [(rung, heads) for rung, heads in reversed(shares) if heads]
 
+    def _shares_of(self, query: torch.Tensor, key: torch.Tensor) -> list[Share]:
+        """The same for these inputs, for which some of the rungs may be exact."""
+        N, device_type = query.shape[2], query.device.type
+        exact: list[int] = []
+        shares: list[Share] = []
+        for rung, heads in self._shares(key):
+            if rung is None or rung.is_exact(N, N, device_type):
+                exact += heads
+            else:
+                shares.append((rung, heads))
+        return [(None, sorted(exact)), *shares] if exact else shares
+
+    def group(
+        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
+    ) -> Groups:
+        """Labels of all queries and keys, `(B, heads, N)`, and which heads are exact, `(B, key/value heads)`.
+
+        0 where a head's rung groups none.
+        """
+        labels = query.new_zeros(query.shape[:3], dtype=torch.int64)
+        key_labels = key.new_zeros(key.shape[:3], dtype=torch.int64)
+        exact_heads = key.new_zeros(key.shape[:2], dtype=torch.bool)
+        group = query.shape[1] // key.shape[1]
+
+        def group_share(share: Share) -> None:
+            rung, heads = share
+            if rung is None:
+                exact_heads[:, heads] = True
+                return
+            of_queries = _query_heads(heads, group)
+            own, *of_keys = rung.group(query[:, of_queries], key[:, heads], key_mask, scale)
+            labels[:, of_queries] = own
+            for store, found in zip((key_labels, exact_heads), of_keys, strict=False):
+                store[:, heads] = found
+
+        shares = self._shares_of(query, key)
+        if torch.compiler.is_compiling():
+            for share in shares:
+                group_share(share)
+        else:
+            for_every_chunk(group_share, _of_threads(shares, key.device), key.device)
+        return labels, key_labels, exact_heads
+
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, groups: Groups = ()
     ) -> torch.Tensor:
+        """Every rung on its heads; those of `"bi-clustered"` in one call, on a CPU with the exact heads in it."""
+        labels, key_labels, exact_heads = groups
+        group, shares = query.shape[1] // key.shape[1], self._shares_of(query, key)
+        one_call = [share for share in shares if isinstance(share[0], BiClustered)]
+        if one_call and query.device.type == "cpu":
+            one_call = [share for share in shares if share[0] is None or isinstance(share[0], BiClustered)]
+        outputs: list[tuple[list[int], torch.Tensor]] = []
+        if one_call:
+            rungs = {head: rung for rung, heads in one_call for head in heads}
+            heads = sorted(rungs)
+            of_queries = _query_heads(heads, group)
+            # An exact head's counts are not looked at.
+            clusters, topk, key_clusters = (
+                [getattr(rungs[head], name, 1) for head in heads] for name in ("clusters", "topk", "key_clusters")
+            )
+            some_exact = any(rung is None or getattr(rung, "exact_above", None) for rung in rungs.values())
+            output = bi_clustered_attention(
+                _heads(query, of_queries),
+                _heads(key, heads),
+                _heads(value, heads),
+                _heads(labels, of_queries),
+                _heads(key_labels, heads),
+                clusters=clusters,
+                key_clusters=key_clusters,
+                topk=topk,
+                key_mask=options.key_mask,
+                query_mask=options.key_mask,
+                exact_heads=_heads(exact_heads, heads) if some_exact else None,
+                scale=options.scale,
+                dropout_p=options.dropout_p,
+            )
+            outputs.append((of_queries, output))
+        for rung, heads in (share for share in shares if share not in one_call):
+            of_queries = _query_heads(heads, group)
+            inputs = query[:, of_queries], key[:, heads], value[:, heads]
+            if rung is None:
+                output = _attend_exactly(*inputs, options)
+            else:
+                output = rung.attend(*inputs, options, (labels[:, of_queries],))
+            outputs.append((of_queries, output))
+        return _joined(outputs)
+
+    def attend_causal(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
+    ) -> torch.Tensor:
         """Every rung on its heads."""
-        group = query.shape[1] // key.shape[1]
+        group, shares = query.shape[1] // key.shape[1], self._shares(key)
 
-        def attend_share(rung: Method | None, heads: list[int]) -> torch.Tensor:
-            inputs = query[:, _query_heads(heads, group)], key[:, heads], value[:, heads]
-            if rung is not None:
-                return rung.run(*inputs, **vars(options))
-            exact = attend_exactly(*inputs, options)
-            return exact if options.key_mask is None else exact * options.key_mask[:, None, :, None]
+        def attend_share(share: Share) -> tuple[list[int], torch.Tensor]:
+            rung, heads = share
+            of_queries = _query_heads(heads, group)
+            inputs = query[:, of_queries], key[:, heads], value[:, heads]
+            output = _attend_exactly(*inputs, options) if rung is None else rung.run(*inputs, **vars(options))
+            return of_queries, output
 
-        (row,) = self.heads
-        if len(row) != key.shape[1]:
-            raise ValueError(f"the settings are for {len(row)} key/value heads, and the attention has {key.shape[1]}")
-        shares = self._shares()
         learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         if learns or torch.compiler.is_compiling() or query.device.type != "cpu":
-            order = [head for _, heads in shares for head in _query_heads(heads, group)]
-            back = sorted(range(len(order)), key=order.__getitem__)
-            return torch.cat([attend_share(rung, heads) for rung, heads in shares], dim=1)[:, back]
+            return _joined([attend_share(share) for share in shares])
         output = query.new_empty(*query.shape[:3], value.shape[3])
 
-        def attend_part(part: tuple[Method | None, list[int]]) -> None:
-            rung, heads = part
-            output[:, _query_heads(heads, group)] = attend_share(rung, heads)
+        def attend_part(part: Share) -> None:
+            of_queries, of_part = attend_share(part)
+            output[:, of_queries] = of_part
 
-        # The dearest first, each in as many parts as there are threads, so that none waits long for the last.
-        parts = [(rung, heads[part]) for rung, heads in shares for part in heads_of_threads(len(heads), query.device)]
-        for_every_chunk(attend_part, parts, query.device)
+        for_every_chunk(attend_part, _of_threads(shares, query.device), query.device)
         return output
-
-    attend_causal = attend
 
 
 _NOTHING = (
@@ -216,6 +300,29 @@ def described(stack: Stack) -> dict[str, Any]:
 
 def _query_heads(heads: Iterable[int], group: int) -> list[int]:
     return [head * group + member for head in heads for member in range(group)]
+
+
+def _attend_exactly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> torch.Tensor:
+    """Exact attention, 0 in rows that are masked."""
+    exact = attend_exactly(query, key, value, options)
+    return exact if options.key_mask is None else exact * options.key_mask[:, None, :, None]
+
+
+def _of_threads(shares: Sequence[Share], device: torch.device) -> list[Share]:
+    """The dearest first, each in as many parts as there are threads, so that none waits long for the last."""
+    return [(rung, heads[part]) for rung, heads in shares for part in heads_of_threads(len(heads), device)]
+
+
+def _heads(tensor: torch.Tensor, heads: list[int]) -> torch.Tensor:
+    """Some heads of `(B, heads, ...)`, in order; all of them are the tensor itself."""
+    return tensor if len(heads) == tensor.shape[1] else tensor[:, heads]
+
+
+def _joined(outputs: Sequence[tuple[list[int], torch.Tensor]]) -> torch.Tensor:
+    """The outputs `(B, heads, N, Dv)` of these query heads, which are all, in their order."""
+    order = [head for heads, _ in outputs for head in heads]
+    joined = torch.cat([output for _, output in outputs], dim=1) if len(outputs) > 1 else outputs[0][1]
+    return joined if order == sorted(order) else joined[:, sorted(range(len(order)), key=order.__getitem__)]
 
 
 def _listed(name: str, values: Any) -> list[Any]:

@@ -5,8 +5,6 @@ checked: a query whose label is outside `0 .. clusters - 1` is in no cluster and
 exact heads alone.
 """
 
-from typing import Any
-
 import torch
 
 from ...derivatives import refuse_second_derivatives
@@ -152,9 +150,30 @@ def _(query, key, value, labels, key_labels, clusters, key_clusters, topk, *sett
 register_gradients("bi_clustered_attention_triton", gradients, ("query", "key", "value"), keeps=slice(None))
 
 
-def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
-    """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_{l(i)}`; arguments as of `_forward`."""
-    return _forward(*arguments)[0]
+def bi_clustered_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, labels: torch.Tensor, key_labels: torch.Tensor,
+    clusters: list[int], key_clusters: list[int], topk: list[int], key_mask: torch.Tensor | None,
+    query_mask: torch.Tensor | None, exact_heads: torch.Tensor | None, scale: float, dropout_p: float,
+    dropout_seed: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_{l(i)}`; arguments as of `_forward`.
+
+    Counts are lists, one for every key/value head: heads with the same run together.
+    """
+    counts = list(zip(clusters, key_clusters, topk, strict=True))
+    if len(set(counts)) == 1:
+        rest = key_mask, query_mask, exact_heads, scale, dropout_p, dropout_seed
+        return _forward(query, key, value, labels, key_labels, *counts[0], *rest)[0]
+    group, order, outputs = query.shape[1] // len(counts), [], []
+    for place, one in enumerate(sorted(set(counts))):
+        own = [head for head, of_head in enumerate(counts) if of_head == one]
+        of_queries = [head * group + member for head in own for member in range(group)]
+        tensors = query[:, of_queries], key[:, own], value[:, own], labels[:, of_queries], key_labels[:, own]
+        exact = None if exact_heads is None else exact_heads[:, own]
+        seed = None if dropout_seed is None else dropout_seed + place
+        outputs.append(_forward(*tensors, *one, key_mask, query_mask, exact, scale, dropout_p, seed)[0])
+        order += of_queries
+    return torch.cat(outputs, dim=1)[:, sorted(range(len(order)), key=order.__getitem__)]
 
 
 refuse_second_derivatives("bi_clustered_attention_triton")
