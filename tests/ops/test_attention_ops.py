@@ -398,12 +398,17 @@ def test_registered_with_torch_library(op):
     groups = {
         "clustered_attention": (inputs.labels, case.clusters),
         "improved_clustered_attention": (inputs.labels, case.clusters, case.topk),
-        "bi_clustered_attention": (inputs.labels, inputs.key_labels, case.clusters, case.key_clusters, case.topk),
+        "bi_clustered_attention": (
+            *(inputs.labels, inputs.key_labels),
+            *([count] * inputs.key.shape[1] for count in (case.clusters, case.key_clusters, case.topk)),
+        ),
     }
     masks = [inputs.key_mask, inputs.query_mask]
     if op == "bi_clustered_attention":
         masks.append(torch.tensor([[True, False], [False, False]]))  # heads that attend exactly
     arguments = (*leaves, *groups[op], *masks, 0.3, 0.0, None)
+    if op == "bi_clustered_attention":
+        arguments += (False,)  # what is kept for the way back is nothing that a fake tensor could tell
     torch.library.opcheck(getattr(torch.ops.hf_effattn, op).default, arguments)
 
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, current_thread
@@ -54,14 +53,6 @@ def test_largest_of_equal_numbers_and_of_none(in_order):
     if not in_order:
         values = values.sort(dim=2, descending=True).values
     assert torch.equal(values, expected)
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    kept = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(kept)
 
 
 def outputs_and_gradients(op: str, case: Case, seed: int = 0, **options) -> list[torch.Tensor]:

@@ -1,8 +1,9 @@
 """First-order bi-clustered attention for a CPU: keys and queries sorted by cluster, in blocks, batched products.
 
 Of every query cluster a table is made, its exact keys and the tangents of the key clusters, to which its queries then
-attend (`shared.cluster_table`). Beside the inputs the backward pass gets which keys are exact, and of heads that
-attend exactly output and log-sum-exp; tables are made again. To `torch.compile` each pass is one op. Sums and softmax
+attend (`shared.cluster_table`). The backward pass gets the tables where they are small beside the inputs, else which
+keys are exact, and makes them again; of heads that attend exactly it gets output and log-sum-exp. To `torch.compile`
+each pass is one op, which keeps no tables. Sums and softmax
 are in float32, or float64 for float64 inputs; of bfloat16 the products are in bfloat16.
 
 Sizes: `P` key/value heads of a chunk, `N` queries, `M` keys, `T` exact keys, `C` query clusters of all the query heads
@@ -18,6 +19,7 @@ from ..shared.cluster_table import ClusterTable, Dipole, attend, attend_backward
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
 from ..shared.gradients import register_gradients
 from ..shared.head_threads import for_every_chunk
+from ..shared.kept_objects import as_tensors, from_tensors
 from ..shared.key_summaries import KeyClusters, Summaries
 from ..shared.precision import accumulation_dtype, in_products, product_dtype, split_scale
 from ..shared.row_chunks import RowChunk
@@ -34,6 +36,8 @@ from .exact_heads import ExactPart, KeyGradients, attend_exactly, exact_backward
 from .reference import LARGEST_LIFT
 
 Counts = tuple[int, int, int]  # query clusters, key clusters, exact keys
+# What the backward pass is left beside queries, keys, values and output, at most, as a multiple of them.
+MOST_KEPT = 2
 
 
 def largest_buffer(
@@ -48,6 +52,14 @@ def largest_buffer(
         clusters * key.shape[2], key_blocks * clusters * 2 * head_dim, blocks * max(columns, length) * head_dim,
         blocks * length * columns, (clusters + key_clusters) * head_dim**2,
     )  # fmt: skip
+
+
+def _is_kept(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counts: Counts) -> bool:
+    """Whether what a chunk computes is small enough to be left to the backward pass."""
+    (N, D), (M, Dv), (clusters, key_clusters, topk) = query.shape[2:], value.shape[2:], counts
+    rows = N * D + M * (D + Dv)
+    tables = clusters * (M + (topk + 2 * key_clusters) * (D + Dv)) + (clusters + key_clusters) * D * Dv
+    return rows + tables <= MOST_KEPT * (rows + N * Dv)
 
 
 class _Chunk:
@@ -161,11 +173,13 @@ def _forward(
     scale: float,
     dropout_p: float,
     dropout_seed: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The output, and what `_kept` says; counts by key/value head."""
+    keep: bool,
+) -> list[torch.Tensor]:
+    """The output, what `_kept` says, and with `keep` the chunks as tensors; counts by key/value head."""
     output = output_of_chunks(query, key, value, key_mask, query_mask)
     log_sum, top = _kept(query, key, clusters, topk, exact_heads)
     counts = list(zip(clusters, key_clusters, topk, strict=True))
+    computed: dict[tuple[int, int, int], _Chunk] = {}
 
     def attend_chunk(part: RowChunk | ExactPart) -> None:
         if isinstance(part, ExactPart):
@@ -179,12 +193,18 @@ def _forward(
         values = attend(chunk.table, chunk.blocks, chunk.packed_query, chunk.factor)
         part.store_queries(output, chunk.blocks.unpack(values, chunk.P))
         part.of_heads(top)[:, : chunk.C, : chunk.T] = chunk.summaries.top
+        if keep and _is_kept(query, key, value, counts[part.first_head]):
+            computed[_place(part)] = chunk
 
     exact = exact_parts(query, key, value, key_mask, query_mask, exact_heads, dropout_seed)
     chunks = _chunks(query, key, value, key_mask, query_mask, exact_heads, counts)
     parts: list[RowChunk | ExactPart] = [*exact, *chunks]
     for_every_chunk(attend_chunk, parts, query.device)
-    return output, log_sum, top
+    return [output, log_sum, top, *(as_tensors(computed) if keep else [])]
+
+
+def _place(part: RowChunk) -> tuple[int, int, int]:
+    return part.batch, part.first_head, part.last_head
 
 
 def _chunks(
@@ -221,10 +241,12 @@ def _kept(
 
 
 def gradients(
-    grad_output, output, log_sum, top, query, key, value, labels, key_labels, clusters, key_clusters, topk, key_mask,
-    query_mask, exact_heads, scale, dropout_p, dropout_seed,
+    grad_output, forward, query, key, value, labels, key_labels, clusters, key_clusters, topk, key_mask, query_mask,
+    exact_heads, scale, dropout_p, dropout_seed, keep,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of query, key and value, labels and sets `T_j` held fixed."""
+    """Gradients of query, key and value, labels and sets `T_j` held fixed; `forward` is what the forward op gave."""
+    output, log_sum, top, *kept = forward
+    computed: dict[tuple[int, int, int], _Chunk] = from_tensors(kept) if kept else {}
     grad_query, grad_key, grad_value = gradients_of_chunks(query, key, value, key_mask, query_mask)
     counts = list(zip(clusters, key_clusters, topk, strict=True))
 
@@ -237,7 +259,8 @@ def gradients(
                 part.chunk.store_keys(target, total)
             return
         of_heads = *counts[part.first_head], scale, dropout_p, dropout_seed
-        chunk = _Chunk(part, query, key, value, labels, key_labels, *of_heads, top)
+        # With another number of threads the chunks are others.
+        chunk = computed.get(_place(part)) or _Chunk(part, query, key, value, labels, key_labels, *of_heads, top)
         packed_grad = chunk.blocks.pack(part.queries(grad_output).to(chunk.packed_query.dtype))
         of_query, of_rows = chunk.backward(packed_grad)
         part.store_queries(grad_query, of_query)
@@ -254,12 +277,13 @@ def gradients(
 
 @_forward.register_fake
 def _(query, key, value, labels, key_labels, clusters, key_clusters, topk, key_mask, query_mask, exact_heads, *rest):
-    return empty_output(query, value), *_kept(query, key, clusters, topk, exact_heads)
+    return [empty_output(query, value), *_kept(query, key, clusters, topk, exact_heads)]
 
 
-register_gradients("bi_clustered_attention", gradients, ("query", "key", "value"), outputs=1, keeps=slice(None))
+register_gradients("bi_clustered_attention", gradients, ("query", "key", "value"), keeps=slice(None))
 
 
 def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
     """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_j`, `j = l(i)`; arguments of `_forward`."""
-    return _forward(*arguments)[0]
+    learns = torch.is_grad_enabled() and any(one.requires_grad for one in arguments[:3])
+    return _forward(*arguments, learns and not torch.compiler.is_compiling())[0]

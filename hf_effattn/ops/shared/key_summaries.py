@@ -187,7 +187,7 @@ class Summaries:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the centroids `(P · C, D)` and of the rows of every block `(P · nb, L, D + Dv)`.
 
-        `grad` are those of the table, `grad_log_mass` `(P, C, G)` what else uses `log S_jc`. Spoils the weights.
+        `grad` are those of the table, `grad_log_mass` `(P, C, G)` what else uses `log S_jc`.
         """
         keys, D, T = self.keys, self.keys.D, self.T
         dtype = self.centroids.dtype
@@ -205,12 +205,13 @@ class Summaries:
         # K̃ - K̄ and Ṽ - V̄ are weighted means of the rows; those rows' own means are 0.
         constant = grad_log_mass - torch.linalg.vecdot(grad_tilted, self.tilted)
         grad_rows = torch.cat([grad_tilted, constant[..., None]], dim=3).to(keys.rows.dtype)
-        self.weights.unflatten(2, (-1, keys.blocks.length)).mul_(keys.per_block(self.inverse_mass)[..., None])
+        inverse_mass = keys.per_block(self.inverse_mass)[..., None]
+        all_weights = (self.weights.unflatten(2, (-1, keys.blocks.length)) * inverse_mass).flatten(2)
         grad_packed = torch.empty_like(keys.rows, dtype=dtype)[..., :-1]
-        grad_scores = torch.empty_like(self.weights)
+        grad_scores = torch.empty_like(all_weights)
         for p in range(self.P):
             table = grad_rows[p].index_select(1, keys.clusters[p]).transpose(0, 1)  # (nb, C, D + Dv + 1)
-            weights = keys.by_block(self.weights, p)
+            weights = keys.by_block(all_weights, p)
             block_scores = torch.bmm(table, keys.rows[p].transpose(1, 2)).mul_(weights)  # (nb, C, L)
             grad_scores[p] = block_scores.transpose(0, 1).flatten(1)
             grad_packed[p] = torch.bmm(weights.transpose(1, 2), table[..., :-1])
