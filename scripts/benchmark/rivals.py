@@ -150,24 +150,31 @@ def measure(length: int, repeats: int) -> list[dict[str, Any]]:
     rows = [
         {"length": length, "method": name[0], "name": name[1], **times}
         | {"error": sum(errors[name]) / len(layers), "layer_errors": errors[name]}
-        for name, times in times_of_layers(calls, layers, repeats, forward, f"{length:,} tokens: times").items()
+        for name, times in times_of_layers(
+            _of_layers(calls, layers), layers, repeats, forward, f"{length:,} tokens: times"
+        ).items()
     ]
     mark_frontier(rows)
     return finite_or_none(rows + oracle_errors(length, layers, exact))
 
 
+def _of_layers(calls: dict[Name, Attend], layers: list[Inputs]) -> dict[Name, list[Attend]]:
+    """The same in every layer."""
+    return {name: [attend] * len(layers) for name, attend in calls.items()}
+
+
 def times_of_layers(
-    calls: dict[Name, Attend],
+    calls: dict[Name, list[Attend]],
     layers: list[Inputs],
     repeats: int,
     part: Callable[[Attend, Inputs], object],
     description: str,
 ) -> dict[Name, dict[str, float]]:
-    """Of every call, all of which have run before, the time of a layer beside SDPA's: means of medians of rounds."""
-    every = {SDPA: F.scaled_dot_product_attention} | calls
+    """Of every call, by layer, which has run before, the time of a layer beside SDPA's: means of medians of rounds."""
+    every = {SDPA: [F.scaled_dot_product_attention] * len(layers)} | calls
     seconds = dict.fromkeys(every, 0.0)
-    for inputs in track(layers, description=description):
-        runs = {" | ".join(name): partial(part, attend, inputs) for name, attend in every.items()}
+    for layer, inputs in enumerate(track(layers, description=description)):
+        runs = {" | ".join(name): partial(part, attends[layer], inputs) for name, attends in every.items()}
         found = interleaved_rounds(runs, torch.device("cpu"), repeats)
         for name in every:
             seconds[name] += (median(found[" | ".join(name)]) or 0.0) / len(layers)
@@ -190,7 +197,8 @@ def measure_training(length: int, repeats: int) -> list[dict[str, Any]]:
     ]
     for attend in calls.values():
         forward_backward(attend, layers[0])
-    times = times_of_layers(calls, layers, repeats, forward_backward, f"{length:,} tokens: {TRAINING}")
+    of_layers = _of_layers(calls, layers)
+    times = times_of_layers(of_layers, layers, repeats, forward_backward, f"{length:,} tokens: {TRAINING}")
     return [
         {"length": length, "part": TRAINING, "method": name[0], "name": name[1], **of_call, "error": None}
         for name, of_call in times.items()

@@ -1,0 +1,155 @@
+"""What does a budget of error over layers gain, beside one setting for all heads, and beside others' methods?
+
+Settings of every head are found as `hf_effattn.calibrate(…, over="layers")` finds them, on books; errors and times are
+those of `scripts/benchmark/rivals.py`, on its held-out novels: all heads of a layer together, the mean of the layers.
+In the same rounds run what was the fastest setting of each method for an error in `benchmark_rivals.json`, which may
+come from another machine. Of a few both passes are timed, too.
+
+    python -m scripts.benchmark.layers            # writes scripts/results/benchmark_layers.json
+
+What the output file holds is not measured again.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+import typer
+from rich.progress import track
+
+from hf_effattn import extend_positions
+from hf_effattn.measuring.bench import Attend, Inputs, exact_output, forward, forward_backward
+from hf_effattn.measuring.choosing import OfLayers, held_out_coverage, least_margin
+from hf_effattn.measuring.errors import relative_error
+from hf_effattn.measuring.ladder import LadderErrors, default_ladder
+from hf_effattn.measuring.recording import recording
+from hf_effattn.patching.methods import make_method
+from hf_effattn.patching.methods.per_head import PerHead
+from hf_effattn.reporting.calibration import COVERAGE
+from hf_effattn.samples.model import load_model
+
+from ..kept.command_line import run_with_help
+from ..kept.runs import KeptRuns, print_table
+from ._inputs import HEAD_DIM, HEADS, held_out_inputs
+from .budget import CALIBRATED, tokens_of
+from .rivals import OURS, RIVALS, TARGETS, TRAINED, TRAINING, Name, fastest, label, settings_to_try, times_of_layers
+
+METHOD = "bi-clustered, calibrated over layers"
+BOOKS = 4
+TRAINED_BUDGETS = (0.2, 0.1, 0.05)
+RIVALS_FILE = Path(__file__).parents[1] / "results" / "benchmark_rivals.json"
+
+
+def named(budget: float) -> Name:
+    return METHOD, f"error={budget:g}"
+
+
+@torch.no_grad()
+def calibrated(length: int) -> dict[float, dict[str, Any]]:
+    """For every budget the settings, the margin, and the part of the books that stay within it when left out."""
+    model, tokenizer, _ = load_model(None)
+    found = LadderErrors([make_method(**one, min_length=0) for one in default_ladder(causal=False, over="layers")])
+    for book in track(CALIBRATED[:BOOKS], description=f"{length:,} tokens: calibration"):
+        tokens = tokens_of(tokenizer, "calibrated", book, length)
+        if length > model.config.max_position_embeddings:
+            extend_positions(model, length)
+        with recording(model, found.watch):
+            model(input_ids=tokens)
+        found.first_text = len(found.errors)
+    _, shares = found.stacked(model.config.num_hidden_layers)
+    rule, settings = OfLayers(found.costs()), {}
+    for budget in TARGETS:
+        margin = least_margin(shares, budget, COVERAGE, rule)
+        heads = PerHead(rungs=found.rungs, heads=rule.choose(shares, budget, margin).tolist(), min_length=0)
+        settings[budget] = {
+            "settings": heads, "margin": margin, "left_out": held_out_coverage(shares, budget, margin, rule),
+        }  # fmt: skip
+    return settings
+
+
+def by_layer(heads: PerHead, layers: list[Inputs]) -> list[Attend]:
+    """What every layer runs."""
+    methods = [heads.for_layers((layer,)) for layer in range(len(layers))]
+    return [F.scaled_dot_product_attention if method is None else method.run for method in methods]
+
+
+def best_of_others(rows: list[dict[str, Any]], length: int) -> dict[Name, Attend]:
+    """The settings that were the fastest of their method for an error, of all methods that no table is for."""
+    names = {(row["method"], row["name"]) for target in TARGETS for row in fastest(rows, length, target).values()}
+    return {
+        (method, label(settings)): make(**settings)
+        for method, (make, _) in RIVALS.items()
+        for settings in settings_to_try(method, length)
+        if (method, label(settings)) in names
+    }
+
+
+def measure(length: int, repeats: int, rivals: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Errors and times at a length, forward, and times of both passes."""
+    tables = calibrated(length)
+    layers = held_out_inputs(length)
+    about = {named(budget): {"budget": budget} | table for budget, table in tables.items()}
+    calls = {name: by_layer(table.pop("settings"), layers) for name, table in about.items()}
+    calls |= {name: [attend] * len(layers) for name, attend in best_of_others(rivals, length).items()}
+    exact = [exact_output(inputs) for inputs in layers]
+    errors: dict[Name, list[float]] = {}
+    for name, attends in track(calls.items(), description=f"{length:,} tokens: errors"):
+        runs = zip(attends, layers, exact, strict=True)
+        errors[name] = [relative_error(one, forward(attend, inputs)) for attend, inputs, one in runs]
+    rows = [
+        {"length": length, "method": name[0], "name": name[1], **about.get(name, {}), **times}
+        | {"error": sum(errors[name]) / len(layers), "layer_errors": errors[name]}
+        for name, times in times_of_layers(calls, layers, repeats, forward, f"{length:,} tokens: times").items()
+    ]
+    trained = {named(budget): calls[named(budget)] for budget in TRAINED_BUDGETS}
+    trained |= {
+        (method, label(settings)): [RIVALS[method][0](**settings)] * len(layers)
+        for method, chosen in TRAINED.items()
+        for settings in chosen
+    }
+    leaves = [(query.requires_grad_(), key.requires_grad_(), value.requires_grad_()) for query, key, value in layers]
+    for attends in trained.values():
+        forward_backward(attends[0], leaves[0])
+    times = times_of_layers(trained, leaves, repeats, forward_backward, f"{length:,} tokens: {TRAINING}")
+    return rows + [
+        {"length": length, "part": TRAINING, "method": name[0], "name": name[1], **of_call, "error": None}
+        for name, of_call in times.items()
+    ]
+
+
+def verdicts(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """For every length and error: the calibrated speed, the best of one setting, the best of others."""
+    found = []
+    for length in sorted({row["length"] for row in rows}):
+        for target in TARGETS:
+            best = fastest(rows, length, target)
+            others = {name: row["speedup"] for name, row in best.items() if name not in (METHOD, *OURS)}
+            other = max(others, key=lambda name: others[name], default=None)
+            uniform = [best[name]["speedup"] for name in OURS if name in best]
+            found.append({
+                "tokens": length, "error at most": target,
+                "calibrated": best[METHOD]["speedup"] if METHOD in best else None,
+                "one setting": max(uniform, default=None),
+                "others": None if other is None else others[other], "which": other,
+            })  # fmt: skip
+    return pd.DataFrame(found)
+
+
+def main(
+    lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "4096,8192,16384",
+    repeats: Annotated[int, typer.Option(help="Rounds of timing for each layer; short calls get more.")] = 2,
+    output: Path = Path(__file__).parents[1] / "results" / "benchmark_layers.json",
+) -> None:
+    """Measure every length, print what a budget over layers gains, and keep all as JSON."""
+    kept = KeptRuns(output, {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "repeats": repeats})
+    rivals = json.loads(RIVALS_FILE.read_text(encoding="utf-8"))["rows"]
+    for run in kept.missing([{"length": int(part)} for part in lengths.split(",")]):
+        kept.add(*measure(run["length"], repeats, rivals))
+    print_table(verdicts(kept.rows), output)
+
+
+if __name__ == "__main__":
+    run_with_help(main, __doc__)
