@@ -22,14 +22,13 @@ LADDER: tuple[dict[str, Any], ...] = tuple(
         (16, 16, 16), (32, 16, 32), (32, 64, 32), (64, 64, 64), (96, 96, 64), (128, 128, 64), (128, 128, 128),
     )
 )  # fmt: skip
-# Where heads share a budget of their layers: heads that are a small part of the output may have a large error.
+# Where heads share a budget of their layers: heads that are a small part of the output may have a large error. Few
+# numbers of clusters, since heads with the same are clustered together.
 LAYERS_LADDER: tuple[dict[str, Any], ...] = (
     {"method": "clustered", "clusters": 32},
     *(
         {"method": "bi-clustered", "clusters": C, "topk": k, "key_clusters": G, "exact_above": None}
-        for C, k, G in (
-            (16, 32, 16), (32, 32, 32), (64, 64, 64), (64, 128, 64), (128, 128, 128), (64, 512, 64),
-        )
+        for C, k, G in ((32, 32, 32), (64, 128, 64), (64, 512, 64))
     ),
 )  # fmt: skip
 # Of models that mask the future; half the default: fewer scores, which pay for exact heads.

@@ -120,7 +120,7 @@ def measure(length: int, repeats: int, rivals: list[dict[str, Any]]) -> list[dic
     ]
 
 
-def verdicts(rows: list[dict[str, Any]]) -> pd.DataFrame:
+def verdicts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For every length and error: the calibrated speed, the best of one setting, the best of others."""
     found = []
     for length in sorted({row["length"] for row in rows}):
@@ -135,7 +135,7 @@ def verdicts(rows: list[dict[str, Any]]) -> pd.DataFrame:
                 "one setting": max(uniform, default=None),
                 "others": None if other is None else others[other], "which": other,
             })  # fmt: skip
-    return pd.DataFrame(found)
+    return found
 
 
 def main(
@@ -148,7 +148,7 @@ def main(
     rivals = json.loads(RIVALS_FILE.read_text(encoding="utf-8"))["rows"]
     for run in kept.missing([{"length": int(part)} for part in lengths.split(",")]):
         kept.add(*measure(run["length"], repeats, rivals))
-    print_table(verdicts(kept.rows), output)
+    print_table(pd.DataFrame(verdicts(kept.rows)), output)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from hf_effattn.patching.model_table import (
 )
 from hf_effattn.reporting.table import markdown
 
-from ..benchmark import budget as benchmark_budget
 from ..benchmark import frontier as benchmark_frontier
 from ..benchmark import head_errors as benchmark_head_errors
 from ..benchmark import retrieval as benchmark_retrieval
@@ -30,8 +29,8 @@ from ..benchmark import rivals as benchmark_rivals
 from ..benchmark.attention import EXACT
 from ..kept.command_line import run_with_help
 from ..kept.markdown import number
+from . import budget_tables, clusterformer_tables, decoder_tables, prediction_tables, trust_tables
 from . import cards as project_cards
-from . import clusterformer_tables, decoder_tables, prediction_tables, trust_tables
 from . import cst_tables as paper_tables
 from .cards import CARDS
 from .cst_tables import Table, kept, of_file
@@ -124,51 +123,6 @@ def head_errors(result: dict[str, Any]) -> Table:
         "heads of all-MiniLM-L6-v2, none exact, two novels that no setting was chosen on, positions repeated at 512. "
     )
     return markdown(header, rows), note
-
-
-def kept_budgets(result: dict[str, Any]) -> str:
-    """How many held-out heads keep a budget, calibrated alone and with a tolerance; and their times where they are."""
-    errors = [row for row in result["rows"] if row["kind"] == "errors"]
-    times = {(row["length"], row["call"], row.get("budget")): row for row in result["rows"] if row["kind"] == "speed"}
-    checks = {(row["length"], row["budget"]): row for row in result["rows"] if row["kind"] == "check"}
-    header = [
-        "tokens, budget",
-        "texts",
-        "within",
-        "worst head",
-        "within, tolerance",
-        "worst head, tolerance",
-        "recomputed",
-    ]
-    header += ["exact heads", *(["speed", "check adds", "speed, one setting"] if times else [])]
-    rows = []
-    for _, row in benchmark_budget.coverage(errors).iterrows():
-        length, budget = int(row["length"]), row["budget"]
-        speeds = [number(times.get((length, call, budget)), "speedup", ".1f", "×") for call in ("per head", "uniform")]
-        speeds.insert(1, number(checks.get((length, budget)), "added", ".1%"))
-        forms = {"within": ".1%", "worst": ".2f", "within, tolerance": ".1%", "worst, tolerance": ".2f"}
-        shown = [f"{row[name]:{form}}" for name, form in (forms | {"recomputed": ".1%", "exact heads": ".0f"}).items()]
-        texts = f"{row['texts']:.0f} / {row['held out']:.0f}"
-        rows.append([f"{length:,}, {budget:g}", texts, *shown, *(speeds if times else [])])
-    return markdown(header, rows)
-
-
-@of_file("budget")
-def budgets(result: dict[str, Any]) -> Table:
-    """Of an encoder."""
-    note = (
-        "All-MiniLM-L6-v2, positions repeated beyond 512. Texts: books calibrated on / other books and QMSum meetings "
-        "held out, of 72 heads each: the part within the budget, and computed exactly by a tolerance as large. Exact "
-        "heads: of the table. Speed: of attention against exact attention; check adds: to this time, no head "
-        "recomputed; one setting: the fastest for all heads, the worst exact, with no worse a head. "
-    )
-    return kept_budgets(result), note
-
-
-@of_file("budget_decoder")
-def budgets_of_a_decoder(result: dict[str, Any]) -> Table:
-    """Of a decoder."""
-    return kept_budgets(result), f"{result['settings']['model']}, strict, its heads of keys and values; as above. "
 
 
 @of_file("benchmark_rivals")
@@ -413,8 +367,9 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "whole models": whole_models,
         "shortest": shortest,
         "head errors": head_errors,
-        "budgets": budgets,
-        "budgets of a decoder": budgets_of_a_decoder,
+        "budgets": budget_tables.budgets,
+        "budgets of a decoder": budget_tables.budgets_of_a_decoder,
+        "layers": budget_tables.layers,
         "rivals": rivals,
         "closeness": closeness,
         "clustering": clustering,

@@ -173,9 +173,9 @@ class PerHead(Method):
                 shares.append((rung, heads))
         return [(None, sorted(exact)), *shares] if exact else shares
 
-    def group(
-        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
-    ) -> Groups:
+    def _group(
+        self, query: torch.Tensor, key: torch.Tensor, options: Options, shares: list[Share]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Labels of all queries and keys, `(B, heads, N)`, and which heads are exact, `(B, key/value heads)`.
 
         0 where a head's rung groups none.
@@ -191,12 +191,16 @@ class PerHead(Method):
                 exact_heads[:, heads] = True
                 return
             of_queries = _query_heads(heads, group)
-            own, *of_keys = rung.group(query[:, of_queries], key[:, heads], key_mask, scale)
+            own, *of_keys = rung.group(query[:, of_queries], key[:, heads], options.key_mask, options.scale)
             labels[:, of_queries] = own
             for store, found in zip((key_labels, exact_heads), of_keys, strict=False):
                 store[:, heads] = found
 
-        shares = self._shares_of(query, key)
+        alike: dict[Method | None, list[int]] = {}
+        for rung, heads in shares:
+            # How many keys are exact does not change how queries and keys are grouped.
+            alike.setdefault(replace(rung, topk=1) if isinstance(rung, BiClustered) else rung, []).extend(heads)
+        shares = list(alike.items())
         if torch.compiler.is_compiling():
             for share in shares:
                 group_share(share)
@@ -207,9 +211,12 @@ class PerHead(Method):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, groups: Groups = ()
     ) -> torch.Tensor:
-        """Every rung on its heads; those of `"bi-clustered"` in one call, on a CPU with the exact heads in it."""
-        labels, key_labels, exact_heads = groups
+        """Every rung on its heads; where a CPU learns, those of `"bi-clustered"` and the exact ones in one call."""
         group, shares = query.shape[1] // key.shape[1], self._shares_of(query, key)
+        if not _learns(query, key, value):
+            return self._attend_in_parts(query, key, value, options, shares)
+        with torch.no_grad():
+            labels, key_labels, exact_heads = self._group(query.detach(), key.detach(), options, shares)
         one_call = [share for share in shares if isinstance(share[0], BiClustered)]
         if one_call and query.device.type == "cpu":
             one_call = [share for share in shares if share[0] is None or isinstance(share[0], BiClustered)]
@@ -253,25 +260,33 @@ class PerHead(Method):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
     ) -> torch.Tensor:
         """Every rung on its heads."""
-        group, shares = query.shape[1] // key.shape[1], self._shares(key)
+        shares = self._shares(key)
+        if not _learns(query, key, value):
+            return self._attend_in_parts(query, key, value, options, shares)
+        group = query.shape[1] // key.shape[1]
+        return _joined(
+            [(_query_heads(share[1], group), _attend_share(share, query, key, value, options)) for share in shares]
+        )
 
-        def attend_share(share: Share) -> tuple[list[int], torch.Tensor]:
-            rung, heads = share
-            of_queries = _query_heads(heads, group)
-            inputs = query[:, of_queries], key[:, heads], value[:, heads]
-            output = _attend_exactly(*inputs, options) if rung is None else rung.run(*inputs, **vars(options))
-            return of_queries, output
-
-        learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-        if learns or torch.compiler.is_compiling() or query.device.type != "cpu":
-            return _joined([attend_share(share) for share in shares])
+    def _attend_in_parts(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, shares: list[Share]
+    ) -> torch.Tensor:
+        """On a CPU, without gradients: a part of a share per thread at a time, its grouping included."""
         output = query.new_empty(*query.shape[:3], value.shape[3])
+        group, N = query.shape[1] // key.shape[1], query.shape[2]
 
-        def attend_part(part: Share) -> None:
-            of_queries, of_part = attend_share(part)
-            output[:, of_queries] = of_part
+        def attend_part(part: tuple[Share, slice]) -> None:
+            share, rows = part
+            output[:, _query_heads(share[1], group), rows] = _attend_share(share, query, key, value, options, rows)
 
-        for_every_chunk(attend_part, _of_threads(shares, query.device), query.device)
+        parts: list[tuple[Share, slice]] = []
+        for rung, heads in shares:
+            if rung is None and not options.causal:
+                # An exact head takes as long as all others together: its queries are divided, not the heads.
+                parts += [((rung, heads), rows) for rows in heads_of_threads(N, query.device)]
+            else:
+                parts += [(part, slice(N)) for part in _of_threads([(rung, heads)], query.device)]
+        for_every_chunk(attend_part, parts, query.device)
         return output
 
 
@@ -302,10 +317,32 @@ def _query_heads(heads: Iterable[int], group: int) -> list[int]:
     return [head * group + member for head in heads for member in range(group)]
 
 
-def _attend_exactly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> torch.Tensor:
-    """Exact attention, 0 in rows that are masked."""
-    exact = attend_exactly(query, key, value, options)
-    return exact if options.key_mask is None else exact * options.key_mask[:, None, :, None]
+def _attend_exactly(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, rows: slice = slice(None)
+) -> torch.Tensor:
+    """Exact attention of some queries, 0 in rows that are masked."""
+    exact = attend_exactly(query[:, :, rows], key, value, options)
+    return exact if options.key_mask is None else exact * options.key_mask[:, None, rows, None]
+
+
+def _attend_share(
+    share: Share,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: Options,
+    rows: slice = slice(None),
+) -> torch.Tensor:
+    """The output of a share's query heads; `rows`: of these queries alone, where the share is exact."""
+    rung, heads = share
+    inputs = query[:, _query_heads(heads, query.shape[1] // key.shape[1])], key[:, heads], value[:, heads]
+    return _attend_exactly(*inputs, options, rows) if rung is None else rung.run(*inputs, **vars(options))
+
+
+def _learns(*tensors: torch.Tensor) -> bool:
+    """Whether autograd, or a compiler's graph, has to follow, or there are no threads of a CPU to share the work."""
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return learns or torch.compiler.is_compiling() or tensors[0].device.type != "cpu"
 
 
 def _of_threads(shares: Sequence[Share], device: torch.device) -> list[Share]:
