@@ -4,6 +4,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
@@ -42,6 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             gone = [pattern for pattern in mark.args if not any(fnmatchcase(case, pattern) for case in collected)]
             if gone and len(collected) > len(mark.args):
                 raise pytest.UsageError(f"slow_except names cases that do not exist: {gone}")
+
+
+def pytest_collection_finish() -> None:
+    """What imports and collection made stays: the garbage collector need not walk through it during the tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["a_cpu", "a_gpu"])

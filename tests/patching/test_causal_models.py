@@ -105,6 +105,7 @@ def test_every_method_is_covered() -> None:
     assert set(SMALL) == set(EVERY_METHOD) - set(WITH_OWN_TESTS)
 
 
+@pytest.mark.slow_except("torch.float32-*", "torch.bfloat16-*-gpt2")
 @each_model
 @each_method
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -4,8 +4,6 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
 import hf_effattn
 
 PUBLIC = {"patch_attention", "unpatch_attention", "from_pretrained", "list_methods", "extend_positions"}
@@ -17,7 +15,7 @@ def run_fresh(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_import_loads_nothing_heavy() -> None:
+def test_import_registers_every_method_and_loads_nothing_heavy() -> None:
     """On top of what it registers with: no other model's code, no kernel compiler, no plotting, no data sets."""
     printed = run_fresh("""
         import sys
@@ -29,20 +27,12 @@ def test_import_loads_nothing_heavy() -> None:
                  "sentence_transformers"}
         print(sorted(name for name in new if name.split(".")[0] in heavy or name.startswith("transformers.models.")
                      and ".modeling_" in name and ".auto." not in name))
-    """)
-    assert printed == "[]"
-
-
-@pytest.mark.slow
-def test_import_registers_every_method() -> None:
-    printed = run_fresh("""
-        import hf_effattn
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
         names = hf_effattn.list_methods()
         print(all(name in ALL_ATTENTION_FUNCTIONS and name in ALL_MASK_ATTENTION_FUNCTIONS for name in names))
     """)
-    assert printed == "True"
+    assert printed.splitlines() == ["[]", "True"]
 
 
 def test_public_names_have_docstrings() -> None:

@@ -359,6 +359,7 @@ def test_an_exported_graph_of_a_patched_model_is_said_to_be_exact() -> None:
         Graph("a-folder")
 
 
+@pytest.mark.slow
 def test_pushed_and_loaded_in_a_fresh_process(saved: dict[Any, str], tmp_path: Path) -> None:
     """One process loads what was saved here, pushes it, and loads it from the Hub."""
     modules = [Transformer(saved[SentenceTransformer]), Pooling(32, "mean"), Dense(32, 16)]

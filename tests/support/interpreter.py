@@ -1,6 +1,8 @@
-"""Triton's interpreter, which runs the kernels on a CPU, with its bfloat16 mended."""
+"""Triton's interpreter, which runs the kernels on a CPU, with its bfloat16 mended and without what it does twice."""
 
 import os
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,11 +12,17 @@ import torch
 def run_kernels_on_the_cpu() -> None:
     """From now on kernels take CPU tensors; to be called before anything imports triton."""
     os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        import triton.language as tl
-        from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-    except ImportError:
+    if find_spec("triton") is None:
         return
+    mend_bfloat16()
+    remember()
+
+
+def mend_bfloat16() -> None:
+    """Casts round as GPUs do, and products are those of the numbers."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
     cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 
     def cast_impl(self: InterpreterBuilder, src: Any, dst_type: Any) -> Any:
@@ -34,3 +42,34 @@ def run_kernels_on_the_cpu() -> None:
         return dot(self, a, b, *rest)
 
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
+
+
+def remember() -> None:
+    """Half of the interpreter's time: it patches the language at every call of a function and undoes it per launch."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import ReduceOps
+
+    # One function that sees all of the language gets it patched for good.
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    patched = SimpleNamespace(restore=lambda: None)
+    interpreter._patch_lang = lambda fn: patched
+
+    numpy_type, reduce = interpreter._get_np_dtype, ReduceOps.apply_impl
+    found: dict[str, np.dtype] = {}
+
+    def np_dtype(kind: Any) -> np.dtype:
+        """For every answer a table of all types would be built."""
+        name = kind.scalar.name
+        if name not in found:
+            found[name] = numpy_type(kind)
+        return found[name]
+
+    def apply_impl(self: ReduceOps, input: Any) -> Any:
+        """Sums by exclusive or, of which `tl.sort` is made, go number by number otherwise."""
+        if self.combine_fn == tl.standard._xor_combine:
+            data = np.bitwise_xor.reduce(input[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
+            return self.to_tensor(data, input[0].dtype)
+        return reduce(self, input)
+
+    interpreter._get_np_dtype, ReduceOps.apply_impl = np_dtype, apply_impl

@@ -1,6 +1,7 @@
 """The planted defects of `make mutants`: that they can be planted, and what the script makes of a tree."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
@@ -32,6 +33,7 @@ def test_rows_of_defects_that_are_no_longer_listed_go_with_the_next_run(tmp_path
     path.write_text(json.dumps({"rows": rows, "settings": {}}))
     monkeypatch.setattr(mutants, "listed_mutants", lambda: listed)
     monkeypatch.setattr(mutants, "copy_of_the_tree", lambda folder: folder)
+    monkeypatch.setattr(mutants, "PytestRuns", nullcontext)
     found = {"caught": True, "failure": None, "seconds": 0.0}
     monkeypatch.setattr(mutants, "try_mutant", lambda mutant, *arguments: mutant.identity | found)
     mutants.main(only="new", output=path)
