@@ -4,18 +4,38 @@ Sizes: `C` query clusters, `G` key clusters, `T` exact keys per query cluster.
 """
 
 from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from ..shared.arguments import check_label_range
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, dropout_factor, exact_dropout_rows
-from ..shared.masking import for_every_head, zero_masked
+from ..shared.masking import for_every_head, unmasked
 from ..shared.precision import SMALLEST as SMALLEST
 
 # Of the logarithm by which a key's mean mass over a cluster's queries exceeds that at the centroid: where it would be
 # more, offsets are no small ones, and to count the key more heavily would be wrong for most of the queries.
 LARGEST_LIFT = 0.5
+
+
+class Inputs(NamedTuple):
+    """The arguments of every form, see the public op."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    labels: torch.Tensor
+    key_labels: torch.Tensor
+    clusters: int
+    key_clusters: int
+    topk: int
+    key_mask: torch.Tensor | None
+    query_mask: torch.Tensor | None
+    exact_heads: torch.Tensor | None
+    scale: float
+    dropout_p: float
+    dropout_seed: torch.Tensor | None
 
 
 def offsets(query: torch.Tensor, centroids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -103,33 +123,18 @@ def attend_head(
     return output
 
 
-def bi_clustered_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    labels: torch.Tensor,
-    key_labels: torch.Tensor,
-    clusters: int,
-    key_clusters: int,
-    topk: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    exact_heads: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> torch.Tensor:
+def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
     """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_j`, `j = l(i)`, head by head."""
-    check_label_range(labels, clusters)
-    check_label_range(key_labels, key_clusters, of="key")
-    query, key, value = (
-        scale * zero_masked(query, query_mask),
-        zero_masked(key, key_mask),
-        zero_masked(value, key_mask),
+    inputs = Inputs(*arguments)
+    check_label_range(inputs.labels, inputs.clusters)
+    check_label_range(inputs.key_labels, inputs.key_clusters, of="key")
+    query, key, value, labels, key_labels, clusters, key_clusters, topk, *masks, scale, dropout_p, dropout_seed = (
+        unmasked(inputs)
     )
-    group = query.shape[1] // key.shape[1]
-    key, value, key_labels = (for_every_head(tensor, query) for tensor in (key, value, key_labels))
-    labels, key_labels = labels.long(), key_labels.long()
+    key_mask, query_mask, exact_heads = masks
+    query = scale * query
+    group = query.shape[1] // inputs.key.shape[1]
+    labels, key_labels = labels.long(), for_every_head(key_labels, query).long()
 
     B, H, N, _ = query.shape
     output = query.new_zeros(B, H, N, value.shape[3])

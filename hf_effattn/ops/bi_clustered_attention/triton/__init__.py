@@ -5,17 +5,15 @@ checked: a query whose label is outside `0 .. clusters - 1` is in no cluster and
 exact heads alone.
 """
 
-from typing import Any
-
 import torch
 
-from ...derivatives import refuse_second_derivatives
-from ...shared.gradients import register_gradients
+from ...shared.gradients import register_op
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.chips import on_device_of
 from ...shared.triton.cluster_table_forward import _cluster_table_fwd_kernel, blocks_of_queries
-from ...shared.triton.sort import SortedRows, sort_both_by_cluster
+from ...shared.triton.sort import SortedRows, empty_sorted, sort_both_by_cluster
 from ...shared.triton.tiles import LOG2_E, tile_config
+from ..reference import Inputs
 from .backward import attend_backward
 from .exact_heads import attend_exactly, exact_backward
 from .forward import choose_keys, make_tables
@@ -30,19 +28,16 @@ def _tiles(query: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
     return tile_config(query, *dims)["ROWS"], key_config["ROWS"]
 
 
-@torch.library.custom_op("hf_effattn::bi_clustered_attention_triton", mutates_args=())
-def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, labels: torch.Tensor, key_labels: torch.Tensor,
-    clusters: int, key_clusters: int, topk: int, key_mask: torch.Tensor | None, query_mask: torch.Tensor | None,
-    exact_heads: torch.Tensor | None, scale: float, dropout_p: float, dropout_seed: torch.Tensor | None,
-) -> list[torch.Tensor]:  # fmt: skip
+def _forward(x: Inputs) -> list[torch.Tensor]:
     """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + s_i η_i^T M_j`, and the tensors of `Saved`."""
+    query, key, value, labels, key_labels, clusters, key_clusters, topk, key_mask, query_mask, *_ = x
+    scale, dropout_p, dropout_seed = x[-3:]
     B, H, N, D = query.shape
     Hk, M, Dv = value.shape[1:]
     if B * N * M == 0:
-        return [empty_output(query, value), *_empty(query, key, value, clusters, key_clusters, topk)]
+        return _fake(x)
     tile, key_tile = _tiles(query, value)
-    exact_heads = None if exact_heads is None else exact_heads.contiguous()
+    exact_heads = None if x.exact_heads is None else x.exact_heads.contiguous()
     output = unwritten_output(query, value)
     queries, keys = sort_both_by_cluster(
         (labels, query_mask, clusters, tile), (key_labels, key_mask, key_clusters, key_tile)
@@ -67,8 +62,7 @@ def _forward(
             HAS_DROPOUT=dropout_seed is not None, **sizes, **config,
         )  # fmt: skip
     if exact_heads is not None:
-        masks = key_mask, query_mask
-        attend_exactly(output, lse, query, key, value, *masks, exact_heads, scale, dropout_p, dropout_seed)
+        attend_exactly(output, lse, x, exact_heads)
     saved = Saved(
         queries.order, queries.starts, queries.tiles, keys.order, keys.starts, keys.tiles, centroids, mean_keys,
         mean_values, log_squares, top, taken, table_keys, table_values, log_mass, bias, at_centroid, covariances,
@@ -78,59 +72,46 @@ def _forward(
 
 
 def gradients(
-    grad_output: torch.Tensor, forward: list[torch.Tensor], query: torch.Tensor, key: torch.Tensor,
-    value: torch.Tensor, labels: torch.Tensor, key_labels: torch.Tensor, clusters: int, key_clusters: int, topk: int,
-    key_mask: torch.Tensor | None, query_mask: torch.Tensor | None, exact_heads: torch.Tensor | None,
-    scale: float, dropout_p: float, dropout_seed: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    grad_output: torch.Tensor, forward: list[torch.Tensor], x: Inputs
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels and sets `T_j` held fixed; `forward` is what the forward op gave."""
     output, saved = forward[0], Saved(*forward[1:])
+    query, key, value = x[:3]
     B, N, M = query.shape[0], query.shape[2], key.shape[2]
     if B * N * M == 0:
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     tile, key_tile = _tiles(query, value)
-    queries = SortedRows(saved.order, saved.starts, saved.tiles, clusters, tile)
-    keys = SortedRows(saved.key_order, saved.key_starts, saved.key_tiles, key_clusters, key_tile)
-    found, expected = (saved.tiles, saved.key_tiles), (N // tile + clusters, M // key_tile + key_clusters)
+    queries = SortedRows(saved.order, saved.starts, saved.tiles, x.clusters, tile)
+    keys = SortedRows(saved.key_order, saved.key_starts, saved.key_tiles, x.key_clusters, key_tile)
+    found, expected = (saved.tiles, saved.key_tiles), (N // tile + x.clusters, M // key_tile + x.key_clusters)
     if any(tiles.shape[1] != count + 1 for tiles, count in zip(found, expected, strict=True)):
         raise RuntimeError(f"the forward pass had tiles of other sizes than {tile} queries and {key_tile} keys")
-    exact_heads = None if exact_heads is None else exact_heads.contiguous()
-    inputs = grad_output, query, key, value
-    grad_query, grad_key, grad_value, delta = attend_backward(
-        *inputs, exact_heads, dropout_seed, output, saved, queries, keys, scale, dropout_p
-    )  # fmt: skip
+    exact_heads = None if x.exact_heads is None else x.exact_heads.contiguous()
+    *grads, delta = attend_backward(x, exact_heads, grad_output, output, saved, queries, keys)
     if exact_heads is not None:
-        exact_backward(
-            grad_query, grad_key, grad_value, *inputs, key_mask, query_mask, exact_heads, saved.lse, delta, scale,
-            dropout_p, dropout_seed,
-        )  # fmt: skip
-    return grad_query, grad_key, grad_value
+        exact_backward(grads, grad_output, x, exact_heads, saved.lse, delta)
+    return grads[0], grads[1], grads[2]
 
 
-def _empty(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, clusters: int, key_clusters: int, topk: int
-) -> Saved:
-    """Tensors of the right sizes, without numbers."""
+def _fake(x: Inputs) -> list[torch.Tensor]:
+    """The output, 0, and tensors of the right sizes for the rest, without numbers."""
+    query, value, topk = x.query, x.value, x.topk
     B, H, N, D = query.shape
     Hk, M, Dv = value.shape[1:]
     tile, key_tile = _tiles(query, value)
-    P, R, G = B * Hk, H // Hk * clusters, key_clusters
+    P, R, G = B * Hk, H // Hk * x.clusters, x.key_clusters
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return query.new_empty(*shape, dtype=dtype)
 
-    return Saved(
-        order=empty(B * H, N, dtype=torch.int32),
-        starts=empty(B * H, clusters + 2, dtype=torch.int32),
-        tiles=empty(B * H, N // tile + clusters + 1, dtype=torch.int32),
-        key_order=empty(P, M, dtype=torch.int32),
-        key_starts=empty(P, G + 2, dtype=torch.int32),
-        key_tiles=empty(P, M // key_tile + G + 1, dtype=torch.int32),
-        centroids=empty(B * H, clusters, D, dtype=query.dtype),
+    saved = Saved(
+        *empty_sorted(x.labels, x.clusters, tile),
+        *empty_sorted(x.key_labels, G, key_tile),
+        centroids=empty(B * H, x.clusters, D, dtype=query.dtype),
         mean_keys=empty(P, G, D),
         mean_values=empty(P, G, Dv),
         log_squares=empty(P, M),
-        top=empty(B * H, clusters, topk, dtype=torch.int32),
+        top=empty(B * H, x.clusters, topk, dtype=torch.int32),
         taken=empty(P, M, (R + 31) // 32, dtype=torch.int32),
         table_keys=empty(P * R, G, D, dtype=query.dtype),
         table_values=empty(P * R, G, Dv, dtype=query.dtype),
@@ -142,19 +123,9 @@ def _empty(
         lse=empty(B * H, N),
         share=empty(B * H, N),
     )
+    return [empty_output(query, value), *saved]
 
 
-@_forward.register_fake
-def _(query, key, value, labels, key_labels, clusters, key_clusters, topk, *settings):
-    return [empty_output(query, value), *_empty(query, key, value, clusters, key_clusters, topk)]
-
-
-register_gradients("bi_clustered_attention_triton", gradients, ("query", "key", "value"), keeps=slice(None))
-
-
-def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
-    """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_{l(i)}`; arguments as of `_forward`."""
-    return _forward(*arguments)[0]
-
-
-refuse_second_derivatives("bi_clustered_attention_triton")
+bi_clustered_attention = register_op(
+    "bi_clustered_attention_triton", Inputs, _forward, gradients, fake=_fake, keeps=slice(None)
+)

@@ -24,6 +24,7 @@ from ...shared.triton.cluster_table import (
 from ...shared.triton.softmax import dot_rows
 from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import LOG2_E, PART, load_rows, load_tile, tile_config
+from ..reference import Inputs
 from .forward import load_lift, load_spread, load_taken
 from .products import cluster_products
 from .saved import Saved
@@ -213,20 +214,11 @@ def _bi_clustered_attention_bwd_centroid_kernel(
 
 
 def attend_backward(
-    grad_output: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    exact_heads: torch.Tensor | None,
-    dropout_seed: torch.Tensor | None,
-    output: torch.Tensor,
-    saved: Saved,
-    queries: SortedRows,
-    keys: SortedRows,
-    scale: float,
-    dropout_p: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Inputs, exact_heads: torch.Tensor | None, grad_output: torch.Tensor, output: torch.Tensor, saved: Saved,
+    queries: SortedRows, keys: SortedRows,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of query, key and value, unwritten in exact heads, and `δ_i` of all queries `(B · H, N)`."""
+    (query, key, value), (scale, dropout_p, dropout_seed) = x[:3], x[-3:]
     B, H, N, D = query.shape
     Hk, M, Dv = value.shape[1:]
     clusters, key_clusters, topk = queries.clusters, keys.clusters, saved.top.shape[2]

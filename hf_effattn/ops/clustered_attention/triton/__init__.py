@@ -4,20 +4,20 @@ Nothing is asked of the host between the inputs and the output, so that CUDA gra
 checked: a query whose label is outside `0 .. clusters - 1` is in no cluster and gets 0.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ...derivatives import refuse_second_derivatives
-from ...shared.gradients import register_gradients
+from ...shared.gradients import register_op
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.centroids import centroid_pass, merge_splits
 from ...shared.triton.chips import LENGTHS, block_width, on_device_of
 from ...shared.triton.cluster_table import load_split_sum
-from ...shared.triton.sort import SortedRows, cluster_means, sort_by_cluster
+from ...shared.triton.sort import SortedRows, cluster_means, empty_sorted, sort_by_cluster
 from ...shared.triton.tiles import load_tile
+from ..reference import Inputs
 from .backward import centroid_backward
 
 TILE = 64  # queries that one program writes
@@ -89,93 +89,60 @@ def _clustered_attention_bwd_query_kernel(
     tl.store(p_grad, b_grad.to(grad_query_ptr.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])
 
 
-@torch.library.custom_op("hf_effattn::clustered_attention_triton", mutates_args=())
-def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    labels: torch.Tensor,
-    clusters: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> list[torch.Tensor]:
+def _forward(x: Inputs) -> list[torch.Tensor]:
     """`V_i = A^c_{l(i)} V`, and the tensors of `Saved`."""
-    B, H, N, _ = query.shape
-    Dv = value.shape[3]
-    output = unwritten_output(query, value)
-    members = sort_by_cluster(labels, query_mask, clusters, TILE)
-    centroids = cluster_means(query, members)
-    found = centroid_pass(centroids, key, value, key_mask, scale, 0, dropout_p, dropout_seed)
-    merged = query.new_empty(B * H, clusters, Dv, dtype=torch.float32)
-    lse = query.new_empty(B * H, clusters, dtype=torch.float32)
+    B, H, N, _ = x.query.shape
+    Dv = x.value.shape[3]
+    output = unwritten_output(x.query, x.value)
+    members = sort_by_cluster(x.labels, x.query_mask, x.clusters, TILE)
+    centroids = cluster_means(x.query, members)
+    found = centroid_pass(centroids, x.key, x.value, x.key_mask, x.scale, 0, x.dropout_p, x.dropout_seed)
+    merged = x.query.new_empty(B * H, x.clusters, Dv, dtype=torch.float32)
+    lse = x.query.new_empty(B * H, x.clusters, dtype=torch.float32)
     tiles = members.tiles.shape[1]
     if B:
-        with on_device_of(query):
+        with on_device_of(x.query):
             _clustered_attention_fwd_kernel[(B * H * tiles,)](
                 found.values, found.lse, members.order, members.starts, members.tiles, output, merged, lse,
-                *output.stride(), H, N, Dv, clusters, tiles, found.lse.shape[1], TILE=TILE, BLOCK_V=block_width(Dv),
+                *output.stride(), H, N, Dv, x.clusters, tiles, found.lse.shape[1], TILE=TILE, BLOCK_V=block_width(Dv),
             )  # fmt: skip
     return [output, *Saved(members.order, members.starts, members.tiles, centroids, merged, lse)]
 
 
-@_forward.register_fake
-def _(query, key, value, labels, clusters, *settings):
-    B, H, N, D = query.shape
+def _fake(x: Inputs) -> list[torch.Tensor]:
+    B, H, _, D = x.query.shape
+    empty = x.query.new_empty
     saved = Saved(
-        order=labels.new_empty(B * H, N, dtype=torch.int32),
-        starts=labels.new_empty(B * H, clusters + 2, dtype=torch.int32),
-        tiles=labels.new_empty(B * H, N // TILE + clusters + 1, dtype=torch.int32),
-        centroids=query.new_empty(B * H, clusters, D, dtype=torch.float32),
-        merged=query.new_empty(B * H, clusters, value.shape[3], dtype=torch.float32),
-        lse=query.new_empty(B * H, clusters, dtype=torch.float32),
+        *empty_sorted(x.labels, x.clusters, TILE),
+        centroids=empty(B * H, x.clusters, D, dtype=torch.float32),
+        merged=empty(B * H, x.clusters, x.value.shape[3], dtype=torch.float32),
+        lse=empty(B * H, x.clusters, dtype=torch.float32),
     )
-    return [empty_output(query, value), *saved]
+    return [empty_output(x.query, x.value), *saved]
 
 
 def gradients(
-    grad_output: torch.Tensor,
-    saved_tensors: list[torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    labels: torch.Tensor,
-    clusters: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
+    grad_output: torch.Tensor, saved_tensors: list[torch.Tensor], x: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels held fixed."""
     saved = Saved(*saved_tensors)
-    B, H, N, D = query.shape
+    B, H, N, D = x.query.shape
     tiles = saved.tiles.shape[1]
-    members = SortedRows(saved.order, saved.starts, saved.tiles, clusters, TILE)
+    members = SortedRows(saved.order, saved.starts, saved.tiles, x.clusters, TILE)
     grads = cluster_means(grad_output, members)
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast(x.query.device.type, enabled=False):
         delta = torch.linalg.vecdot(saved.merged, grads)
-    grad_centroids, grad_key, grad_value = centroid_backward(
-        saved.centroids, key, value, key_mask, grads, saved.lse, delta, members, scale, dropout_p, dropout_seed
-    )
-    grad_query = torch.empty_like(query)
+    grad_centroids, grad_key, grad_value = centroid_backward(x, saved.centroids, grads, saved.lse, delta, members)
+    grad_query = torch.empty_like(x.query)
     if grad_query.numel():
-        with on_device_of(query):
+        with on_device_of(x.query):
             _clustered_attention_bwd_query_kernel[(B * H * tiles,)](
                 grad_centroids, saved.order, saved.starts, saved.tiles, grad_query, *grad_query.stride(),
-                H, N, D, clusters, tiles, grad_centroids.shape[1], TILE=TILE, BLOCK_D=block_width(D),
+                H, N, D, x.clusters, tiles, grad_centroids.shape[1], TILE=TILE, BLOCK_D=block_width(D),
             )  # fmt: skip
-    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+    return grad_query, grad_key.to(x.key.dtype), grad_value.to(x.value.dtype)
 
 
-register_gradients("clustered_attention_triton", gradients, ("query", "key", "value"), keeps=slice(1, None))
-
-
-def clustered_attention(*arguments: Any) -> torch.Tensor:
-    """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets; arguments as of `_forward`."""
-    return _forward(*arguments)[0]
-
-
-refuse_second_derivatives("clustered_attention_triton")
+clustered_attention = register_op(
+    "clustered_attention_triton", Inputs, _forward, gradients, fake=_fake, keeps=slice(1, None)
+)

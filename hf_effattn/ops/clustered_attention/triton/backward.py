@@ -6,6 +6,8 @@ Per query of cluster `j`, with `ḡ_j` the mean gradient of its queries' outputs
 do `n_j` over the mean size of a cluster, which multiplies the sums once they are made.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -139,23 +141,13 @@ def _clustered_attention_bwd_centroid_kernel(
 
 
 def centroid_backward(
-    centroids: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    grads: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    members: SortedRows,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
+    x: Any, centroids: torch.Tensor, grads: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, members: SortedRows
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients through the centroids' attention.
 
     Args:
+        x: the inputs of the op.
         centroids: `(B · H, C, D)` float32.
-        key, value, key_mask, scale, dropout_p, dropout_seed: as in the forward pass.
         grads: mean gradient `ḡ` of the outputs of each cluster, `(B · H, C, Dv)` float32.
         lse: base-2 log-sum-exp of the scores of each centroid, `(B · H, C)`.
         delta: `δ`, `(B · H, C)`.
@@ -165,6 +157,7 @@ def centroid_backward(
         `(B · H · C, splits, D)` float32, parts of what each query of a cluster gets as gradient; the gradients of key
         and value in float32, laid out like those.
     """
+    key, value, key_mask, dropout_seed = x.key, x.value, x.key_mask, x.dropout_seed
     B, Hk, M, D = key.shape
     Dv = value.shape[3]
     rows = centroids.shape[0] * centroids.shape[1] // max(1, B * Hk)
@@ -190,14 +183,14 @@ def centroid_backward(
             _clustered_attention_bwd_key_kernel[(B * Hk * key_blocks,)](
                 centroids, key, value, key_mask, dropout_seed, grads, lse, delta, members.starts, grad_key, grad_value,
                 *key.stride(), *value.stride(), *mask_strides, *grad_key.stride(), *grad_value.stride(),
-                Hk, rows, M, D, Dv, members.clusters, key_blocks, mean_size, scale, scale * LOG2_E, dropout_p,
+                Hk, rows, M, D, Dv, members.clusters, key_blocks, mean_size, x.scale, x.scale * LOG2_E, x.dropout_p,
                 **switches, **key_config,
             )  # fmt: skip
         if B * Hk * blocks:
             _clustered_attention_bwd_centroid_kernel[(B * Hk * blocks * splits,)](
                 centroids, key, value, key_mask, dropout_seed, grads, lse, delta, grad_centroids,
                 *key.stride(), *value.stride(), *mask_strides,
-                Hk, rows, M, D, Dv, blocks, splits, split_length, scale, scale * LOG2_E, dropout_p,
+                Hk, rows, M, D, Dv, blocks, splits, split_length, x.scale, x.scale * LOG2_E, x.dropout_p,
                 **switches, **config,
             )  # fmt: skip
     return grad_centroids, grad_key, grad_value

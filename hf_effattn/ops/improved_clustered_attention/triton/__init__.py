@@ -11,16 +11,16 @@ import torch
 import triton
 
 from ...clustered_attention.triton.backward import centroid_backward
-from ...derivatives import refuse_second_derivatives
 from ...shared.dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS, TOPK_AND_SUMMARY_WEIGHTS
-from ...shared.gradients import register_gradients
+from ...shared.gradients import register_op
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.centroids import centroid_pass
 from ...shared.triton.chips import block_width, on_device_of
 from ...shared.triton.cluster_table import _cluster_table_bwd_query_kernel
 from ...shared.triton.cluster_table_forward import _cluster_table_fwd_kernel, blocks_of_queries
-from ...shared.triton.sort import SortedRows, cluster_means, sort_by_cluster
+from ...shared.triton.sort import SortedRows, cluster_means, empty_sorted, sort_by_cluster
 from ...shared.triton.tiles import LOG2_E, tile_config
+from ..reference import Inputs
 from .backward import (
     LARGEST_SPLIT,
     ROWS_OF_A_SPLIT,
@@ -63,21 +63,9 @@ def _tile(query: torch.Tensor, value: torch.Tensor) -> int:
     return tile_config(query, query.shape[3], value.shape[3])["ROWS"]
 
 
-@torch.library.custom_op("hf_effattn::improved_clustered_attention_triton", mutates_args=())
-def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    labels: torch.Tensor,
-    clusters: int,
-    topk: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> list[torch.Tensor]:
+def _forward(x: Inputs) -> list[torch.Tensor]:
     """`V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T} A^c_jt V_t`, and the tensors of `Saved`."""
+    query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, dropout_seed = x
     B, H, N, D = query.shape
     Hk, M, Dv = value.shape[1:]
     config = tile_config(query, D, Dv)
@@ -110,45 +98,31 @@ def _forward(
     return [output, *saved]
 
 
-@_forward.register_fake
-def _(query, key, value, labels, clusters, topk, *settings):
-    B, H, N, D = query.shape
+def _fake(x: Inputs) -> list[torch.Tensor]:
+    B, H, N, D = x.query.shape
 
     def empty(*shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return query.new_empty(B * H, *shape, dtype=dtype)
+        return x.query.new_empty(B * H, *shape, dtype=dtype)
 
     saved = Saved(
-        order=empty(N, dtype=torch.int32),
-        starts=empty(clusters + 2, dtype=torch.int32),
-        tiles=empty(N // _tile(query, value) + clusters + 1, dtype=torch.int32),
-        centroids=empty(clusters, D),
-        top=empty(clusters, topk, dtype=torch.int32),
-        top_scores=empty(clusters, topk),
-        lse=empty(clusters),
-        rest=empty(clusters, value.shape[3]),
-        mass=empty(clusters),
+        *empty_sorted(x.labels, x.clusters, _tile(x.query, x.value)),
+        centroids=empty(x.clusters, D),
+        top=empty(x.clusters, x.topk, dtype=torch.int32),
+        top_scores=empty(x.clusters, x.topk),
+        lse=empty(x.clusters),
+        rest=empty(x.clusters, x.value.shape[3]),
+        mass=empty(x.clusters),
         top_lse=empty(N),
     )
-    return [empty_output(query, value), *saved]
+    return [empty_output(x.query, x.value), *saved]
 
 
 def gradients(
-    grad_output: torch.Tensor,
-    saved_tensors: list[torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    labels: torch.Tensor,
-    clusters: int,
-    topk: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
+    grad_output: torch.Tensor, saved_tensors: list[torch.Tensor], x: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels and sets `T_j` held fixed."""
     saved = Saved(*saved_tensors)
+    query, key, value, _, clusters, topk, _, _, scale, dropout_p, dropout_seed = x
     B, H, N, D = query.shape
     Hk, M, Dv = value.shape[1:]
     config = tile_config(query, D, Dv, backward=True)
@@ -179,14 +153,9 @@ def gradients(
             HAS_DROPOUT=config["HAS_DROPOUT"], KINDS=KINDS_OF_WEIGHTS, KIND=CENTROID_WEIGHTS,
             BLOCK_N=128, BLOCK_T=max(8, 2048 // max(block_d, block_v)), BLOCK_D=block_d, BLOCK_V=block_v,
         )  # fmt: skip
-    grad_centroids, grad_key, grad_value = centroid_backward(
-        saved.centroids, key, value, key_mask, grads, saved.lse, delta, members, scale, dropout_p, dropout_seed
-    )
+    grad_centroids, grad_key, grad_value = centroid_backward(x, saved.centroids, grads, saved.lse, delta, members)
     with on_device_of(query):
-        _add_top_keys(
-            grad_output, query, key, value, dropout_seed, saved, grads, row_dot, extra, grad_key, grad_value,
-            clusters, topk, scale, dropout_p,
-        )  # fmt: skip
+        _add_top_keys(x, saved, grad_output, grads, row_dot, extra, grad_key, grad_value)
         _cluster_table_bwd_query_kernel[tiles](
             query, key, value, grad_output, dropout_seed, None, saved.order, saved.starts, saved.tiles, saved.top,
             saved.top_lse, row_dot, saved.mass, correction, *[None] * 7, grad_centroids, grad_query, *strides,
@@ -198,23 +167,11 @@ def gradients(
 
 
 def _add_top_keys(
-    grad_output: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout_seed: torch.Tensor | None,
-    saved: Saved,
-    grads: torch.Tensor,
-    row_dot: torch.Tensor,
-    extra: torch.Tensor,
-    grad_key: torch.Tensor,
-    grad_value: torch.Tensor,
-    clusters: int,
-    topk: int,
-    scale: float,
-    dropout_p: float,
-) -> None:
+    x: Inputs, saved: Saved, grad_output: torch.Tensor, grads: torch.Tensor, row_dot: torch.Tensor,
+    extra: torch.Tensor, grad_key: torch.Tensor, grad_value: torch.Tensor,
+) -> None:  # fmt: skip
     """Add to the float32 gradients of key and value what comes through the top keys of every cluster."""
+    query, key, value, _, clusters, topk, _, _, scale, dropout_p, dropout_seed = x
     B, H, N, D = query.shape
     Hk, M, Dv = value.shape[1:]
     ordered = torch.are_deterministic_algorithms_enabled()
@@ -244,12 +201,6 @@ def _add_top_keys(
             grad.copy_(summed.view(grad.shape))
 
 
-register_gradients("improved_clustered_attention_triton", gradients, ("query", "key", "value"), keeps=slice(1, None))
-
-
-def improved_clustered_attention(*arguments: Any) -> torch.Tensor:
-    """`V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T} A^c_jt V_t`, `j = l(i)`; arguments as of `_forward`."""
-    return _forward(*arguments)[0]
-
-
-refuse_second_derivatives("improved_clustered_attention_triton")
+improved_clustered_attention = register_op(
+    "improved_clustered_attention_triton", Inputs, _forward, gradients, fake=_fake, keeps=slice(1, None)
+)

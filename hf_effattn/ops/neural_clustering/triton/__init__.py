@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ...derivatives import refuse_second_derivatives
-from ...shared.gradients import register_gradients
+from ...shared.gradients import register_op
 from ...shared.tables import empty_gradient
 from ...shared.triton.centroids import split_count
 from ...shared.triton.chips import chip_of, on_device_of
+from ..reference import Inputs
 from .backward import (
     _neural_clustering_bwd_direction_kernel,
     _neural_clustering_bwd_score_kernel,
@@ -110,11 +110,9 @@ def _mask_strides(mask: torch.Tensor | None) -> tuple[int, ...]:
     return (0, 0) if mask is None else mask.stride()
 
 
-@torch.library.custom_op("hf_effattn::neural_clustering_triton", mutates_args=())
-def _forward(
-    words: torch.Tensor, directions: torch.Tensor, cosine: bool, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`Ĉ` in the dtype of the words, labels, `Ĉ` in float32, base-2 log-sum-exps `(B, k)`, and `1 / |Z_j|`."""
+    words, directions, cosine, mask = x
     B, N, d = words.shape
     k = directions.shape[1]
     labels = words.new_zeros(B, N, dtype=torch.int64)
@@ -169,29 +167,23 @@ def _forward(
     return exact.to(words.dtype, copy=True), labels, exact, total, inverse
 
 
-@_forward.register_fake
-def _(words, directions, cosine, mask):
+def _fake(x: Inputs) -> tuple[torch.Tensor, ...]:
+    words, directions = x.words, x.directions
     B, N, _ = words.shape
     return (
         directions.new_empty(directions.shape),
         words.new_empty(B, N, dtype=torch.int64),
         directions.new_empty(directions.shape, dtype=torch.float32),
         directions.new_empty(directions.shape[:2], dtype=torch.float32),
-        words.new_empty(B, N if cosine else 0, dtype=torch.float32),
+        words.new_empty(B, N if x.cosine else 0, dtype=torch.float32),
     )
 
 
 def gradients(
-    grad_updated: torch.Tensor,
-    exact: torch.Tensor,
-    total: torch.Tensor,
-    inverse: torch.Tensor,
-    words: torch.Tensor,
-    directions: torch.Tensor,
-    cosine: bool,
-    mask: torch.Tensor | None,
+    grad_updated: torch.Tensor, exact: torch.Tensor, total: torch.Tensor, inverse: torch.Tensor, x: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of words and directions, labels held fixed."""
+    words, directions, cosine, mask = x
     B, N, d = words.shape
     k = directions.shape[1]
     grad_words = words.new_empty(words.shape)
@@ -225,16 +217,7 @@ def gradients(
     return grad_words, partial.sum(dim=1).to(directions.dtype)
 
 
-register_gradients(
-    "neural_clustering_triton", gradients, ("words", "directions"), outputs=1, keeps=slice(2, None),
-    empty=empty_gradient,
+neural_clustering = register_op(
+    "neural_clustering_triton", Inputs, _forward, gradients, ("words", "directions"),
+    fake=_fake, shown=2, keeps=slice(2, None), empty=empty_gradient,
 )  # fmt: skip
-refuse_second_derivatives("neural_clustering_triton")
-
-
-def neural_clustering(
-    words: torch.Tensor, directions: torch.Tensor, cosine: bool, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Ĉ` `(B, k, d)` and labels `(B, N)`."""
-    updated, labels, *_ = _forward(words, directions, cosine, mask)
-    return updated, labels

@@ -142,6 +142,14 @@ def _sort_by_cluster_kernel(
 Labelled = tuple[torch.Tensor, torch.Tensor | None, int, int]
 
 
+def empty_sorted(labels: torch.Tensor, clusters: int, tile: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Memory for `order`, `starts` and `tiles` of rows with labels `(B, H, N)`."""
+    B, H, N = labels.shape
+    sizes = N, clusters + 2, N // tile + clusters + 1
+    order, starts, tiles = (labels.new_empty(B * H, size, dtype=torch.int32) for size in sizes)
+    return order, starts, tiles
+
+
 def sort_by_cluster(labels: torch.Tensor, mask: torch.Tensor | None, clusters: int, tile: int) -> SortedRows:
     """Rows with integer labels `(B, H, N)`, any strides, sorted by cluster; stable, for rows where `mask` `(B, N)`."""
     return sort_both_by_cluster((labels, mask, clusters, tile))[0]
@@ -158,10 +166,7 @@ def sort_both_by_cluster(first: Labelled, second: Labelled | None = None) -> lis
     found, given, splits = [], [], []
     for labels, mask, clusters, tile in both:
         B, H, N = labels.shape
-        order, starts, tiles = (
-            labels.new_empty(B * H, size, dtype=torch.int32) for size in (N, clusters + 2, N // tile + clusters + 1)
-        )
-        found.append(SortedRows(order, starts, tiles, clusters, tile))
+        found.append(SortedRows(*empty_sorted(labels, clusters, tile), clusters, tile))
         if has_mask:
             mask = labels.new_ones(B, N, dtype=torch.bool) if mask is None else mask.contiguous()
         given.append((labels.to(first[0].dtype).contiguous(), mask, H, N, clusters))
