@@ -10,13 +10,14 @@ from ..shared.masking import cluster_centroids, masked_softmax, unmasked
 
 
 class Inputs(NamedTuple):
-    """The arguments of every form, see the public op."""
+    """The arguments of every form, see the public ops; without `topk` it is clustered, else improved attention."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     labels: torch.Tensor
     clusters: int
+    topk: int
     key_mask: torch.Tensor | None
     query_mask: torch.Tensor | None
     scale: float
@@ -24,7 +25,7 @@ class Inputs(NamedTuple):
     dropout_seed: torch.Tensor | None
 
 
-def centroid_scores(inputs: Any) -> torch.Tensor:
+def centroid_scores(inputs: Inputs) -> torch.Tensor:
     """`scale · Qc K^T`, `(B, H, C, M)`, of `unmasked` inputs; of masked keys the lowest number."""
     check_label_range(inputs.labels, inputs.clusters)
     centroids = cluster_centroids(inputs.query, inputs.labels, inputs.clusters, inputs.query_mask)

@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 
+from ..clustered_attention.reference import Inputs
 from ..shared.centroids import centroid_backward, centroid_dropout, centroid_scores
 from ..shared.cluster_blocks import ClusterBlocks, block_length
 from ..shared.cluster_table import ClusterTable, attend, attend_backward
@@ -27,7 +28,6 @@ from ..shared.tables import (
     table_rows,
 )
 from ..shared.topk import largest
-from .reference import Inputs
 
 
 def largest_buffer(x: Inputs) -> int:

@@ -1,29 +1,13 @@
 """Improved clustered attention in the paper's words (Source: Vyas 2020, improved clustered). Plain PyTorch."""
 
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..clustered_attention.reference import centroid_attention, centroid_dropout, centroid_scores
+from ..clustered_attention.reference import Inputs, centroid_attention, centroid_dropout, centroid_scores
 from ..shared.dropout import TOPK_WEIGHTS, dropout_factor
 from ..shared.masking import masked_softmax, unmasked
-
-
-class Inputs(NamedTuple):
-    """The arguments of every form, see the public op."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    labels: torch.Tensor
-    clusters: int
-    topk: int
-    key_mask: torch.Tensor | None
-    query_mask: torch.Tensor | None
-    scale: float
-    dropout_p: float
-    dropout_seed: torch.Tensor | None
 
 
 def improved_clustered_attention(*arguments: Any) -> torch.Tensor:

@@ -15,9 +15,9 @@ import triton.language as tl
 from ...shared.triton.chips import LENGTHS, chip_of, on_device_of
 from ...shared.triton.cluster_table import (
     _cluster_table_bwd_delta_kernel,
-    _cluster_table_bwd_key_kernel,
     _cluster_table_bwd_query_kernel,
     _cluster_table_bwd_summary_kernel,
+    add_exact_keys,
     dipole_part,
     is_exact,
 )
@@ -29,8 +29,6 @@ from .forward import load_lift, load_spread, load_taken
 from .products import cluster_products
 from .saved import Saved
 
-ROWS_OF_A_SPLIT = 512  # queries of a cluster that one program walks before a large cluster is split
-LARGEST_SPLIT = 4
 CENTROID_PROGRAMS = 264  # enough to keep a large chip busy
 
 
@@ -241,9 +239,7 @@ def attend_backward(
     table_grad_keys, table_grad_values = torch.empty_like(saved.table_keys), torch.empty_like(saved.table_values)
     grad_bias, constant = torch.empty_like(saved.bias), torch.empty_like(saved.bias)
     grad_query, grad_key, grad_value = (torch.empty_like(tensor) for tensor in (query, key, value))
-    ordered = torch.are_deterministic_algorithms_enabled()
     sums = query.new_zeros(P * M, D + Dv, dtype=torch.float32)
-    shares = query.new_empty(P * rows * topk, D + Dv, dtype=torch.float32) if ordered else sums
     strides = query.stride(), key.stride(), value.stride(), grad_output.stride()
     with on_device_of(query):
         _cluster_table_bwd_delta_kernel[(B * H * tiles,)](
@@ -252,18 +248,10 @@ def attend_backward(
             **exact, PART=dipole_part(query, config["BLOCK_D"]), ROWS=queries.tile,
             **{name: config[name] for name in ("BLOCK_V", "BY_PARTS", "PRECISION")},
         )  # fmt: skip
-        splits = 1 if ordered else min(LARGEST_SPLIT, triton.cdiv(N, ROWS_OF_A_SPLIT))
-        blocks = triton.cdiv(topk, sums_config["ROWS"])
-        _cluster_table_bwd_key_kernel[(P * rows * blocks * splits,)](
-            query, key, value, grad_output, dropout_seed, exact_heads, *of_queries[:2], saved.top, saved.lse, delta,
-            shares, *strides[0], *strides[1], *strides[2], *strides[3],
-            H, group, N, M, D, Dv, clusters, topk, topk + key_clusters, blocks, splits, ROWS_OF_A_SPLIT, *scales,
-            dropout_p, **switches, ORDERED=ordered, **sums_config,
+        add_exact_keys(
+            x, grad_output, queries, saved.top, saved.lse, delta, sums, columns=topk + key_clusters,
+            exact_heads=exact_heads,
         )  # fmt: skip
-        if ordered:
-            # Places without a key hold 0 and may go anywhere.
-            first = torch.arange(P, device=key.device).repeat_interleave(rows * topk) * M
-            sums.index_add_(0, saved.top.flatten().clamp(min=0) + first, shares)
         blocks = triton.cdiv(key_clusters, summary_config["ROWS"])
         _cluster_table_bwd_summary_kernel[(P * rows * blocks,)](
             query, grad_output, dropout_seed, exact_heads, *of_queries[:2], saved.lse, delta, turn, saved.table_keys,

@@ -468,7 +468,7 @@ def gradients(
                     **parts_of, **grads, **sinks, key_heads=key.shape[1], N=N, D=D, Dv=Dv, rows=rows,
                     BLOCK_D=config["BLOCK_D"], BLOCK_V=config["BLOCK_V"], num_warps=1,
                 )  # fmt: skip
-    of_queries = of_keys = query.new_empty(0)
+    of_queries, of_keys = query.new_empty(0), query.new_empty(0)
     if call.flags["HAS_QUERY_POSITIONS"]:
         of_queries = _sum_over_slices(grad_query, L).to(query.dtype)
     if call.flags["HAS_KEY_POSITIONS"]:
