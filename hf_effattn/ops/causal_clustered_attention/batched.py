@@ -196,19 +196,12 @@ class _Chunk:
 
 
 class Kept(NamedTuple):
-    """What the forward pass leaves to the backward pass.
+    """What the forward pass leaves to the backward pass."""
 
-    Attributes:
-        rest: the output of all exact keys alone `(B, H, N, Dv)`, in float32 or float64.
-        log_sum: of their scores, `(B, H, N, 1)`.
-        query_labels: of the past queries, `(B, H, N, 1)`.
-        key_labels: `(B, heads, N, 1)`.
-    """
-
-    rest: torch.Tensor
-    log_sum: torch.Tensor
-    query_labels: torch.Tensor
-    key_labels: torch.Tensor
+    rest: torch.Tensor  # the output of all exact keys alone `(B, H, N, Dv)`, in float32 or float64
+    log_sum: torch.Tensor  # of their scores, `(B, H, N, 1)`
+    query_labels: torch.Tensor  # of the past queries, `(B, H, N, 1)`
+    key_labels: torch.Tensor  # `(B, heads, N, 1)`
 
     @staticmethod
     def empty(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, keeps: bool) -> "Kept":

@@ -98,19 +98,12 @@ def add_special(output: torch.Tensor, special: torch.Tensor, key_mask: torch.Ten
 
 @dataclass
 class QueryClusters:
-    """Clusters of the past queries `(n, D)` of a head.
+    """Clusters of the past queries `(n, D)` of a head."""
 
-    Attributes:
-        centroids: `(C, D)`, none of an empty cluster.
-        sizes: `(C,)`.
-        offsets: of the past queries from their centroids, `(n, D)`.
-        chosen: the nearest centroid to every query of the segment.
-    """
-
-    centroids: torch.Tensor
-    sizes: torch.Tensor
-    offsets: torch.Tensor
-    chosen: torch.Tensor
+    centroids: torch.Tensor  # `(C, D)`, none of an empty cluster
+    sizes: torch.Tensor  # `(C,)`
+    offsets: torch.Tensor  # of the past queries from their centroids, `(n, D)`
+    chosen: torch.Tensor  # the nearest centroid to every query of the segment
 
 
 def query_clusters(
@@ -131,17 +124,11 @@ def query_clusters(
 
 @dataclass
 class FinishedKeys:
-    """Keys of a head that a segment is the first to see over clusters. What is found then stays.
+    """Keys of a head that a segment is the first to see over clusters. What is found then stays."""
 
-    Attributes:
-        labels: `(m,)`, of the keys' clusters.
-        spread: `K_t - K̄_g(t)` `(m, D)`, from the mean of the cluster.
-        distances: `d_t²` `(m,)`; 1 where no summary follows the query.
-    """
-
-    labels: torch.Tensor
-    spread: torch.Tensor
-    distances: torch.Tensor
+    labels: torch.Tensor  # `(m,)`, of the keys' clusters
+    spread: torch.Tensor  # `K_t - K̄_g(t)` `(m, D)`, from the mean of the cluster
+    distances: torch.Tensor  # `d_t²` `(m,)`; 1 where no summary follows the query
 
 
 @torch.no_grad()

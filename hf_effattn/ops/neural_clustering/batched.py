@@ -13,19 +13,12 @@ from .reference import Inputs
 
 @dataclass(frozen=True)
 class Rows:
-    """Words of some rows of the batch, masked ones 0.
+    """Words of some rows of the batch, masked ones 0."""
 
-    Attributes:
-        part: the rows' indices.
-        words: `(rows, N, d)`, in the dtype of products.
-        inverse: `1 / |Z_j|`, `(rows, N)`, where the similarity is the cosine.
-        hidden: `(rows, N)`, True = masked.
-    """
-
-    part: slice
-    words: torch.Tensor
-    inverse: torch.Tensor | None
-    hidden: torch.Tensor | None
+    part: slice  # the rows' indices
+    words: torch.Tensor  # `(rows, N, d)`, in the dtype of products
+    inverse: torch.Tensor | None  # `1 / |Z_j|`, `(rows, N)`, where the similarity is the cosine
+    hidden: torch.Tensor | None  # `(rows, N)`, True = masked
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """These rows of `(B, k, d)`, to be multiplied with the words."""

@@ -17,19 +17,12 @@ from .ranks import Ranks
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of one batch item that a rank holds, of those that count.
+    """The rows of one batch item that a rank holds, of those that count."""
 
-    Attributes:
-        rows: `(heads, n, D)`.
-        own: `(m,)`, which of them count.
-        before: how many count on the ranks before.
-        total: how many count on all ranks.
-    """
-
-    rows: torch.Tensor
-    own: torch.Tensor
-    before: int
-    total: int
+    rows: torch.Tensor  # `(heads, n, D)`
+    own: torch.Tensor  # `(m,)`, which of them count
+    before: int  # how many count on the ranks before
+    total: int  # how many count on all ranks
 
     def spread(self, count: int) -> torch.Tensor:
         """This rank's rows among `count` evenly spread ones of all ranks: `(heads, count, D)`, 0 at the others'."""

@@ -17,7 +17,7 @@ def register_op(
     name: str,
     inputs: Callable[..., Any],
     forward: Callable[[Any], Any],
-    gradients: Callable[..., tuple[torch.Tensor, ...]],
+    gradients: Callable[..., tuple[torch.Tensor, ...]] | None = None,
     names: Sequence[str] = QKV,
     *,
     fake: Callable[[Any], Any] = lambda x: empty_output(x.query, x.value),
@@ -31,7 +31,8 @@ def register_op(
         name (`str`): the op's name.
         inputs (`type`): a `NamedTuple`, whose fields are the arguments of the op.
         forward (`Callable`): takes `inputs` and returns one tensor, several or a list.
-        gradients (`Callable`): as of `register_gradients`, with `inputs` in place of the arguments.
+        gradients (`Callable`, *optional*): as of `register_gradients`, with `inputs` in place of the arguments; None:
+            nothing has a gradient.
         names, outputs, options: of `register_gradients`.
         fake (`Callable`): what `forward` returns, without numbers. Default: of an attention's output.
         shown (`int`, *optional*): how many outputs, the first, a caller gets. Default: those with a gradient.
@@ -46,13 +47,17 @@ def register_op(
     def run(*given: Any) -> Any:
         return forward(inputs(*given))
 
-    def of_inputs(*given: Any) -> tuple[torch.Tensor, ...]:
-        return gradients(*given[: -len(kinds)], inputs(*given[-len(kinds) :]))
-
     run.__signature__ = Signature(kinds, return_annotation=returned)  # type: ignore[attr-defined]
     op = torch.library.custom_op(f"hf_effattn::{name}", run, mutates_args=())
     op.register_fake(lambda *given: fake(inputs(*given)))
-    register_gradients(name, of_inputs, names, outputs=outputs, **options)
+    if gradients is not None:
+        register_gradients(
+            name,
+            lambda *given: gradients(*given[: -len(kinds)], inputs(*given[-len(kinds) :])),
+            names,
+            outputs=outputs,
+            **options,
+        )
     count = outputs if shown is None else shown
     if returned is torch.Tensor:
         return op

@@ -19,21 +19,14 @@ from .reference import BLOCK_WEIGHTS, DIFFERENTIABLE, MEMBERSHIP_FLOOR, Inputs, 
 
 @dataclass(frozen=True)
 class BlockChunk:
-    """`g` blocks, possibly of several rows, each padded to the `w` words of the longest.
+    """`g` blocks, possibly of several rows, each padded to the `w` words of the longest."""
 
-    Attributes:
-        blocks: `(row, block, block length, blocks of the window)` of each.
-        query_rows: rows of the flat `(B · N, ...)` tensors, `(g · w,)`; an empty place points to a word that counts.
-        key_rows: `(g · window · w,)`, the same for the keys.
-        filled: `(g, w)`, places with a query; None where all have one.
-        hidden: `(g, w or 1, window · w)`, True = not seen; None where all are.
-    """
-
-    blocks: list[tuple[int, int, int, int]]
+    blocks: list[tuple[int, int, int, int]]  # `(row, block, block length, blocks of the window)` of each
+    # rows of the flat `(B · N, ...)` tensors, `(g · w,)`; an empty place points to a word that counts
     query_rows: torch.Tensor
-    key_rows: torch.Tensor
-    filled: torch.Tensor | None
-    hidden: torch.Tensor | None
+    key_rows: torch.Tensor  # `(g · window · w,)`, the same for the keys
+    filled: torch.Tensor | None  # `(g, w)`, places with a query; None where all have one
+    hidden: torch.Tensor | None  # `(g, w or 1, window · w)`, True = not seen; None where all are
 
     def queries(self, tensor: torch.Tensor, heads: int) -> torch.Tensor:
         """Rows of `(B, H, N, D)` in the chunk's order, by key/value head: `(g · heads, H / heads · w, D)`."""

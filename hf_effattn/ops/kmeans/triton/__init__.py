@@ -21,19 +21,12 @@ MOST_HELD, PART = 128, 256
 
 @dataclass(frozen=True)
 class Centroids:
-    """What points are compared with: `argmax_c x·direction_c - half_norm_c`.
+    """What points are compared with: `argmax_c x·direction_c - half_norm_c`."""
 
-    Attributes:
-        origin: `(B · H, D)`, to be added to all centroids.
-        centroids: `(B · H, C, D)` float32.
-        directions: `(B · H, C, D)`, `c G` in the dtype of the points; in float16 times `FLOAT16_SCALE`.
-        half_norms: `(B · H, C)`, `c G c^T / 2 + origin·direction`, scaled alike.
-    """
-
-    origin: torch.Tensor
-    centroids: torch.Tensor
-    directions: torch.Tensor
-    half_norms: torch.Tensor
+    origin: torch.Tensor  # `(B · H, D)`, to be added to all centroids
+    centroids: torch.Tensor  # `(B · H, C, D)` float32
+    directions: torch.Tensor  # `(B · H, C, D)`, `c G` in the dtype of the points; in float16 times `FLOAT16_SCALE`
+    half_norms: torch.Tensor  # `(B · H, C)`, `c G c^T / 2 + origin·direction`, scaled alike
 
 
 def assign_blocks(block_d: int, wide: bool, shared_memory: int) -> tuple[int, int, int, int, int]:

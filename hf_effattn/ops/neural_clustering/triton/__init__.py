@@ -55,23 +55,14 @@ def _narrow(config: dict) -> dict:
 
 @dataclass(frozen=True)
 class Walk:
-    """How a pass walks over the words: some of every row at a time.
+    """How a pass walks over the words: some of every row at a time."""
 
-    Attributes:
-        config: the tiles.
-        length: words of a row.
-        blocks: tiles of centroids.
-        rows: words of every row whose scores are in memory at a time, a multiple of a tile's.
-        splits: parts of these words that programs sum side by side.
-        split_length: words of a part, a multiple of a tile's.
-    """
-
-    config: dict
-    length: int
-    blocks: int
-    rows: int
-    splits: int
-    split_length: int
+    config: dict  # the tiles
+    length: int  # words of a row
+    blocks: int  # tiles of centroids
+    rows: int  # words of every row whose scores are in memory at a time, a multiple of a tile's
+    splits: int  # parts of these words that programs sum side by side
+    split_length: int  # words of a part, a multiple of a tile's
 
     @classmethod
     def over(cls, words: torch.Tensor, clusters: int, config: dict, bytes_per_score: int) -> "Walk":

@@ -19,20 +19,14 @@ class SortedRows:
     Rows in no cluster, those that are masked or have a label outside `0 .. C - 1`, stand last, as cluster `C`. With
     `j` the cluster of a tile, `tiles[p, s]`, the tile holds the sorted rows from
     `starts[p, j] + (s - starts[p, j] // tile - j) · tile` on, up to `tile` of them and none of the next cluster.
-
-    Attributes:
-        order: `(P, N)` int32, the row that stands at each place.
-        starts: `(P, C + 2)` int32, the first place of each cluster; at `C` the rows in none, at `C + 1` their end.
-        tiles: `(P, N // tile + C + 1)` int32, the cluster of each tile of rows.
-        clusters: `C`.
-        tile: rows that a tile can hold.
     """
 
-    order: torch.Tensor
+    order: torch.Tensor  # `(P, N)` int32, the row that stands at each place
+    # `(P, C + 2)` int32, the first place of each cluster; at `C` the rows in none, at `C + 1` their end
     starts: torch.Tensor
-    tiles: torch.Tensor
-    clusters: int
-    tile: int
+    tiles: torch.Tensor  # `(P, N // tile + C + 1)` int32, the cluster of each tile of rows
+    clusters: int  # `C`
+    tile: int  # rows that a tile can hold
 
 
 @triton.jit
