@@ -21,15 +21,7 @@ from ..shared.head_threads import for_every_chunk
 from ..shared.key_summaries import KeyClusters, Summaries
 from ..shared.precision import accumulation_dtype, in_products, product_dtype, split_scale
 from ..shared.row_chunks import RowChunk
-from ..shared.tables import (
-    chunks_of,
-    cluster_sizes,
-    draw_dropout,
-    empty_output,
-    gradients_of_chunks,
-    output_of_chunks,
-    table_rows,
-)
+from ..shared.tables import chunks_of, cluster_sizes, draw_dropout, gradients_of_chunks, output_of_chunks, table_rows
 from .exact_heads import ExactPart, KeyGradients, attend_exactly, exact_backward, exact_parts
 from .reference import LARGEST_LIFT, Inputs
 
@@ -80,8 +72,6 @@ class _Chunk:
         if x.dropout_seed is not None:
             shape, kind = (x.query.shape[2], min(x.topk, x.key.shape[2]) + self.G), TOPK_AND_SUMMARY_WEIGHTS
             factor = draw_dropout(chunk, shape, self.packed_query, x.dropout_p, x.dropout_seed, kind)
-            if chunk.query_rows is not None:
-                factor = factor.index_select(1, chunk.query_rows)
             factor = torch.cat([factor[..., : self.T], factor[..., -self.G :]], dim=2)
             self.factor = self.blocks.pack(factor.view(self.P, -1, self.T + self.G))
 
@@ -189,7 +179,7 @@ def gradients(
 
 
 def _fake(x: Inputs) -> tuple[torch.Tensor, ...]:
-    return empty_output(x.query, x.value), *_kept(x)
+    return output_of_chunks(x.query, x.key, x.value, x.key_mask, x.query_mask), *_kept(x)
 
 
 bi_clustered_attention = register_op(

@@ -140,8 +140,6 @@ class _Chunk:
         if dropout_seed is not None:
             shape, like = (self.all_rows, settings.columns(self.all_rows)), self.query
             factor = draw_dropout(chunk, shape, like, settings.dropout_p, dropout_seed, TOPK_AND_SUMMARY_WEIGHTS)
-            if chunk.query_rows is not None:
-                factor = factor.index_select(1, chunk.query_rows)
             self.factor = factor.view(*self.query.shape[:3], -1)
         self.finished = FinishedKeys(self.key, self.value, settings)
         self.query_labels: torch.Tensor | None = None

@@ -8,18 +8,9 @@ import torch
 
 from ..shared.centroids import centroid_backward, centroid_dropout, centroid_scores
 from ..shared.gradients import register_op
-from ..shared.head_threads import for_every_chunk
 from ..shared.precision import in_products, product_dtype
 from ..shared.row_chunks import RowChunk
-from ..shared.tables import (
-    chunks_of,
-    cluster_sizes,
-    cluster_sums,
-    gradients_of_chunks,
-    output_of_chunks,
-    softmax_,
-    table_rows,
-)
+from ..shared.tables import attend_by_chunks, cluster_sizes, cluster_sums, gradients_by_chunks, softmax_, table_rows
 from .reference import Inputs
 
 
@@ -45,24 +36,20 @@ def _of_members(tables: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 def _forward(x: Inputs) -> torch.Tensor:
     """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets."""
-    output = output_of_chunks(x.query, x.key, x.value, x.key_mask, x.query_mask)
 
-    def attend(chunk: RowChunk) -> None:
+    def attend(chunk: RowChunk) -> torch.Tensor:
         _, attention, factor, _, v, index, _ = _attend_chunk(chunk, x)
         if x.dropout_seed is not None:
             attention *= factor
-        chunk.store_queries(output, _of_members(attention.to(v.dtype) @ v, index))
+        return _of_members(attention.to(v.dtype) @ v, index)
 
-    chunks = chunks_of(x.query, x.key, x.key_mask, x.query_mask, x.clusters * x.key.shape[2])
-    for_every_chunk(attend, chunks, x.query.device)
-    return output
+    return attend_by_chunks(x, x.clusters * x.key.shape[2], attend)
 
 
 def gradients(grad_output: torch.Tensor, x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels held fixed."""
-    grad_query, grad_key, grad_value = gradients_of_chunks(x.query, x.key, x.value, x.key_mask, x.query_mask)
 
-    def attend(chunk: RowChunk) -> None:
+    def backward(chunk: RowChunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         centroids, attention, factor, k, v, index, sizes = _attend_chunk(chunk, x)
         grad_values = cluster_sums(chunk.queries(grad_output), index, *sizes.shape[:2]).to(v.dtype)
         grad_attention = (grad_values @ v.transpose(1, 2)).to(attention.dtype)
@@ -70,14 +57,11 @@ def gradients(grad_output: torch.Tensor, x: Inputs) -> tuple[torch.Tensor, torch
         if x.dropout_seed is not None:
             weights = attention * factor
             grad_attention *= factor
-        chunk.store_keys(grad_value, weights.to(v.dtype).transpose(1, 2) @ grad_values)
+        grad_v = weights.to(v.dtype).transpose(1, 2) @ grad_values
         grad_centroids, grad_k = centroid_backward(attention, grad_attention, centroids, k, x.scale)
-        chunk.store_keys(grad_key, grad_k)
-        chunk.store_queries(grad_query, _of_members((grad_centroids / sizes).to(v.dtype), index))
+        return _of_members((grad_centroids / sizes).to(v.dtype), index), grad_k, grad_v
 
-    chunks = chunks_of(x.query, x.key, x.key_mask, x.query_mask, x.clusters * x.key.shape[2])
-    for_every_chunk(attend, chunks, x.query.device)
-    return grad_query, grad_key, grad_value
+    return gradients_by_chunks(x, x.clusters * x.key.shape[2], backward)
 
 
 clustered_attention = register_op("clustered_attention", Inputs, _forward, gradients)

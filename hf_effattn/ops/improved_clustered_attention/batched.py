@@ -15,18 +15,9 @@ from ..shared.cluster_blocks import ClusterBlocks, block_length
 from ..shared.cluster_table import ClusterTable, attend, attend_backward
 from ..shared.dropout import TOPK_WEIGHTS
 from ..shared.gradients import register_op
-from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype, in_products, product_dtype, split_scale
 from ..shared.row_chunks import RowChunk
-from ..shared.tables import (
-    chunks_of,
-    cluster_sizes,
-    draw_dropout,
-    gradients_of_chunks,
-    output_of_chunks,
-    softmax_,
-    table_rows,
-)
+from ..shared.tables import attend_by_chunks, cluster_sizes, draw_dropout, gradients_by_chunks, softmax_, table_rows
 from ..shared.topk import largest
 
 
@@ -67,8 +58,6 @@ class _Chunk:
             self.rest_factor = centroid_dropout(chunk, self.attention, x.key.shape[2], x.dropout_p, x.dropout_seed)
             shape = (x.query.shape[2], min(x.topk, x.key.shape[2]))
             factor = draw_dropout(chunk, shape, self.attention, x.dropout_p, x.dropout_seed, TOPK_WEIGHTS)
-            if chunk.query_rows is not None:
-                factor = factor.index_select(1, chunk.query_rows)
             factor = factor[..., : self.top.shape[2]].reshape(self.P, -1, self.top.shape[2])
             self.topk_factor = self.blocks.pack(factor)
 
@@ -124,33 +113,23 @@ class _Chunk:
 
 def _forward(x: Inputs) -> torch.Tensor:
     """`V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T} A^c_jt V_t` with `j = l(i)`, `T = T_j`."""
-    output = output_of_chunks(x.query, x.key, x.value, x.key_mask, x.query_mask)
 
-    def attend_chunk(part: RowChunk) -> None:
+    def attend_chunk(part: RowChunk) -> torch.Tensor:
         chunk = _Chunk(part, x)
         values = attend(chunk.table(), chunk.blocks, chunk.packed_query, chunk.topk_factor)
-        part.store_queries(output, chunk.blocks.unpack(values, chunk.P))
+        return chunk.blocks.unpack(values, chunk.P)
 
-    chunks = chunks_of(x.query, x.key, x.key_mask, x.query_mask, largest_buffer(x))
-    for_every_chunk(attend_chunk, chunks, x.query.device)
-    return output
+    return attend_by_chunks(x, largest_buffer(x), attend_chunk)
 
 
 def gradients(grad_output: torch.Tensor, x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels and sets `T_j` held fixed."""
-    grad_query, grad_key, grad_value = gradients_of_chunks(x.query, x.key, x.value, x.key_mask, x.query_mask)
 
-    def attend_chunk(part: RowChunk) -> None:
+    def backward(part: RowChunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         chunk = _Chunk(part, x)
-        packed_grad = chunk.blocks.pack(part.queries(grad_output).to(chunk.packed_query.dtype))
-        grad_q, grad_k, grad_v = chunk.backward(packed_grad)
-        part.store_queries(grad_query, grad_q)
-        part.store_keys(grad_key, grad_k)
-        part.store_keys(grad_value, grad_v)
+        return chunk.backward(chunk.blocks.pack(part.queries(grad_output).to(chunk.packed_query.dtype)))
 
-    chunks = chunks_of(x.query, x.key, x.key_mask, x.query_mask, largest_buffer(x))
-    for_every_chunk(attend_chunk, chunks, x.query.device)
-    return grad_query, grad_key, grad_value
+    return gradients_by_chunks(x, largest_buffer(x), backward)
 
 
 improved_clustered_attention = register_op("improved_clustered_attention", Inputs, _forward, gradients)

@@ -1,9 +1,4 @@
-"""First-order bi-clustered attention on a GPU: launchers, and what torch needs to know of the op.
-
-Nothing is asked of the host between the inputs and the output, so that CUDA graphs can record it. Labels are not
-checked: a query whose label is outside `0 .. clusters - 1` is in no cluster and gets 0, such a key is attended to by
-exact heads alone.
-"""
+"""First-order bi-clustered attention on a GPU: launchers, and what torch needs to know of the op."""
 
 import torch
 
@@ -16,9 +11,8 @@ from ...shared.triton.tiles import LOG2_E, tile_config
 from ..reference import Inputs
 from .backward import attend_backward
 from .exact_heads import attend_exactly, exact_backward
-from .forward import choose_keys, make_tables
+from .forward import Saved, choose_keys, make_tables
 from .products import cluster_products
-from .saved import Saved
 
 
 def _tiles(query: torch.Tensor, value: torch.Tensor) -> tuple[int, int]:
@@ -44,10 +38,8 @@ def _forward(x: Inputs) -> list[torch.Tensor]:
     )
     mean_keys, mean_values = (query.new_empty(B * Hk, key_clusters, d, dtype=torch.float32) for d in (D, Dv))
     covariances, _ = cluster_products(key, value, keys, mean_keys, mean_values)
-    centroids, log_squares, taken, top = choose_keys(
-        query, key, key_mask, exact_heads, queries, keys, mean_keys, topk, scale
-    )  # fmt: skip
-    tables = make_tables(key, value, exact_heads, keys, centroids, log_squares, taken, covariances, scale)
+    centroids, log_squares, taken, top = choose_keys(x, exact_heads, queries, keys, mean_keys)
+    tables = make_tables(x, exact_heads, keys, centroids, log_squares, taken, covariances)
     table_keys, table_values, log_mass, bias, at_centroid, dipoles = tables
     lse, share = (query.new_empty(B * H, N, dtype=torch.float32) for _ in range(2))
     config = tile_config(query, D, Dv, three=dropout_seed is None)

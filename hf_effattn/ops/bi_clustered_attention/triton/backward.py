@@ -25,9 +25,8 @@ from ...shared.triton.softmax import dot_rows
 from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import LOG2_E, PART, load_rows, load_tile, tile_config
 from ..reference import Inputs
-from .forward import load_lift, load_spread, load_taken
+from .forward import Saved, load_lift, load_spread, load_taken
 from .products import cluster_products
-from .saved import Saved
 
 CENTROID_PROGRAMS = 264  # enough to keep a large chip busy
 

@@ -2,10 +2,6 @@
 
 Queries are sorted by cluster; a pass of the centroids over the keys; then their members attend to the top keys, or get
 a copy where there are none.
-
-Nothing is asked of the host between the inputs and the output, so that CUDA graphs can record it. Labels are not
-checked: a query whose label is outside `0 .. clusters - 1` is in no cluster and gets 0. The order in which clusters
-add to the gradient of a key that they share is not fixed, except under `torch.use_deterministic_algorithms(True)`.
 """
 
 from typing import NamedTuple

@@ -48,11 +48,6 @@ def _config(tensor: torch.Tensor, stored: torch.dtype) -> dict:
     }
 
 
-def _narrow(config: dict) -> dict:
-    """The same tiles for a kernel that keeps several blocks of columns in registers, not a tile's sum over them."""
-    return config | {"BLOCK_D": config["BLOCK_D"] // 2}
-
-
 @dataclass(frozen=True)
 class Walk:
     """How a pass walks over the words: some of every row at a time."""
@@ -84,17 +79,14 @@ class Walk:
             for first, last in ends
         ]
 
+    def as_arguments(self) -> tuple[dict[str, int], dict[str, int]]:
+        """What kernels are told of the scores, and those that sum over a part of the words."""
+        parts = {"splits": self.splits, "split_length": self.split_length}
+        return {"blocks": self.blocks, "rows": self.rows}, parts
+
     def scores(self, words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a number per word of a step and centroid."""
         return words.new_empty(words.shape[0], self.rows, self.blocks * self.config["CENTROIDS"], dtype=dtype)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {"blocks": self.blocks, "rows": self.rows}
-
-    @property
-    def parts(self) -> dict[str, int]:
-        return {"splits": self.splits, "split_length": self.split_length}
 
 
 def _mask_strides(mask: torch.Tensor | None) -> tuple[int, ...]:
@@ -112,7 +104,10 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
         exact, total = (words.new_zeros(*shape, dtype=torch.float32) for shape in ((B, k, d), (B, k)))
         return exact.to(words.dtype, copy=True), labels, exact, total, inverse
     config = _config(words, words.dtype)
+    # For a kernel that keeps several blocks of columns in registers, not a tile's sum over them.
+    narrow = config | {"BLOCK_D": config["BLOCK_D"] // 2}
     walk = Walk.over(words, k, config, torch.float32.itemsize)
+    sizes, parts = walk.as_arguments()
     tile, columns = config["WORDS"], triton.cdiv(d, config["BLOCK_D"])
     scores = walk.scores(words, torch.float32)
     partial = words.new_empty(B, k, walk.splits, d, dtype=torch.float32)
@@ -123,7 +118,7 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
     def score(step: dict[str, int]) -> None:
         _neural_clustering_fwd_score_kernel[(B * step["tiles"] * walk.blocks,)](
             words, directions, mask, inverse, scores, *words.stride(), *directions.stride(), *mask_strides, N, k, d,
-            **step, **walk.sizes, COSINE=cosine, **masked, **_narrow(config),
+            **step, **sizes, COSINE=cosine, **masked, **narrow,
         )  # fmt: skip
 
     with on_device_of(words):
@@ -137,7 +132,7 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
             score(step)
             _neural_clustering_fwd_update_kernel[(B * walk.blocks * walk.splits, columns)](
                 words, mask, scores, partial, lse, *words.stride(), *mask_strides, k, d, step["first_row"],
-                step["last_row"], **walk.sizes, **walk.parts, **masked, **config,
+                step["last_row"], **sizes, **parts, **masked, **config,
             )  # fmt: skip
     lse = lse[..., 0]
     highest = lse.amax(dim=2, keepdim=True)
@@ -152,7 +147,7 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
             if place > 0:
                 score(step)
             _neural_clustering_fwd_label_kernel[(B * step["tiles"],)](
-                scores, total, labels, N, k, **step, **walk.sizes, WORDS=tile, CENTROIDS=config["CENTROIDS"],
+                scores, total, labels, N, k, **step, **sizes, WORDS=tile, CENTROIDS=config["CENTROIDS"],
                 num_warps=config["num_warps"], **chip_of(words).all_registers,
             )  # fmt: skip
     return exact.to(words.dtype, copy=True), labels, exact, total, inverse
@@ -183,7 +178,9 @@ def gradients(
     # In 16 bits a share of one word among many times its gradient is 0 unless the exponent is float32's.
     stored = torch.float32 if words.dtype == torch.float16 else words.dtype
     config = _config(words, stored)
+    narrow = config | {"BLOCK_D": config["BLOCK_D"] // 2}
     walk = Walk.over(words, k, config, 2 * stored.itemsize)
+    sizes, parts = walk.as_arguments()
     columns = triton.cdiv(d, config["BLOCK_D"])
     weights, grad_scores = walk.scores(words, stored), walk.scores(words, stored)
     pull = words.new_empty(B, walk.rows if cosine else 0, walk.blocks, dtype=torch.float32)
@@ -195,15 +192,15 @@ def gradients(
         for step in walk.steps():
             _neural_clustering_bwd_score_kernel[(B * step["tiles"] * walk.blocks,)](
                 words, directions, mask, inverse, total, grad_updated, mean, weights, grad_scores, pull, *strides,
-                N, k, d, **step, **walk.sizes, COSINE=cosine, **masked, **_narrow(config),
+                N, k, d, **step, **sizes, COSINE=cosine, **masked, **narrow,
             )  # fmt: skip
             _neural_clustering_bwd_direction_kernel[(B * walk.blocks * walk.splits, columns)](
                 words, mask, grad_scores, partial, *words.stride(), *_mask_strides(mask), k, d, step["first_row"],
-                step["last_row"], **walk.sizes, **walk.parts, **masked, **config,
+                step["last_row"], **sizes, **parts, **masked, **config,
             )  # fmt: skip
             _neural_clustering_bwd_word_kernel[(B * step["tiles"], columns)](
                 words, directions, mask, grad_updated, weights, grad_scores, pull, grad_words, *strides,
-                *grad_words.stride(), k, d, **step, **walk.sizes, COSINE=cosine, **masked, **config,
+                *grad_words.stride(), k, d, **step, **sizes, COSINE=cosine, **masked, **config,
             )  # fmt: skip
     return grad_words, partial.sum(dim=1).to(directions.dtype)
 

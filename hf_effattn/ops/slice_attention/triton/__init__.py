@@ -1,7 +1,4 @@
-"""Slice attention on a GPU: several slices to a tile, the means of the slices with the output.
-
-Nothing is asked of the host between the inputs and the output, so that CUDA graphs can record it.
-"""
+"""Slice attention on a GPU: several slices to a tile, the means of the slices with the output."""
 
 import torch
 

@@ -124,17 +124,11 @@ def _slice_attention_fwd_kernel(
 
 @dataclass(frozen=True)
 class Call:
-    """What both passes hand to their kernels.
+    """What both passes hand to their kernels."""
 
-    Args:
-        tensors (`dict[str, Any]`): mask, positions, sinks and sizes of the slices, by the kernels' names for them.
-        numbers (`dict[str, Any]`): lengths, counts and the dropout probability.
-        flags (`dict[str, Any]`): what exists.
-    """
-
-    tensors: dict[str, Any]
-    numbers: dict[str, Any]
-    flags: dict[str, Any]
+    tensors: dict[str, Any]  # mask, positions, sinks and sizes of the slices, by the kernels' names for them
+    numbers: dict[str, Any]  # lengths, counts and the dropout probability
+    flags: dict[str, Any]  # what exists
 
     @classmethod
     def of(cls, x: Inputs) -> "Call":

@@ -36,32 +36,25 @@ def _texts(x: Inputs) -> tuple[torch.Tensor | None, ...]:
     return order.to(torch.int32).contiguous(), ranked, x.membership, lengths, words.to(torch.int32), x.dropout_seed
 
 
-def _config(
-    tensor: torch.Tensor, value_dim: int, rows: int, columns: int, *, by_parts: bool = False
-) -> dict[str, Any]:
-    """Block sizes, warps and stages: `rows` and `columns` of a tile in 16 bits, half of both in 32.
+def _config(x: Inputs, rows: int, columns: int, *, by_parts: bool = False) -> dict[str, Any]:
+    """Block sizes, warps and stages: `rows` and `columns` of a tile in 16 bits, half of both in 32; what there is.
 
     Beside the tiles a kernel holds the places of both sides and who sees whom; larger ones spill registers.
     """
-    block_d, block_v = block_width(tensor.shape[3]), block_width(value_dim)
-    widest, itemsize = max(block_d, block_v), tensor.element_size()
+    block_d, block_v = block_width(x.query.shape[3]), block_width(x.value.shape[3])
+    widest, itemsize = max(block_d, block_v), x.query.element_size()
     shrink = (itemsize == 4) + (widest > 128)
-    chip = chip_of(tensor)
+    chip = chip_of(x.query)
     return {
         "ROWS": max(16, rows >> shrink),
         "COLUMNS": max(16, columns >> shrink),
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
         "BY_PARTS": by_parts or (itemsize == 4 and widest > PART.value),
-        "PRECISION": chip.dot_precision(tensor.dtype),
+        "PRECISION": chip.dot_precision(x.query.dtype),
         "num_warps": 8 if chip.name == "cuda" and widest * itemsize >= 256 else 4,
         "num_stages": 2 if widest * itemsize < 512 else 1,
         **chip.all_registers,
-    }
-
-
-def _options(x: Inputs, config: dict[str, Any]) -> dict[str, Any]:
-    return config | {
         "CAUSAL": x.causal,
         "HAS_LABELS": x.labels is not None,
         "HAS_DROPOUT": x.dropout_seed is not None,
@@ -83,7 +76,7 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     lse = query.new_empty(B * H, N, dtype=torch.float32)
     if output.numel() == 0:
         return output, lse
-    options = _options(x, _config(query, Dv, 64, 64 if membership is None and max(D, Dv) <= 64 else 32))
+    options = _config(x, 64, 64 if membership is None and max(D, Dv) <= 64 else 32)
     tiles = triton.cdiv(N, options["ROWS"])
     with on_device_of(query):
         _sorted_block_attention_fwd_kernel[(B * H * tiles,)](
@@ -115,8 +108,7 @@ def gradients(
     if output.numel() == 0:
         return grad_query, grad_key, grad_value, grad_membership.to(dtype)
     rows, columns = (64, 32) if membership is None else (32, 16)
-    config = _config(query, Dv, rows, columns, by_parts=membership is not None or max(query.shape[3], Dv) > 128)
-    options = _options(x, config)
+    options = _config(x, rows, columns, by_parts=membership is not None or max(D, Dv) > 128)
     gated = {"HAS_MEMBERSHIP": membership is not None}
     tiles = triton.cdiv(N, options["ROWS"])
     texts = _texts(x)
@@ -136,7 +128,7 @@ def gradients(
             *sizes, scale, scale * LOG2_E, dropout_p, **gated, **options,
         )  # fmt: skip
         if membership is not None:
-            options |= _config(query, Dv, 32, 16, by_parts=True)
+            options = _config(x, 32, 16, by_parts=True)
             tiles = triton.cdiv(N, options["ROWS"])
             for as_key in (False, True):
                 _sorted_block_attention_bwd_membership_kernel[(B * tiles, triton.cdiv(clusters, CLUSTER_COLUMNS))](
