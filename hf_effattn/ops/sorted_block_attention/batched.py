@@ -186,7 +186,7 @@ def gradients(grad_output: torch.Tensor, x: Inputs) -> tuple[torch.Tensor, torch
     dtype = accumulation_dtype(query.dtype)
     grad_query = empty_output(query, query)
     # A key is in the windows of several blocks: their sum must not be rounded at every step.
-    grad_key, grad_value = (flat_rows(tensor).new_zeros(_flat_shape(tensor), dtype=dtype) for tensor in (key, value))
+    grad_key, grad_value = (rows.new_zeros(rows.shape, dtype=dtype) for rows in (flat_rows(key), flat_rows(value)))
     grad_membership = query.new_zeros(0 if membership is None else membership.shape, dtype=dtype)
     with torch.autocast(query.device.type, enabled=False):
         for chunk in chunks_of(x):
@@ -214,11 +214,6 @@ def gradients(grad_output: torch.Tensor, x: Inputs) -> tuple[torch.Tensor, torch
             chunk.add_keys(grad_key, grad_scores.transpose(1, 2) @ q)
     grad_key, grad_value = _unflatten(grad_key, key), _unflatten(grad_value, value)
     return grad_query, grad_key, grad_value, grad_membership.to(query.dtype)
-
-
-def _flat_shape(tensor: torch.Tensor) -> tuple[int, int, int]:
-    B, heads, N, D = tensor.shape
-    return B * N, heads, D
 
 
 def _unflatten(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

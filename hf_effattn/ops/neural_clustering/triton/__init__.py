@@ -89,10 +89,6 @@ class Walk:
         return words.new_empty(words.shape[0], self.rows, self.blocks * self.config["CENTROIDS"], dtype=dtype)
 
 
-def _mask_strides(mask: torch.Tensor | None) -> tuple[int, ...]:
-    return (0, 0) if mask is None else mask.stride()
-
-
 def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`Ĉ` in the dtype of the words, labels, `Ĉ` in float32, base-2 log-sum-exps `(B, k)`, and `1 / |Z_j|`."""
     words, directions, cosine, mask = x
@@ -112,7 +108,7 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
     scores = walk.scores(words, torch.float32)
     partial = words.new_empty(B, k, walk.splits, d, dtype=torch.float32)
     lse = words.new_empty(B, k, walk.splits, columns, dtype=torch.float32)
-    mask_strides = _mask_strides(mask)
+    mask_strides = (0, 0) if mask is None else mask.stride()
     masked = {"HAS_MASK": mask is not None}
 
     def score(step: dict[str, int]) -> None:
@@ -186,7 +182,8 @@ def gradients(
     pull = words.new_empty(B, walk.rows if cosine else 0, walk.blocks, dtype=torch.float32)
     partial = words.new_empty(B, walk.splits, k, d, dtype=torch.float32)
     mean = (grad_updated.float() * exact).sum(dim=2)
-    strides = *words.stride(), *directions.stride(), *_mask_strides(mask), *grad_updated.stride()
+    mask_strides = (0, 0) if mask is None else mask.stride()
+    strides = *words.stride(), *directions.stride(), *mask_strides, *grad_updated.stride()
     masked = {"HAS_MASK": mask is not None}
     with on_device_of(words):
         for step in walk.steps():
@@ -195,7 +192,7 @@ def gradients(
                 N, k, d, **step, **sizes, COSINE=cosine, **masked, **narrow,
             )  # fmt: skip
             _neural_clustering_bwd_direction_kernel[(B * walk.blocks * walk.splits, columns)](
-                words, mask, grad_scores, partial, *words.stride(), *_mask_strides(mask), k, d, step["first_row"],
+                words, mask, grad_scores, partial, *words.stride(), *mask_strides, k, d, step["first_row"],
                 step["last_row"], **sizes, **parts, **masked, **config,
             )  # fmt: skip
             _neural_clustering_bwd_word_kernel[(B * step["tiles"], columns)](

@@ -63,10 +63,6 @@ def _config(x: Inputs, rows: int, columns: int, *, by_parts: bool = False) -> di
     }
 
 
-def _membership_strides(membership: torch.Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if membership is None else membership.stride()
-
-
 def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Every word's attention to its window, and the base-2 log-sum-exp of its scores, `(B · H, N)`, by rank."""
     (query, key, value), membership = x[:3], x.membership
@@ -78,10 +74,11 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         return output, lse
     options = _config(x, 64, 64 if membership is None and max(D, Dv) <= 64 else 32)
     tiles = triton.cdiv(N, options["ROWS"])
+    gate = (0, 0, 0) if membership is None else membership.stride()
     with on_device_of(query):
         _sorted_block_attention_fwd_kernel[(B * H * tiles,)](
             query, key, value, *_texts(x), output, lse,
-            *query.stride(), *key.stride(), *value.stride(), *output.stride(), *_membership_strides(membership),
+            *query.stride(), *key.stride(), *value.stride(), *output.stride(), *gate,
             H, H // key.shape[1], N, D, Dv, 0 if membership is None else membership.shape[2], tiles,
             x.window_blocks, x.scale * LOG2_E, x.dropout_p, HAS_MEMBERSHIP=membership is not None, **options,
         )  # fmt: skip
@@ -114,7 +111,7 @@ def gradients(
     texts = _texts(x)
     delta = torch.empty_like(lse)
     qkv = *query.stride(), *key.stride(), *value.stride()
-    gate = _membership_strides(membership)
+    gate = (0, 0, 0) if membership is None else membership.stride()
     sizes = H, H // heads, N, D, Dv, clusters, tiles, x.window_blocks
     with on_device_of(query):
         _sorted_block_attention_bwd_query_kernel[(B * H * tiles,)](
