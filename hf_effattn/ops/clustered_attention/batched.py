@@ -14,7 +14,7 @@ from ..shared.tables import attend_by_chunks, cluster_sizes, cluster_sums, gradi
 from .reference import Inputs
 
 
-def _attend_chunk(chunk: RowChunk, x: Inputs) -> tuple[torch.Tensor, ...]:
+def _centroid_attention(chunk: RowChunk, x: Inputs) -> tuple[torch.Tensor, ...]:
     """Of a chunk: centroids, their attention, dropout factors of it (1 without), keys, values, tables' rows, sizes."""
     dtype = product_dtype(x.query.dtype)
     q, v = (rows.to(dtype) for rows in (chunk.queries(x.query), chunk.keys(x.value)))
@@ -38,7 +38,7 @@ def _forward(x: Inputs) -> torch.Tensor:
     """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets."""
 
     def attend(chunk: RowChunk) -> torch.Tensor:
-        _, attention, factor, _, v, index, _ = _attend_chunk(chunk, x)
+        _, attention, factor, _, v, index, _ = _centroid_attention(chunk, x)
         if x.dropout_seed is not None:
             attention *= factor
         return _of_members(attention.to(v.dtype) @ v, index)
@@ -50,7 +50,7 @@ def gradients(grad_output: torch.Tensor, x: Inputs) -> tuple[torch.Tensor, torch
     """Gradients of query, key and value, labels held fixed."""
 
     def backward(chunk: RowChunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        centroids, attention, factor, k, v, index, sizes = _attend_chunk(chunk, x)
+        centroids, attention, factor, k, v, index, sizes = _centroid_attention(chunk, x)
         grad_values = cluster_sums(chunk.queries(grad_output), index, *sizes.shape[:2]).to(v.dtype)
         grad_attention = (grad_values @ v.transpose(1, 2)).to(attention.dtype)
         weights = attention
