@@ -31,7 +31,7 @@ ONLY_TOP_KEYS = {"HAS_SUMMARIES": False, "HAS_REST": True, "HAS_EXACT": False}
 
 
 class Saved(NamedTuple):
-    """What the forward pass keeps for the backward pass, besides its inputs; without top keys the last four are empty."""
+    """What the forward pass keeps for the backward pass; without top keys the last four are empty."""
 
     order: torch.Tensor  # and the next two: the queries sorted by cluster, see `SortedRows`
     starts: torch.Tensor
