@@ -4,23 +4,12 @@ from .bi_clustered_attention import bi_clustered_attention, predicted_error, que
 from .causal_clustered_attention import causal_clustered_attention
 from .cluster_queries import cluster_queries
 from .clustered_attention import clustered_attention
-from .derivatives import refuse_second_derivatives
 from .improved_clustered_attention import improved_clustered_attention
 from .kmeans import kmeans
 from .neural_clustering import neural_clustering
 from .sequence_parallel import sequence_parallel_bi_clustered_attention
 from .slice_attention import slice_attention
 from .sorted_block_attention import cluster_order, sorted_block_attention
-
-refuse_second_derivatives(
-    "bi_clustered_attention",
-    "causal_clustered_attention",
-    "clustered_attention",
-    "improved_clustered_attention",
-    "neural_clustering",
-    "slice_attention",
-    "sorted_block_attention",
-)
 
 __all__ = [
     "bi_clustered_attention",

@@ -5,17 +5,8 @@ from typing import Any
 import torch
 
 
-def refuse_second_derivatives(*ops: str) -> None:
-    """Let backward ops say, when they are differentiated themselves, what can be done instead.
-
-    Args:
-        ops (`str`): the names of ops whose backward ops are registered with `torch.library`.
-    """
-    for op in ops:
-        torch.library.register_autograd(f"hf_effattn::{op}_backward", _refuse)
-
-
-def _refuse(*gradients: Any) -> Any:
+def refuse_second_derivatives(*gradients: Any) -> Any:
+    """The backward pass of a backward op: says what can be done instead."""
     raise NotImplementedError(
         "the fast forms of hf_effattn's ops have first derivatives only; for second ones (create_graph=True) call the "
         'op with backend="reference", or run the model with exact attention (unpatch_attention)'

@@ -224,7 +224,7 @@ def attention_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], 
         query, key, value = tensors(dims[0], dtype, length=length, heads=heads, key_heads=key_heads, value_dim=dims[1])
         rest = mask, mask, 0.125, dropout_p, seed
         qkv = query, key, value
-        yield partial(clustered, *qkv, labels, clusters, *rest)
+        yield partial(clustered, *qkv, labels, clusters, 0, *rest)
         yield partial(improved, *qkv, labels, clusters, topk, *rest)
         if not dropout_p and head_dim != FRESH_HEAD_DIM:
             continue  # what takes most registers is left: bi-clustered attention with dropout, masks and exact heads

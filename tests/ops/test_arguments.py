@@ -117,9 +117,9 @@ def test_arguments_about_key_clusters(changes, error, message, backend):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"exact_heads": torch.ones(2, 3)}, TypeError, r"exact_heads must be boolean, got torch.float32; use mask"),
-        ({"exact_heads": torch.ones(2, 1).bool()}, ValueError, r"\(B, heads of key\) = \(2, 3\) on cpu, got \(2, 1\)"),
-        ({"exact_heads": torch.ones(2, 3, device="meta").bool()}, ValueError, r"on cpu, got \(2, 3\) on meta"),
+        ({"exact_heads": torch.ones(2, 3)}, TypeError, r"exact_heads must be boolean .*, got torch.float32; use mask"),
+        ({"exact_heads": torch.ones(2, 1).bool()}, ValueError, r"\(B, heads of key\) = \(2, 3\), got \(2, 1\)"),
+        ({"exact_heads": torch.ones(2, 3, device="meta").bool()}, ValueError, "is on meta, the tensors on cpu"),
     ],
 )
 def test_arguments_of_bi_clustered_attention_alone(changes, error, message):

@@ -12,7 +12,7 @@ from hf_effattn.ops.bi_clustered_attention import triton as bi_clustered
 from hf_effattn.ops.clustered_attention import triton as clustered
 from hf_effattn.ops.improved_clustered_attention import triton as improved
 from hf_effattn.ops.shared.triton import centroids as triton_centroids
-from hf_effattn.ops.shared.triton import chips
+from hf_effattn.ops.shared.triton import chips, cluster_table
 
 OPS = ("clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
 FIRST_ORDER = OPS[2]
@@ -180,7 +180,7 @@ def test_queries_of_a_large_cluster_in_parts(monkeypatch, dropout_p):
     inputs.labels[..., ::2] = 1
     torch.manual_seed(3)
     whole = run(OPS[1], case, inputs, dropout_p=dropout_p)
-    monkeypatch.setattr(improved, "ROWS_OF_A_SPLIT", 32)
+    monkeypatch.setattr(cluster_table, "ROWS_OF_A_SPLIT", 32)
     torch.manual_seed(3)
     split = run(OPS[1], case, inputs, dropout_p=dropout_p)
     for name in NAMES:
@@ -349,7 +349,7 @@ def test_registered_with_torch_library(op):
     case = replace(SMALL, B=1, H=1, N=7, M=6, topk=2, masks="holes")
     inputs = on_device(make_inputs(case), torch.float32)
     leaves = [tensor.detach().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)]
-    counts = {OPS[0]: (case.clusters,), OPS[1]: (case.clusters, case.topk)}
+    counts = {OPS[0]: (case.clusters, 0), OPS[1]: (case.clusters, case.topk)}
     labels, sizes, exact = (inputs.labels,), counts.get(op), ()
     if op == FIRST_ORDER:
         labels, sizes = (inputs.labels, inputs.key_labels), (case.clusters, case.key_clusters, case.topk)
@@ -372,8 +372,8 @@ def test_no_rows_at_all(module):
         labels = torch.zeros(B, 1, N, dtype=torch.int64, device=DEVICE)
         arguments = [query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), labels]
         key_labels = torch.zeros(B, 1, M, dtype=torch.int64, device=DEVICE)
-        arguments += [key_labels, 2, 2, min(M, 3), None] if module is bi_clustered else [2]
-        arguments += [min(M, 3)] if module is improved else []
+        arguments += [key_labels, 2, 2, min(M, 3), None] if module is bi_clustered else [2, 0]
+        arguments[-1:] = [min(M, 3)] if module is improved else arguments[-1:]
         op = getattr(module, module.__name__.split(".")[-2])
         output = op(*arguments, None, None, 0.3, 0.0, None)
         assert torch.equal(output, torch.zeros(B, 1, N, 8, device=DEVICE))

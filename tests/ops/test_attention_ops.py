@@ -396,7 +396,7 @@ def test_registered_with_torch_library(op):
     inputs = make_inputs(case)
     leaves = [tensor.detach().requires_grad_() for tensor in (inputs.query, inputs.key, inputs.value)]
     groups = {
-        "clustered_attention": (inputs.labels, case.clusters),
+        "clustered_attention": (inputs.labels, case.clusters, 0),
         "improved_clustered_attention": (inputs.labels, case.clusters, case.topk),
         "bi_clustered_attention": (
             *(inputs.labels, inputs.key_labels),

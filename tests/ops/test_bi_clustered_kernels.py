@@ -15,7 +15,7 @@ from hf_effattn.ops.bi_clustered_attention import reference
 from hf_effattn.ops.bi_clustered_attention.triton import backward
 from hf_effattn.ops.shared.dropout import KINDS_OF_WEIGHTS
 from hf_effattn.ops.shared.dropout import TOPK_AND_SUMMARY_WEIGHTS as KIND
-from hf_effattn.ops.shared.triton import chips
+from hf_effattn.ops.shared.triton import chips, cluster_table
 from hf_effattn.ops.shared.triton.dropout import dropout_factor
 
 GROUPED = replace(SMALL, H=4, key_heads=2, key_clusters=3)
@@ -130,7 +130,7 @@ def test_keys_in_no_cluster_are_not_attended_to():
 
 @pytest.mark.slow
 def test_parts_of_a_large_cluster_and_of_the_key_clusters(monkeypatch):
-    monkeypatch.setattr(backward, "ROWS_OF_A_SPLIT", 32)
+    monkeypatch.setattr(cluster_table, "ROWS_OF_A_SPLIT", 32)
     monkeypatch.setattr(backward, "CENTROID_PROGRAMS", 2)
     case = replace(GROUPED, N=150, M=40, key_clusters=5)
     inputs = make_inputs(case)

@@ -331,7 +331,7 @@ def test_one_graph_and_legal_ops():
     mask = on_device(padding("left", 1, 30))
     queries_op = import_module("hf_effattn.ops.cluster_queries.triton").cluster_queries
     torch.library.opcheck(queries_op, (query, key, mask, None, 4, "kmeans", 1, 16, 64, 0))
-    torch.library.opcheck(import_module("hf_effattn.ops.kmeans.triton").kmeans, (query, mask, 4, 1, 64, 0))
+    torch.library.opcheck(torch.ops.hf_effattn.kmeans_triton.default, (query, mask, 4, 1, 64, 0))
 
     def labels(query):
         return cluster_queries(query, 4, key=key, iterations=1, backend="triton")

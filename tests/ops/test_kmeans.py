@@ -208,7 +208,11 @@ def test_small_sizes(backend, shape):
         ({"points": torch.zeros(3, 4)}, ValueError, "points must have 3 dimensions"),
         ({"points": torch.zeros(3, 4, 5).int()}, TypeError, "points must be a floating-point tensor"),
         ({"mask": torch.ones(2, 9)}, TypeError, "mask must be boolean"),
-        ({"mask": torch.ones(2, 8).bool()}, ValueError, r"mask must be \(2, 9\) on cpu like points, got \(2, 8\)"),
+        (
+            {"mask": torch.ones(2, 8).bool()},
+            ValueError,
+            r"mask must have shape \(B, length\) = \(2, 9\), got \(2, 8\)",
+        ),
         ({"backend": "cuda"}, ValueError, "backend must be one of"),
     ],
 )

@@ -378,7 +378,7 @@ def test_mistakes_are_named(backend):
         attend(case, inputs, backend=backend, window_blocks=0)
     with pytest.raises(ValueError, match="need causal=True"):
         attend(case, inputs, backend=backend, labels=inputs.labels)
-    with pytest.raises(ValueError, match="order must have shape"):
+    with pytest.raises(ValueError, match=r"order must be \("):
         attend(case, replace(inputs, order=inputs.order[:1]), backend=backend)
     with pytest.raises(TypeError, match="order must be integers"):
         attend(case, replace(inputs, order=inputs.order.double()), backend=backend)

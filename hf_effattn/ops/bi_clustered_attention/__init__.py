@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..shared.arguments import check_attention, check_count, check_labels, check_mask_of_heads, choose_backend
+from ..shared.arguments import check_attention, check_count, check_labels, check_mask, choose_backend
 from ..shared.dropout import draw_seed
 from . import batched, reference
 from .offsets import predicted_error as predicted_error
@@ -96,7 +96,7 @@ def bi_clustered_attention(
             check_count(name, count)
     check_attention(query, key, value, labels, key_mask, query_mask)
     check_labels(key_labels, key, of="key")
-    check_mask_of_heads("exact_heads", exact_heads, key)
+    check_mask("exact_heads", exact_heads, key, of=1)
     forms = reference.bi_clustered_attention, batched.bi_clustered_attention, _triton
     run = choose_backend(backend, forms, query, key, value)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)

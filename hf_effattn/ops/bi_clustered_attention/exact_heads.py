@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from ..shared.dropout import exact_dropout_rows
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import RowChunk, valid_rows
+from .reference import InputsByHead
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -55,90 +56,65 @@ class KeyGradients:
         return first
 
 
-def exact_parts(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    exact_heads: torch.Tensor | None,
-    seed: torch.Tensor | None,
-) -> list[ExactPart]:
+def exact_parts(x: InputsByHead) -> list[ExactPart]:
     """Each key/value head that is True in `exact_heads` `(B, heads)`, if it has queries and keys, a part per thread.
 
     With dropout, whose numbers are drawn one after the other, a head is one part.
     """
-    if exact_heads is None:
+    if x.exact_heads is None:
         return []
-    group, parts = query.shape[1] // key.shape[1], []
-    threads = torch.get_num_threads() if seed is None and _in_flash(query, value) else 1
-    for batch, head in exact_heads.nonzero().tolist():
-        query_rows, key_rows = valid_rows(query_mask, batch), valid_rows(key_mask, batch)
-        chunk = RowChunk(batch, head, head + 1, group, (batch * key.shape[1] + head) * group, query_rows, key_rows)
-        count = query.shape[2] if query_rows is None else len(query_rows)
+    group, parts = x.query.shape[1] // x.key.shape[1], []
+    threads = torch.get_num_threads() if x.dropout_seed is None and _in_flash(x) else 1
+    for batch, head in x.exact_heads.nonzero().tolist():
+        query_rows, key_rows = valid_rows(x.query_mask, batch), valid_rows(x.key_mask, batch)
+        chunk = RowChunk(batch, head, head + 1, group, (batch * x.key.shape[1] + head) * group, query_rows, key_rows)
+        count = x.query.shape[2] if query_rows is None else len(query_rows)
         edges = [count * i // threads for i in range(threads + 1)]
-        if key.shape[2] and (key_rows is None or len(key_rows)):
+        if x.key.shape[2] and (key_rows is None or len(key_rows)):
             parts += [ExactPart(chunk, slice(*edge)) for edge in pairwise(edges) if edge[0] < edge[1]]
     return parts
 
 
-def attend_exactly(
-    part: ExactPart,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    dropout_p: float,
-    seed: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend_exactly(part: ExactPart, x: InputsByHead) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output of a part's queries, `(1, group · rows, Dv)`, and log-sum-exp of their scores `(1, group · rows, 1)`.
 
     None where the backward pass does not need it.
     """
     chunk = part.chunk
-    if seed is None:
-        q, k, v = _by_query_head(part, query, key, value)
-        if not _in_flash(q, v):
-            return F.scaled_dot_product_attention(q, k, v, scale=scale).flatten(1, 2), None
-        output, log_sum = FLASH(q, k, v, 0.0, False, scale=scale)
+    if x.dropout_seed is None:
+        q, k, v = _by_query_head(part, x)
+        if not _in_flash(x):
+            return F.scaled_dot_product_attention(q, k, v, scale=x.scale).flatten(1, 2), None
+        output, log_sum = FLASH(q, k, v, 0.0, False, scale=x.scale)
         return output.flatten(1, 2), log_sum.flatten(1, 2)[..., None]
     pieces = [
-        (weights if factor is None else weights * factor).to(value.dtype) @ chunk.keys(value)[0]
-        for _, weights, factor in _weights(chunk, query, key, scale, dropout_p, seed)
+        (weights if factor is None else weights * factor).to(x.value.dtype) @ chunk.keys(x.value)[0]
+        for _, weights, factor in _weights(chunk, x)
     ]
     return torch.cat(pieces)[None], None
 
 
 def exact_backward(
-    part: ExactPart,
-    grad_output: torch.Tensor,
-    output: torch.Tensor,
-    log_sum: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    dropout_p: float,
-    seed: torch.Tensor | None,
+    part: ExactPart, grad_output: torch.Tensor, output: torch.Tensor, log_sum: torch.Tensor, x: InputsByHead
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of a part's queries, keys and values, `(1, rows, D)`, in float32 or float64.
 
     `output` `(B, H, N, Dv)` and `log_sum` `(B, H, N, 1)` are what `attend_exactly` has found.
     """
-    dtype, chunk = accumulation_dtype(query.dtype), part.chunk
-    if seed is None and _in_flash(query, value):
+    dtype, chunk = accumulation_dtype(x.query.dtype), part.chunk
+    if x.dropout_seed is None and _in_flash(x):
         # What scaled_dot_product_attention runs there; inside of an operator there is no autograd to ask it by.
-        q, k, v = (rows.to(dtype) for rows in _by_query_head(part, query, key, value))
+        q, k, v = (rows.to(dtype) for rows in _by_query_head(part, x))
         grad, out, of_scores = (
             chunk.queries(rows, part.rows).unflatten(1, (chunk.group, -1)).to(dtype)
             for rows in (grad_output, output, log_sum)
         )
-        grads = FLASH_BACKWARD(grad, q, k, v, out, of_scores[..., 0], 0.0, False, scale=scale)
+        grads = FLASH_BACKWARD(grad, q, k, v, out, of_scores[..., 0], 0.0, False, scale=x.scale)
         return grads[0].flatten(1, 2), grads[1].sum(dim=1), grads[2].sum(dim=1)
-    rows_of = chunk.queries(query), chunk.keys(key), chunk.keys(value), chunk.queries(grad_output)
+    rows_of = chunk.queries(x.query), chunk.keys(x.key), chunk.keys(x.value), chunk.queries(grad_output)
     q, k, v, grad = (rows[0].to(dtype) for rows in rows_of)
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for rows, weights, factor in _weights(chunk, query, key, scale, dropout_p, seed):
+    for rows, weights, factor in _weights(chunk, x):
         weights = weights.to(dtype)
         grad_weights = grad[rows] @ v.T
         if factor is None:
@@ -146,38 +122,33 @@ def exact_backward(
         else:
             grad_weights *= factor
             grad_v.addmm_((weights * factor).T, grad[rows])
-        grad_scores = grad_weights.sub_(torch.linalg.vecdot(weights, grad_weights)[:, None]).mul_(weights).mul_(scale)
+        grad_scores = grad_weights.sub_(torch.linalg.vecdot(weights, grad_weights)[:, None])
+        grad_scores.mul_(weights).mul_(x.scale)
         torch.mm(grad_scores, k, out=grad_q[rows])
         grad_k.addmm_(grad_scores.T, q[rows])
     return grad_q[None], grad_k[None], grad_v[None]
 
 
-def _in_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
-    return query.device.type == "cpu" and query.shape[3] == value.shape[3]
+def _in_flash(x: InputsByHead) -> bool:
+    return x.query.device.type == "cpu" and x.query.shape[3] == x.value.shape[3]
 
 
-def _by_query_head(
-    part: ExactPart, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _by_query_head(part: ExactPart, x: InputsByHead) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A part's queries `(1, group, rows, D)`, and the keys and values of its head for each query head."""
     chunk = part.chunk
-    q = chunk.queries(query, part.rows).unflatten(1, (chunk.group, -1))
-    k, v = (chunk.keys(rows)[:, None].expand(-1, chunk.group, -1, -1) for rows in (key, value))
+    q = chunk.queries(x.query, part.rows).unflatten(1, (chunk.group, -1))
+    k, v = (chunk.keys(rows)[:, None].expand(-1, chunk.group, -1, -1) for rows in (x.key, x.value))
     return q, k, v
 
 
-def _weights(
-    part: RowChunk, query: torch.Tensor, key: torch.Tensor, scale: float, dropout_p: float, seed: torch.Tensor | None
-) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
+def _weights(chunk: RowChunk, x: InputsByHead) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
     """Of some of a chunk's queries at once: which, their weights `(rows, M)`, and the dropout factors of these."""
-    dtype = accumulation_dtype(query.dtype)
-    q, k = part.queries(query)[0].to(dtype) * scale, part.keys(key)[0].to(dtype)
-    per_head = len(q) // part.group
-    for head in range(part.group):
+    dtype, lengths = accumulation_dtype(x.query.dtype), (x.query.shape[2], x.key.shape[2])
+    q, k = chunk.queries(x.query)[0].to(dtype) * x.scale, chunk.keys(x.key)[0].to(dtype)
+    per_head = len(q) // chunk.group
+    for head in range(chunk.group):
         own = q[head * per_head : (head + 1) * per_head]
-        problem = part.first_problem + head
-        for rows, factor in exact_dropout_rows(
-            query.shape[2], key.shape[2], part.query_rows, part.key_rows, q, dropout_p, seed, problem
-        ):
-            start = head * per_head
+        problem, start = chunk.first_problem + head, head * per_head
+        masks = chunk.query_rows, chunk.key_rows
+        for rows, factor in exact_dropout_rows(*lengths, *masks, q, x.dropout_p, x.dropout_seed, problem):
             yield slice(start + rows.start, start + rows.stop), (own[rows] @ k.T).softmax(dim=1), factor

@@ -4,18 +4,67 @@ Sizes: `C` query clusters, `G` key clusters, `T` exact keys per query cluster.
 """
 
 from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from ..shared.arguments import check_label_range
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, dropout_factor, exact_dropout_rows
-from ..shared.masking import for_every_head, zero_masked
+from ..shared.masking import for_every_head, unmasked
 from ..shared.precision import SMALLEST as SMALLEST
 
 # Of the logarithm by which a key's mean mass over a cluster's queries exceeds that at the centroid: where it would be
 # more, offsets are no small ones, and to count the key more heavily would be wrong for most of the queries.
 LARGEST_LIFT = 0.5
+
+
+class Inputs(NamedTuple):
+    """The arguments of the public op, with the same counts for all heads."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    labels: torch.Tensor
+    key_labels: torch.Tensor
+    clusters: int
+    key_clusters: int
+    topk: int
+    key_mask: torch.Tensor | None
+    query_mask: torch.Tensor | None
+    exact_heads: torch.Tensor | None
+    scale: float
+    dropout_p: float
+    dropout_seed: torch.Tensor | None
+
+
+class InputsByHead(NamedTuple):
+    """The same with counts for every key/value head; `keep`: whether the backward pass may be left tables."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    labels: torch.Tensor
+    key_labels: torch.Tensor
+    clusters: list[int]
+    key_clusters: list[int]
+    topk: list[int]
+    key_mask: torch.Tensor | None
+    query_mask: torch.Tensor | None
+    exact_heads: torch.Tensor | None
+    scale: float
+    dropout_p: float
+    dropout_seed: torch.Tensor | None
+    keep: bool = False
+
+    def counts(self) -> list[tuple[int, int, int]]:
+        """Query clusters, key clusters and exact keys of every key/value head."""
+        return list(zip(self.clusters, self.key_clusters, self.topk, strict=True))
+
+    def with_counts(self, counts: tuple[int, int, int]) -> Inputs:
+        """All heads with the same."""
+        fields = self._asdict() | dict(zip(("clusters", "key_clusters", "topk"), counts, strict=True))
+        return Inputs(**{name: fields[name] for name in Inputs._fields})
 
 
 def offsets(query: torch.Tensor, centroids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -103,31 +152,14 @@ def attend_head(
     return output
 
 
-def bi_clustered_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    labels: torch.Tensor,
-    key_labels: torch.Tensor,
-    clusters: list[int],
-    key_clusters: list[int],
-    topk: list[int],
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    exact_heads: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> torch.Tensor:
+def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
     """`V_i = Σ_{t∈T} p_it V_t + Σ_c p_ic Ṽ_jc + r_i η^T M_j` with `T = T_j`, `j = l(i)`, head by head."""
-    query, key, value = (
-        scale * zero_masked(query, query_mask),
-        zero_masked(key, key_mask),
-        zero_masked(value, key_mask),
-    )
-    group = query.shape[1] // key.shape[1]
-    key, value, key_labels = (for_every_head(tensor, query) for tensor in (key, value, key_labels))
-    labels, key_labels = labels.long(), key_labels.long()
+    inputs = InputsByHead(*arguments)
+    query, key, value, labels, key_labels, *_, scale, dropout_p, dropout_seed, _ = unmasked(inputs)
+    key_mask, query_mask, exact_heads = inputs.key_mask, inputs.query_mask, inputs.exact_heads
+    query = scale * query
+    group = query.shape[1] // inputs.key.shape[1]
+    labels, key_labels = labels.long(), for_every_head(key_labels, query).long()
 
     B, H, N, _ = query.shape
     output = query.new_zeros(B, H, N, value.shape[3])
@@ -135,9 +167,9 @@ def bi_clustered_attention(
         rows = torch.arange(N, device=query.device) if query_mask is None else query_mask[b].nonzero()[:, 0]
         kept = slice(None) if key_mask is None else key_mask[b]
         own = key[b, h, kept], value[b, h, kept], labels[b, h, rows], key_labels[b, h, kept]
-        C, G, T = clusters[h // group], key_clusters[h // group], topk[h // group]
-        check_label_range(labels[b, h], C)
-        check_label_range(key_labels[b, h], G, of="key")
+        clusters, key_clusters, topk = inputs.counts()[h // group]
+        check_label_range(labels[b, h], clusters)
+        check_label_range(key_labels[b, h], key_clusters, of="key")
         if len(own[0]) == 0:
             continue
         if exact_heads is not None and exact_heads[b, h // group]:
@@ -151,13 +183,15 @@ def bi_clustered_attention(
             continue
         sharing = range(h // group * group, h // group * group + group)
         eta = [
-            offsets(query[b, g, rows], means(query[b, g, rows], labels[b, g, rows], C), labels[b, g, rows])
+            offsets(query[b, g, rows], means(query[b, g, rows], labels[b, g, rows], clusters), labels[b, g, rows])
             for g in sharing
         ]
-        exact, factor = min(T, len(own[0])), None
+        exact, factor = min(topk, len(own[0])), None
         if dropout_seed is not None:
-            shape = N, T + G
+            shape = N, topk + key_clusters
             factor = dropout_factor(shape, query, dropout_p, int(dropout_seed), b * H + h, TOPK_AND_SUMMARY_WEIGHTS)
-            factor = torch.cat([factor[rows, :exact], factor[rows, T:]], dim=1)
-        output[b, h, rows] = attend_head(query[b, h, rows], *own, torch.cat(eta), exact, C, G, factor)
+            factor = torch.cat([factor[rows, :exact], factor[rows, topk:]], dim=1)
+        output[b, h, rows] = attend_head(
+            query[b, h, rows], *own, torch.cat(eta), exact, clusters, key_clusters, factor
+        )
     return output

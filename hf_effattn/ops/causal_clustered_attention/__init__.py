@@ -9,7 +9,6 @@ from ..kmeans import check_seed
 from ..shared.arguments import check_count, check_mask, check_number, check_query_key_value, choose_backend
 from ..shared.dropout import draw_seed
 from . import batched, reference
-from .reference import Settings
 
 METHODS = ("clustered", "i-clustered", "bi-clustered")
 # The least loss of perplexity for the scores, on a language model: scripts/benchmark/language_model.py.
@@ -122,7 +121,8 @@ def causal_clustered_attention(
     check_mask("key_mask", key_mask, key)
     forms = reference.causal_clustered_attention, batched.causal_clustered_attention, None
     run = choose_backend(backend, forms, query, key, value)
-    settings = Settings(
+    return run(
+        *(query, key, value, key_mask, draw_seed(dropout_p, query.device)),
         method,
         min(clusters, max(1, N)),
         0 if method == "clustered" else min(topk, N),
@@ -136,5 +136,5 @@ def causal_clustered_attention(
         prefill,
         query.shape[3] ** -0.5 if scale is None else float(scale),
         dropout_p,
+        torch.is_grad_enabled() and any(rows.requires_grad for rows in (query, key, value)),
     )
-    return run(query, key, value, key_mask, settings, draw_seed(dropout_p, query.device))

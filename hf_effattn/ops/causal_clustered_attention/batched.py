@@ -1,8 +1,8 @@
 """Causal attention over clusters for a CPU: a few large steps per segment, on parts of one softmax.
 
 Beside the inputs the backward pass gets what of the forward pass is dear and as small as they are: the output and
-log-sum-exp of all exact keys, and the labels. Tables are made again. To `torch.compile` each pass is one op. All
-arithmetic is in float32, or float64 for float64 inputs.
+log-sum-exp of all exact keys, and the labels. Tables are made again. All arithmetic is in float32, or float64 for
+float64 inputs.
 
 Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `N` queries and keys, `n` of a segment, `C`
 query clusters per query head.
@@ -11,27 +11,28 @@ query clusters per query head.
 from collections.abc import Iterator
 from itertools import pairwise
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, exact_dropout_rows
-from ..shared.gradients import register_gradients
+from ..shared.gradients import register_op
 from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import RowChunk
 from ..shared.tables import chunks_of, draw_dropout, empty_output, gradients_of_chunks, output_of_chunks
 from .local import Attended, LocalPart, merge
 from .older import FinishedKeys, OlderPart, PastQueries
-from .reference import ARGUMENTS, Settings, add_special, without_special
+from .reference import Settings, add_special, without_special
 
 
-def largest_buffer(query: torch.Tensor, settings: Settings, *, backward: bool = False) -> int:
+def largest_buffer(settings: Settings, *, backward: bool = False) -> int:
     """Numbers per head of what a step looks at: the past queries of all segments and the centroids' scores.
 
     The backward pass holds gradients, too: of more heads at once, memory would be faulted in anew for every chunk. Not
     on a CPU few heads at a time are few large steps.
     """
+    query = settings.query
     if query.device.type != "cpu":
         return 0
     return query.shape[2] * max(query.shape[3] * (3 if backward else 1) // 2, settings.clusters)
@@ -128,11 +129,9 @@ class _Segment:
 class _Chunk:
     """A chunk's rows, in float32 or float64; the queries are scaled."""
 
-    def __init__(
-        self, chunk: RowChunk, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: Settings,
-        dropout_seed: torch.Tensor | None, kept: "Kept | None" = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, chunk: RowChunk, settings: Settings, kept: "Kept | None" = None) -> None:
         """`kept`: of the forward pass."""
+        query, key, value, _, dropout_seed = settings[:5]
         dtype = accumulation_dtype(query.dtype)
         self.chunk, self.settings = chunk, settings
         self.query = self.by_head(chunk.queries(query)).to(dtype) * settings.scale
@@ -141,8 +140,6 @@ class _Chunk:
         if dropout_seed is not None:
             shape, like = (self.all_rows, settings.columns(self.all_rows)), self.query
             factor = draw_dropout(chunk, shape, like, settings.dropout_p, dropout_seed, TOPK_AND_SUMMARY_WEIGHTS)
-            if chunk.query_rows is not None:
-                factor = factor.index_select(1, chunk.query_rows)
             self.factor = factor.view(*self.query.shape[:3], -1)
         self.finished = FinishedKeys(self.key, self.value, settings)
         self.query_labels: torch.Tensor | None = None
@@ -196,24 +193,18 @@ class _Chunk:
 
 
 class Kept(NamedTuple):
-    """What the forward pass leaves to the backward pass.
+    """What the forward pass leaves to the backward pass."""
 
-    Attributes:
-        rest: the output of all exact keys alone `(B, H, N, Dv)`, in float32 or float64.
-        log_sum: of their scores, `(B, H, N, 1)`.
-        query_labels: of the past queries, `(B, H, N, 1)`.
-        key_labels: `(B, heads, N, 1)`.
-    """
-
-    rest: torch.Tensor
-    log_sum: torch.Tensor
-    query_labels: torch.Tensor
-    key_labels: torch.Tensor
+    rest: torch.Tensor  # the output of all exact keys alone `(B, H, N, Dv)`, in float32 or float64
+    log_sum: torch.Tensor  # of their scores, `(B, H, N, 1)`
+    query_labels: torch.Tensor  # of the past queries, `(B, H, N, 1)`
+    key_labels: torch.Tensor  # `(B, heads, N, 1)`
 
     @staticmethod
-    def empty(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, keeps: bool) -> "Kept":
+    def empty(x: Settings) -> "Kept":
         """Zeros, to be written; of no rows where nothing is to be kept."""
-        N = query.shape[2] if keeps else 0
+        query, key, value = x[:3]
+        N = query.shape[2] if x.keeps else 0
         of_queries, of_keys = (*query.shape[:2], N), (*key.shape[:2], N)
         dtype = accumulation_dtype(query.dtype)
         return Kept(
@@ -224,73 +215,47 @@ class Kept(NamedTuple):
         )
 
 
-TENSORS = ", ".join(["Tensor"] * (1 + len(Kept._fields)))
-
-
-@torch.library.custom_op(
-    "hf_effattn::causal_clustered_attention",
-    mutates_args=(),
-    schema=f"({ARGUMENTS}, bool keeps) -> ({TENSORS})",
-)
-def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    dropout_seed: torch.Tensor | None,
-    *values: Any,
-) -> tuple[torch.Tensor, ...]:
-    *fields, keeps = values
-    settings = Settings(*fields)
-    value, special = without_special(value, key_mask)
-    output, kept = output_of_chunks(query, key, value, key_mask), Kept.empty(query, key, value, keeps=keeps)
+def _forward(settings: Settings) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One softmax over the local keys, the exact keys, and what stands for the others at the nearest past centroid."""
+    query, key, value, key_mask = settings[:4]
+    finite, special = without_special(value, key_mask)
+    output, kept = output_of_chunks(query, key, value, key_mask), Kept.empty(settings)
 
     def attend(part: RowChunk) -> None:
-        chunk = _Chunk(part, query, key, value, settings, dropout_seed)
+        chunk = _Chunk(part, settings._replace(value=finite))
         query_labels = chunk.query.new_zeros(*chunk.query.shape[:3], 1, dtype=torch.int64)
         key_labels = torch.zeros_like(chunk.key[..., :1], dtype=torch.int64)
         for segment in chunk.segments():
             of_rest, of_all = segment.attend()
             part.store_queries(output, of_all[0].flatten(1, 2), segment.rows)
-            if keeps:
+            if settings.keeps:
                 for target, rows in zip(kept[:2], of_rest, strict=True):
                     part.store_queries(target, rows.flatten(1, 2), segment.rows)
                 segment.store_labels(query_labels[..., 0], key_labels[..., 0])
-        if keeps:
+        if settings.keeps:
             part.store_queries(kept.query_labels, query_labels.flatten(1, 2))
             part.store_keys(kept.key_labels, key_labels)
 
-    chunks = chunks_of(query, key, key_mask, key_mask, largest_buffer(query, settings))
+    chunks = chunks_of(query, key, key_mask, key_mask, largest_buffer(settings))
     for_every_chunk(attend, chunks, query.device)
     return output if special is None else add_special(output, special, key_mask), *kept
 
 
-@_forward.register_fake
-def _(query, key, value, *values):
-    return empty_output(query, value), *Kept.empty(query, key, value, keeps=values[-1])
+def _fake(settings: Settings) -> tuple[torch.Tensor, ...]:
+    return empty_output(settings.query, settings.value), *Kept.empty(settings)
 
 
 def gradients(
-    grad_output: torch.Tensor,
-    rest: torch.Tensor,
-    log_sum: torch.Tensor,
-    query_labels: torch.Tensor,
-    key_labels: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    dropout_seed: torch.Tensor | None,
-    *values: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad_output: torch.Tensor, rest: torch.Tensor, log_sum: torch.Tensor, query_labels: torch.Tensor,
+    key_labels: torch.Tensor, settings: Settings,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of query, key and value, of what `Kept` holds and the arguments of `_forward`."""
-    *fields, _ = values
-    settings, kept = Settings(*fields), Kept(rest, log_sum, query_labels, key_labels)
-    value, _ = without_special(value, key_mask)
+    (query, key, value, key_mask), kept = settings[:4], Kept(rest, log_sum, query_labels, key_labels)
+    finite, _ = without_special(value, key_mask)
     grad_query, grad_key, grad_value = gradients_of_chunks(query, key, value, key_mask)
 
     def attend(part: RowChunk) -> None:
-        chunk = _Chunk(part, query, key, value, settings, dropout_seed, kept)
+        chunk = _Chunk(part, settings._replace(value=finite), kept)
         of_query, of_key, of_value = (torch.zeros_like(rows) for rows in (chunk.query, chunk.key, chunk.value))
         grad, own_rest, own_log_sum = (chunk.by_head(part.queries(rows)) for rows in (grad_output, rest, log_sum))
         grad = grad.to(of_query.dtype)
@@ -303,22 +268,11 @@ def gradients(
         part.store_keys(grad_key, of_key)
         part.store_keys(grad_value, of_value)
 
-    chunks = chunks_of(query, key, key_mask, key_mask, largest_buffer(query, settings, backward=True))
+    chunks = chunks_of(query, key, key_mask, key_mask, largest_buffer(settings, backward=True))
     for_every_chunk(attend, chunks, query.device)
     return grad_query, grad_key, grad_value
 
 
-register_gradients("causal_clustered_attention", gradients, ("query", "key", "value"), outputs=1, keeps=slice(1, None))
-
-
-def causal_clustered_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    settings: Settings,
-    dropout_seed: torch.Tensor | None,
-) -> torch.Tensor:
-    """One softmax over the local keys, the exact keys, and what stands for the others at the nearest past centroid."""
-    keeps = torch.is_grad_enabled() and any(rows.requires_grad for rows in (query, key, value))
-    return _forward(query, key, value, key_mask, dropout_seed, *settings.values(), keeps)[0]
+causal_clustered_attention = register_op(
+    "causal_clustered_attention", Settings, _forward, gradients, fake=_fake, keeps=slice(1, None)
+)

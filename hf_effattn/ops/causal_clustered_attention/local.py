@@ -15,18 +15,13 @@ Attended = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass
 class LocalPart:
-    """Scaled queries `(P, g, n, D)` over keys `(P, m, D)` and values `(P, m, Dv)`.
-
-    Attributes:
-        causal: the queries are the keys' own, and see no later one; otherwise each sees all.
-        factor: dropout of the weights, `(P, g, n, m)`, or None.
-    """
+    """Scaled queries `(P, g, n, D)` over keys `(P, m, D)` and values `(P, m, Dv)`."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    causal: bool
-    factor: torch.Tensor | None = None
+    causal: bool  # the queries are the keys' own, and see no later one; otherwise each sees all
+    factor: torch.Tensor | None = None  # dropout of the weights, `(P, g, n, m)`, or None
 
     @property
     def fused(self) -> bool:

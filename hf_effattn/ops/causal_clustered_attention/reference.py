@@ -1,7 +1,8 @@
 """Causal attention over clusters as its definition reads, segment by segment. Plain PyTorch, any device."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,10 +17,14 @@ from ..shared.masking import for_every_head
 MOST_ITERATIONS = 1
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What both forms are told, see the public op."""
+class Settings(NamedTuple):
+    """The arguments of both forms, see the public op."""
 
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    key_mask: torch.Tensor | None
+    dropout_seed: torch.Tensor | None
     method: str
     clusters: int
     topk: int
@@ -33,10 +38,7 @@ class Settings:
     prefill: bool
     scale: float
     dropout_p: float
-
-    def values(self) -> tuple[str | int | float | bool, ...]:
-        """The fields in their order, as an op takes them."""
-        return tuple(getattr(self, field.name) for field in fields(self))
+    keeps: bool  # whether the forward pass leaves something to a backward one
 
     @property
     def first_order(self) -> bool:
@@ -67,11 +69,6 @@ class Settings:
         return slice(start, end) if self.prefill else slice(start - self.segment_length, start)
 
 
-# Of the registered ops, as `torch.library` reads them: the inputs, then the fields of `Settings`.
-ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? dropout_seed, "
-ARGUMENTS += ", ".join(f"{field.type.__name__} {field.name}" for field in fields(Settings))  # type: ignore[union-attr]
-
-
 def without_special(value: torch.Tensor, key_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Values `(B, heads, N, Dv)` with 0 for NaN and infinities, and what these add to every output of their head.
 
@@ -98,19 +95,12 @@ def add_special(output: torch.Tensor, special: torch.Tensor, key_mask: torch.Ten
 
 @dataclass
 class QueryClusters:
-    """Clusters of the past queries `(n, D)` of a head.
+    """Clusters of the past queries `(n, D)` of a head."""
 
-    Attributes:
-        centroids: `(C, D)`, none of an empty cluster.
-        sizes: `(C,)`.
-        offsets: of the past queries from their centroids, `(n, D)`.
-        chosen: the nearest centroid to every query of the segment.
-    """
-
-    centroids: torch.Tensor
-    sizes: torch.Tensor
-    offsets: torch.Tensor
-    chosen: torch.Tensor
+    centroids: torch.Tensor  # `(C, D)`, none of an empty cluster
+    sizes: torch.Tensor  # `(C,)`
+    offsets: torch.Tensor  # of the past queries from their centroids, `(n, D)`
+    chosen: torch.Tensor  # the nearest centroid to every query of the segment
 
 
 def query_clusters(
@@ -131,17 +121,11 @@ def query_clusters(
 
 @dataclass
 class FinishedKeys:
-    """Keys of a head that a segment is the first to see over clusters. What is found then stays.
+    """Keys of a head that a segment is the first to see over clusters. What is found then stays."""
 
-    Attributes:
-        labels: `(m,)`, of the keys' clusters.
-        spread: `K_t - K̄_g(t)` `(m, D)`, from the mean of the cluster.
-        distances: `d_t²` `(m,)`; 1 where no summary follows the query.
-    """
-
-    labels: torch.Tensor
-    spread: torch.Tensor
-    distances: torch.Tensor
+    labels: torch.Tensor  # `(m,)`, of the keys' clusters
+    spread: torch.Tensor  # `K_t - K̄_g(t)` `(m, D)`, from the mean of the cluster
+    distances: torch.Tensor  # `d_t²` `(m,)`; 1 where no summary follows the query
 
 
 @torch.no_grad()
@@ -194,20 +178,15 @@ def older_columns(
     return torch.cat(scores, dim=1), torch.cat(values), columns
 
 
+@dataclass
 class Dropout:
-    """Dropout factors of the query heads of a key/value head, drawn for the whole length: padding shifts nothing.
+    """Dropout factors of the query heads of a key/value head, drawn for the whole length: padding shifts nothing."""
 
-    Args:
-        query (`torch.Tensor`): `(B, H, N, D)`.
-        rows (`torch.Tensor`): those that count.
-        first_problem (`int`): number of the first query head.
-    """
-
-    def __init__(
-        self, query: torch.Tensor, rows: torch.Tensor, settings: Settings, seed: torch.Tensor, first_problem: int
-    ) -> None:
-        self.query, self.rows, self.settings, self.seed = query, rows, settings, seed
-        self.first_problem = first_problem
+    query: torch.Tensor  # `(B, H, N, D)`
+    rows: torch.Tensor  # those that count
+    settings: Settings
+    seed: torch.Tensor
+    first_problem: int  # number of the first query head
 
     def __call__(self, head: int, own: slice, first: int) -> torch.Tensor:
         """Of a segment's rows: of its local keys from `first` on, of its exact keys and its summaries."""
@@ -293,15 +272,10 @@ def attend_segment(
     return outputs
 
 
-def causal_clustered_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    settings: Settings,
-    dropout_seed: torch.Tensor | None,
-) -> torch.Tensor:
+def causal_clustered_attention(*arguments: Any) -> torch.Tensor:
     """One softmax over the local keys, the exact keys, and what stands for the others at the nearest past centroid."""
+    settings = Settings(*arguments)
+    query, key, value, key_mask, dropout_seed = settings[:5]
     B, H, N, _ = query.shape
     group = H // max(1, key.shape[1])
     value, special = without_special(value, key_mask)

@@ -1,13 +1,14 @@
-"""Clustering the queries for a CPU: all heads of a chunk at once. To `torch.compile` it is one op."""
+"""Clustering the queries for a CPU: all heads of a chunk at once."""
 
 import torch
 
 from ..kmeans.batched import cluster_chunk, fitting_bytes_per_head
 from ..kmeans.sampling import fit_rows
+from ..shared.gradients import register_op
 from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import RowChunk, row_chunks
-from .reference import METRIC_RIDGE, hash_planes
+from .reference import METRIC_RIDGE, Inputs, empty_labels, hash_planes
 
 
 def keys_metric(key: torch.Tensor) -> torch.Tensor:
@@ -25,20 +26,9 @@ def as_metric(covariance: torch.Tensor) -> torch.Tensor:
     return covariance
 
 
-@torch.library.custom_op("hf_effattn::cluster_queries", mutates_args=())
-def cluster_queries(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    clusters: int,
-    method: str,
-    iterations: int,
-    bits: int,
-    fit_queries: int,
-    seed: int,
-) -> torch.Tensor:
+def _forward(x: Inputs) -> torch.Tensor:
     """Labels `(B, H, N)`; a masked query has label 0."""
+    query, key, key_mask, query_mask, clusters, method, iterations, bits, fit_queries, seed = x
     B, H, N, D = query.shape
     empty = torch.empty if query_mask is None else torch.zeros
     labels = empty(B, H, N, 1, dtype=torch.int64, device=query.device)
@@ -59,6 +49,4 @@ def cluster_queries(
     return labels[..., 0]
 
 
-@cluster_queries.register_fake
-def _(query, *settings):
-    return query.new_empty(query.shape[:3], dtype=torch.int64)
+cluster_queries = register_op("cluster_queries", Inputs, _forward, fake=empty_labels)

@@ -1,5 +1,7 @@
 """Clustering the queries of one head: K-means, K-means in the keys' metric, LSH. Plain PyTorch, any device."""
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ..kmeans.reference import as_sign, cluster_points
@@ -7,6 +9,21 @@ from ..kmeans.sampling import fit_rows
 
 # Added to the diagonal of the metric, whose mean is 1: fewer keys than dimensions leave it singular.
 METRIC_RIDGE = 1e-4
+
+
+class Inputs(NamedTuple):
+    """The arguments of every form, see the public op."""
+
+    query: torch.Tensor
+    key: torch.Tensor | None
+    key_mask: torch.Tensor | None
+    query_mask: torch.Tensor | None
+    clusters: int
+    method: str
+    iterations: int
+    bits: int
+    fit_queries: int
+    seed: int
 
 
 def keys_metric(key: torch.Tensor) -> torch.Tensor:
@@ -31,39 +48,21 @@ def hash_planes(head_dim: int, bits: int, seed: int) -> torch.Tensor:
     return torch.randn(head_dim, bits, generator=generator, dtype=torch.float64, device="cpu")
 
 
-def cluster_head(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    clusters: int,
-    method: str,
-    iterations: int,
-    bits: int,
-    fit_queries: int,
-    seed: int,
-) -> torch.Tensor:
+def cluster_head(query: torch.Tensor, key: torch.Tensor | None, x: Inputs) -> torch.Tensor:
     """Labels `(N,)` of the valid queries `(N, D)` of one head, given its valid keys `(M, D)`."""
     points, metric = query, None
-    if method == "lsh":
-        points = as_sign(query @ hash_planes(query.shape[1], bits, seed).to(query))
+    if x.method == "lsh":
+        points = as_sign(query @ hash_planes(query.shape[1], x.bits, x.seed).to(query))
     elif key is not None and len(key):
-        metric = keys_metric(key[fit_rows(len(key), clusters, fit_queries)])
-    labels, _ = cluster_points(points, clusters, iterations, fit_queries, seed, metric, binary=method == "lsh")
-    return labels
+        metric = keys_metric(key[fit_rows(len(key), x.clusters, x.fit_queries)])
+    settings = x.clusters, x.iterations, x.fit_queries, x.seed
+    return cluster_points(points, *settings, metric, binary=x.method == "lsh")[0]
 
 
-def cluster_queries(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    clusters: int,
-    method: str,
-    iterations: int,
-    bits: int,
-    fit_queries: int,
-    seed: int,
-) -> torch.Tensor:
+def cluster_queries(*arguments: Any) -> torch.Tensor:
     """Labels `(B, H, N)`, head by head; a masked query has label 0."""
+    x = Inputs(*arguments)
+    query, key, key_mask, query_mask = x[:4]
     B, H, N, _ = query.shape
     labels = torch.zeros(B, H, N, dtype=torch.int64, device=query.device)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -72,7 +71,10 @@ def cluster_queries(
         key_rows = slice(None) if key_mask is None else key_mask[b].nonzero()[:, 0]
         for h in range(H):
             keys = None if key is None else key[b, h // (H // key.shape[1]), key_rows].to(dtype)
-            labels[b, h, rows] = cluster_head(
-                query[b, h, rows].to(dtype), keys, clusters, method, iterations, bits, fit_queries, seed
-            )
+            labels[b, h, rows] = cluster_head(query[b, h, rows].to(dtype), keys, x)
     return labels
+
+
+def empty_labels(x: Inputs) -> torch.Tensor:
+    """Memory for labels `(B, H, N)`, what `torch.compile` knows of the op."""
+    return x.query.new_empty(x.query.shape[:3], dtype=torch.int64)

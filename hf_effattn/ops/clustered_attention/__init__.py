@@ -62,4 +62,4 @@ def clustered_attention(
     run = choose_backend(backend, forms, query, key, value)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     seed = draw_seed(dropout_p, query.device)
-    return run(query, key, value, labels, clusters, key_mask, query_mask, scale, dropout_p, seed)
+    return run(query, key, value, labels, clusters, 0, key_mask, query_mask, scale, dropout_p, seed)

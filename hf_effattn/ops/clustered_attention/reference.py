@@ -1,25 +1,36 @@
 """Clustered attention in the paper's words (Source: Vyas 2020, clustered attention). Plain PyTorch, any device."""
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ..shared.arguments import check_label_range
 from ..shared.dropout import CENTROID_WEIGHTS, dropout_factor
-from ..shared.masking import cluster_centroids, for_every_head, masked_softmax, zero_masked
+from ..shared.masking import cluster_centroids, masked_softmax, unmasked
 
 
-def centroid_scores(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    labels: torch.Tensor,
-    clusters: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    scale: float,
-) -> torch.Tensor:
-    """`scale · Qc K^T`, `(B, H, C, M)`; of masked keys the lowest number."""
-    check_label_range(labels, clusters)
-    scores = scale * cluster_centroids(query, labels, clusters, query_mask) @ key.transpose(2, 3)
-    return scores if key_mask is None else scores.masked_fill(~key_mask[:, None, None], torch.finfo(scores.dtype).min)
+class Inputs(NamedTuple):
+    """The arguments of every form, see the public ops; without `topk` it is clustered, else improved attention."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    labels: torch.Tensor
+    clusters: int
+    topk: int
+    key_mask: torch.Tensor | None
+    query_mask: torch.Tensor | None
+    scale: float
+    dropout_p: float
+    dropout_seed: torch.Tensor | None
+
+
+def centroid_scores(inputs: Inputs) -> torch.Tensor:
+    """`scale · Qc K^T`, `(B, H, C, M)`, of `unmasked` inputs; of masked keys the lowest number."""
+    check_label_range(inputs.labels, inputs.clusters)
+    centroids = cluster_centroids(inputs.query, inputs.labels, inputs.clusters, inputs.query_mask)
+    scores, mask = inputs.scale * centroids @ inputs.key.transpose(2, 3), inputs.key_mask
+    return scores if mask is None else scores.masked_fill(~mask[:, None, None], torch.finfo(scores.dtype).min)
 
 
 def centroid_attention(scores: torch.Tensor, key_mask: torch.Tensor | None) -> torch.Tensor:
@@ -36,25 +47,12 @@ def centroid_dropout(attention: torch.Tensor, dropout_p: float, seed: int) -> to
     return torch.stack(factors).view(B, H, C, M)
 
 
-def clustered_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    labels: torch.Tensor,
-    clusters: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> torch.Tensor:
+def clustered_attention(*arguments: Any) -> torch.Tensor:
     """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets."""
-    key, value = for_every_head(key, query), for_every_head(value, query)
-    query, key, value = zero_masked(query, query_mask), zero_masked(key, key_mask), zero_masked(value, key_mask)
-    scores = centroid_scores(query, key, labels, clusters, key_mask, query_mask, scale)
-    attention = centroid_attention(scores, key_mask)
-    if dropout_seed is not None:
-        attention = attention * centroid_dropout(attention, dropout_p, int(dropout_seed))
-    values = attention @ value  # (B, H, C, Dv)
-    output = values.gather(2, labels.long()[..., None].expand(-1, -1, -1, value.shape[3]))
-    return output if query_mask is None else output * query_mask[:, None, :, None]
+    x = unmasked(Inputs(*arguments))
+    attention = centroid_attention(centroid_scores(x), x.key_mask)
+    if x.dropout_seed is not None:
+        attention = attention * centroid_dropout(attention, x.dropout_p, int(x.dropout_seed))
+    values = attention @ x.value  # (B, H, C, Dv)
+    output = values.gather(2, x.labels.long()[..., None].expand(-1, -1, -1, x.value.shape[3]))
+    return output if x.query_mask is None else output * x.query_mask[:, None, :, None]

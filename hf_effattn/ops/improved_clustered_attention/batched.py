@@ -2,39 +2,31 @@
 
 A block holds up to `block_length` queries of one cluster, so its queries share the `topk` keys of that cluster and
 all the recomputed scores are one batched product. As in the clustered form, nothing but the inputs is kept for the
-backward pass, and to `torch.compile` each pass is one op.
+backward pass.
 """
 
 from typing import cast
 
 import torch
 
+from ..clustered_attention.reference import Inputs
 from ..shared.centroids import centroid_backward, centroid_dropout, centroid_scores
 from ..shared.cluster_blocks import ClusterBlocks, block_length
 from ..shared.cluster_table import ClusterTable, attend, attend_backward
 from ..shared.dropout import TOPK_WEIGHTS
-from ..shared.gradients import register_attention
-from ..shared.head_threads import for_every_chunk
+from ..shared.gradients import register_op
 from ..shared.precision import accumulation_dtype, in_products, product_dtype, split_scale
 from ..shared.row_chunks import RowChunk
-from ..shared.tables import (
-    chunks_of,
-    cluster_sizes,
-    draw_dropout,
-    gradients_of_chunks,
-    output_of_chunks,
-    softmax_,
-    table_rows,
-)
+from ..shared.tables import attend_by_chunks, cluster_sizes, draw_dropout, gradients_by_chunks, softmax_, table_rows
 from ..shared.topk import largest
 
 
-def largest_buffer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, clusters: int, topk: int) -> int:
+def largest_buffer(x: Inputs) -> int:
     """Numbers per head in `A^c`, in the packed queries, or in the copies of the top keys that the blocks make."""
-    length = block_length(query.shape[2] / clusters)
-    blocks = clusters + query.shape[2] // length
-    head_dim = max(key.shape[3], value.shape[3])
-    return max(clusters * key.shape[2], blocks * length * head_dim, blocks * topk * head_dim)
+    length = block_length(x.query.shape[2] / x.clusters)
+    blocks = x.clusters + x.query.shape[2] // length
+    head_dim = max(x.key.shape[3], x.value.shape[3])
+    return max(x.clusters * x.key.shape[2], blocks * length * head_dim, blocks * x.topk * head_dim)
 
 
 class _Chunk:
@@ -43,43 +35,29 @@ class _Chunk:
     `C` below counts the clusters of all query heads that share a key/value head.
     """
 
-    def __init__(
-        self,
-        chunk: RowChunk,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        labels: torch.Tensor,
-        clusters: int,
-        topk: int,
-        scale: float,
-        dropout_p: float,
-        dropout_seed: torch.Tensor | None,
-    ) -> None:
-        products = product_dtype(query.dtype)
-        self.of_queries, self.of_keys = split_scale(scale, products)
-        self.key, self.value = in_products(chunk.keys(key), self.of_keys), chunk.keys(value).to(products)
-        self.clusters = chunk.group * clusters
+    def __init__(self, chunk: RowChunk, x: Inputs) -> None:
+        products = product_dtype(x.query.dtype)
+        self.of_queries, self.of_keys = split_scale(x.scale, products)
+        self.key, self.value = in_products(chunk.keys(x.key), self.of_keys), chunk.keys(x.value).to(products)
+        self.clusters = chunk.group * x.clusters
         self.P, self.M, _ = self.key.shape
-        self.index = table_rows(chunk, labels, clusters)
+        self.index = table_rows(chunk, x.labels, x.clusters)
         sizes = cluster_sizes(self.index, self.P, self.clusters)
         self.blocks = ClusterBlocks.of(self.index, sizes)
         self.sizes = sizes.clamp(min=1)[..., None]
-        self.packed_query = self.blocks.pack(chunk.queries(query).to(products) * self.of_queries)
+        self.packed_query = self.blocks.pack(chunk.queries(x.query).to(products) * self.of_queries)
         self.centroids = self.cluster_sums(self.packed_query) / self.sizes
         self.attention = centroid_scores(self.centroids, self.key, 1.0)  # A^c after the softmax: (P, C, M)
-        self.top = largest(self.attention, min(topk, self.M), in_order=dropout_seed is not None)  # T_j: (P, C, T)
+        self.top = largest(self.attention, min(x.topk, self.M), in_order=x.dropout_seed is not None)  # T_j: (P, C, T)
         softmax_(self.attention)
         self.top_attention = self.attention.gather(2, self.top)
-        heads = torch.arange(self.P, device=key.device)[:, None, None] * self.M
+        heads = torch.arange(self.P, device=x.key.device)[:, None, None] * self.M
         self.top_rows = (self.top + heads).flatten()  # of the flat (P · M, D) keys
         self.rest_factor = self.topk_factor = None
-        if dropout_seed is not None:
-            self.rest_factor = centroid_dropout(chunk, self.attention, key.shape[2], dropout_p, dropout_seed)
-            shape = (query.shape[2], min(topk, key.shape[2]))
-            factor = draw_dropout(chunk, shape, self.attention, dropout_p, dropout_seed, TOPK_WEIGHTS)
-            if chunk.query_rows is not None:
-                factor = factor.index_select(1, chunk.query_rows)
+        if x.dropout_seed is not None:
+            self.rest_factor = centroid_dropout(chunk, self.attention, x.key.shape[2], x.dropout_p, x.dropout_seed)
+            shape = (x.query.shape[2], min(x.topk, x.key.shape[2]))
+            factor = draw_dropout(chunk, shape, self.attention, x.dropout_p, x.dropout_seed, TOPK_WEIGHTS)
             factor = factor[..., : self.top.shape[2]].reshape(self.P, -1, self.top.shape[2])
             self.topk_factor = self.blocks.pack(factor)
 
@@ -133,52 +111,25 @@ class _Chunk:
         return self.attention.scatter_(2, self.top, 0.0)
 
 
-@torch.library.custom_op("hf_effattn::improved_clustered_attention", mutates_args=())
-def improved_clustered_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    labels: torch.Tensor,
-    clusters: int,
-    topk: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> torch.Tensor:
+def _forward(x: Inputs) -> torch.Tensor:
     """`V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T} A^c_jt V_t` with `j = l(i)`, `T = T_j`."""
-    output = output_of_chunks(query, key, value, key_mask, query_mask)
-    settings = clusters, topk, scale, dropout_p, dropout_seed
 
-    def attend_chunk(part: RowChunk) -> None:
-        chunk = _Chunk(part, query, key, value, labels, *settings)
+    def attend_chunk(part: RowChunk) -> torch.Tensor:
+        chunk = _Chunk(part, x)
         values = attend(chunk.table(), chunk.blocks, chunk.packed_query, chunk.topk_factor)
-        part.store_queries(output, chunk.blocks.unpack(values, chunk.P))
+        return chunk.blocks.unpack(values, chunk.P)
 
-    numbers = largest_buffer(query, key, value, clusters, topk)
-    for_every_chunk(attend_chunk, chunks_of(query, key, key_mask, query_mask, numbers), query.device)
-    return output
+    return attend_by_chunks(x, largest_buffer(x), attend_chunk)
 
 
-def gradients(
-    grad_output, query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, dropout_seed
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def gradients(grad_output: torch.Tensor, x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels and sets `T_j` held fixed."""
-    grad_query, grad_key, grad_value = gradients_of_chunks(query, key, value, key_mask, query_mask)
-    settings = clusters, topk, scale, dropout_p, dropout_seed
 
-    def attend_chunk(part: RowChunk) -> None:
-        chunk = _Chunk(part, query, key, value, labels, *settings)
-        packed_grad = chunk.blocks.pack(part.queries(grad_output).to(chunk.packed_query.dtype))
-        grad_q, grad_k, grad_v = chunk.backward(packed_grad)
-        part.store_queries(grad_query, grad_q)
-        part.store_keys(grad_key, grad_k)
-        part.store_keys(grad_value, grad_v)
+    def backward(part: RowChunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        chunk = _Chunk(part, x)
+        return chunk.backward(chunk.blocks.pack(part.queries(grad_output).to(chunk.packed_query.dtype)))
 
-    numbers = largest_buffer(query, key, value, clusters, topk)
-    for_every_chunk(attend_chunk, chunks_of(query, key, key_mask, query_mask, numbers), query.device)
-    return grad_query, grad_key, grad_value
+    return gradients_by_chunks(x, largest_buffer(x), backward)
 
 
-register_attention("improved_clustered_attention", gradients)
+improved_clustered_attention = register_op("improved_clustered_attention", Inputs, _forward, gradients)

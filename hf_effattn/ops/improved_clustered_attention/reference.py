@@ -1,32 +1,21 @@
 """Improved clustered attention in the paper's words (Source: Vyas 2020, improved clustered). Plain PyTorch."""
 
 from itertools import product
+from typing import Any
 
 import torch
 
-from ..clustered_attention.reference import centroid_attention, centroid_dropout, centroid_scores
+from ..clustered_attention.reference import Inputs, centroid_attention, centroid_dropout, centroid_scores
 from ..shared.dropout import TOPK_WEIGHTS, dropout_factor
-from ..shared.masking import for_every_head, masked_softmax, zero_masked
+from ..shared.masking import masked_softmax, unmasked
 
 
-def improved_clustered_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    labels: torch.Tensor,
-    clusters: int,
-    topk: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> torch.Tensor:
+def improved_clustered_attention(*arguments: Any) -> torch.Tensor:
     """`V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T} A^c_jt V_t` with `j = l(i)`, `T = T_j`."""
-    key, value = for_every_head(key, query), for_every_head(value, query)
-    query, key, value = zero_masked(query, query_mask), zero_masked(key, key_mask), zero_masked(value, key_mask)
+    x = unmasked(Inputs(*arguments))
+    query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, dropout_seed = x
     B, H, N, _ = query.shape
-    scores = centroid_scores(query, key, labels, clusters, key_mask, query_mask, scale)
+    scores = centroid_scores(x)
     attention = centroid_attention(scores, key_mask)  # A^c
     # By score, the first of equals: weights that underflow to 0 still have a largest among them.
     top = scores.sort(dim=-1, descending=True, stable=True).indices[..., :topk]  # T_j: (B, H, C, T)

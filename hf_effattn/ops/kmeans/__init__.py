@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..shared.arguments import check_count, choose_backend
+from ..shared.arguments import check_count, check_mask, choose_backend
 from . import batched, reference
 
 
@@ -71,14 +71,7 @@ def kmeans(
         raise ValueError(f"points must have 3 dimensions (P, N, D), got {tuple(points.shape)}")
     if not points.is_floating_point():
         raise TypeError(f"points must be a floating-point tensor, got {points.dtype}")
-    if mask is not None:
-        if mask.dtype != torch.bool:
-            raise TypeError(f"mask must be boolean (True = counts), got {mask.dtype}")
-        if mask.shape != points.shape[:2] or mask.device != points.device:
-            raise ValueError(
-                f"mask must be {tuple(points.shape[:2])} on {points.device} like points, got {tuple(mask.shape)} on"
-                f" {mask.device}"
-            )
+    check_mask("mask", mask, points[:, None])
     run = choose_backend(backend, (reference.kmeans, batched.kmeans, _triton), points.detach())
     # The forms take (B, H, N, D) and a mask (B, N): problems without a mask of their own are heads of one item.
     batch_dim = 0 if mask is None else 1

@@ -1,12 +1,13 @@
-"""K-means for a CPU: all problems of a chunk at once. To `torch.compile` it is one op."""
+"""K-means for a CPU: all problems of a chunk at once."""
 
 import torch
 
+from ..shared.gradients import register_op
 from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import CHUNK_BYTES, RowChunk, row_chunks
 from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums
-from .reference import as_sign
+from .reference import Inputs, as_sign, empty_clusters
 from .sampling import SEEDING, first_seed, fit_rows, most_fit_rows, strided_rows
 
 BYTE_LABELS = 255  # numbers from 1 on that a byte holds
@@ -22,9 +23,7 @@ def farthest_first(points: torch.Tensor, directions: torch.Tensor, clusters: int
     if clusters > FEW * N:
         # All products at once: what is left for each of the C steps is too small to be worth a second thread.
         distances = torch.bmm(points, directions.transpose(1, 2)).add_(norms[..., None])
-        distances = distances.flatten(
-            0, 1
-        )  # row p · N + i: distances from point i of problem p, less the others' norms
+        distances = distances.flatten(0, 1)  # row p · N + i: from point i of problem p, less the others' norms
     first_row = torch.arange(P, device=points.device) * N
     chosen = [first_row + first_seed(N, seed)]
     nearest_seed = torch.full_like(norms, torch.inf)
@@ -150,16 +149,9 @@ def fitting_bytes_per_head(points: torch.Tensor, clusters: int, fit_points: int,
     return rows * max(clusters, width) * accumulation_dtype(points.dtype).itemsize // 4
 
 
-@torch.library.custom_op("hf_effattn::kmeans", mutates_args=())
-def kmeans(
-    points: torch.Tensor,
-    mask: torch.Tensor | None,
-    clusters: int,
-    iterations: int,
-    fit_points: int,
-    seed: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Labels `(B, H, N)` and centroids `(B, H, C, D)` of points `(B, H, N, D)`; a masked point has label 0."""
+    points, mask, clusters, iterations, fit_points, seed = x
     B, H, N, D = points.shape
     labels = (torch.empty if mask is None else torch.zeros)(B, H, N, 1, dtype=torch.int64, device=points.device)
     centroids = points.new_zeros(B, H, clusters, D, dtype=accumulation_dtype(points.dtype))
@@ -173,8 +165,4 @@ def kmeans(
     return labels[..., 0], centroids
 
 
-@kmeans.register_fake
-def _(points, mask, clusters, *settings):
-    B, H, N, D = points.shape
-    labels = points.new_empty(B, H, N, dtype=torch.int64)
-    return labels, points.new_empty(B, H, clusters, D, dtype=accumulation_dtype(points.dtype))
+kmeans = register_op("kmeans", Inputs, _forward, fake=empty_clusters, shown=2)

@@ -1,8 +1,22 @@
 """K-means on the points of one problem, head by head. Plain PyTorch, any device."""
 
+from typing import Any, NamedTuple
+
 import torch
 
+from ..shared.precision import accumulation_dtype
 from .sampling import SEEDING, first_seed, fit_rows, strided_rows
+
+
+class Inputs(NamedTuple):
+    """The arguments of every form: problems are heads of points `(B, H, N, D)`, with a mask `(B, N)`."""
+
+    points: torch.Tensor
+    mask: torch.Tensor | None
+    clusters: int
+    iterations: int
+    fit_points: int
+    seed: int
 
 
 def squared_distances(points: torch.Tensor, centers: torch.Tensor, metric: torch.Tensor | None) -> torch.Tensor:
@@ -84,17 +98,11 @@ def cluster_points(
     return nearest(points, centroids, metric), centroids
 
 
-def kmeans(
-    points: torch.Tensor,
-    mask: torch.Tensor | None,
-    clusters: int,
-    iterations: int,
-    fit_points: int,
-    seed: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def kmeans(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Labels `(B, H, N)` and centroids `(B, H, C, D)` of points `(B, H, N, D)`; a masked point has label 0."""
+    points, mask, clusters, iterations, fit_points, seed = Inputs(*arguments)
     B, H, N, D = points.shape
-    points = points.to(torch.float64 if points.dtype == torch.float64 else torch.float32)
+    points = points.to(accumulation_dtype(points.dtype))
     labels = torch.zeros(B, H, N, dtype=torch.int64, device=points.device)
     centroids = points.new_zeros(B, H, clusters, D)
     for b in range(B):
@@ -104,3 +112,9 @@ def kmeans(
                 points[b, h, rows], clusters, iterations, fit_points, seed
             )
     return labels, centroids
+
+
+def empty_clusters(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for labels and centroids, what `torch.compile` knows of the op."""
+    (B, H, N, D), dtype = x.points.shape, accumulation_dtype(x.points.dtype)
+    return x.points.new_empty(B, H, N, dtype=torch.int64), x.points.new_empty(B, H, x.clusters, D, dtype=dtype)

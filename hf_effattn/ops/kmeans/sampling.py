@@ -31,15 +31,10 @@ def fit_rows(length: int, clusters: int, fit_points: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Seeding:
-    """How seeds are found: farthest-first is a chain of steps, so in independent groups, each among rows of its own.
+    """How seeds are found: farthest-first is a chain of steps, so in groups, each among rows of its own."""
 
-    Attributes:
-        seeds: of a group, at most. Group `i` of `g` finds seeds `i, i + g, i + 2g, ...`.
-        rows: that `seeds` seeds are looked for among, and the fewest in all.
-    """
-
-    seeds: int
-    rows: int
+    seeds: int  # of a group, at most. Group `i` of `g` finds seeds `i, i + g, i + 2g, ...`.
+    rows: int  # that `seeds` seeds are looked for among, and the fewest in all
 
     def groups(self, clusters: int) -> int:
         """How many groups there are."""

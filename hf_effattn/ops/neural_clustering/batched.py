@@ -1,33 +1,24 @@
-"""Neural clustering for a CPU: a few rows at a time, memberships computed again in the backward pass.
-
-Registered with `torch.library`: to `torch.compile` it is one op.
-"""
+"""Neural clustering for a CPU: a few rows at a time, memberships computed again in the backward pass."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from ..shared.gradients import register_gradients
+from ..shared.gradients import register_op
 from ..shared.precision import accumulation_dtype, product_dtype
 from ..shared.row_chunks import CHUNK_BYTES
+from .reference import Inputs
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Words of some rows of the batch, masked ones 0.
+    """Words of some rows of the batch, masked ones 0."""
 
-    Attributes:
-        part: the rows' indices.
-        words: `(rows, N, d)`, in the dtype of products.
-        inverse: `1 / |Z_j|`, `(rows, N)`, where the similarity is the cosine.
-        hidden: `(rows, N)`, True = masked.
-    """
-
-    part: slice
-    words: torch.Tensor
-    inverse: torch.Tensor | None
-    hidden: torch.Tensor | None
+    part: slice  # the rows' indices
+    words: torch.Tensor  # `(rows, N, d)`, in the dtype of products
+    inverse: torch.Tensor | None  # `1 / |Z_j|`, `(rows, N)`, where the similarity is the cosine
+    hidden: torch.Tensor | None  # `(rows, N)`, True = masked
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """These rows of `(B, k, d)`, to be multiplied with the words."""
@@ -69,11 +60,9 @@ def memberships(scores: torch.Tensor, rows: Rows) -> torch.Tensor:
     return weights
 
 
-@torch.library.custom_op("hf_effattn::neural_clustering", mutates_args=())
-def neural_clustering(
-    words: torch.Tensor, directions: torch.Tensor, cosine: bool, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """`Ĉ` `(B, k, d)` and labels `(B, N)`."""
+    words, directions, cosine, mask = x
     B, N, _ = words.shape
     clusters = directions.shape[1]
     updated = torch.zeros_like(directions)
@@ -89,16 +78,13 @@ def neural_clustering(
     return updated, labels
 
 
-@neural_clustering.register_fake
-def _(words, directions, cosine, mask):
-    return (
-        torch.empty_like(directions),
-        words.new_empty(words.shape[:2], dtype=torch.int64),
-    )
+def _fake(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x.directions), x.words.new_empty(x.words.shape[:2], dtype=torch.int64)
 
 
-def gradients(grad_updated, words, directions, cosine, mask) -> tuple[torch.Tensor, torch.Tensor]:
+def gradients(grad_updated: torch.Tensor, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of words and directions, labels held fixed."""
+    words, directions, cosine, mask = x
     grad_words, grad_directions = torch.empty_like(words), torch.zeros_like(directions)
     dtype = accumulation_dtype(words.dtype)
     with torch.autocast(words.device.type, enabled=False):
@@ -122,4 +108,6 @@ def gradients(grad_updated, words, directions, cosine, mask) -> tuple[torch.Tens
     return grad_words, grad_directions
 
 
-register_gradients("neural_clustering", gradients, ("words", "directions"), outputs=1)
+neural_clustering = register_op(
+    "neural_clustering", Inputs, _forward, gradients, ("words", "directions"), fake=_fake, shown=2
+)

@@ -1,8 +1,19 @@
 """Neural clustering in the paper's words (Source: Wang 2022, Eq. 2 to 4). Plain PyTorch, any device."""
 
+from typing import NamedTuple
+
 import torch
 
 from ..shared.masking import masked_softmax
+
+
+class Inputs(NamedTuple):
+    """The arguments of every form: words `(B, N, d)`, directions `(B, k, d)` of the centroids, a mask `(B, N)`."""
+
+    words: torch.Tensor
+    directions: torch.Tensor
+    cosine: bool
+    mask: torch.Tensor | None
 
 
 def unit(rows: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..bi_clustered_attention.reference import Inputs
 from ..cluster_queries import DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS
 from ..kmeans import check_seed
 from ..shared.arguments import check_count, check_mask, check_query_key_value
@@ -104,24 +105,11 @@ def sequence_parallel_bi_clustered_attention(
     ranks.agree(settings, refused)
     if query.shape[0] == 0:
         return empty_output(query, value)
-    labels, key_labels = cluster_parts(
-        ranks,
-        query,
-        key,
-        clusters,
-        key_clusters,
-        iterations=iterations,
-        key_iterations=key_iterations,
-        fit_queries=fit_queries,
-        seed=seed,
-        key_mask=key_mask,
-        query_mask=query_mask,
-    )
+    both = (query_mask, key_mask), (clusters, key_clusters), (iterations, key_iterations)
+    labels, key_labels = cluster_parts(ranks, query, key, *both, fit_queries, seed)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
-    masks = key_mask, query_mask
-    return attend_to_all_ranks(
-        ranks, query, key, value, labels, key_labels, clusters, key_clusters, topk, *masks, scale
-    )
+    rest = clusters, key_clusters, topk, key_mask, query_mask, None, scale, 0.0, None
+    return attend_to_all_ranks(ranks, Inputs(query, key, value, labels, key_labels, *rest))
 
 
 def _of_tensors(**tensors: torch.Tensor) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ..bi_clustered_attention.reference import LARGEST_LIFT, SMALLEST
+from ..bi_clustered_attention.reference import LARGEST_LIFT, SMALLEST, Inputs
 from ..shared.cluster_blocks import ClusterBlocks
 from ..shared.cluster_table import ClusterTable, Dipole, attend, attend_backward
 from ..shared.key_summaries import NO_MASS
@@ -23,26 +23,14 @@ from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums
 from .ranks import Ranks
 
 
-def attend_to_all_ranks(
-    ranks: Ranks,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    labels: torch.Tensor,
-    key_labels: torch.Tensor,
-    clusters: int,
-    key_clusters: int,
-    topk: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    scale: float,
-) -> torch.Tensor:
+def attend_to_all_ranks(ranks: Ranks, x: Inputs) -> torch.Tensor:
     """Output `(B, H, n, Dv)` of this rank's queries, for labels `(B, H, n)` and `(B, heads of key, m)`."""
+    query, key, value, labels, key_labels, clusters, key_clusters, topk, key_mask, query_mask, *_ = x
     (B, H, n, D), Dv = query.shape, value.shape[3]
     S, C, dtype = B * key.shape[1], H // key.shape[1] * clusters, accumulation_dtype(query.dtype)
     # Query heads that share keys stand one after the other as rows of one problem.
     counted = _counted(query_mask, query).to(dtype).reshape(S, -1, 1)
-    queries = zero_masked(query, query_mask).to(dtype).reshape(S, -1, D) * scale
+    queries = zero_masked(query, query_mask).to(dtype).reshape(S, -1, D) * x.scale
     of_head = torch.arange(H, device=query.device) % (H // key.shape[1]) * clusters
     index = cluster_rows((labels + of_head[:, None]).reshape(S, -1), C)
     columns = zero_masked(key, key_mask), zero_masked(value, key_mask), _counted(key_mask, key)[..., None]
@@ -178,10 +166,8 @@ class _AttendToTables(torch.autograd.Function):
         topk: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(queries, keys, values, centroids, matrices)
-        ctx.topk, ctx.blocks = (
-            topk,
-            ClusterBlocks.of(index, cluster_sizes(index, len(queries), len(keys) // len(queries))),
-        )
+        sizes = cluster_sizes(index, len(queries), len(keys) // len(queries))
+        ctx.topk, ctx.blocks = topk, ClusterBlocks.of(index, sizes)
         table = ClusterTable(keys, values, dipole=Dipole(centroids, matrices, topk))
         return ctx.blocks.unpack(attend(table, ctx.blocks, _packed(ctx.blocks, queries), None), len(queries))
 

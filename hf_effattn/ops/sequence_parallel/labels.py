@@ -17,19 +17,12 @@ from .ranks import Ranks
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of one batch item that a rank holds, of those that count.
+    """The rows of one batch item that a rank holds, of those that count."""
 
-    Attributes:
-        rows: `(heads, n, D)`.
-        own: `(m,)`, which of them count.
-        before: how many count on the ranks before.
-        total: how many count on all ranks.
-    """
-
-    rows: torch.Tensor
-    own: torch.Tensor
-    before: int
-    total: int
+    rows: torch.Tensor  # `(heads, n, D)`
+    own: torch.Tensor  # `(m,)`, which of them count
+    before: int  # how many count on the ranks before
+    total: int  # how many count on all ranks
 
     def spread(self, count: int) -> torch.Tensor:
         """This rank's rows among `count` evenly spread ones of all ranks: `(heads, count, D)`, 0 at the others'."""
@@ -54,24 +47,21 @@ def cluster_parts(
     ranks: Ranks,
     query: torch.Tensor,
     key: torch.Tensor,
-    clusters: int,
-    key_clusters: int,
-    *,
-    iterations: int,
-    key_iterations: int,
+    masks: tuple[torch.Tensor | None, torch.Tensor | None],
+    counts: tuple[int, int],
+    iterations: tuple[int, int],
     fit_queries: int,
     seed: int,
-    key_mask: torch.Tensor | None = None,
-    query_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels `(B, H, n)` and `(B, P, n)` of a rank's queries and keys.
+    """Labels `(B, H, n)` and `(B, P, n)` of a rank's queries and keys; masks, clusters and rounds are of both.
 
     Queries are clustered in the metric of the keys, then keys in that of the queries' offsets. In one process the same
     labels come from `cluster_queries`, `query_offsets` and `cluster_queries`, given `fit_queries` (at least 4 per
     cluster), as `fit_queries` and as `rows`.
     """
-    count = max(most_fit_rows(most, fit_queries) for most in (clusters, key_clusters))
-    query_parts, key_parts = parts_of(ranks, query, query_mask), parts_of(ranks, key, key_mask)
+    clusters, key_clusters = counts
+    count = max(most_fit_rows(most, fit_queries) for most in counts)
+    query_parts, key_parts = (parts_of(ranks, *both) for both in zip((query, key), masks, strict=True))
     # Each place is filled by one rank, so that the sum is the evenly spread rows of the whole sequence.
     of_queries, of_keys = ranks.sum(
         torch.stack([part.spread(count) for part in query_parts]),
@@ -83,14 +73,14 @@ def cluster_parts(
     for b, (queries, keys) in enumerate(zip(query_parts, key_parts, strict=True)):
         fitted, fitted_keys = of_queries[b, :, : queries.total], of_keys[b, :, : keys.total]
         metric = keys_metric(fitted_keys).repeat_interleave(group, dim=0) if keys.total else None
-        labels[b, :, queries.own], fitted_labels = _cluster(queries, fitted, clusters, iterations, seed, metric)
+        labels[b, :, queries.own], fitted_labels = _cluster(queries, fitted, clusters, iterations[0], seed, metric)
         key_metric = None
         if queries.total:
             (offsets,), _ = query_offsets(
                 fitted[None], fitted_labels[None], clusters, key_heads=len(fitted_keys), rows=count
             )
             key_metric = keys_metric(offsets[:, fit_rows(offsets.shape[1], key_clusters, count)])
-        key_labels[b, :, keys.own], _ = _cluster(keys, fitted_keys, key_clusters, key_iterations, seed, key_metric)
+        key_labels[b, :, keys.own], _ = _cluster(keys, fitted_keys, key_clusters, iterations[1], seed, key_metric)
     return labels, key_labels
 
 

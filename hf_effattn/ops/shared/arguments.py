@@ -47,11 +47,9 @@ def choose_backend(
     if backend is None and problem is not None and expected and not torch.compiler.is_compiling():
         # Python shows an equal warning from one place once.
         warnings.warn(f"attention on a GPU runs the slower PyTorch form: {problem}", stacklevel=stacklevel_of_user())
-    return (
-        triton
-        if triton is not None and problem is None and (backend == "triton" or differentiable[0].is_cuda)
-        else batched
-    )
+    if triton is not None and problem is None and (backend == "triton" or differentiable[0].is_cuda):
+        return triton
+    return batched
 
 
 def _check_derivatives(tensors: Sequence[torch.Tensor]) -> None:
@@ -141,43 +139,36 @@ def check_heads(query: torch.Tensor, key: torch.Tensor) -> None:
         )
 
 
-def check_mask(name: str, mask: torch.Tensor | None, tensor: torch.Tensor) -> None:
-    """Raise unless `mask` is None or boolean `(B, length)` for `tensor` `(B, H, length, D)`; True = attend."""
+def check_mask(name: str, mask: torch.Tensor | None, tensor: torch.Tensor, of: int = 2) -> None:
+    """Raise unless `mask` is None or boolean `(B, length)` for `tensor` `(B, H, length, D)`; `of` 1: `(B, H)`."""
     if mask is None:
         return
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"{name} must be a tensor or None, got {type(mask).__name__}")
     if mask.dtype != torch.bool:
         raise TypeError(f"{name} must be boolean (True = attend), got {mask.dtype}; use mask.bool() for a 0/1 mask")
-    expected = (tensor.shape[0], tensor.shape[2])
+    expected, sizes = (tensor.shape[0], tensor.shape[of]), "(B, heads of key)" if of == 1 else "(B, length)"
     if tuple(mask.shape) != expected:
-        raise ValueError(f"{name} must have shape (B, length) = {expected}, got {tuple(mask.shape)}")
+        raise ValueError(f"{name} must have shape {sizes} = {expected}, got {tuple(mask.shape)}")
     if mask.device != tensor.device:
         raise ValueError(f"{name} is on {mask.device}, the tensors on {tensor.device}")
 
 
-def check_mask_of_heads(name: str, mask: torch.Tensor | None, key: torch.Tensor) -> None:
-    """Raise unless `mask` is None or boolean `(B, heads)` for keys `(B, heads, M, D)`."""
-    if mask is None:
-        return
-    if mask.dtype != torch.bool:
-        raise TypeError(f"{name} must be boolean, got {mask.dtype}; use mask.bool() for a 0/1 mask")
-    if mask.shape != key.shape[:2] or mask.device != key.device:
-        raise ValueError(
-            f"{name} must have shape (B, heads of key) = {tuple(key.shape[:2])} on {key.device}, got "
-            f"{tuple(mask.shape)} on {mask.device}"
-        )
-
-
 def check_labels(labels: torch.Tensor, rows: torch.Tensor, *, of: str = "query") -> None:
     """Raise unless `labels` is an integer tensor `(B, H, N)`, for rows `(B, H, N, D)` of the query or the key."""
-    name = LABELS[of][0]
-    if labels.shape != rows.shape[:3]:
-        raise ValueError(f"{name} must be {tuple(rows.shape[:3])} like {of}, got {tuple(labels.shape)}")
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise TypeError(f"{name} must be integers, got {labels.dtype}")
-    if labels.device != rows.device:
-        raise ValueError(f"{name} must be on {rows.device} like {of}, got {labels.device}")
+    check_integers(LABELS[of][0], labels, tuple(rows.shape[:3]), rows, of=of)
+
+
+def check_integers(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor, *, of: str = "query"
+) -> None:
+    """Raise unless `tensor` holds integers of the given shape on the device of `like`, which is called `of`."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must be {shape} like {of}, got {tuple(tensor.shape)}")
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"{name} must be integers, got {tensor.dtype}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name} must be on {like.device} like {of}, got {tensor.device}")
 
 
 def check_label_range(labels: torch.Tensor, clusters: int, *, of: str = "query") -> None:

@@ -12,19 +12,12 @@ LARGEST_SHORT = 2**15 - 1  # of the integers that numpy sorts by their digits
 
 @dataclass(frozen=True)
 class ClusterBlocks:
-    """Rows of `P` heads sorted by cluster and cut into blocks of one cluster each.
+    """Rows of `P` heads sorted by cluster and cut into blocks of one cluster each."""
 
-    Attributes:
-        slots: `(P · N,)` place of every row in the padded blocks.
-        sources: `(blocks · length,)` row of every place, `P · N` where there is none.
-        clusters: `(blocks,)` row of the `(P · C, ...)` tables that a block belongs to.
-        length: rows a block can hold; places without a row hold zeros.
-    """
-
-    slots: torch.Tensor
-    sources: torch.Tensor
-    clusters: torch.Tensor
-    length: int
+    slots: torch.Tensor  # `(P · N,)` place of every row in the padded blocks
+    sources: torch.Tensor  # `(blocks · length,)` row of every place, `P · N` where there is none
+    clusters: torch.Tensor  # `(blocks,)` row of the `(P · C, ...)` tables that a block belongs to
+    length: int  # rows a block can hold; places without a row hold zeros
 
     @staticmethod
     def of(

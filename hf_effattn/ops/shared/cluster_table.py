@@ -15,36 +15,22 @@ from .tables import softmax_
 
 @dataclass
 class Dipole:
-    """`r_i · (Q_i - centroid) · matrix`, `r_i` being the weight of the rows from `first` on.
+    """`r_i · (Q_i - centroid) · matrix`, `r_i` being the weight of the rows from `first` on."""
 
-    Attributes:
-        centroids: `(tables, D)`, in float32 or float64.
-        matrices: `(tables, D, Dv)`, in the dtype of the table's values.
-        first: the first of the rows that are weighed.
-    """
-
-    centroids: torch.Tensor
-    matrices: torch.Tensor
-    first: int
+    centroids: torch.Tensor  # `(tables, D)`, in float32 or float64
+    matrices: torch.Tensor  # `(tables, D, Dv)`, in the dtype of the table's values
+    first: int  # the first of the rows that are weighed
 
 
 @dataclass
 class ClusterTable:
-    """`mass · softmax(Q_i K^T) V + offset + dipole` for the queries of every cluster; a gradient has the same form.
+    """`mass · softmax(Q_i K^T) V + offset + dipole` for the queries of every cluster; a gradient has the same form."""
 
-    Attributes:
-        keys: `(tables, R, D)`; a bias of the scores is a last column, where packed queries hold 1.
-        values: `(tables, R, Dv)`.
-        mass: `(tables,)`, or None for 1.
-        offset: `(tables, Dv)`, or None for 0.
-        dipole: or None; the queries' columns behind its own are no part of it.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    mass: torch.Tensor | None = None
-    offset: torch.Tensor | None = None
-    dipole: Dipole | None = None
+    keys: torch.Tensor  # `(tables, R, D)`; a bias of the scores is a last column, where packed queries hold 1
+    values: torch.Tensor  # `(tables, R, Dv)`
+    mass: torch.Tensor | None = None  # `(tables,)`, or None for 1
+    offset: torch.Tensor | None = None  # `(tables, Dv)`, or None for 0
+    dipole: Dipole | None = None  # or None; the queries' columns behind its own are no part of it
 
     def scores(self, blocks: ClusterBlocks, query: torch.Tensor) -> torch.Tensor:
         """`Q_i K^T` `(blocks, length, R)` of packed queries, in float32 or float64."""

@@ -1,7 +1,7 @@
 """What query clusters see of the keys, for a CPU: a few exact keys, and the summary of every cluster of the others.
 
-A summary is tilted at the query cluster's centroid: it is exact for a query at the centroid. To first order its score
-is the tangent of the log-mass there, so it follows the query; to order zero it stays what it is at the centroid.
+A summary is tilted at the query cluster's centroid: it is exact for a query at the centroid. Its score is the tangent
+of the log-mass there, so it follows the query.
 
 Sizes: `P` key/value heads of a chunk, `M` keys, `T` exact keys, `C` query clusters of all the query heads that share a
 key/value head, `G` key clusters, `nb` blocks of `L` keys per head.
@@ -68,10 +68,6 @@ class KeyClusters:
         """`K̄_c` `(P, G, D)`."""
         return self.means[:, : self.D].view(self.P, self.G, -1)
 
-    def flat(self) -> torch.Tensor:
-        """The rows `(P · nb · L, D + Dv + 1)`."""
-        return self.rows.flatten(0, 2)
-
     def by_cluster(self) -> torch.Tensor:
         """The rows of every block of all heads, `(P · nb, L, D + Dv + 1)`."""
         return self.rows.flatten(0, 1)
@@ -96,36 +92,32 @@ class Summaries:
         keys: KeyClusters,
         centroids: torch.Tensor,
         topk: int,
-        covariance: torch.Tensor | None,
+        covariance: torch.Tensor,
         *,
-        largest_lift: float = 0.0,
-        in_order: bool = False,
-        top: torch.Tensor | None = None,
+        largest_lift: float,
+        in_order: bool,
+        top: torch.Tensor | None,
     ) -> None:
-        """`covariance` `Σ_η` `(P, D, D)`: exact keys by weight times squared distance; None: by weight.
+        """`covariance` `Σ_η` `(P, D, D)`: exact keys by weight times squared distance.
 
         `largest_lift`: what half a squared distance adds at most to the logarithm of a key's tilted weight; `top`:
         places of the exact keys `(P, C, T)`, where they have been found before.
         """
         self.keys, self.centroids, self.T = keys, centroids, min(topk, keys.M)
         self.P, self.C, self.G = keys.P, centroids.shape[1], keys.G
-        self._choose_keys(covariance, largest_lift, top, in_order=in_order)
+        self._choose_keys(covariance, largest_lift, top, in_order)
         self._summarise()
         self._make_table()
 
     def _choose_keys(
-        self, covariance: torch.Tensor | None, largest_lift: float, top: torch.Tensor | None, *, in_order: bool
+        self, covariance: torch.Tensor, largest_lift: float, top: torch.Tensor | None, in_order: bool
     ) -> None:
         """Exact keys `T_j`; scores `Q̄_j·(K_t - K̄_g(t))`, and their lifts `b_t`, `-inf` where no key is."""
         keys, spread = self.keys, self.keys.keys()
-        if covariance is None:
-            preference = self.centroids.new_zeros(spread.shape[:2])
-            self.lift = torch.zeros_like(preference)
-        else:
-            distances = (spread @ covariance.to(spread.dtype)).to(covariance.dtype)
-            distances = torch.linalg.vecdot(distances, spread.to(covariance.dtype)).clamp_(min=SMALLEST)
-            self.lift = (distances / 2).clamp_(max=largest_lift)
-            preference = distances.log_()
+        distances = (spread @ covariance.to(spread.dtype)).to(covariance.dtype)
+        distances = torch.linalg.vecdot(distances, spread.to(covariance.dtype)).clamp_(min=SMALLEST)
+        self.lift = (distances / 2).clamp_(max=largest_lift)
+        preference = distances.log_()
         for of_keys in (preference, self.lift):
             of_keys.masked_fill_(keys.empty[:, 0], -torch.inf)
         scores = torch.bmm(self.centroids.to(spread.dtype), spread.transpose(1, 2))  # (P, C, nb · L)
@@ -170,7 +162,7 @@ class Summaries:
         keys, D, T = self.keys, self.keys.D, self.T
         tilted = self.tilted + keys.means.view(self.P, 1, self.G, -1)
         tilted_keys, tilted_values = tilted.split([D, keys.Dv], dim=3)
-        exact = keys.flat().index_select(0, self.top_places).to(tilted.dtype)
+        exact = keys.rows.flatten(0, 2).index_select(0, self.top_places).to(tilted.dtype)
         clusters_of_top = keys.blocks.clusters.index_select(0, self.top_places // keys.blocks.length)
         exact[:, :-1] += keys.means.index_select(0, clusters_of_top)
         exact_rows = exact.view(self.P * self.C, T, exact.shape[1])
@@ -182,9 +174,7 @@ class Summaries:
         values = torch.cat([exact_rows[..., D:-1], tilted_values.flatten(0, 1)], dim=1)
         self.table = ClusterTable(table_keys.to(keys.rows.dtype), values.to(keys.rows.dtype))
 
-    def backward(
-        self, grad: ClusterTable, grad_log_mass: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(self, grad: ClusterTable, grad_log_mass: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the centroids `(P · C, D)` and of the rows of every block `(P · nb, L, D + Dv)`.
 
         `grad` are those of the table, `grad_log_mass` `(P, C, G)` what else uses `log S_jc`.
@@ -197,8 +187,7 @@ class Summaries:
         # b_jc = log S_jc - Q̄_j·K̃_jc
         grad_tilted[..., :D] -= grad_bias[..., None] * self.centroids.flatten(0, 1)[:, None]
         grad_centroids = -(grad_bias[:, None] @ self.table.keys[:, T:, :D].to(dtype))[:, 0]
-        of_mass = grad_bias.reshape(self.P, self.C, self.G)
-        grad_log_mass = of_mass if grad_log_mass is None else grad_log_mass + of_mass
+        grad_log_mass = grad_log_mass + grad_bias.reshape(self.P, self.C, self.G)
 
         # Tilted sums: of the clusters' means, and of what remains of every key, weighed by w_jt / S_jc.
         grad_tilted = grad_tilted.view(self.P, self.C, self.G, -1)

@@ -1,7 +1,11 @@
 """What the definitions share: masks, and heads and centroids of all the queries. Plain PyTorch, any device."""
 
+from typing import Any, TypeVar
+
 import torch
 import torch.nn.functional as F
+
+Inputs = TypeVar("Inputs", bound=Any)
 
 
 def zero_masked(rows: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -20,6 +24,13 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Ten
 def for_every_head(rows: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Keys or values `(B, key/value heads, M, D)` repeated for the query heads that share them: `(B, H, M, D)`."""
     return rows.repeat_interleave(query.shape[1] // rows.shape[1], dim=1)
+
+
+def unmasked(inputs: Inputs) -> Inputs:
+    """An op's inputs, a `NamedTuple`, with 0 in masked rows, and keys and values of every query head."""
+    x = inputs
+    key, value = (zero_masked(for_every_head(rows, x.query), x.key_mask) for rows in (x.key, x.value))
+    return x._replace(query=zero_masked(x.query, x.query_mask), key=key, value=value)
 
 
 def cluster_centroids(

@@ -23,20 +23,15 @@ class RowChunk:
 
     `group` query heads share a key/value head (grouped-query attention; else 1): the rows of those heads stand one
     after the other as rows of that one head, so that keys and values are never copied per query head.
-
-    Attributes:
-        batch: index of the item.
-        first_head, last_head: key/value heads `first_head .. last_head - 1`.
-        group: query heads per key/value head.
-        first_problem: `batch · H + head` of the first query head.
-        query_rows, key_rows: the rows that count.
     """
 
-    batch: int
+    batch: int  # index of the item
+    # The next two: key/value heads `first_head .. last_head - 1`.
     first_head: int
     last_head: int
-    group: int
-    first_problem: int
+    group: int  # query heads per key/value head
+    first_problem: int  # `batch · H + head` of the first query head
+    # The next two: the rows that count
     query_rows: torch.Tensor | None
     key_rows: torch.Tensor | None
 

@@ -1,9 +1,13 @@
 """What the forms for a CPU share: chunks of heads, tables with a row per cluster, dropout, memory for the output."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from .arguments import check_label_range
-from .dropout import dropout_factor
+from .dropout import CENTROID_WEIGHTS, dropout_factor
+from .head_threads import for_every_chunk
 from .precision import accumulation_dtype
 from .row_chunks import RowChunk, row_chunks
 
@@ -24,6 +28,30 @@ def chunks_of(
     bytes_per_head = numbers_per_head * accumulation_dtype(query.dtype).itemsize
     chunks = row_chunks(query, key_mask, query_mask, bytes_per_head, query.shape[1] // key.shape[1], skip)
     return [chunk for chunk in chunks if key.shape[2] and (chunk.key_rows is None or len(chunk.key_rows))]
+
+
+def attend_by_chunks(x: Any, numbers_per_head: int, attend: Callable[[RowChunk], torch.Tensor]) -> torch.Tensor:
+    """The output for an op's inputs, of what `attend` gives the queries of each chunk, `(heads, group · rows, Dv)`."""
+    output = output_of_chunks(x.query, x.key, x.value, x.key_mask, x.query_mask)
+    chunks = chunks_of(x.query, x.key, x.key_mask, x.query_mask, numbers_per_head)
+    for_every_chunk(lambda chunk: chunk.store_queries(output, attend(chunk)), chunks, x.query.device)
+    return output
+
+
+def gradients_by_chunks(
+    x: Any, numbers_per_head: int, backward: Callable[[RowChunk], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value for an op's inputs, of what `backward` gives the rows of each chunk."""
+    grad_query, grad_key, grad_value = gradients_of_chunks(x.query, x.key, x.value, x.key_mask, x.query_mask)
+
+    def run(chunk: RowChunk) -> None:
+        of_query, of_key, of_value = backward(chunk)
+        chunk.store_queries(grad_query, of_query)
+        chunk.store_keys(grad_key, of_key)
+        chunk.store_keys(grad_value, of_value)
+
+    for_every_chunk(run, chunks_of(x.query, x.key, x.key_mask, x.query_mask, numbers_per_head), x.query.device)
+    return grad_query, grad_key, grad_value
 
 
 def cluster_rows(labels: torch.Tensor, clusters: int) -> torch.Tensor:
@@ -63,13 +91,14 @@ def softmax_(scores: torch.Tensor) -> torch.Tensor:
 def draw_dropout(
     chunk: RowChunk, shape: tuple[int, int], like: torch.Tensor, dropout_p: float, seed: torch.Tensor, weights: int
 ) -> torch.Tensor:
-    """Dropout factors `(query heads, *shape)` of the chunk, drawn for the whole length: padding shifts nothing."""
-    return torch.stack(
-        [
-            dropout_factor(shape, like, dropout_p, int(seed), problem, weights)
-            for problem in range(chunk.first_problem, chunk.first_problem + chunk.query_heads)
-        ]
-    )
+    """Dropout factors `(query heads, *shape)` of the chunk, drawn for the whole length: padding shifts nothing.
+
+    Of `CENTROID_WEIGHTS` the rows are clusters, of others the queries, of which those that count are returned.
+    """
+    problems = range(chunk.first_problem, chunk.first_problem + chunk.query_heads)
+    factor = torch.stack([dropout_factor(shape, like, dropout_p, int(seed), one, weights) for one in problems])
+    rows = None if weights == CENTROID_WEIGHTS else chunk.query_rows
+    return factor if rows is None else factor.index_select(1, rows)
 
 
 def empty_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -122,9 +122,7 @@ def slice_attention(
         extension = 0
     scale = D**-0.5 if scale is None else float(scale)
     optional = query_positions, key_positions, sink_mask, dropout_p, draw_seed(dropout_p, query.device)
-    output, pooled, lse = run(
-        query, key, value, slice_length, extension, causal, key_mask, scale, *optional
-    )  # fmt: skip
+    output, pooled, lse = run(query, key, value, slice_length, extension, causal, key_mask, scale, *optional)
     return (output, pooled, lse) if return_lse else (output, pooled)
 
 

@@ -2,43 +2,26 @@
 
 The slices of a chunk of heads stand one after the other in one table, so that a slice's neighbours are the same table
 moved by one: no extended slice is ever copied. The attention weights are computed again in the backward pass.
-Registered with `torch.library`: to `torch.compile` it is one op.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ..shared.dropout import dropout_factor
-from ..shared.gradients import register_gradients
+from ..shared.gradients import register_op
 from ..shared.precision import accumulation_dtype, split_scale
 from ..shared.row_chunks import CHUNK_BYTES
 from ..shared.tables import softmax_
 from .layout import Layout
-from .reference import LOCAL_WEIGHTS, sink_rows, sink_visible, window_positions
+from .reference import DIFFERENTIABLE, LOCAL_WEIGHTS, Inputs, sink_rows, sink_visible, window_positions
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """The arguments of the op, in its order."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    slice_length: int
-    extension: int
-    causal: bool
-    key_mask: torch.Tensor | None
-    scale: float
-    query_positions: torch.Tensor | None
-    key_positions: torch.Tensor | None
-    sink_mask: torch.Tensor | None
-    dropout_p: float
-    dropout_seed: torch.Tensor | None
+class _Inputs(Inputs):
+    """With what follows from the arguments."""
 
     @cached_property
     def layout(self) -> Layout:
@@ -238,29 +221,10 @@ def _chunks(inputs: _Inputs) -> Iterator[_Chunk]:
             yield _Chunk(inputs, slice(first, min(B, first + items)), slice(head, min(heads, head + some)))
 
 
-@torch.library.custom_op("hf_effattn::slice_attention", mutates_args=())
-def slice_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slice_length: int,
-    extension: int,
-    causal: bool,
-    key_mask: torch.Tensor | None,
-    scale: float,
-    query_positions: torch.Tensor | None,
-    key_positions: torch.Tensor | None,
-    sink_mask: torch.Tensor | None,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _forward(inputs: _Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`Y_l = softmax((S W_q + P_l W_q)(S_ext W_k + P_ext W_k)^T) S_ext W_v` per slice, its means, its log-sum-exps."""
-    inputs = _Inputs(
-        *(query, key, value, slice_length, extension, causal, key_mask, scale, query_positions, key_positions),
-        *(sink_mask, dropout_p, dropout_seed),
-    )
-    output, pooled, lse = empty_outputs(query, value, slice_length)
-    with torch.autocast(query.device.type, enabled=False):
+    output, pooled, lse = empty_outputs(inputs)
+    with torch.autocast(inputs.query.device.type, enabled=False):
         for chunk in _chunks(inputs):
             scores = chunk.scores()
             # Of large scores the log-sum-exp is too coarse to take weights from.
@@ -282,12 +246,11 @@ def slice_attention(
     return output, pooled, lse
 
 
-def empty_outputs(
-    query: torch.Tensor, value: torch.Tensor, slice_length: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def empty_outputs(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Where the output `(B, H, N, Dv)`, the means `(B, H, slices, Dv)` and the log-sum-exps `(B, H, N)` go."""
+    query, value = x.query, x.value
     B, H, N, _ = query.shape
-    slices = -(-N // slice_length)
+    slices = -(-N // x.slice_length)
     return (
         # In memory (B, N, H, Dv), as transformers wants it next.
         query.new_empty(B, N, H, value.shape[3]).transpose(1, 2),
@@ -296,16 +259,10 @@ def empty_outputs(
     )
 
 
-@slice_attention.register_fake
-def _(query, key, value, slice_length, *settings):
-    return empty_outputs(query, value, slice_length)
-
-
 def gradients(
-    grad_output: torch.Tensor, grad_pooled: torch.Tensor, grad_lse: torch.Tensor, *arguments: Any
+    grad_output: torch.Tensor, grad_pooled: torch.Tensor, grad_lse: torch.Tensor, inputs: _Inputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key, value and of both position terms (empty where there are none)."""
-    inputs = _Inputs(*arguments)
     layout, query = inputs.layout, inputs.query
     dtype = accumulation_dtype(query.dtype)
     grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, inputs.key, inputs.value))
@@ -366,4 +323,6 @@ def gradients(
     return grad_query, grad_key, grad_value, grad_positions[0].to(query.dtype), grad_positions[1].to(query.dtype)
 
 
-register_gradients("slice_attention", gradients, ("query", "key", "value", "query_positions", "key_positions"))
+slice_attention = register_op(
+    "slice_attention", _Inputs, _forward, gradients, DIFFERENTIABLE, fake=empty_outputs, outputs=3
+)

@@ -1,11 +1,32 @@
 """Slice attention in the paper's words (Source: Lee 2023, Eq. 8, 11, 12, 14). Plain PyTorch, any device."""
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ..shared.dropout import dropout_factor
 from ..shared.precision import accumulation_dtype
 
 LOCAL_WEIGHTS = 0
+DIFFERENTIABLE = ("query", "key", "value", "query_positions", "key_positions")
+
+
+class Inputs(NamedTuple):
+    """The arguments of every form, see the public op; `extension`: keys of each neighbour that a slice sees."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    slice_length: int
+    extension: int
+    causal: bool
+    key_mask: torch.Tensor | None
+    scale: float
+    query_positions: torch.Tensor | None
+    key_positions: torch.Tensor | None
+    sink_mask: torch.Tensor | None
+    dropout_p: float
+    dropout_seed: torch.Tensor | None
 
 
 def window_positions(
@@ -38,22 +59,10 @@ def sink_visible(
     return outside & counts[:, None]
 
 
-def slice_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slice_length: int,
-    extension: int,
-    causal: bool,
-    key_mask: torch.Tensor | None,
-    scale: float,
-    query_positions: torch.Tensor | None,
-    key_positions: torch.Tensor | None,
-    sink_mask: torch.Tensor | None,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def slice_attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`Y_l = softmax((S W_q + P_l W_q)(S_ext W_k + P_ext W_k)^T) S_ext W_v` per slice, its means, its log-sum-exps."""
+    query, key, value, slice_length, extension, causal, key_mask, scale, *_ = x = Inputs(*arguments)
+    query_positions, key_positions, sink_mask, dropout_p, dropout_seed = x[8:]
     B, H, N, _ = query.shape
     dtype = accumulation_dtype(query.dtype)
     slices = -(-N // slice_length)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..shared.arguments import check_count, check_mask, check_query_key_value, choose_backend
+from ..shared.arguments import check_count, check_integers, check_mask, check_query_key_value, choose_backend
 from ..shared.dropout import draw_seed
 from . import batched, reference
 
@@ -26,7 +26,7 @@ def cluster_order(labels: torch.Tensor, *, mask: torch.Tensor | None = None) -> 
     """
     if labels.ndim != 2:
         raise ValueError(f"labels must have 2 dimensions (B, N), got {tuple(labels.shape)}")
-    _check_integers("labels", labels, tuple(labels.shape), labels)
+    check_integers("labels", labels, tuple(labels.shape), labels)
     check_mask("mask", mask, labels[:, None, :, None])
     if mask is not None:
         # In 64 bits: the largest of a smaller type may be a label.
@@ -93,9 +93,9 @@ def sorted_block_attention(
             f"key {tuple(key.shape)} must be as long as query {tuple(query.shape)}: the words are the same"
         )
     check_mask("key_mask", key_mask, key)
-    _check_integers("order", order, (B, N), query)
+    check_integers("order", order, (B, N), query)
     if isinstance(block_length, torch.Tensor):
-        _check_integers("block_length", block_length, (B,), query)
+        check_integers("block_length", block_length, (B,), query)
         lengths = block_length.long()
     else:
         check_count("block_length", block_length)
@@ -103,7 +103,7 @@ def sorted_block_attention(
     if labels is not None:
         if not causal:
             raise ValueError("labels restrict what a causal query sees: they need causal=True")
-        _check_integers("labels", labels, (B, N), query)
+        check_integers("labels", labels, (B, N), query)
     if membership is not None:
         if membership.ndim != 3 or membership.shape[:2] != (B, N) or membership.shape[2] == 0:
             raise ValueError(f"membership must be (B, N, k) = ({B}, {N}, k), got {tuple(membership.shape)}")
@@ -122,13 +122,3 @@ def sorted_block_attention(
         *(query, key, value, order.long(), lengths, window_blocks, causal, labels, key_mask, membership),
         *(scale, dropout_p, draw_seed(dropout_p, query.device)),
     )
-
-
-def _check_integers(name: str, tensor: torch.Tensor, shape: tuple[int, ...], query: torch.Tensor) -> None:
-    """Raise unless `tensor` holds integers of the given shape on the device of `query`."""
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(f"{name} must be integers, got {tensor.dtype}")
-    if tensor.device != query.device:
-        raise ValueError(f"{name} is on {tensor.device}, the tensors on {query.device}")

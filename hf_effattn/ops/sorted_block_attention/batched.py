@@ -1,7 +1,7 @@
 """Attention within sorted blocks for a CPU: some blocks of all heads at a time, a hand-written backward pass.
 
 Rows of queries, keys and values are gathered through the order block by block, so that no sorted copy of them exists,
-and weights are computed again in the backward pass. Registered with `torch.library`: to `torch.compile` it is one op.
+and weights are computed again in the backward pass.
 """
 
 from collections.abc import Iterator
@@ -10,30 +10,23 @@ from dataclasses import dataclass
 import torch
 
 from ..shared.dropout import dropout_factor
-from ..shared.gradients import register_attention
+from ..shared.gradients import register_op
 from ..shared.precision import accumulation_dtype, product_dtype
 from ..shared.row_chunks import CHUNK_BYTES
 from ..shared.tables import empty_gradient, empty_output
-from .reference import BLOCK_WEIGHTS, MEMBERSHIP_FLOOR, check_values
+from .reference import BLOCK_WEIGHTS, DIFFERENTIABLE, MEMBERSHIP_FLOOR, Inputs, check_values
 
 
 @dataclass(frozen=True)
 class BlockChunk:
-    """`g` blocks, possibly of several rows, each padded to the `w` words of the longest.
+    """`g` blocks, possibly of several rows, each padded to the `w` words of the longest."""
 
-    Attributes:
-        blocks: `(row, block, block length, blocks of the window)` of each.
-        query_rows: rows of the flat `(B · N, ...)` tensors, `(g · w,)`; an empty place points to a word that counts.
-        key_rows: `(g · window · w,)`, the same for the keys.
-        filled: `(g, w)`, places with a query; None where all have one.
-        hidden: `(g, w or 1, window · w)`, True = not seen; None where all are.
-    """
-
-    blocks: list[tuple[int, int, int, int]]
+    blocks: list[tuple[int, int, int, int]]  # `(row, block, block length, blocks of the window)` of each
+    # rows of the flat `(B · N, ...)` tensors, `(g · w,)`; an empty place points to a word that counts
     query_rows: torch.Tensor
-    key_rows: torch.Tensor
-    filled: torch.Tensor | None
-    hidden: torch.Tensor | None
+    key_rows: torch.Tensor  # `(g · window · w,)`, the same for the keys
+    filled: torch.Tensor | None  # `(g, w)`, places with a query; None where all have one
+    hidden: torch.Tensor | None  # `(g, w or 1, window · w)`, True = not seen; None where all are
 
     def queries(self, tensor: torch.Tensor, heads: int) -> torch.Tensor:
         """Rows of `(B, H, N, D)` in the chunk's order, by key/value head: `(g · heads, H / heads · w, D)`."""
@@ -94,18 +87,11 @@ def flat_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
-def chunks_of(
-    heads: int,
-    order: torch.Tensor,
-    block_length: torch.Tensor,
-    window_blocks: int,
-    causal: bool,
-    labels: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> Iterator[BlockChunk]:
+def chunks_of(x: Inputs) -> Iterator[BlockChunk]:
     """All used blocks in chunks whose scores stay within `CHUNK_BYTES`, or of one block."""
-    check_values(order, block_length, key_mask, labels)
+    check_values(x)
+    order, block_length, window_blocks, key_mask = x.order, x.block_length, x.window_blocks, x.key_mask
+    heads, itemsize = x.query.shape[1], accumulation_dtype(x.query.dtype).itemsize
     B, N = order.shape
     words = [N] * B if key_mask is None else key_mask.sum(dim=1).tolist()
     # Rows with blocks of like length share a chunk: the shorter are padded to the longest.
@@ -121,21 +107,15 @@ def chunks_of(
         stop = start + 1
         while stop < len(blocks):
             _, _, w, window = blocks[stop]
-            if (stop + 1 - start) * heads * w * window * w * dtype.itemsize > CHUNK_BYTES:
+            if (stop + 1 - start) * heads * w * window * w * itemsize > CHUNK_BYTES:
                 break
             stop += 1
-        yield _chunk(blocks[start:stop], order, counted, window_blocks, causal, labels)
+        yield _chunk(blocks[start:stop], counted, x)
         start = stop
 
 
-def _chunk(
-    blocks: list[tuple[int, int, int, int]],
-    order: torch.Tensor,
-    words: torch.Tensor,
-    window_blocks: int,
-    causal: bool,
-    labels: torch.Tensor | None,
-) -> BlockChunk:
+def _chunk(blocks: list[tuple[int, int, int, int]], words: torch.Tensor, x: Inputs) -> BlockChunk:
+    order, labels = x.order, x.labels
     N = order.shape[1]
     b, i, length, window = torch.tensor(blocks, device=order.device).T[..., None]
     n = words[b]
@@ -153,12 +133,12 @@ def _chunk(
     query_index = order.flatten()[first + query_rank.where(filled, 0)]
     key_index = order.flatten()[first + key_rank.where(seen, 0)]
     visible = seen[:, None, :]
-    if causal:
+    if x.causal:
         visible = visible & (key_index[:, None, :] <= query_index[..., None])
     if labels is not None:
         query_label, key_label = labels[b, query_index], labels[b, key_index]
         distance = query_rank[..., None] - key_rank[:, None, :]
-        reach = (window_blocks - 1) * length[..., None]
+        reach = (x.window_blocks - 1) * length[..., None]
         visible = visible & (query_label[..., None] == key_label[:, None, :]) & (distance <= reach)
     return BlockChunk(
         blocks,
@@ -185,57 +165,39 @@ def chunk_weights(
     return torch.softmax(scores, dim=-1, out=scores)
 
 
-@torch.library.custom_op("hf_effattn::sorted_block_attention", mutates_args=())
-def sorted_block_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    order: torch.Tensor,
-    block_length: torch.Tensor,
-    window_blocks: int,
-    causal: bool,
-    labels: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    membership: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> torch.Tensor:
+def _forward(x: Inputs) -> torch.Tensor:
     """Every word attends to the words of its window, 0 elsewhere."""
-    output = empty_output(query, value)
+    output, heads = empty_output(x.query, x.value), x.key.shape[1]
     rows = flat_rows(output)
-    H, heads, dtype = query.shape[1], key.shape[1], accumulation_dtype(query.dtype)
-    with torch.autocast(query.device.type, enabled=False):
-        for chunk in chunks_of(H, order, block_length, window_blocks, causal, labels, key_mask, dtype):
-            q, k, v = chunk.queries(query, heads), chunk.keys(key), chunk.keys(value)
-            bias = None if membership is None else chunk.shared_membership(membership)[2].log_()
-            weights = chunk_weights(chunk, q, k, scale, bias)
-            if dropout_seed is not None:
-                weights *= chunk.dropout(query, weights, dropout_p, dropout_seed)
+    with torch.autocast(x.query.device.type, enabled=False):
+        for chunk in chunks_of(x):
+            q, k, v = chunk.queries(x.query, heads), chunk.keys(x.key), chunk.keys(x.value)
+            bias = None if x.membership is None else chunk.shared_membership(x.membership)[2].log_()
+            weights = chunk_weights(chunk, q, k, x.scale, bias)
+            if x.dropout_seed is not None:
+                weights *= chunk.dropout(x.query, weights, x.dropout_p, x.dropout_seed)
             chunk.store_queries(rows, weights.to(v.dtype).view(*q.shape[:2], -1) @ v)
     return output
 
 
-def gradients(
-    grad_output, query, key, value, order, block_length, window_blocks, causal, labels, key_mask, membership, *rest
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def gradients(grad_output: torch.Tensor, x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key, value and, where there is one (else empty), membership."""
-    scale, dropout_p, dropout_seed = rest
-    H, heads, dtype = query.shape[1], key.shape[1], accumulation_dtype(query.dtype)
+    query, key, value, membership, heads = x.query, x.key, x.value, x.membership, x.key.shape[1]
+    dtype = accumulation_dtype(query.dtype)
     grad_query = empty_output(query, query)
     # A key is in the windows of several blocks: their sum must not be rounded at every step.
-    grad_key, grad_value = (flat_rows(tensor).new_zeros(_flat_shape(tensor), dtype=dtype) for tensor in (key, value))
+    grad_key, grad_value = (rows.new_zeros(rows.shape, dtype=dtype) for rows in (flat_rows(key), flat_rows(value)))
     grad_membership = query.new_zeros(0 if membership is None else membership.shape, dtype=dtype)
     with torch.autocast(query.device.type, enabled=False):
-        for chunk in chunks_of(H, order, block_length, window_blocks, causal, labels, key_mask, dtype):
+        for chunk in chunks_of(x):
             q, k, v = chunk.queries(query, heads), chunk.keys(key), chunk.keys(value)
             grad = chunk.queries(grad_output, heads)
             gate = None if membership is None else chunk.shared_membership(membership)
-            weights = chunk_weights(chunk, q, k, scale, None if gate is None else gate[2].log())
+            weights = chunk_weights(chunk, q, k, x.scale, None if gate is None else gate[2].log())
             grad_weights = (grad @ v.transpose(1, 2)).to(dtype).view(weights.shape)
             dropped = weights
-            if dropout_seed is not None:
-                factor = chunk.dropout(query, weights, dropout_p, dropout_seed)
+            if x.dropout_seed is not None:
+                factor = chunk.dropout(query, weights, x.dropout_p, x.dropout_seed)
                 dropped = weights * factor
                 grad_weights *= factor
             chunk.add_keys(grad_value, dropped.to(v.dtype).view(*q.shape[:2], -1).transpose(1, 2) @ grad)
@@ -247,20 +209,11 @@ def gradients(
                 flat = grad_membership.flatten(0, 1)
                 flat.index_add_(0, chunk.query_rows, (grad_shared @ of_keys).flatten(0, 1).to(dtype))
                 flat.index_add_(0, chunk.key_rows, (grad_shared.transpose(1, 2) @ of_queries).flatten(0, 1).to(dtype))
-            grad_scores = grad_scores.mul_(scale).to(q.dtype).view(*q.shape[:2], -1)
+            grad_scores = grad_scores.mul_(x.scale).to(q.dtype).view(*q.shape[:2], -1)
             chunk.store_queries(flat_rows(grad_query), grad_scores @ k)
             chunk.add_keys(grad_key, grad_scores.transpose(1, 2) @ q)
-    return (
-        grad_query,
-        _unflatten(grad_key, key),
-        _unflatten(grad_value, value),
-        grad_membership.to(query.dtype),
-    )
-
-
-def _flat_shape(tensor: torch.Tensor) -> tuple[int, int, int]:
-    B, heads, N, D = tensor.shape
-    return B * N, heads, D
+    grad_key, grad_value = _unflatten(grad_key, key), _unflatten(grad_value, value)
+    return grad_query, grad_key, grad_value, grad_membership.to(query.dtype)
 
 
 def _unflatten(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -268,4 +221,6 @@ def _unflatten(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return rows.to(like.dtype).unflatten(0, (B, N)).transpose(1, 2)
 
 
-register_attention("sorted_block_attention", gradients, ("query", "key", "value", "membership"), empty=empty_gradient)
+sorted_block_attention = register_op(
+    "sorted_block_attention", Inputs, _forward, gradients, DIFFERENTIABLE, empty=empty_gradient
+)

@@ -1,5 +1,7 @@
 """Attention within sorted blocks as one dense masked softmax (Source: Wang 2022, Eq. 8 to 10 and App. B)."""
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ..shared.dropout import dropout_factor
@@ -8,12 +10,30 @@ from ..shared.masking import for_every_head, masked_softmax, zero_masked
 # The gate of two words that share no cluster: the logarithm stays finite, and the pair a way back.
 MEMBERSHIP_FLOOR = 1e-4
 BLOCK_WEIGHTS = 0
+DIFFERENTIABLE = ("query", "key", "value", "membership")
 
 
-def check_values(
-    order: torch.Tensor, block_length: torch.Tensor, key_mask: torch.Tensor | None, labels: torch.Tensor | None
-) -> None:
+class Inputs(NamedTuple):
+    """The arguments of every form, see the public op; `block_length` is a tensor `(B,)`."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    order: torch.Tensor
+    block_length: torch.Tensor
+    window_blocks: int
+    causal: bool
+    labels: torch.Tensor | None
+    key_mask: torch.Tensor | None
+    membership: torch.Tensor | None
+    scale: float
+    dropout_p: float
+    dropout_seed: torch.Tensor | None
+
+
+def check_values(x: Inputs) -> None:
     """Raise unless each row of `order` is a permutation, words that count first and by label; lengths are positive."""
+    order, block_length, key_mask, labels = x.order, x.block_length, x.key_mask, x.labels
     B, N = order.shape
     if B and int(block_length.min()) < 1:
         raise ValueError(f"block_length must be at least 1, got {int(block_length.min())}")
@@ -63,60 +83,38 @@ def visible_pairs(
 
 
 def dense_dropout(
-    weights: torch.Tensor,
-    visible: torch.Tensor,
-    rank: torch.Tensor,
-    before: torch.Tensor,
-    block_length: torch.Tensor,
-    window_blocks: int,
-    dropout_p: float,
-    seed: int,
+    weights: torch.Tensor, visible: torch.Tensor, rank: torch.Tensor, before: torch.Tensor, x: Inputs, seed: int
 ) -> torch.Tensor:
     """Dropout factors `(B, H, N, N)`: one draw per block, for its words and those of each block of its window."""
     _, H, N, _ = weights.shape
     factor = torch.ones_like(weights)
-    for b, length in enumerate(block_length.tolist()):
+    for b, length in enumerate(x.block_length.tolist()):
         words = int(visible[b].any(dim=1).sum())
         length = max(1, min(length, words))
         used = -(-words // length)
         block, place = rank[b] // length, rank[b] % length
         for i in range(used):
-            shape = H, length, min(window_blocks, used) * length
-            drawn = dropout_factor(shape, weights, dropout_p, seed, b * N + i, BLOCK_WEIGHTS)
+            shape = H, length, min(x.window_blocks, used) * length
+            drawn = dropout_factor(shape, weights, x.dropout_p, seed, b * N + i, BLOCK_WEIGHTS)
             q, k = (visible[b] & (block == i)[:, None]).nonzero(as_tuple=True)
             factor[b, :, q, k] = drawn[:, place[q], before[b, q, k] * length + place[k]]
     return factor
 
 
-def sorted_block_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    order: torch.Tensor,
-    block_length: torch.Tensor,
-    window_blocks: int,
-    causal: bool,
-    labels: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    membership: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> torch.Tensor:
+def sorted_block_attention(*arguments: Any) -> torch.Tensor:
     """Every word attends to the words of its window, 0 elsewhere."""
-    check_values(order, block_length, key_mask, labels)
-    visible, rank, before = visible_pairs(order, block_length, window_blocks, causal, labels, key_mask)
-    key, value = for_every_head(key, query), for_every_head(value, query)
-    query, key, value = (zero_masked(rows, key_mask) for rows in (query, key, value))
-    scores = scale * query @ key.transpose(2, 3)
+    x = Inputs(*arguments)
+    check_values(x)
+    visible, rank, before = visible_pairs(x.order, x.block_length, x.window_blocks, x.causal, x.labels, x.key_mask)
+    key, value = for_every_head(x.key, x.query), for_every_head(x.value, x.query)
+    query, key, value = (zero_masked(rows, x.key_mask) for rows in (x.query, key, value))
+    scores, membership = x.scale * query @ key.transpose(2, 3), x.membership
     if membership is not None:
-        if key_mask is not None:
-            membership = membership.masked_fill(~key_mask[..., None], 0.0)
+        if x.key_mask is not None:
+            membership = membership.masked_fill(~x.key_mask[..., None], 0.0)
         shared = membership @ membership.transpose(1, 2)
         scores = scores + (shared + MEMBERSHIP_FLOOR).log()[:, None]
     weights = masked_softmax(scores, visible[:, None])
-    if dropout_seed is not None:
-        weights = weights * dense_dropout(
-            weights, visible, rank, before, block_length, window_blocks, dropout_p, int(dropout_seed)
-        )
+    if x.dropout_seed is not None:
+        weights = weights * dense_dropout(weights, visible, rank, before, x, int(x.dropout_seed))
     return weights @ value

@@ -15,21 +15,19 @@ import triton.language as tl
 from ...shared.triton.chips import LENGTHS, chip_of, on_device_of
 from ...shared.triton.cluster_table import (
     _cluster_table_bwd_delta_kernel,
-    _cluster_table_bwd_key_kernel,
     _cluster_table_bwd_query_kernel,
     _cluster_table_bwd_summary_kernel,
+    add_exact_keys,
     dipole_part,
     is_exact,
 )
 from ...shared.triton.softmax import dot_rows
 from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import LOG2_E, PART, load_rows, load_tile, tile_config
-from .forward import load_lift, load_spread, load_taken
+from ..reference import Inputs
+from .forward import Saved, load_lift, load_spread, load_taken
 from .products import cluster_products
-from .saved import Saved
 
-ROWS_OF_A_SPLIT = 512  # queries of a cluster that one program walks before a large cluster is split
-LARGEST_SPLIT = 4
 CENTROID_PROGRAMS = 264  # enough to keep a large chip busy
 
 
@@ -213,20 +211,11 @@ def _bi_clustered_attention_bwd_centroid_kernel(
 
 
 def attend_backward(
-    grad_output: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    exact_heads: torch.Tensor | None,
-    dropout_seed: torch.Tensor | None,
-    output: torch.Tensor,
-    saved: Saved,
-    queries: SortedRows,
-    keys: SortedRows,
-    scale: float,
-    dropout_p: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Inputs, exact_heads: torch.Tensor | None, grad_output: torch.Tensor, output: torch.Tensor, saved: Saved,
+    queries: SortedRows, keys: SortedRows,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of query, key and value, unwritten in exact heads, and `δ_i` of all queries `(B · H, N)`."""
+    (query, key, value), (scale, dropout_p, dropout_seed) = x[:3], x[-3:]
     B, H, N, D = query.shape
     Hk, M, Dv = value.shape[1:]
     clusters, key_clusters, topk = queries.clusters, keys.clusters, saved.top.shape[2]
@@ -249,9 +238,7 @@ def attend_backward(
     table_grad_keys, table_grad_values = torch.empty_like(saved.table_keys), torch.empty_like(saved.table_values)
     grad_bias, constant = torch.empty_like(saved.bias), torch.empty_like(saved.bias)
     grad_query, grad_key, grad_value = (torch.empty_like(tensor) for tensor in (query, key, value))
-    ordered = torch.are_deterministic_algorithms_enabled()
     sums = query.new_zeros(P * M, D + Dv, dtype=torch.float32)
-    shares = query.new_empty(P * rows * topk, D + Dv, dtype=torch.float32) if ordered else sums
     strides = query.stride(), key.stride(), value.stride(), grad_output.stride()
     with on_device_of(query):
         _cluster_table_bwd_delta_kernel[(B * H * tiles,)](
@@ -260,18 +247,10 @@ def attend_backward(
             **exact, PART=dipole_part(query, config["BLOCK_D"]), ROWS=queries.tile,
             **{name: config[name] for name in ("BLOCK_V", "BY_PARTS", "PRECISION")},
         )  # fmt: skip
-        splits = 1 if ordered else min(LARGEST_SPLIT, triton.cdiv(N, ROWS_OF_A_SPLIT))
-        blocks = triton.cdiv(topk, sums_config["ROWS"])
-        _cluster_table_bwd_key_kernel[(P * rows * blocks * splits,)](
-            query, key, value, grad_output, dropout_seed, exact_heads, *of_queries[:2], saved.top, saved.lse, delta,
-            shares, *strides[0], *strides[1], *strides[2], *strides[3],
-            H, group, N, M, D, Dv, clusters, topk, topk + key_clusters, blocks, splits, ROWS_OF_A_SPLIT, *scales,
-            dropout_p, **switches, ORDERED=ordered, **sums_config,
+        add_exact_keys(
+            x, grad_output, queries, saved.top, saved.lse, delta, sums, columns=topk + key_clusters,
+            exact_heads=exact_heads,
         )  # fmt: skip
-        if ordered:
-            # Places without a key hold 0 and may go anywhere.
-            first = torch.arange(P, device=key.device).repeat_interleave(rows * topk) * M
-            sums.index_add_(0, saved.top.flatten().clamp(min=0) + first, shares)
         blocks = triton.cdiv(key_clusters, summary_config["ROWS"])
         _cluster_table_bwd_summary_kernel[(P * rows * blocks,)](
             query, grad_output, dropout_seed, exact_heads, *of_queries[:2], saved.lse, delta, turn, saved.table_keys,

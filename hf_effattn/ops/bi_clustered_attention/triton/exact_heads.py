@@ -3,6 +3,8 @@
 Which heads they are is known to the GPU alone: nothing waits for the host, and a CUDA graph replays on other heads.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,7 @@ from ...shared.triton.cluster_table import score_gradients
 from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.softmax import KIND, KINDS, dot_rows, softmax_step
 from ...shared.triton.tiles import LOG2_E, LOWEST, load_key_mask, load_rows, tile_config
+from ..reference import Inputs
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -72,20 +75,9 @@ def _bi_clustered_attention_fwd_exact_kernel(
     tl.store(p_output, b_output, mask=(o_n < N)[:, None] & (o_v < Dv)[None, :])
 
 
-def attend_exactly(
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    exact_heads: torch.Tensor,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> None:
+def attend_exactly(output: torch.Tensor, lse: torch.Tensor, x: Inputs, exact_heads: torch.Tensor) -> None:
     """Write the exact heads of `output` `(B, H, N, Dv)` and of the base-2 log-sum-exp `lse` `(B · H, N)`."""
+    query, key, value, key_mask, query_mask, seed = x.query, x.key, x.value, x.key_mask, x.query_mask, x.dropout_seed
     B, H, N, D = query.shape
     M, Dv = value.shape[2:]
     config = tile_config(query, D, Dv)
@@ -93,11 +85,11 @@ def attend_exactly(
     masks = (stride for mask in (key_mask, query_mask) for stride in ((0, 0) if mask is None else mask.stride()))
     with on_device_of(query):
         _bi_clustered_attention_fwd_exact_kernel[(B * H * blocks,)](
-            query, key, value, key_mask, query_mask, exact_heads, dropout_seed, output, lse,
+            query, key, value, key_mask, query_mask, exact_heads, seed, output, lse,
             *query.stride(), *key.stride(), *value.stride(), *output.stride(), *masks,
-            H, H // key.shape[1], N, M, D, Dv, blocks, scale * LOG2_E, dropout_p,
+            H, H // key.shape[1], N, M, D, Dv, blocks, x.scale * LOG2_E, x.dropout_p,
             HAS_MASK=key_mask is not None, HAS_QUERY_MASK=query_mask is not None,
-            HAS_DROPOUT=dropout_seed is not None, **config,
+            HAS_DROPOUT=seed is not None, **config,
         )  # fmt: skip
 
 
@@ -237,34 +229,23 @@ def _bi_clustered_attention_bwd_exact_key_kernel(
 
 
 def exact_backward(
-    grad_query: torch.Tensor,
-    grad_key: torch.Tensor,
-    grad_value: torch.Tensor,
-    grad_output: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    exact_heads: torch.Tensor,
-    lse: torch.Tensor,
+    grads: Sequence[torch.Tensor], grad_output: torch.Tensor, x: Inputs, exact_heads: torch.Tensor, lse: torch.Tensor,
     delta: torch.Tensor,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the exact heads of the gradients of query, key and value."""
+    query, key, value, key_mask, query_mask, seed = x.query, x.key, x.value, x.key_mask, x.query_mask, x.dropout_seed
+    grad_query, grad_key, grad_value = grads
     B, H, N, D = query.shape
     Hk, M, Dv = value.shape[1:]
     masks = tuple(stride for mask in (key_mask, query_mask) for stride in ((0, 0) if mask is None else mask.stride()))
     strides = *query.stride(), *key.stride(), *value.stride(), *grad_output.stride(), *masks
-    tensors = query, key, value, grad_output, key_mask, query_mask, exact_heads, dropout_seed, lse, delta
+    tensors = query, key, value, grad_output, key_mask, query_mask, exact_heads, seed, lse, delta
     numbers = H, H // Hk, N, M, D, Dv
-    factors = scale, scale * LOG2_E, dropout_p
+    factors = x.scale, x.scale * LOG2_E, x.dropout_p
     switches = {
         "HAS_MASK": key_mask is not None,
         "HAS_QUERY_MASK": query_mask is not None,
-        "HAS_DROPOUT": dropout_seed is not None,
+        "HAS_DROPOUT": seed is not None,
     }
     config = tile_config(query, D, Dv, backward=True)
     key_config = tile_config(query, D, Dv, backward=True, two_sums=True)

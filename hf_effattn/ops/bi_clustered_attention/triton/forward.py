@@ -4,6 +4,8 @@ Sizes: `P = B · Hk` key heads, `R = H / Hk · C` query clusters of the query he
 `G` key clusters, `T` exact keys. Scores are exponents of 2.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,7 @@ from ...shared.triton.cluster_table import dipole_part, is_exact
 from ...shared.triton.softmax import dot_rows, softmax_weights
 from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import LOG2_E, LOWEST, load_rows, load_tile, tile_config
-from ..reference import LARGEST_LIFT, SMALLEST
+from ..reference import LARGEST_LIFT, SMALLEST, Inputs
 from .products import cluster_products
 
 TILES = 4  # of keys, for which one program holds the covariance
@@ -23,6 +25,37 @@ SMALLEST_SQUARE = tl.constexpr(SMALLEST)
 # Of the largest lift, as an exponent of 2.
 LIFT_LIMIT = tl.constexpr(LARGEST_LIFT * LOG2_E)
 LIFT_PER_SQUARE = tl.constexpr(LOG2_E / 2)
+
+
+class Saved(NamedTuple):
+    """What the forward pass keeps for the backward pass, besides its inputs and its output."""
+
+    # The next three: the queries sorted by cluster, see `SortedRows`
+    order: torch.Tensor
+    starts: torch.Tensor
+    tiles: torch.Tensor
+    # The next three: the keys sorted by cluster
+    key_order: torch.Tensor
+    key_starts: torch.Tensor
+    key_tiles: torch.Tensor
+    centroids: torch.Tensor  # `(B · H, C, D)` in the dtype of the query: the points at which it is expanded
+    # The next two: `(P, G, ·)` float32
+    mean_keys: torch.Tensor
+    mean_values: torch.Tensor
+    log_squares: torch.Tensor  # `log2 d_t²` `(P, M)`, of which the lifts `b_t` are made
+    top: torch.Tensor  # `(B · H, C, T)` int32, the sets `T_j`
+    taken: torch.Tensor  # `(P, M, R / 32)` int32, a bit for every query cluster that has the key in its `T_j`
+    # The next two: `K̃` and `Ṽ`, `(P · R, G, ·)` in the dtype of the query
+    table_keys: torch.Tensor
+    table_values: torch.Tensor
+    # The next two: `log S_jc` and `log S_jc - Q̄_j·K̃_jc` as exponents of 2, `(P · R, G)`; `-inf` for no key
+    log_mass: torch.Tensor
+    bias: torch.Tensor
+    at_centroid: torch.Tensor  # `p̄_jc`, `(P · R, G)`, the softmax of `log S_j`
+    covariances: torch.Tensor  # `Cov_c(K, V)`, `(P · G, D, Dv)` float32
+    dipoles: torch.Tensor  # `M_j`, `(P · R, D, Dv)` in the dtype of the query
+    lse: torch.Tensor  # base-2 log-sum-exp of each query's scores, `(B · H, N)`
+    share: torch.Tensor  # `s_i`, each query's weight on key clusters, `(B · H, N)`
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -250,10 +283,10 @@ def _load_log_mass(log_mass_ptr, o_row, m_r, o_g, key_clusters):
 
 
 def choose_keys(
-    query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, exact_heads: torch.Tensor | None,
-    queries: SortedRows, keys: SortedRows, mean_keys: torch.Tensor, topk: int, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: Inputs, exact_heads: torch.Tensor | None, queries: SortedRows, keys: SortedRows, mean_keys: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`Q̄_j` `(B · H, C, D)`, `log2 d_t²` `(P, M)`, `taken`, and `T_j` `(B · H, C, T)` int32, -1 for no key."""
+    query, key, topk, scale = x.query, x.key, x.topk, x.scale
     (B, H), (Hk, M, D) = query.shape[:2], key.shape[1:]
     centroids = query.new_empty(B * H, queries.clusters, D)
     parts = max(1, min(queries.clusters, SUM_PROGRAMS // (B * H)))
@@ -276,15 +309,16 @@ def choose_keys(
             BLOCK_K=min(block_d, 32) if key.element_size() == 4 else block_d, PART=dipole_part(key, block_d),
             PRECISION=chip.dot_precision(query.dtype), **chip.all_registers,
         )  # fmt: skip
-    found = centroid_pass(centroids, key, None, key_mask, scale, topk, bias=log_squares, marks=taken)
+    found = centroid_pass(centroids, key, None, x.key_mask, scale, topk, bias=log_squares, marks=taken)
     return centroids, log_squares, taken, found.top.view(B * H, queries.clusters, topk)
 
 
 def make_tables(
-    key: torch.Tensor, value: torch.Tensor, exact_heads: torch.Tensor | None, keys: SortedRows,
-    centroids: torch.Tensor, log_squares: torch.Tensor, taken: torch.Tensor, covariances: torch.Tensor, scale: float,
+    x: Inputs, exact_heads: torch.Tensor | None, keys: SortedRows, centroids: torch.Tensor, log_squares: torch.Tensor,
+    taken: torch.Tensor, covariances: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The tables `K̃`, `Ṽ`, `log S`, `b`, `p̄`, `M`, see `Saved`."""
+    key, value = x.key, x.value
     B, Hk, M, D = key.shape
     Dv, P, G = value.shape[3], B * Hk, keys.clusters
     rows, words = len(centroids) * centroids.shape[1] // P, taken.shape[2]
@@ -299,7 +333,7 @@ def make_tables(
     with on_device_of(key):
         _bi_clustered_attention_fwd_table_kernel[(P * G * blocks,)](
             centroids, key, value, log_squares, taken, exact_heads, keys.order, keys.starts, table_keys, table_values,
-            log_mass, bias, *key.stride(), *value.stride(), Hk, rows, M, D, Dv, G, words, blocks, scale * LOG2_E,
+            log_mass, bias, *key.stride(), *value.stride(), Hk, rows, M, D, Dv, G, words, blocks, x.scale * LOG2_E,
             HAS_EXACT=has_exact, **config,
         )  # fmt: skip
         tile = 64 if key.element_size() == 2 else 32

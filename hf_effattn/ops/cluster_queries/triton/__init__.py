@@ -1,7 +1,4 @@
-"""Clustering the queries on a GPU: the keys' metric is made here, the rest is K-means.
-
-To `torch.compile` it is one op.
-"""
+"""Clustering the queries on a GPU: the keys' metric is made here, the rest is K-means."""
 
 import torch
 import triton
@@ -11,8 +8,9 @@ from ...kmeans.reference import as_sign
 from ...kmeans.sampling import most_fit_rows
 from ...kmeans.triton import assign, fit, own_clusters
 from ...kmeans.triton.rows import Rows, find_rows, finite, load_fit_rows, load_fitted, load_points, sample_mean
+from ...shared.gradients import register_op
 from ...shared.triton.chips import LENGTHS, block_width, chip_of, on_device_of
-from ..reference import METRIC_RIDGE
+from ..reference import METRIC_RIDGE, Inputs, empty_labels
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -119,12 +117,9 @@ def share_rows(
     return same_layout and query_mask.data_ptr() == key_mask.data_ptr()
 
 
-@torch.library.custom_op("hf_effattn::cluster_queries_triton", mutates_args=())
-def cluster_queries(
-    query: torch.Tensor, key: torch.Tensor | None, key_mask: torch.Tensor | None, query_mask: torch.Tensor | None,
-    clusters: int, method: str, iterations: int, bits: int, fit_queries: int, seed: int,
-) -> torch.Tensor:  # fmt: skip
+def _forward(x: Inputs) -> torch.Tensor:
     """Labels `(B, H, N)`; a masked query has label 0."""
+    query, key, key_mask, query_mask, clusters, method, iterations, bits, fit_queries, seed = x
     B, H, N, _ = query.shape
     if query.numel() == 0 or clusters >= N:
         return own_clusters(query, query_mask)
@@ -143,6 +138,4 @@ def cluster_queries(
     return labels
 
 
-@cluster_queries.register_fake
-def _(query, *settings):
-    return query.new_empty(query.shape[:3], dtype=torch.int64)
+cluster_queries = register_op("cluster_queries_triton", Inputs, _forward, fake=empty_labels)

@@ -1,181 +1,180 @@
-"""Clustered attention on a GPU: queries sorted by cluster, the centroids' attention, a copy to the members.
+"""Clustered and improved clustered attention on a GPU: launchers, and what torch needs to know of the ops.
 
-Nothing is asked of the host between the inputs and the output, so that CUDA graphs can record it. Labels are not
-checked: a query whose label is outside `0 .. clusters - 1` is in no cluster and gets 0.
+Queries are sorted by cluster; a pass of the centroids over the keys; then their members attend to the top keys, or get
+a copy where there are none.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
-from ...derivatives import refuse_second_derivatives
-from ...shared.gradients import register_gradients
+from ...shared.dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS, TOPK_AND_SUMMARY_WEIGHTS
+from ...shared.gradients import register_op
 from ...shared.tables import empty_output, unwritten_output
-from ...shared.triton.centroids import centroid_pass, merge_splits
-from ...shared.triton.chips import LENGTHS, block_width, on_device_of
-from ...shared.triton.cluster_table import load_split_sum
-from ...shared.triton.sort import SortedRows, cluster_means, sort_by_cluster
-from ...shared.triton.tiles import load_tile
-from .backward import centroid_backward
+from ...shared.triton.centroids import centroid_pass
+from ...shared.triton.chips import block_width, on_device_of
+from ...shared.triton.cluster_table import _cluster_table_bwd_query_kernel, add_exact_keys
+from ...shared.triton.cluster_table_forward import _cluster_table_fwd_kernel, blocks_of_queries
+from ...shared.triton.sort import SortedRows, cluster_means, empty_sorted, sort_by_cluster
+from ...shared.triton.tiles import LOG2_E, tile_config
+from ..reference import Inputs
+from .backward import (
+    _clustered_attention_bwd_query_kernel,
+    _improved_clustered_attention_bwd_cluster_kernel,
+    _improved_clustered_attention_bwd_dot_kernel,
+)
+from .centroid_backward import by_key, centroid_backward
+from .forward import _clustered_attention_fwd_kernel, _improved_clustered_attention_fwd_rest_kernel
 
-TILE = 64  # queries that one program writes
+TILE = 64  # queries that one program copies to
+ONLY_TOP_KEYS = {"HAS_SUMMARIES": False, "HAS_REST": True, "HAS_EXACT": False}
 
 
 class Saved(NamedTuple):
-    """What the forward pass keeps for the backward pass, besides its inputs.
+    """What the forward pass keeps for the backward pass; without top keys the last four are empty."""
 
-    Attributes:
-        order, starts, tiles: the queries sorted by cluster, see `SortedRows`.
-        centroids: `(B · H, C, D)` float32.
-        merged: `O^c`, `(B · H, C, Dv)` float32.
-        lse: base-2 log-sum-exp of the centroids' scores over all keys, `(B · H, C)`.
-    """
-
-    order: torch.Tensor
+    order: torch.Tensor  # and the next two: the queries sorted by cluster, see `SortedRows`
     starts: torch.Tensor
     tiles: torch.Tensor
-    centroids: torch.Tensor
-    merged: torch.Tensor
-    lse: torch.Tensor
+    centroids: torch.Tensor  # `(B · H, C, D)` float32
+    lse: torch.Tensor  # base-2 log-sum-exp of the centroids' scores over all keys, `(B · H, C)`
+    rest: torch.Tensor  # `O^b`, without top keys `O^c`, `(B · H, C, Dv)` float32
+    top: torch.Tensor  # `(B · H, C, topk)` int32, the sets `T_j`
+    top_scores: torch.Tensor  # their scores as exponents of 2
+    mass: torch.Tensor  # `m_j`, `(B · H, C)`
+    top_lse: torch.Tensor  # base-2 log-sum-exp of each query's scores over `T_j`, `(B · H, N)`
 
 
-@triton.jit(do_not_specialize=LENGTHS)
-def _clustered_attention_fwd_kernel(
-    values_ptr, partial_lse_ptr, order_ptr, starts_ptr, tiles_ptr, output_ptr, merged_ptr, lse_ptr,
-    stride_output_b, stride_output_h, stride_output_n, stride_output_d,
-    H, N, Dv, clusters, tiles, splits,
-    TILE: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """`O_i = O^c_j` for a tile of members of `j`; the first tile of a cluster keeps `O^c_j` for the backward pass."""
-    i_p = (tl.program_id(0) // tiles).to(tl.int64)
-    cluster, o_place, m_row, b_row = load_tile(
-        order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, N, clusters, tiles, TILE
-    )
-    o_v = tl.arange(0, BLOCK_V)
-    in_cluster = cluster < clusters
-    i_row = i_p * clusters + tl.where(in_cluster, cluster, 0)
-    b_value, lse = merge_splits(values_ptr, partial_lse_ptr, i_row, splits, Dv, BLOCK_V)
-    first = tl.load(starts_ptr + i_p * (clusters + 2) + cluster)
-    if in_cluster & (tl.min(o_place, 0) == first):
-        tl.store(merged_ptr + i_row * Dv + o_v, b_value, mask=o_v < Dv)
-        tl.store(lse_ptr + i_row, lse)
-    # Rows in no cluster get 0.
-    b_output = tl.zeros([TILE, BLOCK_V], tl.float32) + tl.where(in_cluster, b_value, 0.0)[None, :]
-    p_output = output_ptr + i_p // H * stride_output_b + i_p % H * stride_output_h
-    p_output += b_row[:, None] * stride_output_n + o_v[None, :] * stride_output_d
-    tl.store(p_output, b_output.to(output_ptr.dtype.element_ty), mask=m_row[:, None] & (o_v < Dv)[None, :])
+def _tile(x: Inputs) -> int:
+    return tile_config(x.query, x.query.shape[3], x.value.shape[3])["ROWS"] if x.topk else TILE
 
 
-@triton.jit(do_not_specialize=LENGTHS)
-def _clustered_attention_bwd_query_kernel(
-    grad_centroids_ptr, order_ptr, starts_ptr, tiles_ptr, grad_query_ptr,
-    stride_gq_b, stride_gq_h, stride_gq_n, stride_gq_d,
-    H, N, D, clusters, tiles, splits,
-    TILE: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """`dQ_i` of a tile of members of one cluster: the sum over the parts of the keys."""
-    i_p = (tl.program_id(0) // tiles).to(tl.int64)
-    cluster, _, m_row, b_row = load_tile(
-        order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, N, clusters, tiles, TILE
-    )
-    o_d = tl.arange(0, BLOCK_D)
-    i_row = i_p * clusters + tl.where(cluster < clusters, cluster, 0)
-    b_grad = load_split_sum(grad_centroids_ptr, i_row, splits, D, BLOCK_D)
-    b_grad = tl.zeros([TILE, BLOCK_D], tl.float32) + tl.where(cluster < clusters, b_grad, 0.0)[None, :]
-    p_grad = grad_query_ptr + i_p // H * stride_gq_b + i_p % H * stride_gq_h
-    p_grad += b_row[:, None] * stride_gq_n + o_d[None, :] * stride_gq_d
-    tl.store(p_grad, b_grad.to(grad_query_ptr.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])
+def fake(x: Inputs) -> list[torch.Tensor]:
+    """What `forward` returns, without numbers."""
+    B, H, N, D = x.query.shape
 
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return x.query.new_empty(B * H, *shape, dtype=dtype)
 
-@torch.library.custom_op("hf_effattn::clustered_attention_triton", mutates_args=())
-def _forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    labels: torch.Tensor,
-    clusters: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    """`V_i = A^c_{l(i)} V`, and the tensors of `Saved`."""
-    B, H, N, _ = query.shape
-    Dv = value.shape[3]
-    output = unwritten_output(query, value)
-    members = sort_by_cluster(labels, query_mask, clusters, TILE)
-    centroids = cluster_means(query, members)
-    found = centroid_pass(centroids, key, value, key_mask, scale, 0, dropout_p, dropout_seed)
-    merged = query.new_empty(B * H, clusters, Dv, dtype=torch.float32)
-    lse = query.new_empty(B * H, clusters, dtype=torch.float32)
-    tiles = members.tiles.shape[1]
-    if B:
-        with on_device_of(query):
-            _clustered_attention_fwd_kernel[(B * H * tiles,)](
-                found.values, found.lse, members.order, members.starts, members.tiles, output, merged, lse,
-                *output.stride(), H, N, Dv, clusters, tiles, found.lse.shape[1], TILE=TILE, BLOCK_V=block_width(Dv),
-            )  # fmt: skip
-    return [output, *Saved(members.order, members.starts, members.tiles, centroids, merged, lse)]
-
-
-@_forward.register_fake
-def _(query, key, value, labels, clusters, *settings):
-    B, H, N, D = query.shape
     saved = Saved(
-        order=labels.new_empty(B * H, N, dtype=torch.int32),
-        starts=labels.new_empty(B * H, clusters + 2, dtype=torch.int32),
-        tiles=labels.new_empty(B * H, N // TILE + clusters + 1, dtype=torch.int32),
-        centroids=query.new_empty(B * H, clusters, D, dtype=torch.float32),
-        merged=query.new_empty(B * H, clusters, value.shape[3], dtype=torch.float32),
-        lse=query.new_empty(B * H, clusters, dtype=torch.float32),
+        *empty_sorted(x.labels, x.clusters, _tile(x)),
+        centroids=empty(x.clusters, D),
+        lse=empty(x.clusters),
+        rest=empty(x.clusters, x.value.shape[3]),
+        top=empty(x.clusters, x.topk, dtype=torch.int32),
+        top_scores=empty(x.clusters, x.topk),
+        mass=empty(x.clusters if x.topk else 0),
+        top_lse=empty(N if x.topk else 0),
     )
-    return [empty_output(query, value), *saved]
+    return [empty_output(x.query, x.value), *saved]
+
+
+def forward(x: Inputs) -> list[torch.Tensor]:
+    """`V_i = m_j softmax(scale · Q_i K_T^T) V_T + Σ_{t∉T} A^c_jt V_t`, and the tensors of `Saved`."""
+    query, key, value, labels, clusters, topk, key_mask, query_mask, scale, dropout_p, dropout_seed = x
+    B, H, N, D = query.shape
+    Hk, M, Dv = value.shape[1:]
+    output = unwritten_output(query, value)
+    members = sort_by_cluster(labels, query_mask, clusters, _tile(x))
+    centroids = cluster_means(query, members)
+    found = centroid_pass(centroids, key, value, key_mask, scale, topk, dropout_p, dropout_seed)
+    lse, rest, mass, top_lse = (
+        query.new_empty(B * H, *size, dtype=torch.float32)
+        for size in ((clusters,), (clusters, Dv), (clusters if topk else 0,), (N if topk else 0,))
+    )
+    tiles, splits, has_dropout = members.tiles.shape[1], found.lse.shape[1], dropout_seed is not None
+    with on_device_of(query):
+        if B and topk == 0:
+            _clustered_attention_fwd_kernel[(B * H * tiles,)](
+                found.values, found.lse, members.order, members.starts, members.tiles, output, rest, lse,
+                *output.stride(), H, N, Dv, clusters, tiles, splits, TILE=TILE, BLOCK_V=block_width(Dv),
+            )  # fmt: skip
+        elif B:
+            config = tile_config(query, D, Dv)
+            if topk <= 32:
+                config["COLUMNS"] = min(32, config["COLUMNS"])
+            blocks, sizes = blocks_of_queries(query, clusters, topk, 0, config)
+            _improved_clustered_attention_fwd_rest_kernel[(B * H * clusters,)](
+                found.values, found.lse, found.top, found.top_scores, value, dropout_seed, rest, mass, lse,
+                *value.stride(), Hk, H // Hk * clusters, M, Dv, topk, splits, dropout_p,
+                HAS_DROPOUT=has_dropout, KINDS=KINDS_OF_WEIGHTS, KIND=CENTROID_WEIGHTS,
+                BLOCK_T=max(8, 2048 // config["BLOCK_V"]), BLOCK_V=config["BLOCK_V"],
+            )  # fmt: skip
+            _cluster_table_fwd_kernel[(B * H * blocks[0],)](
+                query, key, value, dropout_seed, None, members.order, members.starts, found.top, mass,
+                rest, *[None] * 5, output, top_lse, None, *query.stride(), *key.stride(), *value.stride(),
+                *output.stride(), H, H // Hk, N, D, Dv, clusters, 0, *blocks, topk, scale, scale * LOG2_E, dropout_p,
+                HAS_DROPOUT=has_dropout, **ONLY_TOP_KEYS, **sizes, **config,
+            )  # fmt: skip
+    top, top_scores = (table.view(B * H, clusters, topk) for table in (found.top, found.top_scores))
+    sorted_rows = members.order, members.starts, members.tiles
+    return [output, *Saved(*sorted_rows, centroids, lse, rest, top, top_scores, mass, top_lse)]
 
 
 def gradients(
-    grad_output: torch.Tensor,
-    saved_tensors: list[torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    labels: torch.Tensor,
-    clusters: int,
-    key_mask: torch.Tensor | None,
-    query_mask: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
+    grad_output: torch.Tensor, saved_tensors: list[torch.Tensor], x: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value, labels held fixed."""
+    """Gradients of query, key and value, labels and sets `T_j` held fixed."""
     saved = Saved(*saved_tensors)
+    query, key, value, _, clusters, topk, _, _, scale, dropout_p, dropout_seed = x
     B, H, N, D = query.shape
+    Hk, M, Dv = value.shape[1:]
+    grad_query, *of_keys = (torch.empty_like(tensor) for tensor in (query, key, value))
+    if B == 0:
+        return grad_query, of_keys[0], of_keys[1]
+    config = tile_config(query, D, Dv, backward=True)
+    tile = config["ROWS"] if topk else TILE
+    if saved.tiles.shape[1] != N // tile + clusters + 1:
+        raise RuntimeError(f"the forward pass had tiles of {_tile(x)} rows, this one {tile}")
+    members = SortedRows(saved.order, saved.starts, saved.tiles, clusters, tile)
+    sorted_tiles = saved.order, saved.starts, saved.tiles
     tiles = saved.tiles.shape[1]
-    members = SortedRows(saved.order, saved.starts, saved.tiles, clusters, TILE)
+    dropout = {"HAS_DROPOUT": dropout_seed is not None, "KINDS": KINDS_OF_WEIGHTS}
+    strides = *query.stride(), *key.stride(), *value.stride(), *grad_output.stride()
     grads = cluster_means(grad_output, members)
-    with torch.autocast(query.device.type, enabled=False):
-        delta = torch.linalg.vecdot(saved.merged, grads)
-    grad_centroids, grad_key, grad_value = centroid_backward(
-        saved.centroids, key, value, key_mask, grads, saved.lse, delta, members, scale, dropout_p, dropout_seed
-    )
-    grad_query = torch.empty_like(query)
-    if grad_query.numel():
+    if topk:
+        row_dot, extra = torch.empty_like(saved.top_lse), torch.empty_like(saved.top_scores)
+        delta, correction = torch.empty_like(saved.lse), torch.empty_like(saved.centroids)
+        block_d, block_v = block_width(D), block_width(Dv)
         with on_device_of(query):
-            _clustered_attention_bwd_query_kernel[(B * H * tiles,)](
-                grad_centroids, saved.order, saved.starts, saved.tiles, grad_query, *grad_query.stride(),
-                H, N, D, clusters, tiles, grad_centroids.shape[1], TILE=TILE, BLOCK_D=block_width(D),
+            _improved_clustered_attention_bwd_dot_kernel[(B * H * tiles,)](
+                query, key, value, grad_output, dropout_seed, *sorted_tiles, saved.top, saved.top_lse, row_dot,
+                *strides, H, H // Hk, N, D, Dv, clusters, tiles, topk, scale * LOG2_E, dropout_p,
+                KIND=TOPK_AND_SUMMARY_WEIGHTS, **dropout, **config,
             )  # fmt: skip
-    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+            _improved_clustered_attention_bwd_cluster_kernel[(B * H * clusters,)](
+                key, value, dropout_seed, saved.order, saved.starts, saved.top, saved.top_scores, saved.lse,
+                saved.rest, saved.mass, grads, row_dot, delta, extra, correction, *key.stride(), *value.stride(),
+                Hk, H // Hk * clusters, N, M, D, Dv, clusters, topk, scale, dropout_p, KIND=CENTROID_WEIGHTS,
+                BLOCK_N=128, BLOCK_T=max(8, 2048 // max(block_d, block_v)), BLOCK_D=block_d, BLOCK_V=block_v,
+                **dropout,
+            )  # fmt: skip
+    else:
+        with torch.autocast(query.device.type, enabled=False):
+            delta = torch.linalg.vecdot(saved.rest, grads)
+    grad_centroids, sums = centroid_backward(x, saved.centroids, grads, saved.lse, delta, members)
+    splits = grad_centroids.shape[1]
+    if topk:
+        rest = saved.centroids, grads, saved.lse, saved.mass, saved.top_scores, extra
+        add_exact_keys(x, grad_output, members, saved.top, saved.top_lse, row_dot, sums, columns=topk, rest=rest)
+    with on_device_of(query):
+        if topk:
+            _cluster_table_bwd_query_kernel[(B * H * tiles,)](
+                query, key, value, grad_output, dropout_seed, None, *sorted_tiles, saved.top, saved.top_lse, row_dot,
+                saved.mass, correction, *[None] * 7, grad_centroids, grad_query, *strides, *grad_query.stride(),
+                H, H // Hk, N, D, Dv, clusters, 0, tiles, topk, splits, scale, scale * LOG2_E, dropout_p,
+                HAS_DROPOUT=dropout["HAS_DROPOUT"], PART=16, **ONLY_TOP_KEYS, **config,
+            )  # fmt: skip
+        else:
+            _clustered_attention_bwd_query_kernel[(B * H * tiles,)](
+                grad_centroids, *sorted_tiles, grad_query, *grad_query.stride(),
+                H, N, D, clusters, tiles, splits, TILE=TILE, BLOCK_D=block_width(D),
+            )  # fmt: skip
+    for target, of_rows in zip(of_keys, by_key(sums, key, value), strict=True):
+        target.copy_(of_rows)
+    return grad_query, of_keys[0], of_keys[1]
 
 
-register_gradients("clustered_attention_triton", gradients, ("query", "key", "value"), keeps=slice(1, None))
-
-
-def clustered_attention(*arguments: Any) -> torch.Tensor:
-    """`V_i = A^c_{l(i)} V`: every query gets what its centroid gets; arguments as of `_forward`."""
-    return _forward(*arguments)[0]
-
-
-refuse_second_derivatives("clustered_attention_triton")
+clustered_attention = register_op(
+    "clustered_attention_triton", Inputs, forward, gradients, fake=fake, keeps=slice(1, None)
+)

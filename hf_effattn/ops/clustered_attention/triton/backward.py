@@ -1,203 +1,138 @@
-"""Backward pass of the centroids' attention; clustered and improved clustered attention share it.
+"""Kernels of the backward pass of (improved) clustered attention, labels and top sets held fixed.
 
-Per query of cluster `j`, with `ḡ_j` the mean gradient of its queries' outputs and `n_j` their number:
-`dS̄_jt = A_jt (ḡ_j · V_t - δ_j)`, and then `dQ_i = scale Σ_t dS̄_jt K_t` for its members,
-`dK_t = scale Σ_j n_j dS̄_jt Qc_j` and `dV_t = Σ_j n_j A_jt ḡ_j`. Means instead of sums stay in range in float16, and so
-do `n_j` over the mean size of a cluster, which multiplies the sums once they are made.
+With `P_i = softmax(scale · Q_i K_T^T)` and `dP_it = dO_i · V_t`: `D_i = Σ_t P_it dP_it` and
+`dS_it = m_j P_it (dP_it - D_i)` give the gradients of queries, keys and values through the top keys. The centroid's
+weights get `dA_jt = ḡ_j · V_t` outside `T` and the mean of `D_i` inside, per query: `centroid_backward` takes the
+former for all keys, and what that gets wrong on `T` is put right here, by `extra_jt = A_jt (mean D - ḡ_j · V_t)`.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from ...shared.dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS
-from ...shared.triton.centroids import split_count
-from ...shared.triton.chips import LENGTHS, on_device_of
+from ...shared.triton.chips import LENGTHS
+from ...shared.triton.cluster_table import load_split_sum, load_top, load_top_weights, row_dropout
 from ...shared.triton.dropout import dropout_factor
-from ...shared.triton.sort import SortedRows
-from ...shared.triton.tiles import LOG2_E, dot_by_parts, load_key_mask, load_rows, tile_config
+from ...shared.triton.tiles import dot_by_parts, load_rows, load_tile
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def _clustered_attention_bwd_key_kernel(
-    centroids_ptr, key_ptr, value_ptr, key_mask_ptr, seed_ptr, grads_ptr, lse_ptr, delta_ptr, starts_ptr,
-    grad_key_ptr, grad_value_ptr,
-    stride_key_b, stride_key_h, stride_key_m, stride_key_d,
-    stride_value_b, stride_value_h, stride_value_m, stride_value_d, stride_mask_b, stride_mask_m,
-    stride_gk_b, stride_gk_h, stride_gk_m, stride_gk_d, stride_gv_b, stride_gv_h, stride_gv_m, stride_gv_d,
-    key_heads, rows, M, D, Dv, clusters, blocks, mean_size, scale, scale_log2, dropout_p,
-    HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def _improved_clustered_attention_bwd_dot_kernel(
+    query_ptr, key_ptr, value_ptr, grad_output_ptr, seed_ptr, order_ptr, starts_ptr, tiles_ptr, top_ptr, top_lse_ptr,
+    row_dot_ptr,
+    stride_query_b, stride_query_h, stride_query_n, stride_query_d, stride_key_b, stride_key_h, stride_key_m,
+    stride_key_d, stride_value_b, stride_value_h, stride_value_m, stride_value_d,
+    stride_go_b, stride_go_h, stride_go_n, stride_go_d,
+    H, group, N, D, Dv, clusters, tiles, topk, scale_log2, dropout_p,
+    HAS_DROPOUT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
-    KINDS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """`dK_t` and `dV_t` of a tile of `ROWS` keys: a walk over the centroids."""
-    i_p = (tl.program_id(0) // blocks).to(tl.int64)
-    o_m = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    i_b, i_h = i_p // key_heads, i_p % key_heads
-    if HAS_MASK:
-        key_mask_ptr += i_b * stride_mask_b
-    m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
-    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    o_m64 = o_m.to(tl.int64)
-    p_key = key_ptr + i_b * stride_key_b + i_h * stride_key_h + o_m64 * stride_key_m
-    p_value = value_ptr + i_b * stride_value_b + i_h * stride_value_h + o_m64 * stride_value_m
+    """`D_i = Σ_t P_it dP_it` of a tile of queries; unwritten of those in no cluster."""
+    i_p = (tl.program_id(0) // tiles).to(tl.int64)
+    cluster, _, m_row, b_row = load_tile(
+        order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, N, clusters, tiles, ROWS
+    )
+    if (cluster >= clusters) | (tl.max(m_row.to(tl.int32), 0) == 0):
+        return
+    i_b, i_h = i_p // H, i_p % H
+    key_ptr += i_b * stride_key_b + i_h // group * stride_key_h
+    value_ptr += i_b * stride_value_b + i_h // group * stride_value_h
+    top_ptr += (i_p * clusters + cluster) * topk
+    p_query = query_ptr + i_b * stride_query_b + i_h * stride_query_h + b_row * stride_query_n
+    p_grad = grad_output_ptr + i_b * stride_go_b + i_h * stride_go_h + b_row * stride_go_n
     # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
-    b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
-    b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
-    b_grad_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    b_grad_value = tl.zeros([ROWS, BLOCK_V], tl.float32)
-    for first in range(0, rows, COLUMNS):
-        o_c = first + tl.arange(0, COLUMNS)
-        m_c = o_c < rows
-        o_row = i_p * rows + o_c
-        p_centroid, p_grad = centroids_ptr + o_row * D, grads_ptr + o_row * Dv
-        # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-        b_centroid = load_rows(p_centroid, m_c, 1, D, BLOCK_D).to(b_key.dtype)
-        b_grad = load_rows(p_grad, m_c, 1, Dv, BLOCK_V).to(b_value.dtype)
-        b_lse = tl.load(lse_ptr + o_row, mask=m_c, other=0.0)
-        b_delta = tl.load(delta_ptr + o_row, mask=m_c, other=0.0)
-        # A table holds the clusters of several problems, whose starts have two entries more.
-        p_start = starts_ptr + i_p * (rows // clusters) * (clusters + 2) + o_c + o_c // clusters * 2
-        b_size = tl.load(p_start + 1, mask=m_c, other=0) - tl.load(p_start, mask=m_c, other=0)
+    b_query = load_rows(p_query, m_row, stride_query_d, D, BLOCK_D)
+    b_grad = load_rows(p_grad, m_row, stride_go_d, Dv, BLOCK_V)
+    b_lse = tl.load(top_lse_ptr + i_p * N + b_row, mask=m_row, other=0.0)
+    b_dot = tl.zeros([ROWS], tl.float32)
+    for first in range(0, topk, COLUMNS):
+        o_t = first + tl.arange(0, COLUMNS)
+        b_top, m_top = load_top(top_ptr, o_t, topk)
+        p_key, p_value = key_ptr + b_top * stride_key_m, value_ptr + b_top * stride_value_m
         if BY_PARTS:
-            b_scores = dot_by_parts(p_key, m_key, stride_key_d, p_centroid, m_c, 1, D, ROWS, COLUMNS, PRECISION)
-            b_grad_weights = dot_by_parts(p_value, m_key, stride_value_d, p_grad, m_c, 1, Dv, ROWS, COLUMNS, PRECISION)
+            b_scores = dot_by_parts(
+                p_query, m_row, stride_query_d, p_key, m_top, stride_key_d, D, ROWS, COLUMNS, PRECISION
+            )
+            b_grad_weights = dot_by_parts(
+                p_grad, m_row, stride_go_d, p_value, m_top, stride_value_d, Dv, ROWS, COLUMNS, PRECISION
+            )
         else:
-            b_scores = tl.dot(b_key, tl.trans(b_centroid), input_precision=PRECISION)
-            b_grad_weights = tl.dot(b_value, tl.trans(b_grad), input_precision=PRECISION)
-        b_scores = tl.where(m_key[:, None], b_scores * scale_log2, float("-inf"))
-        b_weights = tl.exp2(b_scores - b_lse[None, :])
-        # [ROWS, COLUMNS], every member of a cluster counted
-        b_weights *= (b_size.to(tl.float32) / mean_size)[None, :]
-        b_dropped = b_weights
-        if HAS_DROPOUT:
-            b_factor = tl.trans(dropout_factor(seed_ptr, o_row, o_m, M, dropout_p, KINDS, KIND))
-            b_dropped = b_weights * b_factor
-            b_grad_weights *= b_factor
-        b_grad_scores = b_weights * (b_grad_weights - b_delta[None, :])
-        b_grad_value += tl.dot(b_dropped.to(b_grad.dtype), b_grad, input_precision=PRECISION)
-        b_grad_key += tl.dot(b_grad_scores.to(b_centroid.dtype), b_centroid, input_precision=PRECISION)
-    p_gk = grad_key_ptr + i_b * stride_gk_b + i_h * stride_gk_h + o_m64[:, None] * stride_gk_m
-    p_gv = grad_value_ptr + i_b * stride_gv_b + i_h * stride_gv_h + o_m64[:, None] * stride_gv_m
-    m_m = (o_m < M)[:, None]
-    tl.store(p_gk + o_d[None, :] * stride_gk_d, b_grad_key * (scale * mean_size), mask=m_m & (o_d < D)[None, :])
-    tl.store(p_gv + o_v[None, :] * stride_gv_d, b_grad_value * mean_size, mask=m_m & (o_v < Dv)[None, :])
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def _clustered_attention_bwd_centroid_kernel(
-    centroids_ptr, key_ptr, value_ptr, key_mask_ptr, seed_ptr, grads_ptr, lse_ptr, delta_ptr, grad_centroids_ptr,
-    stride_key_b, stride_key_h, stride_key_m, stride_key_d,
-    stride_value_b, stride_value_h, stride_value_m, stride_value_d, stride_mask_b, stride_mask_m,
-    key_heads, rows, M, D, Dv, blocks, splits, split_length, scale, scale_log2, dropout_p,
-    HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
-    KINDS: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """`scale Σ_t dS̄_jt K_t` of a tile of `ROWS` centroids, over one part of the keys."""
-    i_split = tl.program_id(0) // blocks % splits
-    i_p = (tl.program_id(0) // (blocks * splits)).to(tl.int64)
-    o_c = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    m_c = o_c < rows
-    o_row = i_p * rows + o_c
-    i_b, i_h = i_p // key_heads, i_p % key_heads
-    key_ptr += i_b * stride_key_b + i_h * stride_key_h
-    value_ptr += i_b * stride_value_b + i_h * stride_value_h
-    if HAS_MASK:
-        key_mask_ptr += i_b * stride_mask_b
-    p_centroid, p_grad = centroids_ptr + o_row * D, grads_ptr + o_row * Dv
-    # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
-    b_centroid = load_rows(p_centroid, m_c, 1, D, BLOCK_D).to(key_ptr.dtype.element_ty)
-    b_grad = load_rows(p_grad, m_c, 1, Dv, BLOCK_V).to(value_ptr.dtype.element_ty)
-    b_lse = tl.load(lse_ptr + o_row, mask=m_c, other=0.0)
-    b_delta = tl.load(delta_ptr + o_row, mask=m_c, other=0.0)
-    b_grad_centroid = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for start in range(i_split * split_length, tl.minimum(M, (i_split + 1) * split_length), COLUMNS):
-        o_m = start + tl.arange(0, COLUMNS)
-        m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
-        p_key = key_ptr + o_m.to(tl.int64) * stride_key_m
-        p_value = value_ptr + o_m.to(tl.int64) * stride_value_m
-        # [COLUMNS, BLOCK_D]
-        b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
-        if BY_PARTS:
-            b_scores = dot_by_parts(p_centroid, m_c, 1, p_key, m_key, stride_key_d, D, ROWS, COLUMNS, PRECISION)
-            b_grad_weights = dot_by_parts(p_grad, m_c, 1, p_value, m_key, stride_value_d, Dv, ROWS, COLUMNS, PRECISION)
-        else:
-            # [COLUMNS, BLOCK_V]
-            b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
-            b_scores = tl.dot(b_centroid, tl.trans(b_key), input_precision=PRECISION)
+            # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+            b_key = load_rows(p_key, m_top, stride_key_d, D, BLOCK_D)
+            b_value = load_rows(p_value, m_top, stride_value_d, Dv, BLOCK_V)
+            b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)
             b_grad_weights = tl.dot(b_grad, tl.trans(b_value), input_precision=PRECISION)
-        b_scores = tl.where(m_key[None, :], b_scores * scale_log2, float("-inf"))
-        b_weights = tl.exp2(b_scores - b_lse[:, None])
+        b_scores = tl.where(m_top[None, :], b_scores * scale_log2, float("-inf"))
         if HAS_DROPOUT:
-            b_grad_weights *= dropout_factor(seed_ptr, o_row, o_m, M, dropout_p, KINDS, KIND)
-        b_grad_scores = b_weights * (b_grad_weights - b_delta[:, None])
-        b_grad_centroid += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
+            b_grad_weights *= dropout_factor(seed_ptr, i_p * N + b_row, o_t, topk, dropout_p, KINDS, KIND)
+        b_dot += tl.sum(tl.exp2(b_scores - b_lse[:, None]) * b_grad_weights, 1)
+    tl.store(row_dot_ptr + i_p * N + b_row, b_dot, mask=m_row)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _improved_clustered_attention_bwd_cluster_kernel(
+    key_ptr, value_ptr, seed_ptr, order_ptr, starts_ptr, top_ptr, top_scores_ptr, lse_ptr, rest_ptr, mass_ptr,
+    grads_ptr, row_dot_ptr, delta_ptr, extra_ptr, correction_ptr,
+    stride_key_b, stride_key_h, stride_key_m, stride_key_d,
+    stride_value_b, stride_value_h, stride_value_m, stride_value_d,
+    key_heads, rows, N, M, D, Dv, clusters, topk, scale, dropout_p,
+    HAS_DROPOUT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Of one cluster: `δ_j = ḡ_j · O^b_j + m_j mean D`, `extra_jt`, and what `extra` adds to its queries' gradient."""
+    i_row = tl.program_id(0).to(tl.int64)
+    i_p = i_row // rows
+    key_ptr += i_p // key_heads * stride_key_b + i_p % key_heads * stride_key_h
+    value_ptr += i_p // key_heads * stride_value_b + i_p % key_heads * stride_value_h
+    top_ptr += i_row * topk
+    top_scores_ptr += i_row * topk
+    starts_ptr += i_row // clusters * (clusters + 2) + i_row % clusters
+    order_ptr += i_row // clusters * N
+    row_dot_ptr += i_row // clusters * N
+    first, last = tl.load(starts_ptr), tl.load(starts_ptr + 1)
+    b_dot = tl.zeros([BLOCK_N], tl.float32)
+    for place in range(first, last, BLOCK_N):
+        o_place = place + tl.arange(0, BLOCK_N)
+        b_row = tl.load(order_ptr + o_place, mask=o_place < last, other=0)
+        b_dot += tl.load(row_dot_ptr + b_row, mask=o_place < last, other=0.0)
+    mean_dot = tl.sum(b_dot, 0) / tl.maximum(last - first, 1)
+    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    # [BLOCK_V]
+    b_grad = tl.load(grads_ptr + i_row * Dv + o_v, mask=o_v < Dv, other=0.0)
+    b_rest = tl.load(rest_ptr + i_row * Dv + o_v, mask=o_v < Dv, other=0.0)
+    tl.store(delta_ptr + i_row, tl.sum(b_grad * b_rest, 0) + tl.load(mass_ptr + i_row) * mean_dot)
+    lse = tl.load(lse_ptr + i_row)
+    b_correction = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    for start in range(0, topk, BLOCK_T):
+        o_t = start + tl.arange(0, BLOCK_T)
+        b_top, m_top = load_top(top_ptr, o_t, topk)
+        # [BLOCK_T, BLOCK_V], [BLOCK_T, BLOCK_D]
+        b_value = load_rows(value_ptr + b_top * stride_value_m, m_top, stride_value_d, Dv, BLOCK_V).to(tl.float32)
+        b_key = load_rows(key_ptr + b_top * stride_key_m, m_top, stride_key_d, D, BLOCK_D).to(tl.float32)
+        b_grad_weights = tl.sum(b_value * b_grad[None, :], 1)
+        if HAS_DROPOUT:
+            b_grad_weights *= row_dropout(seed_ptr, i_row, b_top, M, dropout_p, KINDS, KIND)
+        b_extra = load_top_weights(top_scores_ptr, o_t, topk, lse) * (mean_dot - b_grad_weights)
+        tl.store(extra_ptr + i_row * topk + o_t, b_extra, mask=o_t < topk)
+        b_correction += b_extra[:, None] * b_key
+    tl.store(correction_ptr + i_row * D + o_d, tl.sum(b_correction, 0) * scale, mask=o_d < D)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _clustered_attention_bwd_query_kernel(
+    grad_centroids_ptr, order_ptr, starts_ptr, tiles_ptr, grad_query_ptr,
+    stride_gq_b, stride_gq_h, stride_gq_n, stride_gq_d,
+    H, N, D, clusters, tiles, splits,
+    TILE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`dQ_i` of a tile of members of one cluster: the sum over the parts of the keys."""
+    i_p = (tl.program_id(0) // tiles).to(tl.int64)
+    cluster, _, m_row, b_row = load_tile(
+        order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, N, clusters, tiles, TILE
+    )
     o_d = tl.arange(0, BLOCK_D)
-    p_out = grad_centroids_ptr + (o_row * splits + i_split)[:, None] * D + o_d[None, :]
-    tl.store(p_out, b_grad_centroid * scale, mask=m_c[:, None] & (o_d < D)[None, :])
-
-
-def centroid_backward(
-    centroids: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_mask: torch.Tensor | None,
-    grads: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    members: SortedRows,
-    scale: float,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients through the centroids' attention.
-
-    Args:
-        centroids: `(B · H, C, D)` float32.
-        key, value, key_mask, scale, dropout_p, dropout_seed: as in the forward pass.
-        grads: mean gradient `ḡ` of the outputs of each cluster, `(B · H, C, Dv)` float32.
-        lse: base-2 log-sum-exp of the scores of each centroid, `(B · H, C)`.
-        delta: `δ`, `(B · H, C)`.
-        members: the queries, sorted.
-
-    Returns:
-        `(B · H · C, splits, D)` float32, parts of what each query of a cluster gets as gradient; the gradients of key
-        and value in float32, laid out like those.
-    """
-    B, Hk, M, D = key.shape
-    Dv = value.shape[3]
-    rows = centroids.shape[0] * centroids.shape[1] // max(1, B * Hk)
-    grad_key = torch.empty_like(key, dtype=torch.float32)
-    grad_value = torch.empty_like(value, dtype=torch.float32)
-    mask_strides = (0, 0) if key_mask is None else key_mask.stride()
-    config = tile_config(key, D, Dv, backward=True)
-    key_config = tile_config(key, D, Dv, backward=True, two_sums=True)
-    switches = {
-        "HAS_MASK": key_mask is not None,
-        "HAS_DROPOUT": dropout_seed is not None,
-        "KINDS": KINDS_OF_WEIGHTS,
-        "KIND": CENTROID_WEIGHTS,
-    }
-    blocks = triton.cdiv(rows, config["ROWS"])
-    splits = split_count(B * Hk * blocks, M, config["COLUMNS"])
-    split_length = triton.cdiv(triton.cdiv(M, splits), config["COLUMNS"]) * config["COLUMNS"]
-    grad_centroids = key.new_empty(B * Hk * rows, splits, D, dtype=torch.float32)
-    key_blocks = triton.cdiv(M, key_config["ROWS"])
-    mean_size = max(1.0, members.order.shape[1] / members.clusters)
-    with on_device_of(key):
-        if B * Hk * key_blocks:
-            _clustered_attention_bwd_key_kernel[(B * Hk * key_blocks,)](
-                centroids, key, value, key_mask, dropout_seed, grads, lse, delta, members.starts, grad_key, grad_value,
-                *key.stride(), *value.stride(), *mask_strides, *grad_key.stride(), *grad_value.stride(),
-                Hk, rows, M, D, Dv, members.clusters, key_blocks, mean_size, scale, scale * LOG2_E, dropout_p,
-                **switches, **key_config,
-            )  # fmt: skip
-        if B * Hk * blocks:
-            _clustered_attention_bwd_centroid_kernel[(B * Hk * blocks * splits,)](
-                centroids, key, value, key_mask, dropout_seed, grads, lse, delta, grad_centroids,
-                *key.stride(), *value.stride(), *mask_strides,
-                Hk, rows, M, D, Dv, blocks, splits, split_length, scale, scale * LOG2_E, dropout_p,
-                **switches, **config,
-            )  # fmt: skip
-    return grad_centroids, grad_key, grad_value
+    i_row = i_p * clusters + tl.where(cluster < clusters, cluster, 0)
+    b_grad = load_split_sum(grad_centroids_ptr, i_row, splits, D, BLOCK_D)
+    b_grad = tl.zeros([TILE, BLOCK_D], tl.float32) + tl.where(cluster < clusters, b_grad, 0.0)[None, :]
+    p_grad = grad_query_ptr + i_p // H * stride_gq_b + i_p % H * stride_gq_h
+    p_grad += b_row[:, None] * stride_gq_n + o_d[None, :] * stride_gq_d
+    tl.store(p_grad, b_grad.to(grad_query_ptr.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])

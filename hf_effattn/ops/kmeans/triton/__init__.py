@@ -1,7 +1,6 @@
 """K-means on the GPU: rows are chosen, seeds found, centroids fitted and points labelled without leaving it.
 
-No table of points by centroids is ever in memory, nothing waits for the host, and every sum has a fixed order. To
-`torch.compile` it is one op.
+No table of points by centroids is ever in memory, nothing waits for the host, and every sum has a fixed order.
 """
 
 from dataclasses import dataclass
@@ -9,7 +8,9 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from ...shared.gradients import register_op
 from ...shared.triton.chips import Chip, block_width, chip_of, on_device_of
+from ..reference import Inputs, empty_clusters
 from ..sampling import KERNEL_SEEDING, SHARE_BITS, first_seed_share, most_fit_rows
 from .lloyd import _kmeans_assign_kernel, _kmeans_update_kernel
 from .rows import Rows, find_rows
@@ -21,19 +22,12 @@ MOST_HELD, PART = 128, 256
 
 @dataclass(frozen=True)
 class Centroids:
-    """What points are compared with: `argmax_c x·direction_c - half_norm_c`.
+    """What points are compared with: `argmax_c x·direction_c - half_norm_c`."""
 
-    Attributes:
-        origin: `(B · H, D)`, to be added to all centroids.
-        centroids: `(B · H, C, D)` float32.
-        directions: `(B · H, C, D)`, `c G` in the dtype of the points; in float16 times `FLOAT16_SCALE`.
-        half_norms: `(B · H, C)`, `c G c^T / 2 + origin·direction`, scaled alike.
-    """
-
-    origin: torch.Tensor
-    centroids: torch.Tensor
-    directions: torch.Tensor
-    half_norms: torch.Tensor
+    origin: torch.Tensor  # `(B · H, D)`, to be added to all centroids
+    centroids: torch.Tensor  # `(B · H, C, D)` float32
+    directions: torch.Tensor  # `(B · H, C, D)`, `c G` in the dtype of the points; in float16 times `FLOAT16_SCALE`
+    half_norms: torch.Tensor  # `(B · H, C)`, `c G c^T / 2 + origin·direction`, scaled alike
 
 
 def assign_blocks(block_d: int, wide: bool, shared_memory: int) -> tuple[int, int, int, int, int]:
@@ -149,11 +143,9 @@ def own_centroids(points: torch.Tensor, rows: Rows, clusters: int) -> torch.Tens
     return centroids
 
 
-@torch.library.custom_op("hf_effattn::kmeans_triton", mutates_args=())
-def kmeans(
-    points: torch.Tensor, mask: torch.Tensor | None, clusters: int, iterations: int, fit_points: int, seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Labels `(B, H, N)` and centroids `(B, H, C, D)` of points `(B, H, N, D)`; a masked point has label 0."""
+    points, mask, clusters, iterations, fit_points, seed = x
     B, H, N, D = points.shape
     if points.numel() == 0:
         return own_clusters(points, mask), points.new_zeros(B, H, clusters, D, dtype=torch.float32)
@@ -170,8 +162,4 @@ def kmeans(
     return labels, centroids
 
 
-@kmeans.register_fake
-def _(points, mask, clusters, *settings):
-    B, H, N, D = points.shape
-    labels = points.new_empty(B, H, N, dtype=torch.int64)
-    return labels, points.new_empty(B, H, clusters, D, dtype=torch.float32)
+kmeans = register_op("kmeans_triton", Inputs, _forward, fake=empty_clusters, shown=2)

@@ -93,21 +93,15 @@ def _kmeans_rows_kernel(
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that count, and those of them that centroids are fitted on.
+    """The rows that count, and those of them that centroids are fitted on."""
 
-    Attributes:
-        most: `R`, how many are fitted on at most.
-        total: `N`.
-        fit: `(B, R)` int32, the rows that centroids are fitted on; -1 beyond them. None: all rows count, and row `r`
-            is `⌊r N / R⌋`.
-        counts: `(B,)` int32, how many rows count; None = all.
-        ranks: `(B, N)` int32, the place of every row among those that count and -1 for the others; None = all count.
-    """
-
-    most: int
-    total: int
+    most: int  # `R`, how many are fitted on at most
+    total: int  # `N`
+    # `(B, R)` int32, the rows that centroids are fitted on; -1 beyond them. None: all rows count, and row `r` is `⌊r N
+    # / R⌋`.
     fit: torch.Tensor | None = None
-    counts: torch.Tensor | None = None
+    counts: torch.Tensor | None = None  # `(B,)` int32, how many rows count; None = all
+    # `(B, N)` int32, the place of every row among those that count and -1 for the others; None = all count
     ranks: torch.Tensor | None = None
 
 

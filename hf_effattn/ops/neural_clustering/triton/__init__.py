@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ...derivatives import refuse_second_derivatives
-from ...shared.gradients import register_gradients
+from ...shared.gradients import register_op
 from ...shared.tables import empty_gradient
 from ...shared.triton.centroids import split_count
 from ...shared.triton.chips import chip_of, on_device_of
+from ..reference import Inputs
 from .backward import (
     _neural_clustering_bwd_direction_kernel,
     _neural_clustering_bwd_score_kernel,
@@ -48,30 +48,16 @@ def _config(tensor: torch.Tensor, stored: torch.dtype) -> dict:
     }
 
 
-def _narrow(config: dict) -> dict:
-    """The same tiles for a kernel that keeps several blocks of columns in registers, not a tile's sum over them."""
-    return config | {"BLOCK_D": config["BLOCK_D"] // 2}
-
-
 @dataclass(frozen=True)
 class Walk:
-    """How a pass walks over the words: some of every row at a time.
+    """How a pass walks over the words: some of every row at a time."""
 
-    Attributes:
-        config: the tiles.
-        length: words of a row.
-        blocks: tiles of centroids.
-        rows: words of every row whose scores are in memory at a time, a multiple of a tile's.
-        splits: parts of these words that programs sum side by side.
-        split_length: words of a part, a multiple of a tile's.
-    """
-
-    config: dict
-    length: int
-    blocks: int
-    rows: int
-    splits: int
-    split_length: int
+    config: dict  # the tiles
+    length: int  # words of a row
+    blocks: int  # tiles of centroids
+    rows: int  # words of every row whose scores are in memory at a time, a multiple of a tile's
+    splits: int  # parts of these words that programs sum side by side
+    split_length: int  # words of a part, a multiple of a tile's
 
     @classmethod
     def over(cls, words: torch.Tensor, clusters: int, config: dict, bytes_per_score: int) -> "Walk":
@@ -93,28 +79,19 @@ class Walk:
             for first, last in ends
         ]
 
+    def as_arguments(self) -> tuple[dict[str, int], dict[str, int]]:
+        """What kernels are told of the scores, and those that sum over a part of the words."""
+        parts = {"splits": self.splits, "split_length": self.split_length}
+        return {"blocks": self.blocks, "rows": self.rows}, parts
+
     def scores(self, words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Memory for a number per word of a step and centroid."""
         return words.new_empty(words.shape[0], self.rows, self.blocks * self.config["CENTROIDS"], dtype=dtype)
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {"blocks": self.blocks, "rows": self.rows}
 
-    @property
-    def parts(self) -> dict[str, int]:
-        return {"splits": self.splits, "split_length": self.split_length}
-
-
-def _mask_strides(mask: torch.Tensor | None) -> tuple[int, ...]:
-    return (0, 0) if mask is None else mask.stride()
-
-
-@torch.library.custom_op("hf_effattn::neural_clustering_triton", mutates_args=())
-def _forward(
-    words: torch.Tensor, directions: torch.Tensor, cosine: bool, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`Ĉ` in the dtype of the words, labels, `Ĉ` in float32, base-2 log-sum-exps `(B, k)`, and `1 / |Z_j|`."""
+    words, directions, cosine, mask = x
     B, N, d = words.shape
     k = directions.shape[1]
     labels = words.new_zeros(B, N, dtype=torch.int64)
@@ -123,18 +100,21 @@ def _forward(
         exact, total = (words.new_zeros(*shape, dtype=torch.float32) for shape in ((B, k, d), (B, k)))
         return exact.to(words.dtype, copy=True), labels, exact, total, inverse
     config = _config(words, words.dtype)
+    # For a kernel that keeps several blocks of columns in registers, not a tile's sum over them.
+    narrow = config | {"BLOCK_D": config["BLOCK_D"] // 2}
     walk = Walk.over(words, k, config, torch.float32.itemsize)
+    sizes, parts = walk.as_arguments()
     tile, columns = config["WORDS"], triton.cdiv(d, config["BLOCK_D"])
     scores = walk.scores(words, torch.float32)
     partial = words.new_empty(B, k, walk.splits, d, dtype=torch.float32)
     lse = words.new_empty(B, k, walk.splits, columns, dtype=torch.float32)
-    mask_strides = _mask_strides(mask)
+    mask_strides = (0, 0) if mask is None else mask.stride()
     masked = {"HAS_MASK": mask is not None}
 
     def score(step: dict[str, int]) -> None:
         _neural_clustering_fwd_score_kernel[(B * step["tiles"] * walk.blocks,)](
             words, directions, mask, inverse, scores, *words.stride(), *directions.stride(), *mask_strides, N, k, d,
-            **step, **walk.sizes, COSINE=cosine, **masked, **_narrow(config),
+            **step, **sizes, COSINE=cosine, **masked, **narrow,
         )  # fmt: skip
 
     with on_device_of(words):
@@ -148,7 +128,7 @@ def _forward(
             score(step)
             _neural_clustering_fwd_update_kernel[(B * walk.blocks * walk.splits, columns)](
                 words, mask, scores, partial, lse, *words.stride(), *mask_strides, k, d, step["first_row"],
-                step["last_row"], **walk.sizes, **walk.parts, **masked, **config,
+                step["last_row"], **sizes, **parts, **masked, **config,
             )  # fmt: skip
     lse = lse[..., 0]
     highest = lse.amax(dim=2, keepdim=True)
@@ -163,35 +143,29 @@ def _forward(
             if place > 0:
                 score(step)
             _neural_clustering_fwd_label_kernel[(B * step["tiles"],)](
-                scores, total, labels, N, k, **step, **walk.sizes, WORDS=tile, CENTROIDS=config["CENTROIDS"],
+                scores, total, labels, N, k, **step, **sizes, WORDS=tile, CENTROIDS=config["CENTROIDS"],
                 num_warps=config["num_warps"], **chip_of(words).all_registers,
             )  # fmt: skip
     return exact.to(words.dtype, copy=True), labels, exact, total, inverse
 
 
-@_forward.register_fake
-def _(words, directions, cosine, mask):
+def _fake(x: Inputs) -> tuple[torch.Tensor, ...]:
+    words, directions = x.words, x.directions
     B, N, _ = words.shape
     return (
         directions.new_empty(directions.shape),
         words.new_empty(B, N, dtype=torch.int64),
         directions.new_empty(directions.shape, dtype=torch.float32),
         directions.new_empty(directions.shape[:2], dtype=torch.float32),
-        words.new_empty(B, N if cosine else 0, dtype=torch.float32),
+        words.new_empty(B, N if x.cosine else 0, dtype=torch.float32),
     )
 
 
 def gradients(
-    grad_updated: torch.Tensor,
-    exact: torch.Tensor,
-    total: torch.Tensor,
-    inverse: torch.Tensor,
-    words: torch.Tensor,
-    directions: torch.Tensor,
-    cosine: bool,
-    mask: torch.Tensor | None,
+    grad_updated: torch.Tensor, exact: torch.Tensor, total: torch.Tensor, inverse: torch.Tensor, x: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of words and directions, labels held fixed."""
+    words, directions, cosine, mask = x
     B, N, d = words.shape
     k = directions.shape[1]
     grad_words = words.new_empty(words.shape)
@@ -200,41 +174,35 @@ def gradients(
     # In 16 bits a share of one word among many times its gradient is 0 unless the exponent is float32's.
     stored = torch.float32 if words.dtype == torch.float16 else words.dtype
     config = _config(words, stored)
+    narrow = config | {"BLOCK_D": config["BLOCK_D"] // 2}
     walk = Walk.over(words, k, config, 2 * stored.itemsize)
+    sizes, parts = walk.as_arguments()
     columns = triton.cdiv(d, config["BLOCK_D"])
     weights, grad_scores = walk.scores(words, stored), walk.scores(words, stored)
     pull = words.new_empty(B, walk.rows if cosine else 0, walk.blocks, dtype=torch.float32)
     partial = words.new_empty(B, walk.splits, k, d, dtype=torch.float32)
     mean = (grad_updated.float() * exact).sum(dim=2)
-    strides = *words.stride(), *directions.stride(), *_mask_strides(mask), *grad_updated.stride()
+    mask_strides = (0, 0) if mask is None else mask.stride()
+    strides = *words.stride(), *directions.stride(), *mask_strides, *grad_updated.stride()
     masked = {"HAS_MASK": mask is not None}
     with on_device_of(words):
         for step in walk.steps():
             _neural_clustering_bwd_score_kernel[(B * step["tiles"] * walk.blocks,)](
                 words, directions, mask, inverse, total, grad_updated, mean, weights, grad_scores, pull, *strides,
-                N, k, d, **step, **walk.sizes, COSINE=cosine, **masked, **_narrow(config),
+                N, k, d, **step, **sizes, COSINE=cosine, **masked, **narrow,
             )  # fmt: skip
             _neural_clustering_bwd_direction_kernel[(B * walk.blocks * walk.splits, columns)](
-                words, mask, grad_scores, partial, *words.stride(), *_mask_strides(mask), k, d, step["first_row"],
-                step["last_row"], **walk.sizes, **walk.parts, **masked, **config,
+                words, mask, grad_scores, partial, *words.stride(), *mask_strides, k, d, step["first_row"],
+                step["last_row"], **sizes, **parts, **masked, **config,
             )  # fmt: skip
             _neural_clustering_bwd_word_kernel[(B * step["tiles"], columns)](
                 words, directions, mask, grad_updated, weights, grad_scores, pull, grad_words, *strides,
-                *grad_words.stride(), k, d, **step, **walk.sizes, COSINE=cosine, **masked, **config,
+                *grad_words.stride(), k, d, **step, **sizes, COSINE=cosine, **masked, **config,
             )  # fmt: skip
     return grad_words, partial.sum(dim=1).to(directions.dtype)
 
 
-register_gradients(
-    "neural_clustering_triton", gradients, ("words", "directions"), outputs=1, keeps=slice(2, None),
-    empty=empty_gradient,
+neural_clustering = register_op(
+    "neural_clustering_triton", Inputs, _forward, gradients, ("words", "directions"),
+    fake=_fake, shown=2, keeps=slice(2, None), empty=empty_gradient,
 )  # fmt: skip
-refuse_second_derivatives("neural_clustering_triton")
-
-
-def neural_clustering(
-    words: torch.Tensor, directions: torch.Tensor, cosine: bool, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Ĉ` `(B, k, d)` and labels `(B, N)`."""
-    updated, labels, *_ = _forward(words, directions, cosine, mask)
-    return updated, labels

@@ -27,19 +27,14 @@ PROGRAMS = 264  # two for each of the 132 multiprocessors of a large chip, where
 
 @dataclass(frozen=True)
 class CentroidPass:
-    """What the pass over the keys leaves, `R = G · C` rows for each of `B · key heads` tables.
+    """What the pass over the keys leaves, `R = G · C` rows for each of `B · key heads` tables."""
 
-    Attributes:
-        values: `(B · Hk · R, splits, Dv)` float32, attention over each part of the keys; empty if not asked for.
-        lse: `(B · Hk · R, splits)` float32, base-2 logarithm of the sum of weights of each part.
-        top: `(B · Hk · R, topk)` int32, the top keys in the order of their bins, -1 where there are too few.
-        top_scores: their scores times log2(e), `-inf` where there is no key.
-    """
-
+    # `(B · Hk · R, splits, Dv)` float32, attention over each part of the keys; empty if not asked for
     values: torch.Tensor
-    lse: torch.Tensor
+    lse: torch.Tensor  # `(B · Hk · R, splits)` float32, base-2 logarithm of the sum of weights of each part
+    # `(B · Hk · R, topk)` int32, the top keys in the order of their bins, -1 where there are too few
     top: torch.Tensor
-    top_scores: torch.Tensor
+    top_scores: torch.Tensor  # their scores times log2(e), `-inf` where there is no key
 
 
 @triton.jit

@@ -17,15 +17,10 @@ LENGTHS = (
 
 @dataclass(frozen=True)
 class Chip:
-    """A kind of chip, as far as block sizes depend on it.
+    """A kind of chip, as far as block sizes depend on it."""
 
-    Args:
-        name (`str`): `"cuda"` for NVIDIA, `"hip"` for AMD.
-        shared_memory (`int`): bytes of shared memory that one program can have.
-    """
-
-    name: str
-    shared_memory: int
+    name: str  # `"cuda"` for NVIDIA, `"hip"` for AMD
+    shared_memory: int  # bytes of shared memory that one program can have
 
     @property
     def is_large(self) -> bool:

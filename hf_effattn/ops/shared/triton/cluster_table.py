@@ -10,14 +10,22 @@ the tangents `b_jc + Q_i·K̃_jc` of the key clusters `c`:
 Columns of a query's softmax are numbered: `0 .. T - 1` the exact keys, `T .. T + G - 1` the key clusters.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from .chips import LENGTHS, chip_of
+from ..dropout import CENTROID_WEIGHTS
+from .chips import LENGTHS, chip_of, on_device_of
 from .dropout import dropout_factor
 from .softmax import KIND, KINDS, dot_rows
-from .tiles import load_rows, load_tile
+from .sort import SortedRows
+from .tiles import LOG2_E, load_rows, load_tile, tile_config
+
+ROWS_OF_A_SPLIT = 512  # queries of a cluster that one program walks before a large cluster is split
+LARGEST_SPLIT = 4
+CENTROID_KIND = tl.constexpr(CENTROID_WEIGHTS)
 
 
 @triton.jit
@@ -25,6 +33,19 @@ def load_top(top_ptr, o_t, topk):
     """The top keys at places `o_t`, 0 where there is none, and where there is one."""
     b_top = tl.load(top_ptr + o_t, mask=o_t < topk, other=-1).to(tl.int64)
     return tl.maximum(b_top, 0), b_top >= 0
+
+
+@triton.jit
+def load_top_weights(top_scores_ptr, o_t, topk, lse):
+    """The centroid's weights `A^c_jt` on the top keys at places `o_t`."""
+    return tl.exp2(tl.load(top_scores_ptr + o_t, mask=o_t < topk, other=float("-inf")) - lse)
+
+
+@triton.jit
+def row_dropout(seed_ptr, i_row, columns, row_length, dropout_p, KINDS: tl.constexpr, KIND: tl.constexpr):
+    """Dropout factors of some columns of one row."""
+    b_factor = dropout_factor(seed_ptr, tl.full([1], 0, tl.int64) + i_row, columns, row_length, dropout_p, KINDS, KIND)
+    return tl.sum(b_factor, 0)
 
 
 @triton.jit
@@ -230,17 +251,19 @@ def _cluster_table_bwd_query_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def _cluster_table_bwd_key_kernel(
     query_ptr, key_ptr, value_ptr, grad_output_ptr, seed_ptr, exact_heads_ptr, order_ptr, starts_ptr, top_ptr,
-    lse_ptr, delta_ptr, grads_ptr,
+    lse_ptr, delta_ptr, centroids_ptr, mean_grads_ptr, centroid_lse_ptr, mass_ptr, top_scores_ptr, extra_ptr,
+    grads_ptr,
     stride_query_b, stride_query_h, stride_query_n, stride_query_d, stride_key_b, stride_key_h, stride_key_m,
     stride_key_d, stride_value_b, stride_value_h, stride_value_m, stride_value_d,
     stride_go_b, stride_go_h, stride_go_n, stride_go_d,
     H, group, N, M, D, Dv, clusters, topk, columns, blocks, splits, split_rows, scale, scale_log2, dropout_p,
-    HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr, ORDERED: tl.constexpr,
+    HAS_REST: tl.constexpr, HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr, ORDERED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What `ROWS` of a cluster's exact keys get from its queries, or from one of the parts of a large cluster.
 
+    With `HAS_REST` the first part also corrects what the centroid gave them, by `extra_jt`, see `clustered_attention`.
     Clusters share keys: each program adds to the rows `(B · Hk, M, D + Dv)` of `grads`, `dK` and `dV` side by side, in
     no fixed order. With `ORDERED` it stores its share in rows `(B · H · C · topk, D + Dv)` instead, and `splits` is 1.
     """
@@ -249,6 +272,8 @@ def _cluster_table_bwd_key_kernel(
     i_p = i_row // clusters
     starts_ptr += i_p * (clusters + 2) + i_row % clusters
     first, last = tl.load(starts_ptr), tl.load(starts_ptr + 1)
+    if HAS_REST:
+        size = tl.where(i_split == 0, last - first, 0).to(tl.float32)
     length = tl.maximum(split_rows, tl.cdiv(last - first, splits))
     first += i_split * length
     exact = is_exact(exact_heads_ptr, i_p // group, HAS_EXACT)
@@ -298,8 +323,19 @@ def _cluster_table_bwd_key_kernel(
         b_grad_value += tl.dot(b_dropped.to(b_grad.dtype), b_grad, input_precision=PRECISION)
         b_grad_key += tl.dot(b_grad_scores.to(b_query.dtype), b_query, input_precision=PRECISION)
 
-    b_grad_key *= scale
     o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    if HAS_REST:
+        mass = tl.load(mass_ptr + i_row)
+        b_extra = tl.load(extra_ptr + i_row * topk + o_t, mask=o_t < topk, other=0.0) * size
+        lse = tl.load(centroid_lse_ptr + i_row)
+        b_centroid_weights = load_top_weights(top_scores_ptr + i_row * topk, o_t, topk, lse) * size
+        if HAS_DROPOUT:
+            b_centroid_weights *= row_dropout(seed_ptr, i_row, b_top, M, dropout_p, KINDS, CENTROID_KIND)
+        b_centroid = tl.load(centroids_ptr + i_row * D + o_d, mask=o_d < D, other=0.0)
+        b_mean_grad = tl.load(mean_grads_ptr + i_row * Dv + o_v, mask=o_v < Dv, other=0.0)
+        b_grad_key = b_grad_key * mass + b_extra[:, None] * b_centroid[None, :]
+        b_grad_value = b_grad_value * mass - b_centroid_weights[:, None] * b_mean_grad[None, :]
+    b_grad_key *= scale
     b_out = (i_row * topk + o_t) if ORDERED else i_p // group * M + b_top
     m_out = (o_t < topk) if ORDERED else m_top
     p_out = grads_ptr + b_out[:, None] * (D + Dv)
@@ -310,6 +346,44 @@ def _cluster_table_bwd_key_kernel(
     else:
         tl.atomic_add(p_out + o_d[None, :], b_grad_key, mask=m_d, sem="relaxed")
         tl.atomic_add(p_out + D + o_v[None, :], b_grad_value, mask=m_v, sem="relaxed")
+
+
+def add_exact_keys(
+    x: Any, grad_output: torch.Tensor, members: SortedRows, top: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
+    sums: torch.Tensor, *, columns: int, exact_heads: torch.Tensor | None = None,
+    rest: tuple[torch.Tensor, ...] | None = None,
+) -> None:  # fmt: skip
+    """Add what keys and values get as exact ones to `sums` `(B · Hk · M, D + Dv)`, float32.
+
+    Args:
+        x: the inputs of the op.
+        members: the queries, sorted.
+        top: `(B · H, C, topk)` int32, the exact keys.
+        lse, delta: of each query's softmax over `columns` columns, `(B · H, N)`.
+        exact_heads: `(B, Hk)`, contiguous: heads that are left out; or None.
+        rest: of each cluster centroid, mean gradient, log-sum-exp, mass, scores of exact keys and `extra`; or None.
+    """
+    query, key, value, ordered = x.query, x.key, x.value, torch.are_deterministic_algorithms_enabled()
+    (B, H, N, D), (Hk, M, Dv), (_, C, topk) = query.shape, value.shape[1:], top.shape
+    config = tile_config(query, D, Dv, backward=True, two_sums=True)
+    splits = 1 if ordered else min(LARGEST_SPLIT, triton.cdiv(N, ROWS_OF_A_SPLIT))
+    blocks = triton.cdiv(topk, config["ROWS"])
+    if blocks == 0:
+        return
+    shares = sums.new_empty(B * H * C * topk, D + Dv) if ordered else sums
+    with on_device_of(query):
+        _cluster_table_bwd_key_kernel[(B * H * C * blocks * splits,)](
+            query, key, value, grad_output, x.dropout_seed, exact_heads, members.order, members.starts, top, lse,
+            delta, *([None] * 6 if rest is None else rest), shares,
+            *query.stride(), *key.stride(), *value.stride(), *grad_output.stride(),
+            H, H // Hk, N, M, D, Dv, C, topk, columns, blocks, splits, ROWS_OF_A_SPLIT, x.scale, x.scale * LOG2_E,
+            x.dropout_p, HAS_REST=rest is not None, HAS_EXACT=exact_heads is not None,
+            HAS_DROPOUT=x.dropout_seed is not None, ORDERED=ordered, **config,
+        )  # fmt: skip
+    if ordered:
+        # Places without a key hold 0 and may go anywhere.
+        first = torch.arange(B * Hk, device=key.device).repeat_interleave(H // Hk * C * topk) * M
+        sums.index_add_(0, top.flatten().clamp(min=0) + first, shares)
 
 
 @triton.jit(do_not_specialize=LENGTHS)

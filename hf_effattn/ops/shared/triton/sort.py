@@ -19,20 +19,14 @@ class SortedRows:
     Rows in no cluster, those that are masked or have a label outside `0 .. C - 1`, stand last, as cluster `C`. With
     `j` the cluster of a tile, `tiles[p, s]`, the tile holds the sorted rows from
     `starts[p, j] + (s - starts[p, j] // tile - j) · tile` on, up to `tile` of them and none of the next cluster.
-
-    Attributes:
-        order: `(P, N)` int32, the row that stands at each place.
-        starts: `(P, C + 2)` int32, the first place of each cluster; at `C` the rows in none, at `C + 1` their end.
-        tiles: `(P, N // tile + C + 1)` int32, the cluster of each tile of rows.
-        clusters: `C`.
-        tile: rows that a tile can hold.
     """
 
-    order: torch.Tensor
+    order: torch.Tensor  # `(P, N)` int32, the row that stands at each place
+    # `(P, C + 2)` int32, the first place of each cluster; at `C` the rows in none, at `C + 1` their end
     starts: torch.Tensor
-    tiles: torch.Tensor
-    clusters: int
-    tile: int
+    tiles: torch.Tensor  # `(P, N // tile + C + 1)` int32, the cluster of each tile of rows
+    clusters: int  # `C`
+    tile: int  # rows that a tile can hold
 
 
 @triton.jit
@@ -142,6 +136,14 @@ def _sort_by_cluster_kernel(
 Labelled = tuple[torch.Tensor, torch.Tensor | None, int, int]
 
 
+def empty_sorted(labels: torch.Tensor, clusters: int, tile: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Memory for `order`, `starts` and `tiles` of rows with labels `(B, H, N)`."""
+    B, H, N = labels.shape
+    sizes = N, clusters + 2, N // tile + clusters + 1
+    order, starts, tiles = (labels.new_empty(B * H, size, dtype=torch.int32) for size in sizes)
+    return order, starts, tiles
+
+
 def sort_by_cluster(labels: torch.Tensor, mask: torch.Tensor | None, clusters: int, tile: int) -> SortedRows:
     """Rows with integer labels `(B, H, N)`, any strides, sorted by cluster; stable, for rows where `mask` `(B, N)`."""
     return sort_both_by_cluster((labels, mask, clusters, tile))[0]
@@ -158,10 +160,7 @@ def sort_both_by_cluster(first: Labelled, second: Labelled | None = None) -> lis
     found, given, splits = [], [], []
     for labels, mask, clusters, tile in both:
         B, H, N = labels.shape
-        order, starts, tiles = (
-            labels.new_empty(B * H, size, dtype=torch.int32) for size in (N, clusters + 2, N // tile + clusters + 1)
-        )
-        found.append(SortedRows(order, starts, tiles, clusters, tile))
+        found.append(SortedRows(*empty_sorted(labels, clusters, tile), clusters, tile))
         if has_mask:
             mask = labels.new_ones(B, N, dtype=torch.bool) if mask is None else mask.contiguous()
         given.append((labels.to(first[0].dtype).contiguous(), mask, H, N, clusters))

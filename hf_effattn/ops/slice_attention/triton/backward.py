@@ -11,10 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ...shared.tables import empty_gradient
 from ...shared.triton.chips import block_width, on_device_of
 from ...shared.triton.cluster_table import load_split_sum
 from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.tiles import LOG2_E, load_rows
+from ..reference import Inputs
 from .forward import Call, strides
 from .tiles import (
     KIND,
@@ -390,30 +392,12 @@ def _slice_attention_bwd_sink_sum_kernel(
     add_in_place(p_gv, o_v < Dv, load_split_sum(value_parts_ptr, i_pk * rows + i_sink, splits, Dv, BLOCK_V))
 
 
-def backward(
-    grad_output: torch.Tensor,
-    grad_pooled: torch.Tensor,
-    grad_lse: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    call: Call,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of query, key and value, and of the position terms where there are any.
-
-    Args:
-        grad_output, output (`torch.Tensor`): `(B, H, N, Dv)`, the output of the forward pass.
-        grad_pooled (`torch.Tensor`): `(B, H, slices, Dv)`.
-        grad_lse, lse (`torch.Tensor`): `(B, H, N)`, the log-sum-exps of the forward pass.
-        query (`torch.Tensor`): `(B, H, N, D)`.
-        key (`torch.Tensor`): `(B, key heads, N, D)`.
-        value (`torch.Tensor`): `(B, key heads, N, Dv)`.
-        scale (`float`): factor on the scores.
-        call (`Call`): everything else.
-    """
+def gradients(
+    grad_output: torch.Tensor, grad_pooled: torch.Tensor, grad_lse: torch.Tensor, output: torch.Tensor,
+    lse: torch.Tensor, x: Inputs,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of query, key and value, and of both position terms (empty where there are none)."""
+    (query, key, value), scale, call, grad_lse = x[:3], x.scale, Call.of(x), grad_lse.contiguous()
     B, H, N, D = query.shape
     Dv, numbers, flags = value.shape[3], dict(call.numbers), dict(call.flags)
     L, extension, slices = numbers["L"], numbers["extension"], numbers.pop("slices")
@@ -424,7 +408,7 @@ def backward(
     parts = last_part + (2 if extension else 1)
     # The position terms of a key differ from part to part, so where they need a gradient the parts stay apart.
     apart = parts if flags["HAS_KEY_POSITIONS"] else 1
-    grad_query = torch.empty_like(query)
+    grad_query = empty_gradient(query)
     grad_keys, grad_values = (x.new_empty(apart, *x.transpose(1, 2).shape).transpose(2, 3) for x in (key, value))
     delta, whole_grad = torch.empty_like(lse), query.new_empty(B, H, N, Dv)
     common = {
@@ -484,9 +468,9 @@ def backward(
                     **parts_of, **grads, **sinks, key_heads=key.shape[1], N=N, D=D, Dv=Dv, rows=rows,
                     BLOCK_D=config["BLOCK_D"], BLOCK_V=config["BLOCK_V"], num_warps=1,
                 )  # fmt: skip
-    of_queries = of_keys = None
+    of_queries, of_keys = query.new_empty(0), query.new_empty(0)
     if call.flags["HAS_QUERY_POSITIONS"]:
-        of_queries = _sum_over_slices(grad_query, L)
+        of_queries = _sum_over_slices(grad_query, L).to(query.dtype)
     if call.flags["HAS_KEY_POSITIONS"]:
         sums = [_sum_over_slices(part, L) for part in grad_keys]
         if extension:
@@ -494,7 +478,7 @@ def backward(
         if len(sums) == 3:
             sums[2] = sums[2][:, :extension]
         unused = L + 2 * extension - sum(part.shape[1] for part in sums)
-        of_keys = torch.nn.functional.pad(torch.cat(sums, dim=1), (0, 0, 0, unused))
+        of_keys = torch.nn.functional.pad(torch.cat(sums, dim=1), (0, 0, 0, unused)).to(query.dtype)
     return grad_query, grad_key, grad_value, of_queries, of_keys
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from ...shared.triton.chips import on_device_of
 from ...shared.triton.tiles import LOG2_E, LOWEST, load_rows
 from ..batched import empty_outputs
+from ..reference import Inputs
 from .tiles import (
     NOT_SPECIALIZED,
     dot_with_positions,
@@ -123,84 +124,50 @@ def _slice_attention_fwd_kernel(
 
 @dataclass(frozen=True)
 class Call:
-    """What both passes hand to their kernels.
+    """What both passes hand to their kernels."""
 
-    Args:
-        tensors (`dict[str, Any]`): mask, positions, sinks and sizes of the slices, by the kernels' names for them.
-        numbers (`dict[str, Any]`): lengths, counts and the dropout probability.
-        flags (`dict[str, Any]`): what exists.
-    """
-
-    tensors: dict[str, Any]
-    numbers: dict[str, Any]
-    flags: dict[str, Any]
+    tensors: dict[str, Any]  # mask, positions, sinks and sizes of the slices, by the kernels' names for them
+    numbers: dict[str, Any]  # lengths, counts and the dropout probability
+    flags: dict[str, Any]  # what exists
 
     @classmethod
-    def of(
-        cls,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        slice_length: int,
-        extension: int,
-        causal: bool,
-        key_mask: torch.Tensor | None,
-        query_positions: torch.Tensor | None,
-        key_positions: torch.Tensor | None,
-        sink_mask: torch.Tensor | None,
-        dropout_p: float,
-        dropout_seed: torch.Tensor | None,
-    ) -> "Call":
-        """Prepares a call; nothing is asked of the host.
-
-        Args:
-            query (`torch.Tensor`): `(B, H, N, D)`.
-            key (`torch.Tensor`): `(B, key heads, N, D)`.
-            slice_length (`int`): `L`.
-            extension (`int`): keys seen on one side.
-            causal (`bool`): whether later keys are hidden.
-            key_mask (`torch.BoolTensor`, *optional*): `(B, N)`.
-            query_positions (`torch.Tensor`, *optional*): `(H, L, D)`.
-            key_positions (`torch.Tensor`, *optional*): `(key heads, αL, D)`.
-            sink_mask (`torch.BoolTensor`, *optional*): `(B, N)`.
-            dropout_p (`float`): dropout on the weights.
-            dropout_seed (`torch.Tensor`, *optional*): its seed.
-        """
+    def of(cls, x: Inputs) -> "Call":
+        """Prepares a call; nothing is asked of the host."""
+        query, key_mask, sinks, counts = x.query, x.key_mask, None, None
         _, H, N, D = query.shape
-        slices = -(-N // slice_length)
-        sinks = counts = None
-        if sink_mask is not None:
-            sink_mask = sink_mask if key_mask is None else sink_mask & key_mask
+        if x.sink_mask is not None:
+            sink_mask = x.sink_mask if key_mask is None else x.sink_mask & key_mask
             sinks = (~sink_mask).to(torch.int8).argsort(dim=1, stable=True)
             counts = sink_mask.sum(dim=1)
         tensors = {
             "mask_ptr": query if key_mask is None else key_mask,
-            "query_positions_ptr": query if query_positions is None else query_positions.contiguous(),
-            "key_positions_ptr": query if key_positions is None else key_positions.contiguous(),
+            "query_positions_ptr": query if x.query_positions is None else x.query_positions.contiguous(),
+            "key_positions_ptr": query if x.key_positions is None else x.key_positions.contiguous(),
             "sink_ptr": query if sinks is None else sinks,
             "sink_count_ptr": query if counts is None else counts,
-            "inverse_size_ptr": _inverse_sizes(query, key_mask, slice_length),
-            "seed_ptr": query if dropout_seed is None else dropout_seed.to(query.device, non_blocking=True),
+            "inverse_size_ptr": _inverse_sizes(query, key_mask, x.slice_length),
+            "seed_ptr": query if x.dropout_seed is None else x.dropout_seed.to(query.device, non_blocking=True),
         }
         numbers = {
             "stride_mask_b": 0 if key_mask is None else key_mask.stride(0),
             "stride_mask_n": 0 if key_mask is None else key_mask.stride(1),
             "H": H,
-            "group": H // key.shape[1],
+            "group": H // x.key.shape[1],
             "N": N,
-            "L": slice_length,
-            "extension": extension,
+            "L": x.slice_length,
+            "extension": x.extension,
             "D": D,
-            "slices": slices,
-            "last_part": 1 if extension and not causal else 0,
-            "dropout_p": dropout_p,
+            "slices": -(-N // x.slice_length),
+            "last_part": 1 if x.extension and not x.causal else 0,
+            "dropout_p": x.dropout_p,
         }
         flags = {
-            "CAUSAL": causal,
+            "CAUSAL": x.causal,
             "HAS_MASK": key_mask is not None,
-            "HAS_QUERY_POSITIONS": query_positions is not None,
-            "HAS_KEY_POSITIONS": key_positions is not None,
+            "HAS_QUERY_POSITIONS": x.query_positions is not None,
+            "HAS_KEY_POSITIONS": x.key_positions is not None,
             "HAS_SINKS": sinks is not None,
-            "HAS_DROPOUT": dropout_seed is not None,
+            "HAS_DROPOUT": x.dropout_seed is not None,
         }
         return cls(tensors, numbers, flags)
 
@@ -229,21 +196,12 @@ def strides(prefix: str, tensor: torch.Tensor) -> dict[str, int]:
     return {f"stride_{prefix}_{dim}": stride for dim, stride in zip("bhnd", tensor.stride(), strict=True)}
 
 
-def forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, call: Call
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output `(B, H, N, Dv)`, means `(B, H, slices, Dv)` and log-sum-exps `(B, H, N)`.
-
-    Args:
-        query (`torch.Tensor`): `(B, H, N, D)`.
-        key (`torch.Tensor`): `(B, key heads, N, D)`.
-        value (`torch.Tensor`): `(B, key heads, N, Dv)`.
-        scale (`float`): factor on the scores.
-        call (`Call`): everything else.
-    """
+def forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output `(B, H, N, Dv)`, means `(B, H, slices, Dv)` and log-sum-exps `(B, H, N)`."""
+    (query, key, value), call = x[:3], Call.of(x)
     B, H, N, D = query.shape
     Dv, slices = value.shape[3], call.numbers["slices"]
-    output, _, lse = empty_outputs(query, value, call.numbers["L"])
+    output, _, lse = empty_outputs(x)
     config = tile_config(query, call.numbers["L"], D, Dv)
     tiling = call.tiling(config)
     per_slice = tiling["tiles_per_slice"]
@@ -252,8 +210,8 @@ def forward(
     if B and N:
         with on_device_of(query):
             _slice_attention_fwd_kernel[(B * H * tiling["tiles"],)](
-                query, key, value, output_ptr=output, pooled_ptr=pooled, lse_ptr=lse, Dv=Dv, scale_log2=scale * LOG2_E,
-                **call.tensors, **call.numbers, **call.flags, **tiling, **config,
+                query, key, value, output_ptr=output, pooled_ptr=pooled, lse_ptr=lse, Dv=Dv,
+                scale_log2=x.scale * LOG2_E, **call.tensors, **call.numbers, **call.flags, **tiling, **config,
                 **strides("query", query), **strides("key", key), **strides("value", value),
                 **strides("output", output),
             )  # fmt: skip

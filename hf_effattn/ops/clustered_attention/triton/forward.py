@@ -1,4 +1,4 @@
-"""Forward pass of improved clustered attention on a GPU: what the centroids leave beside their top keys.
+"""Kernels of the forward pass: what the centroids leave beside their top keys, and a copy of it to the members.
 
 `T` below are a cluster's `topk` keys, `m_j` the centroid's mass on them; places of `T` without a key have weight 0.
 """
@@ -8,22 +8,8 @@ import triton.language as tl
 
 from ...shared.triton.centroids import merge_splits
 from ...shared.triton.chips import LENGTHS
-from ...shared.triton.cluster_table import load_top
-from ...shared.triton.dropout import dropout_factor
-from ...shared.triton.tiles import load_rows
-
-
-@triton.jit
-def load_top_weights(top_scores_ptr, o_t, topk, lse):
-    """The centroid's weights `A^c_jt` on the top keys at places `o_t`."""
-    return tl.exp2(tl.load(top_scores_ptr + o_t, mask=o_t < topk, other=float("-inf")) - lse)
-
-
-@triton.jit
-def row_dropout(seed_ptr, i_row, columns, row_length, dropout_p, KINDS: tl.constexpr, KIND: tl.constexpr):
-    """Dropout factors of some columns of one row."""
-    b_factor = dropout_factor(seed_ptr, tl.full([1], 0, tl.int64) + i_row, columns, row_length, dropout_p, KINDS, KIND)
-    return tl.sum(b_factor, 0)
+from ...shared.triton.cluster_table import load_top, load_top_weights, row_dropout
+from ...shared.triton.tiles import load_rows, load_tile
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -57,3 +43,30 @@ def _improved_clustered_attention_fwd_rest_kernel(
     tl.store(rest_ptr + i_row * Dv + o_v, b_value - tl.sum(b_chosen, 0), mask=o_v < Dv)
     tl.store(mass_ptr + i_row, tl.sum(b_mass, 0))
     tl.store(lse_ptr + i_row, lse)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def _clustered_attention_fwd_kernel(
+    values_ptr, partial_lse_ptr, order_ptr, starts_ptr, tiles_ptr, output_ptr, merged_ptr, lse_ptr,
+    stride_output_b, stride_output_h, stride_output_n, stride_output_d,
+    H, N, Dv, clusters, tiles, splits,
+    TILE: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """`O_i = O^c_j` for a tile of members of `j`; the first tile of a cluster keeps `O^c_j` for the backward pass."""
+    i_p = (tl.program_id(0) // tiles).to(tl.int64)
+    cluster, o_place, m_row, b_row = load_tile(
+        order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, N, clusters, tiles, TILE
+    )
+    o_v = tl.arange(0, BLOCK_V)
+    in_cluster = cluster < clusters
+    i_row = i_p * clusters + tl.where(in_cluster, cluster, 0)
+    b_value, lse = merge_splits(values_ptr, partial_lse_ptr, i_row, splits, Dv, BLOCK_V)
+    first = tl.load(starts_ptr + i_p * (clusters + 2) + cluster)
+    if in_cluster & (tl.min(o_place, 0) == first):
+        tl.store(merged_ptr + i_row * Dv + o_v, b_value, mask=o_v < Dv)
+        tl.store(lse_ptr + i_row, lse)
+    # Rows in no cluster get 0.
+    b_output = tl.zeros([TILE, BLOCK_V], tl.float32) + tl.where(in_cluster, b_value, 0.0)[None, :]
+    p_output = output_ptr + i_p // H * stride_output_b + i_p % H * stride_output_h
+    p_output += b_row[:, None] * stride_output_n + o_v[None, :] * stride_output_d
+    tl.store(p_output, b_output.to(output_ptr.dtype.element_ty), mask=m_row[:, None] & (o_v < Dv)[None, :])
