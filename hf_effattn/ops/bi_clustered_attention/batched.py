@@ -2,8 +2,9 @@
 
 Of every query cluster a table is made, its exact keys and the tangents of the key clusters, to which its queries then
 attend (`shared.cluster_table`). The backward pass gets the tables where they are small beside the inputs, else which
-keys are exact, and makes them again; of heads that attend exactly it gets output and log-sum-exp. What a compiler traces
-keeps no tables. Sums and softmax are in float32, or float64 for float64 inputs; of bfloat16 the products are in bfloat16.
+keys are exact, and makes them again; of heads that attend exactly it gets output and log-sum-exp. A compiler's graph
+keeps no tables. Sums and softmax are in float32, or float64 for float64 inputs; of bfloat16 the products are in
+bfloat16.
 
 Sizes: `P` key/value heads of a chunk, `N` queries, `M` keys, `T` exact keys, `C` query clusters of all the query heads
 that share a key/value head, `G` key clusters, `nb` blocks of `L` keys per head.

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from hf_effattn.measuring.errors import relative_error
-from scripts.benchmark import _inputs, _rivals, neighbour, rivals
+from hf_effattn.measuring.ladder import LadderErrors
+from hf_effattn.samples.texts import Passages, bundled_books
+from scripts.benchmark import _inputs, _rivals, layers, neighbour, rivals
 
 N = 64
 
@@ -168,3 +170,44 @@ def test_the_busy_process_is_ended_whatever_happens(monkeypatch):
     # One whose parent is not the process that it is told of ends by itself.
     orphan = popen([neighbour.sys.executable, "-c", neighbour.BUSY, str(os.getppid())])
     assert orphan.wait(timeout=60) == 0
+
+
+@pytest.mark.slow
+def test_heads_that_share_a_budget(real_model_folder, tmp_path, monkeypatch):
+    """Calibrated on bundled novels instead of books, measured on others; the least time keeps each budget."""
+
+    def tokens_of(tokenizer, part, name, length):
+        return Passages(tokenizer, bundled_books()).spread(length, layers.BOOKS)[layers.CALIBRATED.index(name)][None]
+
+    ladder = [
+        {"method": "bi-clustered", "clusters": C, "topk": k, "key_clusters": C, "exact_above": None}
+        for C, k in ((8, 8), (32, 64))
+    ]
+    monkeypatch.setattr(layers, "tokens_of", tokens_of)
+    monkeypatch.setattr(layers, "default_ladder", lambda **given: ladder)
+    # So short, exact attention is the fastest.
+    monkeypatch.setattr(LadderErrors, "costs", lambda found: torch.tensor([1.0, 2.0, 9.0]))
+    monkeypatch.setattr(
+        _inputs, "held_out_tokens", lambda tokenizer, files: [Passages(tokenizer, bundled_books()).longest(500)[0]]
+    )
+    monkeypatch.setattr(layers, "TRAINED", {})
+    size = {"clusters": 16, "topk": 16, "key_clusters": 16}
+    monkeypatch.setitem(rivals.RIVALS, rivals.OURS[0], (rivals.RIVALS[rivals.OURS[0]][0], [size]))
+    known = [{"length": 400, "method": rivals.OURS[0], "name": rivals.label(size), "speedup": 1.0, "error": 0.01}]
+    monkeypatch.setattr(layers, "RIVALS_FILE", tmp_path / "rivals.json")
+    layers.RIVALS_FILE.write_text(json.dumps({"rows": known}), encoding="utf-8")
+    output = tmp_path / "layers.json"
+    layers.main("400", repeats=1, output=output)
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    shared = {row["budget"]: row for row in rows if "budget" in row}
+    assert list(shared) == list(rivals.TARGETS)
+    for budget, row in shared.items():
+        assert row["error"] <= 1.2 * budget
+        assert row["error"] == pytest.approx(sum(row["layer_errors"]) / 6)
+        assert row["margin"] >= 1
+    assert shared[0.3]["error"] > 2 * shared[0.05]["error"]
+    assert [row["name"] for row in rows if row.get("part")] == ["error=0.2", "error=0.1", "error=0.05"]
+    lines = layers.verdicts(rows)
+    assert [line["error at most"] for line in lines] == list(rivals.TARGETS)
+    assert [line["others"] for line in lines] == [None] * len(lines)
+    assert lines[0]["one setting"] == next(row["speedup"] for row in rows if row["method"] == rivals.OURS[0])
