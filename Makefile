@@ -25,8 +25,10 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
-	$(BIN)/python -m mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	@# Types are checked beside the tests: alone they would leave a processor idle.
+	$(BIN)/python -m mypy & types=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal; tests=$$?; \
+	wait $$types && exit $$tests
 
 # What `make test` leaves out: tests over about two seconds that show combinations.
 test-slow: $(READY)

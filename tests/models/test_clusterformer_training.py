@@ -277,7 +277,7 @@ def losses_of_training(model, batches, learning_rate=5e-3):
     return losses
 
 
-@pytest.mark.slow_except("kmeans", "neural", "lsh", "gated_centroids", "full", "post_norm")
+@pytest.mark.slow_except("kmeans", "neural", "gated_centroids", "full")
 @pytest.mark.parametrize("variant", TRAINED)
 def test_every_variant_learns_to_classify(variant):
     torch.manual_seed(0)

@@ -89,14 +89,7 @@ def test_every_head_trains(model_class):
     assert seen[-1] < 0.5 * seen[0]
 
 
-@pytest.mark.slow_except(
-    "classifier-paper",
-    "classifier-three_levels",
-    "classifier-global_local",
-    "classifier-mlp",
-    "classifier-separate_projections",
-    "causal-paper",
-)
+@pytest.mark.slow_except("classifier-paper", "classifier-three_levels", "classifier-mlp", "causal-paper")
 @every_variant
 @pytest.mark.parametrize("model_class", [CSTForSequenceClassification, CSTForCausalLM], ids=["classifier", "causal"])
 def test_every_variant_trains(variant, model_class):

@@ -168,6 +168,7 @@ def test_labels_of_a_large_chip(method, masks, large_chip):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="only the interpreter is two chips")
+@pytest.mark.slow_except("*-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("method", ["kmeans", "lsh"])
 def test_one_launch_or_two_are_the_same_bit_for_bit(method, dtype, request):

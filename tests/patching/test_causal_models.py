@@ -146,6 +146,7 @@ def test_a_window_over_all_is_the_exact_model(model_type: str, attended: list[di
     assert torch.equal(model(ids, attention_mask=mask).logits, exact)
 
 
+@pytest.mark.slow_except("bi-clustered-*", "*-gpt2")
 @each_model
 @each_method
 @torch.no_grad()

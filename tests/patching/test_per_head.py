@@ -43,6 +43,7 @@ def padded(length: int = 45) -> torch.Tensor:
     return mask
 
 
+@pytest.mark.slow_except("*-False", "1-all-True", "2-padded-True")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mask", [None, padded()], ids=["all", "padded"])
 @pytest.mark.parametrize("group", [1, 2])

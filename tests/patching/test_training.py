@@ -56,6 +56,7 @@ def gradients(model: PreTrainedModel, batch: Any) -> dict[str, torch.Tensor]:
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
+@pytest.mark.slow_except("bert", "modernbert", "vit", "whisper")
 @pytest.mark.parametrize("model_type", DROPOUT)
 def test_attention_dropout_is_honoured(model_type: str) -> None:
     batch = batch_for(tiny_model(model_type))

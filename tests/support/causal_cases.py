@@ -19,7 +19,7 @@ class Case:
     B: int = 2
     H: int = 2
     key_heads: int | None = None
-    N: int = 53
+    N: int = 37
     D: int = 8
     Dv: int = 8
     masks: str = "none"
