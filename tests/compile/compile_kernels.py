@@ -233,7 +233,8 @@ def attention_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], 
         key_labels = torch.zeros(1, key_heads, length, dtype=torch.int64)
         rest = mask, mask, exact, 0.125, dropout_p, seed
         for key_clusters, keys in ((64, topk), (16, 16)):  # walked in blocks, and held as one
-            yield partial(bi_clustered, *qkv, labels, key_labels, min(clusters, 128), key_clusters, keys, *rest)
+            counts = ([count] * key_heads for count in (min(clusters, 128), key_clusters, keys))
+            yield partial(bi_clustered, *qkv, labels, key_labels, *counts, *rest)
 
 
 def clustering_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:

@@ -90,7 +90,8 @@ def layers() -> dict[str, Callable[[], Any]]:
     def bi_clustered() -> torch.Tensor:
         offsets(query.detach(), labels, None, 64, 2048)
         rest = HEAD_DIM**-0.5, 0.0, None
-        return bi_clustered_attention(query, key, value, labels, labels, 64, 32, 64, None, None, None, *rest)
+        counts = ([count] * key.shape[1] for count in (64, 32, 64))
+        return bi_clustered_attention(query, key, value, labels, labels, *counts, None, None, None, *rest)
 
     slice_length, extension = 32, 32
     sinks = torch.ones(1, LENGTH, dtype=torch.bool)

@@ -372,7 +372,7 @@ def test_no_rows_at_all(module):
         labels = torch.zeros(B, 1, N, dtype=torch.int64, device=DEVICE)
         arguments = [query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), labels]
         key_labels = torch.zeros(B, 1, M, dtype=torch.int64, device=DEVICE)
-        arguments += [key_labels, 2, 2, min(M, 3), None] if module is bi_clustered else [2, 0]
+        arguments += [key_labels, [2], [2], [min(M, 3)], None] if module is bi_clustered else [2, 0]
         arguments[-1:] = [min(M, 3)] if module is improved else arguments[-1:]
         op = getattr(module, module.__name__.split(".")[-2])
         output = op(*arguments, None, None, 0.3, 0.0, None)

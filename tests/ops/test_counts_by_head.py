@@ -1,7 +1,7 @@
 """Bi-clustered attention with counts of its own for every head: each head is what it is alone; chunks kept for the way
 back give the gradients of chunks computed again."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -151,21 +151,35 @@ def test_only_small_tables_are_kept_and_none_without_a_way_back(monkeypatch):
     assert [len(computed) for computed in calls] == [6]  # neighbours have other counts: a chunk for each head
     monkeypatch.setattr(batched, "MOST_KEPT", 0)
     attend(OP, CASE, inputs, clusters=CLUSTERS, key_clusters=KEY_CLUSTERS, topk=TOPK)
-    assert calls[1] == {}
+    assert calls[1] == []
+
+
+@dataclass(frozen=True)
+class Inner:
+    view: torch.Tensor
+    number: float
+
+
+class Outer:
+    def __init__(self, base: torch.Tensor) -> None:
+        self.whole, self.empty, self.none = base, base[:0], None
+        self.inner = [Inner(base.view(3, 4).t()[1:], 0.1), True]
+        self.other = torch.ones(2, dtype=torch.bool)
 
 
 def test_objects_come_back_from_tensors_that_share_no_memory():
     base = torch.arange(12.0)
-    kept = {"whole": base, "view": base.view(3, 4).t()[1:], "other": torch.ones(2, dtype=torch.bool), "none": base[:0]}
-    kept |= {"empty": torch.empty(0, 3), "nested": [(kept["view"], 5, None)]}
-    tensors = as_tensors(kept)
+    kept = Outer(base)
+    tensors = as_tensors([(1, "two"), kept])
     places = [tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()]
     assert len(places) == len(set(places)) == 3
     assert base.untyped_storage().data_ptr() in places
-    back = from_tensors(tensors)
-    assert back["nested"][0][1:] == (5, None)
-    for one, other in ((back, kept), ({"view": back["nested"][0][0]}, {"view": kept["view"]})):
-        for name in other:
-            if name != "nested":
-                assert torch.equal(one[name], other[name])
-                assert one[name].stride() == other[name].stride()
+    pair, back = from_tensors(tensors, (Inner, Outer))
+    assert pair == [1, "two"]
+    assert (back.none, back.inner[0].number, back.inner[1]) == (None, 0.1, True)
+    pairs = ((back.inner[0].view, kept.inner[0].view), (back.empty, kept.empty), (back.other, kept.other))
+    for one, other in (*pairs, (back.whole, kept.whole)):
+        assert torch.equal(one, other)
+        assert (one.stride(), one.dtype) == (other.stride(), other.dtype)
+    with pytest.raises(KeyError, match="Inner"):
+        from_tensors(tensors, (Outer,))

@@ -142,6 +142,9 @@ def _parts(x: InputsByHead) -> list[RowChunk | ExactPart]:
     return [*exact_parts(x), *chunks]
 
 
+KEPT = (_Chunk, KeyClusters, Summaries, ClusterBlocks, ClusterTable, Dipole)
+
+
 def _place(part: RowChunk) -> tuple[int, int, int]:
     return part.batch, part.first_head, part.last_head
 
@@ -169,7 +172,7 @@ def _forward(x: InputsByHead) -> list[torch.Tensor]:
             computed[_place(part)] = chunk
 
     for_every_chunk(attend_chunk, _parts(x), x.query.device)
-    return [output, log_sum, top, *(as_tensors(computed) if x.keep else [])]
+    return [output, log_sum, top, *(as_tensors(list(computed.items())) if x.keep else [])]
 
 
 def _kept(x: InputsByHead) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,7 +191,7 @@ def gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, labels and sets `T_j` held fixed; `forward` is what the forward op gave."""
     output, log_sum, top, *kept = forward
-    computed: dict[tuple[int, int, int], _Chunk] = from_tensors(kept) if kept else {}
+    computed = {tuple(place): chunk for place, chunk in from_tensors(kept, KEPT)} if kept else {}
     counts = x.counts()
     grad_query, grad_key, grad_value = gradients_of_chunks(x.query, x.key, x.value, x.key_mask, x.query_mask)
     parts = _parts(x)

@@ -3,51 +3,61 @@
 Autograd then keeps them as it keeps every tensor, so that checkpoints, hooks and `retain_graph` work.
 """
 
-import io
-import pickle
+import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 
-class _Pickler(pickle.Pickler):
-    """Puts every memory that tensors share into a list once, and into the pickle where they lie in it."""
+def as_tensors(kept: list[Any]) -> list[torch.Tensor]:
+    """Objects of plain classes as tensors, none of which shares memory with another; nothing is copied.
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.memories: list[torch.Tensor] = []
-        self._places: dict[int, int] = {}
+    The first is their structure as JSON; then every memory that their tensors share, once.
+    """
+    memories: list[torch.Tensor] = []
+    places: dict[int, int] = {}
 
-    def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor):
-            return None
-        storage = obj.untyped_storage()
-        place = self._places.setdefault(storage.data_ptr(), len(self.memories)) if len(storage) else len(self.memories)
-        if place == len(self.memories):
-            count = len(storage) // obj.itemsize
-            self.memories.append(obj.new_empty(0).set_(storage, 0, (count,), (1,)))
-        return place, tuple(obj.shape), obj.stride(), obj.storage_offset()
+    def encoded(obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            storage = obj.untyped_storage()
+            # Tensors without memory all have the same address.
+            place = places.setdefault(storage.data_ptr(), len(memories)) if len(storage) else len(memories)
+            if place == len(memories):
+                count = len(storage) // obj.itemsize
+                memories.append(obj.new_empty(0).set_(storage, 0, (count,), (1,)))
+            return {"memory": place, "view": [list(obj.shape), list(obj.stride()), obj.storage_offset()]}
+        if obj is None or isinstance(obj, bool | int | float | str):
+            return obj
+        if isinstance(obj, list | tuple):
+            return [encoded(one) for one in obj]
+        return {"class": type(obj).__name__, "fields": {name: encoded(value) for name, value in vars(obj).items()}}
 
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, memories: list[torch.Tensor]) -> None:
-        super().__init__(file)
-        self.memories = memories
-
-    def persistent_load(self, pid: Any) -> torch.Tensor:
-        place, shape, stride, offset = pid
-        return self.memories[place].as_strided(shape, stride, offset)
+    structure = json.dumps(encoded(kept)).encode()
+    return [torch.frombuffer(bytearray(structure), dtype=torch.uint8), *memories]
 
 
-def as_tensors(kept: Any) -> list[torch.Tensor]:
-    """Any object of plain classes as tensors, none of which shares memory with another; nothing is copied."""
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    pickler.dump(kept)
-    return [torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8), *pickler.memories]
+def from_tensors(tensors: list[torch.Tensor], classes: Iterable[type]) -> list[Any]:
+    """What `as_tensors` was given, tuples as lists; its tensors must not be written to.
 
-
-def from_tensors(tensors: list[torch.Tensor]) -> Any:
-    """What `as_tensors` was given; its tensors must not be written to."""
+    Args:
+        tensors (`list[torch.Tensor]`): what `as_tensors` returned.
+        classes (`Iterable[type]`): of the objects.
+    """
     structure, *memories = tensors
-    return _Unpickler(io.BytesIO(structure.numpy().tobytes()), memories).load()
+    by_name = {one.__name__: one for one in classes}
+
+    def decoded(obj: Any) -> Any:
+        if isinstance(obj, list):
+            return [decoded(one) for one in obj]
+        if not isinstance(obj, dict):
+            return obj
+        if "memory" in obj:
+            return memories[obj["memory"]].as_strided(*obj["view"])
+        kind = by_name[obj["class"]]
+        made = object.__new__(kind)
+        vars(made).update({name: decoded(value) for name, value in obj["fields"].items()})
+        return made
+
+    found: list[Any] = decoded(json.loads(structure.numpy().tobytes()))
+    return found
