@@ -37,7 +37,7 @@ def as_tensors(kept: list[Any]) -> list[torch.Tensor]:
     return [torch.frombuffer(bytearray(structure), dtype=torch.uint8), *memories]
 
 
-def from_tensors(tensors: list[torch.Tensor], classes: Iterable[type]) -> list[Any]:
+def from_tensors(tensors: list[torch.Tensor], classes: Iterable[type[Any]]) -> list[Any]:
     """What `as_tensors` was given, tuples as lists; its tensors must not be written to.
 
     Args:
