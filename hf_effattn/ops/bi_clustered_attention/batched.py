@@ -173,7 +173,7 @@ def _forward(x: InputsByHead) -> list[torch.Tensor]:
             computed[_place(part)] = chunk
 
     for_every_chunk(attend_chunk, _parts(x), x.query.device)
-    # Threads finish in any order; a checkpoint wants the tensors of the pass that it repeats in the order of the first.
+    # Threads finish in any order; a checkpoint wants the tensors of both of its passes in the same.
     return [output, log_sum, top, *(as_tensors(sorted(computed.items(), key=itemgetter(0))) if x.keep else [])]
 
 
