@@ -1,7 +1,9 @@
 """Bi-clustered attention with counts of its own for every head: each head is what it is alone; chunks kept for the way
 back give the gradients of chunks computed again."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -116,6 +118,27 @@ def test_kept_chunks_give_the_gradients_of_chunks_computed_again(kept, dropout_p
     leaves = inputs.query, inputs.key, inputs.value
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0), dtype=output.dtype)
     for one, other in zip(torch.autograd.grad((output * weights).sum(), leaves), expected[1:], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+
+
+def test_a_checkpoint_whose_threads_finish_in_another_order(monkeypatch):
+    inputs = inputs_of_counts()
+    expected = both_passes(inputs)
+    passes = count()
+
+    def run_in_turn(run: Callable[[Any], None], chunks: Iterable[Any], device: torch.device) -> None:
+        for chunk in list(chunks)[:: (-1) ** next(passes)]:
+            with torch.no_grad():
+                run(chunk)
+
+    monkeypatch.setattr(batched, "for_every_chunk", run_in_turn)
+
+    def run(query: torch.Tensor) -> torch.Tensor:
+        options = {"clusters": CLUSTERS, "key_clusters": KEY_CLUSTERS, "topk": TOPK}
+        return attend(OP, CASE, replace(inputs, query=query), **options)
+
+    output = checkpoint(run, inputs.query, use_reentrant=False)
+    for one, other in zip(gradients_of(output, inputs), expected[1:], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
 
 

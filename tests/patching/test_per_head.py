@@ -73,6 +73,22 @@ def test_every_head_runs_as_its_rung_alone(group: int, mask: torch.Tensor | None
     assert not exact_part[1][:, [0, 2, 3]].any()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_same_is_dropped_with_gradients_and_without(causal: bool) -> None:
+    """As the two passes of a checkpoint, `use_reentrant=True`, do."""
+    method = per_head([[0, 2, 1, 1]], [rung | LOCAL for rung in RUNGS])
+    kept, outputs = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        for learns in (False, True):
+            torch.manual_seed(0)
+            inputs = [tensor.requires_grad_(learns) for tensor in tensors()]
+            outputs.append(method.run(*inputs, causal=causal, dropout_p=0.3))
+    finally:
+        torch.set_num_threads(kept)
+    torch.testing.assert_close(outputs[0], outputs[1])
+
+
 def test_no_token_changes_what_comes_before_it() -> None:
     method = per_head([[0, 2, 1, 1]], [rung | LOCAL for rung in RUNGS])
     inputs = tensors()

@@ -10,6 +10,7 @@ Sizes: `P` key/value heads of a chunk, `N` queries, `M` keys, `T` exact keys, `C
 that share a key/value head, `G` key clusters, `nb` blocks of `L` keys per head.
 """
 
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -172,7 +173,8 @@ def _forward(x: InputsByHead) -> list[torch.Tensor]:
             computed[_place(part)] = chunk
 
     for_every_chunk(attend_chunk, _parts(x), x.query.device)
-    return [output, log_sum, top, *(as_tensors(list(computed.items())) if x.keep else [])]
+    # Threads finish in any order; a checkpoint wants the tensors of both of its passes in the same.
+    return [output, log_sum, top, *(as_tensors(sorted(computed.items(), key=itemgetter(0))) if x.keep else [])]
 
 
 def _kept(x: InputsByHead) -> tuple[torch.Tensor, torch.Tensor]:

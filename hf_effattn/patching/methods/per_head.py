@@ -213,7 +213,7 @@ class PerHead(Method):
     ) -> torch.Tensor:
         """Every rung on its heads; where a CPU learns, those of `"bi-clustered"` and the exact ones in one call."""
         group, shares = query.shape[1] // key.shape[1], self._shares_of(query, key)
-        if not _learns(query, key, value):
+        if not _learns(query, key, value) and options.dropout_p == 0:
             return self._attend_in_parts(query, key, value, options, shares)
         with torch.no_grad():
             labels, key_labels, exact_heads = self._group(query.detach(), key.detach(), options, shares)
@@ -261,7 +261,7 @@ class PerHead(Method):
     ) -> torch.Tensor:
         """Every rung on its heads."""
         shares = self._shares(key)
-        if not _learns(query, key, value):
+        if not _learns(query, key, value) and options.dropout_p == 0:
             return self._attend_in_parts(query, key, value, options, shares)
         group = query.shape[1] // key.shape[1]
         return _joined(
@@ -271,7 +271,10 @@ class PerHead(Method):
     def _attend_in_parts(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, shares: list[Share]
     ) -> torch.Tensor:
-        """On a CPU, without gradients: a part of a share per thread at a time, its grouping included."""
+        """On a CPU, without gradients: a part of a share per thread at a time, its grouping included.
+
+        Without dropout: a checkpoint's first pass, without gradients, must draw what the second one draws.
+        """
         output = query.new_empty(*query.shape[:3], value.shape[3])
         group, N = query.shape[1] // key.shape[1], query.shape[2]
 
