@@ -100,7 +100,8 @@ class OfLayers:
             look(layer)
         while total.sum() > L * budget:
             dearer = (self.costs - self.costs[table][..., None]).clamp(min=NOTHING)
-            step(-changes / dearer)
+            # What rounding alone gains would be taken again and again.
+            step((-changes / dearer).masked_fill(changes >= -NOTHING * total.sum(), -torch.inf))
         while True:
             saved = self.costs[table][..., None] - self.costs
             possible = (saved > NOTHING) & (total.sum() + changes <= L * budget)
