@@ -28,7 +28,7 @@ from ..shared.tables import chunks_of, cluster_sizes, draw_dropout, gradients_of
 from .exact_heads import ExactPart, KeyGradients, attend_exactly, exact_backward, exact_parts
 from .reference import LARGEST_LIFT, Inputs, InputsByHead
 
-# What the backward pass is left beside queries, keys, values and output, at most, as a multiple of them.
+# How many times as large as queries, keys, values and output what is left to the backward pass beside them may be.
 MOST_KEPT = 2
 
 
