@@ -5,7 +5,7 @@ Errors of layers that no method is for are infinite: they stay exact, and no bud
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 
@@ -18,13 +18,7 @@ NOTHING = 1e-12
 
 
 class Rule(Protocol):
-    """What a budget counts, and so how heads share it.
-
-    Attributes:
-        over: its name.
-    """
-
-    over: ClassVar[str]
+    """What a budget counts, and so how heads share it."""
 
     def choose(self, errors: torch.Tensor, budget: float, margin: float) -> torch.Tensor:
         """The table of heads within a budget on `errors` `(T, R, L, H)`, times a margin of at least 1."""
@@ -37,8 +31,6 @@ class Rule(Protocol):
 
 class OfHeads:
     """Every head within the budget; errors are relative L2 errors of a head's attention output."""
-
-    over: ClassVar[str] = "heads"
 
     def choose(self, errors: torch.Tensor, budget: float, margin: float) -> torch.Tensor:
         """For every head the first rung whose mean error over the texts is small enough."""
@@ -61,7 +53,6 @@ class OfLayers:
         costs (`torch.Tensor`): `(R + 1,)`, seconds of a layer by rung, exact attention last.
     """
 
-    over: ClassVar[str] = "layers"
     costs: torch.Tensor
 
     def choose(self, errors: torch.Tensor, budget: float, margin: float) -> torch.Tensor:

@@ -21,7 +21,7 @@ import typer
 from rich.progress import track
 
 from hf_effattn import extend_positions
-from hf_effattn.measuring.bench import Attend, Inputs, exact_output, forward, forward_backward
+from hf_effattn.measuring.bench import Attend, Inputs, exact_output, forward
 from hf_effattn.measuring.choosing import OfLayers, held_out_coverage, least_margin
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.measuring.ladder import LadderErrors, default_ladder
@@ -35,7 +35,18 @@ from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, print_table
 from ._inputs import HEAD_DIM, HEADS, held_out_inputs
 from .budget import CALIBRATED, tokens_of
-from .rivals import OURS, RIVALS, TARGETS, TRAINED, TRAINING, Name, fastest, label, settings_to_try, times_of_layers
+from .rivals import (
+    OURS,
+    RIVALS,
+    TARGETS,
+    TRAINED,
+    Name,
+    fastest,
+    label,
+    settings_to_try,
+    times_of_layers,
+    training_rows,
+)
 
 METHOD = "bi-clustered, calibrated over layers"
 BOOKS = 4
@@ -110,14 +121,7 @@ def measure(length: int, repeats: int, rivals: list[dict[str, Any]]) -> list[dic
         for method, chosen in TRAINED.items()
         for settings in chosen
     }
-    leaves = [(query.requires_grad_(), key.requires_grad_(), value.requires_grad_()) for query, key, value in layers]
-    for attends in trained.values():
-        forward_backward(attends[0], leaves[0])
-    times = times_of_layers(trained, leaves, repeats, forward_backward, f"{length:,} tokens: {TRAINING}")
-    return rows + [
-        {"length": length, "part": TRAINING, "method": name[0], "name": name[1], **of_call, "error": None}
-        for name, of_call in times.items()
-    ]
+    return rows + training_rows(length, trained, layers, repeats)
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

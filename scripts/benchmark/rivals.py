@@ -191,14 +191,18 @@ def measure_training(length: int, repeats: int) -> list[dict[str, Any]]:
         for method, chosen in TRAINED.items()
         for settings in chosen
     }
-    layers = [
-        (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
-        for query, key, value in held_out_inputs(length)
-    ]
-    for attend in calls.values():
-        forward_backward(attend, layers[0])
-    of_layers = _of_layers(calls, layers)
-    times = times_of_layers(of_layers, layers, repeats, forward_backward, f"{length:,} tokens: {TRAINING}")
+    layers = held_out_inputs(length)
+    return training_rows(length, _of_layers(calls, layers), layers, repeats)
+
+
+def training_rows(
+    length: int, calls: dict[Name, list[Attend]], layers: list[Inputs], repeats: int
+) -> list[dict[str, Any]]:
+    """Times of both passes of calls, by layer, as rows; the inputs are leaves from then on."""
+    leaves = [(query.requires_grad_(), key.requires_grad_(), value.requires_grad_()) for query, key, value in layers]
+    for attends in calls.values():
+        forward_backward(attends[0], leaves[0])
+    times = times_of_layers(calls, leaves, repeats, forward_backward, f"{length:,} tokens: {TRAINING}")
     return [
         {"length": length, "part": TRAINING, "method": name[0], "name": name[1], **of_call, "error": None}
         for name, of_call in times.items()

@@ -213,7 +213,7 @@ class PerHead(Method):
     ) -> torch.Tensor:
         """Every rung on its heads; where a CPU learns, those of `"bi-clustered"` and the exact ones in one call."""
         group, shares = query.shape[1] // key.shape[1], self._shares_of(query, key)
-        if not _learns(query, key, value) and options.dropout_p == 0:
+        if _in_parts(options, query, key, value):
             return self._attend_in_parts(query, key, value, options, shares)
         with torch.no_grad():
             labels, key_labels, exact_heads = self._group(query.detach(), key.detach(), options, shares)
@@ -261,7 +261,7 @@ class PerHead(Method):
     ) -> torch.Tensor:
         """Every rung on its heads."""
         shares = self._shares(key)
-        if not _learns(query, key, value) and options.dropout_p == 0:
+        if _in_parts(options, query, key, value):
             return self._attend_in_parts(query, key, value, options, shares)
         group = query.shape[1] // key.shape[1]
         return _joined(
@@ -271,10 +271,7 @@ class PerHead(Method):
     def _attend_in_parts(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, shares: list[Share]
     ) -> torch.Tensor:
-        """On a CPU, without gradients: a part of a share per thread at a time, its grouping included.
-
-        Without dropout: a checkpoint's first pass, without gradients, must draw what the second one draws.
-        """
+        """A part of a share per thread at a time, its grouping included."""
         output = query.new_empty(*query.shape[:3], value.shape[3])
         group, N = query.shape[1] // key.shape[1], query.shape[2]
 
@@ -342,10 +339,14 @@ def _attend_share(
     return _attend_exactly(*inputs, options, rows) if rung is None else rung.run(*inputs, **vars(options))
 
 
-def _learns(*tensors: torch.Tensor) -> bool:
-    """Whether autograd, or a compiler's graph, has to follow, or there are no threads of a CPU to share the work."""
+def _in_parts(options: Options, *tensors: torch.Tensor) -> bool:
+    """Whether threads of a CPU may share the work: no autograd and no compiler's graph has to follow.
+
+    Nor with dropout: a checkpoint's first pass, without gradients, must draw what the second one draws.
+    """
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return learns or torch.compiler.is_compiling() or tensors[0].device.type != "cpu"
+    on_cpu = tensors[0].device.type == "cpu"
+    return on_cpu and options.dropout_p == 0 and not learns and not torch.compiler.is_compiling()
 
 
 def _of_threads(shares: Sequence[Share], device: torch.device) -> list[Share]:
