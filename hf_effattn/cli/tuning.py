@@ -26,6 +26,9 @@ def tune(
     speed: Annotated[
         float | None, typer.Option(help="Instead of --error: how many times faster attention shall be.")
     ] = None,
+    training: Annotated[
+        bool, typer.Option("--training", help="For a model that will learn: time both passes.")
+    ] = False,
     min_length: Annotated[
         int | None, typer.Option(help="0: force the settings where exact attention is faster, too.")
     ] = None,
@@ -59,7 +62,14 @@ def tune(
             typer.secho(f"The model knows {positions} positions; beyond, they are repeated.", err=True)
             loaded = extend_positions(loaded, max(wanted))
         found = calibrate(
-            loaded, inputs, error, over=over, speed=speed, min_length=min_length, progress=lines_of_progress()
+            loaded,
+            inputs,
+            error,
+            over=over,
+            speed=speed,
+            training=training,
+            min_length=min_length,
+            progress=lines_of_progress(),
         )
         file = found.save(output)
         write_whole(output / "rungs.png", lambda picture: found.plot().savefig(picture, format="png"))

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from ..patching.methods import Method
+from ..patching.methods.base import Options, attend_exactly
+from .bench import Attend, forward_backward
 from .cost import median, timed
 from .errors import head_squares, ratio
 from .recording import SeenAttention
@@ -22,15 +24,22 @@ LADDER: tuple[dict[str, Any], ...] = tuple(
         (16, 16, 16), (32, 16, 32), (32, 64, 32), (64, 64, 64), (96, 96, 64), (128, 128, 64), (128, 128, 128),
     )
 )  # fmt: skip
-# Where heads share a budget of their layers: heads that are a small part of the output may have a large error. Few
-# numbers of clusters, since heads with the same are clustered together.
+# Where heads share a budget of their layers: heads that are a small part of the output may have a large error. Many
+# clusters fitted to more queries err a tenth less and cost a twentieth.
 LAYERS_LADDER: tuple[dict[str, Any], ...] = (
     {"method": "clustered", "clusters": 32},
+    {"method": "i-clustered", "clusters": 25, "topk": 384},
     *(
-        {"method": "bi-clustered", "clusters": C, "topk": k, "key_clusters": G, "exact_above": None}
-        for C, k, G in ((32, 32, 32), (64, 128, 64), (64, 512, 64))
+        {"method": "bi-clustered", "clusters": C, "topk": k, "key_clusters": G, "exact_above": None, **fit}
+        for C, k, G, fit in (
+            (16, 16, 16, {}),
+            (32, 32, 32, {}),
+            (32, 256, 32, {"fit_queries": 4096}),
+            (64, 128, 64, {"fit_queries": 4096}),
+            (64, 512, 64, {"fit_queries": 4096}),
+        )
     ),
-)  # fmt: skip
+)
 # Of models that mask the future; half the default: fewer scores, which pay for exact heads.
 SEGMENT_LENGTH = 512
 
@@ -51,34 +60,48 @@ class LadderErrors:
         errors (`dict[int, dict[int, torch.Tensor]]`): by the number of the text and layer, `(2, R, H)`: what
             `text_errors` and `layer_shares` say.
         seconds (`dict[int, list[list[float]]]`): by length and rung, exact attention last, of one text and layer.
+        training (`bool`): whether both passes are timed, too.
+        training_seconds (`dict[int, list[list[float]]]`): of these the same.
     """
 
     rungs: list[Method]
     errors: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     seconds: dict[int, list[list[float]]] = field(default_factory=dict)
+    training: bool = False
+    training_seconds: dict[int, list[list[float]]] = field(default_factory=dict)
     first_text: int = 0
 
     def watch(self, seen: SeenAttention) -> torch.Tensor:
         """An observer of `recording`: run every rung on the queries, keys and values of a layer."""
-        device, N = seen.query.device, seen.query.shape[2]
-        seconds = self.seconds.setdefault(N, [[] for _ in range(len(self.rungs) + 1)])
-        options: dict[str, Any] = {"key_mask": seen.key_mask, "scale": seen.scale, "causal": seen.causal}
+        device, (N, key_heads) = seen.query.device, (seen.query.shape[2], seen.key.shape[1])
+        asked: dict[str, Any] = {"key_mask": seen.key_mask, "scale": seen.scale, "causal": seen.causal}
         exact, taken = timed(seen.exact, device)
-        seconds[-1].append(taken)
+        self._keep(self.seconds, N, -1, taken)
+        self._time_training(partial(attend_exactly, options=Options(**asked)), seen, -1)
         found = []
         for index, rung in enumerate(self.rungs):
-            key_heads = seen.key.shape[1]
             if rung.is_exact(N, N, device.type, causal=seen.causal):
                 found.append(torch.zeros(2, len(seen.query), key_heads))
                 continue
-            output, taken = timed(partial(rung.run, seen.query, seen.key, seen.value, **options), device)
-            seconds[index].append(taken)
+            output, taken = timed(partial(rung.run, seen.query, seen.key, seen.value, **asked), device)
+            self._keep(self.seconds, N, index, taken)
+            self._time_training(partial(rung.run, **asked, training=True), seen, index)
             squares = text_squares(exact, output.transpose(1, 2), seen.key_mask)
             found.append(torch.stack([text_errors(squares, key_heads), layer_shares(squares, key_heads)]))
         errors = torch.stack(found, dim=2)  # (2, B, R, H)
         for text in range(len(seen.query)):
             self.errors.setdefault(self.first_text + text, {})[seen.layer] = errors[:, text]
         return exact
+
+    def _keep(self, seconds: dict[int, list[list[float]]], length: int, index: int, taken: float) -> None:
+        seconds.setdefault(length, [[] for _ in range(len(self.rungs) + 1)])[index].append(taken)
+
+    def _time_training(self, attend: Attend, seen: SeenAttention, index: int) -> None:
+        if self.training:
+            query, key, value = (one.detach().requires_grad_() for one in (seen.query, seen.key, seen.value))
+            with torch.enable_grad():
+                _, taken = timed(partial(forward_backward, attend, (query, key, value)), query.device)
+            self._keep(self.training_seconds, query.shape[2], index, taken)
 
     def stacked(self, layers: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Errors of heads and shares of layers, `(T, R, L, H)`; infinite in layers that no method is for."""
@@ -89,9 +112,13 @@ class LadderErrors:
                 errors[:, text, :, layer] = found
         return errors[0], errors[1]
 
-    def costs(self) -> torch.Tensor:
-        """Seconds of a layer at the longest length, by rung and exact attention last; infinite where none ran."""
-        times = [median(taken) for taken in self.seconds[max(self.seconds)]]
+    def costs(self, *, training: bool = False) -> torch.Tensor:
+        """Seconds of a layer at the longest length, by rung and exact attention last; infinite where none ran.
+
+        `training`: of both passes.
+        """
+        seconds = self.training_seconds if training else self.seconds
+        times = [median(taken) for taken in seconds[max(seconds)]]
         return torch.tensor([torch.inf if one is None else one for one in times])
 
 

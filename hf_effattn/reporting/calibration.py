@@ -55,7 +55,8 @@ class Calibration:
         settings (`PerHead`): the rungs, the table of heads, and in `calibration` how they were found: `error` (the
             budget), `over` (what it counts), `lengths`, `texts`, `margin`, `held_out` (the part of the heads, or of
             the texts, within the budget on texts left out), `errors` (the largest on these texts, by layer and head),
-            over layers `layers_error` (their mean, the largest on these texts), `speed` against exact attention.
+            over layers `layers_error` (their mean, the largest on these texts), `speed` against exact attention and
+            whether it is that of `training`.
         base_model (`str`, *optional*): the id on the Hub of the model.
     """
 
@@ -111,7 +112,7 @@ class Calibration:
         lines = [
             f"Within an error of {percent(made['error'])}: {percent(made['held_out'])} {of} left out "
             f"({count(made['texts'], 'text')} of {lengths} tokens, margin {made['margin']:.2f}); attention "
-            f"{made['speed']:.2g} times as fast as exact.",
+            f"{made['speed']:.2g} times as fast as exact{', both passes' if made.get('training') else ''}.",
             *(f"  {heads.count(index):>4} heads: {name}" for index, name in enumerate(names)),
         ]
         return "\n".join(lines)
@@ -124,6 +125,7 @@ def calibrate(
     *,
     over: str = "heads",
     speed: float | None = None,
+    training: bool = False,
     ladder: Sequence[Mapping[str, Any]] | None = None,
     coverage: float = COVERAGE,
     min_length: int | None = None,
@@ -152,9 +154,11 @@ def calibrate(
             a layer together, in the mean of the layers, as the tables of the README do.
         speed (`float`, *optional*): instead of `error`: how many times faster than exact attention the heads shall be
             at the longest length; the budget is the smallest that is.
+        training (`bool`): for a model that will learn: the times are those of both passes, in which exact heads cost
+            more.
         ladder (`Sequence[dict]`, *optional*): the settings to choose from, the cheapest first, as of `report`.
             Default: seven of `"bi-clustered"`, where the future is masked in segments of 512 tokens; over the layers
-            of an encoder one of `"clustered"` and three of `"bi-clustered"`.
+            of an encoder one of `"clustered"`, one of `"i-clustered"` and five of `"bi-clustered"`.
         coverage (`float`): the part of the heads, or over layers of the texts, that shall be within the budget on a
             text left out.
         min_length (`int`, *optional*): as of the methods: inputs with fewer tokens run exact attention. Default: each
@@ -195,7 +199,7 @@ def calibrate(
     lengths = _lengths_of(batches, stack)
     if lengths and all(rung.is_exact(N, N, device_type, causal=causal) for rung in rungs for N in lengths):
         raise _nothing_to_measure(rungs, lengths, device_type, causal)
-    found = LadderErrors(rungs)
+    found = LadderErrors(rungs, training=training)
     with progress_bar(progress, len(batches) * len(layer_names(model)), "calibrate") as advance:
 
         def watch(seen: Any) -> torch.Tensor:
@@ -222,7 +226,7 @@ def _chosen(
     coverage: float,
     min_length: int | None,
 ) -> Calibration:
-    costs = found.costs()
+    costs = found.costs(training=found.training)
     ran = costs[:-1].isfinite()
     if not ran.any():
         causal = any(is_causal(module) for module in stack.modules)
@@ -256,6 +260,7 @@ def _chosen(
         "error": budget,
         "over": over,
         "speed": round(speed_of(table, costs), 3),
+        "training": found.training,
         "lengths": sorted(found.seconds),
         "texts": len(found.errors),
         "coverage": coverage,

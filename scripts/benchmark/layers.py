@@ -3,7 +3,7 @@
 Settings of every head are found as `hf_effattn.calibrate(…, over="layers")` finds them, on books; errors and times are
 those of `scripts/benchmark/rivals.py`, on its held-out novels: all heads of a layer together, the mean of the layers.
 In the same rounds run what was the fastest setting of each method for an error in `benchmark_rivals.json`, which may
-come from another machine. Of a few both passes are timed, too.
+come from another machine. Both passes are timed of a few, beside settings found with `training=True`.
 
     python -m scripts.benchmark.layers            # writes scripts/results/benchmark_layers.json
 
@@ -11,6 +11,8 @@ What the output file holds is not measured again.
 """
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +42,7 @@ from .rivals import (
     RIVALS,
     TARGETS,
     TRAINED,
+    TRAINING,
     Name,
     fastest,
     label,
@@ -59,10 +62,14 @@ def named(budget: float) -> Name:
 
 
 @torch.no_grad()
-def calibrated(length: int) -> dict[float, dict[str, Any]]:
-    """For every budget the settings, the margin, and the part of the books that stay within it when left out."""
+def calibrated(length: int) -> tuple[dict[float, dict[str, Any]], dict[float, dict[str, Any]]]:
+    """For every budget the settings, the margin, and the part of the books that stay within it when left out.
+
+    The second time with the least time of both passes.
+    """
     model, tokenizer, _ = load_model(None)
-    found = LadderErrors([make_method(**one, min_length=0) for one in default_ladder(causal=False, over="layers")])
+    ladder = [make_method(**one, min_length=0) for one in default_ladder(causal=False, over="layers")]
+    found = LadderErrors(ladder, training=True)
     for book in track(CALIBRATED[:BOOKS], description=f"{length:,} tokens: calibration"):
         tokens = tokens_of(tokenizer, "calibrated", book, length)
         if length > model.config.max_position_embeddings:
@@ -71,14 +78,20 @@ def calibrated(length: int) -> dict[float, dict[str, Any]]:
             model(input_ids=tokens)
         found.first_text = len(found.errors)
     _, shares = found.stacked(model.config.num_hidden_layers)
-    rule, settings = OfLayers(found.costs()), {}
-    for budget in TARGETS:
+
+    def within(budget: float, rule: OfLayers) -> dict[str, Any]:
         margin = least_margin(shares, budget, COVERAGE, rule)
-        heads = PerHead(rungs=found.rungs, heads=rule.choose(shares, budget, margin).tolist(), min_length=0)
-        settings[budget] = {
-            "settings": heads, "margin": margin, "left_out": held_out_coverage(shares, budget, margin, rule),
+        table = rule.choose(shares, budget, margin).tolist()
+        return {
+            "settings": PerHead(rungs=found.rungs, heads=table, min_length=0),
+            "budget": budget, "heads": table, "margin": margin,
+            "left_out": held_out_coverage(shares, budget, margin, rule),
         }  # fmt: skip
-    return settings
+
+    forward, training = OfLayers(found.costs()), OfLayers(found.costs(training=True))
+    return {budget: within(budget, forward) for budget in TARGETS}, {
+        budget: within(budget, training) for budget in TRAINED_BUDGETS
+    }
 
 
 def by_layer(heads: PerHead, layers: list[Inputs]) -> list[Attend]:
@@ -98,35 +111,53 @@ def best_of_others(rows: list[dict[str, Any]], length: int) -> dict[Name, Attend
     }
 
 
+@torch.no_grad()
+def errors_of_layers(attends: list[Attend], layers: list[Inputs], exact: list[torch.Tensor]) -> list[float]:
+    """Of every layer the error of all its heads together."""
+    runs = zip(attends, layers, exact, strict=True)
+    return [relative_error(one, attend(*inputs)) for attend, inputs, one in runs]
+
+
 def measure(length: int, repeats: int, rivals: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Errors and times at a length, forward, and times of both passes."""
-    tables = calibrated(length)
+    """Errors and times at a length, forward, and of both passes."""
+    tables, trained_tables = calibrated(length)
     layers = held_out_inputs(length)
-    about = {named(budget): {"budget": budget} | table for budget, table in tables.items()}
-    calls = {name: by_layer(table.pop("settings"), layers) for name, table in about.items()}
-    calls |= {name: [attend] * len(layers) for name, attend in best_of_others(rivals, length).items()}
     exact = [exact_output(inputs) for inputs in layers]
-    errors: dict[Name, list[float]] = {}
-    for name, attends in track(calls.items(), description=f"{length:,} tokens: errors"):
-        runs = zip(attends, layers, exact, strict=True)
-        errors[name] = [relative_error(one, forward(attend, inputs)) for attend, inputs, one in runs]
-    rows = [
-        {"length": length, "method": name[0], "name": name[1], **about.get(name, {}), **times}
-        | {"error": sum(errors[name]) / len(layers), "layer_errors": errors[name]}
-        for name, times in times_of_layers(calls, layers, repeats, forward, f"{length:,} tokens: times").items()
-    ]
-    trained = {named(budget): calls[named(budget)] for budget in TRAINED_BUDGETS}
-    trained |= {
+
+    def rows_of(
+        calls: dict[Name, list[Attend]], about: dict[float, dict[str, Any]], timed: Callable[..., list[dict[str, Any]]]
+    ) -> list[dict[str, Any]]:
+        settings = {named(budget): table.pop("settings") for budget, table in about.items()}
+        calls = {name: by_layer(heads, layers) for name, heads in settings.items()} | calls
+        runs = track(calls.items(), description=f"{length:,} tokens: errors")
+        errors = {name: errors_of_layers(attends, layers, exact) for name, attends in runs}
+        found = {named(budget): table for budget, table in about.items()}
+        return [
+            row
+            | found.get((row["method"], row["name"]), {})
+            | {"error": sum(of_layers) / len(layers), "layer_errors": of_layers}
+            for row in timed(calls)
+            for of_layers in [errors[row["method"], row["name"]]]
+        ]
+
+    def forward_rows(calls: dict[Name, list[Attend]]) -> list[dict[str, Any]]:
+        times = times_of_layers(calls, layers, repeats, forward, f"{length:,} tokens: times")
+        return [{"length": length, "method": name[0], "name": name[1], **of_call} for name, of_call in times.items()]
+
+    others = {name: [attend] * len(layers) for name, attend in best_of_others(rivals, length).items()}
+    trained = {
         (method, label(settings)): [RIVALS[method][0](**settings)] * len(layers)
         for method, chosen in TRAINED.items()
         for settings in chosen
     }
-    return rows + training_rows(length, trained, layers, repeats)
+    return rows_of(others, tables, forward_rows) + rows_of(
+        trained, trained_tables, partial(training_rows, length, layers=layers, repeats=repeats)
+    )
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For every length and error: the calibrated speed, the best of one setting, the best of others."""
-    found = []
+    """For every length and error: the calibrated speed, the best of one setting, the best of others; forward."""
+    found, rows = [], [row for row in rows if row.get("part") != TRAINING]
     for length in sorted({row["length"] for row in rows}):
         for target in TARGETS:
             best = fastest(rows, length, target)
