@@ -21,14 +21,14 @@ def test_tuned_on_ones_own_text_beyond_the_models_positions(tmp_path: Path) -> N
     options = ["--text", str(tmp_path / "one.txt"), "--text", str(tmp_path / "two.txt"), "--min-length", "0"]
     output = tmp_path / "tuned"
     arguments = ["tune", str(folder), *options, "--lengths", "80,150", "--texts", "3", "--output", str(output)]
-    result = runner.invoke(app, [*arguments, "--error", "0.2"])
+    result = runner.invoke(app, [*arguments, "--error", "0.2", "--training"])
     assert result.exit_code == 0, result.output
     assert "knows 64 positions" in result.stderr
     assert "12/12 layer 1, 150 tokens" in result.stderr
     assert {path.name for path in output.iterdir()} == {"effattn.json", "rungs.png"}
     stored = json.loads((output / "effattn.json").read_text())
     found = stored["calibration"]
-    assert (found["error"], found["lengths"], found["texts"]) == (0.2, [80, 150], 6)
+    assert (found["error"], found["training"], found["lengths"], found["texts"]) == (0.2, True, [80, 150], 6)
     assert f'settings="{output / "effattn.json"}", tolerance=0.2' in result.stdout
     model = hf_effattn.extend_positions(AutoModel.from_pretrained(folder), 150)
     hf_effattn.patch_attention(model, settings=output, tolerance=0.2)

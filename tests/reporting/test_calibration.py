@@ -225,10 +225,46 @@ def test_every_head_gets_the_cheapest_within_the_budget(model_type: str) -> None
         model(**inputs[0])
 
 
+@pytest.mark.parametrize("model_type", ["bert", "llama"])
+def test_training_counts_both_passes(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the backward pass of the middle rung is free, and that of others is not, heads take it."""
+    seconds = {"forward": {None: 9.0, 3: 1.0, 6: 2.0, 12: 4.0}, "both": {None: 9.0, 3: 8.0, 6: 1.0, 12: 8.0}}
+    timed_calls: list[tuple[str, int | None]] = []
+
+    def timed(call: Any, device: torch.device) -> tuple[Any, float]:
+        result, passes, attend = call(), "forward", call
+        if isinstance(result, tuple):
+            passes, (attend, leaves) = "both", call.args
+            assert [one.shape for one in result] == [one.shape for one in leaves]
+        rung = getattr(getattr(attend, "func", None), "__self__", None)
+        timed_calls.append((passes, getattr(rung, "clusters", None)))
+        return result, seconds[passes][timed_calls[-1][1]]
+
+    monkeypatch.setattr("hf_effattn.measuring.ladder.timed", timed)
+    model = encoder_or_llama(model_type)
+    rungs = [one | {"segment_length": 4, "window": 4} for one in LADDER]
+    forward, both = (
+        hf_effattn.calibrate(
+            model, texts(padded=9), 10.0, over="layers", training=training, **OPTIONS | {"ladder": rungs}
+        )
+        for training in (False, True)
+    )
+    layers = len(both.settings.heads)
+    assert [timed_calls.count(("both", rung)) for rung in (3, 6, 12)] == [2 * layers] * 3  # of two batches
+    assert timed_calls.count(("both", None)) == layers  # of the first batch
+    assert {index for row in forward.settings.heads for index in row} == {0}
+    assert {index for row in both.settings.heads for index in row} == {1}
+    made = [found.settings.calibration or {} for found in (forward, both)]
+    assert [(one["training"], one["speed"]) for one in made] == [(False, 9.0), (True, 9.0)]
+    assert "times as fast as exact, both passes." in str(both)
+    assert "times as fast as exact." in str(forward)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("model_type", ["bert", "modernbert", "llama"])
 def test_over_layers_the_mean_of_the_layers_keeps_the_budget(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # So short, exact attention is the fastest.
-    monkeypatch.setattr(LadderErrors, "costs", lambda found: torch.tensor([1.0, 2.0, 4.0, 10.0]))
+    monkeypatch.setattr(LadderErrors, "costs", lambda found, training: torch.tensor([1.0, 2.0, 4.0, 10.0]))
     model = encoder_or_llama(model_type)
     inputs = texts(padded=9)
     ladder = [one | {"segment_length": 4, "window": 4} for one in LADDER]
