@@ -20,7 +20,7 @@ from support.causal_cases import (
 from support.closeness import assert_close_to_reference
 
 from hf_effattn.ops import causal_clustered_attention
-from hf_effattn.ops.causal_clustered_attention import older
+from hf_effattn.ops.causal_clustered_attention import spans
 from hf_effattn.ops.causal_clustered_attention.local import LocalPart
 
 each_method = pytest.mark.parametrize("method", METHODS)
@@ -386,7 +386,7 @@ def test_a_local_part_goes_back_as_its_part_of_one_softmax():
 def test_how_many_segments_are_clustered_at_once_changes_nothing(method, monkeypatch):
     case = Case("runs", H=4, key_heads=2, masks="left")
     expected = with_gradients(method, case)
-    monkeypatch.setattr(older, "RUN_NUMBERS", 300)
+    monkeypatch.setattr(spans, "SPAN_NUMBERS", 300)
     actual = with_gradients(method, case)
     for name in expected:
         assert_close_to_reference(name, actual[name], expected[name], rtol=1e-12)
