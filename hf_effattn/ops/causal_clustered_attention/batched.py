@@ -112,12 +112,13 @@ class _Segments:
             for heads, _, _ in self.exact_older:  # which leave out the clusters
                 for target, found in zip(whole, rest, strict=True):
                     target[heads] = found[heads]
-        of_rows = torch.zeros_like(grad[..., :1]).expand(*grad.shape[:3], of_query.shape[3]).contiguous()
+        of_queries = []
         for first, part in self.local:
             more = part.backward(grad, *whole)
-            of_rows += more[0]
+            of_queries.append(more[0])
             span.add_keys(of_key, more[1], first)
             span.add_keys(of_value, more[2], first)
+        of_rows = sum(of_queries[1:], start=of_queries[0])
         for heads, older, part in self.exact_older:
             more = part.backward(grad[heads], whole[0][heads], whole[1][heads])
             of_rows[heads] += more[0]

@@ -12,6 +12,7 @@ def labels_of(points: torch.Tensor, clusters: int, settings: Settings, metric: t
     n = points.shape[1]
     if n <= clusters:
         return torch.arange(n, device=points.device).expand(len(points), n)
-    fitted = points.index_select(1, fit_rows(n, clusters, settings.fit_queries).to(points.device))
+    rows = fit_rows(n, clusters, settings.fit_queries)
+    fitted = points if len(rows) == n else points.index_select(1, rows.to(points.device))
     seeds = find_seeds(fitted, clusters, settings.seed, metric)
     return nearest(points, *prepare(lloyd(fitted, seeds, settings.rounds, metric, binary=False), metric))

@@ -12,7 +12,8 @@ import torch
 from ..kmeans.batched import nearest, prepare
 from ..shared.cluster_blocks import ClusterBlocks
 from ..shared.cluster_table import ClusterTable, attend_backward, attend_in_part
-from ..shared.key_summaries import LEAST_LOG_WEIGHT, NO_MASS
+from ..shared.key_summaries import NO_MASS
+from ..shared.precision import LEAST_LOG_WEIGHT
 from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums
 from ..shared.topk import largest
 from .finished import FinishedKeys
@@ -158,7 +159,7 @@ class OlderSummaries:
             return counts.new_empty(self.P, S * g, 0)
         height = self.shift + self.mean_scores  # (P, S · g · C, G)
         log_sum = (self._masses().log() + height).logsumexp(dim=2, keepdim=True)
-        share = (height - log_sum).exp_().unflatten(1, (-1, C)).mul_(counts[..., None]).flatten(1, 2)
+        share = (height - log_sum).clamp_(min=LEAST_LOG_WEIGHT).exp_().unflatten(1, (-1, C)).mul_(counts[..., None]).flatten(1, 2)
         weights = self.weights.unflatten(2, (-1, keys.L)) * self._per_block(share)[..., None]
         rank = weights.view(self.P, S * g, C, -1).sum(dim=2)  # (P, S · g, nb · L)
         keys.hide_later(rank.mul_(keys.distances[:, None, : keys.places]), -1.0, keys.width)
@@ -231,9 +232,10 @@ class OlderSummaries:
             of_mass = constant[p].T.index_select(0, self.clusters[p])[..., None]
             grad_scores = torch.baddbmm(of_mass, of_blocks, rows.transpose(1, 2)).mul_(weights)  # (nb, S · g · C, L)
             # Of both factors of the rows at once: they are the largest numbers here, and read and written once.
-            seen = of_blocks.new_zeros(len(of_blocks), 2 * J, of_blocks.shape[2])
+            seen = of_blocks.new_empty(len(of_blocks), 2 * J, of_blocks.shape[2])
             seen[:, :J] = of_blocks
             seen[:, J:, :D] = self.centroids[p]
+            seen[:, J:, D:] = 0
             target = grad_rows[p, : keys.places].unflatten(0, (-1, keys.L))
             target.baddbmm_(torch.cat([weights, grad_scores], dim=1).transpose(1, 2), seen)
             grad_centroids[p] += torch.bmm(grad_scores, rows[..., :D]).sum(dim=0)

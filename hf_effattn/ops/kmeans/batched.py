@@ -50,7 +50,7 @@ def find_seeds(points: torch.Tensor, clusters: int, seed: int, metric: torch.Ten
     seeds = points.new_empty(points.shape[0], clusters, points.shape[2])
     groups = SEEDING.groups(clusters)
     for i in range(groups):
-        own = points.index_select(1, rows[i::groups])
+        own = points if groups == 1 and len(rows) == points.shape[1] else points.index_select(1, rows[i::groups])
         seeds[:, i::groups] = farthest_first(own, in_metric(own, metric), len(range(i, clusters, groups)), seed)
     return seeds
 
