@@ -26,6 +26,9 @@ from .older import OlderPart, PastQueries
 from .reference import Settings, add_special, without_special
 from .spans import Span, spans
 
+# Of a call: torch's step for a CPU takes fewer of them at a time.
+FEW_QUERIES = 192, 768
+
 
 def chunks(settings: Settings) -> list[RowChunk]:
     """On a CPU a key/value head each, whose segments are batch enough, and whose keys need no copies.
@@ -36,16 +39,24 @@ def chunks(settings: Settings) -> list[RowChunk]:
     return chunks_of(query, key, key_mask, key_mask, CHUNK_BYTES if query.device.type == "cpu" else 0)
 
 
+def row_parts(length: int) -> list[slice]:
+    """Rows of a segment that attend exactly in one step: halves, where torch would take few queries at a time.
+
+    Its causal step takes twice as long for a score as its other one, unless it takes many queries.
+    """
+    if FEW_QUERIES[0] <= length < FEW_QUERIES[1]:
+        return [slice(0, length // 2), slice(length // 2, length)]
+    return [slice(0, length)]
+
+
 class _Segments:
     """The parts of one softmax of a span: of a segment's own keys, those of the window, and older ones."""
 
     def __init__(self, chunk: "_Chunk", span: Span) -> None:
         settings, self.chunk, self.span = chunk.settings, chunk, span
         query = span.cut(chunk.query, span.rows)
-        self.local = [(span.start, chunk.local_part(query, span, span.start, span.length, causal=True))]
-        if span.window:
-            first = span.start - span.window
-            self.local.append((first, chunk.local_part(query, span, first, span.window, causal=False)))
+        # By rows of a segment, the parts and the first key of each.
+        self.local = [(rows, chunk.local_parts(query, span, rows)) for rows in row_parts(span.length)]
         self.older: OlderPart | None = None
         # Of which of the `P · S` heads of segments, the older keys' number, and the part.
         self.exact_older: list[tuple[torch.Tensor, int, LocalPart]] = []
@@ -86,7 +97,8 @@ class _Segments:
 
     def attend(self) -> tuple[Attended, Attended]:
         """Outputs and log-sum-exp: of all exact keys, and of all."""
-        near = merge([part.attend() for _, part in self.local])
+        parts = [merge([part.attend() for _, part in found]) for _, found in self.local]
+        near = torch.cat([output for output, _ in parts], dim=2), torch.cat([log_sum for _, log_sum in parts], dim=2)
         rest = whole = near
         if self.older is not None:
             rest = merge([near, *self.older.attend_exactly()])
@@ -112,13 +124,14 @@ class _Segments:
             for heads, _, _ in self.exact_older:  # which leave out the clusters
                 for target, found in zip(whole, rest, strict=True):
                     target[heads] = found[heads]
-        of_queries = []
-        for first, part in self.local:
-            more = part.backward(grad, *whole)
-            of_queries.append(more[0])
-            span.add_keys(of_key, more[1], first)
-            span.add_keys(of_value, more[2], first)
-        of_rows = sum(of_queries[1:], start=of_queries[0])
+        of_rows = torch.zeros_like(grad[..., :1]).expand(*grad.shape[:3], of_query.shape[3]).contiguous()
+        for rows, parts in self.local:
+            own_grad, *own_whole = (numbers[:, :, rows].contiguous() for numbers in (grad, *whole))
+            for first, part in parts:
+                more = part.backward(own_grad, own_whole[0], own_whole[1])
+                of_rows[:, :, rows] += more[0]
+                span.add_keys(of_key, more[1], first)
+                span.add_keys(of_value, more[2], first)
         for heads, older, part in self.exact_older:
             more = part.backward(grad[heads], whole[0][heads], whole[1][heads])
             of_rows[heads] += more[0]
@@ -165,13 +178,27 @@ class _Chunk:
         for span in self.spans:
             yield _Segments(self, span)
 
-    def local_part(self, query: torch.Tensor, span: Span, first: int, width: int, *, causal: bool) -> LocalPart:
-        """The queries of a span's segments over so many keys, of the first segment from `first` on."""
+    def local_parts(self, query: torch.Tensor, span: Span, rows: slice) -> list[tuple[int, LocalPart]]:
+        """Some rows of every segment over their own keys, and over all from the window on that stand before those.
+
+        With the number of the first key, in the first segment.
+        """
+        start, window = span.start + rows.start, span.start - span.window
+        ranges = [(start, rows.stop - rows.start, True), (window, start - window, False)]
+        return [
+            (first, self._local_part(query[:, :, rows], span, rows, first, width, causal))
+            for first, width, causal in ranges
+            if width
+        ]
+
+    def _local_part(
+        self, query: torch.Tensor, span: Span, rows: slice, first: int, width: int, causal: bool
+    ) -> LocalPart:
         factor = self.factor
         if factor is not None:
             column = self.settings.window + first - span.start
-            factor = span.cut(factor[..., column : column + width], span.rows)
-        key, value = (span.keys(rows, first, width) for rows in (self.key, self.value))
+            factor = span.cut(factor[..., column : column + width], span.rows)[:, :, rows]
+        key, value = (span.keys(numbers, first, width) for numbers in (self.key, self.value))
         return LocalPart(query, key, value, causal, factor)
 
     def exact_factor(self, heads: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor | None:
