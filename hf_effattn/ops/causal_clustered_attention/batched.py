@@ -281,7 +281,8 @@ def gradients(
         grad, own_rest, own_log_sum = (chunk.by_head(part.queries(rows)) for rows in (grad_output, rest, log_sum))
         grad = grad.to(of_query.dtype)
         for segments in chunk.segments():
-            own_grad, *of_rest = (segments.span.cut(rows, segments.span.rows) for rows in (grad, own_rest, own_log_sum))
+            span = segments.span
+            own_grad, *of_rest = (span.cut(rows, span.rows) for rows in (grad, own_rest, own_log_sum))
             segments.backward(own_grad.contiguous(), (of_rest[0], of_rest[1]), of_query, of_key, of_value)
         chunk.finished.store_gradients(of_key, of_value)
         part.store_queries(grad_query, of_query.mul_(settings.scale).flatten(1, 2))

@@ -78,7 +78,7 @@ class FinishedKeys:
         return as_metric((grams / self._older(span) - means.transpose(2, 3) * means).flatten(0, 1))
 
     def labels_of(self, span: Span, covariance: torch.Tensor) -> torch.Tensor:
-        """Clusters of the keys of the next span `(P · S, m)`, by `Σ_η` `(P · S, D, D)` of the segment that sees them."""
+        """Clusters of the keys of the next span `(P · S, m)`, by `Σ_η` `(P · S, D, D)` of their segments."""
         keys = self._new(self.key, span)
         if not self.settings.first_order:
             return torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)

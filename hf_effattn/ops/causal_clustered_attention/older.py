@@ -55,7 +55,8 @@ class PastQueries:
     def readers(self, query: torch.Tensor) -> torch.Tensor:
         """The nearest centroid `(P · S, g, n)` of the segments' queries `(P · S, g, n, D)`."""
         heads, g, C = self.counts.shape
-        directions, half_norms = prepare(self.centroids.view(heads * g, C, -1), self.metric.repeat_interleave(g, dim=0))
+        metric = self.metric.repeat_interleave(g, dim=0)
+        directions, half_norms = prepare(self.centroids.view(heads * g, C, -1), metric)
         half_norms = half_norms.masked_fill(self.counts.view(heads * g, C) == 0, torch.inf)
         return nearest(query.flatten(0, 1), directions, half_norms).view(heads, g, -1)
 
@@ -103,9 +104,7 @@ class OlderSummaries:
         """Numbers of every cluster `(P, S · g · C, G)` for its blocks: `(P, S · g · C, nb)`."""
         return table.gather(2, self.clusters[:, None].expand(-1, table.shape[1], -1))
 
-    def _weigh(
-        self, heads: slice, own: slice, taken: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _weigh(self, heads: slice, own: slice, taken: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """`exp(Q̄_j·(K_t - K̄_c))` beside the largest of the cluster, and the logarithm of that `(heads, own, G)`.
 
         `own`: which of the centroids; `taken`: whose weight is 0, `(heads, own, nb · L)`; None: keys that a segment
@@ -159,7 +158,8 @@ class OlderSummaries:
             return counts.new_empty(self.P, S * g, 0)
         height = self.shift + self.mean_scores  # (P, S · g · C, G)
         log_sum = (self._masses().log() + height).logsumexp(dim=2, keepdim=True)
-        share = (height - log_sum).clamp_(min=LEAST_LOG_WEIGHT).exp_().unflatten(1, (-1, C)).mul_(counts[..., None]).flatten(1, 2)
+        share = (height - log_sum).clamp_(min=LEAST_LOG_WEIGHT).exp_().unflatten(1, (-1, C))
+        share = share.mul_(counts[..., None]).flatten(1, 2)
         weights = self.weights.unflatten(2, (-1, keys.L)) * self._per_block(share)[..., None]
         rank = weights.view(self.P, S * g, C, -1).sum(dim=2)  # (P, S · g, nb · L)
         keys.hide_later(rank.mul_(keys.distances[:, None, : keys.places]), -1.0, keys.width)

@@ -12,8 +12,8 @@ import torch
 from ..shared.cluster_blocks import block_length
 from .reference import Settings
 
-# The most numbers that a span looks at in one step, where it has more than one segment: 4 MiB in float32.
-SPAN_NUMBERS = 2**20
+# The most numbers that a span looks at in one step, where it has more than one segment: 2 MiB in float32.
+SPAN_NUMBERS = 2**19
 
 
 @dataclass(frozen=True)
@@ -102,20 +102,20 @@ def spans(settings: Settings, length: int, heads: int) -> Iterator[Span]:
     """The segments of rows of that length, in spans; `heads` are `P` key/value heads."""
     query, key, value = settings[:3]
     D, group = query.shape[3], query.shape[1] // max(1, key.shape[1])
-    fused = query.device.type == "cpu" and settings.dropout_seed is None and D == value.shape[3]
-    places, found = 0, None
+    fused = query.device.type == "cpu" and settings.dropout_seed is None and value.shape[3] == D
+    places = 0
+    found: Span | None = None
     for start in range(0, length, settings.segment_length):
         stop = min(start + settings.segment_length, length)
         older = settings.older(start)
         before = settings.older(max(0, start - settings.segment_length))
-        own = Span(
-            *(start, stop - start, start - older, min(settings.topk, older), slice(before, older)),
-            settings.fitted(start, stop) if older else slice(0, 0),
-        )
+        fitted = settings.fitted(start, stop) if older else slice(0, 0)
+        own = Span(start, stop - start, start - older, min(settings.topk, older), slice(before, older), fitted)
         places += places_of(older - before, settings)
         per_row = max(D, 0 if fused else max(own.window, own.length))
         numbers = heads * group * max(per_row * own.length, settings.clusters * places)
-        if found is not None and own.continues(found) and (found.count + 1) * numbers <= SPAN_NUMBERS:
+        room = SPAN_NUMBERS // max(1, numbers)
+        if found is not None and own.continues(found) and found.count < room:
             found = replace(found, count=found.count + 1)
             continue
         if found is not None:
