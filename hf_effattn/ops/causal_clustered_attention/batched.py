@@ -26,17 +26,25 @@ from .older import OlderPart, PastQueries
 from .reference import Settings, add_special, without_special
 from .spans import Span, spans
 
+# Of the key/value heads of a chunk, all together: fewer make too small steps, more leave the cache.
+CHUNK_ROWS = 2**15
 # Of a call: torch's step for a CPU takes fewer of them at a time.
 FEW_QUERIES = 192, 768
 
 
 def chunks(settings: Settings) -> list[RowChunk]:
-    """On a CPU a key/value head each, whose segments are batch enough, and whose keys need no copies.
+    """On a CPU as many key/value heads at once as make a few large steps, whatever the number of texts in the batch.
 
-    More heads at once would also be summed in another order: results would depend on how many texts are in a batch.
+    Otherwise what a text gets would differ in its last bits from what it gets alone.
     """
     query, key, _, key_mask = settings[:4]
-    return chunks_of(query, key, key_mask, key_mask, CHUNK_BYTES if query.device.type == "cpu" else 0)
+    heads, numbers = key.shape[1], 0
+    if query.device.type == "cpu" and heads:
+        threads = torch.get_num_threads()
+        parts = -(-heads * query.shape[2] // CHUNK_ROWS)
+        parts = max(1, min(heads, -(-parts // threads) * threads))
+        numbers = CHUNK_BYTES * parts // (query.shape[1] * accumulation_dtype(query.dtype).itemsize)
+    return chunks_of(query, key, key_mask, key_mask, numbers)
 
 
 def row_parts(length: int) -> list[slice]:

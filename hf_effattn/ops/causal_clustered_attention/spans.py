@@ -12,8 +12,8 @@ import torch
 from ..shared.cluster_blocks import block_length
 from .reference import Settings
 
-# The most numbers that a span looks at in one step, where it has more than one segment: 2 MiB in float32.
-SPAN_NUMBERS = 2**19
+# The most numbers that a span looks at in one step, where it has more than one segment: 4 MiB in float32.
+SPAN_NUMBERS = 2**20
 
 
 @dataclass(frozen=True)
