@@ -36,6 +36,8 @@ CASES = (
     Case("no_window", window=0),
     Case("window_of_many_segments", window=17),
     Case("segments_of_one_token", segment_length=1, window=3, N=23),
+    Case("segments_in_halves", segment_length=193, window=30, N=600, H=4, key_heads=2),
+    Case("segments_in_halves_and_dropout", segment_length=193, window=30, N=600, dropout_p=0.3),
     Case("odd_dimensions", D=5, Dv=3, segment_length=7, window=6),
     Case("one_cluster", clusters=1),
     Case("more_clusters_than_queries", clusters=100),
