@@ -20,14 +20,17 @@ class ScoreCount:
 
 
 def _local(part: LocalPart) -> int:
-    P, g, n, _ = part.query.shape
-    return P * g * (n * (n + 1) // 2 if part.causal else n * part.key.shape[1])
+    heads, g, n, _ = part.query.shape
+    return heads * g * (n * (n + 1) // 2 if part.causal else n * part.key.shape[1])
 
 
 def _older(part: OlderPart) -> int:
-    """Of summaries, and of centroids with all keys; the exact keys count as a local part."""
-    P, g, n, _ = part.shape
-    return P * g * n * part.keys.G + P * part.past.centroids.shape[1] * part.keys.keys
+    """Of the summaries and keys that each segment sees, the keys' with centroids; exact keys count as a local part."""
+    heads, g, n, _ = part.shape
+    keys, segments = part.keys, part.span.count
+    summaries = [keys.G - i * keys.settings.key_clusters for i in range(segments)]
+    centroids = part.past.centroids.shape[1]
+    return heads // segments * (g * n * sum(summaries) + centroids * sum(part.span.older))
 
 
 @contextmanager

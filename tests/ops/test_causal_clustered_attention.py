@@ -20,7 +20,7 @@ from support.causal_cases import (
 from support.closeness import assert_close_to_reference
 
 from hf_effattn.ops import causal_clustered_attention
-from hf_effattn.ops.causal_clustered_attention import older
+from hf_effattn.ops.causal_clustered_attention import spans
 from hf_effattn.ops.causal_clustered_attention.local import LocalPart
 
 each_method = pytest.mark.parametrize("method", METHODS)
@@ -36,6 +36,8 @@ CASES = (
     Case("no_window", window=0),
     Case("window_of_many_segments", window=17),
     Case("segments_of_one_token", segment_length=1, window=3, N=23),
+    Case("segments_in_halves", segment_length=193, window=30, N=600, H=4, key_heads=2),
+    Case("segments_in_halves_and_dropout", segment_length=193, window=30, N=600, dropout_p=0.3),
     Case("odd_dimensions", D=5, Dv=3, segment_length=7, window=6),
     Case("one_cluster", clusters=1),
     Case("more_clusters_than_queries", clusters=100),
@@ -386,7 +388,7 @@ def test_a_local_part_goes_back_as_its_part_of_one_softmax():
 def test_how_many_segments_are_clustered_at_once_changes_nothing(method, monkeypatch):
     case = Case("runs", H=4, key_heads=2, masks="left")
     expected = with_gradients(method, case)
-    monkeypatch.setattr(older, "RUN_NUMBERS", 300)
+    monkeypatch.setattr(spans, "SPAN_NUMBERS", 300)
     actual = with_gradients(method, case)
     for name in expected:
         assert_close_to_reference(name, actual[name], expected[name], rtol=1e-12)

@@ -1,15 +1,14 @@
-"""Causal attention over clusters for a CPU: a few large steps per segment, on parts of one softmax.
+"""Causal attention over clusters for a CPU: a few large steps for many segments, on parts of one softmax.
 
 Beside the inputs the backward pass gets what of the forward pass is dear and as small as they are: the output and
 log-sum-exp of all exact keys, and the labels. Tables are made again. All arithmetic is in float32, or float64 for
 float64 inputs.
 
-Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `N` queries and keys, `n` of a segment, `C`
-query clusters per query head.
+Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `N` queries and keys, `S` segments of a span,
+`n` queries of a segment, `C` query clusters per query head. What belongs to a span's segments is `(P · S, g, n, ·)`.
 """
 
 from collections.abc import Iterator
-from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -19,84 +18,105 @@ from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS, exact_dropout_rows
 from ..shared.gradients import register_op
 from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
-from ..shared.row_chunks import RowChunk
+from ..shared.row_chunks import CHUNK_BYTES, RowChunk
 from ..shared.tables import chunks_of, draw_dropout, empty_output, gradients_of_chunks, output_of_chunks
+from .finished import FinishedKeys
 from .local import Attended, LocalPart, merge
-from .older import FinishedKeys, OlderPart, PastQueries
+from .older import OlderPart, PastQueries
 from .reference import Settings, add_special, without_special
+from .spans import Span, spans
+
+# Of the key/value heads of a chunk, all together: fewer make too small steps, more leave the cache.
+CHUNK_ROWS = 2**15
+# Of a call: torch's step for a CPU takes fewer of them at a time.
+FEW_QUERIES = 192, 768
 
 
-def largest_buffer(settings: Settings, *, backward: bool = False) -> int:
-    """Numbers per head of what a step looks at: the past queries of all segments and the centroids' scores.
+def chunks(settings: Settings) -> list[RowChunk]:
+    """On a CPU as many key/value heads at once as make a few large steps, whatever the number of texts in the batch.
 
-    The backward pass holds gradients, too: of more heads at once, memory would be faulted in anew for every chunk. Not
-    on a CPU few heads at a time are few large steps.
+    Otherwise what a text gets would differ in its last bits from what it gets alone.
     """
-    query = settings.query
-    if query.device.type != "cpu":
-        return 0
-    return query.shape[2] * max(query.shape[3] * (3 if backward else 1) // 2, settings.clusters)
+    query, key, _, key_mask = settings[:4]
+    heads, numbers = key.shape[1], 0
+    if query.device.type == "cpu" and heads:
+        threads = torch.get_num_threads()
+        parts = -(-heads * query.shape[2] // CHUNK_ROWS)
+        parts = max(1, min(heads, -(-parts // threads) * threads))
+        numbers = CHUNK_BYTES * parts // (query.shape[1] * accumulation_dtype(query.dtype).itemsize)
+    return chunks_of(query, key, key_mask, key_mask, numbers)
 
 
-class _Segment:
-    """A segment's parts of one softmax: its own keys, those of the window, and older ones, by clusters or exactly."""
+def row_parts(length: int) -> list[slice]:
+    """Rows of a segment that attend exactly in one step: halves, where torch would take few queries at a time.
 
-    def __init__(self, chunk: "_Chunk", start: int, clusters: tuple[PastQueries, slice, torch.Tensor] | None) -> None:
-        """`clusters`: past queries, the keys that are seen over clusters from now on, their labels; None: no older."""
-        settings, self.clusters = chunk.settings, clusters
-        self.rows = slice(start, min(start + settings.segment_length, chunk.key.shape[1]))
-        self.fitted, self.old = settings.fitted(start, self.rows.stop), slice(0, settings.older(start))
-        query = chunk.query[:, :, self.rows]
-        self.local = [(self.rows, chunk.local_part(query, self.rows, self.rows))]
-        if self.old.stop < start:
-            window = slice(self.old.stop, start)
-            self.local.append((window, chunk.local_part(query, self.rows, window)))
+    Its causal step takes twice as long for a score as its other one, unless it takes many queries.
+    """
+    if FEW_QUERIES[0] <= length < FEW_QUERIES[1]:
+        return [slice(0, length // 2), slice(length // 2, length)]
+    return [slice(0, length)]
+
+
+class _Segments:
+    """The parts of one softmax of a span: of a segment's own keys, those of the window, and older ones."""
+
+    def __init__(self, chunk: "_Chunk", span: Span) -> None:
+        settings, self.chunk, self.span = chunk.settings, chunk, span
+        query = span.cut(chunk.query, span.rows)
+        # By rows of a segment, the parts and the first key of each.
+        self.local = [(rows, chunk.local_parts(query, span, rows)) for rows in row_parts(span.length)]
         self.older: OlderPart | None = None
-        self.exact_older: LocalPart | None = None  # of `heads`, instead
-        self.heads = torch.empty(0, dtype=torch.int64)
-        if clusters is None:
+        # Of which of the `P · S` heads of segments, the older keys' number, and the part.
+        self.exact_older: list[tuple[torch.Tensor, int, LocalPart]] = []
+        self.past: PastQueries | None = None
+        if not span.new.stop:
             return
-        finished, (past, new, labels) = chunk.finished, clusters
-        finished.add(new, labels, past.of_heads.mean(dim=1))
+        finished = chunk.finished
+        labels = None if chunk.query_labels is None else span.cut(chunk.query_labels, span.past_queries)
+        self.past = PastQueries(span.cut(chunk.query, span.past_queries), finished.metrics(span), labels, settings)
+        covariance = self.past.of_heads.mean(dim=1)
+        if chunk.key_labels is None:
+            self.key_labels = finished.labels_of(span, covariance)
+        else:
+            self.key_labels = chunk.key_labels[:, span.new_keys].unflatten(1, (span.count, -1)).flatten(0, 1)
+        finished.add(span, self.key_labels, covariance)
+        exact = torch.zeros(len(query), dtype=torch.bool, device=query.device)
         if settings.exact_above < inf:
-            self.heads = (finished.predicted(past) > settings.exact_above).nonzero()[:, 0]
-        if len(self.heads):
-            key, value = (rows[self.heads, self.old] for rows in (chunk.key, chunk.value))
-            exact_factor = chunk.exact_factor(self.heads, self.rows, self.old)
-            self.exact_older = LocalPart(query[self.heads], key, value, False, exact_factor)
-        if len(self.heads) < len(query):
-            factor = None if chunk.factor is None else chunk.factor[:, :, self.rows, settings.local_keys :]
-            self.older = OlderPart(query, finished, past, factor, settings)
+            exact = finished.predicted(self.past.of_heads, span) > settings.exact_above
+            for i, older in enumerate(span.older):
+                heads = exact[i :: span.count].nonzero()[:, 0]
+                if len(heads):
+                    key, value = (rows[heads, :older] for rows in (chunk.key, chunk.value))
+                    own = heads * span.count + i
+                    rows = slice(span.start + i * span.length, span.start + (i + 1) * span.length)
+                    factor = chunk.exact_factor(heads, rows, slice(0, older))
+                    self.exact_older.append((own, older, LocalPart(query[own], key, value, False, factor)))
+        if not self.exact_older or not exact.all():
+            factor = None
+            if chunk.factor is not None:
+                factor = span.cut(chunk.factor[..., settings.local_keys :], span.rows)
+            self.older = OlderPart(query, finished, self.past, span, factor, settings)
 
     def store_labels(self, of_queries: torch.Tensor, of_keys: torch.Tensor) -> None:
-        """Write the labels that were found for this segment to `(P, g, N)` and `(P, N)`."""
-        if self.clusters is not None:
-            past, new, labels = self.clusters
-            of_queries[:, :, self.fitted], of_keys[:, new] = past.labels, labels
+        """Write the labels that were found for these segments to `(P, g, N)` and `(P, N)`."""
+        if self.past is not None:
+            of_queries[:, :, self.span.past_queries] = self.span.join(self.past.labels)
+            of_keys[:, self.span.new_keys] = self.key_labels.reshape(len(of_keys), -1)
 
     def attend(self) -> tuple[Attended, Attended]:
         """Outputs and log-sum-exp: of all exact keys, and of all."""
-        near = merge([part.attend() for _, part in self.local])
-        exact: Attended | None = None
-        if self.exact_older is not None:
-            exact = merge([(near[0][self.heads], near[1][self.heads]), self.exact_older.attend()])
-            if self.older is None:
-                return exact, exact
-        if self.older is None:
-            return near, near
-        rest = merge([near, *self.older.attend_exactly()])
-        if exact is not None:
-            for target, found in zip(rest, exact, strict=True):
-                target[self.heads] = found
-        return rest, self._whole(rest, self.older.attend())
-
-    def _whole(self, rest: Attended, clusters: Attended) -> Attended:
-        """Of all, where heads that attend exactly leave out the clusters."""
-        whole = merge([rest, clusters])
-        if len(self.heads):
-            for target, found in zip(whole, rest, strict=True):
-                target[self.heads] = found[self.heads]
-        return whole
+        parts = [merge([part.attend() for _, part in found]) for _, found in self.local]
+        near = torch.cat([output for output, _ in parts], dim=2), torch.cat([log_sum for _, log_sum in parts], dim=2)
+        rest = whole = near
+        if self.older is not None:
+            rest = merge([near, *self.older.attend_exactly()])
+            whole = merge([rest, self.older.attend()])
+        for heads, _, part in self.exact_older:
+            found = merge([(near[0][heads], near[1][heads]), part.attend()])
+            for targets in (rest, whole):
+                for target, rows in zip(targets, found, strict=True):
+                    target[heads] = rows
+        return rest, whole
 
     def backward(
         self, grad: torch.Tensor, rest: Attended, of_query: torch.Tensor, of_key: torch.Tensor, of_value: torch.Tensor
@@ -105,25 +125,33 @@ class _Segment:
 
         `rest` is what `attend` has found of all exact keys.
         """
-        whole = rest
+        span, whole = self.span, rest
         if self.older is not None:
             clusters = self.older.attend()
-            whole = self._whole(rest, clusters)
-        for keys, part in self.local:
-            more = part.backward(grad, *whole)
-            of_query[:, :, self.rows] += more[0]
-            of_key[:, keys] += more[1]
-            of_value[:, keys] += more[2]
-        if self.exact_older is not None:
-            more = self.exact_older.backward(grad[self.heads], whole[0][self.heads], whole[1][self.heads])
-            of_query[self.heads, :, self.rows] += more[0]
-            of_key[self.heads, self.old] += more[1]
-            of_value[self.heads, self.old] += more[2]
-            grad = grad.index_fill(0, self.heads, 0.0)
+            whole = merge([rest, clusters])
+            for heads, _, _ in self.exact_older:  # which leave out the clusters
+                for target, found in zip(whole, rest, strict=True):
+                    target[heads] = found[heads]
+        of_rows = torch.zeros_like(grad[..., :1]).expand(*grad.shape[:3], of_query.shape[3]).contiguous()
+        for rows, parts in self.local:
+            own_grad, *own_whole = (numbers[:, :, rows].contiguous() for numbers in (grad, *whole))
+            for first, part in parts:
+                more = part.backward(own_grad, own_whole[0], own_whole[1])
+                of_rows[:, :, rows] += more[0]
+                span.add_keys(of_key, more[1], first)
+                span.add_keys(of_value, more[2], first)
+        for heads, older, part in self.exact_older:
+            more = part.backward(grad[heads], whole[0][heads], whole[1][heads])
+            of_rows[heads] += more[0]
+            of_head = heads // span.count
+            of_key[of_head, :older] += more[1]
+            of_value[of_head, :older] += more[2]
+            grad = grad.index_fill(0, heads, 0.0)
         if self.older is not None:
-            of_rows, of_past = self.older.backward(grad, rest, clusters[1], whole, of_key, of_value)
-            of_query[:, :, self.fitted] += of_past
-            of_query[:, :, self.rows] += of_rows
+            more_rows, of_past = self.older.backward(grad, rest, clusters[1], whole, of_key, of_value)
+            of_rows += more_rows
+            of_query[:, :, span.past_queries] += span.join(of_past)
+        of_query[:, :, span.rows] += span.join(of_rows)
 
 
 class _Chunk:
@@ -141,7 +169,8 @@ class _Chunk:
             shape, like = (self.all_rows, settings.columns(self.all_rows)), self.query
             factor = draw_dropout(chunk, shape, like, settings.dropout_p, dropout_seed, TOPK_AND_SUMMARY_WEIGHTS)
             self.factor = factor.view(*self.query.shape[:3], -1)
-        self.finished = FinishedKeys(self.key, self.value, settings)
+        self.spans = list(spans(settings, self.key.shape[1], len(self.key)))
+        self.finished = FinishedKeys(self.key, self.value, settings, self.spans)
         self.query_labels: torch.Tensor | None = None
         self.key_labels: torch.Tensor | None = None
         if kept is not None:
@@ -152,33 +181,33 @@ class _Chunk:
         """Rows `(P, g · N, D)` as `(P, g, N, D)`."""
         return rows.unflatten(1, (self.chunk.group, -1))
 
-    def segments(self) -> Iterator[_Segment]:
-        """One after the other; what is clustered is clustered for all of them at once."""
-        settings, finished, N = self.settings, self.finished, self.key.shape[1]
-        starts = range(0, N, settings.segment_length)
-        late = [start for start in starts if settings.older(start)]
-        ends = [settings.older(start) for start in late]
-        blocks = [slice(first, end) for first, end in pairwise([0, *ends])]
-        fitted = [settings.fitted(start, min(start + settings.segment_length, N)) for start in late]
-        past: list[PastQueries] = []
-        if late:
-            metrics = finished.metrics(blocks)
-            past = PastQueries.of_segments(self.query, fitted, metrics, self.query_labels, settings)
-        if self.key_labels is not None:
-            labels = [self.key_labels[:, rows] for rows in blocks]
-        else:
-            labels = finished.labels_of_blocks(blocks, [one.of_heads.mean(dim=1) for one in past])
-        clusters = dict(zip(late, zip(past, blocks, labels, strict=True), strict=True))
-        for start in starts:
-            yield _Segment(self, start, clusters.get(start))
+    def segments(self) -> Iterator[_Segments]:
+        """A span after the other."""
+        for span in self.spans:
+            yield _Segments(self, span)
 
-    def local_part(self, query: torch.Tensor, rows: slice, keys: slice) -> LocalPart:
-        """The queries of a segment over its own keys, or those of its window."""
+    def local_parts(self, query: torch.Tensor, span: Span, rows: slice) -> list[tuple[int, LocalPart]]:
+        """Some rows of every segment over their own keys, and over all from the window on that stand before those.
+
+        With the number of the first key, in the first segment.
+        """
+        start, window = span.start + rows.start, span.start - span.window
+        ranges = [(start, rows.stop - rows.start, True), (window, start - window, False)]
+        return [
+            (first, self._local_part(query[:, :, rows], span, rows, first, width, causal))
+            for first, width, causal in ranges
+            if width
+        ]
+
+    def _local_part(
+        self, query: torch.Tensor, span: Span, rows: slice, first: int, width: int, causal: bool
+    ) -> LocalPart:
         factor = self.factor
         if factor is not None:
-            first = rows.start - self.settings.window
-            factor = factor[:, :, rows, keys.start - first : keys.stop - first]
-        return LocalPart(query, self.key[:, keys], self.value[:, keys], keys == rows, factor)
+            column = self.settings.window + first - span.start
+            factor = span.cut(factor[..., column : column + width], span.rows)[:, :, rows]
+        key, value = (span.keys(numbers, first, width) for numbers in (self.key, self.value))
+        return LocalPart(query, key, value, causal, factor)
 
     def exact_factor(self, heads: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor | None:
         """Dropout `(heads, g, n, m)` of exact weights, by other numbers than those of the other columns."""
@@ -225,19 +254,19 @@ def _forward(settings: Settings) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
         chunk = _Chunk(part, settings._replace(value=finite))
         query_labels = chunk.query.new_zeros(*chunk.query.shape[:3], 1, dtype=torch.int64)
         key_labels = torch.zeros_like(chunk.key[..., :1], dtype=torch.int64)
-        for segment in chunk.segments():
-            of_rest, of_all = segment.attend()
-            part.store_queries(output, of_all[0].flatten(1, 2), segment.rows)
+        for segments in chunk.segments():
+            of_rest, of_all = segments.attend()
+            span = segments.span
+            part.store_queries(output, span.join(of_all[0]).flatten(1, 2), span.rows)
             if settings.keeps:
                 for target, rows in zip(kept[:2], of_rest, strict=True):
-                    part.store_queries(target, rows.flatten(1, 2), segment.rows)
-                segment.store_labels(query_labels[..., 0], key_labels[..., 0])
+                    part.store_queries(target, span.join(rows).flatten(1, 2), span.rows)
+                segments.store_labels(query_labels[..., 0], key_labels[..., 0])
         if settings.keeps:
             part.store_queries(kept.query_labels, query_labels.flatten(1, 2))
             part.store_keys(kept.key_labels, key_labels)
 
-    chunks = chunks_of(query, key, key_mask, key_mask, largest_buffer(settings))
-    for_every_chunk(attend, chunks, query.device)
+    for_every_chunk(attend, chunks(settings), query.device)
     return output if special is None else add_special(output, special, key_mask), *kept
 
 
@@ -259,17 +288,16 @@ def gradients(
         of_query, of_key, of_value = (torch.zeros_like(rows) for rows in (chunk.query, chunk.key, chunk.value))
         grad, own_rest, own_log_sum = (chunk.by_head(part.queries(rows)) for rows in (grad_output, rest, log_sum))
         grad = grad.to(of_query.dtype)
-        for segment in chunk.segments():
-            rows = slice(None), slice(None), segment.rows
-            of_rest = own_rest[rows], own_log_sum[rows]
-            segment.backward(grad[rows].contiguous(), of_rest, of_query, of_key, of_value)
+        for segments in chunk.segments():
+            span = segments.span
+            own_grad, *of_rest = (span.cut(rows, span.rows) for rows in (grad, own_rest, own_log_sum))
+            segments.backward(own_grad.contiguous(), (of_rest[0], of_rest[1]), of_query, of_key, of_value)
         chunk.finished.store_gradients(of_key, of_value)
         part.store_queries(grad_query, of_query.mul_(settings.scale).flatten(1, 2))
         part.store_keys(grad_key, of_key)
         part.store_keys(grad_value, of_value)
 
-    chunks = chunks_of(query, key, key_mask, key_mask, largest_buffer(settings, backward=True))
-    for_every_chunk(attend, chunks, query.device)
+    for_every_chunk(attend, chunks(settings), query.device)
     return grad_query, grad_key, grad_value
 
 

@@ -1,262 +1,99 @@
-"""A segment's queries over the keys older than its window, for a CPU: by clusters, and a few keys exactly.
+"""Queries over the keys older than their segment's window, for a CPU: by clusters, and a few keys exactly.
 
-Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `n` queries of a segment, `C` query clusters per
-query head, `M` older keys, `G` clusters of those finished with one segment, `nb` blocks of `L` keys per head.
+Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `S` segments of a span, `n` queries of each, `C`
+query clusters per query head, `G` clusters of all keys that the last of the segments sees so, `nb` blocks of `L` keys
+per head.
 """
 
 import math
-from copy import copy
-from itertools import groupby
-from math import inf
 
 import torch
 
-from ..bi_clustered_attention.offsets import ERROR_PER_VARIANCE
-from ..cluster_queries.batched import as_metric
-from ..kmeans.batched import find_seeds, lloyd, nearest, prepare
-from ..kmeans.sampling import fit_rows
-from ..shared.cluster_blocks import ClusterBlocks, block_length
+from ..kmeans.batched import nearest, prepare
+from ..shared.cluster_blocks import ClusterBlocks
 from ..shared.cluster_table import ClusterTable, attend_backward, attend_in_part
-from ..shared.key_summaries import LEAST_LOG_WEIGHT, NO_MASS
-from ..shared.precision import SMALLEST
+from ..shared.key_summaries import NO_MASS
+from ..shared.precision import LEAST_LOG_WEIGHT
 from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums
 from ..shared.topk import largest
+from .finished import FinishedKeys
+from .grouping import labels_of
 from .local import Attended, LocalPart
 from .reference import Settings
-
-# Of the rows that are clustered at once: 2 MiB in float32.
-RUN_NUMBERS = 2**19
-
-
-def labels_of(points: torch.Tensor, clusters: int, settings: Settings, metric: torch.Tensor) -> torch.Tensor:
-    """Labels `(heads, n)` by K-means of points `(heads, n, D)`; of fewer points, each is a cluster."""
-    n = points.shape[1]
-    if n <= clusters:
-        return torch.arange(n, device=points.device).expand(len(points), n)
-    fitted = points.index_select(1, fit_rows(n, clusters, settings.fit_queries).to(points.device))
-    seeds = find_seeds(fitted, clusters, settings.seed, metric)
-    return nearest(points, *prepare(lloyd(fitted, seeds, settings.rounds, metric, binary=False), metric))
-
-
-def runs_of_equal(ranges: list[slice], rows: torch.Tensor) -> list[list[slice]]:
-    """The ranges of rows `(..., N, D)` in runs of neighbours of the same length, so that each run is one batch.
-
-    On a CPU of no more than its cache holds: the steps of a clustering go over their rows again and again.
-    """
-    most, found = len(ranges), list[list[slice]]()
-    if rows.device.type == "cpu" and ranges:
-        most = max(1, RUN_NUMBERS // (rows[..., ranges[0], :].numel()))
-    for _, run in groupby(ranges, key=lambda own: own.stop - own.start):
-        equal = list(run)
-        found += [equal[i : i + most] for i in range(0, len(equal), most)]
-    return found
+from .spans import Span
 
 
 class PastQueries:
-    """Clusters of the past queries `(P, g, n', D)` that a segment reads.
+    """Clusters of the past queries `(P · S, g, n', D)` that segments read.
 
     Attributes:
-        labels: `(P, g, n')`.
-        centroids: `(P, g · C, D)`.
-        index: `(P · g · n',)` row of every past query in the centroids' table.
-        counts: `(P, g, C)`.
-        of_heads: covariances of the offsets from the centroids, `(P, g, D, D)`; their mean is `Σ_η`.
+        labels: `(P · S, g, n')`.
+        centroids: `(P · S, g · C, D)`.
+        index: `(P · S · g · n',)` row of every past query in the centroids' table.
+        counts: `(P · S, g, C)`.
+        of_heads: covariances of the offsets from the centroids, `(P · S, g, D, D)`; their mean is `Σ_η`.
     """
 
     def __init__(
         self, past: torch.Tensor, metric: torch.Tensor, labels: torch.Tensor | None, settings: Settings
     ) -> None:
-        """`labels`: where they are known, `(P, g, n')`."""
-        P, g, _, D = past.shape
+        """`labels`: where they are known, `(P · S, g, n')`."""
+        heads, g, _, D = past.shape
         C, points = settings.clusters, past.flatten(0, 1)
         self.metric = metric
         if labels is None:
-            labels = labels_of(points, C, settings, metric.repeat_interleave(g, dim=0)).unflatten(0, (P, g))
+            labels = labels_of(points, C, settings, metric.repeat_interleave(g, dim=0)).unflatten(0, (heads, g))
         self.labels = labels
         self.index = cluster_rows(labels.flatten(0, 1), C)
-        sizes = cluster_sizes(self.index, P * g, C)
-        self.counts = sizes.view(P, g, C)
-        centroids = cluster_sums(points, self.index, P * g, C) / sizes.clamp(min=1)[..., None]
-        self.centroids = centroids.view(P, g * C, D)
+        sizes = cluster_sizes(self.index, heads * g, C)
+        self.counts = sizes.view(heads, g, C)
+        centroids = cluster_sums(points, self.index, heads * g, C) / sizes.clamp(min=1)[..., None]
+        self.centroids = centroids.view(heads, g * C, D)
         offsets = points - centroids.flatten(0, 1).index_select(0, self.index).view_as(points)
-        self.of_heads = (offsets.transpose(1, 2) @ offsets / offsets.shape[1]).view(P, g, D, D)
-
-    @staticmethod
-    def of_segments(
-        query: torch.Tensor,
-        fitted: list[slice],
-        metrics: list[torch.Tensor],
-        labels: torch.Tensor | None,
-        settings: Settings,
-    ) -> list["PastQueries"]:
-        """Of several segments, whose past queries are those rows of `(P, g, N, D)`: as many as are equal at once.
-
-        `labels`: where they are known, `(P, g, N)`.
-        """
-        found: list[PastQueries] = []
-        for run in runs_of_equal(fitted, query):
-            own = metrics[len(found) : len(found) + len(run)]
-            known = None if labels is None else torch.cat([labels[:, :, rows] for rows in run])
-            together = PastQueries(torch.cat([query[:, :, rows] for rows in run]), torch.cat(own), known, settings)
-            found += [together._part(i, len(query)) for i in range(len(run))]
-        return found
-
-    def _part(self, segment: int, heads: int) -> "PastQueries":
-        """Of one segment, where those of several stand behind each other."""
-        part, own = copy(self), slice(segment * heads, (segment + 1) * heads)
-        part.metric, part.centroids, part.counts = self.metric[own], self.centroids[own], self.counts[own]
-        part.of_heads, part.labels = self.of_heads[own], self.labels[own]
-        tables = heads * self.centroids.shape[1]
-        part.index = self.index.view(len(self.counts), -1)[own].flatten() - segment * tables
-        return part
+        self.of_heads = (offsets.transpose(1, 2) @ offsets / offsets.shape[1]).view(heads, g, D, D)
 
     def readers(self, query: torch.Tensor) -> torch.Tensor:
-        """The nearest centroid `(P, g, n)` of a segment's queries `(P, g, n, D)`."""
-        P, g, C = self.counts.shape
-        directions, half_norms = prepare(self.centroids.view(P * g, C, -1), self.metric.repeat_interleave(g, dim=0))
-        half_norms = half_norms.masked_fill(self.counts.view(P * g, C) == 0, torch.inf)
-        return nearest(query.flatten(0, 1), directions, half_norms).view(P, g, -1)
+        """The nearest centroid `(P · S, g, n)` of the segments' queries `(P · S, g, n, D)`."""
+        heads, g, C = self.counts.shape
+        metric = self.metric.repeat_interleave(g, dim=0)
+        directions, half_norms = prepare(self.centroids.view(heads * g, C, -1), metric)
+        half_norms = half_norms.masked_fill(self.counts.view(heads * g, C) == 0, torch.inf)
+        return nearest(query.flatten(0, 1), directions, half_norms).view(heads, g, -1)
 
     def gradient(self, grad_centroids: torch.Tensor) -> torch.Tensor:
-        """Of the past queries `(P, g, n', D)`, for that of the centroids."""
-        P, g, _ = self.counts.shape
+        """Of the past queries `(P · S, g, n', D)`, for that of the centroids `(P, S · g · C, D)`."""
+        heads, g, _ = self.counts.shape
         of_members = grad_centroids.flatten(0, 1) / self.counts.view(-1, 1).clamp(min=1)
-        return of_members.index_select(0, self.index).view(P, g, -1, grad_centroids.shape[2])
-
-
-class FinishedKeys:
-    """The keys and values of a chunk `(P, N, ·)` that segments have seen over clusters, and the clusters.
-
-    Of every segment its clusters and places stand behind those of the segments before, and stay.
-
-    Attributes:
-        keys: how many there are.
-        places: `nb · L`, of the rows in use.
-        rows: `(P, most, D + Dv)`: key and value less the means of their cluster; 0 in empty places.
-        full: `(P, most)`, 1 where a key is, else 0.
-        sources: `(P, most)` number of the key, 0 in empty places.
-        distances: `d_t²` `(P, most)`; -1 in empty places.
-        clusters: `(P, most / L)` cluster of a block.
-        means: `(P, ·, D + Dv)`.
-        grad: gradients of `rows`; None before there are any.
-    """
-
-    def __init__(self, key: torch.Tensor, value: torch.Tensor, settings: Settings) -> None:
-        self.key, self.value, self.settings = key, value, settings
-        P, N, self.D = key.shape
-        self.Dv = value.shape[2]
-        segments = -(-N // settings.segment_length)
-        self.L = block_length(settings.segment_length / (4 * settings.key_clusters))
-        most = segments * (settings.segment_length // self.L + settings.key_clusters) * self.L
-        self.keys, self.places, self.G = 0, 0, 0
-        self.rows = key.new_empty(P, most, self.D + self.Dv)
-        self.full = key.new_empty(P, most)
-        self.sources = torch.zeros(P, most, dtype=torch.int64, device=key.device)
-        self.distances = key.new_empty(P, most)
-        self.clusters = torch.empty(P, most // self.L, dtype=torch.int64, device=key.device)
-        self.means = key.new_empty(P, segments * settings.key_clusters, self.D + self.Dv)
-        self.within = key.new_zeros(P, self.D, self.D)
-        self.grad: torch.Tensor | None = None
-        self.blocks: list[tuple[slice, slice, ClusterBlocks]] = []
-
-    def metrics(self, blocks: list[slice]) -> list[torch.Tensor]:
-        """Of every block of keys the metric of all keys up to its last, `(P, D, D)`."""
-        first_mean = self.key[:, blocks[0]].mean(dim=1, keepdim=True)
-        total, gram = torch.zeros_like(first_mean), self.key.new_zeros(len(self.key), self.D, self.D)
-        found = []
-        for rows in blocks:
-            centered = self.key[:, rows] - first_mean
-            total += centered.sum(dim=1, keepdim=True)
-            gram += centered.transpose(1, 2) @ centered
-            mean = total / rows.stop
-            found.append(as_metric(gram / rows.stop - mean.transpose(1, 2) * mean))
-        return found
-
-    def labels_of_blocks(self, blocks: list[slice], covariances: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Of every block of keys its clusters `(P, m)`, by `Σ_η` `(P, D, D)` of the segment that first sees it so."""
-        P, settings, found = len(self.key), self.settings, list[torch.Tensor]()
-        for run in runs_of_equal(blocks, self.key):
-            keys = torch.cat([self.key[:, rows] for rows in run])
-            if settings.first_order:
-                metric = as_metric(torch.cat(covariances[len(found) : len(found) + len(run)]))
-                labels = labels_of(keys, settings.key_clusters, settings, metric)
-            else:
-                labels = torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)
-            found += labels.split(P)
-        return found
-
-    def add(self, own: slice, labels: torch.Tensor, covariance: torch.Tensor) -> None:
-        """The next keys, of their labels and of the covariance `Σ_η` `(P, D, D)`."""
-        settings, D, end = self.settings, self.D, own.stop
-        key, G = self.key[:, own], settings.key_clusters
-        P = len(key)
-        index = cluster_rows(labels, G)
-        sizes = cluster_sizes(index, P, G)
-        blocks = ClusterBlocks.of(index, sizes, aligned=True, length=self.L)
-        packed = blocks.pack(key, self.value[:, own])  # (P · nb, L, D + Dv)
-        means = blocks.sum(packed.sum(dim=1), P * G) / sizes.view(-1, 1).clamp(min=1)
-        empty = (blocks.sources == index.numel()).view(P, -1)
-        places = slice(self.places, self.places + empty.shape[1])
-        rows = self.rows[:, places]
-        full = self.full[:, places].copy_(~empty)
-        by_block = (packed, full.reshape(-1, self.L, 1), blocks.of_cluster(means)[:, None])
-        torch.addcmul(
-            *(numbers.unflatten(0, (P, -1)) for numbers in by_block), value=-1, out=rows.unflatten(1, (-1, self.L))
-        )
-        first = torch.arange(P, device=key.device)[:, None] * key.shape[1] - own.start
-        self.sources[:, places] = (blocks.sources.view(P, -1) - first).masked_fill_(empty, 0)
-        self.clusters[:, places.start // self.L : places.stop // self.L] = blocks.clusters.view(P, -1) % G + self.G
-        self.means[:, self.G : self.G + G] = means.view(P, G, -1)
-        distances = self.distances[:, places].fill_(1.0)
-        if settings.first_order:
-            spread = rows[..., :D]
-            distances.copy_(torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST))
-            if settings.exact_above < inf:
-                self.within += spread.transpose(1, 2) @ spread
-        distances.masked_fill_(empty, -1.0)
-        self.blocks.append((own, places, blocks))
-        self.keys, self.places, self.G = end, places.stop, self.G + G
-
-    def predicted(self, past: PastQueries) -> torch.Tensor:
-        """The error that they will make, `(P,)`."""
-        variances = (past.of_heads * (self.within / self.keys)[:, None]).sum(dim=(2, 3))
-        return variances.amax(dim=1) * ERROR_PER_VARIANCE
-
-    def grad_rows(self) -> torch.Tensor:
-        """Memory for the gradients of the rows, to be added to."""
-        if self.grad is None:
-            self.grad = torch.zeros_like(self.rows)
-        return self.grad
-
-    def store_gradients(self, of_key: torch.Tensor, of_value: torch.Tensor) -> None:
-        """Add what the rows got to the gradients of keys and values `(P, N, ·)`."""
-        if self.grad is None:
-            return
-        for own, places, blocks in self.blocks:
-            both = blocks.unpack(self.grad[:, places].reshape(-1, blocks.length, self.grad.shape[2]), len(self.rows))
-            of_key[:, own] += both[..., : self.D]
-            of_value[:, own] += both[..., self.D :]
+        return of_members.index_select(0, self.index).view(heads, g, -1, grad_centroids.shape[2])
 
 
 class OlderSummaries:
     """The exact keys of every query head, and what its clusters see of the others: a table of summaries.
 
-    A summary is tilted at the centroid: its score is the log-mass there, to first order the tangent of it.
+    A summary is tilted at the centroid: its score is the log-mass there, to first order the tangent of it. Segments
+    of a span see all keys that are finished for its last one; of those that are not older than itself, a segment has
+    no mass.
 
     Attributes:
-        top: `T` `(P, g, k)`, places of the exact keys.
-        weights: `(P, g · C, nb · L)`, `w_jt` of the largest of a cluster; 0 where `t` is in `T`.
-        table: rows of keys and values of every query cluster, `(P · g · C, G, ·)`.
+        top: `T` `(P, S · g, k)`, places of the exact keys.
+        weights: `(P, S · g · C, nb · L)`, `w_jt` of the largest of a cluster; 0 where `t` is in `T`.
+        table: rows of keys and values of every query cluster, `(P · S · g · C, G, ·)`.
     """
 
-    def __init__(self, keys: FinishedKeys, past: PastQueries, settings: Settings, *, in_order: bool) -> None:
-        self.keys, self.centroids, self.tangents = keys, past.centroids, settings.first_order
-        self.P, self.g, self.C = past.counts.shape
+    def __init__(
+        self, keys: FinishedKeys, past: PastQueries, span: Span, settings: Settings, *, in_order: bool
+    ) -> None:
+        self.keys, self.tangents, self.S = keys, settings.first_order, span.count
+        self.P, self.g, self.C = len(keys.rows), *past.counts.shape[1:]
+        self.new_clusters = settings.key_clusters
+        self.centroids = past.centroids.view(self.P, -1, keys.D)  # (P, S · g · C, D)
+        self.counts = past.counts.view(self.P, -1, self.C)
         self.rows, self.clusters = keys.rows[:, : keys.places], keys.clusters[:, : keys.places // keys.L]
         self.means = keys.means[:, : keys.G]
-        self.mean_scores = self.centroids @ self.means[..., : keys.D].transpose(1, 2)  # Q̄_j·K̄_c: (P, g · C, G)
-        self.weights, self.shift = self._weigh(slice(None))
-        self.top = self._choose(past.counts, min(settings.topk, keys.keys), in_order=in_order)
+        mean_scores = self.centroids @ self.means[..., : keys.D].transpose(1, 2)  # Q̄_j·K̄_c: (P, S · g · C, G)
+        self.mean_scores = keys.hide_later(mean_scores, 0.0, self.new_clusters)
+        self.weights, self.shift = self._weigh(slice(None), slice(None))
+        self.top = self._choose(span.topk, in_order=in_order)
         self._summarise(self._masses_of_the_rest(settings.segment_length))
 
     def _by_block(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -264,35 +101,44 @@ class OlderSummaries:
         return numbers.unflatten(1, (-1, self.keys.L)).transpose(0, 1)
 
     def _per_block(self, table: torch.Tensor) -> torch.Tensor:
-        """Numbers of every cluster `(P, g · C, G)` for its blocks: `(P, g · C, nb)`."""
+        """Numbers of every cluster `(P, S · g · C, G)` for its blocks: `(P, S · g · C, nb)`."""
         return table.gather(2, self.clusters[:, None].expand(-1, table.shape[1], -1))
 
-    def _weigh(self, heads: slice, taken: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`exp(Q̄_j·(K_t - K̄_c))` beside the largest of the cluster, and the logarithm of that `(heads, g · C, G)`.
+    def _weigh(self, heads: slice, own: slice, taken: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`exp(Q̄_j·(K_t - K̄_c))` beside the largest of the cluster, and the logarithm of that `(heads, own, G)`.
 
-        `taken`: whose weight is 0, `(heads, g · C, nb · L)`; None: no key's.
+        `own`: which of the centroids; `taken`: whose weight is 0, `(heads, own, nb · L)`; None: keys that a segment
+        does not see, of all centroids.
         """
         keys = self.keys
-        scores = torch.bmm(self.centroids[heads], self.rows[heads, :, : keys.D].transpose(1, 2))
+        scores = torch.bmm(self.centroids[heads, own], self.rows[heads, :, : keys.D].transpose(1, 2))
         # An empty place scores 0, which the largest of a cluster never is below: their mean is 0.
-        shift = torch.zeros_like(self.mean_scores[heads])
+        shift = torch.zeros_like(self.mean_scores[heads, own])
+        lowest = torch.finfo(shift.dtype).min
         if taken is not None:
             scores.masked_fill_(taken, -torch.inf)
-            shift.fill_(torch.finfo(shift.dtype).min)
+            shift.fill_(lowest)
         by_block = scores.unflatten(2, (-1, keys.L))
         blocks = self.clusters[heads, None].expand(-1, scores.shape[1], -1)
         shift.scatter_reduce_(2, blocks, by_block.amax(dim=3), "amax")
         by_block.sub_(shift.gather(2, blocks)[..., None]).clamp_(min=LEAST_LOG_WEIGHT).exp_()
         scores.mul_(keys.full[heads, None, : keys.places])
-        return scores if taken is None else scores.masked_fill_(taken, 0.0), shift
+        if taken is not None:
+            return scores.masked_fill_(taken, 0.0), shift
+        return keys.hide_later(scores, 0.0, keys.width), keys.hide_later(shift, lowest, self.new_clusters)
+
+    def _centroids_of(self, segment: int) -> slice:
+        """Which of the centroids are a segment's."""
+        each = self.g * self.C
+        return slice(segment * each, (segment + 1) * each)
 
     def _masses_of_the_rest(self, most: int) -> torch.Tensor:
         """As `_masses`, without `T`; weighs anew where all of up to `most` keys may lie below `LEAST_LOG_WEIGHT`."""
         mass = self._masses()
-        unsure = (mass > 0) & (mass < most * self._least_sure())
-        for p in unsure.flatten(1).any(dim=1).nonzero()[:, 0].tolist():
-            head = slice(p, p + 1)
-            self.weights[head], self.shift[head] = self._weigh(head, self.weights[head] == 0)
+        unsure = ((mass > 0) & (mass < most * self._least_sure())).unflatten(1, (self.S, -1)).flatten(2).any(dim=2)
+        for p, segment in unsure.nonzero().tolist():  # one by one: none may see whether a later one is unsure
+            head, own = slice(p, p + 1), self._centroids_of(segment)
+            self.weights[head, own], self.shift[head, own] = self._weigh(head, own, self.weights[head, own] == 0)
         return self._masses() if unsure.any() else mass
 
     def _least_sure(self) -> float:
@@ -300,40 +146,47 @@ class OlderSummaries:
         return math.exp(LEAST_LOG_WEIGHT) / torch.finfo(self.weights.dtype).eps
 
     def _masses(self) -> torch.Tensor:
-        """Sum of the weights of every cluster, `(P, g · C, G)`."""
+        """Sum of the weights of every cluster, `(P, S · g · C, G)`."""
         of_blocks = self.weights.unflatten(2, (-1, self.keys.L)).sum(dim=3)
         member = self.clusters[..., None] == torch.arange(self.keys.G, device=self.clusters.device)
         return of_blocks @ member.to(of_blocks.dtype)
 
-    def _choose(self, counts: torch.Tensor, topk: int, *, in_order: bool) -> torch.Tensor:
+    def _choose(self, topk: int, *, in_order: bool) -> torch.Tensor:
         """Places of the keys with the largest weight of the past queries, times `d_t²`; their weights get 0."""
-        P, g, C = counts.shape
+        counts, keys, C, S, g = self.counts, self.keys, self.C, self.S, self.g
         if not topk:
-            return counts.new_empty(P, g, 0)
-        height = self.shift + self.mean_scores  # (P, g · C, G)
+            return counts.new_empty(self.P, S * g, 0)
+        height = self.shift + self.mean_scores  # (P, S · g · C, G)
         log_sum = (self._masses().log() + height).logsumexp(dim=2, keepdim=True)
-        share = (height - log_sum).exp_().view(P, g, C, -1).mul_(counts[..., None]).flatten(1, 2)
-        weights = self.weights.unflatten(2, (-1, self.keys.L)) * self._per_block(share)[..., None]
-        rank = weights.view(P, g, C, -1).sum(dim=2)  # (P, g, nb · L)
-        distances = self.keys.distances[:, None, : self.keys.places]
-        rank.mul_(distances)
+        share = (height - log_sum).clamp_(min=LEAST_LOG_WEIGHT).exp_().unflatten(1, (-1, C))
+        share = share.mul_(counts[..., None]).flatten(1, 2)
+        weights = self.weights.unflatten(2, (-1, keys.L)) * self._per_block(share)[..., None]
+        rank = weights.view(self.P, S * g, C, -1).sum(dim=2)  # (P, S · g, nb · L)
+        keys.hide_later(rank.mul_(keys.distances[:, None, : keys.places]), -1.0, keys.width)
         top = largest(rank, topk, in_order=in_order)
-        sure = counts.sum(dim=2) * distances.amax(dim=2) * self._least_sure()
+        sure = counts.sum(dim=2) * keys.farthest.repeat_interleave(g, dim=1) * self._least_sure()
         unsure = ~(rank.gather(2, top).amin(dim=2) > sure)  # NaN, too
-        for p in unsure.any(dim=1).nonzero()[:, 0].tolist():
-            top[p] = largest(self._log_ranks(p, counts[p])[None], topk, in_order=in_order)[0]
-        self.weights.view(P, g, C, -1).scatter_(3, top[:, :, None].expand(-1, -1, C, -1), 0.0)
+        for p, segment in unsure.unflatten(1, (S, g)).any(dim=2).nonzero().tolist():
+            own = slice(segment * g, (segment + 1) * g)
+            top[p, own] = largest(self._log_ranks(p, segment)[None], topk, in_order=in_order)[0]
+        self.weights.view(self.P, S * g, C, -1).scatter_(3, top[:, :, None].expand(-1, -1, C, -1), 0.0)
         return top
 
-    def _log_ranks(self, p: int, counts: torch.Tensor) -> torch.Tensor:
-        """Logarithms of a head's ranks `(g, nb · L)`, for which no weight is too small; -inf where no key is."""
-        keys = self.keys
-        empty = keys.full[p, : keys.places] == 0
-        scores = self.centroids[p] @ self.rows[p, :, : keys.D].T
-        scores.unflatten(1, (-1, keys.L)).add_(self.mean_scores[p].index_select(1, self.clusters[p])[..., None])
-        log_weights = scores.masked_fill_(empty, -torch.inf).log_softmax(dim=1).unflatten(0, counts.shape)
+    def _log_ranks(self, p: int, segment: int) -> torch.Tensor:
+        """Logarithms of a segment's ranks `(g, nb · L)`, for which no weight is too small; -inf where it sees no key.
+
+        `p` is the head.
+        """
+        keys, own = self.keys, self._centroids_of(segment)
+        unseen = keys.full[p, : keys.places] == 0
+        unseen[keys.places - (self.S - 1 - segment) * keys.width :] = True
+        scores = self.centroids[p, own] @ self.rows[p, :, : keys.D].T
+        means = self.mean_scores[p, own].index_select(1, self.clusters[p])
+        scores.unflatten(1, (-1, keys.L)).add_(means[..., None])
+        log_weights = scores.masked_fill_(unseen, -torch.inf).log_softmax(dim=1).unflatten(0, (self.g, self.C))
+        counts = self.counts[p].unflatten(0, (self.S, self.g))[segment]
         log_weight = (log_weights + counts.to(scores.dtype).log()[..., None]).logsumexp(dim=1)
-        return (log_weight + keys.distances[p, : keys.places].log()).masked_fill_(empty, -torch.inf)
+        return (log_weight + keys.distances[p, : keys.places].log()).masked_fill_(unseen, -torch.inf)
 
     def _summarise(self, mass: torch.Tensor) -> None:
         """Tilted sums over the clusters without `T`, of these masses: `log S_jc`, `K̃_jc`, `Ṽ_jc`, the table's rows."""
@@ -344,10 +197,10 @@ class OlderSummaries:
             sums[p].index_add_(0, self.clusters[p], parts)
         nobody = mass <= 0
         self.inverse_mass = torch.where(nobody, 0.0, 1 / mass)
-        # Without the means; (P, g · C, G, D + Dv).
-        self.tilted = sums.transpose(1, 2) * self.inverse_mass[..., None]
+        # Without the means; (P, S · g · C, G, D + Dv).
+        self.tilted = keys.hide_later(sums.transpose(1, 2) * self.inverse_mass[..., None], 0.0, self.new_clusters)
         log_mass = (mass.log() + self.shift + self.mean_scores).masked_fill_(nobody, NO_MASS)
-        tilted = self.tilted + self.means[:, None]
+        tilted = keys.hide_later(self.tilted + self.means[:, None], 0.0, self.new_clusters)
         table_keys = tilted.new_zeros(self.P, J, keys.G, D + 1)
         bias = log_mass
         if self.tangents:  # log S_jc + η·K̃_jc = b_jc + Q_i·K̃_jc
@@ -357,11 +210,11 @@ class OlderSummaries:
         self.table = ClusterTable(table_keys.flatten(0, 1), tilted[..., D:].flatten(0, 1).contiguous())
 
     def backward(self, grad: ClusterTable) -> torch.Tensor:
-        """Gradient of the centroids `(P, g · C, D)`; adds to those of the keys' rows. Spoils the weights."""
+        """Gradient of the centroids `(P, S · g · C, D)`; adds to those of the keys' rows. Spoils the weights."""
         keys, D, J = self.keys, self.keys.D, self.centroids.shape[1]
         grad_keys, grad_values = (rows.unflatten(0, (self.P, J)) for rows in (grad.keys, grad.values))
         grad_log_mass = grad_keys[..., D]
-        grad_tilted = torch.cat([grad_keys[..., :D], grad_values], dim=3)  # (P, g · C, G, D + Dv)
+        grad_tilted = torch.cat([grad_keys[..., :D], grad_values], dim=3)  # (P, S · g · C, G, D + Dv)
         grad_centroids = torch.zeros_like(self.centroids)
         if self.tangents:  # b_jc = log S_jc - Q̄_j·K̃_jc
             grad_tilted[..., :D] -= grad_log_mass[..., None] * self.centroids[:, :, None]
@@ -374,14 +227,15 @@ class OlderSummaries:
         self.weights.unflatten(2, (-1, keys.L)).mul_(self._per_block(self.inverse_mass)[..., None])
         grad_rows = keys.grad_rows()
         for p in range(self.P):
-            of_blocks = grad_tilted[p].transpose(0, 1).index_select(0, self.clusters[p])  # (nb, g · C, D + Dv)
+            of_blocks = grad_tilted[p].transpose(0, 1).index_select(0, self.clusters[p])  # (nb, S · g · C, D + Dv)
             weights, rows = self._by_block(self.weights[p]), self.rows[p].unflatten(0, (-1, keys.L))
             of_mass = constant[p].T.index_select(0, self.clusters[p])[..., None]
-            grad_scores = torch.baddbmm(of_mass, of_blocks, rows.transpose(1, 2)).mul_(weights)  # (nb, g · C, L)
+            grad_scores = torch.baddbmm(of_mass, of_blocks, rows.transpose(1, 2)).mul_(weights)  # (nb, S · g · C, L)
             # Of both factors of the rows at once: they are the largest numbers here, and read and written once.
-            seen = of_blocks.new_zeros(len(of_blocks), 2 * J, of_blocks.shape[2])
+            seen = of_blocks.new_empty(len(of_blocks), 2 * J, of_blocks.shape[2])
             seen[:, :J] = of_blocks
             seen[:, J:, :D] = self.centroids[p]
+            seen[:, J:, D:] = 0
             target = grad_rows[p, : keys.places].unflatten(0, (-1, keys.L))
             target.baddbmm_(torch.cat([weights, grad_scores], dim=1).transpose(1, 2), seen)
             grad_centroids[p] += torch.bmm(grad_scores, rows[..., :D]).sum(dim=0)
@@ -390,9 +244,9 @@ class OlderSummaries:
 
 
 class OlderPart:
-    """A segment's queries `(P, g, n, D)` over the older keys: a few exactly, the others by clusters.
+    """The segments' queries `(P · S, g, n, D)` over the older keys: a few exactly, the others by clusters.
 
-    `factor`: dropout of these, `(P, g, n, topk + clusters)`.
+    `factor`: dropout of these, `(P · S, g, n, topk + clusters)`.
     """
 
     def __init__(
@@ -400,29 +254,29 @@ class OlderPart:
         query: torch.Tensor,
         keys: FinishedKeys,
         past: PastQueries,
+        span: Span,
         factor: torch.Tensor | None,
         settings: Settings,
     ) -> None:
-        P, g, n, D = query.shape
-        self.shape, self.keys, self.past = query.shape, keys, past
-        self.summaries = OlderSummaries(keys, past, settings, in_order=factor is not None)
+        heads, g, n, D = query.shape
+        self.shape, self.keys, self.past, self.span = query.shape, keys, past, span
+        self.summaries = OlderSummaries(keys, past, span, settings, in_order=factor is not None)
         top = self.summaries.top
-        heads = torch.arange(P, device=query.device)[:, None, None]
-        sources = keys.sources.gather(1, top.flatten(1)).view_as(top)
-        self.sources = (sources + heads * keys.key.shape[1]).flatten()
+        first = torch.arange(len(top), device=query.device)[:, None, None] * keys.key.shape[1]
+        self.sources = (keys.sources.gather(1, top.flatten(1)).view_as(top) + first).flatten()
         exact_factor = None if factor is None else factor[..., : top.shape[2]].flatten(0, 1)[:, None]
         self.exact: LocalPart | None = None
         if top.shape[2]:
             key, value = (
-                rows.flatten(0, 1).index_select(0, self.sources).view(P * g, top.shape[2], -1)
+                rows.flatten(0, 1).index_select(0, self.sources).view(heads * g, top.shape[2], -1)
                 for rows in (keys.key, keys.value)
             )
-            self.exact = LocalPart(query.reshape(P * g, 1, n, D), key, value, False, exact_factor)
+            self.exact = LocalPart(query.reshape(heads * g, 1, n, D), key, value, False, exact_factor)
         tables = cluster_rows(past.readers(query).flatten(0, 1), settings.clusters)
-        self.blocks = ClusterBlocks.of(tables, cluster_sizes(tables, P, g * settings.clusters))
+        self.blocks = ClusterBlocks.of(tables, cluster_sizes(tables, heads, g * settings.clusters))
         # Behind the scaled query a 1, for the biases of the table.
-        rows = query.reshape(P, g * n, D)
-        self.packed = self.blocks.pack(rows, rows.new_ones(1, 1, 1).expand(P, g * n, 1))
+        rows = query.reshape(heads, g * n, D)
+        self.packed = self.blocks.pack(rows, rows.new_ones(1, 1, 1).expand(heads, g * n, 1))
         self.factor = None
         if factor is not None:
             self.factor = self.blocks.pack(factor[..., settings.topk : settings.topk + keys.G].flatten(1, 2))
@@ -434,7 +288,7 @@ class OlderPart:
         return self.blocks.unpack(packed, self.shape[0]).view(*self.shape[:3], -1)
 
     def attend(self) -> Attended:
-        """Outputs `(P, g, n, Dv)` and log-sum-exp `(P, g, n, 1)`, over the clusters."""
+        """Outputs `(P · S, g, n, Dv)` and log-sum-exp `(P · S, g, n, 1)`, over the clusters."""
         output, log_sum = attend_in_part(self.summaries.table, self.blocks, self.packed, self.factor)
         return self._unpack(output), self._unpack(log_sum)
 
@@ -458,7 +312,7 @@ class OlderPart:
 
         `log_sum` is that of `attend`, `rest` all but the clusters, `whole` the softmax.
         """
-        P, g, n, D = self.shape
+        heads, g, n, D = self.shape
         output, other_sum = rest
         share, remaining = torch.sigmoid(log_sum - other_sum), torch.sigmoid(other_sum - log_sum)
         other_dot = torch.linalg.vecdot(grad, output)[..., None]
@@ -469,7 +323,7 @@ class OlderPart:
         of_past = self.past.gradient(self.summaries.backward(of_table))
         grad_query = self._unpack(grad_packed[..., :D].contiguous())
         if self.exact is not None:
-            by_head = (part.reshape(P * g, 1, n, -1) for part in (grad, *whole))
+            by_head = (part.reshape(heads * g, 1, n, -1) for part in (grad, *whole))
             found = self.exact.backward(*by_head)
             grad_query = grad_query + found[0].view_as(grad_query)
             for target, more in ((of_key, found[1]), (of_value, found[2])):

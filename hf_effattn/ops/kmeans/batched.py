@@ -18,20 +18,20 @@ def farthest_first(points: torch.Tensor, directions: torch.Tensor, clusters: int
     """Seeds `(P, C, D)` out of points `(P, N, D)` with directions `x G`."""
     P, N, D = points.shape
     norms = torch.linalg.vecdot(points, directions)
-    directions = directions.mul(-2)
-    distances = None
+    columns, distances = points.transpose(1, 2), None
     if clusters > FEW * N:
         # All products at once: what is left for each of the C steps is too small to be worth a second thread.
-        distances = torch.bmm(points, directions.transpose(1, 2)).add_(norms[..., None])
+        distances = torch.baddbmm(norms[..., None], points, directions.transpose(1, 2), alpha=-2)
         distances = distances.flatten(0, 1)  # row p · N + i: from point i of problem p, less the others' norms
     first_row = torch.arange(P, device=points.device) * N
     chosen = [first_row + first_seed(N, seed)]
     nearest_seed = torch.full_like(norms, torch.inf)
     for _ in range(1, clusters):
         if distances is None:
-            # Product and sum are several times as fast as a product with one column.
-            seeds = directions.flatten(0, 1).index_select(0, chosen[-1])
-            found = (points * seeds[:, None]).sum(dim=2).add_(norms.flatten().index_select(0, chosen[-1])[:, None])
+            # On a CPU a product with one row, which is several times as fast as one with a column.
+            seeds = directions.flatten(0, 1).index_select(0, chosen[-1])[:, None]
+            own_norms = norms.flatten().index_select(0, chosen[-1])[:, None, None]
+            found = torch.baddbmm(own_norms, seeds, columns, alpha=-2)[:, 0]
         else:
             found = distances.index_select(0, chosen[-1])
         torch.minimum(nearest_seed, found, out=nearest_seed)
@@ -50,7 +50,7 @@ def find_seeds(points: torch.Tensor, clusters: int, seed: int, metric: torch.Ten
     seeds = points.new_empty(points.shape[0], clusters, points.shape[2])
     groups = SEEDING.groups(clusters)
     for i in range(groups):
-        own = points.index_select(1, rows[i::groups])
+        own = points if groups == 1 and len(rows) == points.shape[1] else points.index_select(1, rows[i::groups])
         seeds[:, i::groups] = farthest_first(own, in_metric(own, metric), len(range(i, clusters, groups)), seed)
     return seeds
 

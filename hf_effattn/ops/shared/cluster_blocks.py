@@ -21,18 +21,23 @@ class ClusterBlocks:
 
     @staticmethod
     def of(
-        index: torch.Tensor, sizes: torch.Tensor, *, aligned: bool = False, length: int | None = None
+        index: torch.Tensor,
+        sizes: torch.Tensor,
+        *,
+        aligned: bool = False,
+        length: int | None = None,
+        per_head: int | None = None,
     ) -> "ClusterBlocks":
         """Blocks for rows with table rows `index` `(P · N,)` and cluster sizes `(P, C)`.
 
-        `aligned`: every head has as many blocks as the head with most, its last ones empty. `length`: of a block;
-        None: what fits the mean size.
+        `aligned`: every head has as many blocks as the head with most, its last ones empty; or `per_head` of them,
+        which must be enough. `length`: of a block; None: what fits the mean size.
         """
         length = length or block_length(index.numel() / max(1, sizes.numel()))
         blocks = (sizes + length - 1) // length
         if aligned:
-            per_head = blocks.sum(dim=1)
-            blocks[:, -1] += per_head.amax() - per_head
+            own = blocks.sum(dim=1)
+            blocks[:, -1] += (own.amax() if per_head is None else per_head) - own
         blocks, sizes = blocks.flatten(), sizes.flatten()
         order = stable_order(index, len(sizes))
         # A row's place: its cluster's first block, plus its rank in the cluster.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .cluster_blocks import ClusterBlocks
+from .precision import LEAST_LOG_WEIGHT
 from .tables import softmax_
 
 
@@ -63,7 +64,7 @@ def attend_in_part(
     """As `attend`, of keys and values alone, and the log-sum-exp of the scores `(blocks, length, 1)`."""
     scores = table.scores(blocks, query)
     largest = scores.amax(dim=2, keepdim=True)
-    weights = scores.sub_(largest).exp_()
+    weights = scores.sub_(largest).clamp_(min=LEAST_LOG_WEIGHT).exp_()
     total = weights.sum(dim=2, keepdim=True)
     if factor is not None:
         weights *= factor

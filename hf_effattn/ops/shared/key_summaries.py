@@ -12,14 +12,12 @@ import torch
 from .arguments import check_label_range
 from .cluster_blocks import ClusterBlocks
 from .cluster_table import ClusterTable
-from .precision import SMALLEST, accumulation_dtype
+from .precision import LEAST_LOG_WEIGHT, SMALLEST, accumulation_dtype
 from .tables import cluster_rows, cluster_sizes
 from .topk import largest
 
 # Logarithm of the mass of a cluster without a key: no weight, and finite, as empty places of a block multiply it by 0.
 NO_MASS = -1e30
-# Of a tilted weight beside its cluster's largest: below, exp and products slow down tenfold with denormal numbers.
-LEAST_LOG_WEIGHT = -60.0
 # The largest weight of a cluster is 1; what all its keys together stay below, all of them exact, is the least.
 LEAST_MASS = 1e-20
 

@@ -1,0 +1,155 @@
+"""The keys that segments have seen over clusters, for a CPU: packed by cluster once, read by all later segments.
+
+Sizes: `P` key/value heads of a chunk, `S` segments of a span, `m` keys that each is the first to see so, `G` clusters
+of these, `nb` blocks of `L` keys per head.
+"""
+
+from math import inf
+
+import torch
+
+from ..bi_clustered_attention.offsets import ERROR_PER_VARIANCE
+from ..cluster_queries.batched import as_metric
+from ..shared.cluster_blocks import ClusterBlocks
+from ..shared.precision import SMALLEST
+from ..shared.tables import cluster_rows, cluster_sizes
+from .grouping import labels_of
+from .reference import Settings
+from .spans import Span, key_block_length, places_of
+
+
+class FinishedKeys:
+    """The keys and values of a chunk `(P, N, ·)` that segments have seen over clusters, and the clusters.
+
+    Of every segment its clusters and places stand behind those of the segments before, and stay. How many they are
+    depends on no key.
+
+    Attributes:
+        places: `nb · L`, of the rows in use.
+        width: places of each of the last span's segments.
+        segments: of the last span.
+        rows: `(P, most, D + Dv)`: key and value less the means of their cluster; 0 in empty places.
+        full: `(P, most)`, 1 where a key is, else 0.
+        sources: `(P, most)` number of the key, 0 in empty places.
+        distances: `d_t²` `(P, most)`; -1 in empty places.
+        farthest: the largest `d_t²` that each of the last span's segments sees, `(P, S)`.
+        clusters: `(P, most / L)` cluster of a block.
+        means: `(P, ·, D + Dv)`.
+        grad: gradients of `rows`; None before there are any.
+    """
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, settings: Settings, spans: list[Span]) -> None:
+        self.key, self.value, self.settings = key, value, settings
+        P, _, self.D = key.shape
+        self.Dv = value.shape[2]
+        self.L = key_block_length(settings)
+        late = [span for span in spans if span.new.stop]
+        most = sum(span.count * places_of(span.new.stop - span.new.start, settings) for span in late)
+        segments = sum(span.count for span in late)
+        self.places, self.G, self.width, self.segments = 0, 0, 0, 0
+        self.rows = key.new_empty(P, most, self.D + self.Dv)
+        self.full = key.new_empty(P, most)
+        self.sources = torch.zeros(P, most, dtype=torch.int64, device=key.device)
+        self.distances = key.new_empty(P, most)
+        self.farthest = key.new_full((P, 1), -1.0)
+        self.clusters = torch.empty(P, most // self.L, dtype=torch.int64, device=key.device)
+        self.means = key.new_empty(P, segments * settings.key_clusters, self.D + self.Dv)
+        self.first_mean = key[:, :1] if not late else key[:, late[0].new].mean(dim=1, keepdim=True)
+        self.total, self.gram, self.within = 0.0, 0.0, key.new_zeros(P, 1, self.D, self.D)
+        self.grad: torch.Tensor | None = None
+        self.blocks: list[tuple[slice, slice, ClusterBlocks]] = []
+
+    def _older(self, span: Span) -> torch.Tensor:
+        """How many older keys each segment has, `(S, 1, 1)`."""
+        return torch.tensor(span.older, device=self.key.device)[:, None, None]
+
+    def _new(self, rows: torch.Tensor, span: Span) -> torch.Tensor:
+        """Of rows `(P, N, ·)` those that a span's segments are the first to see: `(P · S, m, ·)`."""
+        return rows[:, span.new_keys].unflatten(1, (span.count, -1)).flatten(0, 1)
+
+    def metrics(self, span: Span) -> torch.Tensor:
+        """Of every segment of the next span the metric of its older keys, `(P · S, D, D)`."""
+        P, S = len(self.key), span.count
+        centered = self._new(self.key, span) - self.first_mean.repeat_interleave(S, dim=0)
+        totals = centered.sum(dim=1, keepdim=True).unflatten(0, (P, S)).cumsum(dim=1) + self.total
+        grams = (centered.transpose(1, 2) @ centered).unflatten(0, (P, S)).cumsum(dim=1) + self.gram
+        self.total, self.gram = totals[:, -1:], grams[:, -1:]
+        means = totals / self._older(span)
+        return as_metric((grams / self._older(span) - means.transpose(2, 3) * means).flatten(0, 1))
+
+    def labels_of(self, span: Span, covariance: torch.Tensor) -> torch.Tensor:
+        """Clusters of the keys of the next span `(P · S, m)`, by `Σ_η` `(P · S, D, D)` of their segments."""
+        keys = self._new(self.key, span)
+        if not self.settings.first_order:
+            return torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)
+        return labels_of(keys, self.settings.key_clusters, self.settings, as_metric(covariance.clone()))
+
+    def add(self, span: Span, labels: torch.Tensor, covariance: torch.Tensor) -> None:
+        """The keys of the next span, of their labels `(P · S, m)` and of the covariances `Σ_η` `(P · S, D, D)`."""
+        settings, D, G, P, S = self.settings, self.D, self.settings.key_clusters, len(self.key), span.count
+        m = labels.shape[1]
+        index = cluster_rows(labels, G)
+        sizes = cluster_sizes(index, P * S, G)
+        width = places_of(m, settings)
+        blocks = ClusterBlocks.of(index, sizes, aligned=True, length=self.L, per_head=width // self.L)
+        packed = blocks.pack(self._new(self.key, span), self._new(self.value, span))  # (P · S · nb, L, D + Dv)
+        means = blocks.sum(packed.sum(dim=1), P * S * G) / sizes.view(-1, 1).clamp(min=1)
+        empty = (blocks.sources == index.numel()).view(P, -1)
+        places = slice(self.places, self.places + empty.shape[1])
+        rows = self.rows[:, places]
+        full = self.full[:, places].copy_(~empty)
+        by_block = (packed, full.reshape(-1, self.L, 1), blocks.of_cluster(means)[:, None])
+        torch.addcmul(
+            *(numbers.unflatten(0, (P, -1)) for numbers in by_block), value=-1, out=rows.unflatten(1, (-1, self.L))
+        )
+        first = torch.arange(P, device=packed.device)[:, None] * S * m - span.new.start
+        self.sources[:, places] = (blocks.sources.view(P, -1) - first).masked_fill_(empty, 0)
+        clusters = blocks.clusters.view(P, -1) % (S * G) + self.G
+        self.clusters[:, places.start // self.L : places.stop // self.L] = clusters
+        self.means[:, self.G : self.G + S * G] = means.view(P, S * G, -1)
+        distances = self.distances[:, places].fill_(1.0)
+        if settings.first_order:
+            spread = rows[..., :D].unflatten(1, (S, -1)).flatten(0, 1)
+            found = torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST)
+            distances.copy_(found.view(P, -1))
+            if settings.exact_above < inf:
+                within = (spread.transpose(1, 2) @ spread).unflatten(0, (P, S))
+                self.within = within.cumsum(dim=1) + self.within[:, -1:]
+        distances.masked_fill_(empty, -1.0)
+        of_segments = torch.cat([self.farthest[:, -1:], distances.unflatten(1, (S, -1)).amax(dim=2)], dim=1)
+        self.farthest = of_segments.cummax(dim=1).values[:, 1:]
+        self.blocks.append((span.new_keys, places, blocks))
+        self.places, self.G, self.width, self.segments = places.stop, self.G + S * G, width, S
+
+    def hide_later(self, numbers: torch.Tensor, value: float, width: int) -> torch.Tensor:
+        """Put a number where a segment of the last span would see keys of later ones: `(P, S · ·, columns, ...)`.
+
+        `width` is how many of the columns, of which the last are of that span, each segment has.
+        """
+        S = self.segments
+        if S > 1:
+            by_segment = numbers.unflatten(1, (S, -1))  # (P, S, ·, columns, ...)
+            own = by_segment[:, :, :, -S * width :].unflatten(3, (S, width))
+            later = torch.ones(S, S, dtype=torch.bool, device=numbers.device).triu(1)
+            own.masked_fill_(later.view(S, 1, S, *[1] * (own.ndim - 4)), value)
+        return numbers
+
+    def predicted(self, of_heads: torch.Tensor, span: Span) -> torch.Tensor:
+        """The error that they will make, `(P · S,)`; `of_heads` are covariances of offsets, `(P · S, g, D, D)`."""
+        within = (self.within / self._older(span)).flatten(0, 1)
+        return (of_heads * within[:, None]).sum(dim=(2, 3)).amax(dim=1) * ERROR_PER_VARIANCE
+
+    def grad_rows(self) -> torch.Tensor:
+        """Memory for the gradients of the rows, to be added to."""
+        if self.grad is None:
+            self.grad = torch.zeros_like(self.rows)
+        return self.grad
+
+    def store_gradients(self, of_key: torch.Tensor, of_value: torch.Tensor) -> None:
+        """Add what the rows got to the gradients of keys and values `(P, N, ·)`."""
+        if self.grad is None:
+            return
+        for own, places, blocks in self.blocks:
+            both = blocks.unpack(self.grad[:, places].reshape(-1, blocks.length, self.grad.shape[2]), len(self.rows))
+            of_key[:, own] += both[..., : self.D]
+            of_value[:, own] += both[..., self.D :]

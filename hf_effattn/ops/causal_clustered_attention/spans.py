@@ -1,0 +1,136 @@
+"""Segments that are worked on at once: neighbours of equal sizes, in few large steps.
+
+Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `S` segments of a span, `n` tokens of a segment.
+What belongs to several segments has them behind the heads, `(P · S, ...)`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..shared.cluster_blocks import block_length
+from .reference import Settings
+
+# The most numbers that a span looks at in one step, where it has more than one segment: 4 MiB in float32.
+SPAN_NUMBERS = 2**20
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring segments with as many keys of every kind, but for older ones.
+
+    Args:
+        start (`int`): the first token.
+        length (`int`): `n`.
+        window (`int`): keys before each segment that it attends to exactly.
+        topk (`int`): older keys that it attends to exactly.
+        new (`slice`): the keys that the first segment is the first to see over clusters; as many of every other one
+            stand behind each other. Empty where there are no older keys.
+        fitted (`slice`): the queries whose clusters the first segment reads.
+        count (`int`): `S`.
+    """
+
+    start: int
+    length: int
+    window: int
+    topk: int
+    new: slice
+    fitted: slice
+    count: int = 1
+
+    @property
+    def rows(self) -> slice:
+        """The queries."""
+        return slice(self.start, self.start + self.count * self.length)
+
+    @property
+    def new_keys(self) -> slice:
+        """Those that the segments are the first to see over clusters."""
+        return slice(self.new.start, self.new.start + self.count * (self.new.stop - self.new.start))
+
+    @property
+    def past_queries(self) -> slice:
+        """Those whose clusters the segments read."""
+        return slice(self.fitted.start, self.fitted.start + self.count * (self.fitted.stop - self.fitted.start))
+
+    @property
+    def older(self) -> list[int]:
+        """How many older keys each segment has."""
+        step = self.new.stop - self.new.start
+        return [self.new.stop + i * step for i in range(self.count)]
+
+    def continues(self, other: "Span") -> bool:
+        """Whether this one, of one segment, can be the next segment of another."""
+        sizes = ("length", "window", "topk")
+        alike = all(getattr(self, name) == getattr(other, name) for name in sizes)
+        steps = ((self.new, other.new_keys, other.new), (self.fitted, other.past_queries, other.fitted))
+        return alike and all(
+            own.start == before.stop and own.stop - own.start == first.stop - first.start
+            for own, before, first in steps
+        )
+
+    def cut(self, rows: torch.Tensor, own: slice) -> torch.Tensor:
+        """Rows of queries `(P, g, N, ...)` segment by segment, `(P · S, g, n, ...)`."""
+        return rows[:, :, own].unflatten(2, (self.count, -1)).transpose(1, 2).flatten(0, 1)
+
+    def join(self, rows: torch.Tensor) -> torch.Tensor:
+        """The inverse of `cut`: `(P, g, S · n, ...)`."""
+        return rows.unflatten(0, (-1, self.count)).transpose(1, 2).flatten(2, 3)
+
+    def keys(self, rows: torch.Tensor, first: int, width: int) -> torch.Tensor:
+        """Of rows of keys `(P, N, D)` those from `first` on, and for every next segment `n` further: `(P · S, m, D)`.
+
+        `first` and `width` `m` are those of the first segment.
+        """
+        last = first + (self.count - 1) * self.length + width
+        return rows[:, first:last].unfold(1, width, self.length).transpose(2, 3).flatten(0, 1)
+
+    def add_keys(self, target: torch.Tensor, rows: torch.Tensor, first: int) -> None:
+        """Add to rows `(P, N, D)` what `keys` has taken of them, `(P · S, m, D)`."""
+        width, step = rows.shape[1], self.length
+        by_segment = rows.unflatten(0, (-1, self.count))
+        rounds = -(-width // step)  # what is added to at once must not overlap
+        for i in range(min(rounds, self.count)):
+            own = by_segment[:, i::rounds]
+            begin = first + i * step
+            last = begin + (own.shape[1] - 1) * rounds * step + width
+            target[:, begin:last].unfold(1, width, rounds * step).transpose(2, 3).add_(own)
+
+
+def spans(settings: Settings, length: int, heads: int) -> Iterator[Span]:
+    """The segments of rows of that length, in spans; `heads` are `P` key/value heads."""
+    query, key, value = settings[:3]
+    D, group = query.shape[3], query.shape[1] // max(1, key.shape[1])
+    fused = query.device.type == "cpu" and settings.dropout_seed is None and value.shape[3] == D
+    places = 0
+    found: Span | None = None
+    for start in range(0, length, settings.segment_length):
+        stop = min(start + settings.segment_length, length)
+        older = settings.older(start)
+        before = settings.older(max(0, start - settings.segment_length))
+        fitted = settings.fitted(start, stop) if older else slice(0, 0)
+        own = Span(start, stop - start, start - older, min(settings.topk, older), slice(before, older), fitted)
+        places += places_of(older - before, settings)
+        per_row = max(D, 0 if fused else max(own.window, own.length))
+        numbers = heads * group * max(per_row * own.length, settings.clusters * places)
+        room = SPAN_NUMBERS // max(1, numbers)
+        if found is not None and own.continues(found) and found.count < room:
+            found = replace(found, count=found.count + 1)
+            continue
+        if found is not None:
+            yield found
+        found = own
+    if found is not None:
+        yield found
+
+
+def places_of(keys: int, settings: Settings) -> int:
+    """Places that so many keys of a segment take in blocks of one cluster each, however they are clustered."""
+    clusters, L = min(settings.key_clusters, keys), key_block_length(settings)
+    return (clusters + (keys - clusters) // L) * L
+
+
+def key_block_length(settings: Settings) -> int:
+    """Places of a block of keys."""
+    return block_length(settings.segment_length / (4 * settings.key_clusters))
