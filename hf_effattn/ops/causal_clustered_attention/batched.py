@@ -20,7 +20,7 @@ from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import CHUNK_BYTES, RowChunk
 from ..shared.tables import chunks_of, draw_dropout, empty_output, gradients_of_chunks, output_of_chunks
-from .finished import FinishedKeys
+from .finished_keys import FinishedKeys
 from .local import Attended, LocalPart, merge
 from .older import OlderPart, PastQueries
 from .reference import Settings, add_special, without_special
