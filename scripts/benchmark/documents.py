@@ -2,10 +2,9 @@
 
 Encoders that embed and rank documents of 8k and 32k tokens, in their real shapes. The weights are random and the
 vocabulary small: time and memory don't depend on them, errors would, and are measured elsewhere (`hf_effattn.report`).
-Which heads need which settings random weights cannot tell: that is all-MiniLM-L6-v2's, as
-`scripts/benchmark/layers.py` found it at that length, its layers and heads stretched to the shape's. The exact model
-also says what share of its time is attention, the most that a patch can save, and how much of that is in layers with a
-sliding window, which a patch leaves alone. All calls of a document are interleaved in one run.
+No head may ask for exact attention (`exact_above=None`), which random weights cannot tell. The exact model also says
+what share of its time is attention, the most that a patch can save, and how much of that is in layers with a sliding
+window, which a patch leaves alone. All calls of a document are interleaved in one run.
 
     python -m scripts.benchmark.documents        # writes scripts/results/benchmark_documents.json; hours on two cores
     python -m scripts.benchmark.documents --shapes gte-base --lengths 4096 --dtypes float32    # a minute
@@ -13,7 +12,6 @@ sliding window, which a patch leaves alone. All calls of a document are interlea
 What the output file holds is not measured again.
 """
 
-import json
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -30,9 +28,6 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_effattn import patch_attention, unpatch_attention
 from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio, peak_memory_added, timed
-from hf_effattn.measuring.ladder import default_ladder
-from hf_effattn.measuring.recording import stacks_to_report
-from hf_effattn.patching.methods.per_head import PerHead, described
 from hf_effattn.patching.model_types import is_sliding_window
 
 from ..kept.command_line import run_with_help
@@ -40,7 +35,6 @@ from ..kept.runs import KeptRuns, print_rows
 from .attention import EXACT
 from .models import SHAPES as BERT_SHAPES
 from .models import TOKENS, forward
-from .rivals import TRAINING
 
 # Model types, and what their configurations say beyond the defaults of transformers, which are these models'.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -49,12 +43,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "ModernBERT-base": {"model_type": "modernbert"},
     "EmbeddingGemma 2": {"model_type": "embedding_gemma2_text"},
 }
-CALIBRATED = "bi-clustered, calibrated"
 METHODS: dict[str, dict[str, Any]] = {
     "i-clustered C=100 k=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
-    CALIBRATED: {"error": 0.1, "over": "layers"},
-}
-LAYERS_FILE = Path(__file__).parents[1] / "results" / "benchmark_layers.json"
+    "bi-clustered C=64 k=64 G=32": {
+        "method": "bi-clustered", "clusters": 64, "topk": 64, "key_clusters": 32, "exact_above": None
+    },
+}  # fmt: skip
 TIMED = "timed-exact"
 FULL, WINDOWED = "full", "windowed"
 WARM_UP_LENGTH = 256
@@ -79,40 +73,18 @@ def _timed_attention(module: nn.Module, query: torch.Tensor, *args: Any, **kwarg
     return output, None
 
 
-def switches(model: PreTrainedModel, length: int) -> dict[str, Callable[[], object]]:
+def switches(model: PreTrainedModel) -> dict[str, Callable[[], object]]:
     """What makes the model exact, and what patches it with each method, by the name of the row."""
     found: dict[str, Callable[[], object]] = {EXACT: partial(unpatch_attention, model)}
     for name, settings in METHODS.items():
-        chosen = {"settings": calibrated_heads(model, length)} if name == CALIBRATED else settings
-        found[name] = partial(patch_attention, model, **chosen, min_length=0)
+        found[name] = partial(patch_attention, model, **settings, min_length=0)
     return found
-
-
-def calibrated_heads(model: PreTrainedModel, length: int) -> PerHead:
-    """What kept the budget at the longest length measured up to this one, or else at the shortest."""
-    measured = json.loads(LAYERS_FILE.read_text(encoding="utf-8"))["rows"]
-    tables = {
-        row["length"]: row["heads"]
-        for row in measured
-        if row.get("budget") == METHODS[CALIBRATED]["error"] and row.get("part") != TRAINING
-    }
-    table = tables[max((one for one in tables if one <= length), default=min(tables))]
-    shape = described(stacks_to_report(model)[0])
-    layers, heads = shape["layers"], shape["key_heads"]
-    rungs = default_ladder(causal=False, over=METHODS[CALIBRATED]["over"])
-    return PerHead(
-        rungs=rungs,
-        heads=[
-            [table[layer * len(table) // layers][head * len(table[0]) // heads] for head in range(heads)]
-            for layer in range(layers)
-        ],
-    )
 
 
 def measure_memory(model: PreTrainedModel, tokens: torch.Tensor, device: torch.device) -> dict[str, dict[str, Any]]:
     """What the exact model and every method hold at most, weights and tokens aside."""
     found = {}
-    for name, switch in switches(model, tokens.shape[1]).items():
+    for name, switch in switches(model).items():
         switch()
         forward(model, tokens[:, :WARM_UP_LENGTH])
         found[name] = {"peak_bytes": peak_memory_added(partial(forward, model, tokens), device)[1]}
@@ -123,7 +95,7 @@ def measure_times(
     model: PreTrainedModel, tokens: torch.Tensor, device: torch.device, repeats: int
 ) -> dict[str, dict[str, Any]]:
     """Seconds of the exact model and of every method, and which share of the exact model's is attention."""
-    prepare = switches(model, tokens.shape[1])
+    prepare = switches(model)
     for switch in prepare.values():
         switch()
         forward(model, tokens[:, :WARM_UP_LENGTH])

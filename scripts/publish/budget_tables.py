@@ -69,14 +69,14 @@ def layers(result: dict[str, Any]) -> Table:
             f"{length:,}, {budget:g}",
             number(forward, "error", ".3f"),
             number(forward, "speedup", ".1f", "×"),
-            f"{number(training, 'error', '.3f')} {number(training, 'speedup', '.1f', '×')}".strip(),
+            "" if training is None else f"{training['speedup']:.1f}× at {training['error']:.3f}",
             number(line, "one setting", ".1f", "×"),
             other,
         ])  # fmt: skip
     note = (
         f"Calibrated on {benchmark_layers.BOOKS} books of that length; errors and times on two other novels, the mean "
         "of the six layers of all-MiniLM-L6-v2, positions repeated beyond 512, D=32, float32. Training: of settings "
-        "found with `training=True`, error and speed of forward and backward. One setting: the fastest of "
+        "found with `training=True`, speed of forward and backward at their error. One setting: the fastest of "
         "bi-clustered's within the error, some heads exact. Others: of their settings that were the fastest in the "
         "table below the fastest here. "
     )

@@ -10,10 +10,11 @@ import torch
 
 from ..bi_clustered_attention.offsets import ERROR_PER_VARIANCE
 from ..cluster_queries.batched import as_metric
+from ..kmeans.batched import find_seeds, lloyd, nearest, prepare
+from ..kmeans.sampling import fit_rows
 from ..shared.cluster_blocks import ClusterBlocks
 from ..shared.precision import SMALLEST
 from ..shared.tables import cluster_rows, cluster_sizes
-from .grouping import labels_of
 from .reference import Settings
 from .spans import Span, key_block_length, places_of
 
@@ -153,3 +154,14 @@ class FinishedKeys:
             both = blocks.unpack(self.grad[:, places].reshape(-1, blocks.length, self.grad.shape[2]), len(self.rows))
             of_key[:, own] += both[..., : self.D]
             of_value[:, own] += both[..., self.D :]
+
+
+def labels_of(points: torch.Tensor, clusters: int, settings: Settings, metric: torch.Tensor) -> torch.Tensor:
+    """Labels `(heads, n)` by K-means of points `(heads, n, D)`; of fewer points, each is a cluster."""
+    n = points.shape[1]
+    if n <= clusters:
+        return torch.arange(n, device=points.device).expand(len(points), n)
+    rows = fit_rows(n, clusters, settings.fit_queries)
+    fitted = points if len(rows) == n else points.index_select(1, rows.to(points.device))
+    seeds = find_seeds(fitted, clusters, settings.seed, metric)
+    return nearest(points, *prepare(lloyd(fitted, seeds, settings.rounds, metric, binary=False), metric))

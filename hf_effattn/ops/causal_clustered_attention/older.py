@@ -16,8 +16,7 @@ from ..shared.key_summaries import NO_MASS
 from ..shared.precision import LEAST_LOG_WEIGHT
 from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums
 from ..shared.topk import largest
-from .finished_keys import FinishedKeys
-from .grouping import labels_of
+from .finished_keys import FinishedKeys, labels_of
 from .local import Attended, LocalPart
 from .reference import Settings
 from .spans import Span
