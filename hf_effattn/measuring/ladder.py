@@ -61,7 +61,8 @@ class LadderErrors:
             `text_errors` and `layer_shares` say.
         seconds (`dict[int, list[list[float]]]`): by length and rung, exact attention last, of one text and layer.
         training (`bool`): whether both passes are timed, too.
-        training_seconds (`dict[int, list[list[float]]]`): of these the same.
+        training_seconds (`dict[int, list[list[float]]]`): of these the same, of exact attention on one text.
+        exact_timed (`set[tuple[int, int]]`): the lengths and layers whose exact attention is in them.
     """
 
     rungs: list[Method]
@@ -69,6 +70,7 @@ class LadderErrors:
     seconds: dict[int, list[list[float]]] = field(default_factory=dict)
     training: bool = False
     training_seconds: dict[int, list[list[float]]] = field(default_factory=dict)
+    exact_timed: set[tuple[int, int]] = field(default_factory=set)
     first_text: int = 0
 
     def watch(self, seen: SeenAttention) -> torch.Tensor:
@@ -77,7 +79,8 @@ class LadderErrors:
         asked: dict[str, Any] = {"key_mask": seen.key_mask, "scale": seen.scale, "causal": seen.causal}
         exact, taken = timed(seen.exact, device)
         self._keep(self.seconds, N, -1, taken)
-        if len(self.training_seconds.get(N, [[]])[-1]) <= seen.layer:  # takes most of the time, on each text the same
+        if (N, seen.layer) not in self.exact_timed:  # takes most of the time, on each text the same
+            self.exact_timed.add((N, seen.layer))
             self._time_training(partial(attend_exactly, options=Options(**asked)), seen, -1)
         found = []
         for index, rung in enumerate(self.rungs):

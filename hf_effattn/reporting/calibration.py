@@ -207,7 +207,8 @@ def calibrate(
             advance(f"layer {seen.layer}, {seen.query.shape[2]:,} tokens")
             return exact
 
-        with as_it_was(model), torch.no_grad():
+        # What is made in inference mode has no way back.
+        with as_it_was(model), torch.inference_mode(False), torch.no_grad():
             model.eval()
             for batch in batches:
                 with recording(model, watch):

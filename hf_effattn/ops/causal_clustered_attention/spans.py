@@ -113,7 +113,8 @@ def spans(settings: Settings, length: int, heads: int) -> Iterator[Span]:
         own = Span(start, stop - start, start - older, min(settings.topk, older), slice(before, older), fitted)
         places += places_of(older - before, settings)
         per_row = max(D, 0 if fused else max(own.window, own.length))
-        numbers = heads * group * max(per_row * own.length, settings.clusters * places)
+        numbers = heads * group * max(per_row * own.length, settings.clusters * places, own.topk * D)
+        numbers = max(numbers, heads * own.window * D)
         room = SPAN_NUMBERS // max(1, numbers)
         if found is not None and own.continues(found) and found.count < room:
             found = replace(found, count=found.count + 1)
