@@ -155,7 +155,7 @@ def calibrate(
         speed (`float`, *optional*): instead of `error`: how many times faster than exact attention the heads shall be
             at the longest length; the budget is the smallest that is.
         training (`bool`): for a model that will learn: the times are those of both passes, in which exact heads cost
-            more.
+            more. Over heads they decide only with `speed`.
         ladder (`Sequence[dict]`, *optional*): the settings to choose from, the cheapest first, as of `report`.
             Default: seven of `"bi-clustered"`, where the future is masked in segments of 512 tokens; over the layers
             of an encoder one of `"clustered"`, one of `"i-clustered"` and five of `"bi-clustered"`.

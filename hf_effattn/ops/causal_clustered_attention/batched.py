@@ -132,7 +132,7 @@ class _Segments:
             for heads, _, _ in self.exact_older:  # which leave out the clusters
                 for target, found in zip(whole, rest, strict=True):
                     target[heads] = found[heads]
-        of_rows = torch.zeros_like(grad[..., :1]).expand(*grad.shape[:3], of_query.shape[3]).contiguous()
+        of_rows = grad.new_zeros(*grad.shape[:3], of_query.shape[3])
         for rows, parts in self.local:
             own_grad, *own_whole = (numbers[:, :, rows].contiguous() for numbers in (grad, *whole))
             for first, part in parts:
