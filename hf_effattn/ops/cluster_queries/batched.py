@@ -2,7 +2,7 @@
 
 import torch
 
-from ..kmeans.batched import cluster_chunk, fitting_bytes_per_head
+from ..kmeans.batched import chosen_rows, cluster_chunk, fitting_bytes_per_head
 from ..kmeans.sampling import fit_rows
 from ..shared.gradients import register_op
 from ..shared.head_threads import for_every_chunk
@@ -31,7 +31,7 @@ def _forward(x: Inputs) -> torch.Tensor:
     query, key, key_mask, query_mask, clusters, method, iterations, bits, fit_queries, seed = x
     B, H, N, D = query.shape
     empty = torch.empty if query_mask is None else torch.zeros
-    labels = empty(B, H, N, 1, dtype=torch.int64, device=query.device)
+    labels = empty(B, H, N, dtype=torch.int64, device=query.device)
     dtype = accumulation_dtype(query.dtype)
     planes = hash_planes(D, bits, seed).to(query.device, dtype) if method == "lsh" else None
     group = 1 if key is None else H // key.shape[1]
@@ -42,11 +42,14 @@ def _forward(x: Inputs) -> torch.Tensor:
         keys = 0 if key is None else key.shape[2] if chunk.key_rows is None else len(chunk.key_rows)
         if key is not None and keys:
             chosen = fit_rows(keys, clusters, fit_queries).to(query.device)
-            metric = keys_metric(chunk.keys(key, chosen).to(dtype)).repeat_interleave(group, dim=0)
+            own = chosen_rows(chunk.of_heads(key), chunk.key_rows, chosen).to(dtype)
+            metric = keys_metric(own)
+            if group > 1:
+                metric = metric.repeat_interleave(group, dim=0)
         cluster_chunk(chunk, labels, query, clusters, iterations, fit_queries, seed, metric, planes)
 
     for_every_chunk(cluster, row_chunks(query, key_mask, query_mask, bytes_per_head, group), query.device)
-    return labels[..., 0]
+    return labels
 
 
 cluster_queries = register_op("cluster_queries", Inputs, _forward, fake=empty_labels)
