@@ -30,8 +30,10 @@ def chosen_rows(
     return points[:, rows] if isinstance(rows, slice) else take_rows(points, rows)
 
 
-def farthest_first(points: torch.Tensor, directions: torch.Tensor, clusters: int, seed: int) -> torch.Tensor:
-    """Seeds `(P, C, D)` out of points `(P, N, D)` with directions `x G`."""
+def farthest_first(
+    points: torch.Tensor, directions: torch.Tensor, clusters: int, first: torch.Tensor
+) -> torch.Tensor:
+    """Seeds `(P, C, D)` out of points `(P, N, D)` with directions `x G`; `first`: the row that each starts from."""
     P, N, D = points.shape
     norms = torch.linalg.vecdot(points, directions)[..., None]
     ones = torch.ones_like(norms)
@@ -42,8 +44,9 @@ def farthest_first(points: torch.Tensor, directions: torch.Tensor, clusters: int
     # All products at once: what is left for each of the C steps is too small to be worth a second thread.
     distances = (own @ columns).flatten(0, 1) if clusters > FEW * N else None
     own, others = own.flatten(0, 1), others.flatten(0, 1)  # row p · N + i: point i of problem p
-    first_row = torch.arange(0, P * N, N, device=points.device)[:, None]
-    chosen = [first_row + first_seed(N, seed)]
+    first_row = torch.arange(0, P * N, N, device=points.device)
+    chosen = [(first_row + first)[:, None]]
+    first_row = first_row[:, None]
     nearest_seed = points.new_full((P, 1, N), torch.inf)
     for _ in range(1, clusters):
         last = chosen[-1]
@@ -59,19 +62,20 @@ def in_metric(points: torch.Tensor, metric: torch.Tensor | None) -> torch.Tensor
 
 
 def find_seeds(points: torch.Tensor, clusters: int, seed: int, metric: torch.Tensor | None) -> torch.Tensor:
-    """Seeds `(P, C, D)` out of the fitted points `(P, N, D)`, found in as many groups as `sampling` says."""
-    rows = SEEDING.rows_of(points.shape[1], clusters).to(points.device)
-    groups = SEEDING.groups(clusters)
-    found = []
-    for i in range(groups):
-        own = points if groups == 1 and len(rows) == points.shape[1] else take_rows(points, rows[i::groups])
-        found.append(farthest_first(own, in_metric(own, metric), len(range(i, clusters, groups)), seed))
-    if groups == 1:
-        return found[0]
-    seeds = points.new_empty(points.shape[0], clusters, points.shape[2])
-    for i, own in enumerate(found):
-        seeds[:, i::groups] = own
-    return seeds
+    """Seeds `(P, C, D)` out of the fitted points `(P, N, D)`, of all groups that `sampling` says at once."""
+    P, N, D = points.shape
+    rows, groups = SEEDING.rows_of(N, clusters), SEEDING.groups(clusters)
+    counts = [len(range(i, len(rows), groups)) for i in range(groups)]
+    places = torch.arange(counts[0] * groups).view(-1, groups).T.flatten()
+    # A group with a row less has its last twice, which as the later of equals is never chosen.
+    places[places >= len(rows)] -= groups
+    first = {count: first_seed(count, seed) for count in set(counts)}
+    own = take_rows(points, rows[places].to(points.device))
+    directions = in_metric(own, metric)
+    by_group = (part.reshape(P * groups, -1, D) for part in (own, directions))
+    first_rows = torch.tensor([first[count] for count in counts] * P, device=points.device)
+    found = farthest_first(*by_group, -(-clusters // groups), first_rows)
+    return found.view(P, groups, -1, D).transpose(1, 2).reshape(P, -1, D)[:, :clusters]
 
 
 def nearest(points: torch.Tensor, directions: torch.Tensor, half_norms: torch.Tensor) -> torch.Tensor:
