@@ -3,7 +3,7 @@
 A block holds up to `length` rows of one cluster.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -68,6 +68,10 @@ class ClusterBlocks:
     def sum(self, values: torch.Tensor, tables: int) -> torch.Tensor:
         """Sum of `(blocks, ...)` over the blocks of each cluster, `(P · C, ...)`."""
         return values.new_zeros(tables, *values.shape[1:]).index_add_(0, self.clusters, values)
+
+    def some(self, part: slice) -> "ClusterBlocks":
+        """Some of the blocks, for what belongs to their clusters."""
+        return replace(self, clusters=self.clusters[part])
 
     def of_cluster(self, tables: torch.Tensor) -> torch.Tensor:
         """What belongs to a block's cluster, of `(P · C, ...)`: `(blocks, ...)`."""

@@ -13,6 +13,9 @@ from .cluster_blocks import ClusterBlocks
 from .precision import LEAST_LOG_WEIGHT
 from .tables import softmax_
 
+# Of the scores of some blocks at once: more would be mapped and faulted in anew each time, and leave the cache.
+SCORES_BYTES = 4 * 2**20
+
 
 @dataclass
 class Dipole:
@@ -43,6 +46,21 @@ def attend(
     table: ClusterTable, blocks: ClusterBlocks, query: torch.Tensor, factor: torch.Tensor | None
 ) -> torch.Tensor:
     """Output of packed queries `(blocks, length, D)`, `(blocks, length, Dv)`; `factor`: dropout of the weights."""
+    count, length = query.shape[:2]
+    scores_bytes = length * table.keys.shape[1] * torch.promote_types(query.dtype, torch.float32).itemsize
+    step = max(1, SCORES_BYTES // max(1, scores_bytes)) if query.device.type == "cpu" else count
+    if step >= count:
+        return _attend(table, blocks, query, factor)
+    output = table.values.new_empty(count, length, table.values.shape[2])
+    for start in range(0, count, step):
+        part = slice(start, start + step)
+        output[part] = _attend(table, blocks.some(part), query[part], None if factor is None else factor[part])
+    return output
+
+
+def _attend(
+    table: ClusterTable, blocks: ClusterBlocks, query: torch.Tensor, factor: torch.Tensor | None
+) -> torch.Tensor:
     weights = softmax_(table.scores(blocks, query))
     if table.mass is not None:
         weights *= blocks.of_cluster(table.mass)[:, None, None]

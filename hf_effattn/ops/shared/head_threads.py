@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
-from threading import Barrier
+from threading import Barrier, local
 from typing import TypeVar
 
 import torch
 
 Chunk = TypeVar("Chunk")
 DENORMAL = 1e-40
+_inside = local()  # `chunk`: whether this thread runs one
 
 
 @lru_cache
@@ -85,14 +86,23 @@ def for_every_chunk(run: Callable[[Chunk], None], chunks: Iterable[Chunk], devic
     chunks of it run one after the other.
     """
     chunks = list(chunks)
-    _keep_freed_memory()
     threads = torch.get_num_threads() if device.type == "cpu" else 1
+    if threads == 1 and getattr(_inside, "chunk", False):
+        # The contexts below are there; entering them is a dozen calls, at each of which threads wait for each other.
+        for chunk in chunks:
+            run(chunk)
+        return
+    _keep_freed_memory()
     inference = torch.is_inference_mode_enabled()
 
     def run_one(chunk: Chunk) -> None:
         no_autocast = torch.autocast(device.type, enabled=False)
         with torch.inference_mode(inference), torch.no_grad(), no_autocast, _denormals_as_zero():
-            run(chunk)
+            _inside.chunk = True
+            try:
+                run(chunk)
+            finally:
+                _inside.chunk = False
 
     if threads == 1 or len(chunks) < threads:
         for chunk in chunks:

@@ -11,8 +11,10 @@ def largest(scores: torch.Tensor, topk: int, *, in_order: bool) -> torch.Tensor:
     """Places of the `topk` largest numbers of each row of `(P, C, M)`: `(P, C, topk)`; largest first if `in_order`."""
     P, C, M = scores.shape
     groups = M // GROUP
-    if groups < 4 * topk or scores.device.type != "cpu":
+    if scores.device.type != "cpu" or (in_order and groups < 4 * topk):
         return scores.topk(topk, dim=2, sorted=in_order).indices
+    if groups < 4 * topk:
+        return _largest(scores, topk)
     # Vectors of neighbours go into different groups, so that the maxima are taken of whole vectors.
     maxima = scores[..., : groups * GROUP].view(P, C, GROUP, groups).amax(dim=2)
     steps = torch.arange(GROUP)[:, None] * groups
