@@ -7,7 +7,7 @@ from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import CHUNK_BYTES, EVERY_ROW, RowChunk, row_chunks
 from .reference import Inputs, as_sign, empty_clusters
-from .sampling import SEEDING, first_seed, fit_rows, most_fit_rows, strided_rows
+from .sampling import SEEDING, fit_rows, most_fit_rows, seed_rows, strided_rows
 
 FEW = 1 / 4  # of the candidates, as many seeds need less than all products of them
 # Of the scores of points and centroids, which several operators read: a half of a core's cache.
@@ -64,17 +64,10 @@ def in_metric(points: torch.Tensor, metric: torch.Tensor | None) -> torch.Tensor
 def find_seeds(points: torch.Tensor, clusters: int, seed: int, metric: torch.Tensor | None) -> torch.Tensor:
     """Seeds `(P, C, D)` out of the fitted points `(P, N, D)`, of all groups that `sampling` says at once."""
     P, N, D = points.shape
-    rows, groups = SEEDING.rows_of(N, clusters), SEEDING.groups(clusters)
-    counts = [len(range(i, len(rows), groups)) for i in range(groups)]
-    places = torch.arange(counts[0] * groups).view(-1, groups).T.flatten()
-    # A group with a row less has its last twice, which as the later of equals is never chosen.
-    places[places >= len(rows)] -= groups
-    first = {count: first_seed(count, seed) for count in set(counts)}
-    own = take_rows(points, rows[places].to(points.device))
-    directions = in_metric(own, metric)
-    by_group = (part.reshape(P * groups, -1, D) for part in (own, directions))
-    first_rows = torch.tensor([first[count] for count in counts] * P, device=points.device)
-    found = farthest_first(*by_group, -(-clusters // groups), first_rows)
+    rows, first = (found.to(points.device) for found in seed_rows(SEEDING, N, clusters, seed))
+    own, groups = take_rows(points, rows), len(first)
+    by_group = (part.reshape(P * groups, -1, D) for part in (own, in_metric(own, metric)))
+    found = farthest_first(*by_group, -(-clusters // groups), first.repeat(P))
     return found.view(P, groups, -1, D).transpose(1, 2).reshape(P, -1, D)[:, :clusters]
 
 

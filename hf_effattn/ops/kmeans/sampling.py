@@ -4,6 +4,7 @@ All are counted among the points that are not masked, so that padding changes no
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -13,10 +14,12 @@ FIT_POINTS_PER_CLUSTER = 4
 SHARE_BITS = 16
 
 
+@lru_cache
+@torch.inference_mode(False)  # what that mode makes is of no use outside of it
 def strided_rows(length: int, count: int) -> torch.Tensor:
-    """`count` row numbers evenly spread over `0 .. length - 1` (all of them where `count >= length`)."""
+    """`count` row numbers evenly spread over `0 .. length - 1` (all of them where `count >= length`); read only."""
     count = min(length, count)
-    return torch.arange(count) * length // max(1, count)
+    return torch.arange(count, device="cpu") * length // max(1, count)
 
 
 def most_fit_rows(clusters: int, fit_points: int) -> int:
@@ -49,8 +52,8 @@ class Seeding:
         return strided_rows(length, self.most_rows(clusters))
 
 
-# Of the forms in PyTorch, and of the kernels, where a step waits for the one before while most of the chip is idle. More
-# seeds in a group, or rows, change the errors of attention by no more than another seed of the random start does.
+# Of the forms in PyTorch, and of the kernels, where a step waits for the one before while most of the chip is idle.
+# More seeds in a group, or rows, change the errors of attention by no more than another random start does.
 SEEDING = Seeding(seeds=8, rows=128)
 KERNEL_SEEDING = Seeding(seeds=8, rows=64)
 
@@ -63,3 +66,17 @@ def first_seed_share(seed: int) -> int:
 def first_seed(length: int, seed: int) -> int:
     """The row out of `length` that farthest-first starts from."""
     return first_seed_share(seed) * length >> SHARE_BITS
+
+
+@lru_cache
+@torch.inference_mode(False)
+def seed_rows(seeding: Seeding, length: int, clusters: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Candidates for seeds, group by group, as many of each `(g · n,)`, and where each group starts `(g,)`; read only.
+
+    A group with a row less has its last twice, which as the later of equals is never chosen.
+    """
+    rows, groups = seeding.rows_of(length, clusters), seeding.groups(clusters)
+    counts = [len(range(i, len(rows), groups)) for i in range(groups)]
+    places = torch.arange(counts[0] * groups, device="cpu").view(-1, groups).T.flatten()
+    places[places >= len(rows)] -= groups
+    return rows[places], torch.tensor([first_seed(count, seed) for count in counts], device="cpu")

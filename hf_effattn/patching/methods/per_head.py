@@ -3,6 +3,7 @@
 Sizes: `B` batch, `H` heads, `N` query length, `D` head_dim of query and key, `Dv` of value.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -17,6 +18,8 @@ from ..model_types import Stack, is_sliding_window
 from .base import Groups, Method, Options, attend_exactly
 from .clustered import BiClustered
 
+# What a head costs at any settings, beside what each of their counts does.
+COST_OF_A_HEAD = 160
 Share = tuple[Method | None, list[int]]  # settings, None for exact attention, and the key/value heads that have them
 
 
@@ -282,13 +285,11 @@ class PerHead(Method):
             of_queries = _query_heads(share[1], group)
             _store(output[:, :, rows], of_queries, _attend_share(share, query, key, value, options, rows))
 
-        parts: list[tuple[Share, slice]] = []
-        for rung, heads in shares:
-            if rung is None and not options.causal:
-                # An exact head takes as long as all others together: its queries are divided, not the heads.
-                parts += [((rung, heads), rows) for rows in heads_of_threads(N, query.device)]
-            else:
-                parts += [(part, slice(N)) for part in _of_threads([(rung, heads)], query.device)]
+        # An exact head takes as long as all others together: its queries are divided, not the heads.
+        divided = [] if options.causal else [share for share in shares if share[0] is None]
+        parts = [(share, rows) for share in divided for rows in heads_of_threads(N, query.device)]
+        others = [share for share in shares if share not in divided]
+        parts += [(part, slice(N)) for part in _of_threads(others, query.device)]
         for_every_chunk(attend_part, parts, query.device)
         return output
 
@@ -354,8 +355,17 @@ def _in_parts(options: Options, *tensors: torch.Tensor) -> bool:
 
 
 def _of_threads(shares: Sequence[Share], device: torch.device) -> list[Share]:
-    """The dearest first, each in as many parts as there are threads, so that none waits long for the last."""
-    return [(rung, heads[part]) for rung, heads in shares for part in heads_of_threads(len(heads), device)]
+    """In as many parts each as there are threads, the dearest first, so that none waits long for the last."""
+    parts = [(rung, heads[part]) for rung, heads in shares for part in heads_of_threads(len(heads), device)]
+    return sorted(parts, key=_cost, reverse=True)
+
+
+def _cost(share: Share) -> float:
+    """Of a part beside others, measured at 8,192 tokens."""
+    rung, heads = share
+    if rung is None:
+        return math.inf
+    return len(heads) * (COST_OF_A_HEAD + sum(getattr(rung, name) for name in rung.price))
 
 
 def _heads(tensor: torch.Tensor, heads: list[int]) -> torch.Tensor:
