@@ -24,20 +24,13 @@ LADDER: tuple[dict[str, Any], ...] = tuple(
         (16, 16, 16), (32, 16, 32), (32, 64, 32), (64, 64, 64), (96, 96, 64), (128, 128, 64), (128, 128, 128),
     )
 )  # fmt: skip
-# Where heads share a budget of their layers: heads that are a small part of the output may have a large error. Many
-# clusters fitted to more queries err a tenth less and cost a twentieth.
+# Where heads share a budget of their layers: heads that are a small part of the output may have a large error.
 LAYERS_LADDER: tuple[dict[str, Any], ...] = (
     {"method": "clustered", "clusters": 32},
     {"method": "i-clustered", "clusters": 25, "topk": 384},
     *(
-        {"method": "bi-clustered", "clusters": C, "topk": k, "key_clusters": G, "exact_above": None, **fit}
-        for C, k, G, fit in (
-            (16, 16, 16, {}),
-            (32, 32, 32, {}),
-            (32, 256, 32, {"fit_queries": 4096}),
-            (64, 128, 64, {"fit_queries": 4096}),
-            (64, 512, 64, {"fit_queries": 4096}),
-        )
+        {"method": "bi-clustered", "clusters": C, "topk": k, "key_clusters": G, "exact_above": None}
+        for C, k, G in ((16, 16, 16), (32, 32, 32), (32, 256, 32), (64, 128, 64), (64, 512, 64))
     ),
 )
 # Of models that mask the future; half the default: fewer scores, which pay for exact heads.

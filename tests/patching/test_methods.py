@@ -19,7 +19,7 @@ from hf_effattn.ops import (
     predicted_error,
     query_offsets,
 )
-from hf_effattn.ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS
+from hf_effattn.ops.cluster_queries import DEFAULT_BITS, DEFAULT_ITERATIONS
 from hf_effattn.patching.methods import METHODS as EVERY_METHOD
 from hf_effattn.patching.methods import make_method
 from hf_effattn.patching.methods.crossover import CROSSOVER, crossover_length
@@ -54,7 +54,7 @@ def test_names_and_defaults() -> None:
         "metric": "keys",
         "iterations": DEFAULT_ITERATIONS,
         "bits": DEFAULT_BITS,
-        "fit_queries": DEFAULT_FIT_QUERIES,
+        "fit_queries": None,
         "seed": 0,
         "check_finite": False,
         "causal": "strict",

@@ -49,7 +49,8 @@ class Clustered(Method):
             `"queries"`, queries near to each other. Without meaning for `"lsh"`.
         iterations (`int`): rounds of Lloyd's algorithm.
         bits (`int`): length of the code of `"lsh"`.
-        fit_queries (`int`): queries per head that the clusters are fitted on, before all are assigned.
+        fit_queries (`int`, *optional*): queries per head that the clusters are fitted on, before all are assigned.
+            Default: 2,048, for `"bi-clustered"` at least 64 per cluster where the model does not mask the future.
         seed (`int`): of the clustering; the same seed gives the same clusters.
         check_finite (`bool`): raise at the first attention whose queries are not finite, instead of going on.
         causal (`str`): in models that mask the future (which always cluster by K-means in the keys' metric):
@@ -66,6 +67,7 @@ class Clustered(Method):
     summary: ClassVar[str] = "each query uses the attention of its cluster's mean query"
     price: ClassVar[tuple[str, ...]] = ("clusters",)
     group_name: ClassVar[str] = "cluster"
+    fit_per_cluster: ClassVar[int] = 0  # queries at least
     decoder_loss: ClassVar[tuple[float, float] | None] = (0.219, 0.22)
     purpose: ClassVar[dict[str, str]] = {
         **Method.purpose,
@@ -87,7 +89,7 @@ class Clustered(Method):
     metric: str = "keys"
     iterations: int = DEFAULT_ITERATIONS
     bits: int = DEFAULT_BITS
-    fit_queries: int = DEFAULT_FIT_QUERIES
+    fit_queries: int | None = None
     seed: int = 0
     check_finite: bool = False
     causal: str = "strict"
@@ -98,7 +100,8 @@ class Clustered(Method):
         super().__post_init__()
         self._check_int("window", minimum=0)
         self._check_choice("causal", SCHEMES)
-        for name in ("clusters", "bits", "fit_queries", "segment_length"):
+        counts = ("clusters", "bits", "segment_length")
+        for name in counts if self.fit_queries is None else (*counts, "fit_queries"):
             self._check_int(name, minimum=1)
         self._check_int("iterations", minimum=0)
         self._check_int("seed", minimum=0, maximum=LARGEST_SEED)
@@ -117,6 +120,11 @@ class Clustered(Method):
         )
 
     @property
+    def fitted_queries(self) -> int:
+        """How many queries per head the clusters are fitted on."""
+        return self.fit_queries or max(DEFAULT_FIT_QUERIES, self.fit_per_cluster * self.clusters)
+
+    @property
     def op(self) -> Callable[..., torch.Tensor]:
         """The op that attends once every query has its label."""
         return clustered_attention
@@ -133,7 +141,7 @@ class Clustered(Method):
             key_mask=key_mask if in_metric_of_keys else None,
             iterations=self.iterations,
             bits=self.bits,
-            fit_queries=self.fit_queries,
+            fit_queries=self.fitted_queries,
             query_mask=key_mask,
             seed=self.seed,
             check_finite=self.check_finite,
@@ -202,7 +210,7 @@ class Clustered(Method):
             segment_length=self.segment_length,
             window=self.window,
             iterations=self.iterations,
-            fit_queries=self.fit_queries,
+            fit_queries=self.fit_queries or DEFAULT_FIT_QUERIES,
             seed=self.seed,
             prefill=self.clusters_prompts and options.prompt,
             key_mask=options.key_mask,
@@ -270,6 +278,8 @@ class BiClustered(ImprovedClustered):
         "each query uses a few keys exactly, and all other keys by the first order of clusters of keys"
     )
     decoder_loss: ClassVar[tuple[float, float] | None] = (0.018, 0.047)
+    # Its error falls with the square of a cluster's radius, which a fit on few queries of each does not find.
+    fit_per_cluster: ClassVar[int] = 64
     price: ClassVar[tuple[str, ...]] = ("clusters", "topk", "key_clusters")
     purpose: ClassVar[dict[str, str]] = {
         **ImprovedClustered.purpose,
@@ -331,7 +341,7 @@ class BiClustered(ImprovedClustered):
         """Labels of queries and keys, and the error that is predicted of each key/value head, `(B, heads)`."""
         (labels,) = super().group(query, key, key_mask)
         offsets, offsets_mask = query_offsets(
-            query, labels, self.clusters, key_heads=key.shape[1], query_mask=key_mask, rows=self.fit_queries
+            query, labels, self.clusters, key_heads=key.shape[1], query_mask=key_mask, rows=self.fitted_queries
         )
         key_labels = cluster_queries(
             key,
@@ -339,7 +349,7 @@ class BiClustered(ImprovedClustered):
             key=offsets,
             key_mask=offsets_mask,
             iterations=min(self.iterations, KEY_ITERATIONS),
-            fit_queries=self.fit_queries,
+            fit_queries=self.fitted_queries,
             query_mask=key_mask,
             seed=self.seed,
         )
