@@ -1,6 +1,7 @@
 """K-means for a CPU: all problems of a chunk at once."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,13 +25,16 @@ def take_rows(points: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return points.index_select(1, rows)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Points:
     """The rows that count of some heads, every head a problem of its own."""
 
     own: torch.Tensor  # (P, N, D), a view
-    counted: torch.Tensor | None  # the numbers of those rows, None = all
+    counted: torch.Tensor | None  # the places of those rows, None = all
     planes: torch.Tensor | None = None  # (D, bits): the signs of the rows' projections stand for them
+    # What was asked for, by number.
+    _places: dict[int, slice | torch.Tensor] = field(default_factory=dict)
+    _spread: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of_queries(cls, chunk: RowChunk, query: torch.Tensor, planes: torch.Tensor | None = None) -> "Points":
@@ -46,27 +50,39 @@ class Points:
     def length(self) -> int:
         return self.own.shape[1] if self.counted is None else len(self.counted)
 
-    def rows(self, selection: slice | torch.Tensor = EVERY_ROW) -> torch.Tensor:
-        """Some of the rows, `(P, n, D)`, in float32 or float64: a view where they can be one."""
-        rows = selection if self.counted is None else self.counted[selection]
-        part = self.own[:, rows] if isinstance(rows, slice) else take_rows(self.own, rows)
-        part = part.to(accumulation_dtype(part.dtype))
-        return part if self.planes is None else as_sign(part @ self.planes)
-
-    def spread_rows(self, count: int) -> torch.Tensor:
-        """The numbers of `count` evenly spread rows, among those that count."""
-        return strided_rows(self.length, count).to(self.own.device)
+    def places(self, count: int) -> slice | torch.Tensor:
+        """Where `count` evenly spread ones of the rows that count lie, all where they are no more."""
+        count = min(count, self.length)
+        if count not in self._places:
+            rows = EVERY_ROW
+            if count < self.length:
+                rows = strided_rows(self.length, count).to(self.own.device)
+            self._places[count] = rows if self.counted is None else self.counted[rows]
+        return self._places[count]
 
     def spread(self, count: int) -> torch.Tensor:
         """These rows, `(P, n, D)`."""
-        return self.rows(self.spread_rows(count))
+        count = min(count, self.length)
+        if count not in self._spread:
+            self._spread[count] = self.at(self.places(count))
+        return self._spread[count]
 
-    def store(self, labels: torch.Tensor, values: torch.Tensor, selection: slice = EVERY_ROW) -> None:
-        """Write `(P, n)` to the places of these rows in `(P, N)`."""
-        if self.counted is None:
-            labels[:, selection] = values
-        else:
-            labels.index_copy_(1, self.counted[selection], values)
+    def at(self, places: slice | torch.Tensor) -> torch.Tensor:
+        """The rows `(P, n, D)` at these places, in float32 or float64: a view where they can be one."""
+        part = self.own[:, places] if isinstance(places, slice) else take_rows(self.own, places)
+        part = part.to(accumulation_dtype(part.dtype))
+        return part if self.planes is None else as_sign(part @ self.planes)
+
+    def parts(self, step: int) -> Iterator[slice | torch.Tensor]:
+        """The places of all rows that count, up to `step` at once."""
+        for start in range(0, self.length, step):
+            part = slice(start, start + step)
+            yield part if self.counted is None else self.counted[part]
+
+    @property
+    def is_view(self) -> bool:
+        """Whether rows that are neighbours need no copy."""
+        return self.counted is None and self.planes is None and self.own.dtype == accumulation_dtype(self.own.dtype)
 
 
 def query_heads(chunk: RowChunk, tensor: torch.Tensor) -> torch.Tensor:
@@ -215,20 +231,17 @@ def cluster(
     """
     (P, _, D), length, binary = fitted.shape, points.length, points.planes is not None
     if length <= clusters:
-        points.store(labels, torch.arange(length, device=labels.device).expand(P, length))
-        own = points.rows()
-        return torch.cat([own, own.new_zeros(P, clusters - length, D)], dim=1)
+        labels[:, points.places(length)] = torch.arange(length, device=labels.device)
+        return torch.cat([fitted, fitted.new_zeros(P, clusters - length, D)], dim=1)
     if binary:
         centroids = fitted[:, strided_rows(fitted.shape[1], clusters)]
     else:
         centroids = find_seeds(fitted, clusters, seed, metric)
     centroids = lloyd(fitted, centroids, iterations, metric, binary)
     compared = prepare(centroids, metric)
-    copied = binary or points.counted is not None or points.own.dtype != fitted.dtype
-    step = max(1, CHUNK_BYTES // (P * D * fitted.dtype.itemsize)) if copied else length
-    for start in range(0, length, step):
-        part = slice(start, start + step)
-        points.store(labels, nearest(points.rows(part), *compared), part)
+    step = length if points.is_view else max(1, CHUNK_BYTES // (P * D * fitted.dtype.itemsize))
+    for places in points.parts(step):
+        labels[:, places] = nearest(points.at(places), *compared)
     return centroids
 
 
