@@ -76,7 +76,7 @@ def cluster_both(
         looked_at = queries if planes is None else Points.of_queries(chunk, query)
         offsets = offsets_of(looked_at, own_labels, how.clusters, how.fit_queries)
         n = offsets.shape[1]
-        covariance = (offsets.transpose(1, 2) @ offsets).unflatten(0, (-1, group))  # (P, group, D, D)
+        covariance = torch.bmm(offsets.transpose(1, 2), offsets).unflatten(0, (-1, group))  # (P, group, D, D)
         if group * n <= key_count:
             metric = as_metric(covariance.sum(dim=1))  # the offsets' mean is 0
         else:
@@ -85,7 +85,7 @@ def cluster_both(
         cluster(keys, own_key_labels, keys.spread(key_count), how.key_clusters, how.key_iterations, how.seed, metric)
         if predict:
             within = offsets_of(keys, own_key_labels, how.key_clusters, PREDICTION_ROWS)
-            spread = within.transpose(1, 2) @ within / within.shape[1]
+            spread = torch.bmm(within.transpose(1, 2), within) / within.shape[1]
             chunk.of_heads(predicted)[:] = error_of(covariance[None], n, spread[None], scale)[0]
 
     width = D if planes is None else max(D, how.bits)

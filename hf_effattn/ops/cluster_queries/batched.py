@@ -14,7 +14,7 @@ from .reference import METRIC_RIDGE, Inputs, empty_labels, hash_planes
 def keys_metric(key: torch.Tensor) -> torch.Tensor:
     """`G` `(P, D, D)`: the covariance of the keys `(P, M, D)`, its mean diagonal 1, and the ridge."""
     centered = key - key.mean(dim=1, keepdim=True)
-    return as_metric(centered.transpose(1, 2) @ centered)
+    return as_metric(torch.bmm(centered.transpose(1, 2), centered))
 
 
 def of_query_heads(metric: torch.Tensor, group: int) -> torch.Tensor:

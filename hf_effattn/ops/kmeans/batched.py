@@ -126,25 +126,24 @@ def farthest_first(points: torch.Tensor, directions: torch.Tensor, clusters: int
     ones = torch.ones_like(norms)
     # One product is a squared distance: |x|² - 2 x G y^T + |y|².
     own = torch.cat([directions * -2, norms, ones], dim=2)
-    others = torch.cat([points, ones, norms], dim=2)
-    columns = others.transpose(1, 2).contiguous()  # for vectors of points
+    columns = torch.cat([points, ones, norms], dim=2).transpose(1, 2).contiguous()  # for vectors of points
     # All products at once: what is left for each of the C steps is too small to be worth a second thread.
-    distances = (own @ columns).flatten(0, 1) if clusters > FEW * N else None
-    own, others = own.flatten(0, 1), others.flatten(0, 1)  # row p · N + i: point i of problem p
-    first_row = torch.arange(0, P * N, N, device=points.device)[:, None]
-    chosen = [first_row + first_seed(N, seed)]
+    distances = torch.bmm(own, columns) if clusters > FEW * N else None
+    problem = torch.arange(P, device=points.device)[:, None]
+    chosen = [torch.full_like(problem, first_seed(N, seed))]
     nearest_seed = points.new_full((P, 1, N), torch.inf)
     for _ in range(1, clusters):
         last = chosen[-1]
-        found = torch.embedding(own, last) @ columns if distances is None else torch.embedding(distances, last)
+        # Matrices of one row: matmul would take them for vectors, several times as slow.
+        found = distances[problem, last] if distances is not None else torch.bmm(own[problem, last], columns)
         torch.minimum(nearest_seed, found, out=nearest_seed)
-        chosen.append(nearest_seed.argmax(dim=2) + first_row)
-    return torch.embedding(others, torch.cat(chosen, dim=1))[..., :D]
+        chosen.append(nearest_seed.argmax(dim=2))
+    return points[problem, torch.cat(chosen, dim=1)]
 
 
 def in_metric(points: torch.Tensor, metric: torch.Tensor | None) -> torch.Tensor:
     """Directions `x G`, `(P, N, D)`: `x G y^T` is the product of two points in the metric."""
-    return points if metric is None else points @ metric
+    return points if metric is None else torch.bmm(points, metric)
 
 
 def find_seeds(points: torch.Tensor, clusters: int, seed: int, metric: torch.Tensor | None) -> torch.Tensor:
@@ -163,33 +162,33 @@ def find_seeds(points: torch.Tensor, clusters: int, seed: int, metric: torch.Ten
     return seeds
 
 
-def label_marks(clusters: int, like: torch.Tensor) -> torch.Tensor:
-    """`(C, 1)`: the number of each cluster counted from the last, so that the first of equals has the largest."""
-    return torch.arange(clusters - 1, -1, -1, dtype=like.dtype, device=like.device)[:, None]
-
-
-def largest_marks(
-    columns: torch.Tensor, directions: torch.Tensor, half_norms: torch.Tensor, marks: torch.Tensor
-) -> torch.Tensor:
-    """The mark of the centroid at the smallest `c G c^T / 2 - x G c^T` for every point `(P, D, N)`: `(P, N)`.
-
-    On a CPU argmin would be the dearest step of all, as it takes one number at a time; these take vectors of them, and
-    a comparison does so in place only. Where no score is a number nothing is marked: 0, the last centroid's mark.
-    """
-    scores = torch.baddbmm(half_norms[..., None], directions, columns, alpha=-1)  # (P, C, N)
-    return scores.le_(scores.amin(dim=1, keepdim=True)).mul_(marks).amax(dim=1)
-
-
 def nearest(points: torch.Tensor, directions: torch.Tensor, half_norms: torch.Tensor) -> torch.Tensor:
     """Number of the centroid at the smallest `c G c^T / 2 - x G c^T` for every point `(P, N, D)`: `(P, N)`."""
-    (P, N, _), clusters = points.shape, directions.shape[1]
-    step = N
-    if points.device.type == "cpu":
-        step = max(FEWEST_ROWS, BLOCK_BYTES // max(1, P * clusters * points.dtype.itemsize))
-    blocks = points.transpose(1, 2).split(max(1, step), dim=2)
-    marks = label_marks(clusters, points)
-    found = [largest_marks(block, directions, half_norms, marks) for block in blocks]
-    return (clusters - 1 - (torch.cat(found, dim=1) if len(found) > 1 else found[0])).long()
+    last = directions.shape[1] - 1
+    marks = torch.arange(last, -1, -1, dtype=points.dtype, device=points.device)[:, None]
+    return (last - nearest_marks(points.transpose(1, 2), directions, half_norms, marks)).long()
+
+
+def nearest_marks(
+    columns: torch.Tensor, directions: torch.Tensor, half_norms: torch.Tensor, marks: torch.Tensor
+) -> torch.Tensor:
+    """The mark of the nearest centroid to every point `(P, D, N)`: `(P, N)`.
+
+    Marks `(C, 1)` number the centroids from the last, so that the first of equals has the largest. Where no score is a
+    number nothing is marked: 0, the last one's mark.
+    """
+    (P, clusters, _), N, half_norms = directions.shape, columns.shape[2], half_norms[..., None]
+
+    def of_block(block: torch.Tensor) -> torch.Tensor:
+        # On a CPU argmax would be the dearest step of all, as it takes one number at a time; these take vectors of
+        # them, and a comparison does so in place only.
+        scores = torch.bmm(directions, block).sub_(half_norms)  # (P, C, n)
+        return scores.ge_(scores.amax(dim=1, keepdim=True)).mul_(marks).amax(dim=1)
+
+    step = max(FEWEST_ROWS, BLOCK_BYTES // max(1, P * clusters * columns.dtype.itemsize))
+    if N <= step or columns.device.type != "cpu":
+        return of_block(columns)
+    return torch.cat([of_block(block) for block in columns.split(step, dim=2)], dim=1)
 
 
 def prepare(centroids: torch.Tensor, metric: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,12 +201,16 @@ def lloyd(
     points: torch.Tensor, centroids: torch.Tensor, iterations: int, metric: torch.Tensor | None, binary: bool
 ) -> torch.Tensor:
     """Lloyd's algorithm (majority bits where `binary`); an empty cluster keeps its centroid."""
-    members = Members(points, centroids.shape[1])
+    if iterations == 0:
+        return centroids
+    P, clusters, D = centroids.shape
+    members, columns, table = Members(points, clusters), points.transpose(1, 2), centroids.reshape(-1, D)
+    marks = torch.arange(clusters - 1, -1, -1, dtype=points.dtype, device=points.device)[:, None]
     for _ in range(iterations):
-        means, sizes = members.means(members.index(nearest(points, *prepare(centroids, metric))))
-        means = as_sign(means) if binary else means
-        centroids = torch.where(sizes > 0, means, centroids.flatten(0, 1)).view_as(centroids)
-    return centroids
+        labels = clusters - 1 - nearest_marks(columns, *prepare(table.view(P, clusters, D), metric), marks)
+        means, sizes = members.means(members.index(labels.long()))
+        table = torch.where(sizes > 0, as_sign(means) if binary else means, table)
+    return table.view(P, clusters, D)
 
 
 def cluster(
