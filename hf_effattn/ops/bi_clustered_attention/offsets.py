@@ -12,6 +12,7 @@ from ..shared.tables import cluster_rows, cluster_sums
 
 # Measured over 72 heads of a pretrained BERT: the error of a head is about a quarter of σ².
 ERROR_PER_VARIANCE = 0.25
+PREDICTION_ROWS = 2048  # keys of each head that a prediction looks at
 
 
 @torch.no_grad()
@@ -90,7 +91,7 @@ def predicted_error(
     group: int = 1,
     key_mask: torch.Tensor | None = None,
     scale: float | None = None,
-    rows: int = 2048,
+    rows: int = PREDICTION_ROWS,
 ) -> torch.Tensor:
     """The relative error that first-order attention will make in each head, `(B, P)`, known before it runs.
 
@@ -123,6 +124,13 @@ def predicted_error(
     keys = within.shape[2] if mask is None else mask.sum(dim=1).clamp(min=1)[:, None, None, None]
     with torch.autocast(key.device.type, enabled=False):
         spread = within.transpose(2, 3) @ within / keys
+    return error_of(covariance, counted, spread, scale)
+
+
+def error_of(
+    covariance: torch.Tensor, counted: torch.Tensor | int, spread: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """The predicted errors `(B, P)` of the sums `η^T η` `(B, P, group, D, D)` of so many offsets each, and of `W`."""
     variances = (covariance * spread[:, :, None]).sum(dim=(3, 4)) / counted  # (B, P, group)
     return variances.amax(dim=2) * (scale**2 * ERROR_PER_VARIANCE)
 

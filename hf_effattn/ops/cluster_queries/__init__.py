@@ -23,6 +23,12 @@ DEFAULT_FIT_QUERIES = 2048
 DEFAULT_BITS = 32
 
 
+def refuse_not_finite(query: torch.Tensor) -> None:
+    """Raise if a query is not finite."""
+    if not query.isfinite().all():
+        raise ValueError("query has values that are not finite: look for an overflow or a bad weight before attention")
+
+
 def cluster_queries(
     query: torch.Tensor,
     clusters: int,
@@ -95,8 +101,8 @@ def cluster_queries(
         check_heads(query, key)
         check_mask("key_mask", key_mask, key)
     check_mask("query_mask", query_mask, query)
-    if check_finite and not query.isfinite().all():
-        raise ValueError("query has values that are not finite: look for an overflow or a bad weight before attention")
+    if check_finite:
+        refuse_not_finite(query)
     forms = reference.cluster_queries, batched.cluster_queries, _triton
     query, key = query.detach(), None if key is None or method == "lsh" else key.detach()
     run = choose_backend(backend, forms, query)

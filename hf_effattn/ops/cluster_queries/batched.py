@@ -2,8 +2,8 @@
 
 import torch
 
-from ..kmeans.batched import chosen_rows, cluster_chunk, fitting_bytes_per_head
-from ..kmeans.sampling import fit_rows
+from ..kmeans.batched import Points, cluster, fitting_bytes_per_head, query_heads
+from ..kmeans.sampling import most_fit_rows
 from ..shared.gradients import register_op
 from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
@@ -14,7 +14,12 @@ from .reference import METRIC_RIDGE, Inputs, empty_labels, hash_planes
 def keys_metric(key: torch.Tensor) -> torch.Tensor:
     """`G` `(P, D, D)`: the covariance of the keys `(P, M, D)`, its mean diagonal 1, and the ridge."""
     centered = key - key.mean(dim=1, keepdim=True)
-    return as_metric(centered.transpose(1, 2) @ centered / key.shape[1])
+    return as_metric(torch.bmm(centered.transpose(1, 2), centered))
+
+
+def of_query_heads(metric: torch.Tensor, group: int) -> torch.Tensor:
+    """The metric `(P, D, D)` of key/value heads for each of the `group` query heads that share one."""
+    return metric if group == 1 else metric.repeat_interleave(group, dim=0)
 
 
 def as_metric(covariance: torch.Tensor) -> torch.Tensor:
@@ -37,18 +42,17 @@ def _forward(x: Inputs) -> torch.Tensor:
     group = 1 if key is None else H // key.shape[1]
     bytes_per_head = fitting_bytes_per_head(query, clusters, fit_queries, D if planes is None else bits)
 
-    def cluster(chunk: RowChunk) -> None:
-        metric = None
-        keys = 0 if key is None else key.shape[2] if chunk.key_rows is None else len(chunk.key_rows)
-        if key is not None and keys:
-            chosen = fit_rows(keys, clusters, fit_queries).to(query.device)
-            own = chosen_rows(chunk.of_heads(key), chunk.key_rows, chosen).to(dtype)
-            metric = keys_metric(own)
-            if group > 1:
-                metric = metric.repeat_interleave(group, dim=0)
-        cluster_chunk(chunk, labels, query, clusters, iterations, fit_queries, seed, metric, planes)
+    count = most_fit_rows(clusters, fit_queries)
 
-    for_every_chunk(cluster, row_chunks(query, key_mask, query_mask, bytes_per_head, group), query.device)
+    def run(chunk: RowChunk) -> None:
+        queries, metric = Points.of_queries(chunk, query, planes), None
+        keys = None if key is None else Points.of_keys(chunk, key)
+        if keys is not None and keys.length:
+            metric = of_query_heads(keys_metric(keys.spread(count)), group)
+        own_labels = query_heads(chunk, labels)
+        cluster(queries, own_labels, queries.spread(count), clusters, iterations, seed, metric)
+
+    for_every_chunk(run, row_chunks(query, key_mask, query_mask, bytes_per_head, group), query.device)
     return labels
 
 

@@ -1,5 +1,8 @@
 """K-means for a CPU: all problems of a chunk at once."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
 import torch
 
 from ..shared.gradients import register_op
@@ -7,7 +10,7 @@ from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import CHUNK_BYTES, EVERY_ROW, RowChunk, row_chunks
 from .reference import Inputs, as_sign, empty_clusters
-from .sampling import SEEDING, fit_rows, most_fit_rows, seed_rows, strided_rows
+from .sampling import SEEDING, most_fit_rows, seed_rows, strided_rows
 
 FEW = 1 / 4  # of the candidates, as many seeds need less than all products of them
 # Of the scores of points and centroids, which several operators read: a half of a core's cache.
@@ -22,12 +25,98 @@ def take_rows(points: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return points.index_select(1, rows)
 
 
-def chosen_rows(
-    points: torch.Tensor, counted: torch.Tensor | None, selection: slice | torch.Tensor
-) -> torch.Tensor:
-    """A selection of the rows `counted` (None = all) of `(P, N, D)`: a view of neighbours where all count."""
-    rows = selection if counted is None else counted[selection]
-    return points[:, rows] if isinstance(rows, slice) else take_rows(points, rows)
+@dataclass
+class Points:
+    """The rows that count of some heads, every head a problem of its own."""
+
+    own: torch.Tensor  # (P, N, D), a view
+    counted: torch.Tensor | None  # the places of those rows, None = all
+    planes: torch.Tensor | None = None  # (D, bits): the signs of the rows' projections stand for them
+    # What was asked for, by number.
+    _places: dict[int, slice | torch.Tensor] = field(default_factory=dict)
+    _spread: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of_queries(cls, chunk: RowChunk, query: torch.Tensor, planes: torch.Tensor | None = None) -> "Points":
+        """The chunk's queries of `(B, H, N, D)`."""
+        return cls(query_heads(chunk, query), chunk.query_rows, planes)
+
+    @classmethod
+    def of_keys(cls, chunk: RowChunk, key: torch.Tensor) -> "Points":
+        """The chunk's keys of `(B, H, M, D)`."""
+        return cls(chunk.of_heads(key), chunk.key_rows)
+
+    @property
+    def length(self) -> int:
+        return self.own.shape[1] if self.counted is None else len(self.counted)
+
+    def places(self, count: int) -> slice | torch.Tensor:
+        """Where `count` evenly spread ones of the rows that count lie, all where they are no more."""
+        count = min(count, self.length)
+        if count not in self._places:
+            rows = EVERY_ROW
+            if count < self.length:
+                rows = strided_rows(self.length, count).to(self.own.device)
+            self._places[count] = rows if self.counted is None else self.counted[rows]
+        return self._places[count]
+
+    def spread(self, count: int) -> torch.Tensor:
+        """These rows, `(P, n, D)`."""
+        count = min(count, self.length)
+        if count not in self._spread:
+            self._spread[count] = self.at(self.places(count))
+        return self._spread[count]
+
+    def at(self, places: slice | torch.Tensor) -> torch.Tensor:
+        """The rows `(P, n, D)` at these places, in float32 or float64: a view where they can be one."""
+        part = self.own[:, places] if isinstance(places, slice) else take_rows(self.own, places)
+        part = part.to(accumulation_dtype(part.dtype))
+        return part if self.planes is None else as_sign(part @ self.planes)
+
+    def parts(self, step: int) -> Iterator[slice | torch.Tensor]:
+        """The places of all rows that count, up to `step` at once."""
+        for start in range(0, self.length, step):
+            part = slice(start, start + step)
+            yield part if self.counted is None else self.counted[part]
+
+    @property
+    def is_view(self) -> bool:
+        """Whether rows that are neighbours need no copy."""
+        return self.counted is None and self.planes is None and self.own.dtype == accumulation_dtype(self.own.dtype)
+
+
+def query_heads(chunk: RowChunk, tensor: torch.Tensor) -> torch.Tensor:
+    """The chunk's query heads of `(B, H, ...)`, a view."""
+    return tensor[chunk.batch, chunk.first_head * chunk.group : chunk.last_head * chunk.group]
+
+
+class Members:
+    """Points `(P, N, D)` as the rows of a table's clusters, in the order in which they lie."""
+
+    def __init__(self, points: torch.Tensor, clusters: int) -> None:
+        first_row = torch.arange(0, len(points) * clusters, clusters, device=points.device)
+        self.shape, self.clusters = points.shape, clusters
+        self.turned = points.stride(0) < points.stride(1)  # a copy would cost as much as their sums
+        self.rows = (points.transpose(0, 1) if self.turned else points).flatten(0, 1)
+        self.first_row = first_row if self.turned else first_row[:, None]
+
+    def index(self, labels: torch.Tensor) -> torch.Tensor:
+        """The rows' clusters, flat, of labels `(P, N)`."""
+        return ((labels.T if self.turned else labels) + self.first_row).flatten()
+
+    def means(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The means `(P · C, D)` of the rows of each cluster and their numbers `(P · C, 1)`; no number where none."""
+        sizes = torch.bincount(index, minlength=self.shape[0] * self.clusters)[:, None]
+        means = self.rows.new_zeros(len(sizes), self.shape[2]).index_add_(0, index, self.rows).div_(sizes)
+        return means, sizes
+
+    def offsets(self, labels: torch.Tensor) -> torch.Tensor:
+        """What points `(P, N, D)` differ by from the means of their clusters."""
+        index = self.index(labels)
+        of_rows = self.means(index)[0].index_select(0, index)
+        torch.sub(self.rows, of_rows, out=of_rows)
+        P, N, D = self.shape
+        return of_rows.view(N, P, D).transpose(0, 1) if self.turned else of_rows.view(P, N, D)
 
 
 def farthest_first(
@@ -39,26 +128,24 @@ def farthest_first(
     ones = torch.ones_like(norms)
     # One product is a squared distance: |x|² - 2 x G y^T + |y|².
     own = torch.cat([directions * -2, norms, ones], dim=2)
-    others = torch.cat([points, ones, norms], dim=2)
-    columns = others.transpose(1, 2).contiguous()  # for vectors of points
+    columns = torch.cat([points, ones, norms], dim=2).transpose(1, 2).contiguous()  # for vectors of points
     # All products at once: what is left for each of the C steps is too small to be worth a second thread.
-    distances = (own @ columns).flatten(0, 1) if clusters > FEW * N else None
-    own, others = own.flatten(0, 1), others.flatten(0, 1)  # row p · N + i: point i of problem p
-    first_row = torch.arange(0, P * N, N, device=points.device)
-    chosen = [(first_row + first)[:, None]]
-    first_row = first_row[:, None]
+    distances = torch.bmm(own, columns) if clusters > FEW * N else None
+    problem = torch.arange(P, device=points.device)[:, None]
+    chosen = [first[:, None]]
     nearest_seed = points.new_full((P, 1, N), torch.inf)
     for _ in range(1, clusters):
         last = chosen[-1]
-        found = torch.embedding(own, last) @ columns if distances is None else torch.embedding(distances, last)
+        # Matrices of one row: matmul would take them for vectors, several times as slow.
+        found = distances[problem, last] if distances is not None else torch.bmm(own[problem, last], columns)
         torch.minimum(nearest_seed, found, out=nearest_seed)
-        chosen.append(nearest_seed.argmax(dim=2) + first_row)
-    return torch.embedding(others, torch.cat(chosen, dim=1))[..., :D]
+        chosen.append(nearest_seed.argmax(dim=2))
+    return points[problem, torch.cat(chosen, dim=1)]
 
 
 def in_metric(points: torch.Tensor, metric: torch.Tensor | None) -> torch.Tensor:
     """Directions `x G`, `(P, N, D)`: `x G y^T` is the product of two points in the metric."""
-    return points if metric is None else points @ metric
+    return points if metric is None else torch.bmm(points, metric)
 
 
 def find_seeds(points: torch.Tensor, clusters: int, seed: int, metric: torch.Tensor | None) -> torch.Tensor:
@@ -73,23 +160,31 @@ def find_seeds(points: torch.Tensor, clusters: int, seed: int, metric: torch.Ten
 
 def nearest(points: torch.Tensor, directions: torch.Tensor, half_norms: torch.Tensor) -> torch.Tensor:
     """Number of the centroid at the smallest `c G c^T / 2 - x G c^T` for every point `(P, N, D)`: `(P, N)`."""
-    (P, N, _), clusters = points.shape, directions.shape[1]
-    step = N
-    if points.device.type == "cpu":
-        step = max(FEWEST_ROWS, BLOCK_BYTES // max(1, P * clusters * points.dtype.itemsize))
-    last, half_norms = clusters - 1, half_norms[..., None]
-    # On a CPU argmax would be the dearest step of all, as it takes one number at a time; these take vectors of them,
-    # and a comparison does so in place only. The first of equals has the largest mark.
+    last = directions.shape[1] - 1
     marks = torch.arange(last, -1, -1, dtype=points.dtype, device=points.device)[:, None]
-    found = points.new_empty(P, N)
-    columns = points.transpose(1, 2)
-    for start in range(0, N, max(1, step)):
-        part = slice(start, start + step)
-        scores = torch.bmm(directions, columns[..., part]).sub_(half_norms)  # (P, C, step)
-        scores.ge_(scores.amax(dim=1, keepdim=True)).mul_(marks)
-        torch.amax(scores, dim=1, out=found[:, part])
-    # Scores that are no numbers are marked nowhere: 0, which is the last centroid's mark.
-    return (last - found).long()
+    return (last - nearest_marks(points.transpose(1, 2), directions, half_norms, marks)).long()
+
+
+def nearest_marks(
+    columns: torch.Tensor, directions: torch.Tensor, half_norms: torch.Tensor, marks: torch.Tensor
+) -> torch.Tensor:
+    """The mark of the nearest centroid to every point `(P, D, N)`: `(P, N)`.
+
+    Marks `(C, 1)` number the centroids from the last, so that the first of equals has the largest. Where no score is a
+    number nothing is marked: 0, the last one's mark.
+    """
+    (P, clusters, _), N, half_norms = directions.shape, columns.shape[2], half_norms[..., None]
+
+    def of_block(block: torch.Tensor) -> torch.Tensor:
+        # On a CPU argmax would be the dearest step of all, as it takes one number at a time; these take vectors of
+        # them, and a comparison does so in place only.
+        scores = torch.bmm(directions, block).sub_(half_norms)  # (P, C, n)
+        return scores.ge_(scores.amax(dim=1, keepdim=True)).mul_(marks).amax(dim=1)
+
+    step = max(FEWEST_ROWS, BLOCK_BYTES // max(1, P * clusters * columns.dtype.itemsize))
+    if N <= step or columns.device.type != "cpu":
+        return of_block(columns)
+    return torch.cat([of_block(block) for block in columns.split(step, dim=2)], dim=1)
 
 
 def prepare(centroids: torch.Tensor, metric: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,77 +197,50 @@ def lloyd(
     points: torch.Tensor, centroids: torch.Tensor, iterations: int, metric: torch.Tensor | None, binary: bool
 ) -> torch.Tensor:
     """Lloyd's algorithm (majority bits where `binary`); an empty cluster keeps its centroid."""
+    if iterations == 0:
+        return centroids
     P, clusters, D = centroids.shape
-    first_row = torch.arange(0, P * clusters, clusters, device=points.device)[:, None]
-    # The sums' order is that of the rows in memory, where they need no copy.
-    turned = points.stride(0) < points.stride(1)
-    rows = (points.transpose(0, 1) if turned else points).flatten(0, 1)
+    members, columns, table = Members(points, clusters), points.transpose(1, 2), centroids.reshape(-1, D)
+    marks = torch.arange(clusters - 1, -1, -1, dtype=points.dtype, device=points.device)[:, None]
     for _ in range(iterations):
-        table_rows = nearest(points, *prepare(centroids, metric)) + first_row
-        index = (table_rows.T if turned else table_rows).flatten()
-        sizes = torch.bincount(index, minlength=P * clusters)[:, None]
-        means = rows.new_zeros(P * clusters, D).index_add_(0, index, rows) / sizes
-        if binary:
-            means = as_sign(means)
-        centroids = torch.where(sizes > 0, means, centroids.flatten(0, 1)).view(P, clusters, D)
-    return centroids
+        labels = clusters - 1 - nearest_marks(columns, *prepare(table.view(P, clusters, D), metric), marks)
+        means, sizes = members.means(members.index(labels.long()))
+        table = torch.where(sizes > 0, as_sign(means) if binary else means, table)
+    return table.view(P, clusters, D)
 
 
-def cluster_chunk(
-    chunk: RowChunk,
+def cluster(
+    points: Points,
     labels: torch.Tensor,
-    points: torch.Tensor,
+    fitted: torch.Tensor,
     clusters: int,
     iterations: int,
-    fit_points: int,
     seed: int,
     metric: torch.Tensor | None = None,
-    planes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Fit centroids on some of a chunk's points and label all of them.
+    """Fit centroids on some of the points and label all of them.
 
     Args:
-        chunk: the heads and rows of `points` that are clustered, every head a problem of its own.
-        labels: `(B, H, N)`, written.
-        points: `(B, H, N, D)`.
+        labels: `(P, N)`, written.
+        fitted: `(P, n, D)`, what the centroids are fitted on.
         metric: `(P, D, D)`, symmetric: distances are `(x - y) G (x - y)^T`.
-        planes: `(D, bits)`: cluster the signs of the points' projections instead of the points.
 
     Returns:
         The centroids `(P, C, D)`.
     """
-    dtype = accumulation_dtype(points.dtype)
-    P, heads = chunk.query_heads, slice(chunk.first_head * chunk.group, chunk.last_head * chunk.group)
-    own, own_labels = points[chunk.batch, heads], labels[chunk.batch, heads]
-    rows = points.shape[2] if chunk.query_rows is None else len(chunk.query_rows)
-
-    def load(selection: slice | torch.Tensor) -> torch.Tensor:
-        part = chosen_rows(own, chunk.query_rows, selection).to(dtype)
-        return part if planes is None else as_sign(part @ planes)
-
-    def store(part_labels: torch.Tensor, selection: slice) -> None:
-        if chunk.query_rows is None:
-            own_labels[:, selection] = part_labels
-        else:
-            own_labels.index_copy_(1, chunk.query_rows[selection], part_labels)
-
-    if rows <= clusters:
-        store(torch.arange(rows, device=points.device).expand(P, rows), EVERY_ROW)
-        alone = load(EVERY_ROW)
-        return torch.cat([alone, alone.new_zeros(P, clusters - rows, alone.shape[2])], dim=1)
-    fitted = load(fit_rows(rows, clusters, fit_points).to(points.device))
-    if planes is None:
-        centroids = find_seeds(fitted, clusters, seed, metric)
-    else:
+    (P, _, D), length, binary = fitted.shape, points.length, points.planes is not None
+    if length <= clusters:
+        labels[:, points.places(length)] = torch.arange(length, device=labels.device)
+        return torch.cat([fitted, fitted.new_zeros(P, clusters - length, D)], dim=1)
+    if binary:
         centroids = fitted[:, strided_rows(fitted.shape[1], clusters)]
-    centroids = lloyd(fitted, centroids, iterations, metric, binary=planes is not None)
-
+    else:
+        centroids = find_seeds(fitted, clusters, seed, metric)
+    centroids = lloyd(fitted, centroids, iterations, metric, binary)
     compared = prepare(centroids, metric)
-    copied = dtype != points.dtype or planes is not None or chunk.query_rows is not None
-    step = max(1, CHUNK_BYTES // (P * fitted.shape[2] * dtype.itemsize)) if copied else rows
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
-        store(nearest(load(part), *compared), part)
+    step = length if points.is_view else max(1, CHUNK_BYTES // (P * D * fitted.dtype.itemsize))
+    for places in points.parts(step):
+        labels[:, places] = nearest(points.at(places), *compared)
     return centroids
 
 
@@ -192,11 +260,13 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     centroids = points.new_zeros(B, H, clusters, D, dtype=accumulation_dtype(points.dtype))
     bytes_per_head = fitting_bytes_per_head(points, clusters, fit_points, D)
 
-    def cluster(chunk: RowChunk) -> None:
-        found = cluster_chunk(chunk, labels, points, clusters, iterations, fit_points, seed)
+    def run(chunk: RowChunk) -> None:
+        own = Points.of_queries(chunk, points)
+        fitted = own.spread(most_fit_rows(clusters, fit_points))
+        found = cluster(own, chunk.of_heads(labels), fitted, clusters, iterations, seed)
         centroids[chunk.batch, chunk.first_head : chunk.last_head] = found
 
-    for_every_chunk(cluster, row_chunks(points, None, mask, bytes_per_head) if H else (), points.device)
+    for_every_chunk(run, row_chunks(points, None, mask, bytes_per_head) if H else (), points.device)
     return labels, centroids
 
 

@@ -20,9 +20,15 @@ from ...ops import (
     predicted_error,
     query_offsets,
 )
+from ...ops.bi_clustered_attention.labels import Clustering, cluster_both
 from ...ops.causal_clustered_attention import DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW
-from ...ops.cluster_queries import DEFAULT_BITS, DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS, LARGEST_SEED
-from ...ops.shared.head_threads import for_every_chunk, heads_of_threads
+from ...ops.cluster_queries import (
+    DEFAULT_BITS,
+    DEFAULT_FIT_QUERIES,
+    DEFAULT_ITERATIONS,
+    LARGEST_SEED,
+    refuse_not_finite,
+)
 from ..model_types import model_type_of
 from .base import Groups, Method, Options
 
@@ -317,23 +323,29 @@ class BiClustered(ImprovedClustered):
     def group(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
     ) -> Groups:
-        if torch.compiler.is_compiling():
-            labels, key_labels, predicted = self._group_heads(query, key, key_mask, scale)
-        else:
-            labels = query.new_empty(query.shape[:3], dtype=torch.int64)
-            key_labels = key.new_empty(key.shape[:3], dtype=torch.int64)
-            predicted = key.new_empty(key.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
-            group = query.shape[1] // key.shape[1]
-
-            def group_heads(heads: slice) -> None:
-                of_group = slice(heads.start * group, heads.stop * group)
-                found = self._group_heads(query[:, of_group], key[:, heads], key_mask, scale)
-                stores = labels[:, of_group], key_labels[:, heads], predicted[:, heads]
-                for store, own in zip(stores, found, strict=True):
-                    store.copy_(own)
-
-            for_every_chunk(group_heads, heads_of_threads(key.shape[1], key.device), key.device)
+        on_cpu = query.device.type == "cpu" and not torch.compiler.is_compiling()
+        find = self._group_on_cpu if on_cpu else self._group_heads
+        labels, key_labels, predicted = find(query, key, key_mask, scale)
         return (labels, key_labels) if self.exact_above is None else (labels, key_labels, predicted > self.exact_above)
+
+    def _group_on_cpu(
+        self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same as `_group_heads`, in one walk over the heads."""
+        if self.check_finite:
+            refuse_not_finite(query)
+        how = Clustering(
+            self.clusters,
+            self.key_clusters,
+            method=self.clustering,
+            in_keys_metric=self.metric == "keys",
+            iterations=self.iterations,
+            key_iterations=min(self.iterations, KEY_ITERATIONS),
+            bits=self.bits,
+            fit_queries=self.fitted_queries,
+            seed=self.seed,
+        )
+        return cluster_both(query, key, key_mask, how, scale=scale, predict=self.exact_above is not None)
 
     def _group_heads(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None
