@@ -57,7 +57,7 @@ def cluster_both(
         Integer labels `(B, H, N)` and `(B, P, M)`, and the errors `(B, P)`.
     """
     query, key = query.detach(), key.detach()
-    (B, H, N, D), dtype = query.shape, accumulation_dtype(query.dtype)
+    (_, H, _, D), dtype = query.shape, accumulation_dtype(query.dtype)
     empty = query.new_empty if mask is None else query.new_zeros
     labels, key_labels = (empty(x.shape[:3], dtype=torch.int64) for x in (query, key))
     predicted = query.new_zeros(key.shape[:2], dtype=dtype)

@@ -123,7 +123,7 @@ def farthest_first(
     points: torch.Tensor, directions: torch.Tensor, clusters: int, first: torch.Tensor
 ) -> torch.Tensor:
     """Seeds `(P, C, D)` out of points `(P, N, D)` with directions `x G`; `first`: the row that each starts from."""
-    P, N, D = points.shape
+    P, N, _ = points.shape
     norms = torch.linalg.vecdot(points, directions)[..., None]
     ones = torch.ones_like(norms)
     # One product is a squared distance: |x|² - 2 x G y^T + |y|².
@@ -182,7 +182,7 @@ def nearest_marks(
         return scores.ge_(scores.amax(dim=1, keepdim=True)).mul_(marks).amax(dim=1)
 
     step = max(FEWEST_ROWS, BLOCK_BYTES // max(1, P * clusters * columns.dtype.itemsize))
-    if N <= step or columns.device.type != "cpu":
+    if step >= N or columns.device.type != "cpu":
         return of_block(columns)
     return torch.cat([of_block(block) for block in columns.split(step, dim=2)], dim=1)
 
