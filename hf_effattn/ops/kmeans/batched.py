@@ -15,7 +15,7 @@ from .sampling import SEEDING, first_seed, most_fit_rows, strided_rows
 FEW = 1 / 4  # of the candidates, as many seeds need less than all products of them
 # Of the scores of points and centroids, which several operators read: a half of a core's cache.
 BLOCK_BYTES = 2**20
-FEWEST_ROWS = 256  # of a block
+WHOLE_ROWS = 256  # a block's rows are a multiple of: products of others are slower
 
 
 def take_rows(points: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ def nearest_marks(
         scores = torch.bmm(directions, block).sub_(half_norms)  # (P, C, n)
         return scores.ge_(scores.amax(dim=1, keepdim=True)).mul_(marks).amax(dim=1)
 
-    step = max(FEWEST_ROWS, BLOCK_BYTES // max(1, P * clusters * columns.dtype.itemsize))
+    step = max(1, BLOCK_BYTES // max(1, P * clusters * columns.dtype.itemsize * WHOLE_ROWS)) * WHOLE_ROWS
     if N <= step or columns.device.type != "cpu":
         return of_block(columns)
     return torch.cat([of_block(block) for block in columns.split(step, dim=2)], dim=1)
