@@ -54,7 +54,7 @@ class Points:
         """Where `count` evenly spread ones of the rows that count lie, all where they are no more."""
         count = min(count, self.length)
         if count not in self._places:
-            rows = EVERY_ROW
+            rows: slice | torch.Tensor = EVERY_ROW
             if count < self.length:
                 rows = strided_rows(self.length, count).to(self.own.device)
             self._places[count] = rows if self.counted is None else self.counted[rows]
@@ -101,8 +101,9 @@ class Members:
         self.first_row = first_row if self.turned else first_row[:, None]
 
     def index(self, labels: torch.Tensor) -> torch.Tensor:
-        """The rows' clusters, flat, of labels `(P, N)`."""
-        return ((labels.T if self.turned else labels) + self.first_row).flatten()
+        """The rows' clusters, flat, of labels `(P, N)` of any dtype."""
+        turned = labels.T if self.turned else labels
+        return (turned.to(torch.int64, memory_format=torch.contiguous_format) + self.first_row).flatten()
 
     def means(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The means `(P · C, D)` of the rows of each cluster and their numbers `(P · C, 1)`; no number where none."""
@@ -121,7 +122,7 @@ class Members:
 
 def farthest_first(points: torch.Tensor, directions: torch.Tensor, clusters: int, seed: int) -> torch.Tensor:
     """Seeds `(P, C, D)` out of points `(P, N, D)` with directions `x G`."""
-    P, N, D = points.shape
+    P, N, _ = points.shape
     norms = torch.linalg.vecdot(points, directions)[..., None]
     ones = torch.ones_like(norms)
     # One product is a squared distance: |x|² - 2 x G y^T + |y|².
@@ -186,7 +187,7 @@ def nearest_marks(
         return scores.ge_(scores.amax(dim=1, keepdim=True)).mul_(marks).amax(dim=1)
 
     step = max(1, BLOCK_BYTES // max(1, P * clusters * columns.dtype.itemsize * WHOLE_ROWS)) * WHOLE_ROWS
-    if N <= step or columns.device.type != "cpu":
+    if step >= N or columns.device.type != "cpu":
         return of_block(columns)
     return torch.cat([of_block(block) for block in columns.split(step, dim=2)], dim=1)
 
@@ -208,7 +209,7 @@ def lloyd(
     marks = torch.arange(clusters - 1, -1, -1, dtype=points.dtype, device=points.device)[:, None]
     for _ in range(iterations):
         labels = clusters - 1 - nearest_marks(columns, *prepare(table.view(P, clusters, D), metric), marks)
-        means, sizes = members.means(members.index(labels.long()))
+        means, sizes = members.means(members.index(labels))
         table = torch.where(sizes > 0, as_sign(means) if binary else means, table)
     return table.view(P, clusters, D)
 
