@@ -89,6 +89,31 @@ def test_keys_and_queries_are_grouped_alike_on_any_number_of_threads(masks, exac
     assert [int(labels.amax()) for labels in on_one[:2]] == [6, 4]
 
 
+ALL_ROWS, SOME_ROWS, OWN_CLUSTERS = {}, {"fit_queries": 24}, {"clusters": 64, "key_clusters": 96}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("masks", ["none", "right", "holes", "row"])
+@pytest.mark.parametrize("key_heads", [6, 3])
+@pytest.mark.parametrize(
+    "settings",
+    [ALL_ROWS, SOME_ROWS, OWN_CLUSTERS, {"metric": "queries"}, {"clustering": "lsh", "bits": 40}, {"iterations": 0}],
+    ids=str,
+)
+def test_one_walk_finds_what_the_ops_find(settings, key_heads, masks, dtype):
+    """Rows of a head lie apart, as a model's projections leave them, or, from a mask on, wherever they are taken."""
+    inputs = make_inputs(Case("walk", H=6, key_heads=key_heads, N=95, M=95, masks=masks), seed=0)
+    query, key = (x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in (inputs.query, inputs.key))
+    method = make_method("bi-clustered", **{"clusters": 7, "key_clusters": 5, "seed": 3} | settings)
+    *labels, predicted = method._group_on_cpu(query, key, inputs.key_mask, 0.7)
+    *expected, of_ops = method._group_heads(query, key, inputs.key_mask, 0.7)
+    # Rounding decides between centroids as near as each other.
+    share = 1 if dtype == torch.float64 else 0.98
+    for own, others in zip(labels, expected, strict=True):
+        assert (own == others).double().mean() >= share
+    torch.testing.assert_close(predicted, of_ops.to(predicted.dtype), rtol=1e-12 if share == 1 else 0.05, atol=1e-14)
+
+
 @pytest.mark.parametrize(("heads", "threads", "expected"), [(12, 2, [6, 6]), (3, 2, [1, 2]), (1, 2, [1]), (5, 1, [5])])
 def test_every_thread_gets_heads(heads, threads, expected, two_threads):
     torch.set_num_threads(threads)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 import hf_effattn
 from hf_effattn.patching.exact import exact_attention, visible_keys
 from hf_effattn.patching.methods import Method, make_method
-from hf_effattn.patching.methods.per_head import PerHead
+from hf_effattn.patching.methods.per_head import PerHead, Share, _grouping_cost, _runs_of_threads
 
 RUNGS: list[dict[str, Any]] = [
     {"method": "i-clustered", "clusters": 4, "topk": 3},
@@ -41,6 +41,23 @@ def padded(length: int = 45) -> torch.Tensor:
     mask = torch.ones(2, length, dtype=torch.bool)
     mask[0, :9] = False
     return mask
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 20])
+def test_threads_group_about_as_much_in_as_few_pieces_as_they_can(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    rungs: list[Method | None] = [make_method(**rung) for rung in RUNGS]
+    shares: list[Share] = [(None, [5]), (rungs[1], [2, 3, 7, 9, 10]), (rungs[0], [0, 1, 4, 6, 8])]
+    runs = _runs_of_threads(shares, torch.device("cpu"))
+    assert len(runs) == threads
+    assert sum(len(run) for run in runs if run) <= len(shares) + threads - 1
+    costs = [sum(_grouping_cost(rung) * len(heads) for rung, heads in run) for run in runs]
+    dearest = max(_grouping_cost(rung) for rung in rungs)
+    assert max(costs) - sum(costs) / threads <= dearest
+    for rung, heads in shares:
+        assert [head for run in runs for one, own in run if one == rung for head in own] == heads
 
 
 @pytest.mark.slow_except("*-False", "1-all-True", "2-padded-True")

@@ -57,12 +57,12 @@ def cluster_both(
         Integer labels `(B, H, N)` and `(B, P, M)`, and the errors `(B, P)`.
     """
     query, key = query.detach(), key.detach()
-    (_, H, _, D), dtype = query.shape, accumulation_dtype(query.dtype)
+    D, dtype, group = query.shape[3], accumulation_dtype(query.dtype), query.shape[1] // key.shape[1]
     empty = query.new_empty if mask is None else query.new_zeros
     labels, key_labels = (empty(x.shape[:3], dtype=torch.int64) for x in (query, key))
     predicted = query.new_zeros(key.shape[:2], dtype=dtype)
     planes = hash_planes(D, how.bits, how.seed).to(dtype) if how.method == "lsh" else None
-    group, scale = H // key.shape[1], D**-0.5 if scale is None else scale
+    scale = D**-0.5 if scale is None else scale
     count, key_count = (most_fit_rows(clusters, how.fit_queries) for clusters in (how.clusters, how.key_clusters))
 
     def run(chunk: RowChunk) -> None:

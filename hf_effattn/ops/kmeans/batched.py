@@ -15,7 +15,7 @@ from .sampling import SEEDING, most_fit_rows, seed_rows, strided_rows
 FEW = 1 / 4  # of the candidates, as many seeds need less than all products of them
 # Of the scores of points and centroids, which several operators read: a half of a core's cache.
 BLOCK_BYTES = 2**20
-FEWEST_ROWS = 256  # of a block
+WHOLE_ROWS = 256  # a block's rows are a multiple of: products of others are slower
 
 
 def take_rows(points: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Points:
         """Where `count` evenly spread ones of the rows that count lie, all where they are no more."""
         count = min(count, self.length)
         if count not in self._places:
-            rows = EVERY_ROW
+            rows: slice | torch.Tensor = EVERY_ROW
             if count < self.length:
                 rows = strided_rows(self.length, count).to(self.own.device)
             self._places[count] = rows if self.counted is None else self.counted[rows]
@@ -101,8 +101,9 @@ class Members:
         self.first_row = first_row if self.turned else first_row[:, None]
 
     def index(self, labels: torch.Tensor) -> torch.Tensor:
-        """The rows' clusters, flat, of labels `(P, N)`."""
-        return ((labels.T if self.turned else labels) + self.first_row).flatten()
+        """The rows' clusters, flat, of labels `(P, N)` of any dtype."""
+        turned = labels.T if self.turned else labels
+        return (turned.to(torch.int64, memory_format=torch.contiguous_format) + self.first_row).flatten()
 
     def means(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The means `(P · C, D)` of the rows of each cluster and their numbers `(P · C, 1)`; no number where none."""
@@ -119,9 +120,7 @@ class Members:
         return of_rows.view(N, P, D).transpose(0, 1) if self.turned else of_rows.view(P, N, D)
 
 
-def farthest_first(
-    points: torch.Tensor, directions: torch.Tensor, clusters: int, first: torch.Tensor
-) -> torch.Tensor:
+def farthest_first(points: torch.Tensor, directions: torch.Tensor, clusters: int, first: torch.Tensor) -> torch.Tensor:
     """Seeds `(P, C, D)` out of points `(P, N, D)` with directions `x G`; `first`: the row that each starts from."""
     P, N, _ = points.shape
     norms = torch.linalg.vecdot(points, directions)[..., None]
@@ -181,7 +180,7 @@ def nearest_marks(
         scores = torch.bmm(directions, block).sub_(half_norms)  # (P, C, n)
         return scores.ge_(scores.amax(dim=1, keepdim=True)).mul_(marks).amax(dim=1)
 
-    step = max(FEWEST_ROWS, BLOCK_BYTES // max(1, P * clusters * columns.dtype.itemsize))
+    step = max(1, BLOCK_BYTES // max(1, P * clusters * columns.dtype.itemsize * WHOLE_ROWS)) * WHOLE_ROWS
     if step >= N or columns.device.type != "cpu":
         return of_block(columns)
     return torch.cat([of_block(block) for block in columns.split(step, dim=2)], dim=1)
@@ -204,7 +203,7 @@ def lloyd(
     marks = torch.arange(clusters - 1, -1, -1, dtype=points.dtype, device=points.device)[:, None]
     for _ in range(iterations):
         labels = clusters - 1 - nearest_marks(columns, *prepare(table.view(P, clusters, D), metric), marks)
-        means, sizes = members.means(members.index(labels.long()))
+        means, sizes = members.means(members.index(labels))
         table = torch.where(sizes > 0, as_sign(means) if binary else means, table)
     return table.view(P, clusters, D)
 

@@ -6,6 +6,7 @@ Sizes: `B` batch, `H` heads, `N` query length, `D` head_dim of query and key, `D
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from .clustered import BiClustered
 
 # What a head costs at any settings, beside what each of their counts does.
 COST_OF_A_HEAD = 160
+COST_OF_CLUSTERING = 16  # of the points of a head: as many clusters more take as long
 Share = tuple[Method | None, list[int]]  # settings, None for exact attention, and the key/value heads that have them
 
 
@@ -201,16 +203,19 @@ class PerHead(Method):
             for store, found in zip((key_labels, exact_heads), of_keys, strict=False):
                 _store(store, heads, found)
 
+        def group_shares(shares: list[Share]) -> None:
+            for share in shares:
+                group_share(share)
+
         alike: dict[Method | None, list[int]] = {}
         for rung, heads in shares:
             # How many keys are exact does not change how queries and keys are grouped.
             alike.setdefault(replace(rung, topk=1) if isinstance(rung, BiClustered) else rung, []).extend(heads)
         shares = list(alike.items())
         if torch.compiler.is_compiling():
-            for share in shares:
-                group_share(share)
+            group_shares(shares)
         else:
-            for_every_chunk(group_share, _of_threads(shares, key.device), key.device)
+            for_every_chunk(group_shares, _runs_of_threads(shares, key.device), key.device)
         return labels, key_labels, exact_heads
 
     def attend(
@@ -366,6 +371,30 @@ def _cost(share: Share) -> float:
     if rung is None:
         return math.inf
     return len(heads) * (COST_OF_A_HEAD + sum(getattr(rung, name) for name in rung.price))
+
+
+def _runs_of_threads(shares: Sequence[Share], device: torch.device) -> list[list[Share]]:
+    """Shares for every thread that are grouped in about the same time.
+
+    The heads stand in a row, cut as often as there are further threads: each part of a share walks all the small steps
+    of its clusterings, which take as long as the arithmetic of some heads.
+    """
+    row = [(rung, head) for rung, heads in shares for head in heads]
+    ends = list(accumulate(_grouping_cost(rung) for rung, _ in row))
+    runs = []
+    for part in heads_of_threads(ends[-1], device):
+        own: dict[Method | None, list[int]] = {}
+        for (rung, head), end in zip(row, ends, strict=True):
+            if part.start < end - _grouping_cost(rung) / 2 <= part.stop:
+                own.setdefault(rung, []).append(head)
+        runs.append(list(own.items()))
+    return runs
+
+
+def _grouping_cost(rung: Method | None) -> int:
+    """The time that a head of this rung takes to be grouped, in units of about 30 microseconds."""
+    counts = [getattr(rung, name, 0) for name in ("clusters", "key_clusters")]
+    return 1 + sum(COST_OF_CLUSTERING + count for count in counts if count)
 
 
 def _heads(tensor: torch.Tensor, heads: list[int]) -> torch.Tensor:
