@@ -1,6 +1,7 @@
 """The scripts about causal models run on a small model and keep what they print."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
