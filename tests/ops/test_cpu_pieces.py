@@ -12,7 +12,7 @@ import torch
 from support.attention_cases import Case, attend, make_inputs
 
 from hf_effattn.ops.bi_clustered_attention import batched
-from hf_effattn.ops.shared import head_threads, row_chunks
+from hf_effattn.ops.shared import cluster_table, head_threads, row_chunks
 from hf_effattn.ops.shared.head_threads import for_every_chunk, heads_of_threads
 from hf_effattn.ops.shared.row_chunks import RowChunk
 from hf_effattn.ops.shared.topk import GROUP, largest
@@ -20,6 +20,7 @@ from hf_effattn.patching.methods import make_method
 
 OPS = ("clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
 CPU = torch.device("cpu")
+whole = cluster_table._attend
 each_op = pytest.mark.parametrize("op", OPS)
 
 
@@ -149,6 +150,42 @@ def test_autocast_ends_before_a_chunk(two_threads):
         for_every_chunk(lambda chunk: dtypes.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype), chunks(4), CPU)
         for_every_chunk(lambda chunk: dtypes.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype), chunks(1), CPU)
     assert dtypes == [torch.float32] * 5
+
+
+@pytest.mark.parametrize(("count", "alone"), [(4, True), (1, False)])
+def test_a_chunk_inside_of_another_runs_as_one(count, alone, two_threads):
+    """Where a chunk has a thread for itself, so do those in it, one after the other; else they are shared out."""
+    seen = []
+
+    def run(outer):
+        def note(inner):
+            product = torch.ones(2, 2) @ torch.ones(2, 2)
+            seen.append((current_thread().name, torch.get_num_threads(), torch.is_grad_enabled(), product.dtype))
+
+        for_every_chunk(note, chunks(3), CPU)
+        if alone:
+            assert [one[0] for one in seen].count(current_thread().name) >= 3
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for_every_chunk(run, chunks(count), CPU)
+    assert len(seen) == 3 * count
+    assert {one[1:] for one in seen} == {(1, False, torch.float32)}
+    assert len({name for name, *_ in seen}) <= 2
+    assert all(name.startswith("hf_effattn") for name, *_ in seen)
+
+
+@pytest.mark.parametrize("op", OPS[1:])  # those that attend to a table of rows
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_parts_of_the_scores_are_all_of_them(op, dropout_p, monkeypatch):
+    expected = outputs_and_gradients(op, SIZES, dropout_p=dropout_p)
+    parts = []
+    monkeypatch.setattr(cluster_table, "SCORES_BYTES", 1)
+    monkeypatch.setattr(cluster_table, "_attend", lambda *given: parts.append(given) or whole(*given))
+    found = outputs_and_gradients(op, SIZES, dropout_p=dropout_p)
+    assert len(parts) > 20
+    assert all(len(query) == 1 for _, _, query, _ in parts)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 flushes = pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor knows no such mode")

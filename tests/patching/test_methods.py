@@ -74,6 +74,19 @@ def test_names_and_defaults() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("method", "settings", "expected"),
+    [
+        ("i-clustered", {"clusters": 200}, 2048),
+        ("bi-clustered", {"clusters": 32}, 2048),
+        ("bi-clustered", {"clusters": 33}, 64 * 33),
+        ("bi-clustered", {"clusters": 200, "fit_queries": 17}, 17),
+    ],
+)
+def test_bi_clustered_is_fitted_on_more_queries_of_more_clusters(method: str, settings: dict, expected: int) -> None:
+    assert make_method(method, **settings).fitted_queries == expected
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_settings_are_frozen_comparable_and_json(method: str) -> None:
     settings = make_method(method, clusters=np.int64(7), min_length=np.int32(0))
