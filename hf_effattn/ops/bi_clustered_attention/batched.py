@@ -68,9 +68,7 @@ class _Chunk:
         self.sizes = sizes.clamp(min=1)[..., None]  # (P, C, 1)
         self.blocks = ClusterBlocks.of(self.index, sizes)
         queries = chunk.queries(x.query).to(dtype) * self.of_queries
-        # Behind the scaled query a 1, for the biases of the table.
-        ones = torch.ones(1, 1, 1, dtype=products, device=queries.device).expand(*queries.shape[:2], 1)
-        self.packed_query = self.blocks.pack(queries.to(products), ones)
+        self.packed_query = self.blocks.pack_with_ones(queries.to(products))
         sums = self.blocks.sum(self.packed_query[..., :-1].sum(dim=1, dtype=dtype), self.P * self.C)
         sums = sums.view(self.P, self.C, -1)
         centroids = sums / self.sizes  # Q̄
@@ -97,7 +95,7 @@ class _Chunk:
         """
         keys, D, table = self.keys, self.D, self.summaries.table
         self.at_centroid = self.summaries.log_mass.softmax(dim=2)  # (P, C, G)
-        rows = keys.by_cluster()
+        rows = keys.rows.flatten(0, 1)
         of_blocks = torch.bmm(rows[..., :D].transpose(1, 2), rows[..., D:-1]).to(keys.means.dtype)
         covariances = keys.blocks.sum(of_blocks, self.P * self.G)
         self.covariances = covariances.div_(keys.sizes[..., None]).view(self.P, self.G, -1)
@@ -117,7 +115,7 @@ class _Chunk:
         grad_logits -= torch.linalg.vecdot(self.at_centroid, grad_logits)[..., None]
         grad_logits *= self.at_centroid
         grad_centroids, grad_rows = self.summaries.backward(grad, grad_logits)
-        rows = keys.by_cluster()
+        rows = keys.rows.flatten(0, 1)
         turn = keys.blocks.of_cluster(grad_covariances.to(rows.dtype))
         grad_rows[..., :D] += torch.bmm(rows[..., D:-1], turn.transpose(1, 2))
         grad_rows[..., D:] += torch.bmm(rows[..., :D], turn)

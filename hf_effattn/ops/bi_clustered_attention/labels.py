@@ -10,7 +10,7 @@ import torch
 
 from ..cluster_queries.batched import as_metric, keys_metric, of_query_heads
 from ..cluster_queries.reference import hash_planes
-from ..kmeans.batched import Members, Points, cluster, fitting_bytes_per_head, query_heads
+from ..kmeans.batched import Members, Points, cluster, fitting_bytes_per_head
 from ..kmeans.sampling import most_fit_rows, strided_rows
 from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
@@ -67,7 +67,7 @@ def cluster_both(
 
     def run(chunk: RowChunk) -> None:
         queries, keys = Points.of_queries(chunk, query, planes), Points.of_keys(chunk, key)
-        own_labels, own_key_labels = query_heads(chunk, labels), chunk.of_heads(key_labels)
+        own_labels, own_key_labels = chunk.of_query_heads(labels), chunk.of_heads(key_labels)
         metric = None
         if how.in_keys_metric and planes is None and keys.length:
             metric = of_query_heads(keys_metric(keys.spread(count)), group)

@@ -115,16 +115,13 @@ def predicted_error(
     eta = offsets if offsets_mask is None else offsets * offsets_mask[:, None, :, None]
     eta = eta.unflatten(2, (group, -1))  # (B, P, group, n, D)
     counted = eta.shape[3] if offsets_mask is None else offsets_mask.sum(dim=1).clamp(min=1)[:, None, None] / group
-    with torch.autocast(key.device.type, enabled=False):
-        covariance = eta.transpose(3, 4) @ eta
     within, mask = query_offsets(key, key_labels, key_clusters, query_mask=key_mask, rows=rows)
     within = within.to(offsets.dtype)
     if mask is not None:
         within = within * mask[:, None, :, None]
     keys = within.shape[2] if mask is None else mask.sum(dim=1).clamp(min=1)[:, None, None, None]
     with torch.autocast(key.device.type, enabled=False):
-        spread = within.transpose(2, 3) @ within / keys
-    return error_of(covariance, counted, spread, scale)
+        return error_of(eta.transpose(3, 4) @ eta, counted, within.transpose(2, 3) @ within / keys, scale)
 
 
 def error_of(

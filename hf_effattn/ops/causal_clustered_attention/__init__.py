@@ -6,7 +6,7 @@ import torch
 
 from ..cluster_queries import DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS
 from ..kmeans import check_seed
-from ..shared.arguments import check_count, check_mask, check_number, check_query_key_value, choose_backend
+from ..shared.arguments import check_counts, check_mask, check_number, check_query_key_value, choose_backend
 from ..shared.dropout import draw_seed
 from . import batched, reference
 
@@ -97,16 +97,9 @@ def causal_clustered_attention(
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
-    for name, count, minimum in (
-        ("clusters", clusters, 1),
-        ("topk", topk, 1),
-        ("key_clusters", key_clusters, 1),
-        ("segment_length", segment_length, 1),
-        ("window", window, 0),
-        ("iterations", iterations, 0),
-        ("fit_queries", fit_queries, 1),
-    ):
-        check_count(name, count, minimum=minimum)
+    check_counts(clusters=clusters, topk=topk, key_clusters=key_clusters)
+    check_counts(segment_length=segment_length, fit_queries=fit_queries)
+    check_counts(minimum=0, window=window, iterations=iterations)
     check_seed(seed)
     if exact_above is not None:
         check_number("exact_above", exact_above, minimum=0)

@@ -192,22 +192,17 @@ class _Chunk:
         With the number of the first key, in the first segment.
         """
         start, window = span.start + rows.start, span.start - span.window
-        ranges = [(start, rows.stop - rows.start, True), (window, start - window, False)]
-        return [
-            (first, self._local_part(query[:, :, rows], span, rows, first, width, causal))
-            for first, width, causal in ranges
-            if width
-        ]
-
-    def _local_part(
-        self, query: torch.Tensor, span: Span, rows: slice, first: int, width: int, causal: bool
-    ) -> LocalPart:
-        factor = self.factor
-        if factor is not None:
-            column = self.settings.window + first - span.start
-            factor = span.cut(factor[..., column : column + width], span.rows)[:, :, rows]
-        key, value = (span.keys(numbers, first, width) for numbers in (self.key, self.value))
-        return LocalPart(query, key, value, causal, factor)
+        found = []
+        for first, width, causal in ((start, rows.stop - rows.start, True), (window, start - window, False)):
+            if width == 0:
+                continue
+            factor = self.factor
+            if factor is not None:
+                column = self.settings.window + first - span.start
+                factor = span.cut(factor[..., column : column + width], span.rows)[:, :, rows]
+            key, value = (span.keys(numbers, first, width) for numbers in (self.key, self.value))
+            found.append((first, LocalPart(query[:, :, rows], key, value, causal, factor)))
+        return found
 
     def exact_factor(self, heads: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor | None:
         """Dropout `(heads, g, n, m)` of exact weights, by other numbers than those of the other columns."""

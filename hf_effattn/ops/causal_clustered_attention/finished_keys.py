@@ -10,8 +10,8 @@ import torch
 
 from ..bi_clustered_attention.offsets import ERROR_PER_VARIANCE
 from ..cluster_queries.batched import as_metric
-from ..kmeans.batched import find_seeds, lloyd, nearest, prepare
-from ..kmeans.sampling import fit_rows
+from ..kmeans.batched import Points, cluster
+from ..kmeans.sampling import most_fit_rows
 from ..shared.cluster_blocks import ClusterBlocks
 from ..shared.precision import SMALLEST
 from ..shared.tables import cluster_rows, cluster_sizes
@@ -158,10 +158,7 @@ class FinishedKeys:
 
 def labels_of(points: torch.Tensor, clusters: int, settings: Settings, metric: torch.Tensor) -> torch.Tensor:
     """Labels `(heads, n)` by K-means of points `(heads, n, D)`; of fewer points, each is a cluster."""
-    n = points.shape[1]
-    if n <= clusters:
-        return torch.arange(n, device=points.device).expand(len(points), n)
-    rows = fit_rows(n, clusters, settings.fit_queries)
-    fitted = points if len(rows) == n else points.index_select(1, rows.to(points.device))
-    seeds = find_seeds(fitted, clusters, settings.seed, metric)
-    return nearest(points, *prepare(lloyd(fitted, seeds, settings.rounds, metric, binary=False), metric))
+    labels, rows = points.new_empty(points.shape[:2], dtype=torch.int64), Points(points, counted=None)
+    fitted = rows.spread(most_fit_rows(clusters, settings.fit_queries))
+    cluster(rows, labels, fitted, clusters, settings.rounds, settings.seed, metric)
+    return labels

@@ -273,9 +273,7 @@ class OlderPart:
             self.exact = LocalPart(query.reshape(heads * g, 1, n, D), key, value, False, exact_factor)
         tables = cluster_rows(past.readers(query).flatten(0, 1), settings.clusters)
         self.blocks = ClusterBlocks.of(tables, cluster_sizes(tables, heads, g * settings.clusters))
-        # Behind the scaled query a 1, for the biases of the table.
-        rows = query.reshape(heads, g * n, D)
-        self.packed = self.blocks.pack(rows, rows.new_ones(1, 1, 1).expand(heads, g * n, 1))
+        self.packed = self.blocks.pack_with_ones(query.reshape(heads, g * n, D))
         self.factor = None
         if factor is not None:
             self.factor = self.blocks.pack(factor[..., settings.topk : settings.topk + keys.G].flatten(1, 2))

@@ -6,7 +6,7 @@ import torch
 
 from ..kmeans import LARGEST_SEED as LARGEST_SEED
 from ..kmeans import check_seed
-from ..shared.arguments import LARGEST_KERNEL_DIM, check_count, check_heads, check_mask, choose_backend
+from ..shared.arguments import LARGEST_KERNEL_DIM, check_counts, check_heads, check_mask, choose_backend
 from . import batched, reference
 
 
@@ -80,13 +80,8 @@ def cluster_queries(
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
-    for name, value, minimum in (
-        ("clusters", clusters, 1),
-        ("iterations", iterations, 0),
-        ("bits", bits, 1),
-        ("fit_queries", fit_queries, 1),
-    ):
-        check_count(name, value, minimum=minimum)
+    check_counts(clusters=clusters, bits=bits, fit_queries=fit_queries)
+    check_counts(minimum=0, iterations=iterations)
     check_seed(seed)
     for name, tensor in (("query", query), ("key", key)):
         if tensor is not None and not tensor.is_floating_point():

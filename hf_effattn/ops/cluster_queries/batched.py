@@ -2,7 +2,7 @@
 
 import torch
 
-from ..kmeans.batched import Points, cluster, fitting_bytes_per_head, query_heads
+from ..kmeans.batched import Points, cluster, fitting_bytes_per_head
 from ..kmeans.sampling import most_fit_rows
 from ..shared.gradients import register_op
 from ..shared.head_threads import for_every_chunk
@@ -35,8 +35,7 @@ def _forward(x: Inputs) -> torch.Tensor:
     """Labels `(B, H, N)`; a masked query has label 0."""
     query, key, key_mask, query_mask, clusters, method, iterations, bits, fit_queries, seed = x
     B, H, N, D = query.shape
-    empty = torch.empty if query_mask is None else torch.zeros
-    labels = empty(B, H, N, dtype=torch.int64, device=query.device)
+    labels = (query.new_empty if query_mask is None else query.new_zeros)(B, H, N, dtype=torch.int64)
     dtype = accumulation_dtype(query.dtype)
     planes = hash_planes(D, bits, seed).to(query.device, dtype) if method == "lsh" else None
     group = 1 if key is None else H // key.shape[1]
@@ -49,8 +48,7 @@ def _forward(x: Inputs) -> torch.Tensor:
         keys = None if key is None else Points.of_keys(chunk, key)
         if keys is not None and keys.length:
             metric = of_query_heads(keys_metric(keys.spread(count)), group)
-        own_labels = query_heads(chunk, labels)
-        cluster(queries, own_labels, queries.spread(count), clusters, iterations, seed, metric)
+        cluster(queries, chunk.of_query_heads(labels), queries.spread(count), clusters, iterations, seed, metric)
 
     for_every_chunk(run, row_chunks(query, key_mask, query_mask, bytes_per_head, group), query.device)
     return labels

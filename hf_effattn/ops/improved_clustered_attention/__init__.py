@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..shared.arguments import check_attention, check_count, choose_backend
+from ..shared.arguments import check_attention, check_counts, choose_backend
 from ..shared.dropout import draw_seed
 from . import batched, reference
 
@@ -62,8 +62,7 @@ def improved_clustered_attention(
             or `topk` below 1, a `dropout_p` outside [0, 1), an unknown backend.
         TypeError: a mask that is not boolean, labels that are not integers.
     """
-    check_count("topk", topk)
-    check_count("clusters", clusters)
+    check_counts(topk=topk, clusters=clusters)
     check_attention(query, key, value, labels, key_mask, query_mask)
     forms = reference.improved_clustered_attention, batched.improved_clustered_attention, _triton
     run = choose_backend(backend, forms, query, key, value)

@@ -46,7 +46,9 @@ class _Chunk:
         self.blocks = ClusterBlocks.of(self.index, sizes)
         self.sizes = sizes.clamp(min=1)[..., None]
         self.packed_query = self.blocks.pack(chunk.queries(x.query).to(products) * self.of_queries)
-        self.centroids = self.cluster_sums(self.packed_query) / self.sizes
+        block_sums = self.packed_query.sum(dim=1, dtype=accumulation_dtype(products))
+        sums = self.blocks.sum(block_sums, self.P * self.clusters)
+        self.centroids = sums.view(self.P, self.clusters, -1) / self.sizes
         self.attention = centroid_scores(self.centroids, self.key, 1.0)  # A^c after the softmax: (P, C, M)
         self.top = largest(self.attention, min(x.topk, self.M), in_order=x.dropout_seed is not None)  # T_j: (P, C, T)
         softmax_(self.attention)
@@ -61,18 +63,14 @@ class _Chunk:
             factor = factor[..., : self.top.shape[2]].reshape(self.P, -1, self.top.shape[2])
             self.topk_factor = self.blocks.pack(factor)
 
-    def cluster_sums(self, packed: torch.Tensor) -> torch.Tensor:
-        """Sum over the members of each cluster of rows in their blocks `(blocks, length, D)`: `(P, C, D)`."""
-        block_sums = packed.sum(dim=1, dtype=accumulation_dtype(packed.dtype))
-        return self.blocks.sum(block_sums, self.P * self.clusters).view(self.P, self.clusters, -1)
-
     def table(self) -> ClusterTable:
         """The top keys with the mass `m_j` that they share; `V^b = Σ_{t∉T_j} A^c_jt V_t` is the offset."""
         keys, values = (
             rows.flatten(0, 1).index_select(0, self.top_rows).view(self.P * self.clusters, -1, rows.shape[2])
             for rows in (self.key, self.value)
         )
-        rest = self.rest() if self.rest_factor is None else self.rest() * self.rest_factor
+        rest = self.attention.scatter_(2, self.top, 0.0)
+        rest = rest if self.rest_factor is None else rest * self.rest_factor
         offset = (rest.to(values.dtype) @ self.value).flatten(0, 1)
         return ClusterTable(keys, values, self.top_attention.sum(dim=-1).flatten(), offset)
 
@@ -105,10 +103,6 @@ class _Chunk:
         if self.of_keys != 1:
             of_keys[0] *= self.of_keys
         return grad_q.mul_(self.of_queries), of_keys[0], of_keys[1]
-
-    def rest(self) -> torch.Tensor:
-        """`A^c` with the columns of `T_j` at 0, in place."""
-        return self.attention.scatter_(2, self.top, 0.0)
 
 
 def _forward(x: Inputs) -> torch.Tensor:

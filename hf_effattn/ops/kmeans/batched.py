@@ -39,7 +39,7 @@ class Points:
     @classmethod
     def of_queries(cls, chunk: RowChunk, query: torch.Tensor, planes: torch.Tensor | None = None) -> "Points":
         """The chunk's queries of `(B, H, N, D)`."""
-        return cls(query_heads(chunk, query), chunk.query_rows, planes)
+        return cls(chunk.of_query_heads(query), chunk.query_rows, planes)
 
     @classmethod
     def of_keys(cls, chunk: RowChunk, key: torch.Tensor) -> "Points":
@@ -83,11 +83,6 @@ class Points:
     def is_view(self) -> bool:
         """Whether rows that are neighbours need no copy."""
         return self.counted is None and self.planes is None and self.own.dtype == accumulation_dtype(self.own.dtype)
-
-
-def query_heads(chunk: RowChunk, tensor: torch.Tensor) -> torch.Tensor:
-    """The chunk's query heads of `(B, H, ...)`, a view."""
-    return tensor[chunk.batch, chunk.first_head * chunk.group : chunk.last_head * chunk.group]
 
 
 class Members:
@@ -152,8 +147,8 @@ def find_seeds(points: torch.Tensor, clusters: int, seed: int, metric: torch.Ten
     P, N, D = points.shape
     rows, first = (found.to(points.device) for found in seed_rows(SEEDING, N, clusters, seed))
     own, groups = take_rows(points, rows), len(first)
-    by_group = (part.reshape(P * groups, -1, D) for part in (own, in_metric(own, metric)))
-    found = farthest_first(*by_group, -(-clusters // groups), first.repeat(P))
+    by_group, directions = (part.reshape(P * groups, -1, D) for part in (own, in_metric(own, metric)))
+    found = farthest_first(by_group, directions, -(-clusters // groups), first.repeat(P))
     return found.view(P, groups, -1, D).transpose(1, 2).reshape(P, -1, D)[:, :clusters]
 
 

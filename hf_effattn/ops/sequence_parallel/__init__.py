@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ..bi_clustered_attention.reference import Inputs
 from ..cluster_queries import DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS
 from ..kmeans import check_seed
-from ..shared.arguments import check_count, check_mask, check_query_key_value
+from ..shared.arguments import check_counts, check_mask, check_query_key_value
 from ..shared.tables import empty_output
 from .attention import attend_to_all_ranks
 from .labels import cluster_parts
@@ -91,10 +91,8 @@ def sequence_parallel_bi_clustered_attention(
     settings: dict[str, Any] = {**counts, **rounds, "seed": seed, "scale": scale}
     refused: Exception | None = None
     try:
-        for name, number in counts.items():
-            check_count(name, number)
-        for name, number in rounds.items():
-            check_count(name, number, minimum=0)
+        check_counts(**counts)
+        check_counts(minimum=0, **rounds)
         check_seed(seed)
         check_query_key_value(query, key, value)
         check_mask("key_mask", key_mask, key)

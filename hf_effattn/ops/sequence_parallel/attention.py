@@ -169,20 +169,15 @@ class _AttendToTables(torch.autograd.Function):
         sizes = cluster_sizes(index, len(queries), len(keys) // len(queries))
         ctx.topk, ctx.blocks = topk, ClusterBlocks.of(index, sizes)
         table = ClusterTable(keys, values, dipole=Dipole(centroids, matrices, topk))
-        return ctx.blocks.unpack(attend(table, ctx.blocks, _packed(ctx.blocks, queries), None), len(queries))
+        return ctx.blocks.unpack(attend(table, ctx.blocks, ctx.blocks.pack_with_ones(queries), None), len(queries))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         queries, keys, values, centroids, matrices = ctx.saved_tensors
         table = ClusterTable(keys, values, dipole=Dipole(centroids, matrices, ctx.topk))
-        packed_grad = ctx.blocks.pack(grad_output)
-        of_queries, grad = attend_backward(table, ctx.blocks, _packed(ctx.blocks, queries), None, packed_grad)
+        packed, packed_grad = ctx.blocks.pack_with_ones(queries), ctx.blocks.pack(grad_output)
+        of_queries, grad = attend_backward(table, ctx.blocks, packed, None, packed_grad)
         dipole = cast("Dipole", grad.dipole)
         of_queries = ctx.blocks.unpack(of_queries, len(queries))[..., :-1]
         return of_queries, grad.keys, grad.values, dipole.centroids, dipole.matrices, None, None
-
-
-def _packed(blocks: ClusterBlocks, queries: torch.Tensor) -> torch.Tensor:
-    """Queries in their blocks, behind each a 1 for the biases of the table."""
-    return blocks.pack(queries, queries.new_ones(1, 1, 1).expand(*queries.shape[:2], 1))

@@ -98,6 +98,12 @@ def check_count(name: str, value: int, *, minimum: int = 1) -> None:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
 
 
+def check_counts(*, minimum: int = 1, **counts: int) -> None:
+    """`check_count` of several, by name."""
+    for name, value in counts.items():
+        check_count(name, value, minimum=minimum)
+
+
 def check_number(name: str, value: float, *, minimum: float | None = None) -> None:
     """Raise unless `value` is a number, and at least `minimum` where there is one; NaN is not."""
     if not isinstance(value, Real | torch.SymFloat | torch.SymInt) or isinstance(value, bool):

@@ -61,6 +61,11 @@ class ClusterBlocks:
         torch.cat([part.flatten(0, 1) for part in columns], dim=1, out=table[:rows])
         return table.index_select(0, self.sources).view(len(self.clusters), self.length, width)
 
+    def pack_with_ones(self, *columns: torch.Tensor) -> torch.Tensor:
+        """The same with a last column of ones: where queries hold them, a table's keys hold biases."""
+        rows = columns[0]
+        return self.pack(*columns, rows.new_ones(1, 1, 1).expand(*rows.shape[:2], 1))
+
     def unpack(self, packed: torch.Tensor, problems: int) -> torch.Tensor:
         """Inverse of `pack`: `(P, N, D)`."""
         return packed.flatten(0, 1).index_select(0, self.slots).view(problems, -1, packed.shape[-1])

@@ -104,9 +104,6 @@ def for_every_chunk(run: Callable[[Chunk], None], chunks: Iterable[Chunk], devic
             finally:
                 _inside.chunk = False
 
-    if threads == 1 or len(chunks) < threads:
-        for chunk in chunks:
-            run_one(chunk)
-        return
-    for _ in _workers(threads).map(run_one, chunks):
+    run_all = map if threads == 1 or len(chunks) < threads else _workers(threads).map
+    for _ in run_all(run_one, chunks):
         pass

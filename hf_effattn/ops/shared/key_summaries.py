@@ -44,7 +44,7 @@ class KeyClusters:
         self.blocks = ClusterBlocks.of(index, sizes, aligned=True)
         self.clusters = self.blocks.clusters.view(self.P, -1) % clusters
         self.sizes = sizes.view(-1, 1).clamp(min=1)
-        packed = self.blocks.pack(key, value, key.new_ones(1, 1, 1).expand(self.P, self.M, 1))
+        packed = self.blocks.pack_with_ones(key, value)
         dtype = accumulation_dtype(key.dtype)
         sums = self.blocks.sum(packed.sum(dim=1, dtype=dtype), self.P * clusters)
         means = (sums[:, :-1] / self.sizes).to(key.dtype)
@@ -65,10 +65,6 @@ class KeyClusters:
     def mean_keys(self) -> torch.Tensor:
         """`K̄_c` `(P, G, D)`."""
         return self.means[:, : self.D].view(self.P, self.G, -1)
-
-    def by_cluster(self) -> torch.Tensor:
-        """The rows of every block of all heads, `(P · nb, L, D + Dv + 1)`."""
-        return self.rows.flatten(0, 1)
 
     def by_block(self, scores: torch.Tensor, head: int) -> torch.Tensor:
         """A head's scores, of `(P, C, nb · L)`: `(nb, C, L)`, in the dtype of the rows."""
@@ -207,4 +203,4 @@ class Summaries:
         of_means = grad_log_mass @ keys.mean_keys()
         grad_centroids += (torch.bmm(grad_scores, keys.keys().to(dtype)) + of_means).flatten(0, 1)
         flat = grad_packed.reshape(-1, D + keys.Dv).index_add_(0, self.top_places, grad_exact.flatten(0, 1))
-        return grad_centroids, flat.view(len(keys.by_cluster()), keys.blocks.length, -1)
+        return grad_centroids, flat.view(-1, keys.blocks.length, D + keys.Dv)

@@ -15,6 +15,7 @@ import torch
 CHUNK_BYTES = 4 * 2**20
 
 EVERY_ROW = slice(None)
+Selection = slice | torch.Tensor  # of rows
 
 
 @dataclass(frozen=True)
@@ -40,56 +41,45 @@ class RowChunk:
         """How many query heads the chunk has."""
         return (self.last_head - self.first_head) * self.group
 
-    def queries(self, tensor: torch.Tensor, selection: slice | torch.Tensor = EVERY_ROW) -> torch.Tensor:
+    def queries(self, tensor: torch.Tensor, selection: Selection = EVERY_ROW) -> torch.Tensor:
         """The chunk's query rows of `(B, H, N, ...)`, or a selection: `(heads, group · rows, ...)`, contiguous."""
-        rows = self._rows(tensor, self._query_heads(), self.query_rows, selection)
+        rows = _taken(self.of_query_heads(tensor), self.query_rows, selection)
         return rows.unflatten(0, (-1, self.group)).flatten(1, 2)
 
-    def keys(self, tensor: torch.Tensor, selection: slice | torch.Tensor = EVERY_ROW) -> torch.Tensor:
+    def keys(self, tensor: torch.Tensor, selection: Selection = EVERY_ROW) -> torch.Tensor:
         """The chunk's key rows of `(B, H, M, ...)`, or a selection of them: `(heads, rows, ...)`, contiguous."""
-        return self._rows(tensor, slice(self.first_head, self.last_head), self.key_rows, selection)
+        return _taken(self.of_heads(tensor), self.key_rows, selection)
 
     def of_heads(self, tensor: torch.Tensor) -> torch.Tensor:
         """The chunk's key/value heads of `(B, H, ...)`: `(heads, ...)`, a view."""
         return tensor[self.batch, self.first_head : self.last_head]
 
-    def _query_heads(self) -> slice:
-        return slice(self.first_head * self.group, self.last_head * self.group)
+    def of_query_heads(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The chunk's query heads of `(B, H, ...)`: `(heads · group, ...)`, a view."""
+        return tensor[self.batch, self.first_head * self.group : self.last_head * self.group]
 
-    def _rows(
-        self, tensor: torch.Tensor, heads: slice, rows: torch.Tensor | None, selection: slice | torch.Tensor
-    ) -> torch.Tensor:
-        tensor = tensor[self.batch, heads]
-        chosen = selection if rows is None else rows[selection]
-        if isinstance(chosen, slice):
-            return tensor[:, chosen].contiguous()
-        return tensor.index_select(1, chosen).contiguous()
-
-    def store_queries(
-        self, target: torch.Tensor, values: torch.Tensor, selection: slice | torch.Tensor = EVERY_ROW
-    ) -> None:
+    def store_queries(self, target: torch.Tensor, values: torch.Tensor, selection: Selection = EVERY_ROW) -> None:
         """Write `(heads, group · rows, D)` to the chunk's query rows of `(B, H, N, D)`, or to a selection of them."""
         values = values.unflatten(1, (self.group, -1)).flatten(0, 1)
-        self._store(target, values, self._query_heads(), self.query_rows, selection)
+        _store(self.of_query_heads(target), values, self.query_rows, selection)
 
     def store_keys(self, target: torch.Tensor, values: torch.Tensor) -> None:
         """Write `(heads, rows, D)` to the chunk's key rows of `target` `(B, H, M, D)`."""
-        self._store(target, values, slice(self.first_head, self.last_head), self.key_rows, EVERY_ROW)
+        _store(self.of_heads(target), values, self.key_rows, EVERY_ROW)
 
-    def _store(
-        self,
-        target: torch.Tensor,
-        values: torch.Tensor,
-        heads: slice,
-        rows: torch.Tensor | None,
-        selection: slice | torch.Tensor,
-    ) -> None:
-        target = target[self.batch, heads]
-        chosen = selection if rows is None else rows[selection]
-        if isinstance(chosen, slice):
-            target[:, chosen].copy_(values)
-        else:
-            target.index_copy_(1, chosen, values.to(target.dtype))
+
+def _taken(tensor: torch.Tensor, rows: torch.Tensor | None, selection: Selection) -> torch.Tensor:
+    chosen = selection if rows is None else rows[selection]
+    found = tensor[:, chosen] if isinstance(chosen, slice) else tensor.index_select(1, chosen)
+    return found.contiguous()
+
+
+def _store(target: torch.Tensor, values: torch.Tensor, rows: torch.Tensor | None, selection: Selection) -> None:
+    chosen = selection if rows is None else rows[selection]
+    if isinstance(chosen, slice):
+        target[:, chosen].copy_(values)
+    else:
+        target.index_copy_(1, chosen, values.to(target.dtype))
 
 
 def valid_rows(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ from ..shared.dropout import dropout_factor
 from ..shared.gradients import register_op
 from ..shared.precision import accumulation_dtype, split_scale
 from ..shared.row_chunks import CHUNK_BYTES
-from ..shared.tables import softmax_
+from ..shared.tables import softmax_, unwritten_output
 from .layout import Layout
 from .reference import DIFFERENTIABLE, LOCAL_WEIGHTS, Inputs, sink_rows, sink_visible, window_positions
 
@@ -250,13 +250,9 @@ def empty_outputs(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Where the output `(B, H, N, Dv)`, the means `(B, H, slices, Dv)` and the log-sum-exps `(B, H, N)` go."""
     query, value = x.query, x.value
     B, H, N, _ = query.shape
-    slices = -(-N // x.slice_length)
-    return (
-        # In memory (B, N, H, Dv), as transformers wants it next.
-        query.new_empty(B, N, H, value.shape[3]).transpose(1, 2),
-        query.new_empty(B, slices, H, value.shape[3]).transpose(1, 2),
-        query.new_empty(B, H, N, dtype=accumulation_dtype(query.dtype)),
-    )
+    pooled = query.new_empty(B, -(-N // x.slice_length), H, value.shape[3]).transpose(1, 2)
+    lse = query.new_empty(B, H, N, dtype=accumulation_dtype(query.dtype))
+    return unwritten_output(query, value), pooled, lse
 
 
 def gradients(
