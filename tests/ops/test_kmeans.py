@@ -7,7 +7,7 @@ import torch
 from support.attention_cases import padding
 
 from hf_effattn.ops import cluster_queries, kmeans
-from hf_effattn.ops.kmeans.sampling import Seeding
+from hf_effattn.ops.kmeans.sampling import SHARE_BITS, Seeding, first_seed_share, seed_rows
 
 BACKENDS = ("reference", "batched")
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -81,6 +81,20 @@ def test_many_seeds_are_found_in_groups(backend, few_seeds_per_group):
             for j in range(1, len(found)):
                 to_chosen = torch.cdist(own, found[:j]).amin(dim=1)
                 assert torch.equal(found[j], own[to_chosen.argmax()])
+
+
+@pytest.mark.parametrize(("length", "clusters", "counts"), [(101, 7, [34, 34, 33]), (50, 10, [13, 13, 12, 12])])
+def test_each_group_of_seeds_has_rows_and_a_start_of_its_own(length, clusters, counts):
+    """Groups with a row less have their last one twice."""
+    seeding, share = Seeding(3, 4096), first_seed_share(5) / 2**SHARE_BITS
+    rows, first = seed_rows(seeding, length, clusters, 5)
+    groups = rows.view(len(counts), -1).tolist()
+    for i, (group, count) in enumerate(zip(groups, counts, strict=True)):
+        own = list(range(i, length, len(counts)))
+        assert len(own) == count
+        assert group == own + own[-1:] * (counts[0] - count)
+    assert first.tolist() == [int(share * count) for count in counts]
+    assert len(set(first.tolist())) > 1
 
 
 @pytest.mark.parametrize("masks", ["none", "right", "left", "holes", "row", "few"])
