@@ -23,6 +23,7 @@ from .clustered import BiClustered
 COST_OF_A_HEAD = 160
 COST_OF_CLUSTERING = 16  # of the points of a head: as many clusters more take as long
 Share = tuple[Method | None, list[int]]  # settings, None for exact attention, and the key/value heads that have them
+Shares = list[Share]  # named, as torch.compile evaluates the annotations of inner functions and knows no `list[...]`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +204,8 @@ class PerHead(Method):
             for store, found in zip((key_labels, exact_heads), of_keys, strict=False):
                 _store(store, heads, found)
 
-        def group_shares(shares: list[Share]) -> None:
-            for share in shares:
+        def group_shares(own: Shares) -> None:
+            for share in own:
                 group_share(share)
 
         alike: dict[Method | None, list[int]] = {}
