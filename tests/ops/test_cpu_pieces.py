@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from threading import Barrier, current_thread
 from weakref import WeakSet
@@ -10,13 +11,15 @@ from weakref import WeakSet
 import pytest
 import torch
 from support.attention_cases import Case, attend, make_inputs
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hf_effattn.ops import cluster_queries, kmeans
 from hf_effattn.ops.bi_clustered_attention import batched
 from hf_effattn.ops.shared import cluster_table, head_threads, row_chunks
 from hf_effattn.ops.shared.head_threads import for_every_chunk, heads_of_threads
 from hf_effattn.ops.shared.row_chunks import RowChunk
 from hf_effattn.ops.shared.topk import GROUP, largest
-from hf_effattn.patching.methods import make_method
+from hf_effattn.patching.methods import clustered, make_method
 
 OPS = ("clustered_attention", "improved_clustered_attention", "bi_clustered_attention")
 CPU = torch.device("cpu")
@@ -113,6 +116,37 @@ def test_one_walk_finds_what_the_ops_find(settings, key_heads, masks, dtype):
     for own, others in zip(labels, expected, strict=True):
         assert (own == others).double().mean() >= share
     torch.testing.assert_close(predicted, of_ops.to(predicted.dtype), rtol=1e-12 if share == 1 else 0.05, atol=1e-14)
+
+
+def test_without_numbers_a_walk_tells_its_sizes_and_leaves_nothing():
+    """Of real tensors of the same length afterwards, nothing is known from before."""
+    method = make_method("bi-clustered", clusters=7, key_clusters=5)
+    with FakeTensorMode():
+        empty = torch.randn(1, 2, 61, 8)
+        found = method.group(empty, empty, None)
+    query = torch.randn(1, 2, 61, 8)
+    labels = method.group(query, query, None)
+    assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in labels]
+    assert labels[0].max() < 7
+
+
+def test_a_walk_is_fitted_on_as_many_queries_as_the_method_says(monkeypatch):
+    monkeypatch.setattr(clustered, "DEFAULT_FIT_QUERIES", 8)
+    monkeypatch.setattr(clustered.BiClustered, "fit_per_cluster", 6)
+    query, key = (torch.randn(1, 2, 95, 8, dtype=torch.float64) for _ in range(2))
+    method = make_method("bi-clustered", clusters=7, key_clusters=5, exact_above=None)
+    for find in (method._group_on_cpu, method._group_heads):
+        labels, *_ = find(query, key, None, None)
+        assert torch.equal(labels, cluster_queries(query, 7, key=key, fit_queries=42))
+    assert not torch.equal(labels, cluster_queries(query, 7, key=key, fit_queries=28))
+
+
+def test_points_in_blocks_have_the_labels_of_all_at_once(monkeypatch):
+    points = torch.randn(3, 700, 6, dtype=torch.float64)
+    expected = kmeans(points, 9)
+    monkeypatch.setattr(import_module("hf_effattn.ops.kmeans.batched"), "BLOCK_BYTES", 1)
+    for one, other in zip(kmeans(points, 9), expected, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(("heads", "threads", "expected"), [(12, 2, [6, 6]), (3, 2, [1, 2]), (1, 2, [1]), (5, 1, [5])])

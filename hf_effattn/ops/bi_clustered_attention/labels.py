@@ -4,7 +4,7 @@
 and `predicted_error` look at the same rows; on a CPU, taking these and calling operators costs as much as arithmetic.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -12,10 +12,13 @@ from ..cluster_queries.batched import as_metric, keys_metric, of_query_heads
 from ..cluster_queries.reference import hash_planes
 from ..kmeans.batched import Members, Points, cluster, fitting_bytes_per_head
 from ..kmeans.sampling import most_fit_rows, strided_rows
+from ..shared.gradients import register_op
 from ..shared.head_threads import for_every_chunk
 from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import RowChunk, row_chunks
 from .offsets import PREDICTION_ROWS, error_of
+
+Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Clustering(NamedTuple):
@@ -32,6 +35,25 @@ class Clustering(NamedTuple):
     seed: int
 
 
+class Inputs(NamedTuple):
+    """The arguments of the op, see `cluster_both`; behind the tensors those of `Clustering`."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    mask: torch.Tensor | None
+    clusters: int
+    key_clusters: int
+    method: str
+    in_keys_metric: bool
+    iterations: int
+    key_iterations: int
+    bits: int
+    fit_queries: int
+    seed: int
+    scale: float
+    predict: bool
+
+
 def cluster_both(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -40,7 +62,7 @@ def cluster_both(
     *,
     scale: float | None = None,
     predict: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Found:
     """Labels of queries and keys, and predicted errors.
 
     Sizes: `B` batch, `H` query heads, `P` key/value heads, `N` queries, `M` keys, `D` head_dim.
@@ -56,25 +78,35 @@ def cluster_both(
     Returns:
         Integer labels `(B, H, N)` and `(B, P, M)`, and the errors `(B, P)`.
     """
-    query, key = query.detach(), key.detach()
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    return cast("Found", _op(query.detach(), key.detach(), mask, *how, scale, predict))
+
+
+def _empty(x: Inputs) -> Found:
+    """Memory for labels and predicted errors."""
+    labels, key_labels = (rows.new_empty(rows.shape[:3], dtype=torch.int64) for rows in (x.query, x.key))
+    return labels, key_labels, x.query.new_empty(x.key.shape[:2], dtype=accumulation_dtype(x.query.dtype))
+
+
+def _forward(x: Inputs) -> Found:
+    query, key, mask = x[:3]
     D, dtype, group = query.shape[3], accumulation_dtype(query.dtype), query.shape[1] // key.shape[1]
     empty = query.new_empty if mask is None else query.new_zeros
-    labels, key_labels = (empty(x.shape[:3], dtype=torch.int64) for x in (query, key))
+    labels, key_labels = (empty(rows.shape[:3], dtype=torch.int64) for rows in (query, key))
     predicted = query.new_zeros(key.shape[:2], dtype=dtype)
-    planes = hash_planes(D, how.bits, how.seed).to(dtype) if how.method == "lsh" else None
-    scale = D**-0.5 if scale is None else scale
-    count, key_count = (most_fit_rows(clusters, how.fit_queries) for clusters in (how.clusters, how.key_clusters))
+    planes = hash_planes(D, x.bits, x.seed).to(dtype) if x.method == "lsh" else None
+    count, key_count = (most_fit_rows(clusters, x.fit_queries) for clusters in (x.clusters, x.key_clusters))
 
     def run(chunk: RowChunk) -> None:
         queries, keys = Points.of_queries(chunk, query, planes), Points.of_keys(chunk, key)
         own_labels, own_key_labels = chunk.of_query_heads(labels), chunk.of_heads(key_labels)
         metric = None
-        if how.in_keys_metric and planes is None and keys.length:
+        if x.in_keys_metric and planes is None and keys.length:
             metric = of_query_heads(keys_metric(keys.spread(count)), group)
-        cluster(queries, own_labels, queries.spread(count), how.clusters, how.iterations, how.seed, metric)
+        cluster(queries, own_labels, queries.spread(count), x.clusters, x.iterations, x.seed, metric)
 
         looked_at = queries if planes is None else Points.of_queries(chunk, query)
-        offsets = offsets_of(looked_at, own_labels, how.clusters, how.fit_queries)
+        offsets = offsets_of(looked_at, own_labels, x.clusters, x.fit_queries)
         n = offsets.shape[1]
         covariance = torch.bmm(offsets.transpose(1, 2), offsets).unflatten(0, (-1, group))  # (P, group, D, D)
         if group * n <= key_count:
@@ -82,16 +114,19 @@ def cluster_both(
         else:
             some = strided_rows(group * n, key_count)
             metric = keys_metric(offsets.unflatten(0, (-1, group)).flatten(1, 2).index_select(1, some))
-        cluster(keys, own_key_labels, keys.spread(key_count), how.key_clusters, how.key_iterations, how.seed, metric)
-        if predict:
-            within = offsets_of(keys, own_key_labels, how.key_clusters, PREDICTION_ROWS)
+        cluster(keys, own_key_labels, keys.spread(key_count), x.key_clusters, x.key_iterations, x.seed, metric)
+        if x.predict:
+            within = offsets_of(keys, own_key_labels, x.key_clusters, PREDICTION_ROWS)
             spread = torch.bmm(within.transpose(1, 2), within) / within.shape[1]
-            chunk.of_heads(predicted)[:] = error_of(covariance[None], n, spread[None], scale)[0]
+            chunk.of_heads(predicted)[:] = error_of(covariance[None], n, spread[None], x.scale)[0]
 
-    width = D if planes is None else max(D, how.bits)
-    bytes_per_head = fitting_bytes_per_head(query, max(how.clusters, how.key_clusters), how.fit_queries, width)
+    width = D if planes is None else max(D, x.bits)
+    bytes_per_head = fitting_bytes_per_head(query, max(x.clusters, x.key_clusters), x.fit_queries, width)
     for_every_chunk(run, row_chunks(query, mask, mask, bytes_per_head, group), query.device)
     return labels, key_labels, predicted
+
+
+_op = register_op("cluster_both", Inputs, _forward, fake=_empty, shown=3)
 
 
 def offsets_of(points: Points, labels: torch.Tensor, clusters: int, count: int) -> torch.Tensor:

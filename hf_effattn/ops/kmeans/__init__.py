@@ -37,7 +37,7 @@ def kmeans(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K-means on `P` sets of points: Lloyd's algorithm (Source: Lloyd 1982), seeded farthest-first (Gonzalez 1985).
 
-    Seeds are looked for among `max(512, 2 · clusters)` evenly spread points, in independent groups of up to 256 seeds.
+    Seeds are looked for among `max(512, 8 · clusters)` evenly spread points, in independent groups of up to 64 seeds.
     An empty cluster keeps its centroid. The result depends on nothing but the arguments, and on no masked point; no
     gradient flows through it. Distances and means are computed in float32, or float64 for float64 points; the
     kernels multiply 16-bit points with centroids in the points' dtype.

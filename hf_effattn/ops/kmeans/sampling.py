@@ -6,6 +6,7 @@ All are counted among the points that are not masked, so that padding changes no
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 # Centroids are fitted on at least this many points per cluster.
@@ -14,12 +15,14 @@ FIT_POINTS_PER_CLUSTER = 4
 SHARE_BITS = 16
 
 
-@lru_cache
-@torch.inference_mode(False)  # what that mode makes is of no use outside of it
 def strided_rows(length: int, count: int) -> torch.Tensor:
     """`count` row numbers evenly spread over `0 .. length - 1` (all of them where `count >= length`); read only."""
-    count = min(length, count)
-    return torch.arange(count, device="cpu") * length // max(1, count)
+    return torch.from_numpy(_spread(length, min(length, count)))
+
+
+@lru_cache  # arrays: a tensor would be of the mode that was on when it was made
+def _spread(length: int, count: int) -> np.ndarray:
+    return np.arange(count) * length // max(1, count)
 
 
 def most_fit_rows(clusters: int, fit_points: int) -> int:
@@ -68,15 +71,19 @@ def first_seed(length: int, seed: int) -> int:
     return first_seed_share(seed) * length >> SHARE_BITS
 
 
-@lru_cache
-@torch.inference_mode(False)
 def seed_rows(seeding: Seeding, length: int, clusters: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Candidates for seeds, group by group, as many of each `(g · n,)`, and where each group starts `(g,)`; read only.
 
     A group with a row less has its last twice, which as the later of equals is never chosen.
     """
-    rows, groups = seeding.rows_of(length, clusters), seeding.groups(clusters)
+    rows, first = _grouped(seeding, length, clusters, seed)
+    return torch.from_numpy(rows), torch.from_numpy(first)
+
+
+@lru_cache
+def _grouped(seeding: Seeding, length: int, clusters: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    rows, groups = _spread(length, min(length, seeding.most_rows(clusters))), seeding.groups(clusters)
     counts = [len(range(i, len(rows), groups)) for i in range(groups)]
-    places = torch.arange(counts[0] * groups, device="cpu").view(-1, groups).T.flatten()
+    places = np.arange(counts[0] * groups).reshape(-1, groups).T.flatten()
     places[places >= len(rows)] -= groups
-    return rows[places], torch.tensor([first_seed(count, seed) for count in counts], device="cpu")
+    return rows[places], np.array([first_seed(count, seed) for count in counts])

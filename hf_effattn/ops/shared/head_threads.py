@@ -83,7 +83,7 @@ def for_every_chunk(run: Callable[[Chunk], None], chunks: Iterable[Chunk], devic
     """Run every chunk, outside of autocast and autograd; on a CPU with enough of them, one per thread at a time.
 
     Chunks must not write to the same place. What one raises is raised here. Inside of a chunk there is one thread, so
-    chunks of it run one after the other.
+    chunks of it run one after the other, as it left autocast and autograd.
     """
     chunks = list(chunks)
     threads = torch.get_num_threads() if device.type == "cpu" else 1
@@ -98,11 +98,11 @@ def for_every_chunk(run: Callable[[Chunk], None], chunks: Iterable[Chunk], devic
     def run_one(chunk: Chunk) -> None:
         no_autocast = torch.autocast(device.type, enabled=False)
         with torch.inference_mode(inference), torch.no_grad(), no_autocast, _denormals_as_zero():
-            _inside.chunk = True
+            before, _inside.chunk = getattr(_inside, "chunk", False), True
             try:
                 run(chunk)
             finally:
-                _inside.chunk = False
+                _inside.chunk = before
 
     run_all = map if threads == 1 or len(chunks) < threads else _workers(threads).map
     for _ in run_all(run_one, chunks):

@@ -56,7 +56,8 @@ class Clustered(Method):
         iterations (`int`): rounds of Lloyd's algorithm.
         bits (`int`): length of the code of `"lsh"`.
         fit_queries (`int`, *optional*): queries per head that the clusters are fitted on, before all are assigned.
-            Default: 2,048, for `"bi-clustered"` at least 64 per cluster where the model does not mask the future.
+            Default: 2,048, for `"bi-clustered"` at least 64 per cluster of queries, but in models that mask the
+            future.
         seed (`int`): of the clustering; the same seed gives the same clusters.
         check_finite (`bool`): raise at the first attention whose queries are not finite, instead of going on.
         causal (`str`): in models that mask the future (which always cluster by K-means in the keys' metric):
