@@ -141,7 +141,7 @@ class Compiler:
     """
 
     def __init__(self, gpu: str, compile_known: bool) -> None:
-        self.gpu, self.limit, self.compile_known = gpu, GPUS[gpu].chip.shared_memory, compile_known
+        self.gpu, self.chip, self.compile_known = gpu, GPUS[gpu].chip, compile_known
         self.known = set(json.loads(RECORD.read_text())["fitted"]) if RECORD.exists() else set()
         self.head_dim = 0
         self.seen: set[str] = set()
@@ -159,6 +159,11 @@ class Compiler:
         # Outputs that no kernel writes must be legal indices for what follows.
         torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
         torch.Tensor.new_empty = torch.Tensor.new_zeros
+
+    def starts(self, row: dict[str, Any]) -> bool:
+        """Whether the chip has the registers of all threads: NVIDIA's give each a multiple of 8."""
+        of_a_warp = -(-row["registers"] // 8) * 8 * 32
+        return self.chip.name != "cuda" or of_a_warp * row["warps"] <= chips.REGISTERS
 
     def describe(
         self, function: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -183,7 +188,8 @@ class Compiler:
         if key not in self.known or again:
             row |= resources(self.compile(function, *args, grid=None, warmup=True, **kwargs))
             row["constants"] = constants
-            if row["spilled"] == 0 and row["shared"] <= self.limit:
+            row["fits"] = row["spilled"] == 0 and row["shared"] <= self.chip.shared_memory and self.starts(row)
+            if row["fits"]:
                 self.fitted.append(key)
         print(json.dumps(row), flush=True)
 

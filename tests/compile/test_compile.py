@@ -17,7 +17,7 @@ import triton
 
 HERE = Path(__file__).parent
 OPS = HERE.parents[1] / "hf_effattn" / "ops"
-SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
+GPUS = "sm_80", "sm_90", "gfx942"
 
 
 def kernels_in_the_package() -> Iterator[str]:
@@ -31,7 +31,7 @@ def kernels_in_the_package() -> Iterator[str]:
 # `--again` compiles what has changed too.
 CASES = [("sm_90", "bfloat16", "--changed")] + [
     (gpu, dtype, which)
-    for gpu in SHARED_MEMORY
+    for gpu in GPUS
     for dtype, which in (("float32", "--changed"), ("float16", "--changed"), ("bfloat16", "--again"))
 ]
 
@@ -49,7 +49,7 @@ def test_kernels_fit_the_gpu(gpu, dtype, which):
     compiled = [row for row in rows if "spilled" in row]
     if which == "--again":
         assert {row["kernel"] for row in compiled} == kernels
-    too_much = [row for row in compiled if row["spilled"] or row["shared"] > SHARED_MEMORY[gpu]]
+    too_much = [row for row in compiled if not row["fits"]]
     assert not too_much, "\n".join(map(str, too_much))
 
 

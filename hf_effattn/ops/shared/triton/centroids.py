@@ -221,12 +221,12 @@ def centroid_pass(
                 select_topk(bins, topk, out, marks, first, rows)
             elif topk:
                 block_n = max(64, triton.next_power_of_2(topk * bin_keys))
+                num_warps = min(16, max(1, block_n // 128))
                 _select_candidates_kernel[(last - first,)](
                     centroids, key, key_mask, bias, select_topk(bins, topk)[0], *out, marks, *key_strides,
                     Hk, rows, M, D, topk, first, 0 if marks is None else marks.shape[2], bin_keys, scale * LOG2_E,
                     HAS_MASK=key_mask is not None, HAS_BIAS=bias is not None, COLUMNS=config["COLUMNS"],
-                    BLOCK_N=block_n, BLOCK_D=16, num_warps=min(16, max(1, block_n // 128)),
-                    **chip_of(key).all_registers,
+                    BLOCK_N=block_n, BLOCK_D=16, num_warps=num_warps, **chip_of(key).registers(num_warps),
                 )  # fmt: skip
     return CentroidPass(values, lse, top, top_scores)
 

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 KIB = 1024
+REGISTERS = 64 * KIB  # of all threads of a program, on NVIDIA's chips
 # Arguments that change with the length of the inputs or with their number: Triton is not to compile a kernel anew
 # where one of them is 1 or a multiple of 16. It may where the length itself is: that saves registers.
 LENGTHS = (
@@ -29,11 +30,15 @@ class Chip:
 
     @property
     def all_registers(self) -> dict[str, int]:
-        """Option of a launch that lets a program use all registers it can have.
+        """Option of a launch of up to 8 warps that lets a program use all registers it can have.
 
         Left to itself, NVIDIA's assembler spills a few where that lets one more program run beside.
         """
-        return {"maxnreg": 255} if self.name == "cuda" else {}
+        return self.registers(8)
+
+    def registers(self, num_warps: int) -> dict[str, int]:
+        """The same for any number of warps: with more registers than a chip has for all, a program does not start."""
+        return {"maxnreg": min(255, REGISTERS // (32 * num_warps))} if self.name == "cuda" else {}
 
     def dot_precision(self, dtype: torch.dtype) -> str:
         """How `tl.dot` multiplies numbers that were loaded as `dtype`: float32 as precisely as torch itself does."""
