@@ -255,6 +255,9 @@ def clustering_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[],
             yield partial(cluster_queries, query, metric, key_mask, mask, clusters, method, 1, 32, 2048, 0)
         labels = torch.zeros(1, 2, length, dtype=torch.int64)
         yield partial(offsets, query, labels, mask, clusters, 2048)
+    # Few clusters; and rows that are loaded number by number.
+    query, *_ = tensors(60 if head_dim == FRESH_HEAD_DIM else head_dim, dtype, length=1024, heads=2, key_heads=2)
+    yield partial(offsets, query.detach(), torch.zeros(1, 2, 1024, dtype=torch.int64), None, 10, 2048)
 
 
 def clusterformer_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:

@@ -189,3 +189,21 @@ def test_offsets(case, dtype):
         expected = expected * mask[:, None, :, None]
     actual, expected = actual.cpu(), expected.cpu()
     assert_close_to_reference("offsets", actual, expected, expected.to(dtype), rtol=1e-6)
+
+
+@pytest.mark.slow_except("torch.bfloat16")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_offsets_from_sums_of_parts(dtype):
+    """Neither padding behind nor what else is in the batch changes a bit."""
+    case = Case("parts", H=1, N=1250, clusters=70)  # three parts, the last one short, and two blocks of clusters
+    inputs, length = on_device(make_inputs(case), dtype), 1100
+    query_mask = torch.arange(case.N, device=DEVICE) < torch.tensor([[case.N], [length]], device=DEVICE)
+    inputs.query[1, :, length:] = float("nan")
+    labels, settings = inputs.labels, {"query_mask": query_mask, "rows": 1200}
+    expected, mask = query_offsets(inputs.query.double(), labels, case.clusters, backend="batched", **settings)
+    actual, _ = query_offsets(inputs.query, labels, case.clusters, backend="triton", **settings)
+    expected = (expected * mask[:, None, :, None]).cpu()
+    assert_close_to_reference("offsets", actual.cpu(), expected, expected.to(dtype), rtol=1e-6)
+    one = inputs.query[1:, :, :length], labels[1:, :, :length]
+    alone, _ = query_offsets(*one, case.clusters, rows=1200, backend="triton")
+    assert torch.equal(actual[1:, :, :length], alone)

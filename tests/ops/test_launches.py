@@ -87,7 +87,7 @@ improved = partial(attend, "improved_clustered_attention", topk=32)
     [
         (cluster, 6, 0),  # the metric, the seeds, three rounds, all labels
         (partial(cluster, masked=True), 7, 0),  # and the rows that count
-        (offsets, 1, 0),
+        (offsets, 2, 0),
         (partial(attend, "clustered_attention"), 5, 4),
         (improved, 8, 7),
         (bi_clustered, 12, 7),
