@@ -1,12 +1,14 @@
 """What is known of a head before it attends: the queries' offsets from their centroids, the predicted error."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 from support.attention_cases import Case, attend, make_inputs
 
 from hf_effattn.ops import predicted_error, query_offsets
-from hf_effattn.ops.bi_clustered_attention.offsets import spread_rows
+from hf_effattn.ops.bi_clustered_attention.offsets import spread_rows, sum_of_products
 
 CASES = (
     Case("plain"),
@@ -65,8 +67,16 @@ def test_offsets_against_a_direct_computation(case):
             torch.testing.assert_close(offsets[b, p, counted(mask, b)], expected, rtol=0, atol=2e-15)
 
 
-@each_case
-def test_predicted_error_against_a_direct_computation(case):
+@pytest.fixture(params=["cpu", "accelerator"])
+def device_kind(request, monkeypatch):
+    """What the tensors say that they are on: on an accelerator there are fewer steps, and sums in parts."""
+    if request.param == "accelerator":
+        monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    return request.param
+
+
+@pytest.mark.parametrize("case", [*CASES, Case("parts", H=4, key_heads=2, N=64, M=48)], ids=lambda case: case.name)
+def test_predicted_error_against_a_direct_computation(case, device_kind):
     inputs = make_inputs(case)
     found = found_error(case, inputs, scale=0.7)
     for b in range(case.B):
@@ -117,7 +127,7 @@ def test_dtype_and_gradient(dtype):
     torch.testing.assert_close(error.double(), expected, rtol=1e-5, atol=0)
 
 
-def test_autocast_changes_nothing():
+def test_autocast_changes_nothing(device_kind):
     """Whether a head attends exactly is no matter of the precision that a model's products are in."""
     case = Case("autocast")
     expected = found_error(case, make_inputs(case, torch.float32))
@@ -127,7 +137,7 @@ def test_autocast_changes_nothing():
 
 
 @pytest.mark.parametrize("masks", ["none", "right"])
-def test_of_query_heads_that_share_keys_the_worst_counts(masks):
+def test_of_query_heads_that_share_keys_the_worst_counts(masks, device_kind):
     """Among flat heads a spiky one would be lost in the mean."""
     case = Case("worst", H=4, key_heads=2, masks=masks)
     inputs = make_inputs(case)
@@ -142,6 +152,17 @@ def test_of_query_heads_that_share_keys_the_worst_counts(masks):
         own.append(predicted_error(*offsets, *keys, case.key_clusters, key_mask=inputs.key_mask))
     expected = torch.cat(own, dim=1).unflatten(1, (2, 2)).amax(dim=2)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_sums_in_parts_are_those_of_the_whole(monkeypatch):
+    rows = torch.randn(2, 3, 160, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    in_parts = sum_of_products(rows, 6)
+    assert sum_of_products(rows[:, :, :37], 6).shape == (6, 8, 8)
+    monkeypatch.setattr(sys.modules[sum_of_products.__module__], "MOST_IN_PARTS", 6 * 8 * 8 - 1)
+    whole = sum_of_products(rows, 6)
+    torch.testing.assert_close(in_parts, whole, rtol=0, atol=1e-12)
+    assert not torch.equal(in_parts, whole)  # the sums are in another order
+    torch.testing.assert_close(whole, (rows.mT @ rows).flatten(0, 1), rtol=0, atol=1e-12)
 
 
 def test_spread_rows_are_even_and_count():

@@ -13,6 +13,8 @@ from ..shared.tables import cluster_rows, cluster_sums
 # Measured over 72 heads of a pretrained BERT: the error of a head is about a quarter of σ².
 ERROR_PER_VARIANCE = 0.25
 PREDICTION_ROWS = 2048  # keys of each head that a prediction looks at
+# Matrices of so many numbers together are summed in parts: more of them keep a chip busy as they are.
+PARTS, MOST_IN_PARTS = 16, 2**18
 
 
 @torch.no_grad()
@@ -111,17 +113,47 @@ def predicted_error(
         rows (`int`): at most so many keys of each head are looked at.
     """
     scale = key.shape[3] ** -0.5 if scale is None else scale
-    offsets = offsets.to(torch.promote_types(offsets.dtype, torch.float32))
-    eta = offsets if offsets_mask is None else offsets * offsets_mask[:, None, :, None]
-    eta = eta.unflatten(2, (group, -1))  # (B, P, group, n, D)
-    counted = eta.shape[3] if offsets_mask is None else offsets_mask.sum(dim=1).clamp(min=1)[:, None, None] / group
+    dtype = torch.promote_types(offsets.dtype, torch.float32)
+    eta, counted = _only_counted(offsets, offsets_mask, dtype)
     within, mask = query_offsets(key, key_labels, key_clusters, query_mask=key_mask, rows=rows)
-    within = within.to(offsets.dtype)
-    if mask is not None:
-        within = within * mask[:, None, :, None]
-    keys = within.shape[2] if mask is None else mask.sum(dim=1).clamp(min=1)[:, None, None, None]
+    within, keys = _only_counted(within, mask, dtype)
     with torch.autocast(key.device.type, enabled=False):
-        return error_of(eta.transpose(3, 4) @ eta, counted, within.transpose(2, 3) @ within / keys, scale)
+        if key.is_cpu:
+            counted = counted / group if offsets_mask is None else counted[:, :, None] / group
+            keys = keys if mask is None else keys[:, :, None, None]
+            eta = eta.unflatten(2, (group, -1))  # (B, P, group, n, D)
+            return error_of(eta.mT @ eta, counted, within.mT @ within / keys, scale)
+        # A launch costs an accelerator's host more than all of this costs the accelerator.
+        return largest_product(eta, within, group) * (scale**2 * ERROR_PER_VARIANCE * group / (counted * keys))
+
+
+def _only_counted(rows: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+    """Rows `(B, P, n, D)`, 0 where the mask `(B, n)` is False, and how many are left: a number, or `(B, 1)`."""
+    if mask is None:
+        return rows.to(dtype), rows.shape[2]
+    counts = mask.to(dtype)
+    return rows * counts[:, None, :, None], counts.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def largest_product(eta: torch.Tensor, within: torch.Tensor, group: int) -> torch.Tensor:
+    """`max_g tr(η_g^T η_g · w^T w)`, `(B, P)`, of `η` `(B, P, group · n, D)` and `w` `(B, P, n, D)`."""
+    B, P, _, D = within.shape
+    covariance, spread = (sum_of_products(*rows) for rows in ((eta, B * P * group), (within, B * P)))
+    variances = torch.linalg.vecdot(covariance.view(B, P, group, D * D), spread.view(B, P, 1, D * D))
+    return variances.amax(dim=2) if group > 1 else variances.view(B, P)
+
+
+def sum_of_products(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """`Σ_i x_i^T x_i` of rows `(..., D)`, as many of each of `count` matrices `(count, D, D)`.
+
+    Few of them are summed in parts: a sum of thousands of numbers is one chain, which leaves the rest of a chip idle.
+    """
+    D = rows.shape[-1]
+    n = rows.numel() // max(1, count * D)
+    parts = PARTS if n % PARTS == 0 and count * D * D <= MOST_IN_PARTS else 1
+    rows = rows.reshape(count * parts, n // parts, D)
+    products = torch.bmm(rows.mT, rows)
+    return products if parts == 1 else products.view(count, parts, D, D).sum(dim=1)
 
 
 def error_of(
