@@ -120,10 +120,14 @@ def part_length(clusters: int, rows: int) -> int:
     return max(PART, block_width(4 * clusters), block_width(-(-rows // MOST_PARTS)))
 
 
-def blocks_of(chip: Chip, wide: bool, clusters: int, block_d: int) -> tuple[dict[str, int], dict[str, int]]:
+def blocks_of(
+    chip: Chip, wide: bool, masked: bool, clusters: int, block_d: int
+) -> tuple[dict[str, int], dict[str, int]]:
     """Block sizes, warps, stages and registers of the two kernels; `wide`: a row takes many registers."""
     block_c = min(64, block_width(clusters))
-    sums = {"BLOCK_R": 32 if wide else 128, "BLOCK_K": min(32, block_d), "num_warps": 4, "num_stages": 2}
+    sums = {"BLOCK_R": 32 if wide else 128, "BLOCK_K": min(32, block_d), "num_warps": 4}
+    # With a mask the numbers of the rows are loaded before the rows: as many stages again.
+    sums["num_stages"] = 2 if chip.name == "hip" else 5 if masked else 3
     # Each reads what all parts of a problem left: more rows a program, fewer such readings.
     offsets = {"BLOCK_R": 256 if wide else 512, "BLOCK_K": 16, "PARTS": 4, "num_warps": 4 if chip.name == "hip" else 8}
     # So few registers that on a large chip three programs, and two of the other kernel, run side by side.
@@ -145,7 +149,7 @@ def query_offsets(
     splits = -(-fitted.most // length)
     sums, sizes = (query.new_empty(B * H * splits * clusters, d, dtype=torch.float32) for d in (D, 1))
     wide = query.dtype == torch.float32 or D % 16 > 0  # in halves, or number by number
-    of_sums, of_offsets = blocks_of(chip, wide, clusters, block_width(D))
+    of_sums, of_offsets = blocks_of(chip, wide, fitted.fit is not None, clusters, block_width(D))
     parts = -(-D // of_sums["BLOCK_K"]) * -(-clusters // of_sums["BLOCK_C"])
     row_blocks = -(-fitted.most // of_offsets["BLOCK_R"])
     inputs = *query.stride(), *labels.stride(), H, N, fitted.most, splits

@@ -11,20 +11,18 @@ from ...shared.triton.sort import SortedRows
 
 @triton.jit
 def _load_members(
-    a_ptr, b_ptr, order_ptr, o_place, last, stride_a_n, stride_a_d, stride_b_n, stride_b_d, o_d, o_v, D, Dv,
-    SAME: tl.constexpr,
+    a_ptr, b_ptr, b_row, m_row, stride_a_n, stride_a_d, stride_b_n, stride_b_d, o_d, o_v, D, Dv, SAME: tl.constexpr
 ):  # fmt: skip
-    """The rows at some places: their columns `o_d` of `a` and `o_v` of `b`, which exist, and their numbers."""
-    m_row = o_place < last
-    b_row = tl.load(order_ptr + o_place, mask=m_row, other=0).to(tl.int64)
+    """Of some rows, those that exist, the columns `o_d` of `a` and `o_v` of `b`."""
+    b_row = b_row.to(tl.int64)[:, None]
     # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
-    p_a = a_ptr + b_row[:, None] * stride_a_n + o_d[None, :] * stride_a_d
-    b_a = tl.load(p_a, mask=m_row[:, None] & (o_d < D)[None, :], other=0.0)
+    p_a = a_ptr + b_row * stride_a_n + o_d[None, :] * stride_a_d
+    b_a = tl.load(p_a, mask=m_row & (o_d < D)[None, :], other=0.0)
     b_b = b_a
     if not SAME:
-        p_b = b_ptr + b_row[:, None] * stride_b_n + o_v[None, :] * stride_b_d
-        b_b = tl.load(p_b, mask=m_row[:, None] & (o_v < Dv)[None, :], other=0.0)
-    return b_a, b_b, m_row[:, None], b_row
+        p_b = b_ptr + b_row * stride_b_n + o_v[None, :] * stride_b_d
+        b_b = tl.load(p_b, mask=m_row & (o_v < Dv)[None, :], other=0.0)
+    return b_a, b_b
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -60,22 +58,27 @@ def _bi_clustered_attention_products_kernel(
         size = tl.maximum(last - first, 1).to(tl.float32)
         count += last - first
         i_row = i_p * clusters + cluster
+        o_place = first + tl.arange(0, ROWS)
+        b_row = tl.load(order_ptr + o_place, mask=o_place < last, other=0)
         if HAS_WEIGHTS:
             b_mean_a = tl.load(mean_a_ptr + i_row * D + o_d, mask=m_d, other=0.0).to(tl.float32)
         else:
             # Spread around the mean of a few rows first: what remains is small, and loses no digits to a shift.
-            b_a, b_b, m_row, b_row = _load_members(
-                a_ptr, b_ptr, order_ptr, first + tl.arange(0, ROWS), last,
+            b_a, b_b = _load_members(
+                a_ptr, b_ptr, b_row, (o_place < last)[:, None],
                 stride_a_n, stride_a_d, stride_b_n, stride_b_d, o_d, o_v, D, Dv, SAME,
             )  # fmt: skip
             few = tl.minimum(size, ROWS)
             b_mean_a, b_mean_b = tl.sum(b_a.to(tl.float32), 0) / few, tl.sum(b_b.to(tl.float32), 0) / few
             b_sum_a, b_sum = tl.zeros([BLOCK_D], tl.float32), tl.zeros([BLOCK_V], tl.float32)
         for place in range(first, last, ROWS):
-            b_a, b_b, m_row, b_row = _load_members(
-                a_ptr, b_ptr, order_ptr, place + tl.arange(0, ROWS), last,
-                stride_a_n, stride_a_d, stride_b_n, stride_b_d, o_d, o_v, D, Dv, SAME,
+            o_place = place + tl.arange(0, ROWS)
+            m_row = (o_place < last)[:, None]
+            b_a, b_b = _load_members(
+                a_ptr, b_ptr, b_row, m_row, stride_a_n, stride_a_d, stride_b_n, stride_b_d, o_d, o_v, D, Dv, SAME
             )  # fmt: skip
+            # Which rows are next is on its way while these are.
+            b_next = tl.load(order_ptr + o_place + ROWS, mask=o_place + ROWS < last, other=0)
             b_spread_a = tl.where(m_row, b_a.to(tl.float32) - b_mean_a[None, :], 0.0)
             if HAS_WEIGHTS:
                 b_weights = tl.load(weights_ptr + i_p * N + b_row[:, None], mask=m_row, other=0.0)
@@ -86,6 +89,7 @@ def _bi_clustered_attention_products_kernel(
             b_sum = b_sum_a if SAME else b_sum + tl.sum(b_spread_b, 0)
             b_spread_a = tl.trans(b_spread_a.to(b_a.dtype))
             b_products += tl.dot(b_spread_a, b_spread_b.to(b_b.dtype), input_precision=PRECISION)
+            b_row = b_next
         if not HAS_WEIGHTS:
             b_products -= b_sum_a[:, None] * (b_sum / size)[None, :]
             tl.store(mean_a_ptr + i_row * D + o_d, b_mean_a + b_sum_a / size, mask=m_d)
@@ -133,6 +137,9 @@ def cluster_products(
     halves = a.element_size() // 2
     block_d = min(block_width(D), (64 if block_v <= 64 else 32) // halves)
     blocks = triton.cdiv(D, block_d)
+    rows = max(16, min(64, 4096 // block_v) // halves**2)
+    if weights is not None and (D % 8 or Dv % 8):
+        rows = max(16, rows // 2)  # number by number they take more registers
     with on_device_of(a):
         _bi_clustered_attention_products_kernel[(B * H * splits * blocks,)](
             a, b, members.order, members.starts, mean_a, mean_b, weights, exact_heads, products, sums,
@@ -141,8 +148,10 @@ def cluster_products(
             members.clusters, blocks, splits, length, factor,
             HAS_MEAN_B=mean_b is not None, HAS_WEIGHTS=weights is not None,
             HAS_EXACT=exact_heads is not None, AVERAGE=parts is None, SAME=a is b and blocks == 1,
-            ROWS=max(16, min(64, 4096 // block_v) // halves**2), BLOCK_D=block_d, BLOCK_V=block_v,
+            ROWS=rows, BLOCK_D=block_d, BLOCK_V=block_v,
             PRECISION=chip.dot_precision(a.dtype),
-            num_warps=8 if block_v > 128 and chip.name == "cuda" else 4, num_stages=2, **chip.all_registers,
+            num_warps=8 if block_v > 128 and chip.name == "cuda" else 4,
+            # With weights there are no registers for rows that are a step further ahead.
+            num_stages=3 if chip.name == "cuda" and weights is None else 2, **chip.all_registers,
         )  # fmt: skip
     return products, sums
