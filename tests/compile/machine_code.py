@@ -32,6 +32,8 @@ INSTRUCTIONS = {
     "vector_loads": r"LDG\.E\S*\.128|LDGSTS\.E\S*\.128",
     "other_loads": r"LDG(?!\.E\S*\.128)|LDGSTS(?!\.E\S*\.128)",
     "barriers": r"BAR\.",
+    "shuffles": r"SHFL",
+    "branches": r"BRA",
 }
 
 

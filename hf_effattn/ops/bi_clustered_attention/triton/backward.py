@@ -251,7 +251,7 @@ def attend_backward(
             x, grad_output, queries, saved.top, saved.lse, delta, sums, columns=topk + key_clusters,
             exact_heads=exact_heads,
         )  # fmt: skip
-        blocks = triton.cdiv(key_clusters, summary_config["ROWS"])
+        blocks = -(-key_clusters // summary_config["ROWS"])
         _cluster_table_bwd_summary_kernel[(P * rows * blocks,)](
             query, grad_output, dropout_seed, exact_heads, *of_queries[:2], saved.lse, delta, turn, saved.table_keys,
             saved.table_values, saved.bias, saved.centroids, table_grad_keys, table_grad_values, grad_bias, constant,
@@ -276,10 +276,10 @@ def attend_backward(
             *grad_key.stride(), *grad_value.stride(), Hk, rows, M, D, Dv, clusters, key_clusters, words,
             keys.tiles.shape[1], max(1.0, N / clusters), *scales, **exact, **key_config,
         )  # fmt: skip
-        blocks = triton.cdiv(rows, key_config["ROWS"])
+        blocks = -(-rows // key_config["ROWS"])
         splits = max(1, min(CENTROID_PROGRAMS // (P * blocks), key_clusters))
-        split_length = triton.cdiv(key_clusters, splits)
-        splits = triton.cdiv(key_clusters, split_length)
+        split_length = -(-key_clusters // splits)
+        splits = -(-key_clusters // split_length)
         grad_centroids = query.new_empty(P * rows, splits, D, dtype=torch.float32)
         _bi_clustered_attention_bwd_centroid_kernel[(P * blocks * splits,)](
             saved.centroids, key, value, saved.log_squares, saved.taken, exact_heads, queries.starts, keys.order,

@@ -81,7 +81,7 @@ def attend_exactly(output: torch.Tensor, lse: torch.Tensor, x: Inputs, exact_hea
     B, H, N, D = query.shape
     M, Dv = value.shape[2:]
     config = tile_config(query, D, Dv)
-    blocks = triton.cdiv(N, config["ROWS"])
+    blocks = -(-N // config["ROWS"])
     masks = (stride for mask in (key_mask, query_mask) for stride in ((0, 0) if mask is None else mask.stride()))
     with on_device_of(query):
         _bi_clustered_attention_fwd_exact_kernel[(B * H * blocks,)](
@@ -250,11 +250,11 @@ def exact_backward(
     config = tile_config(query, D, Dv, backward=True)
     key_config = tile_config(query, D, Dv, backward=True, two_sums=True)
     with on_device_of(query):
-        blocks = triton.cdiv(N, config["ROWS"])
+        blocks = -(-N // config["ROWS"])
         _bi_clustered_attention_bwd_exact_query_kernel[(B * H * blocks,)](
             *tensors, grad_query, *strides, *grad_query.stride(), *numbers, blocks, *factors, **switches, **config
         )
-        blocks = triton.cdiv(M, key_config["ROWS"])
+        blocks = -(-M // key_config["ROWS"])
         _bi_clustered_attention_bwd_exact_key_kernel[(B * Hk * blocks,)](
             *tensors, grad_key, grad_value, *strides, *grad_key.stride(), *grad_value.stride(),
             *numbers, blocks, *factors, **switches, **key_config,

@@ -293,15 +293,15 @@ def choose_keys(
     products, _ = cluster_products(query, query, queries, centroids, parts=parts)
     covariance, sizes = key.new_empty(B * Hk, D, D), key.new_empty(B * Hk, D, dtype=torch.float32)
     log_squares = query.new_empty(B * Hk, M, dtype=torch.float32)
-    words = triton.cdiv(H // Hk * queries.clusters, 32)
+    words = -(-(H // Hk * queries.clusters) // 32)
     taken = key.new_empty(B * Hk, M, words, dtype=torch.int32)
     tiles, chip, block_d = keys.tiles.shape[1], chip_of(query), block_width(D)
     with on_device_of(query):
-        _bi_clustered_attention_fwd_covariance_kernel[(B * Hk * triton.cdiv(D, 16),)](
+        _bi_clustered_attention_fwd_covariance_kernel[(B * Hk * -(-D // 16),)](
             products, queries.starts, covariance, sizes, H // Hk, len(products) // (B * Hk), D, queries.clusters,
             scale**2, BLOCK_D=block_d, COLUMNS=16, **chip.all_registers,
         )  # fmt: skip
-        blocks = triton.cdiv(tiles, TILES)
+        blocks = -(-tiles // TILES)
         _bi_clustered_attention_fwd_distance_kernel[(B * Hk * blocks,)](
             key, mean_keys, covariance, sizes, exact_heads, keys.order, keys.starts, keys.tiles, log_squares,
             taken, *key.stride(), Hk, M, D, keys.clusters, tiles, words, blocks,
@@ -328,7 +328,7 @@ def make_tables(
     config = tile_config(key, D, Dv, backward=True, two_sums=True)
     if config["COLUMNS"] == 32 and config["ROWS"] == 64 and max(D, Dv) <= 64:
         config["COLUMNS"] = 64  # half as many steps, each of which waits
-    blocks = triton.cdiv(rows, config["ROWS"])
+    blocks = -(-rows // config["ROWS"])
     has_exact = exact_heads is not None
     with on_device_of(key):
         _bi_clustered_attention_fwd_table_kernel[(P * G * blocks,)](
@@ -337,7 +337,7 @@ def make_tables(
             HAS_EXACT=has_exact, **config,
         )  # fmt: skip
         tile = 64 if key.element_size() == 2 else 32
-        row_blocks, blocks = triton.cdiv(rows, tile), triton.cdiv(D * Dv, 128)
+        row_blocks, blocks = -(-rows // tile), -(-(D * Dv) // 128)
         _bi_clustered_attention_fwd_dipole_kernel[(P * blocks * row_blocks,)](
             log_mass, covariances, exact_heads, at_centroid, dipoles, rows, D * Dv, G, blocks, row_blocks,
             HAS_EXACT=has_exact, ROWS=tile, COLUMNS=128, BLOCK_G=32, PRECISION=config["PRECISION"], num_warps=8,

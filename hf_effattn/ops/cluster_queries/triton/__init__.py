@@ -76,7 +76,7 @@ def keys_metric(key: torch.Tensor, rows: Rows) -> torch.Tensor:
     most = 64 if wide else 256 if chip.is_large and block_d <= 64 else 128
     block_r = min(most, 64 * most // block_d)
     with on_device_of(key):
-        _cluster_queries_metric_kernel[(B * heads * triton.cdiv(D, 16),)](
+        _cluster_queries_metric_kernel[(B * heads * -(-D // 16),)](
             key, *key.stride(), rows.fit, rows.counts, metric, heads, rows.total, rows.most, D,
             RIDGE=METRIC_RIDGE, WIDE=wide, BLOCK_R=max(16, block_r), BLOCK_I=16,
             BLOCK_D=block_d, PRECISION=chip.dot_precision(torch.float32), num_warps=8,
@@ -103,7 +103,7 @@ def draw_planes(query: torch.Tensor, bits: int, seed: int) -> torch.Tensor:
     """
     planes = query.new_empty(query.shape[3], bits)
     with on_device_of(query):
-        _cluster_queries_planes_kernel[(triton.cdiv(planes.numel(), 1024),)](planes, planes.numel(), seed, BLOCK=1024)
+        _cluster_queries_planes_kernel[(-(-planes.numel() // 1024),)](planes, planes.numel(), seed, BLOCK=1024)
     return planes
 
 

@@ -176,11 +176,11 @@ def centroid_backward(
         "KINDS": KINDS_OF_WEIGHTS,
         "KIND": CENTROID_WEIGHTS,
     }
-    blocks = triton.cdiv(rows, config["ROWS"])
+    blocks = -(-rows // config["ROWS"])
     splits = split_count(B * Hk * blocks, M, config["COLUMNS"])
-    split_length = triton.cdiv(triton.cdiv(M, splits), config["COLUMNS"]) * config["COLUMNS"]
+    split_length = -(-M // (splits * config["COLUMNS"])) * config["COLUMNS"]
     grad_centroids = key.new_empty(B * Hk * rows, splits, D, dtype=torch.float32)
-    key_blocks = triton.cdiv(M, key_config["ROWS"])
+    key_blocks = -(-M // key_config["ROWS"])
     mean_size = max(1.0, members.order.shape[1] / members.clusters)
     with on_device_of(key):
         if B * Hk * key_blocks:

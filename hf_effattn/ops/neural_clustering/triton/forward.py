@@ -144,7 +144,9 @@ def _neural_clustering_fwd_label_kernel(
         # [WORDS, CENTROIDS]
         b_scores = tl.load(p_scores, mask=m_row[:, None], other=float("-inf"))
         b_scores -= tl.load(total_ptr + i_b * k + o_k, mask=o_k < k, other=0.0)[None, :]
-        b_largest, b_place = tl.max(b_scores, 1, return_indices=True)
-        b_label = tl.where(b_largest > b_best, i_block * CENTROIDS + b_place, b_label)
+        b_largest = tl.max(b_scores, 1)
+        # Two plain reductions: one that carries both is a branch for every number.
+        b_place = tl.min(tl.where(b_scores == b_largest[:, None], o_k[None, :], blocks * CENTROIDS), 1)
+        b_label = tl.where(b_largest > b_best, b_place, b_label)
         b_best = tl.maximum(b_best, b_largest)
     tl.store(labels_ptr + i_b * N + first_row + o_row, b_label.to(tl.int64), mask=m_row)

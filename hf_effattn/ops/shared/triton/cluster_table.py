@@ -366,8 +366,8 @@ def add_exact_keys(
     query, key, value, ordered = x.query, x.key, x.value, torch.are_deterministic_algorithms_enabled()
     (B, H, N, D), (Hk, M, Dv), (_, C, topk) = query.shape, value.shape[1:], top.shape
     config = tile_config(query, D, Dv, backward=True, two_sums=True)
-    splits = 1 if ordered else min(LARGEST_SPLIT, triton.cdiv(N, ROWS_OF_A_SPLIT))
-    blocks = triton.cdiv(topk, config["ROWS"])
+    splits = 1 if ordered else min(LARGEST_SPLIT, -(-N // ROWS_OF_A_SPLIT))
+    blocks = -(-topk // config["ROWS"])
     if blocks == 0:
         return
     shares = sums.new_empty(B * H * C * topk, D + Dv) if ordered else sums

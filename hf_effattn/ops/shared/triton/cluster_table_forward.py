@@ -188,7 +188,7 @@ def blocks_of_queries(
     block_g = min(config["COLUMNS"], block_width(key_clusters))
     narrow = max(config["BLOCK_D"], config["BLOCK_V"]) * query.element_size() <= 128
     once = topk <= config["COLUMNS"] and key_clusters <= (min(config["COLUMNS"], MOST_SUMMARIES) if narrow else 0)
-    tiles = min(MOST_TILES, max(MOST_TILES // 2, 2 * triton.cdiv(N, clusters * rows))) if once else 1
+    tiles = min(MOST_TILES, max(MOST_TILES // 2, 2 * -(-N // (clusters * rows)))) if once else 1
     part = dipole_part(query, config["BLOCK_D"])
     sizes = {"ONCE": once, "BLOCK_C": 128, "BLOCK_G": block_g, "PART": part if once else min(part, 32)}
     return (N // (tiles * rows) + clusters + 1, tiles * rows), sizes

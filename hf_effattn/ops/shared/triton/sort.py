@@ -155,7 +155,7 @@ def sort_both_by_cluster(first: Labelled, second: Labelled | None = None) -> lis
     Labels and masks that are not contiguous are copied.
     """
     both = [first] if second is None else [first, second]
-    rows = min(MOST_ROWS, max(32, triton.next_power_of_2(max(labels.shape[2] for labels, *_ in both))))
+    rows = min(MOST_ROWS, max(32, 1 << (max(labels.shape[2] for labels, *_ in both) - 1).bit_length()))
     has_mask = any(mask is not None for _, mask, *_ in both)
     found, given, splits = [], [], []
     for labels, mask, clusters, tile in both:
@@ -164,10 +164,10 @@ def sort_both_by_cluster(first: Labelled, second: Labelled | None = None) -> lis
         if has_mask:
             mask = labels.new_ones(B, N, dtype=torch.bool) if mask is None else mask.contiguous()
         given.append((labels.to(first[0].dtype).contiguous(), mask, H, N, clusters))
-        splits.append(max(1, triton.cdiv(N, rows)))
+        splits.append(max(1, -(-N // rows)))
     columns = 1 + max(members.clusters for members in found)
     counts = first[0].new_empty(len(found[0].order) * sum(splits), columns, dtype=torch.int32)
-    bins = min(MOST_BINS, max(16, triton.next_power_of_2(columns)))
+    bins = min(MOST_BINS, max(16, 1 << (columns - 1).bit_length()))
     sizes = {"HAS_MASK": has_mask, "BINS": bins, "ROWS": rows}
     inputs = *given[0], *given[-1], len(found[-1].order), splits[0], sum(splits), counts, columns
     outputs = (
@@ -218,7 +218,7 @@ def cluster_means(rows: torch.Tensor, members: SortedRows) -> torch.Tensor:
     """Mean of the rows `(B, H, N, D)`, any strides, of each cluster: `(B · H, C, D)` float32, 0 for an empty one."""
     B, H, N, D = rows.shape
     means = rows.new_empty(B * H, members.clusters, D, dtype=torch.float32)
-    block_d = triton.next_power_of_2(D)
+    block_d = 1 << (D - 1).bit_length()
     with on_device_of(rows):
         if B * H:
             _cluster_means_kernel[(B * H * members.clusters,)](

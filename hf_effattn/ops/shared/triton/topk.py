@@ -175,7 +175,7 @@ def select_topk(
     rows, columns = values.shape
     if out is None:
         out = values.new_empty(rows, topk, dtype=torch.int32), values.new_empty(rows, topk)
-    block_n = min(WHOLE_ROW, max(64, triton.next_power_of_2(columns)))
+    block_n = min(WHOLE_ROW, max(64, 1 << (columns - 1).bit_length()))
     marked = (0, 0) if marks is None else marks.shape[1:]
     with on_device_of(values):
         if rows:

@@ -418,7 +418,7 @@ def gradients(
     }  # fmt: skip
     if B and N:
         with on_device_of(query):
-            tiles = triton.cdiv(N, GRADIENT_ROWS)
+            tiles = -(-N // GRADIENT_ROWS)
             _slice_attention_bwd_gradient_kernel[(B * H * tiles,)](
                 grad_output, grad_pooled, grad_lse, output, tensors["mask_ptr"], inverse_sizes, delta, whole_grad,
                 H=H, N=N, L=L, Dv=Dv, slices=slices, tiles=tiles, HAS_MASK=flags["HAS_MASK"], ROWS=GRADIENT_ROWS,
@@ -454,13 +454,13 @@ def gradients(
         of_batch, rows = B * key.shape[1], config["ROWS"]
         # Float32's widest rows leave no registers for a second way out.
         in_parts = query.element_size() * max(config["BLOCK_D"], config["BLOCK_V"]) < 1024
-        splits = min(LARGEST_SINK_SPLIT, triton.cdiv(N, ROWS_OF_A_SINK_SPLIT)) if in_parts else 1
+        splits = min(LARGEST_SINK_SPLIT, -(-N // ROWS_OF_A_SINK_SPLIT)) if in_parts else 1
         key_parts, value_parts = (query.new_empty(of_batch * rows, splits, x, dtype=torch.float32) for x in (D, Dv))
         parts_of = {"key_parts_ptr": key_parts, "value_parts_ptr": value_parts, "splits": splits}
         grads: dict[str, Any] = {"grad_key_ptr": grad_key, "grad_value_ptr": grad_value}
         grads |= strides("gk", grad_key) | strides("gv", grad_value)
         with on_device_of(query):
-            _slice_attention_bwd_sink_kernel[(triton.cdiv(N, rows) + splits - 1, of_batch)](
+            _slice_attention_bwd_sink_kernel[(-(-N // rows) + splits - 1, of_batch)](
                 **parts_of, **grads, **common, **tensors, **sinks, **flags, **config, IN_PARTS=in_parts
             )
             if in_parts:
