@@ -9,10 +9,9 @@ Gradients of tables are kept over the `n_j` queries of a cluster, as in `cluster
 """
 
 import torch
-import triton
 import triton.language as tl
 
-from ...shared.triton.chips import LENGTHS, chip_of, on_device_of
+from ...shared.triton.chips import chip_of, on_device_of
 from ...shared.triton.cluster_table import (
     _cluster_table_bwd_delta_kernel,
     _cluster_table_bwd_query_kernel,
@@ -21,6 +20,7 @@ from ...shared.triton.cluster_table import (
     dipole_part,
     is_exact,
 )
+from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import dot_rows
 from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import LOG2_E, PART, load_rows, load_tile, tile_config
@@ -31,7 +31,7 @@ from .products import cluster_products
 CENTROID_PROGRAMS = 264  # enough to keep a large chip busy
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _bi_clustered_attention_bwd_key_kernel(
     centroids_ptr, key_ptr, value_ptr, log_square_ptr, taken_ptr, exact_heads_ptr, starts_ptr, order_ptr,
     key_starts_ptr, tiles_ptr, log_mass_ptr, constant_ptr, table_grad_key_ptr, table_grad_value_ptr,
@@ -136,7 +136,7 @@ def _bi_clustered_attention_bwd_key_kernel(
     tl.store(p_gv + o_v[None, :] * stride_gv_d, b_grad_value, mask=m_key[:, None] & (o_v < Dv)[None, :])
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _bi_clustered_attention_bwd_centroid_kernel(
     centroids_ptr, key_ptr, value_ptr, log_square_ptr, taken_ptr, exact_heads_ptr, starts_ptr, order_ptr,
     key_starts_ptr, table_key_ptr, log_mass_ptr, constant_ptr, table_grad_key_ptr, table_grad_value_ptr, grad_bias_ptr,

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from ...shared.triton.centroids import centroid_pass
-from ...shared.triton.chips import LENGTHS, block_width, chip_of, on_device_of
+from ...shared.triton.chips import block_width, chip_of, on_device_of
 from ...shared.triton.cluster_table import dipole_part, is_exact
+from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import dot_rows, softmax_weights
 from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import LOG2_E, LOWEST, load_rows, load_tile, tile_config
@@ -58,7 +59,7 @@ class Saved(NamedTuple):
     share: torch.Tensor  # `s_i`, each query's weight on key clusters, `(B · H, N)`
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _bi_clustered_attention_fwd_covariance_kernel(
     products_ptr, starts_ptr, covariance_ptr, sizes_ptr,
     group, parts, D, clusters, scale_squared,
@@ -83,7 +84,7 @@ def _bi_clustered_attention_fwd_covariance_kernel(
     tl.store(sizes_ptr + i_p * D + o_d, b_size * (scale_squared / tl.maximum(queries, 1)), mask=o_d < D)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _bi_clustered_attention_fwd_distance_kernel(
     key_ptr, mean_key_ptr, covariance_ptr, sizes_ptr, exact_heads_ptr, order_ptr, starts_ptr, tiles_ptr,
     log_square_ptr, taken_ptr,
@@ -171,7 +172,7 @@ def load_lift(log_square_ptr, b_row, m_row):
     return tl.minimum(tl.exp2(b_log_square) * LIFT_PER_SQUARE, LIFT_LIMIT)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _bi_clustered_attention_fwd_table_kernel(
     centroids_ptr, key_ptr, value_ptr, log_square_ptr, taken_ptr, exact_heads_ptr, order_ptr, starts_ptr,
     table_key_ptr, table_value_ptr, log_mass_ptr, bias_ptr,
@@ -236,7 +237,7 @@ def _bi_clustered_attention_fwd_table_kernel(
     tl.store(bias_ptr + o_table, b_log_mass - b_at_centroid, mask=m_r)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _bi_clustered_attention_fwd_dipole_kernel(
     log_mass_ptr, covariance_ptr, exact_heads_ptr, at_centroid_ptr, dipole_ptr,
     rows, columns, key_clusters, blocks, row_blocks,

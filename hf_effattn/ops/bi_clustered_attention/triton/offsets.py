@@ -6,7 +6,8 @@ import triton.language as tl
 
 from ...kmeans.triton import update_blocks
 from ...kmeans.triton.rows import find_rows, finite, load_fit_rows, load_points
-from ...shared.triton.chips import LENGTHS, block_width, chip_of, on_device_of
+from ...shared.triton.chips import block_width, chip_of, on_device_of
+from ...shared.triton.launch import kernel
 
 
 @triton.jit
@@ -21,7 +22,7 @@ def _load_labelled(
     return finite(b_points), b_label
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _query_offsets_kernel(
     query_ptr, labels_ptr, rows_ptr, offsets_ptr,
     stride_query_b, stride_query_h, stride_query_n, stride_query_d,

@@ -1,7 +1,6 @@
 """Clustering the queries on a GPU: the keys' metric is made here, the rest is K-means."""
 
 import torch
-import triton
 import triton.language as tl
 
 from ...kmeans.reference import as_sign
@@ -9,11 +8,12 @@ from ...kmeans.sampling import most_fit_rows
 from ...kmeans.triton import assign, fit, own_clusters
 from ...kmeans.triton.rows import Rows, find_rows, finite, load_fit_rows, load_fitted, load_points, sample_mean
 from ...shared.gradients import register_op
-from ...shared.triton.chips import LENGTHS, block_width, chip_of, on_device_of
+from ...shared.triton.chips import block_width, chip_of, on_device_of
+from ...shared.triton.launch import kernel
 from ..reference import METRIC_RIDGE, Inputs, empty_labels
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _cluster_queries_metric_kernel(
     key_ptr, stride_key_b, stride_key_h, stride_key_m, stride_key_d,
     rows_ptr, counts_ptr, metric_ptr, heads, total, fit_rows, head_dim,
@@ -85,7 +85,7 @@ def keys_metric(key: torch.Tensor, rows: Rows) -> torch.Tensor:
     return metric
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _cluster_queries_planes_kernel(planes_ptr, numbers, seed, BLOCK: tl.constexpr):
     """Independent numbers, each a sum of 12 uniform ones: normal enough for directions, without sine and cosine."""
     o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

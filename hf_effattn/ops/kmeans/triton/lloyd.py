@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ...shared.triton.chips import LENGTHS
+from ...shared.triton.launch import kernel
 from .rows import finite, load_fit_rows, load_points
 from .seeding import for_products, load_metric
 
@@ -45,7 +45,7 @@ def nearest(
     return label
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _kmeans_assign_kernel(
     points_ptr, stride_points_b, stride_points_h, stride_points_n, stride_points_d,
     rows_ptr, counts_ptr, ranks_ptr, directions_ptr, half_norms_ptr, labels_ptr,
@@ -87,7 +87,7 @@ def _kmeans_assign_kernel(
     tl.store(labels_ptr + i_p * length + o_n, label.to(labels_ptr.dtype.element_ty), mask=o_n < length)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _kmeans_update_kernel(
     points_ptr, stride_points_b, stride_points_h, stride_points_n, stride_points_d,
     rows_ptr, labels_ptr, metric_ptr, origin_ptr, centroids_ptr, directions_ptr, half_norms_ptr,

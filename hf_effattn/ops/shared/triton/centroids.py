@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from ..dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS
-from .chips import LENGTHS, chip_of, on_device_of
+from .chips import chip_of, on_device_of
 from .dropout import dropout_factor
+from .launch import kernel
 from .tiles import LOG2_E, LOWEST, dot_by_parts, load_key_mask, tile_config
 from .topk import WHOLE_ROW, _select_candidates_kernel, select_topk
 
@@ -56,7 +57,7 @@ def merge_splits(values_ptr, lse_ptr, i_row, splits, Dv, BLOCK_V: tl.constexpr):
     return b_value / total, highest + tl.log2(total)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _centroid_attention_fwd_kernel(
     centroids_ptr, key_ptr, value_ptr, key_mask_ptr, bias_ptr, seed_ptr, values_ptr, lse_ptr, scores_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,

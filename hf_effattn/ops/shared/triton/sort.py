@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .chips import LENGTHS, on_device_of
+from .chips import on_device_of
+from .launch import kernel
 
 MOST_ROWS = 1024  # that one program counts or places
 MOST_BINS = 1024  # clusters that a program counts at once
@@ -57,7 +58,7 @@ def _load_part(
     return is_other, i_p, i_split, tl.where(is_other, blocks - splits, splits), N, clusters, b_cluster
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _count_by_cluster_kernel(
     labels_ptr, mask_ptr, H, N, clusters, other_labels_ptr, other_mask_ptr, other_H, other_N, other_clusters,
     others, splits, blocks, counts_ptr, columns,
@@ -76,7 +77,7 @@ def _count_by_cluster_kernel(
         tl.store(counts_ptr + o_c, b_counts, mask=o_c <= clusters)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _sort_by_cluster_kernel(
     labels_ptr, mask_ptr, H, N, clusters, other_labels_ptr, other_mask_ptr, other_H, other_N, other_clusters,
     others, splits, blocks, counts_ptr, columns, order_ptr, starts_ptr, tiles_ptr, other_order_ptr, other_starts_ptr,
@@ -183,7 +184,7 @@ def sort_both_by_cluster(first: Labelled, second: Labelled | None = None) -> lis
     return found
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _cluster_means_kernel(
     rows_ptr, order_ptr, starts_ptr, means_ptr,
     stride_rows_b, stride_rows_h, stride_rows_n, stride_rows_d,

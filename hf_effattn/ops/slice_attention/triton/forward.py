@@ -4,15 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from ...shared.triton.chips import on_device_of
+from ...shared.triton.launch import kernel
 from ...shared.triton.tiles import LOG2_E, LOWEST, load_rows
 from ..batched import empty_outputs
 from ..reference import Inputs
 from .tiles import (
-    NOT_SPECIALIZED,
     dot_with_positions,
     load_tokens,
     load_with_positions,
@@ -28,7 +27,7 @@ LOWEST_LSE = tl.constexpr(torch.finfo(torch.float32).min)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@kernel
 def _slice_attention_fwd_kernel(
     query_ptr, key_ptr, value_ptr, mask_ptr, query_positions_ptr, key_positions_ptr, sink_ptr, sink_count_ptr,
     inverse_size_ptr, seed_ptr, output_ptr, pooled_ptr, lse_ptr,
