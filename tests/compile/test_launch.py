@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,22 @@ def test_what_is_not_compiled_is_not_remembered_and_memory_is_bounded(compiled, 
     monkeypatch.setattr(JITFunction, "run", lambda *_, **__: None)
     kernel[(1,)](torch.zeros(8), 100, BLOCK=16)
     assert all(one is not None for one, _ in kernel.remembered.values())
+
+
+def test_tensors_by_name_are_passed_and_not_kept(compiled):
+    kernel, found, _ = compiled
+    tensors = [torch.zeros(8), torch.ones(8)]
+    for tensor in tensors:
+        kernel[(1, 2)](BLOCK=16, n=5, x_ptr=tensor)
+    assert len(found) == 1
+    ((grid, given),) = found[0].launches
+    assert grid == (1, 2, 1)
+    assert given[0] is tensors[1]
+    assert given[1:] == (5, 16)
+    kept = [weakref.ref(tensor) for tensor in tensors]
+    found[0].launches.clear()
+    del tensors, tensor, given
+    assert all(one() is None for one in kept)
 
 
 @pytest.mark.slow

@@ -29,23 +29,27 @@ class Kernel(JITFunction):
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(function, **options)
-        self.remembered: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        # What it was compiled to, and the names of the arguments that are given by name, in its order.
+        self.remembered: dict[tuple[Any, ...], tuple[Any, list[str]]] = {}
 
-    def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **constants: Any) -> Any:
-        """Launch on a grid, or with `warmup` only compile; `args` are all that are no constants of the compiler."""
+    def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **named: Any) -> Any:
+        """Launch on a grid, or with `warmup` only compile."""
         if warmup or not REMEMBERS:
-            return super().run(*args, grid=grid, warmup=warmup, **constants)
-        kinds = [(x.dtype, x.data_ptr() % ALIGNMENT == 0) if isinstance(x, torch.Tensor) else x for x in args]
-        key = driver.active.get_current_device(), *kinds, *constants.items()
+            return super().run(*args, grid=grid, warmup=warmup, **named)
+        kinds = [
+            (x.dtype, x.data_ptr() % ALIGNMENT == 0) if isinstance(x, torch.Tensor) else x
+            for x in (*args, *named.values())
+        ]
+        key = driver.active.get_current_device(), *named, *kinds
         if key in self.remembered:
-            compiled, more = self.remembered[key]
-            compiled[(*grid, 1, 1)[:3]](*args, *more)
+            compiled, names = self.remembered[key]
+            compiled[(*grid, 1, 1)[:3]](*args, *[named[name] for name in names])
             return compiled
-        compiled = super().run(*args, grid=grid, warmup=False, **constants)
+        compiled = super().run(*args, grid=grid, warmup=False, **named)
         if compiled is not None:
             if len(self.remembered) >= MOST_REMEMBERED:
                 self.remembered.clear()
-            self.remembered[key] = compiled, tuple(constants[name] for name in self.arg_names[len(args) :])
+            self.remembered[key] = compiled, self.arg_names[len(args) :]
         return compiled
 
 
