@@ -91,7 +91,7 @@ improved = partial(attend, "improved_clustered_attention", topk=32)
         (partial(attend, "clustered_attention"), 5, 4),
         (improved, 8, 7),
         (bi_clustered, 12, 7),
-        (slices, 1, 5),
+        (slices, 2, 6),  # with sinks and sizes
         (blocks, 1, 2),
         (words, 3, 3),
     ],
