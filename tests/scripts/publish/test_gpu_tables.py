@@ -45,6 +45,16 @@ def test_the_table_holds_the_measured_ratios(name):
         assert [cell.strip() for cell in line.split("|")][:4] == [f"{row[field]:.2f}×" for field in fields]
 
 
+def test_the_verdict_is_that_of_the_numbers():
+    """Its words say that no shorter input gains without a graph, and i-clustered attention does at the longest."""
+    rows = json.loads((GPU / "benchmark_attention.json").read_text(encoding="utf-8"))["rows"]
+    ours = [row for row in rows if not row["exact"]]
+    assert max(row["forward_speedup"] for row in ours if row["length"] < max(gpu_tables.LENGTHS)) < 1
+    longest = {row["method"]: row for row in ours if row["length"] == max(gpu_tables.LENGTHS)}
+    few, i_clustered, *bi_clustered = (longest[name]["forward_speedup"] for name in gpu_tables.METHODS)
+    assert min(few, i_clustered) > 1 > max(bi_clustered)
+
+
 def test_all_was_measured_on_one_machine():
     files = [json.loads(path.read_text(encoding="utf-8")) for path in GPU.glob("*.json")]
     assert len(files) >= 5
