@@ -9,6 +9,7 @@ packed sequences, sliding windows, layers that are not selected, inputs too shor
 changes attention (`keywords.py`). Where a method would look into the future it raises.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +22,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.output_capturing import _active_collector
 
+from ..ops.shared.callers import stacklevel_of_user
 from .exact import exact_weights, visible_keys
 from .keywords import needs_exact_attention
 from .measured import expect_measurement, last_measured
 from .methods import METHODS, Method, list_methods, make_method
 from .methods.base import Options
+from .methods.crossover import why_never
 from .methods.drafts import READS_DRAFTS
 from .model_table import MODEL_TYPES, NOT_SERVED
 from .model_types import is_causal, is_self_attention, is_served, model_type_of, supported_model_types
@@ -144,6 +147,7 @@ def attention(
     if dense or key.shape[2] != N or (hides_future and N == 1):
         return _exact(call)
     if chosen.is_exact(N, N, query.device.type, causal=hides_future):
+        _say_if_never(chosen, query.device.type, causal=hides_future)
         return _exact(call)
     call.share_dtype()
     return _by_method(chosen, call)
@@ -188,6 +192,13 @@ class Call:
         if self.query.dtype == self.key.dtype == dtype or not torch.is_autocast_enabled(self.value.device.type):
             return
         self.query, self.key = self.query.to(dtype), self.key.to(dtype)
+
+
+def _say_if_never(method: Method, device_type: str, *, causal: bool) -> None:
+    """Warn of a method that no length starts on this kind of device; a model may have come there after its patch."""
+    if not torch.compiler.is_compiling() and method.shortest_length(device_type, causal=causal) is None:
+        said = f"The patch does nothing: {why_never(method.method, device_type)}."
+        warnings.warn(said, stacklevel=stacklevel_of_user())
 
 
 def _exact(call: Call) -> Attended:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from .attention import causal_error, unsupported_error
 from .methods import METHODS, Method
+from .methods.crossover import why_never
 from .model_table import MODEL_TYPES, NOT_SERVED
 from .model_types import (
     Stack,
@@ -195,16 +196,21 @@ def warn_of_decoder_loss(plan: PatchPlan) -> None:
 def warn_if_never_used(plan: PatchPlan, cut: int | None = None, *, stacklevel: int = 3) -> None:
     """Say so where exact attention runs on every input that the model takes, or that is left after a `cut`."""
     config, method = plan.stack.model.config, plan.method
+    kind = plan.stack.model.device.type
+    if kind == "meta":  # where it will run is not known yet
+        return
+    hides_future = any(is_causal(module) for module in plan.stack.modules)
+    shortest = method.shortest_length(kind, causal=hides_future)
+    if shortest is None:
+        warnings.warn(f"The patch will do nothing: {why_never(method.method, kind)}.", stacklevel=stacklevel)
+        return
     extendable = longest_input(config)
     longest = extendable or usual_length(config)
     is_cut = cut is not None and (longest is None or cut < longest)
     if is_cut:
         longest = cut
-    kind = plan.stack.model.device.type
-    hides_future = any(is_causal(module) for module in plan.stack.modules)
     if longest is None or not method.is_exact(longest, longest, kind, causal=hides_future):
         return
-    shortest = method.shortest_length(kind, causal=hides_future)
     longer = "For longer inputs call extend_positions; to" if extendable else "To"
     if is_cut:
         longer = f"For longer inputs {'call extend_positions' if extendable else 'set max_seq_length'}; to"

@@ -30,6 +30,7 @@ from ..measuring.ladder import LadderErrors, default_ladder
 from ..measuring.progress import Progress, progress_bar
 from ..measuring.recording import as_it_was, layer_names, recording, stacks_to_report
 from ..patching.methods import Method
+from ..patching.methods.crossover import why_never
 from ..patching.methods.per_head import PerHead, described
 from ..patching.model_types import Stack, is_causal, model_type_of
 from ..patching.planning import not_a_model
@@ -305,6 +306,8 @@ def _nothing_to_measure(rungs: Sequence[Method], lengths: Iterable[int], device:
     if all(rung.is_exact(N, N, device, causal=causal) for rung in forced for N in lengths):
         what = "one segment and its window" if causal else "one of its counts"
         return ValueError(f"{said}, since {what} reaches so far, which min_length=0 does not change: give longer ones")
+    if all(rung.shortest_length(device, causal=causal) is None for rung in rungs):
+        return ValueError(f"{said}: {why_never(PerHead.method, device)} (on the command line --min-length 0)")
     return ValueError(
         f"{said}, as that is faster: give longer ones, or min_length=0 (on the command line --min-length 0) to force "
         "the rungs"

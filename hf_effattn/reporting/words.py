@@ -8,6 +8,7 @@ from typing import Any
 from ..measuring.candidates import EXACT, make_candidates
 from ..measuring.cost import median
 from ..patching.methods import METHODS
+from ..patching.methods.crossover import why_never
 from .findings import Findings, MeasuredInput, Measurement
 from .numbers import NOT_FINITE, count, duration, megabytes, percent, ratio
 
@@ -149,10 +150,14 @@ def _min_length_line(report: Findings, length: int | None) -> list[str]:
     who = "any of these methods" if len(short) == len(report.methods) else ", ".join(short)
     inputs = "some of these inputs" if length is None else "these inputs"
     device = report.environment.get("device", "cpu")
-    lengths = []
+    found = []
     for label in short:
         (candidate,) = make_candidates(report.methods[label])
-        lengths.append(candidate.settings.shortest_length(device, causal=bool(report.environment.get("causal"))))
+        found.append(candidate.settings.shortest_length(device, causal=bool(report.environment.get("causal"))))
+    lengths = [length for length in found if length is not None]
+    if not lengths:
+        never = why_never(report.methods[short[0]]["method"], device)
+        return [f"Patched with {who}, the model would run exact attention: {never}, as here."]
     span = f"{min(lengths):,}" if min(lengths) == max(lengths) else f"{min(lengths):,} to {max(lengths):,}"
     several = any(report.inputs[m.input].encoder_lengths for label in short for m in _at(report, label, length))
     why = "in the encoders where they are" if several else "they are"

@@ -3,9 +3,9 @@
 The layers have the same size and differ in what they attend to: PyTorch's attention to all words, neural clustering,
 the gate, the gate with the centroids, and the rivals K-means (Routing Transformer) and LSH (Reformer). All are timed
 in the same run, interleaved, sorting included; on a GPU PyTorch's attention with each of its kernels, of which the
-fastest is what speeds are against. The training step has the clustering losses that its layer has. `attention` is the
-part that the methods replace: sorting, projections and attention; `layer` adds norms and the feed-forward part, which
-all share.
+fastest is what speeds are against. What has no kernels there, K-means of words wider than 256, is refused: it would
+take most of the time. The training step has the clustering losses that its layer has. `attention` is the part that the
+methods replace: sorting, projections and attention; `layer` adds norms and the feed-forward part, which all share.
 
     python -m scripts.benchmark.clusterformer            # writes scripts/results/benchmark_clusterformer.json
     python -m scripts.benchmark.clusterformer --dtypes bfloat16     # runs on the GPU where there is one
@@ -13,6 +13,7 @@ all share.
 What the output file already holds is not measured again: an interrupted run goes on.
 """
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -48,6 +49,7 @@ DEFAULT_LENGTHS = {
     "cpu": "512,1000,2048,4096,8192,16384",
     "cuda": "512,1000,2000,4096,10000,16384,25000,35000,55000,65536",
 }
+SLOWER_FORM = "attention on a GPU runs the slower PyTorch form"
 PARTS = ("attention", "layer")
 PASSES = ("forward", "forward_backward")
 
@@ -101,6 +103,17 @@ class TimedLayer:
         self.words.grad = self.centroids.grad = None
 
 
+def by_kernels(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call, which raises where an op would run on a GPU without its kernels."""
+
+    def checked() -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=SLOWER_FORM)
+            return call()
+
+    return checked
+
+
 def measure(
     case: dict[str, Any], sizes: dict[str, int], factor: float, device: torch.device, repeats: int
 ) -> list[dict[str, Any]]:
@@ -124,7 +137,7 @@ def measure(
                 layer_call = partial(getattr(layers.get(name, layers[EXACT]), passing), part)
                 call = partial(run_in, kernels.get(name, nullcontext), layer_call)
                 try:  # the warm-up round too
-                    _, rows[name][f"{part}_{passing}_peak_bytes"] = peak_memory_added(call, device)
+                    _, rows[name][f"{part}_{passing}_peak_bytes"] = peak_memory_added(by_kernels(call), device)
                 except Exception as error:  # no memory, or a kernel that this chip has no room for
                     rows[name][f"{part}_{passing}_refused"] = str(error).splitlines()[0]
                     continue

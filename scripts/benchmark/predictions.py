@@ -1,4 +1,6 @@
-"""How fast would the kernels be on an H100? Predicted from what their programs do: no GPU has run any of it.
+"""How fast would the kernels be on an H100? Predicted from what their programs do; too well, as an H200 has shown.
+
+`hf_effattn/ops/README.md` has these beside what was measured: no layer was as fast. They compare two kernels.
 
 The ops run under Triton's interpreter with the block sizes of an H100; of every launch the programs of the first head
 are run, and counted: bytes, products, arithmetic, and how many steps of a program wait for each other. A launch takes

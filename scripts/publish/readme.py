@@ -6,6 +6,7 @@ python -m scripts.publish.readme
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ..benchmark import rivals as benchmark_rivals
 from ..benchmark.attention import EXACT
 from ..kept.command_line import run_with_help
 from ..kept.markdown import number
-from . import budget_tables, clusterformer_tables, decoder_tables, prediction_tables, trust_tables
+from . import budget_tables, clusterformer_tables, decoder_tables, gpu_tables, trust_tables
 from . import cards as project_cards
 from . import cst_tables as paper_tables
 from .cards import CARDS
@@ -315,11 +316,16 @@ def documents(result: dict[str, Any]) -> Table:
 def shortest() -> str:
     """From which length each setting is faster than exact attention, in encoders and where the future is masked."""
     measured = _crossover()
+    columns = {
+        "encoders, CPU": ("", "cpu"),
+        "models that mask the future, CPU": ("causal_", "cpu"),
+        "encoders, GPU": ("", "cuda"),
+    }
 
-    def by_name(prefix: str) -> dict[str, str]:
+    def by_name(prefix: str, device: str) -> dict[str, str]:
         found = {}
-        tried, *_ = (one["forward_speedup"] for one in measured[f"{prefix}measurements"]["cpu"].values())
-        for row in measured[f"{prefix}min_length"]["cpu"]:
+        tried, *_ = (one["forward_speedup"] for one in measured[f"{prefix}measurements"][device].values())
+        for row in measured[f"{prefix}min_length"][device]:
             settings = [f"{letter}={row[field]}" for letter, field in LETTERS.items() if field in row]
             options = {name: value for name, value in row.items() if name != "min_length"}
             (longest,) = (max(map(int, one["speedup"])) for one in tried if options.items() <= one.items())
@@ -329,24 +335,21 @@ def shortest() -> str:
             )
         return found
 
-    encoders, causal = by_name(""), by_name("causal_")
-    rows = [
-        [name, *(found.get(name, "") for found in (encoders, causal))] for name in dict.fromkeys([*encoders, *causal])
-    ]
-    machines, causal_machines = (list(measured[f"{prefix}measurements"]["cpu"].values()) for prefix in ("", "causal_"))
-    one = machines[0]
-    inputs = f"Random inputs, B={one['batch']}, H={one['heads']}, D={one['head_dim']}, {one['dtype']}; the longest of "
-    measured_on = [
-        f"{name}: " + " and ".join(f"{of['environment']['device_name']}, {_day(of)}" for of in found)
-        for name, found in (("encoders", machines), ("causal", causal_machines))
-    ]
-    versions = f"{one['environment']['threads']} threads, torch {one['environment']['versions']['torch']}"
-    header = ["on a CPU", "encoders", "models that mask the future"]
-    return f"{markdown(header, rows)}\n\n<sub>{inputs}{'; '.join(measured_on)}. {versions}</sub>"
+    found = [by_name(*where) for where in columns.values()]
+    rows = [[name, *(column.get(name, "") for column in found)] for name in dict.fromkeys(chain(*found))]
+    machines = {
+        name: list(measured[f"{prefix}measurements"][device].values()) for name, (prefix, device) in columns.items()
+    }
+    one = machines["encoders, CPU"][0]
+    inputs = f"Random inputs, B={one['batch']}, H={one['heads']}, D={one['head_dim']}; the longest of "
+    measured_on = [f"{name}: {' and '.join(map(_machine, own))}" for name, own in machines.items()]
+    return markdown(["", *columns], rows) + f"\n\n<sub>{inputs}{'; '.join(measured_on)}</sub>"
 
 
-def _day(measured: dict[str, Any]) -> str:
-    return measured["environment"]["time"].split("T")[0]
+def _machine(measured: dict[str, Any]) -> str:
+    where = measured["environment"]
+    day, torch = where["time"].split("T")[0], where["versions"]["torch"]
+    return f"{where['device_name']}, {measured['dtype']}, {where['threads']} threads, torch {torch}, {day}"
 
 
 def served() -> str:
@@ -378,7 +381,7 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "served model types": served,
         "model types not served": not_served,
     },
-    ROOT / "hf_effattn" / "ops" / "README.md": {"predictions": prediction_tables.predictions},
+    ROOT / "hf_effattn" / "ops" / "README.md": {"kernels": gpu_tables.kernels},
     CARDS / "LONG_DOCUMENTS.md": {"whole models": whole_models, "one document": documents},
     CARDS / "RELIABILITY.md": {
         "properties": trust_tables.properties,

@@ -132,6 +132,12 @@ def settle_hashes() -> None:
         assert function.cache_key
 
 
+def fill_outputs() -> None:
+    """From now on what no kernel writes is 0: a legal index for what follows."""
+    torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
+    torch.Tensor.new_empty = torch.Tensor.new_zeros
+
+
 class Compiler:
     """Stands in for launches: compiles a kernel once per configuration and prints a JSON line about it.
 
@@ -156,9 +162,7 @@ class Compiler:
             compiler.launched(function, args, kwargs, grid)
 
         JITFunction.run = run  # type: ignore[method-assign]
-        # Outputs that no kernel writes must be legal indices for what follows.
-        torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
-        torch.Tensor.new_empty = torch.Tensor.new_zeros
+        fill_outputs()
 
     def starts(self, row: dict[str, Any]) -> bool:
         """Whether the chip has the registers of all threads: NVIDIA's give each a multiple of 8."""
@@ -312,9 +316,9 @@ def slice_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]
 CALLS = (clustering_calls, attention_calls, clusterformer_calls, slice_calls)
 
 
-def start(gpu: str) -> None:
+def start(gpu: str, named: type[NamedGpu] = NamedGpu) -> None:
     """From now on this process compiles for a GPU, and launchers are told of it."""
-    driver.set_active(NamedGpu(GPUS[gpu].target))
+    driver.set_active(named(GPUS[gpu].target))
     chips.INTERPRETER = GPUS[gpu].chip
     for path in sorted(Path(hf_effattn.__file__).parent.glob("ops/*/triton/*.py")):
         import_module(f"hf_effattn.ops.{path.parts[-3]}.triton.{path.stem}".removesuffix(".__init__"))

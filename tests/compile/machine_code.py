@@ -32,6 +32,8 @@ INSTRUCTIONS = {
     "vector_loads": r"LDG\.E\S*\.128|LDGSTS\.E\S*\.128",
     "other_loads": r"LDG(?!\.E\S*\.128)|LDGSTS(?!\.E\S*\.128)",
     "barriers": r"BAR\.",
+    "shuffles": r"SHFL",
+    "branches": r"BRA",
 }
 
 
@@ -72,15 +74,15 @@ class Recorder(Compiler):
         self.launches.append({"kernel": function.__name__, "programs": grid[0], **self.known_rows[key]})
 
 
-def layers() -> dict[str, Callable[[], Any]]:
+def layers(length: int = LENGTH) -> dict[str, Callable[[], Any]]:
     """A forward pass of the layers that a GPU is for, at the length where they are to gain."""
     names = "cluster_queries", "improved_clustered_attention", "bi_clustered_attention", "slice_attention"
     cluster_queries, improved, bi_clustered_attention, slices = (
         getattr(import_module(f"hf_effattn.ops.{name}.triton"), name) for name in names
     )
     offsets = import_module("hf_effattn.ops.bi_clustered_attention.triton.offsets").query_offsets
-    query, key, value = tensors(HEAD_DIM, DTYPES[DTYPE], length=LENGTH, heads=HEADS, key_heads=HEADS)
-    labels = torch.zeros(1, HEADS, LENGTH, dtype=torch.int64)
+    query, key, value = tensors(HEAD_DIM, DTYPES[DTYPE], length=length, heads=HEADS, key_heads=HEADS)
+    labels = torch.zeros(1, HEADS, length, dtype=torch.int64)
     plain = None, None, HEAD_DIM**-0.5, 0.0, None
 
     def i_clustered() -> torch.Tensor:
@@ -94,7 +96,7 @@ def layers() -> dict[str, Callable[[], Any]]:
         return bi_clustered_attention(query, key, value, labels, labels, *counts, None, None, None, *rest)
 
     slice_length, extension = 32, 32
-    sinks = torch.ones(1, LENGTH, dtype=torch.bool)
+    sinks = torch.ones(1, length, dtype=torch.bool)
     cst = partial(
         slices, query, key, value, slice_length, extension, False, None, HEAD_DIM**-0.5, None, None, sinks, 0.0, None
     )

@@ -85,13 +85,13 @@ improved = partial(attend, "improved_clustered_attention", topk=32)
 @pytest.mark.parametrize(
     ("call", "forward", "backward"),
     [
-        (cluster, 6, 0),  # the metric, the seeds, three rounds, all labels
-        (partial(cluster, masked=True), 7, 0),  # and the rows that count
+        (cluster, 7, 0),  # the metric in two, the seeds, three rounds, all labels
+        (partial(cluster, masked=True), 8, 0),  # and the rows that count
         (offsets, 2, 0),
         (partial(attend, "clustered_attention"), 5, 4),
         (improved, 8, 7),
         (bi_clustered, 12, 7),
-        (slices, 1, 5),
+        (slices, 2, 6),  # with sinks and sizes
         (blocks, 1, 2),
         (words, 3, 3),
     ],
@@ -135,4 +135,4 @@ def test_launches_of_the_causal_form_as_planned(monkeypatch, length):
             ops.cluster_queries(query, clusters, key=query, iterations=1, backend="triton")
         sizes = {"clusters": 8, "key_clusters": 4 * segments, "topk": 256}
         ops.bi_clustered_attention(query, key, key, labels, key_labels, **sizes, backend="triton")
-        assert len(launches) + len(PLANNED) == 29, launches
+        assert len(launches) + len(PLANNED) == 31, launches

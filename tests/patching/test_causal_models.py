@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 import hf_effattn
 from hf_effattn.patching.methods import METHODS as EVERY_METHOD
 from hf_effattn.patching.methods import clustered as clustered_settings
+from hf_effattn.patching.methods import crossover
 from hf_effattn.patching.model_table import MODEL_TYPES
 
 COMMON: dict[str, Any] = {
@@ -161,6 +163,33 @@ def test_a_padded_batch_is_its_texts_alone(model_type: str, method: str) -> None
     rolled = ids.roll(-9, dims=1)
     right = model(rolled, attention_mask=mask.flip(1)).logits
     torch.testing.assert_close(right[:1, :-9], alone, rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def test_where_no_length_was_measured_the_model_stays_exact_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, attended: list[dict[str, Any]]
+) -> None:
+    """As on a GPU, whose causal form has no kernels."""
+    model, ids = make_model("llama"), tokens()
+    exact = model(ids).logits
+    patch(model, min_length=None)  # as on a CPU, before it moves
+    monkeypatch.setattr(crossover, "CAUSAL_CROSSOVER", {"elsewhere": crossover.CAUSAL_CROSSOVER["cpu"]})
+    never = r'on "cpu" exact attention runs at every length.* has no kernels .*pass min_length=0'
+    with pytest.warns(UserWarning, match=f"The patch does nothing: {never}") as said:
+        assert torch.equal(model(ids).logits, exact)
+    assert {one.filename for one in said} == {__file__}
+    with pytest.warns(UserWarning, match=f"The patch will do nothing: {never}"):
+        patch(model, min_length=None)
+    assert attended == []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The patch")
+        model.to("meta")  # which says nothing of where it will run
+        patch(model, min_length=None)
+        model = make_model("llama")
+        patch(model, min_length=LENGTH)
+        assert not torch.equal(model(ids).logits, exact)
+        assert len(attended) == 3
+        assert torch.equal(model(ids[:, 1:]).logits, hf_effattn.unpatch_attention(model)(ids[:, 1:]).logits)
 
 
 @each_model

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from hf_effattn.ops import (
 from hf_effattn.ops.cluster_queries import DEFAULT_BITS, DEFAULT_ITERATIONS
 from hf_effattn.patching.methods import METHODS as EVERY_METHOD
 from hf_effattn.patching.methods import make_method
-from hf_effattn.patching.methods.crossover import CROSSOVER, crossover_length
+from hf_effattn.patching.methods.crossover import CAUSAL_SLOWDOWN, CROSSOVER, crossover_length
 
 SMALL = {"clustered": {}, "i-clustered": {"topk": 6}, "bi-clustered": {"topk": 6, "key_clusters": 7}}
 METHODS = tuple(SMALL)
@@ -173,21 +173,47 @@ def test_a_method_without_a_measured_crossover_is_named(device: str, causal: boo
         crossover_length("new", {"clusters": 4}, device, causal=causal)
 
 
-@pytest.mark.parametrize("row", CROSSOVER["cpu"], ids=str)
-def test_min_length_comes_from_the_measured_crossover(row: dict[str, Any]) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("place", range(len(CROSSOVER["cpu"])))
+def test_min_length_comes_from_the_measured_crossover(device: str, place: int) -> None:
+    row = CROSSOVER[device][place]
     options = {name: value for name, value in row.items() if name not in ("method", "min_length")}
-    measured = make_method(row["method"], **options).shortest_length("cpu")
+    measured = make_method(row["method"], **options).shortest_length(device)
     assert measured <= row["min_length"]
-    assert make_method(row["method"], **options, min_length=17).shortest_length("cpu") == 17
+    assert make_method(row["method"], **options, min_length=17).shortest_length(device) == 17
     doubled = make_method(row["method"], **{name: 2 * value for name, value in options.items()})
-    assert measured <= doubled.shortest_length("cpu") <= 2 * row["min_length"]
+    assert measured <= doubled.shortest_length(device) <= 2 * row["min_length"]
 
 
-@pytest.mark.parametrize(("causal", "factor"), [(False, 4), (True, 8)])
-def test_min_length_of_a_device_never_measured_is_longer(causal: bool, factor: int) -> None:
+def test_min_length_of_a_device_never_measured_is_longer() -> None:
     settings = make_method("i-clustered", clusters=100, topk=32)
-    measured = settings.shortest_length("cpu", causal=causal)
-    assert settings.shortest_length("a-device-never-measured", causal=causal) == factor * measured
+    longest = max(settings.shortest_length(device) for device in CROSSOVER)
+    assert settings.shortest_length("a-device-never-measured") == 4 * longest
+    # As far apart as the comment says.
+    ratios = [gpu["min_length"] / cpu["min_length"] for cpu, gpu in zip(*CROSSOVER.values(), strict=True)]
+    assert list(CROSSOVER) == ["cpu", "cuda"]
+    assert [round(min(ratios)), round(max(ratios))] == [4, 13]
+
+
+@pytest.mark.parametrize("device", ["cuda", "a-device-never-measured"])
+@pytest.mark.parametrize("method", METHODS)
+def test_no_length_is_the_default_of_a_causal_form_without_kernels(method: str, device: str) -> None:
+    settings = make_method(method)
+    assert settings.shortest_length(device, causal=True) is None
+    assert settings.is_exact(10**9, 10**9, device, causal=True)
+    assert not settings.is_exact(10**6, 10**6, device)
+    assert not dataclasses.replace(settings, min_length=2000).is_exact(2000, 2000, device, causal=True)
+    rungs = [{"method": method}, {"method": method, "clusters": 7, "min_length": 2000}]
+    assert make_method("per-head", rungs=rungs, heads=[[0, 0]]).shortest_length(device, causal=True) is None
+    assert make_method("per-head", rungs=rungs, heads=[[0, 1]]).shortest_length(device, causal=True) == 2000
+
+
+def test_the_slowdown_of_the_causal_form_is_the_measured_one() -> None:
+    kept = Path(hf_effattn.__file__).parents[1] / "scripts" / "results" / "gpu" / "benchmark_prefill.json"
+    rows = json.loads(kept.read_text(encoding="utf-8"))["rows"]
+    ratios = [1 / row["speedup"] for row in rows if not row["method"].startswith("SDPA")]
+    assert {row["device_name"] for row in rows} == {"NVIDIA H200"}
+    assert (round(min(ratios)), round(max(ratios))) == CAUSAL_SLOWDOWN
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -27,7 +27,7 @@ from hf_effattn.measuring.choosing import (
 from hf_effattn.measuring.errors import head_errors, relative_error
 from hf_effattn.measuring.ladder import LadderErrors, layer_shares, text_errors, text_squares
 from hf_effattn.measuring.recording import SeenAttention, recording
-from hf_effattn.patching.methods import make_method
+from hf_effattn.patching.methods import crossover, make_method
 from hf_effattn.samples.model import load_model
 from hf_effattn.samples.texts import Passages, bundled_books
 
@@ -409,6 +409,15 @@ def test_inputs_that_no_min_length_makes_long_enough(model_type: str, reason: st
     ladder = [{"method": "bi-clustered", "clusters": 64, "segment_length": 64}]
     with pytest.raises(ValueError, match=f"at most 40 tokens, since {reason}.*give longer ones$"):
         hf_effattn.calibrate(encoder_or_llama(model_type), texts(), **OPTIONS | {"min_length": 0, "ladder": ladder})
+
+
+def test_inputs_that_no_length_is_enough_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the future is masked on a kind of device without kernels for that, longer ones would not help."""
+    monkeypatch.setattr(crossover, "CAUSAL_CROSSOVER", {"elsewhere": crossover.CAUSAL_CROSSOVER["cpu"]})
+    ladder = [{"method": "clustered", "clusters": 4, "segment_length": 4, "window": 4}]
+    options = OPTIONS | {"min_length": None, "ladder": ladder}
+    with pytest.raises(ValueError, match=r'on "cpu" exact attention runs at every length.*--min-length 0\)$'):
+        hf_effattn.calibrate(encoder_or_llama("llama"), texts(), **options)
 
 
 def test_texts_that_differ_too_much() -> None:

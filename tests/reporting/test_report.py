@@ -7,11 +7,18 @@ import pytest
 import torch
 from support.tiny_models import FULL_LAYERS, MODEL_TYPES, batch_for, mostly_slow, tiny_model
 from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
-from transformers import AutoModelForMaskedLM, AutoModelForQuestionAnswering, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+)
 
 import hf_effattn
 from hf_effattn import Report
 from hf_effattn.patching import make_method
+from hf_effattn.patching.methods import crossover
 
 METHODS = [
     {"method": "clustered", "clusters": 5},
@@ -209,6 +216,18 @@ def test_times_and_memory_are_measured_in_whole_rounds():
     assert "they are shorter than min_length (1," in found.summary()
     found.of(CLUSTERED, 1)[0].why_exact = None  # a length that it starts at
     assert "30 tokens are below its min_length" in found.summary()
+
+
+def test_a_report_says_where_no_length_is_enough(monkeypatch):
+    """Where the future is masked on a kind of device without kernels for that."""
+    monkeypatch.setattr(crossover, "CAUSAL_CROSSOVER", {"elsewhere": crossover.CAUSAL_CROSSOVER["cpu"]})
+    sizes = {"vocab_size": 60, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes)).eval()
+    inputs = {"input_ids": torch.arange(5, 45)[None]}
+    method = {"method": "bi-clustered", "clusters": 4, "topk": 3, "key_clusters": 6, "segment_length": 4, "window": 4}
+    said = quick_report(model, inputs, [method]).summary()
+    assert 'would run exact attention: on "cpu" exact attention runs at every length' in said
+    assert "shorter than min_length" not in said
 
 
 def test_peak_memory_on_the_cpu_is_that_of_the_tensors_alive_at_once():

@@ -63,8 +63,8 @@ class Method(ABC):
     Args:
         min_length (`int`, *optional*): inputs shorter than this many tokens run exact attention. Default: the length
             from which the method is faster with these settings, from what was measured on this kind of device
-            (`crossover.json`; where nothing was, 4 times the length measured on others, 8 times where the future is
-            masked); 0 forces the method.
+            (`crossover.json`; where nothing was, 4 times the length measured on others, and no length at all where
+            the future is masked); 0 forces the method.
         tolerance (`float`, *optional*): the relative L2 error of a head's attention output that is allowed: in every
             forward pass 64 queries of each text and head are computed exactly too, on a CPU only 16 where these show
             a head well within it, and `on_excess` says what happens where their error, with a margin, is larger.
@@ -109,10 +109,11 @@ class Method(ABC):
 
     def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
         """Whether exact attention runs instead: the input is short, so the method would save nothing."""
-        return query_length < self.shortest_length(device_type, causal=causal)
+        shortest = self.shortest_length(device_type, causal=causal)
+        return shortest is None or query_length < shortest
 
-    def shortest_length(self, device_type: str, *, causal: bool = False) -> int:
-        """The number of tokens from which the method runs on this kind of device ("cpu", "cuda", ...)."""
+    def shortest_length(self, device_type: str, *, causal: bool = False) -> int | None:
+        """The number of tokens from which the method runs on this kind of device ("cpu", "cuda", ...); None: never."""
         if self.min_length is not None:
             return self.min_length
         price = {name: getattr(self, name) for name in self.price}

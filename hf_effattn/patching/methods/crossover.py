@@ -9,21 +9,26 @@ from typing import Any
 _MEASURED = json.loads(files(__package__).joinpath("crossover.json").read_text())
 CROSSOVER: dict[str, list[dict[str, Any]]] = _MEASURED["min_length"]
 CAUSAL_CROSSOVER: dict[str, list[dict[str, Any]]] = _MEASURED["causal_min_length"]
-# Of the lengths measured elsewhere, for a device that has none of its own: an accelerator multiplies so much faster
-# than it starts the many short steps of a clustering, and of the causal forms, that exact attention wins for longer.
-# Cautious estimates from the steps and bytes on an H200.
-UNMEASURED, CAUSAL_UNMEASURED = 4, 8
+# Of the longest length measured anywhere, for a kind of device that has none of its own: an assumption, and a cautious
+# one. An H200 begins 4 to 13 times as late as a CPU, by kernels that other accelerators lack.
+UNMEASURED = 4
+# How many times as long as exact attention the causal form took on an H200, from 4,096 to 32,768 tokens, at least and
+# at most (scripts/results/gpu/benchmark_prefill.json): it has no kernels.
+CAUSAL_SLOWDOWN = (42, 154)
 
 
-def crossover_length(method: str, price: Mapping[str, int], device_type: str, *, causal: bool) -> int:
+def crossover_length(method: str, price: Mapping[str, int], device_type: str, *, causal: bool) -> int | None:
     """The number of tokens from which a method is faster.
 
     Args:
         method (`str`): its name.
         price (`Mapping[str, int]`): the settings that its time grows with, at most in proportion, and their values.
-        device_type (`str`): `"cpu"`, `"cuda"`, ...; where nothing was measured, 4 times the length on others, 8 times
-            where the future is masked.
+        device_type (`str`): `"cpu"`, `"cuda"`, ...; where nothing was measured, 4 times the longest of the others.
         causal (`bool`): whether the future is masked.
+
+    Returns:
+        `int`, *optional*: None where the future is masked on a kind of device that no length is known of: there the
+        method does not run by itself.
 
     Raises:
         ValueError: of this method nothing was measured.
@@ -32,7 +37,17 @@ def crossover_length(method: str, price: Mapping[str, int], device_type: str, *,
     if device_type in crossover:
         return _promised(crossover[device_type], method, price)
     longest = max(_promised(measured, method, price) for measured in crossover.values())
-    return longest * (CAUSAL_UNMEASURED if causal else UNMEASURED)
+    return None if causal else longest * UNMEASURED
+
+
+def why_never(method: str, device_type: str) -> str:
+    """What to tell those whose causal model runs exact attention for want of a length."""
+    least, most = CAUSAL_SLOWDOWN
+    return (
+        f'on "{device_type}" exact attention runs at every length: where the future is masked "{method}" has no '
+        f"kernels and took {least} to {most} times as long (bfloat16 on an H200). To force it pass min_length=0 or a "
+        "number of tokens"
+    )
 
 
 def _promised(measured: list[dict[str, Any]], method: str, price: Mapping[str, int]) -> int:

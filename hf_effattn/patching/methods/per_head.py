@@ -116,10 +116,11 @@ class PerHead(Method):
     def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
         return all(rung.is_exact(query_length, key_length, device_type, causal=causal) for rung in self._used())
 
-    def shortest_length(self, device_type: str, *, causal: bool = False) -> int:
-        return min(
-            (rung.shortest_length(device_type, causal=causal) for rung in self._used()), default=self.min_length or 0
-        )
+    def shortest_length(self, device_type: str, *, causal: bool = False) -> int | None:
+        lengths = [rung.shortest_length(device_type, causal=causal) for rung in self._used()]
+        if not lengths:
+            return self.min_length or 0
+        return min((length for length in lengths if length is not None), default=None)
 
     def _used(self) -> list[Method]:
         used = {index for row in self.heads for index in row}

@@ -15,7 +15,7 @@ from hf_effattn.patching.methods import METHODS, make_method
 from hf_effattn.reporting.calibration import Calibration
 from hf_effattn.samples.texts import bundled_books
 from hf_effattn.training import train_tokenizer
-from scripts.benchmark import _inputs, causal_generation, language_model
+from scripts.benchmark import _inputs, causal_generation, language_model, prefill
 from scripts.benchmark._scores import counted_scores
 
 
@@ -96,6 +96,25 @@ def test_language_model(model_folder, tmp_path, monkeypatch):
         assert 0.3 < worse["scored_share"] < ours["scored_share"] < 1.5
     with pytest.raises(typer.BadParameter, match="no settings are named cst"):
         language_model.main(methods="cst", output=output)
+
+
+def test_a_method_without_memory_is_noted_and_the_others_go_on(model_folder, tmp_path, monkeypatch):
+    def out_of_memory_by_bi_clustering(*inputs, method, **settings):
+        if method == "bi-clustered":
+            raise torch.OutOfMemoryError("Tried to allocate 1 TiB.\nMore of it")
+        return causal_clustered_attention(*inputs, method=method, **settings)
+
+    monkeypatch.setattr(prefill, "causal_clustered_attention", out_of_memory_by_bi_clustering)
+    monkeypatch.setattr(prefill, "GPT2", model_folder)
+    output = tmp_path / "prefill.json"
+    prefill.main("300,310", heads=2, key_heads=1, head_dim=8, repeats=1, output=output)
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["length"] for row in rows] == [300] * 5 + [310] * 5
+    for row in rows:
+        refused = row["method"].startswith("bi-clustered")
+        assert row.get("refused") == ("Tried to allocate 1 TiB." if refused else None)
+        assert (row["real_error"] is None) == (refused or row["method"] == "SDPA")
+        assert refused or row["ms"] > 0
 
 
 def test_causal_generation(model_folder, tmp_path):

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from scripts.benchmark.predictions import HEADS, Launch, counting, exact_seconds
-from scripts.publish.prediction_tables import FORWARD, cell
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="programs are counted in Triton's interpreter")
 
@@ -49,9 +48,3 @@ def test_a_launch_takes_the_longest_of_what_it_waits_for():
     chain = Launch("chain", programs=1000, counted=1000, chain=1e9, longest=1e6)
     assert chain.seconds(2) == pytest.approx(chain.seconds(1) / 2, rel=0.01)
     assert exact_seconds(2048, backward=False) == pytest.approx(exact_seconds(1024, backward=False) * 4)
-
-
-def test_a_goal_that_is_missed_shows():
-    assert cell({FORWARD: 7.96}, FORWARD, 8) == "8.0× (8: **missed**)"
-    assert cell({FORWARD: 8.0}, FORWARD, 8) == "8.0× (8: reached)"
-    assert cell({}, FORWARD, 8) == cell(None, FORWARD, 8) == ""

@@ -104,6 +104,10 @@ def test_the_readme_is_short_and_says_from_where_a_patch_works():
     assert len(text.splitlines()) <= 200
     shortest = make_method("bi-clustered", clusters=32, topk=64, key_clusters=32).shortest_length("cpu")
     assert f"starts at {shortest:,} tokens on a CPU" in " ".join(text.split())
+    (on_a_gpu,) = re.findall(r"^\| a GPU \|.*", text, re.MULTILINE)
+    for method in ("i-clustered", "bi-clustered"):
+        shortest = make_method(method).shortest_length("cuda")
+        assert re.search(rf'{shortest:,}[^"]* by `"{method}"`', on_a_gpu)
 
 
 def test_the_ten_lines_run(real_model_folder, tmp_path, monkeypatch):

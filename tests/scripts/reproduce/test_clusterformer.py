@@ -2,13 +2,16 @@
 
 import gzip
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import typer
+from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
+from hf_effattn.ops import cluster_queries
 from scripts.benchmark import clusterformer as benchmark_clusterformer
 from scripts.kept import data as shared_data
 from scripts.kept.runs import KeptRuns, mean_and_deviation
@@ -179,6 +182,16 @@ def test_a_gate_on_a_random_order_does_not_sort():
     assert all(torch.equal(order[0], order[1]) for order in orders)
     assert sorted(orders[0][0].tolist()) == list(range(16))
     assert not torch.equal(orders[0], orders[1])
+
+
+def test_what_has_no_kernels_on_a_gpu_is_refused_before_it_runs():
+    with FakeTensorMode():  # needs no GPU
+        words = torch.empty(1, 1, 64, 300, device="cuda")
+        with pytest.raises(UserWarning, match="a head_dim up to 256, got 300"):
+            benchmark_clusterformer.by_kernels(partial(cluster_queries, words, 4))()
+    assert (
+        benchmark_clusterformer.by_kernels(partial(cluster_queries, torch.randn(1, 1, 64, 300), 4))().shape[-1] == 64
+    )
 
 
 @pytest.mark.slow

@@ -9,10 +9,9 @@ Gradients of tables are kept over the `n_j` queries of a cluster, as in `cluster
 """
 
 import torch
-import triton
 import triton.language as tl
 
-from ...shared.triton.chips import LENGTHS, chip_of, on_device_of
+from ...shared.triton.chips import chip_of, on_device_of
 from ...shared.triton.cluster_table import (
     _cluster_table_bwd_delta_kernel,
     _cluster_table_bwd_query_kernel,
@@ -21,6 +20,7 @@ from ...shared.triton.cluster_table import (
     dipole_part,
     is_exact,
 )
+from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import dot_rows
 from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import LOG2_E, PART, load_rows, load_tile, tile_config
@@ -31,7 +31,7 @@ from .products import cluster_products
 CENTROID_PROGRAMS = 264  # enough to keep a large chip busy
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _bi_clustered_attention_bwd_key_kernel(
     centroids_ptr, key_ptr, value_ptr, log_square_ptr, taken_ptr, exact_heads_ptr, starts_ptr, order_ptr,
     key_starts_ptr, tiles_ptr, log_mass_ptr, constant_ptr, table_grad_key_ptr, table_grad_value_ptr,
@@ -136,7 +136,7 @@ def _bi_clustered_attention_bwd_key_kernel(
     tl.store(p_gv + o_v[None, :] * stride_gv_d, b_grad_value, mask=m_key[:, None] & (o_v < Dv)[None, :])
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _bi_clustered_attention_bwd_centroid_kernel(
     centroids_ptr, key_ptr, value_ptr, log_square_ptr, taken_ptr, exact_heads_ptr, starts_ptr, order_ptr,
     key_starts_ptr, table_key_ptr, log_mass_ptr, constant_ptr, table_grad_key_ptr, table_grad_value_ptr, grad_bias_ptr,
@@ -251,7 +251,7 @@ def attend_backward(
             x, grad_output, queries, saved.top, saved.lse, delta, sums, columns=topk + key_clusters,
             exact_heads=exact_heads,
         )  # fmt: skip
-        blocks = triton.cdiv(key_clusters, summary_config["ROWS"])
+        blocks = -(-key_clusters // summary_config["ROWS"])
         _cluster_table_bwd_summary_kernel[(P * rows * blocks,)](
             query, grad_output, dropout_seed, exact_heads, *of_queries[:2], saved.lse, delta, turn, saved.table_keys,
             saved.table_values, saved.bias, saved.centroids, table_grad_keys, table_grad_values, grad_bias, constant,
@@ -276,10 +276,10 @@ def attend_backward(
             *grad_key.stride(), *grad_value.stride(), Hk, rows, M, D, Dv, clusters, key_clusters, words,
             keys.tiles.shape[1], max(1.0, N / clusters), *scales, **exact, **key_config,
         )  # fmt: skip
-        blocks = triton.cdiv(rows, key_config["ROWS"])
+        blocks = -(-rows // key_config["ROWS"])
         splits = max(1, min(CENTROID_PROGRAMS // (P * blocks), key_clusters))
-        split_length = triton.cdiv(key_clusters, splits)
-        splits = triton.cdiv(key_clusters, split_length)
+        split_length = -(-key_clusters // splits)
+        splits = -(-key_clusters // split_length)
         grad_centroids = query.new_empty(P * rows, splits, D, dtype=torch.float32)
         _bi_clustered_attention_bwd_centroid_kernel[(P * blocks * splits,)](
             saved.centroids, key, value, saved.log_squares, saved.taken, exact_heads, queries.starts, keys.order,

@@ -6,18 +6,18 @@ Which heads they are is known to the GPU alone: nothing waits for the host, and 
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 
-from ...shared.triton.chips import LENGTHS, on_device_of
+from ...shared.triton.chips import on_device_of
 from ...shared.triton.cluster_table import score_gradients
 from ...shared.triton.dropout import dropout_factor
+from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import KIND, KINDS, dot_rows, softmax_step
 from ...shared.triton.tiles import LOG2_E, LOWEST, load_key_mask, load_rows, tile_config
 from ..reference import Inputs
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _bi_clustered_attention_fwd_exact_kernel(
     query_ptr, key_ptr, value_ptr, key_mask_ptr, query_mask_ptr, exact_heads_ptr, seed_ptr, output_ptr, lse_ptr,
     stride_query_b, stride_query_h, stride_query_n, stride_query_d, stride_key_b, stride_key_h, stride_key_m,
@@ -81,7 +81,7 @@ def attend_exactly(output: torch.Tensor, lse: torch.Tensor, x: Inputs, exact_hea
     B, H, N, D = query.shape
     M, Dv = value.shape[2:]
     config = tile_config(query, D, Dv)
-    blocks = triton.cdiv(N, config["ROWS"])
+    blocks = -(-N // config["ROWS"])
     masks = (stride for mask in (key_mask, query_mask) for stride in ((0, 0) if mask is None else mask.stride()))
     with on_device_of(query):
         _bi_clustered_attention_fwd_exact_kernel[(B * H * blocks,)](
@@ -93,7 +93,7 @@ def attend_exactly(output: torch.Tensor, lse: torch.Tensor, x: Inputs, exact_hea
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _bi_clustered_attention_bwd_exact_query_kernel(
     query_ptr, key_ptr, value_ptr, grad_output_ptr, key_mask_ptr, query_mask_ptr, exact_heads_ptr, seed_ptr, lse_ptr,
     delta_ptr, grad_query_ptr,
@@ -158,7 +158,7 @@ def _bi_clustered_attention_bwd_exact_query_kernel(
     tl.store(p_out + o_d[None, :] * stride_gq_d, b_grad_query, mask=(o_n < N)[:, None] & (o_d < D)[None, :])
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _bi_clustered_attention_bwd_exact_key_kernel(
     query_ptr, key_ptr, value_ptr, grad_output_ptr, key_mask_ptr, query_mask_ptr, exact_heads_ptr, seed_ptr, lse_ptr,
     delta_ptr, grad_key_ptr, grad_value_ptr,
@@ -250,11 +250,11 @@ def exact_backward(
     config = tile_config(query, D, Dv, backward=True)
     key_config = tile_config(query, D, Dv, backward=True, two_sums=True)
     with on_device_of(query):
-        blocks = triton.cdiv(N, config["ROWS"])
+        blocks = -(-N // config["ROWS"])
         _bi_clustered_attention_bwd_exact_query_kernel[(B * H * blocks,)](
             *tensors, grad_query, *strides, *grad_query.stride(), *numbers, blocks, *factors, **switches, **config
         )
-        blocks = triton.cdiv(M, key_config["ROWS"])
+        blocks = -(-M // key_config["ROWS"])
         _bi_clustered_attention_bwd_exact_key_kernel[(B * Hk * blocks,)](
             *tensors, grad_key, grad_value, *strides, *grad_key.stride(), *grad_value.stride(),
             *numbers, blocks, *factors, **switches, **key_config,

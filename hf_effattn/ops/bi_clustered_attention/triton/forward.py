@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from ...shared.triton.centroids import centroid_pass
-from ...shared.triton.chips import LENGTHS, block_width, chip_of, on_device_of
+from ...shared.triton.chips import block_width, chip_of, on_device_of
 from ...shared.triton.cluster_table import dipole_part, is_exact
+from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import dot_rows, softmax_weights
 from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import LOG2_E, LOWEST, load_rows, load_tile, tile_config
@@ -58,7 +59,7 @@ class Saved(NamedTuple):
     share: torch.Tensor  # `s_i`, each query's weight on key clusters, `(B · H, N)`
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _bi_clustered_attention_fwd_covariance_kernel(
     products_ptr, starts_ptr, covariance_ptr, sizes_ptr,
     group, parts, D, clusters, scale_squared,
@@ -83,7 +84,7 @@ def _bi_clustered_attention_fwd_covariance_kernel(
     tl.store(sizes_ptr + i_p * D + o_d, b_size * (scale_squared / tl.maximum(queries, 1)), mask=o_d < D)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _bi_clustered_attention_fwd_distance_kernel(
     key_ptr, mean_key_ptr, covariance_ptr, sizes_ptr, exact_heads_ptr, order_ptr, starts_ptr, tiles_ptr,
     log_square_ptr, taken_ptr,
@@ -171,7 +172,7 @@ def load_lift(log_square_ptr, b_row, m_row):
     return tl.minimum(tl.exp2(b_log_square) * LIFT_PER_SQUARE, LIFT_LIMIT)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _bi_clustered_attention_fwd_table_kernel(
     centroids_ptr, key_ptr, value_ptr, log_square_ptr, taken_ptr, exact_heads_ptr, order_ptr, starts_ptr,
     table_key_ptr, table_value_ptr, log_mass_ptr, bias_ptr,
@@ -236,7 +237,7 @@ def _bi_clustered_attention_fwd_table_kernel(
     tl.store(bias_ptr + o_table, b_log_mass - b_at_centroid, mask=m_r)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _bi_clustered_attention_fwd_dipole_kernel(
     log_mass_ptr, covariance_ptr, exact_heads_ptr, at_centroid_ptr, dipole_ptr,
     rows, columns, key_clusters, blocks, row_blocks,
@@ -293,15 +294,15 @@ def choose_keys(
     products, _ = cluster_products(query, query, queries, centroids, parts=parts)
     covariance, sizes = key.new_empty(B * Hk, D, D), key.new_empty(B * Hk, D, dtype=torch.float32)
     log_squares = query.new_empty(B * Hk, M, dtype=torch.float32)
-    words = triton.cdiv(H // Hk * queries.clusters, 32)
+    words = -(-(H // Hk * queries.clusters) // 32)
     taken = key.new_empty(B * Hk, M, words, dtype=torch.int32)
     tiles, chip, block_d = keys.tiles.shape[1], chip_of(query), block_width(D)
     with on_device_of(query):
-        _bi_clustered_attention_fwd_covariance_kernel[(B * Hk * triton.cdiv(D, 16),)](
+        _bi_clustered_attention_fwd_covariance_kernel[(B * Hk * -(-D // 16),)](
             products, queries.starts, covariance, sizes, H // Hk, len(products) // (B * Hk), D, queries.clusters,
             scale**2, BLOCK_D=block_d, COLUMNS=16, **chip.all_registers,
         )  # fmt: skip
-        blocks = triton.cdiv(tiles, TILES)
+        blocks = -(-tiles // TILES)
         _bi_clustered_attention_fwd_distance_kernel[(B * Hk * blocks,)](
             key, mean_keys, covariance, sizes, exact_heads, keys.order, keys.starts, keys.tiles, log_squares,
             taken, *key.stride(), Hk, M, D, keys.clusters, tiles, words, blocks,
@@ -328,7 +329,7 @@ def make_tables(
     config = tile_config(key, D, Dv, backward=True, two_sums=True)
     if config["COLUMNS"] == 32 and config["ROWS"] == 64 and max(D, Dv) <= 64:
         config["COLUMNS"] = 64  # half as many steps, each of which waits
-    blocks = triton.cdiv(rows, config["ROWS"])
+    blocks = -(-rows // config["ROWS"])
     has_exact = exact_heads is not None
     with on_device_of(key):
         _bi_clustered_attention_fwd_table_kernel[(P * G * blocks,)](
@@ -337,7 +338,7 @@ def make_tables(
             HAS_EXACT=has_exact, **config,
         )  # fmt: skip
         tile = 64 if key.element_size() == 2 else 32
-        row_blocks, blocks = triton.cdiv(rows, tile), triton.cdiv(D * Dv, 128)
+        row_blocks, blocks = -(-rows // tile), -(-(D * Dv) // 128)
         _bi_clustered_attention_fwd_dipole_kernel[(P * blocks * row_blocks,)](
             log_mass, covariances, exact_heads, at_centroid, dipoles, rows, D * Dv, G, blocks, row_blocks,
             HAS_EXACT=has_exact, ROWS=tile, COLUMNS=128, BLOCK_G=32, PRECISION=config["PRECISION"], num_warps=8,

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 
 from ...kmeans.triton.rows import find_rows, finite, load_fit_rows, load_points
-from ...shared.triton.chips import LENGTHS, Chip, block_width, chip_of, on_device_of
+from ...shared.triton.chips import Chip, block_width, chip_of, on_device_of
+from ...shared.triton.launch import kernel
 
 PART, MOST_PARTS = 512, 32  # fitted rows of a part at least, and parts of a problem at most
 
@@ -22,7 +23,7 @@ def _load_labelled(
     return finite(b_points), b_label
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _query_offsets_sums_kernel(
     query_ptr, labels_ptr, rows_ptr, sums_ptr, sizes_ptr,
     stride_query_b, stride_query_h, stride_query_n, stride_query_d,
@@ -63,7 +64,7 @@ def _query_offsets_sums_kernel(
     tl.store(sizes_ptr + o_row, b_sizes.to(tl.float32), mask=(o_c < clusters) & (i_part == 0))
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _query_offsets_kernel(
     query_ptr, labels_ptr, rows_ptr, sums_ptr, sizes_ptr, offsets_ptr,
     stride_query_b, stride_query_h, stride_query_n, stride_query_d,

@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ...shared.triton.chips import LENGTHS, block_width, chip_of, on_device_of
+from ...shared.triton.chips import block_width, chip_of, on_device_of
 from ...shared.triton.cluster_table import is_exact
+from ...shared.triton.launch import kernel
 from ...shared.triton.sort import SortedRows
 
 
@@ -25,7 +26,7 @@ def _load_members(
     return b_a, b_b
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _bi_clustered_attention_products_kernel(
     a_ptr, b_ptr, order_ptr, starts_ptr, mean_a_ptr, mean_b_ptr, weights_ptr, exact_heads_ptr, products_ptr,
     sums_ptr,

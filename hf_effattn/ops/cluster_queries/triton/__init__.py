@@ -1,91 +1,20 @@
-"""Clustering the queries on a GPU: the keys' metric is made here, the rest is K-means."""
+"""Clustering the queries on a GPU: hash codes, or K-means in the keys' metric."""
 
 import torch
-import triton
 import triton.language as tl
 
 from ...kmeans.reference import as_sign
 from ...kmeans.sampling import most_fit_rows
 from ...kmeans.triton import assign, fit, own_clusters
-from ...kmeans.triton.rows import Rows, find_rows, finite, load_fit_rows, load_fitted, load_points, sample_mean
+from ...kmeans.triton.rows import find_rows
 from ...shared.gradients import register_op
-from ...shared.triton.chips import LENGTHS, block_width, chip_of, on_device_of
-from ..reference import METRIC_RIDGE, Inputs, empty_labels
+from ...shared.triton.chips import on_device_of
+from ...shared.triton.launch import kernel
+from ..reference import Inputs, empty_labels
+from .metric import keys_metric
 
 
-@triton.jit(do_not_specialize=LENGTHS)
-def _cluster_queries_metric_kernel(
-    key_ptr, stride_key_b, stride_key_h, stride_key_m, stride_key_d,
-    rows_ptr, counts_ptr, metric_ptr, heads, total, fit_rows, head_dim,
-    RIDGE: tl.constexpr, WIDE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """A few rows of `G`: the covariance of the fitted keys, its mean diagonal 1, and the ridge.
-
-    Products of 16-bit keys are exact; of others (`WIDE`) an origin near the mean is subtracted first, or the product
-    of the sums would eat the digits of the sum of the products.
-    """
-    blocks = tl.cdiv(head_dim, BLOCK_I)
-    i_p = (tl.program_id(0) // blocks).to(tl.int64)
-    i_b = i_p // heads
-    o_i = tl.program_id(0) % blocks * BLOCK_I + tl.arange(0, BLOCK_I)
-    o_d = tl.arange(0, BLOCK_D)
-    key_ptr += i_b * stride_key_b + i_p % heads * stride_key_h
-    fitted = load_fitted(counts_ptr, i_b, total, fit_rows)
-    if WIDE:
-        origin_i = sample_mean(
-            key_ptr, stride_key_m, stride_key_d, rows_ptr, i_b, total, fit_rows, fitted, o_i, head_dim
-        )  # fmt: skip
-        origin_d = sample_mean(
-            key_ptr, stride_key_m, stride_key_d, rows_ptr, i_b, total, fit_rows, fitted, o_d, head_dim
-        )  # fmt: skip
-    products = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
-    # Every row of the sums is the same: a product with ones.
-    sums = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
-    squares = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    for start in range(0, fit_rows, BLOCK_R):
-        o_r = start + tl.arange(0, BLOCK_R)
-        row = load_fit_rows(rows_ptr, i_b, o_r, total, fit_rows)
-        valid = row >= 0
-        b_i = load_points(key_ptr, row, valid, o_i, stride_key_m, stride_key_d, head_dim)
-        b_d = load_points(key_ptr, row, valid, o_d, stride_key_m, stride_key_d, head_dim)
-        b_i, b_d = finite(b_i), finite(b_d)
-        if WIDE:
-            b_i = tl.where(valid[:, None], b_i - origin_i[None, :], 0.0)
-            b_d = tl.where(valid[:, None], b_d - origin_d[None, :], 0.0)
-        products = tl.dot(tl.trans(b_i), b_d, products, input_precision=PRECISION)
-        sums = tl.dot(tl.full([BLOCK_I, BLOCK_R], 1.0, tl.float32).to(b_d.dtype), b_d, sums, input_precision=PRECISION)
-        b_d = b_d.to(tl.float32)
-        squares += b_d * b_d
-    count = tl.maximum(fitted, 1).to(tl.float32)
-    means = tl.sum(sums, axis=0) / BLOCK_I / count
-    means_i = tl.sum(tl.where(o_i[:, None] == o_d[None, :], means[None, :], 0.0), axis=1)
-    variances = tl.maximum(tl.sum(squares, axis=0) / count - means * means, 0.0)
-    size = tl.sum(variances, axis=0) / head_dim
-    covariance = (products / count - means_i[:, None] * means[None, :]) / tl.where(size > 0, size, 1.0)
-    covariance += tl.where(o_i[:, None] == o_d[None, :], RIDGE, 0.0)
-    p_metric = metric_ptr + (i_p * head_dim + o_i)[:, None] * head_dim + o_d[None, :]
-    tl.store(p_metric, covariance, mask=(o_i < head_dim)[:, None] & (o_d < head_dim)[None, :])
-
-
-def keys_metric(key: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """`G` `(B · Hk, D, D)` of the fitted rows of keys `(B, Hk, M, D)`."""
-    B, heads, _, D = key.shape
-    metric = torch.empty(B * heads, D, D, dtype=torch.float32, device=key.device)
-    chip, block_d, wide = chip_of(key), block_width(D), key.dtype == torch.float32
-    most = 64 if wide else 256 if chip.is_large and block_d <= 64 else 128
-    block_r = min(most, 64 * most // block_d)
-    with on_device_of(key):
-        _cluster_queries_metric_kernel[(B * heads * triton.cdiv(D, 16),)](
-            key, *key.stride(), rows.fit, rows.counts, metric, heads, rows.total, rows.most, D,
-            RIDGE=METRIC_RIDGE, WIDE=wide, BLOCK_R=max(16, block_r), BLOCK_I=16,
-            BLOCK_D=block_d, PRECISION=chip.dot_precision(torch.float32), num_warps=8,
-            num_stages=1 if wide else 3, **chip.all_registers,
-        )  # fmt: skip
-    return metric
-
-
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _cluster_queries_planes_kernel(planes_ptr, numbers, seed, BLOCK: tl.constexpr):
     """Independent numbers, each a sum of 12 uniform ones: normal enough for directions, without sine and cosine."""
     o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -103,7 +32,7 @@ def draw_planes(query: torch.Tensor, bits: int, seed: int) -> torch.Tensor:
     """
     planes = query.new_empty(query.shape[3], bits)
     with on_device_of(query):
-        _cluster_queries_planes_kernel[(triton.cdiv(planes.numel(), 1024),)](planes, planes.numel(), seed, BLOCK=1024)
+        _cluster_queries_planes_kernel[(-(-planes.numel() // 1024),)](planes, planes.numel(), seed, BLOCK=1024)
     return planes
 
 

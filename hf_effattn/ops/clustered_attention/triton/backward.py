@@ -6,16 +6,15 @@ weights get `dA_jt = ḡ_j · V_t` outside `T` and the mean of `D_i` inside, per
 former for all keys, and what that gets wrong on `T` is put right here, by `extra_jt = A_jt (mean D - ḡ_j · V_t)`.
 """
 
-import triton
 import triton.language as tl
 
-from ...shared.triton.chips import LENGTHS
 from ...shared.triton.cluster_table import load_split_sum, load_top, load_top_weights, row_dropout
 from ...shared.triton.dropout import dropout_factor
+from ...shared.triton.launch import kernel
 from ...shared.triton.tiles import dot_by_parts, load_rows, load_tile
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _improved_clustered_attention_bwd_dot_kernel(
     query_ptr, key_ptr, value_ptr, grad_output_ptr, seed_ptr, order_ptr, starts_ptr, tiles_ptr, top_ptr, top_lse_ptr,
     row_dot_ptr,
@@ -68,7 +67,7 @@ def _improved_clustered_attention_bwd_dot_kernel(
     tl.store(row_dot_ptr + i_p * N + b_row, b_dot, mask=m_row)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _improved_clustered_attention_bwd_cluster_kernel(
     key_ptr, value_ptr, seed_ptr, order_ptr, starts_ptr, top_ptr, top_scores_ptr, lse_ptr, rest_ptr, mass_ptr,
     grads_ptr, row_dot_ptr, delta_ptr, extra_ptr, correction_ptr,
@@ -117,7 +116,7 @@ def _improved_clustered_attention_bwd_cluster_kernel(
     tl.store(correction_ptr + i_row * D + o_d, tl.sum(b_correction, 0) * scale, mask=o_d < D)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _clustered_attention_bwd_query_kernel(
     grad_centroids_ptr, order_ptr, starts_ptr, tiles_ptr, grad_query_ptr,
     stride_gq_b, stride_gq_h, stride_gq_n, stride_gq_d,

@@ -7,19 +7,19 @@ do `n_j` over the mean size of a cluster, which multiplies the sums once they ar
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from ...shared.dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS
 from ...shared.triton.centroids import split_count
-from ...shared.triton.chips import LENGTHS, on_device_of
+from ...shared.triton.chips import on_device_of
 from ...shared.triton.dropout import dropout_factor
+from ...shared.triton.launch import kernel
 from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import LOG2_E, dot_by_parts, load_key_mask, load_rows, tile_config
 from ..reference import Inputs
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _clustered_attention_bwd_key_kernel(
     centroids_ptr, key_ptr, value_ptr, key_mask_ptr, seed_ptr, grads_ptr, lse_ptr, delta_ptr, starts_ptr,
     grad_key_ptr, grad_value_ptr,
@@ -85,7 +85,7 @@ def _clustered_attention_bwd_key_kernel(
     tl.store(p_gv + o_v[None, :] * stride_gv_d, b_grad_value * mean_size, mask=m_m & (o_v < Dv)[None, :])
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _clustered_attention_bwd_centroid_kernel(
     centroids_ptr, key_ptr, value_ptr, key_mask_ptr, seed_ptr, grads_ptr, lse_ptr, delta_ptr, grad_centroids_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
@@ -176,11 +176,11 @@ def centroid_backward(
         "KINDS": KINDS_OF_WEIGHTS,
         "KIND": CENTROID_WEIGHTS,
     }
-    blocks = triton.cdiv(rows, config["ROWS"])
+    blocks = -(-rows // config["ROWS"])
     splits = split_count(B * Hk * blocks, M, config["COLUMNS"])
-    split_length = triton.cdiv(triton.cdiv(M, splits), config["COLUMNS"]) * config["COLUMNS"]
+    split_length = -(-M // (splits * config["COLUMNS"])) * config["COLUMNS"]
     grad_centroids = key.new_empty(B * Hk * rows, splits, D, dtype=torch.float32)
-    key_blocks = triton.cdiv(M, key_config["ROWS"])
+    key_blocks = -(-M // key_config["ROWS"])
     mean_size = max(1.0, members.order.shape[1] / members.clusters)
     with on_device_of(key):
         if B * Hk * key_blocks:

@@ -3,16 +3,15 @@
 `T` below are a cluster's `topk` keys, `m_j` the centroid's mass on them; places of `T` without a key have weight 0.
 """
 
-import triton
 import triton.language as tl
 
 from ...shared.triton.centroids import merge_splits
-from ...shared.triton.chips import LENGTHS
 from ...shared.triton.cluster_table import load_top, load_top_weights, row_dropout
+from ...shared.triton.launch import kernel
 from ...shared.triton.tiles import load_rows, load_tile
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _improved_clustered_attention_fwd_rest_kernel(
     values_ptr, partial_lse_ptr, top_ptr, top_scores_ptr, value_ptr, seed_ptr, rest_ptr, mass_ptr, lse_ptr,
     stride_value_b, stride_value_h, stride_value_m, stride_value_d,
@@ -45,7 +44,7 @@ def _improved_clustered_attention_fwd_rest_kernel(
     tl.store(lse_ptr + i_row, lse)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _clustered_attention_fwd_kernel(
     values_ptr, partial_lse_ptr, order_ptr, starts_ptr, tiles_ptr, output_ptr, merged_ptr, lse_ptr,
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,

@@ -6,7 +6,6 @@ No table of points by centroids is ever in memory, nothing waits for the host, a
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from ...shared.gradients import register_op
 from ...shared.triton.chips import Chip, block_width, chip_of, on_device_of
@@ -72,13 +71,13 @@ def fit(
     directions = torch.empty_like(centroids, dtype=points.dtype)
     result = Centroids(origin, centroids, directions, half_norms)
     per_metric = 1 if metric is None else P // metric.shape[0]
-    groups = triton.cdiv(clusters, 16) if binary else KERNEL_SEEDING.groups(clusters)
+    groups = -(-clusters // 16) if binary else KERNEL_SEEDING.groups(clusters)
     # Once a program has arrived, NVIDIA's chips make sure that what it stored before is seen: AMD's barrier does not.
     in_one_launch = chip.is_large and not wide and block_d <= 64 and clusters <= MOST_HELD
     update = update_blocks(block_d, wide, chip, clusters) | chip.all_registers
     if in_one_launch:
         update |= {"BLOCK_C": block_width(clusters), "BLOCK_R": 128, "num_warps": 8, "num_stages": 1}
-    blocks, splits = triton.cdiv(clusters, update["BLOCK_C"]), triton.cdiv(R, PART) if in_one_launch else 1
+    blocks, splits = -(-clusters // update["BLOCK_C"]), -(-R // PART) if in_one_launch else 1
     sums, sizes = (new(P, splits * in_one_launch, clusters, d) for d in (D, 1))
     labels = torch.empty(P, R * (not in_one_launch), dtype=torch.int32, device=points.device)
     arrived = torch.empty(P, dtype=torch.int32, device=points.device)
@@ -113,7 +112,7 @@ def assign(
     clusters = centroids.directions.shape[1]
     block_n, block_c, part_d, num_warps, num_stages = assign_blocks(block_d, wide, chip.shared_memory)
     with on_device_of(points):
-        _kmeans_assign_kernel[(B * H * triton.cdiv(length, block_n),)](
+        _kmeans_assign_kernel[(B * H * -(-length // block_n),)](
             points, *points.stride(), rows.fit, rows.counts, rows.ranks, centroids.directions, centroids.half_norms,
             labels, H, rows.total, length, clusters, D,
             HAS_ROWS=fitted_only, SPLIT=part_d < block_d,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ...shared.triton.chips import LENGTHS
+from ...shared.triton.launch import kernel
 from .rows import finite, load_fit_rows, load_points
 from .seeding import for_products, load_metric
 
@@ -35,15 +35,17 @@ def nearest(
             )
             scores = tl.dot(b_part.to(b_directions.dtype), b_directions, scores, input_precision=PRECISION)
         scores -= tl.load(half_norms_ptr + o_j, mask=o_j < clusters, other=float("inf"))[None, :]
-        tile_best, tile_label = tl.max(scores, axis=1, return_indices=True, return_indices_tie_break_left=True)
+        tile_best = tl.max(scores, 1)
+        # Two plain reductions: one that carries both is a branch for every number. Scores that are not finite must not
+        # lead outside.
+        tile_label = tl.min(tl.where(scores == tile_best[:, None], o_j[None, :], clusters - 1), 1)
         is_better = tile_best > best
         best = tl.where(is_better, tile_best, best)
-        # Scores that are not finite must not lead outside.
-        label = tl.where(is_better, tl.minimum(start + tile_label, clusters - 1), label)
+        label = tl.where(is_better, tile_label, label)
     return label
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _kmeans_assign_kernel(
     points_ptr, stride_points_b, stride_points_h, stride_points_n, stride_points_d,
     rows_ptr, counts_ptr, ranks_ptr, directions_ptr, half_norms_ptr, labels_ptr,
@@ -85,7 +87,7 @@ def _kmeans_assign_kernel(
     tl.store(labels_ptr + i_p * length + o_n, label.to(labels_ptr.dtype.element_ty), mask=o_n < length)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _kmeans_update_kernel(
     points_ptr, stride_points_b, stride_points_h, stride_points_n, stride_points_d,
     rows_ptr, labels_ptr, metric_ptr, origin_ptr, centroids_ptr, directions_ptr, half_norms_ptr,
@@ -105,7 +107,8 @@ def _kmeans_update_kernel(
     i_split = tl.program_id(0) // blocks % splits
     i_b = i_p // heads
     # A start of 0 is known to the compiler, which then holds fewer numbers.
-    o_c = (0 if LABELS else tl.program_id(0) % blocks * BLOCK_C) + tl.arange(0, BLOCK_C)
+    first_c = 0 if LABELS else tl.program_id(0) % blocks * BLOCK_C
+    o_c = first_c + tl.arange(0, BLOCK_C)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < head_dim
     points_ptr += i_b * stride_points_b + i_p % heads * stride_points_h
@@ -121,7 +124,7 @@ def _kmeans_update_kernel(
         o_k = first + tl.arange(0, BLOCK_K)
         m_k = o_k < head_dim
         sums = tl.zeros([BLOCK_C, BLOCK_K], tl.float32)
-        sizes = tl.zeros([BLOCK_C], tl.float32)
+        counts = tl.zeros([BLOCK_C], tl.int32)
         for start in range(i_split * block_rows, tl.minimum((i_split + 1) * block_rows, fit_rows), BLOCK_R):
             o_r = start + tl.arange(0, BLOCK_R)
             row = load_fit_rows(rows_ptr, i_b, o_r, total, fit_rows)
@@ -137,8 +140,12 @@ def _kmeans_update_kernel(
             b_points = finite(b_points)
             # [BLOCK_C, BLOCK_R]
             b_member = (o_c[:, None] == label[None, :]).to(tl.float32)
-            sizes += tl.sum(b_member, axis=1)
             sums = tl.dot(b_member.to(b_points.dtype), b_points, sums, input_precision=PRECISION)
+            # Not a sum of the table: its rows lie across the threads, and each would be a chain of exchanges.
+            place = label - first_c
+            m_own = (place >= 0) & (place < BLOCK_C)
+            counts += tl.histogram(tl.where(m_own, place, 0), BLOCK_C, mask=m_own)
+        sizes = counts.to(tl.float32)
         if LABELS:
             sums_ptr += i_p * splits * clusters * head_dim
             sizes_ptr += i_p * splits * clusters

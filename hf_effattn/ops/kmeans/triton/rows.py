@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...shared.triton.chips import LENGTHS, on_device_of
+from ...shared.triton.chips import on_device_of
+from ...shared.triton.launch import kernel
 
 # So many rows' mean is subtracted from all points: distances do not see it, and products lose no digits to a shift.
 ORIGIN_SAMPLE: tl.constexpr = tl.constexpr(32)
@@ -57,7 +58,7 @@ def sample_mean(points_ptr, stride_n, stride_d, rows_ptr, i_b, total, fit_rows, 
     return tl.sum(finite(b_points).to(tl.float32), axis=0) / ORIGIN_SAMPLE
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _kmeans_rows_kernel(
     mask_ptr, stride_mask_b, stride_mask_n, rows_ptr, counts_ptr, ranks_ptr, length, fit_rows, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ...shared.triton.chips import LENGTHS
+from ...shared.triton.launch import kernel
 from .rows import finite, load_fit_rows, load_fitted, load_points, sample_mean
 
 # What directions and half norms are multiplied by in float16: there is room above them, and below.
@@ -55,7 +55,7 @@ def load_in_metric(
     return b_points, b_directions, b_origin
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _kmeans_seed_kernel(
     points_ptr, stride_points_b, stride_points_h, stride_points_n, stride_points_d,
     rows_ptr, counts_ptr, metric_ptr, origin_ptr, centroids_ptr, directions_ptr, half_norms_ptr, arrived_ptr,

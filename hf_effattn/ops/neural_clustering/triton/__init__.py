@@ -8,7 +8,6 @@ bit for bit.
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from ...shared.gradients import register_op
 from ...shared.tables import empty_gradient
@@ -64,18 +63,18 @@ class Walk:
         """The walk that keeps scores within `SCORE_BYTES`, or those of one tile of words."""
         B, N, d = words.shape
         tile = config["WORDS"]
-        blocks = triton.cdiv(clusters, config["CENTROIDS"])
+        blocks = -(-clusters // config["CENTROIDS"])
         fitting = SCORE_BYTES // (B * blocks * config["CENTROIDS"] * bytes_per_score * tile)
-        rows = min(triton.cdiv(N, tile), max(1, fitting)) * tile
-        splits = split_count(B * blocks * triton.cdiv(d, config["BLOCK_D"]), rows, tile)
-        length = triton.cdiv(triton.cdiv(rows, splits), tile) * tile
-        return cls(config, N, blocks, rows, triton.cdiv(rows, length), length)
+        rows = min(-(-N // tile), max(1, fitting)) * tile
+        splits = split_count(B * blocks * -(-d // config["BLOCK_D"]), rows, tile)
+        length = -(-rows // (splits * tile)) * tile
+        return cls(config, N, blocks, rows, -(-rows // length), length)
 
     def steps(self) -> list[dict[str, int]]:
         """The words of every step of the walk, and their tiles."""
         ends = ((first, min(first + self.rows, self.length)) for first in range(0, self.length, self.rows))
         return [
-            {"first_row": first, "last_row": last, "tiles": triton.cdiv(last - first, self.config["WORDS"])}
+            {"first_row": first, "last_row": last, "tiles": -(-(last - first) // self.config["WORDS"])}
             for first, last in ends
         ]
 
@@ -104,7 +103,7 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
     narrow = config | {"BLOCK_D": config["BLOCK_D"] // 2}
     walk = Walk.over(words, k, config, torch.float32.itemsize)
     sizes, parts = walk.as_arguments()
-    tile, columns = config["WORDS"], triton.cdiv(d, config["BLOCK_D"])
+    tile, columns = config["WORDS"], -(-d // config["BLOCK_D"])
     scores = walk.scores(words, torch.float32)
     partial = words.new_empty(B, k, walk.splits, d, dtype=torch.float32)
     lse = words.new_empty(B, k, walk.splits, columns, dtype=torch.float32)
@@ -119,7 +118,7 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
 
     with on_device_of(words):
         if cosine:
-            tiles = triton.cdiv(N, tile)
+            tiles = -(-N // tile)
             _neural_clustering_fwd_length_kernel[(B * tiles,)](
                 words, mask, inverse, *words.stride(), *mask_strides, N, d, tiles, **masked, WORDS=tile,
                 BLOCK_D=config["BLOCK_D"],
@@ -177,7 +176,7 @@ def gradients(
     narrow = config | {"BLOCK_D": config["BLOCK_D"] // 2}
     walk = Walk.over(words, k, config, 2 * stored.itemsize)
     sizes, parts = walk.as_arguments()
-    columns = triton.cdiv(d, config["BLOCK_D"])
+    columns = -(-d // config["BLOCK_D"])
     weights, grad_scores = walk.scores(words, stored), walk.scores(words, stored)
     pull = words.new_empty(B, walk.rows if cosine else 0, walk.blocks, dtype=torch.float32)
     partial = words.new_empty(B, walk.splits, k, d, dtype=torch.float32)

@@ -6,12 +6,12 @@ Every gradient has one writer, so that runs repeat.
 import triton
 import triton.language as tl
 
-from ...shared.triton.chips import LENGTHS
+from ...shared.triton.launch import kernel
 from ...shared.triton.tiles import load_key_mask
 from .forward import LOG2E, load_block
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _neural_clustering_bwd_score_kernel(
     words_ptr, directions_ptr, mask_ptr, inverse_ptr, total_ptr, grad_updated_ptr, mean_ptr,
     weights_ptr, grad_scores_ptr, pull_ptr,
@@ -68,7 +68,7 @@ def _neural_clustering_bwd_score_kernel(
     tl.store(grad_scores_ptr + o_pair, b_grad.to(grad_scores_ptr.dtype.element_ty), mask=m_row[:, None])
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _neural_clustering_bwd_direction_kernel(
     words_ptr, mask_ptr, grad_scores_ptr, partial_ptr, stride_words_b, stride_words_n, stride_words_d,
     stride_mask_b, stride_mask_n, k, d, first_row, last_row, blocks, rows, splits, split_length,
@@ -118,7 +118,7 @@ def add_rows(
     return b_sum
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _neural_clustering_bwd_word_kernel(
     words_ptr, directions_ptr, mask_ptr, grad_updated_ptr, weights_ptr, grad_scores_ptr, pull_ptr, grad_words_ptr,
     stride_words_b, stride_words_n, stride_words_d, stride_dir_b, stride_dir_k, stride_dir_d,

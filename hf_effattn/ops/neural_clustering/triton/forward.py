@@ -7,7 +7,7 @@ of 2. A tile has `WORDS` words, `CENTROIDS` centroids or `BLOCK_D` columns of bo
 import triton
 import triton.language as tl
 
-from ...shared.triton.chips import LENGTHS
+from ...shared.triton.launch import kernel
 from ...shared.triton.tiles import LOWEST, load_key_mask
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -19,7 +19,7 @@ def load_block(p_rows, m_rows, o_d, stride_d, d):
     return tl.load(p_rows[:, None] + o_d[None, :] * stride_d, mask=m_rows[:, None] & (o_d < d)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _neural_clustering_fwd_length_kernel(
     words_ptr, mask_ptr, inverse_ptr, stride_words_b, stride_words_n, stride_words_d, stride_mask_b, stride_mask_n,
     N, d, tiles, HAS_MASK: tl.constexpr, WORDS: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -40,7 +40,7 @@ def _neural_clustering_fwd_length_kernel(
     tl.store(inverse_ptr + i_b * N + o_n, b_inverse, mask=o_n < N)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _neural_clustering_fwd_score_kernel(
     words_ptr, directions_ptr, mask_ptr, inverse_ptr, scores_ptr,
     stride_words_b, stride_words_n, stride_words_d, stride_dir_b, stride_dir_k, stride_dir_d,
@@ -75,7 +75,7 @@ def _neural_clustering_fwd_score_kernel(
     tl.store(p_scores, b_scores, mask=(o_n < last_row)[:, None])
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _neural_clustering_fwd_update_kernel(
     words_ptr, mask_ptr, scores_ptr, partial_ptr, lse_ptr, stride_words_b, stride_words_n, stride_words_d,
     stride_mask_b, stride_mask_n, k, d, first_row, last_row, blocks, rows, splits, split_length,
@@ -127,7 +127,7 @@ def _neural_clustering_fwd_update_kernel(
     tl.store(p_lse, tl.where(b_total > 0, b_highest + tl.log2(b_divisor), LOWEST), mask=m_k)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _neural_clustering_fwd_label_kernel(
     scores_ptr, total_ptr, labels_ptr, N, k, first_row, last_row, tiles, blocks, rows,
     WORDS: tl.constexpr, CENTROIDS: tl.constexpr,
@@ -144,7 +144,9 @@ def _neural_clustering_fwd_label_kernel(
         # [WORDS, CENTROIDS]
         b_scores = tl.load(p_scores, mask=m_row[:, None], other=float("-inf"))
         b_scores -= tl.load(total_ptr + i_b * k + o_k, mask=o_k < k, other=0.0)[None, :]
-        b_largest, b_place = tl.max(b_scores, 1, return_indices=True)
-        b_label = tl.where(b_largest > b_best, i_block * CENTROIDS + b_place, b_label)
+        b_largest = tl.max(b_scores, 1)
+        # Two plain reductions: one that carries both is a branch for every number.
+        b_place = tl.min(tl.where(b_scores == b_largest[:, None], o_k[None, :], blocks * CENTROIDS), 1)
+        b_label = tl.where(b_largest > b_best, b_place, b_label)
         b_best = tl.maximum(b_best, b_largest)
     tl.store(labels_ptr + i_b * N + first_row + o_row, b_label.to(tl.int64), mask=m_row)

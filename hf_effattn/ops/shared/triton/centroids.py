@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from ..dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS
-from .chips import LENGTHS, chip_of, on_device_of
+from .chips import chip_of, on_device_of
 from .dropout import dropout_factor
+from .launch import kernel
 from .tiles import LOG2_E, LOWEST, dot_by_parts, load_key_mask, tile_config
 from .topk import WHOLE_ROW, _select_candidates_kernel, select_topk
 
@@ -56,7 +57,7 @@ def merge_splits(values_ptr, lse_ptr, i_row, splits, Dv, BLOCK_V: tl.constexpr):
     return b_value / total, highest + tl.log2(total)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _centroid_attention_fwd_kernel(
     centroids_ptr, key_ptr, value_ptr, key_mask_ptr, bias_ptr, seed_ptr, values_ptr, lse_ptr, scores_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
@@ -150,13 +151,13 @@ def _centroid_attention_fwd_kernel(
 
 def split_count(programs: int, length: int, block: int) -> int:
     """Parts of a walk over `length` rows in blocks, so that `programs` walkers keep the chip busy, all at once."""
-    return max(1, min(PROGRAMS // max(1, programs), triton.cdiv(length, 4 * block), 64))
+    return max(1, min(PROGRAMS // max(1, programs), -(-length // (4 * block)), 64))
 
 
 def bin_length(M: int, topk: int) -> int:
     """Keys of a bin, so that few bins and few candidates are left to choose from."""
     few, most = FEW_CANDIDATES // max(1, topk), CANDIDATES // max(1, topk)
-    return max(1, min(M // BINS, few), min(triton.cdiv(M, WHOLE_ROW), most))
+    return max(1, min(M // BINS, few), min(-(-M // WHOLE_ROW), most))
 
 
 def centroid_pass(
@@ -193,9 +194,9 @@ def centroid_pass(
         config["COLUMNS"] = min(config["COLUMNS"], 32 if max(config["BLOCK_D"], config["BLOCK_V"]) <= 64 else 16)
     bin_keys = bin_length(M, topk)
     whole_bins = bin_keys * config["COLUMNS"]
-    columns = triton.cdiv(M, whole_bins) * config["COLUMNS"] if topk else 0
-    splits = split_count(B * Hk * triton.cdiv(rows, config["ROWS"]), M, config["COLUMNS"])
-    split_length = triton.cdiv(triton.cdiv(M, splits), whole_bins) * whole_bins
+    columns = -(-M // whole_bins) * config["COLUMNS"] if topk else 0
+    splits = split_count(B * Hk * -(-rows // config["ROWS"]), M, config["COLUMNS"])
+    split_length = -(-M // (splits * whole_bins)) * whole_bins
     total = B * Hk * rows
     values = key.new_empty(total, splits, Dv, dtype=torch.float32)
     lse = key.new_empty(total, splits, dtype=torch.float32)
@@ -205,8 +206,8 @@ def centroid_pass(
     with on_device_of(key):
         for first, last in score_chunks(B * Hk, rows, 4 * columns):
             bins = key.new_empty(last - first, columns, dtype=torch.float32)
-            tables = triton.cdiv(last, rows) - first // rows
-            blocks = triton.cdiv(min(rows, last - first), config["ROWS"])
+            tables = -(-last // rows) - first // rows
+            blocks = -(-min(rows, last - first) // config["ROWS"])
             _centroid_attention_fwd_kernel[(tables * splits * blocks,)](
                 centroids, key, value, key_mask, bias, dropout_seed, values, lse, bins,
                 *key.stride(), *((0, 0, 0, 0) if value is None else value.stride()), *key_strides[4:],
@@ -220,7 +221,7 @@ def centroid_pass(
             if topk and bin_keys == 1:
                 select_topk(bins, topk, out, marks, first, rows)
             elif topk:
-                block_n = max(64, triton.next_power_of_2(topk * bin_keys))
+                block_n = max(64, 1 << (topk * bin_keys - 1).bit_length())
                 num_warps = min(16, max(1, block_n // 128))
                 _select_candidates_kernel[(last - first,)](
                     centroids, key, key_mask, bias, select_topk(bins, topk)[0], *out, marks, *key_strides,

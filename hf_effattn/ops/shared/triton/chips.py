@@ -8,12 +8,6 @@ import torch
 
 KIB = 1024
 REGISTERS = 64 * KIB  # of all threads of a program, on NVIDIA's chips
-# Arguments that change with the length of the inputs or with their number: Triton is not to compile a kernel anew
-# where one of them is 1 or a multiple of 16. It may where the length itself is: that saves registers.
-LENGTHS = (
-    *("numbers", "columns", "slots", "tiles", "blocks", "splits", "first_row", "last_row"),
-    *("first_share", "fit_rows", "seed", "bin_keys", "block_rows"),
-)
 
 
 @dataclass(frozen=True)

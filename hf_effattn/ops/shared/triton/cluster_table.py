@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 
 from ..dropout import CENTROID_WEIGHTS
-from .chips import LENGTHS, chip_of, on_device_of
+from .chips import chip_of, on_device_of
 from .dropout import dropout_factor
+from .launch import kernel
 from .softmax import KIND, KINDS, dot_rows
 from .sort import SortedRows
 from .tiles import LOG2_E, load_rows, load_tile, tile_config
@@ -94,7 +95,7 @@ def score_gradients(b_scores, m_pair, b_lse, b_delta, b_grad_weights, b_factor, 
     return b_weights * (b_grad_weights - b_delta), b_dropped
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _cluster_table_bwd_delta_kernel(
     query_ptr, output_ptr, grad_output_ptr, exact_heads_ptr, order_ptr, starts_ptr, tiles_ptr, centroid_ptr,
     dipole_ptr, delta_ptr, turn_ptr,
@@ -137,7 +138,7 @@ def _cluster_table_bwd_delta_kernel(
     tl.store(turn_ptr + i_p * N + b_row, b_turn * scale, mask=m_row)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _cluster_table_bwd_query_kernel(
     query_ptr, key_ptr, value_ptr, grad_output_ptr, seed_ptr, exact_heads_ptr, order_ptr, starts_ptr, tiles_ptr,
     top_ptr, lse_ptr, delta_ptr, mass_ptr, correction_ptr, table_key_ptr, table_value_ptr, bias_ptr, dipole_ptr,
@@ -248,7 +249,7 @@ def _cluster_table_bwd_query_kernel(
     tl.store(p_out, b_grad_query.to(grad_query_ptr.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _cluster_table_bwd_key_kernel(
     query_ptr, key_ptr, value_ptr, grad_output_ptr, seed_ptr, exact_heads_ptr, order_ptr, starts_ptr, top_ptr,
     lse_ptr, delta_ptr, centroids_ptr, mean_grads_ptr, centroid_lse_ptr, mass_ptr, top_scores_ptr, extra_ptr,
@@ -366,8 +367,8 @@ def add_exact_keys(
     query, key, value, ordered = x.query, x.key, x.value, torch.are_deterministic_algorithms_enabled()
     (B, H, N, D), (Hk, M, Dv), (_, C, topk) = query.shape, value.shape[1:], top.shape
     config = tile_config(query, D, Dv, backward=True, two_sums=True)
-    splits = 1 if ordered else min(LARGEST_SPLIT, triton.cdiv(N, ROWS_OF_A_SPLIT))
-    blocks = triton.cdiv(topk, config["ROWS"])
+    splits = 1 if ordered else min(LARGEST_SPLIT, -(-N // ROWS_OF_A_SPLIT))
+    blocks = -(-topk // config["ROWS"])
     if blocks == 0:
         return
     shares = sums.new_empty(B * H * C * topk, D + Dv) if ordered else sums
@@ -386,7 +387,7 @@ def add_exact_keys(
         sums.index_add_(0, top.flatten().clamp(min=0) + first, shares)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _cluster_table_bwd_summary_kernel(
     query_ptr, grad_output_ptr, seed_ptr, exact_heads_ptr, order_ptr, starts_ptr, lse_ptr, delta_ptr, turn_ptr,
     table_key_ptr, table_value_ptr, bias_ptr, centroid_ptr, grad_key_ptr, grad_value_ptr, grad_bias_ptr, constant_ptr,

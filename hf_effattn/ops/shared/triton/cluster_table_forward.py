@@ -6,9 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .chips import LENGTHS, block_width
+from .chips import block_width
 from .cluster_table import dipole_part, is_exact, load_offsets, load_top
 from .dropout import dropout_factor
+from .launch import kernel
 from .softmax import KIND, KINDS, dot_rows, softmax_step, softmax_weights
 from .tiles import LOWEST, load_rows
 
@@ -41,7 +42,7 @@ def load_summaries(
     return p_key, m_g, load_rows(p_key, m_g, 1, D, BLOCK_D), b_value, b_bias
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _cluster_table_fwd_kernel(
     query_ptr, key_ptr, value_ptr, seed_ptr, exact_heads_ptr, order_ptr, starts_ptr, top_ptr,
     mass_ptr, rest_ptr, table_key_ptr, table_value_ptr, bias_ptr, centroid_ptr, dipole_ptr,
@@ -188,7 +189,7 @@ def blocks_of_queries(
     block_g = min(config["COLUMNS"], block_width(key_clusters))
     narrow = max(config["BLOCK_D"], config["BLOCK_V"]) * query.element_size() <= 128
     once = topk <= config["COLUMNS"] and key_clusters <= (min(config["COLUMNS"], MOST_SUMMARIES) if narrow else 0)
-    tiles = min(MOST_TILES, max(MOST_TILES // 2, 2 * triton.cdiv(N, clusters * rows))) if once else 1
+    tiles = min(MOST_TILES, max(MOST_TILES // 2, 2 * -(-N // (clusters * rows)))) if once else 1
     part = dipole_part(query, config["BLOCK_D"])
     sizes = {"ONCE": once, "BLOCK_C": 128, "BLOCK_G": block_g, "PART": part if once else min(part, 32)}
     return (N // (tiles * rows) + clusters + 1, tiles * rows), sizes

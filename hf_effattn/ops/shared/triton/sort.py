@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .chips import LENGTHS, on_device_of
+from .chips import on_device_of
+from .launch import kernel
 
 MOST_ROWS = 1024  # that one program counts or places
 MOST_BINS = 1024  # clusters that a program counts at once
@@ -57,7 +58,7 @@ def _load_part(
     return is_other, i_p, i_split, tl.where(is_other, blocks - splits, splits), N, clusters, b_cluster
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _count_by_cluster_kernel(
     labels_ptr, mask_ptr, H, N, clusters, other_labels_ptr, other_mask_ptr, other_H, other_N, other_clusters,
     others, splits, blocks, counts_ptr, columns,
@@ -76,7 +77,7 @@ def _count_by_cluster_kernel(
         tl.store(counts_ptr + o_c, b_counts, mask=o_c <= clusters)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _sort_by_cluster_kernel(
     labels_ptr, mask_ptr, H, N, clusters, other_labels_ptr, other_mask_ptr, other_H, other_N, other_clusters,
     others, splits, blocks, counts_ptr, columns, order_ptr, starts_ptr, tiles_ptr, other_order_ptr, other_starts_ptr,
@@ -155,7 +156,7 @@ def sort_both_by_cluster(first: Labelled, second: Labelled | None = None) -> lis
     Labels and masks that are not contiguous are copied.
     """
     both = [first] if second is None else [first, second]
-    rows = min(MOST_ROWS, max(32, triton.next_power_of_2(max(labels.shape[2] for labels, *_ in both))))
+    rows = min(MOST_ROWS, max(32, 1 << (max(labels.shape[2] for labels, *_ in both) - 1).bit_length()))
     has_mask = any(mask is not None for _, mask, *_ in both)
     found, given, splits = [], [], []
     for labels, mask, clusters, tile in both:
@@ -164,10 +165,10 @@ def sort_both_by_cluster(first: Labelled, second: Labelled | None = None) -> lis
         if has_mask:
             mask = labels.new_ones(B, N, dtype=torch.bool) if mask is None else mask.contiguous()
         given.append((labels.to(first[0].dtype).contiguous(), mask, H, N, clusters))
-        splits.append(max(1, triton.cdiv(N, rows)))
+        splits.append(max(1, -(-N // rows)))
     columns = 1 + max(members.clusters for members in found)
     counts = first[0].new_empty(len(found[0].order) * sum(splits), columns, dtype=torch.int32)
-    bins = min(MOST_BINS, max(16, triton.next_power_of_2(columns)))
+    bins = min(MOST_BINS, max(16, 1 << (columns - 1).bit_length()))
     sizes = {"HAS_MASK": has_mask, "BINS": bins, "ROWS": rows}
     inputs = *given[0], *given[-1], len(found[-1].order), splits[0], sum(splits), counts, columns
     outputs = (
@@ -183,7 +184,7 @@ def sort_both_by_cluster(first: Labelled, second: Labelled | None = None) -> lis
     return found
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _cluster_means_kernel(
     rows_ptr, order_ptr, starts_ptr, means_ptr,
     stride_rows_b, stride_rows_h, stride_rows_n, stride_rows_d,
@@ -218,7 +219,7 @@ def cluster_means(rows: torch.Tensor, members: SortedRows) -> torch.Tensor:
     """Mean of the rows `(B, H, N, D)`, any strides, of each cluster: `(B · H, C, D)` float32, 0 for an empty one."""
     B, H, N, D = rows.shape
     means = rows.new_empty(B * H, members.clusters, D, dtype=torch.float32)
-    block_d = triton.next_power_of_2(D)
+    block_d = 1 << (D - 1).bit_length()
     with on_device_of(rows):
         if B * H:
             _cluster_means_kernel[(B * H * members.clusters,)](

@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .chips import LENGTHS, chip_of, on_device_of
+from .chips import chip_of, on_device_of
+from .launch import kernel
 from .tiles import load_key_mask
 
 WHOLE_ROW = 4096  # numbers of a row that a program holds in registers
@@ -87,7 +88,7 @@ def _store_nothing(taken, indices_ptr, chosen_ptr, topk, BLOCK_N: tl.constexpr):
         tl.store(chosen_ptr + o_place, float("-inf"), mask=o_place < topk)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _select_topk_kernel(
     values_ptr, indices_ptr, chosen_ptr, marks_ptr, columns, topk, first_row, rows, M, words,
     ALIGNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -112,7 +113,7 @@ def _select_topk_kernel(
     _store_nothing(taken, indices_ptr, chosen_ptr, topk, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _select_candidates_kernel(
     centroids_ptr, key_ptr, key_mask_ptr, bias_ptr, bins_ptr, indices_ptr, chosen_ptr, marks_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d, stride_mask_b, stride_mask_m,
@@ -175,7 +176,7 @@ def select_topk(
     rows, columns = values.shape
     if out is None:
         out = values.new_empty(rows, topk, dtype=torch.int32), values.new_empty(rows, topk)
-    block_n = min(WHOLE_ROW, max(64, triton.next_power_of_2(columns)))
+    block_n = min(WHOLE_ROW, max(64, 1 << (columns - 1).bit_length()))
     marked = (0, 0) if marks is None else marks.shape[1:]
     with on_device_of(values):
         if rows:

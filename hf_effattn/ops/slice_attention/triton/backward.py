@@ -15,13 +15,13 @@ from ...shared.tables import empty_gradient
 from ...shared.triton.chips import block_width, on_device_of
 from ...shared.triton.cluster_table import load_split_sum
 from ...shared.triton.dropout import dropout_factor
+from ...shared.triton.launch import kernel
 from ...shared.triton.tiles import LOG2_E, load_rows
 from ..reference import Inputs
 from .forward import Call, strides
 from .tiles import (
     KIND,
     KINDS,
-    NOT_SPECIALIZED,
     dot_with_positions,
     load_tokens,
     load_with_positions,
@@ -38,7 +38,7 @@ ROWS_OF_A_SINK_SPLIT = 128  # queries that one program walks before those of a s
 LARGEST_SINK_SPLIT = 32
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@kernel
 def _slice_attention_bwd_gradient_kernel(
     grad_ptr, grad_pooled_ptr, grad_lse_ptr, output_ptr, mask_ptr, inverse_size_ptr, delta_ptr, whole_grad_ptr,
     stride_grad_b, stride_grad_h, stride_grad_n, stride_grad_d,
@@ -73,7 +73,7 @@ def _slice_attention_bwd_gradient_kernel(
     tl.store(delta_ptr + i_p * N + o_row, b_delta, mask=m_row)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@kernel
 def _slice_attention_bwd_query_kernel(
     whole_grad_ptr, lse_ptr, delta_ptr, query_ptr, key_ptr, value_ptr, mask_ptr, query_positions_ptr,
     key_positions_ptr, sink_ptr, sink_count_ptr, seed_ptr, grad_query_ptr,
@@ -222,7 +222,7 @@ def key_gradients(
     return b_grad_key, b_grad_value
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@kernel
 def _slice_attention_bwd_key_kernel(
     whole_grad_ptr, lse_ptr, delta_ptr, query_ptr, key_ptr, value_ptr, mask_ptr,
     query_positions_ptr, key_positions_ptr, seed_ptr, grad_key_ptr, grad_value_ptr,
@@ -294,7 +294,7 @@ def add_in_place(p_grad, m_grad, b_sum):
     tl.store(p_grad, b_sum.to(p_grad.dtype.element_ty), mask=m_grad)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@kernel
 def _slice_attention_bwd_sink_kernel(
     whole_grad_ptr, lse_ptr, delta_ptr, query_ptr, key_ptr, value_ptr, mask_ptr,
     query_positions_ptr, sink_ptr, sink_count_ptr, seed_ptr, key_parts_ptr, value_parts_ptr, grad_key_ptr,
@@ -372,7 +372,7 @@ def _slice_attention_bwd_sink_kernel(
         add_in_place(p_gv, m_v, b_grad_value)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@kernel
 def _slice_attention_bwd_sink_sum_kernel(
     key_parts_ptr, value_parts_ptr, sink_ptr, sink_count_ptr, grad_key_ptr, grad_value_ptr,
     stride_gk_b, stride_gk_h, stride_gk_n, stride_gk_d, stride_gv_b, stride_gv_h, stride_gv_n, stride_gv_d,
@@ -418,7 +418,7 @@ def gradients(
     }  # fmt: skip
     if B and N:
         with on_device_of(query):
-            tiles = triton.cdiv(N, GRADIENT_ROWS)
+            tiles = -(-N // GRADIENT_ROWS)
             _slice_attention_bwd_gradient_kernel[(B * H * tiles,)](
                 grad_output, grad_pooled, grad_lse, output, tensors["mask_ptr"], inverse_sizes, delta, whole_grad,
                 H=H, N=N, L=L, Dv=Dv, slices=slices, tiles=tiles, HAS_MASK=flags["HAS_MASK"], ROWS=GRADIENT_ROWS,
@@ -454,13 +454,13 @@ def gradients(
         of_batch, rows = B * key.shape[1], config["ROWS"]
         # Float32's widest rows leave no registers for a second way out.
         in_parts = query.element_size() * max(config["BLOCK_D"], config["BLOCK_V"]) < 1024
-        splits = min(LARGEST_SINK_SPLIT, triton.cdiv(N, ROWS_OF_A_SINK_SPLIT)) if in_parts else 1
+        splits = min(LARGEST_SINK_SPLIT, -(-N // ROWS_OF_A_SINK_SPLIT)) if in_parts else 1
         key_parts, value_parts = (query.new_empty(of_batch * rows, splits, x, dtype=torch.float32) for x in (D, Dv))
         parts_of = {"key_parts_ptr": key_parts, "value_parts_ptr": value_parts, "splits": splits}
         grads: dict[str, Any] = {"grad_key_ptr": grad_key, "grad_value_ptr": grad_value}
         grads |= strides("gk", grad_key) | strides("gv", grad_value)
         with on_device_of(query):
-            _slice_attention_bwd_sink_kernel[(triton.cdiv(N, rows) + splits - 1, of_batch)](
+            _slice_attention_bwd_sink_kernel[(-(-N // rows) + splits - 1, of_batch)](
                 **parts_of, **grads, **common, **tensors, **sinks, **flags, **config, IN_PARTS=in_parts
             )
             if in_parts:

@@ -4,15 +4,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from ...shared.triton.chips import on_device_of
+from ...shared.triton.launch import kernel
 from ...shared.triton.tiles import LOG2_E, LOWEST, load_rows
 from ..batched import empty_outputs
 from ..reference import Inputs
+from .sizes import sinks_and_sizes
 from .tiles import (
-    NOT_SPECIALIZED,
     dot_with_positions,
     load_tokens,
     load_with_positions,
@@ -28,7 +28,7 @@ LOWEST_LSE = tl.constexpr(torch.finfo(torch.float32).min)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@kernel
 def _slice_attention_fwd_kernel(
     query_ptr, key_ptr, value_ptr, mask_ptr, query_positions_ptr, key_positions_ptr, sink_ptr, sink_count_ptr,
     inverse_size_ptr, seed_ptr, output_ptr, pooled_ptr, lse_ptr,
@@ -133,19 +133,16 @@ class Call:
     @classmethod
     def of(cls, x: Inputs) -> "Call":
         """Prepares a call; nothing is asked of the host."""
-        query, key_mask, sinks, counts = x.query, x.key_mask, None, None
+        query, key_mask = x.query, x.key_mask
         _, H, N, D = query.shape
-        if x.sink_mask is not None:
-            sink_mask = x.sink_mask if key_mask is None else x.sink_mask & key_mask
-            sinks = (~sink_mask).to(torch.int8).argsort(dim=1, stable=True)
-            counts = sink_mask.sum(dim=1)
+        sinks, counts, inverse_sizes = sinks_and_sizes(x)
         tensors = {
             "mask_ptr": query if key_mask is None else key_mask,
             "query_positions_ptr": query if x.query_positions is None else x.query_positions.contiguous(),
             "key_positions_ptr": query if x.key_positions is None else x.key_positions.contiguous(),
             "sink_ptr": query if sinks is None else sinks,
             "sink_count_ptr": query if counts is None else counts,
-            "inverse_size_ptr": _inverse_sizes(query, key_mask, x.slice_length),
+            "inverse_size_ptr": inverse_sizes,
             "seed_ptr": query if x.dropout_seed is None else x.dropout_seed.to(query.device, non_blocking=True),
         }
         numbers = {
@@ -176,19 +173,6 @@ class Call:
         length = self.numbers["L"]
         per_slice = 1 if length <= config["ROWS"] else -(-length // config["ROWS"])
         return {"tiles": -(-self.numbers["slices"] // config["SLICES"]) * per_slice, "tiles_per_slice": per_slice}
-
-
-def _inverse_sizes(query: torch.Tensor, key_mask: torch.Tensor | None, slice_length: int) -> torch.Tensor:
-    """One over the tokens of each slice `(B, slices)`, 1 for a slice without any."""
-    B, _, N, _ = query.shape
-    slices = -(-N // slice_length)
-    if key_mask is None:
-        first = torch.arange(slices, device=query.device) * slice_length
-        sizes = (N - first).clamp(max=slice_length).expand(B, -1)
-    else:
-        missing = slices * slice_length - N
-        sizes = torch.nn.functional.pad(key_mask, (0, missing)).unflatten(1, (slices, slice_length)).sum(dim=2)
-    return sizes.clamp(min=1).to(torch.float32).reciprocal()
 
 
 def strides(prefix: str, tensor: torch.Tensor) -> dict[str, int]:

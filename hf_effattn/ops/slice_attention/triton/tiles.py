@@ -12,14 +12,13 @@ import triton
 import triton.language as tl
 
 from ...shared.dropout import KINDS_OF_WEIGHTS
-from ...shared.triton.chips import KIB, LENGTHS, block_width, chip_of
+from ...shared.triton.chips import KIB, block_width, chip_of
 from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.tiles import PART
 from ..reference import LOCAL_WEIGHTS
 
 KINDS = tl.constexpr(KINDS_OF_WEIGHTS)
 KIND = tl.constexpr(LOCAL_WEIGHTS)
-NOT_SPECIALIZED = (*LENGTHS, "slices")
 
 
 @triton.jit

@@ -7,7 +7,6 @@ order and of the block lengths are not checked. Runs repeat bit for bit: every g
 from typing import Any
 
 import torch
-import triton
 
 from ...shared.gradients import register_op
 from ...shared.tables import empty_gradient, empty_output, unwritten_output
@@ -73,7 +72,7 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     if output.numel() == 0:
         return output, lse
     options = _config(x, 64, 64 if membership is None and max(D, Dv) <= 64 else 32)
-    tiles = triton.cdiv(N, options["ROWS"])
+    tiles = -(-N // options["ROWS"])
     gate = (0, 0, 0) if membership is None else membership.stride()
     with on_device_of(query):
         _sorted_block_attention_fwd_kernel[(B * H * tiles,)](
@@ -107,7 +106,7 @@ def gradients(
     rows, columns = (64, 32) if membership is None else (32, 16)
     options = _config(x, rows, columns, by_parts=membership is not None or max(D, Dv) > 128)
     gated = {"HAS_MEMBERSHIP": membership is not None}
-    tiles = triton.cdiv(N, options["ROWS"])
+    tiles = -(-N // options["ROWS"])
     texts = _texts(x)
     delta = torch.empty_like(lse)
     qkv = *query.stride(), *key.stride(), *value.stride()
@@ -126,9 +125,9 @@ def gradients(
         )  # fmt: skip
         if membership is not None:
             options = _config(x, 32, 16, by_parts=True)
-            tiles = triton.cdiv(N, options["ROWS"])
+            tiles = -(-N // options["ROWS"])
             for as_key in (False, True):
-                _sorted_block_attention_bwd_membership_kernel[(B * tiles, triton.cdiv(clusters, CLUSTER_COLUMNS))](
+                _sorted_block_attention_bwd_membership_kernel[(B * tiles, -(-clusters // CLUSTER_COLUMNS))](
                     query, key, value, grad_output, *texts, lse, delta, grad_membership,
                     *qkv, *grad_output.stride(), *gate, *sizes[:6], tiles, x.window_blocks, scale * LOG2_E, dropout_p,
                     AS_KEY=as_key, BLOCK_C=CLUSTER_COLUMNS, **options,

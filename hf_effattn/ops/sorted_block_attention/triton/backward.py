@@ -1,15 +1,14 @@
 """Kernels of the backward pass: weights are computed again, every gradient has one writer, so that runs repeat."""
 
-import triton
 import triton.language as tl
 
-from ...shared.triton.chips import LENGTHS
 from ...shared.triton.dropout import dropout_factor
+from ...shared.triton.launch import kernel
 from ...shared.triton.tiles import load_rows
 from .windows import load_partners, load_text, meet, products, shared_membership, walk_of_keys, walk_of_queries
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _sorted_block_attention_bwd_query_kernel(
     query_ptr, key_ptr, value_ptr, output_ptr, grad_output_ptr, order_ptr, labels_ptr, membership_ptr,
     lengths_ptr, words_ptr, seed_ptr, lse_ptr, delta_ptr, grad_query_ptr,
@@ -90,7 +89,7 @@ def _sorted_block_attention_bwd_query_kernel(
     tl.store(p_grad_query, b_grad_query, mask=m_row[:, None] & (o_d < D)[None, :])
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _sorted_block_attention_bwd_key_kernel(
     query_ptr, key_ptr, value_ptr, grad_output_ptr, order_ptr, labels_ptr, membership_ptr,
     lengths_ptr, words_ptr, seed_ptr, lse_ptr, delta_ptr, grad_key_ptr, grad_value_ptr,
@@ -185,7 +184,7 @@ def _sorted_block_attention_bwd_key_kernel(
     tl.store(p_grad_value, b_grad_value, mask=m_row[:, None] & (o_v < Dv)[None, :])
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _sorted_block_attention_bwd_membership_kernel(
     query_ptr, key_ptr, value_ptr, grad_output_ptr, order_ptr, labels_ptr, membership_ptr,
     lengths_ptr, words_ptr, seed_ptr, lse_ptr, delta_ptr, grad_ptr,

@@ -1,15 +1,14 @@
 """Kernel of the forward pass: a tile of sorted queries over the keys of its windows."""
 
-import triton
 import triton.language as tl
 
-from ...shared.triton.chips import LENGTHS
 from ...shared.triton.dropout import dropout_factor
+from ...shared.triton.launch import kernel
 from ...shared.triton.tiles import LOWEST, load_rows
 from .windows import load_partners, load_text, meet, products, shared_membership, walk_of_queries
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@kernel
 def _sorted_block_attention_fwd_kernel(
     query_ptr, key_ptr, value_ptr, order_ptr, labels_ptr, membership_ptr, lengths_ptr, words_ptr, seed_ptr,
     output_ptr, lse_ptr,

@@ -1,0 +1,61 @@
+"""How the kernels are launched: what Triton finds out about the arguments once is not found out again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+# Arguments that change with the length of the inputs or with their number: Triton is not to compile a kernel anew
+# where one of them is 1 or a multiple of 16. It may where the length itself is: that saves registers.
+LENGTHS = (
+    *("numbers", "columns", "slots", "tiles", "blocks", "splits", "first_row", "last_row", "slices"),
+    *("first_share", "fit_rows", "seed", "bin_keys", "block_rows"),
+)
+# Since then what a kernel was compiled to takes all of its arguments. AMD's is made for the sizes of tensors, too.
+REMEMBERS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4) and torch.version.hip is None
+MOST_REMEMBERED = 4096  # launches of a kernel: lengths that come once only must not fill the memory
+ALIGNMENT = 16  # bytes; Triton compiles for tensors that begin at a multiple, and for others
+
+
+class Kernel(JITFunction):
+    """A kernel that remembers what it was compiled to, by the numbers and the kinds of tensors that it was given.
+
+    Triton derives that from the arguments at every launch, on the host, which takes four times as long as the rest of
+    the launch; a layer is a dozen or two of them.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        super().__init__(function, **options)
+        # What it was compiled to, and the names of the arguments that are given by name, in its order.
+        self.remembered: dict[tuple[Any, ...], tuple[Any, list[str]]] = {}
+
+    def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **named: Any) -> Any:
+        """Launch on a grid, or with `warmup` only compile."""
+        if warmup or not REMEMBERS:
+            return super().run(*args, grid=grid, warmup=warmup, **named)
+        kinds = [
+            (x.dtype, x.data_ptr() % ALIGNMENT == 0) if isinstance(x, torch.Tensor) else x
+            for x in (*args, *named.values())
+        ]
+        key = driver.active.get_current_device(), *named, *kinds
+        if key in self.remembered:
+            compiled, names = self.remembered[key]
+            compiled[(*grid, 1, 1)[:3]](*args, *[named[name] for name in names])
+            return compiled
+        compiled = super().run(*args, grid=grid, warmup=False, **named)
+        if compiled is not None:
+            if len(self.remembered) >= MOST_REMEMBERED:
+                self.remembered.clear()
+            self.remembered[key] = compiled, self.arg_names[len(args) :]
+        return compiled
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Decorator of what is launched; functions that kernels call have `triton.jit`."""
+    interpreted_or_not = triton.jit(function, do_not_specialize=LENGTHS)
+    if not isinstance(interpreted_or_not, JITFunction):
+        return interpreted_or_not
+    return Kernel(function, do_not_specialize=LENGTHS)

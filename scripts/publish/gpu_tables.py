@@ -1,0 +1,151 @@
+"""What the kernels gain on a GPU (`scripts/results/gpu/`), beside what `predictions.json` had said they would."""
+
+from typing import Any
+
+from hf_effattn.reporting.table import markdown
+
+from ..kept.markdown import machine, number
+from .cst_tables import NOT_RUN, kept
+
+LENGTHS = (4096, 8192, 16384)
+METHODS = (
+    "i-clustered C=25 k=32",
+    "i-clustered C=100 k=32",
+    "bi-clustered C=32 k=32 G=32",
+    "bi-clustered C=64 k=64 G=32",
+    "bi-clustered C=128 k=128 G=64",
+)
+CST_LENGTHS = (4096, 16384, 65536)
+ROUTINGS = ("neural", "gated")
+HEADER = (
+    "bfloat16",
+    "CUDA graph: forward",
+    "and backward",
+    "no graph: forward",
+    "and backward",
+    "the host's share",
+    "error",
+    "predicted: forward",
+    "and backward",
+)
+Rows = dict[tuple[str, int], dict[str, Any]]
+
+
+def kernels() -> str:
+    """The verdict, and times faster than exact attention: as a CUDA graph, without one, and as predicted."""
+    attention, cst, former, kmeans, prefill, predictions = (
+        kept(name)
+        for name in (
+            *(f"gpu/benchmark_{name}" for name in ("attention", "cst", "clusterformer_1024", "kmeans", "prefill")),
+            "predictions",
+        )
+    )
+    if not (attention and cst and former and kmeans and prefill and predictions):
+        return NOT_RUN
+    methods = {(row["method"], row["length"]): row for row in attention["rows"]}
+    layers: Rows = {(row["attention"], row["length"]): row for row in cst["layers"] if row["part"] == "attention"}
+    routings: Rows = {
+        (row["routing"], row["length"]): {
+            name.removeprefix("attention_"): value for name, value in row.items() if name.startswith("attention_")
+        }
+        for row in former["rows"]
+    }
+    foretold: Rows = {(row["method"], row["length"]): row for row in predictions["rows"]}
+    rows = [
+        cells(f"{name}, {length:,}", methods[name, length], foretold.get((name, length)))
+        for name in METHODS
+        for length in LENGTHS
+        if (name, length) in methods
+    ]
+    cst_name = f"CST L={cst['settings']['slice_length']} α={cst['settings']['extension_ratio']:g}"
+    rows += [cells(f"{cst_name}, {length:,}", layers["slices", length]) for length in CST_LENGTHS]
+    rows += [
+        cells(f"ClusterFormer, {name}, {length:,}", routings[name, length])
+        for name in ROUTINGS
+        for length in sorted({length for _, length in routings})
+    ]
+    verdict = [_verdict(methods, layers), _causal(prefill)]
+    note = (
+        "Times faster than the fastest of PyTorch's exact kernels in the same run, clustering included, B=1, "
+        f"H={attention['settings']['heads']}, D={attention['settings']['head_dim']}; CST and ClusterFormer with their "
+        f"projections, {cst['settings']['width']} wide. The host's share: of the forward time without a graph, what a "
+        f"graph saves. Error: relative L2 of the attention output on MiniLM's queries, keys and values, on which "
+        "heads run exactly that ask for it; on the random inputs that are timed none does. "
+        f"{_kmeans(kmeans)}{_predicted(methods, foretold)}"
+    )
+    return "\n\n".join(verdict) + "\n\n" + markdown(list(HEADER), rows) + machine(attention["environment"], note)
+
+
+def cells(name: str, row: dict[str, Any], foretold: dict[str, Any] | None = None) -> list[str]:
+    """One line of the table; empty where nothing was measured or predicted."""
+    passes = ("forward", "forward_backward")
+    host = None
+    if "forward_graph_ms" in row:
+        host = max(0.0, 1 - row["forward_graph_ms"] / row["forward_ms"])
+    return [
+        name,
+        *(number(row, f"{one}_graph_speedup", ".2f", "×") for one in passes),
+        *(number(row, f"{one}_speedup", ".2f", "×") for one in passes),
+        "" if host is None else f"{host:.0%}",
+        number(row, "real_error", ".2f"),
+        *(number(foretold, f"{one}_speedup", ".1f", "×") for one in passes),
+    ]
+
+
+def _verdict(methods: Rows, layers: Rows) -> str:
+    """Which lengths gain without a graph, why no other does, and what a graph changes."""
+    longest = max(LENGTHS)
+    few, i_clustered, _, bi_clustered, _ = METHODS
+
+    def ratio(row: dict[str, Any], field: str) -> str:
+        return number(row, field, ".1f", "×")
+
+    def takes(kind: str) -> str:  # where a graph saves most of it, the time is the host's
+        own = [row for (name, length), row in methods.items() if name.startswith(kind) and name in METHODS]
+        by_host = [row for row in own if row["length"] in LENGTHS and row["forward_graph_ms"] < row["forward_ms"] / 2]
+        times = [row["forward_ms"] for row in by_host]
+        return f"{min(times):.1f} to {max(times):.1f} ms"
+
+    return (
+        f"**Without a CUDA graph only long inputs gain**: at {longest:,} tokens i-clustered attention is "
+        f"{ratio(methods[i_clustered, longest], 'forward_speedup')} as fast as exact attention, bi-clustered "
+        f"{ratio(methods[bi_clustered, longest], 'forward_speedup')}, since the host takes {takes('i-clustered')} "
+        f"(bi-clustered {takes('bi-clustered')}) to start the kernels of a layer. With a CUDA graph it is "
+        f"{ratio(methods[i_clustered, longest], 'forward_graph_speedup')} (C=25: "
+        f"{ratio(methods[few, longest], 'forward_graph_speedup')}), bi-clustered "
+        f"{ratio(methods[bi_clustered, longest], 'forward_graph_speedup')}, CST's attention "
+        f"{ratio(layers['slices', longest], 'forward_graph_speedup')}, and "
+        f"{ratio(layers['slices', max(CST_LENGTHS)], 'forward_graph_speedup')} at {max(CST_LENGTHS):,}."
+    )
+
+
+def _causal(result: dict[str, Any]) -> str:
+    """What the form without kernels costs."""
+    rows = [row for row in result["rows"] if not row["method"].startswith("SDPA") and "speedup" in row]
+    slower, lengths = [1 / row["speedup"] for row in rows], [row["length"] for row in rows]
+    sizes = result["settings"]
+    return (
+        "**Where the future is masked exact attention runs**: that form has no kernels yet, and took "
+        f"{min(slower):.0f} to {max(slower):.0f} times as long from {min(lengths):,} to {max(lengths):,} tokens "
+        f"({sizes['heads']} heads, {sizes['key_heads']} of keys, D={sizes['head_dim']})."
+    )
+
+
+def _kmeans(result: dict[str, Any]) -> str:
+    """The time of K-means alone, for which no rival was there."""
+    (row,) = result["rows"]
+    settings = result["settings"]
+    return (
+        f"K-means of {row['problems']} × {row['points']:,} points of {settings['dim']}, {row['clusters']} clusters, "
+        f"{settings['iterations']} iterations: {row['ms']:.1f} ms; flash-kmeans was not installed. "
+    )
+
+
+def _predicted(methods: Rows, foretold: Rows) -> str:
+    """How far from the measurements the predictions were."""
+    measured = {key: methods[key]["forward_graph_ms"] for key in foretold if key in methods}
+    off = [1e3 * ms / foretold[key]["forward_us"] for key, ms in measured.items()]
+    return (
+        "Predictions were for an H100 (`scripts/benchmark/predictions.py`), bi-clustered with fewer queries fitted "
+        f"and no errors predicted; as a graph a layer takes {min(off):.1f} to {max(off):.1f} times as long. "
+    )
