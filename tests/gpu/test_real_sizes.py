@@ -131,6 +131,27 @@ def test_deterministic_when_torch_is_told_to_be(op, gpu, deterministic):
 
 
 @each_op
+def test_remembered_launches_read_what_they_are_given(op, gpu):
+    """Other numbers, and tensors that begin at no multiple of 16 bytes, behind launches of the same sizes."""
+    *tensors, _ = make_tensors(SIZES[0], gpu, torch.bfloat16)
+    labels = ops.cluster_queries(tensors[0], SIZES[0].clusters)
+    chosen = options(op, SIZES[0], None, gpu)
+
+    def moved(tensor):
+        """The same numbers and strides, one number further on in memory."""
+        memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=gpu)
+        return memory[1:].as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
+
+    def run(tensors):
+        return getattr(ops, op)(*tensors, labels, backend="triton", **chosen)
+
+    first, other = run(tensors), run([tensor.flip(2) for tensor in tensors])
+    assert not torch.equal(first, other)
+    assert torch.equal(run(tensors), first)
+    torch.testing.assert_close(run([moved(tensor) for tensor in tensors]), first)
+
+
+@each_op
 def test_keys_and_values_of_one_head_expanded_to_all(op, gpu):
     size = Size("expanded", H=16, key_heads=16, N=16384)
     query, key, value, mask = make_tensors(size, gpu, torch.bfloat16)

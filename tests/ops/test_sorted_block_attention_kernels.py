@@ -1,6 +1,7 @@
 """The kernels of attention within sorted blocks, under Triton's interpreter or on a GPU, against the reference."""
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -103,6 +104,16 @@ def test_strict_outputs_do_not_depend_on_later_words():
             torch.testing.assert_close(after, before, rtol=0, atol=5e-7)
         else:
             assert (after - before).abs().max() > 1e-2
+
+
+def test_more_clusters_than_one_program_sums_gradients_of(monkeypatch):
+    module = import_module("hf_effattn.ops.sorted_block_attention.triton")
+    monkeypatch.setattr(module, "CLUSTER_COLUMNS", 16)
+    case = Case("many_clusters", B=1, H=1, N=60, clusters=37, D=8, Dv=8, gated=True)
+    inputs = make_inputs(case, torch.float32)
+    expected = with_gradients(case, inputs.to(torch.float64), backend="reference")
+    baseline = with_gradients(case, inputs, backend="reference")
+    assert_all_close(run(case, inputs), expected, baseline)
 
 
 @pytest.mark.parametrize("head_dim", [100, 256])

@@ -20,7 +20,8 @@ from .backward import (
 )
 from .forward import _sorted_block_attention_fwd_kernel
 
-CLUSTER_COLUMNS = 32  # columns of the memberships' gradient that one program sums
+# Columns of the memberships' gradient that one program sums: those of another one find all scores anew.
+CLUSTER_COLUMNS = 256
 KINDS_OF_WEIGHTS = 1
 
 
@@ -125,12 +126,15 @@ def gradients(
         )  # fmt: skip
         if membership is not None:
             options = _config(x, 32, 16, by_parts=True)
+            if chip_of(query).name == "cuda" and query.element_size() == 2 and max(D, Dv) <= 128:
+                options |= {"ROWS": 64, "COLUMNS": 32, "num_warps": 8}
+            columns = min(CLUSTER_COLUMNS, block_width(clusters))
             tiles = -(-N // options["ROWS"])
             for as_key in (False, True):
-                _sorted_block_attention_bwd_membership_kernel[(B * tiles, -(-clusters // CLUSTER_COLUMNS))](
+                _sorted_block_attention_bwd_membership_kernel[(B * tiles, -(-clusters // columns))](
                     query, key, value, grad_output, *texts, lse, delta, grad_membership,
                     *qkv, *grad_output.stride(), *gate, *sizes[:6], tiles, x.window_blocks, scale * LOG2_E, dropout_p,
-                    AS_KEY=as_key, BLOCK_C=CLUSTER_COLUMNS, **options,
+                    AS_KEY=as_key, BLOCK_C=columns, **options,
                 )  # fmt: skip
     return grad_query, grad_key, grad_value, grad_membership.to(dtype)
 
