@@ -191,6 +191,12 @@ def test_a_spiky_head_is_predicted_worse_than_a_flat_one_and_is():
     torch.testing.assert_close(found_error(case, inputs, scale=0.5), 4 * found_error(case, inputs, scale=0.25))
 
 
+@pytest.mark.parametrize("lengths", [{"N": 0}, {"M": 0}], ids=["no_query", "no_key"])
+def test_nothing_is_no_error(lengths, device_kind):
+    case = Case("nothing", **lengths)
+    assert not found_error(case, make_inputs(case)).any()
+
+
 def test_no_offset_is_no_error():
     case = Case("own", clusters=37)
     inputs = make_inputs(case)

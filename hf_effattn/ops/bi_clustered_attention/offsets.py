@@ -130,7 +130,7 @@ def predicted_error(
 def _only_counted(rows: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
     """Rows `(B, P, n, D)`, 0 where the mask `(B, n)` is False, and how many are left: a number, or `(B, 1)`."""
     if mask is None:
-        return rows.to(dtype), rows.shape[2]
+        return rows.to(dtype), max(1, rows.shape[2])
     counts = mask.to(dtype)
     return rows * counts[:, None, :, None], counts.sum(dim=1, keepdim=True).clamp(min=1)
 
