@@ -128,8 +128,8 @@ def cluster_products(
     """
     B, H, N, D = a.shape
     Dv = b.shape[3]
-    length = 1 if parts is None else triton.cdiv(members.clusters, parts)
-    splits = triton.cdiv(members.clusters, length)
+    length = 1 if parts is None else -(-members.clusters // parts)
+    splits = -(-members.clusters // length)
     products = a.new_empty(B * H * splits, D, Dv, dtype=torch.float32)
     sums = None if weights is None else a.new_empty(B * H * splits, Dv, dtype=torch.float32)
     block_v = block_width(Dv)
@@ -137,7 +137,7 @@ def cluster_products(
     # Float32 is multiplied in halves, which take twice the registers.
     halves = a.element_size() // 2
     block_d = min(block_width(D), (64 if block_v <= 64 else 32) // halves)
-    blocks = triton.cdiv(D, block_d)
+    blocks = -(-D // block_d)
     rows = max(16, min(64, 4096 // block_v) // halves**2)
     if weights is not None and (D % 8 or Dv % 8):
         rows = max(16, rows // 2)  # number by number they take more registers
