@@ -147,7 +147,8 @@ def attention(
     if dense or key.shape[2] != N or (hides_future and N == 1):
         return _exact(call)
     if chosen.is_exact(N, N, query.device.type, causal=hides_future):
-        _say_if_never(chosen, query.device.type, causal=hides_future)
+        if hides_future:
+            _say_if_never(chosen, query.device.type)
         return _exact(call)
     call.share_dtype()
     return _by_method(chosen, call)
@@ -194,9 +195,12 @@ class Call:
         self.query, self.key = self.query.to(dtype), self.key.to(dtype)
 
 
-def _say_if_never(method: Method, device_type: str, *, causal: bool) -> None:
-    """Warn of a method that no length starts on this kind of device; a model may have come there after its patch."""
-    if not torch.compiler.is_compiling() and method.shortest_length(device_type, causal=causal) is None:
+def _say_if_never(method: Method, device_type: str) -> None:
+    """Warn of a method that no length starts where the future is masked on this kind of device.
+
+    A model may have come there after its patch.
+    """
+    if not torch.compiler.is_compiling() and method.shortest_length(device_type, causal=True) is None:
         said = f"The patch does nothing: {why_never(method.method, device_type)}."
         warnings.warn(said, stacklevel=stacklevel_of_user())
 

@@ -83,7 +83,8 @@ def time() -> dict[str, Any]:
         call()
         seconds: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(REPEATS):
-            for launch.REMEMBERS, kept in seconds.items():
+            for remembers, kept in seconds.items():
+                launch.REMEMBERS = remembers
                 begin = perf_counter()
                 call()
                 kept.append(perf_counter() - begin)

@@ -157,9 +157,12 @@ def cluster_on_a_large_chip(masks: str) -> None:
 
 
 def query_offsets(dtype: torch.dtype, masks: str) -> None:
-    case = attention_cases.Case("", B=2, H=2, N=90, D=40, clusters=20, masks=masks)
-    inputs = attention_cases.make_inputs(case, dtype)
-    ops.query_offsets(inputs.query, inputs.labels, 20, query_mask=inputs.query_mask, rows=64, backend="triton")
+    """A few, and several parts of the rows with several blocks of clusters."""
+    for N, clusters, rows in ((90, 20, 64), (1250, 70, 1200)):
+        case = attention_cases.Case("", B=2, H=2, N=N, D=40, clusters=clusters, masks=masks)
+        inputs = attention_cases.make_inputs(case, dtype)
+        given = inputs.query, inputs.labels, clusters
+        ops.query_offsets(*given, query_mask=inputs.query_mask, rows=rows, backend="triton")
 
 
 def kmeans(dtype: torch.dtype, masks: str) -> None:

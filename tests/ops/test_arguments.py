@@ -1,6 +1,7 @@
 """What a caller gets for wrong arguments: what was given, what is allowed."""
 
 from _thread import start_new_thread
+from importlib import import_module
 from threading import Lock
 
 import pytest
@@ -179,3 +180,12 @@ def test_a_warning_from_a_thread_without_a_user_points_at_itself():
     assert asked.acquire(timeout=60)
     own["outer"]()
     assert found == [1, 3]
+
+
+def test_kernels_say_which_triton_they_need(monkeypatch):
+    arguments = import_module("hf_effattn.ops.shared.arguments")
+    rows = torch.zeros(1, 1, 4, 8)
+    monkeypatch.setattr(arguments, "_triton_version", lambda: (3, 3))
+    assert kernel_problem(rows) == "the kernels need triton 3.4 or newer, got 3.3"
+    monkeypatch.setattr(arguments, "_triton_version", lambda: (4, 0))
+    assert kernel_problem(rows) is None

@@ -1,6 +1,8 @@
 """The Triton kernels of slice attention against the float64 reference, on a GPU or under Triton's interpreter."""
 
 import dataclasses
+from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +23,24 @@ def kernel_inputs(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     if case.name == "many_sinks":
         inputs["sink_mask"][:, ::2] = True
     return inputs
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_sinks_and_sizes_in_several_steps(monkeypatch, masked):
+    sizes = import_module("hf_effattn.ops.slice_attention.triton.sizes")
+    monkeypatch.setattr(sizes, "MOST_AT_ONCE", 32)
+    case = Case("many_sinks", B=2, N=150, L=7, sinks=True, masks="holes" if masked else "none")
+    inputs = on_device(kernel_inputs(case, torch.float32))
+    mask, sink_mask = inputs.get("key_mask"), inputs["sink_mask"].clone()
+    fields = {"query": inputs["query"], "key_mask": mask, "sink_mask": sink_mask, "slice_length": 7}
+    sinks, counts, inverse_sizes = sizes.sinks_and_sizes(SimpleNamespace(**fields))
+    tokens = torch.ones_like(sink_mask) if mask is None else mask
+    for text in range(2):
+        expected = (sink_mask & tokens)[text].nonzero()[:, 0]
+        assert counts[text] == len(expected) > 32
+        assert torch.equal(sinks[text, : len(expected)], expected)
+        of_slices = torch.stack([part.sum() for part in tokens[text].split(7)])
+        torch.testing.assert_close(inverse_sizes[text], 1 / of_slices.clamp(min=1))
 
 
 @pytest.mark.slow_except(

@@ -13,8 +13,7 @@ from ..shared.tables import cluster_rows, cluster_sums
 # Measured over 72 heads of a pretrained BERT: the error of a head is about a quarter of σ².
 ERROR_PER_VARIANCE = 0.25
 PREDICTION_ROWS = 2048  # keys of each head that a prediction looks at
-# Matrices of so many numbers together are summed in parts: more of them keep a chip busy as they are.
-PARTS, MOST_IN_PARTS = 16, 2**18
+PARTS = 16  # of the rows whose products are summed on an accelerator
 
 
 @torch.no_grad()
@@ -146,18 +145,19 @@ def largest_product(eta: torch.Tensor, within: torch.Tensor, group: int) -> torc
 def sum_of_products(rows: torch.Tensor, count: int) -> torch.Tensor:
     """`Σ_i x_i^T x_i` of rows `(..., D)`, as many of each of `count` matrices `(count, D, D)`.
 
-    Few of them are summed in parts: a sum of thousands of numbers is one chain, which leaves the rest of a chip idle.
+    In parts where the rows can be cut into equal ones: a sum of thousands of numbers is one chain, which leaves the
+    rest of a chip idle. What else is in the batch has no say in it.
     """
     D = rows.shape[-1]
     n = rows.numel() // max(1, count * D)
-    parts = PARTS if n % PARTS == 0 and count * D * D <= MOST_IN_PARTS else 1
+    parts = PARTS if n % PARTS == 0 else 1
     rows = rows.reshape(count * parts, n // parts, D)
     products = torch.bmm(rows.mT, rows)
     return products if parts == 1 else products.view(count, parts, D, D).sum(dim=1)
 
 
 def error_of(
-    covariance: torch.Tensor, counted: torch.Tensor | int, spread: torch.Tensor, scale: float
+    covariance: torch.Tensor, counted: torch.Tensor | float, spread: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """The predicted errors `(B, P)` of the sums `η^T η` `(B, P, group, D, D)` of so many offsets each, and of `W`."""
     variances = (covariance * spread[:, :, None]).sum(dim=(3, 4)) / counted  # (B, P, group)

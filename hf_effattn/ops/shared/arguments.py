@@ -6,6 +6,7 @@ Sizes: `B` batch, `H` heads, `N` query length, `M` key length, `D` head_dim, `C`
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.util import find_spec
 from numbers import Integral, Real
 from typing import Any
@@ -17,6 +18,7 @@ from .callers import stacklevel_of_user
 
 BACKENDS = ("reference", "batched", "triton")
 HAS_TRITON = find_spec("triton") is not None
+OLDEST_TRITON = 3, 4  # that has what the kernels are made of
 LARGEST_KERNEL_DIM = 256  # a row of a tile must fit into a chip's registers and shared memory
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LABELS = {"query": ("labels", "clusters"), "key": ("key_labels", "key_clusters")}  # names of the arguments
@@ -80,6 +82,8 @@ def kernel_problem(*tensors: torch.Tensor, any_width: bool = False) -> str | Non
         return "the package triton is not installed (pip install triton)"
     if not tensors[0].is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the tensors are on {tensors[0].device}, the kernels need a GPU (or TRITON_INTERPRET=1, to test them)"
+    if _triton_version()[:2] < OLDEST_TRITON:
+        return f"the kernels need triton {_as_text(OLDEST_TRITON)} or newer, got {_as_text(_triton_version())}"
     if tensors[0].dtype not in KERNEL_DTYPES:
         return f"the kernels take {', '.join(str(dtype) for dtype in KERNEL_DTYPES)}, got {tensors[0].dtype}"
     largest = max(tensor.shape[-1] for tensor in tensors)
@@ -88,6 +92,17 @@ def kernel_problem(*tensors: torch.Tensor, any_width: bool = False) -> str | Non
     if any(abs(tensor.stride(-1)) * tensor.shape[-1] >= 2**31 for tensor in tensors):
         return "the numbers of a row lie further apart in memory than the kernels can count; use .contiguous()"
     return None
+
+
+@cache
+def _triton_version() -> tuple[int, ...]:
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+def _as_text(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
 
 
 def check_count(name: str, value: int, *, minimum: int = 1) -> None:

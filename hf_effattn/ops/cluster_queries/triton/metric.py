@@ -72,7 +72,11 @@ def _cluster_queries_metric_kernel(
     o_d = tl.arange(0, BLOCK_D)
     m_i, m_d = o_i < head_dim, o_d < head_dim
     products = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
-    squares, sums, sums_i = tl.zeros([BLOCK_D], tl.float32), tl.zeros([BLOCK_D], tl.float32), tl.zeros_like(o_i) * 0.0
+    squares, sums, sums_i = (
+        tl.zeros([BLOCK_D], tl.float32),
+        tl.zeros([BLOCK_D], tl.float32),
+        tl.zeros([BLOCK_I], tl.float32),
+    )
     for split in range(0, splits):
         i_part = i_p * splits + split
         p_products = products_ptr + i_part * head_dim * head_dim

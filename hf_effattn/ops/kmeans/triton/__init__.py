@@ -41,7 +41,7 @@ def assign_blocks(block_d: int, wide: bool, shared_memory: int) -> tuple[int, in
 
 
 def update_blocks(block_d: int, wide: bool, chip: Chip, clusters: int) -> dict[str, int]:
-    """Block sizes, warps and stages of the kernels that add up the members of some clusters."""
+    """Block sizes, warps and stages of the kernel that adds up the members of some clusters."""
     if wide or block_d > 64:
         sizes = 16, 32, min(block_d, 32), 8 if block_d > 128 else 4, 1
     else:

@@ -14,17 +14,17 @@ LENGTHS = (
     *("numbers", "columns", "slots", "tiles", "blocks", "splits", "first_row", "last_row", "slices"),
     *("first_share", "fit_rows", "seed", "bin_keys", "block_rows"),
 )
-# Since then what a kernel was compiled to takes all of its arguments. AMD's is made for the sizes of tensors, too.
-REMEMBERS = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 4) and torch.version.hip is None
-MOST_REMEMBERED = 4096  # launches of a kernel: lengths that come once only must not fill the memory
+REMEMBERS = torch.version.hip is None  # AMD's kernels are compiled for the sizes of tensors, too
+MOST_REMEMBERED = 256  # launches of a kernel: lengths that come once only must not fill the memory
 ALIGNMENT = 16  # bytes; Triton compiles for tensors that begin at a multiple, and for others
 
 
 class Kernel(JITFunction):
     """A kernel that remembers what it was compiled to, by the numbers and the kinds of tensors that it was given.
 
-    Triton derives that from the arguments at every launch, on the host, which takes four times as long as the rest of
-    the launch; a layer is a dozen or two of them.
+    Triton derives that from the arguments at every launch, on the host, which takes longer than the rest of it, and a
+    layer is a dozen or two launches. Hooks of a launch run; those before it, and settings for debugging that come
+    later, do not.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
@@ -37,12 +37,13 @@ class Kernel(JITFunction):
         if warmup or not REMEMBERS:
             return super().run(*args, grid=grid, warmup=warmup, **named)
         kinds = [
-            (x.dtype, x.data_ptr() % ALIGNMENT == 0) if isinstance(x, torch.Tensor) else x
+            (x.dtype, x.data_ptr() % ALIGNMENT == 0) if isinstance(x, torch.Tensor) else (x, type(x))
             for x in (*args, *named.values())
         ]
         key = driver.active.get_current_device(), *named, *kinds
-        if key in self.remembered:
-            compiled, names = self.remembered[key]
+        found = self.remembered.get(key)
+        if found is not None:
+            compiled, names = found
             compiled[(*grid, 1, 1)[:3]](*args, *[named[name] for name in names])
             return compiled
         compiled = super().run(*args, grid=grid, warmup=False, **named)
