@@ -82,7 +82,7 @@ def kernel_problem(*tensors: torch.Tensor, any_width: bool = False) -> str | Non
         return "the package triton is not installed (pip install triton)"
     if not tensors[0].is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the tensors are on {tensors[0].device}, the kernels need a GPU (or TRITON_INTERPRET=1, to test them)"
-    if _triton_version()[:2] < OLDEST_TRITON:
+    if _triton_version() < OLDEST_TRITON:
         return f"the kernels need triton {_as_text(OLDEST_TRITON)} or newer, got {_as_text(_triton_version())}"
     if tensors[0].dtype not in KERNEL_DTYPES:
         return f"the kernels take {', '.join(str(dtype) for dtype in KERNEL_DTYPES)}, got {tensors[0].dtype}"

@@ -9,6 +9,7 @@ from ..reference import Inputs
 from .tiles import load_tokens
 
 MOST_AT_ONCE = 8192  # tokens that a program looks for sinks among in one step: the steps wait for each other
+SLICES = 64  # whose sizes a program finds
 
 
 @kernel
@@ -62,7 +63,7 @@ def sinks_and_sizes(x: Inputs) -> tuple[torch.Tensor | None, torch.Tensor | None
     sinks = counts = None
     if sink_mask is not None:
         sinks, counts = (sink_mask.new_empty(size, dtype=torch.int64) for size in (sink_mask.shape, B))
-    blocks = -(-slices // 64)
+    blocks = -(-slices // SLICES)
     with on_device_of(query):
         if B * N:
             _slice_attention_sizes_kernel[(B * blocks,)](
@@ -70,6 +71,6 @@ def sinks_and_sizes(x: Inputs) -> tuple[torch.Tensor | None, torch.Tensor | None
                 sink_mask, *((0, 0) if sink_mask is None else sink_mask.stride()),
                 sinks, counts, inverse_sizes, N, L, slices, blocks,
                 HAS_MASK=mask is not None, HAS_SINKS=sinks is not None,
-                TOKENS=max(32, min(MOST_AT_ONCE, 1 << (N - 1).bit_length())), SLICES=64, COLUMNS=32, num_warps=8,
+                TOKENS=max(32, min(MOST_AT_ONCE, 1 << (N - 1).bit_length())), SLICES=SLICES, COLUMNS=32, num_warps=8,
             )  # fmt: skip
     return sinks, counts, inverse_sizes
