@@ -9,7 +9,7 @@ launches.
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -21,6 +21,7 @@ from machine_code import GPU, layers
 from hf_effattn.ops.shared.triton import launch
 
 LAUNCHED: list[tuple[Any, ...]] = []
+PASSED: list[int] = []  # where the tensors of the last launch are
 REPEATS, SHORT = 100, 256
 
 
@@ -43,8 +44,25 @@ class Launcher:
 
     def __call__(self, *arguments: Any) -> None:
         grid, given = arguments[:3], arguments[9:]
+        PASSED[:] = addresses(given)
         kinds = ((x.dtype, x.shape, x.stride()) if torch.is_tensor(x) else x for x in given)
         LAUNCHED.append((self.kernel, grid, *kinds))
+
+
+def addresses(arguments: Iterable[Any]) -> list[int]:
+    """Where the tensors among some arguments are."""
+    return [x.data_ptr() for x in arguments if torch.is_tensor(x)]
+
+
+class Called(launch.Kernel):
+    """Raises where a kernel gets other tensors than it was called with, or in another order."""
+
+    def run(self, *args: Any, **named: Any) -> Any:
+        by_name = dict(zip(self.arg_names, args, strict=False)) | named
+        compiled = super().run(*args, **named)
+        if addresses(by_name[name] for name in self.arg_names) != PASSED:
+            raise AssertionError(f"{self.__name__} got other tensors than it was called with")
+        return compiled
 
 
 class IdleGpu(NamedGpu):
@@ -64,6 +82,10 @@ def launches(call: Callable[[], Any]) -> list[tuple[Any, ...]]:
 def check() -> dict[str, Any]:
     """Of every layer how many launches there are, and which of those that were remembered differ."""
     fill_outputs()
+    for module in list(sys.modules.values()):
+        for kernel in vars(module).values() if module.__name__.startswith("hf_effattn") else ():
+            if isinstance(kernel, launch.Kernel):
+                kernel.__class__ = Called
     found = {}
     for name, call in layers().items():
         launch.REMEMBERS = False
