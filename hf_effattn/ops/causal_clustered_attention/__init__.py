@@ -1,6 +1,7 @@
 """Causal attention over clusters: no output depends on a later token."""
 
 from math import inf
+from typing import Any, cast
 
 import torch
 
@@ -14,6 +15,12 @@ METHODS = ("clustered", "i-clustered", "bi-clustered")
 # The least loss of perplexity for the scores, on a language model: scripts/benchmark/language_model.py.
 DEFAULT_SEGMENT_LENGTH = 1024
 DEFAULT_WINDOW = 256
+
+
+def _triton(*arguments: Any) -> torch.Tensor:
+    from . import triton
+
+    return cast("torch.Tensor", triton.causal_clustered_attention(*arguments))
 
 
 def causal_clustered_attention(
@@ -112,7 +119,7 @@ def causal_clustered_attention(
     if key.shape[2] != N:
         raise ValueError(f"causal self-attention has as many keys as queries, got {N} queries and {key.shape[2]} keys")
     check_mask("key_mask", key_mask, key)
-    forms = reference.causal_clustered_attention, batched.causal_clustered_attention, None
+    forms = reference.causal_clustered_attention, batched.causal_clustered_attention, _triton
     run = choose_backend(backend, forms, query, key, value)
     return run(
         *(query, key, value, key_mask, draw_seed(dropout_p, query.device)),

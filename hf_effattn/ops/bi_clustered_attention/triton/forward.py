@@ -283,33 +283,50 @@ def _load_log_mass(log_mass_ptr, o_row, m_r, o_g, key_clusters):
     return tl.load(log_mass_ptr + o_row[:, None] * key_clusters + o_g[None, :], mask=m_mass, other=float("-inf"))
 
 
+def distances_of(
+    key: torch.Tensor, keys: SortedRows, mean_keys: torch.Tensor, products: torch.Tensor, queries: SortedRows,
+    group: int, scale: float, *, words: int = 0, exact_heads: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`log2 d_t²` `(P, M)` of keys `(B, Hk, M, D)` by cluster, and that many words of 0 for each, `(P, M, words)`.
+
+    `products` are sums of those of offsets, some of each of `group` query heads that share keys, `(.., D, D)` float32,
+    and `queries` the clusters that these are offsets from.
+    """
+    B, Hk, M, D = key.shape
+    P = B * Hk
+    covariance, sizes = key.new_empty(P, D, D), key.new_empty(P, D, dtype=torch.float32)
+    log_squares = key.new_empty(P, M, dtype=torch.float32)
+    taken = key.new_empty(P, M, words, dtype=torch.int32)
+    tiles, chip, block_d = keys.tiles.shape[1], chip_of(key), block_width(D)
+    with on_device_of(key):
+        _bi_clustered_attention_fwd_covariance_kernel[(P * -(-D // 16),)](
+            products, queries.starts, covariance, sizes, group, len(products) // P, D, queries.clusters,
+            scale**2, BLOCK_D=block_d, COLUMNS=16, **chip.all_registers,
+        )  # fmt: skip
+        blocks = -(-tiles // TILES)
+        _bi_clustered_attention_fwd_distance_kernel[(P * blocks,)](
+            key, mean_keys, covariance, sizes, exact_heads, keys.order, keys.starts, keys.tiles, log_squares,
+            taken, *key.stride(), Hk, M, D, keys.clusters, tiles, words, blocks,
+            HAS_EXACT=exact_heads is not None, TILES=TILES, ROWS=keys.tile, BLOCK_D=block_d,
+            BLOCK_K=min(block_d, 32) if key.element_size() == 4 else block_d, PART=dipole_part(key, block_d),
+            PRECISION=chip.dot_precision(key.dtype), **chip.all_registers,
+        )  # fmt: skip
+    return log_squares, taken
+
+
 def choose_keys(
     x: Inputs, exact_heads: torch.Tensor | None, queries: SortedRows, keys: SortedRows, mean_keys: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`Q̄_j` `(B · H, C, D)`, `log2 d_t²` `(P, M)`, `taken`, and `T_j` `(B · H, C, T)` int32, -1 for no key."""
     query, key, topk, scale = x.query, x.key, x.topk, x.scale
-    (B, H), (Hk, M, D) = query.shape[:2], key.shape[1:]
+    (B, H), (Hk, _, D) = query.shape[:2], key.shape[1:]
     centroids = query.new_empty(B * H, queries.clusters, D)
     parts = max(1, min(queries.clusters, SUM_PROGRAMS // (B * H)))
     products, _ = cluster_products(query, query, queries, centroids, parts=parts)
-    covariance, sizes = key.new_empty(B * Hk, D, D), key.new_empty(B * Hk, D, dtype=torch.float32)
-    log_squares = query.new_empty(B * Hk, M, dtype=torch.float32)
     words = -(-(H // Hk * queries.clusters) // 32)
-    taken = key.new_empty(B * Hk, M, words, dtype=torch.int32)
-    tiles, chip, block_d = keys.tiles.shape[1], chip_of(query), block_width(D)
-    with on_device_of(query):
-        _bi_clustered_attention_fwd_covariance_kernel[(B * Hk * -(-D // 16),)](
-            products, queries.starts, covariance, sizes, H // Hk, len(products) // (B * Hk), D, queries.clusters,
-            scale**2, BLOCK_D=block_d, COLUMNS=16, **chip.all_registers,
-        )  # fmt: skip
-        blocks = -(-tiles // TILES)
-        _bi_clustered_attention_fwd_distance_kernel[(B * Hk * blocks,)](
-            key, mean_keys, covariance, sizes, exact_heads, keys.order, keys.starts, keys.tiles, log_squares,
-            taken, *key.stride(), Hk, M, D, keys.clusters, tiles, words, blocks,
-            HAS_EXACT=exact_heads is not None, TILES=TILES, ROWS=keys.tile, BLOCK_D=block_d,
-            BLOCK_K=min(block_d, 32) if key.element_size() == 4 else block_d, PART=dipole_part(key, block_d),
-            PRECISION=chip.dot_precision(query.dtype), **chip.all_registers,
-        )  # fmt: skip
+    log_squares, taken = distances_of(
+        key, keys, mean_keys, products, queries, H // Hk, scale, words=words, exact_heads=exact_heads
+    )
     found = centroid_pass(centroids, key, None, x.key_mask, scale, topk, bias=log_squares, marks=taken)
     return centroids, log_squares, taken, found.top.view(B * H, queries.clusters, topk)
 

@@ -1,0 +1,121 @@
+"""Causal attention over clusters on a GPU: all segments at once, in few launches."""
+
+from math import inf
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from ...shared.gradients import register_op
+from ...shared.tables import empty_output, unwritten_output
+from ...shared.triton.sort import SortedRows
+from ...shared.triton.tiles import tile_config
+from .. import batched
+from ..reference import Settings
+from .clusters import Clusters, find_clusters
+from .layout import Compaction, Layout, Rows
+from .local import attend_near
+from .older import attend_to_summaries, choose_keys, late_segments, make_tables, mark_keys
+
+LARGEST_GROUP = 32  # query heads that share keys: each has a bit in the word of a key
+
+
+class Saved(NamedTuple):
+    """What the forward pass keeps for the backward pass, besides its inputs and its output; `Clusters` and more."""
+
+    lse: torch.Tensor  # base-2 log-sum-exp of every query's scores, `(B · H, tokens of whole segments)`
+    top: torch.Tensor  # the exact keys of every late segment, `(L · B · H, topk)` int32
+    labels: torch.Tensor
+    centroids: torch.Tensor
+    sizes: torch.Tensor
+    # The next three: the late segments' queries, see `SortedRows`
+    order: torch.Tensor
+    starts: torch.Tensor
+    tiles: torch.Tensor
+    # The next three: the keys of every block
+    key_order: torch.Tensor
+    key_starts: torch.Tensor
+    key_tiles: torch.Tensor
+    exact: torch.Tensor  # empty where no head may be
+
+
+def tile_rows(x: Settings) -> tuple[int, int]:
+    """Rows of a tile of sorted queries, and of sorted keys."""
+    dims = x.query.shape[3], x.value.shape[3]
+    return tile_config(x.query, *dims)["ROWS"], tile_config(x.query, *dims, backward=True, two_sums=True)["ROWS"]
+
+
+def laid_out(x: Settings, layout: Layout, compaction: Compaction | None) -> Rows:
+    """Query, key and value as the kernels take them."""
+    query, key, value = x.query, x.key, x.value
+    if compaction is not None:
+        query, key, value = (compaction.take(rows) for rows in (query, key, value))
+    return Rows(layout.queries(query), layout.keys(key), layout.keys(value))
+
+
+def _forward(x: Settings) -> list[torch.Tensor]:
+    """One softmax over the local keys, the exact keys, and what stands for the others at the nearest past centroid."""
+    if x.query.numel() == 0:
+        return _fake(x)
+    layout = Layout.of(x)
+    compaction = None if x.key_mask is None else Compaction.of(x.key_mask)
+    rows, output = laid_out(x, layout, compaction), unwritten_output(x.query, x.value)
+    # Of rows behind the last token no kernel reads more than that their weights are 0.
+    lse = torch.full((rows.heads, layout.padded), inf, dtype=torch.float32, device=output.device)
+    attend_near(layout, rows, output, lse, (0, min(layout.first_late, layout.segments)))
+    saved = _fake(x)[2:]
+    if layout.late:
+        counts = None if compaction is None else compaction.counts
+        found = find_clusters(layout, rows.query, rows.key, counts, tile_rows(x))
+        top = torch.empty(len(found.centroids), x.topk, dtype=torch.int32, device=output.device)
+        for late in late_segments(layout, rows, found):
+            own = top[late.first * rows.heads :][: len(late.centroids)]
+            if x.topk:
+                choose_keys(layout, rows, found, late, own)
+            tables = make_tables(layout, rows, found, late, mark_keys(layout, rows, late, own), for_backward=False)
+            attend_near(layout, rows, output, lse, (layout.first_late + late.first, late.count), own, late.exact)
+            attend_to_summaries(layout, rows, found, late, tables, output, lse)
+        exact = saved[-1] if found.exact is None else found.exact
+        saved = [
+            top, found.labels, found.centroids, found.sizes, found.readers.order, found.readers.starts,
+            found.readers.tiles, found.keys.order, found.keys.starts, found.keys.tiles, exact,
+        ]  # fmt: skip
+    if compaction is not None:
+        output = compaction.put(output, cast("torch.Tensor", x.key_mask))
+    return [output, lse, *saved]
+
+
+def _fake(x: Settings) -> list[torch.Tensor]:
+    """The output, 0, and tensors of the right sizes for the rest, without numbers."""
+    (B, H, _, D), layout, tiles = x.query.shape, Layout.of(x), tile_rows(x)
+    n, C, G, L = x.segment_length, x.clusters, x.key_clusters, layout.late
+    queries, keys = L * B * H, L * B * x.key.shape[1]
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return x.query.new_empty(*shape, dtype=dtype)
+
+    saved = Saved(
+        lse=empty(B * H, layout.padded, dtype=torch.float32),
+        top=empty(queries, x.topk),
+        labels=empty(queries, n, dtype=torch.int64),
+        centroids=empty(queries, C, D, dtype=x.query.dtype),
+        sizes=empty(queries, C),
+        order=empty(queries, n),
+        starts=empty(queries, C + 2),
+        tiles=empty(queries, n // tiles[0] + C + 1),
+        key_order=empty(keys, n),
+        key_starts=empty(keys, G + 2),
+        key_tiles=empty(keys, n // tiles[1] + G + 1),
+        exact=empty(L if x.exact_above < inf else 0, B * x.key.shape[1], dtype=torch.bool),
+    )
+    return [empty_output(x.query, x.value), *saved]
+
+
+_op = register_op("causal_clustered_attention_triton", Settings, _forward, fake=_fake)
+
+
+def causal_clustered_attention(*arguments: Any) -> torch.Tensor:
+    """The kernels, where no weight is dropped; else the PyTorch form."""
+    x = Settings(*arguments)
+    if x.keeps or x.dropout_seed is not None or x.query.shape[1] > LARGEST_GROUP * x.key.shape[1]:
+        return batched.causal_clustered_attention(*arguments)
+    return cast("torch.Tensor", _op(*arguments))

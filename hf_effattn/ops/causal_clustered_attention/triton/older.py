@@ -1,0 +1,362 @@
+"""Late segments over the finished keys, on a GPU: which of them exactly, and tables of summaries for the others.
+
+Sizes as in `layout` and `clusters`; of the late segments some at once, `L`, from the `first` on, whose queries see the
+blocks of keys `0 .. first`, and one more each. Places of keys number all blocks through, `n` each. Scores are
+exponents of 2.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...shared.triton.chips import block_width, chip_of, on_device_of
+from ...shared.triton.cluster_table import is_exact
+from ...shared.triton.launch import kernel
+from ...shared.triton.softmax import dot_rows, softmax_weights
+from ...shared.triton.sort import SortedRows
+from ...shared.triton.tiles import LOG2_E, LOWEST, load_rows, load_tile, tile_config
+from ...shared.triton.topk import select_topk
+from .clusters import Clusters
+from .layout import Layout, Rows
+
+MOST_CENTROIDS = 64  # that a program compares with keys at once
+TABLE_BYTES = 2**29  # of the tables, and the ranks, of the late segments that are worked on at once
+
+
+class Late(NamedTuple):
+    """Some late segments, `L` from the `first` on."""
+
+    first: int
+    count: int  # `L`
+    centroids: torch.Tensor  # `(L · P · g, C, D)`
+    sizes: torch.Tensor  # of the clusters of past queries, `(L · P · g, C)`
+    readers: SortedRows
+    exact: torch.Tensor | None  # `(L, P)`
+
+    @classmethod
+    def of(cls, found: Clusters, first: int, count: int, heads: int) -> "Late":
+        """Of all of them those; `heads` are `P · g`."""
+        own = slice(first * heads, (first + count) * heads)
+        rows = found.readers
+        readers = SortedRows(rows.order[own], rows.starts[own], rows.tiles[own], rows.clusters, rows.tile)
+        exact = None if found.exact is None else found.exact[first : first + count].contiguous()
+        return cls(first, count, found.centroids[own], found.sizes[own], readers, exact)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of keys that the last of them sees."""
+        return self.first + self.count
+
+
+class Tables(NamedTuple):
+    """What stands for the keys of every cluster of all blocks, `(L · P · g · C, blocks · G, ·)`."""
+
+    keys: torch.Tensor  # `K̃` in the dtype of the query; 0 where a summary does not follow the query
+    values: torch.Tensor  # `Ṽ`
+    bias: torch.Tensor  # `log S - Q̄_j·K̃` float32; `-inf` where nothing is or may be seen
+    log_mass: torch.Tensor | None  # `log S`, for a backward pass
+
+
+@kernel
+def _causal_attention_fwd_mass_kernel(
+    centroids_ptr, key_ptr, lse_ptr,
+    heads, group, rows_of_keys, D, clusters, first_late, segment_length, shift, blocks, row_blocks, scale_log2,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The log-sum-exp of some centroids' scores of the keys of one block; `-inf` where the segment does not see it."""
+    i_block = tl.program_id(0) % blocks
+    i_p = (tl.program_id(0) // (blocks * row_blocks)).to(tl.int64)
+    o_c = tl.program_id(0) // blocks % row_blocks * ROWS + tl.arange(0, ROWS)
+    m_c = o_c < clusters
+    sees = i_block <= first_late + i_p // heads
+    key_ptr += (i_p % heads // group * rows_of_keys + i_block * segment_length) * D
+    p_centroid = centroids_ptr + (i_p * clusters + o_c) * D
+    # [ROWS, BLOCK_D]
+    b_centroid = load_rows(p_centroid, m_c, 1, D, BLOCK_D)
+    b_highest = tl.full([ROWS], LOWEST, tl.float32)
+    b_total = tl.zeros([ROWS], tl.float32)
+    for begin in range(0, tl.where(sees, segment_length, 0), COLUMNS):
+        o_key = begin + tl.arange(0, COLUMNS)
+        m_key = (o_key < segment_length) & (i_block * segment_length + o_key >= shift)
+        p_key = key_ptr + o_key.to(tl.int64) * D
+        b_key = load_rows(p_key, m_key, 1, D, BLOCK_D)
+        b_scores = dot_rows(
+            b_centroid, b_key, p_centroid, m_c, 1, p_key, m_key, 1, D, ROWS, COLUMNS, BY_PARTS, PRECISION
+        )  # fmt: skip
+        b_scores = tl.where(m_key[None, :], b_scores * scale_log2, float("-inf"))
+        _, _, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
+    b_lse = tl.where(b_total > 0, b_highest + tl.log2(tl.maximum(b_total, 1e-38)), float("-inf"))
+    tl.store(lse_ptr + (i_p * clusters + o_c) * blocks + i_block, b_lse, mask=m_c)
+
+
+@kernel
+def _causal_attention_fwd_rank_kernel(
+    centroids_ptr, key_ptr, log_share_ptr, log_square_ptr, rank_ptr,
+    heads, group, rows_of_keys, D, clusters, first_late, segment_length, shift, blocks, scale_log2,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`log2(Σ_j n_j w_jt) + log2 d_t²` of the keys of one block for the query head of a segment, `-inf` without a key.
+
+    `log_share` is what turns a score of a centroid into `log2(n_j w_jt)`.
+    """
+    i_block = tl.program_id(0) % blocks
+    i_p = (tl.program_id(0) // blocks).to(tl.int64)
+    sees = i_block <= first_late + i_p // heads
+    i_key_head = i_p % heads // group
+    key_ptr += (i_key_head * rows_of_keys + i_block * segment_length) * D
+    log_square_ptr += (i_block * (heads // group) + i_key_head) * segment_length
+    rank_ptr += (i_p * blocks + i_block) * segment_length
+    for begin in range(0, segment_length, ROWS):
+        o_key = begin + tl.arange(0, ROWS)
+        m_place = o_key < segment_length
+        m_key = m_place & (i_block * segment_length + o_key >= shift) & sees
+        p_key = key_ptr + o_key.to(tl.int64) * D
+        # [ROWS, BLOCK_D]
+        b_key = load_rows(p_key, m_key, 1, D, BLOCK_D)
+        b_highest = tl.full([ROWS], LOWEST, tl.float32)
+        b_total = tl.zeros([ROWS], tl.float32)
+        for first in range(0, tl.where(sees, clusters, 0), COLUMNS):
+            o_c = first + tl.arange(0, COLUMNS)
+            m_c = o_c < clusters
+            p_centroid = centroids_ptr + (i_p * clusters + o_c) * D
+            b_centroid = load_rows(p_centroid, m_c, 1, D, BLOCK_D)
+            b_share = tl.load(log_share_ptr + i_p * clusters + o_c, mask=m_c, other=float("-inf"))
+            b_scores = dot_rows(
+                b_key, b_centroid, p_key, m_key, 1, p_centroid, m_c, 1, D, ROWS, COLUMNS, BY_PARTS, PRECISION
+            )  # fmt: skip
+            b_scores = b_scores * scale_log2 + b_share[None, :]
+            _, _, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
+        b_square = tl.load(log_square_ptr + o_key, mask=m_key, other=float("-inf"))
+        b_rank = b_highest + tl.log2(tl.maximum(b_total, 1e-38)) + b_square
+        tl.store(rank_ptr + o_key, tl.where(m_key, b_rank, float("-inf")), mask=m_place)
+
+
+@triton.jit
+def load_bits(taken_ptr, b_place, m_key, o_r, clusters):
+    """Whether the query heads of centroids `o_r` have keys as exact ones, by the keys' words: `(keys, centroids)`."""
+    b_word = tl.load(taken_ptr + b_place, mask=m_key, other=0)
+    return ((b_word[:, None] >> (o_r // clusters)[None, :]) & 1) != 0
+
+
+@kernel
+def _causal_attention_fwd_table_kernel(
+    centroids_ptr, key_ptr, value_ptr, taken_ptr, exact_ptr, order_ptr, starts_ptr,
+    table_key_ptr, table_value_ptr, bias_ptr, log_mass_ptr,
+    key_heads, rows, rows_of_keys, D, Dv, clusters, key_clusters, first_late, segment_length, blocks, row_blocks,
+    scale_log2,
+    HAS_TAKEN: tl.constexpr, HAS_EXACT: tl.constexpr, TANGENTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`K̃_jc`, `Ṽ_jc` and `b_jc` of one key cluster, for `ROWS` centroids of the query heads that share it.
+
+    Nothing is written where the segment does not see the cluster. Without `TANGENTS` `b` is `log S`, and `K̃` is 0.
+    """
+    i_rows = tl.program_id(0) % row_blocks
+    i_cluster = tl.program_id(0) // row_blocks % (blocks * key_clusters)
+    i_p = (tl.program_id(0) // (row_blocks * blocks * key_clusters)).to(tl.int64)
+    i_block = i_cluster // key_clusters
+    if (i_block > first_late + i_p // key_heads) | is_exact(exact_ptr, i_p, HAS_EXACT):
+        return
+    i_key_head = i_p % key_heads
+    i_sorted = i_block * key_heads + i_key_head
+    starts_ptr += i_sorted * (key_clusters + 2) + i_cluster % key_clusters
+    first, last = tl.load(starts_ptr), tl.load(starts_ptr + 1)
+    order_ptr += i_sorted * segment_length
+    first_key = i_block * segment_length
+    key_ptr += (i_key_head * rows_of_keys + first_key) * D
+    value_ptr += (i_key_head * rows_of_keys + first_key) * Dv
+    o_r = i_rows * ROWS + tl.arange(0, ROWS)
+    m_r = o_r < rows
+    o_row = i_p * rows + o_r
+    p_centroid = centroids_ptr + o_row * D
+    # [ROWS, BLOCK_D]
+    b_centroid = load_rows(p_centroid, m_r, 1, D, BLOCK_D)
+    b_key_sum = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    b_value_sum = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    b_highest = tl.full([ROWS], LOWEST, tl.float32)
+    b_total = tl.zeros([ROWS], tl.float32)
+    for begin in range(first, last, COLUMNS):
+        o_place = begin + tl.arange(0, COLUMNS)
+        m_key = o_place < last
+        b_row = tl.load(order_ptr + o_place, mask=m_key, other=0).to(tl.int64)
+        p_key = key_ptr + b_row * D
+        # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+        b_key = load_rows(p_key, m_key, 1, D, BLOCK_D)
+        b_value = load_rows(value_ptr + b_row * Dv, m_key, 1, Dv, BLOCK_V)
+        b_scores = dot_rows(
+            b_centroid, b_key, p_centroid, m_r, 1, p_key, m_key, 1, D, ROWS, COLUMNS, BY_PARTS, PRECISION
+        )  # fmt: skip
+        m_pair = m_key[None, :]
+        if HAS_TAKEN:
+            b_place = i_p * blocks * segment_length + first_key + b_row
+            m_pair = m_pair & ~tl.trans(load_bits(taken_ptr, b_place, m_key, o_r, clusters))
+        b_scores = tl.where(m_pair, b_scores * scale_log2, float("-inf"))
+        b_weights, b_kept, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
+        b_weights = b_weights.to(b_key.dtype)
+        if TANGENTS:
+            b_key_sum = tl.dot(b_weights, b_key, b_key_sum * b_kept[:, None], input_precision=PRECISION)
+        b_value_sum = tl.dot(b_weights, b_value, b_value_sum * b_kept[:, None], input_precision=PRECISION)
+    b_divisor = tl.where(b_total > 0, b_total, 1.0)
+    o_table = o_row * (blocks * key_clusters) + i_cluster
+    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    b_bias = tl.where(b_total > 0, b_highest + tl.log2(b_divisor), float("-inf"))
+    if log_mass_ptr is not None:
+        tl.store(log_mass_ptr + o_table, b_bias, mask=m_r)
+    b_tilted = (b_key_sum / b_divisor[:, None]).to(table_key_ptr.dtype.element_ty)
+    if TANGENTS:
+        # Of K̃ as it is stored: the tangent is exact at the centroid.
+        b_bias -= tl.sum(b_centroid.to(tl.float32) * b_tilted.to(tl.float32), 1) * scale_log2
+    tl.store(bias_ptr + o_table, b_bias, mask=m_r)
+    p_key = table_key_ptr + o_table[:, None] * D + o_d[None, :]
+    tl.store(p_key, b_tilted, mask=m_r[:, None] & (o_d < D)[None, :])
+    p_value = table_value_ptr + o_table[:, None] * Dv + o_v[None, :]
+    b_value_sum = (b_value_sum / b_divisor[:, None]).to(table_value_ptr.dtype.element_ty)
+    tl.store(p_value, b_value_sum, mask=m_r[:, None] & (o_v < Dv)[None, :])
+
+
+@kernel
+def _causal_attention_fwd_older_kernel(
+    query_ptr, exact_ptr, order_ptr, starts_ptr, tiles_ptr, table_key_ptr, table_value_ptr, bias_ptr, output_ptr,
+    lse_ptr,
+    stride_output_b, stride_output_h, stride_output_n, stride_output_d,
+    H, heads, group, N, rows_of_queries, D, Dv, clusters, key_clusters, first_late, first_segment, segment_length,
+    columns, tiles, scale_log2,
+    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Takes the summaries that a tile of queries of one cluster sees into the softmax whose output is there."""
+    i_p = (tl.program_id(0) // tiles).to(tl.int64)
+    cluster, _, m_row, b_row = load_tile(
+        order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, segment_length, clusters, tiles, ROWS
+    )  # fmt: skip
+    i_late, i_head = i_p // heads, i_p % heads
+    b_token = (first_segment + i_late) * segment_length + b_row
+    m_row = m_row & (b_token < N) & (cluster < clusters)
+    if (tl.max(m_row.to(tl.int32), 0) == 0) | is_exact(exact_ptr, i_p // group, HAS_EXACT):
+        return
+    o_v = tl.arange(0, BLOCK_V)
+    p_output = output_ptr + i_head // H * stride_output_b + i_head % H * stride_output_h
+    p_output += b_token[:, None] * stride_output_n + o_v[None, :] * stride_output_d
+    m_output = m_row[:, None] & (o_v < Dv)[None, :]
+    o_row = i_head * rows_of_queries + b_token
+    p_query = query_ptr + o_row * D
+    # [ROWS, BLOCK_D]
+    b_query = load_rows(p_query, m_row, 1, D, BLOCK_D)
+    b_output = tl.load(p_output, mask=m_output, other=0.0).to(tl.float32)
+    b_highest = tl.load(lse_ptr + o_row, mask=m_row, other=0.0)
+    b_total = tl.full([ROWS], 1.0, tl.float32)
+    o_table = (i_p * clusters + tl.minimum(cluster, clusters - 1)) * columns
+    seen = (first_late + i_late + 1) * key_clusters
+    for first in range(0, seen, COLUMNS):
+        o_g = first + tl.arange(0, COLUMNS)
+        m_g = o_g < seen
+        p_key = table_key_ptr + (o_table + o_g) * D
+        b_key = load_rows(p_key, m_g, 1, D, BLOCK_D)
+        b_value = load_rows(table_value_ptr + (o_table + o_g) * Dv, m_g, 1, Dv, BLOCK_V)
+        b_bias = tl.load(bias_ptr + o_table + o_g, mask=m_g, other=float("-inf"))
+        b_scores = dot_rows(
+            b_query, b_key, p_query, m_row, 1, p_key, m_g, 1, D, ROWS, COLUMNS, BY_PARTS, PRECISION
+        )  # fmt: skip
+        b_scores = b_scores * scale_log2 + b_bias[None, :]
+        b_weights, b_kept, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
+        b_weights = b_weights.to(b_value.dtype)
+        b_output = tl.dot(b_weights, b_value, b_output * b_kept[:, None], input_precision=PRECISION)
+    tl.store(p_output, (b_output / b_total[:, None]).to(output_ptr.dtype.element_ty), mask=m_output)
+    tl.store(lse_ptr + o_row, b_highest + tl.log2(b_total), mask=m_row)
+
+
+def late_segments(layout: Layout, rows: Rows, found: Clusters) -> list[Late]:
+    """All late segments, as many at once as have room for their tables and ranks."""
+    settings, (B, H, _, D), Dv = layout.settings, rows.query.shape, rows.value.shape[3]
+    per_summary = (D + Dv) * rows.query.element_size() + 8
+    columns = settings.clusters * settings.key_clusters * per_summary + 4 * settings.segment_length
+    step = max(1, TABLE_BYTES // max(1, B * H * layout.late * columns))
+    return [Late.of(found, first, min(step, layout.late - first), B * H) for first in range(0, layout.late, step)]
+
+
+def choose_keys(layout: Layout, rows: Rows, found: Clusters, late: Late, top: torch.Tensor) -> None:
+    """Write the places of the exact keys of some late segments, `(L · P · g, topk)` int32, -1 for none."""
+    key, settings, n = rows.key, layout.settings, layout.settings.segment_length
+    heads, blocks, (problems, C, D) = rows.heads, late.blocks, late.centroids.shape
+    masses = torch.empty(problems, C, blocks, dtype=torch.float32, device=key.device)
+    ranks = torch.empty(problems, blocks * n, dtype=torch.float32, device=key.device)
+    config = tile_config(key, D, D)
+    wide, few = config["ROWS"], min(MOST_CENTROIDS, block_width(C), config["ROWS"])
+    shared = {name: config[name] for name in ("BLOCK_D", "BY_PARTS", "PRECISION", "num_warps", "num_stages")}
+    shared |= chip_of(key).all_registers
+    sizes = heads, rows.group, key.shape[2], D, C, late.first, n, layout.shift, blocks
+    scale, row_blocks = settings.scale * LOG2_E, -(-C // few)
+    with on_device_of(key):
+        _causal_attention_fwd_mass_kernel[(problems * blocks * row_blocks,)](
+            late.centroids, key, masses, *sizes, row_blocks, scale, ROWS=few, COLUMNS=config["COLUMNS"], **shared
+        )
+        # A base of 2 changes no sum of logarithms but by its factor.
+        log_sums = masses.mul_(1 / LOG2_E).logsumexp(dim=2)
+        log_share = (late.sizes.log() - log_sums).mul_(LOG2_E)
+        _causal_attention_fwd_rank_kernel[(problems * blocks,)](
+            late.centroids, key, log_share, found.log_squares, ranks, *sizes, scale, ROWS=wide,
+            COLUMNS=min(few, config["COLUMNS"]), **shared,
+        )  # fmt: skip
+    select_topk(ranks, settings.topk, (top, torch.empty_like(top, dtype=torch.float32)))
+
+
+def mark_keys(layout: Layout, rows: Rows, late: Late, top: torch.Tensor) -> torch.Tensor | None:
+    """A word for every place of the blocks, `(L · P, places)` int32: bit `h` where query head `h` has it in `top`."""
+    if not top.shape[1]:
+        return None
+    marks = top.new_zeros(late.count * rows.heads // rows.group, late.blocks * layout.settings.segment_length)
+    bits = torch.ones_like(top).view(-1, rows.group, top.shape[1])
+    bits <<= torch.arange(rows.group, device=top.device, dtype=torch.int32)[:, None]
+    bits *= top.view_as(bits) >= 0
+    # No key is twice in a head's, so that sums of bits set them.
+    return marks.scatter_add_(1, top.clamp(min=0).long().view(len(marks), -1), bits.flatten(1))
+
+
+def make_tables(
+    layout: Layout, rows: Rows, found: Clusters, late: Late, taken: torch.Tensor | None, *, for_backward: bool
+) -> Tables:
+    """The tables of some late segments; those that a segment does not see are written `for_backward` only."""
+    settings, C, G, (key, value) = (
+        layout.settings,
+        late.centroids.shape[1],
+        found.keys.clusters,
+        (rows.key, rows.value),
+    )
+    D, Dv, columns, total = key.shape[3], value.shape[3], late.blocks * G, len(late.centroids) * C
+    new = key.new_zeros if for_backward else key.new_empty
+    tables = Tables(
+        new(total, columns, D),
+        new(total, columns, Dv),
+        key.new_full((total, columns), -torch.inf, dtype=torch.float32),
+        key.new_full((total, columns), -torch.inf, dtype=torch.float32) if for_backward else None,
+    )
+    config = tile_config(key, D, Dv, backward=True, two_sums=True)
+    config["ROWS"] = min(config["ROWS"], block_width(rows.group * C))
+    row_blocks, key_heads = -(-rows.group * C // config["ROWS"]), rows.heads // rows.group
+    with on_device_of(key):
+        _causal_attention_fwd_table_kernel[(late.count * key_heads * columns * row_blocks,)](
+            late.centroids, key, value, taken, late.exact, found.keys.order, found.keys.starts, *tables,
+            key_heads, rows.group * C, key.shape[2], D, Dv, C, G, late.first, settings.segment_length, late.blocks,
+            row_blocks, settings.scale * LOG2_E, HAS_TAKEN=taken is not None, HAS_EXACT=late.exact is not None,
+            TANGENTS=settings.first_order, **config,
+        )  # fmt: skip
+    return tables
+
+
+def attend_to_summaries(
+    layout: Layout, rows: Rows, found: Clusters, late: Late, tables: Tables, output: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """Take what stands for all other older keys into outputs `(B, H, N, Dv)` and log-sum-exps `(B · H, tokens)`."""
+    settings, query, (_, C, D) = layout.settings, rows.query, late.centroids.shape
+    config, readers = tile_config(query, D, output.shape[3]), late.readers
+    tiles = readers.tiles.shape[1]
+    with on_device_of(query):
+        _causal_attention_fwd_older_kernel[(late.count * rows.heads * tiles,)](
+            query, late.exact, readers.order, readers.starts, readers.tiles, *tables[:3], output, lse,
+            *output.stride(), query.shape[1], rows.heads, rows.group, layout.length, layout.padded, D, output.shape[3],
+            C, found.keys.clusters, late.first, layout.first_late + late.first, settings.segment_length,
+            tables.bias.shape[1], tiles, settings.scale * LOG2_E, HAS_EXACT=late.exact is not None, **config,
+        )  # fmt: skip
