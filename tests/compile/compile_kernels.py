@@ -317,13 +317,13 @@ def slice_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]
 def causal_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     """Calls of causal clustered attention: plain, with exact heads, and with rows that end within a block."""
     attention = import_module("hf_effattn.ops.causal_clustered_attention.triton").causal_clustered_attention
-    variants: list[tuple[Any, ...]] = [
-        (head_dim, 4, 4, "bi-clustered", 16, 16, inf),
-        (head_dim, 4, 1, "bi-clustered", 64, 32, 0.1),
-        (head_dim, 4, 4, "i-clustered", 16, 1, inf),
-    ]
+    variants: list[tuple[Any, ...]] = [(head_dim, 4, 1, "bi-clustered", 64, 32, 0.1)]
     if head_dim == FRESH_HEAD_DIM:
-        variants.append((60, 4, 2, "bi-clustered", 10, 7, 0.1))
+        variants += [
+            (head_dim, 4, 4, "bi-clustered", 16, 16, inf),
+            (head_dim, 4, 4, "i-clustered", 16, 1, inf),
+            (60, 4, 2, "bi-clustered", 10, 7, 0.1),
+        ]
     for dim, heads, key_heads, method, clusters, key_clusters, exact_above in variants:
         length = 4096 if dim == head_dim else 3001
         query, key, value = tensors(dim, dtype, length=length, heads=heads, key_heads=key_heads)

@@ -15,6 +15,7 @@ METHODS = ("clustered", "i-clustered", "bi-clustered")
 # The least loss of perplexity for the scores, on a language model: scripts/benchmark/language_model.py.
 DEFAULT_SEGMENT_LENGTH = 1024
 DEFAULT_WINDOW = 256
+LARGEST_GROUP = 32  # query heads that share keys: in the kernels each has a bit in the word of a key
 
 
 def _triton(*arguments: Any) -> torch.Tensor:
@@ -92,14 +93,15 @@ def causal_clustered_attention(
             did not stand there: their outputs are 0.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         dropout_p (`float`): dropout on the attention weights; what stands for many keys is dropped as one.
-        backend (`str`, *optional*): `"reference"` or `"batched"`, the default, on a GPU too: it has no kernels yet.
+        backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`; default: Triton on a GPU, without
+            dropout and with up to 32 query heads for each of keys, else batched. Labels of Triton's are other ones.
 
     Returns:
         `(B, H, N, Dv)` in the dtype of `query`.
 
     Raises:
-        ValueError: an unknown method or backend, sizes that do not fit together, counts below 1 (`window` and
-            `iterations`, `exact_above`: below 0), a `dropout_p` outside [0, 1).
+        ValueError: an unknown method or a backend that cannot run, sizes that do not fit together, counts below 1
+            (`window` and `iterations`, `exact_above`: below 0), a `dropout_p` outside [0, 1).
         TypeError: a mask that is not boolean, a count that is not an int, any other argument of a wrong type.
     """
     if method not in METHODS:
@@ -121,6 +123,13 @@ def causal_clustered_attention(
     check_mask("key_mask", key_mask, key)
     forms = reference.causal_clustered_attention, batched.causal_clustered_attention, _triton
     run = choose_backend(backend, forms, query, key, value)
+    if run is _triton and (dropout_p > 0 or query.shape[1] > LARGEST_GROUP * key.shape[1]):
+        if backend == "triton":
+            raise ValueError(
+                f"the kernels take no dropout and up to {LARGEST_GROUP} query heads for each of keys, got dropout_p ="
+                f' {dropout_p:g} and {query.shape[1] // key.shape[1]}; use backend="batched"'
+            )
+        run = batched.causal_clustered_attention
     return run(
         *(query, key, value, key_mask, draw_seed(dropout_p, query.device)),
         method,

@@ -9,14 +9,12 @@ from ...shared.gradients import register_op
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import tile_config
-from .. import batched
 from ..reference import Settings
 from .clusters import Clusters, find_clusters
+from .gradients import BackwardPass
 from .layout import Compaction, Layout, Rows
 from .local import attend_near
 from .older import attend_to_summaries, choose_keys, late_segments, make_tables, mark_keys
-
-LARGEST_GROUP = 32  # query heads that share keys: each has a bit in the word of a key
 
 
 class Saved(NamedTuple):
@@ -72,7 +70,7 @@ def _forward(x: Settings) -> list[torch.Tensor]:
             if x.topk:
                 choose_keys(layout, rows, found, late, own)
             tables = make_tables(layout, rows, found, late, mark_keys(layout, rows, late, own), for_backward=False)
-            attend_near(layout, rows, output, lse, (layout.first_late + late.first, late.count), own, late.exact)
+            attend_near(layout, rows, output, lse, (layout.first_late + late.first, late.segments), own, late.exact)
             attend_to_summaries(layout, rows, found, late, tables, output, lse)
         exact = saved[-1] if found.exact is None else found.exact
         saved = [
@@ -110,12 +108,36 @@ def _fake(x: Settings) -> list[torch.Tensor]:
     return [empty_output(x.query, x.value), *saved]
 
 
-_op = register_op("causal_clustered_attention_triton", Settings, _forward, fake=_fake)
+def gradients(
+    grad_output: torch.Tensor, forward: list[torch.Tensor], x: Settings
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value, labels and exact keys held fixed; `forward` is what the forward op gave."""
+    if x.query.numel() == 0:
+        return torch.zeros_like(x.query), torch.zeros_like(x.key), torch.zeros_like(x.value)
+    output, layout, tiles, saved = forward[0], Layout.of(x), tile_rows(x), Saved(*forward[1:])
+    compaction = None if x.key_mask is None else Compaction.of(x.key_mask)
+    rows, found = laid_out(x, layout, compaction), None
+    if compaction is not None:
+        grad_output, output = compaction.take(grad_output), compaction.take(output)
+    if layout.late:
+        readers = SortedRows(saved.order, saved.starts, saved.tiles, x.clusters, tiles[0])
+        keys = SortedRows(saved.key_order, saved.key_starts, saved.key_tiles, x.key_clusters, tiles[1])
+        exact = saved.exact if len(saved.exact) else None
+        found = Clusters(saved.labels, saved.centroids, saved.sizes, readers, keys, None, exact)
+    backward = BackwardPass(layout, rows, layout.queries(grad_output), layout.queries(output), saved.lse)
+    backward.run(found, saved.top)
+    of_keys = backward.keys.view(*x.key.shape[:2], *backward.keys.shape[1:])[:, :, layout.shift :][
+        :, :, : layout.length
+    ]
+    D, of_query = x.query.shape[3], backward.query.view(rows.query.shape)[:, :, : layout.length]
+    grads = of_query, of_keys[..., :D], of_keys[..., D:]
+    if compaction is not None:
+        mask = cast("torch.Tensor", x.key_mask)
+        grads = cast("Any", tuple(compaction.put(part, mask) for part in grads))
+    found_like = zip(grads, (x.query, x.key, x.value), strict=True)
+    return cast("Any", tuple(torch.empty_like(like).copy_(grad) for grad, like in found_like))
 
 
-def causal_clustered_attention(*arguments: Any) -> torch.Tensor:
-    """The kernels, where no weight is dropped; else the PyTorch form."""
-    x = Settings(*arguments)
-    if x.keeps or x.dropout_seed is not None or x.query.shape[1] > LARGEST_GROUP * x.key.shape[1]:
-        return batched.causal_clustered_attention(*arguments)
-    return cast("torch.Tensor", _op(*arguments))
+causal_clustered_attention = register_op(
+    "causal_clustered_attention_triton", Settings, _forward, gradients, fake=_fake, keeps=slice(None)
+)

@@ -29,7 +29,7 @@ class Clusters(NamedTuple):
     sizes: torch.Tensor  # of their clusters, `(L · P · g, C)` int32
     readers: SortedRows  # the segments' own queries, by the nearest centroid
     keys: SortedRows  # of every block, by cluster
-    log_squares: torch.Tensor  # `log2 d_t²` of every place of a block `(L · P, n)`; -inf without a key
+    log_squares: torch.Tensor | None  # `log2 d_t²` of every place of a block `(L · P, n)`; None in a backward pass
     exact: torch.Tensor | None  # `(L, P)`: heads that attend exactly to all older keys; None: none does
 
 

@@ -64,7 +64,7 @@ class Layout:
         return self.first_late - (not self.settings.prefill)
 
     def past(self, query: torch.Tensor) -> torch.Tensor:
-        """The queries whose clusters the late segments read, `(L, B · H, n, D)`, or `(L · B, H, n, D)`: as the mask."""
+        """The queries whose clusters the late segments read, `(L, B · H, n, D)`, with a mask `(L · B, H, n, D)`."""
         past = self.of_segments(query, self.first_past, self.late)
         B, H = query.shape[:2]
         return past if not self.settings.prefill or B == 1 else past.unflatten(1, (B, H)).flatten(0, 1)

@@ -29,7 +29,7 @@ class Late(NamedTuple):
     """Some late segments, `L` from the `first` on."""
 
     first: int
-    count: int  # `L`
+    segments: int  # `L`
     centroids: torch.Tensor  # `(L · P · g, C, D)`
     sizes: torch.Tensor  # of the clusters of past queries, `(L · P · g, C)`
     readers: SortedRows
@@ -47,7 +47,7 @@ class Late(NamedTuple):
     @property
     def blocks(self) -> int:
         """Blocks of keys that the last of them sees."""
-        return self.first + self.count
+        return self.first + self.segments
 
 
 class Tables(NamedTuple):
@@ -307,7 +307,7 @@ def mark_keys(layout: Layout, rows: Rows, late: Late, top: torch.Tensor) -> torc
     """A word for every place of the blocks, `(L · P, places)` int32: bit `h` where query head `h` has it in `top`."""
     if not top.shape[1]:
         return None
-    marks = top.new_zeros(late.count * rows.heads // rows.group, late.blocks * layout.settings.segment_length)
+    marks = top.new_zeros(late.segments * rows.heads // rows.group, late.blocks * layout.settings.segment_length)
     bits = torch.ones_like(top).view(-1, rows.group, top.shape[1])
     bits <<= torch.arange(rows.group, device=top.device, dtype=torch.int32)[:, None]
     bits *= top.view_as(bits) >= 0
@@ -337,7 +337,7 @@ def make_tables(
     config["ROWS"] = min(config["ROWS"], block_width(rows.group * C))
     row_blocks, key_heads = -(-rows.group * C // config["ROWS"]), rows.heads // rows.group
     with on_device_of(key):
-        _causal_attention_fwd_table_kernel[(late.count * key_heads * columns * row_blocks,)](
+        _causal_attention_fwd_table_kernel[(late.segments * key_heads * columns * row_blocks,)](
             late.centroids, key, value, taken, late.exact, found.keys.order, found.keys.starts, *tables,
             key_heads, rows.group * C, key.shape[2], D, Dv, C, G, late.first, settings.segment_length, late.blocks,
             row_blocks, settings.scale * LOG2_E, HAS_TAKEN=taken is not None, HAS_EXACT=late.exact is not None,
@@ -354,7 +354,7 @@ def attend_to_summaries(
     config, readers = tile_config(query, D, output.shape[3]), late.readers
     tiles = readers.tiles.shape[1]
     with on_device_of(query):
-        _causal_attention_fwd_older_kernel[(late.count * rows.heads * tiles,)](
+        _causal_attention_fwd_older_kernel[(late.segments * rows.heads * tiles,)](
             query, late.exact, readers.order, readers.starts, readers.tiles, *tables[:3], output, lse,
             *output.stride(), query.shape[1], rows.heads, rows.group, layout.length, layout.padded, D, output.shape[3],
             C, found.keys.clusters, late.first, layout.first_late + late.first, settings.segment_length,

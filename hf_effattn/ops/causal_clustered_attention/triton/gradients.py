@@ -1,0 +1,169 @@
+"""The launches of the backward pass, in their order."""
+
+import torch
+
+from ...shared.triton.chips import chip_of, on_device_of
+from ...shared.triton.cluster_table import _cluster_table_bwd_summary_kernel
+from ...shared.triton.tiles import LOG2_E, tile_config
+from .backward import (
+    _causal_attention_bwd_centroid_kernel,
+    _causal_attention_bwd_near_key_kernel,
+    _causal_attention_bwd_near_query_kernel,
+    _causal_attention_bwd_older_key_kernel,
+    _causal_attention_bwd_older_query_kernel,
+    _causal_attention_bwd_top_kernel,
+)
+from .clusters import Clusters
+from .layout import Layout, Rows
+from .older import Late, late_segments, make_tables, mark_keys
+
+
+class BackwardPass:
+    """Sums in float32, laid out as the rows are.
+
+    Attributes:
+        query: gradient of the queries, `(B · H, tokens of whole segments, D)`.
+        keys: those of keys and values side by side, `(P, shift + tokens, D + Dv)`.
+    """
+
+    def __init__(
+        self, layout: Layout, rows: Rows, grad_output: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """`grad_output` and `output` `(B, H, tokens of whole segments, Dv)`, contiguous; `lse` `(B · H, tokens)`."""
+        self.layout, self.rows, self.grad, self.lse = layout, rows, grad_output, lse
+        self.delta = torch.linalg.vecdot(grad_output.float(), output.float()).flatten(0, 1)
+        self.D, self.Dv = rows.query.shape[3], rows.value.shape[3]
+        self.query = rows.query.new_zeros(rows.heads, layout.padded, self.D, dtype=torch.float32)
+        places = rows.heads // rows.group, rows.key.shape[2]
+        self.keys = rows.query.new_zeros(*places, self.D + self.Dv, dtype=torch.float32)
+        scale = layout.settings.scale
+        self.scales = scale, scale * LOG2_E
+        self.config = tile_config(rows.query, self.D, self.Dv, backward=True)
+        self.sums_config = tile_config(rows.query, self.D, self.Dv, backward=True, two_sums=True)
+        # Three blocks of columns at once, which wide rows and AMD's lanes have no registers for.
+        amd = chip_of(rows.query).name == "hip"
+        narrow = self.sums_config["num_warps"] == 8 or amd
+        stages = min(1 if amd else 2, self.sums_config["num_stages"])
+        self.key_config = self.sums_config | ({"COLUMNS": 16, "num_stages": stages} if narrow else {})
+
+    def run(self, found: Clusters | None, top: torch.Tensor) -> None:
+        """All of it; `found` and `top` are what the forward pass found, None where no segment is late."""
+        layout, rows = self.layout, self.rows
+        with on_device_of(rows.query):
+            self._near_queries((0, min(layout.first_late, layout.segments)))
+            self._near_keys(None if found is None else found.exact)
+            if found is None:
+                return
+            for late in late_segments(layout, rows, found):
+                own = top[late.first * rows.heads :][: len(late.centroids)]
+                self._near_queries((layout.first_late + late.first, late.segments), own, late.exact)
+                self._exact_keys(late, own)
+                self._older(found, late, own)
+
+    def _near_queries(
+        self, segments: tuple[int, int], top: torch.Tensor | None = None, exact: torch.Tensor | None = None
+    ) -> None:
+        """As `attend_near`."""
+        layout, rows, (first, count) = self.layout, self.rows, segments
+        n, topk = layout.settings.segment_length, 0 if top is None else top.shape[1]
+        tiles = -(-n // self.config["ROWS"])
+        _causal_attention_bwd_near_query_kernel[(rows.heads * count * tiles,)](
+            *rows, self.grad, top, exact, self.lse, self.delta, self.query,
+            rows.group, layout.length, layout.padded, rows.key.shape[2], self.D, self.Dv, first, n,
+            layout.settings.window, layout.shift, topk, count, tiles, *self.scales,
+            HAS_TOP=topk > 0, HAS_EXACT=exact is not None, **self.config,
+        )  # fmt: skip
+
+    def _near_keys(self, exact: torch.Tensor | None) -> None:
+        layout, rows = self.layout, self.rows
+        tiles = -(-layout.length // self.sums_config["ROWS"])
+        _causal_attention_bwd_near_key_kernel[(len(self.keys) * tiles,)](
+            *rows, self.grad, exact, self.lse, self.delta, self.keys,
+            rows.group, layout.length, layout.padded, rows.key.shape[2], self.D, self.Dv, layout.first_late,
+            layout.settings.segment_length, layout.settings.window, layout.shift, tiles, *self.scales,
+            HAS_EXACT=exact is not None, **self.sums_config,
+        )  # fmt: skip
+
+    def _exact_keys(self, late: Late, top: torch.Tensor) -> None:
+        """Of heads in some late segments the exact keys, `(L · B · H, topk)`."""
+        layout, rows, topk = self.layout, self.rows, top.shape[1]
+        if not topk:
+            return
+        blocks = -(-topk // self.sums_config["ROWS"])
+        shares = self.keys.new_empty(len(top), topk, self.D + self.Dv)
+        _causal_attention_bwd_top_kernel[(len(top) * blocks,)](
+            *rows, self.grad, top, late.exact, self.lse, self.delta, shares,
+            rows.heads, rows.group, layout.length, layout.padded, rows.key.shape[2], self.D, self.Dv,
+            layout.first_late + late.first, layout.settings.segment_length, topk, blocks, *self.scales,
+            HAS_EXACT=late.exact is not None, **self.sums_config,
+        )  # fmt: skip
+        # Places without a key hold 0 and may go anywhere.
+        first = torch.arange(len(self.keys), device=top.device) * self.keys.shape[1]
+        first = first.repeat_interleave(rows.group).repeat(late.segments)[:, None]
+        self.keys.view(-1, self.keys.shape[2]).index_add_(
+            0, (top.clamp(min=0) + first).flatten(), shares.flatten(0, 1)
+        )
+
+    def _older(self, found: Clusters, late: Late, top: torch.Tensor) -> None:
+        """Through the tables of some late segments."""
+        layout, rows, (D, Dv), group = self.layout, self.rows, (self.D, self.Dv), self.rows.group
+        (_, C, _), G, n, blocks = (
+            late.centroids.shape,
+            found.keys.clusters,
+            layout.settings.segment_length,
+            late.blocks,
+        )
+        readers, keys, exact, start = late.readers, found.keys, late.exact, layout.first_late + late.first
+        taken = mark_keys(layout, rows, late, top)
+        tables = make_tables(layout, rows, found, late, taken, for_backward=True)
+        table_grad_keys, table_grad_values, grad_bias = (torch.empty_like(table) for table in tables[:3])
+        constant = torch.empty_like(grad_bias)
+        summary_config = self.sums_config | {"ROWS": min(self.sums_config["ROWS"], 64 // rows.key.element_size())}
+        switches = {"HAS_EXACT": exact is not None}
+        query, grad = (layout.of_segments(part, start, late.segments) for part in (rows.query, self.grad))
+        lse, delta = (
+            layout.of_segments(part[None, ..., None], start, late.segments).contiguous()
+            for part in (self.lse, self.delta)
+        )
+        columns, row_blocks = blocks * G, -(-blocks * G // summary_config["ROWS"])
+        _cluster_table_bwd_summary_kernel[(len(late.centroids) * C * row_blocks,)](
+            query, grad, None, exact, readers.order, readers.starts, lse, delta, torch.zeros_like(delta),
+            tables.keys, tables.values, tables.bias, late.centroids, table_grad_keys, table_grad_values, grad_bias,
+            constant, *query.stride(), *grad.stride(), rows.heads, group, n, D, Dv, C, columns, 0, row_blocks,
+            *self.scales, 0.0, HAS_DROPOUT=False, **switches, **summary_config,
+        )  # fmt: skip
+        if not layout.settings.first_order:
+            table_grad_keys.zero_()
+        tiles = readers.tiles.shape[1]
+        _causal_attention_bwd_older_query_kernel[(len(late.centroids) * tiles,)](
+            rows.query, self.grad, exact, readers.order, readers.starts, readers.tiles, *tables[:3], self.lse,
+            self.delta, self.query, rows.heads, group, layout.length, layout.padded, D, Dv, C, G, late.first, start, n,
+            columns, tiles, *self.scales, **switches, **self.config,
+        )  # fmt: skip
+        sizes = len(self.keys), group, group * C, rows.key.shape[2], D, Dv, C, G, late.first, n, blocks
+        switches["HAS_TAKEN"] = taken is not None
+        key_config = self.key_config | {"COLUMNS": 16}  # as few as a product takes: it has most sums of all
+        tiles = keys.tiles.shape[1]
+        _causal_attention_bwd_older_key_kernel[(blocks * len(self.keys) * tiles,)](
+            late.centroids, rows.key, rows.value, taken, exact, readers.starts, keys.order, keys.starts, keys.tiles,
+            tables.log_mass, constant, table_grad_keys, table_grad_values, self.keys,
+            *sizes, late.segments, tiles, max(1.0, n / C), *self.scales, **switches, **key_config,
+        )  # fmt: skip
+        row_blocks = -(-group * C // self.key_config["ROWS"])
+        parts = self.keys.new_empty(len(late.centroids) * C, blocks, D)
+        _causal_attention_bwd_centroid_kernel[(late.segments * len(self.keys) * blocks * row_blocks,)](
+            late.centroids, rows.key, rows.value, taken, exact, readers.starts, keys.order, keys.starts, tables.keys,
+            tables.log_mass, constant, table_grad_keys, table_grad_values, grad_bias, parts,
+            *sizes, row_blocks, *self.scales, **switches,
+            **self.key_config | ({"num_stages": 1} if rows.key.element_size() == 4 else {}),
+        )  # fmt: skip
+        self._past_queries(found, late, parts.sum(dim=1))
+
+    def _past_queries(self, found: Clusters, late: Late, grad_centroids: torch.Tensor) -> None:
+        """Each gets its share of the gradient of its centroid, `(L · B · H · C, D)`."""
+        layout, heads = self.layout, self.rows.heads
+        of_members = grad_centroids / late.sizes.view(-1, 1).clamp(min=1)
+        labels = found.labels[late.first * heads :][: late.segments * heads]
+        shares = of_members.view(len(labels), -1, self.D).gather(1, labels[..., None].expand(-1, -1, self.D))
+        past = layout.of_segments(self.query[None], layout.first_past + late.first, late.segments)
+        past += shares.view_as(past)

@@ -1,0 +1,222 @@
+"""GPU kernels of causal attention over clusters: on a GPU, else under Triton's interpreter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.causal_cases import METHODS, Case, attend, make_inputs
+from support.closeness import assert_close_to_reference
+
+from hf_effattn.ops.causal_clustered_attention.reference import Settings
+from hf_effattn.ops.causal_clustered_attention.triton import clusters, older
+from hf_effattn.ops.kmeans.reference import cluster_points
+from hf_effattn.ops.shared.triton import chips
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAMES = ("output", "query", "key", "value")
+SMALL = Case("plain", B=1, N=37, segment_length=8, window=8)
+CASES = (
+    SMALL,
+    replace(SMALL, name="one_token", N=1),
+    replace(SMALL, name="first_token_beyond_the_window", N=17),
+    replace(SMALL, name="whole_segments", N=32, window=3),
+    replace(SMALL, name="no_window", window=0),
+    replace(SMALL, name="window_of_many_segments", window=17, N=50),
+    replace(SMALL, name="segments_of_one_token", segment_length=1, window=3, N=7),
+    replace(SMALL, name="segments_of_many_tiles", H=1, segment_length=70, window=40, N=150, clusters=3, topk=40),
+    replace(SMALL, name="odd_dimensions", D=20, Dv=40),
+    replace(SMALL, name="one_cluster", clusters=1, key_clusters=1),
+    replace(SMALL, name="more_clusters_than_queries", clusters=40, H=1),
+    replace(SMALL, name="topk_beyond_keys", topk=99),
+    replace(SMALL, name="no_iterations", iterations=0),
+    replace(SMALL, name="grouped_heads", H=4, key_heads=2),
+    replace(SMALL, name="prefill", prefill=True),
+    replace(SMALL, name="all_heads_exact", exact_above=0.0),
+    replace(SMALL, name="some_heads_exact", exact_above=0.1, H=4, key_heads=2, key_clusters=2, N=33),
+    replace(SMALL, name="right_padding", B=2, H=1, masks="right"),
+    replace(SMALL, name="row_fully_padded", B=2, H=1, masks="row", N=30),
+    replace(SMALL, name="prefill_and_holes", B=2, H=1, masks="holes", prefill=True),
+    replace(
+        SMALL, name="some_heads_exact_and_holes", B=2, exact_above=0.1, key_heads=1, key_clusters=2, masks="holes"
+    ),
+)
+each_method = pytest.mark.parametrize("method", METHODS)
+
+
+@pytest.fixture
+def labels_of_the_reference(monkeypatch):
+    """Both forms have the same clusters; the kernels' own K-means is tested with `kmeans`."""
+
+    def labels(points, mask, metric, count, layout):
+        settings = layout.settings
+        found = torch.zeros(points.shape[:3], dtype=torch.int64)
+        own = metric.repeat_interleave(points.shape[0] * points.shape[1] // len(metric), dim=0)
+        for place, of_metric in zip(torch.cartesian_prod(*map(torch.arange, points.shape[:2])), own, strict=True):
+            item, head = place.tolist()
+            rows = slice(None) if mask is None else mask[item].cpu()
+            given = (
+                points[item, head].cpu().double()[rows],
+                count,
+                settings.rounds,
+                settings.fit_queries,
+                settings.seed,
+            )
+            if len(given[0]):
+                found[item, head, rows] = cluster_points(*given, of_metric.cpu().double())[0]
+        return found.to(points.device)
+
+    monkeypatch.setattr(clusters, "kmeans_labels", labels)
+
+
+def run(method, case, inputs, dtype=torch.float32, backend="triton", **options):
+    """Output and the gradients of query, key and value, for a fixed random gradient of the output, on the CPU."""
+    *tensors, mask = inputs
+    leaves = [tensor.to(DEVICE, dtype).requires_grad_() for tensor in tensors]
+    output = attend(method, case, *leaves, None if mask is None else mask.to(DEVICE), backend=backend, **options)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = torch.autograd.grad(output, leaves, weights.to(output))
+    return dict(zip(NAMES, (tensor.cpu() for tensor in (output.detach(), *gradients)), strict=True))
+
+
+def check(method, case, inputs, dtype=torch.float32):
+    """The kernels' error in `dtype` is what plain PyTorch has there."""
+    rounded = [None if part is None else part if part.dtype == torch.bool else part.to(dtype) for part in inputs]
+    expected = run(method, case, rounded, torch.float64, "reference")
+    baseline = run(method, case, rounded, dtype, "reference")
+    for name, tensor in run(method, case, rounded, dtype).items():
+        assert tensor.dtype == dtype
+        assert_close_to_reference(name, tensor, expected[name], baseline[name], rtol=1e-6)
+
+
+@pytest.mark.slow_except("bi-clustered-whole_segments", "clustered-plain", "bi-clustered-right_padding")
+@pytest.mark.usefixtures("labels_of_the_reference")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@each_method
+def test_values_and_gradients_equal_the_reference(method, case):
+    check(method, case, make_inputs(case))
+
+
+def grouped_inputs(case, seed=0):
+    """Queries and keys in a few groups far apart, which any K-means finds, and a few keys far from theirs."""
+    query, key, value, mask = make_inputs(case, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for rows, size in ((query, 0.1), (key, 0.1)):
+        groups = torch.randn(3, rows.shape[3], generator=generator, dtype=torch.float64)
+        rows.mul_(size).add_(groups[torch.arange(case.N) % 3])
+    key[:, :, ::9] *= 3.0
+    return query, key, value, mask
+
+
+GROUPS = replace(SMALL, name="groups", N=64, segment_length=16, window=5, H=1, D=16, clusters=3, key_clusters=3)
+
+
+@pytest.mark.slow_except("torch.bfloat16-bi-clustered")
+@each_method
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision(method, dtype):
+    check(method, GROUPS, grouped_inputs(GROUPS), dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 136])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kib", [163, 227])
+def test_block_sizes_of_large_chips(head_dim, dtype, kib, monkeypatch):
+    monkeypatch.setattr(chips, "INTERPRETER", chips.Chip("cuda", kib * chips.KIB))
+    case = replace(GROUPS, D=head_dim, Dv=head_dim)
+    check("bi-clustered", case, grouped_inputs(case), dtype)
+
+
+@pytest.mark.slow_except("bi-clustered-torch.float32")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_method
+def test_no_output_sees_a_later_token(method, dtype):
+    """Bit for bit, with the kernels' own clusters, whatever is changed from a token on."""
+    case = replace(SMALL, N=53, H=2, key_heads=1)
+    inputs = [None if part is None else part.to(DEVICE, dtype) for part in make_inputs(case)]
+    with torch.no_grad():
+        before = attend(method, case, *inputs, backend="triton")
+        for token in (5, 26, 40):
+            changed = [part if part is None else part.clone() for part in inputs]
+            for part in changed[:3]:
+                part[:, :, token:] += 3.0
+            after = attend(method, case, *changed, backend="triton")
+            assert torch.equal(before[:, :, :token], after[:, :, :token])
+            assert (before[:, :, token] != after[:, :, token]).any(dim=-1).all()
+
+
+@pytest.mark.slow
+@each_method
+def test_a_padded_batch_is_what_its_texts_are_alone(method):
+    case = replace(SMALL, B=2, N=60, masks="left")
+    query, key, value, mask = make_inputs(case, torch.float32)
+    for tensor in (query, key, value):
+        tensor.masked_fill_(~mask[:, None, :, None], torch.nan)
+    padded = attend(method, case, *(part.to(DEVICE) for part in (query, key, value, mask)), backend="triton").cpu()
+    alone = [part[1:, :, mask[1]].to(DEVICE) for part in (query, key, value)]
+    assert_close_to_reference(
+        "output",
+        padded[1:, :, mask[1]],
+        attend(method, case, *alone, None, backend="triton").cpu().double(),
+        rtol=1e-6,
+    )
+    assert (padded[1:, :, ~mask[1]] == 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("segments", [1, 2])
+def test_late_segments_in_parts(monkeypatch, segments):
+    case = replace(SMALL, N=64)
+    whole, inputs = run("bi-clustered", case, make_inputs(case)), make_inputs(case)
+    per_segment = 2 * (5 * 6 * (16 * 4 + 8) + 4 * 8) * 6
+    monkeypatch.setattr(older, "TABLE_BYTES", segments * per_segment)
+    for name, tensor in run("bi-clustered", case, inputs).items():
+        assert_close_to_reference(name, tensor, whole[name].double(), rtol=1e-6)
+
+
+def test_what_the_kernels_do_not_take_is_said_or_runs_in_pytorch():
+    query, key, value, _ = make_inputs(replace(SMALL, H=33, key_heads=1), torch.float32)
+    for given, options in (((query, key, value), {}), ((key, key, value), {"dropout_p": 0.5})):
+        with pytest.raises(ValueError, match=r"no dropout and up to 32 query heads for each of keys.*batched"):
+            attend("clustered", SMALL, *given, None, backend="triton", **options)
+    assert torch.equal(
+        *(attend("clustered", SMALL, query, key, value, None, backend=form) for form in (None, "batched"))
+    )
+
+
+@pytest.mark.slow
+def test_registered_with_torch_library():
+    """torch's own check of the schema, the fake function and the autograd formula."""
+    for case in (replace(SMALL, N=30, masks="holes"), replace(SMALL, N=20, exact_above=0.1)):
+        *tensors, mask = make_inputs(case, torch.float32)
+        leaves = [tensor.to(DEVICE).requires_grad_() for tensor in tensors]
+        given = Settings(
+            *leaves, None if mask is None else mask.to(DEVICE), None, "bi-clustered", case.clusters, case.topk,
+            case.key_clusters, case.segment_length, case.window, 1, case.fit_queries, case.exact_above or torch.inf, 0,
+            False, 0.3, 0.0, True,
+        )  # fmt: skip
+        op = torch.ops.hf_effattn.causal_clustered_attention_triton.default
+        # The sets of rows in no cluster, and heads that are exact, leave memory as it was.
+        torch.library.opcheck(op, given, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+@pytest.mark.slow
+def test_compiles_to_one_op():
+    case = replace(SMALL, N=24)
+    inputs = make_inputs(case)
+
+    def compiled(*given, **options):
+        return torch.compile(attend, fullgraph=True, backend="aot_eager")(*given, **options)
+
+    expected = run("bi-clustered", case, inputs)
+    leaves = [tensor.to(DEVICE, torch.float32).requires_grad_() for tensor in inputs[:3]]
+    output = compiled("bi-clustered", case, *leaves, None, backend="triton")
+    torch.testing.assert_close(output.detach().cpu(), expected["output"], rtol=0, atol=0)
+
+
+def test_no_rows_at_all():
+    for B, N in ((0, 5), (1, 0)):
+        leaves = [torch.zeros(B, 2, N, 8, device=DEVICE, requires_grad=True) for _ in range(3)]
+        output = attend("bi-clustered", SMALL, *leaves, None, backend="triton")
+        assert output.shape == leaves[0].shape
+        assert all(grad.shape == leaves[0].shape for grad in torch.autograd.grad(output.sum(), leaves))
