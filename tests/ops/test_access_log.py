@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support import attention_cases, block_cases, clustering_cases, slice_cases
+from support import attention_cases, block_cases, causal_cases, clustering_cases, slice_cases
 from support.access_log import logged_accesses
 
 from hf_effattn import ops
@@ -20,8 +20,6 @@ from hf_effattn.ops.shared.triton import chips
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the log is of Triton's interpreter")
 OPS = Path(ops.__file__).parent
-# Its kernels are logged where they are tested.
-ELSEWHERE = {"causal_clustered_attention"}
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -175,6 +173,14 @@ def slices(dtype: torch.dtype, **sizes: object) -> None:
     slice_cases.with_gradients(case, slice_cases.make_inputs(case, dtype), backend="triton")
 
 
+def causal(dtype: torch.dtype, method: str = "bi-clustered", **sizes: object) -> None:
+    """Several segments with a short last one, and a first block that begins with places without a key."""
+    case = causal_cases.Case("", **{"N": 45, "B": 1, "segment_length": 12, "window": 5} | sizes)
+    query, key, value, mask = causal_cases.make_inputs(case, dtype)
+    leaves = [rows.requires_grad_() for rows in (query, key, value)]
+    backward(causal_cases.attend(method, case, *leaves, mask, backend="triton"))
+
+
 def blocks(dtype: torch.dtype, **sizes: object) -> None:
     case = block_cases.Case("", **{"B": 2, "H": 2, "N": 45} | sizes)
     block_cases.with_gradients(case, block_cases.make_inputs(case, dtype), backend="triton")
@@ -207,6 +213,10 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], None]]:
         yield partial(words, dtype, "dot", masks)
         yield partial(words, dtype, "cosine", masks)
         yield partial(blocks, dtype, masks=masks, gated=True, key_heads=1)
+    yield partial(causal, dtype)
+    yield partial(causal, dtype, "i-clustered", prefill=True, B=2, masks="holes")
+    yield partial(causal, dtype, H=4, key_heads=2, key_clusters=2, exact_above=0.1)
+    yield partial(causal, dtype, "clustered", segment_length=70, N=150, D=20, Dv=12)
     yield partial(slices, dtype)
     yield partial(slices, dtype, key_heads=1, ratio=2, positions=True, sinks=True, masks="holes")
     yield partial(slices, dtype, causal=True, ratio=1.5, positions=True)
@@ -219,8 +229,6 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], None]]:
 def kernels_in_the_package() -> Iterator[str]:
     """Names of all functions that are launched as kernels."""
     for path in OPS.glob("*/triton/*.py"):
-        if path.parts[-3] in ELSEWHERE:
-            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
                 yield node.name
@@ -232,8 +240,9 @@ def kernels_in_the_package() -> Iterator[str]:
         partial(attention, "improved_clustered_attention", torch.bfloat16),
         partial(kmeans, torch.bfloat16, "holes"),
         partial(cluster_on_a_large_chip, "holes"),
+        partial(causal, torch.bfloat16),
     ],
-    ids=["attention", "clustering", "arrivals"],
+    ids=["attention", "clustering", "arrivals", "causal"],
 )
 def test_a_few_calls_are_clean(monkeypatch, call):
     with logged_accesses(monkeypatch) as log:

@@ -1,12 +1,14 @@
 """GPU kernels of causal attention over clusters: on a GPU, else under Triton's interpreter."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from support.causal_cases import METHODS, Case, attend, make_inputs
 from support.closeness import assert_close_to_reference
 
+from hf_effattn.ops import causal_clustered_attention
 from hf_effattn.ops.causal_clustered_attention.reference import Settings
 from hf_effattn.ops.causal_clustered_attention.triton import clusters, older
 from hf_effattn.ops.kmeans.reference import cluster_points
@@ -17,7 +19,6 @@ NAMES = ("output", "query", "key", "value")
 SMALL = Case("plain", B=1, N=37, segment_length=8, window=8)
 CASES = (
     SMALL,
-    replace(SMALL, name="one_token", N=1),
     replace(SMALL, name="first_token_beyond_the_window", N=17),
     replace(SMALL, name="whole_segments", N=32, window=3),
     replace(SMALL, name="no_window", window=0),
@@ -202,16 +203,23 @@ def test_registered_with_torch_library():
 
 @pytest.mark.slow
 def test_compiles_to_one_op():
-    case = replace(SMALL, N=24)
-    inputs = make_inputs(case)
+    query, key, value, _ = make_inputs(replace(SMALL, N=24), torch.float32)
+    sizes = {"clusters": 3, "topk": 3, "key_clusters": 2, "segment_length": 8, "window": 5, "backend": "triton"}
+    attend_alone = partial(causal_clustered_attention, **sizes)
+    found = []
+    for call in (attend_alone, torch.compile(attend_alone, fullgraph=True, backend="aot_eager")):
+        leaves = [part.to(DEVICE).detach().requires_grad_() for part in (query, key, value)]
+        output = call(*leaves)
+        found.append([output.detach(), *torch.autograd.grad(output.square().sum(), leaves)])
+    for expected, actual in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0 if DEVICE == "cpu" else 1e-6)
 
-    def compiled(*given, **options):
-        return torch.compile(attend, fullgraph=True, backend="aot_eager")(*given, **options)
 
-    expected = run("bi-clustered", case, inputs)
-    leaves = [tensor.to(DEVICE, torch.float32).requires_grad_() for tensor in inputs[:3]]
-    output = compiled("bi-clustered", case, *leaves, None, backend="triton")
-    torch.testing.assert_close(output.detach().cpu(), expected["output"], rtol=0, atol=0)
+@each_method
+def test_the_first_token_sees_itself_alone(method):
+    found = run(method, SMALL, make_inputs(replace(SMALL, N=1)))
+    torch.testing.assert_close(found["output"].double(), make_inputs(replace(SMALL, N=1))[2], rtol=1e-6, atol=0)
+    assert all(found[name].abs().max() < 1e-6 for name in ("query", "key"))
 
 
 def test_no_rows_at_all():

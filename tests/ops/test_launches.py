@@ -78,6 +78,12 @@ def bi_clustered(length: int) -> torch.Tensor:
     return attend("bi_clustered_attention", length, key_labels=key_labels, key_clusters=32, topk=64)
 
 
+def causal(length: int, method: str = "bi-clustered", **options: Any) -> torch.Tensor:
+    """One launch for all segments at any length, of which some thousand fit into memory at once."""
+    sizes = {"clusters": 16, "topk": 256, "key_clusters": 16}
+    return ops.causal_clustered_attention(*drawn(length), method=method, **sizes, backend="triton", **options)
+
+
 improved = partial(attend, "improved_clustered_attention", topk=32)
 
 
@@ -94,11 +100,19 @@ improved = partial(attend, "improved_clustered_attention", topk=32)
         (slices, 2, 6),  # with sinks and sizes
         (blocks, 1, 2),
         (words, 3, 3),
+        (causal, 31, 10),
+        (partial(causal, exact_above=0.1), 31, 10),
+        (partial(causal, method="i-clustered"), 23, 10),
     ],
-    ids=["cluster_queries", "masked", "offsets", "clustered", "improved", "bi", "slices", "blocks", "words"],
+    ids=[
+        *("cluster_queries", "masked", "offsets", "clustered", "improved", "bi", "slices", "blocks", "words"),
+        *("causal", "causal with exact heads", "causal i-clustered"),
+    ],
 )
 def test_launches_of_a_layer(monkeypatch, call, forward, backward, length):
-    """Short keys have a bin each, and no candidates to score again."""
+    """Short keys have a bin each, and no candidates to score again; one segment has no older keys."""
+    if length == 1024 and "causal" in str(call):
+        forward, backward = 1, 2
     if call in (improved, bi_clustered) and length == 1024:
         forward -= 1
     with caught_launches(monkeypatch) as launches:
@@ -108,31 +122,3 @@ def test_launches_of_a_layer(monkeypatch, call, forward, backward, length):
             launches.clear()
             output.float().sum().backward()
             assert len(launches) == backward, launches
-
-
-# Of the causal form, what has no kernel yet: one launch each, for all segments and heads at once.
-PLANNED = (
-    "metric of the keys up to each segment: parts",
-    "metric of the keys up to each segment: sums",
-    "covariance of the past queries' offsets, and the metric of keys",
-    "centroids nearest to a segment's queries",
-    "their order by cluster: histogram, scan",
-    "their order by cluster: places",
-    "exact attention to the segment and its window, with log-sum-exp",
-    "exact attention to the top keys, with log-sum-exp",
-    "one softmax of the parts",
-)
-
-
-@pytest.mark.parametrize("length", [4096, 16384])
-def test_launches_of_the_causal_form_as_planned(monkeypatch, length):
-    """Today's kernels with segments as items of the batch, as all clusters are known before anything attends."""
-    segments = length // 1024
-    query, key = (torch.zeros(segments, HEADS, rows, HEAD_DIM, dtype=torch.bfloat16) for rows in (1024, length))
-    labels, key_labels = (torch.zeros(points.shape[:3], dtype=torch.int64) for points in (query, key))
-    with caught_launches(monkeypatch) as launches:
-        for clusters in (8, 4):  # of the past queries, and of a segment's keys
-            ops.cluster_queries(query, clusters, key=query, iterations=1, backend="triton")
-        sizes = {"clusters": 8, "key_clusters": 4 * segments, "topk": 256}
-        ops.bi_clustered_attention(query, key, key, labels, key_labels, **sizes, backend="triton")
-        assert len(launches) + len(PLANNED) == 31, launches

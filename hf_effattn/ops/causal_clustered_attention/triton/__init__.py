@@ -63,7 +63,7 @@ def _forward(x: Settings) -> list[torch.Tensor]:
     saved = _fake(x)[2:]
     if layout.late:
         counts = None if compaction is None else compaction.counts
-        found = find_clusters(layout, rows.query, rows.key, counts, tile_rows(x))
+        found = find_clusters(layout, rows, counts, tile_rows(x))
         top = torch.empty(len(found.centroids), x.topk, dtype=torch.int32, device=output.device)
         for late in late_segments(layout, rows, found):
             own = top[late.first * rows.heads :][: len(late.centroids)]

@@ -12,13 +12,13 @@ import torch
 from ...bi_clustered_attention.offsets import ERROR_PER_VARIANCE
 from ...bi_clustered_attention.triton.forward import distances_of
 from ...bi_clustered_attention.triton.products import cluster_products
-from ...cluster_queries.batched import as_metric
 from ...kmeans.sampling import most_fit_rows
-from ...kmeans.triton import Centroids, assign, fit, own_clusters
-from ...kmeans.triton.rows import Rows, find_rows
-from ...kmeans.triton.seeding import FLOAT16_SCALE
+from ...kmeans.triton import assign, fit, own_clusters
+from ...kmeans.triton.rows import Rows as CountedRows
+from ...kmeans.triton.rows import find_rows
 from ...shared.triton.sort import SortedRows, sort_by_cluster
-from .layout import Layout
+from .layout import Layout, Rows
+from .metric import known_centroids, offsets_metrics, prefix_metrics
 
 
 class Clusters(NamedTuple):
@@ -29,53 +29,44 @@ class Clusters(NamedTuple):
     sizes: torch.Tensor  # of their clusters, `(L · P · g, C)` int32
     readers: SortedRows  # the segments' own queries, by the nearest centroid
     keys: SortedRows  # of every block, by cluster
-    log_squares: torch.Tensor | None  # `log2 d_t²` of every place of a block `(L · P, n)`; None in a backward pass
+    # `log2 d_t²` of every place of a block `(L · P, n)`, -inf without a key; None in a backward pass, and where no
+    # summary follows the query
+    log_squares: torch.Tensor | None
     exact: torch.Tensor | None  # `(L, P)`: heads that attend exactly to all older keys; None: none does
 
 
-def find_clusters(
-    layout: Layout, query: torch.Tensor, key: torch.Tensor, counts: torch.Tensor | None, tiles: tuple[int, int]
-) -> Clusters:
-    """Of queries and keys as `layout` lays them out; `tiles` are rows of a tile of queries, and of one of keys."""
-    settings, L, (B, H, _, D) = layout.settings, layout.late, query.shape
-    P, g, n, C = B * key.shape[1], H // key.shape[1], settings.segment_length, settings.clusters
-    past, past_mask = layout.past(query), layout.past_mask(counts)
-    blocks, key_mask = layout.of_segments(key, 0, L), layout.key_mask()
-    metric = prefix_metrics(layout, blocks)
+def find_clusters(layout: Layout, rows: Rows, counts: torch.Tensor | None, tiles: tuple[int, int]) -> Clusters:
+    """Of these rows; `counts`: tokens of each item that count, `tiles`: rows of a tile of queries, and of keys."""
+    settings, L, (_, _, _, D) = layout.settings, layout.late, rows.query.shape
+    P, g, n, C = rows.heads // rows.group, rows.group, settings.segment_length, settings.clusters
+    past, past_mask = layout.past(rows.query), layout.past_mask(counts)
+    blocks, key_mask = layout.of_segments(rows.key, 0, L), layout.key_mask()
+    metric = prefix_metrics(layout, rows)
     labels = kmeans_labels(past, past_mask, metric, C, layout)
     queries = sort_by_cluster(labels, past_mask, C, tiles[0])
-    centroids = query.new_empty(L * P * g, C, D)
+    centroids = rows.query.new_empty(L * P * g, C, D)
     products, _ = cluster_products(past, past, queries, centroids, parts=1)
-    sizes = queries.starts[:, : C + 1].diff(dim=1)
-    chosen = nearest_centroids(layout.of_segments(query, layout.first_late, L), centroids, metric, sizes)
+    chosen = torch.empty(L, P * g, n, dtype=torch.int64, device=centroids.device)
+    own = layout.of_segments(rows.query, layout.first_late, L)
+    assign(own, CountedRows(n, n), known_centroids(centroids, queries.starts, metric), chosen)
     readers = sort_by_cluster(chosen, None, C, tiles[0])
+    sizes = queries.starts[:, : C + 1].diff(dim=1)
 
-    exact, log_squares = None, torch.zeros(L * P, n, dtype=torch.float32, device=key.device)
-    key_labels = torch.zeros(L, P, n, dtype=torch.int64, device=key.device)
-    if settings.first_order:
-        covariance = products.view(L * P, g, D, D).mean(dim=1)
-        key_labels = kmeans_labels(blocks, key_mask, as_metric(covariance), settings.key_clusters, layout)
+    if not settings.first_order:
+        key_labels = torch.zeros(L, P, n, dtype=torch.int64, device=centroids.device)
+        keys = sort_by_cluster(key_labels, key_mask, 1, tiles[1])
+        return Clusters(labels.view(L * P * g, n), centroids, sizes, readers, keys, None, None)
+    key_labels = kmeans_labels(
+        blocks, key_mask, offsets_metrics(layout, rows, products), settings.key_clusters, layout
+    )
     keys = sort_by_cluster(key_labels, key_mask, settings.key_clusters, tiles[1])
-    if settings.first_order:
-        mean_keys = torch.empty(L * P, settings.key_clusters, D, dtype=torch.float32, device=key.device)
-        spread, _ = cluster_products(blocks, blocks, keys, mean_keys, parts=1)
-        log_squares, _ = distances_of(blocks, keys, mean_keys, products, queries, g, settings.scale)
-        if settings.exact_above < inf:
-            exact = predicted_errors(layout, products, sizes, spread, g) > settings.exact_above
+    mean_keys = torch.empty(L * P, settings.key_clusters, D, dtype=torch.float32, device=centroids.device)
+    spread, _ = cluster_products(blocks, blocks, keys, mean_keys, parts=1)
+    log_squares, _ = distances_of(blocks, keys, mean_keys, products, queries, g, settings.scale)
+    exact = None
+    if settings.exact_above < inf:
+        exact = predicted_errors(layout, products, sizes, spread, g) > settings.exact_above
     return Clusters(labels.view(L * P * g, n), centroids, sizes, readers, keys, log_squares, exact)
-
-
-def prefix_metrics(layout: Layout, blocks: torch.Tensor) -> torch.Tensor:
-    """Of every late segment the metric of all keys that are older, `(L · P, D, D)` float32; blocks `(L, P, n, D)`."""
-    L, n, rows = layout.late, blocks.shape[2], blocks.float()
-    # Around a mean near all keys: the product of the sums would eat the digits of the sum of the products.
-    first = rows[:1].sum(dim=2, keepdim=True) / (n - layout.shift)
-    rows = rows - first
-    rows[0, :, : layout.shift] = 0
-    sums, products = rows.sum(dim=2, keepdim=True).cumsum(dim=0), (rows.mT @ rows).cumsum(dim=0)
-    older = torch.arange(1, L + 1, device=rows.device).view(L, 1, 1, 1) * n - layout.shift
-    means = sums / older
-    return as_metric((products / older - means.mT * means).flatten(0, 1))
 
 
 def kmeans_labels(
@@ -89,22 +80,6 @@ def kmeans_labels(
     fitted = fit(points, rows, metric, clusters, settings.rounds, settings.seed)
     labels = torch.empty(points.shape[:3], dtype=torch.int64, device=points.device)
     assign(points, rows, fitted, labels)
-    return labels
-
-
-def nearest_centroids(
-    query: torch.Tensor, centroids: torch.Tensor, metric: torch.Tensor, sizes: torch.Tensor
-) -> torch.Tensor:
-    """The number of the nearest centroid `(L, B · H, n)` to queries `(L, B · H, n, D)`, none of an empty cluster."""
-    heads, C, D = centroids.shape
-    points = centroids.float()
-    directions = (points.view(len(metric), -1, D) @ metric).view(heads, C, D)
-    if query.dtype == torch.float16:
-        directions = (directions * FLOAT16_SCALE.value).clamp_(-65504.0, 65504.0)
-    half_norms = (directions * points).sum(dim=2) / 2
-    labels = torch.empty(query.shape[:3], dtype=torch.int64, device=query.device)
-    known = Centroids(points, points, directions.to(query.dtype), half_norms.masked_fill_(sizes == 0, inf))
-    assign(query, Rows(query.shape[2], query.shape[2]), known, labels)
     return labels
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ...shared.triton.chips import block_width, chip_of, on_device_of
-from ...shared.triton.cluster_table import is_exact
+from ...shared.triton.cluster_table import is_exact, load_top
 from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import dot_rows, softmax_weights
 from ...shared.triton.sort import SortedRows
@@ -92,6 +92,27 @@ def _causal_attention_fwd_mass_kernel(
 
 
 @kernel
+def _causal_attention_fwd_share_kernel(
+    lse_ptr, sizes_ptr, log_share_ptr, rows, blocks,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """`log2 n_j` less the log-sum-exp over all blocks, of `ROWS` centroids."""
+    o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    m_row = o_row < rows
+    b_highest = tl.full([ROWS], LOWEST, tl.float32)
+    b_total = tl.zeros([ROWS], tl.float32)
+    for first in range(0, blocks, COLUMNS):
+        o_block = first + tl.arange(0, COLUMNS)
+        # [ROWS, COLUMNS]
+        m_block = m_row[:, None] & (o_block < blocks)[None, :]
+        b_lse = tl.load(lse_ptr + o_row[:, None] * blocks + o_block[None, :], mask=m_block, other=float("-inf"))
+        _, _, b_highest, b_total = softmax_weights(b_lse, b_highest, b_total)
+    b_size = tl.load(sizes_ptr + o_row, mask=m_row, other=0).to(tl.float32)
+    b_share = tl.log2(b_size) - b_highest - tl.log2(tl.maximum(b_total, 1e-38))
+    tl.store(log_share_ptr + o_row, tl.where(b_size > 0, b_share, float("-inf")), mask=m_row)
+
+
+@kernel
 def _causal_attention_fwd_rank_kernel(
     centroids_ptr, key_ptr, log_share_ptr, log_square_ptr, rank_ptr,
     heads, group, rows_of_keys, D, clusters, first_late, segment_length, shift, blocks, scale_log2,
@@ -99,14 +120,15 @@ def _causal_attention_fwd_rank_kernel(
 ):  # fmt: skip
     """`log2(Σ_j n_j w_jt) + log2 d_t²` of the keys of one block for the query head of a segment, `-inf` without a key.
 
-    `log_share` is what turns a score of a centroid into `log2(n_j w_jt)`.
+    `log_share` is what turns a score of a centroid into `log2(n_j w_jt)`; without distances these are 1.
     """
     i_block = tl.program_id(0) % blocks
     i_p = (tl.program_id(0) // blocks).to(tl.int64)
     sees = i_block <= first_late + i_p // heads
     i_key_head = i_p % heads // group
     key_ptr += (i_key_head * rows_of_keys + i_block * segment_length) * D
-    log_square_ptr += (i_block * (heads // group) + i_key_head) * segment_length
+    if log_square_ptr is not None:
+        log_square_ptr += (i_block * (heads // group) + i_key_head) * segment_length
     rank_ptr += (i_p * blocks + i_block) * segment_length
     for begin in range(0, segment_length, ROWS):
         o_key = begin + tl.arange(0, ROWS)
@@ -128,8 +150,9 @@ def _causal_attention_fwd_rank_kernel(
             )  # fmt: skip
             b_scores = b_scores * scale_log2 + b_share[None, :]
             _, _, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
-        b_square = tl.load(log_square_ptr + o_key, mask=m_key, other=float("-inf"))
-        b_rank = b_highest + tl.log2(tl.maximum(b_total, 1e-38)) + b_square
+        b_rank = b_highest + tl.log2(tl.maximum(b_total, 1e-38))
+        if log_square_ptr is not None:
+            b_rank += tl.load(log_square_ptr + o_key, mask=m_key, other=float("-inf"))
         tl.store(rank_ptr + o_key, tl.where(m_key, b_rank, float("-inf")), mask=m_place)
 
 
@@ -282,6 +305,7 @@ def choose_keys(layout: Layout, rows: Rows, found: Clusters, late: Late, top: to
     key, settings, n = rows.key, layout.settings, layout.settings.segment_length
     heads, blocks, (problems, C, D) = rows.heads, late.blocks, late.centroids.shape
     masses = torch.empty(problems, C, blocks, dtype=torch.float32, device=key.device)
+    log_share = torch.empty(problems, C, dtype=torch.float32, device=key.device)
     ranks = torch.empty(problems, blocks * n, dtype=torch.float32, device=key.device)
     config = tile_config(key, D, D)
     wide, few = config["ROWS"], min(MOST_CENTROIDS, block_width(C), config["ROWS"])
@@ -293,9 +317,9 @@ def choose_keys(layout: Layout, rows: Rows, found: Clusters, late: Late, top: to
         _causal_attention_fwd_mass_kernel[(problems * blocks * row_blocks,)](
             late.centroids, key, masses, *sizes, row_blocks, scale, ROWS=few, COLUMNS=config["COLUMNS"], **shared
         )
-        # A base of 2 changes no sum of logarithms but by its factor.
-        log_sums = masses.mul_(1 / LOG2_E).logsumexp(dim=2)
-        log_share = (late.sizes.log() - log_sums).mul_(LOG2_E)
+        _causal_attention_fwd_share_kernel[(-(-problems * C // 16),)](
+            masses, late.sizes, log_share, problems * C, blocks, ROWS=16, COLUMNS=16, num_warps=1
+        )
         _causal_attention_fwd_rank_kernel[(problems * blocks,)](
             late.centroids, key, log_share, found.log_squares, ranks, *sizes, scale, ROWS=wide,
             COLUMNS=min(few, config["COLUMNS"]), **shared,
@@ -303,16 +327,25 @@ def choose_keys(layout: Layout, rows: Rows, found: Clusters, late: Late, top: to
     select_topk(ranks, settings.topk, (top, torch.empty_like(top, dtype=torch.float32)))
 
 
+@kernel
+def _causal_attention_mark_kernel(top_ptr, marks_ptr, group, places, topk, BLOCK: tl.constexpr):
+    """Sets the bit of a query head in the words of its exact keys."""
+    i_p = tl.program_id(0).to(tl.int64)
+    for first in range(0, topk, BLOCK):
+        b_top, m_top = load_top(top_ptr + i_p * topk, first + tl.arange(0, BLOCK), topk)
+        b_bit = tl.where(m_top, 1, 0) << (i_p % group).to(tl.int32)
+        tl.atomic_or(marks_ptr + i_p // group * places + b_top, b_bit, mask=m_top, sem="relaxed")
+
+
 def mark_keys(layout: Layout, rows: Rows, late: Late, top: torch.Tensor) -> torch.Tensor | None:
     """A word for every place of the blocks, `(L · P, places)` int32: bit `h` where query head `h` has it in `top`."""
-    if not top.shape[1]:
+    topk, places = top.shape[1], late.blocks * layout.settings.segment_length
+    if not topk:
         return None
-    marks = top.new_zeros(late.segments * rows.heads // rows.group, late.blocks * layout.settings.segment_length)
-    bits = torch.ones_like(top).view(-1, rows.group, top.shape[1])
-    bits <<= torch.arange(rows.group, device=top.device, dtype=torch.int32)[:, None]
-    bits *= top.view_as(bits) >= 0
-    # No key is twice in a head's, so that sums of bits set them.
-    return marks.scatter_add_(1, top.clamp(min=0).long().view(len(marks), -1), bits.flatten(1))
+    marks = top.new_zeros(len(top) // rows.group, places)
+    with on_device_of(top):
+        _causal_attention_mark_kernel[(len(top),)](top, marks, rows.group, places, topk, BLOCK=128, num_warps=1)
+    return marks
 
 
 def make_tables(

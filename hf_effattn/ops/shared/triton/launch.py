@@ -13,6 +13,7 @@ from triton.runtime.jit import JITFunction
 LENGTHS = (
     *("numbers", "columns", "slots", "tiles", "blocks", "splits", "first_row", "last_row", "slices"),
     *("first_share", "fit_rows", "seed", "bin_keys", "block_rows"),
+    *("first_late", "first_segment", "segments", "places"),
 )
 REMEMBERS = torch.version.hip is None  # AMD's kernels are compiled for the sizes of tensors, too
 MOST_REMEMBERED = 256  # launches of a kernel: lengths that come once only must not fill the memory
