@@ -24,6 +24,7 @@ from hf_effattn.measuring.cost import compare, peak_memory_added
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.measuring.exact_kernels import sdpa
 from hf_effattn.ops import causal_clustered_attention
+from hf_effattn.patching.methods.clustered import BiClustered
 from hf_effattn.samples.texts import bundled_books
 
 from ..kept.command_line import run_with_help
@@ -34,12 +35,14 @@ GPT2 = Path(__file__).resolve().parents[2] / "model_cards" / "gpt2-books"
 # Its activations take 12 KiB a token; the novels in the package have text for three times as many tokens.
 LONGEST_REAL = 32_768
 DEFAULT_LENGTHS = {"cpu": "2048,4096", "cuda": "4096,8192,16384,32768,65536,131072"}
+# What `patch_attention(model, "bi-clustered")` tells the op.
+PATCHED: dict[str, Any] = {"method": "bi-clustered"} | BiClustered().causal_options()
 METHODS: dict[str, dict[str, Any]] = {
     "i-clustered C=100 k=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
-    "bi-clustered C=100 k=64": {"method": "bi-clustered", "clusters": 100, "topk": 64},
+    "bi-clustered": PATCHED,
+    "bi-clustered C=16 k=256 G=16": {"method": "bi-clustered", "clusters": 16, "topk": 256, "key_clusters": 16},
     # Clusters of the whole prompt, as `causal="prefill"`: later tokens change earlier outputs.
-    "i-clustered C=100 k=32, prefill": {"method": "i-clustered", "clusters": 100, "topk": 32, "prefill": True},
-    "bi-clustered C=100 k=64, prefill": {"method": "bi-clustered", "clusters": 100, "topk": 64, "prefill": True},
+    "bi-clustered, prefill": PATCHED | {"prefill": True},
 }
 
 

@@ -101,7 +101,7 @@ improved = partial(attend, "improved_clustered_attention", topk=32)
         (blocks, 1, 2),
         (words, 3, 3),
         (causal, 31, 10),
-        (partial(causal, exact_above=0.1), 31, 10),
+        (partial(causal, exact_above=0.1), 32, 10),
         (partial(causal, method="i-clustered"), 23, 10),
     ],
     ids=[

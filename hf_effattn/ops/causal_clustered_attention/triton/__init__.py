@@ -24,7 +24,7 @@ class Saved(NamedTuple):
     top: torch.Tensor  # the exact keys of every late segment, `(L · B · H, topk)` int32
     labels: torch.Tensor
     centroids: torch.Tensor
-    sizes: torch.Tensor
+    past_starts: torch.Tensor
     # The next three: the late segments' queries, see `SortedRows`
     order: torch.Tensor
     starts: torch.Tensor
@@ -74,7 +74,7 @@ def _forward(x: Settings) -> list[torch.Tensor]:
             attend_to_summaries(layout, rows, found, late, tables, output, lse)
         exact = saved[-1] if found.exact is None else found.exact
         saved = [
-            top, found.labels, found.centroids, found.sizes, found.readers.order, found.readers.starts,
+            top, found.labels, found.centroids, found.starts, found.readers.order, found.readers.starts,
             found.readers.tiles, found.keys.order, found.keys.starts, found.keys.tiles, exact,
         ]  # fmt: skip
     if compaction is not None:
@@ -96,7 +96,7 @@ def _fake(x: Settings) -> list[torch.Tensor]:
         top=empty(queries, x.topk),
         labels=empty(queries, n, dtype=torch.int64),
         centroids=empty(queries, C, D, dtype=x.query.dtype),
-        sizes=empty(queries, C),
+        past_starts=empty(queries, C + 2),
         order=empty(queries, n),
         starts=empty(queries, C + 2),
         tiles=empty(queries, n // tiles[0] + C + 1),
@@ -123,7 +123,7 @@ def gradients(
         readers = SortedRows(saved.order, saved.starts, saved.tiles, x.clusters, tiles[0])
         keys = SortedRows(saved.key_order, saved.key_starts, saved.key_tiles, x.key_clusters, tiles[1])
         exact = saved.exact if len(saved.exact) else None
-        found = Clusters(saved.labels, saved.centroids, saved.sizes, readers, keys, None, exact)
+        found = Clusters(saved.labels, saved.centroids, saved.past_starts, readers, keys, None, exact)
     backward = BackwardPass(layout, rows, layout.queries(grad_output), layout.queries(output), saved.lse)
     backward.run(found, saved.top)
     of_keys = backward.keys.view(*x.key.shape[:2], *backward.keys.shape[1:])[:, :, layout.shift :][

@@ -8,6 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 import torch
+import triton.language as tl
 
 from ...bi_clustered_attention.offsets import ERROR_PER_VARIANCE
 from ...bi_clustered_attention.triton.forward import distances_of
@@ -16,6 +17,8 @@ from ...kmeans.sampling import most_fit_rows
 from ...kmeans.triton import assign, fit, own_clusters
 from ...kmeans.triton.rows import Rows as CountedRows
 from ...kmeans.triton.rows import find_rows
+from ...shared.triton.chips import on_device_of
+from ...shared.triton.launch import kernel
 from ...shared.triton.sort import SortedRows, sort_by_cluster
 from .layout import Layout, Rows
 from .metric import known_centroids, offsets_metrics, prefix_metrics
@@ -26,7 +29,7 @@ class Clusters(NamedTuple):
 
     labels: torch.Tensor  # of the past queries, `(L · P · g, n)`
     centroids: torch.Tensor  # `(L · P · g, C, D)` in the dtype of the query
-    sizes: torch.Tensor  # of their clusters, `(L · P · g, C)` int32
+    starts: torch.Tensor  # of their clusters, see `SortedRows`, `(L · P · g, C + 2)`
     readers: SortedRows  # the segments' own queries, by the nearest centroid
     keys: SortedRows  # of every block, by cluster
     # `log2 d_t²` of every place of a block `(L · P, n)`, -inf without a key; None in a backward pass, and where no
@@ -50,12 +53,11 @@ def find_clusters(layout: Layout, rows: Rows, counts: torch.Tensor | None, tiles
     own = layout.of_segments(rows.query, layout.first_late, L)
     assign(own, CountedRows(n, n), known_centroids(centroids, queries.starts, metric), chosen)
     readers = sort_by_cluster(chosen, None, C, tiles[0])
-    sizes = queries.starts[:, : C + 1].diff(dim=1)
 
     if not settings.first_order:
         key_labels = torch.zeros(L, P, n, dtype=torch.int64, device=centroids.device)
         keys = sort_by_cluster(key_labels, key_mask, 1, tiles[1])
-        return Clusters(labels.view(L * P * g, n), centroids, sizes, readers, keys, None, None)
+        return Clusters(labels.view(L * P * g, n), centroids, queries.starts, readers, keys, None, None)
     key_labels = kmeans_labels(
         blocks, key_mask, offsets_metrics(layout, rows, products), settings.key_clusters, layout
     )
@@ -65,8 +67,8 @@ def find_clusters(layout: Layout, rows: Rows, counts: torch.Tensor | None, tiles
     log_squares, _ = distances_of(blocks, keys, mean_keys, products, queries, g, settings.scale)
     exact = None
     if settings.exact_above < inf:
-        exact = predicted_errors(layout, products, sizes, spread, g) > settings.exact_above
-    return Clusters(labels.view(L * P * g, n), centroids, sizes, readers, keys, log_squares, exact)
+        exact = too_far(layout, rows, products, queries.starts, spread)
+    return Clusters(labels.view(L * P * g, n), centroids, queries.starts, readers, keys, log_squares, exact)
 
 
 def kmeans_labels(
@@ -83,18 +85,55 @@ def kmeans_labels(
     return labels
 
 
-def predicted_errors(
-    layout: Layout, products: torch.Tensor, sizes: torch.Tensor, spread: torch.Tensor, group: int
-) -> torch.Tensor:
-    """The error that first order will make in every late segment `(L, P)`, of the worst query head.
+@kernel
+def _causal_error_kernel(
+    products_ptr, spread_ptr, starts_ptr, exact_ptr,
+    key_heads, group, numbers, clusters, segment_length, shift, factor, exact_above,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Whether the error that first order will make in a segment, of the worst query head, is too large.
 
-    `products` are those of offsets `(L · P · g, D, D)`, `spread` those of a block's keys in their clusters
-    `(L · P, D, D)`.
+    `numbers` are those of a matrix: of the products of a query head's offsets, of those of a block's keys in their
+    clusters.
     """
-    L, settings = layout.late, layout.settings
-    older = torch.arange(1, L + 1, device=spread.device)[:, None] * settings.segment_length - layout.shift
-    within = spread.view(L, -1, 1, spread[0].numel()).cumsum(dim=0)
-    of_heads = products.view(L, -1, group, spread[0].numel())
-    counted = sizes.sum(dim=1).clamp(min=1).view(L, -1, group)
-    variances = torch.linalg.vecdot(of_heads, within) / counted
-    return variances.amax(dim=2) / older * (settings.scale**2 * ERROR_PER_VARIANCE)
+    i_p = tl.program_id(0).to(tl.int64)
+    seen = i_p // key_heads + 1
+    o_g = tl.arange(0, GROUP)
+    m_g = o_g < group
+    b_total = tl.zeros([GROUP], tl.float32)
+    for first in range(0, numbers, BLOCK):
+        o_n = first + tl.arange(0, BLOCK)
+        m_n = o_n < numbers
+        b_spread = tl.zeros([BLOCK], tl.float32)
+        for block in range(0, seen):
+            p_spread = spread_ptr + (block * key_heads + i_p % key_heads) * numbers
+            b_spread += tl.load(p_spread + o_n, mask=m_n, other=0.0)
+        # [GROUP, BLOCK]
+        p_products = products_ptr + (i_p * group + o_g[:, None]) * numbers + o_n[None, :]
+        b_products = tl.load(p_products, mask=m_g[:, None] & m_n[None, :], other=0.0)
+        b_total += tl.sum(b_products * b_spread[None, :], 1)
+    p_counted = starts_ptr + (i_p * group + o_g) * (clusters + 2) + clusters
+    b_counted = tl.maximum(tl.load(p_counted, mask=m_g, other=1), 1).to(tl.float32)
+    older = (seen * segment_length - shift).to(tl.float32)
+    error = tl.max(tl.where(m_g, b_total / b_counted, 0.0), 0) / older * factor
+    tl.store(exact_ptr + i_p, error > exact_above)
+
+
+def too_far(
+    layout: Layout, rows: Rows, products: torch.Tensor, starts: torch.Tensor, spread: torch.Tensor
+) -> torch.Tensor:
+    """The late segments `(L, P)` in which the predicted error is larger than `exact_above`: boolean.
+
+    `products` are those of offsets `(L · P · g, D, D)` from clusters that begin at `starts`, `spread` those of a
+    block's keys in their clusters `(L · P, D, D)`.
+    """
+    settings = layout.settings
+    exact = torch.empty(layout.late, rows.heads // rows.group, dtype=torch.bool, device=spread.device)
+    group = 1 << (rows.group - 1).bit_length()
+    with on_device_of(spread):
+        _causal_error_kernel[(exact.numel(),)](
+            products, spread, starts, exact, exact.shape[1], rows.group, spread[0].numel(), settings.clusters,
+            settings.segment_length, layout.shift, settings.scale**2 * ERROR_PER_VARIANCE, settings.exact_above,
+            GROUP=group, BLOCK=max(64, 4096 // group),
+        )  # fmt: skip
+    return exact

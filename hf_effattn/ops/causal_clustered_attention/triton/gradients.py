@@ -162,7 +162,8 @@ class BackwardPass:
     def _past_queries(self, found: Clusters, late: Late, grad_centroids: torch.Tensor) -> None:
         """Each gets its share of the gradient of its centroid, `(L · B · H · C, D)`."""
         layout, heads = self.layout, self.rows.heads
-        of_members = grad_centroids / late.sizes.view(-1, 1).clamp(min=1)
+        sizes = late.starts[:, :-1].diff(dim=1)
+        of_members = grad_centroids / sizes.view(-1, 1).clamp(min=1)
         labels = found.labels[late.first * heads :][: late.segments * heads]
         shares = of_members.view(len(labels), -1, self.D).gather(1, labels[..., None].expand(-1, -1, self.D))
         past = layout.of_segments(self.query[None], layout.first_past + late.first, late.segments)

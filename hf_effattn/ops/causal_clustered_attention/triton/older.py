@@ -31,7 +31,7 @@ class Late(NamedTuple):
     first: int
     segments: int  # `L`
     centroids: torch.Tensor  # `(L · P · g, C, D)`
-    sizes: torch.Tensor  # of the clusters of past queries, `(L · P · g, C)`
+    starts: torch.Tensor  # of the clusters of past queries, `(L · P · g, C + 2)`
     readers: SortedRows
     exact: torch.Tensor | None  # `(L, P)`
 
@@ -42,7 +42,7 @@ class Late(NamedTuple):
         rows = found.readers
         readers = SortedRows(rows.order[own], rows.starts[own], rows.tiles[own], rows.clusters, rows.tile)
         exact = None if found.exact is None else found.exact[first : first + count].contiguous()
-        return cls(first, count, found.centroids[own], found.sizes[own], readers, exact)
+        return cls(first, count, found.centroids[own], found.starts[own], readers, exact)
 
     @property
     def blocks(self) -> int:
@@ -93,7 +93,7 @@ def _causal_attention_fwd_mass_kernel(
 
 @kernel
 def _causal_attention_fwd_share_kernel(
-    lse_ptr, sizes_ptr, log_share_ptr, rows, blocks,
+    lse_ptr, starts_ptr, log_share_ptr, rows, clusters, blocks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`log2 n_j` less the log-sum-exp over all blocks, of `ROWS` centroids."""
@@ -107,8 +107,11 @@ def _causal_attention_fwd_share_kernel(
         m_block = m_row[:, None] & (o_block < blocks)[None, :]
         b_lse = tl.load(lse_ptr + o_row[:, None] * blocks + o_block[None, :], mask=m_block, other=float("-inf"))
         _, _, b_highest, b_total = softmax_weights(b_lse, b_highest, b_total)
-    b_size = tl.load(sizes_ptr + o_row, mask=m_row, other=0).to(tl.float32)
-    b_share = tl.log2(b_size) - b_highest - tl.log2(tl.maximum(b_total, 1e-38))
+    # The starts of a problem have two entries more than it has clusters.
+    p_start = starts_ptr + o_row + o_row // clusters * 2
+    b_size = tl.load(p_start + 1, mask=m_row, other=0) - tl.load(p_start, mask=m_row, other=0)
+    b_size = b_size.to(tl.float32)
+    b_share = tl.log2(tl.maximum(b_size, 1.0)) - b_highest - tl.log2(tl.maximum(b_total, 1e-38))
     tl.store(log_share_ptr + o_row, tl.where(b_size > 0, b_share, float("-inf")), mask=m_row)
 
 
@@ -318,7 +321,7 @@ def choose_keys(layout: Layout, rows: Rows, found: Clusters, late: Late, top: to
             late.centroids, key, masses, *sizes, row_blocks, scale, ROWS=few, COLUMNS=config["COLUMNS"], **shared
         )
         _causal_attention_fwd_share_kernel[(-(-problems * C // 16),)](
-            masses, late.sizes, log_share, problems * C, blocks, ROWS=16, COLUMNS=16, num_warps=1
+            masses, late.starts, log_share, problems * C, C, blocks, ROWS=16, COLUMNS=16, num_warps=1
         )
         _causal_attention_fwd_rank_kernel[(problems * blocks,)](
             late.centroids, key, log_share, found.log_squares, ranks, *sizes, scale, ROWS=wide,
