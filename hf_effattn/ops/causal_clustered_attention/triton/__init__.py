@@ -37,9 +37,10 @@ class Saved(NamedTuple):
 
 
 def tile_rows(x: Settings) -> tuple[int, int]:
-    """Rows of a tile of sorted queries, and of sorted keys."""
+    """Rows of a tile of sorted queries, and of sorted keys, of which a step of the backward pass holds most at once."""
     dims = x.query.shape[3], x.value.shape[3]
-    return tile_config(x.query, *dims)["ROWS"], tile_config(x.query, *dims, backward=True, two_sums=True)["ROWS"]
+    two_sums = tile_config(x.query, *dims, backward=True, two_sums=True)
+    return tile_config(x.query, *dims)["ROWS"], max(16, two_sums["ROWS"] // 2)
 
 
 def laid_out(x: Settings, layout: Layout, compaction: Compaction | None) -> Rows:

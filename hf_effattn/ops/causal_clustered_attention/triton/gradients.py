@@ -142,7 +142,7 @@ class BackwardPass:
         )  # fmt: skip
         sizes = len(self.keys), group, group * C, rows.key.shape[2], D, Dv, C, G, late.first, n, blocks
         switches["HAS_TAKEN"] = taken is not None
-        key_config = self.key_config | {"COLUMNS": 16}  # as few as a product takes: it has most sums of all
+        key_config = self.key_config | {"ROWS": keys.tile}
         tiles = keys.tiles.shape[1]
         _causal_attention_bwd_older_key_kernel[(blocks * len(self.keys) * tiles,)](
             late.centroids, rows.key, rows.value, taken, exact, readers.starts, keys.order, keys.starts, keys.tiles,

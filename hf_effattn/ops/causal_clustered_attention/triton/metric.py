@@ -177,6 +177,6 @@ def known_centroids(centroids: torch.Tensor, starts: torch.Tensor, metric: torch
         _causal_directions_kernel[(problems * -(-C // rows),)](
             centroids, starts, metric, directions, half_norms, problems // len(metric), C, D, -(-C // rows),
             ROWS=rows, PART=min(32, block_d), BLOCK_D=block_d, PRECISION=chip.dot_precision(torch.float32),
-            num_stages=1, **chip.all_registers,
+            num_warps=8 if block_d > 128 else 4, num_stages=1, **chip.all_registers,
         )  # fmt: skip
     return Centroids(centroids, centroids, directions, half_norms)
