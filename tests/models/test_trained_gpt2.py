@@ -101,3 +101,18 @@ def test_greedy_text_is_that_of_exact_attention(model, tokens):
     exact = [write(start)[0, 900:] for start in starts]
     patch_attention(model, **SETTINGS["bi-clustered, finer"], min_length=0)
     assert [same_tokens(text, write(start)[0, 900:]) for text, start in zip(exact, starts, strict=True)] == [200] * 3
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_kernels_are_as_close_to_exact_attention_as_the_fast_form(model, tokens):
+    """Their clusters are other ones, as good; two heads of each layer, under Triton's interpreter."""
+    sizes = SETTINGS_OF_OP | {"topk": 32, "segment_length": 128, "window": 32}
+    errors = {}
+    for layer in causal_attention_inputs(model, tokens[:, :512]):
+        given = [rows[:, :2] for rows in layer]
+        exact = F.scaled_dot_product_attention(*given, is_causal=True)
+        for backend in ("batched", "triton"):
+            actual = causal_clustered_attention(*given, **sizes, backend=backend)
+            errors.setdefault(backend, []).append(relative_error(exact, actual))
+    assert sum(errors["triton"]) <= 1.1 * sum(errors["batched"])

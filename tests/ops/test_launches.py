@@ -3,14 +3,19 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 from hf_effattn import ops
+from hf_effattn.ops.causal_clustered_attention import DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW
+from hf_effattn.ops.causal_clustered_attention.reference import Settings
 from hf_effattn.ops.shared.triton import chips
+from hf_effattn.patching.methods.clustered import BiClustered
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are caught in Triton's interpreter")
 KIB = 1024
@@ -122,3 +127,35 @@ def test_launches_of_a_layer(monkeypatch, call, forward, backward, length):
             launches.clear()
             output.float().sum().backward()
             assert len(launches) == backward, launches
+
+
+class StepsOfTorch(TorchDispatchMode):
+    """Names of the steps that torch itself launches: all but views, and tensors that are 0 or unwritten."""
+
+    VIEWS = ("view", "transpose", "slice", "select", "unsqueeze", "expand", "detach", "alias")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        on_host = "generator" in kwargs or name == "_local_scalar_dense"  # K-means draws its first seed there
+        if not (on_host or "zeros" in name or name.startswith("empty") or name.endswith(self.VIEWS)):
+            self.names.append(name)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("length", [4096, 16384])
+def test_a_causal_layer_is_forty_launches(monkeypatch, length):
+    """As models are patched, heads that run exactly included; with the words of the exact keys, which are zeros."""
+    query, key, value = (rows.detach() for rows in drawn(length))
+    sizes = BiClustered().causal_options()
+    given = Settings(
+        query, key, value, None, None, "bi-clustered", sizes["clusters"], sizes["topk"], sizes["key_clusters"],
+        DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW, 3, 2048, sizes["exact_above"], 0, False, 0.1, 0.0, False,
+    )  # fmt: skip
+    forward = import_module("hf_effattn.ops.causal_clustered_attention.triton")._forward
+    with caught_launches(monkeypatch) as launches, StepsOfTorch() as torch_steps:
+        forward(given)
+    assert len(launches) + len(torch_steps.names) + 1 == 40, (launches, torch_steps.names)

@@ -26,11 +26,10 @@ Form = Callable[..., Any]
 
 
 def choose_backend(
-    backend: str | None, forms: tuple[Form, Form, Form | None], *differentiable: torch.Tensor, any_width: bool = False
+    backend: str | None, forms: tuple[Form, Form, Form], *differentiable: torch.Tensor, any_width: bool = False
 ) -> Form:
     """The implementation to run, out of `(reference, batched, triton)`: the one asked for, else the fastest.
 
-    An op without kernels has None for them, and runs its PyTorch form on a GPU too.
     `differentiable` are the tensors that a derivative may flow to, the query first. The fast forms have a backward
     pass and no forward-mode derivative, which torch would silently take for 0: where a tangent is carried they raise.
     `any_width`: the kernels walk over the last dimension in parts, so that it has no limit.
@@ -42,14 +41,13 @@ def choose_backend(
         return reference
     if not torch.compiler.is_compiling():
         _check_derivatives(differentiable)
-    problem = "this op has no kernels yet" if triton is None else kernel_problem(*differentiable, any_width=any_width)
+    problem = kernel_problem(*differentiable, any_width=any_width)
     if backend == "triton" and problem is not None:
         raise ValueError(f'backend="triton" cannot run here: {problem}; use backend="batched"')
-    expected = triton is not None and differentiable[0].is_cuda
-    if backend is None and problem is not None and expected and not torch.compiler.is_compiling():
+    if backend is None and problem is not None and differentiable[0].is_cuda and not torch.compiler.is_compiling():
         # Python shows an equal warning from one place once.
         warnings.warn(f"attention on a GPU runs the slower PyTorch form: {problem}", stacklevel=stacklevel_of_user())
-    if triton is not None and problem is None and (backend == "triton" or differentiable[0].is_cuda):
+    if problem is None and (backend == "triton" or differentiable[0].is_cuda):
         return triton
     return batched
 

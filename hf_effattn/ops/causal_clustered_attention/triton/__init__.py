@@ -37,7 +37,7 @@ class Saved(NamedTuple):
 
 
 def tile_rows(x: Settings) -> tuple[int, int]:
-    """Rows of a tile of sorted queries, and of sorted keys, of which a step of the backward pass holds most at once."""
+    """Rows of a tile of sorted queries, and of sorted keys: these have most sums in a step of the backward pass."""
     dims = x.query.shape[3], x.value.shape[3]
     two_sums = tile_config(x.query, *dims, backward=True, two_sums=True)
     return tile_config(x.query, *dims)["ROWS"], max(16, two_sums["ROWS"] // 2)

@@ -132,6 +132,7 @@ class Compaction:
         return found.masked_fill_(behind[:, None, :, None], 0.0)
 
     def put(self, output: torch.Tensor, key_mask: torch.Tensor) -> torch.Tensor:
-        """Outputs `(B, H, N, Dv)` where their tokens stood, 0 for masked ones."""
-        found = output.gather(2, self.places[:, None, :, None].expand_as(output))
+        """Outputs `(B, H, N, Dv)` where their tokens stood, 0 for masked ones; laid out as they are."""
+        places = self.places[:, None, :, None].expand_as(output)
+        found = torch.gather(output, 2, places, out=torch.empty_like(output))
         return found.masked_fill_(~key_mask[:, None, :, None], 0.0)
