@@ -2,7 +2,7 @@
 
 import torch
 
-from ...shared.triton.chips import chip_of, on_device_of
+from ...shared.triton.chips import block_width, chip_of, on_device_of
 from ...shared.triton.cluster_table import _cluster_table_bwd_summary_kernel
 from ...shared.triton.tiles import LOG2_E, tile_config
 from .backward import (
@@ -149,13 +149,14 @@ class BackwardPass:
             tables.log_mass, constant, table_grad_keys, table_grad_values, self.keys,
             *sizes, late.segments, tiles, max(1.0, n / C), *self.scales, **switches, **key_config,
         )  # fmt: skip
-        row_blocks = -(-group * C // self.key_config["ROWS"])
+        key_config["ROWS"] = min(keys.tile, block_width(group * C))
+        row_blocks = -(-group * C // key_config["ROWS"])
         parts = self.keys.new_empty(len(late.centroids) * C, blocks, D)
         _causal_attention_bwd_centroid_kernel[(late.segments * len(self.keys) * blocks * row_blocks,)](
             late.centroids, rows.key, rows.value, taken, exact, readers.starts, keys.order, keys.starts, tables.keys,
             tables.log_mass, constant, table_grad_keys, table_grad_values, grad_bias, parts,
             *sizes, row_blocks, *self.scales, **switches,
-            **self.key_config | ({"num_stages": 1} if rows.key.element_size() == 4 else {}),
+            **key_config | ({"num_stages": 1} if rows.key.element_size() == 4 else {}),
         )  # fmt: skip
         self._past_queries(found, late, parts.sum(dim=1))
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...shared.triton.chips import chip_of, on_device_of
+from ...shared.triton.chips import on_device_of
 from ...shared.triton.cluster_table import load_top
 from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import dot_rows, softmax_weights
@@ -111,9 +111,8 @@ def attend_near(
     """
     (query, key, value), settings, (first, count) = rows, layout.settings, segments
     H, D, Dv = query.shape[1], query.shape[3], value.shape[3]
-    config = tile_config(query, D, Dv)
-    if not chip_of(query).is_large:  # two loops, and products whose operands are in registers
-        config["COLUMNS"] = min(config["COLUMNS"], 32)
+    config = tile_config(query, D, Dv, three=True)
+    config["num_stages"] = min(2, config["num_stages"])  # of two loops: more ahead would leave room for two programs
     tiles, topk = -(-settings.segment_length // config["ROWS"]), 0 if top is None else top.shape[1]
     with on_device_of(query):
         _causal_attention_fwd_near_kernel[(rows.heads * count * tiles,)](

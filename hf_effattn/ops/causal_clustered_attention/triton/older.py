@@ -387,7 +387,7 @@ def attend_to_summaries(
 ) -> None:
     """Take what stands for all other older keys into outputs `(B, H, N, Dv)` and log-sum-exps `(B · H, tokens)`."""
     settings, query, (_, C, D) = layout.settings, rows.query, late.centroids.shape
-    config, readers = tile_config(query, D, output.shape[3]), late.readers
+    config, readers = tile_config(query, D, output.shape[3], three=True), late.readers
     tiles = readers.tiles.shape[1]
     with on_device_of(query):
         _causal_attention_fwd_older_kernel[(late.segments * rows.heads * tiles,)](
