@@ -133,6 +133,12 @@ def test_neural_labels_are_those_of_float64(similarity, gpu):
     assert (labels == expected).double().mean() > 0.99
 
 
+def test_dropout_runs_in_pytorch_and_says_so(gpu):
+    case = make("causal bi-clustered", gpu)
+    with pytest.warns(UserWarning, match="runs its PyTorch form, which is far slower: the kernels take no dropout"):
+        case.run(dropout_p=0.5)
+
+
 def before_and_after_a_later_change(case):
     """Outputs of a case, and of the same with another last two thirds; the number of the first token of these."""
     before, place = case.run()[0], N // 3

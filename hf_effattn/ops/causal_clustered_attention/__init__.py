@@ -1,5 +1,6 @@
 """Causal attention over clusters: no output depends on a later token."""
 
+import warnings
 from math import inf
 from typing import Any, cast
 
@@ -8,6 +9,7 @@ import torch
 from ..cluster_queries import DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS
 from ..kmeans import check_seed
 from ..shared.arguments import check_counts, check_mask, check_number, check_query_key_value, choose_backend
+from ..shared.callers import stacklevel_of_user
 from ..shared.dropout import draw_seed
 from . import batched, reference
 
@@ -123,12 +125,17 @@ def causal_clustered_attention(
     check_mask("key_mask", key_mask, key)
     forms = reference.causal_clustered_attention, batched.causal_clustered_attention, _triton
     run = choose_backend(backend, forms, query, key, value)
-    if run is _triton and (dropout_p > 0 or query.shape[1] > LARGEST_GROUP * key.shape[1]):
+    group = query.shape[1] // key.shape[1]
+    if run is _triton and (dropout_p > 0 or group > LARGEST_GROUP):
+        problem = (
+            f"the kernels take no dropout and up to {LARGEST_GROUP} query heads for each of keys, got dropout_p = "
+            f"{dropout_p:g} and {group}"
+        )
         if backend == "triton":
-            raise ValueError(
-                f"the kernels take no dropout and up to {LARGEST_GROUP} query heads for each of keys, got dropout_p ="
-                f' {dropout_p:g} and {query.shape[1] // key.shape[1]}; use backend="batched"'
-            )
+            raise ValueError(f'{problem}; use backend="batched"')
+        if not torch.compiler.is_compiling():
+            said = f"causal attention on a GPU runs its PyTorch form, which is far slower: {problem}"
+            warnings.warn(said, stacklevel=stacklevel_of_user())
         run = batched.causal_clustered_attention
     return run(
         *(query, key, value, key_mask, draw_seed(dropout_p, query.device)),
