@@ -315,20 +315,21 @@ def slice_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]
 
 
 def causal_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
-    """Calls of causal clustered attention: plain, with exact heads, and with rows that end within a block."""
+    """Calls of causal clustered attention: with all that a kernel can have, plain, with rows that end in a block."""
     attention = import_module("hf_effattn.ops.causal_clustered_attention.triton").causal_clustered_attention
-    variants: list[tuple[Any, ...]] = [(head_dim, 4, 1, "bi-clustered", 64, 32, 0.1)]
+    variants: list[tuple[Any, ...]] = [(head_dim, 4, 1, "bi-clustered", 64, 32, 0.1, True)]
     if head_dim == FRESH_HEAD_DIM:
         variants += [
-            (head_dim, 4, 4, "bi-clustered", 16, 16, inf),
-            (head_dim, 4, 4, "i-clustered", 16, 1, inf),
-            (60, 4, 2, "bi-clustered", 10, 7, 0.1),
+            (head_dim, 4, 4, "bi-clustered", 8, 4, 2.0, False),
+            (head_dim, 4, 4, "i-clustered", 16, 1, inf, False),
+            (60, 4, 2, "bi-clustered", 10, 7, 0.1, True),
         ]
-    for dim, heads, key_heads, method, clusters, key_clusters, exact_above in variants:
+    for dim, heads, key_heads, method, clusters, key_clusters, exact_above, dropout in variants:
         length = 4096 if dim == head_dim else 3001
         query, key, value = tensors(dim, dtype, length=length, heads=heads, key_heads=key_heads)
         sizes = clusters, 256, key_clusters, 1024, 256, 1, 2048, exact_above, 0
-        yield partial(attention, query, key, value, None, None, method, *sizes, False, 0.125, 0.0, False)
+        seed = torch.zeros(1, dtype=torch.int64) if dropout else None
+        yield partial(attention, query, key, value, None, seed, method, *sizes, False, 0.125, 0.1 * dropout, True)
 
 
 CALLS = (clustering_calls, attention_calls, clusterformer_calls, slice_calls, causal_calls)

@@ -95,12 +95,15 @@ def layers(length: int = LENGTH) -> dict[str, Callable[[], Any]]:
         counts = ([count] * key.shape[1] for count in (64, 32, 64))
         return bi_clustered_attention(query, key, value, labels, labels, *counts, None, None, None, *rest)
 
+    causal_attention = import_module("hf_effattn.ops.causal_clustered_attention.triton").causal_clustered_attention
+    sizes = 8, 256, 4, 1024, 256, 1, 2048, 2.0, 0  # as models are patched
+    causal = partial(causal_attention, query, key, value, None, None, "bi-clustered", *sizes, False, 0.125, 0.0, True)
     slice_length, extension = 32, 32
     sinks = torch.ones(1, length, dtype=torch.bool)
     cst = partial(
         slices, query, key, value, slice_length, extension, False, None, HEAD_DIM**-0.5, None, None, sinks, 0.0, None
     )
-    return {"i-clustered": i_clustered, "bi-clustered": bi_clustered, "cst": lambda: cst()[0]}
+    return {"i-clustered": i_clustered, "bi-clustered": bi_clustered, "cst": lambda: cst()[0], "causal": causal}
 
 
 def record() -> dict[str, Any]:

@@ -105,7 +105,7 @@ METHODS = ("clustered", "i-clustered", "bi-clustered")
 # The labels that they find are those of no other form: values are compared in tests/ops, where both get the same.
 CAUSAL: dict[str, Callable[..., Case]] = {f"causal {method}": partial(causal, method=method) for method in METHODS}
 CAUSAL["causal bi-clustered, some heads exact"] = partial(causal, method="bi-clustered", exact_above=0.1, key_heads=4)
-with_dropout = pytest.mark.parametrize("name", [name for name in CASES if "neural" not in name])
+with_dropout = pytest.mark.parametrize("name", [name for name in CASES | CAUSAL if "neural" not in name])
 each_case = pytest.mark.parametrize("name", CASES | CAUSAL)
 
 
@@ -131,12 +131,6 @@ def test_neural_labels_are_those_of_float64(similarity, gpu):
     _, labels = ops.neural_clustering(words, centroids, similarity=similarity, sharpness=0.1)
     _, expected = ops.neural_clustering(words.double(), centroids.double(), similarity=similarity, sharpness=0.1)
     assert (labels == expected).double().mean() > 0.99
-
-
-def test_dropout_runs_in_pytorch_and_says_so(gpu):
-    case = make("causal bi-clustered", gpu)
-    with pytest.warns(UserWarning, match="runs its PyTorch form, which is far slower: the kernels take no dropout"):
-        case.run(dropout_p=0.5)
 
 
 def before_and_after_a_later_change(case):

@@ -1,18 +1,24 @@
 """GPU kernels of causal attention over clusters: on a GPU, else under Triton's interpreter."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from support.causal_cases import METHODS, Case, attend, make_inputs
 from support.closeness import assert_close_to_reference
 
 from hf_effattn.ops import causal_clustered_attention
+from hf_effattn.ops.causal_clustered_attention import reference
 from hf_effattn.ops.causal_clustered_attention.reference import Settings
 from hf_effattn.ops.causal_clustered_attention.triton import clusters, older
+from hf_effattn.ops.causal_clustered_attention.triton.layout import Layout
 from hf_effattn.ops.kmeans.reference import cluster_points
+from hf_effattn.ops.shared.dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS, TOPK_AND_SUMMARY_WEIGHTS
 from hf_effattn.ops.shared.triton import chips
+from hf_effattn.ops.shared.triton.dropout import dropout_factor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("output", "query", "key", "value")
@@ -177,12 +183,75 @@ def test_late_segments_in_parts(monkeypatch, segments):
 
 def test_what_the_kernels_do_not_take_is_said_or_runs_in_pytorch():
     query, key, value, _ = make_inputs(replace(SMALL, H=33, key_heads=1), torch.float32)
-    for given, options in (((query, key, value), {}), ((key, key, value), {"dropout_p": 0.5})):
-        with pytest.raises(ValueError, match=r"no dropout and up to 32 query heads for each of keys.*batched"):
-            attend("clustered", SMALL, *given, None, backend="triton", **options)
+    with pytest.raises(ValueError, match="up to 32 query heads for each of keys, got 33; use backend="):
+        attend("clustered", SMALL, query, key, value, None, backend="triton")
     assert torch.equal(
         *(attend("clustered", SMALL, query, key, value, None, backend=form) for form in (None, "batched"))
     )
+
+
+@triton.jit
+def _draw_kernel(
+    seed_ptr, factor_ptr, columns, dropout_p, KINDS: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    o_row, o_column = tl.program_id(0) + tl.arange(0, 1), tl.arange(0, BLOCK)
+    factor = dropout_factor(seed_ptr, o_row, o_column, columns, dropout_p, KINDS, KIND)
+    tl.store(factor_ptr + o_row[:, None] * columns + o_column[None, :], factor, mask=(o_column < columns)[None, :])
+
+
+@cache
+def drawn(seed, rows, columns, dropout_p, kind):
+    """The factors of a matrix of weights, as kernels draw them."""
+    factor = torch.zeros(rows, columns, device=DEVICE)
+    seed = torch.tensor([seed], device=DEVICE)
+    _draw_kernel[(rows,)](seed, factor, columns, dropout_p, KINDS=KINDS_OF_WEIGHTS, KIND=kind, BLOCK=128)
+    return factor
+
+
+@pytest.fixture
+def drawn_by_kernels(monkeypatch):
+    """The reference drops what the kernels drop: of keys one by one by their place, of summaries by their number."""
+    chosen = []
+
+    def exact_keys(*arguments):
+        found = own_exact_keys(*arguments)
+        chosen[:] = found.tolist()
+        return found
+
+    class Factors:
+        """Of a head's queries of a segment, by columns as the reference has them: local keys, exact ones, summaries."""
+
+        def __init__(self, draw, head, own, first):
+            settings, (B, H, _, _), n = draw.settings, draw.query.shape, draw.settings.segment_length
+            layout, problem = Layout.of(settings._replace(query=draw.query)), draw.first_problem + head
+            seed, rows = int(draw.seed), own.stop - own.start
+            keys = drawn(seed, B * H * layout.padded, layout.shift + layout.padded, 0.3, CENTROID_WEIGHTS)
+            self.keys = keys[problem * layout.padded + own.start :][:rows, layout.shift :]
+            sizes = layout.late * B * H * n, layout.late * settings.key_clusters
+            late = (own.start // n - layout.first_late) * B * H + problem
+            self.summaries = drawn(seed, *sizes, 0.3, TOPK_AND_SUMMARY_WEIGHTS)[max(0, late) * n :][:rows]
+            self.local, self.topk, self.like = slice(first, own.stop), settings.topk, draw.query
+
+        def __getitem__(self, index):
+            local = self.keys[:, self.local]
+            exact = [self.keys[:, place] for place in chosen] + [torch.zeros(len(local))] * (self.topk - len(chosen))
+            columns = torch.cat([local, torch.stack(exact, dim=1) if exact else local[:, :0], self.summaries], dim=1)
+            return columns[index].to(self.like)
+
+    own_exact_keys = reference.exact_keys
+    monkeypatch.setattr(reference, "exact_keys", exact_keys)
+    monkeypatch.setattr(reference.Dropout, "__call__", lambda *given: Factors(*given))
+
+
+@pytest.mark.slow_except("plain-bi-clustered")
+@pytest.mark.usefixtures("labels_of_the_reference", "drawn_by_kernels")
+@each_method
+@pytest.mark.parametrize("name", ["plain", "grouped_heads", "some_heads_exact", "window_of_many_segments"])
+def test_dropout(method, name):
+    case = replace(next(case for case in CASES if case.name == name), dropout_p=0.3)
+    expected = run(method, case, make_inputs(case), torch.float64, "reference")
+    for part, tensor in run(method, case, make_inputs(case)).items():
+        assert_close_to_reference(part, tensor, expected[part], rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -95,8 +95,8 @@ def causal_clustered_attention(
             did not stand there: their outputs are 0.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         dropout_p (`float`): dropout on the attention weights; what stands for many keys is dropped as one.
-        backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`; default: Triton on a GPU, without
-            dropout and with up to 32 query heads for each of keys, else batched. Labels of Triton's are other ones.
+        backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`; default: Triton on a GPU, for up to
+            32 query heads for each of keys, else batched. Triton's labels and dropout are other ones.
 
     Returns:
         `(B, H, N, Dv)` in the dtype of `query`.
@@ -126,11 +126,8 @@ def causal_clustered_attention(
     forms = reference.causal_clustered_attention, batched.causal_clustered_attention, _triton
     run = choose_backend(backend, forms, query, key, value)
     group = query.shape[1] // key.shape[1]
-    if run is _triton and (dropout_p > 0 or group > LARGEST_GROUP):
-        problem = (
-            f"the kernels take no dropout and up to {LARGEST_GROUP} query heads for each of keys, got dropout_p = "
-            f"{dropout_p:g} and {group}"
-        )
+    if run is _triton and group > LARGEST_GROUP:
+        problem = f"the kernels take up to {LARGEST_GROUP} query heads for each of keys, got {group}"
         if backend == "triton":
             raise ValueError(f'{problem}; use backend="batched"')
         if not torch.compiler.is_compiling():

@@ -13,18 +13,20 @@ import triton
 import triton.language as tl
 
 from ...shared.triton.cluster_table import is_exact, load_top, score_gradients
+from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.launch import kernel
-from ...shared.triton.softmax import dot_rows
+from ...shared.triton.softmax import KIND, KINDS, dot_rows
 from ...shared.triton.tiles import load_rows, load_tile
+from .local import NEAR_KIND
 from .older import load_bits
 
 
 @triton.jit
 def add_of_keys(
-    b_query, p_query, b_grad, p_grad, m_row, b_lse, b_delta, key_ptr, value_ptr, b_place, m_key, m_pair,
-    b_grad_query, D, Dv, scale_log2,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    b_query, p_query, b_grad, p_grad, m_row, b_lse, b_delta, key_ptr, value_ptr, seed_ptr, o_row, b_place, m_key,
+    m_pair, b_grad_query, D, Dv, rows_of_keys, scale_log2, dropout_p,
+    HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What queries get from rows of contiguous keys and values, added to their gradient without the scale."""
     p_key, p_value = key_ptr + b_place * D, value_ptr + b_place * Dv
@@ -37,21 +39,23 @@ def add_of_keys(
     b_grad_weights = dot_rows(
         b_grad, b_value, p_grad, m_row, 1, p_value, m_key, 1, Dv, ROWS, COLUMNS, BY_PARTS, PRECISION
     )  # fmt: skip
+    b_factor = b_delta[:, None]
+    if HAS_DROPOUT:
+        b_factor = dropout_factor(seed_ptr, o_row, b_place, rows_of_keys, dropout_p, KINDS, NEAR_KIND)
     b_grad_scores, _ = score_gradients(
-        b_scores * scale_log2, m_pair, b_lse[:, None], b_delta[:, None], b_grad_weights, b_delta, False
+        b_scores * scale_log2, m_pair, b_lse[:, None], b_delta[:, None], b_grad_weights, b_factor, HAS_DROPOUT
     )
     return tl.dot(b_grad_scores.to(b_key.dtype), b_key, b_grad_query, input_precision=PRECISION)
 
 
 @triton.jit
 def add_of_queries(
-    b_key, p_key, b_value, p_value, m_key, query_ptr, grad_ptr, lse_ptr, delta_ptr, o_query, m_query, m_pair,
-    b_grad_key, b_grad_value, D, Dv, scale_log2,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    b_key, p_key, b_value, p_value, m_key, query_ptr, grad_ptr, lse_ptr, delta_ptr, seed_ptr, o_row, b_place, m_query,
+    m_pair, b_grad_key, b_grad_value, D, Dv, rows_of_keys, scale_log2, dropout_p,
+    HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What keys and values get from contiguous rows of queries, added to their gradients without the scale."""
-    o_row = o_query.to(tl.int64)
     p_query, p_grad = query_ptr + o_row * D, grad_ptr + o_row * Dv
     # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
     b_query = load_rows(p_query, m_query, 1, D, BLOCK_D)
@@ -64,8 +68,11 @@ def add_of_queries(
     b_grad_weights = dot_rows(
         b_value, b_grad, p_value, m_key, 1, p_grad, m_query, 1, Dv, ROWS, COLUMNS, BY_PARTS, PRECISION
     )  # fmt: skip
+    b_factor = b_delta[None, :]
+    if HAS_DROPOUT:
+        b_factor = tl.trans(dropout_factor(seed_ptr, o_row, b_place, rows_of_keys, dropout_p, KINDS, NEAR_KIND))
     b_grad_scores, b_weights = score_gradients(
-        b_scores * scale_log2, m_pair, b_lse[None, :], b_delta[None, :], b_grad_weights, b_delta, False
+        b_scores * scale_log2, m_pair, b_lse[None, :], b_delta[None, :], b_grad_weights, b_factor, HAS_DROPOUT
     )
     b_grad_value = tl.dot(b_weights.to(b_grad.dtype), b_grad, b_grad_value, input_precision=PRECISION)
     b_grad_key = tl.dot(b_grad_scores.to(b_query.dtype), b_query, b_grad_key, input_precision=PRECISION)
@@ -74,10 +81,10 @@ def add_of_queries(
 
 @kernel
 def _causal_attention_bwd_near_query_kernel(
-    query_ptr, key_ptr, value_ptr, grad_ptr, top_ptr, exact_ptr, lse_ptr, delta_ptr, grad_query_ptr,
+    query_ptr, key_ptr, value_ptr, grad_ptr, seed_ptr, top_ptr, exact_ptr, lse_ptr, delta_ptr, grad_query_ptr,
     group, N, rows_of_queries, rows_of_keys, D, Dv, first_segment, segment_length, window, shift, topk, segments,
-    tiles, scale, scale_log2,
-    HAS_TOP: tl.constexpr, HAS_EXACT: tl.constexpr,
+    tiles, scale, scale_log2, dropout_p,
+    HAS_TOP: tl.constexpr, HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -109,18 +116,18 @@ def _causal_attention_bwd_near_query_kernel(
     for begin in range(first, last, COLUMNS):
         o_key = begin + tl.arange(0, COLUMNS)
         b_grad_query = add_of_keys(
-            b_query, p_query, b_grad, p_grad, m_row, b_lse, b_delta, key_ptr, value_ptr, (shift + o_key).to(tl.int64),
-            o_key < last, o_key[None, :] <= o_token[:, None], b_grad_query, D, Dv, scale_log2,
-            ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
+            b_query, p_query, b_grad, p_grad, m_row, b_lse, b_delta, key_ptr, value_ptr, seed_ptr, o_row,
+            (shift + o_key).to(tl.int64), o_key < last, o_key[None, :] <= o_token[:, None], b_grad_query, D, Dv,
+            rows_of_keys, scale_log2, dropout_p, HAS_DROPOUT, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
         )  # fmt: skip
     if HAS_TOP:
         top_ptr += (i_late.to(tl.int64) * heads + i_p) * topk
         for begin in range(0, tl.where(exact, 0, topk), COLUMNS):
             b_top, m_top = load_top(top_ptr, begin + tl.arange(0, COLUMNS), topk)
             b_grad_query = add_of_keys(
-                b_query, p_query, b_grad, p_grad, m_row, b_lse, b_delta, key_ptr, value_ptr, b_top, m_top,
-                m_top[None, :], b_grad_query, D, Dv, scale_log2,
-                ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
+                b_query, p_query, b_grad, p_grad, m_row, b_lse, b_delta, key_ptr, value_ptr, seed_ptr, o_row, b_top,
+                m_top, m_top[None, :], b_grad_query, D, Dv, rows_of_keys, scale_log2, dropout_p,
+                HAS_DROPOUT, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
             )  # fmt: skip
     o_d = tl.arange(0, BLOCK_D)
     p_out = grad_query_ptr + o_row[:, None] * D + o_d[None, :]
@@ -129,10 +136,10 @@ def _causal_attention_bwd_near_query_kernel(
 
 @kernel
 def _causal_attention_bwd_near_key_kernel(
-    query_ptr, key_ptr, value_ptr, grad_ptr, exact_ptr, lse_ptr, delta_ptr, grads_ptr,
+    query_ptr, key_ptr, value_ptr, grad_ptr, seed_ptr, exact_ptr, lse_ptr, delta_ptr, grads_ptr,
     group, N, rows_of_queries, rows_of_keys, D, Dv, first_late, segment_length, window, shift, tiles, scale,
-    scale_log2,
-    HAS_EXACT: tl.constexpr,
+    scale_log2, dropout_p,
+    HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -169,9 +176,10 @@ def _causal_attention_bwd_near_key_kernel(
             m_pair = m_seen & m_query[None, :] & (o_key[:, None] <= o_query[None, :])
             if tl.max(tl.max(m_pair.to(tl.int32), 1), 0) > 0:
                 b_grad_key, b_grad_value = add_of_queries(
-                    b_key, p_key, b_value, p_value, m_key, query_ptr + o_head * D, grad_ptr + o_head * Dv,
-                    lse_ptr + o_head, delta_ptr + o_head, o_query, m_query, m_pair, b_grad_key, b_grad_value, D, Dv,
-                    scale_log2, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
+                    b_key, p_key, b_value, p_value, m_key, query_ptr, grad_ptr, lse_ptr, delta_ptr, seed_ptr,
+                    o_head + o_query, (shift + o_key).to(tl.int64), m_query, m_pair, b_grad_key, b_grad_value, D, Dv,
+                    rows_of_keys, scale_log2, dropout_p,
+                    HAS_DROPOUT, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
                 )  # fmt: skip
     o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     p_out = grads_ptr + o_place[:, None] * (D + Dv)
@@ -181,10 +189,10 @@ def _causal_attention_bwd_near_key_kernel(
 
 @kernel
 def _causal_attention_bwd_top_kernel(
-    query_ptr, key_ptr, value_ptr, grad_ptr, top_ptr, exact_ptr, lse_ptr, delta_ptr, shares_ptr,
+    query_ptr, key_ptr, value_ptr, grad_ptr, seed_ptr, top_ptr, exact_ptr, lse_ptr, delta_ptr, shares_ptr,
     heads, group, N, rows_of_queries, rows_of_keys, D, Dv, first_segment, segment_length, topk, blocks, scale,
-    scale_log2,
-    HAS_EXACT: tl.constexpr,
+    scale_log2, dropout_p,
+    HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -208,9 +216,9 @@ def _causal_attention_bwd_top_kernel(
         o_query = begin + tl.arange(0, COLUMNS)
         m_query = o_query < last
         b_grad_key, b_grad_value = add_of_queries(
-            b_key, p_key, b_value, p_value, m_top, query_ptr + o_head * D, grad_ptr + o_head * Dv,
-            lse_ptr + o_head, delta_ptr + o_head, o_query, m_query, m_top[:, None] & m_query[None, :], b_grad_key,
-            b_grad_value, D, Dv, scale_log2, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
+            b_key, p_key, b_value, p_value, m_top, query_ptr, grad_ptr, lse_ptr, delta_ptr, seed_ptr, o_head + o_query,
+            b_top, m_query, m_top[:, None] & m_query[None, :], b_grad_key, b_grad_value, D, Dv, rows_of_keys,
+            scale_log2, dropout_p, HAS_DROPOUT, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
         )  # fmt: skip
     o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     p_out, m_out = shares_ptr + (i_p * topk + o_t)[:, None] * (D + Dv), (o_t < topk)[:, None]
@@ -220,12 +228,12 @@ def _causal_attention_bwd_top_kernel(
 
 @kernel
 def _causal_attention_bwd_older_query_kernel(
-    query_ptr, grad_ptr, exact_ptr, order_ptr, starts_ptr, tiles_ptr, table_key_ptr, table_value_ptr, bias_ptr,
-    lse_ptr, delta_ptr, grad_query_ptr,
+    query_ptr, grad_ptr, seed_ptr, exact_ptr, order_ptr, starts_ptr, tiles_ptr, table_key_ptr, table_value_ptr,
+    bias_ptr, lse_ptr, delta_ptr, grad_query_ptr,
     heads, group, N, rows_of_queries, D, Dv, clusters, key_clusters, first_late, first_segment, segment_length,
-    columns, tiles, scale, scale_log2,
-    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    columns, tiles, scale, scale_log2, dropout_p,
+    HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds to the gradient of a tile of queries of one cluster what they get from the summaries."""
     i_p = (tl.program_id(0) // tiles).to(tl.int64)
@@ -260,9 +268,13 @@ def _causal_attention_bwd_older_query_kernel(
         b_grad_weights = dot_rows(
             b_grad, b_value, p_grad, m_row, 1, p_value, m_g, 1, Dv, ROWS, COLUMNS, BY_PARTS, PRECISION
         )  # fmt: skip
+        b_factor = b_delta[:, None]
+        if HAS_DROPOUT:
+            o_drawn = i_p * segment_length + b_row
+            b_factor = dropout_factor(seed_ptr, o_drawn, o_g, columns, dropout_p, KINDS, KIND)
         b_grad_scores, _ = score_gradients(
             b_scores * scale_log2 + b_bias[None, :], m_g[None, :], b_lse[:, None], b_delta[:, None], b_grad_weights,
-            b_delta, False,
+            b_factor, HAS_DROPOUT,
         )  # fmt: skip
         b_grad_query = tl.dot(b_grad_scores.to(b_key.dtype), b_key, b_grad_query, input_precision=PRECISION)
     o_d = tl.arange(0, BLOCK_D)

@@ -36,8 +36,9 @@ class BackwardPass:
         self.query = rows.query.new_zeros(rows.heads, layout.padded, self.D, dtype=torch.float32)
         places = rows.heads // rows.group, rows.key.shape[2]
         self.keys = rows.query.new_zeros(*places, self.D + self.Dv, dtype=torch.float32)
-        scale = layout.settings.scale
-        self.scales = scale, scale * LOG2_E
+        settings = layout.settings
+        self.factors = settings.scale, settings.scale * LOG2_E, settings.dropout_p
+        self.seed, self.dropout = settings.dropout_seed, {"HAS_DROPOUT": settings.dropout_seed is not None}
         self.config = tile_config(rows.query, self.D, self.Dv, backward=True)
         self.sums_config = tile_config(rows.query, self.D, self.Dv, backward=True, two_sums=True)
         # Three blocks of columns at once, which wide rows and AMD's lanes have no registers for.
@@ -68,20 +69,20 @@ class BackwardPass:
         n, topk = layout.settings.segment_length, 0 if top is None else top.shape[1]
         tiles = -(-n // self.config["ROWS"])
         _causal_attention_bwd_near_query_kernel[(rows.heads * count * tiles,)](
-            *rows, self.grad, top, exact, self.lse, self.delta, self.query,
+            *rows, self.grad, self.seed, top, exact, self.lse, self.delta, self.query,
             rows.group, layout.length, layout.padded, rows.key.shape[2], self.D, self.Dv, first, n,
-            layout.settings.window, layout.shift, topk, count, tiles, *self.scales,
-            HAS_TOP=topk > 0, HAS_EXACT=exact is not None, **self.config,
+            layout.settings.window, layout.shift, topk, count, tiles, *self.factors,
+            HAS_TOP=topk > 0, HAS_EXACT=exact is not None, **self.dropout, **self.config,
         )  # fmt: skip
 
     def _near_keys(self, exact: torch.Tensor | None) -> None:
         layout, rows = self.layout, self.rows
         tiles = -(-layout.length // self.sums_config["ROWS"])
         _causal_attention_bwd_near_key_kernel[(len(self.keys) * tiles,)](
-            *rows, self.grad, exact, self.lse, self.delta, self.keys,
+            *rows, self.grad, self.seed, exact, self.lse, self.delta, self.keys,
             rows.group, layout.length, layout.padded, rows.key.shape[2], self.D, self.Dv, layout.first_late,
-            layout.settings.segment_length, layout.settings.window, layout.shift, tiles, *self.scales,
-            HAS_EXACT=exact is not None, **self.sums_config,
+            layout.settings.segment_length, layout.settings.window, layout.shift, tiles, *self.factors,
+            HAS_EXACT=exact is not None, **self.dropout, **self.sums_config,
         )  # fmt: skip
 
     def _exact_keys(self, late: Late, top: torch.Tensor) -> None:
@@ -92,10 +93,10 @@ class BackwardPass:
         blocks = -(-topk // self.sums_config["ROWS"])
         shares = self.keys.new_empty(len(top), topk, self.D + self.Dv)
         _causal_attention_bwd_top_kernel[(len(top) * blocks,)](
-            *rows, self.grad, top, late.exact, self.lse, self.delta, shares,
+            *rows, self.grad, self.seed, top, late.exact, self.lse, self.delta, shares,
             rows.heads, rows.group, layout.length, layout.padded, rows.key.shape[2], self.D, self.Dv,
-            layout.first_late + late.first, layout.settings.segment_length, topk, blocks, *self.scales,
-            HAS_EXACT=late.exact is not None, **self.sums_config,
+            layout.first_late + late.first, layout.settings.segment_length, topk, blocks, *self.factors,
+            HAS_EXACT=late.exact is not None, **self.dropout, **self.sums_config,
         )  # fmt: skip
         # Places without a key hold 0 and may go anywhere.
         first = torch.arange(len(self.keys), device=top.device) * self.keys.shape[1]
@@ -127,18 +128,18 @@ class BackwardPass:
         )
         columns, row_blocks = blocks * G, -(-blocks * G // summary_config["ROWS"])
         _cluster_table_bwd_summary_kernel[(len(late.centroids) * C * row_blocks,)](
-            query, grad, None, exact, readers.order, readers.starts, lse, delta, torch.zeros_like(delta),
+            query, grad, late.seed, exact, readers.order, readers.starts, lse, delta, torch.zeros_like(delta),
             tables.keys, tables.values, tables.bias, late.centroids, table_grad_keys, table_grad_values, grad_bias,
             constant, *query.stride(), *grad.stride(), rows.heads, group, n, D, Dv, C, columns, 0, row_blocks,
-            *self.scales, 0.0, HAS_DROPOUT=False, **switches, **summary_config,
+            *self.factors, **self.dropout, **switches, **summary_config,
         )  # fmt: skip
         if not layout.settings.first_order:
             table_grad_keys.zero_()
         tiles = readers.tiles.shape[1]
         _causal_attention_bwd_older_query_kernel[(len(late.centroids) * tiles,)](
-            rows.query, self.grad, exact, readers.order, readers.starts, readers.tiles, *tables[:3], self.lse,
-            self.delta, self.query, rows.heads, group, layout.length, layout.padded, D, Dv, C, G, late.first, start, n,
-            columns, tiles, *self.scales, **switches, **self.config,
+            rows.query, self.grad, late.seed, exact, readers.order, readers.starts, readers.tiles, *tables[:3],
+            self.lse, self.delta, self.query, rows.heads, group, layout.length, layout.padded, D, Dv, C, G, late.first,
+            start, n, columns, tiles, *self.factors, **self.dropout, **switches, **self.config,
         )  # fmt: skip
         sizes = len(self.keys), group, group * C, rows.key.shape[2], D, Dv, C, G, late.first, n, blocks
         switches["HAS_TAKEN"] = taken is not None
@@ -147,7 +148,7 @@ class BackwardPass:
         _causal_attention_bwd_older_key_kernel[(blocks * len(self.keys) * tiles,)](
             late.centroids, rows.key, rows.value, taken, exact, readers.starts, keys.order, keys.starts, keys.tiles,
             tables.log_mass, constant, table_grad_keys, table_grad_values, self.keys,
-            *sizes, late.segments, tiles, max(1.0, n / C), *self.scales, **switches, **key_config,
+            *sizes, late.segments, tiles, max(1.0, n / C), *self.factors[:2], **switches, **key_config,
         )  # fmt: skip
         key_config["ROWS"] = min(keys.tile, block_width(group * C))
         row_blocks = -(-group * C // key_config["ROWS"])
@@ -155,7 +156,7 @@ class BackwardPass:
         _causal_attention_bwd_centroid_kernel[(late.segments * len(self.keys) * blocks * row_blocks,)](
             late.centroids, rows.key, rows.value, taken, exact, readers.starts, keys.order, keys.starts, tables.keys,
             tables.log_mass, constant, table_grad_keys, table_grad_values, grad_bias, parts,
-            *sizes, row_blocks, *self.scales, **switches,
+            *sizes, row_blocks, *self.factors[:2], **switches,
             **key_config | ({"num_stages": 1} if rows.key.element_size() == 4 else {}),
         )  # fmt: skip
         self._past_queries(found, late, parts.sum(dim=1))

@@ -5,21 +5,27 @@ import triton
 import triton.language as tl
 
 from ...shared.triton.chips import on_device_of
-from ...shared.triton.cluster_table import load_top
+from ...shared.triton.cluster_table import CENTROID_KIND, load_top
+from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.launch import kernel
-from ...shared.triton.softmax import dot_rows, softmax_weights
+from ...shared.triton.softmax import KINDS, dot_rows, softmax_weights
 from ...shared.triton.tiles import LOG2_E, LOWEST, load_rows, tile_config
 from .layout import Layout, Rows
+
+NEAR_KIND = CENTROID_KIND  # of dropout: of weights on keys one by one, as the other kind is of those on summaries
 
 
 @triton.jit
 def attend_to_rows(
-    b_query, p_query, m_query, key_ptr, value_ptr, b_place, m_key, m_pair, b_output, b_highest, b_total, D, Dv,
-    scale_log2,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    b_query, p_query, m_query, key_ptr, value_ptr, seed_ptr, o_row, b_place, m_key, m_pair, b_output, b_highest,
+    b_total, D, Dv, rows_of_keys, scale_log2, dropout_p,
+    HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Takes rows of contiguous keys and values, which exist where `m_key`, into the running softmax where `m_pair`."""
+    """Takes rows of contiguous keys and values, which exist where `m_key`, into the running softmax where `m_pair`.
+
+    For dropout queries `o_row` and the places of keys are numbered through.
+    """
     p_key = key_ptr + b_place * D
     # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
     b_key = load_rows(p_key, m_key, 1, D, BLOCK_D)
@@ -29,6 +35,8 @@ def attend_to_rows(
     )  # fmt: skip
     b_scores = tl.where(m_pair, b_scores * scale_log2, float("-inf"))
     b_weights, b_kept, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
+    if HAS_DROPOUT:
+        b_weights *= dropout_factor(seed_ptr, o_row, b_place, rows_of_keys, dropout_p, KINDS, NEAR_KIND)
     b_weights = b_weights.to(b_value.dtype)
     b_output = tl.dot(b_weights, b_value, b_output * b_kept[:, None], input_precision=PRECISION)
     return b_output, b_highest, b_total
@@ -36,11 +44,11 @@ def attend_to_rows(
 
 @kernel
 def _causal_attention_fwd_near_kernel(
-    query_ptr, key_ptr, value_ptr, top_ptr, exact_ptr, output_ptr, lse_ptr,
+    query_ptr, key_ptr, value_ptr, seed_ptr, top_ptr, exact_ptr, output_ptr, lse_ptr,
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,
     H, group, N, rows_of_queries, rows_of_keys, D, Dv, first_segment, segment_length, window, shift, topk, segments,
-    tiles, scale_log2,
-    HAS_TOP: tl.constexpr, HAS_EXACT: tl.constexpr,
+    tiles, scale_log2, dropout_p,
+    HAS_TOP: tl.constexpr, HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +75,8 @@ def _causal_attention_fwd_near_kernel(
 
     key_ptr += i_p // group * rows_of_keys * D
     value_ptr += i_p // group * rows_of_keys * Dv
-    p_query = query_ptr + (i_p * rows_of_queries + o_row) * D
+    o_drawn = i_p * rows_of_queries + o_row
+    p_query = query_ptr + o_drawn * D
     # [ROWS, BLOCK_D]
     b_query = load_rows(p_query, m_row, 1, D, BLOCK_D)
     b_output = tl.zeros([ROWS, BLOCK_V], tl.float32)
@@ -76,21 +85,22 @@ def _causal_attention_fwd_near_kernel(
     for begin in range(first, last, COLUMNS):
         o_key = begin + tl.arange(0, COLUMNS)
         b_output, b_highest, b_total = attend_to_rows(
-            b_query, p_query, m_row, key_ptr, value_ptr, (shift + o_key).to(tl.int64), o_key < last,
-            o_key[None, :] <= o_row[:, None], b_output, b_highest, b_total, D, Dv, scale_log2,
-            ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
+            b_query, p_query, m_row, key_ptr, value_ptr, seed_ptr, o_drawn, (shift + o_key).to(tl.int64), o_key < last,
+            o_key[None, :] <= o_row[:, None], b_output, b_highest, b_total, D, Dv, rows_of_keys, scale_log2, dropout_p,
+            HAS_DROPOUT, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
         )  # fmt: skip
     if HAS_TOP:
         top_ptr += (i_late.to(tl.int64) * heads + i_p) * topk
         for begin in range(0, tl.where(exact, 0, topk), COLUMNS):
             b_top, m_top = load_top(top_ptr, begin + tl.arange(0, COLUMNS), topk)
             b_output, b_highest, b_total = attend_to_rows(
-                b_query, p_query, m_row, key_ptr, value_ptr, b_top, m_top, m_top[None, :], b_output, b_highest,
-                b_total, D, Dv, scale_log2, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
+                b_query, p_query, m_row, key_ptr, value_ptr, seed_ptr, o_drawn, b_top, m_top, m_top[None, :], b_output,
+                b_highest, b_total, D, Dv, rows_of_keys, scale_log2, dropout_p,
+                HAS_DROPOUT, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
             )  # fmt: skip
     b_divisor = tl.where(b_total > 0, b_total, 1.0)
     b_output = b_output / b_divisor[:, None]
-    tl.store(lse_ptr + i_p * rows_of_queries + o_row, b_highest + tl.log2(b_divisor), mask=m_row)
+    tl.store(lse_ptr + o_drawn, b_highest + tl.log2(b_divisor), mask=m_row)
     o_v = tl.arange(0, BLOCK_V)
     p_output = output_ptr + i_p // H * stride_output_b + i_p % H * stride_output_h
     p_output += o_row.to(tl.int64)[:, None] * stride_output_n + o_v[None, :] * stride_output_d
@@ -116,8 +126,8 @@ def attend_near(
     tiles, topk = -(-settings.segment_length // config["ROWS"]), 0 if top is None else top.shape[1]
     with on_device_of(query):
         _causal_attention_fwd_near_kernel[(rows.heads * count * tiles,)](
-            query, key, value, top, exact, output, lse, *output.stride(),
+            query, key, value, settings.dropout_seed, top, exact, output, lse, *output.stride(),
             H, rows.group, layout.length, layout.padded, key.shape[2], D, Dv, first, settings.segment_length,
-            settings.window, layout.shift, topk, count, tiles, settings.scale * LOG2_E,
-            HAS_TOP=topk > 0, HAS_EXACT=exact is not None, **config,
+            settings.window, layout.shift, topk, count, tiles, settings.scale * LOG2_E, settings.dropout_p,
+            HAS_TOP=topk > 0, HAS_EXACT=exact is not None, HAS_DROPOUT=settings.dropout_seed is not None, **config,
         )  # fmt: skip

@@ -13,8 +13,9 @@ import triton.language as tl
 
 from ...shared.triton.chips import block_width, chip_of, on_device_of
 from ...shared.triton.cluster_table import is_exact, load_top
+from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.launch import kernel
-from ...shared.triton.softmax import dot_rows, softmax_weights
+from ...shared.triton.softmax import KIND, KINDS, dot_rows, softmax_weights
 from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import LOG2_E, LOWEST, load_rows, load_tile, tile_config
 from ...shared.triton.topk import select_topk
@@ -34,15 +35,18 @@ class Late(NamedTuple):
     starts: torch.Tensor  # of the clusters of past queries, `(L · P · g, C + 2)`
     readers: SortedRows
     exact: torch.Tensor | None  # `(L, P)`
+    seed: torch.Tensor | None  # of the dropout on summaries
 
     @classmethod
-    def of(cls, found: Clusters, first: int, count: int, heads: int) -> "Late":
-        """Of all of them those; `heads` are `P · g`."""
+    def of(cls, found: Clusters, first: int, count: int, heads: int, seed: torch.Tensor | None) -> "Late":
+        """Of all of them those; `heads` are `P · g`, `seed` that of all dropout."""
         own = slice(first * heads, (first + count) * heads)
         rows = found.readers
         readers = SortedRows(rows.order[own], rows.starts[own], rows.tiles[own], rows.clusters, rows.tile)
         exact = None if found.exact is None else found.exact[first : first + count].contiguous()
-        return cls(first, count, found.centroids[own], found.starts[own], readers, exact)
+        # Queries are numbered from the first of these segments on.
+        seed = seed if seed is None or first == 0 else seed + first
+        return cls(first, count, found.centroids[own], found.starts[own], readers, exact, seed)
 
     @property
     def blocks(self) -> int:
@@ -245,13 +249,13 @@ def _causal_attention_fwd_table_kernel(
 
 @kernel
 def _causal_attention_fwd_older_kernel(
-    query_ptr, exact_ptr, order_ptr, starts_ptr, tiles_ptr, table_key_ptr, table_value_ptr, bias_ptr, output_ptr,
-    lse_ptr,
+    query_ptr, seed_ptr, exact_ptr, order_ptr, starts_ptr, tiles_ptr, table_key_ptr, table_value_ptr, bias_ptr,
+    output_ptr, lse_ptr,
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,
     H, heads, group, N, rows_of_queries, D, Dv, clusters, key_clusters, first_late, first_segment, segment_length,
-    columns, tiles, scale_log2,
-    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    columns, tiles, scale_log2, dropout_p,
+    HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Takes the summaries that a tile of queries of one cluster sees into the softmax whose output is there."""
     i_p = (tl.program_id(0) // tiles).to(tl.int64)
@@ -288,6 +292,9 @@ def _causal_attention_fwd_older_kernel(
         )  # fmt: skip
         b_scores = b_scores * scale_log2 + b_bias[None, :]
         b_weights, b_kept, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
+        if HAS_DROPOUT:
+            o_drawn = i_p * segment_length + b_row
+            b_weights *= dropout_factor(seed_ptr, o_drawn, o_g, columns, dropout_p, KINDS, KIND)
         b_weights = b_weights.to(b_value.dtype)
         b_output = tl.dot(b_weights, b_value, b_output * b_kept[:, None], input_precision=PRECISION)
     tl.store(p_output, (b_output / b_total[:, None]).to(output_ptr.dtype.element_ty), mask=m_output)
@@ -300,7 +307,10 @@ def late_segments(layout: Layout, rows: Rows, found: Clusters) -> list[Late]:
     per_summary = (D + Dv) * rows.query.element_size() + 8
     columns = settings.clusters * settings.key_clusters * per_summary + 4 * settings.segment_length
     step = max(1, TABLE_BYTES // max(1, B * H * layout.late * columns))
-    return [Late.of(found, first, min(step, layout.late - first), B * H) for first in range(0, layout.late, step)]
+    return [
+        Late.of(found, first, min(step, layout.late - first), B * H, settings.dropout_seed)
+        for first in range(0, layout.late, step)
+    ]
 
 
 def choose_keys(layout: Layout, rows: Rows, found: Clusters, late: Late, top: torch.Tensor) -> None:
@@ -391,8 +401,9 @@ def attend_to_summaries(
     tiles = readers.tiles.shape[1]
     with on_device_of(query):
         _causal_attention_fwd_older_kernel[(late.segments * rows.heads * tiles,)](
-            query, late.exact, readers.order, readers.starts, readers.tiles, *tables[:3], output, lse,
+            query, late.seed, late.exact, readers.order, readers.starts, readers.tiles, *tables[:3], output, lse,
             *output.stride(), query.shape[1], rows.heads, rows.group, layout.length, layout.padded, D, output.shape[3],
             C, found.keys.clusters, late.first, layout.first_late + late.first, settings.segment_length,
-            tables.bias.shape[1], tiles, settings.scale * LOG2_E, HAS_EXACT=late.exact is not None, **config,
+            tables.bias.shape[1], tiles, settings.scale * LOG2_E, settings.dropout_p,
+            HAS_EXACT=late.exact is not None, HAS_DROPOUT=late.seed is not None, **config,
         )  # fmt: skip
