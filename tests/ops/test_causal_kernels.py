@@ -219,7 +219,7 @@ def drawn_by_kernels(monkeypatch):
         return found
 
     class Factors:
-        """Of a head's queries of a segment, by columns as the reference has them: local keys, exact ones, summaries."""
+        """Of a head's queries of a segment, in the columns of the reference: local keys, exact ones, summaries."""
 
         def __init__(self, draw, head, own, first):
             settings, (B, H, _, _), n = draw.settings, draw.query.shape, draw.settings.segment_length
