@@ -1,5 +1,7 @@
 """Causal attention to the nearest keys, and to a few older ones that a segment shares, on a GPU."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,7 @@ from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import KINDS, dot_rows, softmax_weights
 from ...shared.triton.tiles import LOG2_E, LOWEST, load_rows, tile_config
+from ..reference import Settings
 from .layout import Layout, Rows
 
 NEAR_KIND = CENTROID_KIND  # of dropout: of weights on keys one by one, as the other kind is of those on summaries
@@ -107,6 +110,13 @@ def _causal_attention_fwd_near_kernel(
     tl.store(p_output, b_output.to(output_ptr.dtype.element_ty), mask=m_row[:, None] & (o_v < Dv)[None, :])
 
 
+def forward_config(settings: Settings, query: torch.Tensor, value_dim: int) -> dict[str, Any]:
+    """Block sizes of the kernels that attend: dropout takes the registers of half of the columns."""
+    dropout = settings.dropout_seed is not None
+    config = tile_config(query, query.shape[3], value_dim, three=not dropout)
+    return config | ({"COLUMNS": min(32, config["COLUMNS"])} if dropout else {})
+
+
 def attend_near(
     layout: Layout, rows: Rows, output: torch.Tensor, lse: torch.Tensor, segments: tuple[int, int],
     top: torch.Tensor | None = None, exact: torch.Tensor | None = None,
@@ -121,7 +131,7 @@ def attend_near(
     """
     (query, key, value), settings, (first, count) = rows, layout.settings, segments
     H, D, Dv = query.shape[1], query.shape[3], value.shape[3]
-    config = tile_config(query, D, Dv, three=True)
+    config = forward_config(settings, query, Dv)
     config["num_stages"] = min(2, config["num_stages"])  # of two loops: more ahead would leave room for two programs
     tiles, topk = -(-settings.segment_length // config["ROWS"]), 0 if top is None else top.shape[1]
     with on_device_of(query):

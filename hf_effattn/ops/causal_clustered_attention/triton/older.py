@@ -21,6 +21,7 @@ from ...shared.triton.tiles import LOG2_E, LOWEST, load_rows, load_tile, tile_co
 from ...shared.triton.topk import select_topk
 from .clusters import Clusters
 from .layout import Layout, Rows
+from .local import forward_config
 
 MOST_CENTROIDS = 64  # that a program compares with keys at once
 TABLE_BYTES = 2**29  # of the tables, and the ranks, of the late segments that are worked on at once
@@ -397,7 +398,7 @@ def attend_to_summaries(
 ) -> None:
     """Take what stands for all other older keys into outputs `(B, H, N, Dv)` and log-sum-exps `(B · H, tokens)`."""
     settings, query, (_, C, D) = layout.settings, rows.query, late.centroids.shape
-    config, readers = tile_config(query, D, output.shape[3], three=True), late.readers
+    config, readers = forward_config(settings, query, output.shape[3]), late.readers
     tiles = readers.tiles.shape[1]
     with on_device_of(query):
         _causal_attention_fwd_older_kernel[(late.segments * rows.heads * tiles,)](
