@@ -1,7 +1,7 @@
 """Causal attention over clusters on a GPU: all segments at once, in few launches."""
 
 from math import inf
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -127,16 +127,14 @@ def gradients(
         found = Clusters(saved.labels, saved.centroids, saved.past_starts, readers, keys, None, exact)
     backward = BackwardPass(layout, rows, layout.queries(grad_output), layout.queries(output), saved.lse)
     backward.run(found, saved.top)
-    of_keys = backward.keys.view(*x.key.shape[:2], *backward.keys.shape[1:])[:, :, layout.shift :][
-        :, :, : layout.length
-    ]
-    D, of_query = x.query.shape[3], backward.query.view(rows.query.shape)[:, :, : layout.length]
-    grads = of_query, of_keys[..., :D], of_keys[..., D:]
+    of_query = backward.query.view(rows.query.shape)[:, :, : layout.length]
+    of_keys = backward.keys[:, layout.shift : layout.shift + layout.length].unflatten(0, x.key.shape[:2])
+    grads = [of_query, *of_keys.split([x.key.shape[3], x.value.shape[3]], dim=3)]
     if compaction is not None:
-        mask = cast("torch.Tensor", x.key_mask)
-        grads = cast("Any", tuple(compaction.put(part, mask) for part in grads))
-    found_like = zip(grads, (x.query, x.key, x.value), strict=True)
-    return cast("Any", tuple(torch.empty_like(like).copy_(grad) for grad, like in found_like))
+        grads = [compaction.put(part, cast("torch.Tensor", x.key_mask)) for part in grads]
+    pairs = zip((x.query, x.key, x.value), grads, strict=True)
+    of_query, of_key, of_value = (torch.empty_like(like).copy_(grad) for like, grad in pairs)
+    return of_query, of_key, of_value
 
 
 causal_clustered_attention = register_op(
