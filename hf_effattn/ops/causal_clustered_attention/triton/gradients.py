@@ -41,6 +41,9 @@ class BackwardPass:
         self.seed, self.dropout = settings.dropout_seed, {"HAS_DROPOUT": settings.dropout_seed is not None}
         self.config = tile_config(rows.query, self.D, self.Dv, backward=True)
         self.sums_config = tile_config(rows.query, self.D, self.Dv, backward=True, two_sums=True)
+        # What is drawn for dropout takes the registers of half of the columns.
+        fewer = {"COLUMNS": 16} if settings.dropout_seed is not None else {}
+        self.near_config = self.sums_config | fewer
         # Three blocks of columns at once, which wide rows and AMD's lanes have no registers for.
         amd = chip_of(rows.query).name == "hip"
         narrow = self.sums_config["num_warps"] == 8 or amd
@@ -82,7 +85,7 @@ class BackwardPass:
             *rows, self.grad, self.seed, exact, self.lse, self.delta, self.keys,
             rows.group, layout.length, layout.padded, rows.key.shape[2], self.D, self.Dv, layout.first_late,
             layout.settings.segment_length, layout.settings.window, layout.shift, tiles, *self.factors,
-            HAS_EXACT=exact is not None, **self.dropout, **self.sums_config,
+            HAS_EXACT=exact is not None, **self.dropout, **self.near_config,
         )  # fmt: skip
 
     def _exact_keys(self, late: Late, top: torch.Tensor) -> None:
@@ -96,7 +99,7 @@ class BackwardPass:
             *rows, self.grad, self.seed, top, late.exact, self.lse, self.delta, shares,
             rows.heads, rows.group, layout.length, layout.padded, rows.key.shape[2], self.D, self.Dv,
             layout.first_late + late.first, layout.settings.segment_length, topk, blocks, *self.factors,
-            HAS_EXACT=late.exact is not None, **self.dropout, **self.sums_config,
+            HAS_EXACT=late.exact is not None, **self.dropout, **self.near_config,
         )  # fmt: skip
         # Places without a key hold 0 and may go anywhere.
         first = torch.arange(len(self.keys), device=top.device) * self.keys.shape[1]
