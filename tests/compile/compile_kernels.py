@@ -317,10 +317,12 @@ def slice_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]
 def causal_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     """Calls of causal clustered attention: with all that a kernel can have, plain, with rows that end in a block."""
     attention = import_module("hf_effattn.ops.causal_clustered_attention.triton").causal_clustered_attention
-    variants: list[tuple[Any, ...]] = [(head_dim, 4, 1, "bi-clustered", 64, 32, 0.1, True)]
+    variants: list[tuple[Any, ...]] = [
+        (head_dim, 4, 1, "bi-clustered", 64, 32, 0.1, True),
+        (head_dim, 4, 4, "bi-clustered", 8, 4, 2.0, False),
+    ]
     if head_dim == FRESH_HEAD_DIM:
         variants += [
-            (head_dim, 4, 4, "bi-clustered", 8, 4, 2.0, False),
             (head_dim, 4, 4, "i-clustered", 16, 1, inf, False),
             (60, 4, 2, "bi-clustered", 10, 7, 0.1, True),
         ]
