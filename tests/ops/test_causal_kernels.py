@@ -139,11 +139,11 @@ def test_block_sizes_of_large_chips(head_dim, dtype, kib, monkeypatch):
 @each_method
 def test_no_output_sees_a_later_token(method, dtype):
     """Bit for bit, with the kernels' own clusters, whatever is changed from a token on."""
-    case = replace(SMALL, N=53, H=2, key_heads=1)
+    case = replace(SMALL, N=44, H=1)
     inputs = [None if part is None else part.to(DEVICE, dtype) for part in make_inputs(case)]
     with torch.no_grad():
         before = attend(method, case, *inputs, backend="triton")
-        for token in (5, 26, 40):
+        for token in (5, 26, 35):
             changed = [part if part is None else part.clone() for part in inputs]
             for part in changed[:3]:
                 part[:, :, token:] += 3.0
