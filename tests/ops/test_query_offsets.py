@@ -197,6 +197,15 @@ def test_nothing_is_no_error(lengths, device_kind):
     assert not found_error(case, make_inputs(case)).any()
 
 
+@pytest.mark.parametrize("masks", ["none", "holes"])
+def test_no_text_has_no_error(masks, device_kind):
+    case = Case("no_text", B=0, H=4, key_heads=2, masks=masks)
+    inputs = make_inputs(case)
+    offsets, _ = found_offsets(case, inputs)
+    assert offsets.shape == (0, 2, 2 * case.N, case.D)
+    assert found_error(case, inputs, group=2).shape == (0, 2)
+
+
 def test_no_offset_is_no_error():
     case = Case("own", clusters=37)
     inputs = make_inputs(case)

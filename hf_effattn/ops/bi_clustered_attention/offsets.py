@@ -53,7 +53,7 @@ def query_offsets(
         counts = torch.arange(min(N, rows), device=query.device) < query_mask.sum(dim=1, keepdim=True)
     eta = choose_backend(backend, (_offsets, _offsets, _triton), query)(query, labels, query_mask, clusters, rows)
     group = H // (key_heads or H)
-    return eta.view(B, H // group, -1, D), None if counts is None else counts.repeat(1, group)
+    return eta.view(B, H // group, group * eta.shape[2], D), None if counts is None else counts.repeat(1, group)
 
 
 def _triton(*arguments: Any) -> torch.Tensor:
@@ -78,7 +78,7 @@ def _offsets(
     # Sums of ones, as torch.compile knows the shape of no bincount.
     sizes = cluster_sums(counted[..., None].to(points.dtype), index, B * H, clusters)
     means = cluster_sums(points, index, B * H, clusters) / sizes.clamp(min=1)
-    return (points - means.flatten(0, 1).index_select(0, index).view_as(points)).view(B, H, -1, query.shape[3])
+    return (points - means.flatten(0, 1).index_select(0, index).view_as(points)).view(B, H, *points.shape[1:])
 
 
 @torch.no_grad()

@@ -75,7 +75,7 @@ def cluster_sums(rows: torch.Tensor, index: torch.Tensor, problems: int, cluster
     """Sum of the rows `(P, N, D)` of each cluster, `(P, C, D)`, in float32 or float64."""
     dtype = accumulation_dtype(rows.dtype)
     total = torch.zeros(problems * clusters, rows.shape[-1], dtype=dtype, device=rows.device)
-    return total.index_add_(0, index, rows.flatten(0, 1).to(dtype)).view(problems, clusters, -1)
+    return total.index_add_(0, index, rows.flatten(0, 1).to(dtype)).view(problems, clusters, rows.shape[-1])
 
 
 def cluster_sizes(index: torch.Tensor, problems: int, clusters: int) -> torch.Tensor:
