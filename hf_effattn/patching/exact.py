@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -24,6 +25,9 @@ def exact_attention(
     module: nn.Module | None = None,
 ) -> torch.Tensor:
     """Transformers' SDPA path, `(B, H, N, Dv)`, bit for bit; `mask` `(B, 1, N, M)` from `visible_keys`."""
+    if not len(query):  # that path asks torch how many heads no text has, and torch cannot tell
+        grouped = query.shape[1] > key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
     # Without a module, all that is asked of one: how many heads share their keys.
     called: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1]) if module is None else module
     output, _ = sdpa_attention_forward(

@@ -1,0 +1,74 @@
+"""A batch of no texts: no output, no gradient, no error that the exact model has not."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import APPROXIMATIONS, LENGTH, SMALL_SETTINGS, tiny_model
+from transformers import AttentionInterface
+
+import hf_effattn
+from hf_effattn.patching.methods import Method, make_method
+
+LOCAL = {"segment_length": 4, "window": 4}
+SETTINGS: dict[str, dict[str, Any]] = {name: SMALL_SETTINGS[name] | LOCAL for name in APPROXIMATIONS}
+RUNGS = [{"method": name, **settings} for name, settings in SETTINGS.items()]
+EXACT = len(RUNGS)
+# Of two heads: every rung, exact heads beside one, and alone.
+ROWS = [[0, 1], [2, EXACT], [EXACT, EXACT]]
+METHODS = [
+    *(make_method(name, **settings) for name, settings in SETTINGS.items()),
+    make_method("bi-clustered", **SETTINGS["bi-clustered"], tolerance=0.1),
+    *(make_method("per-head", rungs=RUNGS, heads=[row], min_length=0) for row in ROWS),
+]
+PATCHES: dict[str, dict[str, Any]] = SETTINGS | {
+    "per-head": {"rungs": RUNGS, "heads": ROWS, "min_length": 0},
+    "cst": {"slice_length": 8, "min_length": 0},
+}
+
+
+def outcome(model: torch.nn.Module) -> Any:
+    """What comes of a forward pass on no texts: the size of the output, or the error."""
+    try:
+        return model(input_ids=torch.zeros(0, LENGTH, dtype=torch.long)).last_hidden_state.shape
+    except RuntimeError as error:
+        return str(error)
+
+
+def check(method: Method, group: int, *, compiled: bool = False, **options: Any) -> None:
+    inputs = [torch.zeros(0, heads, 23, 8, requires_grad=True) for heads in (2 * group, 2, 2)]
+    run = torch.compile(method.run, fullgraph=True, backend="eager") if compiled else method.run
+    with torch.no_grad():
+        assert run(*inputs, **options).shape == inputs[0].shape
+    gradients = torch.autograd.grad(run(*inputs, **options).sum(), inputs)
+    assert [one.shape for one in gradients] == [one.shape for one in inputs]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.method)
+def test_methods_give_no_rows(method: Method, group: int, causal: bool, masked: bool) -> None:
+    options: dict[str, Any] = {"key_mask": torch.ones(0, 23, dtype=torch.bool) if masked else None, "causal": causal}
+    check(method, group, **options)
+    assert method.weights(torch.zeros(0, 2, 23, 8), torch.zeros(0, 2, 23, 8), **options).shape == (0, 2, 23, 23)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_compiled_graph_gives_no_rows(group: int, masked: bool) -> None:
+    """There queries and keys are grouped step by step."""
+    key_mask = torch.ones(0, 23, dtype=torch.bool) if masked else None
+    check(make_method("bi-clustered", **SETTINGS["bi-clustered"]), group, compiled=True, key_mask=key_mask)
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patched_model_does_what_the_exact_one_does(name: str) -> None:
+    """Both refuse, before attention: transformers' projections ask torch how many heads no text has."""
+    model = tiny_model("bert")
+    exact = outcome(model)
+    hf_effattn.patch_attention(model, name, **PATCHES[name])
+    assert outcome(model) == exact
+    query, key, value = (torch.zeros(0, 2, LENGTH, 16) for _ in range(3))
+    output, _ = AttentionInterface()[name](model.encoder.layer[0].attention.self, query, key, value, None)
+    assert output.shape == (0, LENGTH, 2, 16)
