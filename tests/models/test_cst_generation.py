@@ -52,6 +52,14 @@ def test_cached_steps_equal_the_full_recomputation_with_padding(variant):
     assert_close_to_reference("logits", actual[mask.bool()], full[mask.bool()], rtol=1e-13)
 
 
+@every_variant
+def test_no_text_gives_no_logits(variant):
+    model = tiny_model(CSTForCausalLM, variant)
+    logits = logits_step_by_step(model, tokens(0), torch.ones(0, LENGTH, dtype=torch.long), 5)
+    assert logits.shape == (0, LENGTH, model.config.vocab_size)
+    logits.sum().backward()
+
+
 def test_a_new_token_costs_no_more_than_its_window_and_one_row_per_slice():
     """What the cache holds: O(L + N / L) numbers per layer, not one key per token."""
     model = tiny_model(CSTForCausalLM, "half_extension", max_position_embeddings=4096, slice_length=32)

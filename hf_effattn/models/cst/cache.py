@@ -23,7 +23,7 @@ def keep(active: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Te
 def take(rows: torch.Tensor, places: torch.Tensor, dim: int) -> torch.Tensor:
     """Rows of `dim` at `places` `(B, n)`, each item its own; places outside give any row."""
     places = places.clamp(0, max(0, rows.shape[dim] - 1))
-    index = places.view(len(places), *[1] * (dim - 1), -1, *[1] * (rows.ndim - dim - 1))
+    index = places.view(len(places), *[1] * (dim - 1), places.shape[1], *[1] * (rows.ndim - dim - 1))
     sizes = [*rows.shape[:dim], places.shape[1], *rows.shape[dim + 1 :]]
     return rows.gather(dim, index.expand(sizes))
 
@@ -31,7 +31,7 @@ def take(rows: torch.Tensor, places: torch.Tensor, dim: int) -> torch.Tensor:
 def put(table: torch.Tensor, row: torch.Tensor, place: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
     """`table` `(B, ..., n, c)` with `row` `(B, ..., 1, c)` at `place` `(B,)` of each active item."""
     at = (torch.arange(table.shape[-2], device=table.device) == place[:, None]) & active[:, None]
-    return torch.where(at.view(len(place), *[1] * (table.ndim - 3), -1, 1), row.to(table.dtype), table)
+    return torch.where(at.view(len(place), *[1] * (table.ndim - 3), table.shape[-2], 1), row.to(table.dtype), table)
 
 
 @dataclass(frozen=True)
