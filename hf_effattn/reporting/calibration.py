@@ -21,6 +21,7 @@ from ..measuring.choosing import (
     held_out_coverage,
     least_margin,
     mean_of_layers,
+    served_layers,
     speed_of,
 )
 from ..measuring.environment import environment
@@ -173,7 +174,7 @@ def calibrate(
     Raises:
         ValueError: fewer than two texts, inputs that the model cannot take, a value outside its range, error and speed
             together, an unknown `over`, a speed that no budget reaches, inputs on which every rung runs exact
-            attention, a model of several parts or without attention to patch.
+            attention, no layer whose attention is finite, a model of several parts or without attention to patch.
         TypeError: a value of the wrong type, something that is not a transformers model.
     """
     model, inputs = model_and_inputs(model, inputs)
@@ -239,6 +240,8 @@ def _chosen(
     errors, shares = (one[:, ran] for one in found.stacked(model_of["layers"]))
     rule: Rule = OfHeads() if over == "heads" else OfLayers(costs)
     counted = errors if over == "heads" else shares
+    if not served_layers(counted).any():
+        raise _not_finite(found)
     if budget is None:
         budget = budget_for(counted, costs, speed or 0.0, coverage, rule)
         if budget is None:
@@ -311,6 +314,16 @@ def _nothing_to_measure(rungs: Sequence[Method], lengths: Iterable[int], device:
     return ValueError(
         f"{said}, as that is faster: give longer ones, or min_length=0 (on the command line --min-length 0) to force "
         "the rungs"
+    )
+
+
+def _not_finite(found: LadderErrors) -> ValueError:
+    texts = [
+        text for text, of_text in found.errors.items() if not all(one.isfinite().all() for one in of_text.values())
+    ]
+    return ValueError(
+        f"no error can be told of any layer, as attention is not finite on texts {texts} of {len(found.errors)}, from "
+        "0: leave them out, or look for a bad weight or an overflow of half precision (dtype=torch.float32)"
     )
 
 

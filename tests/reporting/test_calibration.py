@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -428,6 +429,24 @@ def test_texts_that_differ_too_much() -> None:
     both = [{"input_ids": torch.arange(5, 11)[None]}, {"input_ids": texts()[0]["input_ids"][:1]}]
     with pytest.warns(UserWarning, match="the texts differ too much"):
         hf_effattn.calibrate(model, both, error=0.02, **OPTIONS | {"coverage": 1.0, "ladder": LADDER[1:]})
+
+
+@pytest.mark.parametrize("over", ["heads", "layers"])
+@pytest.mark.parametrize("given", [{"error": 0.2}, {"speed": 0.001}], ids=["error", "speed"])
+@pytest.mark.parametrize("bad", [[3], [0, 1, 2, 3]], ids=["a_text", "every_text"])
+def test_attention_that_is_finite_in_no_layer(over: str, given: dict[str, float], bad: list[int]) -> None:
+    """The table of heads said all exact, its errors were NaN."""
+    model, inputs = tiny_model("bert"), texts()
+    for batch in inputs:
+        batch["input_ids"].clamp_(max=58)
+    for text in bad:
+        inputs[text // 2]["input_ids"][text % 2, 7] = 59
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight[59] = torch.nan
+    with pytest.raises(
+        ValueError, match=f"not finite on texts {re.escape(str(bad))} of 4, from 0: leave them out, or"
+    ):
+        hf_effattn.calibrate(model, inputs, over=over, **given, **OPTIONS)
 
 
 def unlike_texts(tokenizer: Any, length: int) -> dict[str, torch.Tensor]:
