@@ -77,7 +77,7 @@ class Method(ABC):
     method: ClassVar[str]
     summary: ClassVar[str]  # half a sentence, for a reader who has to choose
     needs_fine_tuning: ClassVar[bool] = False  # it changes what the model computes, and is trained into it
-    price: ClassVar[tuple[str, ...]] = ()  # the settings that the method's time grows with, at most in proportion
+    price: ClassVar[tuple[str, ...]] = ()  # the counts that the method's time depends on most
     parameters_name: ClassVar[str] = ""  # of the module with the parameters that it adds to the model without its head
     group_name: ClassVar[str] = ""  # of what it puts tokens into, for a reader
     # What it did to a language model at most: to its perplexity, and to how many of its most likely next tokens.

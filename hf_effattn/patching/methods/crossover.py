@@ -19,7 +19,9 @@ def crossover_length(method: str, price: Mapping[str, int], device_type: str, *,
 
     Args:
         method (`str`): its name.
-        price (`Mapping[str, int]`): the settings that its time grows with, at most in proportion, and their values.
+        price (`Mapping[str, int]`): the counts that its time depends on most, and their values. From settings that
+            were measured the length is taken to grow no faster than the count that grows most: an assumption, as some
+            of the work grows with a product of two (clusters times key clusters).
         device_type (`str`): `"cpu"`, `"cuda"`, ...; where nothing was measured, 4 times the longest of the others.
         causal (`bool`): whether the future is masked.
 
@@ -46,7 +48,7 @@ def why_never(method: str, device_type: str) -> str:
 
 
 def _promised(measured: list[dict[str, Any]], method: str, price: Mapping[str, int]) -> int:
-    """The least of what the measured settings promise for these: each as it is, or grown with its price."""
+    """The least of what the measured settings promise for these: each as it is, or times what its price has grown."""
     rows = [row for row in measured if row["method"] == method]
     if not rows:
         raise ValueError(
