@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from hf_effattn.ops.shared.triton import launch
@@ -48,6 +49,17 @@ def compiled(monkeypatch):
     monkeypatch.setattr(launch, "REMEMBERS", True)
     monkeypatch.setattr(launch, "driver", type("Driver", (), {"active": gpu}))
     return launch.Kernel(_some_kernel, do_not_specialize=launch.LENGTHS), found, gpu
+
+
+@pytest.mark.parametrize(("interpret", "kind", "read"), [("0", launch.Kernel, 1), ("1", InterpretedFunction, 0)])
+def test_a_kernel_is_read_once(interpret, kind, read, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    calls, begin = [], JITFunction.__init__
+    monkeypatch.setattr(
+        JITFunction, "__init__", lambda self, *args, **named: calls.append(begin(self, *args, **named))
+    )
+    assert type(launch.kernel(_some_kernel)) is kind
+    assert len(calls) == read
 
 
 def test_the_same_arguments_are_looked_at_once(compiled):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import triton
+from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -57,7 +58,6 @@ class Kernel(JITFunction):
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Decorator of what is launched; functions that kernels call have `triton.jit`."""
-    interpreted_or_not = triton.jit(function, do_not_specialize=LENGTHS)
-    if not isinstance(interpreted_or_not, JITFunction):
-        return interpreted_or_not
+    if knobs.runtime.interpret:  # as triton.jit decides
+        return triton.jit(function, do_not_specialize=LENGTHS)
     return Kernel(function, do_not_specialize=LENGTHS)
