@@ -15,10 +15,14 @@ from hf_effattn.ops.causal_clustered_attention import reference
 from hf_effattn.ops.causal_clustered_attention.reference import Settings
 from hf_effattn.ops.causal_clustered_attention.triton import clusters, older
 from hf_effattn.ops.causal_clustered_attention.triton.layout import Layout
+from hf_effattn.ops.causal_clustered_attention.triton.metric import known_centroids
 from hf_effattn.ops.kmeans.reference import cluster_points
+from hf_effattn.ops.kmeans.triton import assign
+from hf_effattn.ops.kmeans.triton.rows import Rows
 from hf_effattn.ops.shared.dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS, TOPK_AND_SUMMARY_WEIGHTS
 from hf_effattn.ops.shared.triton import chips
 from hf_effattn.ops.shared.triton.dropout import dropout_factor
+from hf_effattn.ops.shared.triton.sort import cluster_means, sort_by_cluster
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("output", "query", "key", "value")
@@ -179,6 +183,23 @@ def test_late_segments_in_parts(monkeypatch, segments):
     monkeypatch.setattr(older, "TABLE_BYTES", segments * per_segment)
     for name, tensor in run("bi-clustered", case, inputs).items():
         assert_close_to_reference(name, tensor, whole[name].double(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("shift", [0, 30])
+def test_bfloat16_queries_find_the_nearest_centroid(shift):
+    """What all centroids share must not be rounded with what tells them apart."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(8, 64, generator=generator).repeat(16, 1) + 0.5 * torch.randn(128, 64, generator=generator)
+    key = torch.randn(200, 64, generator=generator) * torch.linspace(0, -3, 64).exp()
+    metric = (key.T @ key / key.square().mean() / 200 + 0.001 * torch.eye(64))[None].to(DEVICE)
+    points = rows.add(shift * torch.randn(64, generator=generator)).to(DEVICE, torch.bfloat16)[None, None]
+    members = sort_by_cluster(torch.arange(128, device=DEVICE)[None, None] % 8, None, 8, 16)
+    centroids = cluster_means(points, members).bfloat16()
+    chosen = torch.empty(1, 1, 128, dtype=torch.int64, device=DEVICE)
+    assign(points, Rows(128, 128), known_centroids(centroids, members.starts, metric), chosen)
+    offsets = points[0, 0, :, None].double() - centroids.double()
+    distances = torch.einsum("ncd,de,nce->nc", offsets, metric[0].double(), offsets)
+    assert torch.equal(chosen[0, 0], distances.argmin(dim=1))
 
 
 def test_what_the_kernels_do_not_take_is_said_or_runs_in_pytorch():

@@ -102,7 +102,10 @@ def _causal_directions_kernel(
     group, clusters, D, parts,
     ROWS: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What points are compared with, to find the nearest of a problem's centroids that stand for any query."""
+    """What points are compared with, to find the nearest of a problem's centroids that stand for any query.
+
+    The first centroid is the origin: directions that all of them share would be rounded with what tells them apart.
+    """
     i_p = (tl.program_id(0) // parts).to(tl.int64)
     o_c, o_d = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     m_c, m_d = o_c < clusters, o_d < D
@@ -116,12 +119,12 @@ def _causal_directions_kernel(
         o_k = first + tl.arange(0, PART)
         p_part = centroids_ptr + o_c[:, None] * D + o_k[None, :]
         b_part = tl.load(p_part, mask=m_c[:, None] & (o_k < D)[None, :], other=0.0).to(tl.float32)
+        b_part -= finite(tl.load(centroids_ptr + o_k, mask=o_k < D, other=0.0)).to(tl.float32)[None, :]
         b_metric = load_metric(metric_ptr, o_k, o_d, D)
         b_directions = tl.dot(b_part, b_metric, b_directions, input_precision=PRECISION)
     b_centroids = tl.load(centroids_ptr + p_rows, mask=m_rows, other=0.0).to(tl.float32)
-    b_rounded, b_half_norms = for_products(
-        b_centroids, b_directions, tl.zeros_like(o_d).to(tl.float32), directions_ptr
-    )
+    b_origin = finite(tl.load(centroids_ptr + o_d, mask=m_d, other=0.0)).to(tl.float32)
+    b_rounded, b_half_norms = for_products(b_centroids - b_origin[None, :], b_directions, b_origin, directions_ptr)
     p_start = starts_ptr + i_p * (clusters + 2) + o_c
     m_empty = tl.load(p_start + 1, mask=m_c, other=0) == tl.load(p_start, mask=m_c, other=0)
     tl.store(directions_ptr + i_p * clusters * D + p_rows, b_rounded, mask=m_rows)
