@@ -46,11 +46,11 @@ class Layout:
 
     def queries(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows `(B, H, N, D)`, contiguous, with zeros up to whole segments."""
-        return pad(rows, (0, 0, 0, self.padded - self.length)).contiguous()
+        return _padded(rows, 0, self.padded - self.length)
 
     def keys(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows `(B, Hk, N, D)`, contiguous, with `shift` zeros before them, as many as all blocks and more."""
-        return pad(rows, (0, 0, self.shift, self.padded - self.length)).contiguous()
+        return _padded(rows, self.shift, self.padded - self.length)
 
     def of_segments(self, rows: torch.Tensor, first: int, count: int) -> torch.Tensor:
         """Of contiguous rows `(B, H, .., D)`, `count` segments from `first` on: a view `(count, B · H, n, D)`."""
@@ -64,13 +64,13 @@ class Layout:
         return self.first_late - (not self.settings.prefill)
 
     def past(self, query: torch.Tensor) -> torch.Tensor:
-        """The queries whose clusters the late segments read, `(L, B · H, n, D)`, with a mask `(L · B, H, n, D)`."""
+        """The queries whose clusters the late segments read, `(L, B · H, n, D)`, with `prefill` `(L · B, H, n, D)`."""
         past = self.of_segments(query, self.first_past, self.late)
         B, H = query.shape[:2]
         return past if not self.settings.prefill or B == 1 else past.unflatten(1, (B, H)).flatten(0, 1)
 
     def past_mask(self, counts: torch.Tensor | None) -> torch.Tensor | None:
-        """Which of these count, `(L, n)` or `(L · B, n)`; None: all, or those of outputs that nobody sees.
+        """Which of these count, `(L · B, n)`; None: all, or those of outputs that nobody sees.
 
         `counts` are the tokens of each item that count, `(B,)`; None: all.
         """
@@ -88,6 +88,11 @@ class Layout:
             return None
         n = self.settings.segment_length
         return (torch.arange(self.late * n, device=self.settings.query.device) >= self.shift).view(self.late, n)
+
+
+def _padded(rows: torch.Tensor, before: int, behind: int) -> torch.Tensor:
+    """Rows `(B, H, N, D)`, contiguous, with zeros around them; `pad` copies, even where nothing is to be added."""
+    return (pad(rows, (0, 0, before, behind)) if before or behind else rows).contiguous()
 
 
 class Rows(NamedTuple):

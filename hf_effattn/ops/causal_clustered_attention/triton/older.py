@@ -374,12 +374,11 @@ def make_tables(
     )
     D, Dv, columns, total = key.shape[3], value.shape[3], late.blocks * G, len(late.centroids) * C
     new = key.new_zeros if for_backward else key.new_empty
-    tables = Tables(
-        new(total, columns, D),
-        new(total, columns, Dv),
-        key.new_full((total, columns), -torch.inf, dtype=torch.float32),
-        key.new_full((total, columns), -torch.inf, dtype=torch.float32) if for_backward else None,
-    )
+    bias = key.new_empty(total, columns, dtype=torch.float32)
+    if for_backward:
+        bias.fill_(-torch.inf)
+    log_mass = torch.empty_like(bias) if for_backward else None
+    tables = Tables(new(total, columns, D), new(total, columns, Dv), bias, log_mass)
     config = tile_config(key, D, Dv, backward=True, two_sums=True)
     config["ROWS"] = min(config["ROWS"], block_width(rows.group * C))
     row_blocks, key_heads = -(-rows.group * C // config["ROWS"]), rows.heads // rows.group
