@@ -84,7 +84,7 @@ def bi_clustered(length: int) -> torch.Tensor:
 
 
 def causal(length: int, method: str = "bi-clustered", **options: Any) -> torch.Tensor:
-    """One launch for all segments at any length, of which some thousand fit into memory at once."""
+    """All segments at once: at these lengths there is room for their tables."""
     sizes = {"clusters": 16, "topk": 256, "key_clusters": 16}
     return ops.causal_clustered_attention(*drawn(length), method=method, **sizes, backend="triton", **options)
 

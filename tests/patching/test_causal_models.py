@@ -174,7 +174,9 @@ def test_where_no_length_was_measured_the_model_stays_exact_and_says_so(
     exact = model(ids).logits
     patch(model, min_length=None)  # as on a CPU, before it moves
     monkeypatch.setattr(crossover, "CAUSAL_CROSSOVER", {"elsewhere": crossover.CAUSAL_CROSSOVER["cpu"]})
-    never = r'on "cpu" exact attention runs at every length.* timed there without kernels only.*pass min_length=0'
+    never = (
+        r'on "cpu" exact attention runs at every length.* timed on CPUs only since it has kernels.*pass min_length=0'
+    )
     with pytest.warns(UserWarning, match=f"The patch does nothing: {never}") as said:
         assert torch.equal(model(ids).logits, exact)
     assert {one.filename for one in said} == {__file__}

@@ -43,7 +43,7 @@ def why_never(method: str, device_type: str) -> str:
     """What to tell those whose causal model runs exact attention for want of a length."""
     return (
         f'on "{device_type}" exact attention runs at every length: where the future is masked "{method}" has been '
-        "timed there without kernels only, and was far slower. To force it pass min_length=0 or a number of tokens"
+        "timed on CPUs only since it has kernels. To force it pass min_length=0 or a number of tokens"
     )
 
 

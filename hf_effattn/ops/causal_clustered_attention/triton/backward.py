@@ -159,22 +159,24 @@ def _causal_attention_bwd_near_key_kernel(
     b_value = load_rows(p_value, m_key, 1, Dv, BLOCK_V)
     b_grad_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_grad_value = tl.zeros([ROWS, BLOCK_V], tl.float32)
-    # The last segment in whose window the last of the keys is.
-    last = ((start + ROWS - 1 + window) // segment_length + 1) * segment_length
-    last = N if HAS_EXACT else tl.minimum(N, last)
+    segments = tl.cdiv(N, segment_length)
+    if not HAS_EXACT:  # the last one in whose window the last of the keys is
+        segments = tl.minimum(segments, (start + ROWS - 1 + window) // segment_length + 1)
     for head in range(0, group):
         o_head = (i_p * group + head) * rows_of_queries
-        for begin in range(start, last, COLUMNS):
-            o_query = begin + tl.arange(0, COLUMNS)
-            m_query = o_query < last
-            b_segment = o_query // segment_length
-            m_seen = (b_segment * segment_length - window)[None, :] <= o_key[:, None]
+        for segment in range(start // segment_length, segments):
+            first = segment * segment_length
+            last = tl.minimum(N, first + segment_length)
+            exact = False
             if HAS_EXACT:
-                m_late = m_query & (b_segment >= first_late)
-                p_exact = exact_ptr + (b_segment - first_late) * key_heads + i_p
-                m_seen = m_seen | (tl.load(p_exact, mask=m_late, other=0) != 0)[None, :]
-            m_pair = m_seen & m_query[None, :] & (o_key[:, None] <= o_query[None, :])
-            if tl.max(tl.max(m_pair.to(tl.int32), 1), 0) > 0:
+                p_exact = exact_ptr + (segment - first_late) * key_heads + i_p
+                exact = tl.load(p_exact, mask=segment >= first_late, other=0) != 0
+                last = tl.where(exact | (first - window < start + ROWS), last, first)
+            for begin in range(tl.maximum(first, start), last, COLUMNS):
+                o_query = begin + tl.arange(0, COLUMNS)
+                m_query = o_query < last
+                m_seen = ((first - window <= o_key) | exact)[:, None]
+                m_pair = m_seen & m_query[None, :] & (o_key[:, None] <= o_query[None, :])
                 b_grad_key, b_grad_value = add_of_queries(
                     b_key, p_key, b_value, p_value, m_key, query_ptr, grad_ptr, lse_ptr, delta_ptr, seed_ptr,
                     o_head + o_query, (shift + o_key).to(tl.int64), m_query, m_pair, b_grad_key, b_grad_value, D, Dv,
@@ -347,7 +349,9 @@ def _causal_attention_bwd_older_key_kernel(
                 o_word = i_p * blocks * segment_length + b_place
                 m_pair = m_pair & ~load_bits(taken_ptr, o_word, m_key, o_r, clusters)
             b_mass = tl.where(b_mass > float("-inf"), b_mass, 0.0)
-            b_weights = tl.exp2(tl.where(m_pair, b_scores * scale_log2 - b_mass[None, :], float("-inf")))
+            b_weights = tl.exp2(
+                tl.where(m_pair, tl.minimum(b_scores * scale_log2 - b_mass[None, :], 0.0), float("-inf"))
+            )
             # Every reader counted.
             b_weights *= (b_size / mean_size)[None, :]
             b_constant = tl.load(constant_ptr + o_table, mask=m_r, other=0.0) / tl.maximum(b_size, 1.0)
@@ -427,7 +431,9 @@ def _causal_attention_bwd_centroid_kernel(
             if HAS_TAKEN:
                 o_word = (i_p * blocks + i_block) * segment_length + b_row
                 m_pair = m_pair & ~tl.trans(load_bits(taken_ptr, o_word, m_key, o_r, clusters))
-            b_weights = tl.exp2(tl.where(m_pair, b_scores * scale_log2 - b_mass[:, None], float("-inf")))
+            b_weights = tl.exp2(
+                tl.where(m_pair, tl.minimum(b_scores * scale_log2 - b_mass[:, None], 0.0), float("-inf"))
+            )
             b_grad_scores = (b_weights * (b_inner + b_constant[:, None])).to(b_key.dtype)
             b_grad_centroid = tl.dot(b_grad_scores, b_key, b_grad_centroid, input_precision=PRECISION)
     o_d = tl.arange(0, BLOCK_D)

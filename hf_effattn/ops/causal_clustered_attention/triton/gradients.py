@@ -51,7 +51,7 @@ class BackwardPass:
         self.key_config = self.sums_config | ({"COLUMNS": 16, "num_stages": stages} if narrow else {})
 
     def run(self, found: Clusters | None, top: torch.Tensor) -> None:
-        """All of it; `found` and `top` are what the forward pass found, None where no segment is late."""
+        """All of it, by what the forward pass found: `found` is None where no segment is late."""
         layout, rows = self.layout, self.rows
         with on_device_of(rows.query):
             self._near_queries((0, min(layout.first_late, layout.segments)))

@@ -24,7 +24,7 @@ from .layout import Layout, Rows
 from .local import forward_config
 
 MOST_CENTROIDS = 64  # that a program compares with keys at once
-TABLE_BYTES = 2**29  # of the tables, and the ranks, of the late segments that are worked on at once
+TABLE_BYTES = 2**30  # of the tables, and the ranks, of the late segments that are worked on at once
 
 
 class Late(NamedTuple):
@@ -98,12 +98,12 @@ def _causal_attention_fwd_mass_kernel(
 
 @kernel
 def _causal_attention_fwd_share_kernel(
-    lse_ptr, starts_ptr, log_share_ptr, rows, clusters, blocks,
+    lse_ptr, starts_ptr, log_share_ptr, numbers, clusters, blocks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`log2 n_j` less the log-sum-exp over all blocks, of `ROWS` centroids."""
     o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    m_row = o_row < rows
+    m_row = o_row < numbers
     b_highest = tl.full([ROWS], LOWEST, tl.float32)
     b_total = tl.zeros([ROWS], tl.float32)
     for first in range(0, blocks, COLUMNS):
@@ -168,7 +168,8 @@ def _causal_attention_fwd_rank_kernel(
 def load_bits(taken_ptr, b_place, m_key, o_r, clusters):
     """Whether the query heads of centroids `o_r` have keys as exact ones, by the keys' words: `(keys, centroids)`."""
     b_word = tl.load(taken_ptr + b_place, mask=m_key, other=0)
-    return ((b_word[:, None] >> (o_r // clusters)[None, :]) & 1) != 0
+    # Of centroids that do not exist any bit, but one that a word has.
+    return ((b_word[:, None] >> tl.minimum(o_r // clusters, 31)[None, :]) & 1) != 0
 
 
 @kernel
@@ -303,7 +304,10 @@ def _causal_attention_fwd_older_kernel(
 
 
 def late_segments(layout: Layout, rows: Rows, found: Clusters) -> list[Late]:
-    """All late segments, as many at once as have room for their tables and ranks."""
+    """All late segments, as many at once as have room for their tables and ranks: each of all heads, one at least.
+
+    With 32 heads of 128, 8 clusters and 4 of a segment's keys they are all at once up to 32,768 tokens.
+    """
     settings, (B, H, _, D), Dv = layout.settings, rows.query.shape, rows.value.shape[3]
     per_summary = (D + Dv) * rows.query.element_size() + 8
     columns = settings.clusters * settings.key_clusters * per_summary + 4 * settings.segment_length
