@@ -67,7 +67,7 @@ def _forward(x: Settings) -> list[torch.Tensor]:
         found = find_clusters(layout, rows, counts, tile_rows(x))
         top = torch.empty(len(found.centroids), x.topk, dtype=torch.int32, device=output.device)
         for late in late_segments(layout, rows, found):
-            own = top[late.first * rows.heads :][: len(late.centroids)]
+            own = late.own(top)
             if x.topk:
                 choose_keys(layout, rows, found, late, own)
             tables = make_tables(layout, rows, found, late, mark_keys(layout, rows, late, own), for_backward=False)

@@ -59,7 +59,7 @@ class BackwardPass:
             if found is None:
                 return
             for late in late_segments(layout, rows, found):
-                own = top[late.first * rows.heads :][: len(late.centroids)]
+                own = late.own(top)
                 self._near_queries((layout.first_late + late.first, late.segments), own, late.exact)
                 self._exact_keys(late, own)
                 self._older(found, late, own)
@@ -166,10 +166,9 @@ class BackwardPass:
 
     def _past_queries(self, found: Clusters, late: Late, grad_centroids: torch.Tensor) -> None:
         """Each gets its share of the gradient of its centroid, `(L · B · H · C, D)`."""
-        layout, heads = self.layout, self.rows.heads
+        layout, labels = self.layout, late.own(found.labels)
         sizes = late.starts[:, :-1].diff(dim=1)
         of_members = grad_centroids / sizes.view(-1, 1).clamp(min=1)
-        labels = found.labels[late.first * heads :][: late.segments * heads]
         shares = of_members.view(len(labels), -1, self.D).gather(1, labels[..., None].expand(-1, -1, self.D))
         past = layout.of_segments(self.query[None], layout.first_past + late.first, late.segments)
         past += shares.view_as(past)

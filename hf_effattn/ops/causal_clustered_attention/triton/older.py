@@ -49,6 +49,11 @@ class Late(NamedTuple):
         seed = seed if seed is None or first == 0 else seed + first
         return cls(first, count, found.centroids[own], found.starts[own], readers, exact, seed)
 
+    def own(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of rows of every query head in every late segment, those of these segments: `(L · P · g, ·)`."""
+        problems = len(self.centroids)
+        return rows[self.first * (problems // self.segments) :][:problems]
+
     @property
     def blocks(self) -> int:
         """Blocks of keys that the last of them sees."""
@@ -370,12 +375,8 @@ def make_tables(
     layout: Layout, rows: Rows, found: Clusters, late: Late, taken: torch.Tensor | None, *, for_backward: bool
 ) -> Tables:
     """The tables of some late segments; those that a segment does not see are written `for_backward` only."""
-    settings, C, G, (key, value) = (
-        layout.settings,
-        late.centroids.shape[1],
-        found.keys.clusters,
-        (rows.key, rows.value),
-    )
+    (_, key, value), settings = rows, layout.settings
+    C, G = late.centroids.shape[1], found.keys.clusters
     D, Dv, columns, total = key.shape[3], value.shape[3], late.blocks * G, len(late.centroids) * C
     new = key.new_zeros if for_backward else key.new_empty
     bias = key.new_empty(total, columns, dtype=torch.float32)
