@@ -20,7 +20,7 @@ from support.causal_cases import (
 from support.closeness import assert_close_to_reference
 
 from hf_effattn.ops import causal_clustered_attention
-from hf_effattn.ops.causal_clustered_attention import spans
+from hf_effattn.ops.causal_clustered_attention import batched, spans
 from hf_effattn.ops.causal_clustered_attention.local import LocalPart
 
 each_method = pytest.mark.parametrize("method", METHODS)
@@ -384,11 +384,23 @@ def test_a_local_part_goes_back_as_its_part_of_one_softmax():
         assert_close_to_reference(name, found, wanted, rtol=1e-12)
 
 
+@pytest.mark.parametrize(("module", "name", "number"), [(spans, "SPAN_NUMBERS", 300), (batched, "SQUARE", 3)])
 @each_method
-def test_how_many_segments_are_clustered_at_once_changes_nothing(method, monkeypatch):
+def test_how_much_is_done_at_once_changes_nothing(method, module, name, number, monkeypatch):
+    """How many segments, and how many of their rows."""
     case = Case("runs", H=4, key_heads=2, masks="left")
     expected = with_gradients(method, case)
-    monkeypatch.setattr(spans, "SPAN_NUMBERS", 300)
+    monkeypatch.setattr(module, name, number)
     actual = with_gradients(method, case)
     for name in expected:
         assert_close_to_reference(name, actual[name], expected[name], rtol=1e-12)
+
+
+def test_clusters_are_fitted_on_up_to_32_queries_each():
+    query, key, value = (torch.randn(1, 2, 512, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    sizes = {"clusters": 3, "topk": 8, "key_clusters": 2, "segment_length": 128, "window": 16}
+    found = {
+        count: causal_clustered_attention(query, key, value, fit_queries=count, **sizes) for count in (2048, 96, 48)
+    }
+    assert torch.equal(found[2048], found[96])
+    assert not torch.equal(found[2048], found[48])

@@ -21,15 +21,16 @@ from ..shared.precision import accumulation_dtype
 from ..shared.row_chunks import CHUNK_BYTES, RowChunk
 from ..shared.tables import chunks_of, draw_dropout, empty_output, gradients_of_chunks, output_of_chunks
 from .finished_keys import FinishedKeys
-from .local import Attended, LocalPart, merge
+from .local import Attended, LocalPart, merge_
 from .older import OlderPart, PastQueries
 from .reference import Settings, add_special, without_special
 from .spans import Span, spans
 
 # Of the key/value heads of a chunk, all together: fewer make too small steps, more leave the cache.
 CHUNK_ROWS = 2**15
-# Of a call: torch's step for a CPU takes fewer of them at a time.
-FEW_QUERIES = 192, 768
+# Queries of a segment that attend to their own keys in one step: of torch's causal step a score takes twice as long as
+# of its other one, but every step has a price.
+SQUARE = 256
 
 
 def chunks(settings: Settings) -> list[RowChunk]:
@@ -48,13 +49,8 @@ def chunks(settings: Settings) -> list[RowChunk]:
 
 
 def row_parts(length: int) -> list[slice]:
-    """Rows of a segment that attend exactly in one step: halves, where torch would take few queries at a time.
-
-    Its causal step takes twice as long for a score as its other one, unless it takes many queries.
-    """
-    if FEW_QUERIES[0] <= length < FEW_QUERIES[1]:
-        return [slice(0, length // 2), slice(length // 2, length)]
-    return [slice(0, length)]
+    """Rows of a segment that attend exactly in one step."""
+    return [slice(start, min(start + SQUARE, length)) for start in range(0, length, SQUARE)]
 
 
 class _Segments:
@@ -63,8 +59,9 @@ class _Segments:
     def __init__(self, chunk: "_Chunk", span: Span) -> None:
         settings, self.chunk, self.span = chunk.settings, chunk, span
         query = span.cut(chunk.query, span.rows)
+        self.shape = *query.shape[:3], chunk.value.shape[2]
         # By rows of a segment, the parts and the first key of each.
-        self.local = [(rows, chunk.local_parts(query, span, rows)) for rows in row_parts(span.length)]
+        self.local = list(chunk.local_parts(query, span))
         self.older: OlderPart | None = None
         # Of which of the `P · S` heads of segments, the older keys' number, and the part.
         self.exact_older: list[tuple[torch.Tensor, int, LocalPart]] = []
@@ -103,35 +100,49 @@ class _Segments:
             of_queries[:, :, self.span.past_queries] = self.span.join(self.past.labels)
             of_keys[:, self.span.new_keys] = self.key_labels.reshape(len(of_keys), -1)
 
-    def attend(self) -> tuple[Attended, Attended]:
-        """Outputs and log-sum-exp: of all exact keys, and of all."""
-        parts = [merge([part.attend() for _, part in found]) for _, found in self.local]
-        near = torch.cat([output for output, _ in parts], dim=2), torch.cat([log_sum for _, log_sum in parts], dim=2)
-        rest = whole = near
-        if self.older is not None:
-            rest = merge([near, *self.older.attend_exactly()])
-            whole = merge([rest, self.older.attend()])
+    def attend_exactly(self) -> Attended:
+        """Outputs `(P · S, g, n, Dv)` and log-sum-exp `(P · S, g, n, 1)` of all exact keys."""
+        query = self.chunk.query
+        found = query.new_empty(self.shape), query.new_empty(*self.shape[:3], 1)
+        for rows, parts in self.local:
+            near, *others = (part.attend() for _, part in parts)
+            for other in others:
+                merge_(near, other)
+            for target, numbers in zip(found, near, strict=True):
+                target[:, :, rows] = numbers
+        with_all_older = []
         for heads, _, part in self.exact_older:
-            found = merge([(near[0][heads], near[1][heads]), part.attend()])
-            for targets in (rest, whole):
-                for target, rows in zip(targets, found, strict=True):
-                    target[heads] = rows
-        return rest, whole
+            near = found[0][heads], found[1][heads]
+            merge_(near, part.attend())
+            with_all_older.append((heads, near))
+        if self.older is not None:
+            self.older.merge_exact_(found)
+        for heads, numbers in with_all_older:
+            found[0][heads], found[1][heads] = numbers
+        return found
+
+    def add_clusters(self, rest: Attended) -> torch.Tensor | None:
+        """Take what stands for all other keys into the softmax of `attend_exactly`, in place.
+
+        Its log-sum-exp `(P · S, g, n, 1)`, if there are any.
+        """
+        if self.older is None:
+            return None
+        clusters = self.older.attend()
+        for heads, _, _ in self.exact_older:
+            clusters[1][heads] = -torch.inf
+        merge_(rest, clusters)
+        return clusters[1]
 
     def backward(
         self, grad: torch.Tensor, rest: Attended, of_query: torch.Tensor, of_key: torch.Tensor, of_value: torch.Tensor
     ) -> None:
         """Add to the gradients of a chunk's rows, but for those of the finished keys by clusters.
 
-        `rest` is what `attend` has found of all exact keys.
+        `rest` is what `attend_exactly` has found.
         """
-        span, whole = self.span, rest
-        if self.older is not None:
-            clusters = self.older.attend()
-            whole = merge([rest, clusters])
-            for heads, _, _ in self.exact_older:  # which leave out the clusters
-                for target, found in zip(whole, rest, strict=True):
-                    target[heads] = found[heads]
+        span, whole = self.span, (rest[0].clone(), rest[1].clone())
+        of_clusters = self.add_clusters(whole)
         of_rows = grad.new_zeros(*grad.shape[:3], of_query.shape[3])
         for rows, parts in self.local:
             own_grad, *own_whole = (numbers[:, :, rows].contiguous() for numbers in (grad, *whole))
@@ -147,8 +158,8 @@ class _Segments:
             of_key[of_head, :older] += more[1]
             of_value[of_head, :older] += more[2]
             grad = grad.index_fill(0, heads, 0.0)
-        if self.older is not None:
-            more_rows, of_past = self.older.backward(grad, rest, clusters[1], whole, of_key, of_value)
+        if self.older is not None and of_clusters is not None:
+            more_rows, of_past = self.older.backward(grad, rest, of_clusters, whole, of_key, of_value)
             of_rows += more_rows
             of_query[:, :, span.past_queries] += span.join(of_past)
         of_query[:, :, span.rows] += span.join(of_rows)
@@ -186,23 +197,27 @@ class _Chunk:
         for span in self.spans:
             yield _Segments(self, span)
 
-    def local_parts(self, query: torch.Tensor, span: Span, rows: slice) -> list[tuple[int, LocalPart]]:
-        """Some rows of every segment over their own keys, and over all from the window on that stand before those.
+    def local_parts(self, query: torch.Tensor, span: Span) -> Iterator[tuple[slice, list[tuple[int, LocalPart]]]]:
+        """Rows of every segment over their own keys, and over all from the window on that stand before those.
 
         With the number of the first key, in the first segment.
         """
-        start, window = span.start + rows.start, span.start - span.window
-        found = []
-        for first, width, causal in ((start, rows.stop - rows.start, True), (window, start - window, False)):
-            if width == 0:
-                continue
-            factor = self.factor
-            if factor is not None:
-                column = self.settings.window + first - span.start
-                factor = span.cut(factor[..., column : column + width], span.rows)[:, :, rows]
-            key, value = (span.keys(numbers, first, width) for numbers in (self.key, self.value))
-            found.append((first, LocalPart(query[:, :, rows], key, value, causal, factor)))
-        return found
+        begin, window = span.start - span.window, span.window
+        # Copied once, for all parts.
+        key, value = (span.keys(numbers, begin, window + span.length) for numbers in (self.key, self.value))
+        factor = None
+        if self.factor is not None:
+            first = self.settings.window - window
+            factor = span.cut(self.factor[..., first : first + key.shape[1]], span.rows)
+        for rows in row_parts(span.length):
+            found = []
+            start = window + rows.start
+            for own, causal in ((slice(start, window + rows.stop), True), (slice(0, start), False)):
+                if own.stop > own.start:
+                    of_part = None if factor is None else factor[:, :, rows, own]
+                    part = LocalPart(query[:, :, rows], key[:, own], value[:, own], causal, of_part)
+                    found.append((begin + own.start, part))
+            yield rows, found
 
     def exact_factor(self, heads: torch.Tensor, rows: slice, keys: slice) -> torch.Tensor | None:
         """Dropout `(heads, g, n, m)` of exact weights, by other numbers than those of the other columns."""
@@ -250,13 +265,13 @@ def _forward(settings: Settings) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
         query_labels = chunk.query.new_zeros(*chunk.query.shape[:3], 1, dtype=torch.int64)
         key_labels = torch.zeros_like(chunk.key[..., :1], dtype=torch.int64)
         for segments in chunk.segments():
-            of_rest, of_all = segments.attend()
-            span = segments.span
-            part.store_queries(output, span.join(of_all[0]).flatten(1, 2), span.rows)
+            attended, span = segments.attend_exactly(), segments.span
             if settings.keeps:
-                for target, rows in zip(kept[:2], of_rest, strict=True):
+                for target, rows in zip(kept[:2], attended, strict=True):
                     part.store_queries(target, span.join(rows).flatten(1, 2), span.rows)
                 segments.store_labels(query_labels[..., 0], key_labels[..., 0])
+            segments.add_clusters(attended)
+            part.store_queries(output, span.join(attended[0]).flatten(1, 2), span.rows)
         if settings.keeps:
             part.store_queries(kept.query_labels, query_labels.flatten(1, 2))
             part.store_keys(kept.key_labels, key_labels)

@@ -42,7 +42,7 @@ class LocalPart:
         return scores.masked_fill_(later, -torch.inf)
 
     def attend(self) -> Attended:
-        """Outputs `(P, g, n, Dv)` and log-sum-exp `(P, g, n, 1)`."""
+        """Outputs `(P, g, n, Dv)` and log-sum-exp `(P, g, n, 1)`, in memory of their own."""
         if self.fused:
             output, log_sum = FLASH(self.query, *self.per_query_head(), 0.0, self.causal, scale=1.0)
             return output, log_sum[..., None]
@@ -74,11 +74,8 @@ class LocalPart:
         return grad_scores @ self.key[:, None], grad_key, grad_value
 
 
-def merge(parts: list[Attended]) -> Attended:
-    """One softmax of its parts."""
-    output, log_sum = parts[0]
-    for other, other_sum in parts[1:]:
-        share = torch.sigmoid(other_sum - log_sum)
-        output = torch.lerp(output, other, share)
-        log_sum = torch.logaddexp(log_sum, other_sum)
-    return output, log_sum
+def merge_(whole: Attended, other: Attended) -> None:
+    """Take another part into a softmax, in place."""
+    (output, log_sum), (other_output, other_sum) = whole, other
+    output.lerp_(other_output, torch.sigmoid(other_sum - log_sum))
+    torch.logaddexp(log_sum, other_sum, out=log_sum)

@@ -17,7 +17,7 @@ from ..shared.precision import LEAST_LOG_WEIGHT
 from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums
 from ..shared.topk import largest
 from .finished_keys import FinishedKeys, labels_of
-from .local import Attended, LocalPart
+from .local import Attended, LocalPart, merge_
 from .reference import Settings
 from .spans import Span
 
@@ -289,12 +289,11 @@ class OlderPart:
         output, log_sum = attend_in_part(self.summaries.table, self.blocks, self.packed, self.factor)
         return self._unpack(output), self._unpack(log_sum)
 
-    def attend_exactly(self) -> list[Attended]:
-        """As `attend`, over the exact keys; empty where there are none."""
-        if self.exact is None:
-            return []
-        output, log_sum = self.exact.attend()
-        return [(output.view(*self.shape[:3], -1), log_sum.view(*self.shape[:3], 1))]
+    def merge_exact_(self, near: Attended) -> None:
+        """Take the exact keys into a softmax, in place."""
+        if self.exact is not None:
+            output, log_sum = self.exact.attend()
+            merge_(near, (output.view(*self.shape[:3], -1), log_sum.view(*self.shape[:3], 1)))
 
     def backward(
         self,
