@@ -396,11 +396,11 @@ def test_how_much_is_done_at_once_changes_nothing(method, module, name, number, 
         assert_close_to_reference(name, actual[name], expected[name], rtol=1e-12)
 
 
-def test_clusters_are_fitted_on_up_to_32_queries_each():
+def test_clusters_are_fitted_on_32_queries_each():
     query, key, value = (torch.randn(1, 2, 512, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
     sizes = {"clusters": 3, "topk": 8, "key_clusters": 2, "segment_length": 128, "window": 16}
     found = {
-        count: causal_clustered_attention(query, key, value, fit_queries=count, **sizes) for count in (2048, 96, 48)
+        count: causal_clustered_attention(query, key, value, fit_queries=count, **sizes) for count in (None, 96, 48)
     }
-    assert torch.equal(found[2048], found[96])
-    assert not torch.equal(found[2048], found[48])
+    assert torch.equal(found[None], found[96])
+    assert not torch.equal(found[None], found[48])

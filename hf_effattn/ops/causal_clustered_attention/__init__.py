@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from ..cluster_queries import DEFAULT_FIT_QUERIES, DEFAULT_ITERATIONS
+from ..cluster_queries import DEFAULT_ITERATIONS
 from ..kmeans import check_seed
 from ..shared.arguments import check_counts, check_mask, check_number, check_query_key_value, choose_backend
 from ..shared.callers import stacklevel_of_user
@@ -40,7 +40,7 @@ def causal_clustered_attention(
     segment_length: int = DEFAULT_SEGMENT_LENGTH,
     window: int = DEFAULT_WINDOW,
     iterations: int = DEFAULT_ITERATIONS,
-    fit_queries: int = DEFAULT_FIT_QUERIES,
+    fit_queries: int | None = None,
     exact_above: float | None = None,
     seed: int = 0,
     prefill: bool = False,
@@ -85,8 +85,8 @@ def causal_clustered_attention(
         segment_length (`int`): tokens of a segment.
         window (`int`): keys before the segment that are attended to exactly.
         iterations (`int`): rounds of Lloyd's algorithm; at most one is run.
-        fit_queries (`int`): queries, and keys, of a segment that clusters are fitted on, at most; of more than 32 for
-            each cluster no more.
+        fit_queries (`int`, *optional*): queries, and keys, of a segment that clusters are fitted on, at most. Default:
+            32 for each cluster.
         exact_above (`float`, *optional*): of `"bi-clustered"`: heads in which the error predicted for a segment is
             larger (`predicted_error`, of the past queries that its clusters are made of) attend exactly to all older
             keys. Default: none does.
@@ -112,7 +112,7 @@ def causal_clustered_attention(
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}")
     check_counts(clusters=clusters, topk=topk, key_clusters=key_clusters)
-    check_counts(segment_length=segment_length, fit_queries=fit_queries)
+    check_counts(segment_length=segment_length, **{} if fit_queries is None else {"fit_queries": fit_queries})
     check_counts(minimum=0, window=window, iterations=iterations)
     check_seed(seed)
     if exact_above is not None:
@@ -148,7 +148,7 @@ def causal_clustered_attention(
         min(segment_length, max(1, N)),
         min(window, N),
         iterations,
-        min(fit_queries, FIT_QUERIES_PER_CLUSTER * max(clusters, key_clusters)),
+        fit_queries or FIT_QUERIES_PER_CLUSTER * max(clusters, key_clusters),
         inf if exact_above is None or method != "bi-clustered" else float(exact_above),
         seed,
         prefill,

@@ -112,13 +112,14 @@ class _Segments:
                 target[:, :, rows] = numbers
         with_all_older = []
         for heads, _, part in self.exact_older:
-            near = found[0][heads], found[1][heads]
-            merge_(near, part.attend())
-            with_all_older.append((heads, near))
+            of_heads = found[0][heads], found[1][heads]
+            merge_(of_heads, part.attend())
+            with_all_older.append((heads, of_heads))
         if self.older is not None:
             self.older.merge_exact_(found)
-        for heads, numbers in with_all_older:
-            found[0][heads], found[1][heads] = numbers
+        for heads, of_heads in with_all_older:
+            for target, numbers in zip(found, of_heads, strict=True):
+                target[heads] = numbers
         return found
 
     def add_clusters(self, rest: Attended) -> torch.Tensor | None:

@@ -56,8 +56,8 @@ class Clustered(Method):
         iterations (`int`): rounds of Lloyd's algorithm.
         bits (`int`): length of the code of `"lsh"`.
         fit_queries (`int`, *optional*): queries per head that the clusters are fitted on, before all are assigned.
-            Default: 2,048, for `"bi-clustered"` at least 64 per cluster of queries, but in models that mask the
-            future.
+            Default: 2,048, for `"bi-clustered"` at least 64 per cluster of queries; in models that mask the future 32
+            per cluster of a segment.
         seed (`int`): of the clustering; the same seed gives the same clusters.
         check_finite (`bool`): raise at the first attention whose queries are not finite, instead of going on.
         causal (`str`): in models that mask the future (which always cluster by K-means in the keys' metric):
@@ -217,7 +217,7 @@ class Clustered(Method):
             segment_length=self.segment_length,
             window=self.window,
             iterations=self.iterations,
-            fit_queries=self.fit_queries or DEFAULT_FIT_QUERIES,
+            fit_queries=self.fit_queries,
             seed=self.seed,
             prefill=self.clusters_prompts and options.prompt,
             key_mask=options.key_mask,
