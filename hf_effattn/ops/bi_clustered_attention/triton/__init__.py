@@ -52,8 +52,7 @@ def _forward(x: Inputs) -> list[torch.Tensor]:
             None, None, table_keys, table_values, bias, centroids, dipoles, output, lse, share,
             *query.stride(), *key.stride(), *value.stride(), *output.stride(),
             H, H // Hk, N, D, Dv, clusters, key_clusters, *blocks, topk, scale, scale * LOG2_E, dropout_p,
-            HAS_SUMMARIES=True, HAS_REST=False, HAS_EXACT=exact_heads is not None,
-            HAS_DROPOUT=dropout_seed is not None, **sizes, **config,
+            HAS_SUMMARIES=True, HAS_REST=False, **sizes, **config,
         )  # fmt: skip
     if exact_heads is not None:
         attend_exactly(output, lse, x, exact_heads)

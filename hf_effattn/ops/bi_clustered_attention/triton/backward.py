@@ -19,11 +19,12 @@ from ...shared.triton.cluster_table import (
     add_exact_keys,
     dipole_part,
     is_exact,
+    load_sizes,
 )
 from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import dot_rows
 from ...shared.triton.sort import SortedRows
-from ...shared.triton.tiles import LOG2_E, PART, load_rows, load_tile, tile_config
+from ...shared.triton.tiles import LOG2_E, PART, load_operand, load_rows, load_tile, store_rows, tile_config
 from ..reference import Inputs
 from .forward import Saved, load_lift, load_spread, load_taken
 from .products import cluster_products
@@ -40,15 +41,15 @@ def _bi_clustered_attention_bwd_key_kernel(
     stride_value_b, stride_value_h, stride_value_m, stride_value_d,
     stride_gk_b, stride_gk_h, stride_gk_m, stride_gk_d, stride_gv_b, stride_gv_h, stride_gv_m, stride_gv_d,
     key_heads, rows, M, D, Dv, clusters, key_clusters, words, tiles, mean_size, scale, scale_log2,
-    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`dK_t` and `dV_t` of a tile of keys of one cluster: through the tables, the covariances, and as exact keys."""
     i_p = (tl.program_id(0) // tiles).to(tl.int64)
     i_c, _, m_key, b_row = load_tile(
         order_ptr, key_starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, M, key_clusters, tiles, ROWS
     )
-    if (tl.max(m_key.to(tl.int32), 0) == 0) | is_exact(exact_heads_ptr, i_p, HAS_EXACT):
+    if (tl.max(m_key.to(tl.int32), 0) == 0) | is_exact(exact_heads_ptr, i_p):
         return
     in_cluster = i_c < key_clusters
     i_c = tl.where(in_cluster, i_c, 0)
@@ -56,10 +57,10 @@ def _bi_clustered_attention_bwd_key_kernel(
     i_b, i_h = i_p // key_heads, i_p % key_heads
     p_key = key_ptr + i_b * stride_key_b + i_h * stride_key_h + b_row * stride_key_m
     p_value = value_ptr + i_b * stride_value_b + i_h * stride_value_h + b_row * stride_value_m
-    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    o_d = tl.arange(0, BLOCK_D)
     # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
-    b_key = load_rows(p_key, m_member, stride_key_d, D, BLOCK_D)
-    b_value = load_rows(p_value, m_member, stride_value_d, Dv, BLOCK_V)
+    key = load_operand(p_key, m_member, stride_key_d, D, BLOCK_D)
+    value = load_operand(p_value, m_member, stride_value_d, Dv, BLOCK_V)
     b_lift = load_lift(log_square_ptr + i_p * M, b_row, m_member)
     b_grad_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_grad_value = tl.zeros([ROWS, BLOCK_V], tl.float32)
@@ -68,20 +69,13 @@ def _bi_clustered_attention_bwd_key_kernel(
         m_r = o_r < rows
         o_row = i_p * rows + o_r
         o_table = o_row * key_clusters + i_c
-        p_centroid = centroids_ptr + o_row * D
-        p_grad_key, p_grad_value = table_grad_key_ptr + o_table * D, table_grad_value_ptr + o_table * Dv
         # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-        b_centroid = load_rows(p_centroid, m_r, 1, D, BLOCK_D)
-        b_table_key = load_rows(p_grad_key, m_r, 1, D, BLOCK_D)
-        b_table_value = load_rows(p_grad_value, m_r, 1, Dv, BLOCK_V)
+        centroid = load_operand(centroids_ptr + o_row * D, m_r, 1, D, BLOCK_D)
+        table_key = load_operand(table_grad_key_ptr + o_table * D, m_r, 1, D, BLOCK_D)
+        table_value = load_operand(table_grad_value_ptr + o_table * Dv, m_r, 1, Dv, BLOCK_V)
         b_mass = tl.load(log_mass_ptr + o_table, mask=m_r, other=float("-inf"))
-        # A table holds the clusters of several problems, whose starts have two entries more.
-        p_start = starts_ptr + i_p * (rows // clusters) * (clusters + 2) + o_r + o_r // clusters * 2
-        b_size = (tl.load(p_start + 1, mask=m_r, other=0) - tl.load(p_start, mask=m_r, other=0)).to(tl.float32)
-        b_scores = dot_rows(
-            b_key, b_centroid, p_key, m_member, stride_key_d, p_centroid, m_r, 1, D,
-            ROWS, COLUMNS, BY_PARTS, PRECISION,
-        )  # fmt: skip
+        b_size = load_sizes(starts_ptr, i_p * (rows // clusters), o_r, m_r, clusters)
+        b_scores = dot_rows(key, centroid, D, BY_PARTS, PRECISION)
         m_pair = m_member[:, None] & (b_mass > float("-inf"))[None, :]
         # One word of a key holds all columns, of which there are 32 at most.
         b_word = tl.load(taken_ptr + (i_p * M + b_row) * words + first // 32, mask=m_member, other=0)
@@ -90,20 +84,14 @@ def _bi_clustered_attention_bwd_key_kernel(
         b_weights = tl.exp2(tl.where(m_pair, b_scores, float("-inf")))
         # Every member of a cluster counted.
         b_weights *= (b_size / mean_size)[None, :]
-        b_inner = dot_rows(
-            b_key, b_table_key, p_key, m_member, stride_key_d, p_grad_key, m_r, 1, D,
-            ROWS, COLUMNS, BY_PARTS, PRECISION,
-        )  # fmt: skip
-        b_inner += dot_rows(
-            b_value, b_table_value, p_value, m_member, stride_value_d, p_grad_value, m_r, 1, Dv,
-            ROWS, COLUMNS, BY_PARTS, PRECISION,
-        )  # fmt: skip
+        b_inner = dot_rows(key, table_key, D, BY_PARTS, PRECISION)
+        b_inner += dot_rows(value, table_value, Dv, BY_PARTS, PRECISION)
         b_constant = tl.load(constant_ptr + o_table, mask=m_r, other=0.0) / tl.maximum(b_size, 1.0)
         b_grad_scores = b_weights * (b_inner + b_constant[None, :]) * scale
-        b_weights = b_weights.to(b_key.dtype)
-        b_grad_value += tl.dot(b_weights, b_table_value, input_precision=PRECISION)
-        b_grad_key += tl.dot(b_weights, b_table_key, input_precision=PRECISION)
-        b_grad_key += tl.dot(b_grad_scores.to(b_key.dtype), b_centroid, input_precision=PRECISION)
+        b_weights = b_weights.to(key[0].dtype)
+        b_grad_value += tl.dot(b_weights, table_value[0], input_precision=PRECISION)
+        b_grad_key += tl.dot(b_weights, table_key[0], input_precision=PRECISION)
+        b_grad_key += tl.dot(b_grad_scores.to(b_weights.dtype), centroid[0], input_precision=PRECISION)
 
     p_start = key_starts_ptr + i_p * (key_clusters + 2) + i_c
     divisor = tl.maximum(tl.load(p_start + 1) - tl.load(p_start), 1).to(tl.float32)
@@ -128,12 +116,10 @@ def _bi_clustered_attention_bwd_key_kernel(
     p_sums = sums_ptr + (i_p * M + b_row) * (D + Dv)
     b_grad_key += load_rows(p_sums, m_member, 1, D, BLOCK_D)
     b_grad_value += load_rows(p_sums + D, m_member, 1, Dv, BLOCK_V)
-    p_gk = grad_key_ptr + i_b * stride_gk_b + i_h * stride_gk_h + b_row[:, None] * stride_gk_m
-    p_gv = grad_value_ptr + i_b * stride_gv_b + i_h * stride_gv_h + b_row[:, None] * stride_gv_m
-    b_grad_key = tl.where(m_member[:, None], b_grad_key, 0.0).to(grad_key_ptr.dtype.element_ty)
-    b_grad_value = tl.where(m_member[:, None], b_grad_value, 0.0).to(grad_value_ptr.dtype.element_ty)
-    tl.store(p_gk + o_d[None, :] * stride_gk_d, b_grad_key, mask=m_key[:, None] & (o_d < D)[None, :])
-    tl.store(p_gv + o_v[None, :] * stride_gv_d, b_grad_value, mask=m_key[:, None] & (o_v < Dv)[None, :])
+    p_gk = grad_key_ptr + i_b * stride_gk_b + i_h * stride_gk_h + b_row * stride_gk_m
+    p_gv = grad_value_ptr + i_b * stride_gv_b + i_h * stride_gv_h + b_row * stride_gv_m
+    store_rows(p_gk, tl.where(m_member[:, None], b_grad_key, 0.0), m_key, stride_gk_d, D, BLOCK_D)
+    store_rows(p_gv, tl.where(m_member[:, None], b_grad_value, 0.0), m_key, stride_gv_d, Dv, BLOCK_V)
 
 
 @kernel
@@ -144,14 +130,14 @@ def _bi_clustered_attention_bwd_centroid_kernel(
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
     stride_value_b, stride_value_h, stride_value_m, stride_value_d,
     key_heads, rows, M, D, Dv, clusters, key_clusters, words, blocks, splits, split_length, scale, scale_log2,
-    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`dQ̄_j / n_j`, what each query gets from the tables of its centroid, over one part of the key clusters."""
     i_block = tl.program_id(0) % blocks
     i_split = tl.program_id(0) // blocks % splits
     i_p = (tl.program_id(0) // (blocks * splits)).to(tl.int64)
-    if is_exact(exact_heads_ptr, i_p, HAS_EXACT):
+    if is_exact(exact_heads_ptr, i_p):
         return
     key_starts_ptr += i_p * (key_clusters + 2)
     key_ptr += i_p // key_heads * stride_key_b + i_p % key_heads * stride_key_h
@@ -159,21 +145,17 @@ def _bi_clustered_attention_bwd_centroid_kernel(
     o_r = i_block * ROWS + tl.arange(0, ROWS)
     m_r = o_r < rows
     o_row = i_p * rows + o_r
-    p_centroid = centroids_ptr + o_row * D
-    p_start = starts_ptr + i_p * (rows // clusters) * (clusters + 2) + o_r + o_r // clusters * 2
-    b_size = tl.load(p_start + 1, mask=m_r, other=0) - tl.load(p_start, mask=m_r, other=0)
-    b_size = tl.maximum(b_size, 1).to(tl.float32)
+    b_size = tl.maximum(load_sizes(starts_ptr, i_p * (rows // clusters), o_r, m_r, clusters), 1.0)
     # [ROWS, BLOCK_D]
-    b_centroid = load_rows(p_centroid, m_r, 1, D, BLOCK_D)
+    centroid = load_operand(centroids_ptr + o_row * D, m_r, 1, D, BLOCK_D)
     b_grad_centroid = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for i_c in range(i_split * split_length, tl.minimum(key_clusters, (i_split + 1) * split_length)):
         first, last = tl.load(key_starts_ptr + i_c), tl.load(key_starts_ptr + i_c + 1)
         o_table = o_row * key_clusters + i_c
-        p_grad_key, p_grad_value = table_grad_key_ptr + o_table * D, table_grad_value_ptr + o_table * Dv
         # [ROWS, BLOCK_D], [ROWS, BLOCK_D], [ROWS, BLOCK_V]
         b_tilted = load_rows(table_key_ptr + o_table * D, m_r, 1, D, BLOCK_D).to(tl.float32)
-        b_table_key = load_rows(p_grad_key, m_r, 1, D, BLOCK_D)
-        b_table_value = load_rows(p_grad_value, m_r, 1, Dv, BLOCK_V)
+        table_key = load_operand(table_grad_key_ptr + o_table * D, m_r, 1, D, BLOCK_D)
+        table_value = load_operand(table_grad_value_ptr + o_table * Dv, m_r, 1, Dv, BLOCK_V)
         b_mass = tl.load(log_mass_ptr + o_table, mask=m_r, other=float("-inf"))
         m_table = b_mass > float("-inf")
         b_mass = tl.where(m_table, b_mass, 0.0)
@@ -183,31 +165,19 @@ def _bi_clustered_attention_bwd_centroid_kernel(
             o_place = place + tl.arange(0, COLUMNS)
             m_key = o_place < last
             b_row = tl.load(order_ptr + i_p * M + o_place, mask=m_key, other=0).to(tl.int64)
-            p_key, p_value = key_ptr + b_row * stride_key_m, value_ptr + b_row * stride_value_m
             # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-            b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
-            b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
-            b_scores = dot_rows(
-                b_centroid, b_key, p_centroid, m_r, 1, p_key, m_key, stride_key_d, D,
-                ROWS, COLUMNS, BY_PARTS, PRECISION,
-            )  # fmt: skip
-            b_inner = dot_rows(
-                b_table_key, b_key, p_grad_key, m_r, 1, p_key, m_key, stride_key_d, D,
-                ROWS, COLUMNS, BY_PARTS, PRECISION,
-            )  # fmt: skip
-            b_inner += dot_rows(
-                b_table_value, b_value, p_grad_value, m_r, 1, p_value, m_key, stride_value_d, Dv,
-                ROWS, COLUMNS, BY_PARTS, PRECISION,
-            )  # fmt: skip
+            key = load_operand(key_ptr + b_row * stride_key_m, m_key, stride_key_d, D, BLOCK_D)
+            value = load_operand(value_ptr + b_row * stride_value_m, m_key, stride_value_d, Dv, BLOCK_V)
+            b_scores = dot_rows(centroid, key, D, BY_PARTS, PRECISION)
+            b_inner = dot_rows(table_key, key, D, BY_PARTS, PRECISION)
+            b_inner += dot_rows(table_value, value, Dv, BY_PARTS, PRECISION)
             m_taken = load_taken(taken_ptr + i_p * M * words, b_row, m_key, i_block * ROWS, words, ROWS)
             b_lift = load_lift(log_square_ptr + i_p * M, b_row, m_key)
             b_scores = b_scores * scale_log2 + b_lift[None, :] - b_mass[:, None]
             b_weights = tl.exp2(tl.where(m_taken, float("-inf"), b_scores))
             b_grad_scores = b_weights * (b_inner + b_constant[:, None])
-            b_grad_centroid += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
-    o_d = tl.arange(0, BLOCK_D)
-    p_out = grad_centroids_ptr + (o_row * splits + i_split)[:, None] * D + o_d[None, :]
-    tl.store(p_out, b_grad_centroid * scale, mask=m_r[:, None] & (o_d < D)[None, :])
+            b_grad_centroid += tl.dot(b_grad_scores.to(key[0].dtype), key[0], input_precision=PRECISION)
+    store_rows(grad_centroids_ptr + (o_row * splits + i_split) * D, b_grad_centroid * scale, m_r, 1, D, BLOCK_D)
 
 
 def attend_backward(
@@ -229,8 +199,6 @@ def attend_backward(
     narrow = sums_config["num_warps"] == 8 or amd
     stages = min(1 if amd else 2, sums_config["num_stages"])
     key_config = sums_config | ({"COLUMNS": 16, "num_stages": stages} if narrow else {})
-    exact = {"HAS_EXACT": exact_heads is not None}
-    switches = exact | {"HAS_DROPOUT": dropout_seed is not None}
     tiles = queries.tiles.shape[1]
     of_queries = queries.order, queries.starts, queries.tiles
     scales = scale, scale * LOG2_E
@@ -244,7 +212,7 @@ def attend_backward(
         _cluster_table_bwd_delta_kernel[(B * H * tiles,)](
             query, output, grad_output, exact_heads, *of_queries, saved.centroids, saved.dipoles, delta, turn,
             *strides[0], *output.stride(), *strides[3], H, group, N, D, Dv, clusters, tiles, scale,
-            **exact, PART=dipole_part(query, config["BLOCK_D"]), ROWS=queries.tile,
+            PART=dipole_part(query, config["BLOCK_D"]), ROWS=queries.tile,
             **{name: config[name] for name in ("BLOCK_V", "BY_PARTS", "PRECISION")},
         )  # fmt: skip
         add_exact_keys(
@@ -256,7 +224,7 @@ def attend_backward(
             query, grad_output, dropout_seed, exact_heads, *of_queries[:2], saved.lse, delta, turn, saved.table_keys,
             saved.table_values, saved.bias, saved.centroids, table_grad_keys, table_grad_values, grad_bias, constant,
             *strides[0], *strides[3], H, group, N, D, Dv, clusters, key_clusters, topk, blocks, *scales, dropout_p,
-            **switches, **summary_config,
+            **summary_config,
         )  # fmt: skip
         grad_dipoles, share_grads = cluster_products(
             query, grad_output, queries, saved.centroids, None, exact_heads,
@@ -274,7 +242,7 @@ def attend_backward(
             keys.starts, keys.tiles, saved.log_mass, constant, table_grad_keys, table_grad_values,
             saved.mean_keys, saved.mean_values, grad_covariances, sums, grad_key, grad_value, *strides[1], *strides[2],
             *grad_key.stride(), *grad_value.stride(), Hk, rows, M, D, Dv, clusters, key_clusters, words,
-            keys.tiles.shape[1], max(1.0, N / clusters), *scales, **exact, **key_config,
+            keys.tiles.shape[1], max(1.0, N / clusters), *scales, **key_config,
         )  # fmt: skip
         blocks = -(-rows // key_config["ROWS"])
         splits = max(1, min(CENTROID_PROGRAMS // (P * blocks), key_clusters))
@@ -285,14 +253,13 @@ def attend_backward(
             saved.centroids, key, value, saved.log_squares, saved.taken, exact_heads, queries.starts, keys.order,
             keys.starts, saved.table_keys, saved.log_mass, constant, table_grad_keys, table_grad_values, grad_bias,
             grad_centroids, *strides[1], *strides[2], Hk, rows, M, D, Dv, clusters, key_clusters, words, blocks,
-            splits, split_length, *scales, **exact,
-            **key_config | ({"num_stages": 1} if query.element_size() == 4 else {}),
+            splits, split_length, *scales, **key_config | ({"num_stages": 1} if query.element_size() == 4 else {}),
         )  # fmt: skip
         _cluster_table_bwd_query_kernel[(B * H * tiles,)](
             query, key, value, grad_output, dropout_seed, exact_heads, *of_queries, saved.top, saved.lse, delta,
             None, None, saved.table_keys, saved.table_values, saved.bias, saved.dipoles, saved.share, share_grads,
             turn, grad_centroids, grad_query, *strides[0], *strides[1], *strides[2], *strides[3], *grad_query.stride(),
             H, group, N, D, Dv, clusters, key_clusters, tiles, topk, splits, *scales, dropout_p,
-            HAS_SUMMARIES=True, HAS_REST=False, PART=16, **switches, **config,
+            HAS_SUMMARIES=True, HAS_REST=False, PART=16, **config,
         )  # fmt: skip
     return grad_query, grad_key, grad_value, delta

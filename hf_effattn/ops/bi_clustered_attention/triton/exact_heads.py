@@ -9,11 +9,9 @@ import torch
 import triton.language as tl
 
 from ...shared.triton.chips import on_device_of
-from ...shared.triton.cluster_table import score_gradients
-from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.launch import kernel
-from ...shared.triton.softmax import KIND, KINDS, dot_rows, softmax_step
-from ...shared.triton.tiles import LOG2_E, LOWEST, load_key_mask, load_rows, tile_config
+from ...shared.triton.softmax import KIND, add_to_keys, add_to_queries, attend
+from ...shared.triton.tiles import LOG2_E, LOWEST, load_key_mask, load_operand, load_rows, store_rows, tile_config
 from ..reference import Inputs
 
 
@@ -25,7 +23,7 @@ def _bi_clustered_attention_fwd_exact_kernel(
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,
     stride_mask_b, stride_mask_m, stride_qm_b, stride_qm_n,
     H, group, N, M, D, Dv, blocks, scale_log2, dropout_p,
-    HAS_MASK: tl.constexpr, HAS_QUERY_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_QUERY_MASK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +43,7 @@ def _bi_clustered_attention_fwd_exact_kernel(
     o_row = i_p * N + o_n
     p_query = query_ptr + i_b * stride_query_b + i_h * stride_query_h + o_n.to(tl.int64) * stride_query_n
     # [ROWS, BLOCK_D]
-    b_query = load_rows(p_query, m_query, stride_query_d, D, BLOCK_D)
+    query = load_operand(p_query, m_query, stride_query_d, D, BLOCK_D)
     b_output = tl.zeros([ROWS, BLOCK_V], tl.float32)
     b_highest = tl.full([ROWS], LOWEST, tl.float32)
     b_total = tl.zeros([ROWS], tl.float32)
@@ -53,26 +51,17 @@ def _bi_clustered_attention_fwd_exact_kernel(
         o_m = first + tl.arange(0, COLUMNS)
         m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
         o_m64 = o_m.to(tl.int64)
-        p_key = key_ptr + o_m64 * stride_key_m
         # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-        b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
+        key = load_operand(key_ptr + o_m64 * stride_key_m, m_key, stride_key_d, D, BLOCK_D)
         b_value = load_rows(value_ptr + o_m64 * stride_value_m, m_key, stride_value_d, Dv, BLOCK_V)
-        b_scores = dot_rows(
-            b_query, b_key, p_query, m_query, stride_query_d, p_key, m_key, stride_key_d, D,
-            ROWS, COLUMNS, BY_PARTS, PRECISION,
-        )  # fmt: skip
-        b_scores = tl.where(m_query[:, None] & m_key[None, :], b_scores * scale_log2, float("-inf"))
-        b_output, b_highest, b_total = softmax_step(
-            b_scores, b_value, b_output, b_highest, b_total, seed_ptr, o_row, o_m, M, dropout_p,
-            HAS_DROPOUT, PRECISION,
+        b_output, b_highest, b_total = attend(
+            query, key, b_value, m_query[:, None] & m_key[None, :], b_output, b_highest, b_total, D, scale_log2,
+            seed_ptr, o_row, o_m, M, dropout_p, KIND, BY_PARTS, PRECISION,
         )  # fmt: skip
     b_divisor = tl.where(b_total > 0, b_total, 1.0)
     tl.store(lse_ptr + o_row, b_highest + tl.log2(b_divisor), mask=o_n < N)
-    o_v = tl.arange(0, BLOCK_V)
-    p_output = output_ptr + i_b * stride_output_b + i_h * stride_output_h
-    p_output += o_n.to(tl.int64)[:, None] * stride_output_n + o_v[None, :] * stride_output_d
-    b_output = (b_output / b_divisor[:, None]).to(output_ptr.dtype.element_ty)
-    tl.store(p_output, b_output, mask=(o_n < N)[:, None] & (o_v < Dv)[None, :])
+    p_output = output_ptr + i_b * stride_output_b + i_h * stride_output_h + o_n.to(tl.int64) * stride_output_n
+    store_rows(p_output, b_output / b_divisor[:, None], o_n < N, stride_output_d, Dv, BLOCK_V)
 
 
 def attend_exactly(output: torch.Tensor, lse: torch.Tensor, x: Inputs, exact_heads: torch.Tensor) -> None:
@@ -88,8 +77,7 @@ def attend_exactly(output: torch.Tensor, lse: torch.Tensor, x: Inputs, exact_hea
             query, key, value, key_mask, query_mask, exact_heads, seed, output, lse,
             *query.stride(), *key.stride(), *value.stride(), *output.stride(), *masks,
             H, H // key.shape[1], N, M, D, Dv, blocks, x.scale * LOG2_E, x.dropout_p,
-            HAS_MASK=key_mask is not None, HAS_QUERY_MASK=query_mask is not None,
-            HAS_DROPOUT=seed is not None, **config,
+            HAS_MASK=key_mask is not None, HAS_QUERY_MASK=query_mask is not None, **config,
         )  # fmt: skip
 
 
@@ -102,7 +90,7 @@ def _bi_clustered_attention_bwd_exact_query_kernel(
     stride_go_b, stride_go_h, stride_go_n, stride_go_d, stride_mask_b, stride_mask_m, stride_qm_b, stride_qm_n,
     stride_gq_b, stride_gq_h, stride_gq_n, stride_gq_d,
     H, group, N, M, D, Dv, blocks, scale, scale_log2, dropout_p,
-    HAS_MASK: tl.constexpr, HAS_QUERY_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_QUERY_MASK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -123,8 +111,8 @@ def _bi_clustered_attention_bwd_exact_query_kernel(
     p_query = query_ptr + i_b * stride_query_b + i_h * stride_query_h + o_n64 * stride_query_n
     p_grad = grad_output_ptr + i_b * stride_go_b + i_h * stride_go_h + o_n64 * stride_go_n
     # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
-    b_query = load_rows(p_query, m_query, stride_query_d, D, BLOCK_D)
-    b_grad = load_rows(p_grad, m_query, stride_go_d, Dv, BLOCK_V)
+    query = load_operand(p_query, m_query, stride_query_d, D, BLOCK_D)
+    grad = load_operand(p_grad, m_query, stride_go_d, Dv, BLOCK_V)
     b_lse = tl.load(lse_ptr + o_row, mask=m_query, other=0.0)
     b_delta = tl.load(delta_ptr + o_row, mask=m_query, other=0.0)
     b_grad_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -132,30 +120,15 @@ def _bi_clustered_attention_bwd_exact_query_kernel(
         o_m = first + tl.arange(0, COLUMNS)
         m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
         o_m64 = o_m.to(tl.int64)
-        p_key, p_value = key_ptr + o_m64 * stride_key_m, value_ptr + o_m64 * stride_value_m
         # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-        b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
-        b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
-        b_scores = dot_rows(
-            b_query, b_key, p_query, m_query, stride_query_d, p_key, m_key, stride_key_d, D,
-            ROWS, COLUMNS, BY_PARTS, PRECISION,
+        key = load_operand(key_ptr + o_m64 * stride_key_m, m_key, stride_key_d, D, BLOCK_D)
+        value = load_operand(value_ptr + o_m64 * stride_value_m, m_key, stride_value_d, Dv, BLOCK_V)
+        b_grad_query = add_to_queries(
+            query, grad, b_lse, b_delta, key, value, m_query[:, None] & m_key[None, :], None, None, b_grad_query,
+            D, Dv, scale_log2, seed_ptr, o_row, o_m, M, dropout_p, KIND, BY_PARTS, PRECISION,
         )  # fmt: skip
-        b_grad_weights = dot_rows(
-            b_grad, b_value, p_grad, m_query, stride_go_d, p_value, m_key, stride_value_d, Dv,
-            ROWS, COLUMNS, BY_PARTS, PRECISION,
-        )  # fmt: skip
-        b_factor = b_delta[:, None]
-        if HAS_DROPOUT:
-            b_factor = dropout_factor(seed_ptr, o_row, o_m, M, dropout_p, KINDS, KIND)
-        m_pair = m_query[:, None] & m_key[None, :]
-        b_grad_scores, _ = score_gradients(
-            b_scores * scale_log2, m_pair, b_lse[:, None], b_delta[:, None], b_grad_weights, b_factor, HAS_DROPOUT
-        )
-        b_grad_query += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
-    o_d = tl.arange(0, BLOCK_D)
-    p_out = grad_query_ptr + i_b * stride_gq_b + i_h * stride_gq_h + o_n64[:, None] * stride_gq_n
-    b_grad_query = (b_grad_query * scale).to(grad_query_ptr.dtype.element_ty)
-    tl.store(p_out + o_d[None, :] * stride_gq_d, b_grad_query, mask=(o_n < N)[:, None] & (o_d < D)[None, :])
+    p_out = grad_query_ptr + i_b * stride_gq_b + i_h * stride_gq_h + o_n64 * stride_gq_n
+    store_rows(p_out, b_grad_query * scale, o_n < N, stride_gq_d, D, BLOCK_D)
 
 
 @kernel
@@ -167,7 +140,7 @@ def _bi_clustered_attention_bwd_exact_key_kernel(
     stride_go_b, stride_go_h, stride_go_n, stride_go_d, stride_mask_b, stride_mask_m, stride_qm_b, stride_qm_n,
     stride_gk_b, stride_gk_h, stride_gk_m, stride_gk_d, stride_gv_b, stride_gv_h, stride_gv_m, stride_gv_d,
     H, group, N, M, D, Dv, blocks, scale, scale_log2, dropout_p,
-    HAS_MASK: tl.constexpr, HAS_QUERY_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_QUERY_MASK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -186,8 +159,8 @@ def _bi_clustered_attention_bwd_exact_key_kernel(
     p_key = key_ptr + i_b * stride_key_b + i_kh * stride_key_h + o_m64 * stride_key_m
     p_value = value_ptr + i_b * stride_value_b + i_kh * stride_value_h + o_m64 * stride_value_m
     # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
-    b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
-    b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
+    key = load_operand(p_key, m_key, stride_key_d, D, BLOCK_D)
+    value = load_operand(p_value, m_key, stride_value_d, Dv, BLOCK_V)
     b_grad_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_grad_value = tl.zeros([ROWS, BLOCK_V], tl.float32)
     for i_h in range(i_kh * group, (i_kh + 1) * group):
@@ -198,34 +171,16 @@ def _bi_clustered_attention_bwd_exact_key_kernel(
             p_query = query_ptr + i_b * stride_query_b + i_h * stride_query_h + o_n64 * stride_query_n
             p_grad = grad_output_ptr + i_b * stride_go_b + i_h * stride_go_h + o_n64 * stride_go_n
             # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-            b_query = load_rows(p_query, m_row, stride_query_d, D, BLOCK_D)
-            b_grad = load_rows(p_grad, m_row, stride_go_d, Dv, BLOCK_V)
-            b_lse = tl.load(lse_ptr + o_row, mask=m_row, other=0.0)
-            b_delta = tl.load(delta_ptr + o_row, mask=m_row, other=0.0)
-            b_scores = dot_rows(
-                b_key, b_query, p_key, m_key, stride_key_d, p_query, m_row, stride_query_d, D,
-                ROWS, COLUMNS, BY_PARTS, PRECISION,
+            query = load_operand(p_query, m_row, stride_query_d, D, BLOCK_D)
+            grad = load_operand(p_grad, m_row, stride_go_d, Dv, BLOCK_V)
+            b_grad_key, b_grad_value = add_to_keys(
+                key, value, query, grad, lse_ptr, delta_ptr, m_key[:, None] & m_row[None, :], b_grad_key, b_grad_value,
+                D, Dv, scale_log2, seed_ptr, o_row, o_m, M, dropout_p, KIND, BY_PARTS, PRECISION,
             )  # fmt: skip
-            b_grad_weights = dot_rows(
-                b_value, b_grad, p_value, m_key, stride_value_d, p_grad, m_row, stride_go_d, Dv,
-                ROWS, COLUMNS, BY_PARTS, PRECISION,
-            )  # fmt: skip
-            b_factor = b_delta[None, :]
-            if HAS_DROPOUT:
-                b_factor = tl.trans(dropout_factor(seed_ptr, o_row, o_m, M, dropout_p, KINDS, KIND))
-            m_pair = m_key[:, None] & m_row[None, :]
-            b_grad_scores, b_dropped = score_gradients(
-                b_scores * scale_log2, m_pair, b_lse[None, :], b_delta[None, :], b_grad_weights, b_factor, HAS_DROPOUT
-            )
-            b_grad_value += tl.dot(b_dropped.to(b_grad.dtype), b_grad, input_precision=PRECISION)
-            b_grad_key += tl.dot(b_grad_scores.to(b_query.dtype), b_query, input_precision=PRECISION)
-    o_d, o_v, m_m = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), (o_m < M)[:, None]
-    p_gk = grad_key_ptr + i_b * stride_gk_b + i_kh * stride_gk_h + o_m64[:, None] * stride_gk_m
-    p_gv = grad_value_ptr + i_b * stride_gv_b + i_kh * stride_gv_h + o_m64[:, None] * stride_gv_m
-    b_grad_key = (b_grad_key * scale).to(grad_key_ptr.dtype.element_ty)
-    tl.store(p_gk + o_d[None, :] * stride_gk_d, b_grad_key, mask=m_m & (o_d < D)[None, :])
-    b_grad_value = b_grad_value.to(grad_value_ptr.dtype.element_ty)
-    tl.store(p_gv + o_v[None, :] * stride_gv_d, b_grad_value, mask=m_m & (o_v < Dv)[None, :])
+    p_gk = grad_key_ptr + i_b * stride_gk_b + i_kh * stride_gk_h + o_m64 * stride_gk_m
+    p_gv = grad_value_ptr + i_b * stride_gv_b + i_kh * stride_gv_h + o_m64 * stride_gv_m
+    store_rows(p_gk, b_grad_key * scale, o_m < M, stride_gk_d, D, BLOCK_D)
+    store_rows(p_gv, b_grad_value, o_m < M, stride_gv_d, Dv, BLOCK_V)
 
 
 def exact_backward(
@@ -242,11 +197,7 @@ def exact_backward(
     tensors = query, key, value, grad_output, key_mask, query_mask, exact_heads, seed, lse, delta
     numbers = H, H // Hk, N, M, D, Dv
     factors = x.scale, x.scale * LOG2_E, x.dropout_p
-    switches = {
-        "HAS_MASK": key_mask is not None,
-        "HAS_QUERY_MASK": query_mask is not None,
-        "HAS_DROPOUT": seed is not None,
-    }
+    switches = {"HAS_MASK": key_mask is not None, "HAS_QUERY_MASK": query_mask is not None}
     config = tile_config(query, D, Dv, backward=True)
     key_config = tile_config(query, D, Dv, backward=True, two_sums=True)
     with on_device_of(query):

@@ -16,7 +16,7 @@ from ...shared.triton.cluster_table import dipole_part, is_exact
 from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import dot_rows, softmax_weights
 from ...shared.triton.sort import SortedRows
-from ...shared.triton.tiles import LOG2_E, LOWEST, load_rows, load_tile, tile_config
+from ...shared.triton.tiles import LOG2_E, LOWEST, load_operand, load_rows, load_tile, store_rows, tile_config
 from ..reference import LARGEST_LIFT, SMALLEST, Inputs
 from .products import cluster_products
 
@@ -90,8 +90,8 @@ def _bi_clustered_attention_fwd_distance_kernel(
     log_square_ptr, taken_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
     key_heads, M, D, key_clusters, tiles, words, blocks,
-    HAS_EXACT: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
-    PART: tl.constexpr, PRECISION: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`log2 d_t²` of some tiles of sorted keys, `d_t² = (K_t - K̄_c)^T Σ_η (K_t - K̄_c)`; `-inf` in no cluster.
 
@@ -100,7 +100,7 @@ def _bi_clustered_attention_fwd_distance_kernel(
     i_p = (tl.program_id(0) // blocks).to(tl.int64)
     key_ptr += i_p // key_heads * stride_key_b + i_p % key_heads * stride_key_h
     covariance_ptr += i_p * D * D
-    exact = is_exact(exact_heads_ptr, i_p, HAS_EXACT)
+    exact = is_exact(exact_heads_ptr, i_p)
     sizes_ptr += i_p * D
     if PART == BLOCK_D:
         o_d = tl.arange(0, PART)
@@ -179,14 +179,14 @@ def _bi_clustered_attention_fwd_table_kernel(
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
     stride_value_b, stride_value_h, stride_value_m, stride_value_d,
     key_heads, rows, M, D, Dv, key_clusters, words, blocks, scale_log2,
-    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`log S_jc`, `K̃_jc`, `Ṽ_jc` and `b_jc = log S_jc - Q̄_j·K̃_jc` of one key cluster, for `ROWS` query clusters."""
     i_block = tl.program_id(0) % blocks
     i_c = tl.program_id(0) // blocks % key_clusters
     i_p = (tl.program_id(0) // (blocks * key_clusters)).to(tl.int64)
-    if is_exact(exact_heads_ptr, i_p, HAS_EXACT):
+    if is_exact(exact_heads_ptr, i_p):
         return
     starts_ptr += i_p * (key_clusters + 2) + i_c
     first, last = tl.load(starts_ptr), tl.load(starts_ptr + 1)
@@ -195,9 +195,8 @@ def _bi_clustered_attention_fwd_table_kernel(
     o_r = i_block * ROWS + tl.arange(0, ROWS)
     m_r = o_r < rows
     o_row = i_p * rows + o_r
-    p_centroid = centroids_ptr + o_row * D
     # [ROWS, BLOCK_D]
-    b_centroid = load_rows(p_centroid, m_r, 1, D, BLOCK_D)
+    centroid = load_operand(centroids_ptr + o_row * D, m_r, 1, D, BLOCK_D)
     b_key_sum = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_value_sum = tl.zeros([ROWS, BLOCK_V], tl.float32)
     b_highest = tl.full([ROWS], LOWEST, tl.float32)
@@ -206,33 +205,25 @@ def _bi_clustered_attention_fwd_table_kernel(
         o_place = place + tl.arange(0, COLUMNS)
         m_key = o_place < last
         b_row = tl.load(order_ptr + i_p * M + o_place, mask=m_key, other=0).to(tl.int64)
-        p_key = key_ptr + b_row * stride_key_m
         # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-        b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
+        key = load_operand(key_ptr + b_row * stride_key_m, m_key, stride_key_d, D, BLOCK_D)
         b_value = load_rows(value_ptr + b_row * stride_value_m, m_key, stride_value_d, Dv, BLOCK_V)
-        b_scores = dot_rows(
-            b_centroid, b_key, p_centroid, m_r, 1, p_key, m_key, stride_key_d, D,
-            ROWS, COLUMNS, BY_PARTS, PRECISION,
-        )  # fmt: skip
+        b_scores = dot_rows(centroid, key, D, BY_PARTS, PRECISION)
         m_taken = load_taken(taken_ptr + i_p * M * words, b_row, m_key, i_block * ROWS, words, ROWS)
         b_scores = b_scores * scale_log2 + load_lift(log_square_ptr + i_p * M, b_row, m_key)[None, :]
         b_scores = tl.where(m_taken, float("-inf"), b_scores)
         b_weights, b_kept, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
-        b_weights = b_weights.to(b_key.dtype)
-        b_key_sum = tl.dot(b_weights, b_key, b_key_sum * b_kept[:, None], input_precision=PRECISION)
+        b_weights = b_weights.to(b_value.dtype)
+        b_key_sum = tl.dot(b_weights, key[0], b_key_sum * b_kept[:, None], input_precision=PRECISION)
         b_value_sum = tl.dot(b_weights, b_value, b_value_sum * b_kept[:, None], input_precision=PRECISION)
     b_divisor = tl.where(b_total > 0, b_total, 1.0)
     o_table = o_row * key_clusters + i_c
-    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     b_tilted = (b_key_sum / b_divisor[:, None]).to(table_key_ptr.dtype.element_ty)
-    b_value_sum = b_value_sum / b_divisor[:, None]
-    m_table = m_r[:, None]
-    tl.store(table_key_ptr + o_table[:, None] * D + o_d[None, :], b_tilted, mask=m_table & (o_d < D)[None, :])
-    p_value = table_value_ptr + o_table[:, None] * Dv + o_v[None, :]
-    tl.store(p_value, b_value_sum.to(table_value_ptr.dtype.element_ty), mask=m_table & (o_v < Dv)[None, :])
+    store_rows(table_key_ptr + o_table * D, b_tilted, m_r, 1, D, BLOCK_D)
+    store_rows(table_value_ptr + o_table * Dv, b_value_sum / b_divisor[:, None], m_r, 1, Dv, BLOCK_V)
     b_log_mass = tl.where(b_total > 0, b_highest + tl.log2(b_divisor), float("-inf"))
     # Of K̃ as it is stored: the tangent is exact at the centroid.
-    b_at_centroid = tl.sum(b_centroid.to(tl.float32) * b_tilted.to(tl.float32), 1) * scale_log2
+    b_at_centroid = tl.sum(centroid[0].to(tl.float32) * b_tilted.to(tl.float32), 1) * scale_log2
     tl.store(log_mass_ptr + o_table, b_log_mass, mask=m_r)
     tl.store(bias_ptr + o_table, b_log_mass - b_at_centroid, mask=m_r)
 
@@ -241,13 +232,12 @@ def _bi_clustered_attention_fwd_table_kernel(
 def _bi_clustered_attention_fwd_dipole_kernel(
     log_mass_ptr, covariance_ptr, exact_heads_ptr, at_centroid_ptr, dipole_ptr,
     rows, columns, key_clusters, blocks, row_blocks,
-    HAS_EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_G: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_G: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`M_j = Σ_c p̄_jc Cov_c` of some query clusters, `COLUMNS` of its `D · Dv` numbers, `p̄_j = softmax(log S_j)`."""
     i_block = tl.program_id(0) % blocks
     i_p = (tl.program_id(0) // (blocks * row_blocks)).to(tl.int64)
-    if is_exact(exact_heads_ptr, i_p, HAS_EXACT):
+    if is_exact(exact_heads_ptr, i_p):
         return
     o_r = tl.program_id(0) // blocks % row_blocks * ROWS + tl.arange(0, ROWS)
     m_r = o_r < rows
@@ -307,7 +297,7 @@ def distances_of(
         _bi_clustered_attention_fwd_distance_kernel[(P * blocks,)](
             key, mean_keys, covariance, sizes, exact_heads, keys.order, keys.starts, keys.tiles, log_squares,
             taken, *key.stride(), Hk, M, D, keys.clusters, tiles, words, blocks,
-            HAS_EXACT=exact_heads is not None, TILES=TILES, ROWS=keys.tile, BLOCK_D=block_d,
+            TILES=TILES, ROWS=keys.tile, BLOCK_D=block_d,
             BLOCK_K=min(block_d, 32) if key.element_size() == 4 else block_d, PART=dipole_part(key, block_d),
             PRECISION=chip.dot_precision(key.dtype), **chip.all_registers,
         )  # fmt: skip
@@ -347,18 +337,17 @@ def make_tables(
     if config["COLUMNS"] == 32 and config["ROWS"] == 64 and max(D, Dv) <= 64:
         config["COLUMNS"] = 64  # half as many steps, each of which waits
     blocks = -(-rows // config["ROWS"])
-    has_exact = exact_heads is not None
     with on_device_of(key):
         _bi_clustered_attention_fwd_table_kernel[(P * G * blocks,)](
             centroids, key, value, log_squares, taken, exact_heads, keys.order, keys.starts, table_keys, table_values,
             log_mass, bias, *key.stride(), *value.stride(), Hk, rows, M, D, Dv, G, words, blocks, x.scale * LOG2_E,
-            HAS_EXACT=has_exact, **config,
+            **config,
         )  # fmt: skip
         tile = 64 if key.element_size() == 2 else 32
         row_blocks, blocks = -(-rows // tile), -(-(D * Dv) // 128)
         _bi_clustered_attention_fwd_dipole_kernel[(P * blocks * row_blocks,)](
             log_mass, covariances, exact_heads, at_centroid, dipoles, rows, D * Dv, G, blocks, row_blocks,
-            HAS_EXACT=has_exact, ROWS=tile, COLUMNS=128, BLOCK_G=32, PRECISION=config["PRECISION"], num_warps=8,
+            ROWS=tile, COLUMNS=128, BLOCK_G=32, PRECISION=config["PRECISION"], num_warps=8,
             num_stages=1, **chip_of(key).all_registers,
         )  # fmt: skip
     return table_keys, table_values, log_mass, bias, at_centroid, dipoles

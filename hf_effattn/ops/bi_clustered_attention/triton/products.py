@@ -32,8 +32,8 @@ def _bi_clustered_attention_products_kernel(
     sums_ptr,
     stride_a_b, stride_a_h, stride_a_n, stride_a_d, stride_b_b, stride_b_h, stride_b_n, stride_b_d,
     H, group, N, D, Dv, clusters, blocks, splits, length, factor,
-    HAS_MEAN_B: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_EXACT: tl.constexpr, AVERAGE: tl.constexpr,
-    SAME: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_MEAN_B: tl.constexpr, HAS_WEIGHTS: tl.constexpr, AVERAGE: tl.constexpr, SAME: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`Σ_i (a_i - ā_c)^T (b_i - b̄_c)` over the rows of `length` clusters, some columns of `a` a program; the means.
 
@@ -52,7 +52,7 @@ def _bi_clustered_attention_products_kernel(
     b_sum = tl.zeros([BLOCK_V], tl.float32)
     count = 0
     end = tl.minimum(clusters, (i_split + 1) * length)
-    end = tl.where(is_exact(exact_heads_ptr, i_p // group, HAS_EXACT), 0, end)
+    end = tl.where(is_exact(exact_heads_ptr, i_p // group), 0, end)
     for cluster in range(i_split * length, end):
         p_start = starts_ptr + i_p * (clusters + 2) + cluster
         first, last = tl.load(p_start), tl.load(p_start + 1)
@@ -150,8 +150,8 @@ def cluster_products(
             *a.stride(), *b.stride(),
             H, 1 if exact_heads is None else H // exact_heads.shape[1], N, D, Dv,
             members.clusters, blocks, splits, length, factor,
-            HAS_MEAN_B=mean_b is not None, HAS_WEIGHTS=weights is not None,
-            HAS_EXACT=exact_heads is not None, AVERAGE=parts is None, SAME=a is b and blocks == 1,
+            HAS_MEAN_B=mean_b is not None, HAS_WEIGHTS=weights is not None, AVERAGE=parts is None,
+            SAME=a is b and blocks == 1,
             ROWS=rows, BLOCK_D=block_d, BLOCK_V=block_v,
             PRECISION=chip.dot_precision(a.dtype), num_warps=num_warps,
             # With weights there are no registers for rows that are a step further ahead.

@@ -38,7 +38,7 @@ class BackwardPass:
         self.keys = rows.query.new_zeros(*places, self.D + self.Dv, dtype=torch.float32)
         settings = layout.settings
         self.factors = settings.scale, settings.scale * LOG2_E, settings.dropout_p
-        self.seed, self.dropout = settings.dropout_seed, {"HAS_DROPOUT": settings.dropout_seed is not None}
+        self.seed = settings.dropout_seed
         self.config = tile_config(rows.query, self.D, self.Dv, backward=True)
         self.sums_config = tile_config(rows.query, self.D, self.Dv, backward=True, two_sums=True)
         # What is drawn for dropout takes the registers of half of the columns.
@@ -72,10 +72,9 @@ class BackwardPass:
         n, topk = layout.settings.segment_length, 0 if top is None else top.shape[1]
         tiles = -(-n // self.config["ROWS"])
         _causal_attention_bwd_near_query_kernel[(rows.heads * count * tiles,)](
-            *rows, self.grad, self.seed, top, exact, self.lse, self.delta, self.query,
+            *rows, self.grad, self.seed, top if topk else None, exact, self.lse, self.delta, self.query,
             rows.group, layout.length, layout.padded, rows.key.shape[2], self.D, self.Dv, first, n,
-            layout.settings.window, layout.shift, topk, count, tiles, *self.factors,
-            HAS_TOP=topk > 0, HAS_EXACT=exact is not None, **self.dropout, **self.config,
+            layout.settings.window, layout.shift, topk, count, tiles, *self.factors, **self.config,
         )  # fmt: skip
 
     def _near_keys(self, exact: torch.Tensor | None) -> None:
@@ -85,7 +84,7 @@ class BackwardPass:
             *rows, self.grad, self.seed, exact, self.lse, self.delta, self.keys,
             rows.group, layout.length, layout.padded, rows.key.shape[2], self.D, self.Dv, layout.first_late,
             layout.settings.segment_length, layout.settings.window, layout.shift, tiles, *self.factors,
-            HAS_EXACT=exact is not None, **self.dropout, **self.near_config,
+            **self.near_config,
         )  # fmt: skip
 
     def _exact_keys(self, late: Late, top: torch.Tensor) -> None:
@@ -99,7 +98,7 @@ class BackwardPass:
             *rows, self.grad, self.seed, top, late.exact, self.lse, self.delta, shares,
             rows.heads, rows.group, layout.length, layout.padded, rows.key.shape[2], self.D, self.Dv,
             layout.first_late + late.first, layout.settings.segment_length, topk, blocks, *self.factors,
-            HAS_EXACT=late.exact is not None, **self.dropout, **self.near_config,
+            **self.near_config,
         )  # fmt: skip
         # Places without a key hold 0 and may go anywhere.
         first = torch.arange(len(self.keys), device=top.device) * self.keys.shape[1]
@@ -123,7 +122,6 @@ class BackwardPass:
         table_grad_keys, table_grad_values, grad_bias = (torch.empty_like(table) for table in tables[:3])
         constant = torch.empty_like(grad_bias)
         summary_config = self.sums_config | {"ROWS": min(self.sums_config["ROWS"], 64 // rows.key.element_size())}
-        switches = {"HAS_EXACT": exact is not None}
         query, grad = (layout.of_segments(part, start, late.segments) for part in (rows.query, self.grad))
         lse, delta = (
             layout.of_segments(part[None, ..., None], start, late.segments).contiguous()
@@ -134,7 +132,7 @@ class BackwardPass:
             query, grad, late.seed, exact, readers.order, readers.starts, lse, delta, torch.zeros_like(delta),
             tables.keys, tables.values, tables.bias, late.centroids, table_grad_keys, table_grad_values, grad_bias,
             constant, *query.stride(), *grad.stride(), rows.heads, group, n, D, Dv, C, columns, 0, row_blocks,
-            *self.factors, **self.dropout, **switches, **summary_config,
+            *self.factors, **summary_config,
         )  # fmt: skip
         if not layout.settings.first_order:
             table_grad_keys.zero_()
@@ -142,16 +140,15 @@ class BackwardPass:
         _causal_attention_bwd_older_query_kernel[(len(late.centroids) * tiles,)](
             rows.query, self.grad, late.seed, exact, readers.order, readers.starts, readers.tiles, *tables[:3],
             self.lse, self.delta, self.query, rows.heads, group, layout.length, layout.padded, D, Dv, C, G, late.first,
-            start, n, columns, tiles, *self.factors, **self.dropout, **switches, **self.config,
+            start, n, columns, tiles, *self.factors, **self.config,
         )  # fmt: skip
         sizes = len(self.keys), group, group * C, rows.key.shape[2], D, Dv, C, G, late.first, n, blocks
-        switches["HAS_TAKEN"] = taken is not None
         key_config = self.key_config | {"ROWS": keys.tile}
         tiles = keys.tiles.shape[1]
         _causal_attention_bwd_older_key_kernel[(blocks * len(self.keys) * tiles,)](
             late.centroids, rows.key, rows.value, taken, exact, readers.starts, keys.order, keys.starts, keys.tiles,
             tables.log_mass, constant, table_grad_keys, table_grad_values, self.keys,
-            *sizes, late.segments, tiles, max(1.0, n / C), *self.factors[:2], **switches, **key_config,
+            *sizes, late.segments, tiles, max(1.0, n / C), *self.factors[:2], **key_config,
         )  # fmt: skip
         key_config["ROWS"] = min(keys.tile, block_width(group * C))
         row_blocks = -(-group * C // key_config["ROWS"])
@@ -159,7 +156,7 @@ class BackwardPass:
         _causal_attention_bwd_centroid_kernel[(late.segments * len(self.keys) * blocks * row_blocks,)](
             late.centroids, rows.key, rows.value, taken, exact, readers.starts, keys.order, keys.starts, tables.keys,
             tables.log_mass, constant, table_grad_keys, table_grad_values, grad_bias, parts,
-            *sizes, row_blocks, *self.factors[:2], **switches,
+            *sizes, row_blocks, *self.factors[:2],
             **key_config | ({"num_stages": 1} if rows.key.element_size() == 4 else {}),
         )  # fmt: skip
         self._past_queries(found, late, parts.sum(dim=1))

@@ -12,12 +12,11 @@ import triton
 import triton.language as tl
 
 from ...shared.triton.chips import block_width, chip_of, on_device_of
-from ...shared.triton.cluster_table import is_exact, load_top
-from ...shared.triton.dropout import dropout_factor
+from ...shared.triton.cluster_table import is_exact, load_sizes, load_top
 from ...shared.triton.launch import kernel
-from ...shared.triton.softmax import KIND, KINDS, dot_rows, softmax_weights
+from ...shared.triton.softmax import KIND, dot_rows, softmax_step, softmax_weights
 from ...shared.triton.sort import SortedRows
-from ...shared.triton.tiles import LOG2_E, LOWEST, load_rows, load_tile, tile_config
+from ...shared.triton.tiles import LOG2_E, LOWEST, load_operand, load_rows, load_tile, store_rows, tile_config
 from ...shared.triton.topk import select_topk
 from .clusters import Clusters
 from .layout import Layout, Rows
@@ -82,19 +81,15 @@ def _causal_attention_fwd_mass_kernel(
     m_c = o_c < clusters
     sees = i_block <= first_late + i_p // heads
     key_ptr += (i_p % heads // group * rows_of_keys + i_block * segment_length) * D
-    p_centroid = centroids_ptr + (i_p * clusters + o_c) * D
     # [ROWS, BLOCK_D]
-    b_centroid = load_rows(p_centroid, m_c, 1, D, BLOCK_D)
+    centroid = load_operand(centroids_ptr + (i_p * clusters + o_c) * D, m_c, 1, D, BLOCK_D)
     b_highest = tl.full([ROWS], LOWEST, tl.float32)
     b_total = tl.zeros([ROWS], tl.float32)
     for begin in range(0, tl.where(sees, segment_length, 0), COLUMNS):
         o_key = begin + tl.arange(0, COLUMNS)
         m_key = (o_key < segment_length) & (i_block * segment_length + o_key >= shift)
-        p_key = key_ptr + o_key.to(tl.int64) * D
-        b_key = load_rows(p_key, m_key, 1, D, BLOCK_D)
-        b_scores = dot_rows(
-            b_centroid, b_key, p_centroid, m_c, 1, p_key, m_key, 1, D, ROWS, COLUMNS, BY_PARTS, PRECISION
-        )  # fmt: skip
+        key = load_operand(key_ptr + o_key.to(tl.int64) * D, m_key, 1, D, BLOCK_D)
+        b_scores = dot_rows(centroid, key, D, BY_PARTS, PRECISION)
         b_scores = tl.where(m_key[None, :], b_scores * scale_log2, float("-inf"))
         _, _, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
     b_lse = tl.where(b_total > 0, b_highest + tl.log2(tl.maximum(b_total, 1e-38)), float("-inf"))
@@ -117,10 +112,7 @@ def _causal_attention_fwd_share_kernel(
         m_block = m_row[:, None] & (o_block < blocks)[None, :]
         b_lse = tl.load(lse_ptr + o_row[:, None] * blocks + o_block[None, :], mask=m_block, other=float("-inf"))
         _, _, b_highest, b_total = softmax_weights(b_lse, b_highest, b_total)
-    # The starts of a problem have two entries more than it has clusters.
-    p_start = starts_ptr + o_row + o_row // clusters * 2
-    b_size = tl.load(p_start + 1, mask=m_row, other=0) - tl.load(p_start, mask=m_row, other=0)
-    b_size = b_size.to(tl.float32)
+    b_size = load_sizes(starts_ptr, 0, o_row, m_row, clusters)
     b_share = tl.log2(tl.maximum(b_size, 1.0)) - b_highest - tl.log2(tl.maximum(b_total, 1e-38))
     tl.store(log_share_ptr + o_row, tl.where(b_size > 0, b_share, float("-inf")), mask=m_row)
 
@@ -147,21 +139,16 @@ def _causal_attention_fwd_rank_kernel(
         o_key = begin + tl.arange(0, ROWS)
         m_place = o_key < segment_length
         m_key = m_place & (i_block * segment_length + o_key >= shift) & sees
-        p_key = key_ptr + o_key.to(tl.int64) * D
         # [ROWS, BLOCK_D]
-        b_key = load_rows(p_key, m_key, 1, D, BLOCK_D)
+        key = load_operand(key_ptr + o_key.to(tl.int64) * D, m_key, 1, D, BLOCK_D)
         b_highest = tl.full([ROWS], LOWEST, tl.float32)
         b_total = tl.zeros([ROWS], tl.float32)
         for first in range(0, tl.where(sees, clusters, 0), COLUMNS):
             o_c = first + tl.arange(0, COLUMNS)
             m_c = o_c < clusters
-            p_centroid = centroids_ptr + (i_p * clusters + o_c) * D
-            b_centroid = load_rows(p_centroid, m_c, 1, D, BLOCK_D)
+            centroid = load_operand(centroids_ptr + (i_p * clusters + o_c) * D, m_c, 1, D, BLOCK_D)
             b_share = tl.load(log_share_ptr + i_p * clusters + o_c, mask=m_c, other=float("-inf"))
-            b_scores = dot_rows(
-                b_key, b_centroid, p_key, m_key, 1, p_centroid, m_c, 1, D, ROWS, COLUMNS, BY_PARTS, PRECISION
-            )  # fmt: skip
-            b_scores = b_scores * scale_log2 + b_share[None, :]
+            b_scores = dot_rows(key, centroid, D, BY_PARTS, PRECISION) * scale_log2 + b_share[None, :]
             _, _, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
         b_rank = b_highest + tl.log2(tl.maximum(b_total, 1e-38))
         if log_square_ptr is not None:
@@ -183,9 +170,8 @@ def _causal_attention_fwd_table_kernel(
     table_key_ptr, table_value_ptr, bias_ptr, log_mass_ptr,
     key_heads, rows, rows_of_keys, D, Dv, clusters, key_clusters, first_late, segment_length, blocks, row_blocks,
     scale_log2,
-    HAS_TAKEN: tl.constexpr, HAS_EXACT: tl.constexpr, TANGENTS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TANGENTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`K̃_jc`, `Ṽ_jc` and `b_jc` of one key cluster, for `ROWS` centroids of the query heads that share it.
 
@@ -195,7 +181,7 @@ def _causal_attention_fwd_table_kernel(
     i_cluster = tl.program_id(0) // row_blocks % (blocks * key_clusters)
     i_p = (tl.program_id(0) // (row_blocks * blocks * key_clusters)).to(tl.int64)
     i_block = i_cluster // key_clusters
-    if (i_block > first_late + i_p // key_heads) | is_exact(exact_ptr, i_p, HAS_EXACT):
+    if (i_block > first_late + i_p // key_heads) | is_exact(exact_ptr, i_p):
         return
     i_key_head = i_p % key_heads
     i_sorted = i_block * key_heads + i_key_head
@@ -208,9 +194,8 @@ def _causal_attention_fwd_table_kernel(
     o_r = i_rows * ROWS + tl.arange(0, ROWS)
     m_r = o_r < rows
     o_row = i_p * rows + o_r
-    p_centroid = centroids_ptr + o_row * D
     # [ROWS, BLOCK_D]
-    b_centroid = load_rows(p_centroid, m_r, 1, D, BLOCK_D)
+    centroid = load_operand(centroids_ptr + o_row * D, m_r, 1, D, BLOCK_D)
     b_key_sum = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_value_sum = tl.zeros([ROWS, BLOCK_V], tl.float32)
     b_highest = tl.full([ROWS], LOWEST, tl.float32)
@@ -219,39 +204,32 @@ def _causal_attention_fwd_table_kernel(
         o_place = begin + tl.arange(0, COLUMNS)
         m_key = o_place < last
         b_row = tl.load(order_ptr + o_place, mask=m_key, other=0).to(tl.int64)
-        p_key = key_ptr + b_row * D
         # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-        b_key = load_rows(p_key, m_key, 1, D, BLOCK_D)
+        key = load_operand(key_ptr + b_row * D, m_key, 1, D, BLOCK_D)
         b_value = load_rows(value_ptr + b_row * Dv, m_key, 1, Dv, BLOCK_V)
-        b_scores = dot_rows(
-            b_centroid, b_key, p_centroid, m_r, 1, p_key, m_key, 1, D, ROWS, COLUMNS, BY_PARTS, PRECISION
-        )  # fmt: skip
+        b_scores = dot_rows(centroid, key, D, BY_PARTS, PRECISION)
         m_pair = m_key[None, :]
-        if HAS_TAKEN:
+        if taken_ptr is not None:
             b_place = i_p * blocks * segment_length + first_key + b_row
             m_pair = m_pair & ~tl.trans(load_bits(taken_ptr, b_place, m_key, o_r, clusters))
         b_scores = tl.where(m_pair, b_scores * scale_log2, float("-inf"))
         b_weights, b_kept, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
-        b_weights = b_weights.to(b_key.dtype)
+        b_weights = b_weights.to(b_value.dtype)
         if TANGENTS:
-            b_key_sum = tl.dot(b_weights, b_key, b_key_sum * b_kept[:, None], input_precision=PRECISION)
+            b_key_sum = tl.dot(b_weights, key[0], b_key_sum * b_kept[:, None], input_precision=PRECISION)
         b_value_sum = tl.dot(b_weights, b_value, b_value_sum * b_kept[:, None], input_precision=PRECISION)
     b_divisor = tl.where(b_total > 0, b_total, 1.0)
     o_table = o_row * (blocks * key_clusters) + i_cluster
-    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     b_bias = tl.where(b_total > 0, b_highest + tl.log2(b_divisor), float("-inf"))
     if log_mass_ptr is not None:
         tl.store(log_mass_ptr + o_table, b_bias, mask=m_r)
     b_tilted = (b_key_sum / b_divisor[:, None]).to(table_key_ptr.dtype.element_ty)
     if TANGENTS:
         # Of K̃ as it is stored: the tangent is exact at the centroid.
-        b_bias -= tl.sum(b_centroid.to(tl.float32) * b_tilted.to(tl.float32), 1) * scale_log2
+        b_bias -= tl.sum(centroid[0].to(tl.float32) * b_tilted.to(tl.float32), 1) * scale_log2
     tl.store(bias_ptr + o_table, b_bias, mask=m_r)
-    p_key = table_key_ptr + o_table[:, None] * D + o_d[None, :]
-    tl.store(p_key, b_tilted, mask=m_r[:, None] & (o_d < D)[None, :])
-    p_value = table_value_ptr + o_table[:, None] * Dv + o_v[None, :]
-    b_value_sum = (b_value_sum / b_divisor[:, None]).to(table_value_ptr.dtype.element_ty)
-    tl.store(p_value, b_value_sum, mask=m_r[:, None] & (o_v < Dv)[None, :])
+    store_rows(table_key_ptr + o_table * D, b_tilted, m_r, 1, D, BLOCK_D)
+    store_rows(table_value_ptr + o_table * Dv, b_value_sum / b_divisor[:, None], m_r, 1, Dv, BLOCK_V)
 
 
 @kernel
@@ -261,8 +239,8 @@ def _causal_attention_fwd_older_kernel(
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,
     H, heads, group, N, rows_of_queries, D, Dv, clusters, key_clusters, first_late, first_segment, segment_length,
     columns, tiles, scale_log2, dropout_p,
-    HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Takes the summaries that a tile of queries of one cluster sees into the softmax whose output is there."""
     i_p = (tl.program_id(0) // tiles).to(tl.int64)
@@ -272,39 +250,28 @@ def _causal_attention_fwd_older_kernel(
     i_late, i_head = i_p // heads, i_p % heads
     b_token = (first_segment + i_late) * segment_length + b_row
     m_row = m_row & (b_token < N) & (cluster < clusters)
-    if (tl.max(m_row.to(tl.int32), 0) == 0) | is_exact(exact_ptr, i_p // group, HAS_EXACT):
+    if (tl.max(m_row.to(tl.int32), 0) == 0) | is_exact(exact_ptr, i_p // group):
         return
-    o_v = tl.arange(0, BLOCK_V)
-    p_output = output_ptr + i_head // H * stride_output_b + i_head % H * stride_output_h
-    p_output += b_token[:, None] * stride_output_n + o_v[None, :] * stride_output_d
-    m_output = m_row[:, None] & (o_v < Dv)[None, :]
+    p_output = output_ptr + i_head // H * stride_output_b + i_head % H * stride_output_h + b_token * stride_output_n
     o_row = i_head * rows_of_queries + b_token
-    p_query = query_ptr + o_row * D
-    # [ROWS, BLOCK_D]
-    b_query = load_rows(p_query, m_row, 1, D, BLOCK_D)
-    b_output = tl.load(p_output, mask=m_output, other=0.0).to(tl.float32)
+    # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
+    query = load_operand(query_ptr + o_row * D, m_row, 1, D, BLOCK_D)
+    b_output = load_rows(p_output, m_row, stride_output_d, Dv, BLOCK_V).to(tl.float32)
     b_highest = tl.load(lse_ptr + o_row, mask=m_row, other=0.0)
     b_total = tl.full([ROWS], 1.0, tl.float32)
     o_table = (i_p * clusters + tl.minimum(cluster, clusters - 1)) * columns
     seen = (first_late + i_late + 1) * key_clusters
     for first in range(0, seen, COLUMNS):
         o_g = first + tl.arange(0, COLUMNS)
-        m_g = o_g < seen
-        p_key = table_key_ptr + (o_table + o_g) * D
-        b_key = load_rows(p_key, m_g, 1, D, BLOCK_D)
-        b_value = load_rows(table_value_ptr + (o_table + o_g) * Dv, m_g, 1, Dv, BLOCK_V)
-        b_bias = tl.load(bias_ptr + o_table + o_g, mask=m_g, other=float("-inf"))
-        b_scores = dot_rows(
-            b_query, b_key, p_query, m_row, 1, p_key, m_g, 1, D, ROWS, COLUMNS, BY_PARTS, PRECISION
+        # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+        key = load_operand(table_key_ptr + (o_table + o_g) * D, o_g < seen, 1, D, BLOCK_D)
+        b_value = load_rows(table_value_ptr + (o_table + o_g) * Dv, o_g < seen, 1, Dv, BLOCK_V)
+        b_bias = tl.load(bias_ptr + o_table + o_g, mask=o_g < seen, other=float("-inf"))
+        b_output, b_highest, b_total = softmax_step(
+            dot_rows(query, key, D, BY_PARTS, PRECISION) * scale_log2 + b_bias[None, :], b_value, b_output, b_highest,
+            b_total, seed_ptr, i_p * segment_length + b_row, o_g, columns, dropout_p, KIND, PRECISION,
         )  # fmt: skip
-        b_scores = b_scores * scale_log2 + b_bias[None, :]
-        b_weights, b_kept, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
-        if HAS_DROPOUT:
-            o_drawn = i_p * segment_length + b_row
-            b_weights *= dropout_factor(seed_ptr, o_drawn, o_g, columns, dropout_p, KINDS, KIND)
-        b_weights = b_weights.to(b_value.dtype)
-        b_output = tl.dot(b_weights, b_value, b_output * b_kept[:, None], input_precision=PRECISION)
-    tl.store(p_output, (b_output / b_total[:, None]).to(output_ptr.dtype.element_ty), mask=m_output)
+    store_rows(p_output, b_output / b_total[:, None], m_row, stride_output_d, Dv, BLOCK_V)
     tl.store(lse_ptr + o_row, b_highest + tl.log2(b_total), mask=m_row)
 
 
@@ -391,8 +358,7 @@ def make_tables(
         _causal_attention_fwd_table_kernel[(late.segments * key_heads * columns * row_blocks,)](
             late.centroids, key, value, taken, late.exact, found.keys.order, found.keys.starts, *tables,
             key_heads, rows.group * C, key.shape[2], D, Dv, C, G, late.first, settings.segment_length, late.blocks,
-            row_blocks, settings.scale * LOG2_E, HAS_TAKEN=taken is not None, HAS_EXACT=late.exact is not None,
-            TANGENTS=settings.first_order, **config,
+            row_blocks, settings.scale * LOG2_E, TANGENTS=settings.first_order, **config,
         )  # fmt: skip
     return tables
 
@@ -409,6 +375,5 @@ def attend_to_summaries(
             query, late.seed, late.exact, readers.order, readers.starts, readers.tiles, *tables[:3], output, lse,
             *output.stride(), query.shape[1], rows.heads, rows.group, layout.length, layout.padded, D, output.shape[3],
             C, found.keys.clusters, late.first, layout.first_late + late.first, settings.segment_length,
-            tables.bias.shape[1], tiles, settings.scale * LOG2_E, settings.dropout_p,
-            HAS_EXACT=late.exact is not None, HAS_DROPOUT=late.seed is not None, **config,
+            tables.bias.shape[1], tiles, settings.scale * LOG2_E, settings.dropout_p, **config,
         )  # fmt: skip

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from ...shared.dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS, TOPK_AND_SUMMARY_WEIGHTS
 from ...shared.gradients import register_op
 from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.centroids import centroid_pass
@@ -27,7 +26,7 @@ from .centroid_backward import by_key, centroid_backward
 from .forward import _clustered_attention_fwd_kernel, _improved_clustered_attention_fwd_rest_kernel
 
 TILE = 64  # queries that one program copies to
-ONLY_TOP_KEYS = {"HAS_SUMMARIES": False, "HAS_REST": True, "HAS_EXACT": False}
+ONLY_TOP_KEYS = {"HAS_SUMMARIES": False, "HAS_REST": True}
 
 
 class Saved(NamedTuple):
@@ -82,7 +81,7 @@ def forward(x: Inputs) -> list[torch.Tensor]:
         query.new_empty(B * H, *size, dtype=torch.float32)
         for size in ((clusters,), (clusters, Dv), (clusters if topk else 0,), (N if topk else 0,))
     )
-    tiles, splits, has_dropout = members.tiles.shape[1], found.lse.shape[1], dropout_seed is not None
+    tiles, splits = members.tiles.shape[1], found.lse.shape[1]
     with on_device_of(query):
         if B and topk == 0:
             _clustered_attention_fwd_kernel[(B * H * tiles,)](
@@ -97,14 +96,13 @@ def forward(x: Inputs) -> list[torch.Tensor]:
             _improved_clustered_attention_fwd_rest_kernel[(B * H * clusters,)](
                 found.values, found.lse, found.top, found.top_scores, value, dropout_seed, rest, mass, lse,
                 *value.stride(), Hk, H // Hk * clusters, M, Dv, topk, splits, dropout_p,
-                HAS_DROPOUT=has_dropout, KINDS=KINDS_OF_WEIGHTS, KIND=CENTROID_WEIGHTS,
                 BLOCK_T=max(8, 2048 // config["BLOCK_V"]), BLOCK_V=config["BLOCK_V"],
             )  # fmt: skip
             _cluster_table_fwd_kernel[(B * H * blocks[0],)](
                 query, key, value, dropout_seed, None, members.order, members.starts, found.top, mass,
                 rest, *[None] * 5, output, top_lse, None, *query.stride(), *key.stride(), *value.stride(),
                 *output.stride(), H, H // Hk, N, D, Dv, clusters, 0, *blocks, topk, scale, scale * LOG2_E, dropout_p,
-                HAS_DROPOUT=has_dropout, **ONLY_TOP_KEYS, **sizes, **config,
+                **ONLY_TOP_KEYS, **sizes, **config,
             )  # fmt: skip
     top, top_scores = (table.view(B * H, clusters, topk) for table in (found.top, found.top_scores))
     sorted_rows = members.order, members.starts, members.tiles
@@ -129,7 +127,6 @@ def gradients(
     members = SortedRows(saved.order, saved.starts, saved.tiles, clusters, tile)
     sorted_tiles = saved.order, saved.starts, saved.tiles
     tiles = saved.tiles.shape[1]
-    dropout = {"HAS_DROPOUT": dropout_seed is not None, "KINDS": KINDS_OF_WEIGHTS}
     strides = *query.stride(), *key.stride(), *value.stride(), *grad_output.stride()
     grads = cluster_means(grad_output, members)
     if topk:
@@ -140,14 +137,13 @@ def gradients(
             _improved_clustered_attention_bwd_dot_kernel[(B * H * tiles,)](
                 query, key, value, grad_output, dropout_seed, *sorted_tiles, saved.top, saved.top_lse, row_dot,
                 *strides, H, H // Hk, N, D, Dv, clusters, tiles, topk, scale * LOG2_E, dropout_p,
-                KIND=TOPK_AND_SUMMARY_WEIGHTS, **dropout, **config,
+                **config,
             )  # fmt: skip
             _improved_clustered_attention_bwd_cluster_kernel[(B * H * clusters,)](
                 key, value, dropout_seed, saved.order, saved.starts, saved.top, saved.top_scores, saved.lse,
                 saved.rest, saved.mass, grads, row_dot, delta, extra, correction, *key.stride(), *value.stride(),
-                Hk, H // Hk * clusters, N, M, D, Dv, clusters, topk, scale, dropout_p, KIND=CENTROID_WEIGHTS,
+                Hk, H // Hk * clusters, N, M, D, Dv, clusters, topk, scale, dropout_p,
                 BLOCK_N=128, BLOCK_T=max(8, 2048 // max(block_d, block_v)), BLOCK_D=block_d, BLOCK_V=block_v,
-                **dropout,
             )  # fmt: skip
     else:
         with torch.autocast(query.device.type, enabled=False):
@@ -163,7 +159,7 @@ def gradients(
                 query, key, value, grad_output, dropout_seed, None, *sorted_tiles, saved.top, saved.top_lse, row_dot,
                 saved.mass, correction, *[None] * 7, grad_centroids, grad_query, *strides, *grad_query.stride(),
                 H, H // Hk, N, D, Dv, clusters, 0, tiles, topk, splits, scale, scale * LOG2_E, dropout_p,
-                HAS_DROPOUT=dropout["HAS_DROPOUT"], PART=16, **ONLY_TOP_KEYS, **config,
+                PART=16, **ONLY_TOP_KEYS, **config,
             )  # fmt: skip
         else:
             _clustered_attention_bwd_query_kernel[(B * H * tiles,)](

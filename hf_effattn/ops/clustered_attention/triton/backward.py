@@ -11,7 +11,8 @@ import triton.language as tl
 from ...shared.triton.cluster_table import load_split_sum, load_top, load_top_weights, row_dropout
 from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.launch import kernel
-from ...shared.triton.tiles import dot_by_parts, load_rows, load_tile
+from ...shared.triton.softmax import CENTROID_KIND, KIND, KINDS, dot_rows
+from ...shared.triton.tiles import load_operand, load_rows, load_tile, store_rows
 
 
 @kernel
@@ -22,8 +23,8 @@ def _improved_clustered_attention_bwd_dot_kernel(
     stride_key_d, stride_value_b, stride_value_h, stride_value_m, stride_value_d,
     stride_go_b, stride_go_h, stride_go_n, stride_go_d,
     H, group, N, D, Dv, clusters, tiles, topk, scale_log2, dropout_p,
-    HAS_DROPOUT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`D_i = Σ_t P_it dP_it` of a tile of queries; unwritten of those in no cluster."""
     i_p = (tl.program_id(0) // tiles).to(tl.int64)
@@ -39,29 +40,20 @@ def _improved_clustered_attention_bwd_dot_kernel(
     p_query = query_ptr + i_b * stride_query_b + i_h * stride_query_h + b_row * stride_query_n
     p_grad = grad_output_ptr + i_b * stride_go_b + i_h * stride_go_h + b_row * stride_go_n
     # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
-    b_query = load_rows(p_query, m_row, stride_query_d, D, BLOCK_D)
-    b_grad = load_rows(p_grad, m_row, stride_go_d, Dv, BLOCK_V)
+    query = load_operand(p_query, m_row, stride_query_d, D, BLOCK_D)
+    grad = load_operand(p_grad, m_row, stride_go_d, Dv, BLOCK_V)
     b_lse = tl.load(top_lse_ptr + i_p * N + b_row, mask=m_row, other=0.0)
     b_dot = tl.zeros([ROWS], tl.float32)
     for first in range(0, topk, COLUMNS):
         o_t = first + tl.arange(0, COLUMNS)
         b_top, m_top = load_top(top_ptr, o_t, topk)
-        p_key, p_value = key_ptr + b_top * stride_key_m, value_ptr + b_top * stride_value_m
-        if BY_PARTS:
-            b_scores = dot_by_parts(
-                p_query, m_row, stride_query_d, p_key, m_top, stride_key_d, D, ROWS, COLUMNS, PRECISION
-            )
-            b_grad_weights = dot_by_parts(
-                p_grad, m_row, stride_go_d, p_value, m_top, stride_value_d, Dv, ROWS, COLUMNS, PRECISION
-            )
-        else:
-            # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-            b_key = load_rows(p_key, m_top, stride_key_d, D, BLOCK_D)
-            b_value = load_rows(p_value, m_top, stride_value_d, Dv, BLOCK_V)
-            b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)
-            b_grad_weights = tl.dot(b_grad, tl.trans(b_value), input_precision=PRECISION)
+        # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+        key = load_operand(key_ptr + b_top * stride_key_m, m_top, stride_key_d, D, BLOCK_D)
+        value = load_operand(value_ptr + b_top * stride_value_m, m_top, stride_value_d, Dv, BLOCK_V)
+        b_scores = dot_rows(query, key, D, BY_PARTS, PRECISION)
+        b_grad_weights = dot_rows(grad, value, Dv, BY_PARTS, PRECISION)
         b_scores = tl.where(m_top[None, :], b_scores * scale_log2, float("-inf"))
-        if HAS_DROPOUT:
+        if seed_ptr is not None:
             b_grad_weights *= dropout_factor(seed_ptr, i_p * N + b_row, o_t, topk, dropout_p, KINDS, KIND)
         b_dot += tl.sum(tl.exp2(b_scores - b_lse[:, None]) * b_grad_weights, 1)
     tl.store(row_dot_ptr + i_p * N + b_row, b_dot, mask=m_row)
@@ -74,7 +66,6 @@ def _improved_clustered_attention_bwd_cluster_kernel(
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
     stride_value_b, stride_value_h, stride_value_m, stride_value_d,
     key_heads, rows, N, M, D, Dv, clusters, topk, scale, dropout_p,
-    HAS_DROPOUT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Of one cluster: `δ_j = ḡ_j · O^b_j + m_j mean D`, `extra_jt`, and what `extra` adds to its queries' gradient."""
@@ -108,8 +99,8 @@ def _improved_clustered_attention_bwd_cluster_kernel(
         b_value = load_rows(value_ptr + b_top * stride_value_m, m_top, stride_value_d, Dv, BLOCK_V).to(tl.float32)
         b_key = load_rows(key_ptr + b_top * stride_key_m, m_top, stride_key_d, D, BLOCK_D).to(tl.float32)
         b_grad_weights = tl.sum(b_value * b_grad[None, :], 1)
-        if HAS_DROPOUT:
-            b_grad_weights *= row_dropout(seed_ptr, i_row, b_top, M, dropout_p, KINDS, KIND)
+        if seed_ptr is not None:
+            b_grad_weights *= row_dropout(seed_ptr, i_row, b_top, M, dropout_p, KINDS, CENTROID_KIND)
         b_extra = load_top_weights(top_scores_ptr, o_t, topk, lse) * (mean_dot - b_grad_weights)
         tl.store(extra_ptr + i_row * topk + o_t, b_extra, mask=o_t < topk)
         b_correction += b_extra[:, None] * b_key
@@ -128,10 +119,8 @@ def _clustered_attention_bwd_query_kernel(
     cluster, _, m_row, b_row = load_tile(
         order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, N, clusters, tiles, TILE
     )
-    o_d = tl.arange(0, BLOCK_D)
     i_row = i_p * clusters + tl.where(cluster < clusters, cluster, 0)
     b_grad = load_split_sum(grad_centroids_ptr, i_row, splits, D, BLOCK_D)
     b_grad = tl.zeros([TILE, BLOCK_D], tl.float32) + tl.where(cluster < clusters, b_grad, 0.0)[None, :]
-    p_grad = grad_query_ptr + i_p // H * stride_gq_b + i_p % H * stride_gq_h
-    p_grad += b_row[:, None] * stride_gq_n + o_d[None, :] * stride_gq_d
-    tl.store(p_grad, b_grad.to(grad_query_ptr.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])
+    p_grad = grad_query_ptr + i_p // H * stride_gq_b + i_p % H * stride_gq_h + b_row * stride_gq_n
+    store_rows(p_grad, b_grad, m_row, stride_gq_d, D, BLOCK_D)

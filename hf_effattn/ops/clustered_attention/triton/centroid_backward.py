@@ -9,13 +9,14 @@ do `n_j` over the mean size of a cluster, which multiplies the sums once they ar
 import torch
 import triton.language as tl
 
-from ...shared.dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS
 from ...shared.triton.centroids import split_count
 from ...shared.triton.chips import on_device_of
+from ...shared.triton.cluster_table import load_sizes
 from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.launch import kernel
+from ...shared.triton.softmax import CENTROID_KIND, KINDS, add_to_queries, dot_rows
 from ...shared.triton.sort import SortedRows
-from ...shared.triton.tiles import LOG2_E, dot_by_parts, load_key_mask, load_rows, tile_config
+from ...shared.triton.tiles import LOG2_E, load_key_mask, load_operand, load_rows, store_rows, tile_config
 from ..reference import Inputs
 
 
@@ -27,9 +28,8 @@ def _clustered_attention_bwd_key_kernel(
     stride_value_b, stride_value_h, stride_value_m, stride_value_d, stride_mask_b, stride_mask_m,
     stride_gk_b, stride_gk_h, stride_gk_m, stride_gk_d, stride_gv_b, stride_gv_h, stride_gv_m, stride_gv_d,
     key_heads, rows, M, D, Dv, clusters, blocks, mean_size, scale, scale_log2, dropout_p,
-    HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
-    KINDS: tl.constexpr, KIND: tl.constexpr,
+    HAS_MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`dK_t` and `dV_t` of a tile of `ROWS` keys: a walk over the centroids."""
     i_p = (tl.program_id(0) // blocks).to(tl.int64)
@@ -38,13 +38,12 @@ def _clustered_attention_bwd_key_kernel(
     if HAS_MASK:
         key_mask_ptr += i_b * stride_mask_b
     m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
-    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     o_m64 = o_m.to(tl.int64)
     p_key = key_ptr + i_b * stride_key_b + i_h * stride_key_h + o_m64 * stride_key_m
     p_value = value_ptr + i_b * stride_value_b + i_h * stride_value_h + o_m64 * stride_value_m
     # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
-    b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
-    b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
+    key = load_operand(p_key, m_key, stride_key_d, D, BLOCK_D)
+    value = load_operand(p_value, m_key, stride_value_d, Dv, BLOCK_V)
     b_grad_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_grad_value = tl.zeros([ROWS, BLOCK_V], tl.float32)
     for first in range(0, rows, COLUMNS):
@@ -53,36 +52,29 @@ def _clustered_attention_bwd_key_kernel(
         o_row = i_p * rows + o_c
         p_centroid, p_grad = centroids_ptr + o_row * D, grads_ptr + o_row * Dv
         # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-        b_centroid = load_rows(p_centroid, m_c, 1, D, BLOCK_D).to(b_key.dtype)
-        b_grad = load_rows(p_grad, m_c, 1, Dv, BLOCK_V).to(b_value.dtype)
+        b_centroid = load_rows(p_centroid, m_c, 1, D, BLOCK_D).to(key[0].dtype)
+        b_grad = load_rows(p_grad, m_c, 1, Dv, BLOCK_V).to(value[0].dtype)
         b_lse = tl.load(lse_ptr + o_row, mask=m_c, other=0.0)
         b_delta = tl.load(delta_ptr + o_row, mask=m_c, other=0.0)
-        # A table holds the clusters of several problems, whose starts have two entries more.
-        p_start = starts_ptr + i_p * (rows // clusters) * (clusters + 2) + o_c + o_c // clusters * 2
-        b_size = tl.load(p_start + 1, mask=m_c, other=0) - tl.load(p_start, mask=m_c, other=0)
-        if BY_PARTS:
-            b_scores = dot_by_parts(p_key, m_key, stride_key_d, p_centroid, m_c, 1, D, ROWS, COLUMNS, PRECISION)
-            b_grad_weights = dot_by_parts(p_value, m_key, stride_value_d, p_grad, m_c, 1, Dv, ROWS, COLUMNS, PRECISION)
-        else:
-            b_scores = tl.dot(b_key, tl.trans(b_centroid), input_precision=PRECISION)
-            b_grad_weights = tl.dot(b_value, tl.trans(b_grad), input_precision=PRECISION)
+        b_size = load_sizes(starts_ptr, i_p * (rows // clusters), o_c, m_c, clusters)
+        b_scores = dot_rows(key, (b_centroid, p_centroid, m_c, 1), D, BY_PARTS, PRECISION)
+        b_grad_weights = dot_rows(value, (b_grad, p_grad, m_c, 1), Dv, BY_PARTS, PRECISION)
         b_scores = tl.where(m_key[:, None], b_scores * scale_log2, float("-inf"))
         b_weights = tl.exp2(b_scores - b_lse[None, :])
         # [ROWS, COLUMNS], every member of a cluster counted
-        b_weights *= (b_size.to(tl.float32) / mean_size)[None, :]
+        b_weights *= (b_size / mean_size)[None, :]
         b_dropped = b_weights
-        if HAS_DROPOUT:
-            b_factor = tl.trans(dropout_factor(seed_ptr, o_row, o_m, M, dropout_p, KINDS, KIND))
+        if seed_ptr is not None:
+            b_factor = tl.trans(dropout_factor(seed_ptr, o_row, o_m, M, dropout_p, KINDS, CENTROID_KIND))
             b_dropped = b_weights * b_factor
             b_grad_weights *= b_factor
         b_grad_scores = b_weights * (b_grad_weights - b_delta[None, :])
         b_grad_value += tl.dot(b_dropped.to(b_grad.dtype), b_grad, input_precision=PRECISION)
         b_grad_key += tl.dot(b_grad_scores.to(b_centroid.dtype), b_centroid, input_precision=PRECISION)
-    p_gk = grad_key_ptr + i_b * stride_gk_b + i_h * stride_gk_h + o_m64[:, None] * stride_gk_m
-    p_gv = grad_value_ptr + i_b * stride_gv_b + i_h * stride_gv_h + o_m64[:, None] * stride_gv_m
-    m_m = (o_m < M)[:, None]
-    tl.store(p_gk + o_d[None, :] * stride_gk_d, b_grad_key * (scale * mean_size), mask=m_m & (o_d < D)[None, :])
-    tl.store(p_gv + o_v[None, :] * stride_gv_d, b_grad_value * mean_size, mask=m_m & (o_v < Dv)[None, :])
+    p_gk = grad_key_ptr + i_b * stride_gk_b + i_h * stride_gk_h + o_m64 * stride_gk_m
+    p_gv = grad_value_ptr + i_b * stride_gv_b + i_h * stride_gv_h + o_m64 * stride_gv_m
+    store_rows(p_gk, b_grad_key * (scale * mean_size), o_m < M, stride_gk_d, D, BLOCK_D)
+    store_rows(p_gv, b_grad_value * mean_size, o_m < M, stride_gv_d, Dv, BLOCK_V)
 
 
 @kernel
@@ -91,9 +83,8 @@ def _clustered_attention_bwd_centroid_kernel(
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
     stride_value_b, stride_value_h, stride_value_m, stride_value_d, stride_mask_b, stride_mask_m,
     key_heads, rows, M, D, Dv, blocks, splits, split_length, scale, scale_log2, dropout_p,
-    HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
-    KINDS: tl.constexpr, KIND: tl.constexpr,
+    HAS_MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`scale Σ_t dS̄_jt K_t` of a tile of `ROWS` centroids, over one part of the keys."""
     i_split = tl.program_id(0) // blocks % splits
@@ -110,33 +101,21 @@ def _clustered_attention_bwd_centroid_kernel(
     # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
     b_centroid = load_rows(p_centroid, m_c, 1, D, BLOCK_D).to(key_ptr.dtype.element_ty)
     b_grad = load_rows(p_grad, m_c, 1, Dv, BLOCK_V).to(value_ptr.dtype.element_ty)
+    centroid, grad = (b_centroid, p_centroid, m_c, 1), (b_grad, p_grad, m_c, 1)
     b_lse = tl.load(lse_ptr + o_row, mask=m_c, other=0.0)
     b_delta = tl.load(delta_ptr + o_row, mask=m_c, other=0.0)
     b_grad_centroid = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for start in range(i_split * split_length, tl.minimum(M, (i_split + 1) * split_length), COLUMNS):
         o_m = start + tl.arange(0, COLUMNS)
         m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
-        p_key = key_ptr + o_m.to(tl.int64) * stride_key_m
-        p_value = value_ptr + o_m.to(tl.int64) * stride_value_m
-        # [COLUMNS, BLOCK_D]
-        b_key = load_rows(p_key, m_key, stride_key_d, D, BLOCK_D)
-        if BY_PARTS:
-            b_scores = dot_by_parts(p_centroid, m_c, 1, p_key, m_key, stride_key_d, D, ROWS, COLUMNS, PRECISION)
-            b_grad_weights = dot_by_parts(p_grad, m_c, 1, p_value, m_key, stride_value_d, Dv, ROWS, COLUMNS, PRECISION)
-        else:
-            # [COLUMNS, BLOCK_V]
-            b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
-            b_scores = tl.dot(b_centroid, tl.trans(b_key), input_precision=PRECISION)
-            b_grad_weights = tl.dot(b_grad, tl.trans(b_value), input_precision=PRECISION)
-        b_scores = tl.where(m_key[None, :], b_scores * scale_log2, float("-inf"))
-        b_weights = tl.exp2(b_scores - b_lse[:, None])
-        if HAS_DROPOUT:
-            b_grad_weights *= dropout_factor(seed_ptr, o_row, o_m, M, dropout_p, KINDS, KIND)
-        b_grad_scores = b_weights * (b_grad_weights - b_delta[:, None])
-        b_grad_centroid += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
-    o_d = tl.arange(0, BLOCK_D)
-    p_out = grad_centroids_ptr + (o_row * splits + i_split)[:, None] * D + o_d[None, :]
-    tl.store(p_out, b_grad_centroid * scale, mask=m_c[:, None] & (o_d < D)[None, :])
+        # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
+        key = load_operand(key_ptr + o_m.to(tl.int64) * stride_key_m, m_key, stride_key_d, D, BLOCK_D)
+        value = load_operand(value_ptr + o_m.to(tl.int64) * stride_value_m, m_key, stride_value_d, Dv, BLOCK_V)
+        b_grad_centroid = add_to_queries(
+            centroid, grad, b_lse, b_delta, key, value, m_key[None, :], None, None, b_grad_centroid, D, Dv, scale_log2,
+            seed_ptr, o_row, o_m, M, dropout_p, CENTROID_KIND, BY_PARTS, PRECISION,
+        )  # fmt: skip
+    store_rows(grad_centroids_ptr + (o_row * splits + i_split) * D, b_grad_centroid * scale, m_c, 1, D, BLOCK_D)
 
 
 def centroid_backward(
@@ -170,12 +149,6 @@ def centroid_backward(
     mask_strides = (0, 0) if key_mask is None else key_mask.stride()
     config = tile_config(key, D, Dv, backward=True)
     key_config = tile_config(key, D, Dv, backward=True, two_sums=True)
-    switches = {
-        "HAS_MASK": key_mask is not None,
-        "HAS_DROPOUT": dropout_seed is not None,
-        "KINDS": KINDS_OF_WEIGHTS,
-        "KIND": CENTROID_WEIGHTS,
-    }
     blocks = -(-rows // config["ROWS"])
     splits = split_count(B * Hk * blocks, M, config["COLUMNS"])
     split_length = -(-M // (splits * config["COLUMNS"])) * config["COLUMNS"]
@@ -188,14 +161,14 @@ def centroid_backward(
                 centroids, key, value, key_mask, dropout_seed, grads, lse, delta, members.starts, grad_key, grad_value,
                 *key.stride(), *value.stride(), *mask_strides, *grad_key.stride(), *grad_value.stride(),
                 Hk, rows, M, D, Dv, members.clusters, key_blocks, mean_size, x.scale, x.scale * LOG2_E, x.dropout_p,
-                **switches, **key_config,
+                HAS_MASK=key_mask is not None, **key_config,
             )  # fmt: skip
         if B * Hk * blocks:
             _clustered_attention_bwd_centroid_kernel[(B * Hk * blocks * splits,)](
                 centroids, key, value, key_mask, dropout_seed, grads, lse, delta, grad_centroids,
                 *key.stride(), *value.stride(), *mask_strides,
                 Hk, rows, M, D, Dv, blocks, splits, split_length, x.scale, x.scale * LOG2_E, x.dropout_p,
-                **switches, **config,
+                HAS_MASK=key_mask is not None, **config,
             )  # fmt: skip
     return grad_centroids, sums
 

@@ -8,7 +8,8 @@ import triton.language as tl
 from ...shared.triton.centroids import merge_splits
 from ...shared.triton.cluster_table import load_top, load_top_weights, row_dropout
 from ...shared.triton.launch import kernel
-from ...shared.triton.tiles import load_rows, load_tile
+from ...shared.triton.softmax import CENTROID_KIND, KINDS
+from ...shared.triton.tiles import load_rows, load_tile, store_rows
 
 
 @kernel
@@ -16,7 +17,6 @@ def _improved_clustered_attention_fwd_rest_kernel(
     values_ptr, partial_lse_ptr, top_ptr, top_scores_ptr, value_ptr, seed_ptr, rest_ptr, mass_ptr, lse_ptr,
     stride_value_b, stride_value_h, stride_value_m, stride_value_d,
     key_heads, rows, M, Dv, topk, splits, dropout_p,
-    HAS_DROPOUT: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """`O^b_j = O^c_j - Σ_{t∈T} A^c_jt V_t` and `m_j` of one cluster, in float32."""
@@ -34,8 +34,8 @@ def _improved_clustered_attention_fwd_rest_kernel(
         b_top, m_top = load_top(top_ptr, o_t, topk)
         b_weights = load_top_weights(top_scores_ptr, o_t, topk, lse)
         b_mass += b_weights
-        if HAS_DROPOUT:
-            b_weights *= row_dropout(seed_ptr, i_row, b_top, M, dropout_p, KINDS, KIND)
+        if seed_ptr is not None:
+            b_weights *= row_dropout(seed_ptr, i_row, b_top, M, dropout_p, KINDS, CENTROID_KIND)
         # [BLOCK_T, BLOCK_V]
         b_top_value = load_rows(value_ptr + b_top * stride_value_m, m_top, stride_value_d, Dv, BLOCK_V)
         b_chosen += b_weights[:, None] * b_top_value.to(tl.float32)
@@ -66,6 +66,5 @@ def _clustered_attention_fwd_kernel(
         tl.store(lse_ptr + i_row, lse)
     # Rows in no cluster get 0.
     b_output = tl.zeros([TILE, BLOCK_V], tl.float32) + tl.where(in_cluster, b_value, 0.0)[None, :]
-    p_output = output_ptr + i_p // H * stride_output_b + i_p % H * stride_output_h
-    p_output += b_row[:, None] * stride_output_n + o_v[None, :] * stride_output_d
-    tl.store(p_output, b_output.to(output_ptr.dtype.element_ty), mask=m_row[:, None] & (o_v < Dv)[None, :])
+    p_output = output_ptr + i_p // H * stride_output_b + i_p % H * stride_output_h + b_row * stride_output_n
+    store_rows(p_output, b_output, m_row, stride_output_d, Dv, BLOCK_V)

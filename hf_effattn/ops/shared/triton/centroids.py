@@ -13,11 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..dropout import CENTROID_WEIGHTS, KINDS_OF_WEIGHTS
 from .chips import chip_of, on_device_of
-from .dropout import dropout_factor
 from .launch import kernel
-from .tiles import LOG2_E, LOWEST, dot_by_parts, load_key_mask, tile_config
+from .softmax import CENTROID_KIND, softmax_step
+from .tiles import LOG2_E, LOWEST, dot_by_parts, load_key_mask, load_rows, store_rows, tile_config
 from .topk import WHOLE_ROW, _select_candidates_kernel, select_topk
 
 BINS = 1024  # of a row, at least, if there are as many keys
@@ -64,10 +63,9 @@ def _centroid_attention_fwd_kernel(
     stride_value_b, stride_value_h, stride_value_m, stride_value_d, stride_mask_b, stride_mask_m,
     key_heads, rows, M, D, Dv, first_row, last_row, blocks, splits, split_length, bin_keys, columns, scale_log2,
     dropout_p,
-    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_VALUES: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    HAS_BINS: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_VALUES: tl.constexpr, HAS_BINS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
+    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`softmax(scale · Qc K^T) V` over one part of the keys, for a block of the rows `first_row .. last_row - 1`.
 
@@ -87,11 +85,9 @@ def _centroid_attention_fwd_kernel(
         value_ptr += i_b * stride_value_b + i_h * stride_value_h
     if HAS_MASK:
         key_mask_ptr += i_b * stride_mask_b
-    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    m_row_d = m_row[:, None] & (o_d < D)[None, :]
+    o_d = tl.arange(0, BLOCK_D)
     # [ROWS, BLOCK_D]
-    b_centroid = tl.load(centroids_ptr + o_row[:, None] * D + o_d[None, :], mask=m_row_d, other=0.0)
-    b_centroid = b_centroid.to(key_ptr.dtype.element_ty)
+    b_centroid = load_rows(centroids_ptr + o_row * D, m_row, 1, D, BLOCK_D).to(key_ptr.dtype.element_ty)
     if HAS_VALUES:
         b_values = tl.zeros([ROWS, BLOCK_V], tl.float32)
         b_highest = tl.full([ROWS], LOWEST, tl.float32)
@@ -107,7 +103,7 @@ def _centroid_attention_fwd_kernel(
         p_key = key_ptr + o_m.to(tl.int64) * stride_key_m
         if BY_PARTS:
             p_centroid = centroids_ptr + o_row * D
-            b_scores = dot_by_parts(p_centroid, m_row, 1, p_key, m_key, stride_key_d, D, ROWS, COLUMNS, PRECISION)
+            b_scores = dot_by_parts(p_centroid, m_row, 1, p_key, m_key, stride_key_d, D, PRECISION)
         else:
             p_key_t = p_key[None, :] + o_d[:, None] * stride_key_d
             # [BLOCK_D, COLUMNS]
@@ -125,28 +121,19 @@ def _centroid_attention_fwd_kernel(
                 tl.store(scores_ptr + tile // bin_keys * COLUMNS + o_bins, b_best, mask=m_row[:, None])
                 b_best = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
         if HAS_VALUES:
-            b_higher = tl.maximum(b_highest, tl.max(b_scores, 1))
-            b_weights = tl.exp2(b_scores - b_higher[:, None])
-            b_kept = tl.exp2(b_highest - b_higher)
-            b_total = b_total * b_kept + tl.sum(b_weights, 1)
-            if HAS_DROPOUT:
-                b_weights *= dropout_factor(seed_ptr, o_row, o_m, M, dropout_p, KINDS, KIND)
-            p_value = value_ptr + o_m.to(tl.int64)[:, None] * stride_value_m + o_v[None, :] * stride_value_d
+            p_value = value_ptr + o_m.to(tl.int64) * stride_value_m
             # [COLUMNS, BLOCK_V]
-            b_value = tl.load(p_value, mask=m_key[:, None] & (o_v < Dv)[None, :], other=0.0)
-            b_values = tl.dot(
-                b_weights.to(b_value.dtype), b_value, b_values * b_kept[:, None], input_precision=PRECISION
+            b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
+            b_values, b_highest, b_total = softmax_step(
+                b_scores, b_value, b_values, b_highest, b_total, seed_ptr, o_row, o_m, M, dropout_p,
+                CENTROID_KIND, PRECISION,
             )  # fmt: skip
-            b_highest = b_higher
 
     if HAS_VALUES:
         b_divisor = tl.where(b_total > 0, b_total, 1.0)
-        b_values = b_values / b_divisor[:, None]
-        b_lse = b_highest + tl.log2(b_divisor)
         o_part = o_row * splits + i_split
-        p_values = values_ptr + o_part[:, None] * Dv + o_v[None, :]
-        tl.store(p_values, b_values, mask=m_row[:, None] & (o_v < Dv)[None, :])
-        tl.store(lse_ptr + o_part, b_lse, mask=m_row)
+        store_rows(values_ptr + o_part * Dv, b_values / b_divisor[:, None], m_row, 1, Dv, BLOCK_V)
+        tl.store(lse_ptr + o_part, b_highest + tl.log2(b_divisor), mask=m_row)
 
 
 def split_count(programs: int, length: int, block: int) -> int:
@@ -214,8 +201,7 @@ def centroid_pass(
                 Hk, rows, M, D, Dv, first, last, blocks, splits, split_length, bin_keys, columns, scale * LOG2_E,
                 dropout_p,
                 HAS_MASK=key_mask is not None, HAS_BIAS=bias is not None, HAS_VALUES=value is not None,
-                HAS_DROPOUT=dropout_seed is not None, HAS_BINS=topk > 0, KINDS=KINDS_OF_WEIGHTS,
-                KIND=CENTROID_WEIGHTS, **config,
+                HAS_BINS=topk > 0, **config,
             )  # fmt: skip
             out = top[first:last], top_scores[first:last]
             if topk and bin_keys == 1:

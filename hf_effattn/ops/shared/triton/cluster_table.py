@@ -16,17 +16,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ..dropout import CENTROID_WEIGHTS
 from .chips import chip_of, on_device_of
 from .dropout import dropout_factor
 from .launch import kernel
-from .softmax import KIND, KINDS, dot_rows
+from .softmax import CENTROID_KIND, KIND, KINDS, add_to_keys, add_to_queries, dot_rows, score_gradients
 from .sort import SortedRows
-from .tiles import LOG2_E, load_rows, load_tile, tile_config
+from .tiles import LOG2_E, load_operand, load_rows, load_tile, store_rows, tile_config
 
 ROWS_OF_A_SPLIT = 512  # queries of a cluster that one program walks before a large cluster is split
 LARGEST_SPLIT = 4
-CENTROID_KIND = tl.constexpr(CENTROID_WEIGHTS)
 
 
 @triton.jit
@@ -61,10 +59,17 @@ def load_split_sum(parts_ptr, i_row, splits, D, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def is_exact(exact_heads_ptr, i_pk, HAS_EXACT: tl.constexpr):
-    """Whether a key head attends exactly: then no table is made for it."""
+def load_sizes(starts_ptr, i_p, o_r, m_r, clusters):
+    """Queries of each of the clusters `o_r` of the problems from `i_p` on, whose starts have two entries more each."""
+    p_start = starts_ptr + i_p * (clusters + 2) + o_r + o_r // clusters * 2
+    return (tl.load(p_start + 1, mask=m_r, other=0) - tl.load(p_start, mask=m_r, other=0)).to(tl.float32)
+
+
+@triton.jit
+def is_exact(exact_heads_ptr, i_pk):
+    """Whether a key head attends exactly: then no table is made for it; None: none does."""
     exact = i_pk < 0
-    if HAS_EXACT:
+    if exact_heads_ptr is not None:
         exact = tl.load(exact_heads_ptr + i_pk) != 0
     return exact
 
@@ -84,17 +89,6 @@ def load_offsets(p_query, m_row, stride_query_d, centroid_ptr, o_d, D):
     return tl.where(m_row[:, None], b_query.to(tl.float32) - b_centroid.to(tl.float32)[None, :], 0.0)
 
 
-@triton.jit
-def score_gradients(b_scores, m_pair, b_lse, b_delta, b_grad_weights, b_factor, HAS_DROPOUT: tl.constexpr):
-    """`dS = p (f dw - δ)` of base-2 scores, and the weights `f p`; `f` are the dropout factors."""
-    b_weights = tl.exp2(tl.where(m_pair, b_scores - b_lse, float("-inf")))
-    b_dropped = b_weights
-    if HAS_DROPOUT:
-        b_grad_weights *= b_factor
-        b_dropped = b_weights * b_factor
-    return b_weights * (b_grad_weights - b_delta), b_dropped
-
-
 @kernel
 def _cluster_table_bwd_delta_kernel(
     query_ptr, output_ptr, grad_output_ptr, exact_heads_ptr, order_ptr, starts_ptr, tiles_ptr, centroid_ptr,
@@ -103,8 +97,7 @@ def _cluster_table_bwd_delta_kernel(
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,
     stride_go_b, stride_go_h, stride_go_n, stride_go_d,
     H, group, N, D, Dv, clusters, tiles, scale,
-    HAS_EXACT: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PART: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`δ_i = dO_i·O_i` of a tile of queries, and `(Q_i - Q̄_j) M_j dO_i`, what its dipole gives the weight `s_i`."""
     i_p = (tl.program_id(0) // tiles).to(tl.int64)
@@ -118,10 +111,10 @@ def _cluster_table_bwd_delta_kernel(
     p_output = output_ptr + i_b * stride_output_b + i_h * stride_output_h + b_row * stride_output_n
     p_grad = grad_output_ptr + i_b * stride_go_b + i_h * stride_go_h + b_row * stride_go_n
     # [ROWS, BLOCK_V]
-    b_grad = load_rows(p_grad, m_row, stride_go_d, Dv, BLOCK_V)
+    grad = load_operand(p_grad, m_row, stride_go_d, Dv, BLOCK_V)
     b_output = load_rows(p_output, m_row, stride_output_d, Dv, BLOCK_V).to(tl.float32)
-    tl.store(delta_ptr + i_p * N + b_row, tl.sum(b_grad.to(tl.float32) * b_output, 1), mask=m_row)
-    if (cluster >= clusters) | is_exact(exact_heads_ptr, i_p // group, HAS_EXACT):
+    tl.store(delta_ptr + i_p * N + b_row, tl.sum(grad[0].to(tl.float32) * b_output, 1), mask=m_row)
+    if (cluster >= clusters) | is_exact(exact_heads_ptr, i_p // group):
         return
     i_row = i_p * clusters + cluster
     b_turn = tl.zeros([ROWS], tl.float32)
@@ -129,12 +122,8 @@ def _cluster_table_bwd_delta_kernel(
         o_d = first + tl.arange(0, PART)
         b_eta = load_offsets(p_query, m_row, stride_query_d, centroid_ptr + i_row * D, o_d, D)
         # [PART, BLOCK_V]
-        p_matrix = dipole_ptr + (i_row * D + o_d) * Dv
-        b_matrix = load_rows(p_matrix, o_d < D, 1, Dv, BLOCK_V)
-        b_turned = dot_rows(
-            b_grad, b_matrix, p_grad, m_row, stride_go_d, p_matrix, o_d < D, 1, Dv, ROWS, PART, BY_PARTS, PRECISION
-        )
-        b_turn += tl.sum(b_eta * b_turned, 1)
+        matrix = load_operand(dipole_ptr + (i_row * D + o_d) * Dv, o_d < D, 1, Dv, BLOCK_V)
+        b_turn += tl.sum(b_eta * dot_rows(grad, matrix, Dv, BY_PARTS, PRECISION), 1)
     tl.store(turn_ptr + i_p * N + b_row, b_turn * scale, mask=m_row)
 
 
@@ -147,16 +136,15 @@ def _cluster_table_bwd_query_kernel(
     stride_key_d, stride_value_b, stride_value_h, stride_value_m, stride_value_d,
     stride_go_b, stride_go_h, stride_go_n, stride_go_d, stride_gq_b, stride_gq_h, stride_gq_n, stride_gq_d,
     H, group, N, D, Dv, clusters, key_clusters, tiles, topk, splits, scale, scale_log2, dropout_p,
-    HAS_SUMMARIES: tl.constexpr, HAS_REST: tl.constexpr, HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    PART: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SUMMARIES: tl.constexpr, HAS_REST: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`dQ_i` of a tile of queries: through its scores, its dipole, and what the centroid's gradient gives each."""
     i_p = (tl.program_id(0) // tiles).to(tl.int64)
     cluster, _place, m_row, b_row = load_tile(
         order_ptr, starts_ptr, tiles_ptr, i_p, tl.program_id(0) % tiles, N, clusters, tiles, ROWS
     )
-    if (tl.max(m_row.to(tl.int32), 0) == 0) | is_exact(exact_heads_ptr, i_p // group, HAS_EXACT):
+    if (tl.max(m_row.to(tl.int32), 0) == 0) | is_exact(exact_heads_ptr, i_p // group):
         return
     i_b, i_h = i_p // H, i_p % H
     key_ptr += i_b * stride_key_b + i_h // group * stride_key_h
@@ -168,8 +156,8 @@ def _cluster_table_bwd_query_kernel(
     p_grad = grad_output_ptr + i_b * stride_go_b + i_h * stride_go_h + b_row * stride_go_n
     o_row, columns = i_p * N + b_row, topk + key_clusters
     # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
-    b_query = load_rows(p_query, m_query, stride_query_d, D, BLOCK_D)
-    b_grad = load_rows(p_grad, m_query, stride_go_d, Dv, BLOCK_V)
+    query = load_operand(p_query, m_query, stride_query_d, D, BLOCK_D)
+    grad = load_operand(p_grad, m_query, stride_go_d, Dv, BLOCK_V)
     b_lse = tl.load(lse_ptr + o_row, mask=m_query, other=0.0)
     b_delta = tl.load(delta_ptr + o_row, mask=m_query, other=0.0)
     b_grad_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -177,25 +165,12 @@ def _cluster_table_bwd_query_kernel(
         o_t = first + tl.arange(0, COLUMNS)
         b_top, m_top = load_top(top_ptr + i_row * topk, o_t, topk)
         # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-        p_key, p_value = key_ptr + b_top * stride_key_m, value_ptr + b_top * stride_value_m
-        b_key = load_rows(p_key, m_top, stride_key_d, D, BLOCK_D)
-        b_value = load_rows(p_value, m_top, stride_value_d, Dv, BLOCK_V)
-        b_scores = dot_rows(
-            b_query, b_key, p_query, m_query, stride_query_d, p_key, m_top, stride_key_d, D,
-            ROWS, COLUMNS, BY_PARTS, PRECISION,
+        key = load_operand(key_ptr + b_top * stride_key_m, m_top, stride_key_d, D, BLOCK_D)
+        value = load_operand(value_ptr + b_top * stride_value_m, m_top, stride_value_d, Dv, BLOCK_V)
+        b_grad_query = add_to_queries(
+            query, grad, b_lse, b_delta, key, value, m_top[None, :], None, None, b_grad_query, D, Dv, scale_log2,
+            seed_ptr, o_row, o_t, columns, dropout_p, KIND, BY_PARTS, PRECISION,
         )  # fmt: skip
-        b_grad_weights = dot_rows(
-            b_grad, b_value, p_grad, m_query, stride_go_d, p_value, m_top, stride_value_d, Dv,
-            ROWS, COLUMNS, BY_PARTS, PRECISION,
-        )  # fmt: skip
-        b_factor = b_delta[:, None]
-        if HAS_DROPOUT:
-            b_factor = dropout_factor(seed_ptr, o_row, o_t, columns, dropout_p, KINDS, KIND)
-        b_grad_scores, _dropped = score_gradients(
-            b_scores * scale_log2, m_top[None, :], b_lse[:, None], b_delta[:, None], b_grad_weights, b_factor,
-            HAS_DROPOUT,
-        )  # fmt: skip
-        b_grad_query += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
 
     o_d = tl.arange(0, BLOCK_D)
     if HAS_SUMMARIES:
@@ -205,24 +180,13 @@ def _cluster_table_bwd_query_kernel(
             m_g = o_g < key_clusters
             o_table = i_row * key_clusters + o_g
             # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-            p_key, p_value = table_key_ptr + o_table * D, table_value_ptr + o_table * Dv
-            b_key = load_rows(p_key, m_g, 1, D, BLOCK_D)
-            b_value = load_rows(p_value, m_g, 1, Dv, BLOCK_V)
-            b_scores = dot_rows(
-                b_query, b_key, p_query, m_query, stride_query_d, p_key, m_g, 1, D, ROWS, COLUMNS, BY_PARTS, PRECISION
-            )
+            key = load_operand(table_key_ptr + o_table * D, m_g, 1, D, BLOCK_D)
+            value = load_operand(table_value_ptr + o_table * Dv, m_g, 1, Dv, BLOCK_V)
             b_bias = tl.load(bias_ptr + o_table, mask=m_g, other=float("-inf"))
-            b_grad_weights = b_turn[:, None] + dot_rows(
-                b_grad, b_value, p_grad, m_query, stride_go_d, p_value, m_g, 1, Dv, ROWS, COLUMNS, BY_PARTS, PRECISION
-            )
-            b_factor = b_delta[:, None]
-            if HAS_DROPOUT:
-                b_factor = dropout_factor(seed_ptr, o_row, topk + o_g, columns, dropout_p, KINDS, KIND)
-            b_grad_scores, _dropped = score_gradients(
-                b_scores * scale_log2 + b_bias[None, :], m_g[None, :], b_lse[:, None], b_delta[:, None],
-                b_grad_weights, b_factor, HAS_DROPOUT,
+            b_grad_query = add_to_queries(
+                query, grad, b_lse, b_delta, key, value, m_g[None, :], b_bias, b_turn, b_grad_query, D, Dv, scale_log2,
+                seed_ptr, o_row, topk + o_g, columns, dropout_p, KIND, BY_PARTS, PRECISION,
             )  # fmt: skip
-            b_grad_query += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
         # Less the mean over the cluster's queries: what the dipole's offsets take from their centroid.
         p_start = starts_ptr + i_p * (clusters + 2) + cluster
         size = tl.maximum(tl.load(p_start + 1, mask=in_cluster, other=0) - tl.load(p_start), 1)
@@ -244,9 +208,8 @@ def _cluster_table_bwd_query_kernel(
         b_grad_query *= tl.load(mass_ptr + i_row)
         b_shared += tl.load(correction_ptr + i_row * D + o_d, mask=o_d < D, other=0.0)
     b_grad_query = tl.where(m_query[:, None], b_grad_query * scale + b_shared[None, :], 0.0)
-    p_out = grad_query_ptr + i_b * stride_gq_b + i_h * stride_gq_h
-    p_out += b_row[:, None] * stride_gq_n + o_d[None, :] * stride_gq_d
-    tl.store(p_out, b_grad_query.to(grad_query_ptr.dtype.element_ty), mask=m_row[:, None] & (o_d < D)[None, :])
+    p_out = grad_query_ptr + i_b * stride_gq_b + i_h * stride_gq_h + b_row * stride_gq_n
+    store_rows(p_out, b_grad_query, m_row, stride_gq_d, D, BLOCK_D)
 
 
 @kernel
@@ -258,9 +221,8 @@ def _cluster_table_bwd_key_kernel(
     stride_key_d, stride_value_b, stride_value_h, stride_value_m, stride_value_d,
     stride_go_b, stride_go_h, stride_go_n, stride_go_d,
     H, group, N, M, D, Dv, clusters, topk, columns, blocks, splits, split_rows, scale, scale_log2, dropout_p,
-    HAS_REST: tl.constexpr, HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr, ORDERED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_REST: tl.constexpr, ORDERED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What `ROWS` of a cluster's exact keys get from its queries, or from one of the parts of a large cluster.
 
@@ -277,7 +239,7 @@ def _cluster_table_bwd_key_kernel(
         size = tl.where(i_split == 0, last - first, 0).to(tl.float32)
     length = tl.maximum(split_rows, tl.cdiv(last - first, splits))
     first += i_split * length
-    exact = is_exact(exact_heads_ptr, i_p // group, HAS_EXACT)
+    exact = is_exact(exact_heads_ptr, i_p // group)
     if not ORDERED and (first >= last) | exact:
         return
     last = tl.where(exact, first, tl.minimum(last, first + length))
@@ -289,40 +251,22 @@ def _cluster_table_bwd_key_kernel(
     query_ptr += i_b * stride_query_b + i_h * stride_query_h
     grad_output_ptr += i_b * stride_go_b + i_h * stride_go_h
     b_top, m_top = load_top(top_ptr + i_row * topk, o_t, topk)
-    p_key, p_value = key_ptr + b_top * stride_key_m, value_ptr + b_top * stride_value_m
     # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
-    b_key = load_rows(p_key, m_top, stride_key_d, D, BLOCK_D)
-    b_value = load_rows(p_value, m_top, stride_value_d, Dv, BLOCK_V)
+    key = load_operand(key_ptr + b_top * stride_key_m, m_top, stride_key_d, D, BLOCK_D)
+    value = load_operand(value_ptr + b_top * stride_value_m, m_top, stride_value_d, Dv, BLOCK_V)
     b_grad_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_grad_value = tl.zeros([ROWS, BLOCK_V], tl.float32)
     for place in range(first, last, COLUMNS):
         o_place = place + tl.arange(0, COLUMNS)
         m_row = o_place < last
         b_row = tl.load(order_ptr + i_p * N + o_place, mask=m_row, other=0).to(tl.int64)
-        o_row = i_p * N + b_row
-        p_query, p_grad = query_ptr + b_row * stride_query_n, grad_output_ptr + b_row * stride_go_n
         # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-        b_query = load_rows(p_query, m_row, stride_query_d, D, BLOCK_D)
-        b_grad = load_rows(p_grad, m_row, stride_go_d, Dv, BLOCK_V)
-        b_lse = tl.load(lse_ptr + o_row, mask=m_row, other=0.0)
-        b_delta = tl.load(delta_ptr + o_row, mask=m_row, other=0.0)
-        b_scores = dot_rows(
-            b_key, b_query, p_key, m_top, stride_key_d, p_query, m_row, stride_query_d, D,
-            ROWS, COLUMNS, BY_PARTS, PRECISION,
+        query = load_operand(query_ptr + b_row * stride_query_n, m_row, stride_query_d, D, BLOCK_D)
+        grad = load_operand(grad_output_ptr + b_row * stride_go_n, m_row, stride_go_d, Dv, BLOCK_V)
+        b_grad_key, b_grad_value = add_to_keys(
+            key, value, query, grad, lse_ptr, delta_ptr, m_top[:, None] & m_row[None, :], b_grad_key, b_grad_value,
+            D, Dv, scale_log2, seed_ptr, i_p * N + b_row, o_t, columns, dropout_p, KIND, BY_PARTS, PRECISION,
         )  # fmt: skip
-        b_grad_weights = dot_rows(
-            b_value, b_grad, p_value, m_top, stride_value_d, p_grad, m_row, stride_go_d, Dv,
-            ROWS, COLUMNS, BY_PARTS, PRECISION,
-        )  # fmt: skip
-        b_factor = b_delta[None, :]
-        if HAS_DROPOUT:
-            b_factor = tl.trans(dropout_factor(seed_ptr, o_row, o_t, columns, dropout_p, KINDS, KIND))
-        m_pair = m_top[:, None] & m_row[None, :]
-        b_grad_scores, b_dropped = score_gradients(
-            b_scores * scale_log2, m_pair, b_lse[None, :], b_delta[None, :], b_grad_weights, b_factor, HAS_DROPOUT
-        )
-        b_grad_value += tl.dot(b_dropped.to(b_grad.dtype), b_grad, input_precision=PRECISION)
-        b_grad_key += tl.dot(b_grad_scores.to(b_query.dtype), b_query, input_precision=PRECISION)
 
     o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     if HAS_REST:
@@ -330,7 +274,7 @@ def _cluster_table_bwd_key_kernel(
         b_extra = tl.load(extra_ptr + i_row * topk + o_t, mask=o_t < topk, other=0.0) * size
         lse = tl.load(centroid_lse_ptr + i_row)
         b_centroid_weights = load_top_weights(top_scores_ptr + i_row * topk, o_t, topk, lse) * size
-        if HAS_DROPOUT:
+        if seed_ptr is not None:
             b_centroid_weights *= row_dropout(seed_ptr, i_row, b_top, M, dropout_p, KINDS, CENTROID_KIND)
         b_centroid = tl.load(centroids_ptr + i_row * D + o_d, mask=o_d < D, other=0.0)
         b_mean_grad = tl.load(mean_grads_ptr + i_row * Dv + o_v, mask=o_v < Dv, other=0.0)
@@ -378,8 +322,7 @@ def add_exact_keys(
             delta, *([None] * 6 if rest is None else rest), shares,
             *query.stride(), *key.stride(), *value.stride(), *grad_output.stride(),
             H, H // Hk, N, M, D, Dv, C, topk, columns, blocks, splits, ROWS_OF_A_SPLIT, x.scale, x.scale * LOG2_E,
-            x.dropout_p, HAS_REST=rest is not None, HAS_EXACT=exact_heads is not None,
-            HAS_DROPOUT=x.dropout_seed is not None, ORDERED=ordered, **config,
+            x.dropout_p, HAS_REST=rest is not None, ORDERED=ordered, **config,
         )  # fmt: skip
     if ordered:
         # Places without a key hold 0 and may go anywhere.
@@ -393,7 +336,6 @@ def _cluster_table_bwd_summary_kernel(
     table_key_ptr, table_value_ptr, bias_ptr, centroid_ptr, grad_key_ptr, grad_value_ptr, grad_bias_ptr, constant_ptr,
     stride_query_b, stride_query_h, stride_query_n, stride_query_d, stride_go_b, stride_go_h, stride_go_n, stride_go_d,
     H, group, N, D, Dv, clusters, key_clusters, topk, blocks, scale, scale_log2, dropout_p,
-    HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -403,7 +345,7 @@ def _cluster_table_bwd_summary_kernel(
     """
     i_row = (tl.program_id(0) // blocks).to(tl.int64)
     i_p = i_row // clusters
-    if is_exact(exact_heads_ptr, i_p // group, HAS_EXACT):
+    if is_exact(exact_heads_ptr, i_p // group):
         return
     starts_ptr += i_p * (clusters + 2) + i_row % clusters
     first, last = tl.load(starts_ptr), tl.load(starts_ptr + 1)
@@ -413,11 +355,11 @@ def _cluster_table_bwd_summary_kernel(
     o_g = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     m_g = o_g < key_clusters
     o_table = i_row * key_clusters + o_g
-    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    o_d = tl.arange(0, BLOCK_D)
     p_key, p_value = table_key_ptr + o_table * D, table_value_ptr + o_table * Dv
     # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
-    b_key = load_rows(p_key, m_g, 1, D, BLOCK_D)
-    b_value = load_rows(p_value, m_g, 1, Dv, BLOCK_V)
+    key = load_operand(p_key, m_g, 1, D, BLOCK_D)
+    value = load_operand(p_value, m_g, 1, Dv, BLOCK_V)
     b_bias = tl.load(bias_ptr + o_table, mask=m_g, other=float("-inf"))
     b_centroid = tl.load(centroid_ptr + i_row * D + o_d, mask=o_d < D, other=0.0)
     b_grad_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -428,29 +370,24 @@ def _cluster_table_bwd_summary_kernel(
         m_row = o_place < last
         b_row = tl.load(order_ptr + i_p * N + o_place, mask=m_row, other=0).to(tl.int64)
         o_row = i_p * N + b_row
-        p_query, p_grad = query_ptr + b_row * stride_query_n, grad_output_ptr + b_row * stride_go_n
         # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
-        b_query = load_rows(p_query, m_row, stride_query_d, D, BLOCK_D)
-        b_grad = load_rows(p_grad, m_row, stride_go_d, Dv, BLOCK_V)
+        query = load_operand(query_ptr + b_row * stride_query_n, m_row, stride_query_d, D, BLOCK_D)
+        grad = load_operand(grad_output_ptr + b_row * stride_go_n, m_row, stride_go_d, Dv, BLOCK_V)
         b_lse = tl.load(lse_ptr + o_row, mask=m_row, other=0.0)
         b_delta = tl.load(delta_ptr + o_row, mask=m_row, other=0.0)
         b_turn = tl.load(turn_ptr + o_row, mask=m_row, other=0.0)
-        b_scores = dot_rows(
-            b_key, b_query, p_key, m_g, 1, p_query, m_row, stride_query_d, D, ROWS, COLUMNS, BY_PARTS, PRECISION
-        )
-        b_grad_weights = b_turn[None, :] + dot_rows(
-            b_value, b_grad, p_value, m_g, 1, p_grad, m_row, stride_go_d, Dv, ROWS, COLUMNS, BY_PARTS, PRECISION
-        )
-        b_factor = b_delta[None, :]
-        if HAS_DROPOUT:
+        b_scores = dot_rows(key, query, D, BY_PARTS, PRECISION) * scale_log2 + b_bias[:, None]
+        b_grad_weights = b_turn[None, :] + dot_rows(value, grad, Dv, BY_PARTS, PRECISION)
+        b_factor = None
+        if seed_ptr is not None:
             o_column, columns = topk + o_g, topk + key_clusters
             b_factor = tl.trans(dropout_factor(seed_ptr, o_row, o_column, columns, dropout_p, KINDS, KIND))
         m_pair = m_g[:, None] & m_row[None, :]
         b_grad_scores, b_dropped = score_gradients(
-            b_scores * scale_log2 + b_bias[:, None], m_pair, b_lse[None, :], b_delta[None, :], b_grad_weights,
-            b_factor, HAS_DROPOUT,
-        )  # fmt: skip
+            b_scores, m_pair, b_lse[None, :], b_delta[None, :], b_grad_weights, b_factor
+        )
         b_grad_bias += tl.sum(b_grad_scores, 1)
+        b_query, b_grad = query[0], grad[0]
         b_eta = tl.where(m_row[:, None], b_query.to(tl.float32) - b_centroid.to(tl.float32)[None, :], 0.0)
         b_eta = b_eta.to(b_query.dtype)
         b_grad_value += tl.dot(b_dropped.to(b_grad.dtype), b_grad, input_precision=PRECISION)
@@ -463,10 +400,8 @@ def _cluster_table_bwd_summary_kernel(
     size = tl.maximum(last - first, 1).to(tl.float32)
     b_grad_key = (b_grad_key * (scale / size)).to(grad_key_ptr.dtype.element_ty)
     b_grad_value = (b_grad_value / size).to(grad_value_ptr.dtype.element_ty)
-    p_grad_key = grad_key_ptr + o_table[:, None] * D + o_d[None, :]
-    p_grad_value = grad_value_ptr + o_table[:, None] * Dv + o_v[None, :]
-    tl.store(p_grad_key, b_grad_key, mask=m_g[:, None] & (o_d < D)[None, :])
-    tl.store(p_grad_value, b_grad_value, mask=m_g[:, None] & (o_v < Dv)[None, :])
+    store_rows(grad_key_ptr + o_table * D, b_grad_key, m_g, 1, D, BLOCK_D)
+    store_rows(grad_value_ptr + o_table * Dv, b_grad_value, m_g, 1, Dv, BLOCK_V)
     tl.store(grad_bias_ptr + o_table, b_grad_bias / size, mask=m_g)
     b_of_keys = tl.sum(b_grad_key.to(tl.float32) * b_key.to(tl.float32), 1)
     b_of_values = tl.sum(b_grad_value.to(tl.float32) * b_value.to(tl.float32), 1)

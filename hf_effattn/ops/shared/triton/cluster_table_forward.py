@@ -10,8 +10,8 @@ from .chips import block_width
 from .cluster_table import dipole_part, is_exact, load_offsets, load_top
 from .dropout import dropout_factor
 from .launch import kernel
-from .softmax import KIND, KINDS, dot_rows, softmax_step, softmax_weights
-from .tiles import LOWEST, load_rows
+from .softmax import KIND, KINDS, attend, dot_rows, softmax_weights
+from .tiles import LOWEST, load_operand, load_rows, store_rows
 
 MOST_TILES = 8  # of queries that one program walks: a few large clusters are to be shared by many
 MOST_SUMMARIES = 32  # of short rows, that it holds meanwhile
@@ -22,11 +22,10 @@ def load_exact_keys(
     key_ptr, value_ptr, top_ptr, o_t, topk, stride_key_m, stride_key_d, stride_value_m, stride_value_d, D, Dv,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Exact keys and their values at places `o_t < topk`: pointers to the keys, which exist, and `(places, ·)`."""
+    """Exact keys at places `o_t < topk`, an operand, and their values `(places, ·)`."""
     b_top, m_top = load_top(top_ptr, o_t, topk)
-    p_key = key_ptr + b_top * stride_key_m
     b_value = load_rows(value_ptr + b_top * stride_value_m, m_top, stride_value_d, Dv, BLOCK_V)
-    return p_key, m_top, load_rows(p_key, m_top, stride_key_d, D, BLOCK_D), b_value
+    return load_operand(key_ptr + b_top * stride_key_m, m_top, stride_key_d, D, BLOCK_D), b_value
 
 
 @triton.jit
@@ -34,12 +33,11 @@ def load_summaries(
     table_key_ptr, table_value_ptr, bias_ptr, i_row, o_g, key_clusters, D, Dv,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """`K̃`, `Ṽ` and `b` of some key clusters of a table, as `load_exact_keys` has keys and values."""
+    """`K̃`, an operand, `Ṽ` and `b` of some key clusters of a table."""
     m_g, o_table = o_g < key_clusters, i_row * key_clusters + o_g
     b_bias = tl.load(bias_ptr + o_table, mask=m_g, other=float("-inf"))
-    p_key = table_key_ptr + o_table * D
     b_value = load_rows(table_value_ptr + o_table * Dv, m_g, 1, Dv, BLOCK_V)
-    return p_key, m_g, load_rows(p_key, m_g, 1, D, BLOCK_D), b_value, b_bias
+    return load_operand(table_key_ptr + o_table * D, m_g, 1, D, BLOCK_D), b_value, b_bias
 
 
 @kernel
@@ -52,10 +50,9 @@ def _cluster_table_fwd_kernel(
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,
     H, group, N, D, Dv, clusters, key_clusters, blocks, block_rows, topk, scale, scale_log2,
     dropout_p,
-    HAS_SUMMARIES: tl.constexpr, HAS_REST: tl.constexpr, HAS_EXACT: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    ONCE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr,
-    PART: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SUMMARIES: tl.constexpr, HAS_REST: tl.constexpr, ONCE: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_G: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`O_i` of up to `block_rows` queries of a cluster, and of each the base-2 log-sum-exp and `s_i`; 0 in no cluster.
 
@@ -73,7 +70,7 @@ def _cluster_table_fwd_kernel(
     begin = tl.load(starts_ptr + cluster)
     end = tl.load(starts_ptr + cluster + 1)
     begin += (i_block - begin // block_rows - cluster) * block_rows
-    if (begin >= end) | is_exact(exact_heads_ptr, i_p // group, HAS_EXACT):
+    if (begin >= end) | is_exact(exact_heads_ptr, i_p // group):
         return
     i_b, i_h = i_p // H, i_p % H
     query_ptr += i_b * stride_query_b + i_h * stride_query_h
@@ -93,12 +90,12 @@ def _cluster_table_fwd_kernel(
     o_t, o_g = tl.arange(0, COLUMNS), tl.arange(0, BLOCK_G)
     o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     if ONCE:
-        p_key, m_key, b_key, b_value = load_exact_keys(
+        key, b_value = load_exact_keys(
             key_ptr, value_ptr, top_ptr, o_t, topk, stride_key_m, stride_key_d, stride_value_m, stride_value_d, D, Dv,
             BLOCK_D, BLOCK_V,
         )  # fmt: skip
         if HAS_SUMMARIES:
-            p_mean, m_mean, b_mean_key, b_mean_value, b_bias = load_summaries(
+            mean, b_mean_value, b_bias = load_summaries(
                 table_key_ptr, table_value_ptr, bias_ptr, i_row, o_g, key_clusters, D, Dv, BLOCK_D, BLOCK_V
             )
             if PART == BLOCK_D:
@@ -112,41 +109,32 @@ def _cluster_table_fwd_kernel(
         p_query = query_ptr + b_row * stride_query_n
         o_row = i_p * N + b_row
         # [ROWS, BLOCK_D]
-        b_query = load_rows(p_query, m_query, stride_query_d, D, BLOCK_D)
+        query = load_operand(p_query, m_query, stride_query_d, D, BLOCK_D)
         b_output = tl.zeros([ROWS, BLOCK_V], tl.float32)
         b_highest = tl.full([ROWS], LOWEST, tl.float32)
         b_total = tl.zeros([ROWS], tl.float32)
         for first in range(0, COLUMNS if ONCE else topk, COLUMNS):
             if not ONCE:
-                p_key, m_key, b_key, b_value = load_exact_keys(
+                key, b_value = load_exact_keys(
                     key_ptr, value_ptr, top_ptr, first + o_t, topk, stride_key_m, stride_key_d, stride_value_m,
                     stride_value_d, D, Dv, BLOCK_D, BLOCK_V,
                 )  # fmt: skip
-            b_scores = dot_rows(
-                b_query, b_key, p_query, m_query, stride_query_d, p_key, m_key, stride_key_d, D,
-                ROWS, COLUMNS, BY_PARTS, PRECISION,
-            )  # fmt: skip
-            b_scores = tl.where(m_key[None, :], b_scores * scale_log2, float("-inf"))
-            b_output, b_highest, b_total = softmax_step(
-                b_scores, b_value, b_output, b_highest, b_total,
-                seed_ptr, o_row, first + o_t, columns, dropout_p, HAS_DROPOUT, PRECISION,
+            b_output, b_highest, b_total = attend(
+                query, key, b_value, key[2][None, :], b_output, b_highest, b_total, D, scale_log2,
+                seed_ptr, o_row, first + o_t, columns, dropout_p, KIND, BY_PARTS, PRECISION,
             )  # fmt: skip
 
         if HAS_SUMMARIES:
             b_share = tl.zeros([ROWS], tl.float32)
             for first in range(0, BLOCK_G if ONCE else key_clusters, BLOCK_G):
                 if not ONCE:
-                    p_mean, m_mean, b_mean_key, b_mean_value, b_bias = load_summaries(
+                    mean, b_mean_value, b_bias = load_summaries(
                         table_key_ptr, table_value_ptr, bias_ptr, i_row, first + o_g, key_clusters, D, Dv,
                         BLOCK_D, BLOCK_V,
                     )  # fmt: skip
-                b_scores = dot_rows(
-                    b_query, b_mean_key, p_query, m_query, stride_query_d, p_mean, m_mean, 1, D,
-                    ROWS, BLOCK_G, BY_PARTS, PRECISION,
-                )  # fmt: skip
-                b_scores = b_scores * scale_log2 + b_bias[None, :]
+                b_scores = dot_rows(query, mean, D, BY_PARTS, PRECISION) * scale_log2 + b_bias[None, :]
                 b_weights, b_kept, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
-                if HAS_DROPOUT:
+                if seed_ptr is not None:
                     o_column = topk + first + o_g
                     b_weights *= dropout_factor(seed_ptr, o_row, o_column, columns, dropout_p, KINDS, KIND)
                 b_share = b_share * b_kept + tl.sum(b_weights, 1)
@@ -163,7 +151,7 @@ def _cluster_table_fwd_kernel(
             b_share_scale = (b_share * scale)[:, None]
             if ONCE and PART == BLOCK_D:
                 b_centroid = tl.load(centroid_ptr + i_row * D + o_d, mask=o_d < D, other=0.0)
-                b_eta = (b_query.to(tl.float32) - b_centroid.to(tl.float32)[None, :]) * b_share_scale
+                b_eta = (query[0].to(tl.float32) - b_centroid.to(tl.float32)[None, :]) * b_share_scale
                 b_output = tl.dot(b_eta.to(b_matrix.dtype), b_matrix, b_output, input_precision=PRECISION)
             else:
                 for first in range(0, tl.where(in_cluster, D, 0), PART):
@@ -177,8 +165,7 @@ def _cluster_table_fwd_kernel(
         tl.store(lse_ptr + b_row, b_highest + tl.log2(b_divisor), mask=m_row)
         if HAS_REST:
             b_output += tl.load(rest_ptr + i_row * Dv + o_v, mask=(o_v < Dv) & in_cluster, other=0.0)[None, :]
-        p_output = output_ptr + b_row[:, None] * stride_output_n + o_v[None, :] * stride_output_d
-        tl.store(p_output, b_output.to(output_ptr.dtype.element_ty), mask=m_row[:, None] & (o_v < Dv)[None, :])
+        store_rows(output_ptr + b_row * stride_output_n, b_output, m_row, stride_output_d, Dv, BLOCK_V)
 
 
 def blocks_of_queries(

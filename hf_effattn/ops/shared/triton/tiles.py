@@ -41,14 +41,26 @@ def load_rows(p_rows, m_rows, stride_d, D, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def dot_by_parts(
-    p_a, m_a, stride_a, p_b, m_b, stride_b, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
+def load_operand(p_rows, m_rows, stride_d, D, BLOCK_D: tl.constexpr):
+    """What `load_rows` loads, and what it was loaded by: an operand of `dot_rows`."""
+    return load_rows(p_rows, m_rows, stride_d, D, BLOCK_D), p_rows, m_rows, stride_d
+
+
+@triton.jit
+def store_rows(p_rows, b_rows, m_rows, stride_d, D, BLOCK_D: tl.constexpr):
+    """Writes to pointers `p_rows`, in their dtype, the first `D` columns of rows `(rows, BLOCK_D)` where `m_rows`."""
+    o_d = tl.arange(0, BLOCK_D)
+    m_out = m_rows[:, None] & (o_d < D)[None, :]
+    tl.store(p_rows[:, None] + o_d[None, :] * stride_d, b_rows.to(p_rows.dtype.element_ty), mask=m_out)
+
+
+@triton.jit
+def dot_by_parts(p_a, m_a, stride_a, p_b, m_b, stride_b, D, PRECISION: tl.constexpr):
     """`A B^T` of rows at the pointers `p_a` and `p_b`, some of their columns at a time.
 
     A product keeps its operands in registers (float32 in halves, on tensor cores): long rows do not fit at once.
     """
-    b_product = tl.zeros([ROWS, COLUMNS], tl.float32)
+    b_product = tl.zeros([m_a.shape[0], m_b.shape[0]], tl.float32)
     for first in range(0, D, PART):
         o_d = first + tl.arange(0, PART)
         # [COLUMNS, PART]

@@ -58,12 +58,12 @@ def _sorted_block_attention_bwd_query_kernel(
         p_key = key_ptr + index_k.to(tl.int64) * stride_key_n
         p_value = value_ptr + index_k.to(tl.int64) * stride_value_n
         b_scores = scale_log2 * products(
-            p_query, m_q, stride_query_d, p_key, m_k, stride_key_d, D, ROWS, COLUMNS, BLOCK_D, BY_PARTS, PRECISION
+            p_query, m_q, stride_query_d, p_key, m_k, stride_key_d, D, BLOCK_D, BY_PARTS, PRECISION
         )
         if HAS_MEMBERSHIP:
             b_scores += tl.log2(shared_membership(
                 membership_ptr, index_q, m_q, index_k, m_k, stride_membership_n, stride_membership_c, clusters,
-                ROWS, COLUMNS, PRECISION,
+                PRECISION,
             ))  # fmt: skip
         visible = meet(
             rank_q[:, None], block_q[:, None], index_q[:, None], label_q[:, None], m_q[:, None],
@@ -71,9 +71,7 @@ def _sorted_block_attention_bwd_query_kernel(
             seen, reach, CAUSAL, HAS_LABELS,
         )  # fmt: skip
         b_weights = tl.exp2(tl.where(visible, b_scores - b_lse[:, None], float("-inf")))
-        b_grad = products(
-            p_grad, m_q, stride_go_d, p_value, m_k, stride_value_d, Dv, ROWS, COLUMNS, BLOCK_V, BY_PARTS, PRECISION
-        )
+        b_grad = products(p_grad, m_q, stride_go_d, p_value, m_k, stride_value_d, Dv, BLOCK_V, BY_PARTS, PRECISION)
         if HAS_DROPOUT:
             b_grad *= dropout_factor(seed_ptr, i_p * N + rank_q, rank_k, N, dropout_p, KINDS, KIND)
         b_grad = b_weights * (b_grad - b_delta[:, None])
@@ -138,7 +136,7 @@ def _sorted_block_attention_bwd_key_kernel(
         if HAS_MEMBERSHIP:
             b_bias = tl.log2(shared_membership(
                 membership_ptr, index_k, m_k, index_q, m_q, stride_membership_n, stride_membership_c, clusters,
-                ROWS, COLUMNS, PRECISION,
+                PRECISION,
             ))  # fmt: skip
         for member in range(0, group):
             i_head = i_h * group + member
@@ -151,12 +149,12 @@ def _sorted_block_attention_bwd_key_kernel(
             b_delta = tl.load(delta_ptr + i_row + rank_q, mask=m_q, other=0.0)
             b_scores = b_bias + scale_log2 * products(
                 p_key, m_k, stride_key_d, p_query, m_q, stride_query_d,
-                D, ROWS, COLUMNS, BLOCK_D, BY_PARTS, PRECISION,
+                D, BLOCK_D, BY_PARTS, PRECISION,
             )  # fmt: skip
             b_weights = tl.exp2(tl.where(visible, b_scores - b_lse[None, :], float("-inf")))
             b_grad = products(
                 p_value, m_k, stride_value_d, p_grad, m_q, stride_go_d,
-                Dv, ROWS, COLUMNS, BLOCK_V, BY_PARTS, PRECISION,
+                Dv, BLOCK_V, BY_PARTS, PRECISION,
             )  # fmt: skip
             b_dropped = b_weights
             if HAS_DROPOUT:
@@ -236,7 +234,7 @@ def _sorted_block_attention_bwd_membership_kernel(
             )  # fmt: skip
         b_shared = shared_membership(
             membership_ptr, index_a, m_a, index_b, m_b, stride_membership_n, stride_membership_c, clusters,
-            ROWS, COLUMNS, PRECISION,
+            PRECISION,
         )  # fmt: skip
         b_bias = tl.log2(b_shared)
         b_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -250,12 +248,12 @@ def _sorted_block_attention_bwd_membership_kernel(
                 b_scores = products(
                     p_key + index_a.to(tl.int64) * stride_key_n, m_a, stride_key_d,
                     p_query + index_b.to(tl.int64) * stride_query_n, m_b, stride_query_d,
-                    D, ROWS, COLUMNS, BLOCK_D, BY_PARTS, PRECISION,
+                    D, BLOCK_D, BY_PARTS, PRECISION,
                 )  # fmt: skip
                 b_grad = products(
                     p_value + index_a.to(tl.int64) * stride_value_n, m_a, stride_value_d,
                     p_grad + index_b.to(tl.int64) * stride_go_n, m_b, stride_go_d,
-                    Dv, ROWS, COLUMNS, BLOCK_V, BY_PARTS, PRECISION,
+                    Dv, BLOCK_V, BY_PARTS, PRECISION,
                 )  # fmt: skip
                 b_lse = tl.load(lse_ptr + i_row + rank_b, mask=m_b, other=0.0)[None, :]
                 b_delta = tl.load(delta_ptr + i_row + rank_b, mask=m_b, other=0.0)[None, :]
@@ -263,12 +261,12 @@ def _sorted_block_attention_bwd_membership_kernel(
                 b_scores = products(
                     p_query + index_a.to(tl.int64) * stride_query_n, m_a, stride_query_d,
                     p_key + index_b.to(tl.int64) * stride_key_n, m_b, stride_key_d,
-                    D, ROWS, COLUMNS, BLOCK_D, BY_PARTS, PRECISION,
+                    D, BLOCK_D, BY_PARTS, PRECISION,
                 )  # fmt: skip
                 b_grad = products(
                     p_grad + index_a.to(tl.int64) * stride_go_n, m_a, stride_go_d,
                     p_value + index_b.to(tl.int64) * stride_value_n, m_b, stride_value_d,
-                    Dv, ROWS, COLUMNS, BLOCK_V, BY_PARTS, PRECISION,
+                    Dv, BLOCK_V, BY_PARTS, PRECISION,
                 )  # fmt: skip
                 b_lse = tl.load(lse_ptr + i_row + rank_a, mask=m_a, other=0.0)[:, None]
                 b_delta = tl.load(delta_ptr + i_row + rank_a, mask=m_a, other=0.0)[:, None]

@@ -4,8 +4,9 @@ import triton.language as tl
 
 from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.launch import kernel
-from ...shared.triton.tiles import LOWEST, load_rows
-from .windows import load_partners, load_text, meet, products, shared_membership, walk_of_queries
+from ...shared.triton.softmax import dot_rows, softmax_weights
+from ...shared.triton.tiles import LOWEST, load_operand, load_rows, store_rows
+from .windows import load_partners, load_text, meet, shared_membership, walk_of_queries
 
 
 @kernel
@@ -43,10 +44,8 @@ def _sorted_block_attention_fwd_kernel(
     o_q = first + tl.arange(0, ROWS)
     begin, end = walk_of_queries(first, w, n, seen, ROWS)
     rank_q, block_q, index_q, label_q, m_q = load_partners(order_ptr, labels_ptr, o_q, n, w, n, used, HAS_LABELS)
-    p_query = query_ptr + index_q.to(tl.int64) * stride_query_n
-    if not BY_PARTS:
-        # [ROWS, BLOCK_D]
-        b_query = load_rows(p_query, m_q, stride_query_d, D, BLOCK_D)
+    # [ROWS, BLOCK_D]
+    query = load_operand(query_ptr + index_q.to(tl.int64) * stride_query_n, m_q, stride_query_d, D, BLOCK_D)
     b_output = tl.zeros([ROWS, BLOCK_V], tl.float32)
     b_highest = tl.full([ROWS], LOWEST, tl.float32)
     b_total = tl.zeros([ROWS], tl.float32)
@@ -54,20 +53,13 @@ def _sorted_block_attention_fwd_kernel(
     for start in range(begin, end, COLUMNS):
         o_k = start + tl.arange(0, COLUMNS)
         rank_k, block_k, index_k, label_k, m_k = load_partners(order_ptr, labels_ptr, o_k, end, w, n, used, HAS_LABELS)
-        p_key = key_ptr + index_k.to(tl.int64) * stride_key_n
-        if BY_PARTS:
-            b_scores = products(
-                p_query, m_q, stride_query_d, p_key, m_k, stride_key_d, D, ROWS, COLUMNS, BLOCK_D, True, PRECISION
-            )
-        else:
-            # [COLUMNS, BLOCK_D]
-            b_key = load_rows(p_key, m_k, stride_key_d, D, BLOCK_D)
-            b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)
-        b_scores *= scale_log2
+        # [COLUMNS, BLOCK_D]
+        key = load_operand(key_ptr + index_k.to(tl.int64) * stride_key_n, m_k, stride_key_d, D, BLOCK_D)
+        b_scores = dot_rows(query, key, D, BY_PARTS, PRECISION) * scale_log2
         if HAS_MEMBERSHIP:
             b_shared = shared_membership(
                 membership_ptr, index_q, m_q, index_k, m_k, stride_membership_n, stride_membership_c, clusters,
-                ROWS, COLUMNS, PRECISION,
+                PRECISION,
             )  # fmt: skip
             b_scores += tl.log2(b_shared)
         visible = meet(
@@ -76,25 +68,18 @@ def _sorted_block_attention_fwd_kernel(
             seen, reach, CAUSAL, HAS_LABELS,
         )  # fmt: skip
         b_scores = tl.where(visible, b_scores, float("-inf"))
-        b_higher = tl.maximum(b_highest, tl.max(b_scores, 1))
-        b_weights = tl.exp2(b_scores - b_higher[:, None])
-        b_kept = tl.exp2(b_highest - b_higher)
-        b_total = b_total * b_kept + tl.sum(b_weights, 1)
+        b_weights, b_kept, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
         if HAS_DROPOUT:
             b_weights *= dropout_factor(seed_ptr, i_p * N + rank_q, rank_k, N, dropout_p, KINDS, KIND)
         # [COLUMNS, BLOCK_V]
         b_value = load_rows(value_ptr + index_k.to(tl.int64) * stride_value_n, m_k, stride_value_d, Dv, BLOCK_V)
-        b_output = b_output * b_kept[:, None]
-        b_output += tl.dot(b_weights.to(b_value.dtype), b_value, input_precision=PRECISION)
-        b_highest = b_higher
+        b_weights = b_weights.to(b_value.dtype)
+        b_output = tl.dot(b_weights, b_value, b_output * b_kept[:, None], input_precision=PRECISION)
 
     b_divisor = tl.where(b_total > 0, b_total, 1.0)
-    b_output = b_output / b_divisor[:, None]
     # Masked words come last in the order: they get 0 here.
     m_row = o_q < N
     b_row = tl.load(order_ptr + o_q, mask=m_row, other=0).to(tl.int64)
-    o_v = tl.arange(0, BLOCK_V)
-    p_output = output_ptr + i_b * stride_output_b + i_h * stride_output_h
-    p_output += b_row[:, None] * stride_output_n + o_v[None, :] * stride_output_d
-    tl.store(p_output, b_output.to(output_ptr.dtype.element_ty), mask=m_row[:, None] & (o_v < Dv)[None, :])
+    p_output = output_ptr + i_b * stride_output_b + i_h * stride_output_h + b_row * stride_output_n
+    store_rows(p_output, b_output / b_divisor[:, None], m_row, stride_output_d, Dv, BLOCK_V)
     tl.store(lse_ptr + i_p * N + o_q, b_highest + tl.log2(b_divisor), mask=m_row)

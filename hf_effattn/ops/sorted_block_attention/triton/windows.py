@@ -8,7 +8,8 @@ at one place of it: a window has at most as many blocks as the row.
 import triton
 import triton.language as tl
 
-from ...shared.triton.tiles import dot_by_parts, load_rows
+from ...shared.triton.softmax import dot_rows
+from ...shared.triton.tiles import dot_by_parts, load_operand
 from ..reference import MEMBERSHIP_FLOOR
 
 FLOOR = tl.constexpr(MEMBERSHIP_FLOOR)
@@ -70,26 +71,18 @@ def meet(
 
 @triton.jit
 def products(
-    p_a, m_a, stride_a, p_b, m_b, stride_b, D,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    p_a, m_a, stride_a, p_b, m_b, stride_b, D, BLOCK_D: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """`A B^T` of rows at the pointers `p_a` and `p_b`: `(ROWS, COLUMNS)`."""
-    if BY_PARTS:
-        b_product = dot_by_parts(p_a, m_a, stride_a, p_b, m_b, stride_b, D, ROWS, COLUMNS, PRECISION)
-    else:
-        # [ROWS, BLOCK_D]
-        b_a = load_rows(p_a, m_a, stride_a, D, BLOCK_D)
-        # [COLUMNS, BLOCK_D]
-        b_b = load_rows(p_b, m_b, stride_b, D, BLOCK_D)
-        b_product = tl.dot(b_a, tl.trans(b_b), input_precision=PRECISION)
-    return b_product
+    """`A B^T` of rows at the pointers `p_a` and `p_b`."""
+    # [rows of A, BLOCK_D], [rows of B, BLOCK_D]
+    a, b = load_operand(p_a, m_a, stride_a, D, BLOCK_D), load_operand(p_b, m_b, stride_b, D, BLOCK_D)
+    return dot_rows(a, b, D, BY_PARTS, PRECISION)
 
 
 @triton.jit
 def shared_membership(
-    membership_ptr, index_a, m_a, index_b, m_b, stride_n, stride_c, clusters,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    membership_ptr, index_a, m_a, index_b, m_b, stride_n, stride_c, clusters, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """`P_a · P_b + 1e-4`, `(ROWS, COLUMNS)`; the many columns of `P` some at a time."""
+    """`P_a · P_b + 1e-4`, the many columns of `P` some at a time."""
     p_a, p_b = membership_ptr + index_a.to(tl.int64) * stride_n, membership_ptr + index_b.to(tl.int64) * stride_n
-    return dot_by_parts(p_a, m_a, stride_c, p_b, m_b, stride_c, clusters, ROWS, COLUMNS, PRECISION) + FLOOR
+    return dot_by_parts(p_a, m_a, stride_c, p_b, m_b, stride_c, clusters, PRECISION) + FLOOR
