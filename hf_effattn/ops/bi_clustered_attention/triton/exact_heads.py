@@ -11,7 +11,7 @@ import triton.language as tl
 from ...shared.triton.chips import on_device_of
 from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import KIND, add_to_keys, add_to_queries, attend
-from ...shared.triton.tiles import LOG2_E, LOWEST, load_key_mask, load_operand, load_rows, store_rows, tile_config
+from ...shared.triton.tiles import LOG2_E, LOWEST, load_mask, load_operand, load_rows, store_rows, tile_config
 from ..reference import Inputs
 
 
@@ -23,7 +23,6 @@ def _bi_clustered_attention_fwd_exact_kernel(
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,
     stride_mask_b, stride_mask_m, stride_qm_b, stride_qm_n,
     H, group, N, M, D, Dv, blocks, scale_log2, dropout_p,
-    HAS_MASK: tl.constexpr, HAS_QUERY_MASK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -33,11 +32,7 @@ def _bi_clustered_attention_fwd_exact_kernel(
     if tl.load(exact_heads_ptr + i_p // group) == 0:
         return
     o_n = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    if HAS_QUERY_MASK:
-        query_mask_ptr += i_b * stride_qm_b
-    m_query = load_key_mask(query_mask_ptr, o_n, N, stride_qm_n, HAS_QUERY_MASK)
-    if HAS_MASK:
-        key_mask_ptr += i_b * stride_mask_b
+    m_query = load_mask(query_mask_ptr, i_b, o_n, o_n < N, stride_qm_b, stride_qm_n)
     key_ptr += i_b * stride_key_b + i_h // group * stride_key_h
     value_ptr += i_b * stride_value_b + i_h // group * stride_value_h
     o_row = i_p * N + o_n
@@ -49,7 +44,7 @@ def _bi_clustered_attention_fwd_exact_kernel(
     b_total = tl.zeros([ROWS], tl.float32)
     for first in range(0, M, COLUMNS):
         o_m = first + tl.arange(0, COLUMNS)
-        m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
+        m_key = load_mask(key_mask_ptr, i_b, o_m, o_m < M, stride_mask_b, stride_mask_m)
         o_m64 = o_m.to(tl.int64)
         # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
         key = load_operand(key_ptr + o_m64 * stride_key_m, m_key, stride_key_d, D, BLOCK_D)
@@ -76,8 +71,7 @@ def attend_exactly(output: torch.Tensor, lse: torch.Tensor, x: Inputs, exact_hea
         _bi_clustered_attention_fwd_exact_kernel[(B * H * blocks,)](
             query, key, value, key_mask, query_mask, exact_heads, seed, output, lse,
             *query.stride(), *key.stride(), *value.stride(), *output.stride(), *masks,
-            H, H // key.shape[1], N, M, D, Dv, blocks, x.scale * LOG2_E, x.dropout_p,
-            HAS_MASK=key_mask is not None, HAS_QUERY_MASK=query_mask is not None, **config,
+            H, H // key.shape[1], N, M, D, Dv, blocks, x.scale * LOG2_E, x.dropout_p, **config,
         )  # fmt: skip
 
 
@@ -90,7 +84,6 @@ def _bi_clustered_attention_bwd_exact_query_kernel(
     stride_go_b, stride_go_h, stride_go_n, stride_go_d, stride_mask_b, stride_mask_m, stride_qm_b, stride_qm_n,
     stride_gq_b, stride_gq_h, stride_gq_n, stride_gq_d,
     H, group, N, M, D, Dv, blocks, scale, scale_log2, dropout_p,
-    HAS_MASK: tl.constexpr, HAS_QUERY_MASK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -100,11 +93,7 @@ def _bi_clustered_attention_bwd_exact_query_kernel(
     if tl.load(exact_heads_ptr + i_p // group) == 0:
         return
     o_n = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    if HAS_QUERY_MASK:
-        query_mask_ptr += i_b * stride_qm_b
-    m_query = load_key_mask(query_mask_ptr, o_n, N, stride_qm_n, HAS_QUERY_MASK)
-    if HAS_MASK:
-        key_mask_ptr += i_b * stride_mask_b
+    m_query = load_mask(query_mask_ptr, i_b, o_n, o_n < N, stride_qm_b, stride_qm_n)
     key_ptr += i_b * stride_key_b + i_h // group * stride_key_h
     value_ptr += i_b * stride_value_b + i_h // group * stride_value_h
     o_row, o_n64 = i_p * N + o_n, o_n.to(tl.int64)
@@ -118,7 +107,7 @@ def _bi_clustered_attention_bwd_exact_query_kernel(
     b_grad_query = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for first in range(0, M, COLUMNS):
         o_m = first + tl.arange(0, COLUMNS)
-        m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
+        m_key = load_mask(key_mask_ptr, i_b, o_m, o_m < M, stride_mask_b, stride_mask_m)
         o_m64 = o_m.to(tl.int64)
         # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
         key = load_operand(key_ptr + o_m64 * stride_key_m, m_key, stride_key_d, D, BLOCK_D)
@@ -140,7 +129,6 @@ def _bi_clustered_attention_bwd_exact_key_kernel(
     stride_go_b, stride_go_h, stride_go_n, stride_go_d, stride_mask_b, stride_mask_m, stride_qm_b, stride_qm_n,
     stride_gk_b, stride_gk_h, stride_gk_m, stride_gk_d, stride_gv_b, stride_gv_h, stride_gv_m, stride_gv_d,
     H, group, N, M, D, Dv, blocks, scale, scale_log2, dropout_p,
-    HAS_MASK: tl.constexpr, HAS_QUERY_MASK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -150,11 +138,7 @@ def _bi_clustered_attention_bwd_exact_key_kernel(
         return
     i_b, i_kh = i_pk // (H // group), i_pk % (H // group)
     o_m = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    if HAS_MASK:
-        key_mask_ptr += i_b * stride_mask_b
-    m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
-    if HAS_QUERY_MASK:
-        query_mask_ptr += i_b * stride_qm_b
+    m_key = load_mask(key_mask_ptr, i_b, o_m, o_m < M, stride_mask_b, stride_mask_m)
     o_m64 = o_m.to(tl.int64)
     p_key = key_ptr + i_b * stride_key_b + i_kh * stride_key_h + o_m64 * stride_key_m
     p_value = value_ptr + i_b * stride_value_b + i_kh * stride_value_h + o_m64 * stride_value_m
@@ -166,7 +150,7 @@ def _bi_clustered_attention_bwd_exact_key_kernel(
     for i_h in range(i_kh * group, (i_kh + 1) * group):
         for first in range(0, N, COLUMNS):
             o_n = first + tl.arange(0, COLUMNS)
-            m_row = load_key_mask(query_mask_ptr, o_n, N, stride_qm_n, HAS_QUERY_MASK)
+            m_row = load_mask(query_mask_ptr, i_b, o_n, o_n < N, stride_qm_b, stride_qm_n)
             o_row, o_n64 = (i_b * H + i_h) * N + o_n, o_n.to(tl.int64)
             p_query = query_ptr + i_b * stride_query_b + i_h * stride_query_h + o_n64 * stride_query_n
             p_grad = grad_output_ptr + i_b * stride_go_b + i_h * stride_go_h + o_n64 * stride_go_n
@@ -197,16 +181,15 @@ def exact_backward(
     tensors = query, key, value, grad_output, key_mask, query_mask, exact_heads, seed, lse, delta
     numbers = H, H // Hk, N, M, D, Dv
     factors = x.scale, x.scale * LOG2_E, x.dropout_p
-    switches = {"HAS_MASK": key_mask is not None, "HAS_QUERY_MASK": query_mask is not None}
     config = tile_config(query, D, Dv, backward=True)
     key_config = tile_config(query, D, Dv, backward=True, two_sums=True)
     with on_device_of(query):
         blocks = -(-N // config["ROWS"])
         _bi_clustered_attention_bwd_exact_query_kernel[(B * H * blocks,)](
-            *tensors, grad_query, *strides, *grad_query.stride(), *numbers, blocks, *factors, **switches, **config
+            *tensors, grad_query, *strides, *grad_query.stride(), *numbers, blocks, *factors, **config
         )
         blocks = -(-M // key_config["ROWS"])
         _bi_clustered_attention_bwd_exact_key_kernel[(B * Hk * blocks,)](
             *tensors, grad_key, grad_value, *strides, *grad_key.stride(), *grad_value.stride(),
-            *numbers, blocks, *factors, **switches, **key_config,
+            *numbers, blocks, *factors, **key_config,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import CENTROID_KIND, KINDS, add_to_queries, dot_rows
 from ...shared.triton.sort import SortedRows
-from ...shared.triton.tiles import LOG2_E, load_key_mask, load_operand, load_rows, store_rows, tile_config
+from ...shared.triton.tiles import LOG2_E, load_mask, load_operand, load_rows, store_rows, tile_config
 from ..reference import Inputs
 
 
@@ -28,16 +28,14 @@ def _clustered_attention_bwd_key_kernel(
     stride_value_b, stride_value_h, stride_value_m, stride_value_d, stride_mask_b, stride_mask_m,
     stride_gk_b, stride_gk_h, stride_gk_m, stride_gk_d, stride_gv_b, stride_gv_h, stride_gv_m, stride_gv_d,
     key_heads, rows, M, D, Dv, clusters, blocks, mean_size, scale, scale_log2, dropout_p,
-    HAS_MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`dK_t` and `dV_t` of a tile of `ROWS` keys: a walk over the centroids."""
     i_p = (tl.program_id(0) // blocks).to(tl.int64)
     o_m = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
     i_b, i_h = i_p // key_heads, i_p % key_heads
-    if HAS_MASK:
-        key_mask_ptr += i_b * stride_mask_b
-    m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
+    m_key = load_mask(key_mask_ptr, i_b, o_m, o_m < M, stride_mask_b, stride_mask_m)
     o_m64 = o_m.to(tl.int64)
     p_key = key_ptr + i_b * stride_key_b + i_h * stride_key_h + o_m64 * stride_key_m
     p_value = value_ptr + i_b * stride_value_b + i_h * stride_value_h + o_m64 * stride_value_m
@@ -83,8 +81,8 @@ def _clustered_attention_bwd_centroid_kernel(
     stride_key_b, stride_key_h, stride_key_m, stride_key_d,
     stride_value_b, stride_value_h, stride_value_m, stride_value_d, stride_mask_b, stride_mask_m,
     key_heads, rows, M, D, Dv, blocks, splits, split_length, scale, scale_log2, dropout_p,
-    HAS_MASK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`scale Σ_t dS̄_jt K_t` of a tile of `ROWS` centroids, over one part of the keys."""
     i_split = tl.program_id(0) // blocks % splits
@@ -95,8 +93,6 @@ def _clustered_attention_bwd_centroid_kernel(
     i_b, i_h = i_p // key_heads, i_p % key_heads
     key_ptr += i_b * stride_key_b + i_h * stride_key_h
     value_ptr += i_b * stride_value_b + i_h * stride_value_h
-    if HAS_MASK:
-        key_mask_ptr += i_b * stride_mask_b
     p_centroid, p_grad = centroids_ptr + o_row * D, grads_ptr + o_row * Dv
     # [ROWS, BLOCK_D], [ROWS, BLOCK_V]
     b_centroid = load_rows(p_centroid, m_c, 1, D, BLOCK_D).to(key_ptr.dtype.element_ty)
@@ -107,7 +103,7 @@ def _clustered_attention_bwd_centroid_kernel(
     b_grad_centroid = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for start in range(i_split * split_length, tl.minimum(M, (i_split + 1) * split_length), COLUMNS):
         o_m = start + tl.arange(0, COLUMNS)
-        m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
+        m_key = load_mask(key_mask_ptr, i_b, o_m, o_m < M, stride_mask_b, stride_mask_m)
         # [COLUMNS, BLOCK_D], [COLUMNS, BLOCK_V]
         key = load_operand(key_ptr + o_m.to(tl.int64) * stride_key_m, m_key, stride_key_d, D, BLOCK_D)
         value = load_operand(value_ptr + o_m.to(tl.int64) * stride_value_m, m_key, stride_value_d, Dv, BLOCK_V)
@@ -161,14 +157,14 @@ def centroid_backward(
                 centroids, key, value, key_mask, dropout_seed, grads, lse, delta, members.starts, grad_key, grad_value,
                 *key.stride(), *value.stride(), *mask_strides, *grad_key.stride(), *grad_value.stride(),
                 Hk, rows, M, D, Dv, members.clusters, key_blocks, mean_size, x.scale, x.scale * LOG2_E, x.dropout_p,
-                HAS_MASK=key_mask is not None, **key_config,
+                **key_config,
             )  # fmt: skip
         if B * Hk * blocks:
             _clustered_attention_bwd_centroid_kernel[(B * Hk * blocks * splits,)](
                 centroids, key, value, key_mask, dropout_seed, grads, lse, delta, grad_centroids,
                 *key.stride(), *value.stride(), *mask_strides,
                 Hk, rows, M, D, Dv, blocks, splits, split_length, x.scale, x.scale * LOG2_E, x.dropout_p,
-                HAS_MASK=key_mask is not None, **config,
+                **config,
             )  # fmt: skip
     return grad_centroids, sums
 

@@ -108,26 +108,25 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
     partial = words.new_empty(B, k, walk.splits, d, dtype=torch.float32)
     lse = words.new_empty(B, k, walk.splits, columns, dtype=torch.float32)
     mask_strides = (0, 0) if mask is None else mask.stride()
-    masked = {"HAS_MASK": mask is not None}
 
     def score(step: dict[str, int]) -> None:
         _neural_clustering_fwd_score_kernel[(B * step["tiles"] * walk.blocks,)](
             words, directions, mask, inverse, scores, *words.stride(), *directions.stride(), *mask_strides, N, k, d,
-            **step, **sizes, COSINE=cosine, **masked, **narrow,
+            **step, **sizes, COSINE=cosine, **narrow,
         )  # fmt: skip
 
     with on_device_of(words):
         if cosine:
             tiles = -(-N // tile)
             _neural_clustering_fwd_length_kernel[(B * tiles,)](
-                words, mask, inverse, *words.stride(), *mask_strides, N, d, tiles, **masked, WORDS=tile,
+                words, mask, inverse, *words.stride(), *mask_strides, N, d, tiles, WORDS=tile,
                 BLOCK_D=config["BLOCK_D"],
             )  # fmt: skip
         for step in walk.steps():
             score(step)
             _neural_clustering_fwd_update_kernel[(B * walk.blocks * walk.splits, columns)](
                 words, mask, scores, partial, lse, *words.stride(), *mask_strides, k, d, step["first_row"],
-                step["last_row"], **sizes, **parts, **masked, **config,
+                step["last_row"], **sizes, **parts, **config,
             )  # fmt: skip
     lse = lse[..., 0]
     highest = lse.amax(dim=2, keepdim=True)
@@ -183,20 +182,19 @@ def gradients(
     mean = (grad_updated.float() * exact).sum(dim=2)
     mask_strides = (0, 0) if mask is None else mask.stride()
     strides = *words.stride(), *directions.stride(), *mask_strides, *grad_updated.stride()
-    masked = {"HAS_MASK": mask is not None}
     with on_device_of(words):
         for step in walk.steps():
             _neural_clustering_bwd_score_kernel[(B * step["tiles"] * walk.blocks,)](
                 words, directions, mask, inverse, total, grad_updated, mean, weights, grad_scores, pull, *strides,
-                N, k, d, **step, **sizes, COSINE=cosine, **masked, **narrow,
+                N, k, d, **step, **sizes, COSINE=cosine, **narrow,
             )  # fmt: skip
             _neural_clustering_bwd_direction_kernel[(B * walk.blocks * walk.splits, columns)](
                 words, mask, grad_scores, partial, *words.stride(), *mask_strides, k, d, step["first_row"],
-                step["last_row"], **sizes, **parts, **masked, **config,
+                step["last_row"], **sizes, **parts, **config,
             )  # fmt: skip
             _neural_clustering_bwd_word_kernel[(B * step["tiles"], columns)](
                 words, directions, mask, grad_updated, weights, grad_scores, pull, grad_words, *strides,
-                *grad_words.stride(), k, d, **step, **sizes, COSINE=cosine, **masked, **config,
+                *grad_words.stride(), k, d, **step, **sizes, COSINE=cosine, **config,
             )  # fmt: skip
     return grad_words, partial.sum(dim=1).to(directions.dtype)
 

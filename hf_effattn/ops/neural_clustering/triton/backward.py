@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ...shared.triton.launch import kernel
-from ...shared.triton.tiles import load_key_mask
+from ...shared.triton.tiles import load_mask
 from .forward import LOG2E, load_block
 
 
@@ -18,8 +18,7 @@ def _neural_clustering_bwd_score_kernel(
     stride_words_b, stride_words_n, stride_words_d, stride_dir_b, stride_dir_k, stride_dir_d,
     stride_mask_b, stride_mask_n, stride_gu_b, stride_gu_k, stride_gu_d, N, k, d, first_row, last_row,
     tiles, blocks, rows,
-    COSINE: tl.constexpr, HAS_MASK: tl.constexpr, WORDS: tl.constexpr, CENTROIDS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    COSINE: tl.constexpr, WORDS: tl.constexpr, CENTROIDS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`U_ij`, `dφ_ij / |Z_j|` and, of a tile's centroids, `Σ_i dφ_ij φ_ij / |Z_j|²`, which is what Z_j pulls.
 
@@ -32,9 +31,7 @@ def _neural_clustering_bwd_score_kernel(
     o_row = i_tile * WORDS + tl.arange(0, WORDS)
     o_n = first_row + o_row
     o_k = i_block * CENTROIDS + tl.arange(0, CENTROIDS)
-    if HAS_MASK:
-        mask_ptr += i_b * stride_mask_b
-    m_word = load_key_mask(mask_ptr, o_n, last_row, stride_mask_n, HAS_MASK)
+    m_word = load_mask(mask_ptr, i_b, o_n, o_n < last_row, stride_mask_b, stride_mask_n)
     m_k = o_k < k
     p_words = words_ptr + i_b * stride_words_b + o_n.to(tl.int64) * stride_words_n
     p_direction = directions_ptr + i_b * stride_dir_b + o_k.to(tl.int64) * stride_dir_k
@@ -72,8 +69,7 @@ def _neural_clustering_bwd_score_kernel(
 def _neural_clustering_bwd_direction_kernel(
     words_ptr, mask_ptr, grad_scores_ptr, partial_ptr, stride_words_b, stride_words_n, stride_words_d,
     stride_mask_b, stride_mask_n, k, d, first_row, last_row, blocks, rows, splits, split_length,
-    HAS_MASK: tl.constexpr, WORDS: tl.constexpr, CENTROIDS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WORDS: tl.constexpr, CENTROIDS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`dC_i = Σ_j dφ_ij Z_j / |Z_j|` over a part of the words, added to that of the words before `first_row`."""
     i_split = tl.program_id(0) % splits
@@ -81,8 +77,6 @@ def _neural_clustering_bwd_direction_kernel(
     i_b = (tl.program_id(0) // (splits * blocks)).to(tl.int64)
     o_k = i_block * CENTROIDS + tl.arange(0, CENTROIDS)
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    if HAS_MASK:
-        mask_ptr += i_b * stride_mask_b
     p_partial = partial_ptr + ((i_b * splits + i_split) * k + o_k[:, None]) * d + o_d[None, :]
     m_partial = (o_k < k)[:, None] & (o_d < d)[None, :]
     # [CENTROIDS, BLOCK_D]
@@ -91,7 +85,7 @@ def _neural_clustering_bwd_direction_kernel(
     for start in range(i_split * split_length, end, WORDS):
         o_row = start + tl.arange(0, WORDS)
         o_n = first_row + o_row
-        m_word = load_key_mask(mask_ptr, o_n, first_row + end, stride_mask_n, HAS_MASK)
+        m_word = load_mask(mask_ptr, i_b, o_n, o_n < first_row + end, stride_mask_b, stride_mask_n)
         p_grad = grad_scores_ptr + ((i_b * rows + o_row) * blocks * CENTROIDS)[:, None] + o_k[None, :]
         # [WORDS, CENTROIDS]
         b_grad = tl.load(p_grad, mask=m_word[:, None], other=0.0)
@@ -124,8 +118,7 @@ def _neural_clustering_bwd_word_kernel(
     stride_words_b, stride_words_n, stride_words_d, stride_dir_b, stride_dir_k, stride_dir_d,
     stride_mask_b, stride_mask_n, stride_gu_b, stride_gu_k, stride_gu_d, stride_gw_b, stride_gw_n, stride_gw_d,
     k, d, first_row, last_row, tiles, blocks, rows,
-    COSINE: tl.constexpr, HAS_MASK: tl.constexpr, WORDS: tl.constexpr, CENTROIDS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    COSINE: tl.constexpr, WORDS: tl.constexpr, CENTROIDS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`dZ_j = Σ_i U_ij dĈ_i + dφ_ij C_i / |Z_j|` for some columns.
 
@@ -147,9 +140,7 @@ def _neural_clustering_bwd_word_kernel(
         stride_dir_k, stride_dir_d, o_d, k, d, blocks, CENTROIDS, PRECISION,
     )  # fmt: skip
     if COSINE:
-        if HAS_MASK:
-            mask_ptr += i_b * stride_mask_b
-        m_word = load_key_mask(mask_ptr, o_n, last_row, stride_mask_n, HAS_MASK)
+        m_word = load_mask(mask_ptr, i_b, o_n, o_n < last_row, stride_mask_b, stride_mask_n)
         p_words = words_ptr + i_b * stride_words_b + o_n.to(tl.int64) * stride_words_n
         # [WORDS, BLOCK_D]
         b_words = load_block(p_words, m_word, o_d, stride_words_d, d)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ...shared.triton.launch import kernel
-from ...shared.triton.tiles import LOWEST, load_key_mask
+from ...shared.triton.tiles import LOWEST, load_mask
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -22,14 +22,12 @@ def load_block(p_rows, m_rows, o_d, stride_d, d):
 @kernel
 def _neural_clustering_fwd_length_kernel(
     words_ptr, mask_ptr, inverse_ptr, stride_words_b, stride_words_n, stride_words_d, stride_mask_b, stride_mask_n,
-    N, d, tiles, HAS_MASK: tl.constexpr, WORDS: tl.constexpr, BLOCK_D: tl.constexpr,
+    N, d, tiles, WORDS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`1 / |Z_j|`; 0 for a word of length 0 and for a masked one."""
     i_b = (tl.program_id(0) // tiles).to(tl.int64)
     o_n = tl.program_id(0) % tiles * WORDS + tl.arange(0, WORDS)
-    if HAS_MASK:
-        mask_ptr += i_b * stride_mask_b
-    m_word = load_key_mask(mask_ptr, o_n, N, stride_mask_n, HAS_MASK)
+    m_word = load_mask(mask_ptr, i_b, o_n, o_n < N, stride_mask_b, stride_mask_n)
     p_words = words_ptr + i_b * stride_words_b + o_n.to(tl.int64) * stride_words_n
     b_square = tl.zeros([WORDS], tl.float32)
     for start in range(0, d, BLOCK_D):
@@ -45,8 +43,7 @@ def _neural_clustering_fwd_score_kernel(
     words_ptr, directions_ptr, mask_ptr, inverse_ptr, scores_ptr,
     stride_words_b, stride_words_n, stride_words_d, stride_dir_b, stride_dir_k, stride_dir_d,
     stride_mask_b, stride_mask_n, N, k, d, first_row, last_row, tiles, blocks, rows,
-    COSINE: tl.constexpr, HAS_MASK: tl.constexpr, WORDS: tl.constexpr, CENTROIDS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    COSINE: tl.constexpr, WORDS: tl.constexpr, CENTROIDS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`φ(C_i, Z_j)` of the words `first_row .. last_row - 1`; -inf of a masked word and behind the last centroid."""
     i_block = tl.program_id(0) % blocks
@@ -55,9 +52,7 @@ def _neural_clustering_fwd_score_kernel(
     o_row = i_tile * WORDS + tl.arange(0, WORDS)
     o_n = first_row + o_row
     o_k = i_block * CENTROIDS + tl.arange(0, CENTROIDS)
-    if HAS_MASK:
-        mask_ptr += i_b * stride_mask_b
-    m_word = load_key_mask(mask_ptr, o_n, last_row, stride_mask_n, HAS_MASK)
+    m_word = load_mask(mask_ptr, i_b, o_n, o_n < last_row, stride_mask_b, stride_mask_n)
     m_k = o_k < k
     p_words = words_ptr + i_b * stride_words_b + o_n.to(tl.int64) * stride_words_n
     p_direction = directions_ptr + i_b * stride_dir_b + o_k.to(tl.int64) * stride_dir_k
@@ -79,8 +74,7 @@ def _neural_clustering_fwd_score_kernel(
 def _neural_clustering_fwd_update_kernel(
     words_ptr, mask_ptr, scores_ptr, partial_ptr, lse_ptr, stride_words_b, stride_words_n, stride_words_d,
     stride_mask_b, stride_mask_n, k, d, first_row, last_row, blocks, rows, splits, split_length,
-    HAS_MASK: tl.constexpr, WORDS: tl.constexpr, CENTROIDS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WORDS: tl.constexpr, CENTROIDS: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`Ĉ_i = Σ_j U_ij Z_j` over a part of the words, for some columns of `Z`; `log2 Σ_j 2^φ_ij` of the part.
 
@@ -91,8 +85,6 @@ def _neural_clustering_fwd_update_kernel(
     i_b = (tl.program_id(0) // (splits * blocks)).to(tl.int64)
     o_k = i_block * CENTROIDS + tl.arange(0, CENTROIDS)
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    if HAS_MASK:
-        mask_ptr += i_b * stride_mask_b
     o_part = (i_b * k + o_k) * splits + i_split
     p_partial = partial_ptr + o_part[:, None] * d + o_d[None, :]
     # Every program keeps its own, the same for all columns: none reads what another writes.
@@ -108,7 +100,7 @@ def _neural_clustering_fwd_update_kernel(
         o_row = start + tl.arange(0, WORDS)
         m_row = o_row < end
         o_n = first_row + o_row
-        m_word = load_key_mask(mask_ptr, o_n, first_row + end, stride_mask_n, HAS_MASK)
+        m_word = load_mask(mask_ptr, i_b, o_n, o_n < first_row + end, stride_mask_b, stride_mask_n)
         p_scores = scores_ptr + ((i_b * rows + o_row) * blocks * CENTROIDS)[:, None] + o_k[None, :]
         # [WORDS, CENTROIDS]
         b_scores = tl.load(p_scores, mask=m_row[:, None], other=float("-inf"))

@@ -16,7 +16,7 @@ import triton.language as tl
 from .chips import chip_of, on_device_of
 from .launch import kernel
 from .softmax import CENTROID_KIND, softmax_step
-from .tiles import LOG2_E, LOWEST, dot_by_parts, load_key_mask, load_rows, store_rows, tile_config
+from .tiles import LOG2_E, LOWEST, dot_by_parts, load_mask, load_rows, store_rows, tile_config
 from .topk import WHOLE_ROW, _select_candidates_kernel, select_topk
 
 BINS = 1024  # of a row, at least, if there are as many keys
@@ -63,8 +63,7 @@ def _centroid_attention_fwd_kernel(
     stride_value_b, stride_value_h, stride_value_m, stride_value_d, stride_mask_b, stride_mask_m,
     key_heads, rows, M, D, Dv, first_row, last_row, blocks, splits, split_length, bin_keys, columns, scale_log2,
     dropout_p,
-    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_VALUES: tl.constexpr, HAS_BINS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    HAS_BINS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`softmax(scale · Qc K^T) V` over one part of the keys, for a block of the rows `first_row .. last_row - 1`.
@@ -81,14 +80,12 @@ def _centroid_attention_fwd_kernel(
     o_row = o_row.to(tl.int64)
     i_b, i_h = (i_p // key_heads).to(tl.int64), (i_p % key_heads).to(tl.int64)
     key_ptr += i_b * stride_key_b + i_h * stride_key_h
-    if HAS_VALUES:
+    if value_ptr is not None:
         value_ptr += i_b * stride_value_b + i_h * stride_value_h
-    if HAS_MASK:
-        key_mask_ptr += i_b * stride_mask_b
     o_d = tl.arange(0, BLOCK_D)
     # [ROWS, BLOCK_D]
     b_centroid = load_rows(centroids_ptr + o_row * D, m_row, 1, D, BLOCK_D).to(key_ptr.dtype.element_ty)
-    if HAS_VALUES:
+    if value_ptr is not None:
         b_values = tl.zeros([ROWS, BLOCK_V], tl.float32)
         b_highest = tl.full([ROWS], LOWEST, tl.float32)
         b_total = tl.zeros([ROWS], tl.float32)
@@ -99,7 +96,7 @@ def _centroid_attention_fwd_kernel(
         b_best = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
     for start in range(i_split * split_length, tl.minimum(M, (i_split + 1) * split_length), COLUMNS):
         o_m = start + tl.arange(0, COLUMNS)
-        m_key = load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK)
+        m_key = load_mask(key_mask_ptr, i_b, o_m, o_m < M, stride_mask_b, stride_mask_m)
         p_key = key_ptr + o_m.to(tl.int64) * stride_key_m
         if BY_PARTS:
             p_centroid = centroids_ptr + o_row * D
@@ -110,7 +107,7 @@ def _centroid_attention_fwd_kernel(
             b_key = tl.load(p_key_t, mask=m_key[None, :] & (o_d < D)[:, None], other=0.0)
             b_scores = tl.dot(b_centroid, b_key, input_precision=PRECISION)
         b_scores *= scale_log2
-        if HAS_BIAS:
+        if bias_ptr is not None:
             b_scores += tl.load(bias_ptr + i_p.to(tl.int64) * M + o_m, mask=m_key, other=0.0)[None, :]
         b_scores = tl.where(m_key[None, :], b_scores, float("-inf"))
         if HAS_BINS:
@@ -120,7 +117,7 @@ def _centroid_attention_fwd_kernel(
                 o_bins = tl.arange(0, ROWS)[:, None] * columns + tl.arange(0, COLUMNS)[None, :]
                 tl.store(scores_ptr + tile // bin_keys * COLUMNS + o_bins, b_best, mask=m_row[:, None])
                 b_best = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
-        if HAS_VALUES:
+        if value_ptr is not None:
             p_value = value_ptr + o_m.to(tl.int64) * stride_value_m
             # [COLUMNS, BLOCK_V]
             b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
@@ -129,7 +126,7 @@ def _centroid_attention_fwd_kernel(
                 CENTROID_KIND, PRECISION,
             )  # fmt: skip
 
-    if HAS_VALUES:
+    if value_ptr is not None:
         b_divisor = tl.where(b_total > 0, b_total, 1.0)
         o_part = o_row * splits + i_split
         store_rows(values_ptr + o_part * Dv, b_values / b_divisor[:, None], m_row, 1, Dv, BLOCK_V)
@@ -200,7 +197,6 @@ def centroid_pass(
                 *key.stride(), *((0, 0, 0, 0) if value is None else value.stride()), *key_strides[4:],
                 Hk, rows, M, D, Dv, first, last, blocks, splits, split_length, bin_keys, columns, scale * LOG2_E,
                 dropout_p,
-                HAS_MASK=key_mask is not None, HAS_BIAS=bias is not None, HAS_VALUES=value is not None,
                 HAS_BINS=topk > 0, **config,
             )  # fmt: skip
             out = top[first:last], top_scores[first:last]
@@ -212,8 +208,8 @@ def centroid_pass(
                 _select_candidates_kernel[(last - first,)](
                     centroids, key, key_mask, bias, select_topk(bins, topk)[0], *out, marks, *key_strides,
                     Hk, rows, M, D, topk, first, 0 if marks is None else marks.shape[2], bin_keys, scale * LOG2_E,
-                    HAS_MASK=key_mask is not None, HAS_BIAS=bias is not None, COLUMNS=config["COLUMNS"],
-                    BLOCK_N=block_n, BLOCK_D=16, num_warps=num_warps, **chip_of(key).registers(num_warps),
+                    COLUMNS=config["COLUMNS"], BLOCK_N=block_n, BLOCK_D=16, num_warps=num_warps,
+                    **chip_of(key).registers(num_warps),
                 )  # fmt: skip
     return CentroidPass(values, lse, top, top_scores)
 

@@ -12,12 +12,11 @@ PART = tl.constexpr(32)  # columns of a part of a row
 
 
 @triton.jit
-def load_key_mask(key_mask_ptr, o_m, M, stride_mask_m, HAS_MASK: tl.constexpr):
-    """Which of the keys exist and may be attended to."""
-    m_key = o_m < M
-    if HAS_MASK:
-        m_key &= tl.load(key_mask_ptr + o_m.to(tl.int64) * stride_mask_m, mask=m_key, other=0) != 0
-    return m_key
+def load_mask(mask_ptr, i_b, o_n, m_n, stride_b, stride_n):
+    """Which of the rows `o_n` of an item, of those in `m_n`, the mask says that count; all, where it is None."""
+    if mask_ptr is not None:
+        m_n &= tl.load(mask_ptr + i_b * stride_b + o_n.to(tl.int64) * stride_n, mask=m_n, other=0) != 0
+    return m_n
 
 
 @triton.jit

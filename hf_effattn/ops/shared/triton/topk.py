@@ -6,7 +6,7 @@ import triton.language as tl
 
 from .chips import chip_of, on_device_of
 from .launch import kernel
-from .tiles import load_key_mask
+from .tiles import load_mask
 
 WHOLE_ROW = 4096  # numbers of a row that a program holds in registers
 ROW_OF_A_WARP = 1024  # of these one warp can: nothing waits for another one
@@ -118,8 +118,7 @@ def _select_candidates_kernel(
     centroids_ptr, key_ptr, key_mask_ptr, bias_ptr, bins_ptr, indices_ptr, chosen_ptr, marks_ptr,
     stride_key_b, stride_key_h, stride_key_m, stride_key_d, stride_mask_b, stride_mask_m,
     key_heads, rows, M, D, topk, first_row, words, bin_keys, scale_log2,
-    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The largest scores of one row among the keys in the bins that it chose: they are scored again and marked.
 
@@ -128,8 +127,6 @@ def _select_candidates_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     i_p = (i_row + first_row) // rows
     key_ptr += i_p // key_heads * stride_key_b + i_p % key_heads * stride_key_h
-    if HAS_MASK:
-        key_mask_ptr += i_p // key_heads * stride_mask_b
     centroids_ptr += (i_row + first_row) * D
     indices_ptr += i_row * topk
     chosen_ptr += i_row * topk
@@ -137,7 +134,7 @@ def _select_candidates_kernel(
     b_bin = tl.load(bins_ptr + i_row * topk + o_n // bin_keys, mask=o_n < topk * bin_keys, other=-1)
     b_key = b_bin % COLUMNS + COLUMNS * (b_bin // COLUMNS * bin_keys + o_n % bin_keys)
     b_key = tl.where(b_bin >= 0, b_key, M)
-    m_key = load_key_mask(key_mask_ptr, b_key, M, stride_mask_m, HAS_MASK)
+    m_key = load_mask(key_mask_ptr, i_p // key_heads, b_key, b_key < M, stride_mask_b, stride_mask_m)
     p_key = key_ptr + b_key.to(tl.int64)[:, None] * stride_key_m
     b_score = tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, D, BLOCK_D):
@@ -149,7 +146,7 @@ def _select_candidates_kernel(
         b_part = tl.load(p_key + o_d[None, :] * stride_key_d, mask=m_key[:, None] & (o_d < D)[None, :], other=0.0)
         b_score += tl.sum(b_part.to(tl.float32) * b_centroid[None, :], 1)
     b_score *= scale_log2
-    if HAS_BIAS:
+    if bias_ptr is not None:
         b_score += tl.load(bias_ptr + i_p * M + b_key, mask=m_key, other=0.0)
     b_score = tl.where(m_key, b_score, float("-inf"))
     b_bits = _ordered_bits(b_score)

@@ -16,21 +16,20 @@ from ...shared.triton.chips import block_width, on_device_of
 from ...shared.triton.cluster_table import load_split_sum
 from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.launch import kernel
-from ...shared.triton.tiles import LOG2_E, load_rows
+from ...shared.triton.softmax import KINDS, score_gradients
+from ...shared.triton.tiles import LOG2_E, load_mask, load_rows, store_rows
 from ..reference import Inputs
 from .forward import Call, strides
 from .tiles import (
     KIND,
-    KINDS,
     dot_with_positions,
-    load_tokens,
+    gradients_of_scores,
     load_with_positions,
     part_range,
     part_visible,
     sink_visible,
     tile_config,
     tile_rows,
-    weights_and_score_gradients,
 )
 
 GRADIENT_ROWS = 16
@@ -46,14 +45,14 @@ def _slice_attention_bwd_gradient_kernel(
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,
     stride_mask_b, stride_mask_n,
     H, N, L, Dv, slices, tiles,
-    HAS_MASK: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """`G_i` and `δ_i` of a tile of rows."""
     i_p = (tl.program_id(0) // tiles).to(tl.int64)
     i_b, i_h = i_p // H, i_p % H
     o_row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     m_row = o_row < N
-    m_token = load_tokens(mask_ptr + i_b * stride_mask_b, o_row, m_row, stride_mask_n, HAS_MASK)
+    m_token = load_mask(mask_ptr, i_b, o_row, m_row, stride_mask_b, stride_mask_n)
     o_row = o_row.to(tl.int64)
     grad_ptr += i_b * stride_grad_b + i_h * stride_grad_h
     grad_pooled_ptr += i_b * stride_pooled_b + i_h * stride_pooled_h
@@ -63,9 +62,7 @@ def _slice_attention_bwd_gradient_kernel(
     b_pooled = load_rows(grad_pooled_ptr + o_row // L * stride_pooled_n, m_token, stride_pooled_d, Dv, BLOCK_V)
     b_share = tl.load(inverse_size_ptr + i_b * slices + o_row // L, mask=m_token, other=0.0)
     b_grad = (b_grad.to(tl.float32) + b_pooled.to(tl.float32) * b_share[:, None]).to(b_grad.dtype)
-    o_v = tl.arange(0, BLOCK_V)
-    p_whole = whole_grad_ptr + (i_p * N + o_row)[:, None] * Dv + o_v[None, :]
-    tl.store(p_whole, b_grad, mask=m_row[:, None] & (o_v < Dv)[None, :])
+    store_rows(whole_grad_ptr + (i_p * N + o_row) * Dv, b_grad, m_row, 1, Dv, BLOCK_V)
     # [ROWS, BLOCK_V]
     b_output = load_rows(output_ptr + o_row * stride_output_n, m_token, stride_output_d, Dv, BLOCK_V)
     b_delta = tl.sum(b_grad.to(tl.float32) * b_output.to(tl.float32), 1)
@@ -83,9 +80,8 @@ def _slice_attention_bwd_query_kernel(
     stride_gq_b, stride_gq_h, stride_gq_n, stride_gq_d,
     stride_mask_b, stride_mask_n,
     H, group, N, L, extension, D, Dv, tiles, tiles_per_slice, last_part, scale, scale_log2, log2_e, dropout_p,
-    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_QUERY_POSITIONS: tl.constexpr, HAS_KEY_POSITIONS: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_DROPOUT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_QUERY_POSITIONS: tl.constexpr, HAS_KEY_POSITIONS: tl.constexpr, SLICES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`dQ_i` of a tile of rows."""
@@ -94,11 +90,10 @@ def _slice_attention_bwd_query_kernel(
     query_ptr += i_b * stride_query_b + i_h * stride_query_h
     key_ptr += i_b * stride_key_b + i_kh * stride_key_h
     value_ptr += i_b * stride_value_b + i_kh * stride_value_h
-    mask_ptr += i_b * stride_mask_b
     key_positions_ptr += i_kh * (L + 2 * extension) * D
     window = L + 2 * extension
     first_slice, o_row, m_row = tile_rows(tl.program_id(0) % tiles, L, N, tiles_per_slice, SLICES, ROWS)
-    m_token = load_tokens(mask_ptr, o_row, m_row, stride_mask_n, HAS_MASK)
+    m_token = load_mask(mask_ptr, i_b, o_row, m_row, stride_mask_b, stride_mask_n)
     p_query = query_ptr + o_row.to(tl.int64) * stride_query_n
     p_place = query_positions_ptr + (i_h * L + o_row % L) * D
     p_whole = whole_grad_ptr + (i_p * N + o_row) * Dv
@@ -115,7 +110,7 @@ def _slice_attention_bwd_query_kernel(
             end = tl.minimum(end, tl.max(o_row, 0) + 1)
         for start in range(begin, end, COLUMNS):
             o_key = start + o_n
-            m_key = load_tokens(mask_ptr, o_key, o_key < end, stride_mask_n, HAS_MASK)
+            m_key = load_mask(mask_ptr, i_b, o_key, o_key < end, stride_mask_b, stride_mask_n)
             m_visible, o_place = part_visible(o_row, m_token, o_key, m_key, part, L, extension, CAUSAL)
             m_place = (o_place >= 0) & (o_place < window)
             p_key = key_ptr + o_key.to(tl.int64) * stride_key_n
@@ -134,12 +129,12 @@ def _slice_attention_bwd_query_kernel(
                 b_grad, p_whole, m_token, 1, p_whole, b_value, p_value, m_key, stride_value_d, p_value, m_key, Dv,
                 ROWS, COLUMNS, False, False, BY_PARTS, PRECISION,
             )  # fmt: skip
-            _, b_grad_scores = weights_and_score_gradients(
+            b_grad_scores = gradients_of_scores(
                 b_scores, b_grad_weights, m_visible, b_lse, b_delta, scale_log2,
-                seed_ptr, i_p * N + o_row, o_place, window + N, dropout_p, HAS_DROPOUT,
+                seed_ptr, i_p * N + o_row, o_place, window + N, dropout_p,
             )  # fmt: skip
             b_grad_query += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
-    if HAS_SINKS:
+    if sink_ptr is not None:
         count = tl.load(sink_count_ptr + i_b)
         for start in range(0, count, COLUMNS):
             m_key = start + o_n < count
@@ -159,15 +154,13 @@ def _slice_attention_bwd_query_kernel(
                 b_grad, p_whole, m_token, 1, p_whole, b_value, p_value, m_key, stride_value_d, p_value, m_key, Dv,
                 ROWS, COLUMNS, False, False, BY_PARTS, PRECISION,
             )  # fmt: skip
-            _, b_grad_scores = weights_and_score_gradients(
+            b_grad_scores = gradients_of_scores(
                 b_scores, b_grad_weights, m_visible, b_lse, b_delta, scale_log2,
-                seed_ptr, i_p * N + o_row, window + o_key, window + N, dropout_p, HAS_DROPOUT,
+                seed_ptr, i_p * N + o_row, window + o_key, window + N, dropout_p,
             )  # fmt: skip
             b_grad_query += tl.dot(b_grad_scores.to(b_key.dtype), b_key, input_precision=PRECISION)
-    p_grad = grad_query_ptr + i_b * stride_gq_b + i_h * stride_gq_h
-    p_grad += o_row.to(tl.int64)[:, None] * stride_gq_n + o_d[None, :] * stride_gq_d
-    b_grad_query = (b_grad_query * scale).to(grad_query_ptr.dtype.element_ty)
-    tl.store(p_grad, b_grad_query, mask=m_row[:, None] & (o_d < D)[None, :])
+    p_grad = grad_query_ptr + i_b * stride_gq_b + i_h * stride_gq_h + o_row.to(tl.int64) * stride_gq_n
+    store_rows(p_grad, b_grad_query * scale, m_row, stride_gq_d, D, BLOCK_D)
 
 
 @triton.jit
@@ -175,8 +168,8 @@ def key_gradients(
     b_grad_key, b_grad_value, b_key, p_key, m_key, stride_key_d, p_place, m_place, b_value, p_value, stride_value_d,
     o_row, m_token, m_visible, o_column, i_h, i_p, whole_grad_ptr, lse_ptr, delta_ptr, query_ptr, query_positions_ptr,
     seed_ptr, stride_query_n, stride_query_d, N, L, D, Dv, columns, scale_log2, log2_e, dropout_p,
-    HAS_QUERY_POSITIONS: tl.constexpr, HAS_KEY_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    HAS_QUERY_POSITIONS: tl.constexpr, HAS_KEY_POSITIONS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds what a tile of queries of one head gives a tile of keys and values; without `scale`."""
@@ -203,14 +196,12 @@ def key_gradients(
         b_value, p_value, m_key, stride_value_d, p_value, b_grad, p_whole, m_token, 1, p_whole, m_token, Dv,
         ROWS, COLUMNS, False, False, BY_PARTS, PRECISION,
     )  # fmt: skip
-    b_weights = tl.exp2(tl.where(tl.trans(m_visible), b_scores * scale_log2 - b_lse[None, :], float("-inf")))
-    b_dropped = b_weights
-    if HAS_DROPOUT:
-        o_problem_row = i_p * N + o_row
-        b_factor = tl.trans(dropout_factor(seed_ptr, o_problem_row, o_column, columns, dropout_p, KINDS, KIND))
-        b_dropped = b_weights * b_factor
-        b_grad_weights *= b_factor
-    b_grad_scores = b_weights * (b_grad_weights - b_delta[None, :])
+    b_factor = None
+    if seed_ptr is not None:
+        b_factor = tl.trans(dropout_factor(seed_ptr, i_p * N + o_row, o_column, columns, dropout_p, KINDS, KIND))
+    b_grad_scores, b_dropped = score_gradients(
+        b_scores * scale_log2, tl.trans(m_visible), b_lse[None, :], b_delta[None, :], b_grad_weights, b_factor
+    )
     if BY_PARTS:  # not before: whole rows take the registers that the scores need
         b_grad = load_rows(p_whole, m_token, 1, Dv, BLOCK_V)
     b_grad_value += tl.dot(b_dropped.to(b_grad.dtype), b_grad, input_precision=PRECISION)
@@ -233,26 +224,25 @@ def _slice_attention_bwd_key_kernel(
     stride_gv_part, stride_gv_b, stride_gv_h, stride_gv_n, stride_gv_d,
     stride_mask_b, stride_mask_n,
     H, group, N, L, extension, D, Dv, tiles, tiles_per_slice, parts, scale, scale_log2, log2_e, dropout_p,
-    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_QUERY_POSITIONS: tl.constexpr, HAS_KEY_POSITIONS: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_QUERY_POSITIONS: tl.constexpr, HAS_KEY_POSITIONS: tl.constexpr, SLICES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`dK_t` and `dV_t` of a tile of keys, over `parts` parts of the windows from the program's own on."""
     key_heads = H // group
     i_pk = (tl.program_id(0) // tiles).to(tl.int64)
     i_b, i_kh = i_pk // key_heads, i_pk % key_heads
-    mask_ptr += i_b * stride_mask_b
     key_positions_ptr += i_kh * (L + 2 * extension) * D
     window = L + 2 * extension
     first_slice, o_key, m_row = tile_rows(tl.program_id(0) % tiles, L, N, tiles_per_slice, SLICES, ROWS)
-    m_key = load_tokens(mask_ptr, o_key, m_row, stride_mask_n, HAS_MASK)
+    m_key = load_mask(mask_ptr, i_b, o_key, m_row, stride_mask_b, stride_mask_n)
     p_key = key_ptr + i_b * stride_key_b + i_kh * stride_key_h + o_key.to(tl.int64) * stride_key_n
     p_value = value_ptr + i_b * stride_value_b + i_kh * stride_value_h + o_key.to(tl.int64) * stride_value_n
     # [ROWS, BLOCK_V]
     b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
     b_grad_key = tl.zeros([ROWS, BLOCK_D], tl.float32)
     b_grad_value = tl.zeros([ROWS, BLOCK_V], tl.float32)
-    o_d, o_v, o_n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, COLUMNS)
+    o_d, o_n = tl.arange(0, BLOCK_D), tl.arange(0, COLUMNS)
     first_part = tl.program_id(1) + tl.where(extension > 0, -1, 0)
     for part in range(first_part, first_part + parts):
         o_place = o_key % L + part * L + extension
@@ -266,25 +256,21 @@ def _slice_attention_bwd_key_kernel(
             i_h = i_kh * group + i_g
             for start in range(begin, end, COLUMNS):
                 o_row = start + o_n
-                m_token = load_tokens(mask_ptr, o_row, o_row < end, stride_mask_n, HAS_MASK)
+                m_token = load_mask(mask_ptr, i_b, o_row, o_row < end, stride_mask_b, stride_mask_n)
                 m_visible, _ = part_visible(o_row, m_token, o_key, m_key, part, L, extension, CAUSAL)
                 b_grad_key, b_grad_value = key_gradients(
                     b_grad_key, b_grad_value, b_key, p_key, m_key, stride_key_d, p_place, m_place, b_value, p_value,
                     stride_value_d, o_row, m_token, m_visible, o_place, i_h, i_b * H + i_h, whole_grad_ptr, lse_ptr,
                     delta_ptr, query_ptr + i_b * stride_query_b + i_h * stride_query_h, query_positions_ptr, seed_ptr,
                     stride_query_n, stride_query_d, N, L, D, Dv, window + N, scale_log2, log2_e, dropout_p,
-                    HAS_QUERY_POSITIONS, HAS_KEY_POSITIONS, HAS_DROPOUT, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS,
-                    PRECISION,
+                    HAS_QUERY_POSITIONS, HAS_KEY_POSITIONS, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
                 )  # fmt: skip
     i_part = tl.program_id(1).to(tl.int64)
-    o_key = o_key.to(tl.int64)[:, None]
-    p_grad = grad_key_ptr + i_part * stride_gk_part + i_b * stride_gk_b + i_kh * stride_gk_h
-    p_grad += o_key * stride_gk_n + o_d[None, :] * stride_gk_d
-    b_grad_key = (b_grad_key * scale).to(grad_key_ptr.dtype.element_ty)
-    tl.store(p_grad, b_grad_key, mask=m_row[:, None] & (o_d < D)[None, :])
-    p_grad = grad_value_ptr + i_part * stride_gv_part + i_b * stride_gv_b + i_kh * stride_gv_h
-    p_grad += o_key * stride_gv_n + o_v[None, :] * stride_gv_d
-    tl.store(p_grad, b_grad_value.to(grad_value_ptr.dtype.element_ty), mask=m_row[:, None] & (o_v < Dv)[None, :])
+    o_key = o_key.to(tl.int64)
+    p_grad = grad_key_ptr + i_part * stride_gk_part + i_b * stride_gk_b + i_kh * stride_gk_h + o_key * stride_gk_n
+    store_rows(p_grad, b_grad_key * scale, m_row, stride_gk_d, D, BLOCK_D)
+    p_grad = grad_value_ptr + i_part * stride_gv_part + i_b * stride_gv_b + i_kh * stride_gv_h + o_key * stride_gv_n
+    store_rows(p_grad, b_grad_value, m_row, stride_gv_d, Dv, BLOCK_V)
 
 
 @triton.jit
@@ -306,9 +292,9 @@ def _slice_attention_bwd_sink_kernel(
     stride_gv_b, stride_gv_h, stride_gv_n, stride_gv_d,
     stride_mask_b, stride_mask_n,
     H, group, N, L, extension, D, Dv, splits, scale, scale_log2, log2_e, dropout_p,
-    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_QUERY_POSITIONS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    IN_PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BY_PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_QUERY_POSITIONS: tl.constexpr, IN_PARTS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds to `dK_t` and `dV_t` what a tile of sinks gets from the slices that see them beside their windows.
 
@@ -329,7 +315,6 @@ def _slice_attention_bwd_sink_kernel(
     # How many sinks there are only the device knows: most programs have none.
     if i_tile * ROWS >= count:
         return
-    mask_ptr += i_b * stride_mask_b
     m_key = o_sink < count
     # [ROWS]
     o_key = tl.load(sink_ptr + i_b * N + o_sink, mask=m_key, other=0)
@@ -345,14 +330,14 @@ def _slice_attention_bwd_sink_kernel(
         i_h = i_kh * group + i_g
         for start in range(first, last, COLUMNS):
             o_row = start + tl.arange(0, COLUMNS)
-            m_token = load_tokens(mask_ptr, o_row, o_row < last, stride_mask_n, HAS_MASK)
+            m_token = load_mask(mask_ptr, i_b, o_row, o_row < last, stride_mask_b, stride_mask_n)
             m_visible = sink_visible(o_row, m_token, o_key, m_key, L, extension, CAUSAL)
             b_grad_key, b_grad_value = key_gradients(
                 b_grad_key, b_grad_value, b_key, p_key, m_key, stride_key_d, p_key, m_key, b_value, p_value,
                 stride_value_d, o_row, m_token, m_visible, window + o_key, i_h, i_b * H + i_h, whole_grad_ptr, lse_ptr,
                 delta_ptr, query_ptr + i_b * stride_query_b + i_h * stride_query_h, query_positions_ptr, seed_ptr,
                 stride_query_n, stride_query_d, N, L, D, Dv, window + N, scale_log2, log2_e, dropout_p,
-                HAS_QUERY_POSITIONS, False, HAS_DROPOUT, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
+                HAS_QUERY_POSITIONS, False, ROWS, COLUMNS, BLOCK_D, BLOCK_V, BY_PARTS, PRECISION,
             )  # fmt: skip
     b_grad_key *= scale
     o_d, o_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_V)[None, :]
@@ -401,7 +386,7 @@ def gradients(
     B, H, N, D = query.shape
     Dv, numbers, flags = value.shape[3], dict(call.numbers), dict(call.flags)
     L, extension, slices = numbers["L"], numbers["extension"], numbers.pop("slices")
-    last_part, has_sinks = numbers.pop("last_part"), flags.pop("HAS_SINKS")
+    last_part = numbers.pop("last_part")
     tensors = dict(call.tensors)
     sinks = {name: tensors.pop(name) for name in ("sink_ptr", "sink_count_ptr")}
     inverse_sizes = tensors.pop("inverse_size_ptr")
@@ -421,7 +406,7 @@ def gradients(
             tiles = -(-N // GRADIENT_ROWS)
             _slice_attention_bwd_gradient_kernel[(B * H * tiles,)](
                 grad_output, grad_pooled, grad_lse, output, tensors["mask_ptr"], inverse_sizes, delta, whole_grad,
-                H=H, N=N, L=L, Dv=Dv, slices=slices, tiles=tiles, HAS_MASK=flags["HAS_MASK"], ROWS=GRADIENT_ROWS,
+                H=H, N=N, L=L, Dv=Dv, slices=slices, tiles=tiles, ROWS=GRADIENT_ROWS,
                 BLOCK_V=block_width(Dv), stride_mask_b=numbers["stride_mask_b"],
                 stride_mask_n=numbers["stride_mask_n"], **strides("grad", grad_output),
                 **strides("pooled", grad_pooled), **strides("output", output),
@@ -431,7 +416,7 @@ def gradients(
     if B and N:
         with on_device_of(query):
             _slice_attention_bwd_query_kernel[(B * H * tiling["tiles"],)](
-                grad_query_ptr=grad_query, last_part=last_part, HAS_SINKS=has_sinks, **common, **tensors, **sinks,
+                grad_query_ptr=grad_query, last_part=last_part, **common, **tensors, **sinks,
                 **flags, **tiling, **config, **strides("gq", grad_query),
             )  # fmt: skip
     config = tile_config(query, L, D, Dv, computes="key")
@@ -447,7 +432,7 @@ def gradients(
     grad_key, grad_value = (
         x[0] if apart == 1 else x.transpose(2, 3).sum(dim=0).transpose(1, 2) for x in (grad_keys, grad_values)
     )
-    if has_sinks and B and N:
+    if sinks["sink_ptr"] is not None and B and N:
         for name in ("HAS_KEY_POSITIONS", "key_positions_ptr", "SLICES"):
             for arguments in (flags, tensors, config):
                 arguments.pop(name, None)

@@ -8,18 +8,18 @@ import triton.language as tl
 
 from ...shared.triton.chips import on_device_of
 from ...shared.triton.launch import kernel
-from ...shared.triton.tiles import LOG2_E, LOWEST, load_rows
+from ...shared.triton.softmax import softmax_step
+from ...shared.triton.tiles import LOG2_E, LOWEST, load_mask, load_rows, store_rows
 from ..batched import empty_outputs
 from ..reference import Inputs
 from .sizes import sinks_and_sizes
 from .tiles import (
+    KIND,
     dot_with_positions,
-    load_tokens,
     load_with_positions,
     part_range,
     part_visible,
     sink_visible,
-    softmax_step,
     tile_config,
     tile_rows,
 )
@@ -38,9 +38,8 @@ def _slice_attention_fwd_kernel(
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,
     stride_mask_b, stride_mask_n,
     H, group, N, L, extension, D, Dv, slices, tiles, tiles_per_slice, last_part, scale_log2, dropout_p,
-    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_QUERY_POSITIONS: tl.constexpr, HAS_KEY_POSITIONS: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_DROPOUT: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_QUERY_POSITIONS: tl.constexpr, HAS_KEY_POSITIONS: tl.constexpr, SLICES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`Y_l` of a tile of rows, its log-sum-exps, and the means of its slices (or this tile's part of one mean)."""
@@ -50,11 +49,10 @@ def _slice_attention_fwd_kernel(
     query_ptr += i_b * stride_query_b + i_h * stride_query_h
     key_ptr += i_b * stride_key_b + i_kh * stride_key_h
     value_ptr += i_b * stride_value_b + i_kh * stride_value_h
-    mask_ptr += i_b * stride_mask_b
     key_positions_ptr += i_kh * (L + 2 * extension) * D
     window = L + 2 * extension
     first_slice, o_row, m_row = tile_rows(i_tile, L, N, tiles_per_slice, SLICES, ROWS)
-    m_token = load_tokens(mask_ptr, o_row, m_row, stride_mask_n, HAS_MASK)
+    m_token = load_mask(mask_ptr, i_b, o_row, m_row, stride_mask_b, stride_mask_n)
     p_query = query_ptr + o_row.to(tl.int64) * stride_query_n
     p_place = query_positions_ptr + (i_h * L + o_row % L) * D
     o_d = tl.arange(0, BLOCK_D)
@@ -70,7 +68,7 @@ def _slice_attention_fwd_kernel(
             end = tl.minimum(end, tl.max(o_row, 0) + 1)
         for start in range(begin, end, COLUMNS):
             o_key = start + o_n
-            m_key = load_tokens(mask_ptr, o_key, o_key < end, stride_mask_n, HAS_MASK)
+            m_key = load_mask(mask_ptr, i_b, o_key, o_key < end, stride_mask_b, stride_mask_n)
             m_visible, o_place = part_visible(o_row, m_token, o_key, m_key, part, L, extension, CAUSAL)
             m_place = (o_place >= 0) & (o_place < window)
             p_key = key_ptr + o_key.to(tl.int64) * stride_key_n
@@ -83,11 +81,12 @@ def _slice_attention_fwd_kernel(
                 b_key, p_key, m_key, stride_key_d, p_key_place, m_place, D,
                 ROWS, COLUMNS, HAS_QUERY_POSITIONS, HAS_KEY_POSITIONS, BY_PARTS, PRECISION,
             )  # fmt: skip
+            b_scores = tl.where(m_visible, b_scores * scale_log2, float("-inf"))
             b_output, b_highest, b_total = softmax_step(
-                b_scores, b_value, m_visible, b_output, b_highest, b_total, scale_log2,
-                seed_ptr, i_p * N + o_row, o_place, window + N, dropout_p, HAS_DROPOUT, PRECISION,
+                b_scores, b_value, b_output, b_highest, b_total,
+                seed_ptr, i_p * N + o_row, o_place, window + N, dropout_p, KIND, PRECISION,
             )  # fmt: skip
-    if HAS_SINKS:
+    if sink_ptr is not None:
         count = tl.load(sink_count_ptr + i_b)
         for start in range(0, count, COLUMNS):
             m_key = start + o_n < count
@@ -103,16 +102,16 @@ def _slice_attention_fwd_kernel(
                 b_key, p_key, m_key, stride_key_d, p_key, m_key, D,
                 ROWS, COLUMNS, HAS_QUERY_POSITIONS, False, BY_PARTS, PRECISION,
             )  # fmt: skip
+            b_scores = tl.where(m_visible, b_scores * scale_log2, float("-inf"))
             b_output, b_highest, b_total = softmax_step(
-                b_scores, b_value, m_visible, b_output, b_highest, b_total, scale_log2,
-                seed_ptr, i_p * N + o_row, window + o_key, window + N, dropout_p, HAS_DROPOUT, PRECISION,
+                b_scores, b_value, b_output, b_highest, b_total,
+                seed_ptr, i_p * N + o_row, window + o_key, window + N, dropout_p, KIND, PRECISION,
             )  # fmt: skip
 
     o_v = tl.arange(0, BLOCK_V)
     b_output = tl.where(m_token[:, None], b_output / tl.where(b_total > 0.0, b_total, 1.0)[:, None], 0.0)
-    p_output = output_ptr + i_b * stride_output_b + i_h * stride_output_h
-    p_output += o_row.to(tl.int64)[:, None] * stride_output_n + o_v[None, :] * stride_output_d
-    tl.store(p_output, b_output.to(output_ptr.dtype.element_ty), mask=m_row[:, None] & (o_v < Dv)[None, :])
+    p_output = output_ptr + i_b * stride_output_b + i_h * stride_output_h + o_row.to(tl.int64) * stride_output_n
+    store_rows(p_output, b_output, m_row, stride_output_d, Dv, BLOCK_V)
     b_lse = (b_highest + tl.log2(tl.where(b_total > 0.0, b_total, 1.0))) * LN_2
     tl.store(lse_ptr + i_p * N + o_row, tl.where(m_token, b_lse, LOWEST_LSE), mask=m_row)
     for i_s in range(first_slice, tl.minimum(first_slice + SLICES, slices)):
@@ -137,13 +136,13 @@ class Call:
         _, H, N, D = query.shape
         sinks, counts, inverse_sizes = sinks_and_sizes(x)
         tensors = {
-            "mask_ptr": query if key_mask is None else key_mask,
+            "mask_ptr": key_mask,
             "query_positions_ptr": query if x.query_positions is None else x.query_positions.contiguous(),
             "key_positions_ptr": query if x.key_positions is None else x.key_positions.contiguous(),
-            "sink_ptr": query if sinks is None else sinks,
-            "sink_count_ptr": query if counts is None else counts,
+            "sink_ptr": sinks,
+            "sink_count_ptr": counts,
             "inverse_size_ptr": inverse_sizes,
-            "seed_ptr": query if x.dropout_seed is None else x.dropout_seed.to(query.device, non_blocking=True),
+            "seed_ptr": None if x.dropout_seed is None else x.dropout_seed.to(query.device, non_blocking=True),
         }
         numbers = {
             "stride_mask_b": 0 if key_mask is None else key_mask.stride(0),
@@ -160,11 +159,8 @@ class Call:
         }
         flags = {
             "CAUSAL": x.causal,
-            "HAS_MASK": key_mask is not None,
             "HAS_QUERY_POSITIONS": x.query_positions is not None,
             "HAS_KEY_POSITIONS": x.key_positions is not None,
-            "HAS_SINKS": sinks is not None,
-            "HAS_DROPOUT": x.dropout_seed is not None,
         }
         return cls(tensors, numbers, flags)
 

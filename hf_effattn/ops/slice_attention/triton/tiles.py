@@ -11,13 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ...shared.dropout import KINDS_OF_WEIGHTS
 from ...shared.triton.chips import KIB, block_width, chip_of
 from ...shared.triton.dropout import dropout_factor
+from ...shared.triton.softmax import KINDS, score_gradients
 from ...shared.triton.tiles import PART
 from ..reference import LOCAL_WEIGHTS
 
-KINDS = tl.constexpr(KINDS_OF_WEIGHTS)
 KIND = tl.constexpr(LOCAL_WEIGHTS)
 
 
@@ -28,15 +27,6 @@ def tile_rows(i_tile, L, N, tiles_per_slice, SLICES: tl.constexpr, ROWS: tl.cons
     o_inner = i_tile % tiles_per_slice * ROWS + tl.arange(0, ROWS)
     o_row = first_slice * L + o_inner
     return first_slice, o_row, (o_inner < SLICES * L) & (o_row < N)
-
-
-@triton.jit
-def load_tokens(mask_ptr, o_row, m_row, stride_mask_n, HAS_MASK: tl.constexpr):
-    """Which of the rows are tokens."""
-    m_token = m_row
-    if HAS_MASK:
-        m_token &= tl.load(mask_ptr + o_row.to(tl.int64) * stride_mask_n, mask=m_row, other=0) != 0
-    return m_token
 
 
 @triton.jit
@@ -109,36 +99,17 @@ def sink_visible(o_row, m_row, o_key, m_key, L, extension, CAUSAL: tl.constexpr)
 
 
 @triton.jit
-def softmax_step(
-    b_scores, b_value, m_visible, b_output, b_highest, b_total, scale_log2,
-    seed_ptr, o_row, o_column, columns, dropout_p, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+def gradients_of_scores(
+    b_scores, b_grad_weights, m_visible, b_lse, b_delta, scale_log2, seed_ptr, o_row, o_column, columns, dropout_p
 ):  # fmt: skip
-    """Takes the scores on a tile of keys, and its values, into the running softmax of a tile of queries, in base 2."""
-    b_scores = tl.where(m_visible, b_scores * scale_log2, float("-inf"))
-    b_higher = tl.maximum(b_highest, tl.max(b_scores, 1))
-    b_weights = tl.exp2(b_scores - b_higher[:, None])
-    b_kept = tl.exp2(b_highest - b_higher)
-    b_total = b_total * b_kept + tl.sum(b_weights, 1)
-    if HAS_DROPOUT:
-        b_weights *= dropout_factor(seed_ptr, o_row, o_column, columns, dropout_p, KINDS, KIND)
-    b_output = b_output * b_kept[:, None]
-    b_output += tl.dot(b_weights.to(b_value.dtype), b_value, input_precision=PRECISION)
-    return b_output, b_higher, b_total
-
-
-@triton.jit
-def weights_and_score_gradients(
-    b_scores, b_grad_weights, m_visible, b_lse, b_delta, scale_log2,
-    seed_ptr, o_row, o_column, columns, dropout_p, HAS_DROPOUT: tl.constexpr,
-):  # fmt: skip
-    """The weights after dropout and the gradients of the scaled scores, `p (G · V f − δ)`, both `(rows, keys)`."""
-    b_weights = tl.exp2(tl.where(m_visible, b_scores * scale_log2 - b_lse[:, None], float("-inf")))
-    b_dropped = b_weights
-    if HAS_DROPOUT:
+    """Those of the scaled scores of a tile of queries on a tile of keys, `p (G · V f − δ)`."""
+    b_factor = None
+    if seed_ptr is not None:
         b_factor = dropout_factor(seed_ptr, o_row, o_column, columns, dropout_p, KINDS, KIND)
-        b_dropped = b_weights * b_factor
-        b_grad_weights *= b_factor
-    return b_dropped, b_weights * (b_grad_weights - b_delta[:, None])
+    b_grad_scores, _ = score_gradients(
+        b_scores * scale_log2, m_visible, b_lse[:, None], b_delta[:, None], b_grad_weights, b_factor
+    )
+    return b_grad_scores
 
 
 def tile_config(

@@ -57,7 +57,6 @@ def _config(x: Inputs, rows: int, columns: int, *, by_parts: bool = False) -> di
         **chip.all_registers,
         "CAUSAL": x.causal,
         "HAS_LABELS": x.labels is not None,
-        "HAS_DROPOUT": x.dropout_seed is not None,
         "KINDS": KINDS_OF_WEIGHTS,
         "KIND": BLOCK_WEIGHTS,
     }

@@ -20,7 +20,7 @@ def _sorted_block_attention_bwd_query_kernel(
     stride_gq_b, stride_gq_h, stride_gq_n, stride_gq_d,
     stride_membership_b, stride_membership_n, stride_membership_c,
     H, group, N, D, Dv, clusters, tiles, window, scale, scale_log2, dropout_p,
-    CAUSAL: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_MEMBERSHIP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_MEMBERSHIP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BY_PARTS: tl.constexpr, PRECISION: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +72,7 @@ def _sorted_block_attention_bwd_query_kernel(
         )  # fmt: skip
         b_weights = tl.exp2(tl.where(visible, b_scores - b_lse[:, None], float("-inf")))
         b_grad = products(p_grad, m_q, stride_go_d, p_value, m_k, stride_value_d, Dv, BLOCK_V, BY_PARTS, PRECISION)
-        if HAS_DROPOUT:
+        if seed_ptr is not None:
             b_grad *= dropout_factor(seed_ptr, i_p * N + rank_q, rank_k, N, dropout_p, KINDS, KIND)
         b_grad = b_weights * (b_grad - b_delta[:, None])
         # [COLUMNS, BLOCK_D]
@@ -99,7 +99,7 @@ def _sorted_block_attention_bwd_key_kernel(
     stride_gv_b, stride_gv_h, stride_gv_n, stride_gv_d,
     stride_membership_b, stride_membership_n, stride_membership_c,
     H, group, N, D, Dv, clusters, tiles, window, scale, scale_log2, dropout_p,
-    CAUSAL: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_MEMBERSHIP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_MEMBERSHIP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BY_PARTS: tl.constexpr, PRECISION: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +157,7 @@ def _sorted_block_attention_bwd_key_kernel(
                 Dv, BLOCK_V, BY_PARTS, PRECISION,
             )  # fmt: skip
             b_dropped = b_weights
-            if HAS_DROPOUT:
+            if seed_ptr is not None:
                 factor = tl.trans(dropout_factor(seed_ptr, i_row + rank_q, rank_k, N, dropout_p, KINDS, KIND))
                 b_dropped = b_weights * factor
                 b_grad *= factor
@@ -192,7 +192,7 @@ def _sorted_block_attention_bwd_membership_kernel(
     stride_go_b, stride_go_h, stride_go_n, stride_go_d,
     stride_membership_b, stride_membership_n, stride_membership_c,
     H, group, N, D, Dv, clusters, tiles, window, scale_log2, dropout_p,
-    AS_KEY: tl.constexpr, CAUSAL: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    AS_KEY: tl.constexpr, CAUSAL: tl.constexpr, HAS_LABELS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
     BY_PARTS: tl.constexpr, PRECISION: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -270,7 +270,7 @@ def _sorted_block_attention_bwd_membership_kernel(
                 )  # fmt: skip
                 b_lse = tl.load(lse_ptr + i_row + rank_a, mask=m_a, other=0.0)[:, None]
                 b_delta = tl.load(delta_ptr + i_row + rank_a, mask=m_a, other=0.0)[:, None]
-            if HAS_DROPOUT:
+            if seed_ptr is not None:
                 if AS_KEY:
                     b_grad *= tl.trans(dropout_factor(seed_ptr, i_row + rank_b, rank_a, N, dropout_p, KINDS, KIND))
                 else:

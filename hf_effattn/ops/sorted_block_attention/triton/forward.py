@@ -19,7 +19,7 @@ def _sorted_block_attention_fwd_kernel(
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,
     stride_membership_b, stride_membership_n, stride_membership_c,
     H, group, N, D, Dv, clusters, tiles, window, scale_log2, dropout_p,
-    CAUSAL: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_MEMBERSHIP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_MEMBERSHIP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BY_PARTS: tl.constexpr, PRECISION: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def _sorted_block_attention_fwd_kernel(
         )  # fmt: skip
         b_scores = tl.where(visible, b_scores, float("-inf"))
         b_weights, b_kept, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
-        if HAS_DROPOUT:
+        if seed_ptr is not None:
             b_weights *= dropout_factor(seed_ptr, i_p * N + rank_q, rank_k, N, dropout_p, KINDS, KIND)
         # [COLUMNS, BLOCK_V]
         b_value = load_rows(value_ptr + index_k.to(tl.int64) * stride_value_n, m_k, stride_value_d, Dv, BLOCK_V)
