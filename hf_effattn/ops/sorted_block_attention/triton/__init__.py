@@ -56,7 +56,6 @@ def _config(x: Inputs, rows: int, columns: int, *, by_parts: bool = False) -> di
         "num_stages": 2 if widest * itemsize < 512 else 1,
         **chip.all_registers,
         "CAUSAL": x.causal,
-        "HAS_LABELS": x.labels is not None,
         "KINDS": KINDS_OF_WEIGHTS,
         "KIND": BLOCK_WEIGHTS,
     }
@@ -79,7 +78,7 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
             query, key, value, *_texts(x), output, lse,
             *query.stride(), *key.stride(), *value.stride(), *output.stride(), *gate,
             H, H // key.shape[1], N, D, Dv, 0 if membership is None else membership.shape[2], tiles,
-            x.window_blocks, x.scale * LOG2_E, x.dropout_p, HAS_MEMBERSHIP=membership is not None, **options,
+            x.window_blocks, x.scale * LOG2_E, x.dropout_p, **options,
         )  # fmt: skip
     return output, lse
 
@@ -105,7 +104,6 @@ def gradients(
         return grad_query, grad_key, grad_value, grad_membership.to(dtype)
     rows, columns = (64, 32) if membership is None else (32, 16)
     options = _config(x, rows, columns, by_parts=membership is not None or max(D, Dv) > 128)
-    gated = {"HAS_MEMBERSHIP": membership is not None}
     tiles = -(-N // options["ROWS"])
     texts = _texts(x)
     delta = torch.empty_like(lse)
@@ -116,12 +114,12 @@ def gradients(
         _sorted_block_attention_bwd_query_kernel[(B * H * tiles,)](
             query, key, value, output, grad_output, *texts, lse, delta, grad_query,
             *qkv, *output.stride(), *grad_output.stride(), *grad_query.stride(), *gate,
-            *sizes, scale, scale * LOG2_E, dropout_p, **gated, **options,
+            *sizes, scale, scale * LOG2_E, dropout_p, **options,
         )  # fmt: skip
         _sorted_block_attention_bwd_key_kernel[(B * heads * tiles,)](
             query, key, value, grad_output, *texts, lse, delta, grad_key, grad_value,
             *qkv, *grad_output.stride(), *grad_key.stride(), *grad_value.stride(), *gate,
-            *sizes, scale, scale * LOG2_E, dropout_p, **gated, **options,
+            *sizes, scale, scale * LOG2_E, dropout_p, **options,
         )  # fmt: skip
         if membership is not None:
             options = _config(x, 32, 16, by_parts=True)

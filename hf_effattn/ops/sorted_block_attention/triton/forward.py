@@ -19,8 +19,7 @@ def _sorted_block_attention_fwd_kernel(
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,
     stride_membership_b, stride_membership_n, stride_membership_c,
     H, group, N, D, Dv, clusters, tiles, window, scale_log2, dropout_p,
-    CAUSAL: tl.constexpr, HAS_LABELS: tl.constexpr, HAS_MEMBERSHIP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    CAUSAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BY_PARTS: tl.constexpr, PRECISION: tl.constexpr, KINDS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """`O_i = Σ_j softmax_j(scale · Q_i K_j + log(P_i · P_j + 1e-4)) V_j` over the window of `i`; its log-sum-exp.
@@ -30,12 +29,11 @@ def _sorted_block_attention_fwd_kernel(
     i_p = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * ROWS
     i_b, i_h = i_p // H, i_p % H
-    w, n, used, seen = load_text(lengths_ptr, words_ptr, i_b, window)
-    reach = (tl.minimum(window, used + 1) - 1) * w
+    w, n, used, seen, reach = load_text(lengths_ptr, words_ptr, i_b, window)
     order_ptr += i_b * N
-    if HAS_LABELS:
+    if labels_ptr is not None:
         labels_ptr += i_b * N
-    if HAS_MEMBERSHIP:
+    if membership_ptr is not None:
         membership_ptr += i_b * stride_membership_b
     query_ptr += i_b * stride_query_b + i_h * stride_query_h
     key_ptr += i_b * stride_key_b + i_h // group * stride_key_h
@@ -43,36 +41,31 @@ def _sorted_block_attention_fwd_kernel(
 
     o_q = first + tl.arange(0, ROWS)
     begin, end = walk_of_queries(first, w, n, seen, ROWS)
-    rank_q, block_q, index_q, label_q, m_q = load_partners(order_ptr, labels_ptr, o_q, n, w, n, used, HAS_LABELS)
+    q = load_partners(order_ptr, labels_ptr, o_q, n, w, n, used)
     # [ROWS, BLOCK_D]
-    query = load_operand(query_ptr + index_q.to(tl.int64) * stride_query_n, m_q, stride_query_d, D, BLOCK_D)
+    query = load_operand(query_ptr + q[2].to(tl.int64) * stride_query_n, q[4], stride_query_d, D, BLOCK_D)
     b_output = tl.zeros([ROWS, BLOCK_V], tl.float32)
     b_highest = tl.full([ROWS], LOWEST, tl.float32)
     b_total = tl.zeros([ROWS], tl.float32)
 
     for start in range(begin, end, COLUMNS):
         o_k = start + tl.arange(0, COLUMNS)
-        rank_k, block_k, index_k, label_k, m_k = load_partners(order_ptr, labels_ptr, o_k, end, w, n, used, HAS_LABELS)
+        k = load_partners(order_ptr, labels_ptr, o_k, end, w, n, used)
         # [COLUMNS, BLOCK_D]
-        key = load_operand(key_ptr + index_k.to(tl.int64) * stride_key_n, m_k, stride_key_d, D, BLOCK_D)
+        key = load_operand(key_ptr + k[2].to(tl.int64) * stride_key_n, k[4], stride_key_d, D, BLOCK_D)
         b_scores = dot_rows(query, key, D, BY_PARTS, PRECISION) * scale_log2
-        if HAS_MEMBERSHIP:
+        if membership_ptr is not None:
             b_shared = shared_membership(
-                membership_ptr, index_q, m_q, index_k, m_k, stride_membership_n, stride_membership_c, clusters,
-                PRECISION,
-            )  # fmt: skip
+                membership_ptr, q, k, stride_membership_n, stride_membership_c, clusters, PRECISION
+            )
             b_scores += tl.log2(b_shared)
-        visible = meet(
-            rank_q[:, None], block_q[:, None], index_q[:, None], label_q[:, None], m_q[:, None],
-            rank_k[None, :], block_k[None, :], index_k[None, :], label_k[None, :], m_k[None, :],
-            seen, reach, CAUSAL, HAS_LABELS,
-        )  # fmt: skip
+        visible = meet(q, k, seen, reach, CAUSAL, labels_ptr is not None, False)
         b_scores = tl.where(visible, b_scores, float("-inf"))
         b_weights, b_kept, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
         if seed_ptr is not None:
-            b_weights *= dropout_factor(seed_ptr, i_p * N + rank_q, rank_k, N, dropout_p, KINDS, KIND)
+            b_weights *= dropout_factor(seed_ptr, i_p * N + q[0], k[0], N, dropout_p, KINDS, KIND)
         # [COLUMNS, BLOCK_V]
-        b_value = load_rows(value_ptr + index_k.to(tl.int64) * stride_value_n, m_k, stride_value_d, Dv, BLOCK_V)
+        b_value = load_rows(value_ptr + k[2].to(tl.int64) * stride_value_n, k[4], stride_value_d, Dv, BLOCK_V)
         b_weights = b_weights.to(b_value.dtype)
         b_output = tl.dot(b_weights, b_value, b_output * b_kept[:, None], input_precision=PRECISION)
 
