@@ -11,7 +11,7 @@ Gradients of tables are kept over the `n_j` queries of a cluster, as in `cluster
 import torch
 import triton.language as tl
 
-from ...shared.triton.chips import chip_of, on_device_of
+from ...shared.triton.chips import on_device_of
 from ...shared.triton.cluster_table import (
     _cluster_table_bwd_delta_kernel,
     _cluster_table_bwd_query_kernel,
@@ -20,6 +20,7 @@ from ...shared.triton.cluster_table import (
     dipole_part,
     is_exact,
     load_sizes,
+    table_config,
 )
 from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import dot_rows
@@ -194,11 +195,7 @@ def attend_backward(
     sums_config = tile_config(query, D, Dv, backward=True, two_sums=True)
     # Three sums a program, of tables that seldom have more than 32 key clusters.
     summary_config = sums_config | {"ROWS": min(sums_config["ROWS"], 64 // query.element_size())}
-    # Three blocks of columns at once, which wide rows and AMD's lanes have no registers for.
-    amd = chip_of(query).name == "hip"
-    narrow = sums_config["num_warps"] == 8 or amd
-    stages = min(1 if amd else 2, sums_config["num_stages"])
-    key_config = sums_config | ({"COLUMNS": 16, "num_stages": stages} if narrow else {})
+    key_config = table_config(query, D, Dv)
     tiles = queries.tiles.shape[1]
     of_queries = queries.order, queries.starts, queries.tiles
     scales = scale, scale * LOG2_E

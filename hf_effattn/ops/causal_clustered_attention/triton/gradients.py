@@ -2,8 +2,8 @@
 
 import torch
 
-from ...shared.triton.chips import block_width, chip_of, on_device_of
-from ...shared.triton.cluster_table import _cluster_table_bwd_summary_kernel
+from ...shared.triton.chips import block_width, on_device_of
+from ...shared.triton.cluster_table import _cluster_table_bwd_summary_kernel, table_config
 from ...shared.triton.tiles import LOG2_E, tile_config
 from .backward import (
     _causal_attention_bwd_centroid_kernel,
@@ -44,11 +44,7 @@ class BackwardPass:
         # What is drawn for dropout takes the registers of half of the columns.
         fewer = {"COLUMNS": 16} if settings.dropout_seed is not None else {}
         self.near_config = self.sums_config | fewer
-        # Three blocks of columns at once, which wide rows and AMD's lanes have no registers for.
-        amd = chip_of(rows.query).name == "hip"
-        narrow = self.sums_config["num_warps"] == 8 or amd
-        stages = min(1 if amd else 2, self.sums_config["num_stages"])
-        self.key_config = self.sums_config | ({"COLUMNS": 16, "num_stages": stages} if narrow else {})
+        self.key_config = table_config(rows.query, self.D, self.Dv)
 
     def run(self, found: Clusters | None, top: torch.Tensor) -> None:
         """All of it, by what the forward pass found: `found` is None where no segment is late."""
@@ -110,12 +106,8 @@ class BackwardPass:
     def _older(self, found: Clusters, late: Late, top: torch.Tensor) -> None:
         """Through the tables of some late segments."""
         layout, rows, (D, Dv), group = self.layout, self.rows, (self.D, self.Dv), self.rows.group
-        (_, C, _), G, n, blocks = (
-            late.centroids.shape,
-            found.keys.clusters,
-            layout.settings.segment_length,
-            late.blocks,
-        )
+        C, G = late.centroids.shape[1], found.keys.clusters
+        n, blocks = layout.settings.segment_length, late.blocks
         readers, keys, exact, start = late.readers, found.keys, late.exact, layout.first_late + late.first
         taken = mark_keys(layout, rows, late, top)
         tables = make_tables(layout, rows, found, late, taken, for_backward=True)

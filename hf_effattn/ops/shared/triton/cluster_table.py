@@ -79,6 +79,15 @@ def dipole_part(query: torch.Tensor, width: int) -> int:
     return width if width <= 64 and query.element_size() == 2 and chip_of(query).is_large else 16
 
 
+def table_config(tensor: torch.Tensor, head_dim: int, value_dim: int) -> dict:
+    """`tile_config` of a backward kernel that adds up two sums and holds three blocks of columns at once."""
+    config = tile_config(tensor, head_dim, value_dim, backward=True, two_sums=True)
+    amd = chip_of(tensor).name == "hip"
+    if config["num_warps"] == 8 or amd:  # wide rows and AMD's lanes have no registers for them
+        config |= {"COLUMNS": 16, "num_stages": min(1 if amd else 2, config["num_stages"])}
+    return config
+
+
 @triton.jit
 def load_offsets(p_query, m_row, stride_query_d, centroid_ptr, o_d, D):
     """Some columns of `q_i - q̄_j` of a tile of queries, in float32."""

@@ -1,4 +1,5 @@
-"""Steps of kernels that take the softmax of each query over blocks of columns: keys, or means of many keys.
+"""Steps of kernels that take the softmax of each query over blocks of columns, keys or means of many, and their ways
+back.
 
 Rows are queries, columns are keys or means; a mask `(ROWS, COLUMNS)`, or one that broadcasts to it, tells which pairs
 count. Scores are exponents of 2. Query, key, value and the output's gradient are operands, see `load_operand`. Weights
