@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from .chips import chip_of, on_device_of
+from .dropout import dropout_factor
 from .launch import kernel
-from .softmax import CENTROID_KIND, softmax_step
+from .softmax import CENTROID_KIND, KINDS, softmax_weights
 from .tiles import LOG2_E, LOWEST, dot_by_parts, load_mask, load_rows, store_rows, tile_config
 from .topk import WHOLE_ROW, _select_candidates_kernel, select_topk
 
@@ -118,13 +119,14 @@ def _centroid_attention_fwd_kernel(
                 tl.store(scores_ptr + tile // bin_keys * COLUMNS + o_bins, b_best, mask=m_row[:, None])
                 b_best = tl.full([ROWS, COLUMNS], float("-inf"), tl.float32)
         if value_ptr is not None:
+            b_weights, b_kept, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
+            if seed_ptr is not None:
+                b_weights *= dropout_factor(seed_ptr, o_row, o_m, M, dropout_p, KINDS, CENTROID_KIND)
+            # [COLUMNS, BLOCK_V], not before: it takes registers that the scores need
             p_value = value_ptr + o_m.to(tl.int64) * stride_value_m
-            # [COLUMNS, BLOCK_V]
             b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
-            b_values, b_highest, b_total = softmax_step(
-                b_scores, b_value, b_values, b_highest, b_total, seed_ptr, o_row, o_m, M, dropout_p,
-                CENTROID_KIND, PRECISION,
-            )  # fmt: skip
+            b_weights = b_weights.to(b_value.dtype)
+            b_values = tl.dot(b_weights, b_value, b_values * b_kept[:, None], input_precision=PRECISION)
 
     if value_ptr is not None:
         b_divisor = tl.where(b_total > 0, b_total, 1.0)

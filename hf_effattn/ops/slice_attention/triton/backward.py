@@ -16,7 +16,7 @@ from ...shared.triton.chips import block_width, on_device_of
 from ...shared.triton.cluster_table import load_split_sum
 from ...shared.triton.dropout import dropout_factor
 from ...shared.triton.launch import kernel
-from ...shared.triton.softmax import KINDS, score_gradients
+from ...shared.triton.softmax import KINDS
 from ...shared.triton.tiles import LOG2_E, load_mask, load_rows, store_rows
 from ..reference import Inputs
 from .forward import Call, strides
@@ -196,12 +196,13 @@ def key_gradients(
         b_value, p_value, m_key, stride_value_d, p_value, b_grad, p_whole, m_token, 1, p_whole, m_token, Dv,
         ROWS, COLUMNS, False, False, BY_PARTS, PRECISION,
     )  # fmt: skip
-    b_factor = None
+    b_weights = tl.exp2(tl.where(tl.trans(m_visible), b_scores * scale_log2 - b_lse[None, :], float("-inf")))
+    b_dropped = b_weights
     if seed_ptr is not None:
         b_factor = tl.trans(dropout_factor(seed_ptr, i_p * N + o_row, o_column, columns, dropout_p, KINDS, KIND))
-    b_grad_scores, b_dropped = score_gradients(
-        b_scores * scale_log2, tl.trans(m_visible), b_lse[None, :], b_delta[None, :], b_grad_weights, b_factor
-    )
+        b_dropped = b_weights * b_factor
+        b_grad_weights *= b_factor
+    b_grad_scores = b_weights * (b_grad_weights - b_delta[None, :])
     if BY_PARTS:  # not before: whole rows take the registers that the scores need
         b_grad = load_rows(p_whole, m_token, 1, Dv, BLOCK_V)
     b_grad_value += tl.dot(b_dropped.to(b_grad.dtype), b_grad, input_precision=PRECISION)

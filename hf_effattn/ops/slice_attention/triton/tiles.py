@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ...shared.triton.chips import KIB, block_width, chip_of
 from ...shared.triton.dropout import dropout_factor
-from ...shared.triton.softmax import KINDS, score_gradients
+from ...shared.triton.softmax import KINDS
 from ...shared.triton.tiles import PART
 from ..reference import LOCAL_WEIGHTS
 
@@ -103,13 +103,10 @@ def gradients_of_scores(
     b_scores, b_grad_weights, m_visible, b_lse, b_delta, scale_log2, seed_ptr, o_row, o_column, columns, dropout_p
 ):  # fmt: skip
     """Those of the scaled scores of a tile of queries on a tile of keys, `p (G · V f − δ)`."""
-    b_factor = None
+    b_weights = tl.exp2(tl.where(m_visible, b_scores * scale_log2 - b_lse[:, None], float("-inf")))
     if seed_ptr is not None:
-        b_factor = dropout_factor(seed_ptr, o_row, o_column, columns, dropout_p, KINDS, KIND)
-    b_grad_scores, _ = score_gradients(
-        b_scores * scale_log2, m_visible, b_lse[:, None], b_delta[:, None], b_grad_weights, b_factor
-    )
-    return b_grad_scores
+        b_grad_weights *= dropout_factor(seed_ptr, o_row, o_column, columns, dropout_p, KINDS, KIND)
+    return b_weights * (b_grad_weights - b_delta[:, None])
 
 
 def tile_config(
