@@ -17,7 +17,7 @@ from .chips import chip_of, on_device_of
 from .dropout import dropout_factor
 from .launch import kernel
 from .softmax import CENTROID_KIND, KINDS, softmax_weights
-from .tiles import LOG2_E, LOWEST, dot_by_parts, load_mask, load_rows, store_rows, tile_config
+from .tiles import LOG2_E, LOWEST, dot_by_parts, load_mask, tile_config
 from .topk import WHOLE_ROW, _select_candidates_kernel, select_topk
 
 BINS = 1024  # of a row, at least, if there are as many keys
@@ -83,9 +83,11 @@ def _centroid_attention_fwd_kernel(
     key_ptr += i_b * stride_key_b + i_h * stride_key_h
     if value_ptr is not None:
         value_ptr += i_b * stride_value_b + i_h * stride_value_h
-    o_d = tl.arange(0, BLOCK_D)
+    o_d, o_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    m_row_d = m_row[:, None] & (o_d < D)[None, :]
     # [ROWS, BLOCK_D]
-    b_centroid = load_rows(centroids_ptr + o_row * D, m_row, 1, D, BLOCK_D).to(key_ptr.dtype.element_ty)
+    b_centroid = tl.load(centroids_ptr + o_row[:, None] * D + o_d[None, :], mask=m_row_d, other=0.0)
+    b_centroid = b_centroid.to(key_ptr.dtype.element_ty)
     if value_ptr is not None:
         b_values = tl.zeros([ROWS, BLOCK_V], tl.float32)
         b_highest = tl.full([ROWS], LOWEST, tl.float32)
@@ -122,17 +124,21 @@ def _centroid_attention_fwd_kernel(
             b_weights, b_kept, b_highest, b_total = softmax_weights(b_scores, b_highest, b_total)
             if seed_ptr is not None:
                 b_weights *= dropout_factor(seed_ptr, o_row, o_m, M, dropout_p, KINDS, CENTROID_KIND)
-            # [COLUMNS, BLOCK_V], not before: it takes registers that the scores need
-            p_value = value_ptr + o_m.to(tl.int64) * stride_value_m
-            b_value = load_rows(p_value, m_key, stride_value_d, Dv, BLOCK_V)
+            p_value = value_ptr + o_m.to(tl.int64)[:, None] * stride_value_m + o_v[None, :] * stride_value_d
+            # [COLUMNS, BLOCK_V]
+            b_value = tl.load(p_value, mask=m_key[:, None] & (o_v < Dv)[None, :], other=0.0)
             b_weights = b_weights.to(b_value.dtype)
             b_values = tl.dot(b_weights, b_value, b_values * b_kept[:, None], input_precision=PRECISION)
 
     if value_ptr is not None:
         b_divisor = tl.where(b_total > 0, b_total, 1.0)
+        # Both before the addresses: behind them a few registers would spill.
+        b_values = b_values / b_divisor[:, None]
+        b_lse = b_highest + tl.log2(b_divisor)
         o_part = o_row * splits + i_split
-        store_rows(values_ptr + o_part * Dv, b_values / b_divisor[:, None], m_row, 1, Dv, BLOCK_V)
-        tl.store(lse_ptr + o_part, b_highest + tl.log2(b_divisor), mask=m_row)
+        p_values = values_ptr + o_part[:, None] * Dv + o_v[None, :]
+        tl.store(p_values, b_values, mask=m_row[:, None] & (o_v < Dv)[None, :])
+        tl.store(lse_ptr + o_part, b_lse, mask=m_row)
 
 
 def split_count(programs: int, length: int, block: int) -> int:
