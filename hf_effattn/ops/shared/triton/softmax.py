@@ -2,8 +2,9 @@
 back.
 
 Rows are queries, columns are keys or means; a mask `(ROWS, COLUMNS)`, or one that broadcasts to it, tells which pairs
-count. Scores are exponents of 2. Query, key, value and the output's gradient are operands, see `load_operand`. Weights
-are dropped by their places: rows `o_row`, columns `o_column` of `columns`; a `seed_ptr` of None drops none.
+count. Scores are exponents of 2. All queries, keys, values and gradients are operands, see `load_operand`, but a
+`b_value`. Weights are dropped by their places: rows `o_row`, columns `o_column` of `columns`; a `seed_ptr` of None
+drops none.
 """
 
 import triton
