@@ -142,7 +142,7 @@ def test_the_warning_for_decoders_says_what_was_measured(method):
 
 def test_the_kept_calibration_has_the_rungs_that_calibrate_tries_by_itself():
     kept = Calibration.load(str(language_model.CALIBRATION)).settings
-    rungs = [replace(rung, fit_queries=None) for rung in kept.rungs]  # which names the same number there
+    rungs = [replace(rung, fit_queries=None) for rung in kept.rungs]  # they were fitted on 2,048
     assert rungs == [make_method(**one, min_length=0) for one in default_ladder(causal=True)]
     assert {rung.segment_length for rung in kept.rungs} == {512}
     assert all("segment_length" not in one for one in default_ladder(causal=False))
