@@ -17,7 +17,7 @@ METHODS = ("clustered", "i-clustered", "bi-clustered")
 # The least loss of perplexity for the scores, on a language model: scripts/benchmark/language_model.py.
 DEFAULT_SEGMENT_LENGTH = 1024
 DEFAULT_WINDOW = 256
-# Of a segment's few queries more would lower no error: measured on the queries and keys of three models.
+# More, of a segment's few, save a language model no loss on average: scripts/benchmark/language_model.py.
 FIT_QUERIES_PER_CLUSTER = 32
 LARGEST_GROUP = 32  # query heads that share keys: in the kernels each has a bit in the word of a key
 
