@@ -1,7 +1,7 @@
 """Causal attention over clusters for a CPU: a few large steps for many segments, on parts of one softmax.
 
-Beside the inputs the backward pass gets what of the forward pass is dear and as small as they are: the output and
-log-sum-exp of all exact keys, and the labels. Tables are made again. All arithmetic is in float32, or float64 for
+Beside the inputs the backward pass gets what of the forward pass is dear and as small as they are: the output,
+log-sum-exps, and the labels. Tables are made again. All arithmetic is in float32, or float64 for
 float64 inputs.
 
 Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `N` queries and keys, `S` segments of a span,
@@ -70,7 +70,8 @@ class _Segments:
             return
         finished = chunk.finished
         labels = None if chunk.query_labels is None else span.cut(chunk.query_labels, span.past_queries)
-        self.past = PastQueries(span.cut(chunk.query, span.past_queries), finished.metrics(span), labels, settings)
+        metric = finished.metrics(span) if settings.clusters > 1 else None
+        self.past = PastQueries(span.cut(chunk.query, span.past_queries), metric, labels, settings)
         covariance = self.past.of_heads.mean(dim=1)
         if chunk.key_labels is None:
             self.key_labels = finished.labels_of(span, covariance)
@@ -100,8 +101,8 @@ class _Segments:
             of_queries[:, :, self.span.past_queries] = self.span.join(self.past.labels)
             of_keys[:, self.span.new_keys] = self.key_labels.reshape(len(of_keys), -1)
 
-    def attend_exactly(self) -> Attended:
-        """Outputs `(P · S, g, n, Dv)` and log-sum-exp `(P · S, g, n, 1)` of all exact keys."""
+    def attend(self) -> Attended:
+        """Outputs `(P · S, g, n, Dv)` and log-sum-exp `(P · S, g, n, 1)`."""
         query = self.chunk.query
         found = query.new_empty(self.shape), query.new_empty(*self.shape[:3], 1)
         for rows, parts in self.local:
@@ -110,40 +111,26 @@ class _Segments:
                 merge_(near, other)
             for target, numbers in zip(found, near, strict=True):
                 target[:, :, rows] = numbers
-        with_all_older = []
+        if self.older is not None:
+            older = self.older.attend()
+            for heads, _, _ in self.exact_older:
+                older[1][heads] = -torch.inf
+            merge_(found, older)
         for heads, _, part in self.exact_older:
             of_heads = found[0][heads], found[1][heads]
             merge_(of_heads, part.attend())
-            with_all_older.append((heads, of_heads))
-        if self.older is not None:
-            self.older.merge_exact_(found)
-        for heads, of_heads in with_all_older:
             for target, numbers in zip(found, of_heads, strict=True):
                 target[heads] = numbers
         return found
 
-    def add_clusters(self, rest: Attended) -> torch.Tensor | None:
-        """Take what stands for all other keys into the softmax of `attend_exactly`, in place.
-
-        Its log-sum-exp `(P · S, g, n, 1)`, if there are any.
-        """
-        if self.older is None:
-            return None
-        clusters = self.older.attend()
-        for heads, _, _ in self.exact_older:
-            clusters[1][heads] = -torch.inf
-        merge_(rest, clusters)
-        return clusters[1]
-
     def backward(
-        self, grad: torch.Tensor, rest: Attended, of_query: torch.Tensor, of_key: torch.Tensor, of_value: torch.Tensor
+        self, grad: torch.Tensor, whole: Attended, of_query: torch.Tensor, of_key: torch.Tensor, of_value: torch.Tensor
     ) -> None:
         """Add to the gradients of a chunk's rows, but for those of the finished keys by clusters.
 
-        `rest` is what `attend_exactly` has found.
+        `whole` is what `attend` has found.
         """
-        span, whole = self.span, (rest[0].clone(), rest[1].clone())
-        of_clusters = self.add_clusters(whole)
+        span = self.span
         of_rows = grad.new_zeros(*grad.shape[:3], of_query.shape[3])
         for rows, parts in self.local:
             own_grad, *own_whole = (numbers[:, :, rows].contiguous() for numbers in (grad, *whole))
@@ -159,8 +146,8 @@ class _Segments:
             of_key[of_head, :older] += more[1]
             of_value[of_head, :older] += more[2]
             grad = grad.index_fill(0, heads, 0.0)
-        if self.older is not None and of_clusters is not None:
-            more_rows, of_past = self.older.backward(grad, rest, of_clusters, whole, of_key, of_value)
+        if self.older is not None:
+            more_rows, of_past = self.older.backward(grad, whole, of_key, of_value)
             of_rows += more_rows
             of_query[:, :, span.past_queries] += span.join(of_past)
         of_query[:, :, span.rows] += span.join(of_rows)
@@ -235,8 +222,8 @@ class _Chunk:
 class Kept(NamedTuple):
     """What the forward pass leaves to the backward pass."""
 
-    rest: torch.Tensor  # the output of all exact keys alone `(B, H, N, Dv)`, in float32 or float64
-    log_sum: torch.Tensor  # of their scores, `(B, H, N, 1)`
+    output: torch.Tensor  # `(B, H, N, Dv)`, in float32 or float64
+    log_sum: torch.Tensor  # log-sum-exp of the scores, `(B, H, N, 1)`
     query_labels: torch.Tensor  # of the past queries, `(B, H, N, 1)`
     key_labels: torch.Tensor  # `(B, heads, N, 1)`
 
@@ -266,12 +253,11 @@ def _forward(settings: Settings) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
         query_labels = chunk.query.new_zeros(*chunk.query.shape[:3], 1, dtype=torch.int64)
         key_labels = torch.zeros_like(chunk.key[..., :1], dtype=torch.int64)
         for segments in chunk.segments():
-            attended, span = segments.attend_exactly(), segments.span
+            attended, span = segments.attend(), segments.span
             if settings.keeps:
                 for target, rows in zip(kept[:2], attended, strict=True):
                     part.store_queries(target, span.join(rows).flatten(1, 2), span.rows)
                 segments.store_labels(query_labels[..., 0], key_labels[..., 0])
-            segments.add_clusters(attended)
             part.store_queries(output, span.join(attended[0]).flatten(1, 2), span.rows)
         if settings.keeps:
             part.store_queries(kept.query_labels, query_labels.flatten(1, 2))
@@ -286,23 +272,23 @@ def _fake(settings: Settings) -> tuple[torch.Tensor, ...]:
 
 
 def gradients(
-    grad_output: torch.Tensor, rest: torch.Tensor, log_sum: torch.Tensor, query_labels: torch.Tensor,
+    grad_output: torch.Tensor, output: torch.Tensor, log_sum: torch.Tensor, query_labels: torch.Tensor,
     key_labels: torch.Tensor, settings: Settings,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of query, key and value, of what `Kept` holds and the arguments of `_forward`."""
-    (query, key, value, key_mask), kept = settings[:4], Kept(rest, log_sum, query_labels, key_labels)
+    (query, key, value, key_mask), kept = settings[:4], Kept(output, log_sum, query_labels, key_labels)
     finite, _ = without_special(value, key_mask)
     grad_query, grad_key, grad_value = gradients_of_chunks(query, key, value, key_mask)
 
     def attend(part: RowChunk) -> None:
         chunk = _Chunk(part, settings._replace(value=finite), kept)
         of_query, of_key, of_value = (torch.zeros_like(rows) for rows in (chunk.query, chunk.key, chunk.value))
-        grad, own_rest, own_log_sum = (chunk.by_head(part.queries(rows)) for rows in (grad_output, rest, log_sum))
+        grad, *kept_rows = (chunk.by_head(part.queries(rows)) for rows in (grad_output, output, log_sum))
         grad = grad.to(of_query.dtype)
         for segments in chunk.segments():
             span = segments.span
-            own_grad, *of_rest = (span.cut(rows, span.rows) for rows in (grad, own_rest, own_log_sum))
-            segments.backward(own_grad.contiguous(), (of_rest[0], of_rest[1]), of_query, of_key, of_value)
+            own_grad, *whole = (span.cut(rows, span.rows) for rows in (grad, *kept_rows))
+            segments.backward(own_grad.contiguous(), (whole[0], whole[1]), of_query, of_key, of_value)
         chunk.finished.store_gradients(of_key, of_value)
         part.store_queries(grad_query, of_query.mul_(settings.scale).flatten(1, 2))
         part.store_keys(grad_key, of_key)

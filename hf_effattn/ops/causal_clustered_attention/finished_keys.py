@@ -81,8 +81,6 @@ class FinishedKeys:
     def labels_of(self, span: Span, covariance: torch.Tensor) -> torch.Tensor:
         """Clusters of the keys of the next span `(P · S, m)`, by `Σ_η` `(P · S, D, D)` of their segments."""
         keys = self._new(self.key, span)
-        if not self.settings.first_order:
-            return torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)
         return labels_of(keys, self.settings.key_clusters, self.settings, as_metric(covariance.clone()))
 
     def add(self, span: Span, labels: torch.Tensor, covariance: torch.Tensor) -> None:
@@ -156,8 +154,10 @@ class FinishedKeys:
             of_value[:, own] += both[..., self.D :]
 
 
-def labels_of(points: torch.Tensor, clusters: int, settings: Settings, metric: torch.Tensor) -> torch.Tensor:
+def labels_of(points: torch.Tensor, clusters: int, settings: Settings, metric: torch.Tensor | None) -> torch.Tensor:
     """Labels `(heads, n)` by K-means of points `(heads, n, D)`; of fewer points, each is a cluster."""
+    if clusters == 1:
+        return torch.zeros(points.shape[:2], dtype=torch.int64, device=points.device)
     labels, rows = points.new_empty(points.shape[:2], dtype=torch.int64), Points(points, counted=None)
     fitted = rows.spread(most_fit_rows(clusters, settings.fit_queries))
     cluster(rows, labels, fitted, clusters, settings.rounds, settings.seed, metric)

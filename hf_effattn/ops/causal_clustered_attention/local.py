@@ -22,6 +22,7 @@ class LocalPart:
     value: torch.Tensor
     causal: bool  # the queries are the keys' own, and see no later one; otherwise each sees all
     factor: torch.Tensor | None = None  # dropout of the weights, `(P, g, n, m)`, or None
+    bias: torch.Tensor | None = None  # added to the scores, `(P, 1, 1, m)`, or None; `backward` has none
 
     @property
     def fused(self) -> bool:
@@ -36,6 +37,8 @@ class LocalPart:
     def scores(self) -> torch.Tensor:
         """`(P, g, n, m)`."""
         scores = self.query @ self.key[:, None].transpose(2, 3)
+        if self.bias is not None:
+            scores += self.bias
         if not self.causal:
             return scores
         later = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -44,7 +47,8 @@ class LocalPart:
     def attend(self) -> Attended:
         """Outputs `(P, g, n, Dv)` and log-sum-exp `(P, g, n, 1)`, in memory of their own."""
         if self.fused:
-            output, log_sum = FLASH(self.query, *self.per_query_head(), 0.0, self.causal, scale=1.0)
+            bias = {} if self.bias is None else {"attn_mask": self.bias}
+            output, log_sum = FLASH(self.query, *self.per_query_head(), 0.0, self.causal, **bias, scale=1.0)
             return output, log_sum[..., None]
         scores = self.scores()
         log_sum = scores.logsumexp(dim=3, keepdim=True)

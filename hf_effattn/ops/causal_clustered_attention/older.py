@@ -8,10 +8,11 @@ per head.
 import math
 
 import torch
+import torch.nn.functional as F
 
 from ..kmeans.batched import nearest, prepare
 from ..shared.cluster_blocks import ClusterBlocks
-from ..shared.cluster_table import ClusterTable, attend_backward, attend_in_part
+from ..shared.cluster_table import ClusterTable, attend_backward
 from ..shared.key_summaries import NO_MASS
 from ..shared.precision import LEAST_LOG_WEIGHT
 from ..shared.tables import cluster_rows, cluster_sizes, cluster_sums
@@ -34,28 +35,31 @@ class PastQueries:
     """
 
     def __init__(
-        self, past: torch.Tensor, metric: torch.Tensor, labels: torch.Tensor | None, settings: Settings
+        self, past: torch.Tensor, metric: torch.Tensor | None, labels: torch.Tensor | None, settings: Settings
     ) -> None:
-        """`labels`: where they are known, `(P · S, g, n')`."""
+        """`metric`: `(P · S, D, D)`, None for one cluster; `labels`: where they are known, `(P · S, g, n')`."""
         heads, g, _, D = past.shape
         C, points = settings.clusters, past.flatten(0, 1)
-        self.metric = metric
+        self.metric = None if metric is None else metric.repeat_interleave(g, dim=0)
         if labels is None:
-            labels = labels_of(points, C, settings, metric.repeat_interleave(g, dim=0)).unflatten(0, (heads, g))
+            labels = labels_of(points, C, settings, self.metric).unflatten(0, (heads, g))
         self.labels = labels
         self.index = cluster_rows(labels.flatten(0, 1), C)
         sizes = cluster_sizes(self.index, heads * g, C)
         self.counts = sizes.view(heads, g, C)
-        centroids = cluster_sums(points, self.index, heads * g, C) / sizes.clamp(min=1)[..., None]
+        if C == 1:
+            centroids = points.mean(dim=1, keepdim=True)
+            offsets = points - centroids
+        else:
+            centroids = cluster_sums(points, self.index, heads * g, C) / sizes.clamp(min=1)[..., None]
+            offsets = points - centroids.flatten(0, 1).index_select(0, self.index).view_as(points)
         self.centroids = centroids.view(heads, g * C, D)
-        offsets = points - centroids.flatten(0, 1).index_select(0, self.index).view_as(points)
         self.of_heads = (offsets.transpose(1, 2) @ offsets / offsets.shape[1]).view(heads, g, D, D)
 
     def readers(self, query: torch.Tensor) -> torch.Tensor:
         """The nearest centroid `(P · S, g, n)` of the segments' queries `(P · S, g, n, D)`."""
         heads, g, C = self.counts.shape
-        metric = self.metric.repeat_interleave(g, dim=0)
-        directions, half_norms = prepare(self.centroids.view(heads * g, C, -1), metric)
+        directions, half_norms = prepare(self.centroids.view(heads * g, C, -1), self.metric)
         half_norms = half_norms.masked_fill(self.counts.view(heads * g, C) == 0, torch.inf)
         return nearest(query.flatten(0, 1), directions, half_norms).view(heads, g, -1)
 
@@ -263,16 +267,24 @@ class OlderPart:
         top = self.summaries.top
         first = torch.arange(len(top), device=query.device)[:, None, None] * keys.key.shape[1]
         self.sources = (keys.sources.gather(1, top.flatten(1)).view_as(top) + first).flatten()
-        exact_factor = None if factor is None else factor[..., : top.shape[2]].flatten(0, 1)[:, None]
-        self.exact: LocalPart | None = None
-        if top.shape[2]:
-            key, value = (
-                rows.flatten(0, 1).index_select(0, self.sources).view(heads * g, top.shape[2], -1)
-                for rows in (keys.key, keys.value)
-            )
-            self.exact = LocalPart(query.reshape(heads * g, 1, n, D), key, value, False, exact_factor)
-        tables = cluster_rows(past.readers(query).flatten(0, 1), settings.clusters)
-        self.blocks = ClusterBlocks.of(tables, cluster_sizes(tables, heads, g * settings.clusters))
+        by_head = query.reshape(heads * g, 1, n, D)
+        key, value = (
+            rows.flatten(0, 1).index_select(0, self.sources).view(heads * g, top.shape[2], rows.shape[2])
+            for rows in (keys.key, keys.value)
+        )
+        factors = None if factor is None else factor.flatten(0, 1)[:, None, :, : settings.topk + keys.G]
+        exact_factor = None if factors is None else factors[..., : top.shape[2]]
+        self.exact = LocalPart(by_head, key, value, False, exact_factor) if top.shape[2] else None
+        self.together: LocalPart | None = None
+        table = self.summaries.table
+        if settings.clusters == 1:
+            self.blocks = ClusterBlocks.whole(heads * g, n, query.device)
+            bias = F.pad(table.keys[..., D], (top.shape[2], 0))[:, None, None]
+            key, value = torch.cat([key, table.keys[..., :D]], dim=1), torch.cat([value, table.values], dim=1)
+            self.together = LocalPart(by_head, key, value, False, factors, bias)
+        else:
+            tables = cluster_rows(past.readers(query).flatten(0, 1), settings.clusters)
+            self.blocks = ClusterBlocks.of(tables, cluster_sizes(tables, heads, g * settings.clusters))
         self.packed = self.blocks.pack_with_ones(query.reshape(heads, g * n, D))
         self.factor = None
         if factor is not None:
@@ -285,37 +297,32 @@ class OlderPart:
         return self.blocks.unpack(packed, self.shape[0]).view(*self.shape[:3], -1)
 
     def attend(self) -> Attended:
-        """Outputs `(P · S, g, n, Dv)` and log-sum-exp `(P · S, g, n, 1)`, over the clusters."""
-        output, log_sum = attend_in_part(self.summaries.table, self.blocks, self.packed, self.factor)
-        return self._unpack(output), self._unpack(log_sum)
-
-    def merge_exact_(self, near: Attended) -> None:
-        """Take the exact keys into a softmax, in place."""
+        """Outputs `(P · S, g, n, Dv)` and log-sum-exp `(P · S, g, n, 1)`."""
+        if self.together is not None:
+            output, log_sum = self.together.attend()
+            return output.view(*self.shape[:3], -1), log_sum.view(*self.shape[:3], 1)
+        table, factor = self.summaries.table, None if self.factor is None else self.factor[:, None]
+        key, value = self.blocks.of_cluster(table.keys), self.blocks.of_cluster(table.values)
+        output, log_sum = LocalPart(self.packed[:, None], key, value, False, factor).attend()
+        found = self._unpack(output[:, 0]), self._unpack(log_sum[:, 0])
         if self.exact is not None:
             output, log_sum = self.exact.attend()
-            merge_(near, (output.view(*self.shape[:3], -1), log_sum.view(*self.shape[:3], 1)))
+            merge_(found, (output.view(*self.shape[:3], -1), log_sum.view(*self.shape[:3], 1)))
+        return found
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        rest: Attended,
-        log_sum: torch.Tensor,
-        whole: Attended,
-        of_key: torch.Tensor,
-        of_value: torch.Tensor,
+        self, grad: torch.Tensor, whole: Attended, of_key: torch.Tensor, of_value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the queries and of the past ones; adds to those of keys and values `(P, N, ·)`.
 
-        `log_sum` is that of `attend`, `rest` all but the clusters, `whole` the softmax.
+        `whole` is the softmax that this is a part of.
         """
         heads, g, n, D = self.shape
-        output, other_sum = rest
-        share, remaining = torch.sigmoid(log_sum - other_sum), torch.sigmoid(other_sum - log_sum)
-        other_dot = torch.linalg.vecdot(grad, output)[..., None]
-        other = self._pack(share), self._pack(remaining), self._pack(other_dot)
+        delta = torch.linalg.vecdot(grad, whole[0])[..., None]
         grad_packed, of_table = attend_backward(
-            self.summaries.table, self.blocks, self.packed, self.factor, self._pack(grad), other
-        )
+            self.summaries.table, self.blocks, self.packed, self.factor, self._pack(grad),
+            (self._pack(whole[1]), self._pack(delta)),
+        )  # fmt: skip
         of_past = self.past.gradient(self.summaries.backward(of_table))
         grad_query = self._unpack(grad_packed[..., :D].contiguous())
         if self.exact is not None:

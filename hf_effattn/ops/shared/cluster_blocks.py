@@ -51,6 +51,12 @@ class ClusterBlocks:
         sources.index_copy_(0, places, order)
         return ClusterBlocks(slots, sources, clusters, length)
 
+    @staticmethod
+    def whole(blocks: int, length: int, device: torch.device) -> "ClusterBlocks":
+        """Blocks of neighbouring rows, as many as there are clusters."""
+        places, clusters = torch.arange(blocks * length, device=device), torch.arange(blocks, device=device)
+        return WholeBlocks(places, places, clusters, length)
+
     def pack(self, *columns: torch.Tensor) -> torch.Tensor:
         """Rows `(P, N, D)`, of several tensors side by side, in their blocks: `(blocks, length, D)`; 0 elsewhere."""
         rows = columns[0].flatten(0, 1).shape[0]
@@ -81,6 +87,23 @@ class ClusterBlocks:
     def of_cluster(self, tables: torch.Tensor) -> torch.Tensor:
         """What belongs to a block's cluster, of `(P · C, ...)`: `(blocks, ...)`."""
         return tables.index_select(0, self.clusters)
+
+
+class WholeBlocks(ClusterBlocks):
+    """Rows of `P` heads where every head, or equal part of one, is a cluster and a block: nothing is copied."""
+
+    def pack(self, *columns: torch.Tensor) -> torch.Tensor:
+        rows = columns[0] if len(columns) == 1 else torch.cat(columns, dim=2)
+        return rows.reshape(-1, self.length, rows.shape[2])
+
+    def unpack(self, packed: torch.Tensor, problems: int) -> torch.Tensor:
+        return packed.view(problems, -1, packed.shape[2])
+
+    def sum(self, values: torch.Tensor, tables: int) -> torch.Tensor:
+        return values
+
+    def of_cluster(self, tables: torch.Tensor) -> torch.Tensor:
+        return tables
 
 
 def stable_order(index: torch.Tensor, clusters: int) -> torch.Tensor:

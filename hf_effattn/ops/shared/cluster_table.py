@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from .cluster_blocks import ClusterBlocks
-from .precision import LEAST_LOG_WEIGHT
 from .tables import softmax_
 
 # Of the scores of some blocks at once: more would be mapped and faulted in anew each time, and leave the cache.
@@ -76,36 +75,23 @@ def _attend(
     return torch.bmm(weights.to(values.dtype), values)
 
 
-def attend_in_part(
-    table: ClusterTable, blocks: ClusterBlocks, query: torch.Tensor, factor: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `attend`, of keys and values alone, and the log-sum-exp of the scores `(blocks, length, 1)`."""
-    scores = table.scores(blocks, query)
-    largest = scores.amax(dim=2, keepdim=True)
-    weights = scores.sub_(largest).clamp_(min=LEAST_LOG_WEIGHT).exp_()
-    total = weights.sum(dim=2, keepdim=True)
-    if factor is not None:
-        weights *= factor
-    output = torch.bmm(weights, blocks.of_cluster(table.values)).div_(total)
-    return output, total.log_().add_(largest)
-
-
 def attend_backward(
     table: ClusterTable,
     blocks: ClusterBlocks,
     query: torch.Tensor,
     factor: torch.Tensor | None,
     grad_output: torch.Tensor,
-    other: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    whole: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ClusterTable]:
     """Gradients of packed queries and of the table, for packed gradients of the output `(blocks, length, Dv)`.
 
-    `other`: where the table is a part of a softmax, its share of the weights, that of the other part, and the dot
-    products of the other part's output with `grad_output`, `(blocks, length, 1)` each.
+    `whole`: where the table is a part of a softmax, the log-sum-exp of all its scores, and the dot products of its
+    output with `grad_output`, `(blocks, length, 1)` each.
     """
     tables = len(table.keys)
     keys, values = blocks.of_cluster(table.keys), blocks.of_cluster(table.values)
-    softmax = softmax_(table.scores(blocks, query))
+    scores = table.scores(blocks, query)
+    softmax = softmax_(scores) if whole is None else scores.sub_(whole[0]).exp_()
     weights = softmax if table.mass is None else softmax * blocks.of_cluster(table.mass)[:, None, None]
     if factor is not None:
         weights = weights * factor
@@ -121,25 +107,18 @@ def attend_backward(
         grad_matrices = blocks.sum(torch.bmm(weighed.transpose(1, 2), grad_output).to(eta.dtype), tables)
         grad_dipole = Dipole(-blocks.sum(grad_eta.sum(dim=1), tables), grad_matrices, dipole.first)
 
-    if other is not None:
-        weights = weights * other[0]
     grad_values = torch.bmm(weights.to(values.dtype).transpose(1, 2), grad_output)
     if factor is not None:
         grad_weights *= factor
     row_dot = None
-    if table.mass is None and other is None:
+    if table.mass is None and whole is None:
         grad_scores = torch._softmax_backward_data(grad_weights, softmax, 2, softmax.dtype)  # in one pass
     else:
-        row_dot = torch.linalg.vecdot(softmax, grad_weights)  # (blocks, length); 0 in empty places
-        if other is not None:
-            _, rest, other_dot = other
-            # As a difference from the table's own: where it has all the weight, this loses nothing.
-            row_dot -= (rest * (row_dot[..., None] - other_dot))[..., 0]
-        grad_scores = grad_weights.sub_(row_dot[..., None]).mul_(softmax)
+        # (blocks, length, 1); 0 in empty places
+        row_dot = torch.linalg.vecdot(softmax, grad_weights)[..., None] if whole is None else whole[1]
+        grad_scores = grad_weights.sub_(row_dot).mul_(softmax)
         if table.mass is not None:
             grad_scores *= blocks.of_cluster(table.mass)[:, None, None]
-        if other is not None:
-            grad_scores *= other[0]
     grad_scores = grad_scores.to(keys.dtype)
     grad_query = torch.bmm(grad_scores, keys)
     if grad_eta is not None:
@@ -149,7 +128,7 @@ def attend_backward(
     return grad_query, ClusterTable(
         blocks.sum(grad_keys.to(softmax.dtype), tables),
         blocks.sum(grad_values.to(softmax.dtype), tables),
-        None if table.mass is None or row_dot is None else blocks.sum(row_dot.sum(dim=1), tables),
+        None if table.mass is None or row_dot is None else blocks.sum(row_dot.sum(dim=(1, 2)), tables),
         None if table.offset is None else blocks.sum(grad_output.sum(dim=1, dtype=softmax.dtype), tables),
         grad_dipole,
     )
