@@ -40,6 +40,8 @@ CASES = (
     Case("segments_in_halves_and_dropout", segment_length=193, window=30, N=600, dropout_p=0.3),
     Case("odd_dimensions", D=5, Dv=3, segment_length=7, window=6),
     Case("one_cluster", clusters=1),
+    Case("one_cluster_and_dropout", clusters=1, topk=11, dropout_p=0.3, H=4, key_heads=2, Dv=5),
+    Case("one_cluster_some_heads_exact", clusters=1, exact_above=0.3, H=6, key_heads=3, masks="holes"),
     Case("more_clusters_than_queries", clusters=100),
     Case("topk_beyond_the_first_older_keys", topk=11),
     Case("topk_beyond_keys", topk=99),

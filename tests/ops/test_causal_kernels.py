@@ -37,6 +37,7 @@ CASES = (
     replace(SMALL, name="segments_of_many_tiles", H=1, segment_length=70, window=40, N=150, clusters=3, topk=40),
     replace(SMALL, name="odd_dimensions", D=20, Dv=40),
     replace(SMALL, name="one_cluster", clusters=1, key_clusters=1),
+    replace(SMALL, name="one_cluster_of_queries", clusters=1, H=4, key_heads=2, exact_above=0.4, B=2, masks="left"),
     replace(SMALL, name="more_clusters_than_queries", clusters=40, H=1),
     replace(SMALL, name="topk_beyond_keys", topk=99),
     replace(SMALL, name="no_iterations", iterations=0),
@@ -64,6 +65,8 @@ def labels_of_the_reference(monkeypatch):
     def labels(points, mask, metric, count, layout):
         settings = layout.settings
         found = torch.zeros(points.shape[:3], dtype=torch.int64)
+        if metric is None:
+            return found.to(points.device)
         own = metric.repeat_interleave(points.shape[0] * points.shape[1] // len(metric), dim=0)
         for place, of_metric in zip(torch.cartesian_prod(*map(torch.arange, points.shape[:2])), own, strict=True):
             item, head = place.tolist()

@@ -262,7 +262,7 @@ class OlderPart:
         settings: Settings,
     ) -> None:
         heads, g, n, D = query.shape
-        self.shape, self.keys, self.past, self.span = query.shape, keys, past, span
+        self.query, self.shape, self.keys, self.past, self.span = query, query.shape, keys, past, span
         self.summaries = OlderSummaries(keys, past, span, settings, in_order=factor is not None)
         top = self.summaries.top
         first = torch.arange(len(top), device=query.device)[:, None, None] * keys.key.shape[1]
@@ -272,8 +272,12 @@ class OlderPart:
             rows.flatten(0, 1).index_select(0, self.sources).view(heads * g, top.shape[2], rows.shape[2])
             for rows in (keys.key, keys.value)
         )
-        factors = None if factor is None else factor.flatten(0, 1)[:, None, :, : settings.topk + keys.G]
-        exact_factor = None if factors is None else factors[..., : top.shape[2]]
+        exact_factor, summary_factor, factors = None, None, None
+        if factor is not None:
+            of_heads = factor.flatten(0, 1)[:, None]
+            exact_factor = of_heads[..., : top.shape[2]]
+            summary_factor = of_heads[..., settings.topk : settings.topk + keys.G]
+            factors = torch.cat([exact_factor, summary_factor], dim=3)
         self.exact = LocalPart(by_head, key, value, False, exact_factor) if top.shape[2] else None
         self.together: LocalPart | None = None
         table = self.summaries.table
@@ -285,10 +289,10 @@ class OlderPart:
         else:
             tables = cluster_rows(past.readers(query).flatten(0, 1), settings.clusters)
             self.blocks = ClusterBlocks.of(tables, cluster_sizes(tables, heads, g * settings.clusters))
-        self.packed = self.blocks.pack_with_ones(query.reshape(heads, g * n, D))
-        self.factor = None
-        if factor is not None:
-            self.factor = self.blocks.pack(factor[..., settings.topk : settings.topk + keys.G].flatten(1, 2))
+        self.factor = None if summary_factor is None else self._pack(summary_factor)
+
+    def _packed_query(self) -> torch.Tensor:
+        return self.blocks.pack_with_ones(self.query.reshape(self.shape[0], -1, self.shape[3]))
 
     def _pack(self, rows: torch.Tensor) -> torch.Tensor:
         return self.blocks.pack(rows.reshape(self.shape[0], -1, rows.shape[3]))
@@ -303,7 +307,7 @@ class OlderPart:
             return output.view(*self.shape[:3], -1), log_sum.view(*self.shape[:3], 1)
         table, factor = self.summaries.table, None if self.factor is None else self.factor[:, None]
         key, value = self.blocks.of_cluster(table.keys), self.blocks.of_cluster(table.values)
-        output, log_sum = LocalPart(self.packed[:, None], key, value, False, factor).attend()
+        output, log_sum = LocalPart(self._packed_query()[:, None], key, value, False, factor).attend()
         found = self._unpack(output[:, 0]), self._unpack(log_sum[:, 0])
         if self.exact is not None:
             output, log_sum = self.exact.attend()
@@ -320,7 +324,7 @@ class OlderPart:
         heads, g, n, D = self.shape
         delta = torch.linalg.vecdot(grad, whole[0])[..., None]
         grad_packed, of_table = attend_backward(
-            self.summaries.table, self.blocks, self.packed, self.factor, self._pack(grad),
+            self.summaries.table, self.blocks, self._packed_query(), self.factor, self._pack(grad),
             (self._pack(whole[1]), self._pack(delta)),
         )  # fmt: skip
         of_past = self.past.gradient(self.summaries.backward(of_table))

@@ -41,7 +41,7 @@ KEY_ITERATIONS = 2
 # of a cluster, so there are more of them and fewer clusters; key clusters are those of a segment; older keys get a
 # part of the weight only, so an error of theirs may be so many times as large.
 OLDER_TOPK, OLDER_ERROR = 4, 4
-OLDER_CLUSTERS, OLDER_KEY_CLUSTERS = 4, 8
+OLDER_KEY_CLUSTERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,7 +316,7 @@ class BiClustered(ImprovedClustered):
 
     def causal_options(self) -> dict[str, Any]:
         return super().causal_options() | {
-            "clusters": -(-self.clusters // OLDER_CLUSTERS),
+            "clusters": 1,  # what more of them save is saved in less time by more clusters of keys
             "key_clusters": -(-self.key_clusters // OLDER_KEY_CLUSTERS),
             "exact_above": None if self.exact_above is None else OLDER_ERROR * self.exact_above,
         }

@@ -44,24 +44,23 @@ def find_clusters(layout: Layout, rows: Rows, counts: torch.Tensor | None, tiles
     P, g, n, C = rows.heads // rows.group, rows.group, settings.segment_length, settings.clusters
     past, past_mask = layout.past(rows.query), layout.past_mask(counts)
     blocks, key_mask = layout.of_segments(rows.key, 0, L), layout.key_mask()
-    metric = prefix_metrics(layout, rows)
+    metric = None if C == 1 else prefix_metrics(layout, rows)
     labels = kmeans_labels(past, past_mask, metric, C, layout)
     queries = sort_by_cluster(labels, past_mask, C, tiles[0])
     centroids = rows.query.new_empty(L * P * g, C, D)
     products, _ = cluster_products(past, past, queries, centroids, parts=1)
-    chosen = torch.empty(L, P * g, n, dtype=torch.int64, device=centroids.device)
-    own = layout.of_segments(rows.query, layout.first_late, L)
-    assign(own, CountedRows(n, n), known_centroids(centroids, queries.starts, metric), chosen)
+    chosen = labels.view(L, P * g, n)
+    if metric is not None:
+        chosen = torch.empty_like(chosen)
+        own = layout.of_segments(rows.query, layout.first_late, L)
+        assign(own, CountedRows(n, n), known_centroids(centroids, queries.starts, metric), chosen)
     readers = sort_by_cluster(chosen, None, C, tiles[0])
 
-    if not settings.first_order:
-        key_labels = torch.zeros(L, P, n, dtype=torch.int64, device=centroids.device)
-        keys = sort_by_cluster(key_labels, key_mask, 1, tiles[1])
-        return Clusters(labels.view(L * P * g, n), centroids, queries.starts, readers, keys, None, None)
-    key_labels = kmeans_labels(
-        blocks, key_mask, offsets_metrics(layout, rows, products), settings.key_clusters, layout
-    )
+    key_metric = offsets_metrics(layout, rows, products) if settings.key_clusters > 1 else None
+    key_labels = kmeans_labels(blocks, key_mask, key_metric, settings.key_clusters, layout)
     keys = sort_by_cluster(key_labels, key_mask, settings.key_clusters, tiles[1])
+    if not settings.first_order:
+        return Clusters(labels.view(L * P * g, n), centroids, queries.starts, readers, keys, None, None)
     mean_keys = torch.empty(L * P, settings.key_clusters, D, dtype=torch.float32, device=centroids.device)
     spread, _ = cluster_products(blocks, blocks, keys, mean_keys, parts=1)
     log_squares, _ = distances_of(blocks, keys, mean_keys, products, queries, g, settings.scale)
@@ -72,10 +71,15 @@ def find_clusters(layout: Layout, rows: Rows, counts: torch.Tensor | None, tiles
 
 
 def kmeans_labels(
-    points: torch.Tensor, mask: torch.Tensor | None, metric: torch.Tensor, clusters: int, layout: Layout
+    points: torch.Tensor, mask: torch.Tensor | None, metric: torch.Tensor | None, clusters: int, layout: Layout
 ) -> torch.Tensor:
-    """Labels `(items, heads, n)` by K-means of points `(items, heads, n, D)`; of fewer points, each is a cluster."""
+    """Labels `(items, heads, n)` by K-means of points `(items, heads, n, D)`; of fewer points, each is a cluster.
+
+    `metric`: None for one cluster.
+    """
     settings = layout.settings
+    if metric is None:
+        return torch.zeros(points.shape[:3], dtype=torch.int64, device=points.device)
     if clusters >= points.shape[2]:
         return own_clusters(points, mask)
     rows = find_rows(points, mask, most_fit_rows(clusters, settings.fit_queries))
