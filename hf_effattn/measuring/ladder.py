@@ -33,15 +33,18 @@ LAYERS_LADDER: tuple[dict[str, Any], ...] = (
         for C, k, G in ((16, 16, 16), (32, 32, 32), (32, 256, 32), (64, 128, 64), (64, 512, 64))
     ),
 )
-# Of models that mask the future; half the default: fewer scores, which pay for exact heads.
-SEGMENT_LENGTH = 512
+# Of models that mask the future, which plain clusters spoil. Half the default segments: fewer scores, which pay for
+# exact heads.
+CAUSAL_LADDER: tuple[dict[str, Any], ...] = tuple(
+    {"method": "bi-clustered", "topk": k, "key_clusters": G, "segment_length": 512, "exact_above": None}
+    for k, G in ((16, 8), (16, 16), (64, 16), (64, 32), (128, 32), (128, 64), (128, 128))
+)
 
 
 def default_ladder(*, causal: bool, over: str = "heads") -> list[dict[str, Any]]:
-    """The settings that heads choose from; `causal`: of a model that masks the future, which plain clusters spoil."""
-    if causal:
-        return [dict(one) | {"segment_length": SEGMENT_LENGTH} for one in LADDER]
-    return [dict(one) for one in (LADDER if over == "heads" else LAYERS_LADDER)]
+    """The settings that heads choose from; `causal`: of a model that masks the future."""
+    ladder = CAUSAL_LADDER if causal else LADDER if over == "heads" else LAYERS_LADDER
+    return [dict(one) for one in ladder]
 
 
 @dataclass

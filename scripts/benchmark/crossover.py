@@ -58,9 +58,9 @@ CAUSAL_SETTINGS: tuple[dict[str, Any], ...] = (
     {"method": "clustered", "clusters": 100},
     {"method": "i-clustered", "clusters": 25, "topk": 32},
     {"method": "i-clustered", "clusters": 100, "topk": 32},
-    {"method": "bi-clustered", "clusters": 16, "topk": 16, "key_clusters": 16},  # of most heads, calibrated
-    {"method": "bi-clustered", "clusters": 32, "topk": 64, "key_clusters": 32},
-    {"method": "bi-clustered", "clusters": 100, "topk": 64, "key_clusters": 100},
+    {"method": "bi-clustered", "topk": 16, "key_clusters": 8},  # of most heads, calibrated
+    {"method": "bi-clustered", "topk": 64, "key_clusters": 32},
+    {"method": "bi-clustered", "topk": 128, "key_clusters": 128},
 )
 CROSSOVER = Path(hf_effattn.patching.__file__).parent / "methods" / "crossover.json"
 

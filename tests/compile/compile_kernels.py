@@ -319,7 +319,7 @@ def causal_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any
     attention = import_module("hf_effattn.ops.causal_clustered_attention.triton").causal_clustered_attention
     variants: list[tuple[Any, ...]] = [
         (head_dim, 4, 1, "bi-clustered", 64, 32, 0.1, True),
-        (head_dim, 4, 4, "bi-clustered", 8, 4, 2.0, False),
+        (head_dim, 4, 4, "bi-clustered", 1, 16, 2.0, False),
     ]
     if head_dim == FRESH_HEAD_DIM:
         variants += [
@@ -329,7 +329,7 @@ def causal_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any
     for dim, heads, key_heads, method, clusters, key_clusters, exact_above, dropout in variants:
         length = 4096 if dim == head_dim else 3001
         query, key, value = tensors(dim, dtype, length=length, heads=heads, key_heads=key_heads)
-        sizes = clusters, 256, key_clusters, 1024, 256, 1, 2048, exact_above, 0
+        sizes = clusters, 384, key_clusters, 1024, 256, 1, 2048, exact_above, 0
         seed = torch.zeros(1, dtype=torch.int64) if dropout else None
         yield partial(attention, query, key, value, None, seed, method, *sizes, False, 0.125, 0.1 * dropout, True)
 

@@ -147,8 +147,8 @@ class StepsOfTorch(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("length", [4096, 16384])
-def test_a_causal_layer_is_forty_launches(monkeypatch, length):
-    """As models are patched, heads that run exactly included; with the words of the exact keys, which are zeros."""
+def test_a_causal_layer_is_34_launches(monkeypatch, length):
+    """As models are patched, heads that run exactly included; with the words of the exact keys and labels, zeros."""
     query, key, value = (rows.detach() for rows in drawn(length))
     sizes = BiClustered().causal_options()
     given = Settings(
@@ -158,4 +158,4 @@ def test_a_causal_layer_is_forty_launches(monkeypatch, length):
     forward = import_module("hf_effattn.ops.causal_clustered_attention.triton")._forward
     with caught_launches(monkeypatch) as launches, StepsOfTorch() as torch_steps:
         forward(given)
-    assert len(launches) + len(torch_steps.names) + 1 == 40, (launches, torch_steps.names)
+    assert len(launches) + len(torch_steps.names) + 2 == 34, (launches, torch_steps.names)

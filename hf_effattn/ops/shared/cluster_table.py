@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .cluster_blocks import ClusterBlocks
+from .precision import LEAST_LOG_WEIGHT
 from .tables import softmax_
 
 # Of the scores of some blocks at once: more would be mapped and faulted in anew each time, and leave the cache.
@@ -91,7 +92,7 @@ def attend_backward(
     tables = len(table.keys)
     keys, values = blocks.of_cluster(table.keys), blocks.of_cluster(table.values)
     scores = table.scores(blocks, query)
-    softmax = softmax_(scores) if whole is None else scores.sub_(whole[0]).exp_()
+    softmax = softmax_(scores) if whole is None else scores.sub_(whole[0]).clamp_(min=LEAST_LOG_WEIGHT).exp_()
     weights = softmax if table.mass is None else softmax * blocks.of_cluster(table.mass)[:, None, None]
     if factor is not None:
         weights = weights * factor

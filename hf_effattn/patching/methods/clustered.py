@@ -40,7 +40,7 @@ KEY_ITERATIONS = 2
 # In models that mask the future, measured by scripts/benchmark/language_model.py: exact keys are those of a head, not
 # of a cluster, so there are more of them and fewer clusters; key clusters are those of a segment; older keys get a
 # part of the weight only, so an error of theirs may be so many times as large.
-OLDER_TOPK, OLDER_ERROR = 4, 4
+OLDER_TOPK, OLDER_ERROR = 6, 4
 OLDER_KEY_CLUSTERS = 2
 
 
@@ -234,7 +234,7 @@ class ImprovedClustered(Clustered):
 
     Args:
         topk (`int`): keys recomputed exactly per cluster; more are more exact and slower. In models that mask the
-            future four times as many per head, the same for all clusters of a segment.
+            future six times as many per head, the same for all clusters of a segment.
     """
 
     method: ClassVar[str] = "i-clustered"
@@ -270,11 +270,11 @@ class BiClustered(ImprovedClustered):
     Ours, beyond Vyas 2020; see `hf_effattn.ops.bi_clustered_attention`.
 
     Args:
-        clusters (`int`): of queries, as in `Clustered`. In models that mask the future a quarter of them.
+        clusters (`int`): of queries, as in `Clustered`. In models that mask the future one per segment, whatever this.
         topk (`int`): keys attended to exactly per query cluster; more are more exact and slower. In models that mask
-            the future four times as many per head, the same for all clusters of a segment.
+            the future six times as many per head.
         key_clusters (`int`): clusters of keys per head, by K-means in the metric of the queries' offsets from their
-            centroids; more are more exact and slower. In models that mask the future an eighth of them per segment.
+            centroids; more are more exact and slower. In models that mask the future half of them per segment.
         exact_above (`float`, *optional*): heads whose predicted error (`hf_effattn.ops.predicted_error`) is larger run
             exact attention; None: none does. In models that mask the future decided segment by segment, from earlier
             tokens, and for an error of the older keys four times as large.

@@ -19,9 +19,9 @@ def crossover_length(method: str, price: Mapping[str, int], device_type: str, *,
 
     Args:
         method (`str`): its name.
-        price (`Mapping[str, int]`): the counts that its time depends on most, and their values. From settings that
-            were measured the length is taken to grow no faster than the count that grows most: an assumption, as some
-            of the work grows with a product of two (clusters times key clusters).
+        price (`Mapping[str, int]`): the counts that its time depends on most, and their values; of those that settings
+            were measured with, the length is taken to grow no faster than the count that grows most: an assumption, as
+            some of the work grows with a product of two (clusters times key clusters).
         device_type (`str`): `"cpu"`, `"cuda"`, ...; where nothing was measured, 4 times the longest of the others.
         causal (`bool`): whether the future is masked.
 
@@ -55,5 +55,5 @@ def _promised(measured: list[dict[str, Any]], method: str, price: Mapping[str, i
             f'no shortest length of "{method}" has been measured: give min_length (0 forces it), or measure it: '
             "python -m scripts.benchmark.crossover"
         )
-    dearer = [max((value / row[name] for name, value in price.items()), default=1.0) for row in rows]
+    dearer = [max((value / row[name] for name, value in price.items() if name in row), default=1.0) for row in rows]
     return min(math.ceil(row["min_length"] * max(1.0, factor)) for row, factor in zip(rows, dearer, strict=True))
