@@ -1,10 +1,10 @@
 """How many scores causal attention over clusters computes: of keys, summaries, and centroids with older keys."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from threading import local
 
-from hf_effattn.ops.causal_clustered_attention.local import LocalPart
+from hf_effattn.ops.causal_clustered_attention.local import Attended, LocalPart
 from hf_effattn.ops.causal_clustered_attention.older import OlderPart
 
 
@@ -25,30 +25,35 @@ def _local(part: LocalPart) -> int:
 
 
 def _older(part: OlderPart) -> int:
-    """Of the summaries and keys that each segment sees, the keys' with centroids; exact keys count as a local part."""
+    """Of exact keys, of the summaries and keys that each segment sees, the keys' with centroids."""
     heads, g, n, _ = part.shape
-    keys, segments = part.keys, part.span.count
-    summaries = [keys.G - i * keys.settings.key_clusters for i in range(segments)]
+    keys, segments, topk = part.keys, part.span.count, part.summaries.top.shape[2]
+    rows = [topk + keys.G - i * keys.settings.key_clusters for i in range(segments)]
     centroids = part.past.centroids.shape[1]
-    return heads // segments * (g * n * sum(summaries) + centroids * sum(part.span.older))
+    return heads // segments * (g * n * sum(rows) + centroids * sum(part.span.older))
 
 
 @contextmanager
 def counted_scores() -> Iterator[ScoreCount]:
     """Count the scores of every forward pass of the form for a CPU."""
-    found = ScoreCount()
+    found, thread = ScoreCount(), local()
+    attend_locally, attend_to_older = LocalPart.attend, OlderPart.attend
 
-    def counting(attend: Callable[[Any], Any], count: Callable[[Any], int]) -> Callable[[Any], Any]:
-        def attend_counted(part: Any) -> Any:
-            found.parts.append(count(part))
-            return attend(part)
+    def local_counted(part: LocalPart) -> Attended:
+        if not getattr(thread, "in_older", False):  # whose parts hold summaries that a segment does not see
+            found.parts.append(_local(part))
+        return attend_locally(part)
 
-        return attend_counted
+    def older_counted(part: OlderPart) -> Attended:
+        found.parts.append(_older(part))
+        thread.in_older = True
+        try:
+            return attend_to_older(part)
+        finally:
+            thread.in_older = False
 
-    kept = LocalPart.attend, OlderPart.attend
-    LocalPart.attend = counting(kept[0], _local)  # type: ignore[method-assign, assignment]
-    OlderPart.attend = counting(kept[1], _older)  # type: ignore[method-assign, assignment]
+    LocalPart.attend, OlderPart.attend = local_counted, older_counted  # type: ignore[method-assign, assignment]
     try:
         yield found
     finally:
-        LocalPart.attend, OlderPart.attend = kept  # type: ignore[method-assign]
+        LocalPart.attend, OlderPart.attend = attend_locally, attend_to_older  # type: ignore[method-assign]
