@@ -324,11 +324,12 @@ def shortest() -> str:
 
     def by_name(prefix: str, device: str) -> dict[str, str]:
         found = {}
-        tried, *_ = (one["forward_speedup"] for one in measured[f"{prefix}measurements"][device].values())
+        machines = measured[f"{prefix}measurements"][device].values()
+        tried = [row for one in machines for row in one["forward_speedup"]]
         for row in measured[f"{prefix}min_length"][device]:
             settings = [f"{letter}={row[field]}" for letter, field in LETTERS.items() if field in row]
             options = {name: value for name, value in row.items() if name != "min_length"}
-            (longest,) = (max(map(int, one["speedup"])) for one in tried if options.items() <= one.items())
+            longest = max(int(length) for one in tried if options.items() <= one.items() for length in one["speedup"])
             shortest = row["min_length"]
             found[" ".join([row["method"], *settings])] = (
                 f"{shortest:,}" if shortest <= longest else f"over {longest:,}: {shortest:,}"

@@ -39,8 +39,8 @@ def patch(model: PreTrainedModel, method: str) -> None:
     """Patch it so that every length runs by the method; with short segments where all texts are short."""
     few = model.config.model_type == "gpt2" and model.config.max_position_embeddings < FEW_POSITIONS
     settings = CLUSTERED[method] | ({"segment_length": 16, "window": 16} if few else {})
-    if few and "topk" in settings:
-        settings |= {"topk": 2}  # fewer than the keys of such a text
+    if few:  # fewer than the keys of such a text, and of a segment
+        settings |= {name: count for name, count in (("topk", 2), ("key_clusters", 8)) if name in settings}
     hf_effattn.patch_attention(model, method, min_length=0, **settings)
 
 

@@ -198,9 +198,10 @@ def test_every_head_gets_the_cheapest_within_the_budget(model_type: str) -> None
     model = encoder_or_llama(model_type)
     inputs = texts(padded=9)
     local = {"segment_length": 4, "window": 4}
-    # Decoders take four times as many exact keys.
-    share = 8 if model_type == "llama" else 1
-    ladder = [one | local | {"topk": max(1, one["topk"] // share)} for one in LADDER]
+    # Decoders take six times as many exact keys, and half the clusters of keys for a segment.
+    shares = {"topk": 12, "key_clusters": 4} if model_type == "llama" else {}
+    fewer = [{name: max(1, one[name] // share) for name, share in shares.items() if name in one} for one in LADDER]
+    ladder = [one | local | less for one, less in zip(LADDER, fewer, strict=True)]
     found = hf_effattn.calibrate(model, inputs, error=0.15, **OPTIONS | {"ladder": ladder})
     assert model.config._attn_implementation == "sdpa"
     made = found.settings.calibration
