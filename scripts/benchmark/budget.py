@@ -31,7 +31,7 @@ from rich.progress import track
 from hf_effattn.measuring.candidates import EXACT, short_name
 from hf_effattn.measuring.choosing import OfHeads, errors_of, held_out_coverage, least_margin
 from hf_effattn.measuring.cost import compare, interleaved_rounds, median_ratio, timed
-from hf_effattn.measuring.ladder import LADDER, text_errors, text_squares
+from hf_effattn.measuring.ladder import LADDER, default_ladder, text_errors, text_squares
 from hf_effattn.ops import predicted_error, query_offsets
 from hf_effattn.patching.methods import Method
 from hf_effattn.patching.methods.clustered import BiClustered
@@ -60,7 +60,6 @@ HELD_OUT = (
     "pg1661-the-adventures-of-sherlock-holmes", "pg98-a-tale-of-two-cities", "pg2554-crime-and-punishment",
     "pg3300-wealth-of-nations", "pg996-don-quixote",
 )  # fmt: skip
-SETTINGS = [{name: value for name, value in one.items() if name != "method"} for one in LADDER]
 MEETINGS = 4
 LETTERS_READ = 600_000  # of a book
 CHECK_ROUNDS = 5
@@ -68,9 +67,10 @@ DIGITS = 4
 LARGEST = 99.0  # for JSON, which has no infinite numbers
 
 
-def rungs() -> list[BiClustered]:
+def rungs(decoder: bool = False) -> list[BiClustered]:
     """The ladder, forced at every length."""
-    return [BiClustered(**{**one, "min_length": 0}) for one in SETTINGS]
+    ladder = [{**one, "min_length": 0} for one in default_ladder(causal=decoder)]
+    return [BiClustered(**{name: value for name, value in one.items() if name != "method"}) for one in ladder]
 
 
 def texts(length: int) -> list[dict[str, str]]:
@@ -117,7 +117,7 @@ def measure_errors(run: dict[str, Any], decoder: bool = False) -> dict[str, Any]
         exact = exact.transpose(1, 2)
         for of_layers in found.values():
             of_layers.append([])
-        for rung in rungs():
+        for rung in rungs(decoder):
             output = rung.run(query, key, value, causal=decoder)
             attended = Attended(query, key, value, None, None, decoder, output)
             of_heads = {"errors": text_errors(text_squares(exact, output.transpose(1, 2), None), key.shape[1])}
@@ -292,7 +292,7 @@ def main(
     output: Path | None = None,
 ) -> None:
     """Measure the errors, or with --speed or --check the times, and print all tables."""
-    settings = {"model": WEIGHTS if decoder else "all-MiniLM-L6-v2", "ladder": list(LADDER)}
+    settings = {"model": WEIGHTS if decoder else "all-MiniLM-L6-v2", "ladder": default_ladder(causal=decoder)}
     if decoder:
         lengths = str(DECODER_LENGTH)
     results = Path(__file__).parents[1] / "results"

@@ -13,6 +13,7 @@ from support.causal_cases import (
     Case,
     attend,
     exact,
+    exact_heads,
     inputs_with_empty_clusters,
     make_inputs,
     peaked_inputs,
@@ -27,6 +28,7 @@ each_method = pytest.mark.parametrize("method", METHODS)
 each_backend = pytest.mark.parametrize("backend", ["reference", "batched"])
 
 
+SOME_EXACT = {"exact_above": 0.04, "H": 6, "key_heads": 3, "clusters": 2, "key_clusters": 2}
 CASES = (
     Case("plain"),
     Case("one_token", N=1),
@@ -41,17 +43,17 @@ CASES = (
     Case("odd_dimensions", D=5, Dv=3, segment_length=7, window=6),
     Case("one_cluster", clusters=1),
     Case("one_cluster_and_dropout", clusters=1, topk=11, dropout_p=0.3, H=4, key_heads=2, Dv=5),
-    Case("one_cluster_some_heads_exact", clusters=1, exact_above=0.3, H=6, key_heads=3, masks="holes"),
+    Case("one_cluster_some_heads_exact", clusters=1, exact_above=0.1, H=6, key_heads=3, key_clusters=2, masks="holes"),
     Case("more_clusters_than_queries", clusters=100),
     Case("topk_beyond_the_first_older_keys", topk=11),
     Case("topk_beyond_keys", topk=99),
     Case("one_key_cluster", key_clusters=1),
     Case("no_iterations", iterations=0),
     Case("prefill", prefill=True),
-    Case("all_heads_exact", exact_above=0.0, H=4, key_heads=2),
-    Case("some_heads_exact", exact_above=0.07, H=6, key_heads=3, key_clusters=2),
-    Case("some_heads_exact_and_dropout", exact_above=0.07, H=6, key_heads=3, key_clusters=2, dropout_p=0.3),
-    Case("some_heads_exact_and_holes", exact_above=0.07, H=6, key_heads=3, key_clusters=2, masks="holes"),
+    Case("all_heads_exact", exact_above=0.0, H=4, key_heads=2, clusters=2, key_clusters=2),
+    Case("some_heads_exact", **SOME_EXACT),
+    Case("some_heads_exact_and_dropout", **SOME_EXACT, dropout_p=0.3),
+    Case("some_heads_exact_and_holes", **SOME_EXACT, masks="holes"),
     Case("right_padding", masks="right"),
     Case("left_padding", masks="left", N=61),
     Case("holes", masks="holes"),
@@ -85,6 +87,12 @@ def test_fast_form_equals_reference(method, case):
     actual = with_gradients(method, case, backend="batched")
     for name in expected:
         assert_close_to_reference(name, actual[name], expected[name], rtol=1e-12)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "exact" in case.name], ids=lambda case: case.name)
+def test_heads_are_exact_where_a_case_says_so(case):
+    exact, heads = exact_heads(case)
+    assert 0 < exact < heads or (case.name == "all_heads_exact" and 0 < exact == heads)
 
 
 @each_method

@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support.causal_cases import METHODS, Case, attend, make_inputs
+from support.causal_cases import METHODS, Case, attend, exact_heads, make_inputs
 from support.closeness import assert_close_to_reference
 
 from hf_effattn.ops import causal_clustered_attention
@@ -37,25 +37,48 @@ CASES = (
     replace(SMALL, name="segments_of_many_tiles", H=1, segment_length=70, window=40, N=150, clusters=3, topk=40),
     replace(SMALL, name="odd_dimensions", D=20, Dv=40),
     replace(SMALL, name="one_cluster", clusters=1, key_clusters=1),
-    replace(SMALL, name="one_cluster_of_queries", clusters=1, H=4, key_heads=2, exact_above=0.4, B=2, masks="left"),
+    replace(
+        SMALL,
+        name="one_cluster_some_heads_exact",
+        clusters=1,
+        key_clusters=3,
+        H=4,
+        key_heads=2,
+        exact_above=0.1,
+        B=2,
+        masks="left",
+    ),
     replace(SMALL, name="more_clusters_than_queries", clusters=40, H=1),
     replace(SMALL, name="topk_beyond_keys", topk=99),
     replace(SMALL, name="no_iterations", iterations=0),
     replace(SMALL, name="grouped_heads", H=4, key_heads=2),
     replace(SMALL, name="prefill", prefill=True),
     replace(SMALL, name="all_heads_exact", exact_above=0.0),
-    replace(SMALL, name="some_heads_exact", exact_above=0.1, H=4, key_heads=2, key_clusters=2, N=33),
+    replace(SMALL, name="some_heads_exact", exact_above=0.08, H=4, key_heads=2, clusters=2, key_clusters=2, N=33),
     replace(SMALL, name="right_padding", B=2, H=1, masks="right"),
     replace(SMALL, name="row_fully_padded", B=2, H=1, masks="row", N=30),
     replace(SMALL, name="prefill_and_holes", B=2, H=1, masks="holes", prefill=True),
     replace(
-        SMALL, name="some_heads_exact_and_holes", B=2, exact_above=0.1, key_heads=1, key_clusters=2, masks="holes"
+        SMALL,
+        name="some_heads_exact_and_holes",
+        B=2,
+        exact_above=0.06,
+        key_heads=1,
+        clusters=2,
+        key_clusters=2,
+        masks="holes",
     ),
 )
 each_method = pytest.mark.parametrize("method", METHODS)
 # The other methods are the same kernels with less in them.
 FEW = ("plain", "no_window", "grouped_heads", "prefill_and_holes")
 CALLS = [(method, case) for method in METHODS for case in CASES if method == METHODS[2] or case.name in FEW]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "exact" in case.name], ids=lambda case: case.name)
+def test_heads_are_exact_where_a_case_says_so(case):
+    exact, heads = exact_heads(case)
+    assert 0 < exact < heads or (case.name == "all_heads_exact" and 0 < exact == heads)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_effattn.ops import cluster_queries, kmeans
 from hf_effattn.ops.bi_clustered_attention import batched
 from hf_effattn.ops.shared import cluster_table, head_threads, row_chunks
+from hf_effattn.ops.shared.cluster_blocks import ClusterBlocks
 from hf_effattn.ops.shared.head_threads import for_every_chunk, heads_of_threads
 from hf_effattn.ops.shared.row_chunks import RowChunk
 from hf_effattn.ops.shared.topk import GROUP, largest
@@ -25,6 +26,22 @@ OPS = ("clustered_attention", "improved_clustered_attention", "bi_clustered_atte
 CPU = torch.device("cpu")
 whole = cluster_table._attend
 each_op = pytest.mark.parametrize("op", OPS)
+
+
+def test_blocks_of_neighbours_equal_sorted_ones_of_one_cluster():
+    rows, table, blocks = torch.randn(3, 8, 5), torch.randn(3, 4), torch.randn(3, 7)
+    index = torch.arange(3).repeat_interleave(8)
+    sorted_rows = ClusterBlocks.of(index, torch.full((3, 1), 8), length=8)
+    neighbours = ClusterBlocks.whole(3, 8, CPU)
+    assert torch.equal(neighbours.clusters, sorted_rows.clusters)
+    for call in (
+        lambda own: own.pack(rows, rows.square()),
+        lambda own: own.pack_with_ones(rows),
+        lambda own: own.unpack(own.pack(rows), 3),
+        lambda own: own.of_cluster(table),
+        lambda own: own.sum(blocks, 3),
+    ):
+        assert torch.equal(call(neighbours), call(sorted_rows))
 
 
 @pytest.mark.parametrize("in_order", [False, True])

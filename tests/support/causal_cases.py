@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.nn.functional as F
 from support.attention_cases import padding
 
 from hf_effattn.ops import causal_clustered_attention
+from hf_effattn.ops.causal_clustered_attention import batched
 
 METHODS = ("clustered", "i-clustered", "bi-clustered")
 
@@ -51,6 +53,22 @@ def attend(method, case, query, key, value, mask, **options):
     chosen = {name: getattr(case, name) for name in (*names, "exact_above", "prefill", "dropout_p")}
     torch.manual_seed(4)
     return causal_clustered_attention(query, key, value, method=method, key_mask=mask, **chosen | options)
+
+
+def exact_heads(case):
+    """How many heads of segments with older keys run exactly in the form for a CPU, and how many there are."""
+    found = []
+
+    def made(segments, chunk, span):
+        make(segments, chunk, span)
+        if span.new.stop:
+            found.append((sum(len(heads) for heads, _, _ in segments.exact_older), len(chunk.query) * span.count))
+
+    make = batched._Segments.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batched._Segments, "__init__", made)
+        attend("bi-clustered", case, *make_inputs(case), backend="batched")
+    return [sum(counts) for counts in zip(*found, strict=True)]
 
 
 def exact(query, key, value, mask):

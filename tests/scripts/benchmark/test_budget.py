@@ -95,6 +95,6 @@ def test_heads_of_a_decoder_that_share_keys_are_one(monkeypatch: pytest.MonkeyPa
     errors = budget.stacked([row], "errors")
     assert errors.shape == (1, len(LADDER), 1, 2)
     exact = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    output = budget.rungs()[0].run(query, key, value, causal=True)
+    output = budget.rungs(decoder=True)[0].run(query, key, value, causal=True)
     of_heads = (output - exact).square().sum(dim=(0, 2, 3)).div(exact.square().sum(dim=(0, 2, 3))).sqrt()
     assert errors[0, 0, 0].tolist() == pytest.approx(of_heads.view(2, 2).amax(dim=1).tolist(), abs=1e-4)
