@@ -49,7 +49,9 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"method": "bi-clustered", "clusters": 256, "topk": 128, "key_clusters": 128},
 )
 # Of the causal form, which is overtaken later: every segment makes tables of all older keys.
-CAUSAL_LENGTHS = (1024, 2048, 4096, 8192, 16384)
+CAUSAL_LENGTHS = (1024, 2048, 4096, 6144, 8192, 16384)
+# Three key/value heads on two threads, and heads that run exactly, leave about so much less.
+LEAST_CAUSAL_SPEEDUP = 1.1
 # A GPU's exact attention is overtaken later.
 LONGER: dict[str, tuple[int, ...]] = {"cpu": (), "cuda": (16384, 32768)}
 LONGER_CAUSAL: dict[str, tuple[int, ...]] = {"cpu": (), "cuda": (32768, 65536)}
@@ -95,27 +97,27 @@ def speedups(
     return {number: found[str(number)]["speedup"] or 0.0 for number in range(len(tried)) if str(number) in found}
 
 
-def crossover(ratios: dict[int, float]) -> int:
-    """The shortest measured length from which on the method is never slower.
+def crossover(ratios: dict[int, float], least: float = 1.0) -> int:
+    """The shortest measured length from which on the method is never slower than exact attention, `least` times.
 
     Where it is slower at the longest, a power of two times that: the ratio grows no faster than the length.
     """
     longest = max(ratios)
     shortest = 2 * longest
-    while shortest * ratios[longest] < longest:
+    while shortest * ratios[longest] < longest * least:
         shortest *= 2
     for length in sorted(ratios, reverse=True):
-        if ratios[length] < 1.0:
+        if ratios[length] < least:
             break
         shortest = length
     return shortest
 
 
-def crossovers(options: dict[str, Any], machines: list[dict[str, Any]]) -> list[int]:
+def crossovers(options: dict[str, Any], machines: list[dict[str, Any]], least: float = 1.0) -> list[int]:
     """Where a setting overtakes exact attention, on each of the machines that it was measured on."""
     rows = (row for machine in machines for row in machine["forward_speedup"] if options.items() <= row.items())
     found = ({int(length): ratio for length, ratio in row["speedup"].items()} for row in rows)
-    return [crossover(ratios) for ratios in found if ratios]
+    return [crossover(ratios, least) for ratios in found if ratios]
 
 
 def main(
@@ -155,7 +157,7 @@ def main(
     found = [
         options | {"min_length": max(of_machines)}
         for options in tried
-        if (of_machines := crossovers(options, list(machines.values())))
+        if (of_machines := crossovers(options, list(machines.values()), LEAST_CAUSAL_SPEEDUP if causal else 1.0))
     ]
     kept.setdefault(f"{prefix}min_length", {})[device] = found
     del kept["unfinished"][f"{prefix}{device}"]

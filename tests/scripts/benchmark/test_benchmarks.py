@@ -308,6 +308,7 @@ def test_where_the_benchmark_was_slower_exact_attention_runs():
 )
 def test_crossover_is_where_a_method_stays_faster(ratios, length):
     assert measure_crossover.crossover(ratios) == length
+    assert measure_crossover.crossover({one: 1.1 * ratio for one, ratio in ratios.items()}, 1.1) == length
 
 
 def test_the_slowest_machine_says_where_a_method_is_faster():
