@@ -272,24 +272,17 @@ class OlderPart:
             rows.flatten(0, 1).index_select(0, self.sources).view(heads * g, top.shape[2], rows.shape[2])
             for rows in (keys.key, keys.value)
         )
-        exact_factor, summary_factor, factors = None, None, None
+        exact_factor, self.factor = None, None
         if factor is not None:
             of_heads = factor.flatten(0, 1)[:, None]
             exact_factor = of_heads[..., : top.shape[2]]
-            summary_factor = of_heads[..., settings.topk : settings.topk + keys.G]
-            factors = torch.cat([exact_factor, summary_factor], dim=3)
-        self.exact = LocalPart(by_head, key, value, False, exact_factor) if top.shape[2] else None
-        self.together: LocalPart | None = None
-        table = self.summaries.table
+            self.factor = of_heads[..., settings.topk : settings.topk + keys.G]
+        self.exact = LocalPart(by_head, key, value, False, exact_factor)
         if settings.clusters == 1:
             self.blocks = ClusterBlocks.whole(heads * g, n, query.device)
-            bias = F.pad(table.keys[..., D], (top.shape[2], 0))[:, None, None]
-            key, value = torch.cat([key, table.keys[..., :D]], dim=1), torch.cat([value, table.values], dim=1)
-            self.together = LocalPart(by_head, key, value, False, factors, bias)
         else:
             tables = cluster_rows(past.readers(query).flatten(0, 1), settings.clusters)
             self.blocks = ClusterBlocks.of(tables, cluster_sizes(tables, heads, g * settings.clusters))
-        self.factor = None if summary_factor is None else self._pack(summary_factor)
 
     def _packed_query(self) -> torch.Tensor:
         return self.blocks.pack_with_ones(self.query.reshape(self.shape[0], -1, self.shape[3]))
@@ -302,17 +295,28 @@ class OlderPart:
 
     def attend(self) -> Attended:
         """Outputs `(P · S, g, n, Dv)` and log-sum-exp `(P · S, g, n, 1)`."""
-        if self.together is not None:
-            output, log_sum = self.together.attend()
-            return output.view(*self.shape[:3], -1), log_sum.view(*self.shape[:3], 1)
-        table, factor = self.summaries.table, None if self.factor is None else self.factor[:, None]
+        if self.past.counts.shape[2] == 1:
+            return self._by_head(self._together().attend())
+        table, factor = self.summaries.table, None if self.factor is None else self._pack(self.factor)[:, None]
         key, value = self.blocks.of_cluster(table.keys), self.blocks.of_cluster(table.values)
         output, log_sum = LocalPart(self._packed_query()[:, None], key, value, False, factor).attend()
         found = self._unpack(output[:, 0]), self._unpack(log_sum[:, 0])
-        if self.exact is not None:
-            output, log_sum = self.exact.attend()
-            merge_(found, (output.view(*self.shape[:3], -1), log_sum.view(*self.shape[:3], 1)))
+        if self.exact.key.shape[1]:
+            merge_(found, self._by_head(self.exact.attend()))
         return found
+
+    def _together(self) -> LocalPart:
+        """Exact keys and the summaries at the one centroid, as the keys of one step."""
+        exact, table, D = self.exact, self.summaries.table, self.shape[3]
+        key, value = torch.cat([exact.key, table.keys[..., :D]], dim=1), torch.cat([exact.value, table.values], dim=1)
+        bias = F.pad(table.keys[..., D], (exact.key.shape[1], 0))[:, None, None]
+        factor = exact.factor
+        if factor is not None and self.factor is not None:
+            factor = torch.cat([factor, self.factor], dim=3)
+        return LocalPart(exact.query, key, value, False, factor, bias)
+
+    def _by_head(self, found: Attended) -> Attended:
+        return found[0].view(*self.shape[:3], -1), found[1].view(*self.shape[:3], 1)
 
     def backward(
         self, grad: torch.Tensor, whole: Attended, of_key: torch.Tensor, of_value: torch.Tensor
@@ -324,12 +328,13 @@ class OlderPart:
         heads, g, n, D = self.shape
         delta = torch.linalg.vecdot(grad, whole[0])[..., None]
         grad_packed, of_table = attend_backward(
-            self.summaries.table, self.blocks, self._packed_query(), self.factor, self._pack(grad),
+            self.summaries.table, self.blocks, self._packed_query(),
+            None if self.factor is None else self._pack(self.factor), self._pack(grad),
             (self._pack(whole[1]), self._pack(delta)),
         )  # fmt: skip
         of_past = self.past.gradient(self.summaries.backward(of_table))
         grad_query = self._unpack(grad_packed[..., :D].contiguous())
-        if self.exact is not None:
+        if self.exact.key.shape[1]:
             by_head = (part.reshape(heads * g, 1, n, -1) for part in (grad, *whole))
             found = self.exact.backward(*by_head)
             grad_query = grad_query + found[0].view_as(grad_query)

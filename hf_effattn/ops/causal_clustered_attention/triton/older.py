@@ -278,7 +278,7 @@ def _causal_attention_fwd_older_kernel(
 def late_segments(layout: Layout, rows: Rows, found: Clusters) -> list[Late]:
     """All late segments, as many at once as have room for their tables and ranks: each of all heads, one at least.
 
-    With 32 heads of 128, 8 clusters and 4 of a segment's keys they are all at once up to 32,768 tokens.
+    With 32 heads of 128, one cluster and 16 of a segment's keys they are all at once up to 49,152 tokens.
     """
     settings, (B, H, _, D), Dv = layout.settings, rows.query.shape, rows.value.shape[3]
     per_summary = (D + Dv) * rows.query.element_size() + 8
