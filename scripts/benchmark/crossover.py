@@ -115,8 +115,9 @@ def crossover(ratios: dict[int, float], least: float = 1.0) -> int:
 
 def crossovers(options: dict[str, Any], machines: list[dict[str, Any]], least: float = 1.0) -> list[int]:
     """Where a setting overtakes exact attention, on each of the machines that it was measured on."""
-    rows = (row for machine in machines for row in machine["forward_speedup"] if options.items() <= row.items())
-    found = ({int(length): ratio for length, ratio in row["speedup"].items()} for row in rows)
+    rows = (row for machine in machines for row in machine["forward_speedup"])
+    own = (row["speedup"] for row in rows if options | {"speedup": row["speedup"]} == row)
+    found = ({int(length): ratio for length, ratio in speedup.items()} for speedup in own)
     return [crossover(ratios, least) for ratios in found if ratios]
 
 

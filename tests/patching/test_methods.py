@@ -224,6 +224,8 @@ def test_exact_where_nothing_would_be_saved() -> None:
     assert bi_clustered.is_exact(12, 12, "cpu")  # key_clusters >= M: every key its own cluster
     assert not bi_clustered.is_exact(13, 13, "cpu")
     assert dataclasses.replace(bi_clustered, topk=13).is_exact(13, 13, "cpu")
+    decoder = make_method("bi-clustered", clusters=4096, min_length=0)  # one a segment, whatever this
+    assert not decoder.is_exact(4096, 4096, "cpu", causal=True)
     assert make_method("clustered", clusters=10, min_length=0).is_exact(10, 10, "cpu")
     assert make_method("clustered", clusters=10, min_length=12).is_exact(11, 11, "cpu")
     assert not make_method("clustered", clusters=10, min_length=11).is_exact(11, 11, "cpu")

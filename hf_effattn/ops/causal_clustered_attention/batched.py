@@ -1,8 +1,7 @@
 """Causal attention over clusters for a CPU: a few large steps for many segments, on parts of one softmax.
 
-Beside the inputs the backward pass gets what of the forward pass is dear and as small as they are: the output,
-log-sum-exps, and the labels. Tables are made again. All arithmetic is in float32, or float64 for
-float64 inputs.
+Beside the inputs the backward pass gets what of the forward pass is dear and as small as they are: the output, the
+log-sum-exp, and the labels. Tables are made again. All arithmetic is in float32, or float64 for float64 inputs.
 
 Sizes: `P` key/value heads of a chunk, `g` query heads that share one, `N` queries and keys, `S` segments of a span,
 `n` queries of a segment, `C` query clusters per query head. What belongs to a span's segments is `(P · S, g, n, ·)`.

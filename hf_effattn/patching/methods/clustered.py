@@ -120,9 +120,10 @@ class Clustered(Method):
     def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
         last_segment = (query_length - 1) // self.segment_length * self.segment_length
         all_local = causal and last_segment <= self.window
+        clusters = self.causal_options().get("clusters", self.clusters) if causal else self.clusters
         return (
             all_local
-            or self.clusters >= query_length
+            or clusters >= query_length
             or super().is_exact(query_length, key_length, device_type, causal=causal)
         )
 

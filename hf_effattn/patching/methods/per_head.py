@@ -48,7 +48,7 @@ class PerHead(Method):
         "calibration": "how the table of heads was found",
     }
     group_name: ClassVar[str] = "cluster"
-    decoder_loss: ClassVar[tuple[float, float] | None] = (0.005, 0.034)
+    decoder_loss: ClassVar[tuple[float, float] | None] = (0.005, 0.032)
     differs_by_layer: ClassVar[bool] = True
     unnamed: ClassVar[tuple[str, ...]] = (*Method.unnamed, "rungs", "heads", "calibration")
 
