@@ -335,11 +335,11 @@ def test_a_machine_takes_nothing_from_another(tmp_path, monkeypatch):
 
 def test_min_length_is_the_longest_of_all_machines():
     kept = json.loads(measure_crossover.CROSSOVER.read_text(encoding="utf-8"))
-    for prefix in ("", "causal_"):
+    for prefix, least in (("", 1.0), ("causal_", measure_crossover.LEAST_CAUSAL_SPEEDUP)):
         for device, machines in kept[f"{prefix}measurements"].items():
             for row in kept[f"{prefix}min_length"][device]:
                 options = {name: value for name, value in row.items() if name != "min_length"}
-                assert row["min_length"] == max(measure_crossover.crossovers(options, list(machines.values())))
+                assert row["min_length"] == max(measure_crossover.crossovers(options, list(machines.values()), least))
 
 
 def test_missing_data_says_what_and_where(tmp_path, monkeypatch):
