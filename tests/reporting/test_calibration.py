@@ -193,7 +193,7 @@ def encoder_or_llama(model_type: str) -> Any:
     return AutoModel.from_config(AutoConfig.for_model("llama", **sizes, **heads)).eval()
 
 
-@pytest.mark.parametrize("model_type", ["bert", "modernbert", "llama"])
+@pytest.mark.parametrize("model_type", ["bert", "modernbert", "embedding_gemma2_text", "llama"])
 def test_every_head_gets_the_cheapest_within_the_budget(model_type: str) -> None:
     model = encoder_or_llama(model_type)
     inputs = texts(padded=9)
@@ -212,7 +212,7 @@ def test_every_head_gets_the_cheapest_within_the_budget(model_type: str) -> None
     by_rung = torch.stack([errors_with(model, inputs, lambda layer, rung=rung: rung) for rung in rungs], dim=1)
     group = by_rung.shape[3] // heads.shape[1]
     by_rung = by_rung.unflatten(3, (-1, group)).amax(dim=4)
-    seen = [layer for layer in range(len(heads)) if model_type != "modernbert" or layer % 2 == 0]
+    seen = [layer for layer in range(len(heads)) if model_type in ("bert", "llama") or layer % 2 == 0]
     assert (heads[[layer for layer in range(len(heads)) if layer not in seen]] == len(rungs)).all()
     means = by_rung.mean(dim=0) * made["margin"]
     for place, layer in enumerate(seen):

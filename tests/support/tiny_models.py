@@ -102,7 +102,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "jina_embeddings_v3": TEXT,
     "eurobert": TEXT | {"num_key_value_heads": 1, "pad_token_id": 1, "mask_token_id": 4},
     "ultrabert": WINDOWED,
-    "embedding_gemma2_text": WINDOWED | {"head_dim": 16, "global_head_dim": 32, "embedding_dim": 32},
+    "embedding_gemma2_text": WINDOWED
+    | {"head_dim": 16, "global_head_dim": 32, "num_key_value_heads": 2, "embedding_dim": 32},
     "neomme": WINDOWED | {"head_dim": 16},
     "esm": TEXT | {"position_embedding_type": "rotary", "pad_token_id": 1},
     "esmc": TEXT | {"num_key_value_heads": 2, "head_dim": 16, "mask_token_id": 4},

@@ -310,17 +310,22 @@ _NOTHING = (
 def described(stack: Stack) -> dict[str, Any]:
     """What a table of heads is for, as JSON values: a fine-tune of the model has the same."""
     config: Any = stack.model.config
+    windowed = [
+        layer
+        for module, served in zip(stack.modules, stack.layers, strict=True)
+        for layer in served
+        if is_sliding_window(module)
+    ]
+    layers = 1 + max(max(served) for served in stack.layers)
+    of_layer = config
+    if getattr(config, "is_heterogeneous", False):  # windowed layers may have other numbers of heads
+        of_layer = config.per_layer_config[min(set(range(layers)) - set(windowed), default=0)]
     return {
         "model_type": config.model_type,
-        "layers": 1 + max(max(served) for served in stack.layers),
-        "key_heads": getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None),
+        "layers": layers,
+        "key_heads": getattr(of_layer, "num_key_value_heads", None) or getattr(of_layer, "num_attention_heads", None),
         "hidden_size": getattr(config, "hidden_size", None),
-        "windowed_layers": [
-            layer
-            for module, served in zip(stack.modules, stack.layers, strict=True)
-            for layer in served
-            if is_sliding_window(module)
-        ],
+        "windowed_layers": windowed,
     }
 
 
