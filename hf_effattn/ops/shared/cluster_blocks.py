@@ -54,8 +54,8 @@ class ClusterBlocks:
     @staticmethod
     def whole(blocks: int, length: int, device: torch.device) -> "ClusterBlocks":
         """Blocks of neighbouring rows, as many as there are clusters."""
-        places, clusters = torch.arange(blocks * length, device=device), torch.arange(blocks, device=device)
-        return WholeBlocks(places, places, clusters, length)
+        clusters = torch.arange(blocks, device=device)
+        return WholeBlocks(clusters[:0], clusters[:0], clusters, length)  # nothing is looked up
 
     def pack(self, *columns: torch.Tensor) -> torch.Tensor:
         """Rows `(P, N, D)`, of several tensors side by side, in their blocks: `(blocks, length, D)`; 0 elsewhere."""
