@@ -160,7 +160,7 @@ def calibrate(
             more. Over heads they decide only with `speed`.
         ladder (`Sequence[dict]`, *optional*): the settings to choose from, the cheapest first, as of `report`.
             Default: seven of `"bi-clustered"`, where the future is masked in segments of 512 tokens; over the layers
-            of an encoder one of `"clustered"`, one of `"i-clustered"` and five of `"bi-clustered"`.
+            of an encoder one of `"clustered"`, one of `"i-clustered"` and six of `"bi-clustered"`.
         coverage (`float`): the part of the heads, or over layers of the texts, that shall be within the budget on a
             text left out.
         min_length (`int`, *optional*): as of the methods: inputs with fewer tokens run exact attention. Default: each
