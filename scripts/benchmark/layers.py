@@ -62,14 +62,14 @@ def named(budget: float) -> Name:
 
 
 @torch.no_grad()
-def calibrated(length: int) -> tuple[dict[float, dict[str, Any]], dict[float, dict[str, Any]]]:
-    """For every budget the settings, the margin, and the part of the books that stay within it when left out.
+def errors_of_books(length: int, *, training: bool) -> tuple[LadderErrors, torch.Tensor]:
+    """What every rung costs on books, and its shares of the layers' errors, `(T, R, L, H)`.
 
-    The second time with the least time of both passes.
+    `training`: what both passes cost, too.
     """
     model, tokenizer, _ = load_model(None)
     ladder = [make_method(**one, min_length=0) for one in default_ladder(causal=False, over="layers")]
-    found = LadderErrors(ladder, training=True)
+    found = LadderErrors(ladder, training=training)
     for book in track(CALIBRATED[:BOOKS], description=f"{length:,} tokens: calibration"):
         tokens = tokens_of(tokenizer, "calibrated", book, length)
         if length > model.config.max_position_embeddings:
@@ -77,21 +77,19 @@ def calibrated(length: int) -> tuple[dict[float, dict[str, Any]], dict[float, di
         with recording(model, found.watch):
             model(input_ids=tokens)
         found.first_text = len(found.errors)
-    _, shares = found.stacked(model.config.num_hidden_layers)
+    return found, found.stacked(model.config.num_hidden_layers)[1]
 
-    def within(budget: float, rule: OfLayers) -> dict[str, Any]:
-        margin = least_margin(shares, budget, COVERAGE, rule)
-        table = rule.choose(shares, budget, margin).tolist()
-        return {
-            "settings": PerHead(rungs=found.rungs, heads=table, min_length=0),
-            "budget": budget, "heads": table, "margin": margin,
-            "left_out": held_out_coverage(shares, budget, margin, rule),
-        }  # fmt: skip
 
-    forward, training = OfLayers(found.costs()), OfLayers(found.costs(training=True))
-    return {budget: within(budget, forward) for budget in TARGETS}, {
-        budget: within(budget, training) for budget in TRAINED_BUDGETS
-    }
+def within(budget: float, found: LadderErrors, shares: torch.Tensor, *, training: bool = False) -> dict[str, Any]:
+    """The settings for a budget, the margin, and the part of the books that stay within it when left out."""
+    rule = OfLayers(found.costs(training=training))
+    margin = least_margin(shares, budget, COVERAGE, rule)
+    table = rule.choose(shares, budget, margin).tolist()
+    return {
+        "settings": PerHead(rungs=found.rungs, heads=table, min_length=0),
+        "budget": budget, "heads": table, "margin": margin,
+        "left_out": held_out_coverage(shares, budget, margin, rule),
+    }  # fmt: skip
 
 
 def by_layer(heads: PerHead, layers: list[Inputs]) -> list[Attend]:
@@ -120,7 +118,9 @@ def errors_of_layers(attends: list[Attend], layers: list[Inputs], exact: list[to
 
 def measure(length: int, repeats: int, rivals: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Errors and times at a length, forward, and of both passes."""
-    tables, trained_tables = calibrated(length)
+    of_books = errors_of_books(length, training=True)
+    tables = {budget: within(budget, *of_books) for budget in TARGETS}
+    trained_tables = {budget: within(budget, *of_books, training=True) for budget in TRAINED_BUDGETS}
     layers = held_out_inputs(length)
     exact = [exact_output(inputs) for inputs in layers]
 

@@ -23,6 +23,7 @@ from hf_effattn.patching.model_table import (
 )
 from hf_effattn.reporting.table import markdown
 
+from ..benchmark import documents as benchmark_documents
 from ..benchmark import frontier as benchmark_frontier
 from ..benchmark import head_errors as benchmark_head_errors
 from ..benchmark import retrieval as benchmark_retrieval
@@ -262,51 +263,36 @@ def retrieval(result: dict[str, Any]) -> Table:
     return markdown(header, rows), note
 
 
-def _with_exact_heads(methods: dict[str, dict[str, Any]], length: int = 8192) -> str:
-    """What a pretrained model's attention errs with the methods' settings, without exact heads and with them."""
-    measured = kept("benchmark_rivals") or {"rows": []}
-    forward = [row for row in measured["rows"] if row["length"] == length and "part" not in row]
-    cells = {(row["method"], row["name"]): row for row in forward}
-    found = ""
-    for name, settings in methods.items():
-        size = benchmark_rivals.label({k: v for k, v in settings.items() if k in ("clusters", "topk", "key_clusters")})
-        usual, without = (cells.get((method, size)) for method in benchmark_rivals.OURS)
-        if usual is not None and without is not None and settings["method"] == usual["method"]:
-            found += (
-                f": of MiniLM's attention at {length:,} tokens {name} errs {without['error']:.2f} so; "
-                f"{usual['error']:.2f} with those that ask for it by default, in "
-                f"{without['speedup'] / usual['speedup']:.1f} times the time"
-            )
-    return found
-
-
 @of_file("benchmark_documents")
 def documents(result: dict[str, Any]) -> Table:
     """What one long document takes an encoder: seconds, the share of attention, memory, exact and patched."""
     found: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = {}
-    for row in result["rows"]:
+    heads = [row for row in result["rows"] if row["what"] == benchmark_documents.HEADS]
+    for row in (row for row in result["rows"] if row not in heads):
         case = found.setdefault((row["shape"], row["length"], row["dtype"]), {})
         case[row["method"]] = case.get(row["method"], {}) | row
     patched = list(result["settings"]["methods"])
     weighed = any("peak_bytes" in row for row in result["rows"])
     header = ["", "attention", "exact", *patched]
     if weighed:
-        header += ["exact: memory", *(f"{name.split()[0]}: memory" for name in patched)]
+        header += ["exact: memory", *(f"{name.split()[0].rstrip(',')}: memory" for name in patched)]
     rows = []
     for (shape, length, dtype), case in sorted(found.items()):
         exact, *others = (case[name] for name in (EXACT, *patched))
         cells = [f"{shape}, {length:,} tokens, {dtype}"]
         if "seconds" in exact:
-            cells += [f"{exact['attention_share']:.0%}", f"{exact['seconds']:.1f} s"]
+            share, windowed = f"{exact['attention_share']:.0%}", exact["windowed_share"]
+            cells += [f"{share}, with windows {windowed:.0%}" if windowed else share, f"{exact['seconds']:.1f} s"]
             cells += [f"{row['seconds']:.1f} s, {row['speedup']:.1f}×" for row in others]
         cells += [""] * (3 + len(patched) - len(cells))
         if weighed:
             peaks = [row.get("peak_bytes") for row in (exact, *others)]
             cells += [f"{peak / 2**20:,.0f} MiB" if peak else "" for peak in peaks]
         rows.append(cells)
+    errors = ", ".join(f"{row['error']:.3f} at {row['length']:,}" for row in heads)
     note = (
-        "Random weights; attention: its share of the exact model's time. No head is exact, for which random weights "
-        "cannot ask" + _with_exact_heads(result["settings"]["methods"]) + ". "
+        "Random weights; attention: its share of the exact model's time. Calibrated: heads have the settings that "
+        f"MiniLM's need for a layer's error of {benchmark_documents.BUDGET}; on other books it errs {errors} tokens. "
     )
     if weighed:
         note += "Memory beside weights and tokens, on one thread. "

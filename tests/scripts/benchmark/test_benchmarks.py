@@ -167,9 +167,13 @@ def test_benchmark_documents(tmp_path, monkeypatch):
     for shape in shapes:
         settings = benchmark_documents.SHAPES[shape] | small | {"max_position_embeddings": 64}
         monkeypatch.setitem(benchmark_documents.SHAPES, shape, settings)
+    heads = {"heads": [[0, 2], [7, 1]], "error": 0.09}
+    monkeypatch.setattr(benchmark_documents, "calibrated_heads", lambda length: heads)
     output = tmp_path / "documents.json"
     benchmark_documents.main(",".join(shapes), "300", "float32", repeats=1, output=output)
-    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    of_heads, *rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert of_heads["what"] == benchmark_documents.HEADS
+    assert of_heads.items() >= heads.items()
     assert [row["method"] for row in rows] == ["exact", *benchmark_documents.METHODS] * 4
     timed, weighed = (
         [row for row in rows if row["what"] == what and row[field] > 0]
@@ -180,6 +184,14 @@ def test_benchmark_documents(tmp_path, monkeypatch):
         if row["method"] == "exact":
             assert 0 <= row["windowed_share"] < row["attention_share"] < 1
             assert (row["windowed_share"] > 0) == (row["shape"] == "ModernBERT-base")
+
+
+def test_tables_of_heads_are_stretched_over_larger_models():
+    """Every setting has as many of the layers and heads as in the table, in its order."""
+    table = [[0, 1], [2, 7]]
+    assert benchmark_documents.heads_like(table, 2, 2) == table
+    assert benchmark_documents.heads_like(table, 5, 4) == [[0, 0, 1, 1]] * 3 + [[2, 2, 7, 7]] * 2
+    assert benchmark_documents.heads_like(table, 2, 1) == [[0], [2]]
 
 
 def test_benchmark_clustering(real_model_folder, tmp_path):
