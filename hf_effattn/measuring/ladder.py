@@ -30,7 +30,7 @@ LAYERS_LADDER: tuple[dict[str, Any], ...] = (
     {"method": "i-clustered", "clusters": 25, "topk": 384},
     *(
         {"method": "bi-clustered", "clusters": C, "topk": k, "key_clusters": G, "exact_above": None}
-        # The dearest are for long texts, of which a head that is exact takes as long as a layer of others.
+        # The dearest are for long texts, where one exact head takes as long as a layer of others.
         for C, k, G in ((16, 16, 16), (32, 32, 32), (32, 256, 32), (64, 128, 64), (128, 256, 128), (256, 512, 128))
     ),
 )

@@ -2,10 +2,10 @@
 
 Encoders that embed and rank documents of 8k and 32k tokens, in their real shapes. The weights are random and the
 vocabulary small: time and memory don't depend on them, errors would, and are measured elsewhere (`hf_effattn.report`).
-Which settings which head needs random weights cannot tell: heads have those that MiniLM's need on this machine for an
-error of 0.1 at that length, found on books, measured on others (`scripts/benchmark/layers.py`). The exact model also
-says what share of its time is attention, the most that a patch can save, and how much of that is in layers with a
-sliding window, which a patch leaves alone. All calls of a document are interleaved in one run.
+Which settings which head needs random weights cannot tell: heads have those that MiniLM's need on this machine for a
+mean error of its layers of 0.1 at that length, found on books, measured on others (`scripts/benchmark/layers.py`). The
+exact model also says what share of its time is attention, the most that a patch can save, and how much of that is in
+layers with a sliding window, which a patch leaves alone. All calls of a document are interleaved in one run.
 
     python -m scripts.benchmark.documents        # writes scripts/results/benchmark_documents.json; hours on two cores
     python -m scripts.benchmark.documents --shapes gte-base --lengths 4096 --dtypes float32    # a minute
@@ -19,6 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
 import torch
 import typer
 from rich.progress import track
@@ -35,7 +36,7 @@ from hf_effattn.patching.methods.per_head import described
 from hf_effattn.patching.model_types import find_stacks, is_sliding_window
 
 from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, print_rows
+from ..kept.runs import KeptRuns, print_table
 from ._inputs import held_out_inputs
 from .attention import EXACT
 from .layers import by_layer, errors_of_books, errors_of_layers, within
@@ -53,7 +54,7 @@ CALIBRATED = "bi-clustered, calibrated"
 BUDGET = 0.1
 METHODS: dict[str, dict[str, Any]] = {
     "i-clustered C=100 k=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
-    CALIBRATED: {"method": "per-head", "error": BUDGET},
+    CALIBRATED: {"method": "per-head", "error": BUDGET},  # the heads: `calibrated_heads`
 }
 HEADS = "heads"  # what a row is about: the settings of heads
 TIMED = "timed-exact"
@@ -91,9 +92,24 @@ def calibrated_heads(length: int) -> dict[str, Any]:
 
 
 def heads_like(table: list[list[int]], layers: int, heads: int) -> list[list[int]]:
-    """A table of heads, stretched over as many layers and heads: neighbours have the same settings."""
+    """A table of heads for another number of layers and heads: stretched, neighbours alike.
+
+    Fewer have the dearest settings of those that they stand for, as query heads have that share keys.
+    """
+
+    def stand_for(count: int, index: int, others: int) -> range:
+        first = index * count // others
+        return range(first, max(first + 1, (index + 1) * count // others))
+
     return [
-        [table[layer * len(table) // layers][head * len(table[0]) // heads] for head in range(heads)]
+        [
+            max(
+                table[i][j]
+                for i in stand_for(len(table), layer, layers)
+                for j in stand_for(len(table[0]), head, heads)
+            )
+            for head in range(heads)
+        ]
         for layer in range(layers)
     ]
 
@@ -133,7 +149,7 @@ def measure_times(
     prepare = switches(model, table)
     for name, switch in prepare.items():
         switch()
-        # Memory that a length needs first is faulted in; the exact model, which takes minutes, needs no more of it.
+        # The first pass at a length faults its memory in. The exact model, which takes minutes, needs no more of it.
         forward(model, tokens[:, :WARM_UP_LENGTH] if name == EXACT else tokens)
     _spent.update(dict.fromkeys(_spent, 0.0))
     calls = dict.fromkeys(prepare, partial(forward, model, tokens))
@@ -176,7 +192,8 @@ def main(
         else:
             found = measure_times(model, table, tokens, device, repeats)
         kept.add(*(case | {"method": name} | row for name, row in found.items()))
-    print_rows(kept)
+    rows = pd.DataFrame([row for row in kept.rows if row["what"] != HEADS])
+    print_table(rows.drop(columns=list(kept.machine)), output)
 
 
 if __name__ == "__main__":

@@ -282,7 +282,10 @@ def documents(result: dict[str, Any]) -> Table:
         cells = [f"{shape}, {length:,} tokens, {dtype}"]
         if "seconds" in exact:
             share, windowed = f"{exact['attention_share']:.0%}", exact["windowed_share"]
-            cells += [f"{share}, with windows {windowed:.0%}" if windowed else share, f"{exact['seconds']:.1f} s"]
+            cells += [
+                f"{share}, {windowed:.0%} in layers with windows" if windowed else share,
+                f"{exact['seconds']:.1f} s",
+            ]
             cells += [f"{row['seconds']:.1f} s, {row['speedup']:.1f}×" for row in others]
         cells += [""] * (3 + len(patched) - len(cells))
         if weighed:
@@ -292,7 +295,8 @@ def documents(result: dict[str, Any]) -> Table:
     errors = ", ".join(f"{row['error']:.3f} at {row['length']:,}" for row in heads)
     note = (
         "Random weights; attention: its share of the exact model's time. Calibrated: heads have the settings that "
-        f"MiniLM's need for a layer's error of {benchmark_documents.BUDGET}; on other books it errs {errors} tokens. "
+        f'`calibrate(…, over="layers")` finds for MiniLM\'s at {benchmark_documents.BUDGET}; on other books it errs '
+        f"{errors} tokens, the mean of its layers. "
     )
     if weighed:
         note += "Memory beside weights and tokens, on one thread. "

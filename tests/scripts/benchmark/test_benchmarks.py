@@ -186,12 +186,13 @@ def test_benchmark_documents(tmp_path, monkeypatch):
             assert (row["windowed_share"] > 0) == (row["shape"] == "ModernBERT-base")
 
 
-def test_tables_of_heads_are_stretched_over_larger_models():
-    """Every setting has as many of the layers and heads as in the table, in its order."""
+def test_tables_of_heads_fit_other_models():
+    """Larger ones have neighbours alike; the heads of smaller ones what the dearest that they stand for have."""
     table = [[0, 1], [2, 7]]
     assert benchmark_documents.heads_like(table, 2, 2) == table
     assert benchmark_documents.heads_like(table, 5, 4) == [[0, 0, 1, 1]] * 3 + [[2, 2, 7, 7]] * 2
-    assert benchmark_documents.heads_like(table, 2, 1) == [[0], [2]]
+    assert benchmark_documents.heads_like(table, 2, 1) == [[1], [7]]
+    assert benchmark_documents.heads_like([[3, 1, 5, 0], [2, 7, 0, 1]], 1, 2) == [[7, 5]]
 
 
 def test_benchmark_clustering(real_model_folder, tmp_path):
