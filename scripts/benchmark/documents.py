@@ -8,7 +8,7 @@ exact model also says what share of its time is attention, the most that a patch
 layers with a sliding window, which a patch leaves alone. All calls of a document are interleaved in one run.
 
     python -m scripts.benchmark.documents        # writes scripts/results/benchmark_documents.json; hours on two cores
-    python -m scripts.benchmark.documents --shapes gte-base --lengths 4096 --dtypes float32    # a minute
+    python -m scripts.benchmark.documents --shapes gte-base --lengths 4096 --dtypes float32    # minutes
 
 What the output file holds is not measured again.
 """
