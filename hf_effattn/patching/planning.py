@@ -200,9 +200,11 @@ def warn_if_never_used(plan: PatchPlan, cut: int | None = None, *, stacklevel: i
     if kind == "meta":  # where it will run is not known yet
         return
     hides_future = any(is_causal(module) for module in plan.stack.modules)
+    windowed = not hides_future and any(is_sliding_window(module) for module in plan.stack.modules)
+    does = "only run layers with windows in blocks" if windowed else "do nothing"
     shortest = method.shortest_length(kind, causal=hides_future)
     if shortest is None:
-        warnings.warn(f"The patch will do nothing: {why_never(method.method, kind)}.", stacklevel=stacklevel)
+        warnings.warn(f"The patch will {does}: {why_never(method.method, kind)}.", stacklevel=stacklevel)
         return
     extendable = longest_input(config)
     longest = extendable or usual_length(config)
@@ -222,7 +224,7 @@ def warn_if_never_used(plan: PatchPlan, cut: int | None = None, *, stacklevel: i
         why = "has nothing to approximate in so few"
         advice = f"{longer} approximate these give smaller counts"
     warnings.warn(
-        f'The patch will do nothing: this model takes at most {longest:,} tokens, and "{method.method}" with these '
+        f'The patch will {does}: this model takes at most {longest:,} tokens, and "{method.method}" with these '
         f"settings {why}. {advice}.",
         stacklevel=stacklevel,
     )

@@ -1,0 +1,264 @@
+"""Layers with a sliding window, in blocks: the keys of transformers' dense mask, the same values and gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from support.tiny_models import FULL_LAYERS, MODEL_TYPES, tiny_model
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    create_bidirectional_sliding_window_mask,
+    or_masks,
+    packed_sequence_mask_function,
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_bidirectional_overlay,
+    sliding_window_causal_mask_function,
+)
+
+import hf_effattn
+from hf_effattn.patching import attention as attention_module
+from hf_effattn.patching.windows import attend_in_blocks, block_length, dense_mask, mask_of_blocks, window_of
+
+WINDOWED = [name for name, layers in FULL_LAYERS.items() if layers == (0, 2) and name in MODEL_TYPES]
+# All heads exact in layers 0 and 2, whatever the length: what differs is the layer with a window.
+EXACT_ELSEWHERE: dict[str, Any] = {"method": "bi-clustered", "min_length": 100_000}
+
+
+@pytest.fixture
+def in_blocks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of the masks that attention in blocks was called with."""
+    shapes: list[torch.Size] = []
+
+    def watched(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **how: Any) -> Any:
+        shapes.append(mask.shape)
+        return attend_in_blocks(query, key, value, mask, **how)
+
+    monkeypatch.setattr(attention_module, "attend_in_blocks", watched)
+    return shapes
+
+
+def inputs_of(length: int, padding: str | None, batch: int = 3) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    inputs = {"input_ids": torch.randint(5, 60, (batch, length), generator=generator)}
+    if padding is not None:
+        mask = torch.ones(batch, length, dtype=torch.long)
+        for row, count in enumerate((length, length - 90, 1)[:batch]):
+            mask[row, count:] = 0
+        inputs["attention_mask"] = mask if padding == "right" else mask.flip(1)
+    return inputs
+
+
+def dense_of_transformers(
+    mask_function: Callable, key_mask: torch.Tensor | None, batch: int, length: int
+) -> torch.Tensor:
+    mask = sdpa_mask(
+        batch, length, length, mask_function=mask_function, attention_mask=key_mask, allow_is_causal_skip=False
+    )
+    assert mask is not None
+    return mask
+
+
+def patch(model: Any, **settings: Any) -> Any:
+    with pytest.warns(UserWarning, match="The patch will only run layers with windows in blocks"):
+        hf_effattn.patch_attention(model, **EXACT_ELSEWHERE | settings)
+    return model
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+@pytest.mark.parametrize("model_type", WINDOWED)
+def test_models(model_type: str, padding: str | None, in_blocks: list[torch.Size]) -> None:
+    """Values and gradients are the exact model's, of padded tokens too; the layer did run in blocks."""
+    model = tiny_model(model_type)
+    inputs = inputs_of(215, padding)
+
+    def run() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        output = model(**inputs).last_hidden_state
+        (output * torch.linspace(-1, 1, output.shape[2])).sum().backward()
+        return output.detach(), {
+            name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
+        }
+
+    exact, exact_gradients = run()
+    patch(model)
+    assert in_blocks == []
+    output, gradients = run()
+    (shape,) = in_blocks
+    assert shape[0] == 3
+    assert shape[2:] == (5, 64, 80 if model_type != "modernbert" else 72)
+    torch.testing.assert_close(output, exact, rtol=0, atol=1e-5)
+    assert gradients.keys() == exact_gradients.keys()
+    for name, expected in exact_gradients.items():
+        torch.testing.assert_close(gradients[name], expected, rtol=1e-4, atol=2e-4, msg=name)
+
+
+@pytest.mark.parametrize("model_type", WINDOWED)
+@torch.no_grad()
+def test_short_inputs_and_weights_are_bit_for_bit(model_type: str, in_blocks: list[torch.Size]) -> None:
+    model = tiny_model(model_type)
+    short, long = inputs_of(120, "right"), inputs_of(215, "right")
+    exact = [model(**one).last_hidden_state for one in (short, long)]
+    patch(model)
+    assert torch.equal(model(**short).last_hidden_state, exact[0])
+    asked = model(**long, output_attentions=True)
+    assert torch.equal(asked.last_hidden_state, exact[1])
+    model.set_attn_implementation("eager")
+    expected = model(**long, output_attentions=True).attentions[1]
+    real = long["attention_mask"].bool()[:, None, :, None]
+    torch.testing.assert_close(asked.attentions[1] * real, expected * real, rtol=0, atol=1e-5)
+    assert in_blocks == []
+
+
+@torch.no_grad()
+def test_a_text_does_not_meet_its_neighbours(in_blocks: list[torch.Size]) -> None:
+    """Texts of a batch lie one behind the other: what is not finite in one stays there."""
+    model = patch(tiny_model("modernbert"))
+    inputs = inputs_of(215, None)["input_ids"]
+    embeddings = model.get_input_embeddings()(inputs)
+    embeddings[1] = torch.nan
+    together = model(inputs_embeds=embeddings).last_hidden_state
+    for row in (0, 2):
+        alone = model(inputs_embeds=embeddings[row : row + 1]).last_hidden_state
+        torch.testing.assert_close(together[row], alone[0], rtol=0, atol=1e-5)
+    assert len(in_blocks) == 3
+
+
+@torch.no_grad()
+def test_a_compiled_model_takes_the_dense_mask(in_blocks: list[torch.Size]) -> None:
+    model = tiny_model("modernbert")
+    inputs = inputs_of(215, "right")
+    exact = model(**inputs).last_hidden_state
+    compiled = torch.compile(patch(model), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(**inputs).last_hidden_state, exact)
+    assert in_blocks == []
+
+
+def test_windows_that_are_told() -> None:
+    window = sliding_window_bidirectional_mask_function(16)
+    assert window_of(window) == window_of(sliding_window_bidirectional_overlay(16)) == 16
+    assert window_of(and_masks(causal_mask_function, and_masks(window, sliding_window_bidirectional_overlay(5)))) == 5
+    # A union sees more than its window, and so may functions that are not known; a decoder's windows look back only.
+    for other in (
+        or_masks(window, causal_mask_function),
+        and_masks(or_masks(window, causal_mask_function)),
+        bidirectional_mask_function,
+        sliding_window_causal_mask_function(16),
+        lambda batch, head, query, key: (query - key).abs() <= 16,
+    ):
+        assert window_of(other) is None
+
+
+@torch.no_grad()
+def test_further_masks_of_a_model() -> None:
+    """What a model adds to its window is in the mask of blocks; a union has a dense mask."""
+    model = patch(tiny_model("modernbert"))
+    embeddings = torch.zeros(2, 215, 32)
+    texts = torch.cat([torch.zeros(2, 100), torch.ones(2, 115)], dim=1).long()
+    asked = {"config": model.config, "inputs_embeds": embeddings, "attention_mask": None}
+    separate = packed_sequence_mask_function(texts)
+    with_separate = create_bidirectional_sliding_window_mask(**asked, and_mask_function=separate)
+    model.config._attn_implementation = "sdpa"
+    expected = create_bidirectional_sliding_window_mask(**asked, and_mask_function=separate)
+    model.config._attn_implementation = "bi-clustered"
+    assert with_separate.ndim == 5
+    assert torch.equal(dense_mask(with_separate, 215), expected)
+    assert create_bidirectional_sliding_window_mask(**asked, or_mask_function=separate).shape == (2, 1, 215, 215)
+
+
+@given(st.integers(1, 300), st.integers(0, 90), st.integers(1, 3), st.sampled_from([None, "left", "right"]))
+def test_the_mask_is_that_of_transformers(length: int, window: int, batch: int, padding: str | None) -> None:
+    mask_function = sliding_window_bidirectional_mask_function(window)
+    key_mask = None
+    if padding is not None:
+        key_mask = torch.arange(length) < torch.tensor([length, length // 2, 1])[:batch, None]
+        key_mask = key_mask if padding == "right" else key_mask.flip(1)
+    sizes: dict[str, Any] = {"batch_size": batch, "length": length, "window": window, "block": 16, "device": "cpu"}
+    blocks = mask_of_blocks(mask_function, key_mask, **sizes)
+    dense = dense_of_transformers(mask_function, key_mask, batch, length)
+    assert torch.equal(dense_mask(blocks, length), dense)
+
+
+# Above and below a window, not a multiple of a block, one block only; keys with fewer heads.
+@pytest.mark.parametrize(("length", "window", "heads"), [(131, 5, 4), (64, 9, 2), (257, 70, 1), (20, 3, 4)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)], ids=str
+)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_values_and_gradients(
+    batch: int, dtype: torch.dtype, tolerance: float, length: int, window: int, heads: int
+) -> None:
+    """Against float64 under the dense mask, some keys masked."""
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(batch, length, count, width).transpose(1, 2).to(dtype)
+        for count, width in ((4, 8), (heads, 8), (heads, 6))
+    )
+    weights = torch.randn(batch, length, 4, 6)
+    mask_function: Callable = sliding_window_bidirectional_mask_function(window)
+    key_mask = torch.rand(batch, length) > 0.3
+    blocks = mask_of_blocks(
+        mask_function, key_mask, batch_size=batch, length=length, window=window, block=16, device="cpu"
+    )
+    dense = dense_of_transformers(mask_function, key_mask, batch, length)
+
+    def gradients(attend: Callable, kind: torch.dtype) -> list[torch.Tensor]:
+        inputs = [one.to(kind).requires_grad_() for one in (query, key, value)]
+        output = attend(*inputs)
+        return [output.detach(), *torch.autograd.grad((output * weights.to(kind)).sum(), inputs)]
+
+    def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=dense, scale=0.3, enable_gqa=True
+        ).transpose(1, 2)
+
+    expected = gradients(exact, torch.float64)
+    actual = gradients(lambda *inputs: attend_in_blocks(*inputs, blocks, dropout=0.0, scale=0.3), dtype)
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == dtype
+        assert one.isfinite().all()
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=tolerance * max(1.0, other.abs().max().item()))
+
+
+def test_block_length() -> None:
+    """A power of 2 of half a window; a text of two spans is the shortest that gains."""
+    assert [block_length(10_000, window) for window in (0, 5, 64, 255, 256, 512, 513)] == [
+        64,
+        64,
+        64,
+        64,
+        128,
+        256,
+        256,
+    ]
+    assert block_length(2 * (64 + 128), 64) == 64
+    assert block_length(2 * (64 + 128) - 1, 64) is None
+
+
+def test_keywords_that_concern_all_keys(in_blocks: list[torch.Size]) -> None:
+    """A bias of positions is for all keys: there a mask of blocks becomes a dense one."""
+    model = patch(tiny_model("modernbert"))
+    mask = ALL_MASK_ATTENTION_FUNCTIONS["bi-clustered"](
+        batch_size=1,
+        q_length=215,
+        kv_length=215,
+        mask_function=sliding_window_bidirectional_mask_function(4),
+        config=model.config,
+    )
+    assert mask.ndim == 5
+    torch.manual_seed(0)
+    query, key, value, bias = torch.randn(1, 2, 215, 16), *torch.randn(2, 1, 2, 215, 16), torch.randn(1, 2, 215, 215)
+    module = model.layers[1].attn
+    output, _ = attention_module.attention("bi-clustered", module, query, key, value, mask, position_bias=bias)
+    expected = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias.masked_fill(~dense_mask(mask, 215), -1e9)
+    )
+    torch.testing.assert_close(output, expected.transpose(1, 2), rtol=0, atol=1e-5)
+    assert in_blocks == []
