@@ -5,7 +5,8 @@ vocabulary small: time and memory don't depend on them, errors would, and are me
 Which settings which head needs random weights cannot tell: heads have those that MiniLM's need on this machine for a
 mean error of its layers of 0.1 at that length, found on books, measured on others (`scripts/benchmark/layers.py`). The
 exact model also says what share of its time is attention, the most that a patch can save, and how much of that is in
-layers with a sliding window, which a patch leaves alone. All calls of a document are interleaved in one run.
+layers with a sliding window, which a patch runs in blocks, without error: what that alone gives has a row of its own.
+All calls of a document are interleaved in one run.
 
     python -m scripts.benchmark.documents        # writes scripts/results/benchmark_documents.json; hours on two cores
     python -m scripts.benchmark.documents --shapes gte-base --lengths 4096 --dtypes float32    # minutes
@@ -56,6 +57,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "i-clustered C=100 k=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
     CALIBRATED: {"method": "per-head", "error": BUDGET},  # the heads: `calibrated_heads`
 }
+WINDOWS_ALONE = "exact, windows in blocks"
 HEADS = "heads"  # what a row is about: the settings of heads
 TIMED = "timed-exact"
 FULL, WINDOWED = "full", "windowed"
@@ -120,9 +122,13 @@ def switches(model: PreTrainedModel, table: list[list[int]]) -> dict[str, Callab
     `table`: which settings the heads of another model have.
     """
     found: dict[str, Callable[[], object]] = {EXACT: partial(unpatch_attention, model)}
+    stack = find_stacks(model)[0]
+    if any(is_sliding_window(module) for module in stack.modules):
+        never = model.config.max_position_embeddings + 1
+        found[WINDOWS_ALONE] = partial(patch_attention, model, "bi-clustered", min_length=never)
     for name, settings in METHODS.items():
         if name == CALIBRATED:
-            own = described(find_stacks(model)[0])
+            own = described(stack)
             heads = heads_like(table, own["layers"], own["key_heads"])
             ladder = default_ladder(causal=False, over="layers")
             settings = {"method": "per-head", "rungs": ladder, "heads": heads}
