@@ -271,14 +271,16 @@ def documents(result: dict[str, Any]) -> Table:
     for row in (row for row in result["rows"] if row not in heads):
         case = found.setdefault((row["shape"], row["length"], row["dtype"]), {})
         case[row["method"]] = case.get(row["method"], {}) | row
-    patched = list(result["settings"]["methods"])
+    alone = benchmark_documents.WINDOWS_ALONE
+    patched = [*([alone] if any(alone in case for case in found.values()) else []), *result["settings"]["methods"]]
     weighed = any("peak_bytes" in row for row in result["rows"])
     header = ["", "attention", "exact", *patched]
     if weighed:
-        header += ["exact: memory", *(f"{name.split()[0].rstrip(',')}: memory" for name in patched)]
+        short = ("windows alone" if name == alone else name.split()[0].rstrip(",") for name in patched)
+        header += ["exact: memory", *(f"{name}: memory" for name in short)]
     rows = []
     for (shape, length, dtype), case in sorted(found.items()):
-        exact, *others = (case[name] for name in (EXACT, *patched))
+        exact, *others = (case.get(name, {}) for name in (EXACT, *patched))
         cells = [f"{shape}, {length:,} tokens, {dtype}"]
         if "seconds" in exact:
             share, windowed = f"{exact['attention_share']:.0%}", exact["windowed_share"]
@@ -286,7 +288,7 @@ def documents(result: dict[str, Any]) -> Table:
                 f"{share}, {windowed:.0%} in layers with windows" if windowed else share,
                 f"{exact['seconds']:.1f} s",
             ]
-            cells += [f"{row['seconds']:.1f} s, {row['speedup']:.1f}×" for row in others]
+            cells += [f"{row['seconds']:.1f} s, {row['speedup']:.1f}×" if row else "" for row in others]
         cells += [""] * (3 + len(patched) - len(cells))
         if weighed:
             peaks = [row.get("peak_bytes") for row in (exact, *others)]
