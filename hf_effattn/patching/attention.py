@@ -6,7 +6,7 @@ One function receives every attention of a model. It runs the method in the self
 table (of decoders by the method's causal form), and transformers' own SDPA path in everything else: cross-attention,
 decoding steps and further chunks of a prompt over a cache (unless the method has a form for them), dense 4-D masks,
 packed sequences, layers that are not selected, inputs too short to gain, and wherever a keyword changes attention
-(`keywords.py`); of encoders' layers with a sliding window the same in blocks (`windows.py`). Where a method would look
+(`keywords.py`); of layers with a sliding window the same in blocks (`windows.py`). Where a method would look
 into the future it raises.
 """
 
@@ -35,7 +35,7 @@ from .model_table import MODEL_TYPES, NOT_SERVED
 from .model_types import is_causal, is_self_attention, is_served, model_type_of, supported_model_types
 from .module_patch import RECORD, ModulePatch
 from .stored import FIELD, check_layers, read_stored
-from .windows import IN_BLOCKS, attend_in_blocks, block_length, dense_mask, mask_of_blocks, window_of
+from .windows import IN_BLOCKS, attend_in_blocks, dense_mask, window_mask
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 # Keywords by which transformers' SDPA path adds to the scores of all keys, or finds the keys elsewhere.
@@ -62,7 +62,7 @@ def padding_mask(
         kwargs: transformers' further arguments, handed on.
 
     Returns:
-        `torch.BoolTensor`, *optional*: `(B, N)`, `(B, 1, N, M)` or, of a sliding window, what `mask_of_blocks` gives,
+        `torch.BoolTensor`, *optional*: `(B, N)`, `(B, 1, N, M)` or, of a sliding window, what `window_mask` gives,
         True = attend; None where nothing is masked but the future. With a causal `(B, N)`, or None, the queries' own
         keys are the first `N`, whatever room a cache has.
     """
@@ -71,18 +71,16 @@ def padding_mask(
     if entry is not None and entry.causal and mask_function is causal_mask_function:
         if 1 < q_length <= kv_length and _is_first(q_offset) and not kwargs.get("kv_offset"):
             return _prompt_mask(kwargs.get("attention_mask"), q_length)
-    elif entry is not None and q_length == kv_length:
-        if mask_function is bidirectional_mask_function:
-            # All rows of a padding mask are alike: one row is O(M), and transformers decides in it whether any mask is
-            # needed.
-            row = sdpa_mask(q_length=1, **kwargs)
-            return None if row is None else row[:, 0, 0, :]
-        window = window_of(mask_function)
-        block = None if window is None else block_length(q_length, window)
-        if window is not None and block is not None:
-            sizes = {"batch_size": batch_size, "length": q_length, "window": window, "block": block}
-            device = kwargs.get("device", "cpu")
-            return mask_of_blocks(mask_function, kwargs.get("attention_mask"), device=device, **sizes)
+    elif entry is not None and q_length == kv_length and mask_function is bidirectional_mask_function:
+        # All rows of a padding mask are alike: one row is O(M), and transformers decides in it whether any mask is
+        # needed.
+        row = sdpa_mask(q_length=1, **kwargs)
+        return None if row is None else row[:, 0, 0, :]
+    elif entry is not None and q_length == kv_length and _is_first(q_offset) and not kwargs.get("kv_offset"):
+        sizes: dict[str, Any] = {"batch_size": batch_size, "length": q_length, "device": kwargs.get("device", "cpu")}
+        mask = window_mask(mask_function, kwargs.get("attention_mask"), causal=entry.causal, **sizes)
+        if mask is not None:
+            return mask
     return sdpa_mask(q_length=q_length, **kwargs)
 
 
@@ -221,9 +219,11 @@ def _exact(call: Call) -> Attended:
     """What no method serves, by transformers' own SDPA path."""
     query, key, mask = call.query, call.key, call.mask
     if mask is not None and mask.ndim == IN_BLOCKS:
+        causal = bool(getattr(model_type_of(call.module), "causal", False))  # as `padding_mask` has it
         if not call.wants_weights and all(call.options.get(keyword) is None for keyword in OF_ALL_KEYS):
-            return attend_in_blocks(query, key, call.value, mask, dropout=call.dropout, scale=call.scale), None
-        mask = dense_mask(mask, query.shape[2])
+            how: dict[str, Any] = {"causal": causal, "dropout": call.dropout, "scale": call.scale}
+            return attend_in_blocks(query, key, call.value, mask, **how), None
+        mask = dense_mask(mask, query.shape[2], causal=causal)
     elif mask is not None and mask.ndim == 2:
         mask = visible_keys(mask, query.shape[2], causal=call.hides_future)
     output, _ = sdpa_attention_forward(

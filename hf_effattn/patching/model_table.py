@@ -231,8 +231,10 @@ MODEL_TYPES: dict[str, ModelType] = {
     "qwen3": _decoder("Qwen3Attention", "40,960; Qwen3-Embedding and -Reranker 32,768"),
     "mistral": _decoder("MistralAttention", "32,768; with config.sliding_window=None", window_in_config=True),
     "gemma": _decoder("GemmaAttention", "8,192"),
+    "gemma3_text": _decoder("Gemma3Attention", "131,072; five layers of six see windows", says_use_cache=False),
     "granite": _decoder("GraniteAttention", "131,072"),
     "olmo2": _decoder("Olmo2Attention", "4,096"),
+    "olmo3": _decoder("Olmo3Attention", "65,536; three of four see windows of 4,096", says_use_cache=False),
     "smollm3": _decoder("SmolLM3Attention", "65,536"),
     "phi3": _decoder("Phi3Attention", "131,072; with config.sliding_window=None", window_in_config=True),
 }

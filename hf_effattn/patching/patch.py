@@ -44,10 +44,10 @@ def patch_attention(
     that mask the future run the method's causal form, in which no token changes what comes before it; when they
     generate, the prompt runs by the method and what follows exactly over the cache (`"cst"`: by the method too).
     Cross-attention, packed sequences, dense 4-D masks, sliding-window layers, short inputs and inputs of no more
-    tokens than `clusters` or `topk` stay exact; of an encoder's sliding windows only what they hold is computed, so
-    that those layers differ by rounding and gain most. In a composite model every encoder that is served is patched;
-    hand over a part, such as `model.encoder`, to patch that one alone. As everywhere in transformers, models built from
-    one config object share their attention implementation: give each its own (`copy.deepcopy(config)`).
+    tokens than `clusters` or `topk` stay exact; of a sliding window only what it holds is computed, so that those
+    layers differ by rounding and gain most. In a composite model every encoder that is served is patched; hand over a
+    part, such as `model.encoder`, to patch that one alone. As everywhere in transformers, models built from one config
+    object share their attention implementation: give each its own (`copy.deepcopy(config)`).
 
     Args:
         model (`PreTrainedModel`): an encoder or decoder of a served model type, with or without a head; or a
@@ -92,8 +92,8 @@ def patch_attention(
         check_not_wrapped(model, plan)
     for plan in plans:
         warn_of_losses(plan)
-        warn_of_decoder_loss(plan)
-        warn_if_never_used(plan, cut_at(model))
+        if not warn_if_never_used(plan, cut_at(model)):
+            warn_of_decoder_loss(plan)
     apply_plans(plans)
     return model
 

@@ -4,17 +4,23 @@ transformers' SDPA path takes all `N * N` scores of such a layer and masks those
 much as full attention. Here a block of queries meets only the keys that its window reaches, with the same softmax over
 the same keys: outputs differ from that path's by rounding.
 
-Sizes: `B` batch, `H` heads, `N` length, `D` head_dim, `w` keys that a query sees on each side of its own, `n` blocks
-of `L` queries, `S = w + L + w` keys of a block. A mask of blocks is `(B, 1, n, L, S)`: its five dimensions tell it
-from a dense one.
+Sizes: `B` batch, `H` heads, `N` length, `D` head_dim, `n` blocks of `L` queries, `S = before + L + after` keys of a
+block. A mask of blocks is `(B, 1, n, L, S)`: its five dimensions tell it from a dense one.
 """
 
 from collections.abc import Callable
+from math import inf
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from transformers.integrations.sdpa_attention import repeat_kv
-from transformers.masking_utils import and_masks, bidirectional_mask_function, sliding_window_bidirectional_overlay
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    sliding_window_bidirectional_overlay,
+    sliding_window_overlay,
+)
 
 # The dimensions of a mask of blocks.
 IN_BLOCKS = 5
@@ -23,33 +29,80 @@ SHORTEST_BLOCK = 64
 LEAST_SPANS = 2
 
 
-def window_of(mask_function: Callable) -> int | None:
-    """The keys `w` that a query sees on each side by one of transformers' mask functions; None if none tells a window.
+class Window(NamedTuple):
+    """How many keys a query sees at most, beside the one at its own place."""
+
+    before: float
+    after: float
+
+
+def window_of(mask_function: Callable) -> Window | None:
+    """The window that one of transformers' mask functions leaves to a query; None if it tells none.
 
     An intersection with further masks sees no more than its window. A union might, and so might any other function;
     within a compiled graph nothing is known of a function.
     """
     if torch.compiler.is_compiling():
         return None
+    window = _reach(mask_function)
+    return None if inf in window else window
+
+
+def _reach(mask_function: Callable) -> Window:
+    if mask_function is causal_mask_function:
+        return Window(inf, 0)
     code = getattr(mask_function, "__code__", None)
-    if code not in (_OVERLAY, _INTERSECTION):
-        return None
+    if code not in (_BOTH_SIDES, _BACKWARDS, _INTERSECTION):
+        return Window(inf, inf)
     (cell,) = mask_function.__closure__ or ()
-    if code is _OVERLAY:
-        return int(cell.cell_contents)
-    windows = [window for one in cell.cell_contents if (window := window_of(one)) is not None]
-    return min(windows, default=None)
+    if code is _BOTH_SIDES:
+        return Window(cell.cell_contents, cell.cell_contents)
+    if code is _BACKWARDS:
+        return Window(cell.cell_contents - 1, inf)
+    reaches = [_reach(one) for one in cell.cell_contents]
+    return Window(*(min((one[side] for one in reaches), default=inf) for side in (0, 1)))
 
 
 # transformers makes such functions anew for each window; of those that one factory makes, the code is the same object.
-_OVERLAY = sliding_window_bidirectional_overlay(1).__code__
-_INTERSECTION = and_masks(bidirectional_mask_function).__code__
+_BOTH_SIDES = sliding_window_bidirectional_overlay(1).__code__
+_BACKWARDS = sliding_window_overlay(1).__code__
+_INTERSECTION = and_masks(causal_mask_function).__code__
 
 
-def block_length(length: int, window: int) -> int | None:
-    """The queries `L` of a block, a power of 2 of at most half a window; None where blocks gain nothing."""
-    block = max(SHORTEST_BLOCK, 1 << max(window.bit_length() - 2, 0))
-    return block if length >= LEAST_SPANS * (block + 2 * window) else None
+def block_length(length: int, window: Window) -> int | None:
+    """The queries `L` of a block, a power of 2 of at most a quarter of a window; None where blocks gain nothing."""
+    keys = int(window.before + window.after)
+    block = max(SHORTEST_BLOCK, 1 << max(keys.bit_length() - 3, 0))
+    return block if length >= LEAST_SPANS * (block + keys) else None
+
+
+def window_mask(
+    mask_function: Callable,
+    key_mask: torch.Tensor | None,
+    *,
+    causal: bool,
+    batch_size: int,
+    length: int,
+    device: torch.device | str,
+) -> torch.Tensor | None:
+    """The mask of blocks `(B, 1, n, L, S)` of a layer with a window; None where blocks gain nothing, or none is known.
+
+    Args:
+        mask_function (`Callable`): transformers' rule for who sees whom, before padding.
+        key_mask (`torch.Tensor`, *optional*): `(B, N)`, true = attend.
+        causal (`bool`): whether the model masks the future.
+        batch_size (`int`): `B`.
+        length (`int`): `N`.
+        device (`torch.device`): of the mask.
+    """
+    window = window_of(mask_function)
+    if window is None or window.after != (0 if causal else window.before):
+        return None
+    block = block_length(length, window)
+    if block is None:
+        return None
+    sizes: dict[str, Any] = {"batch_size": batch_size, "length": length, "window": window, "block": block}
+    return mask_of_blocks(mask_function, key_mask, device=device, **sizes)
 
 
 def mask_of_blocks(
@@ -58,7 +111,7 @@ def mask_of_blocks(
     *,
     batch_size: int,
     length: int,
-    window: int,
+    window: Window,
     block: int,
     device: torch.device | str,
 ) -> torch.Tensor:
@@ -69,15 +122,16 @@ def mask_of_blocks(
         key_mask (`torch.Tensor`, *optional*): `(B, N)`, true = attend.
         batch_size (`int`): `B`.
         length (`int`): `N`.
-        window (`int`): `w`.
+        window (`Window`): of `mask_function`.
         block (`int`): `L`.
         device (`torch.device`): of the mask.
     """
     # Texts of a batch lie one behind the other, with blocks of zeros between them: no span reaches into another text.
-    gap = -(-window // block) if batch_size > 1 else 0
+    before, after = map(int, window)
+    gap = -(-max(before, after) // block) if batch_size > 1 else 0
     starts = torch.arange(-(-length // block) + gap, device=device)[:, None, None] * block
     queries = starts + torch.arange(block, device=device)[:, None]
-    keys = starts - window + torch.arange(block + 2 * window, device=device)
+    keys = starts - before + torch.arange(before + block + after, device=device)
     inside = (keys >= 0) & (keys < length)
     queries, keys = queries.clamp(max=length - 1), keys.clamp(0, length - 1)
     rows = torch.arange(batch_size if key_mask is not None else 1, device=device)[:, None, None, None, None]
@@ -93,6 +147,7 @@ def attend_in_blocks(
     value: torch.Tensor,
     mask: torch.Tensor,
     *,
+    causal: bool,
     dropout: float,
     scale: float | None,
 ) -> torch.Tensor:
@@ -103,23 +158,24 @@ def attend_in_blocks(
         key (`torch.Tensor`): `(B, Hk, N, D)`.
         value (`torch.Tensor`): `(B, Hk, N, Dv)`.
         mask (`torch.BoolTensor`): from `mask_of_blocks`.
+        causal (`bool`): whether its window reaches backwards only, or to both sides alike.
         dropout (`float`): dropout on the attention weights.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
     """
-    B, _, n, L, S = mask.shape
+    B, _, n, L, _ = mask.shape
     heads, length = query.shape[1:3]
 
-    def in_blocks(each: torch.Tensor, reach: int) -> torch.Tensor:
-        """Blocks as texts of a batch, `(B * n, H, L or S, width)`: views, as spans have most keys in common."""
+    def in_blocks(each: torch.Tensor, sides: tuple[int, int]) -> torch.Tensor:
+        """Blocks as texts of a batch, `(B * n, heads, L or S, width)`: views, as spans have most keys in common."""
         each = repeat_kv(each, heads // each.shape[1]).transpose(1, 2)
         texts = F.pad(each, (0, 0, 0, 0, 0, n * L - length)).flatten(0, 1)
-        return F.pad(texts, (0, 0, 0, 0, reach, reach)).unfold(0, L + 2 * reach, L).movedim(-1, 2)
+        return F.pad(texts, (0, 0, 0, 0, *sides)).unfold(0, L + sum(sides), L).movedim(-1, 2)
 
-    reach = (S - L) // 2
+    sides = _sides(mask, causal)
     output = F.scaled_dot_product_attention(
-        in_blocks(query, 0),
-        in_blocks(key, reach),
-        in_blocks(value, reach),
+        in_blocks(query, (0, 0)),
+        in_blocks(key, sides),
+        in_blocks(value, sides),
         attn_mask=mask.transpose(1, 2).flatten(0, 1),
         dropout_p=dropout,
         scale=scale,
@@ -127,11 +183,17 @@ def attend_in_blocks(
     return output.transpose(1, 2).unflatten(0, (B, n)).flatten(1, 2)[:, :length].contiguous()
 
 
-def dense_mask(mask: torch.Tensor, length: int) -> torch.Tensor:
+def dense_mask(mask: torch.Tensor, length: int, *, causal: bool) -> torch.Tensor:
     """The same keys as a mask of `mask_of_blocks`, bool `(B, 1, N, N)`."""
     B, _, n, L, S = mask.shape
-    window = (S - L) // 2
-    dense = mask.new_zeros(B, 1, n, L, n * L + 2 * window)
+    before, _ = _sides(mask, causal)
+    dense = mask.new_zeros(B, 1, n, L, n * L + S - L)
     columns = torch.arange(n, device=mask.device)[:, None, None] * L + torch.arange(S, device=mask.device)
     dense.scatter_(4, columns.expand(mask.shape), mask)
-    return dense.flatten(2, 3)[:, :, :length, window : window + length]
+    return dense.flatten(2, 3)[:, :, :length, before : before + length]
+
+
+def _sides(mask: torch.Tensor, causal: bool) -> tuple[int, int]:
+    """The keys of a span before and after its block."""
+    both = mask.shape[4] - mask.shape[3]
+    return (both, 0) if causal else (both // 2, both // 2)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_decoders import SIZES, make_model
 from support.tiny_models import WITH_OWN_TESTS
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 import hf_effattn
@@ -19,42 +20,6 @@ from hf_effattn.patching.methods import clustered as clustered_settings
 from hf_effattn.patching.methods import crossover
 from hf_effattn.patching.model_table import MODEL_TYPES
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.25,
-    "bos_token_id": 2,
-    "eos_token_id": 3,
-    "pad_token_id": 1,
-}
-GROUPED = COMMON | {"num_key_value_heads": 2, "head_dim": 8}
-SIZES: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "vocab_size": 60,
-        "n_embd": 32,
-        "n_layer": 3,
-        "n_head": 4,
-        "n_positions": 128,
-        "initializer_range": 0.25,
-        "bos_token_id": 2,
-        "eos_token_id": 3,
-    },
-    "opt": COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.25},
-    "gpt_neox": COMMON,
-    "llama": GROUPED,
-    "qwen2": GROUPED,
-    "qwen3": GROUPED,
-    "mistral": GROUPED | {"sliding_window": None},
-    "gemma": GROUPED | {"num_key_value_heads": 1},
-    "granite": GROUPED,
-    "olmo2": GROUPED,
-    "smollm3": GROUPED,
-    "phi3": GROUPED | {"sliding_window": None},
-}
 MODELS = tuple(SIZES)
 SMALL: dict[str, dict[str, Any]] = {
     "clustered": {},
@@ -68,12 +33,6 @@ each_model = pytest.mark.parametrize(
     "model_type", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in MODELS]
 )
 each_method = pytest.mark.parametrize("method", METHODS)
-
-
-def make_model(model_type: str, **changes: Any) -> Any:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **SIZES[model_type] | changes)
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def patch(model: Any, method: str = "bi-clustered", **settings: Any) -> Any:

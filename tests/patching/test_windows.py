@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tiny_decoders import make_model
 from support.tiny_models import FULL_LAYERS, MODEL_TYPES, tiny_model
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -21,11 +22,12 @@ from transformers.masking_utils import (
     sliding_window_bidirectional_mask_function,
     sliding_window_bidirectional_overlay,
     sliding_window_causal_mask_function,
+    sliding_window_overlay,
 )
 
 import hf_effattn
 from hf_effattn.patching import attention as attention_module
-from hf_effattn.patching.windows import attend_in_blocks, block_length, dense_mask, mask_of_blocks, window_of
+from hf_effattn.patching.windows import Window, attend_in_blocks, block_length, dense_mask, mask_of_blocks, window_of
 
 WINDOWED = [name for name, layers in FULL_LAYERS.items() if layers == (0, 2) and name in MODEL_TYPES]
 # All heads exact in layers 0 and 2, whatever the length: what differs is the layer with a window.
@@ -117,6 +119,57 @@ def test_short_inputs_and_weights_are_bit_for_bit(model_type: str, in_blocks: li
     assert in_blocks == []
 
 
+DECODERS: dict[str, dict[str, Any]] = {
+    name: {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 16} | more
+    for name, more in {
+        "qwen2": {"use_sliding_window": True},
+        "qwen3": {"use_sliding_window": True},
+        "gemma3_text": {},
+        "olmo3": {},
+    }.items()
+}
+
+
+@pytest.mark.parametrize("model_type", DECODERS)
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+def test_decoders(model_type: str, padding: str | None, in_blocks: list[torch.Size]) -> None:
+    """Values, gradients and what is generated are the exact model's, and no token sees a later one, bit for bit."""
+    model = make_model(model_type, **DECODERS[model_type])
+    inputs = inputs_of(215, padding, batch=2)
+
+    def run() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        logits = model(**inputs).logits
+        (logits * torch.linspace(-1, 1, logits.shape[2])).sum().backward()
+        named = model.named_parameters()
+        return logits.detach(), {name: one.grad.clone() for name, one in named if one.grad is not None}
+
+    exact, exact_gradients = run()
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5, "pad_token_id": 1}
+    written = model.generate(**inputs, **options)
+    patch(model)
+    logits, gradients = run()
+    assert in_blocks == [(2, 1, 5, 64, 79)]
+    torch.testing.assert_close(logits, exact, rtol=0, atol=2e-5)
+    for name, expected in exact_gradients.items():
+        torch.testing.assert_close(gradients[name], expected, rtol=1e-4, atol=1e-3, msg=name)
+    assert torch.equal(model.generate(**inputs, **options), written)
+    assert len(in_blocks) == 2
+    with torch.no_grad():
+        for position in (20, 64, 130, 214):
+            changed = inputs["input_ids"].clone()
+            changed[:, position] = (changed[:, position] + 7) % 55 + 5
+            after = model(**inputs | {"input_ids": changed}).logits
+            assert torch.equal(after[:, :position], logits[:, :position])
+
+
+def test_a_bidirectional_gemma_is_not_served() -> None:
+    """EmbeddingGemma is of this type, without a causal mask."""
+    model = make_model("gemma3_text", use_bidirectional_attention=True)
+    with pytest.raises(ValueError, match="Gemma3"):
+        hf_effattn.patch_attention(model, "bi-clustered")
+
+
 @torch.no_grad()
 def test_a_text_does_not_meet_its_neighbours(in_blocks: list[torch.Size]) -> None:
     """Texts of a batch lie one behind the other: what is not finite in one stays there."""
@@ -143,14 +196,19 @@ def test_a_compiled_model_takes_the_dense_mask(in_blocks: list[torch.Size]) -> N
 
 def test_windows_that_are_told() -> None:
     window = sliding_window_bidirectional_mask_function(16)
-    assert window_of(window) == window_of(sliding_window_bidirectional_overlay(16)) == 16
-    assert window_of(and_masks(causal_mask_function, and_masks(window, sliding_window_bidirectional_overlay(5)))) == 5
-    # A union sees more than its window, and so may functions that are not known; a decoder's windows look back only.
+    assert window_of(window) == window_of(sliding_window_bidirectional_overlay(16)) == Window(16, 16)
+    assert window_of(sliding_window_causal_mask_function(16)) == Window(15, 0)
+    smaller = and_masks(causal_mask_function, and_masks(window, sliding_window_bidirectional_overlay(5)))
+    assert window_of(smaller) == Window(5, 0)
+    # A union sees more than its window, and so may functions that are not known.
     for other in (
         or_masks(window, causal_mask_function),
         and_masks(or_masks(window, causal_mask_function)),
         bidirectional_mask_function,
-        sliding_window_causal_mask_function(16),
+        causal_mask_function,
+        sliding_window_overlay(16),
+        or_masks(sliding_window_causal_mask_function(16), window),
+        and_masks(),
         lambda batch, head, query, key: (query - key).abs() <= 16,
     ):
         assert window_of(other) is None
@@ -169,13 +227,25 @@ def test_further_masks_of_a_model() -> None:
     expected = create_bidirectional_sliding_window_mask(**asked, and_mask_function=separate)
     model.config._attn_implementation = "bi-clustered"
     assert with_separate.ndim == 5
-    assert torch.equal(dense_mask(with_separate, 215), expected)
+    assert torch.equal(dense_mask(with_separate, 215, causal=False), expected)
     assert create_bidirectional_sliding_window_mask(**asked, or_mask_function=separate).shape == (2, 1, 215, 215)
 
 
-@given(st.integers(1, 300), st.integers(0, 90), st.integers(1, 3), st.sampled_from([None, "left", "right"]))
-def test_the_mask_is_that_of_transformers(length: int, window: int, batch: int, padding: str | None) -> None:
-    mask_function = sliding_window_bidirectional_mask_function(window)
+def mask_function_of(size: int, causal: bool) -> tuple[Callable, Window]:
+    """transformers' function of a window, and what it leaves to a query."""
+    if causal:
+        return sliding_window_causal_mask_function(size + 1), Window(size, 0)
+    return sliding_window_bidirectional_mask_function(size), Window(size, size)
+
+
+@given(
+    st.integers(1, 300), st.integers(0, 90), st.integers(1, 3), st.sampled_from([None, "left", "right"]), st.booleans()
+)
+def test_the_mask_is_that_of_transformers(
+    length: int, size: int, batch: int, padding: str | None, causal: bool
+) -> None:
+    mask_function, window = mask_function_of(size, causal)
+    assert window_of(mask_function) == window
     key_mask = None
     if padding is not None:
         key_mask = torch.arange(length) < torch.tensor([length, length // 2, 1])[:batch, None]
@@ -183,17 +253,17 @@ def test_the_mask_is_that_of_transformers(length: int, window: int, batch: int, 
     sizes: dict[str, Any] = {"batch_size": batch, "length": length, "window": window, "block": 16, "device": "cpu"}
     blocks = mask_of_blocks(mask_function, key_mask, **sizes)
     dense = dense_of_transformers(mask_function, key_mask, batch, length)
-    assert torch.equal(dense_mask(blocks, length), dense)
+    assert torch.equal(dense_mask(blocks, length, causal=causal), dense)
 
 
 # Above and below a window, not a multiple of a block, one block only; keys with fewer heads.
-@pytest.mark.parametrize(("length", "window", "heads"), [(131, 5, 4), (64, 9, 2), (257, 70, 1), (20, 3, 4)])
+@pytest.mark.parametrize(("length", "size", "heads"), [(131, 5, 4), (64, 9, 2), (257, 70, 1), (20, 3, 4)])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)], ids=str
 )
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "causal"), [(1, False), (3, False), (1, True), (3, True)])
 def test_values_and_gradients(
-    batch: int, dtype: torch.dtype, tolerance: float, length: int, window: int, heads: int
+    batch: int, causal: bool, dtype: torch.dtype, tolerance: float, length: int, size: int, heads: int
 ) -> None:
     """Against float64 under the dense mask, some keys masked."""
     torch.manual_seed(0)
@@ -202,7 +272,7 @@ def test_values_and_gradients(
         for count, width in ((4, 8), (heads, 8), (heads, 6))
     )
     weights = torch.randn(batch, length, 4, 6)
-    mask_function: Callable = sliding_window_bidirectional_mask_function(window)
+    mask_function, window = mask_function_of(size, causal)
     key_mask = torch.rand(batch, length) > 0.3
     blocks = mask_of_blocks(
         mask_function, key_mask, batch_size=batch, length=length, window=window, block=16, device="cpu"
@@ -220,7 +290,7 @@ def test_values_and_gradients(
         ).transpose(1, 2)
 
     expected = gradients(exact, torch.float64)
-    actual = gradients(lambda *inputs: attend_in_blocks(*inputs, blocks, dropout=0.0, scale=0.3), dtype)
+    actual = gradients(lambda q, k, v: attend_in_blocks(q, k, v, blocks, causal=causal, dropout=0.0, scale=0.3), dtype)
     for one, other in zip(actual, expected, strict=True):
         assert one.dtype == dtype
         assert one.isfinite().all()
@@ -228,18 +298,18 @@ def test_values_and_gradients(
 
 
 def test_block_length() -> None:
-    """A power of 2 of half a window; a text of two spans is the shortest that gains."""
-    assert [block_length(10_000, window) for window in (0, 5, 64, 255, 256, 512, 513)] == [
-        64,
-        64,
+    """A power of 2 of at most half a side; a text of two spans is the shortest that gains."""
+    sides = {0: 64, 5: 64, 64: 64, 255: 64, 256: 128, 512: 256, 513: 256}
+    assert {side: block_length(10_000, Window(side, side)) for side in sides} == sides
+    assert [block_length(10_000, Window(before, 0)) for before in (64, 511, 512, 1023, 4095)] == [
         64,
         64,
         128,
-        256,
-        256,
+        128,
+        512,
     ]
-    assert block_length(2 * (64 + 128), 64) == 64
-    assert block_length(2 * (64 + 128) - 1, 64) is None
+    assert block_length(2 * (64 + 128), Window(64, 64)) == 64
+    assert block_length(2 * (64 + 128) - 1, Window(64, 64)) is None
 
 
 def test_keywords_that_concern_all_keys(in_blocks: list[torch.Size]) -> None:
@@ -258,7 +328,7 @@ def test_keywords_that_concern_all_keys(in_blocks: list[torch.Size]) -> None:
     module = model.layers[1].attn
     output, _ = attention_module.attention("bi-clustered", module, query, key, value, mask, position_bias=bias)
     expected = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias.masked_fill(~dense_mask(mask, 215), -1e9)
+        query, key, value, attn_mask=bias.masked_fill(~dense_mask(mask, 215, causal=False), -1e9)
     )
     torch.testing.assert_close(output, expected.transpose(1, 2), rtol=0, atol=1e-5)
     assert in_blocks == []
