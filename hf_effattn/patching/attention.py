@@ -6,8 +6,8 @@ One function receives every attention of a model. It runs the method in the self
 table (of decoders by the method's causal form), and transformers' own SDPA path in everything else: cross-attention,
 decoding steps and further chunks of a prompt over a cache (unless the method has a form for them), dense 4-D masks,
 packed sequences, layers that are not selected, inputs too short to gain, and wherever a keyword changes attention
-(`keywords.py`); of layers with a sliding window the same in blocks (`windows.py`). Where a method would look
-into the future it raises.
+(`keywords.py`). Layers with a sliding window are exact, too, in blocks (`windows.py`). Where a method would look into
+the future it raises.
 """
 
 import warnings
@@ -35,11 +35,11 @@ from .model_table import MODEL_TYPES, NOT_SERVED
 from .model_types import is_causal, is_self_attention, is_served, model_type_of, supported_model_types
 from .module_patch import RECORD, ModulePatch
 from .stored import FIELD, check_layers, read_stored
-from .windows import IN_BLOCKS, attend_in_blocks, dense_mask, window_mask
+from .windows import IN_BLOCKS, attend_in_blocks, dense_mask, mask_of_blocks
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 # Keywords by which transformers' SDPA path adds to the scores of all keys, or finds the keys elsewhere.
-OF_ALL_KEYS = "position_bias", "cache"
+NOT_IN_BLOCKS = "position_bias", "cache"
 
 
 def padding_mask(
@@ -62,7 +62,7 @@ def padding_mask(
         kwargs: transformers' further arguments, handed on.
 
     Returns:
-        `torch.BoolTensor`, *optional*: `(B, N)`, `(B, 1, N, M)` or, of a sliding window, what `window_mask` gives,
+        `torch.BoolTensor`, *optional*: `(B, N)`, `(B, 1, N, M)` or, of a sliding window, what `mask_of_blocks` gives,
         True = attend; None where nothing is masked but the future. With a causal `(B, N)`, or None, the queries' own
         keys are the first `N`, whatever room a cache has.
     """
@@ -77,8 +77,10 @@ def padding_mask(
         row = sdpa_mask(q_length=1, **kwargs)
         return None if row is None else row[:, 0, 0, :]
     elif entry is not None and q_length == kv_length and _is_first(q_offset) and not kwargs.get("kv_offset"):
-        sizes: dict[str, Any] = {"batch_size": batch_size, "length": q_length, "device": kwargs.get("device", "cpu")}
-        mask = window_mask(mask_function, kwargs.get("attention_mask"), causal=entry.causal, **sizes)
+        key_mask, device = kwargs.get("attention_mask"), kwargs.get("device", "cpu")
+        mask = mask_of_blocks(
+            mask_function, key_mask, causal=entry.causal, batch_size=batch_size, length=q_length, device=device
+        )
         if mask is not None:
             return mask
     return sdpa_mask(q_length=q_length, **kwargs)
@@ -211,7 +213,7 @@ def _say_if_never(method: Method, device_type: str) -> None:
     A model may have come there after its patch.
     """
     if not torch.compiler.is_compiling() and method.shortest_length(device_type, causal=True) is None:
-        said = f"The patch does nothing: {why_never(method.method, device_type)}."
+        said = f"The patch approximates nothing: {why_never(method.method, device_type)}."
         warnings.warn(said, stacklevel=stacklevel_of_user())
 
 
@@ -220,9 +222,10 @@ def _exact(call: Call) -> Attended:
     query, key, mask = call.query, call.key, call.mask
     if mask is not None and mask.ndim == IN_BLOCKS:
         causal = bool(getattr(model_type_of(call.module), "causal", False))  # as `padding_mask` has it
-        if not call.wants_weights and all(call.options.get(keyword) is None for keyword in OF_ALL_KEYS):
-            how: dict[str, Any] = {"causal": causal, "dropout": call.dropout, "scale": call.scale}
-            return attend_in_blocks(query, key, call.value, mask, **how), None
+        if not call.wants_weights and all(call.options.get(keyword) is None for keyword in NOT_IN_BLOCKS):
+            return attend_in_blocks(
+                query, key, call.value, mask, causal=causal, dropout=call.dropout, scale=call.scale
+            ), None
         mask = dense_mask(mask, query.shape[2], causal=causal)
     elif mask is not None and mask.ndim == 2:
         mask = visible_keys(mask, query.shape[2], causal=call.hides_future)
@@ -231,7 +234,7 @@ def _exact(call: Call) -> Attended:
     )
     if not call.wants_weights:
         return output, None
-    for keyword in OF_ALL_KEYS:
+    for keyword in NOT_IN_BLOCKS:
         if call.options.get(keyword) is not None:
             raise ValueError(
                 f"{type(call.module).__name__} passes {keyword}=, with which SDPA gives no attention weights: leave "

@@ -13,7 +13,7 @@ from .methods import METHODS, Method, list_methods, make_method, setting_names
 from .model_types import Stack, find_stacks
 from .module_patch import RECORD
 from .patch import apply_plans
-from .planning import plan_patch, stacks_to_patch, warn_if_never_used
+from .planning import plan_patch, stacks_to_patch, why_never_used
 from .sentence_transformers import after_loading, is_sentence_transformer
 from .stored import FIELD, read_stored, saved_method
 
@@ -99,7 +99,9 @@ def _patch_loaded(model: Any, name_or_path: Any, asked: _Asked, options: Mapping
         chosen, chosen_layers = _method_to_apply(stored, asked.method, asked.settings)
         plans.append(plan_patch(stack, chosen, chosen_layers if asked.layers is None else asked.layers))
     for plan in plans:
-        warn_if_never_used(plan, stacklevel=4)
+        never_used = why_never_used(plan)
+        if never_used is not None:
+            warnings.warn(never_used, stacklevel=3)
     apply_plans(plans)
     for plan, before in zip(plans, saved, strict=True):
         if before == plan.method.method:

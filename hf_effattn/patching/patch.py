@@ -1,5 +1,6 @@
 """`patch_attention` and `unpatch_attention`: a method on and off, on one model instance."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -15,9 +16,9 @@ from .planning import (
     check_not_wrapped,
     plan_patch,
     stacks_to_patch,
-    warn_if_never_used,
     warn_of_decoder_loss,
     warn_of_losses,
+    why_never_used,
 )
 from .sentence_transformers import cut_at
 from .snapshot import Snapshot
@@ -45,7 +46,7 @@ def patch_attention(
     generate, the prompt runs by the method and what follows exactly over the cache (`"cst"`: by the method too).
     Cross-attention, packed sequences, dense 4-D masks, sliding-window layers, short inputs and inputs of no more
     tokens than `clusters` or `topk` stay exact; of a sliding window only what it holds is computed, so that those
-    layers differ by rounding and gain most. In a composite model every encoder that is served is patched; hand over a
+    layers differ by rounding. In a composite model every encoder that is served is patched; hand over a
     part, such as `model.encoder`, to patch that one alone. As everywhere in transformers, models built from one config
     object share their attention implementation: give each its own (`copy.deepcopy(config)`).
 
@@ -92,8 +93,11 @@ def patch_attention(
         check_not_wrapped(model, plan)
     for plan in plans:
         warn_of_losses(plan)
-        if not warn_if_never_used(plan, cut_at(model)):
+        never_used = why_never_used(plan, cut_at(model))
+        if never_used is None:
             warn_of_decoder_loss(plan)
+        else:
+            warnings.warn(never_used, stacklevel=2)
     apply_plans(plans)
     return model
 

@@ -193,26 +193,25 @@ def warn_of_decoder_loss(plan: PatchPlan) -> None:
     )
 
 
-def warn_if_never_used(plan: PatchPlan, cut: int | None = None, *, stacklevel: int = 3) -> bool:
-    """Say so, and return True, where exact attention runs on every input that the model takes, or a `cut` leaves."""
+def why_never_used(plan: PatchPlan, cut: int | None = None) -> str | None:
+    """What to warn of where exact attention runs on every input that the model takes, or a `cut` leaves; else None."""
     config, method = plan.stack.model.config, plan.method
     kind = plan.stack.model.device.type
     if kind == "meta":  # where it will run is not known yet
-        return False
+        return None
     hides_future = any(is_causal(module) for module in plan.stack.modules)
     windowed = any(is_sliding_window(module) for module in plan.stack.modules)
-    does = "only run layers with windows in blocks" if windowed else "do nothing"
+    does = "approximate nothing, and gain in layers with windows only" if windowed else "do nothing"
     shortest = method.shortest_length(kind, causal=hides_future)
     if shortest is None:
-        warnings.warn(f"The patch will {does}: {why_never(method.method, kind)}.", stacklevel=stacklevel)
-        return True
+        return f"The patch will {does}: {why_never(method.method, kind)}."
     extendable = longest_input(config)
     longest = extendable or usual_length(config)
     is_cut = cut is not None and (longest is None or cut < longest)
     if is_cut:
         longest = cut
     if longest is None or not method.is_exact(longest, longest, kind, causal=hides_future):
-        return False
+        return None
     longer = "For longer inputs call extend_positions; to" if extendable else "To"
     if is_cut:
         longer = f"For longer inputs {'call extend_positions' if extendable else 'set max_seq_length'}; to"
@@ -223,9 +222,7 @@ def warn_if_never_used(plan: PatchPlan, cut: int | None = None, *, stacklevel: i
     else:
         why = "has nothing to approximate in so few"
         advice = f"{longer} approximate these give smaller counts"
-    warnings.warn(
+    return (
         f'The patch will {does}: this model takes at most {longest:,} tokens, and "{method.method}" with these '
-        f"settings {why}. {advice}.",
-        stacklevel=stacklevel,
+        f"settings {why}. {advice}."
     )
-    return True

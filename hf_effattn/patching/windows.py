@@ -10,13 +10,14 @@ block. A mask of blocks is `(B, 1, n, L, S)`: its five dimensions tell it from a
 
 from collections.abc import Callable
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import (
     and_masks,
+    bidirectional_mask_function,
     causal_mask_function,
     sliding_window_bidirectional_overlay,
     sliding_window_overlay,
@@ -25,42 +26,50 @@ from transformers.masking_utils import (
 # The dimensions of a mask of blocks.
 IN_BLOCKS = 5
 SHORTEST_BLOCK = 64
-# Fewer tokens than so many spans of a block stay with transformers' path, bit for bit.
+# Texts of fewer spans of a block stay with transformers' path, bit for bit: from two on blocks took less time on a
+# CPU, whatever the window and the batch.
 LEAST_SPANS = 2
 
 
 class Window(NamedTuple):
     """How many keys a query sees at most, beside the one at its own place."""
 
-    before: float
-    after: float
+    before: int
+    after: int
 
 
 def window_of(mask_function: Callable) -> Window | None:
     """The window that one of transformers' mask functions leaves to a query; None if it tells none.
 
-    An intersection with further masks sees no more than its window. A union might, and so might any other function;
-    within a compiled graph nothing is known of a function.
+    It tells one where it is a window, or the intersection of windows with the masks of full attention: of any other
+    function, and of all within a graph, nothing is known.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return None
-    window = _reach(mask_function)
-    return None if inf in window else window
+    reach = _reach(mask_function)
+    return None if reach is None or inf in reach else Window(*map(int, reach))
 
 
-def _reach(mask_function: Callable) -> Window:
+def _reach(mask_function: Callable) -> tuple[float, float] | None:
     if mask_function is causal_mask_function:
-        return Window(inf, 0)
+        return inf, 0
+    if mask_function is bidirectional_mask_function:
+        return inf, inf
     code = getattr(mask_function, "__code__", None)
     if code not in (_BOTH_SIDES, _BACKWARDS, _INTERSECTION):
-        return Window(inf, inf)
+        return None
     (cell,) = mask_function.__closure__ or ()
     if code is _BOTH_SIDES:
-        return Window(cell.cell_contents, cell.cell_contents)
+        return cell.cell_contents, cell.cell_contents
     if code is _BACKWARDS:
-        return Window(cell.cell_contents - 1, inf)
-    reaches = [_reach(one) for one in cell.cell_contents]
-    return Window(*(min((one[side] for one in reaches), default=inf) for side in (0, 1)))
+        return cell.cell_contents - 1, inf
+    before, after = inf, inf
+    for one in cell.cell_contents:
+        reach = _reach(one)
+        if reach is None:
+            return None
+        before, after = min(before, reach[0]), min(after, reach[1])
+    return before, after
 
 
 # transformers makes such functions anew for each window; of those that one factory makes, the code is the same object.
@@ -70,13 +79,12 @@ _INTERSECTION = and_masks(causal_mask_function).__code__
 
 
 def block_length(length: int, window: Window) -> int | None:
-    """The queries `L` of a block, a power of 2 of at most a quarter of a window; None where blocks gain nothing."""
-    keys = int(window.before + window.after)
-    block = max(SHORTEST_BLOCK, 1 << max(keys.bit_length() - 3, 0))
-    return block if length >= LEAST_SPANS * (block + keys) else None
+    """The queries `L` of a block, a power of 2 of at most a quarter of a window; None for texts that are too short."""
+    block = max(SHORTEST_BLOCK, 1 << max(sum(window).bit_length() - 3, 0))
+    return block if length >= LEAST_SPANS * (block + sum(window)) else None
 
 
-def window_mask(
+def mask_of_blocks(
     mask_function: Callable,
     key_mask: torch.Tensor | None,
     *,
@@ -84,60 +92,37 @@ def window_mask(
     batch_size: int,
     length: int,
     device: torch.device | str,
+    block: int | None = None,
 ) -> torch.Tensor | None:
-    """The mask of blocks `(B, 1, n, L, S)` of a layer with a window; None where blocks gain nothing, or none is known.
+    """Which keys the queries of each block see, bool `(B, 1, n, L, S)`; None where blocks are not for this function.
 
     Args:
         mask_function (`Callable`): transformers' rule for who sees whom, before padding.
         key_mask (`torch.Tensor`, *optional*): `(B, N)`, true = attend.
-        causal (`bool`): whether the model masks the future.
+        causal (`bool`): whether the model masks the future: its windows reach backwards only, others to both sides
+            alike.
         batch_size (`int`): `B`.
         length (`int`): `N`.
         device (`torch.device`): of the mask.
+        block (`int`, *optional*): `L`. Default: `block_length`.
     """
     window = window_of(mask_function)
     if window is None or window.after != (0 if causal else window.before):
         return None
-    block = block_length(length, window)
-    if block is None:
+    block = block or block_length(length, window)
+    if block is None or (key_mask is not None and key_mask.shape[1] != length):
         return None
-    sizes: dict[str, Any] = {"batch_size": batch_size, "length": length, "window": window, "block": block}
-    return mask_of_blocks(mask_function, key_mask, device=device, **sizes)
-
-
-def mask_of_blocks(
-    mask_function: Callable,
-    key_mask: torch.Tensor | None,
-    *,
-    batch_size: int,
-    length: int,
-    window: Window,
-    block: int,
-    device: torch.device | str,
-) -> torch.Tensor:
-    """Which keys the queries of each block see, bool `(B, 1, n, L, S)`, by transformers' own mask function.
-
-    Args:
-        mask_function (`Callable`): transformers' rule for who sees whom, before padding.
-        key_mask (`torch.Tensor`, *optional*): `(B, N)`, true = attend.
-        batch_size (`int`): `B`.
-        length (`int`): `N`.
-        window (`Window`): of `mask_function`.
-        block (`int`): `L`.
-        device (`torch.device`): of the mask.
-    """
     # Texts of a batch lie one behind the other, with blocks of zeros between them: no span reaches into another text.
-    before, after = map(int, window)
-    gap = -(-max(before, after) // block) if batch_size > 1 else 0
+    gap = -(-max(window) // block) if batch_size > 1 else 0
     starts = torch.arange(-(-length // block) + gap, device=device)[:, None, None] * block
     queries = starts + torch.arange(block, device=device)[:, None]
-    keys = starts - before + torch.arange(before + block + after, device=device)
+    keys = starts - window.before + torch.arange(block + sum(window), device=device)
     inside = (keys >= 0) & (keys < length)
     queries, keys = queries.clamp(max=length - 1), keys.clamp(0, length - 1)
-    rows = torch.arange(batch_size if key_mask is not None else 1, device=device)[:, None, None, None, None]
-    seen = mask_function(rows, rows.new_zeros(()), queries, keys) & inside
+    nothing = keys.new_zeros(())  # text and head, by which no window differs
+    seen = (mask_function(nothing, nothing, queries, keys) & inside)[None, None]
     if key_mask is not None:
-        seen = seen & key_mask.bool()[rows, keys]
+        seen = seen & key_mask.bool()[:, None, keys]
     return seen.expand(batch_size, 1, len(starts), block, -1)
 
 

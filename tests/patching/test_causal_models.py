@@ -136,7 +136,7 @@ def test_where_no_length_was_measured_the_model_stays_exact_and_says_so(
     never = (
         r'on "cpu" exact attention runs at every length.* timed on CPUs only since it has kernels.*pass min_length=0'
     )
-    with pytest.warns(UserWarning, match=f"The patch does nothing: {never}") as said:
+    with pytest.warns(UserWarning, match=f"The patch approximates nothing: {never}") as said:
         assert torch.equal(model(ids).logits, exact)
     assert {one.filename for one in said} == {__file__}
     with pytest.warns(UserWarning, match=f"The patch will do nothing: {never}"):

@@ -69,7 +69,7 @@ def dense_of_transformers(
 
 
 def patch(model: Any, **settings: Any) -> Any:
-    with pytest.warns(UserWarning, match="The patch will only run layers with windows in blocks"):
+    with pytest.warns(UserWarning, match="The patch will approximate nothing, and gain in layers with windows only"):
         hf_effattn.patch_attention(model, **EXACT_ELSEWHERE | settings)
     return model
 
@@ -124,6 +124,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     for name, more in {
         "qwen2": {"use_sliding_window": True},
         "qwen3": {"use_sliding_window": True},
+        "smollm3": {"use_sliding_window": True},
         "gemma3_text": {},
         "olmo3": {},
     }.items()
@@ -185,6 +186,56 @@ def test_a_text_does_not_meet_its_neighbours(in_blocks: list[torch.Size]) -> Non
 
 
 @torch.no_grad()
+def test_compiled_layers_run_in_blocks(in_blocks: list[torch.Size]) -> None:
+    """Their mask is made outside of the graph."""
+    model = tiny_model("modernbert")
+    inputs = inputs_of(215, "right")
+    exact = model(**inputs).last_hidden_state
+    patch(model)
+    for layer in model.layers:
+        layer.compile(fullgraph=True, backend="eager")
+    torch.testing.assert_close(model(**inputs).last_hidden_state, exact, rtol=0, atol=1e-5)
+    assert len(in_blocks) == 1
+
+
+def test_gradient_checkpointing_autocast_and_unpatching(in_blocks: list[torch.Size]) -> None:
+    model = tiny_model("modernbert").train()
+    inputs = inputs_of(215, "right")
+    exact = model(**inputs).last_hidden_state
+
+    def gradient() -> torch.Tensor:
+        model.zero_grad()
+        model(**inputs).last_hidden_state.square().sum().backward()
+        return model.layers[1].attn.Wqkv.weight.grad.clone()
+
+    expected = gradient()
+    patch(model).gradient_checkpointing_enable()
+    torch.testing.assert_close(gradient(), expected, rtol=1e-4, atol=1e-4)
+    assert len(in_blocks) == 2
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        rounded = model(**inputs).last_hidden_state
+    torch.testing.assert_close(rounded.float(), exact, rtol=0, atol=0.2)
+    hf_effattn.unpatch_attention(model)
+    assert torch.equal(model(**inputs).last_hidden_state, exact)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", DECODERS)
+@pytest.mark.parametrize("kind", ["static", "dynamic, in chunks", "beams"])
+def test_caches(model_type: str, kind: str, in_blocks: list[torch.Size]) -> None:
+    """Whatever the cache, what is generated is what the exact model generates; a further chunk has a dense mask."""
+    model = make_model(model_type, **DECODERS[model_type], num_hidden_layers=3)
+    inputs = inputs_of(300, "left", batch=2)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5, "pad_token_id": 1, "disable_compile": True}
+    more = {"static": {"cache_implementation": "static"}, "beams": {"num_beams": 3}}
+    options |= more.get(kind, {"prefill_chunk_size": 250})
+    written = model.generate(**inputs, **options)
+    patch(model)
+    assert torch.equal(model.generate(**inputs, **options), written)
+    assert len(in_blocks) == 1
+
+
+@torch.no_grad()
 def test_a_compiled_model_takes_the_dense_mask(in_blocks: list[torch.Size]) -> None:
     model = tiny_model("modernbert")
     inputs = inputs_of(215, "right")
@@ -209,26 +260,26 @@ def test_windows_that_are_told() -> None:
         sliding_window_overlay(16),
         or_masks(sliding_window_causal_mask_function(16), window),
         and_masks(),
+        and_masks(window, lambda batch, head, query, key: batch == 0),
         lambda batch, head, query, key: (query - key).abs() <= 16,
     ):
         assert window_of(other) is None
 
 
 @torch.no_grad()
-def test_further_masks_of_a_model() -> None:
-    """What a model adds to its window is in the mask of blocks; a union has a dense mask."""
+def test_further_masks_have_a_dense_mask() -> None:
+    """What a model adds to its window may differ by text, and may be written for single places."""
     model = patch(tiny_model("modernbert"))
     embeddings = torch.zeros(2, 215, 32)
-    texts = torch.cat([torch.zeros(2, 100), torch.ones(2, 115)], dim=1).long()
+    texts = (torch.arange(215) >= torch.tensor([[100], [30]])).long()
     asked = {"config": model.config, "inputs_embeds": embeddings, "attention_mask": None}
     separate = packed_sequence_mask_function(texts)
-    with_separate = create_bidirectional_sliding_window_mask(**asked, and_mask_function=separate)
-    model.config._attn_implementation = "sdpa"
-    expected = create_bidirectional_sliding_window_mask(**asked, and_mask_function=separate)
-    model.config._attn_implementation = "bi-clustered"
-    assert with_separate.ndim == 5
-    assert torch.equal(dense_mask(with_separate, 215, causal=False), expected)
-    assert create_bidirectional_sliding_window_mask(**asked, or_mask_function=separate).shape == (2, 1, 215, 215)
+    for further in ("and_mask_function", "or_mask_function"):
+        model.config._attn_implementation = "sdpa"
+        expected = create_bidirectional_sliding_window_mask(**asked, **{further: separate})
+        model.config._attn_implementation = "bi-clustered"
+        assert torch.equal(create_bidirectional_sliding_window_mask(**asked, **{further: separate}), expected)
+    assert create_bidirectional_sliding_window_mask(**asked).ndim == 5
 
 
 def mask_function_of(size: int, causal: bool) -> tuple[Callable, Window]:
@@ -250,8 +301,9 @@ def test_the_mask_is_that_of_transformers(
     if padding is not None:
         key_mask = torch.arange(length) < torch.tensor([length, length // 2, 1])[:batch, None]
         key_mask = key_mask if padding == "right" else key_mask.flip(1)
-    sizes: dict[str, Any] = {"batch_size": batch, "length": length, "window": window, "block": 16, "device": "cpu"}
-    blocks = mask_of_blocks(mask_function, key_mask, **sizes)
+    sizes: dict[str, Any] = {"batch_size": batch, "length": length, "block": 16, "device": "cpu"}
+    blocks = mask_of_blocks(mask_function, key_mask, causal=causal, **sizes)
+    assert blocks is not None
     dense = dense_of_transformers(mask_function, key_mask, batch, length)
     assert torch.equal(dense_mask(blocks, length, causal=causal), dense)
 
@@ -272,11 +324,12 @@ def test_values_and_gradients(
         for count, width in ((4, 8), (heads, 8), (heads, 6))
     )
     weights = torch.randn(batch, length, 4, 6)
-    mask_function, window = mask_function_of(size, causal)
+    mask_function, _ = mask_function_of(size, causal)
     key_mask = torch.rand(batch, length) > 0.3
     blocks = mask_of_blocks(
-        mask_function, key_mask, batch_size=batch, length=length, window=window, block=16, device="cpu"
+        mask_function, key_mask, causal=causal, batch_size=batch, length=length, block=16, device="cpu"
     )
+    assert blocks is not None
     dense = dense_of_transformers(mask_function, key_mask, batch, length)
 
     def gradients(attend: Callable, kind: torch.dtype) -> list[torch.Tensor]:
@@ -298,7 +351,7 @@ def test_values_and_gradients(
 
 
 def test_block_length() -> None:
-    """A power of 2 of at most half a side; a text of two spans is the shortest that gains."""
+    """A power of 2 of at most a quarter of the window, no less than 64, in texts of two spans or more."""
     sides = {0: 64, 5: 64, 64: 64, 255: 64, 256: 128, 512: 256, 513: 256}
     assert {side: block_length(10_000, Window(side, side)) for side in sides} == sides
     assert [block_length(10_000, Window(before, 0)) for before in (64, 511, 512, 1023, 4095)] == [
