@@ -119,8 +119,8 @@ def mask_of_blocks(
     keys = starts - window.before + torch.arange(block + sum(window), device=device)
     inside = (keys >= 0) & (keys < length)
     queries, keys = queries.clamp(max=length - 1), keys.clamp(0, length - 1)
-    nothing = keys.new_zeros(())  # text and head, by which no window differs
-    seen = (mask_function(nothing, nothing, queries, keys) & inside)[None, None]
+    any_text = any_head = keys.new_zeros(())  # no window differs by them
+    seen = (mask_function(any_text, any_head, queries, keys) & inside)[None, None]
     if key_mask is not None:
         seen = seen & key_mask.bool()[:, None, keys]
     return seen.expand(batch_size, 1, len(starts), block, -1)
