@@ -26,9 +26,9 @@ from transformers.masking_utils import (
 # The dimensions of a mask of blocks.
 IN_BLOCKS = 5
 SHORTEST_BLOCK = 64
-# Texts of fewer spans of a block stay with transformers' path, bit for bit: from two on blocks took less time on a
-# CPU, whatever the window and the batch.
-LEAST_SPANS = 2
+# Fewer spans of a block stay with transformers' path, bit for bit: from so many on a forward pass in blocks takes less
+# time on a CPU, of one text and, as blocks stand between texts, of several (scripts/benchmark/windows.py).
+LEAST_SPANS, LEAST_SPANS_OF_BATCH = 2, 3
 
 
 class Window(NamedTuple):
@@ -78,10 +78,15 @@ _BACKWARDS = sliding_window_overlay(1).__code__
 _INTERSECTION = and_masks(causal_mask_function).__code__
 
 
-def block_length(length: int, window: Window) -> int | None:
-    """The queries `L` of a block, a power of 2 of at most a quarter of a window; None for texts that are too short."""
-    block = max(SHORTEST_BLOCK, 1 << max(sum(window).bit_length() - 3, 0))
-    return block if length >= LEAST_SPANS * (block + sum(window)) else None
+def block_length(window: Window) -> int:
+    """The queries `L` of a block, a power of 2 of at most a quarter of a window, but no less than the shortest."""
+    return max(SHORTEST_BLOCK, 1 << max(sum(window).bit_length() - 3, 0))
+
+
+def shortest_length(window: Window, batch_size: int) -> int:
+    """The tokens from which blocks gain, `N`, where every text of a batch has so many, padding included."""
+    spans = LEAST_SPANS if batch_size == 1 else LEAST_SPANS_OF_BATCH
+    return spans * (block_length(window) + sum(window))
 
 
 def mask_of_blocks(
@@ -104,14 +109,16 @@ def mask_of_blocks(
         batch_size (`int`): `B`.
         length (`int`): `N`.
         device (`torch.device`): of the mask.
-        block (`int`, *optional*): `L`. Default: `block_length`.
+        block (`int`, *optional*): `L`, at any length. Default: `block_length`, from `shortest_length` on.
     """
     window = window_of(mask_function)
     if window is None or window.after != (0 if causal else window.before):
         return None
-    block = block or block_length(length, window)
-    if block is None or (key_mask is not None and key_mask.shape[1] != length):
+    if (block is None and length < shortest_length(window, batch_size)) or (
+        key_mask is not None and key_mask.shape[1] != length
+    ):
         return None
+    block = block or block_length(window)
     # Texts of a batch lie one behind the other, with blocks of zeros between them: no span reaches into another text.
     gap = -(-max(window) // block) if batch_size > 1 else 0
     starts = torch.arange(-(-length // block) + gap, device=device)[:, None, None] * block

@@ -263,6 +263,31 @@ def retrieval(result: dict[str, Any]) -> Table:
     return markdown(header, rows), note
 
 
+@of_file("benchmark_windows")
+def windows(result: dict[str, Any]) -> Table:
+    """How much faster layers with a window are in blocks, and how far off."""
+    found: dict[tuple[int, int, int, int], dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        case = found.setdefault((row["before"], row["after"], row["length"], row["batch"]), {})
+        case[row["dtype"]] = row
+    dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
+    columns = "forward", "both passes", "error"
+    header = ["window", "tokens", *(f"{one}: {column}" for one in dtypes for column in columns)]
+    rows = []
+    for (before, after, length, batch), case in sorted(found.items(), key=lambda item: (not item[0][1], item[0])):
+        texts = f"{batch} × {length:,}" if batch > 1 else f"{length:,}"
+        cells = [f"{after} to each side" if after else f"{before + 1:,} backwards", texts]
+        for one in dtypes:
+            cells += [f"{case[one]['forward']:.1f}×", f"{case[one]['training']:.1f}×", f"{case[one]['error']:.0e}"]
+        rows.append(cells)
+    sizes = result["settings"]
+    note = (
+        "Times faster than SDPA with transformers' dense mask, masks included, and the relative L2 distance of the "
+        f"outputs; one layer of {sizes['heads']} heads of {sizes['head_dim']}, random inputs. "
+    )
+    return markdown(header, rows), note
+
+
 @of_file("benchmark_documents")
 def documents(result: dict[str, Any]) -> Table:
     """What one long document takes an encoder: seconds, the share of attention, memory, exact and patched."""
@@ -361,6 +386,7 @@ def not_served() -> str:
 TABLES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"gains": gains, "choice": choice},
     ROOT / "hf_effattn" / "patching" / "README.md": {
+        "windows": windows,
         "whole models": whole_models,
         "shortest": shortest,
         "head errors": head_errors,

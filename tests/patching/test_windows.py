@@ -27,7 +27,15 @@ from transformers.masking_utils import (
 
 import hf_effattn
 from hf_effattn.patching import attention as attention_module
-from hf_effattn.patching.windows import Window, attend_in_blocks, block_length, dense_mask, mask_of_blocks, window_of
+from hf_effattn.patching.windows import (
+    Window,
+    attend_in_blocks,
+    block_length,
+    dense_mask,
+    mask_of_blocks,
+    shortest_length,
+    window_of,
+)
 
 WINDOWED = [name for name, layers in FULL_LAYERS.items() if layers == (0, 2) and name in MODEL_TYPES]
 # All heads exact in layers 0 and 2, whatever the length: what differs is the layer with a window.
@@ -79,7 +87,7 @@ def patch(model: Any, **settings: Any) -> Any:
 def test_models(model_type: str, padding: str | None, in_blocks: list[torch.Size]) -> None:
     """Values and gradients are the exact model's, of padded tokens too; the layer did run in blocks."""
     model = tiny_model(model_type)
-    inputs = inputs_of(215, padding)
+    inputs = inputs_of(245, padding)
 
     def run() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model.zero_grad()
@@ -106,7 +114,7 @@ def test_models(model_type: str, padding: str | None, in_blocks: list[torch.Size
 @torch.no_grad()
 def test_short_inputs_and_weights_are_bit_for_bit(model_type: str, in_blocks: list[torch.Size]) -> None:
     model = tiny_model(model_type)
-    short, long = inputs_of(120, "right"), inputs_of(215, "right")
+    short, long = inputs_of(120, "right"), inputs_of(245, "right")
     exact = [model(**one).last_hidden_state for one in (short, long)]
     patch(model)
     assert torch.equal(model(**short).last_hidden_state, exact[0])
@@ -136,7 +144,7 @@ DECODERS: dict[str, dict[str, Any]] = {
 def test_decoders(model_type: str, padding: str | None, in_blocks: list[torch.Size]) -> None:
     """Values, gradients and what is generated are the exact model's, and no token sees a later one, bit for bit."""
     model = make_model(model_type, **DECODERS[model_type])
-    inputs = inputs_of(215, padding, batch=2)
+    inputs = inputs_of(245, padding, batch=2)
 
     def run() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model.zero_grad()
@@ -175,7 +183,7 @@ def test_a_bidirectional_gemma_is_not_served() -> None:
 def test_a_text_does_not_meet_its_neighbours(in_blocks: list[torch.Size]) -> None:
     """Texts of a batch lie one behind the other: what is not finite in one stays there."""
     model = patch(tiny_model("modernbert"))
-    inputs = inputs_of(215, None)["input_ids"]
+    inputs = inputs_of(245, None)["input_ids"]
     embeddings = model.get_input_embeddings()(inputs)
     embeddings[1] = torch.nan
     together = model(inputs_embeds=embeddings).last_hidden_state
@@ -189,7 +197,7 @@ def test_a_text_does_not_meet_its_neighbours(in_blocks: list[torch.Size]) -> Non
 def test_compiled_layers_run_in_blocks(in_blocks: list[torch.Size]) -> None:
     """Their mask is made outside of the graph."""
     model = tiny_model("modernbert")
-    inputs = inputs_of(215, "right")
+    inputs = inputs_of(245, "right")
     exact = model(**inputs).last_hidden_state
     patch(model)
     for layer in model.layers:
@@ -200,7 +208,7 @@ def test_compiled_layers_run_in_blocks(in_blocks: list[torch.Size]) -> None:
 
 def test_gradient_checkpointing_autocast_and_unpatching(in_blocks: list[torch.Size]) -> None:
     model = tiny_model("modernbert").train()
-    inputs = inputs_of(215, "right")
+    inputs = inputs_of(245, "right")
     exact = model(**inputs).last_hidden_state
 
     def gradient() -> torch.Tensor:
@@ -238,7 +246,7 @@ def test_caches(model_type: str, kind: str, in_blocks: list[torch.Size]) -> None
 @torch.no_grad()
 def test_a_compiled_model_takes_the_dense_mask(in_blocks: list[torch.Size]) -> None:
     model = tiny_model("modernbert")
-    inputs = inputs_of(215, "right")
+    inputs = inputs_of(245, "right")
     exact = model(**inputs).last_hidden_state
     compiled = torch.compile(patch(model), fullgraph=True, backend="eager")
     assert torch.equal(compiled(**inputs).last_hidden_state, exact)
@@ -270,8 +278,8 @@ def test_windows_that_are_told() -> None:
 def test_further_masks_have_a_dense_mask() -> None:
     """What a model adds to its window may differ by text, and may be written for single places."""
     model = patch(tiny_model("modernbert"))
-    embeddings = torch.zeros(2, 215, 32)
-    texts = (torch.arange(215) >= torch.tensor([[100], [30]])).long()
+    embeddings = torch.zeros(2, 245, 32)
+    texts = (torch.arange(245) >= torch.tensor([[100], [30]])).long()
     asked = {"config": model.config, "inputs_embeds": embeddings, "attention_mask": None}
     separate = packed_sequence_mask_function(texts)
     for further in ("and_mask_function", "or_mask_function"):
@@ -351,18 +359,20 @@ def test_values_and_gradients(
 
 
 def test_block_length() -> None:
-    """A power of 2 of at most a quarter of the window, no less than 64, in texts of two spans or more."""
+    """A power of 2 of at most a quarter of the window, no less than 64."""
     sides = {0: 64, 5: 64, 64: 64, 255: 64, 256: 128, 512: 256, 513: 256}
-    assert {side: block_length(10_000, Window(side, side)) for side in sides} == sides
-    assert [block_length(10_000, Window(before, 0)) for before in (64, 511, 512, 1023, 4095)] == [
-        64,
-        64,
-        128,
-        128,
-        512,
-    ]
-    assert block_length(2 * (64 + 128), Window(64, 64)) == 64
-    assert block_length(2 * (64 + 128) - 1, Window(64, 64)) is None
+    assert {side: block_length(Window(side, side)) for side in sides} == sides
+    backwards = {64: 64, 511: 64, 512: 128, 1023: 128, 4095: 512}
+    assert {before: block_length(Window(before, 0)) for before in backwards} == backwards
+
+
+@pytest.mark.parametrize(("batch_size", "shortest"), [(1, 2 * (64 + 128)), (2, 3 * (64 + 128))])
+def test_shortest_length(batch_size: int, shortest: int) -> None:
+    sizes: dict[str, Any] = {"causal": False, "batch_size": batch_size, "device": "cpu"}
+    function = sliding_window_bidirectional_mask_function(64)
+    assert shortest_length(Window(64, 64), batch_size) == shortest
+    assert mask_of_blocks(function, None, length=shortest, **sizes) is not None
+    assert mask_of_blocks(function, None, length=shortest - 1, **sizes) is None
 
 
 def test_keywords_that_concern_all_keys(in_blocks: list[torch.Size]) -> None:
@@ -370,18 +380,18 @@ def test_keywords_that_concern_all_keys(in_blocks: list[torch.Size]) -> None:
     model = patch(tiny_model("modernbert"))
     mask = ALL_MASK_ATTENTION_FUNCTIONS["bi-clustered"](
         batch_size=1,
-        q_length=215,
-        kv_length=215,
+        q_length=245,
+        kv_length=245,
         mask_function=sliding_window_bidirectional_mask_function(4),
         config=model.config,
     )
     assert mask.ndim == 5
     torch.manual_seed(0)
-    query, key, value, bias = torch.randn(1, 2, 215, 16), *torch.randn(2, 1, 2, 215, 16), torch.randn(1, 2, 215, 215)
+    query, key, value, bias = torch.randn(1, 2, 245, 16), *torch.randn(2, 1, 2, 245, 16), torch.randn(1, 2, 245, 245)
     module = model.layers[1].attn
     output, _ = attention_module.attention("bi-clustered", module, query, key, value, mask, position_bias=bias)
     expected = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias.masked_fill(~dense_mask(mask, 215, causal=False), -1e9)
+        query, key, value, attn_mask=bias.masked_fill(~dense_mask(mask, 245, causal=False), -1e9)
     )
     torch.testing.assert_close(output, expected.transpose(1, 2), rtol=0, atol=1e-5)
     assert in_blocks == []

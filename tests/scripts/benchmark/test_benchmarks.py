@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from hf_effattn.measuring.environment import environment
+from hf_effattn.patching.windows import Window
 from scripts.benchmark import _inputs
 from scripts.benchmark import attention as benchmark_attention
 from scripts.benchmark import clustering as benchmark_clustering
@@ -21,6 +23,7 @@ from scripts.benchmark import models as benchmark_models
 from scripts.benchmark import neighbour as benchmark_neighbour
 from scripts.benchmark import prefill as benchmark_prefill
 from scripts.benchmark import rivals as benchmark_rivals
+from scripts.benchmark import windows as benchmark_windows
 from scripts.kept import data as shared_data
 from scripts.publish import cst_tables
 from scripts.publish import readme as update_readme
@@ -186,6 +189,22 @@ def test_benchmark_documents(tmp_path, monkeypatch):
         if row["method"] == "exact":
             assert 0 <= row["windowed_share"] < row["attention_share"] < 1
             assert (row["windowed_share"] > 0) == (row["shape"] == "ModernBERT-base")
+
+
+def test_benchmark_windows(tmp_path, monkeypatch):
+    """Both ways give the same; lengths that run dense are refused."""
+    monkeypatch.setattr(benchmark_windows, "WINDOWS", (Window(5, 5), Window(9, 0)))
+    output = tmp_path / "windows.json"
+    benchmark_windows.main("shortest,300", "float32", heads=2, head_dim=8, repeats=1, output=output)
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert [(row["before"], row["length"], row["batch"]) for row in rows] == [
+        (5, 148, 1), (5, 222, 8), (5, 300, 1), (9, 146, 1), (9, 219, 8), (9, 300, 1),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["error"] < 1e-6
+        assert min(row["forward"], row["training"]) > 0
+    with pytest.raises(typer.BadParameter, match="at least 148"):
+        benchmark_windows.main("147", "float32", output=tmp_path / "other.json")
 
 
 def test_tables_of_heads_fit_other_models():

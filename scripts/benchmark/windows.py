@@ -1,0 +1,125 @@
+"""How much faster is attention within a sliding window by blocks than by SDPA with a dense mask, and how far off?
+
+Random inputs; transformers' mask functions say who sees whom. Windows are those of ModernBERT (64 tokens to each
+side), EmbeddingGemma 2 (512) and Gemma 3 (512 and 1,024 backwards); every one also at the shortest length that runs in
+blocks. Both are timed in one run, interleaved, the mask included, forward and with the backward pass.
+
+    python -m scripts.benchmark.windows     # writes scripts/results/benchmark_windows.json; minutes on two cores
+
+What the output file holds is not measured again.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from rich.progress import track
+from transformers.masking_utils import (
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio
+from hf_effattn.patching.windows import Window, attend_in_blocks, mask_of_blocks, shortest_length, window_of
+
+from ..kept.command_line import run_with_help
+from ..kept.runs import KeptRuns, print_rows
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+WINDOWS: tuple[Window, ...] = (Window(64, 64), Window(512, 512), Window(511, 0), Window(1023, 0))
+BATCHES = (1, 8)
+SHORTEST = "shortest"
+
+
+def mask_function(window: Window) -> Callable:
+    """transformers' own of a window."""
+    if window.after:
+        return sliding_window_bidirectional_mask_function(window.after)
+    return sliding_window_causal_mask_function(window.before + 1)
+
+
+def by_dense_mask(function: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """As transformers runs it, `(B, N, H, D)`."""
+    batch, _, length, _ = query.shape
+    mask = sdpa_mask(batch, length, length, mask_function=function, allow_is_causal_skip=False)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+
+
+def by_blocks(function: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The same in blocks."""
+    window, (batch, _, length, _) = window_of(function), query.shape
+    causal = window is not None and not window.after
+    mask = mask_of_blocks(function, None, causal=causal, batch_size=batch, length=length, device=query.device)
+    assert mask is not None
+    return attend_in_blocks(query, key, value, mask, causal=causal, dropout=0.0, scale=None)
+
+
+def forward(attend: Callable, inputs: Inputs) -> torch.Tensor:
+    """The output, without gradients."""
+    with torch.no_grad():
+        return attend(*inputs)
+
+
+def training(attend: Callable, inputs: Inputs) -> None:
+    """Both passes."""
+    leaves = [one.detach().requires_grad_() for one in inputs]
+    output = attend(*leaves)
+    torch.autograd.grad(output, leaves, torch.ones_like(output))
+
+
+def measure(
+    window: Window, length: int, batch: int, dtype: torch.dtype, heads: int, head_dim: int, repeats: int
+) -> Any:
+    """A row: the medians of the ratios, and the relative L2 distance of the outputs."""
+    torch.manual_seed(0)
+    function = mask_function(window)
+    query, key, value = (torch.randn(batch, length, heads, head_dim, dtype=dtype).transpose(1, 2) for _ in range(3))
+    ways = {"dense": partial(by_dense_mask, function), "blocks": partial(by_blocks, function)}
+    dense, blocks = (forward(attend, (query, key, value)).double() for attend in ways.values())
+    row: dict[str, Any] = {"error": float((blocks - dense).norm() / dense.norm())}
+    for name, run in {"forward": forward, "training": training}.items():
+        calls = {way: partial(run, attend, (query, key, value)) for way, attend in ways.items()}
+        for call in calls.values():
+            call()
+        seconds = interleaved_rounds(calls, torch.device("cpu"), repeats)
+        row |= {f"{name}_seconds": median(seconds["blocks"]), name: median_ratio(seconds["dense"], seconds["blocks"])}
+    return row
+
+
+def main(
+    lengths: Annotated[
+        str, typer.Option(help="Comma-separated numbers of tokens, or the shortest.")
+    ] = f"{SHORTEST},8192",
+    dtypes: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16.")] = "float32,bfloat16",
+    heads: int = 12,
+    head_dim: int = 64,
+    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 3,
+    output: Path = Path(__file__).parents[1] / "results" / "benchmark_windows.json",
+) -> None:
+    """Measure every window, length and dtype, and batches at the shortest length; keep it as JSON."""
+    kept = KeptRuns(output, {"heads": heads, "head_dim": head_dim})
+    runs: list[dict[str, Any]] = [
+        {"before": window.before, "after": window.after, "length": tokens, "batch": batch, "dtype": dtype}
+        for window in WINDOWS
+        for length in lengths.split(",")
+        for batch in (BATCHES if length == SHORTEST else (1,))
+        for tokens in (shortest_length(window, batch) if length == SHORTEST else int(length),)
+        for dtype in dtypes.split(",")
+    ]
+    if any(run["length"] < shortest_length(Window(run["before"], run["after"]), run["batch"]) for run in runs):
+        least = max(shortest_length(window, batch_size=1) for window in WINDOWS)
+        raise typer.BadParameter(f"lengths must be at least {least:,}: in fewer tokens not all windows run in blocks")
+    for run in track(kept.missing(runs), description="windows"):
+        window = Window(run["before"], run["after"])
+        dtype = getattr(torch, run["dtype"])
+        kept.add(run | measure(window, run["length"], run["batch"], dtype, heads, head_dim, repeats))
+    print_rows(kept)
+
+
+if __name__ == "__main__":
+    run_with_help(main, __doc__)
