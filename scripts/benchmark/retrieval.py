@@ -4,8 +4,8 @@ The model is all-MiniLM-L6-v2; its positions, 512 as trained, are repeated. Docu
 its specific ones: the general ones ask the same of every meeting ("Summarize the whole meeting."). A query that is
 asked of several meetings is about each of them.
 
-    python -m scripts.benchmark.retrieval                     # writes scripts/results/retrieval.json
-    python -m scripts.benchmark.retrieval --splits test,val   # twice the meetings, into another --output
+    python -m scripts.benchmark.retrieval                 # writes scripts/results/retrieval.json; an hour on a core
+    python -m scripts.benchmark.retrieval --splits test   # half the meetings, into another --output
 
 Every vector is kept in `.cache/retrieval`: a stopped run goes on at the next meeting, and what the output file holds
 is not measured again. Seconds are the processor's, so that a busy neighbour does not count.
@@ -38,7 +38,7 @@ from ..kept.data import dataset_path
 from ..kept.runs import KeptRuns, print_table, run_folder
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "retrieval"
-CUT, CHUNKS, EXACT = "cut at 512", "chunks of 512, their mean", "exact"
+CUT, CHUNKS, EXACT = "cut at 512", "mean of chunks of 512", "exact"
 # With their defaults, and how much of the loss is left at a smaller error.
 METHODS: dict[str, dict[str, Any]] = {
     "clustered": {"method": "clustered"},
@@ -149,11 +149,16 @@ def measure(encoder: Encoder, tokens: Tokens, meetings: list[Meeting], name: str
 
 
 def main(
-    splits: Annotated[str, typer.Option(help="Comma-separated: train, val, test.")] = "test",
+    splits: Annotated[str, typer.Option(help="Comma-separated: train, val, test.")] = "test,val",
     methods: Annotated[str | None, typer.Option(help="Comma-separated; the default is all.")] = None,
     output: Path = Path(__file__).parents[1] / "results" / "retrieval.json",
 ) -> None:
     """Measure every kind of vector and keep it as JSON."""
+    # From cheap to dear.
+    every = [CUT, CHUNKS, *METHODS, EXACT]
+    chosen = methods.split(",") if methods else every
+    if unknown := set(chosen) - set(every):
+        raise typer.BadParameter(f"methods must be of {every}, got {sorted(unknown)}")
     meetings = read_meetings(splits.split(","))
     folder = installed_model_folder()
     model, tokenizer, name = load_model(None)
@@ -161,8 +166,6 @@ def main(
     extend_positions(model, max(len(tokens.sequence([meeting.text])[0]) for meeting in meetings))
     encoder = Encoder(model, tokenizer, stored_pooling(folder), batch_tokens=TRAINED_LENGTH)
     kept = KeptRuns(output, {"model": name, "splits": splits, "dtype": "float32"}, torch.device("cpu"))
-    # From cheap to dear.
-    chosen = methods.split(",") if methods else [CUT, CHUNKS, *METHODS, EXACT]
     for run in kept.missing({"method": one} for one in chosen):
         kept.add(measure(encoder, tokens, meetings, run["method"]))
     print_table(pd.DataFrame(kept.rows)[list(SHOWN)], kept.path)
