@@ -256,7 +256,8 @@ def retrieval(result: dict[str, Any]) -> Table:
     note = (
         f"{whole['queries']} queries, {whole['meetings']} meetings of {whole['shortest']:,} to {whole['longest']:,} "
         f"tokens (median {round(whole['median']):,}), QMSum {result['settings']['splits']}; "
-        f"{result['settings']['model']}, positions repeated at 512, default settings where none are named. Seconds of the processor for all meetings. "
+        f"{result['settings']['model']}, positions repeated at 512, default settings where none are named. Seconds of "
+        "the processor for all meetings. "
     )
     if exact:
         note += "±: standard error of the mean over queries. "
