@@ -46,9 +46,9 @@ def patch_attention(
     generate, the prompt runs by the method and what follows exactly over the cache (`"cst"`: by the method too).
     Cross-attention, packed sequences, dense 4-D masks, sliding-window layers, short inputs and inputs of no more
     tokens than `clusters` or `topk` stay exact; of a sliding window only what it holds is computed, so that those
-    layers differ by rounding. In a composite model every encoder that is served is patched; hand over a
-    part, such as `model.encoder`, to patch that one alone. As everywhere in transformers, models built from one config
-    object share their attention implementation: give each its own (`copy.deepcopy(config)`).
+    layers differ by rounding. In a composite model every encoder that is served is patched; hand over a part, such as
+    `model.encoder`, to patch that one alone. As everywhere in transformers, models built from one config object share
+    their attention implementation: give each its own (`copy.deepcopy(config)`).
 
     Args:
         model (`PreTrainedModel`): an encoder or decoder of a served model type, with or without a head; or a
