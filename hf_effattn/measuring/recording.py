@@ -99,7 +99,13 @@ def _padding_of(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 def stacks_to_report(model: nn.Module) -> list[Stack]:
     """The stacks a report looks at; raises, as patching does, where a model has none that a method serves."""
-    return stacks_to_patch(model, list_methods()[0])
+    stacks = stacks_to_patch(model, list_methods()[0])
+    if all(is_sliding_window(module) for stack in stacks for module in stack.modules):
+        raise ValueError(
+            f"{type(model).__name__} has no attention to measure: all its layers see a sliding window, which "
+            "patch_attention runs exactly, in blocks"
+        )
+    return stacks
 
 
 def layer_names(model: nn.Module) -> dict[int, str]:

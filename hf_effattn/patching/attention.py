@@ -32,10 +32,17 @@ from .methods.base import Options
 from .methods.crossover import why_never
 from .methods.drafts import READS_DRAFTS
 from .model_table import MODEL_TYPES, NOT_SERVED
-from .model_types import is_causal, is_self_attention, is_served, model_type_of, supported_model_types
+from .model_types import (
+    is_causal,
+    is_longer_than_inputs,
+    is_self_attention,
+    is_served,
+    model_type_of,
+    supported_model_types,
+)
 from .module_patch import RECORD, ModulePatch
 from .stored import FIELD, check_layers, read_stored
-from .windows import IN_BLOCKS, attend_in_blocks, dense_mask, mask_of_blocks
+from .windows import IN_BLOCKS, attend_in_blocks, dense_mask, mask_of_blocks, window_of
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 # Keywords by which transformers' SDPA path adds to the scores of all keys, or finds the keys elsewhere.
@@ -68,7 +75,7 @@ def padding_mask(
     """
     kwargs |= {"batch_size": batch_size, "kv_length": kv_length, "q_offset": q_offset, "mask_function": mask_function}
     entry = MODEL_TYPES.get(getattr(kwargs.get("config"), "model_type", ""))
-    if entry is not None and entry.causal and mask_function is causal_mask_function:
+    if entry is not None and entry.causal and _hides_the_future_only(mask_function, q_length, kwargs["config"]):
         if 1 < q_length <= kv_length and _is_first(q_offset) and not kwargs.get("kv_offset"):
             return _prompt_mask(kwargs.get("attention_mask"), q_length)
     elif entry is not None and q_length == kv_length and mask_function is bidirectional_mask_function:
@@ -78,12 +85,22 @@ def padding_mask(
         return None if row is None else row[:, 0, 0, :]
     elif entry is not None and q_length == kv_length and _is_first(q_offset) and not kwargs.get("kv_offset"):
         key_mask, device = kwargs.get("attention_mask"), kwargs.get("device", "cpu")
+        if key_mask is not None and key_mask.ndim == IN_BLOCKS:  # generate has made it, for a static cache
+            return key_mask
         mask = mask_of_blocks(
             mask_function, key_mask, causal=entry.causal, batch_size=batch_size, length=q_length, device=device
         )
         if mask is not None:
             return mask
     return sdpa_mask(q_length=q_length, **kwargs)
+
+
+def _hides_the_future_only(mask_function: Callable, length: int, config: Any) -> bool:
+    """Whether queries see all earlier keys: also within a window that no input of the model is longer than."""
+    if mask_function is causal_mask_function:
+        return True
+    window = window_of(mask_function)
+    return window is not None and length <= 1 + window.before and is_longer_than_inputs(1 + window.before, config)
 
 
 def _is_first(position: int | torch.Tensor) -> bool:
@@ -139,6 +156,9 @@ def attention(
     if chosen is not None and chosen.tolerance is not None:
         expect_measurement(module)
     N, M, dense = query.shape[2], key.shape[2], attention_mask is not None and attention_mask.ndim != 2
+    window = kwargs.get("sliding_window")
+    if window is not None and window >= M and is_longer_than_inputs(window, module.config):
+        del kwargs["sliding_window"]
     hides_future = _hides_future(module, kwargs.get("is_causal"), attention_mask)
     # The form of a method that hides the future is for decoders; so is a prompt's key mask, which implies it.
     as_its_type = hides_future == bool(getattr(model_type_of(module), "causal", False))

@@ -54,6 +54,12 @@ def _albert_layers(config: Any, modules: int) -> list[tuple[int, ...]]:
     ]
 
 
+def _layers_that_attend(config: Any, modules: int) -> list[tuple[int, ...]]:
+    """In models of several kinds of layers, those that have attention, by the names of older and newer versions."""
+    attention = "attention", "full_attention", "sliding_attention"
+    return [(layer,) for layer, kind in enumerate(config.layer_types) if kind in attention]
+
+
 @dataclass(frozen=True)
 class ModelType:
     """How to recognise the self-attention of one model type, and what a reader of the table is told.
@@ -66,7 +72,7 @@ class ModelType:
         longest (`str`): how long inputs get, for a reader.
         has_decoder (`bool`): whether a decoder uses the same classes beside the encoder; it stays exact.
         causal (`bool`): whether it is a decoder alone, whose attention masks the future.
-        says_use_cache (`bool`): whether its layers hand `use_cache` on, by which a prompt is known.
+        says_use_cache (`bool`): whether its layers hand on `use_cache`, by which a prompt is known, and all keywords.
         window_in_config (`bool`): whether all its layers see the window only that the config names.
         special_patches (`int`): of an image, the tokens beside its patches, such as [CLS].
         layers (`Callable`): the layers that each of the modules serves, given the config and the number of modules.
@@ -154,6 +160,10 @@ def _decoder(
     return ModelType((attention,), positions, longest=longest, causal=True, **options)
 
 
+def _hybrid(attention: str, longest: str, **options: Any) -> ModelType:
+    return _decoder(attention, longest, layers=_layers_that_attend, **options)
+
+
 def _encoder_of_two(attention: str, positions: OtherPositions, longest: str = "1,024") -> ModelType:
     return ModelType((attention,), positions, longest=longest, has_decoder=True)
 
@@ -226,17 +236,65 @@ MODEL_TYPES: dict[str, ModelType] = {
     "gpt2": _decoder("GPT2Attention", "1,024", _GPT2),
     "opt": _decoder("OPTAttention", "2,048", _FROM_2, says_use_cache=False),
     "gpt_neox": _decoder("GPTNeoXAttention", "2,048"),
+    "gpt_bigcode": _decoder("GPTBigCodeAttention", "8,192", _GPT2, says_use_cache=False),
     "llama": _decoder("LlamaAttention", "131,072"),
     "qwen2": _decoder("Qwen2Attention", "32,768"),
+    "qwen2_moe": _decoder("Qwen2MoeAttention", "32,768"),
     "qwen3": _decoder("Qwen3Attention", "40,960; Qwen3-Embedding and -Reranker 32,768"),
-    "mistral": _decoder("MistralAttention", "32,768; with config.sliding_window=None", window_in_config=True),
+    "qwen3_moe": _decoder("Qwen3MoeAttention", "262,144"),
+    "qwen2_vl_text": _decoder("Qwen2VLAttention", "32,768, images among them"),
+    "qwen2_5_vl_text": _decoder("Qwen2_5_VLAttention", "128,000, images among them"),
+    "qwen3_vl_text": _decoder("Qwen3VLTextAttention", "262,144, images among them"),
+    "qwen3_vl_moe_text": _decoder("Qwen3VLMoeTextAttention", "262,144, images among them"),
+    "mistral": _decoder("MistralAttention", "32,768; version 0.1 sees windows of 4,096", window_in_config=True),
+    "mixtral": _decoder("MixtralAttention", "65,536", window_in_config=True),
+    "ministral": _decoder("MinistralAttention", "131,072; three layers of four see windows of 32,768"),
+    "ministral3": _decoder("Ministral3Attention", "262,144", window_in_config=True),
     "gemma": _decoder("GemmaAttention", "8,192"),
     "gemma3_text": _decoder("Gemma3Attention", "131,072; five layers of six see windows", says_use_cache=False),
+    "gemma4_text": _decoder("Gemma4TextAttention", "262,144; most layers see windows", says_use_cache=False),
     "granite": _decoder("GraniteAttention", "131,072"),
+    "granitemoe": _decoder("GraniteMoeAttention", "131,072"),
+    "olmo": _decoder("OlmoAttention", "4,096"),
     "olmo2": _decoder("Olmo2Attention", "4,096"),
     "olmo3": _decoder("Olmo3Attention", "65,536; three of four see windows of 4,096", says_use_cache=False),
+    "olmoe": _decoder("OlmoeAttention", "4,096"),
     "smollm3": _decoder("SmolLM3Attention", "65,536"),
-    "phi3": _decoder("Phi3Attention", "131,072; with config.sliding_window=None", window_in_config=True),
+    "phi": _decoder("PhiAttention", "2,048"),
+    "phi3": _decoder("Phi3Attention", "131,072; Phi-3-mini-4k sees windows of 2,047", window_in_config=True),
+    "phimoe": _decoder("PhimoeAttention", "131,072", window_in_config=True),
+    "cohere": _decoder("CohereAttention", "131,072"),
+    "cohere2": _decoder("Cohere2Attention", "262,144; three layers of four see windows of 4,096"),
+    "glm": _decoder("GlmAttention", "131,072"),
+    "glm4": _decoder("Glm4Attention", "32,768"),
+    "glm4_moe": _decoder("Glm4MoeAttention", "202,752"),
+    "ernie4_5": _decoder("Ernie4_5Attention", "131,072"),
+    "ernie4_5_moe": _decoder("Ernie4_5_MoeAttention", "131,072"),
+    "exaone4": _decoder("Exaone4Attention", "131,072; of 32B, three layers of four see windows of 4,096"),
+    "seed_oss": _decoder("SeedOssAttention", "524,288"),
+    "hunyuan_v1_dense": _decoder("HunYuanDenseV1Attention", "262,144"),
+    "minimax_m2": _decoder("MiniMaxM2Attention", "196,608"),
+    "apertus": _decoder("ApertusAttention", "65,536"),
+    "arcee": _decoder("ArceeAttention", "65,536"),
+    "nemotron": _decoder("NemotronAttention", "4,096", says_use_cache=False),
+    "stablelm": _decoder("StableLmAttention", "4,096 to 16,384", says_use_cache=False),
+    "starcoder2": _decoder("Starcoder2Attention", "16,384, seen in windows of 4,096", window_in_config=True),
+    "modernbert-decoder": _decoder(
+        "ModernBertDecoderAttention", "8,192; two layers of three see windows of 128", says_use_cache=False
+    ),
+    "deepseek_v2": _decoder("DeepseekV2Attention", "163,840"),
+    "deepseek_v3": _decoder("DeepseekV3Attention", "163,840"),
+    "glm4_moe_lite": _decoder("Glm4MoeLiteAttention", "202,752"),
+    "minicpm3": _decoder("MiniCPM3Attention", "32,768"),
+    "qwen3_next": _hybrid("Qwen3NextAttention", "262,144; three layers of four are linear"),
+    "qwen3_5_text": _hybrid("Qwen3_5Attention", "262,144; three layers of four are linear"),
+    "qwen3_5_moe_text": _hybrid("Qwen3_5MoeAttention", "262,144; three layers of four are linear"),
+    "granitemoehybrid": _hybrid("GraniteMoeHybridAttention", "131,072; nine layers of ten are Mamba's"),
+    "falcon_h1": _decoder("FalconH1Attention", "262,144, Mamba beside attention"),
+    "jamba": _hybrid("JambaAttention", "262,144; seven layers of eight are Mamba's"),
+    "nemotron_h": _hybrid("NemotronHAttention", "131,072 and more; most layers are Mamba's"),
+    "lfm2": _hybrid("Lfm2Attention", "128,000; most layers are convolutions", says_use_cache=False),
+    "lfm2_moe": _hybrid("Lfm2MoeAttention", "128,000; most layers are convolutions", says_use_cache=False),
 }
 
 _NO_DISPATCH = "computes its attention itself, without transformers' AttentionInterface"
@@ -277,7 +335,17 @@ NOT_SERVED: dict[str, str] = {
     "seamless_m4t_v2": _TRANSFORMER_XL,
     "parakeet_encoder": _TRANSFORMER_XL,
     "gemma2": _SOFTCAP,
+    "vaultgemma": _SOFTCAP,
     "gpt_oss": _SINKS,
+    "mimo_v2_flash": _SINKS,
+    "granite_swa": _SINKS,
+    "falcon": _NO_DISPATCH,
+    "bloom": _NO_DISPATCH,
+    "mpt": _NO_DISPATCH,
+    "gptj": _NO_DISPATCH,
+    "gpt_neo": _NO_DISPATCH,
+    "codegen": _NO_DISPATCH,
+    "llama4_text": "attends within chunks of 8,192 tokens in three layers of four, which no method does",
     "cst": _TRAINED_WITH_IT,
     "clusterformer": _TRAINED_WITH_IT,
 }

@@ -59,9 +59,18 @@ def is_causal(module: nn.Module) -> bool:
 
 def is_sliding_window(module: nn.Module) -> bool:
     """Whether an attention module sees a window only; ModernBERT and Qwen have such layers among their full ones."""
+    if not getattr(module, "is_sliding", True):  # EXAONE names the window in its full layers, too
+        return False
     entry = model_type_of(module)
-    holder = module.config if entry is not None and entry.window_in_config else module
-    return getattr(holder, "sliding_window", None) is not None
+    config: Any = getattr(module, "config", None)
+    window = getattr(config if entry is not None and entry.window_in_config else module, "sliding_window", None)
+    return window is not None and not is_longer_than_inputs(window, config)
+
+
+def is_longer_than_inputs(window: float, config: Any) -> bool:
+    """Whether a window reaches over all tokens that a model is made for: Phi-3's of 128K are 262,144 wide."""
+    longest = getattr(config, "max_position_embeddings", None)
+    return longest is not None and window >= longest
 
 
 def find_stacks(model: nn.Module) -> list[Stack]:

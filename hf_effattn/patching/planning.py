@@ -126,11 +126,16 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
     if any(is_causal(module) for module in stack.modules):
         method.check_causal(stack.modules[0])
     full = [not is_sliding_window(module) for module in stack.modules]
-    if not any(full):
+    if layers is not None and not any(full):
         raise ValueError(f"{name} has no attention to patch: all its layers see a sliding window only and stay exact")
     if layers is None:
         return PatchPlan(stack, method, tuple(full), None, method.parameters_for(stack))
     chosen = check_layers(layers, 1 + max(max(served) for served in stack.layers))
+    without = [layer for layer in chosen if not any(layer in served for served in stack.layers)]
+    if without:
+        raise ValueError(
+            f"layer {without[0]} of {name} has no attention; its layers with full attention are {_full_layers(stack)}"
+        )
     patched = []
     for served, is_full in zip(stack.layers, full, strict=True):
         wanted = [layer for layer in served if layer in chosen]
@@ -196,6 +201,11 @@ def warn_of_decoder_loss(plan: PatchPlan) -> None:
 def why_never_used(plan: PatchPlan, cut: int | None = None) -> str | None:
     """What to warn of where exact attention runs on every input that the model takes, or a `cut` leaves; else None."""
     config, method = plan.stack.model.config, plan.method
+    if all(is_sliding_window(module) for module in plan.stack.modules):
+        return (
+            f"The patch will approximate nothing: all layers of {type(plan.stack.model).__name__} see a sliding "
+            "window. They run exactly, in blocks, which takes less time on inputs longer than a few windows."
+        )
     kind = plan.stack.model.device.type
     if kind == "meta":  # where it will run is not known yet
         return None

@@ -107,7 +107,9 @@ class Calibration:
     def __str__(self) -> str:
         made = self.settings.calibration or {}
         lengths = ", ".join(f"{length:,}" for length in made["lengths"])
-        heads = [index for row in self.settings.heads for index in row]
+        about: dict[str, Any] = made.get("model", {})
+        unused = {*about.get("windowed_layers", ()), *about.get("layers_without_attention", ())}
+        heads = [index for layer, row in enumerate(self.settings.heads) if layer not in unused for index in row]
         names = [*map(short_name, self.settings.rungs), EXACT]
         over: str = made.get("over", "heads")
         of = "of the heads on texts" if over == "heads" else "of the texts, their layers' mean,"

@@ -20,10 +20,10 @@ from transformers import (
     DebertaV2Model,
     Gemma2Config,
     Gemma2ForCausalLM,
+    HeliumConfig,
+    HeliumForCausalLM,
     MPNetConfig,
     MPNetModel,
-    PhiConfig,
-    PhiForCausalLM,
     PreTrainedModel,
     T5Config,
     T5EncoderModel,
@@ -44,11 +44,12 @@ SMALL = {
 }
 
 
-def phi(**kwargs: Any) -> PhiForCausalLM:
-    config = PhiConfig(
-        vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, bos_token_id=1
-    )
-    return PhiForCausalLM._from_config(config, **kwargs).eval()
+def helium(**kwargs: Any) -> HeliumForCausalLM:
+    config = HeliumConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        intermediate_size=48, pad_token_id=1,
+    )  # fmt: skip
+    return HeliumForCausalLM._from_config(config, **kwargs).eval()
 
 
 def traces_of_patching(model: nn.Module) -> list[str]:
@@ -118,15 +119,15 @@ def test_a_failure_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("method", APPROXIMATIONS)
 def test_a_causal_model_outside_the_table(method: str) -> None:
-    model = phi()
-    message = rf'PhiForCausalLM is causal, and "{method}" serves causal attention in decoders .*gpt2, opt, .*"sdpa"'
+    model = helium()
+    message = rf'HeliumForCausalLM is causal, and "{method}" serves causal attention in decoders .*gpt2, opt, .*"sdpa"'
     with pytest.raises(ValueError, match=message):
         hf_effattn.patch_attention(model, method)
     assert traces_of_patching(model) == []
     tokens = torch.arange(40)[None]
-    for switched in (phi(attn_implementation=method), model):
+    for switched in (helium(attn_implementation=method), model):
         switched.set_attn_implementation(method)
-        with pytest.raises(ValueError, match="PhiAttention is causal"):
+        with pytest.raises(ValueError, match="HeliumAttention is causal"):
             switched(tokens)
         switched.set_attn_implementation("sdpa")
         switched(tokens)
@@ -141,8 +142,8 @@ def test_an_encoder_decoder_outside_the_table_is_not_refused_for_its_decoder() -
 
 
 def test_loading_a_causal_model_outside_the_table(tmp_path: Path) -> None:
-    phi().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match='PhiForCausalLM is causal, and "clustered" serves'):
+    helium().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match='HeliumForCausalLM is causal, and "clustered" serves'):
         hf_effattn.from_pretrained(AutoModelForCausalLM, tmp_path, method="clustered")
 
 
@@ -264,6 +265,8 @@ def test_sliding_window_layers_cannot_be_chosen() -> None:
     assert traces_of_patching(model) == []
     windows = tiny_model("modernbert", layer_types=["sliding_attention"] * 3)
     with pytest.raises(ValueError, match="all its layers see a sliding window only"):
+        hf_effattn.patch_attention(windows, "clustered", layers=[0])
+    with pytest.warns(UserWarning, match="approximate nothing: all layers of ModernBertModel see a sliding window"):
         hf_effattn.patch_attention(windows, "clustered")
 
 
@@ -289,7 +292,7 @@ def test_unpatching_what_was_never_patched_changes_nothing() -> None:
     assert hf_effattn.unpatch_attention(model) is model
     assert model.config._attn_implementation == "eager"
     assert model.config.to_dict() == config
-    assert hf_effattn.unpatch_attention(phi()).config._attn_implementation == "sdpa"
+    assert hf_effattn.unpatch_attention(helium()).config._attn_implementation == "sdpa"
 
 
 def test_switched_away_and_unpatched() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.tiny_models import LENGTH, MODEL_TYPES, batch_for, encoded, mostly_slow, tiny_config, tiny_model
 from torch import nn
-from transformers import AutoModel, AutoModelForMaskedLM, PhiConfig, PhiModel
+from transformers import AutoModel, AutoModelForMaskedLM, HeliumConfig, HeliumModel
 
 import hf_effattn
 from hf_effattn.patching.model_table import MODEL_TYPES as TABLE
@@ -177,9 +177,14 @@ def test_mistakes() -> None:
     for around in (nn.Sequential(model), torch.compile(model)):
         with pytest.raises(TypeError, match=r"must be a transformers model .*, got \w+; .* pass the model inside"):
             hf_effattn.extend_positions(around, 100)
-    phi = PhiModel(PhiConfig(vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
+    helium = HeliumModel(
+        HeliumConfig(
+            vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+            head_dim=16, pad_token_id=1,
+        )
+    )  # fmt: skip
     with pytest.raises(ValueError, match="does not know where its positions are"):
-        hf_effattn.extend_positions(phi, 4096)
+        hf_effattn.extend_positions(helium, 4096)
     assert table(model).num_embeddings == 64
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from support.tiny_decoders import make_model
+from support.tiny_decoders import MODELS, make_model
 from support.tiny_models import FULL_LAYERS, MODEL_TYPES, tiny_model
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -27,6 +27,7 @@ from transformers.masking_utils import (
 
 import hf_effattn
 from hf_effattn.patching import attention as attention_module
+from hf_effattn.patching.model_types import find_stacks, is_sliding_window
 from hf_effattn.patching.windows import (
     Window,
     attend_in_blocks,
@@ -77,7 +78,7 @@ def dense_of_transformers(
 
 
 def patch(model: Any, **settings: Any) -> Any:
-    with pytest.warns(UserWarning, match="The patch will approximate nothing, and gain in layers with windows only"):
+    with pytest.warns(UserWarning, match="The patch will approximate nothing"):
         hf_effattn.patch_attention(model, **EXACT_ELSEWHERE | settings)
     return model
 
@@ -135,11 +136,28 @@ DECODERS: dict[str, dict[str, Any]] = {
         "smollm3": {"use_sliding_window": True},
         "gemma3_text": {},
         "olmo3": {},
+        "cohere2": {},
+        "exaone4": {},
+        "ministral": {},
+        "gemma4_text": {"hidden_size_per_layer_input": 0},
+        "modernbert-decoder": {},
     }.items()
-}
+    if name in MODELS
+} | {name: {"sliding_window": 16} for name in ("mistral", "phi3", "starcoder2")}  # in all layers
+each_decoder = pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=[] if name in ("qwen2", "gemma3_text", "mistral") else pytest.mark.slow)
+        for name in DECODERS
+    ],
+)
 
 
-@pytest.mark.parametrize("model_type", DECODERS)
+def windows_in(model: Any) -> int:
+    return sum(is_sliding_window(module) for module in find_stacks(model)[0].modules)
+
+
+@each_decoder
 @pytest.mark.parametrize("padding", [None, "left", "right"])
 def test_decoders(model_type: str, padding: str | None, in_blocks: list[torch.Size]) -> None:
     """Values, gradients and what is generated are the exact model's, and no token sees a later one, bit for bit."""
@@ -151,13 +169,13 @@ def test_decoders(model_type: str, padding: str | None, in_blocks: list[torch.Si
     written = model.generate(**inputs, **options)
     patch(model)
     logits, gradients = values_and_gradients(model, inputs)
-    assert in_blocks == [(2, 1, 5, 64, 79)]
+    assert in_blocks == [(2, 1, 5, 64, 79)] * windows_in(model)
     torch.testing.assert_close(logits, exact, rtol=0, atol=2e-5)
     assert gradients.keys() == exact_gradients.keys()
     for name, expected in exact_gradients.items():
         torch.testing.assert_close(gradients[name], expected, rtol=1e-4, atol=2e-4, msg=name)
     assert torch.equal(model.generate(**inputs, **options), written)
-    assert len(in_blocks) == 2
+    assert len(in_blocks) == 2 * windows_in(model)
     with torch.no_grad():
         for position in (20, 64, 130, 214):
             changed = inputs["input_ids"].clone()
@@ -222,7 +240,7 @@ def test_gradient_checkpointing_autocast_and_unpatching(in_blocks: list[torch.Si
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", DECODERS)
+@each_decoder
 @pytest.mark.parametrize("kind", ["static", "dynamic, in chunks", "beams"])
 def test_caches(model_type: str, kind: str, in_blocks: list[torch.Size]) -> None:
     """Whatever the cache, what is generated is what the exact model generates; a further chunk has a dense mask."""
@@ -234,7 +252,7 @@ def test_caches(model_type: str, kind: str, in_blocks: list[torch.Size]) -> None
     written = model.generate(**inputs, **options)
     patch(model)
     assert torch.equal(model.generate(**inputs, **options), written)
-    assert len(in_blocks) == 1
+    assert len(in_blocks) == windows_in(model)
 
 
 @torch.no_grad()

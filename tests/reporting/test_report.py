@@ -382,10 +382,11 @@ def test_a_causal_model_with_grouped_heads():
 
 
 def test_a_causal_model_outside_the_table_is_refused():
-    from transformers import PhiConfig, PhiModel
+    from transformers import HeliumConfig, HeliumModel
 
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    model = PhiModel(PhiConfig(vocab_size=10, **sizes))
+    sizes |= {"num_key_value_heads": 2, "head_dim": 4, "pad_token_id": 1}
+    model = HeliumModel(HeliumConfig(vocab_size=10, **sizes))
     with pytest.raises(ValueError, match="causal"):
         quick_report(model, {"input_ids": torch.ones(1, 4).long()})
 

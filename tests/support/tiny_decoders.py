@@ -1,9 +1,11 @@
-"""Tiny random decoders of every causal model type in the table, with three layers of full attention."""
+"""Tiny random decoders of the causal model types in the table, with three layers of full attention."""
 
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
+from packaging.version import Version
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 COMMON: dict[str, Any] = {
     "vocab_size": 60,
@@ -18,6 +20,33 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 1,
 }
 GROUPED = COMMON | {"num_key_value_heads": 2, "head_dim": 8}
+FULL = {"layer_types": ["full_attention"] * 3}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT: dict[str, Any] = COMMON | {  # queries and keys twice as wide as values
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+HYBRID = GROUPED | {"num_hidden_layers": 4, "layer_types": ["linear_attention"] + ["full_attention"] * 3}
+CONVOLUTION = HYBRID | {"layer_types": ["conv"] + ["full_attention"] * 3}
+DELTA: dict[str, Any] = HYBRID | {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {
         "vocab_size": 60,
@@ -42,10 +71,116 @@ SIZES: dict[str, dict[str, Any]] = {
     "olmo3": GROUPED | {"layer_types": ["full_attention"] * 3},
     "smollm3": GROUPED,
     "phi3": GROUPED | {"sliding_window": None},
+    "gpt_bigcode": COMMON | {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "n_inner": 48},
+    "qwen2_moe": GROUPED | EXPERTS | FULL,
+    "qwen3_moe": GROUPED | EXPERTS | {"sliding_window": None},
+    "mixtral": GROUPED | EXPERTS | {"sliding_window": None},
+    "ministral": GROUPED | FULL,
+    "ministral3": GROUPED
+    | {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "gemma4_text": GROUPED
+    | FULL
+    | {
+        "vocab_size_per_layer_input": 60,
+        "hidden_size_per_layer_input": 8,
+        "global_head_dim": 8,
+    },
+    "granitemoe": GROUPED | EXPERTS,
+    "olmo": GROUPED,
+    "olmoe": GROUPED | EXPERTS,
+    "phi": GROUPED,
+    "phimoe": GROUPED | EXPERTS | {"sliding_window": None},
+    "cohere": GROUPED,
+    "cohere2": GROUPED | FULL,
+    "glm": GROUPED,
+    "glm4": GROUPED,
+    "glm4_moe": GROUPED | EXPERTS,
+    "ernie4_5": GROUPED,
+    "ernie4_5_moe": GROUPED | EXPERTS | {"moe_num_experts": 4, "moe_k": 2},
+    "exaone4": GROUPED | FULL,
+    "seed_oss": GROUPED,
+    "hunyuan_v1_dense": GROUPED,
+    "minimax_m2": GROUPED | EXPERTS,
+    "apertus": GROUPED | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "arcee": GROUPED,
+    "nemotron": GROUPED,
+    "stablelm": GROUPED,
+    "starcoder2": GROUPED | {"sliding_window": None},
+    "modernbert-decoder": COMMON | FULL | {"cls_token_id": 2, "sep_token_id": 3},
+    "deepseek_v2": LATENT | EXPERTS,
+    "deepseek_v3": LATENT | EXPERTS,
+    "glm4_moe_lite": LATENT | EXPERTS,
+    "minicpm3": LATENT,
+    "qwen3_next": DELTA | EXPERTS,
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": DELTA | EXPERTS,
+    "granitemoehybrid": HYBRID
+    | EXPERTS
+    | {
+        "shared_intermediate_size": 16,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    },
+    "falcon_h1": GROUPED
+    | {
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    },
+    "jamba": GROUPED
+    | EXPERTS
+    | {
+        "num_hidden_layers": 6,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 4,
+        "use_mamba_kernels": False,
+    },
+    "nemotron_h": GROUPED
+    | {
+        "num_hidden_layers": 5,
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "full_attention", "full_attention"],
+        "ssm_state_size": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "use_mamba_kernels": False,
+    },
+    "lfm2": CONVOLUTION | {"block_auto_adjust_ff_dim": False},
+    "lfm2_moe": CONVOLUTION | EXPERTS | {"num_dense_layers": 1},
 }
+# Before, transformers had other configs for them, caches that forget their past, or attention out of reach.
+FROM_5_23 = (
+    "nemotron",
+    "modernbert-decoder",
+    "gemma4_text",
+    "falcon_h1",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "granitemoehybrid",
+    "jamba",
+    "nemotron_h",
+    "lfm2",
+    "lfm2_moe",
+)
+KNOWN = [name for name in SIZES if name in CONFIG_MAPPING]  # older versions lack some
+MODELS = tuple(name for name in KNOWN if name not in FROM_5_23 or Version(transformers.__version__) >= Version("5.23"))
 
 
 def make_model(model_type: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SIZES[model_type] | changes)
-    return AutoModelForCausalLM.from_config(config).eval()
+    # Of the ways to run experts, the one in float64.
+    return AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()

@@ -317,6 +317,7 @@ def described(stack: Stack) -> dict[str, Any]:
         if is_sliding_window(module)
     ]
     layers = 1 + max(max(served) for served in stack.layers)
+    without_attention = sorted(set(range(layers)) - {layer for served in stack.layers for layer in served})
     of_layer = config
     if getattr(config, "is_heterogeneous", False):  # windowed layers may have other numbers of heads
         of_layer = config.per_layer_config[min(set(range(layers)) - set(windowed), default=0)]
@@ -326,7 +327,7 @@ def described(stack: Stack) -> dict[str, Any]:
         "key_heads": getattr(of_layer, "num_key_value_heads", None) or getattr(of_layer, "num_attention_heads", None),
         "hidden_size": getattr(config, "hidden_size", None),
         "windowed_layers": windowed,
-    }
+    } | ({"layers_without_attention": without_attention} if without_attention else {})
 
 
 def _query_heads(heads: Iterable[int], group: int) -> list[int]:
