@@ -52,8 +52,8 @@ def ruler(result: dict[str, Any]) -> Table:
         found = {name: sum(scores[length, task, name] for at, task in exact if at == length) for name in names}
         kept.append(f"{found['calibrated'] / found['exact']:.1%} at {length:,}")
     note = (
-        f"{result['settings']['model']}: the part of the answers found, of {prompts} prompts a task. Of the mean score "
-        f"of exact attention calibrated heads keep {', '.join(kept)}. Where exact attention finds nothing, nothing is "
-        "told. "
+        f"{result['settings']['model']}: the part of the answers found, of {prompts} prompts a task. Of the mean "
+        f"score of exact attention calibrated heads keep {', '.join(kept)}. Where exact attention finds nothing, "
+        "nothing is told. "
     )
     return markdown(["", *names], rows), note
