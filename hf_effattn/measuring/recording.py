@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..patching.methods import list_methods
-from ..patching.model_types import Stack, is_causal, is_sliding_window
+from ..patching.model_types import Stack, hides_keys, is_causal, is_sliding_window
 from ..patching.planning import stacks_to_patch
 from ..patching.snapshot import Snapshot
 
@@ -83,7 +83,8 @@ def recording_attention(
         )[0]
 
     watch = _watched.get(module)
-    if watch is None or query.shape[2] != key.shape[2] or kwargs.get("sliding_window") is not None:
+    M, window = key.shape[2], kwargs.get("sliding_window")
+    if watch is None or query.shape[2] != M or hides_keys(window, M, module.config):
         return exact(), None
     layer = watch.layers[watch.calls % len(watch.layers)]
     watch.calls += 1
@@ -121,7 +122,7 @@ def _numbered_modules(stacks: Sequence[Stack]) -> list[tuple[nn.Module, tuple[in
         for module, layers in zip(stack.modules, stack.layers, strict=True):
             if not is_sliding_window(module):
                 numbered.append((module, tuple(offset + layer for layer in layers)))
-        offset += 1 + max(max(layers) for layers in stack.layers)
+        offset += stack.depth
     return numbered
 
 

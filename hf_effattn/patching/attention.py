@@ -33,6 +33,7 @@ from .methods.crossover import why_never
 from .methods.drafts import READS_DRAFTS
 from .model_table import MODEL_TYPES, NOT_SERVED
 from .model_types import (
+    hides_keys,
     is_causal,
     is_longer_than_inputs,
     is_self_attention,
@@ -156,9 +157,8 @@ def attention(
     if chosen is not None and chosen.tolerance is not None:
         expect_measurement(module)
     N, M, dense = query.shape[2], key.shape[2], attention_mask is not None and attention_mask.ndim != 2
-    window = kwargs.get("sliding_window")
-    if window is not None and window >= M and is_longer_than_inputs(window, module.config):
-        del kwargs["sliding_window"]
+    if not hides_keys(kwargs.get("sliding_window"), M, module.config):
+        kwargs.pop("sliding_window", None)
     hides_future = _hides_future(module, kwargs.get("is_causal"), attention_mask)
     # The form of a method that hides the future is for decoders; so is a prompt's key mask, which implies it.
     as_its_type = hides_future == bool(getattr(model_type_of(module), "causal", False))

@@ -54,7 +54,7 @@ def _albert_layers(config: Any, modules: int) -> list[tuple[int, ...]]:
     ]
 
 
-def _layers_that_attend(config: Any, modules: int) -> list[tuple[int, ...]]:
+def layers_that_attend(config: Any, modules: int) -> list[tuple[int, ...]]:
     """In models of several kinds of layers, those that have attention, by the names of older and newer versions."""
     attention = "attention", "full_attention", "sliding_attention"
     return [(layer,) for layer, kind in enumerate(config.layer_types) if kind in attention]
@@ -161,7 +161,7 @@ def _decoder(
 
 
 def _hybrid(attention: str, longest: str, **options: Any) -> ModelType:
-    return _decoder(attention, longest, layers=_layers_that_attend, **options)
+    return _decoder(attention, longest, layers=layers_that_attend, **options)
 
 
 def _encoder_of_two(attention: str, positions: OtherPositions, longest: str = "1,024") -> ModelType:
@@ -280,7 +280,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "stablelm": _decoder("StableLmAttention", "4,096 to 16,384", says_use_cache=False),
     "starcoder2": _decoder("Starcoder2Attention", "16,384, seen in windows of 4,096", window_in_config=True),
     "modernbert-decoder": _decoder(
-        "ModernBertDecoderAttention", "8,192; two layers of three see windows of 128", says_use_cache=False
+        "ModernBertDecoderAttention", "8,192; two layers of three see windows of 64", says_use_cache=False
     ),
     "deepseek_v2": _decoder("DeepseekV2Attention", "163,840"),
     "deepseek_v3": _decoder("DeepseekV3Attention", "163,840"),

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .model_table import MODEL_TYPES, LearnedPositions, ModelType
+from .model_table import MODEL_TYPES, LearnedPositions, ModelType, layers_that_attend
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,14 @@ class Stack:
     modules: tuple[nn.Module, ...]
     layers: tuple[tuple[int, ...], ...]
 
+    @property
+    def depth(self) -> int:
+        """How many layers it has, those without attention among them."""
+        config: Any = self.model.config
+        if MODEL_TYPES[config.model_type].layers is layers_that_attend:
+            return len(config.layer_types)
+        return 1 + max(max(served) for served in self.layers)
+
 
 def model_type_of(module: nn.Module) -> ModelType | None:
     """The entry of the table for a module's config."""
@@ -42,7 +50,8 @@ def is_self_attention(module: nn.Module) -> bool:
     if entry is None or type(module).__name__ not in entry.attention or not hasattr(module, "is_causal"):
         return False
     if entry.causal:  # not the cross-attention of GPT-2, nor a decoder that is run without a causal mask
-        return is_causal(module) and getattr(module.config, "is_causal", True) is not False
+        crosses = getattr(module, "is_cross_attention", False)
+        return is_causal(module) and not crosses and getattr(module.config, "is_causal", True) is not False
     return not (entry.has_decoder and getattr(module, "is_decoder", False))
 
 
@@ -65,6 +74,11 @@ def is_sliding_window(module: nn.Module) -> bool:
     config: Any = getattr(module, "config", None)
     window = getattr(config if entry is not None and entry.window_in_config else module, "sliding_window", None)
     return window is not None and not is_longer_than_inputs(window, config)
+
+
+def hides_keys(window: int | None, length: int, config: Any) -> bool:
+    """Whether the keyword `sliding_window` of a call stands for a window, of so many keys."""
+    return window is not None and not (window >= length and is_longer_than_inputs(window, config))
 
 
 def is_longer_than_inputs(window: float, config: Any) -> bool:

@@ -130,7 +130,7 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
         raise ValueError(f"{name} has no attention to patch: all its layers see a sliding window only and stay exact")
     if layers is None:
         return PatchPlan(stack, method, tuple(full), None, method.parameters_for(stack))
-    chosen = check_layers(layers, 1 + max(max(served) for served in stack.layers))
+    chosen = check_layers(layers, stack.depth)
     without = [layer for layer in chosen if not any(layer in served for served in stack.layers)]
     if without:
         raise ValueError(

@@ -40,7 +40,7 @@ LATENT: dict[str, Any] = COMMON | {  # queries and keys twice as wide as values
     "v_head_dim": 8,
 }
 HYBRID = GROUPED | {"num_hidden_layers": 4, "layer_types": ["linear_attention"] + ["full_attention"] * 3}
-CONVOLUTION = HYBRID | {"layer_types": ["conv"] + ["full_attention"] * 3}
+CONVOLUTION = HYBRID | {"num_hidden_layers": 5, "layer_types": ["conv", *["full_attention"] * 3, "conv"]}
 DELTA: dict[str, Any] = HYBRID | {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,

@@ -316,7 +316,7 @@ def described(stack: Stack) -> dict[str, Any]:
         for layer in served
         if is_sliding_window(module)
     ]
-    layers = 1 + max(max(served) for served in stack.layers)
+    layers = stack.depth
     without_attention = sorted(set(range(layers)) - {layer for served in stack.layers for layer in served})
     of_layer = config
     if getattr(config, "is_heterogeneous", False):  # windowed layers may have other numbers of heads
