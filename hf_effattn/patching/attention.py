@@ -35,7 +35,6 @@ from .model_table import MODEL_TYPES, NOT_SERVED
 from .model_types import (
     hides_keys,
     is_causal,
-    is_longer_than_inputs,
     is_self_attention,
     is_served,
     model_type_of,
@@ -101,7 +100,7 @@ def _hides_the_future_only(mask_function: Callable, length: int, config: Any) ->
     if mask_function is causal_mask_function:
         return True
     window = window_of(mask_function)
-    return window is not None and length <= 1 + window.before and is_longer_than_inputs(1 + window.before, config)
+    return window is not None and not hides_keys(1 + window.before, length, config)
 
 
 def _is_first(position: int | torch.Tensor) -> bool:

@@ -50,10 +50,11 @@ def ruler(result: dict[str, Any]) -> Table:
     kept = []
     for length in dict.fromkeys(length for length, _ in exact):
         found = {name: sum(scores[length, task, name] for at, task in exact if at == length) for name in names}
-        kept.append(f"{found['calibrated'] / found['exact']:.1%} at {length:,}")
+        if found["exact"]:
+            kept.append(f"{found['calibrated'] / found['exact']:.1%} at {length:,}")
     note = (
         f"{result['settings']['model']}: the part of the answers found, of {prompts} prompts a task. Of the mean "
-        f"score of exact attention calibrated heads keep {', '.join(kept)}. Where exact attention finds nothing, "
-        "nothing is told. "
+        f"score of exact attention calibrated heads keep {', '.join(kept)}, where one task weighs most: too few to "
+        "tell 95% from 100% in any other. Where exact attention finds nothing, nothing is told. "
     )
     return markdown(["", *names], rows), note
