@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tiny_decoders import MODELS, make_model
 from support.tiny_models import FULL_LAYERS, MODEL_TYPES, tiny_model
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     and_masks,
@@ -404,6 +405,10 @@ def test_keywords_that_concern_all_keys(in_blocks: list[torch.Size]) -> None:
     torch.manual_seed(0)
     query, key, value, bias = torch.randn(1, 2, 245, 16), *torch.randn(2, 1, 2, 245, 16), torch.randn(1, 2, 245, 245)
     module = model.layers[1].attn
+    if "position_bias" not in sdpa_attention_forward.__code__.co_varnames:
+        with pytest.raises(ValueError, match="passes position_bias=, which neither"):
+            attention_module.attention("bi-clustered", module, query, key, value, mask, position_bias=bias)
+        return
     output, _ = attention_module.attention("bi-clustered", module, query, key, value, mask, position_bias=bias)
     expected = F.scaled_dot_product_attention(
         query, key, value, attn_mask=bias.masked_fill(~dense_mask(mask, 245, causal=False), -1e9)
