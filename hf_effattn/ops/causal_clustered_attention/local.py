@@ -65,7 +65,8 @@ class LocalPart:
             found = FLASH_BACKWARD(
                 grad, self.query, *self.per_query_head(), output, log_sum[..., 0], 0.0, self.causal, scale=1.0
             )
-            return found[0], found[1].sum(dim=1), found[2].sum(dim=1)
+            of_key, of_value = (rows[:, 0] if rows.shape[1] == 1 else rows.sum(dim=1) for rows in found[1:])
+            return found[0], of_key, of_value
         weights = self.scores().sub_(log_sum).exp_()
         grad_weights = grad @ self.value[:, None].transpose(2, 3)
         dropped = weights
