@@ -398,6 +398,7 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "closeness": closeness,
         "clustering": clustering,
         "language model": decoder_tables.language_model,
+        "causal speed": decoder_tables.causal_speed,
         "ruler": decoder_tables.ruler,
         "served model types": served,
         "model types not served": not_served,

@@ -267,9 +267,9 @@ def test_benchmark_prefill(tmp_path, monkeypatch):
     sizes = {"heads": 4, "key_heads": 2, "head_dim": 8, "repeats": 1, "output": output}
     benchmark_prefill.main("512", **sizes)
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
-    assert [row["method"] for row in rows] == ["SDPA", *benchmark_prefill.METHODS]
+    assert [row["method"] for row in rows] == ["SDPA", *benchmark_prefill.METHODS, benchmark_prefill.CALIBRATED]
     assert rows[0]["speedup"] == 1.0
-    assert all(0 < row["real_error"] < 0.3 and row["peak_bytes"] > 0 for row in rows[1:]), rows
+    assert all(0 < row["real_error"] < 0.3 and row["peak_bytes"] > 0 for row in rows[1:-1]), rows
     benchmark_prefill.main("512", **sizes)
     assert json.loads(output.read_text(encoding="utf-8"))["rows"] == rows
 

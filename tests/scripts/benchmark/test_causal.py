@@ -108,12 +108,20 @@ def test_a_method_without_memory_is_noted_and_the_others_go_on(model_folder, tmp
     output = tmp_path / "prefill.json"
     prefill.main("300,310", heads=2, key_heads=1, head_dim=8, repeats=1, output=output)
     rows = json.loads(output.read_text())["rows"]
-    assert [row["length"] for row in rows] == [300] * 5 + [310] * 5
+    names = ["SDPA", *prefill.METHODS, prefill.CALIBRATED]
+    assert [(row["length"], row["method"]) for row in rows] == [(N, name) for N in (300, 310) for name in names]
     for row in rows:
-        refused = row["method"].startswith("bi-clustered")
+        refused = prefill.METHODS.get(row["method"], {}).get("method") == "bi-clustered"
         assert row.get("refused") == ("Tried to allocate 1 TiB." if refused else None)
-        assert (row["real_error"] is None) == (refused or row["method"] == "SDPA")
-        assert refused or row["ms"] > 0
+        assert (row["real_error"] is None) == (refused or row["method"] in ("SDPA", prefill.CALIBRATED))
+        assert refused or (row["ms"] > 0 and row["training_ms"] > 0)
+
+
+def test_the_shares_of_the_calibrated_heads_are_those_of_the_model():
+    heads = prefill.calibrated_heads(90).heads
+    table = Calibration.load(str(language_model.CALIBRATION)).settings.heads
+    assert heads == (tuple(sorted(rung for row in table for rung in row)),)
+    assert len(prefill.calibrated_heads(12).heads[0]) == 12
 
 
 def test_causal_generation(model_folder, tmp_path):
