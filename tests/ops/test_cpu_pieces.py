@@ -195,6 +195,25 @@ def test_chunks_run_on_threads_of_one_thread_each(two_threads):
         assert pool.submit(torch.get_num_threads).result() == torch.get_num_threads() == 2
 
 
+@pytest.mark.parametrize(("count", "threads", "each"), [(3, 4, 1), (2, 5, 2), (2, 4, 2)])
+def test_fewer_chunks_than_threads_run_at_once_on_several_each(count, threads, each, two_threads):
+    """With 12 heads on 16 threads they ran one after the other."""
+    torch.set_num_threads(threads)
+    seen, together = [], Barrier(count, timeout=60)
+
+    def run(chunk):
+        together.wait()
+        inner = []
+        for_every_chunk(lambda one: inner.append((one.batch, current_thread())), chunks(3), CPU)
+        assert inner == [(batch, current_thread()) for batch in range(3)]
+        seen.append((current_thread(), torch.get_num_threads()))
+
+    for_every_chunk(run, chunks(count), CPU)
+    assert len({thread for thread, _ in seen}) == count
+    assert [number for _, number in seen] == [each] * count
+    assert torch.get_num_threads() == threads
+
+
 def test_autocast_ends_before_a_chunk(two_threads):
     dtypes = []
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -19,15 +19,15 @@ import torch
 
 Chunk = TypeVar("Chunk")
 DENORMAL = 1e-40
-_inside = local()  # `chunk`: whether this thread runs one
+_inside = local()  # `chunk`: whether this thread runs one that no other threads may share
 
 
 @lru_cache
-def _workers(count: int) -> ThreadPoolExecutor:
-    """`count` threads whose own operators run on one thread."""
+def _workers(count: int, each: int) -> ThreadPoolExecutor:
+    """`count` threads whose own operators run on `each` threads."""
     # The number is a thread's own, but torch also keeps the last one set for threads to come.
     here = torch.get_num_threads()
-    pool = ThreadPoolExecutor(count, "hf_effattn", initializer=_use_one_thread)
+    pool = ThreadPoolExecutor(count, "hf_effattn", initializer=_use_threads, initargs=(each,))
     everyone = Barrier(count)  # an idle thread would take the next one's task, and that one start later
     for _ in pool.map(lambda _: everyone.wait(), range(count)):
         pass
@@ -35,9 +35,9 @@ def _workers(count: int) -> ThreadPoolExecutor:
     return pool
 
 
-def _use_one_thread() -> None:
+def _use_threads(each: int) -> None:
     torch.get_num_threads()  # a thread takes the number kept for threads to come when it first needs one
-    torch.set_num_threads(1)
+    torch.set_num_threads(each)
 
 
 @contextmanager
@@ -80,30 +80,34 @@ def heads_of_threads(heads: int, device: torch.device) -> list[slice]:
 
 
 def for_every_chunk(run: Callable[[Chunk], None], chunks: Iterable[Chunk], device: torch.device) -> None:
-    """Run every chunk, outside of autocast and autograd; on a CPU with enough of them, one per thread at a time.
+    """Run every chunk, outside of autocast and autograd; on a CPU one per thread at a time.
 
-    Chunks must not write to the same place. What one raises is raised here. Inside of a chunk there is one thread, so
-    chunks of it run one after the other, as it left autocast and autograd.
+    Chunks must not write to the same place. What one raises is raised here. Chunks inside of one that runs beside
+    others run one after the other, as it left autocast and autograd.
     """
     chunks = list(chunks)
     threads = torch.get_num_threads() if device.type == "cpu" else 1
-    if threads == 1 and getattr(_inside, "chunk", False):
+    if getattr(_inside, "chunk", False):
         # The contexts below are there; entering them is a dozen calls, at each of which threads wait for each other.
         for chunk in chunks:
             run(chunk)
         return
     _keep_freed_memory()
     inference = torch.is_inference_mode_enabled()
+    # Fewer chunks than threads get several each: one after the other on all of them they would take longer, as two
+    # threads save a head's small steps no more than a third of their time.
+    workers = min(threads, len(chunks))
+    shared = threads > 1 and workers < 2  # by those inside of it
 
     def run_one(chunk: Chunk) -> None:
         no_autocast = torch.autocast(device.type, enabled=False)
         with torch.inference_mode(inference), torch.no_grad(), no_autocast, _denormals_as_zero():
-            before, _inside.chunk = getattr(_inside, "chunk", False), True
+            _inside.chunk = not shared
             try:
                 run(chunk)
             finally:
-                _inside.chunk = before
+                _inside.chunk = False
 
-    run_all = map if threads == 1 or len(chunks) < threads else _workers(threads).map
+    run_all = map if workers < 2 else _workers(workers, threads // workers).map
     for _ in run_all(run_one, chunks):
         pass
