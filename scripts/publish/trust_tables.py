@@ -13,7 +13,7 @@ from ..kept.markdown import machine
 from ..trust.faults import TRIALS, VERDICTS
 from ..trust.memory import ALLOWED, LENGTHS, slope
 from ..trust.mutants import listed_mutants
-from ..trust.versions import MODELS, SUITES, TRIED
+from ..trust.versions import TRIED, suites_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "scripts" / "results"
 MEBIBYTE = 2**20
@@ -160,9 +160,9 @@ def versions() -> str:
     ]
     failed += [f"`{test}` passed ({row['versions']})" for row in rows for test in row["passed_but_excepted"]]
     missing = [
-        f"{tried.name} ({', '.join(left)})" if len(left) <= len(MODELS) else tried.name
+        f"{tried.name} ({', '.join(left)})" if len(left) < len(suites_of(tried)) else tried.name
         for tried in TRIED
-        if (left := [suite for suite in SUITES if not any_row(rows, tried.name, suite)])
+        if (left := [suite for suite in suites_of(tried) if not any_row(rows, tried.name, suite)])
     ]
     said = [f"Failed: {', '.join(failed) or 'none'}.", f"Not run here: {'; '.join(missing) or 'none'}."]
     devices = ", ".join(sorted({row["device_name"] for row in rows}))

@@ -10,12 +10,14 @@ from typing import Any, ClassVar
 
 import torch
 import transformers
+from support.tiny_decoders import SIZES as DECODERS
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import get_values
 from transformers_tests import test_modeling_common
 
 import hf_effattn
 from hf_effattn import models as own
+from hf_effattn.patching.model_table import MODEL_TYPES
 
 BATCH, LENGTH, VOCABULARY = 3, 9, 99
 SIZES = {
@@ -57,7 +59,7 @@ def patched(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
             settings.setdefault("use_mask_token", True)
         cls.__init__(self, config, *args, **settings)
         hf_effattn.patch_attention(
-            self, "i-clustered", **CAUSAL if config.model_type in ("gpt2", "llama") else SETTINGS
+            self, "i-clustered", **CAUSAL if MODEL_TYPES[config.model_type].causal else SETTINGS
         )
 
     return type(cls.__name__, (cls,), {"__init__": make, "__module__": cls.__module__})
@@ -72,6 +74,7 @@ class ModelTester:
 
     def __init__(self, parent: unittest.TestCase, model_type: str, sizes: dict[str, Any]) -> None:
         self.parent, self.model_type, self.sizes = parent, model_type, sizes
+        self.num_hidden_layers = self.get_config().num_hidden_layers
         if model_type == "vit":
             self.seq_length = self.encoder_seq_length = self.key_length = 37
             self.mask_length, self.num_masks = 36, 5
@@ -110,6 +113,17 @@ def with_heads(name: str) -> list[str]:
     return [f"{name}Model", *(f"{name}For{head}" for head in HEADS)]
 
 
+def two_layers(sizes: dict[str, Any]) -> dict[str, Any]:
+    """The sizes of a decoder of our own tests, of the first two layers, with the tokens of these."""
+    tokens = {name: size for name, size in SIZES.items() if name.startswith(("vocab", "pad", "bos", "eos"))}
+    found = sizes | tokens | {"num_hidden_layers": 2}
+    if "layer_types" in found:
+        found["layer_types"] = found["layer_types"][:2]
+    if "vocab_size_per_layer_input" in found:
+        found["vocab_size_per_layer_input"] = VOCABULARY
+    return {name: size for name, size in found.items() if name != "initializer_range"}
+
+
 GPT2_SIZES: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
 VIT_SIZES: dict[str, Any] = {"image_size": 24, "patch_size": 4, "pad_token_id": None}
@@ -120,6 +134,14 @@ TestGPT2 = case(
     "gpt2", ["GPT2Model", "GPT2LMHeadModel", "GPT2ForSequenceClassification"], embd_pdrop=0.0, **GPT2_SIZES
 )
 TestLlama = case("llama", ["LlamaModel", "LlamaForCausalLM"], num_key_value_heads=2)
+for _type, _name in {
+    "mistral": "Mistral", "phi3": "Phi3", "qwen3": "Qwen3", "gemma3_text": "Gemma3Text", "gemma4_text": "Gemma4Text",
+    "glm4": "Glm4", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "deepseek_v3": "DeepseekV3",
+    "qwen3_next": "Qwen3Next", "granitemoehybrid": "GraniteMoeHybrid", "lfm2": "Lfm2",
+}.items():  # fmt: skip
+    classes = [f"{_name}Model", f"{_name.removesuffix('Text')}ForCausalLM"]
+    globals()[f"Test{_name}"] = case(_type, classes, **two_layers(DECODERS[_type]))
+TestModernBert = case("modernbert", with_heads("ModernBert"), global_attn_every_n_layers=2)
 TestCST = case("cst", with_heads("CST"), source=own, patch=False, slice_length=4)
 TestClusterFormer = case("clusterformer", with_heads("ClusterFormer"), source=own, patch=False, clusters=3)
 for _name, _case in list(globals().items()):

@@ -208,8 +208,19 @@ def test_a_run_of_pytest_says_what_became_of_each_test(tmp_path, monkeypatch):
 def test_every_exception_has_its_reason():
     for one in versions.exceptions():
         assert one["tests"]
-        assert set(one["suites"]) <= set(versions.MODELS)
+        assert set(one["suites"]) <= {*versions.SUITES, *versions.GROUPS}
         assert len(one["reason"]) > 10
+
+
+def test_an_exception_of_all_decoders_is_one_of_each():
+    assert versions.excepted("TestQwen3Moe::test_attention_outputs", "5.23.0")
+    assert not versions.excepted("TestCST::test_attention_outputs", "5.23.0")
+
+
+def test_older_versions_lack_models():
+    newest, oldest = (versions.Versions("3.11", "2.13.0", number) for number in ("5.23.0", "5.15.1"))
+    assert versions.suites_of(newest) == list(versions.SUITES)
+    assert set(versions.SUITES) - set(versions.suites_of(oldest)) == set(versions.NEWER)
 
 
 def test_the_table_of_versions_names_failures_and_what_did_not_run(monkeypatch, tmp_path):
