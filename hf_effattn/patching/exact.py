@@ -12,6 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..ops.bi_clustered_attention.exact_heads import FLASH
+from ..ops.causal_clustered_attention.local import Attended, merge_
+from ..ops.shared.precision import accumulation_dtype
+
 
 def exact_attention(
     query: torch.Tensor,
@@ -34,6 +38,36 @@ def exact_attention(
         called, query, key, value, mask, dropout=dropout_p, scaling=scale, is_causal=causal and mask is None
     )
     return output.transpose(1, 2)
+
+
+def causal_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: slice, scale: float | None
+) -> torch.Tensor:
+    """Some rows of exact attention that hides the future, on a CPU: two steps of one softmax, without a mask.
+
+    Args:
+        query (`torch.Tensor`): `(B, H, N, D)`.
+        key (`torch.Tensor`): `(B, Hk, N, D)`.
+        value (`torch.Tensor`): `(B, Hk, N, D)`.
+        rows (`slice`): neighbouring queries, `n`.
+        scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
+
+    Returns:
+        `torch.Tensor`: `(B, H, n, D)`.
+    """
+    dtype, heads = accumulation_dtype(query.dtype), key.shape[1]
+    # (B · Hk, H / Hk, ·, D): keys that query heads share are not copied.
+    own = query[:, :, rows].unflatten(1, (heads, -1)).flatten(0, 1)
+    keys, values = (tensor.flatten(0, 1)[:, None].expand(-1, own.shape[1], -1, -1) for tensor in (key, value))
+
+    def attend(seen: slice, *, causal: bool) -> Attended:
+        output, log_sum = FLASH(own, keys[:, :, seen], values[:, :, seen], 0.0, causal, scale=scale)
+        return output.to(dtype), log_sum[..., None].to(dtype)
+
+    found = attend(rows, causal=True)
+    if rows.start:
+        merge_(found, attend(slice(rows.start), causal=False))
+    return found[0].to(query.dtype).unflatten(0, (-1, heads)).flatten(1, 2)
 
 
 def visible_keys(key_mask: torch.Tensor | None, length: int, *, causal: bool) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from support.tiny_models import batch_for, encoded, tiny_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import hf_effattn
-from hf_effattn.patching.exact import exact_attention, visible_keys
+from hf_effattn.patching.exact import causal_rows, exact_attention, visible_keys
 from hf_effattn.patching.methods import Method, make_method
 from hf_effattn.patching.methods.per_head import PerHead, Share, _grouping_cost, _runs_of_threads
 
@@ -106,7 +107,15 @@ def test_the_same_is_dropped_with_gradients_and_without(causal: bool) -> None:
     torch.testing.assert_close(outputs[0], outputs[1])
 
 
-def test_no_token_changes_what_comes_before_it() -> None:
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    kept = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(kept)
+
+
+def test_no_token_changes_what_comes_before_it(three_threads: None) -> None:
     method = per_head([[0, 2, 1, 1]], [rung | LOCAL for rung in RUNGS])
     inputs = tensors()
     before = method.run(*inputs, causal=True)
@@ -115,6 +124,43 @@ def test_no_token_changes_what_comes_before_it() -> None:
     after = method.run(*inputs, causal=True)
     assert torch.equal(before[:, :, :30], after[:, :, :30])
     assert not torch.equal(before[:, :, 30:], after[:, :, 30:])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)]
+)
+@pytest.mark.parametrize("rows", [slice(0, 20), slice(20, 21), slice(13, 45)], ids=str)
+def test_rows_of_causal_attention_are_those_of_all(rows: slice, dtype: torch.dtype, tolerance: float) -> None:
+    query, key, value = (tensor.to(dtype) for tensor in tensors(4))
+    key, value = key[:, :2], value[:, :2]  # pairs of query heads share them
+    expected = exact_attention(
+        *(tensor.double() for tensor in (query, key, value)), None, scale=0.3, dropout_p=0.0, causal=True
+    )
+    actual = causal_rows(query, key, value, rows, 0.3)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected[:, :, rows], rtol=tolerance, atol=tolerance)
+
+
+def test_queries_of_exact_heads_are_divided_among_threads(
+    three_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On more than two threads a head alone takes as long as all others together, and the others wait for it."""
+    seen = []
+
+    def noted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: slice, scale: Any) -> torch.Tensor:
+        seen.append((rows.start, rows.stop))
+        return causal_rows(query, key, value, rows, scale)
+
+    monkeypatch.setattr("hf_effattn.patching.methods.per_head.causal_rows", noted)
+    method = per_head([[0, 2, 1, 2]], [rung | LOCAL for rung in RUNGS])
+    query, key, value = tensors()
+    with torch.no_grad():
+        whole = method.run(query, key, value, causal=True)
+        method.run(query, key, value, key_mask=padded(), causal=True)  # masks are of whole heads
+        method.run(query, key, value[..., :5], causal=True)  # so are values of another width
+    assert sorted(seen) == [(0, 26), (26, 37), (37, 45)]  # about a third of the scores each
+    exact = exact_attention(query, key, value, None, scale=None, dropout_p=0.0, causal=True)
+    torch.testing.assert_close(whole[:, [1, 3]], exact[:, [1, 3]])
 
 
 def test_as_uniform_settings_where_all_heads_share_a_rung() -> None:

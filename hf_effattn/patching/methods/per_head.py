@@ -6,7 +6,7 @@ Sizes: `B` batch, `H` heads, `N` query length, `D` head_dim of query and key, `D
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from ...ops import bi_clustered_attention
 from ...ops.shared.head_threads import for_every_chunk, heads_of_threads
+from ..exact import causal_rows
 from ..model_types import Stack, is_sliding_window
 from .base import Groups, Method, Options, attend_exactly
 from .clustered import BiClustered
@@ -293,10 +294,13 @@ class PerHead(Method):
             _store(output[:, :, rows], of_queries, _attend_share(share, query, key, value, options, rows))
 
         # An exact head takes as long as all others together: its queries are divided, not the heads.
-        divided = [] if options.causal else [share for share in shares if share[0] is None]
-        parts = [(share, rows) for share in divided for rows in heads_of_threads(N, query.device)]
+        runs = heads_of_threads(N, query.device)
+        if options.causal:
+            runs = _causal_runs(runs) if options.key_mask is None and key.shape[3] == value.shape[3] else runs[:0]
+        divided = [share for share in shares if share[0] is None and len(runs) > 1]
+        parts = [(share, rows) for share in divided for rows in runs]
         others = [share for share in shares if share not in divided]
-        parts += [(part, slice(N)) for part in _of_threads(others, query.device)]
+        parts += [(part, slice(None)) for part in _of_threads(others, query.device)]
         for_every_chunk(attend_part, parts, query.device)
         return output
 
@@ -338,8 +342,17 @@ def _attend_exactly(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, rows: slice = slice(None)
 ) -> torch.Tensor:
     """Exact attention of some queries, 0 in rows that are masked."""
+    if options.causal and rows != slice(None):
+        return causal_rows(query, key, value, rows, options.scale)
     exact = attend_exactly(query[:, :, rows], key, value, options)
     return exact if options.key_mask is None else exact * options.key_mask[:, None, rows, None]
+
+
+def _causal_runs(runs: Sequence[slice]) -> list[slice]:
+    """As many runs of queries, which take equally long where none sees a later key."""
+    length, count = runs[-1].stop, len(runs)
+    edges = [round(length * (index / count) ** 0.5) for index in range(count + 1)]
+    return [slice(*edge) for edge in pairwise(edges) if edge[0] < edge[1]]
 
 
 def _attend_share(
