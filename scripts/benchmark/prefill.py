@@ -37,6 +37,7 @@ from hf_effattn.samples.texts import bundled_books
 from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, device_defaults, print_rows
 from ._inputs import Inputs, causal_attention_inputs, load_causal_model
+from ._scores import counted_scores
 from .language_model import CALIBRATION
 
 GPT2 = Path(__file__).resolve().parents[2] / "model_cards" / "gpt2-books"
@@ -129,7 +130,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A row for every kernel and method: milliseconds, speed against the fastest exact kernel, memory and error.
 
-    `training`: times of both passes, too. One that does not run, for want of memory, says why: `refused`.
+    On a CPU also the share of exact attention's scores that is computed. `training`: times of both passes, too. One
+    that does not run, for want of memory, says why: `refused`.
     """
     length, dtype = run["length"], getattr(torch, run["dtype"])
     generator = torch.Generator().manual_seed(length)
@@ -148,6 +150,10 @@ def measure(
             _, rows[name]["peak_bytes"] = peak_memory_added(partial(without_gradients, attend, inputs), device)
             if training:
                 forward_backward(attend, inputs)
+            if device.type == "cpu" and name in METHODS:
+                with counted_scores() as count:
+                    without_gradients(attend, inputs)
+                rows[name]["scored_share"] = count.share(shape["heads"], length)
         except Exception as error:  # no memory, or a kernel that this chip has no room for
             rows[name]["refused"] = str(error).splitlines()[0]
             del attends[name]

@@ -64,11 +64,12 @@ def ruler(result: dict[str, Any]) -> Table:
 @of_file("benchmark_prefill")
 def causal_speed(result: dict[str, Any]) -> Table:
     """How much faster the attention of a prompt and of training is, and how far off."""
-    header = ["tokens", "forward", "both passes", "error"]
+    header = ["tokens", "forward", "both passes", "scores computed", "error"]
     rows = [
         [
             f"{row['length']:,}: {row['method']}",
             *(number(row, name, ".1f", "×") for name in ("speedup", "training_speedup")),
+            number(row, "scored_share", ".0%"),
             number(row, "real_error", ".2f"),
         ]
         for row in result["rows"]
