@@ -276,10 +276,11 @@ class PerHead(Method):
         shares = self._shares(key)
         if _in_parts(options, query, key, value):
             return self._attend_in_parts(query, key, value, options, shares)
-        group = query.shape[1] // key.shape[1]
-        return _joined(
-            [(_query_heads(share[1], group), _attend_share(share, query, key, value, options)) for share in shares]
-        )
+        of_keys = [heads for _, heads in shares]
+        of_queries = [_query_heads(heads, query.shape[1] // key.shape[1]) for heads in of_keys]
+        inputs = zip(_split(query, of_queries), _split(key, of_keys), _split(value, of_keys), strict=True)
+        outputs = [_attend(rung, *own, options) for (rung, _), own in zip(shares, inputs, strict=True)]
+        return _joined(list(zip(of_queries, outputs, strict=True)))
 
     def _attend_in_parts(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, shares: list[Share]
@@ -366,8 +367,21 @@ def _attend_share(
     """The output of a share's query heads; `rows`: of these queries alone, where the share is exact."""
     rung, heads = share
     of_queries = _query_heads(heads, query.shape[1] // key.shape[1])
-    inputs = _heads(query, of_queries), _heads(key, heads), _heads(value, heads)
-    return _attend_exactly(*inputs, options, rows) if rung is None else rung.run(*inputs, **vars(options))
+    return _attend(rung, _heads(query, of_queries), _heads(key, heads), _heads(value, heads), options, rows)
+
+
+def _attend(
+    rung: Method | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: Options,
+    rows: slice = slice(None),
+) -> torch.Tensor:
+    """The output of heads that share a rung, None for exact attention; `rows`: see `_attend_share`."""
+    if rung is None:
+        return _attend_exactly(query, key, value, options, rows)
+    return rung.run(query, key, value, **vars(options))
 
 
 def _in_parts(options: Options, *tensors: torch.Tensor) -> bool:
@@ -425,6 +439,15 @@ def _heads(tensor: torch.Tensor, heads: list[int]) -> torch.Tensor:
         return tensor[:, first:end]
     of_heads = tensor.unbind(1)
     return torch.stack([of_heads[head] for head in heads], dim=1)
+
+
+def _split(tensor: torch.Tensor, parts: Sequence[list[int]]) -> list[torch.Tensor]:
+    """The heads of every part, of `(B, heads, ...)`.
+
+    All at once: backwards, each of them taken alone leaves a gradient of all heads, to be added up.
+    """
+    of_heads = tensor.unbind(1)
+    return [torch.stack([of_heads[head] for head in heads], dim=1) for heads in parts]
 
 
 def _store(store: torch.Tensor, heads: list[int], values: torch.Tensor) -> None:
