@@ -73,7 +73,7 @@ class LadderErrors:
     def watch(self, seen: SeenAttention) -> torch.Tensor:
         """An observer of `recording`: run every rung on the queries, keys and values of a layer."""
         device, (N, key_heads) = seen.query.device, (seen.query.shape[2], seen.key.shape[1])
-        asked: dict[str, Any] = {"key_mask": seen.key_mask, "scale": seen.scale, "causal": seen.causal}
+        asked = seen.asked
         exact, taken = timed(seen.exact, device)
         self._keep(self.seconds, N, -1, taken)
         if (N, seen.layer) not in self.exact_timed:  # takes most of the time, on each text the same

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..patching.exact import sdpa_path
 from ..patching.methods import list_methods
 from ..patching.model_types import Stack, hides_keys, is_causal, is_sliding_window
 from ..patching.planning import stacks_to_patch
@@ -38,6 +38,7 @@ class SeenAttention:
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = attend; None where nothing is masked.
         scale (`float`, *optional*): factor on the scores; None means `D ** -0.5`.
         causal (`bool`): whether no query sees a later key.
+        sinks (`torch.Tensor`, *optional*): `(H,)`, of a score that has a weight and no value.
         exact (`Callable`): runs the model's exact attention, `(B, N, H, D)`.
     """
 
@@ -49,7 +50,13 @@ class SeenAttention:
     key_mask: torch.Tensor | None
     scale: float | None
     causal: bool
+    sinks: torch.Tensor | None
     exact: Callable[[], torch.Tensor]
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What `Method.run` is told of it."""
+        return {"key_mask": self.key_mask, "scale": self.scale, "causal": self.causal, "sinks": self.sinks}
 
 
 Observer = Callable[[SeenAttention], torch.Tensor]
@@ -78,10 +85,10 @@ def recording_attention(
     """Exact attention, shown to the module's observer where it has one; arguments and result are transformers'."""
 
     def exact() -> torch.Tensor:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )[0]
+        asked = {"dropout": dropout, "scaling": scaling, "sinks": sinks}
+        return sdpa_path(module, query, key, value, attention_mask, **asked, **kwargs)
 
+    sinks = kwargs.pop("s_aux", None)
     watch = _watched.get(module)
     M, window = key.shape[2], kwargs.get("sliding_window")
     if watch is None or query.shape[2] != M or hides_keys(window, M, module.config):
@@ -89,7 +96,7 @@ def recording_attention(
     layer = watch.layers[watch.calls % len(watch.layers)]
     watch.calls += 1
     mask = _padding_of(attention_mask)
-    seen = SeenAttention(module, layer, query, key, value, mask, scaling, is_causal(module), exact)
+    seen = SeenAttention(module, layer, query, key, value, mask, scaling, is_causal(module), sinks, exact)
     return watch.observer(seen), None
 
 
@@ -151,7 +158,8 @@ def recording(model: nn.Module, observer: Observer) -> Iterator[None]:
 def make_exact(stacks: Sequence[Stack]) -> None:
     """Switch the attention of stacks to exact SDPA; to be called inside `as_it_was`."""
     for stack in stacks:
-        stack.model.set_attn_implementation(BASELINE)
+        # Where transformers has none, for want of attention sinks, what runs under the other name has.
+        stack.model.set_attn_implementation(BASELINE if stack.model._supports_sdpa else RECORDING)
 
 
 @contextmanager

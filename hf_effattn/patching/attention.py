@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.output_capturing import _active_collector
 
 from ..ops.shared.callers import stacklevel_of_user
-from .exact import exact_weights, visible_keys
+from .exact import exact_weights, sdpa_path, visible_keys
 from .keywords import needs_exact_attention
 from .measured import expect_measurement, last_measured
 from .methods import METHODS, Method, list_methods, make_method
@@ -140,7 +139,7 @@ def attention(
         attention_mask (`torch.Tensor`, *optional*): from `padding_mask`, or a dense mask of the user.
         scaling (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         dropout (`float`): dropout on the attention weights.
-        kwargs: what else the model passes on; `output_attentions` asks for the weights.
+        kwargs: what else the model passes on; `output_attentions` asks for the weights, `s_aux` `(H,)` are sinks.
 
     Returns:
         `(torch.Tensor, torch.Tensor | None)`: the output `(B, N, H, D)` and, where asked for, the attention weights
@@ -151,7 +150,7 @@ def attention(
             keyword that changes attention in a way that SDPA does not know either.
     """
     wants_weights = bool(kwargs.pop("output_attentions", None)) or _matrices_are_collected(module)
-    reads_drafts = kwargs.pop(READS_DRAFTS, False)
+    reads_drafts, sinks = kwargs.pop(READS_DRAFTS, False), kwargs.pop("s_aux", None)
     chosen = method_for(module, method)
     if chosen is not None and chosen.tolerance is not None:
         expect_measurement(module)
@@ -167,10 +166,9 @@ def attention(
         # A prompt's keys are the first of a static cache; further chunks of a prompt come with a dense mask.
         key, value = key[:, :, :N], value[:, :, :N]
     prompt = not torch.is_grad_enabled() and bool(kwargs.get("use_cache")) and not reads_drafts
-    call = Call(
-        module, query, key, value, attention_mask, scaling, dropout, wants_weights, hides_future, prompt, kwargs
-    )
-    if chosen is None or unknown or not as_its_type:
+    asked = scaling, dropout, wants_weights, hides_future, prompt
+    call = Call(module, query, key, value, attention_mask, sinks, *asked, kwargs)
+    if chosen is None or unknown or not as_its_type or (sinks is not None and not hides_future):
         return _exact(call)
     if over_cache:
         call.share_dtype()
@@ -200,6 +198,7 @@ class Call:
     """One call of transformers: the arguments of `attention`, and what they ask for.
 
     Args:
+        sinks (`torch.Tensor`, *optional*): `(H,)`, a score of each query head that has a weight and no value.
         wants_weights (`bool`): whether the attention weights are asked for.
         hides_future (`bool`): whether no query may see a later key.
         prompt (`bool`): whether, of a prompt, only what follows the last token will be read.
@@ -211,6 +210,7 @@ class Call:
     key: torch.Tensor
     value: torch.Tensor
     mask: torch.Tensor | None
+    sinks: torch.Tensor | None
     scale: float | None
     dropout: float
     wants_weights: bool
@@ -239,18 +239,17 @@ def _say_if_never(method: Method, device_type: str) -> None:
 def _exact(call: Call) -> Attended:
     """What no method serves, by transformers' own SDPA path."""
     query, key, mask = call.query, call.key, call.mask
+    asked: dict[str, Any]
     if mask is not None and mask.ndim == IN_BLOCKS:
         causal = bool(getattr(model_type_of(call.module), "causal", False))  # as `padding_mask` has it
         if not call.wants_weights and all(call.options.get(keyword) is None for keyword in NOT_IN_BLOCKS):
-            return attend_in_blocks(
-                query, key, call.value, mask, causal=causal, dropout=call.dropout, scale=call.scale
-            ), None
+            asked = {"dropout": call.dropout, "scale": call.scale, "sinks": call.sinks}
+            return attend_in_blocks(query, key, call.value, mask, causal=causal, **asked), None
         mask = dense_mask(mask, query.shape[2], causal=causal)
     elif mask is not None and mask.ndim == 2:
         mask = visible_keys(mask, query.shape[2], causal=call.hides_future)
-    output, _ = sdpa_attention_forward(
-        call.module, query, key, call.value, mask, dropout=call.dropout, scaling=call.scale, **call.options
-    )
+    asked = {"dropout": call.dropout, "scaling": call.scale, "sinks": call.sinks}
+    output = sdpa_path(call.module, query, key, call.value, mask, **asked, **call.options)
     if not call.wants_weights:
         return output, None
     for keyword in NOT_IN_BLOCKS:
@@ -259,7 +258,7 @@ def _exact(call: Call) -> Attended:
                 f"{type(call.module).__name__} passes {keyword}=, with which SDPA gives no attention weights: leave "
                 'output_attentions out, or take attn_implementation="eager"'
             )
-    return output, exact_weights(query, key, mask, call.scale, causal=call.hides_future)
+    return output, exact_weights(query, key, mask, call.scale, causal=call.hides_future, sinks=call.sinks)
 
 
 def _over_cache(method: Method, call: Call) -> Attended:
@@ -283,6 +282,7 @@ def _by_method(method: Method, call: Call) -> Attended:
         "causal": call.hides_future,
         "prompt": call.prompt,
         "training": call.module.training,
+        "sinks": call.sinks,
         "module": call.module,
     }
     result = method.run(call.query, call.key, call.value, dropout_p=call.dropout, **options)
@@ -290,7 +290,8 @@ def _by_method(method: Method, call: Call) -> Attended:
     measured = None if method.tolerance is None else last_measured(call.module)
     if weights is not None and measured is not None and bool(measured.exact.any()):
         mask = visible_keys(call.mask, call.query.shape[2], causal=call.hides_future)
-        exact = exact_weights(call.query, call.key, mask, call.scale, causal=call.hides_future)
+        asked: dict[str, Any] = {"causal": call.hides_future, "sinks": call.sinks}
+        exact = exact_weights(call.query, call.key, mask, call.scale, **asked)
         weights = torch.where(measured.exact[..., None, None], exact, weights)
     return result.transpose(1, 2).contiguous(), weights
 

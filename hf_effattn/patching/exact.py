@@ -14,7 +14,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..ops.bi_clustered_attention.exact_heads import FLASH
 from ..ops.causal_clustered_attention.local import Attended, merge_
+from ..ops.causal_clustered_attention.sinks import add_sinks_
 from ..ops.shared.precision import accumulation_dtype
+from .model_types import is_causal
+from .sinks import with_sinks
 
 
 def exact_attention(
@@ -27,6 +30,7 @@ def exact_attention(
     dropout_p: float,
     causal: bool,
     module: nn.Module | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Transformers' SDPA path, `(B, H, N, Dv)`, bit for bit; `mask` `(B, 1, N, M)` from `visible_keys`."""
     if not len(query):  # that path asks torch how many heads no text has, and torch cannot tell
@@ -34,14 +38,43 @@ def exact_attention(
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
     # Without a module, all that is asked of one: how many heads share their keys.
     called: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1]) if module is None else module
-    output, _ = sdpa_attention_forward(
-        called, query, key, value, mask, dropout=dropout_p, scaling=scale, is_causal=causal and mask is None
-    )
-    return output.transpose(1, 2)
+    options = {"dropout": dropout_p, "is_causal": causal and mask is None}
+    return sdpa_path(called, query, key, value, mask, scaling=scale, sinks=sinks, **options).transpose(1, 2)
+
+
+def sdpa_path(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float | None,
+    sinks: torch.Tensor | None,
+    **options: Any,
+) -> torch.Tensor:
+    """Transformers' SDPA path, `(B, N, H, Dv)`, and with sinks `(H,)`, which that has not, the same by `with_sinks`.
+
+    Other arguments are those of transformers.
+    """
+    if sinks is None:
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)[0]
+    N, D, Dv = *query.shape[2:], value.shape[3]
+    query, key, value, mask = with_sinks(query, key, value, mask, sinks, scaling)
+    asked = options.get("is_causal")
+    if N > 1 and mask is None and (is_causal(module) if asked is None else asked):
+        query = F.pad(query, (0, 0, 1, 0))  # one before all others: the first of them sees its own key beside the sink
+    scaling = D**-0.5 if scaling is None else scaling
+    return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)[0][:, -N:, :, :Dv]
 
 
 def causal_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: slice, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: slice,
+    scale: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Some rows of exact attention that hides the future, on a CPU: two steps of one softmax, without a mask.
 
@@ -51,6 +84,7 @@ def causal_rows(
         value (`torch.Tensor`): `(B, Hk, N, D)`.
         rows (`slice`): neighbouring queries, `n`.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
+        sinks (`torch.Tensor`, *optional*): `(H,)`, of a score that has no value.
 
     Returns:
         `torch.Tensor`: `(B, H, n, D)`.
@@ -67,6 +101,8 @@ def causal_rows(
     found = attend(rows, causal=True)
     if rows.start:
         merge_(found, attend(slice(rows.start), causal=False))
+    if sinks is not None:
+        add_sinks_(*found, sinks.to(dtype).view(heads, -1, 1, 1).repeat(len(query), 1, 1, 1))
     return found[0].to(query.dtype).unflatten(0, (-1, heads)).flatten(1, 2)
 
 
@@ -97,6 +133,7 @@ def exact_weights(
     *,
     causal: bool,
     rows: Sequence[int] | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weights `(B, H, N, M)` of exact attention, of which the SDPA path returns none; 0 in rows that see no key.
 
@@ -107,6 +144,7 @@ def exact_weights(
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         causal (`bool`): whether no query sees a later key, where there is no mask that says so.
         rows (`Sequence[int]`, *optional*): the queries whose weights are wanted. Default: all.
+        sinks (`torch.Tensor`, *optional*): `(H,)`, of a score whose weight is left out.
     """
     if mask is None and causal and query.shape[2] > 1:
         mask = causal_square(query.shape[2], key.shape[2], query.device)
@@ -114,8 +152,12 @@ def exact_weights(
         query, mask = query[:, :, rows], None if mask is None else mask[..., rows, :]
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scale is None else scale)
-    if mask is None:
-        return scores.softmax(dim=-1)
-    if mask.dtype == torch.bool:
-        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1) * mask
-    return (scores + mask).softmax(dim=-1)
+    seen: torch.Tensor | float = 1.0
+    if mask is not None and mask.dtype == torch.bool:
+        scores, seen = scores.masked_fill(~mask, torch.finfo(scores.dtype).min), mask
+    elif mask is not None:
+        scores = scores + mask
+    if sinks is None:
+        return scores.softmax(dim=-1) * seen
+    columns = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], dim=3)
+    return columns.softmax(dim=-1)[..., :-1] * seen

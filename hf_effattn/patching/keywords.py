@@ -27,6 +27,7 @@ READ = frozenset(
         "is_causal",
         "output_attentions",
         "use_cache",
+        "s_aux",
         READS_DRAFTS,
     }
 )
@@ -59,7 +60,6 @@ EXACT = frozenset({"sliding_window", "position_bias", "cache"})
 
 # SDPA drops them silently, or raises without a word of what is to be done.
 _SAYS_WHAT = {
-    "s_aux": "an attention sink, one more column in the softmax",
     "sinks": "an attention sink, one more column in the softmax",
     "softcap": "scores bent by a tanh before the softmax",
     "indices": "the keys that a sparse attention chose",

@@ -278,6 +278,9 @@ MODEL_TYPES: dict[str, ModelType] = {
     "arcee": _decoder("ArceeAttention", "65,536"),
     "nemotron": _decoder("NemotronAttention", "4,096", says_use_cache=False),
     "stablelm": _decoder("StableLmAttention", "4,096 to 16,384", says_use_cache=False),
+    "gpt_oss": _decoder("GptOssAttention", "131,072; every second layer sees windows of 128"),
+    "granite_swa": _decoder("GraniteSWAAttention", "8,192 and more; some layers see windows"),
+    "mimo_v2_flash": _decoder("MiMoV2FlashAttention", "262,144; most layers see windows of 128", says_use_cache=False),
     "starcoder2": _decoder("Starcoder2Attention", "16,384, seen in windows of 4,096", window_in_config=True),
     "modernbert-decoder": _decoder(
         "ModernBertDecoderAttention", "8,192; two layers of three see windows of 64", says_use_cache=False
@@ -303,7 +306,6 @@ _TRANSFORMER_XL = "adds a term of its own for every distance (Transformer-XL) to
 _GRID = "adds a bias of the place in the image to every score, within small windows"
 _WITHOUT_SDPA = "refuses SDPA in transformers, by which whatever no method serves would have to run"
 _OWN_MASK = "makes a mask of its own, to be added to the scores, which no method reads"
-_SINKS = "has attention sinks, one more column in every softmax"
 _SOFTCAP = "bends the scores by a tanh (softcap), for which means of keys cannot stand"
 _CAUSAL_TEXT = "hides the future by a keyword, in texts of at most 77 tokens, where nothing is to be gained"
 _SHORT_TEXT = "reads at most 64 tokens, where nothing is to be gained"
@@ -336,9 +338,6 @@ NOT_SERVED: dict[str, str] = {
     "parakeet_encoder": _TRANSFORMER_XL,
     "gemma2": _SOFTCAP,
     "vaultgemma": _SOFTCAP,
-    "gpt_oss": _SINKS,
-    "mimo_v2_flash": _SINKS,
-    "granite_swa": _SINKS,
     "falcon": _NO_DISPATCH,
     "bloom": _NO_DISPATCH,
     "mpt": _NO_DISPATCH,

@@ -128,7 +128,7 @@ def unpatch_attention(model: Model) -> Model:
         for kind in METHODS.values():
             kind.detach(stack.model)
         if ours:
-            set_implementation(stack, patches[0].previous if patches else "sdpa")
+            set_implementation(stack, patches[0].previous if patches else _exact_implementation(stack))
         if hasattr(config, FIELD):
             delattr(config, FIELD)
     return model
@@ -149,7 +149,7 @@ def apply_plans(plans: Sequence[PatchPlan]) -> None:
 def _apply(plan: PatchPlan) -> None:
     config = plan.stack.model.config
     current = config._attn_implementation
-    exact = "sdpa" if current in list_methods() else current
+    exact = _exact_implementation(plan.stack) if current in list_methods() else current
     for kind in METHODS.values():
         if not isinstance(plan.method, kind):
             kind.detach(plan.stack.model)
@@ -163,6 +163,11 @@ def _apply(plan: PatchPlan) -> None:
         vars(module).pop(MEASURED, None)
         chosen = plan.method.for_layers(served) if patched else None
         setattr(module, RECORD, ModulePatch(chosen, previous, owner, len(served)))
+
+
+def _exact_implementation(stack: Stack) -> str:
+    """What a stack runs that nothing else is known of; transformers' SDPA path has no attention sinks."""
+    return "sdpa" if stack.model._supports_sdpa else "eager"
 
 
 def set_implementation(stack: Stack, implementation: str) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from ..ops.shared.callers import stacklevel_of_user
 from ..ops.shared.head_threads import for_every_chunk, heads_of_threads
 from .exact import exact_attention, visible_keys
+from .sinks import with_sinks
 
 ON_EXCESS = ("exact", "warn", "raise")
 MEASURED = "_effattn_measured"
@@ -60,6 +61,7 @@ class Attended:
         causal (`bool`): whether no query sees a later key.
         result (`torch.Tensor`): `(B, H, N, Dv)`.
         heads (`Sequence[int]`, *optional*): the heads that are approximated; the others have no error. None: all.
+        sinks (`torch.Tensor`, *optional*): `(H,)`, of a score that has no value.
     """
 
     query: torch.Tensor
@@ -70,6 +72,7 @@ class Attended:
     causal: bool
     result: torch.Tensor
     heads: Sequence[int] | None = None
+    sinks: torch.Tensor | None = None
 
     def checked(self, tolerance: float, on_excess: str | None, module: nn.Module | None) -> torch.Tensor:
         """The result, with the heads computed exactly whose error is above the tolerance.
@@ -167,11 +170,16 @@ class Attended:
         self, query: torch.Tensor, mask: torch.Tensor | None, computed: torch.Tensor, asked: torch.Tensor | None
     ) -> torch.Tensor:
         """Exact attention of queries `(B, H, S, D)`; of heads that are exact or not asked for what was `computed`."""
-        group = query.shape[1] // self.key.shape[1]
+        group, scale, width = query.shape[1] // self.key.shape[1], self.scale, computed.shape[3]
+        key, value = self.key, self.value
+        if self.sinks is not None:
+            scale = query.shape[3] ** -0.5 if scale is None else scale
+            query, key, value, mask = with_sinks(query, key, value, mask, self.sinks, scale)
         if query.device.type != "cpu" or torch.compiler.is_compiling():
-            return F.scaled_dot_product_attention(
-                query, self.key, self.value, attn_mask=mask, scale=self.scale, enable_gqa=group > 1
-            ).float()
+            exact = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, scale=scale, enable_gqa=group > 1
+            )
+            return exact[..., :width].float()
         exact = computed.clone()
         heads = list(range(query.shape[1]) if self.heads is None else self.heads)
         pairs = [(text, head) for text in range(len(query)) for head in heads]
@@ -184,10 +192,10 @@ class Attended:
             pairs, rows = chunk
             for text, run in neighbours(pairs, group):
                 shared = slice(run.start // group, (run.stop - 1) // group + 1)
-                inputs = query[text, run, rows], self.key[text, shared], self.value[text, shared]
+                inputs = query[text, run, rows], key[text, shared], value[text, shared]
                 seen = None if mask is None else mask[text, :, rows]
-                output = F.scaled_dot_product_attention(*inputs, attn_mask=seen, scale=self.scale)
-                exact[text, run, rows] = output.to(exact.dtype)
+                output = F.scaled_dot_product_attention(*inputs, attn_mask=seen, scale=scale)
+                exact[text, run, rows] = output[..., :width].to(exact.dtype)
 
         # Each thread has its share of the heads or, where they are few, of the queries: all end together, and no
         # operator wakes threads that would spin on.
@@ -214,6 +222,7 @@ class Attended:
                 scale=self.scale,
                 dropout_p=0.0,
                 causal=self.causal,
+                sinks=None if self.sinks is None else self.sinks[chosen],
             )
             if mask is not None:  # as the method leaves masked rows
                 exact = exact * mask[:, None, :, None]

@@ -23,6 +23,8 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
+from .sinks import with_sinks
+
 # The dimensions of a mask of blocks.
 IN_BLOCKS = 5
 SHORTEST_BLOCK = 64
@@ -142,6 +144,7 @@ def attend_in_blocks(
     causal: bool,
     dropout: float,
     scale: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention within a window, `(B, N, H, Dv)`, each block by torch's SDPA.
 
@@ -153,9 +156,10 @@ def attend_in_blocks(
         causal (`bool`): whether its window reaches backwards only, or to both sides alike.
         dropout (`float`): dropout on the attention weights.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
+        sinks (`torch.Tensor`, *optional*): `(H,)`, of a score that has no value.
     """
     B, _, n, L, _ = mask.shape
-    heads, length = query.shape[1:3]
+    heads, length, D = query.shape[1:]
 
     def in_blocks(each: torch.Tensor, sides: tuple[int, int]) -> torch.Tensor:
         """Blocks as texts of a batch, `(B * n, heads, L or S, width)`: views, as spans have most keys in common."""
@@ -163,16 +167,14 @@ def attend_in_blocks(
         texts = F.pad(each, (0, 0, 0, 0, 0, n * L - length)).flatten(0, 1)
         return F.pad(texts, (0, 0, 0, 0, *sides)).unfold(0, L + sum(sides), L).movedim(-1, 2)
 
-    sides = _sides(mask, causal)
-    output = F.scaled_dot_product_attention(
-        in_blocks(query, (0, 0)),
-        in_blocks(key, sides),
-        in_blocks(value, sides),
-        attn_mask=mask.transpose(1, 2).flatten(0, 1),
-        dropout_p=dropout,
-        scale=scale,
-    )
-    return output.transpose(1, 2).unflatten(0, (B, n)).flatten(1, 2)[:, :length].contiguous()
+    sides, width = _sides(mask, causal), value.shape[3]
+    query, key, value = in_blocks(query, (0, 0)), in_blocks(key, sides), in_blocks(value, sides)
+    seen: torch.Tensor | None = mask.transpose(1, 2).flatten(0, 1)
+    if sinks is not None:
+        query, key, value, seen = with_sinks(query, key, value, seen, sinks, scale)
+        scale = D**-0.5 if scale is None else scale
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout, scale=scale)
+    return output[..., :width].transpose(1, 2).unflatten(0, (B, n)).flatten(1, 2)[:, :length].contiguous()
 
 
 def dense_mask(mask: torch.Tensor, length: int, *, causal: bool) -> torch.Tensor:

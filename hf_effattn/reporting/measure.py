@@ -216,15 +216,7 @@ class _MeasureInput:
     @staticmethod
     def _attention_call(method: Method, seen: SeenAttention) -> Callable[[], torch.Tensor]:
         def call() -> torch.Tensor:
-            output = method.run(
-                seen.query,
-                seen.key,
-                seen.value,
-                key_mask=seen.key_mask,
-                scale=seen.scale,
-                causal=seen.causal,
-                module=seen.module,
-            )
+            output = method.run(seen.query, seen.key, seen.value, module=seen.module, **seen.asked)
             # The layout that the model needs, which a patched model pays for too.
             return output.transpose(1, 2).contiguous()
 

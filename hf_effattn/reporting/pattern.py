@@ -176,19 +176,19 @@ def head_scores(weights: torch.Tensor, rows: Sequence[int], content: torch.Tenso
 
 def _exact_rows(seen: SeenAttention, rows: list[int]) -> torch.Tensor:
     mask = visible_keys(seen.key_mask, seen.query.shape[2], causal=seen.causal)
-    return exact_weights(seen.query.float(), seen.key.float(), mask, seen.scale, causal=seen.causal, rows=rows)[0]
+    asked: dict[str, Any] = {"causal": seen.causal, "rows": rows, "sinks": seen.sinks}
+    return exact_weights(seen.query.float(), seen.key.float(), mask, seen.scale, **asked)[0]
 
 
 def _implied_rows(candidate: Candidate, seen: SeenAttention, head: int, rows: list[int]) -> torch.Tensor:
     """The weights that a method implies, `(R, N)`."""
-    options: dict[str, Any] = {"key_mask": seen.key_mask, "scale": seen.scale, "causal": seen.causal}
     # In pieces, so that nothing of N×N exists for all heads.
     method = candidate.forced.for_layers((seen.layer,))
     if method is None:
         return _exact_rows(seen, rows)[head]
     pieces = [
         method.weights(
-            seen.query, seen.key, columns=slice(start, start + COLUMNS_AT_ONCE), module=seen.module, **options
+            seen.query, seen.key, columns=slice(start, start + COLUMNS_AT_ONCE), module=seen.module, **seen.asked
         )[0, head, rows]
         for start in range(0, seen.key.shape[2], COLUMNS_AT_ONCE)
     ]

@@ -331,7 +331,8 @@ def causal_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any
         query, key, value = tensors(dim, dtype, length=length, heads=heads, key_heads=key_heads)
         sizes = clusters, 384, key_clusters, 1024, 256, 1, 2048, exact_above, 0
         seed = torch.zeros(1, dtype=torch.int64) if dropout else None
-        yield partial(attention, query, key, value, None, seed, method, *sizes, False, 0.125, 0.1 * dropout, True)
+        rest = seed, torch.zeros(heads, dtype=dtype) if dropout else None, method, *sizes, False, 0.125
+        yield partial(attention, query, key, value, None, *rest, 0.1 * dropout, True)
 
 
 CALLS = (clustering_calls, attention_calls, clusterformer_calls, slice_calls, causal_calls)

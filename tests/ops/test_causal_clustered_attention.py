@@ -16,6 +16,7 @@ from support.causal_cases import (
     exact_heads,
     inputs_with_empty_clusters,
     make_inputs,
+    make_sinks,
     peaked_inputs,
 )
 from support.closeness import assert_close_to_reference
@@ -61,7 +62,11 @@ CASES = (
     Case("prefill_and_holes", masks="holes", prefill=True),
     Case("grouped_heads", H=6, key_heads=2),
     Case("one_key_head_and_holes", H=3, key_heads=1, masks="holes"),
+    Case("sinks", H=3, sinks=True),
+    Case("sinks_of_grouped_heads_and_holes", H=6, key_heads=2, masks="holes", sinks=True),
+    Case("some_heads_exact_and_sinks", **SOME_EXACT, sinks=True),
     Case("dropout", dropout_p=0.3),
+    Case("dropout_and_sinks", dropout_p=0.3, sinks=True),
     Case("dropout_and_left_padding", dropout_p=0.3, masks="left", H=4, key_heads=2),
 )
 # Without masks a second item would only be another draw.
@@ -70,13 +75,18 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def with_gradients(method, case, dtype=torch.float64, run=attend, **options):
-    """Output and the gradients of query, key and value, for a fixed random gradient of the output."""
+    """Output and the gradients of query, key, value and sinks, for a fixed random gradient of the output."""
     *tensors, mask = make_inputs(case, dtype)
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    sinks = make_sinks(case, dtype)
+    if sinks is not None:
+        options["sinks"] = sinks.requires_grad_()
     output = run(method, case, *leaves, mask, **options)
+    leaves += [] if sinks is None else [sinks]
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     gradients = torch.autograd.grad(output, leaves, weights.to(output.dtype))
-    return dict(zip(("output", "query", "key", "value"), (output.detach(), *gradients), strict=True))
+    names = ("output", "query", "key", "value", "sinks")[: 1 + len(leaves)]
+    return dict(zip(names, (output.detach(), *gradients), strict=True))
 
 
 @pytest.mark.slow_except("*-bi-clustered", "plain-*", "*_and_holes-*")
@@ -149,9 +159,9 @@ def test_float32_of_peaked_clusters_is_as_close_as_the_reference_in_it(method, l
 @each_backend
 @pytest.mark.parametrize("masks", ["none", "right", "left", "holes"])
 def test_a_window_over_all_is_exact_attention(method, backend, masks):
-    case = Case("wide", window=64, masks=masks, key_heads=1)
+    case = Case("wide", window=64, masks=masks, key_heads=1, sinks=masks in ("none", "holes"))
     actual = with_gradients(method, case, backend=backend)
-    expected = with_gradients(method, case, run=lambda method, case, *inputs: exact(*inputs))
+    expected = with_gradients(method, case, run=lambda method, case, *inputs, **options: exact(*inputs, **options))
     for name in expected:
         assert_close_to_reference(name, actual[name], expected[name], rtol=1e-12)
 
@@ -233,13 +243,22 @@ def test_low_precision_is_as_close_as_exact_attention_in_it(method, dtype):
     st.integers(1, 24),
     st.sampled_from(["none", "left", "right", "holes"]),
     st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    st.booleans(),
     st.floats(0, 1, exclude_max=True),
     st.integers(0, 2**20),
 )
 @settings(max_examples=40, deadline=None)
-def test_no_output_sees_a_later_token(method, dtype, N, segment_length, window, D, masks, heads, share, seed):
+def test_no_output_sees_a_later_token(method, dtype, N, segment_length, window, D, masks, heads, sinks, share, seed):
     case = Case(
-        "leak", H=heads[0], key_heads=heads[1], N=N, D=D, masks=masks, segment_length=segment_length, window=window
+        "leak",
+        H=heads[0],
+        key_heads=heads[1],
+        N=N,
+        D=D,
+        masks=masks,
+        segment_length=segment_length,
+        window=window,
+        sinks=sinks,
     )
     inputs = make_inputs(case, dtype, seed)
     before = attend(method, case, *inputs)
@@ -339,6 +358,9 @@ def test_compiles_to_one_op(method):
         ({"key_mask": [True] * 6}, TypeError, "key_mask must be a tensor or None, got list"),
         ({"dropout_p": 1.0}, ValueError, r"dropout_p must lie in \[0, 1\)"),
         ({"backend": "fast"}, ValueError, "backend must be one of"),
+        ({"sinks": [0.0]}, TypeError, "sinks must be a floating-point tensor or None, got list"),
+        ({"sinks": torch.ones(1, dtype=torch.int64)}, TypeError, "sinks must be a floating-point tensor .* got torch"),
+        ({"sinks": torch.ones(5)}, ValueError, "sinks must have a number for each of the . heads of query"),
         ({"key_mask": torch.ones(1, 6)}, TypeError, "key_mask must be boolean"),
         ({"key_mask": torch.ones(1, 5, dtype=torch.bool)}, ValueError, "key_mask must have shape"),
     ],

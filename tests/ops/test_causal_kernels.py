@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support.causal_cases import METHODS, Case, attend, exact_heads, make_inputs
+from support.causal_cases import METHODS, Case, attend, exact_heads, make_inputs, make_sinks
 from support.closeness import assert_close_to_reference
 
 from hf_effattn.ops import causal_clustered_attention
@@ -25,7 +25,7 @@ from hf_effattn.ops.shared.triton.dropout import dropout_factor
 from hf_effattn.ops.shared.triton.sort import cluster_means, sort_by_cluster
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAMES = ("output", "query", "key", "value")
+NAMES = ("output", "query", "key", "value", "sinks")
 SMALL = Case("plain", B=1, N=37, segment_length=8, window=8)
 CASES = (
     SMALL,
@@ -53,6 +53,8 @@ CASES = (
     replace(SMALL, name="no_iterations", iterations=0),
     replace(SMALL, name="grouped_heads", H=4, key_heads=2),
     replace(SMALL, name="prefill", prefill=True),
+    replace(SMALL, name="sinks_of_grouped_heads", H=4, key_heads=2, sinks=True),
+    replace(SMALL, name="sinks_and_holes", B=2, N=21, masks="holes", sinks=True),
     replace(SMALL, name="all_heads_exact", exact_above=0.0),
     replace(SMALL, name="some_heads_exact", exact_above=0.08, H=4, key_heads=2, clusters=2, key_clusters=2, N=33),
     replace(SMALL, name="right_padding", B=2, H=1, masks="right"),
@@ -109,13 +111,18 @@ def labels_of_the_reference(monkeypatch):
 
 
 def run(method, case, inputs, dtype=torch.float32, backend="triton", **options):
-    """Output and the gradients of query, key and value, for a fixed random gradient of the output, on the CPU."""
+    """Output and the gradients of query, key, value and sinks, for a fixed random gradient of it, on the CPU."""
     *tensors, mask = inputs
     leaves = [tensor.to(DEVICE, dtype).requires_grad_() for tensor in tensors]
+    sinks = make_sinks(case, dtype)
+    if sinks is not None:
+        options["sinks"] = sinks.to(DEVICE).requires_grad_()
     output = attend(method, case, *leaves, None if mask is None else mask.to(DEVICE), backend=backend, **options)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    leaves += [] if sinks is None else [options["sinks"]]
     gradients = torch.autograd.grad(output, leaves, weights.to(output))
-    return dict(zip(NAMES, (tensor.cpu() for tensor in (output.detach(), *gradients)), strict=True))
+    names = NAMES[: 1 + len(leaves)]
+    return dict(zip(names, (tensor.cpu() for tensor in (output.detach(), *gradients)), strict=True))
 
 
 def check(method, case, inputs, dtype=torch.float32):
@@ -128,7 +135,9 @@ def check(method, case, inputs, dtype=torch.float32):
         assert_close_to_reference(name, tensor, expected[name], baseline[name], rtol=1e-6)
 
 
-@pytest.mark.slow_except("bi-clustered-whole_segments", "clustered-plain", "bi-clustered-right_padding")
+@pytest.mark.slow_except(
+    "bi-clustered-whole_segments", "clustered-plain", "bi-clustered-right_padding", "bi-clustered-sinks_and_holes"
+)
 @pytest.mark.usefixtures("labels_of_the_reference")
 @pytest.mark.parametrize(("method", "case"), CALLS, ids=lambda one: one if isinstance(one, str) else one.name)
 def test_values_and_gradients_equal_the_reference(method, case):

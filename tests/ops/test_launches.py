@@ -152,7 +152,7 @@ def test_a_causal_layer_is_34_launches(monkeypatch, length):
     query, key, value = (rows.detach() for rows in drawn(length))
     sizes = BiClustered().causal_options()
     given = Settings(
-        query, key, value, None, None, "bi-clustered", sizes["clusters"], sizes["topk"], sizes["key_clusters"],
+        query, key, value, None, None, None, "bi-clustered", sizes["clusters"], sizes["topk"], sizes["key_clusters"],
         DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW, 3, 2048, sizes["exact_above"], 0, False, 0.1, 0.0, False,
     )  # fmt: skip
     forward = import_module("hf_effattn.ops.causal_clustered_attention.triton")._forward

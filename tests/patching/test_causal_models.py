@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny_vision_language as vision_language
-from support.tiny_decoders import MODELS, SIZES, make_model
+from support.tiny_decoders import EAGER, MODELS, SIZES, make_model
 from support.tiny_models import WITH_OWN_TESTS
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -42,8 +42,9 @@ FLOAT32_WITHIN = (
     "granitemoehybrid",
     "falcon_h1",
     "nemotron_h",
+    "mimo_v2_flash",
 )
-FAST = ("gpt2", "llama", "opt")  # the others differ in projections and positions, not in what attends
+FAST = ("gpt2", "llama", "opt", "gpt_oss")  # the others differ in projections and positions, not in what attends
 
 
 def slow_but(fast: Collection[str], names: Iterable[str]) -> list[Any]:
@@ -114,7 +115,8 @@ def test_no_logit_sees_a_later_token(
 @each_model
 @torch.no_grad()
 def test_a_window_over_all_is_the_exact_model(model_type: str, attended: list[dict[str, Any]]) -> None:
-    model = make_model(model_type).double()
+    eager = model_type in EAGER  # whose softmax is float32, beside masks that float32 has not
+    model = make_model(model_type).to(torch.float32 if eager else torch.float64)
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     mask[0, :9] = 0
     ids = tokens()
@@ -123,9 +125,11 @@ def test_a_window_over_all_is_the_exact_model(model_type: str, attended: list[di
     patch(model, "bi-clustered", window=52, topk=60)
     actual = model(ids, attention_mask=mask).logits
     assert len(attended) == 3
-    torch.testing.assert_close(actual[mask.bool()], exact[mask.bool()], rtol=0, atol=4e-14)
+    close = 5e-5 if eager else 4e-14
+    torch.testing.assert_close(actual[mask.bool()], exact[mask.bool()], rtol=0, atol=close)
     patch(model, "bi-clustered", window=60)
-    assert torch.equal(model(ids, attention_mask=mask).logits, exact)
+    actual = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(actual[mask.bool()], exact[mask.bool()], rtol=0, atol=close * eager)
     hf_effattn.unpatch_attention(model)
     assert torch.equal(model(ids, attention_mask=mask).logits, exact)
 
@@ -238,22 +242,24 @@ def test_further_chunks_of_a_prompt_are_exact_over_the_cache(
     attended.clear()
     actual = model(ids[:, 25:], past_key_values=own_cache).logits
     assert attended == []
-    torch.testing.assert_close(actual, exact, rtol=0, atol=4e-14)
+    # Eager attention of one type has a softmax in float32.
+    torch.testing.assert_close(actual, exact, rtol=0, atol=5e-5 if model_type == "mimo_v2_flash" else 4e-14)
 
 
 @pytest.mark.parametrize(
     "model_type",
-    slow_but((*FAST, "qwen3_next"), [name for name in MODELS if name not in ("opt", "granitemoehybrid")]),
+    slow_but((*FAST, "qwen3_next"), [name for name in MODELS if name not in ("opt", "granitemoehybrid", "gpt_oss")]),
 )
 @torch.no_grad()
 def test_packed_sequences_stay_exact(model_type: str, attended: list[dict[str, Any]]) -> None:
-    """Two are left out: transformers itself lets packed sequences see each other there."""
+    """Three are left out: transformers itself lets packed sequences see each other there."""
     model = make_model(model_type)
     ids = tokens()
     positions = torch.cat([torch.arange(30), torch.arange(31)]).expand(2, -1)
     exact = model(ids, position_ids=positions, use_cache=False).logits
     patch(model)
-    assert torch.equal(model(ids, position_ids=positions, use_cache=False).logits, exact)
+    actual = model(ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(actual, exact, rtol=0, atol=5e-5 * (model_type in EAGER))
     assert attended == []
 
 
@@ -487,7 +493,11 @@ def test_attention_weights(model_type: str) -> None:
     for layer in weights:
         assert layer.shape == (2, 4, LENGTH, LENGTH)
         assert (layer.triu(1) == 0).all()
-        torch.testing.assert_close(layer.sum(dim=-1), torch.ones(2, 4, LENGTH).double(), rtol=0, atol=4e-15)
+        sums = layer.sum(dim=-1)
+        if model_type in ("gpt_oss", "granite_swa"):
+            assert ((sums > 0) & (sums < 1)).all()  # a sink has the rest
+        else:
+            torch.testing.assert_close(sums, torch.ones(2, 4, LENGTH).double(), rtol=0, atol=4e-15)
 
 
 @torch.no_grad()

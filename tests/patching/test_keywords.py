@@ -195,7 +195,7 @@ def test_an_unknown_keyword_makes_a_model_exact_and_is_handed_on(
         handed.append(kwargs.get("tilt"))
         return sdpa_attention_forward(*args, **kwargs)
 
-    monkeypatch.setattr("hf_effattn.patching.attention.sdpa_attention_forward", watched)
+    monkeypatch.setattr("hf_effattn.patching.exact.sdpa_attention_forward", watched)
     with pytest.warns(UserWarning, match='BertSelfAttention passes tilt=, which "clustered" does not know') as caught:
         assert torch.equal(encoded(model, batch, tilt=2), exact)
     assert {Path(one.filename).name for one in caught} == {"tiny_models.py"}  # which calls the model
@@ -218,7 +218,7 @@ def test_an_input_too_short_for_the_method_keeps_the_keywords(
         handed.append(kwargs.get("deterministic"))
         return sdpa_attention_forward(*args, **kwargs)
 
-    monkeypatch.setattr("hf_effattn.patching.attention.sdpa_attention_forward", watched)
+    monkeypatch.setattr("hf_effattn.patching.exact.sdpa_attention_forward", watched)
     encoded(model, batch_for(model), deterministic=True)
     assert handed == [True] * 3
     assert attended == []

@@ -147,9 +147,9 @@ def test_queries_of_exact_heads_are_divided_among_threads(
     """On more than two threads a head alone takes as long as all others together, and the others wait for it."""
     seen = []
 
-    def noted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: slice, scale: Any) -> torch.Tensor:
+    def noted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: slice, *asked: Any) -> torch.Tensor:
         seen.append((rows.start, rows.stop))
-        return causal_rows(query, key, value, rows, scale)
+        return causal_rows(query, key, value, rows, *asked)
 
     monkeypatch.setattr("hf_effattn.patching.methods.per_head.causal_rows", noted)
     method = per_head([[0, 2, 1, 2]], [rung | LOCAL for rung in RUNGS])

@@ -35,6 +35,7 @@ class Case:
     exact_above: float | None = None
     prefill: bool = False
     dropout_p: float = 0.0
+    sinks: bool = False
 
 
 def make_inputs(case, dtype=torch.float64, seed=0):
@@ -48,9 +49,16 @@ def make_inputs(case, dtype=torch.float64, seed=0):
     return *tensors, padding(case.masks, case.B, case.N)
 
 
+def make_sinks(case, dtype=torch.float64):
+    """A score for each head, or nothing: as heavy as many keys, as a few, as none."""
+    return torch.linspace(-8.0, 4.0, case.H, dtype=torch.float64).to(dtype) if case.sinks else None
+
+
 def attend(method, case, query, key, value, mask, **options):
     names = "clusters", "topk", "key_clusters", "segment_length", "window", "fit_queries", "iterations"
     chosen = {name: getattr(case, name) for name in (*names, "exact_above", "prefill", "dropout_p")}
+    if case.sinks:
+        chosen["sinks"] = make_sinks(case, query.dtype).to(query.device)
     torch.manual_seed(4)
     return causal_clustered_attention(query, key, value, method=method, key_mask=mask, **chosen | options)
 
@@ -71,7 +79,7 @@ def exact_heads(case):
     return [sum(counts) for counts in zip(*found, strict=True)]
 
 
-def exact(query, key, value, mask):
+def exact(query, key, value, mask, sinks=None):
     """Causal softmax attention with a key mask; rows that are masked are 0."""
     N = query.shape[2]
     visible = torch.ones(N, N, dtype=torch.bool).tril()
@@ -80,6 +88,10 @@ def exact(query, key, value, mask):
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=visible)
+    if sinks is not None:
+        scores = (query @ key.transpose(2, 3) * query.shape[3] ** -0.5).masked_fill(~visible, -torch.inf)
+        columns = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], dim=3)
+        output = columns.softmax(dim=3)[..., :-1] @ value
     return output if mask is None else output * mask[:, None, :, None]
 
 

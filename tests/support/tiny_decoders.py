@@ -112,6 +112,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "arcee": GROUPED,
     "nemotron": GROUPED,
     "stablelm": GROUPED,
+    "gpt_oss": GROUPED | EXPERTS | FULL,
+    "granite_swa": GROUPED | FULL,
+    "mimo_v2_flash": GROUPED | EXPERTS | FULL | {"v_head_dim": 8},
     "starcoder2": GROUPED | {"sliding_window": None},
     "modernbert-decoder": COMMON | FULL | {"cls_token_id": 2, "sep_token_id": 3},
     "deepseek_v2": LATENT | EXPERTS,
@@ -175,6 +178,8 @@ FROM_5_23 = (
     "lfm2",
     "lfm2_moe",
 )
+# Transformers runs them eagerly: all of them have attention sinks, the last one in layers with windows only.
+EAGER = ("gpt_oss", "granite_swa", "mimo_v2_flash")
 KNOWN = [name for name in SIZES if name in CONFIG_MAPPING]  # older versions lack some
 MODELS = tuple(name for name in KNOWN if name not in FROM_5_23 or Version(transformers.__version__) >= Version("5.23"))
 

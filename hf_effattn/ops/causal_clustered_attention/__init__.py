@@ -12,6 +12,7 @@ from ..shared.arguments import check_counts, check_mask, check_number, check_que
 from ..shared.callers import stacklevel_of_user
 from ..shared.dropout import draw_seed
 from . import batched, reference
+from .sinks import check_sinks
 
 METHODS = ("clustered", "i-clustered", "bi-clustered")
 # The least loss of perplexity for the scores, on a language model: scripts/benchmark/language_model.py.
@@ -45,6 +46,7 @@ def causal_clustered_attention(
     seed: int = 0,
     prefill: bool = False,
     key_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     backend: str | None = None,
@@ -96,6 +98,8 @@ def causal_clustered_attention(
             in it, and how, depends on later tokens of its segment.
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts. Masked tokens are taken out, as if they
             did not stand there: their outputs are 0.
+        sinks (`torch.Tensor`, *optional*): `(H,)`, a score of each query head that takes its weight in every softmax
+            and has no value (gpt-oss), in any floating-point dtype; it has a gradient.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         dropout_p (`float`): dropout on the attention weights; what stands for many keys is dropped as one.
         backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`; default: Triton on a GPU, for up to
@@ -126,6 +130,7 @@ def causal_clustered_attention(
     if key.shape[2] != N:
         raise ValueError(f"causal self-attention has as many keys as queries, got {N} queries and {key.shape[2]} keys")
     check_mask("key_mask", key_mask, key)
+    check_sinks(sinks, query)
     forms = reference.causal_clustered_attention, batched.causal_clustered_attention, _triton
     run = choose_backend(backend, forms, query, key, value)
     group = query.shape[1] // key.shape[1]
@@ -140,7 +145,7 @@ def causal_clustered_attention(
     clusters = min(clusters, max(1, N))
     key_clusters = min(key_clusters, segment_length) if method == "bi-clustered" else 1
     return run(
-        *(query, key, value, key_mask, draw_seed(dropout_p, query.device)),
+        *(query, key, value, key_mask, draw_seed(dropout_p, query.device), sinks),
         method,
         clusters,
         0 if method == "clustered" else min(topk, N),
@@ -154,5 +159,5 @@ def causal_clustered_attention(
         prefill,
         query.shape[3] ** -0.5 if scale is None else float(scale),
         dropout_p,
-        torch.is_grad_enabled() and any(rows.requires_grad for rows in (query, key, value)),
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, sinks)),
     )

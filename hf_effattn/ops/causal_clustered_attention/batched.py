@@ -23,6 +23,7 @@ from .finished_keys import FinishedKeys
 from .local import Attended, LocalPart, merge_
 from .older import OlderPart, PastQueries
 from .reference import Settings, add_special, without_special
+from .sinks import HAVE_GRADIENTS, add_sinks_, gradient_of_sinks
 from .spans import Span, spans
 
 # Of the key/value heads of a chunk, all together: fewer make too small steps, more leave the cache.
@@ -120,6 +121,8 @@ class _Segments:
             merge_(of_heads, part.attend())
             for target, numbers in zip(found, of_heads, strict=True):
                 target[heads] = numbers
+        if self.chunk.sinks is not None:
+            add_sinks_(*found, self.chunk.sinks.repeat_interleave(self.span.count, dim=0)[..., None, None])
         return found
 
     def backward(
@@ -162,6 +165,10 @@ class _Chunk:
         self.chunk, self.settings = chunk, settings
         self.query = self.by_head(chunk.queries(query)).to(dtype) * settings.scale
         self.key, self.value = chunk.keys(key).to(dtype), chunk.keys(value).to(dtype)
+        self.sinks: torch.Tensor | None = None  # `(P, g)`
+        if settings.sinks is not None:
+            of_heads = chunk.of_query_heads(settings.sinks.expand(len(query), -1))
+            self.sinks = of_heads.unflatten(0, (-1, chunk.group)).to(dtype)
         self.seed, self.all_rows, self.factor = dropout_seed, query.shape[2], None
         if dropout_seed is not None:
             shape, like = (self.all_rows, settings.columns(self.all_rows)), self.query
@@ -273,8 +280,8 @@ def _fake(settings: Settings) -> tuple[torch.Tensor, ...]:
 def gradients(
     grad_output: torch.Tensor, output: torch.Tensor, log_sum: torch.Tensor, query_labels: torch.Tensor,
     key_labels: torch.Tensor, settings: Settings,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of query, key and value, of what `Kept` holds and the arguments of `_forward`."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of query, key, value and sinks, of what `Kept` holds and the arguments of `_forward`."""
     (query, key, value, key_mask), kept = settings[:4], Kept(output, log_sum, query_labels, key_labels)
     finite, _ = without_special(value, key_mask)
     grad_query, grad_key, grad_value = gradients_of_chunks(query, key, value, key_mask)
@@ -294,9 +301,15 @@ def gradients(
         part.store_keys(grad_value, of_value)
 
     for_every_chunk(attend, chunks(settings), query.device)
-    return grad_query, grad_key, grad_value
+    of_sinks = output.new_empty(0)
+    if settings.sinks is not None:
+        delta = torch.linalg.vecdot(grad_output.to(output.dtype), output)
+        if key_mask is not None:
+            delta.masked_fill_(~key_mask[:, None], 0.0)
+        of_sinks = gradient_of_sinks(settings.sinks, log_sum[..., 0], delta)
+    return grad_query, grad_key, grad_value, of_sinks
 
 
 causal_clustered_attention = register_op(
-    "causal_clustered_attention", Settings, _forward, gradients, fake=_fake, keeps=slice(1, None)
+    "causal_clustered_attention", Settings, _forward, gradients, HAVE_GRADIENTS, fake=_fake, keeps=slice(1, None)
 )

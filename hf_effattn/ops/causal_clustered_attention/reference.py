@@ -25,6 +25,7 @@ class Settings(NamedTuple):
     value: torch.Tensor
     key_mask: torch.Tensor | None
     dropout_seed: torch.Tensor | None
+    sinks: torch.Tensor | None
     method: str
     clusters: int
     topk: int
@@ -220,10 +221,12 @@ def attend_segment(
     finished: list[FinishedKeys],
     settings: Settings,
     draw: Dropout | None,
+    sinks: list[torch.Tensor | None],
 ) -> list[torch.Tensor]:
     """Outputs `(n, Dv)` of a segment, of every query head `(N, D)` in the group that shares a key/value head.
 
-    `finished` are the keys that the segments before have seen over clusters; this one adds its own.
+    `finished` are the keys that the segments before have seen over clusters; this one adds its own. `sinks` are those
+    of the query heads.
     """
     end, older = min(start + settings.segment_length, len(key)), settings.older(start)
     clustered: list[QueryClusters] = []
@@ -263,13 +266,20 @@ def attend_segment(
                 scores.append(more[0])
                 values.append(more[1])
                 columns += [end - first + column for column in more[2]]
-            weights = torch.cat(scores, dim=1).softmax(dim=1)
+            weights = softmax(torch.cat(scores, dim=1), sinks[head])
             if factor is not None:
                 weights = weights * factor[:, columns]
             own = own_clusters == j
             output[own] = (weights @ torch.cat(values))[own]
         outputs.append(output)
     return outputs
+
+
+def softmax(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
+    """Weights of scores `(n, m)`, beside a sink's, which has no value."""
+    if sink is None:
+        return scores.softmax(dim=1)
+    return torch.cat([scores, sink.to(scores.dtype).expand(len(scores), 1)], dim=1).softmax(dim=1)[:, :-1]
 
 
 def causal_clustered_attention(*arguments: Any) -> torch.Tensor:
@@ -286,11 +296,13 @@ def causal_clustered_attention(*arguments: Any) -> torch.Tensor:
         draw = None
         if dropout_seed is not None:
             draw = Dropout(query, rows, settings, dropout_seed, b * H + p * group)
-        queries = [query[b, p * group + h, rows] for h in range(group)]
+        heads = range(p * group, (p + 1) * group)
+        queries = [query[b, head, rows] for head in heads]
+        sinks = [None if settings.sinks is None else settings.sinks[head] for head in heads]
         finished: list[FinishedKeys] = []
         for start in range(0, len(rows), settings.segment_length):
             own = rows[start : start + settings.segment_length]
-            found = attend_segment(queries, key[b, p, rows], value[b, p, rows], start, finished, settings, draw)
-            for h, of_head in enumerate(found):
-                output[b, p * group + h, own] = of_head
+            found = attend_segment(queries, key[b, p, rows], value[b, p, rows], start, finished, settings, draw, sinks)
+            for head, of_head in zip(heads, found, strict=True):
+                output[b, head, own] = of_head
     return output if special is None else add_special(output, special, key_mask)

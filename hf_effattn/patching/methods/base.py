@@ -44,6 +44,8 @@ class Options:
         prompt (`bool`): where causal, whether only what follows the last token will be read; the setting
             `causal="prefill"` then clusters all queries.
         training (`bool`): where causal, whether the model learns from the output.
+        sinks (`torch.Tensor`, *optional*): where causal, `(H,)`, a score of each query head that takes its weight in
+            every softmax and has no value (gpt-oss).
         module (`nn.Module`, *optional*): the attention module, for methods that use its weights.
     """
 
@@ -53,6 +55,7 @@ class Options:
     causal: bool = False
     prompt: bool = True
     training: bool = False
+    sinks: torch.Tensor | None = None
     module: nn.Module | None = None
 
 
@@ -158,7 +161,8 @@ class Method(ABC):
         captured = torch.compiler.is_compiling() or (query.is_cuda and torch.cuda.is_current_stream_capturing())
         decides = not (learns or captured or (options.causal and not options.prompt))
         heads = self.approximated_heads(query.shape[1] // key.shape[1])
-        attended = Attended(query, key, value, options.key_mask, options.scale, options.causal, result, heads)
+        given = query, key, value, options.key_mask, options.scale, options.causal, result
+        attended = Attended(*given, heads, options.sinks)
         return attended.checked(self.tolerance, self.on_excess if decides else None, options.module)
 
     def approximated_heads(self, group: int) -> Sequence[int] | None:
@@ -177,7 +181,8 @@ class Method(ABC):
         options = Options(**asked)
         if self.is_exact(N, M, query.device.type, causal=options.causal):
             mask = visible_keys(options.key_mask, N, causal=options.causal)
-            return exact_weights(query, key, mask, options.scale, causal=options.causal)[..., columns]
+            found = exact_weights(query, key, mask, options.scale, causal=options.causal, sinks=options.sinks)
+            return found[..., columns]
         # The groups are the same each time, by their seed; what a tolerance corrects is the caller's to know.
         method = self if self.tolerance is None else replace(self, tolerance=None)
         return self.implied_weights(query, key, lambda values: method.run(query, key, values, **asked), columns)
@@ -385,6 +390,7 @@ def attend_exactly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
         dropout_p=options.dropout_p,
         causal=options.causal,
         module=options.module,
+        sinks=options.sinks,
     )
 
 

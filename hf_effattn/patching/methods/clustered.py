@@ -222,6 +222,7 @@ class Clustered(Method):
             seed=self.seed,
             prefill=self.clusters_prompts and options.prompt,
             key_mask=options.key_mask,
+            sinks=options.sinks,
             scale=options.scale,
             dropout_p=options.dropout_p,
         )

@@ -279,8 +279,11 @@ class PerHead(Method):
         of_keys = [heads for _, heads in shares]
         of_queries = [_query_heads(heads, query.shape[1] // key.shape[1]) for heads in of_keys]
         inputs = zip(_split(query, of_queries), _split(key, of_keys), _split(value, of_keys), strict=True)
-        outputs = [_attend(rung, *own, options) for (rung, _), own in zip(shares, inputs, strict=True)]
-        return _joined(list(zip(of_queries, outputs, strict=True)))
+        outputs = [
+            (heads, _attend(rung, *own, _options_of(heads, options)))
+            for (rung, _), heads, own in zip(shares, of_queries, inputs, strict=True)
+        ]
+        return _joined(outputs)
 
     def _attend_in_parts(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, shares: list[Share]
@@ -344,7 +347,7 @@ def _attend_exactly(
 ) -> torch.Tensor:
     """Exact attention of some queries, 0 in rows that are masked."""
     if options.causal and rows != slice(None):
-        return causal_rows(query, key, value, rows, options.scale)
+        return causal_rows(query, key, value, rows, options.scale, options.sinks)
     exact = attend_exactly(query[:, :, rows], key, value, options)
     return exact if options.key_mask is None else exact * options.key_mask[:, None, rows, None]
 
@@ -367,7 +370,13 @@ def _attend_share(
     """The output of a share's query heads; `rows`: of these queries alone, where the share is exact."""
     rung, heads = share
     of_queries = _query_heads(heads, query.shape[1] // key.shape[1])
-    return _attend(rung, _heads(query, of_queries), _heads(key, heads), _heads(value, heads), options, rows)
+    inputs = _heads(query, of_queries), _heads(key, heads), _heads(value, heads)
+    return _attend(rung, *inputs, _options_of(of_queries, options), rows)
+
+
+def _options_of(heads: list[int], options: Options) -> Options:
+    """The options for some of the query heads."""
+    return options if options.sinks is None else replace(options, sinks=options.sinks[heads])
 
 
 def _attend(

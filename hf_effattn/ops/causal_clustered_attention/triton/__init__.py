@@ -1,6 +1,6 @@
 """Causal attention over clusters on a GPU: all segments at once, in few launches."""
 
-from math import inf
+from math import inf, log
 from typing import NamedTuple, cast
 
 import torch
@@ -10,6 +10,7 @@ from ...shared.tables import empty_output, unwritten_output
 from ...shared.triton.sort import SortedRows
 from ...shared.triton.tiles import tile_config
 from ..reference import Settings
+from ..sinks import HAVE_GRADIENTS, gradient_of_sinks
 from .clusters import Clusters, find_clusters
 from .gradients import BackwardPass
 from .layout import Compaction, Layout, Rows
@@ -111,10 +112,11 @@ def _fake(x: Settings) -> list[torch.Tensor]:
 
 def gradients(
     grad_output: torch.Tensor, forward: list[torch.Tensor], x: Settings
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value, labels and exact keys held fixed; `forward` is what the forward op gave."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key, value and sinks, labels and exact keys held fixed; `forward` is what that op gave."""
     if x.query.numel() == 0:
-        return torch.zeros_like(x.query), torch.zeros_like(x.key), torch.zeros_like(x.value)
+        of_sinks = x.query.new_empty(0) if x.sinks is None else torch.zeros_like(x.sinks)
+        return torch.zeros_like(x.query), torch.zeros_like(x.key), torch.zeros_like(x.value), of_sinks
     output, layout, tiles, saved = forward[0], Layout.of(x), tile_rows(x), Saved(*forward[1:])
     compaction = None if x.key_mask is None else Compaction.of(x.key_mask)
     rows, found = laid_out(x, layout, compaction), None
@@ -134,9 +136,13 @@ def gradients(
         grads = [compaction.put(part, cast("torch.Tensor", x.key_mask)) for part in grads]
     pairs = zip((x.query, x.key, x.value), grads, strict=True)
     of_query, of_key, of_value = (torch.empty_like(like).copy_(grad) for like, grad in pairs)
-    return of_query, of_key, of_value
+    of_sinks = backward.delta.new_empty(0)
+    if x.sinks is not None:
+        lse, delta = (part.unflatten(0, x.query.shape[:2]) for part in (saved.lse, backward.delta))
+        of_sinks = gradient_of_sinks(x.sinks, lse * log(2), delta)
+    return of_query, of_key, of_value, of_sinks
 
 
 causal_clustered_attention = register_op(
-    "causal_clustered_attention_triton", Settings, _forward, gradients, fake=_fake, keeps=slice(None)
+    "causal_clustered_attention_triton", Settings, _forward, gradients, HAVE_GRADIENTS, fake=_fake, keeps=slice(None)
 )

@@ -9,7 +9,7 @@ from ...shared.triton.chips import on_device_of
 from ...shared.triton.cluster_table import is_exact, load_top
 from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import CENTROID_KIND, attend
-from ...shared.triton.tiles import LOG2_E, LOWEST, load_operand, load_rows, store_rows, tile_config
+from ...shared.triton.tiles import BITS_PER_NAT, LOG2_E, LOWEST, load_operand, load_rows, store_rows, tile_config
 from ..reference import Settings
 from .layout import Layout, Rows
 
@@ -18,14 +18,14 @@ NEAR_KIND = CENTROID_KIND  # of dropout: of weights on keys one by one, as the o
 
 @kernel
 def _causal_attention_fwd_near_kernel(
-    query_ptr, key_ptr, value_ptr, seed_ptr, top_ptr, exact_ptr, output_ptr, lse_ptr,
+    query_ptr, key_ptr, value_ptr, seed_ptr, sink_ptr, top_ptr, exact_ptr, output_ptr, lse_ptr,
     stride_output_b, stride_output_h, stride_output_n, stride_output_d,
     H, group, N, rows_of_queries, rows_of_keys, D, Dv, first_segment, segment_length, window, shift, topk, segments,
     tiles, scale_log2, dropout_p,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BY_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`O_i` and the base-2 log-sum-exp over the segment up to itself, its window, and the exact keys if it has any.
+    """`O_i` and the base-2 log-sum-exp over the segment up to itself, its window, a sink and the exact keys, if any.
 
     A program takes `ROWS` queries of a segment. In late segments of heads that are exact, the window is all there is.
     """
@@ -52,6 +52,9 @@ def _causal_attention_fwd_near_kernel(
     b_output = tl.zeros([ROWS, BLOCK_V], tl.float32)
     b_highest = tl.full([ROWS], LOWEST, tl.float32)
     b_total = tl.zeros([ROWS], tl.float32)
+    if sink_ptr is not None:
+        b_highest = tl.zeros([ROWS], tl.float32) + tl.load(sink_ptr + i_p % H).to(tl.float32) * BITS_PER_NAT
+        b_total += 1.0
     for begin in range(first, last, COLUMNS):
         o_key = begin + tl.arange(0, COLUMNS)
         b_place = (shift + o_key).to(tl.int64)
@@ -105,7 +108,8 @@ def attend_near(
     tiles, topk = -(-settings.segment_length // config["ROWS"]), 0 if top is None else top.shape[1]
     with on_device_of(query):
         _causal_attention_fwd_near_kernel[(rows.heads * count * tiles,)](
-            query, key, value, settings.dropout_seed, top if topk else None, exact, output, lse, *output.stride(),
+            query, key, value, settings.dropout_seed, settings.sinks, top if topk else None, exact, output, lse,
+            *output.stride(),
             H, rows.group, layout.length, layout.padded, key.shape[2], D, Dv, first, settings.segment_length,
             settings.window, layout.shift, topk, count, tiles, settings.scale * LOG2_E, settings.dropout_p, **config,
         )  # fmt: skip

@@ -7,6 +7,7 @@ import triton.language as tl
 from .chips import block_width, chip_of
 
 LOG2_E = 1.4426950408889634
+BITS_PER_NAT = tl.constexpr(LOG2_E)
 LOWEST = tl.constexpr(-3.0e38)  # where a softmax begins: finite, so that a row without keys gives 0 and no NaN
 PART = tl.constexpr(32)  # columns of a part of a row
 
