@@ -23,6 +23,7 @@ from scripts.benchmark import models as benchmark_models
 from scripts.benchmark import neighbour as benchmark_neighbour
 from scripts.benchmark import prefill as benchmark_prefill
 from scripts.benchmark import rivals as benchmark_rivals
+from scripts.benchmark import sinks as benchmark_sinks
 from scripts.benchmark import windows as benchmark_windows
 from scripts.kept import data as shared_data
 from scripts.publish import cst_tables
@@ -205,6 +206,25 @@ def test_benchmark_windows(tmp_path, monkeypatch):
         assert min(row["forward"], row["training"]) > 0
     with pytest.raises(typer.BadParameter, match="at least 148"):
         benchmark_windows.main("147", "float32", output=tmp_path / "other.json")
+
+
+def test_benchmark_sinks(tmp_path, monkeypatch):
+    """What is exact is what eager attention gives, which is left out where its scores would not fit."""
+    monkeypatch.setattr(benchmark_sinks, "WINDOW", 5)
+    for name, number in (("HEADS", 4), ("KEY_HEADS", 2), ("HEAD_DIM", 8), ("MOST_SCORE_BYTES", 4 * 4 * 500**2)):
+        monkeypatch.setattr(benchmark_sinks, name, number)
+    output = tmp_path / "sinks.json"
+    benchmark_sinks.main("200,600", "float32", repeats=1, output=output)
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    ways = {("full", 200): ["eager", "exact", "bi-clustered"], ("full", 600): ["exact", "bi-clustered"]}
+    ways |= {("window", 200): ["eager", "exact"], ("window", 600): ["exact"]}
+    for (layer, length), expected in ways.items():
+        own = [row for row in rows if (row["layer"], row["length"]) == (layer, length)]
+        assert [row["way"] for row in own] == expected
+        for row in own:
+            assert row["peak_bytes"] > 0
+            assert (row["speedup"] is not None) == (length == 200)
+            assert row.get("error", 0) < 1e-5
 
 
 def test_tables_of_heads_fit_other_models():

@@ -1,0 +1,119 @@
+"""How much faster than eager attention, and smaller, are layers with attention sinks, exact and approximated?
+
+Random inputs in the shape of gpt-oss: 64 query heads read 8 heads of keys, 64 wide; its layers see all earlier tokens
+and windows of 128 in turn. Transformers runs them eagerly, as its SDPA path has no sinks: all scores of a layer are in
+memory. All calls of a length are interleaved, masks included. Where its scores would not fit it is left out.
+
+    python -m scripts.benchmark.sinks       # writes scripts/results/benchmark_sinks.json; minutes on two cores
+
+What the output file holds is not measured again.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+from transformers.masking_utils import causal_mask_function, eager_mask, sliding_window_causal_mask_function
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+from hf_effattn.measuring.cost import compare, peak_memory_added
+from hf_effattn.measuring.errors import relative_error
+from hf_effattn.patching.exact import exact_attention
+from hf_effattn.patching.methods import make_method
+from hf_effattn.patching.windows import attend_in_blocks, mask_of_blocks
+
+from ..kept.command_line import run_with_help
+from ..kept.runs import KeptRuns, print_rows
+
+EAGER, EXACT = "eager", "exact"
+WINDOW = 128
+MOST_SCORE_BYTES = 3 * 2**30  # eager attention holds about four times as much
+HEADS, KEY_HEADS, HEAD_DIM = 64, 8, 64
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def eagerly(function: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any) -> Any:
+    """As transformers runs it, `(B, N, H, D)`."""
+    B, H, N, D = query.shape
+    mask = eager_mask(B, N, N, mask_function=function, dtype=query.dtype)
+    module: Any = SimpleNamespace(num_key_value_groups=H // key.shape[1], sinks=sinks, training=False)
+    return eager_attention_forward(module, query, key, value, mask, scaling=D**-0.5)[0]
+
+
+def exactly(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """As a patched model runs what it does not approximate."""
+    found = exact_attention(query, key, value, None, scale=None, dropout_p=0.0, causal=True, sinks=sinks)
+    return found.transpose(1, 2).contiguous()
+
+
+def in_blocks(
+    function: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """As a patched model runs a layer with windows."""
+    batch, _, length, _ = query.shape
+    mask = mask_of_blocks(function, None, causal=True, batch_size=batch, length=length, device=query.device)
+    assert mask is not None
+    return attend_in_blocks(query, key, value, mask, causal=True, dropout=0.0, scale=None, sinks=sinks)
+
+
+def approximately(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """As a patched model runs the other layers."""
+    method = make_method("bi-clustered", min_length=0)
+    return method.run(query, key, value, causal=True, sinks=sinks).transpose(1, 2).contiguous()
+
+
+def measure(run: dict[str, Any], repeats: int) -> list[dict[str, Any]]:
+    """A row for each way: seconds, the speed beside eager attention's, memory, and the distance from it."""
+    torch.manual_seed(0)
+    dtype, length, device = getattr(torch, run["dtype"]), run["length"], torch.device("cpu")
+    query, key, value = (
+        torch.randn(1, length, heads, HEAD_DIM, dtype=dtype).transpose(1, 2) for heads in (HEADS, KEY_HEADS, KEY_HEADS)
+    )
+    inputs: Inputs = query, key, value, torch.randn(HEADS, dtype=dtype)
+    windowed = run["layer"] == "window"
+    function = sliding_window_causal_mask_function(WINDOW) if windowed else causal_mask_function
+    ways: dict[str, Callable[..., torch.Tensor]] = {EAGER: partial(eagerly, function)}
+    if HEADS * length**2 * dtype.itemsize > MOST_SCORE_BYTES:
+        del ways[EAGER]
+    ways |= {EXACT: partial(in_blocks, function)} if windowed else {EXACT: exactly, "bi-clustered": approximately}
+    calls = {name: partial(way, *inputs) for name, way in ways.items()}
+    rows: dict[str, dict[str, Any]] = {}
+    with torch.no_grad():
+        outputs = {}
+        for name, call in calls.items():
+            outputs[name], peak = peak_memory_added(call, device)
+            rows[name] = run | {"way": name, "peak_bytes": peak}
+            # Of random queries an approximation's error says nothing.
+            if EAGER in outputs and name == EXACT:
+                rows[name]["error"] = relative_error(outputs[EAGER], outputs[name])
+        for name, found in compare(calls, [EAGER], device, repeats).items():
+            rows[name] |= {"ms": found["ms"], "speedup": found["speedup"]}
+    return list(rows.values())
+
+
+def main(
+    lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "1024,4096,16384",
+    dtypes: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16.")] = "bfloat16",
+    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 3,
+    output: Path = Path(__file__).parents[1] / "results" / "benchmark_sinks.json",
+) -> None:
+    """Measure both kinds of layers at every length and dtype, and keep it as JSON."""
+    kept = KeptRuns(output, {"heads": HEADS, "key_heads": KEY_HEADS, "head_dim": HEAD_DIM, "window": WINDOW})
+    runs: list[dict[str, Any]] = [
+        {"layer": layer, "length": int(length), "dtype": dtype}
+        for layer in ("full", "window")
+        for length in lengths.split(",")
+        for dtype in dtypes.split(",")
+    ]
+    for run in track(kept.missing(runs), description="sinks"):
+        kept.add(*measure(run, repeats))
+    print_rows(kept)
+
+
+if __name__ == "__main__":
+    run_with_help(main, __doc__)
