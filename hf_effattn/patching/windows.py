@@ -10,11 +10,10 @@ block. A mask of blocks is `(B, 1, n, L, S)`: its five dimensions tell it from a
 
 from collections.abc import Callable
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -163,17 +162,20 @@ def attend_in_blocks(
 
     def in_blocks(each: torch.Tensor, sides: tuple[int, int]) -> torch.Tensor:
         """Blocks as texts of a batch, `(B * n, heads, L or S, width)`: views, as spans have most keys in common."""
-        each = repeat_kv(each, heads // each.shape[1]).transpose(1, 2)
-        texts = F.pad(each, (0, 0, 0, 0, 0, n * L - length)).flatten(0, 1)
+        texts = F.pad(each.transpose(1, 2), (0, 0, 0, 0, 0, n * L - length)).flatten(0, 1)
         return F.pad(texts, (0, 0, 0, 0, *sides)).unfold(0, L + sum(sides), L).movedim(-1, 2)
 
     sides, width = _sides(mask, causal), value.shape[3]
     query, key, value = in_blocks(query, (0, 0)), in_blocks(key, sides), in_blocks(value, sides)
-    seen: torch.Tensor | None = mask.transpose(1, 2).flatten(0, 1)
+    seen: Any = mask.transpose(1, 2).flatten(0, 1)
     if sinks is not None:
         query, key, value, seen = with_sinks(query, key, value, seen, sinks, scale)
         scale = D**-0.5 if scale is None else scale
+    group = heads // key.shape[1]
+    if group > 1:  # heads that share keys stand one after the other, as rows of one
+        query, seen = query.unflatten(1, (-1, group)).flatten(2, 3), seen.repeat(1, 1, group, 1)
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout, scale=scale)
+    output = output.unflatten(2, (group, L)).flatten(1, 2)
     return output[..., :width].transpose(1, 2).unflatten(0, (B, n)).flatten(1, 2)[:, :length].contiguous()
 
 
