@@ -309,9 +309,9 @@ def sinks(result: dict[str, Any]) -> Table:
     ]
     sizes = result["settings"]
     note = (
-        f"{sizes['heads']} query heads on {sizes['key_heads']} of keys, {sizes['head_dim']} wide, as gpt-oss has, random "
-        f"inputs, {result['rows'][0]['dtype']}, masks included. Error: relative L2 distance from eager attention, both "
-        "rounded. No row: eager scores would not fit. "
+        f"{sizes['heads']} query heads on {sizes['key_heads']} of keys, {sizes['head_dim']} wide, as gpt-oss has, "
+        f"random inputs, {result['rows'][0]['dtype']}, masks included. Error: relative L2 distance from eager "
+        "attention, both rounded. No row: eager scores would not fit. "
     )
     return markdown(header, rows, right=range(3, 7)), note
 
