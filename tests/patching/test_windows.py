@@ -153,6 +153,15 @@ DECODERS: dict[str, dict[str, Any]] = {
         "gpt_oss": {},
         "granite_swa": {},
         "mimo_v2_flash": {},
+        "granitemoe_swa": {},
+        "flint": {},
+        "gemma3n_text": {},
+        "gemma4_unified_text": {},
+        "afmoe": {},
+        "cwm": {},
+        "exaone_moe": {},
+        "laguna": {},
+        "mellum": {},
     }.items()
     if name in MODELS
 } | {name: {"sliding_window": 16} for name in ("mistral", "phi3", "starcoder2")}  # in all layers

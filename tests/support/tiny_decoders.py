@@ -47,6 +47,7 @@ DELTA: dict[str, Any] = HYBRID | {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+LINEAR_AND_LATENT = LATENT | EXPERTS | {"num_hidden_layers": 4, "layer_types": HYBRID["layer_types"]}
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {
         "vocab_size": 60,
@@ -112,6 +113,34 @@ SIZES: dict[str, dict[str, Any]] = {
     "arcee": GROUPED,
     "nemotron": GROUPED,
     "stablelm": GROUPED,
+    "gemma3n_text": GROUPED
+    | FULL
+    | {
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": 60,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 4,
+        "activation_sparsity_pattern": None,
+    },
+    "gemma4_unified_text": GROUPED | FULL | {"global_head_dim": 8},
+    "afmoe": GROUPED | EXPERTS | FULL,
+    "axk1": LATENT | EXPERTS,
+    "cwm": GROUPED | FULL,
+    "dots1": GROUPED | EXPERTS | FULL | {"n_shared_experts": 1, "first_k_dense_replace": 1},
+    "exaone_moe": GROUPED | EXPERTS | FULL,
+    "flint": GROUPED | EXPERTS | FULL,
+    "granitemoeshared": GROUPED | EXPERTS | {"shared_intermediate_size": 16},
+    "granitemoe_swa": GROUPED | EXPERTS | FULL,
+    "hunyuan_v1_moe": GROUPED | EXPERTS,
+    "hy_v3": GROUPED | EXPERTS,
+    "hyperclovax": GROUPED,
+    "internlm3": GROUPED,
+    "jais2": GROUPED,
+    "laguna": GROUPED | EXPERTS | FULL,
+    "mellum": GROUPED | EXPERTS | FULL,
+    "persimmon": GROUPED,
+    "solar_open": GROUPED | EXPERTS,
+    "youtu": LATENT,
     "gpt_oss": GROUPED | EXPERTS | FULL,
     "granite_swa": GROUPED | FULL,
     "mimo_v2_flash": GROUPED | EXPERTS | FULL | {"v_head_dim": 8},
@@ -160,6 +189,19 @@ SIZES: dict[str, dict[str, Any]] = {
         "chunk_size": 16,
         "use_mamba_kernels": False,
     },
+    "bamba": GROUPED
+    | {
+        "num_hidden_layers": 4,
+        "attn_layer_indices": [1, 2, 3],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    },
+    "bailing_hybrid": LINEAR_AND_LATENT,
+    "kimi_linear": LINEAR_AND_LATENT,
+    "olmo_hybrid": DELTA,
+    "lfm3": CONVOLUTION | EXPERTS,
     "lfm2": CONVOLUTION | {"block_auto_adjust_ff_dim": False},
     "lfm2_moe": CONVOLUTION | EXPERTS | {"num_dense_layers": 1},
 }
@@ -177,9 +219,12 @@ FROM_5_23 = (
     "nemotron_h",
     "lfm2",
     "lfm2_moe",
+    "bamba",
+    "olmo_hybrid",
+    "gemma3n_text",
 )
 # Transformers runs them eagerly: all of them have attention sinks, the last one in layers with windows only.
-EAGER = ("gpt_oss", "granite_swa", "mimo_v2_flash")
+EAGER = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint", "mimo_v2_flash")
 KNOWN = [name for name in SIZES if name in CONFIG_MAPPING]  # older versions lack some
 MODELS = tuple(name for name in KNOWN if name not in FROM_5_23 or Version(transformers.__version__) >= Version("5.23"))
 
