@@ -48,7 +48,7 @@ CORE = (
 # Patched ones and our own; of `NEWER` transformers before 5.23 has not all.
 NEWER = (
     "Mistral", "Phi3", "Qwen3", "Gemma3Text", "Gemma4Text", "Glm4", "Mixtral", "Qwen3Moe", "DeepseekV3", "Qwen3Next",
-    "GraniteMoeHybrid", "Lfm2", "ModernBert",
+    "GraniteMoeHybrid", "Lfm2", "GptOss", "ModernBert",
 )  # fmt: skip
 GROUPS = {
     "encoders": ("Bert", "Roberta", "ViT", "ModernBert"),

@@ -137,7 +137,7 @@ TestLlama = case("llama", ["LlamaModel", "LlamaForCausalLM"], num_key_value_head
 for _type, _name in {
     "mistral": "Mistral", "phi3": "Phi3", "qwen3": "Qwen3", "gemma3_text": "Gemma3Text", "gemma4_text": "Gemma4Text",
     "glm4": "Glm4", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "deepseek_v3": "DeepseekV3",
-    "qwen3_next": "Qwen3Next", "granitemoehybrid": "GraniteMoeHybrid", "lfm2": "Lfm2",
+    "qwen3_next": "Qwen3Next", "granitemoehybrid": "GraniteMoeHybrid", "lfm2": "Lfm2", "gpt_oss": "GptOss",
 }.items():  # fmt: skip
     classes = [f"{_name}Model", f"{_name.removesuffix('Text')}ForCausalLM"]
     globals()[f"Test{_name}"] = case(_type, classes, **two_layers(DECODERS[_type]))
