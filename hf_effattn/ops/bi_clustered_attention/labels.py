@@ -4,11 +4,12 @@
 and `predicted_error` look at the same rows; on a CPU, taking these and calling operators costs as much as arithmetic.
 """
 
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from ..cluster_queries.batched import as_metric, keys_metric, of_query_heads
+from ..cluster_queries.batched import as_metric, keys_metric
 from ..cluster_queries.reference import hash_planes
 from ..kmeans.batched import Members, Points, cluster, fitting_bytes_per_head
 from ..kmeans.sampling import most_fit_rows, strided_rows
@@ -21,9 +22,15 @@ from .offsets import PREDICTION_ROWS, error_of
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Clustering(NamedTuple):
-    """How queries and keys are clustered, see `cluster_queries`."""
+class Inputs(NamedTuple):
+    """The arguments of the op; those of the clustering are those of `cluster_queries`.
 
+    Sizes: `B` batch, `H` query heads, `P` key/value heads, `N` queries, `M` keys, `D` head_dim.
+    """
+
+    query: torch.Tensor  # `(B, H, N, D)`, any strides, on a CPU
+    key: torch.Tensor  # `(B, P, M, D)`, any strides
+    mask: torch.Tensor | None  # bool `(B, N)`, True = counts, of queries and keys; others get label 0
     clusters: int
     key_clusters: int
     method: str
@@ -33,53 +40,8 @@ class Clustering(NamedTuple):
     bits: int
     fit_queries: int
     seed: int
-
-
-class Inputs(NamedTuple):
-    """The arguments of the op, see `cluster_both`; behind the tensors those of `Clustering`."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    mask: torch.Tensor | None
-    clusters: int
-    key_clusters: int
-    method: str
-    in_keys_metric: bool
-    iterations: int
-    key_iterations: int
-    bits: int
-    fit_queries: int
-    seed: int
-    scale: float
-    predict: bool
-
-
-def cluster_both(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    how: Clustering,
-    *,
-    scale: float | None = None,
-    predict: bool = True,
-) -> Found:
-    """Labels of queries and keys, and predicted errors.
-
-    Sizes: `B` batch, `H` query heads, `P` key/value heads, `N` queries, `M` keys, `D` head_dim.
-
-    Args:
-        query (`torch.Tensor`): `(B, H, N, D)`, any strides, on a CPU.
-        key (`torch.Tensor`): `(B, P, M, D)`, any strides.
-        mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts, of queries and keys; others get label 0.
-        how (`Clustering`): the settings.
-        scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
-        predict (`bool`): whether to predict errors; else they are 0.
-
-    Returns:
-        Integer labels `(B, H, N)` and `(B, P, M)`, and the errors `(B, P)`.
-    """
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    return cast("Found", _op(query.detach(), key.detach(), mask, *how, scale, predict))
+    scale: float  # factor on the scores
+    predict: bool  # whether to predict errors; else they are 0
 
 
 def _empty(x: Inputs) -> Found:
@@ -89,6 +51,7 @@ def _empty(x: Inputs) -> Found:
 
 
 def _forward(x: Inputs) -> Found:
+    """Integer labels `(B, H, N)` and `(B, P, M)`, and the predicted errors `(B, P)`."""
     query, key, mask = x[:3]
     D, dtype, group = query.shape[3], accumulation_dtype(query.dtype), query.shape[1] // key.shape[1]
     empty = query.new_empty if mask is None else query.new_zeros
@@ -102,7 +65,7 @@ def _forward(x: Inputs) -> Found:
         own_labels, own_key_labels = chunk.of_query_heads(labels), chunk.of_heads(key_labels)
         metric = None
         if x.in_keys_metric and planes is None and keys.length:
-            metric = of_query_heads(keys_metric(keys.spread(count)), group)
+            metric = keys_metric(keys.spread(count)).repeat_interleave(group, dim=0)
         cluster(queries, own_labels, queries.spread(count), x.clusters, x.iterations, x.seed, metric)
 
         looked_at = queries if planes is None else Points.of_queries(chunk, query)
@@ -126,7 +89,7 @@ def _forward(x: Inputs) -> Found:
     return labels, key_labels, predicted
 
 
-_op = register_op("cluster_both", Inputs, _forward, fake=_empty, shown=3)
+cluster_both: Callable[..., Found] = register_op("cluster_both", Inputs, _forward, fake=_empty, shown=3)
 
 
 def offsets_of(points: Points, labels: torch.Tensor, clusters: int, count: int) -> torch.Tensor:

@@ -17,11 +17,6 @@ def keys_metric(key: torch.Tensor) -> torch.Tensor:
     return as_metric(torch.bmm(centered.transpose(1, 2), centered))
 
 
-def of_query_heads(metric: torch.Tensor, group: int) -> torch.Tensor:
-    """The metric `(P, D, D)` of key/value heads for each of the `group` query heads that share one."""
-    return metric if group == 1 else metric.repeat_interleave(group, dim=0)
-
-
 def as_metric(covariance: torch.Tensor) -> torch.Tensor:
     """Covariances `(P, D, D)` with 1 as the mean of the diagonal, and the ridge; in place."""
     diagonal = covariance.diagonal(dim1=1, dim2=2)
@@ -40,14 +35,13 @@ def _forward(x: Inputs) -> torch.Tensor:
     planes = hash_planes(D, bits, seed).to(query.device, dtype) if method == "lsh" else None
     group = 1 if key is None else H // key.shape[1]
     bytes_per_head = fitting_bytes_per_head(query, clusters, fit_queries, D if planes is None else bits)
-
     count = most_fit_rows(clusters, fit_queries)
 
     def run(chunk: RowChunk) -> None:
         queries, metric = Points.of_queries(chunk, query, planes), None
         keys = None if key is None else Points.of_keys(chunk, key)
         if keys is not None and keys.length:
-            metric = of_query_heads(keys_metric(keys.spread(count)), group)
+            metric = keys_metric(keys.spread(count)).repeat_interleave(group, dim=0)
         cluster(queries, chunk.of_query_heads(labels), queries.spread(count), clusters, iterations, seed, metric)
 
     for_every_chunk(run, row_chunks(query, key_mask, query_mask, bytes_per_head, group), query.device)

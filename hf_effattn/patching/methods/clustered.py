@@ -20,7 +20,7 @@ from ...ops import (
     predicted_error,
     query_offsets,
 )
-from ...ops.bi_clustered_attention.labels import Clustering, cluster_both
+from ...ops.bi_clustered_attention.labels import Inputs, cluster_both
 from ...ops.causal_clustered_attention import DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW
 from ...ops.cluster_queries import (
     DEFAULT_BITS,
@@ -337,7 +337,8 @@ class BiClustered(ImprovedClustered):
         """The same as `_group_heads`, in one walk over the heads."""
         if self.check_finite:
             refuse_not_finite(query)
-        how = Clustering(
+        x = Inputs(
+            *(query.detach(), key.detach(), key_mask),
             self.clusters,
             self.key_clusters,
             method=self.clustering,
@@ -347,8 +348,10 @@ class BiClustered(ImprovedClustered):
             bits=self.bits,
             fit_queries=self.fitted_queries,
             seed=self.seed,
+            scale=query.shape[3] ** -0.5 if scale is None else scale,
+            predict=self.exact_above is not None,
         )
-        return cluster_both(query, key, key_mask, how, scale=scale, predict=self.exact_above is not None)
+        return cluster_both(*x)
 
     def _group_heads(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None
