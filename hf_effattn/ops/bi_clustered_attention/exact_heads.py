@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from ..shared.dropout import exact_dropout_rows
 from ..shared.precision import accumulation_dtype
-from ..shared.row_chunks import RowChunk, valid_rows
+from ..shared.row_chunks import CHUNK_BYTES, RowChunk
+from ..shared.tables import chunks_of
 from .reference import InputsByHead
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -63,15 +64,13 @@ def exact_parts(x: InputsByHead) -> list[ExactPart]:
     """
     if x.exact_heads is None:
         return []
-    group, parts = x.query.shape[1] // x.key.shape[1], []
+    parts: list[ExactPart] = []
     threads = torch.get_num_threads() if x.dropout_seed is None and _in_flash(x) else 1
-    for batch, head in x.exact_heads.nonzero().tolist():
-        query_rows, key_rows = valid_rows(x.query_mask, batch), valid_rows(x.key_mask, batch)
-        chunk = RowChunk(batch, head, head + 1, group, (batch * x.key.shape[1] + head) * group, query_rows, key_rows)
-        count = x.query.shape[2] if query_rows is None else len(query_rows)
+    # Of so many numbers each head is a chunk.
+    for chunk in chunks_of(x.query, x.key, x.key_mask, x.query_mask, CHUNK_BYTES, ~x.exact_heads):
+        count = x.query.shape[2] if chunk.query_rows is None else len(chunk.query_rows)
         edges = [count * i // threads for i in range(threads + 1)]
-        if x.key.shape[2] and (key_rows is None or len(key_rows)):
-            parts += [ExactPart(chunk, slice(*edge)) for edge in pairwise(edges) if edge[0] < edge[1]]
+        parts += [ExactPart(chunk, slice(*edge)) for edge in pairwise(edges) if edge[0] < edge[1]]
     return parts
 
 

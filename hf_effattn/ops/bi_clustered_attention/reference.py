@@ -67,9 +67,9 @@ class InputsByHead(NamedTuple):
         return Inputs(**{name: fields[name] for name in Inputs._fields})
 
 
-def offsets(query: torch.Tensor, centroids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """`η = Q_i - Q̄_l(i)` of the rows `(N, D)` of a head, for the centroids `(C, D)`."""
-    return query - centroids[labels]
+def offsets(query: torch.Tensor, labels: torch.Tensor, clusters: int) -> torch.Tensor:
+    """`η = Q_i - Q̄_l(i)` of the rows `(N, D)` of a head, from the means of those with each label."""
+    return query - means(query, labels, clusters)[labels]
 
 
 def means(rows: torch.Tensor, labels: torch.Tensor, clusters: int) -> torch.Tensor:
@@ -182,10 +182,7 @@ def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
             output[b, h, rows] = weights @ own[1]
             continue
         sharing = range(h // group * group, h // group * group + group)
-        eta = [
-            offsets(query[b, g, rows], means(query[b, g, rows], labels[b, g, rows], clusters), labels[b, g, rows])
-            for g in sharing
-        ]
+        eta = [offsets(query[b, g, rows], labels[b, g, rows], clusters) for g in sharing]
         exact, factor = min(topk, len(own[0])), None
         if dropout_seed is not None:
             shape = N, topk + key_clusters
