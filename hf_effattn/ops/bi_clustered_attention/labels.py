@@ -61,14 +61,15 @@ def _forward(x: Inputs) -> Found:
     count, key_count = (most_fit_rows(clusters, x.fit_queries) for clusters in (x.clusters, x.key_clusters))
 
     def run(chunk: RowChunk) -> None:
-        queries, keys = Points.of_queries(chunk, query, planes), Points.of_keys(chunk, key)
+        queries = Points(chunk.of_query_heads(query), chunk.query_rows, planes)
+        keys = Points(chunk.of_heads(key), chunk.key_rows)
         own_labels, own_key_labels = chunk.of_query_heads(labels), chunk.of_heads(key_labels)
         metric = None
         if x.in_keys_metric and planes is None and keys.length:
             metric = keys_metric(keys.spread(count)).repeat_interleave(group, dim=0)
         cluster(queries, own_labels, queries.spread(count), x.clusters, x.iterations, x.seed, metric)
 
-        looked_at = queries if planes is None else Points.of_queries(chunk, query)
+        looked_at = queries if planes is None else Points(queries.own, queries.counted)
         offsets = offsets_of(looked_at, own_labels, x.clusters, x.fit_queries)
         n = offsets.shape[1]
         covariance = torch.bmm(offsets.transpose(1, 2), offsets).unflatten(0, (-1, group))  # (P, group, D, D)

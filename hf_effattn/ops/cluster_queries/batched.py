@@ -38,8 +38,8 @@ def _forward(x: Inputs) -> torch.Tensor:
     count = most_fit_rows(clusters, fit_queries)
 
     def run(chunk: RowChunk) -> None:
-        queries, metric = Points.of_queries(chunk, query, planes), None
-        keys = None if key is None else Points.of_keys(chunk, key)
+        queries, metric = Points(chunk.of_query_heads(query), chunk.query_rows, planes), None
+        keys = None if key is None else Points(chunk.of_heads(key), chunk.key_rows)
         if keys is not None and keys.length:
             metric = keys_metric(keys.spread(count)).repeat_interleave(group, dim=0)
         cluster(queries, chunk.of_query_heads(labels), queries.spread(count), clusters, iterations, seed, metric)

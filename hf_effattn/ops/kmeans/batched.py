@@ -36,16 +36,6 @@ class Points:
     _places: dict[int, slice | torch.Tensor] = field(default_factory=dict)
     _spread: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    @classmethod
-    def of_queries(cls, chunk: RowChunk, query: torch.Tensor, planes: torch.Tensor | None = None) -> "Points":
-        """The chunk's queries of `(B, H, N, D)`."""
-        return cls(chunk.of_query_heads(query), chunk.query_rows, planes)
-
-    @classmethod
-    def of_keys(cls, chunk: RowChunk, key: torch.Tensor) -> "Points":
-        """The chunk's keys of `(B, H, M, D)`."""
-        return cls(chunk.of_heads(key), chunk.key_rows)
-
     @property
     def length(self) -> int:
         return self.own.shape[1] if self.counted is None else len(self.counted)
@@ -255,7 +245,7 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     bytes_per_head = fitting_bytes_per_head(points, clusters, fit_points, D)
 
     def run(chunk: RowChunk) -> None:
-        own = Points.of_queries(chunk, points)
+        own = Points(chunk.of_query_heads(points), chunk.query_rows)
         fitted = own.spread(most_fit_rows(clusters, fit_points))
         found = cluster(own, chunk.of_heads(labels), fitted, clusters, iterations, seed)
         centroids[chunk.batch, chunk.first_head : chunk.last_head] = found
