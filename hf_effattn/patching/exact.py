@@ -16,7 +16,6 @@ from ..ops.bi_clustered_attention.exact_heads import FLASH
 from ..ops.causal_clustered_attention.local import Attended, merge_
 from ..ops.causal_clustered_attention.sinks import add_sinks_
 from ..ops.shared.precision import accumulation_dtype
-from .model_types import is_causal
 from .sinks import with_sinks
 
 
@@ -62,7 +61,7 @@ def sdpa_path(
     N, D, Dv = *query.shape[2:], value.shape[3]
     query, key, value, mask = with_sinks(query, key, value, mask, sinks, scaling)
     asked = options.get("is_causal")
-    if N > 1 and mask is None and (is_causal(module) if asked is None else asked):
+    if N > 1 and mask is None and (getattr(module, "is_causal", True) if asked is None else asked):
         query = F.pad(query, (0, 0, 1, 0))  # one before all others: the first of them sees its own key beside the sink
     scaling = D**-0.5 if scaling is None else scaling
     return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)[0][:, -N:, :, :Dv]

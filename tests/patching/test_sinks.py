@@ -197,6 +197,27 @@ def test_every_head_has_its_own_sink(threads: int, monkeypatch: pytest.MonkeyPat
     alone = method.rungs[0].run(query[:, 2:], key[:, 1:], value[:, 1:], causal=True, sinks=sinks[2:])
     torch.testing.assert_close(parts[:, 2:], alone)
     assert not torch.allclose(parts, method.run(query, key, value, causal=True))
+    given = query.detach(), key, value
+    torch.autograd.grad(
+        method.run(*given, causal=True, sinks=sinks.requires_grad_()).sum(), sinks
+    )  # which alone learn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("min_length", [0, 1000])
+def test_compiles_to_one_graph(min_length: int) -> None:
+    model = make_sinking("granite_swa", **WINDOWED)
+    hf_effattn.patch_attention(model, "bi-clustered", **SMALL | {"min_length": min_length})
+    asked = {"input_ids": tokens(), "attention_mask": left_padded(), "use_cache": False}
+    expected, found = model(**asked).logits, torch.compile(model, fullgraph=True, backend="aot_eager")(**asked).logits
+    real = left_padded().bool()
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=5e-5)
+    found[real].square().sum().backward()
+    ours = [layer.self_attn.sinks.grad.clone() for layer in model.model.layers]
+    model.zero_grad()
+    expected[real].square().sum().backward()
+    for one, layer in zip(ours, model.model.layers, strict=True):
+        torch.testing.assert_close(one, layer.self_attn.sinks.grad, rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()

@@ -398,7 +398,8 @@ def _in_parts(options: Options, *tensors: torch.Tensor) -> bool:
 
     Nor with dropout: a checkpoint's first pass, without gradients, must draw what the second one draws.
     """
-    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    learned = tensors if options.sinks is None else (*tensors, options.sinks)
+    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned)
     on_cpu = tensors[0].device.type == "cpu"
     return on_cpu and options.dropout_p == 0 and not learns and not torch.compiler.is_compiling()
 
