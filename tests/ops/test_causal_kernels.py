@@ -325,11 +325,13 @@ def test_dropout(method, name):
 @pytest.mark.slow
 def test_registered_with_torch_library():
     """torch's own check of the schema, the fake function and the autograd formula."""
-    for case in (replace(SMALL, N=30, masks="holes"), replace(SMALL, N=20, exact_above=0.1)):
+    for case in (replace(SMALL, N=30, masks="holes"), replace(SMALL, N=20, exact_above=0.1, sinks=True)):
         *tensors, mask = make_inputs(case, torch.float32)
         leaves = [tensor.to(DEVICE).requires_grad_() for tensor in tensors]
+        sinks = make_sinks(case, torch.float32)
         given = Settings(
-            *leaves, None if mask is None else mask.to(DEVICE), None, "bi-clustered", case.clusters, case.topk,
+            *leaves, None if mask is None else mask.to(DEVICE), None,
+            None if sinks is None else sinks.to(DEVICE).requires_grad_(), "bi-clustered", case.clusters, case.topk,
             case.key_clusters, case.segment_length, case.window, 1, case.fit_queries, case.exact_above or torch.inf, 0,
             False, 0.3, 0.0, True,
         )  # fmt: skip
