@@ -58,12 +58,11 @@ def sdpa_path(
     """
     if sinks is None:
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)[0]
-    N, D, Dv = *query.shape[2:], value.shape[3]
-    query, key, value, mask = with_sinks(query, key, value, mask, sinks, scaling)
+    N, Dv = query.shape[2], value.shape[3]
+    query, key, value, mask, scaling = with_sinks(query, key, value, mask, sinks, scaling)
     asked = options.get("is_causal")
     if N > 1 and mask is None and (getattr(module, "is_causal", True) if asked is None else asked):
         query = F.pad(query, (0, 0, 1, 0))  # one before all others: the first of them sees its own key beside the sink
-    scaling = D**-0.5 if scaling is None else scaling
     return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)[0][:, -N:, :, :Dv]
 
 
@@ -151,12 +150,13 @@ def exact_weights(
         query, mask = query[:, :, rows], None if mask is None else mask[..., rows, :]
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scale is None else scale)
-    seen: torch.Tensor | float = 1.0
-    if mask is not None and mask.dtype == torch.bool:
-        scores, seen = scores.masked_fill(~mask, torch.finfo(scores.dtype).min), mask
+    seen = mask if mask is not None and mask.dtype == torch.bool else None
+    if seen is not None:
+        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     elif mask is not None:
         scores = scores + mask
-    if sinks is None:
-        return scores.softmax(dim=-1) * seen
-    columns = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)], dim=3)
-    return columns.softmax(dim=-1)[..., :-1] * seen
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=3)
+    weights = scores.softmax(dim=-1)[..., : key.shape[2]]
+    return weights if seen is None else weights * seen

@@ -19,8 +19,8 @@ def with_sinks(
     mask: torch.Tensor | None,
     sinks: torch.Tensor,
     scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What to attend with instead, by the scale of `D`: the first key is the sink, with a value of 0.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float]:
+    """What to attend with instead: the first key is the sink, with a value of 0.
 
     Args:
         query (`torch.Tensor`): `(B, H, N, D)`.
@@ -31,10 +31,14 @@ def with_sinks(
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
 
     Returns:
-        Query, key and value, 8 wider (values of another width than keys stay as wide), and the mask, for `M + 1` keys.
+        Query, key and value, 8 wider (values of another width than keys stay as wide), the mask, for `M + 1` keys, and
+        the scale.
     """
     B, H, N, D = query.shape
-    scores = sinks.to(torch.promote_types(query.dtype, torch.float32)) / (D**-0.5 if scale is None else scale)
+    scale = D**-0.5 if scale is None else scale
+    # Finite, as -inf, a sink that is none, would be NaN at all other keys, times their 0.
+    most = torch.finfo(query.dtype).max
+    scores = (sinks.to(torch.promote_types(query.dtype, torch.float32)) / scale).clamp(-most, most)
     high = scores.to(query.dtype)
     parts = torch.stack([high, (scores - high).to(query.dtype)], dim=1)
     of_rows = F.pad(parts, (0, SPARE_DIMS - 2))[:, None].expand(B, H, N, -1)
@@ -43,4 +47,4 @@ def with_sinks(
     keys[:, :, 0, D : D + 2] = 1.0
     if mask is not None:
         mask = F.pad(mask, (1, 0), value=mask.dtype == torch.bool)
-    return torch.cat([query, of_rows], dim=3), keys, F.pad(value, (0, wider, 1, 0)), mask
+    return torch.cat([query, of_rows], dim=3), keys, F.pad(value, (0, wider, 1, 0)), mask, scale

@@ -173,8 +173,7 @@ class Attended:
         group, scale, width = query.shape[1] // self.key.shape[1], self.scale, computed.shape[3]
         key, value = self.key, self.value
         if self.sinks is not None:
-            scale = query.shape[3] ** -0.5 if scale is None else scale
-            query, key, value, mask = with_sinks(query, key, value, mask, self.sinks, scale)
+            query, key, value, mask, scale = with_sinks(query, key, value, mask, self.sinks, scale)
         if query.device.type != "cpu" or torch.compiler.is_compiling():
             exact = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, scale=scale, enable_gqa=group > 1

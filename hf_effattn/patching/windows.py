@@ -158,7 +158,7 @@ def attend_in_blocks(
         sinks (`torch.Tensor`, *optional*): `(H,)`, of a score that has no value.
     """
     B, _, n, L, _ = mask.shape
-    heads, length, D = query.shape[1:]
+    heads, length = query.shape[1:3]
 
     def in_blocks(each: torch.Tensor, sides: tuple[int, int]) -> torch.Tensor:
         """Blocks as texts of a batch, `(B * n, heads, L or S, width)`: views, as spans have most keys in common."""
@@ -169,8 +169,7 @@ def attend_in_blocks(
     query, key, value = in_blocks(query, (0, 0)), in_blocks(key, sides), in_blocks(value, sides)
     seen: Any = mask.transpose(1, 2).flatten(0, 1)
     if sinks is not None:
-        query, key, value, seen = with_sinks(query, key, value, seen, sinks, scale)
-        scale = D**-0.5 if scale is None else scale
+        query, key, value, seen, scale = with_sinks(query, key, value, seen, sinks, scale)
     group = heads // key.shape[1]
     if group > 1:  # heads that share keys stand one after the other, as rows of one
         query, seen = query.unflatten(1, (-1, group)).flatten(2, 3), seen.repeat(1, 1, group, 1)

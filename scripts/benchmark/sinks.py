@@ -34,7 +34,6 @@ EAGER, EXACT = "eager", "exact"
 WINDOW = 128
 MOST_SCORE_BYTES = 3 * 2**30  # eager attention holds about four times as much
 HEADS, KEY_HEADS, HEAD_DIM = 64, 8, 64
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def eagerly(function: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any) -> Any:
@@ -74,7 +73,7 @@ def measure(run: dict[str, Any], repeats: int) -> list[dict[str, Any]]:
     query, key, value = (
         torch.randn(1, length, heads, HEAD_DIM, dtype=dtype).transpose(1, 2) for heads in (HEADS, KEY_HEADS, KEY_HEADS)
     )
-    inputs: Inputs = query, key, value, torch.randn(HEADS, dtype=dtype)
+    inputs = query, key, value, torch.randn(HEADS, dtype=dtype)
     windowed = run["layer"] == "window"
     function = sliding_window_causal_mask_function(WINDOW) if windowed else causal_mask_function
     ways: dict[str, Callable[..., torch.Tensor]] = {EAGER: partial(eagerly, function)}

@@ -355,6 +355,16 @@ def test_compiles_to_one_op():
 
 
 @each_method
+@pytest.mark.parametrize("backend", ["reference", "batched", "triton"])
+def test_a_sink_of_minus_infinity_is_none(method, backend):
+    inputs = make_inputs(SMALL)
+    none = torch.full((SMALL.H,), -torch.inf, device=DEVICE)
+    plain, actual = (run(method, SMALL, inputs, backend=backend, sinks=sinks) for sinks in (None, none))
+    for name, expected in plain.items():
+        torch.testing.assert_close(actual[name], expected, msg=name)
+
+
+@each_method
 def test_the_first_token_sees_itself_alone(method):
     found = run(method, SMALL, make_inputs(replace(SMALL, N=1)))
     torch.testing.assert_close(found["output"].double(), make_inputs(replace(SMALL, N=1))[2], rtol=1e-6, atol=0)

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.causal_cases import exact
 from support.tiny_decoders import EAGER, MODELS, make_model
-from transformers import DynamicCache
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
 
 import hf_effattn
 from hf_effattn.measuring.recording import SeenAttention, recording
@@ -47,24 +48,9 @@ def drawn(length: int = LENGTH, dtype: torch.dtype = torch.float64, heads: int =
     return *(tensor.to(dtype) for tensor in (query, key, value)), torch.linspace(-3, 4, heads).to(dtype)
 
 
-def by_definition(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Causal attention with a column more."""
-    group, N = query.shape[1] // key.shape[1], query.shape[2]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    seen = torch.ones(N, N, dtype=torch.bool).tril()
-    if mask is not None:
-        seen = seen & mask[:, None, None].bool()
-    scores = (query @ key.transpose(2, 3) * query.shape[3] ** -0.5).masked_fill(~seen, -torch.inf)
-    columns = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], dim=3)
-    return columns.softmax(dim=3)[..., :-1] @ value
-
-
 def test_types_with_sinks_are_those_without_sdpa() -> None:
-    models = [make_model(name) for name in MODELS if name in (*EAGER, "llama", "gpt2", "jamba")]
-    without = [model.config.model_type for model in models if not model._supports_sdpa]
-    assert sorted(without) == sorted(WITH_SINKS)
+    kinds = {name: MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]] for name in MODELS}
+    assert sorted(name for name, kind in kinds.items() if not kind._supports_sdpa) == sorted(WITH_SINKS)
 
 
 @pytest.mark.parametrize("masks", [False, True])
@@ -74,7 +60,7 @@ def test_exact_attention_and_its_gradients(masks: bool) -> None:
     seen = None if mask is None else mask[:, None, None] & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     *given, sinks = leaves
     actual = exact_attention(*given, seen, scale=None, dropout_p=0.0, causal=True, sinks=sinks)
-    expected = by_definition(*leaves, mask)
+    expected = exact(*given, mask, sinks)
     rows = torch.ones(2, LENGTH, dtype=torch.bool) if mask is None else mask
     torch.testing.assert_close(actual.transpose(1, 2)[rows], expected.transpose(1, 2)[rows])
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).double() * rows[:, None, :, None]
@@ -92,13 +78,23 @@ def test_low_precision_keeps_the_score_of_a_sink(dtype: torch.dtype) -> None:
     value = ones[:, None].expand_as(value)
     options: dict[str, Any] = {"scale": None, "dropout_p": 0.0, "causal": True}
     actual = exact_attention(query, key, value, None, **options, sinks=sinks)
-    expected = by_definition(query.double(), key.double(), value.double(), sinks.double())
+    expected = exact(query.double(), key.double(), value.double(), None, sinks.double())
     torch.testing.assert_close(actual.double(), expected, rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_sink_of_minus_infinity_is_none(dtype: torch.dtype) -> None:
+    query, key, value, sinks = drawn(dtype=dtype)
+    none = torch.full_like(sinks, -torch.inf)
+    options: dict[str, Any] = {"scale": None, "dropout_p": 0.0, "causal": True}
+    plain, actual = (exact_attention(query, key, value, None, **options, sinks=one) for one in (None, none))
+    close = 2 * torch.finfo(dtype).eps  # rows are wider, and their products sums of other parts
+    torch.testing.assert_close(actual, plain, rtol=close, atol=close)
 
 
 def test_rows_of_exact_attention_in_two_steps() -> None:
     query, key, value, sinks = drawn()
-    expected = by_definition(query, key, value, sinks)
+    expected = exact(query, key, value, None, sinks)
     for rows in (slice(0, 20), slice(20, LENGTH)):
         actual = causal_rows(query, key, value, rows, None, sinks)
         torch.testing.assert_close(actual, expected[:, :, rows])
@@ -107,7 +103,7 @@ def test_rows_of_exact_attention_in_two_steps() -> None:
 def test_weights() -> None:
     query, key, value, sinks = drawn()
     weights = exact_weights(query, key, None, None, causal=True, sinks=sinks)
-    torch.testing.assert_close(weights @ value.repeat_interleave(2, 1), by_definition(query, key, value, sinks))
+    torch.testing.assert_close(weights @ value.repeat_interleave(2, 1), exact(query, key, value, None, sinks))
     settings = make_method("bi-clustered", **SMALL)
     weights = settings.weights(query, key, causal=True, sinks=sinks)
     actual = settings.run(query, key, value, causal=True, sinks=sinks)
@@ -193,7 +189,7 @@ def test_every_head_has_its_own_sink(threads: int, monkeypatch: pytest.MonkeyPat
         parts = method.run(query, key, value, causal=True, sinks=sinks)
     whole = method.run(query.requires_grad_(), key, value, causal=True, sinks=sinks)
     torch.testing.assert_close(parts, whole)
-    torch.testing.assert_close(parts[:, :2], by_definition(query, key, value, sinks)[:, :2])
+    torch.testing.assert_close(parts[:, :2], exact(query, key, value, None, sinks)[:, :2])
     alone = method.rungs[0].run(query[:, 2:], key[:, 1:], value[:, 1:], causal=True, sinks=sinks[2:])
     torch.testing.assert_close(parts[:, 2:], alone)
     assert not torch.allclose(parts, method.run(query, key, value, causal=True))
@@ -223,16 +219,16 @@ def test_compiles_to_one_graph(min_length: int) -> None:
 @torch.no_grad()
 def test_a_tolerance_measures_beside_the_sinks() -> None:
     query, key, value, sinks = drawn(400)
-    exact = by_definition(query, key, value, sinks)
+    expected = exact(query, key, value, None, sinks)
     asked: dict[str, Any] = {"causal": True, "sinks": sinks, "module": torch.nn.Module().eval()}
     method = make_method("bi-clustered", **SMALL, tolerance=1e-3)
     output = method.run(query, key, value, **asked)
     measured = hf_effattn.patching.measured.last_measured(asked["module"])
     assert measured is not None
     assert measured.exact.all()
-    torch.testing.assert_close(output, exact)
+    torch.testing.assert_close(output, expected)
     plain = make_method("bi-clustered", **SMALL).run(query, key, value, **asked)
-    true = ((plain - exact).square().sum(dim=(2, 3)) / exact.square().sum(dim=(2, 3))).sqrt()
+    true = ((plain - expected).square().sum(dim=(2, 3)) / expected.square().sum(dim=(2, 3))).sqrt()
     assert ((measured.error / true > 0.5) & (measured.error / true < 2)).all()
 
 
@@ -252,7 +248,7 @@ def test_calibration_and_reports_compare_with_sinks() -> None:
     wide = make_method("bi-clustered", **SMALL | {"window": 52, "topk": 60})
     for one in seen:
         assert one.sinks is model.model.layers[one.layer].self_attn.sinks
-        by_hand = by_definition(one.query, one.key, one.value, one.sinks)
+        by_hand = exact(one.query, one.key, one.value, None, one.sinks)
         torch.testing.assert_close(one.exact().transpose(1, 2), by_hand, rtol=0, atol=1e-5)
         torch.testing.assert_close(wide.run(one.query, one.key, one.value, **one.asked), by_hand, rtol=0, atol=1e-5)
     texts = [{"input_ids": tokens()[:1]}, {"input_ids": tokens()[1:]}]

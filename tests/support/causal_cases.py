@@ -87,8 +87,9 @@ def exact(query, key, value, mask, sinks=None):
         visible = visible & mask[:, None, None] & mask[:, None, :, None] | torch.eye(N, dtype=torch.bool)
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=visible)
-    if sinks is not None:
+    if sinks is None:
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=visible)
+    else:
         scores = (query @ key.transpose(2, 3) * query.shape[3] ** -0.5).masked_fill(~visible, -torch.inf)
         columns = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], dim=3)
         output = columns.softmax(dim=3)[..., :-1] @ value

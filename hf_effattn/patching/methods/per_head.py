@@ -293,9 +293,11 @@ class PerHead(Method):
         group, N = query.shape[1] // key.shape[1], query.shape[2]
 
         def attend_part(part: tuple[Share, slice]) -> None:
-            share, rows = part
-            of_queries = _query_heads(share[1], group)
-            _store(output[:, :, rows], of_queries, _attend_share(share, query, key, value, options, rows))
+            (rung, heads), rows = part
+            of_queries = _query_heads(heads, group)
+            inputs = _heads(query, of_queries), _heads(key, heads), _heads(value, heads)
+            found = _attend(rung, *inputs, _options_of(of_queries, options), rows)
+            _store(output[:, :, rows], of_queries, found)
 
         # An exact head takes as long as all others together: its queries are divided, not the heads.
         runs = heads_of_threads(N, query.device)
@@ -359,21 +361,6 @@ def _causal_runs(runs: Sequence[slice]) -> list[slice]:
     return [slice(*edge) for edge in pairwise(edges) if edge[0] < edge[1]]
 
 
-def _attend_share(
-    share: Share,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    options: Options,
-    rows: slice = slice(None),
-) -> torch.Tensor:
-    """The output of a share's query heads; `rows`: of these queries alone, where the share is exact."""
-    rung, heads = share
-    of_queries = _query_heads(heads, query.shape[1] // key.shape[1])
-    inputs = _heads(query, of_queries), _heads(key, heads), _heads(value, heads)
-    return _attend(rung, *inputs, _options_of(of_queries, options), rows)
-
-
 def _options_of(heads: list[int], options: Options) -> Options:
     """The options for some of the query heads."""
     return options if options.sinks is None else replace(options, sinks=options.sinks[heads])
@@ -387,7 +374,7 @@ def _attend(
     options: Options,
     rows: slice = slice(None),
 ) -> torch.Tensor:
-    """The output of heads that share a rung, None for exact attention; `rows`: see `_attend_share`."""
+    """The output of heads that share a rung, None for exact attention; `rows`: of these queries alone, where exact."""
     if rung is None:
         return _attend_exactly(query, key, value, options, rows)
     return rung.run(query, key, value, **vars(options))
