@@ -57,17 +57,18 @@ class _Segments:
     """The parts of one softmax of a span: of a segment's own keys, those of the window, and older ones."""
 
     def __init__(self, chunk: "_Chunk", span: Span) -> None:
-        settings, self.chunk, self.span = chunk.settings, chunk, span
-        query = span.cut(chunk.query, span.rows)
-        self.shape = *query.shape[:3], chunk.value.shape[2]
-        # By rows of a segment, the parts and the first key of each.
-        self.local = list(chunk.local_parts(query, span))
+        self.chunk, self.span = chunk, span
+        self.query = span.cut(chunk.query, span.rows)
         self.older: OlderPart | None = None
         # Of which of the `P · S` heads of segments, the older keys' number, and the part.
         self.exact_older: list[tuple[torch.Tensor, int, LocalPart]] = []
         self.past: PastQueries | None = None
-        if not span.new.stop:
-            return
+        if span.new.stop:
+            self._look_at_older()
+
+    def _look_at_older(self) -> None:
+        """Cluster queries and keys, and choose who attends how to the keys older than the window."""
+        chunk, settings, query, span = self.chunk, self.chunk.settings, self.query, self.span
         finished = chunk.finished
         labels = None if chunk.query_labels is None else span.cut(chunk.query_labels, span.past_queries)
         metric = finished.metrics(span) if settings.clusters > 1 else None
@@ -101,16 +102,21 @@ class _Segments:
             of_queries[:, :, self.span.past_queries] = self.span.join(self.past.labels)
             of_keys[:, self.span.new_keys] = self.key_labels.reshape(len(of_keys), -1)
 
-    def attend(self) -> Attended:
-        """Outputs `(P · S, g, n, Dv)` and log-sum-exp `(P · S, g, n, 1)`."""
-        query = self.chunk.query
-        found = query.new_empty(self.shape), query.new_empty(*self.shape[:3], 1)
-        for rows, parts in self.local:
+    def _attend_locally(self) -> Attended:
+        """What `attend` finds of a segment's own keys and of those of the window."""
+        query, chunk = self.query, self.chunk
+        found = query.new_empty(*query.shape[:3], chunk.value.shape[2]), query.new_empty(*query.shape[:3], 1)
+        for rows, parts in chunk.local_parts(query, self.span):
             near, *others = (part.attend() for _, part in parts)
             for other in others:
                 merge_(near, other)
             for target, numbers in zip(found, near, strict=True):
                 target[:, :, rows] = numbers
+        return found
+
+    def attend(self) -> Attended:
+        """Outputs `(P · S, g, n, Dv)` and log-sum-exp `(P · S, g, n, 1)`."""
+        found = self._attend_locally()
         if self.older is not None:
             older = self.older.attend()
             for heads, _, _ in self.exact_older:
@@ -133,8 +139,8 @@ class _Segments:
         `whole` is what `attend` has found.
         """
         span = self.span
-        of_rows = grad.new_zeros(*grad.shape[:3], of_query.shape[3])
-        for rows, parts in self.local:
+        of_rows = torch.zeros_like(self.query)
+        for rows, parts in self.chunk.local_parts(self.query, span):
             own_grad, *own_whole = (numbers[:, :, rows].contiguous() for numbers in (grad, *whole))
             for first, part in parts:
                 more = part.backward(own_grad, own_whole[0], own_whole[1])
@@ -265,6 +271,7 @@ def _forward(settings: Settings) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
                     part.store_queries(target, span.join(rows).flatten(1, 2), span.rows)
                 segments.store_labels(query_labels[..., 0], key_labels[..., 0])
             part.store_queries(output, span.join(attended[0]).flatten(1, 2), span.rows)
+            del segments, attended
         if settings.keeps:
             part.store_queries(kept.query_labels, query_labels.flatten(1, 2))
             part.store_keys(kept.key_labels, key_labels)
@@ -295,6 +302,7 @@ def gradients(
             span = segments.span
             own_grad, *whole = (span.cut(rows, span.rows) for rows in (grad, *kept_rows))
             segments.backward(own_grad.contiguous(), (whole[0], whole[1]), of_query, of_key, of_value)
+            del segments, own_grad, whole
         chunk.finished.store_gradients(of_key, of_value)
         part.store_queries(grad_query, of_query.mul_(settings.scale).flatten(1, 2))
         part.store_keys(grad_key, of_key)

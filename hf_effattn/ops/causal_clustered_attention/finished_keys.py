@@ -56,7 +56,8 @@ class FinishedKeys:
         self.clusters = torch.empty(P, most // self.L, dtype=torch.int64, device=key.device)
         self.means = key.new_empty(P, segments * settings.key_clusters, self.D + self.Dv)
         self.first_mean = key[:, :1] if not late else key[:, late[0].new].mean(dim=1, keepdim=True)
-        self.total, self.gram, self.within = 0.0, 0.0, key.new_zeros(P, 1, self.D, self.D)
+        self.total = key.new_zeros(P, 1, 1, self.D)
+        self.gram, self.within = (key.new_zeros(P, 1, self.D, self.D) for _ in range(2))
         self.grad: torch.Tensor | None = None
         self.blocks: list[tuple[slice, slice, ClusterBlocks]] = []
 
@@ -65,22 +66,21 @@ class FinishedKeys:
         return torch.tensor(span.older, device=self.key.device)[:, None, None]
 
     def _new(self, rows: torch.Tensor, span: Span) -> torch.Tensor:
-        """Of rows `(P, N, ·)` those that a span's segments are the first to see: `(P · S, m, ·)`."""
-        return rows[:, span.new_keys].unflatten(1, (span.count, -1)).flatten(0, 1)
+        """Of rows `(P, N, ·)` those that a span's segments are the first to see: `(P, S, m, ·)`."""
+        return rows[:, span.new_keys].unflatten(1, (span.count, -1))
 
     def metrics(self, span: Span) -> torch.Tensor:
         """Of every segment of the next span the metric of its older keys, `(P · S, D, D)`."""
-        P, S = len(self.key), span.count
-        centered = self._new(self.key, span) - self.first_mean.repeat_interleave(S, dim=0)
-        totals = centered.sum(dim=1, keepdim=True).unflatten(0, (P, S)).cumsum(dim=1) + self.total
-        grams = (centered.transpose(1, 2) @ centered).unflatten(0, (P, S)).cumsum(dim=1) + self.gram
+        centered = self._new(self.key, span) - self.first_mean[:, None]
+        totals = centered.sum(dim=2, keepdim=True).cumsum(dim=1) + self.total
+        grams = (centered.transpose(2, 3) @ centered).cumsum(dim=1) + self.gram
         self.total, self.gram = totals[:, -1:], grams[:, -1:]
         means = totals / self._older(span)
         return as_metric((grams / self._older(span) - means.transpose(2, 3) * means).flatten(0, 1))
 
     def labels_of(self, span: Span, covariance: torch.Tensor) -> torch.Tensor:
         """Clusters of the keys of the next span `(P · S, m)`, by `Σ_η` `(P · S, D, D)` of their segments."""
-        keys = self._new(self.key, span)
+        keys = self._new(self.key, span).flatten(0, 1)
         return labels_of(keys, self.settings.key_clusters, self.settings, as_metric(covariance.clone()))
 
     def add(self, span: Span, labels: torch.Tensor, covariance: torch.Tensor) -> None:
@@ -95,12 +95,9 @@ class FinishedKeys:
         means = blocks.sum(packed.sum(dim=1), P * S * G) / sizes.view(-1, 1).clamp(min=1)
         empty = (blocks.sources == index.numel()).view(P, -1)
         places = slice(self.places, self.places + empty.shape[1])
-        rows = self.rows[:, places]
         full = self.full[:, places].copy_(~empty)
-        by_block = (packed, full.reshape(-1, self.L, 1), blocks.of_cluster(means)[:, None])
-        torch.addcmul(
-            *(numbers.unflatten(0, (P, -1)) for numbers in by_block), value=-1, out=rows.unflatten(1, (-1, self.L))
-        )
+        packed.addcmul_(full.reshape(-1, self.L, 1), blocks.of_cluster(means)[:, None], value=-1)
+        self.rows[:, places] = packed.view(P, -1, packed.shape[2])
         first = torch.arange(P, device=packed.device)[:, None] * S * m - span.new.start
         self.sources[:, places] = (blocks.sources.view(P, -1) - first).masked_fill_(empty, 0)
         clusters = blocks.clusters.view(P, -1) % (S * G) + self.G
@@ -108,7 +105,7 @@ class FinishedKeys:
         self.means[:, self.G : self.G + S * G] = means.view(P, S * G, -1)
         distances = self.distances[:, places].fill_(1.0)
         if settings.first_order:
-            spread = rows[..., :D].unflatten(1, (S, -1)).flatten(0, 1)
+            spread = packed.view(P * S, width, -1)[..., :D]
             found = torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST)
             distances.copy_(found.view(P, -1))
             if settings.exact_above < inf:

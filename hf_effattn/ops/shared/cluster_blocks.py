@@ -58,13 +58,13 @@ class ClusterBlocks:
         return WholeBlocks(clusters[:0], clusters[:0], clusters, length)  # nothing is looked up
 
     def pack(self, *columns: torch.Tensor) -> torch.Tensor:
-        """Rows `(P, N, D)`, of several tensors side by side, in their blocks: `(blocks, length, D)`; 0 elsewhere."""
-        rows = columns[0].flatten(0, 1).shape[0]
-        width = sum(part.shape[2] for part in columns)
+        """Rows `(P, ..., D)`, of several tensors side by side, in their blocks: `(blocks, length, D)`; 0 elsewhere."""
+        shape = columns[0].shape[:-1]
+        rows, width = shape.numel(), sum(part.shape[-1] for part in columns)
         # Gathered instead of scattered, which is twice as slow; an empty place takes the last row.
         table = columns[0].new_empty(rows + 1, width)
         table[rows] = 0
-        torch.cat([part.flatten(0, 1) for part in columns], dim=1, out=table[:rows])
+        torch.cat(columns, dim=-1, out=table[:rows].view(*shape, width))
         return table.index_select(0, self.sources).view(len(self.clusters), self.length, width)
 
     def pack_with_ones(self, *columns: torch.Tensor) -> torch.Tensor:
