@@ -8,12 +8,14 @@ import torch
 from transformers import PreTrainedModel
 
 from ..measuring.candidates import make_candidates
-from ..patching.model_types import causal_modules
+from ..patching.model_types import causal_modules, find_stacks, gains_exactly
 from ..reporting import report
 
 
 def is_long_enough(length: int, model: PreTrainedModel) -> bool:
-    """Whether any method of a report would run, and not exact attention, on so many tokens."""
+    """Whether any method of a report would gain on so many tokens."""
+    if any(map(gains_exactly, find_stacks(model))):
+        return True
     causal, device = any(causal_modules(model)), model.device.type
     return any(candidate.why_exact(length, device, causal=causal) is None for candidate in make_candidates(None))
 

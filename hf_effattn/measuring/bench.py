@@ -87,6 +87,11 @@ def bench(
             raise ValueError(
                 f"{one.label} is a conversion, whose attention belongs to a model: measure it with hf_effattn.report"
             )
+        if one.settings.stays_exact:
+            raise ValueError(
+                f"{one.label} approximates nothing, and there are no windows here: measure it with hf_effattn.report "
+                "on a model that has them"
+            )
         if isinstance(one.settings, PerHead):
             raise ValueError(
                 f"{one.label} has a setting for every head of a model, and there is none here: measure it with "

@@ -231,7 +231,9 @@ def _say_if_never(method: Method, device_type: str) -> None:
 
     A model may have come there after its patch.
     """
-    if not torch.compiler.is_compiling() and method.shortest_length(device_type, causal=True) is None:
+    if torch.compiler.is_compiling() or method.stays_exact:
+        return
+    if method.shortest_length(device_type, causal=True) is None:
         said = f"The patch approximates nothing: {why_never(method.method, device_type)}."
         warnings.warn(said, stacklevel=stacklevel_of_user())
 

@@ -76,6 +76,11 @@ def is_sliding_window(module: nn.Module) -> bool:
     return window is not None and not is_longer_than_inputs(window, config)
 
 
+def gains_exactly(stack: Stack) -> bool:
+    """Whether a patch saves time in a stack without approximating: it has windows, or sinks, which SDPA does not."""
+    return any(map(is_sliding_window, stack.modules)) or not stack.model._supports_sdpa
+
+
 def hides_keys(window: int | None, length: int, config: Any) -> bool:
     """Whether the keyword `sliding_window` of a call stands for a window, of so many keys."""
     return window is not None and not (window >= length and is_longer_than_inputs(window, config))

@@ -17,6 +17,7 @@ from .model_types import (
     Stack,
     causal_modules,
     find_stacks,
+    gains_exactly,
     is_causal,
     is_sliding_window,
     longest_input,
@@ -125,6 +126,8 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
     method.check_stack(stack)
     if any(is_causal(module) for module in stack.modules):
         method.check_causal(stack.modules[0])
+    if layers is not None and method.stays_exact:
+        raise ValueError(f'"{method.method}" approximates no layer, whichever are chosen: leave layers out')
     full = [not is_sliding_window(module) for module in stack.modules]
     if layers is not None and not any(full):
         raise ValueError(f"{name} has no attention to patch: all its layers see a sliding window only and stay exact")
@@ -201,6 +204,11 @@ def warn_of_decoder_loss(plan: PatchPlan) -> None:
 def why_never_used(plan: PatchPlan, cut: int | None = None) -> str | None:
     """What to warn of where exact attention runs on every input that the model takes, or a `cut` leaves; else None."""
     config, method = plan.stack.model.config, plan.method
+    if method.stays_exact:
+        if gains_exactly(plan.stack):
+            return None
+        name = type(plan.stack.model).__name__
+        return f"The patch will do nothing: no layer of {name} has a sliding window or attention sinks."
     if all(is_sliding_window(module) for module in plan.stack.modules):
         return (
             f"The patch will approximate nothing: all layers of {type(plan.stack.model).__name__} see a sliding "

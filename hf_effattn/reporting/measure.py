@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..measuring.candidates import EXACT, Candidate, make_candidates
+from ..measuring.candidates import DEFAULT_METHODS, EXACT, Candidate, make_candidates
 from ..measuring.cost import MEMORY_MEASURES, interleaved_rounds, peak_memory_added, timed
 from ..measuring.environment import environment
 from ..measuring.errors import ModelOutput, head_errors, output_change, run_model
@@ -27,7 +27,8 @@ from ..measuring.recording import (
     stacks_to_report,
 )
 from ..patching.methods import Method
-from ..patching.model_types import Stack, is_causal
+from ..patching.methods.exact_windows import ExactWindows
+from ..patching.model_types import Stack, gains_exactly, is_causal
 from ..patching.patch import apply_plans
 from ..patching.planning import PatchPlan, not_a_model, plan_patch
 from ..patching.sentence_transformers import model_and_inputs
@@ -64,7 +65,7 @@ def report(
             or a list of texts (for a CrossEncoder pairs of texts), which are encoded one by one as `encode` does it.
         methods (`Sequence[str | dict]`, *optional*): names from `list_methods()` or dicts
             `{"method": name, **settings}`, with `"layers"` where only some are to be patched, or what `calibrate`
-            returned. Default: every method with a few settings.
+            returned. Default: every method with a few settings, `"exact-windows"` where the model has windows.
         error_budget (`float`, *optional*): allowed relative L2 change of the last hidden state, such as 0.05; the
             report then names the fastest of the methods that keep to it on every input, or says that none does.
         repeats (`int`): timed rounds (short inputs get more); 0 leaves the times out.
@@ -83,8 +84,10 @@ def report(
     model, inputs = model_and_inputs(model, inputs)
     if not isinstance(model, PreTrainedModel):
         raise not_a_model(model)
-    candidates = make_candidates(methods)
     stacks = stacks_to_report(model)
+    if methods is None and any(map(gains_exactly, stacks)):
+        methods = *DEFAULT_METHODS, ExactWindows.method
+    candidates = make_candidates(methods)
     plans = {one.label: [plan_patch(stack, one.forced, one.layers) for stack in stacks] for one in candidates}
     batches = check_inputs(model, inputs)
     _check_options(error_budget, repeats)

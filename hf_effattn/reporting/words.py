@@ -66,6 +66,7 @@ def _method_line(report: Findings, label: str, length: int | None) -> str:
     found = _at(report, label, length)
     if found and all(m.why_exact == "settings" for m in found):
         return f"- {label}: one of its counts reaches the length, so this is exact attention."
+    stays_exact = METHODS[report.methods[label]["method"]].stays_exact
     facts = []
     errors = [
         (value, layer, head)
@@ -76,6 +77,8 @@ def _method_line(report: Findings, label: str, length: int | None) -> str:
     broken = [f"layer {layer}, head {head}" for value, layer, head in errors if not math.isfinite(value)]
     if broken:
         facts.append(f"the attention output is {NOT_FINITE} ({broken[0]}{' and others' if len(broken) > 1 else ''})")
+    elif stays_exact:
+        facts.append("nothing is approximated")
     elif errors:
         worst, layer, head = max(errors)
         mean = sum(value for value, _, _ in errors) / len(errors)
@@ -88,7 +91,8 @@ def _method_line(report: Findings, label: str, length: int | None) -> str:
     if not all(map(math.isfinite, hidden)):
         facts.append(f"the last hidden state is {NOT_FINITE}")
     elif hidden:
-        facts.append(f"the last hidden state {'' if facts and not broken else 'is off '}by {percent(fmean(hidden))}")
+        verb = "" if errors and not broken and not stays_exact else "is off "
+        facts.append(f"the last hidden state {verb}by {percent(fmean(hidden))}")
     cosines = [cosine for m in found for cosine in m.change.embedding_cosines or []]
     if not all(map(math.isfinite, cosines)):
         facts.append(f"the mean-pooled embedding is {NOT_FINITE}")
@@ -101,7 +105,9 @@ def _method_line(report: Findings, label: str, length: int | None) -> str:
     speeds = [value for m in found if (value := report.speedup(m)) is not None]
     if speeds:
         alone = [value for m in found if (value := report.speedup(m, "attention")) is not None]
-        facts.append(f"the model runs {ratio(speeds)} as fast (attention alone {ratio(alone)})")
+        # What is timed of a layer is what is not in windows.
+        aside = "" if stays_exact else f" (attention alone {ratio(alone)})"
+        facts.append(f"the model runs {ratio(speeds)} as fast{aside}")
     peaks = [m.forward_peak_bytes for m in found if m.forward_peak_bytes is not None]
     if peaks:
         facts.append(f"adding {megabytes(max(peaks))} at its peak")

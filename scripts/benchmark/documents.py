@@ -124,8 +124,7 @@ def switches(model: PreTrainedModel, table: list[list[int]]) -> dict[str, Callab
     found: dict[str, Callable[[], object]] = {EXACT: partial(unpatch_attention, model)}
     stack = find_stacks(model)[0]
     if any(is_sliding_window(module) for module in stack.modules):
-        never = model.config.max_position_embeddings + 1
-        found[WINDOWS_ALONE] = partial(patch_attention, model, "bi-clustered", min_length=never)
+        found[WINDOWS_ALONE] = partial(patch_attention, model, "exact-windows")
     for name, settings in METHODS.items():
         if name == CALIBRATED:
             own = described(stack)

@@ -2,7 +2,8 @@
 
 Random inputs; transformers' mask functions say who sees whom. Windows are those of ModernBERT (64 tokens to each
 side), EmbeddingGemma 2 (512) and Gemma 3 (512 and 1,024 backwards); every one also at the shortest length that runs in
-blocks. Both are timed in one run, interleaved, the mask included, forward and with the backward pass.
+blocks. In decoders several query heads may share keys, which transformers repeats before SDPA with a mask. Both are
+timed in one run, interleaved, the mask included, forward and with the backward pass.
 
     python -m scripts.benchmark.windows     # writes scripts/results/benchmark_windows.json; minutes on two cores
 
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 import typer
 from rich.progress import track
+from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import (
     sdpa_mask,
     sliding_window_bidirectional_mask_function,
@@ -47,6 +49,7 @@ def by_dense_mask(function: Callable, query: torch.Tensor, key: torch.Tensor, va
     """As transformers runs it, `(B, N, H, D)`."""
     batch, _, length, _ = query.shape
     mask = sdpa_mask(batch, length, length, mask_function=function, allow_is_causal_skip=False)
+    key, value = (repeat_kv(rows, query.shape[1] // rows.shape[1]) for rows in (key, value))
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
 
 
@@ -72,18 +75,19 @@ def training(attend: Callable, inputs: Inputs) -> None:
     torch.autograd.grad(output, leaves, torch.ones_like(output))
 
 
-def measure(
-    window: Window, length: int, batch: int, dtype: torch.dtype, heads: int, head_dim: int, repeats: int
-) -> Any:
+def measure(run: dict[str, Any], heads: int, head_dim: int, repeats: int) -> dict[str, Any]:
     """A row: the medians of the ratios, and the relative L2 distance of the outputs."""
     torch.manual_seed(0)
-    function = mask_function(window)
-    query, key, value = (torch.randn(batch, length, heads, head_dim, dtype=dtype).transpose(1, 2) for _ in range(3))
+    function, dtype = mask_function(Window(run["before"], run["after"])), getattr(torch, run["dtype"])
+    query, key, value = (
+        torch.randn(run["batch"], run["length"], own, head_dim, dtype=dtype).transpose(1, 2)
+        for own in (heads, heads // run["sharing"], heads // run["sharing"])
+    )
     ways = {"dense": partial(by_dense_mask, function), "blocks": partial(by_blocks, function)}
     dense, blocks = (forward(attend, (query, key, value)).double() for attend in ways.values())
     row: dict[str, Any] = {"error": float((blocks - dense).norm() / dense.norm())}
-    for name, run in {"forward": forward, "training": training}.items():
-        calls = {way: partial(run, attend, (query, key, value)) for way, attend in ways.items()}
+    for name, passes in {"forward": forward, "training": training}.items():
+        calls = {way: partial(passes, attend, (query, key, value)) for way, attend in ways.items()}
         for call in calls.values():
             call()
         seconds = interleaved_rounds(calls, torch.device("cpu"), repeats)
@@ -97,6 +101,7 @@ def main(
     ] = f"{SHORTEST},8192",
     dtypes: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16.")] = "float32,bfloat16",
     heads: int = 12,
+    sharing: Annotated[str, typer.Option(help="In decoders: query heads that share keys, comma-separated.")] = "1,6",
     head_dim: int = 64,
     repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 3,
     output: Path = Path(__file__).parents[1] / "results" / "benchmark_windows.json",
@@ -104,8 +109,16 @@ def main(
     """Measure every window, length and dtype, and batches at the shortest length; keep it as JSON."""
     kept = KeptRuns(output, {"heads": heads, "head_dim": head_dim})
     runs: list[dict[str, Any]] = [
-        {"before": window.before, "after": window.after, "length": tokens, "batch": batch, "dtype": dtype}
+        {
+            "before": window.before,
+            "after": window.after,
+            "sharing": int(group),
+            "length": tokens,
+            "batch": batch,
+            "dtype": dtype,
+        }
         for window in WINDOWS
+        for group in (sharing.split(",") if not window.after else "1")
         for length in lengths.split(",")
         for batch in (BATCHES if length == SHORTEST else (1,))
         for tokens in (shortest_length(window, batch) if length == SHORTEST else int(length),)
@@ -114,10 +127,10 @@ def main(
     if any(run["length"] < shortest_length(Window(run["before"], run["after"]), run["batch"]) for run in runs):
         least = max(shortest_length(window, batch_size=1) for window in WINDOWS)
         raise typer.BadParameter(f"lengths must be at least {least:,}: in fewer tokens not all windows run in blocks")
+    if any(heads % run["sharing"] for run in runs):
+        raise typer.BadParameter(f"sharing must divide the {heads} heads, got {sharing}")
     for run in track(kept.missing(runs), description="windows"):
-        window = Window(run["before"], run["after"])
-        dtype = getattr(torch, run["dtype"])
-        kept.add(run | measure(window, run["length"], run["batch"], dtype, heads, head_dim, repeats))
+        kept.add(run | measure(run, heads, head_dim, repeats))
     print_rows(kept)
 
 

@@ -267,17 +267,19 @@ def retrieval(result: dict[str, Any]) -> Table:
 @of_file("benchmark_windows")
 def windows(result: dict[str, Any]) -> Table:
     """How much faster layers with a window are in blocks, and how far off."""
-    found: dict[tuple[int, int, int, int], dict[str, dict[str, Any]]] = {}
+    found: dict[tuple[int, ...], dict[str, dict[str, Any]]] = {}
     for row in result["rows"]:
-        case = found.setdefault((row["before"], row["after"], row["length"], row["batch"]), {})
+        case = found.setdefault(tuple(row[name] for name in ("before", "after", "sharing", "length", "batch")), {})
         case[row["dtype"]] = row
     dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
     columns = "forward", "both passes", "error"
     header = ["window", "tokens", *(f"{one}: {column}" for one in dtypes for column in columns)]
     rows = []
-    for (before, after, length, batch), case in sorted(found.items(), key=lambda item: (not item[0][1], item[0])):
+    for case_of, case in sorted(found.items(), key=lambda item: (not item[0][1], item[0])):
+        before, after, sharing, length, batch = case_of
         texts = f"{batch} × {length:,}" if batch > 1 else f"{length:,}"
-        cells = [f"{after} to each side" if after else f"{before + 1:,} backwards", texts]
+        shared = f", {sharing} heads share keys" if sharing > 1 else ""
+        cells = [(f"{after} to each side" if after else f"{before + 1:,} backwards") + shared, texts]
         for one in dtypes:
             cells += [f"{case[one]['forward']:.1f}×", f"{case[one]['training']:.1f}×", f"{case[one]['error']:.0e}"]
         rows.append(cells)

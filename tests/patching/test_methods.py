@@ -44,7 +44,8 @@ def test_every_method_is_covered() -> None:
 
 
 def test_names_and_defaults() -> None:
-    assert hf_effattn.list_methods() == ("clustered", "i-clustered", "bi-clustered", "per-head", "cst")
+    named = ("clustered", "i-clustered", "bi-clustered", "per-head", "cst", "exact-windows")
+    assert hf_effattn.list_methods() == named
     settings = make_method("i-clustered")
     assert settings.to_dict() == {
         "min_length": None,

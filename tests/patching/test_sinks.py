@@ -117,7 +117,7 @@ def test_layers_with_windows_run_in_blocks(model_type: str, padded: bool, monkey
     model, length = make_sinking(model_type, **WINDOWED), 300
     asked = {"attention_mask": left_padded(length)} if padded else {}
     expected = model(tokens(length), **asked).logits
-    hf_effattn.patch_attention(model, "bi-clustered", min_length=1000)
+    hf_effattn.patch_attention(model, "exact-windows")
     run, seen = hf_effattn.patching.attention.attend_in_blocks, []
 
     def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -137,7 +137,7 @@ def test_generation_is_eager_generation_where_the_patch_is_exact(model_type: str
     model = make_sinking(model_type)
     asked = {"attention_mask": left_padded(), "do_sample": False, "max_new_tokens": 5, "pad_token_id": 1}
     expected = model.generate(tokens(), **asked)
-    hf_effattn.patch_attention(model, "bi-clustered", min_length=1000)
+    hf_effattn.patch_attention(model, "exact-windows")
     assert torch.equal(model.generate(tokens(), **asked), expected)
     assert torch.equal(model.generate(tokens(), **asked, cache_implementation="static"), expected)
     cache = DynamicCache(config=model.config)
@@ -153,7 +153,7 @@ def test_generation_is_eager_generation_where_the_patch_is_exact(model_type: str
 def test_attention_weights_of_exact_attention(model_type: str) -> None:
     model = make_sinking(model_type)
     expected = model(tokens(), output_attentions=True).attentions
-    hf_effattn.patch_attention(model, "bi-clustered", min_length=1000)
+    hf_effattn.patch_attention(model, "exact-windows")
     actual = model(tokens(), output_attentions=True).attentions
     for layer, (one, other) in enumerate(zip(actual, expected, strict=True)):
         if model_type.startswith("granite"):  # which return them as they are without sinks

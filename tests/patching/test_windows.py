@@ -40,8 +40,6 @@ from hf_effattn.patching.windows import (
 )
 
 WINDOWED = [name for name, layers in FULL_LAYERS.items() if layers == (0, 2) and name in MODEL_TYPES]
-# All heads exact in layers 0 and 2, whatever the length: what differs is the layer with a window.
-EXACT_ELSEWHERE: dict[str, Any] = {"method": "bi-clustered", "min_length": 100_000}
 
 
 @pytest.fixture
@@ -78,13 +76,8 @@ def dense_of_transformers(
     return mask
 
 
-def patch(model: Any, **settings: Any) -> Any:
-    stack = find_stacks(model)[0]
-    windows_only = all(is_sliding_window(module) for module in stack.modules)
-    said = ": all layers of .* see a sliding window" if windows_only else ", and gain in layers with windows only"
-    with pytest.warns(UserWarning, match=f"The patch will approximate nothing{said}"):
-        hf_effattn.patch_attention(model, **EXACT_ELSEWHERE | settings)
-    return model
+def patch(model: Any) -> Any:
+    return hf_effattn.patch_attention(model, "exact-windows")
 
 
 def values_and_gradients(

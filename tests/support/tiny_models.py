@@ -18,7 +18,7 @@ SMALL_SETTINGS: dict[str, dict[str, Any]] = {
     "bi-clustered": {"clusters": 6, "topk": 8, "key_clusters": 7, "min_length": 0},
 }
 # A conversion, and other methods head by head: tests/patching/test_cst*.py, test_per_head.py.
-WITH_OWN_TESTS = ("cst", "per-head")
+WITH_OWN_TESTS = ("cst", "per-head", "exact-windows")
 APPROXIMATIONS = tuple(SMALL_SETTINGS)
 WITH_TOPK = tuple(method for method, settings in SMALL_SETTINGS.items() if "topk" in settings)
 TEXT = {

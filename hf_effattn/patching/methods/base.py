@@ -80,6 +80,7 @@ class Method(ABC):
     method: ClassVar[str]
     summary: ClassVar[str]  # half a sentence, for a reader who has to choose
     needs_fine_tuning: ClassVar[bool] = False  # it changes what the model computes, and is trained into it
+    stays_exact: ClassVar[bool] = False  # in every layer, at every length
     price: ClassVar[tuple[str, ...]] = ()  # the counts that the method's time depends on most
     parameters_name: ClassVar[str] = ""  # of the module with the parameters that it adds to the model without its head
     group_name: ClassVar[str] = ""  # of what it puts tokens into, for a reader
@@ -105,10 +106,9 @@ class Method(ABC):
             self._check_int("min_length", minimum=0)
         self._check_number("tolerance")
         self._check_choice("on_excess", ON_EXCESS)
-        if self.tolerance is not None and self.needs_fine_tuning:
-            raise ValueError(
-                f'"{self.method}" is trained as it is and approximates nothing: it takes no tolerance; leave it out'
-            )
+        if self.tolerance is not None and (self.needs_fine_tuning or self.stays_exact):
+            trained = "is trained as it is and " if self.needs_fine_tuning else ""
+            raise ValueError(f'"{self.method}" {trained}approximates nothing: it takes no tolerance; leave it out')
 
     def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
         """Whether exact attention runs instead: the input is short, so the method would save nothing."""

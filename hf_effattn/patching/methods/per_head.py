@@ -475,7 +475,7 @@ def _rung(one: Any, min_length: int | None) -> Method:
         one = make_method(**one)
     if not isinstance(one, Method):
         raise TypeError(f'a rung must be a method or a dict {{"method": name, **settings}}, got {one!r}')
-    if one.needs_fine_tuning or isinstance(one, PerHead) or one.tolerance is not None:
+    if one.needs_fine_tuning or one.stays_exact or isinstance(one, PerHead) or one.tolerance is not None:
         raise ValueError(
             f'"{one.method}"{"" if one.tolerance is None else " with a tolerance"} cannot be a rung: rungs are '
             "approximations, and the tolerance is that of all heads"

@@ -193,19 +193,22 @@ def test_benchmark_documents(tmp_path, monkeypatch):
 
 
 def test_benchmark_windows(tmp_path, monkeypatch):
-    """Both ways give the same; lengths that run dense are refused."""
+    """Both ways give the same, also where heads share keys; lengths that run dense are refused."""
     monkeypatch.setattr(benchmark_windows, "WINDOWS", (Window(5, 5), Window(9, 0)))
     output = tmp_path / "windows.json"
-    benchmark_windows.main("shortest,300", "float32", heads=2, head_dim=8, repeats=1, output=output)
+    benchmark_windows.main("shortest,300", "float32", heads=2, sharing="1,2", head_dim=8, repeats=1, output=output)
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
-    assert [(row["before"], row["length"], row["batch"]) for row in rows] == [
-        (5, 148, 1), (5, 222, 8), (5, 300, 1), (9, 146, 1), (9, 219, 8), (9, 300, 1),
+    assert [(row["before"], row["sharing"], row["length"], row["batch"]) for row in rows] == [
+        (5, 1, 148, 1), (5, 1, 222, 8), (5, 1, 300, 1),
+        *[(9, sharing, length, batch) for sharing in (1, 2) for length, batch in ((146, 1), (219, 8), (300, 1))],
     ]  # fmt: skip
     for row in rows:
         assert row["error"] < 1e-6
         assert min(row["forward"], row["training"]) > 0
     with pytest.raises(typer.BadParameter, match="at least 148"):
         benchmark_windows.main("147", "float32", output=tmp_path / "other.json")
+    with pytest.raises(typer.BadParameter, match="sharing must divide the 12 heads, got 5"):
+        benchmark_windows.main("300", "float32", sharing="5", output=tmp_path / "other.json")
 
 
 def test_benchmark_sinks(tmp_path, monkeypatch):
