@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.tiny_decoders import make_model
 from support.tiny_models import tiny_model
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_effattn
 from hf_effattn.embedding.choice import is_long_enough
@@ -20,6 +20,7 @@ from hf_effattn.patching.methods.per_head import PerHead
 
 METHOD = "exact-windows"
 LENGTH = 400
+each_model = pytest.mark.parametrize("model_type", ["modernbert", "gemma3_text"])
 
 
 @pytest.fixture
@@ -83,14 +84,18 @@ def test_alone_it_is_sdpa(causal: bool) -> None:
     torch.testing.assert_close(make_method(METHOD).run(query, key, value, causal=causal), expected)
 
 
-@pytest.mark.filterwarnings("error::UserWarning")
-@pytest.mark.parametrize("model_type", ["modernbert", "gemma3_text"])
-def test_the_switch_of_transformers(model_type: str, in_blocks: list[int]) -> None:
+def windowed(model_type: str) -> Any:
+    """A model whose second layer of three has a window."""
     if model_type == "modernbert":
-        model = tiny_model(model_type)
-    else:
-        layers = ["full_attention", "sliding_attention", "full_attention"]
-        model = make_model(model_type, layer_types=layers, sliding_window=16)
+        return tiny_model(model_type)
+    layers = ["full_attention", "sliding_attention", "full_attention"]
+    return make_model(model_type, sliding_window=16, layer_types=layers)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@each_model
+def test_the_switch_of_transformers(model_type: str, in_blocks: list[int]) -> None:
+    model = windowed(model_type)
     exact = output(model)
     model.set_attn_implementation(METHOD)
     torch.testing.assert_close(output(model), exact, rtol=0, atol=1e-5)
@@ -98,14 +103,16 @@ def test_the_switch_of_transformers(model_type: str, in_blocks: list[int]) -> No
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_saved_and_loaded(tmp_path: Path, in_blocks: list[int]) -> None:
-    model = hf_effattn.patch_attention(tiny_model("modernbert"), METHOD)
+@each_model
+def test_saved_and_loaded(model_type: str, tmp_path: Path, in_blocks: list[int]) -> None:
+    model = hf_effattn.patch_attention(windowed(model_type), METHOD)
+    auto_class = AutoModel if model_type == "modernbert" else AutoModelForCausalLM
     expected = output(model)
     model.save_pretrained(tmp_path)
     assert model.config.effattn == {"version": 1, "method": METHOD, "layers": None}
-    loaded = hf_effattn.from_pretrained(AutoModel, tmp_path).eval()
+    loaded = hf_effattn.from_pretrained(auto_class, tmp_path).eval()
     assert torch.equal(output(loaded), expected)
-    by_transformers = AutoModel.from_pretrained(tmp_path, attn_implementation=METHOD).eval()
+    by_transformers = auto_class.from_pretrained(tmp_path, attn_implementation=METHOD).eval()
     assert torch.equal(output(by_transformers), expected)
     assert len(in_blocks) == 3
     assert "Outputs differ from the exact model's by rounding." in str(model_card(loaded))
