@@ -190,6 +190,8 @@ def _opening(
                 f'The attention of {of} converted to `"{kind}"` by hf_effattn{_where(layers)}: {what}. All pretrained '
                 "weights were kept, two small tables of position embeddings were added."
             )
+        if settings.stays_exact:
+            return f'{of[0].upper()}{of[1:]} that runs by `"{kind}"` of hf_effattn: {what}. No weights were changed.'
         return (
             f'{of[0].upper()}{of[1:]} with its self-attention{_where(layers)} replaced by `"{kind}"` of hf_effattn: '
             f"{what}. A patch changes no weights and needs no training."
@@ -286,6 +288,8 @@ def _without_the_package(settings: Method | None, kind: str, library: str) -> st
 
 
 def _settings(config: Any, settings: Method | None, layers: Sequence[int] | None) -> str:
+    if settings is not None and settings.stays_exact:
+        return ""
     if settings is not None:
         defaults = type(settings)().to_dict()
         rows = [

@@ -115,7 +115,10 @@ def test_saved_and_loaded(model_type: str, tmp_path: Path, in_blocks: list[int])
     by_transformers = auto_class.from_pretrained(tmp_path, attn_implementation=METHOD).eval()
     assert torch.equal(output(by_transformers), expected)
     assert len(in_blocks) == 3
-    assert "Outputs differ from the exact model's by rounding." in str(model_card(loaded))
+    card = str(model_card(loaded))
+    assert "Outputs differ from the exact model's by rounding." in card
+    assert "## Settings" not in card
+    assert f'A pretrained model that runs by `"{METHOD}"` of hf_effattn' in card
     hf_effattn.unpatch_attention(loaded)
     assert loaded.config._attn_implementation == "sdpa"
 
