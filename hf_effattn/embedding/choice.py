@@ -14,7 +14,7 @@ from ..reporting import report
 
 def is_long_enough(length: int, model: PreTrainedModel) -> bool:
     """Whether any method of a report would gain on so many tokens."""
-    if any(map(gains_exactly, find_stacks(model))):
+    if any(gains_exactly(stack, length) for stack in find_stacks(model)):
         return True
     causal, device = any(causal_modules(model)), model.device.type
     return any(candidate.why_exact(length, device, causal=causal) is None for candidate in make_candidates(None))

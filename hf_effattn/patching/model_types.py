@@ -68,17 +68,26 @@ def is_causal(module: nn.Module) -> bool:
 
 def is_sliding_window(module: nn.Module) -> bool:
     """Whether an attention module sees a window only; ModernBERT and Qwen have such layers among their full ones."""
+    return _window(module) is not None
+
+
+def _window(module: nn.Module) -> int | None:
+    """What the module says of its window: all of it, or what reaches backwards."""
     if not getattr(module, "is_sliding", True):  # EXAONE names the window in its full layers, too
-        return False
+        return None
     entry = model_type_of(module)
     config: Any = getattr(module, "config", None)
     window = getattr(config if entry is not None and entry.window_in_config else module, "sliding_window", None)
-    return window is not None and not is_longer_than_inputs(window, config)
+    return None if window is None or is_longer_than_inputs(window, config) else window
 
 
-def gains_exactly(stack: Stack) -> bool:
-    """Whether a patch saves time in a stack without approximating: it has windows, or sinks, which SDPA does not."""
-    return any(map(is_sliding_window, stack.modules)) or not stack.model._supports_sdpa
+def gains_exactly(stack: Stack, length: int | None = None) -> bool:
+    """Whether a patch saves time in a stack without approximating: it has windows, or sinks, which SDPA does not.
+
+    `length`: whether it may on so many tokens, of which blocks take no fewer than two windows.
+    """
+    windows = [window for module in stack.modules if (window := _window(module)) is not None]
+    return any(length is None or length >= 2 * window for window in windows) or not stack.model._supports_sdpa
 
 
 def hides_keys(window: int | None, length: int, config: Any) -> bool:

@@ -137,7 +137,11 @@ def test_reports_of_models_with_windows_have_it() -> None:
 
 
 def test_embedding_measures_short_texts_too_where_windows_gain() -> None:
-    assert is_long_enough(LENGTH, tiny_model("modernbert"))
+    model = tiny_model("modernbert")
+    window = model.layers[1].attn.sliding_window
+    assert is_long_enough(2 * window, model)
+    assert not is_long_enough(2 * window - 1, model)
+    assert is_long_enough(1, make_model("gpt_oss", layer_types=["full_attention"] * 3))
     assert not is_long_enough(LENGTH, tiny_model("eurobert"))
 
 
