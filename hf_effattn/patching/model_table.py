@@ -238,6 +238,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "gpt_neox": _decoder("GPTNeoXAttention", "2,048"),
     "gpt_bigcode": _decoder("GPTBigCodeAttention", "8,192", _GPT2, says_use_cache=False),
     "llama": _decoder("LlamaAttention", "131,072"),
+    "llama4_text": _decoder("Llama4TextAttention", "10,485,760; three layers of four see chunks of 8,192"),
     "qwen2": _decoder("Qwen2Attention", "32,768"),
     "qwen2_moe": _decoder("Qwen2MoeAttention", "32,768"),
     "qwen3": _decoder("Qwen3Attention", "40,960; Qwen3-Embedding and -Reranker 32,768"),
@@ -373,7 +374,6 @@ NOT_SERVED: dict[str, str] = {
     "gptj": _NO_DISPATCH,
     "gpt_neo": _NO_DISPATCH,
     "codegen": _NO_DISPATCH,
-    "llama4_text": "attends within chunks of 8,192 tokens in three layers of four, which no method does",
     "cst": _TRAINED_WITH_IT,
     "clusterformer": _TRAINED_WITH_IT,
 }

@@ -72,13 +72,21 @@ def is_sliding_window(module: nn.Module) -> bool:
 
 
 def _window(module: nn.Module) -> int | None:
-    """What the module says of its window: all of it, or what reaches backwards."""
+    """What the module says of its window: all of it, or what reaches backwards; of chunks their length (Llama 4)."""
     if not getattr(module, "is_sliding", True):  # EXAONE names the window in its full layers, too
         return None
     entry = model_type_of(module)
     config: Any = getattr(module, "config", None)
     window = getattr(config if entry is not None and entry.window_in_config else module, "sliding_window", None)
+    if window is None and _kind_of_layer(config, getattr(module, "layer_idx", None)) == "chunked_attention":
+        window = config.attention_chunk_size
     return None if window is None or is_longer_than_inputs(window, config) else window
+
+
+def _kind_of_layer(config: Any, index: int | None) -> str | None:
+    """What the config calls a layer; None where it has no names, or the attention module no number."""
+    kinds = getattr(config, "layer_types", None)
+    return None if kinds is None or index is None else kinds[index]
 
 
 def gains_exactly(stack: Stack, length: int | None = None) -> bool:

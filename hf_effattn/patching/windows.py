@@ -18,6 +18,7 @@ from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
     causal_mask_function,
+    chunked_overlay,
     sliding_window_bidirectional_overlay,
     sliding_window_overlay,
 )
@@ -42,7 +43,7 @@ class Window(NamedTuple):
 def window_of(mask_function: Callable) -> Window | None:
     """The window that one of transformers' mask functions leaves to a query; None if it tells none.
 
-    It tells one where it is a window, or the intersection of windows with the masks of full attention: of any other
+    It tells one where it is a window or chunks, or their intersection with the masks of full attention: of any other
     function, and of all within a graph, nothing is known.
     """
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
@@ -57,9 +58,11 @@ def _reach(mask_function: Callable) -> tuple[float, float] | None:
     if mask_function is bidirectional_mask_function:
         return inf, inf
     code = getattr(mask_function, "__code__", None)
-    if code not in (_BOTH_SIDES, _BACKWARDS, _INTERSECTION):
+    if code not in (_BOTH_SIDES, _BACKWARDS, _CHUNKS, _INTERSECTION):
         return None
-    (cell,) = mask_function.__closure__ or ()
+    cell, *_ = mask_function.__closure__ or ()
+    if code is _CHUNKS:
+        return cell.cell_contents - 1, inf
     if code is _BOTH_SIDES:
         return cell.cell_contents, cell.cell_contents
     if code is _BACKWARDS:
@@ -76,6 +79,7 @@ def _reach(mask_function: Callable) -> tuple[float, float] | None:
 # transformers makes such functions anew for each window; of those that one factory makes, the code is the same object.
 _BOTH_SIDES = sliding_window_bidirectional_overlay(1).__code__
 _BACKWARDS = sliding_window_overlay(1).__code__
+_CHUNKS = chunked_overlay(1, torch.zeros(1, dtype=torch.int64)).__code__  # `chunk_size` is the first of its cells
 _INTERSECTION = and_masks(causal_mask_function).__code__
 
 
@@ -127,8 +131,9 @@ def mask_of_blocks(
     keys = starts - window.before + torch.arange(block + sum(window), device=device)
     inside = (keys >= 0) & (keys < length)
     queries, keys = queries.clamp(max=length - 1), keys.clamp(0, length - 1)
-    any_text = any_head = keys.new_zeros(())  # no window differs by them
-    seen = (mask_function(any_text, any_head, queries, keys) & inside)[None, None]
+    texts, any_head = torch.arange(batch_size, device=device)[:, None, None, None], keys.new_zeros(())
+    seen = mask_function(texts, any_head, queries, keys) & inside  # of chunks by text, as they begin behind padding
+    seen = seen[:, None] if seen.ndim == texts.ndim else seen[None, None]
     if key_mask is not None:
         seen = seen & key_mask.bool()[:, None, keys]
     return seen.expand(batch_size, 1, len(starts), block, -1)

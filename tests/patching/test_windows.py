@@ -16,6 +16,7 @@ from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
     causal_mask_function,
+    chunked_causal_mask_function,
     create_bidirectional_sliding_window_mask,
     or_masks,
     packed_sequence_mask_function,
@@ -29,6 +30,7 @@ from transformers.masking_utils import (
 import hf_effattn
 from hf_effattn.patching import attention as attention_module
 from hf_effattn.patching.model_types import find_stacks, is_sliding_window
+from hf_effattn.patching.module_patch import RECORD
 from hf_effattn.patching.windows import (
     Window,
     attend_in_blocks,
@@ -155,6 +157,10 @@ DECODERS: dict[str, dict[str, Any]] = {
         "exaone_moe": {},
         "laguna": {},
         "mellum": {},
+        "llama4_text": {
+            "layer_types": ["full_attention", "chunked_attention", "full_attention"],
+            "attention_chunk_size": 16,
+        },
     }.items()
     if name in MODELS
 } | {name: {"sliding_window": 16} for name in ("mistral", "phi3", "starcoder2")}  # in all layers
@@ -199,6 +205,15 @@ def test_decoders(model_type: str, padding: str | None, in_blocks: list[torch.Si
             changed[:, position] = (changed[:, position] + 7) % 55 + 5
             after = model(**inputs | {"input_ids": changed}).logits
             assert torch.equal((after * real)[:, :position], logits[:, :position])
+
+
+def test_layers_with_chunks_stay_exact() -> None:
+    """Also where a text is no longer than a chunk, which transformers then masks as full attention."""
+    model = make_model("llama4_text", **DECODERS["llama4_text"])
+    with pytest.raises(ValueError, match=r"layer 1 of .* sees a sliding window only and stays exact"):
+        hf_effattn.patch_attention(model, "bi-clustered", layers=[1])
+    hf_effattn.patch_attention(model, "bi-clustered")
+    assert [vars(module)[RECORD].method is None for module in find_stacks(model)[0].modules] == [False, True, False]
 
 
 def test_a_bidirectional_gemma_is_not_served() -> None:
@@ -327,17 +342,22 @@ def mask_function_of(size: int, causal: bool) -> tuple[Callable, Window]:
 
 
 @given(
-    st.integers(1, 300), st.integers(0, 90), st.integers(1, 3), st.sampled_from([None, "left", "right"]), st.booleans()
+    st.integers(1, 300),
+    st.integers(0, 90),
+    st.integers(1, 3),
+    st.sampled_from([None, "left", "right"]),
+    st.sampled_from(["both sides", "backwards", "chunks"]),
 )
-def test_the_mask_is_that_of_transformers(
-    length: int, size: int, batch: int, padding: str | None, causal: bool
-) -> None:
-    mask_function, window = mask_function_of(size, causal)
-    assert window_of(mask_function) == window
-    key_mask = None
+def test_the_mask_is_that_of_transformers(length: int, size: int, batch: int, padding: str | None, reach: str) -> None:
+    causal, key_mask = reach != "both sides", None
     if padding is not None:
         key_mask = torch.arange(length) < torch.tensor([length, length // 2, 1])[:batch, None]
         key_mask = key_mask if padding == "right" else key_mask.flip(1)
+    mask_function, window = mask_function_of(size, causal)
+    if reach == "chunks":  # those of a text begin at its first token
+        left = torch.zeros(batch, dtype=torch.int64) if key_mask is None else key_mask.int().argmax(dim=1)
+        mask_function = chunked_causal_mask_function(size + 1, left)
+    assert window_of(mask_function) == window
     sizes: dict[str, Any] = {"batch_size": batch, "length": length, "block": 16, "device": "cpu"}
     blocks = mask_of_blocks(mask_function, key_mask, causal=causal, **sizes)
     assert blocks is not None

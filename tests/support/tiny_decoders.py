@@ -62,6 +62,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "opt": COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.25},
     "gpt_neox": COMMON,
     "llama": GROUPED,
+    "llama4_text": GROUPED | EXPERTS | FULL | {"intermediate_size_mlp": 48, "interleave_moe_layer_step": 2},
     "qwen2": GROUPED,
     "qwen3": GROUPED,
     "mistral": GROUPED | {"sliding_window": None},
