@@ -61,11 +61,9 @@ def _reach(mask_function: Callable) -> tuple[float, float] | None:
     if code not in (_BOTH_SIDES, _BACKWARDS, _CHUNKS, _INTERSECTION):
         return None
     cell, *_ = mask_function.__closure__ or ()
-    if code is _CHUNKS:
-        return cell.cell_contents - 1, inf
     if code is _BOTH_SIDES:
         return cell.cell_contents, cell.cell_contents
-    if code is _BACKWARDS:
+    if code in (_BACKWARDS, _CHUNKS):
         return cell.cell_contents - 1, inf
     before, after = inf, inf
     for one in cell.cell_contents:
