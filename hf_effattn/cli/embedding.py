@@ -25,7 +25,7 @@ def embed(
     method: Annotated[
         str | None,
         typer.Option(
-            help='Such as "bi-clustered clusters=64 topk=128". Default: exact, or as the model was patched.',
+            help='Such as "bi-clustered clusters=64 topk=128". Default: exact, windows in blocks, or as patched.',
             rich_help_panel=HOW,
         ),
     ] = None,

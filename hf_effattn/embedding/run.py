@@ -30,7 +30,7 @@ from ..patching.stored import FIELD, read_stored
 from ..reporting.numbers import count
 from ..samples.model import load_model
 from ..version import __version__
-from .choice import fastest_method, is_long_enough
+from .choice import exact_method, fastest_method, is_long_enough
 from .documents import Document, Folder, JSONLines, Skipped, UnreadableError, as_shown, open_documents
 from .encoder import Encoder, longest_sequence
 from .kept import LOCK, SKIPPED, VECTORS, RunFolder
@@ -276,7 +276,7 @@ class _Run:
     def _choose(self, documents: Sequence[tuple[Document, int]]) -> dict[str, Any] | None:
         """The method of the run, with its settings; None for the model's own."""
         if self.options.error_budget is None:
-            return self.options.method
+            return self.options.method or exact_method(self.model)
         self._extend(documents)
         counts = [tokens for _, tokens in documents]
         lengths = [min(tokens, self.options.chunk or tokens) for tokens in counts]

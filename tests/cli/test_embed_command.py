@@ -12,6 +12,7 @@ import pytest
 import torch
 from filelock import FileLock
 from support.embedding_cases import POSITIONS, save_documents, save_encoder, save_pooling, text
+from support.tiny_models import tiny_model
 from transformers import AutoModel, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -242,6 +243,27 @@ def test_a_method_runs_and_is_the_librarys(encoder, tmp_path):
     for name, vector in found.items():
         np.testing.assert_array_equal(saved[name], vector)
         assert not np.allclose(vector, exact[name], atol=1e-5)
+
+
+def test_windows_run_in_blocks_unless_something_else_is_asked_for(encoder, tmp_path):
+    documents = save_documents(tmp_path / "documents", LONG)
+    model = tmp_path / "windows"
+    words = AutoTokenizer.from_pretrained(encoder)
+    tiny_model("modernbert", vocab_size=len(words), max_position_embeddings=2048).save_pretrained(model)
+    words.save_pretrained(model)
+    found, said = embedded(model, documents, tmp_path / "out", "--batch-tokens", 64)
+    assert "Attention: exact-windows." in said
+    assert json.loads((tmp_path / "out" / "embed.json").read_text())["chosen"] == {"method": "exact-windows"}
+    for name, vector in found.items():
+        expected = AutoModel.from_pretrained(model).eval()
+        inputs = words((documents / name).read_text(), return_tensors="pt")
+        with torch.no_grad():
+            assert_close(vector, expected(**inputs).last_hidden_state[0].mean(dim=0))
+    hf_effattn.patch_attention(expected, "clustered", clusters=6, min_length=0).save_pretrained(tmp_path / "patched")
+    words.save_pretrained(tmp_path / "patched")
+    patched, said = embedded(tmp_path / "patched", documents, tmp_path / "as-patched", "--batch-tokens", 64)
+    assert "exact-windows" not in said
+    assert any(not np.allclose(vector, found[name], atol=1e-5) for name, vector in patched.items())
 
 
 @pytest.mark.parametrize(("budget", "best"), [(10.0, "clustered"), (1e-9, None)])
