@@ -15,9 +15,13 @@ from ..reporting import report
 
 
 def exact_method(model: PreTrainedModel) -> dict[str, Any] | None:
-    """What approximates nothing and takes less time than the model's own attention; None where it is patched, too."""
-    gains = getattr(model.config, FIELD, None) is None and any(map(gains_exactly, find_stacks(model)))
-    return {"method": ExactWindows.method} if gains else None
+    """What approximates nothing and takes less time than the model's own attention.
+
+    None where it is patched, and on a GPU, where blocks have not been timed.
+    """
+    if model.device.type != "cpu" or getattr(model.config, FIELD, None) is not None:
+        return None
+    return {"method": ExactWindows.method} if any(map(gains_exactly, find_stacks(model))) else None
 
 
 def is_long_enough(length: int, model: PreTrainedModel) -> bool:

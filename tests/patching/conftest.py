@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from hf_effattn.patching import attention as attention_module
 from hf_effattn.patching.methods import METHODS
+from hf_effattn.patching.windows import attend_in_blocks
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -43,3 +45,16 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             if name in vars(kind):
                 monkeypatch.setattr(kind, name, counting(name, getattr(kind, name)))
     return calls
+
+
+@pytest.fixture
+def in_blocks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of the masks that attention in blocks was called with."""
+    shapes: list[torch.Size] = []
+
+    def watched(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **how: Any) -> Any:
+        shapes.append(mask.shape)
+        return attend_in_blocks(query, key, value, mask, **how)
+
+    monkeypatch.setattr(attention_module, "attend_in_blocks", watched)
+    return shapes

@@ -44,19 +44,6 @@ from hf_effattn.patching.windows import (
 WINDOWED = [name for name, layers in FULL_LAYERS.items() if layers == (0, 2) and name in MODEL_TYPES]
 
 
-@pytest.fixture
-def in_blocks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """The shapes of the masks that attention in blocks was called with."""
-    shapes: list[torch.Size] = []
-
-    def watched(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **how: Any) -> Any:
-        shapes.append(mask.shape)
-        return attend_in_blocks(query, key, value, mask, **how)
-
-    monkeypatch.setattr(attention_module, "attend_in_blocks", watched)
-    return shapes
-
-
 def inputs_of(length: int, padding: str | None, batch: int = 3) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(length)
     inputs = {"input_ids": torch.randint(5, 60, (batch, length), generator=generator)}

@@ -271,7 +271,7 @@ def _forward(settings: Settings) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
                     part.store_queries(target, span.join(rows).flatten(1, 2), span.rows)
                 segments.store_labels(query_labels[..., 0], key_labels[..., 0])
             part.store_queries(output, span.join(attended[0]).flatten(1, 2), span.rows)
-            del segments, attended
+            del segments, attended  # before the next span asks for as much memory
         if settings.keeps:
             part.store_queries(kept.query_labels, query_labels.flatten(1, 2))
             part.store_keys(kept.key_labels, key_labels)
@@ -302,7 +302,7 @@ def gradients(
             span = segments.span
             own_grad, *whole = (span.cut(rows, span.rows) for rows in (grad, *kept_rows))
             segments.backward(own_grad.contiguous(), (whole[0], whole[1]), of_query, of_key, of_value)
-            del segments, own_grad, whole
+            del segments, own_grad, whole  # before the next span asks for as much memory
         chunk.finished.store_gradients(of_key, of_value)
         part.store_queries(grad_query, of_query.mul_(settings.scale).flatten(1, 2))
         part.store_keys(grad_key, of_key)
