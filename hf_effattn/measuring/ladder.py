@@ -91,7 +91,8 @@ class LadderErrors:
             found.append(torch.stack([text_errors(squares, key_heads), layer_shares(squares, key_heads)]))
         errors = torch.stack(found, dim=2)  # (2, B, R, H)
         for text in range(len(seen.query)):
-            self.errors.setdefault(self.first_text + text, {})[seen.layer] = errors[:, text]
+            place = seen.call * len(seen.query) + text
+            self.errors.setdefault(self.first_text + place, {})[seen.layer] = errors[:, text]
         return exact
 
     def _keep(self, seconds: dict[int, list[list[float]]], length: int, index: int, taken: float) -> None:

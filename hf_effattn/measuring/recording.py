@@ -32,6 +32,7 @@ class SeenAttention:
     Args:
         module (`nn.Module`): the attention module.
         layer (`int`): counted through all stacks of the model that can be patched, in their order.
+        call (`int`): which of the layer's in this forward pass, from 0; only images and frames have several.
         query (`torch.Tensor`): `(B, H, N, D)`.
         key (`torch.Tensor`): `(B, H, N, D)`.
         value (`torch.Tensor`): `(B, H, N, D)`.
@@ -44,6 +45,7 @@ class SeenAttention:
 
     module: nn.Module
     layer: int
+    call: int
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
@@ -93,10 +95,12 @@ def recording_attention(
     M, window = key.shape[2], kwargs.get("sliding_window")
     if watch is None or query.shape[2] != M or hides_keys(window, M, module.config):
         return exact(), None
-    layer = watch.layers[watch.calls % len(watch.layers)]
+    call, which = divmod(watch.calls, len(watch.layers))
     watch.calls += 1
     mask = _padding_of(attention_mask)
-    seen = SeenAttention(module, layer, query, key, value, mask, scaling, is_causal(module), sinks, exact)
+    seen = SeenAttention(
+        module, watch.layers[which], call, query, key, value, mask, scaling, is_causal(module), sinks, exact
+    )
     return watch.observer(seen), None
 
 
@@ -135,7 +139,7 @@ def _numbered_modules(stacks: Sequence[Stack]) -> list[tuple[nn.Module, tuple[in
 
 @contextmanager
 def recording(model: nn.Module, observer: Observer) -> Iterator[None]:
-    """Run the model's attention exactly inside the block and show every call of it to an observer.
+    """Run the model's attention exactly inside the block, one forward pass, and show every call to an observer.
 
     Args:
         model (`PreTrainedModel`): restored when the block ends.

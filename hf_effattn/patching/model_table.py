@@ -154,6 +154,15 @@ def _image(
     return ModelType(attention, positions, reads="image", longest=f"{longest} patches{more}", **options)
 
 
+def _tower(attention: str, positions: OtherPositions = _PATCHES) -> ModelType:
+    """The eyes of a model that reads images among its text: each image, or frame, is attended to by itself."""
+    return ModelType((attention,), positions, reads="image", longest="any number of patches")
+
+
+def _speech(attention: str) -> ModelType:
+    return ModelType((attention,), _CONVOLUTION, reads="sound", longest="any; 50 frames a second")
+
+
 def _decoder(
     attention: str, longest: str, positions: LearnedPositions | OtherPositions = _ROTARY, **options: Any
 ) -> ModelType:
@@ -217,14 +226,45 @@ MODEL_TYPES: dict[str, ModelType] = {
     "clip_vision_model": _image("CLIPAttention", longest="577"),
     "siglip_vision_model": _image("SiglipAttention", longest="729", special_patches=0),
     "siglip2_vision_model": _image("Siglip2Attention", positions=_RESIZED, longest="256", more=", any number"),
+    "qwen2_vl_vision": _tower("VisionAttention"),
+    "qwen3_vl_vision": _tower("Qwen3VLVisionAttention"),
+    "qwen3_vl_moe_vision": _tower("Qwen3VLMoeVisionAttention"),
+    "qwen3_5_vision": _tower("Qwen3_5VisionAttention"),
+    "qwen3_5_moe_vision": _tower("Qwen3_5MoeVisionAttention"),
+    "qwen3_omni_moe_vision_encoder": _tower("Qwen3OmniMoeVisionAttention"),
+    "qwen4_exp_vision": _tower("Qwen4ExpVisionAttention"),
+    "glm4v_vision": _tower("Glm4vVisionAttention"),
+    "glm4v_moe_vision": _tower("Glm4vMoeVisionAttention"),
+    "glm5_next_vision": _tower("Glm5NextVisionAttention"),
+    "glm_ocr_vision": _tower("GlmOcrVisionAttention"),
+    "glm_image_vision": _tower("GlmImageVisionAttention", _ANY_IMAGE),
+    "ernie4_5_vl_moe_vision": _tower("Ernie4_5_VLMoeVisionAttention"),
+    "paddleocr_vl_vision": _tower("PaddleOCRVisionAttention"),
+    "kimi_k25_vision": _tower("Kimi_K25VisionAttention"),
+    "video_llama_3_vision": _tower("VideoLlama3VisionAttention"),
+    "hunyuan_vl_vision": _tower("HunYuanVLVisionAttention", _ANY_IMAGE),
+    "minimax_m3_vl_vision": _tower("MiniMaxM3VLVisionAttention"),
+    "cosmos3_edge_vision": _tower("Cosmos3EdgeVisionAttention", _ANY_IMAGE),
+    "cohere_compass_vision": _tower("CohereCompassVisionAttention"),
+    "gemma4_vision": _image("Gemma4VisionAttention", positions=_PATCHES, longest="2,520 to 10,080"),
+    "idefics3_vision": _image("Idefics3VisionAttention", positions=_ANY_IMAGE, longest="676"),
+    "smolvlm_vision": _image("SmolVLMVisionAttention", positions=_ANY_IMAGE, longest="1,024"),
+    "yolos": _image("YolosSelfAttention", positions=_ANY_IMAGE, longest="4,300", more=", any number"),
+    "radio": _image("RadioAttention", positions=_ANY_IMAGE, longest="1,034", more=", any number"),
+    "pixio": _image("PixioAttention", positions=_ANY_IMAGE, longest="264", more=", any number"),
+    "sapiens2": _image("Sapiens2Attention", positions=_PATCHES, longest="3,081", more=", any number"),
     "videomae": ModelType(("VideoMAESelfAttention",), _FIXED_VIDEO, reads="video", longest="1,568 patches"),
     "vivit": ModelType(("VivitAttention", "VivitSelfAttention"), _IMAGE, reads="video", longest="3,137 patches"),
     "vjepa2": ModelType(("VJEPA2RopeAttention",), _VIDEO_PATCHES, reads="video", longest="8,192 patches, any number"),
     "audio-spectrogram-transformer": ModelType(
         ("ASTAttention", "ASTSelfAttention"), _SPECTROGRAM, reads="sound", longest="1,214 patches"
     ),
-    "wav2vec2": ModelType(("Wav2Vec2Attention",), _CONVOLUTION, reads="sound", longest="any; 50 frames a second"),
-    "hubert": ModelType(("HubertAttention",), _CONVOLUTION, reads="sound", longest="any; 50 frames a second"),
+    "wav2vec2": _speech("Wav2Vec2Attention"),
+    "hubert": _speech("HubertAttention"),
+    "data2vec-audio": _speech("Data2VecAudioAttention"),
+    "unispeech": _speech("UniSpeechAttention"),
+    "unispeech-sat": _speech("UniSpeechSatAttention"),
+    "sew": ModelType(("SEWAttention",), _CONVOLUTION, reads="sound", longest="any; 25 frames a second"),
     "whisper": ModelType(
         ("WhisperAttention",), _THIRTY_SECONDS, reads="sound", longest="1,500 frames", has_decoder=True
     ),
@@ -342,6 +382,8 @@ _SHORT_TEXT = "reads at most 64 tokens, where nothing is to be gained"
 _TRAINED_WITH_IT = "is trained from scratch with an efficient attention of its own: there is no exact one to replace"
 _OWN_SPARSE = "has a sparse attention of its own, and " + _NO_DISPATCH
 
+_WINDOWED_IMAGES = "sees windows of the image in most of its layers, which no attention module tells from the others"
+
 # Model types that are asked for and not served, and why: what follows "its model".
 NOT_SERVED: dict[str, str] = {
     "t5": _RELATIVE,
@@ -359,6 +401,10 @@ NOT_SERVED: dict[str, str] = {
     "clip_text_model": _CAUSAL_TEXT,
     "siglip_text_model": _SHORT_TEXT,
     "siglip2_text_model": _SHORT_TEXT,
+    "qwen2_5_vl_vision": _WINDOWED_IMAGES,
+    "qwen2_5_omni_vision_encoder": _WINDOWED_IMAGES,
+    "exaone4_5_vision": _WINDOWED_IMAGES,
+    "pixtral": _OWN_MASK,
     "swin": _GRID,
     "beit": _GRID,
     "sam": _GRID,

@@ -88,7 +88,9 @@ def patch_attention(
         raise ValueError(
             f"name a method, one of {quoted(list_methods())}, or give settings= that hf_effattn.calibrate found"
         )
-    plans = [plan_patch(stack, chosen, layers) for stack in stacks_to_patch(model, chosen.method)]
+    stacks = stacks_to_patch(model, chosen.method)
+    made_for = [stack for stack in stacks if chosen.is_for(stack)]  # of several parts the one that was calibrated
+    plans = [plan_patch(stack, chosen, layers) for stack in made_for or stacks]
     for plan in plans:
         check_not_wrapped(model, plan)
     for plan in plans:

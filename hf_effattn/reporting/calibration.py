@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..measuring.candidates import EXACT, short_name
@@ -133,6 +134,7 @@ def calibrate(
     ladder: Sequence[Mapping[str, Any]] | None = None,
     coverage: float = COVERAGE,
     min_length: int | None = None,
+    part: nn.Module | None = None,
     progress: bool | Progress | None = None,
 ) -> Calibration:
     """Find for each head the cheapest settings that keep the error of the attention output within a budget.
@@ -167,6 +169,8 @@ def calibrate(
             text left out.
         min_length (`int`, *optional*): as of the methods: inputs with fewer tokens run exact attention. Default: each
             rung's own; a rung that runs exact attention at all the lengths given is left out.
+        part (`nn.Module`, *optional*): of a model with several parts that attend, such as one for images and one for
+            text, the one to calibrate; the whole model reads the inputs. Each image counts as a text.
         progress (`bool` or `Callable`, *optional*): show a progress bar on stderr; a function gets
             `(done, total, what)` instead. Default: where stderr is a terminal.
 
@@ -176,7 +180,8 @@ def calibrate(
     Raises:
         ValueError: fewer than two texts, inputs that the model cannot take, a value outside its range, error and speed
             together, an unknown `over`, a speed that no budget reaches, inputs on which every rung runs exact
-            attention, no layer whose attention is finite, a model of several parts or without attention to patch.
+            attention or that do not reach the part, no layer whose attention is finite, a model of several parts and
+            none named, or without attention to patch.
         TypeError: a value of the wrong type, something that is not a transformers model.
     """
     model, inputs = model_and_inputs(model, inputs)
@@ -186,7 +191,7 @@ def calibrate(
     if over not in OVER:
         raise ValueError(f'over must be "heads" or "layers", got {over!r}')
     own = {} if min_length is None else {"min_length": min_length}
-    stack = _only_stack(model)
+    stack = _stack_to_calibrate(model, part)
     causal, device_type = any(is_causal(module) for module in stack.modules), model.device.type
     rungs = list(PerHead(rungs=[dict(one) | own for one in ladder or default_ladder(causal=causal, over=over)]).rungs)
     for rung in rungs:
@@ -194,30 +199,30 @@ def calibrate(
         if causal:
             rung.check_causal(stack.modules[0])
     batches = check_inputs(model, inputs)
-    texts = sum(_texts_of(batch) for batch in batches)
-    if texts < 2:
-        raise ValueError(
-            "calibrate needs two texts or more, of which each tells how the settings chosen on the others do on it, "
-            f"got {texts}; eight are enough"
-        )
+    _check_enough(sum(_texts_of(batch) for batch in batches))
     lengths = _lengths_of(batches, stack)
     if lengths and all(rung.is_exact(N, N, device_type, causal=causal) for rung in rungs for N in lengths):
         raise _nothing_to_measure(rungs, lengths, device_type, causal)
     found = LadderErrors(rungs, training=training)
-    with progress_bar(progress, len(batches) * len(layer_names(model)), "calibrate") as advance:
+    watched = model if part is None else part
+    with progress_bar(progress, len(batches) * len(layer_names(watched)), "calibrate") as advance:
 
         def watch(seen: Any) -> torch.Tensor:
             exact = found.watch(seen)
-            advance(f"layer {seen.layer}, {seen.query.shape[2]:,} tokens")
+            if not seen.call:
+                advance(f"layer {seen.layer}, {seen.query.shape[2]:,} tokens")
             return exact
 
         # What is made in inference mode has no way back.
         with as_it_was(model), torch.inference_mode(False), torch.no_grad():
             model.eval()
             for batch in batches:
-                with recording(model, watch):
+                with recording(watched, watch):
                     run_model(model, batch)
                 found.first_text = len(found.errors)
+    if not found.errors:
+        raise ValueError(f"the inputs do not reach {type(stack.model).__name__}: give what it reads")
+    _check_enough(len(found.errors))
     return _chosen(found, model, stack, over, budget, speed, coverage, min_length)
 
 
@@ -296,12 +301,23 @@ def _checked_budget(error: float | None, speed: float | None, coverage: float) -
     return 0.1 if error is None and speed is None else error
 
 
-def _only_stack(model: Any) -> Stack:
-    stacks = stacks_to_report(model)
+def _stack_to_calibrate(model: nn.Module, part: nn.Module | None) -> Stack:
+    if part is not None and not any(module is part for module in model.modules()):
+        raise ValueError(f"part must be a module of the model, such as model.model.language_model, got {part!r:.60}")
+    stacks = stacks_to_report(model if part is None else part)
     if len(stacks) > 1:
-        parts = ", ".join(type(stack.model).__name__ for stack in stacks)
-        raise ValueError(f"{type(model).__name__} has several parts with their own attention, {parts}: calibrate one")
+        paths = {module: path for path, module in model.named_modules()}
+        parts = ", ".join(f"part=model.{paths[stack.model]}" for stack in stacks)
+        raise ValueError(f"{type(model).__name__} has several parts with their own attention; calibrate one: {parts}")
     return stacks[0]
+
+
+def _check_enough(texts: int) -> None:
+    if texts < 2:
+        raise ValueError(
+            "calibrate needs two texts or more, of which each tells how the settings chosen on the others do on it, "
+            f"got {texts}; eight are enough"
+        )
 
 
 def _nothing_to_measure(rungs: Sequence[Method], lengths: Iterable[int], device: str, causal: bool) -> ValueError:

@@ -61,7 +61,8 @@ def report(
         model (`PreTrainedModel`): an encoder or a decoder of a served model type, with or without a head; or a model
             of sentence-transformers, of which the transformers model inside is measured.
         inputs (`Mapping` or `Sequence[Mapping]`): what the tokenizer returned with `return_tensors="pt"`, one batch or
-            several, padded or not, of the lengths that matter to you. For a model of sentence-transformers also a text
+            several, padded or not, of the lengths that matter to you; of images that a model attends to one by one
+            the layers' errors and times are those of the first. For a model of sentence-transformers also a text
             or a list of texts (for a CrossEncoder pairs of texts), which are encoded one by one as `encode` does it.
         methods (`Sequence[str | dict]`, *optional*): names from `list_methods()` or dicts
             `{"method": name, **settings}`, with `"layers"` where only some are to be patched, or what `calibrate`
@@ -158,6 +159,8 @@ class _MeasureInput:
         self._time_forward()
 
     def _watch_attention(self, seen: SeenAttention) -> torch.Tensor:
+        if seen.call:  # the first image stands for all
+            return seen.exact()
         is_first = not self.measured
         if is_first:
             self._start(seen)

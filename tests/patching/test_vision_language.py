@@ -1,12 +1,15 @@
-"""Models that read images among their text: their decoder is patched, its positions those of the images, too."""
+"""Models that read images among their text: the decoder, its positions those of the images, too, and what sees."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.tiny_vision_language import MODELS, image_and_text, make_model
+from transformers import AutoModelForImageTextToText
 
 import hf_effattn
+from hf_effattn.patching.methods import METHODS
 from hf_effattn.patching.methods import clustered as clustered_settings
 from hf_effattn.patching.model_types import find_stacks
 
@@ -33,8 +36,7 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_window_over_all_is_the_exact_model(model_type: str, lengths: list[int]) -> None:
     model, inputs = make_model(model_type), image_and_text()
     exact = model(**inputs).logits
-    assert [stack.model.config.model_type for stack in find_stacks(model)] == [f"{model_type}_text"]
-    hf_effattn.patch_attention(model, "bi-clustered", topk=59, window=44, **SMALL)
+    hf_effattn.patch_attention(model.model.language_model, "bi-clustered", topk=59, window=44, **SMALL)
     torch.testing.assert_close(model(**inputs).logits, exact, rtol=0, atol=1e-5)
     assert lengths == [60] * 3
     hf_effattn.unpatch_attention(model)
@@ -46,7 +48,7 @@ def test_a_window_over_all_is_the_exact_model(model_type: str, lengths: list[int
 def test_no_logit_sees_a_later_token(model_type: str, lengths: list[int]) -> None:
     model, inputs = make_model(model_type), image_and_text()
     exact = model(**inputs).logits
-    hf_effattn.patch_attention(model, "bi-clustered", topk=1, window=4, **SMALL)
+    hf_effattn.patch_attention(model.model.language_model, "bi-clustered", topk=1, window=4, **SMALL)
     before = model(**inputs).logits
     assert (before - exact).abs().max() > 0.1
     changed = inputs | {"input_ids": inputs["input_ids"].clone()}
@@ -70,3 +72,93 @@ def test_generation(model_type: str, lengths: list[int]) -> None:
     written = model.generate(**inputs, do_sample=False, max_new_tokens=4, eos_token_id=10**6)
     assert written[0, 60] == first
     assert lengths == [60] * 6
+
+
+# Enough patches in two images that the settings leave something out.
+IMAGES: dict[str, Any] = {"sides": (12, 16)}
+FEW: dict[str, Any] = SMALL | {"topk": 2, "window": 4}
+SEEING = [name for name in MODELS if name != "qwen2_5_vl"]  # most of its layers see windows of an image
+each_seeing = pytest.mark.parametrize("model_type", SEEING)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The patches of every image that an encoder attended to by bi-clustered attention."""
+    patches: list[int] = []
+    method = METHODS["bi-clustered"]
+    attend = method.attend
+
+    def counted(self: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        patches.append(query.shape[2])
+        return attend(self, query, *args, **kwargs)
+
+    monkeypatch.setattr(method, "attend", counted)
+    return patches
+
+
+def test_which_parts_are_served() -> None:
+    served = {name: [stack.model.config.model_type for stack in find_stacks(make_model(name))] for name in MODELS}
+    assert [kinds[-1] for kinds in served.values()] == [f"{name}_text" for name in MODELS]
+    assert {name: kinds[:-1] for name, kinds in served.items() if kinds[:-1]} == {
+        name: [f"{name}_vision"] for name in SEEING
+    }
+
+
+@each_seeing
+@torch.no_grad()
+def test_both_parts_run_the_method_saved_and_loaded(
+    model_type: str, tmp_path: Path, lengths: list[int], seen: list[int]
+) -> None:
+    model, inputs = make_model(model_type), image_and_text(200, **IMAGES)
+    exact = model(**inputs).logits
+    hf_effattn.patch_attention(model.model.visual, "bi-clustered", **SMALL | {"topk": 2, "seed": 1})
+    hf_effattn.patch_attention(model.model.language_model, "bi-clustered", **FEW)
+    patched = model(**inputs).logits
+    assert (patched - exact).abs().max() > 1e-3
+    assert (lengths, seen) == ([200] * 3, [144, 256] * 2)
+    model.save_pretrained(tmp_path)
+    loaded = hf_effattn.from_pretrained(AutoModelForImageTextToText, tmp_path, experts_implementation="eager").eval()
+    assert torch.equal(loaded(**inputs).logits, patched)
+    assert loaded.model.visual.config.effattn["seed"] == 1
+    assert loaded.model.language_model.config.effattn["seed"] == 0
+    assert torch.equal(hf_effattn.unpatch_attention(model)(**inputs).logits, exact)
+
+
+@pytest.mark.slow_except("qwen3_vl")
+@each_seeing
+@torch.no_grad()
+def test_a_part_is_calibrated_and_patched_alone(model_type: str, lengths: list[int], seen: list[int]) -> None:
+    model, inputs = make_model(model_type), image_and_text(200, **IMAGES)
+    parts = r"calibrate one: part=model\.model\.visual, part=model\.model\.language_model"
+    with pytest.raises(ValueError, match=parts):
+        hf_effattn.calibrate(model, inputs, min_length=0)
+    ladder = [{"method": "bi-clustered", **SMALL, "topk": topk, "exact_above": None} for topk in (2, 8)]
+    found = hf_effattn.calibrate(model, [inputs] * 2, 10.0, ladder=ladder, part=model.model.visual)
+    about = found.settings.calibration
+    assert about is not None
+    assert (about["texts"], about["lengths"]) == (4, [144, 256])  # every image counts
+    lengths.clear()
+    seen.clear()
+    hf_effattn.patch_attention(model, settings=found)
+    model(**inputs)
+    assert (lengths, seen) == ([], [144, 256] * 2)
+
+
+@torch.no_grad()
+def test_a_part_that_the_inputs_do_not_reach() -> None:
+    model = make_model("qwen3_vl")
+    text = {"input_ids": torch.randint(5, 45, (2, 60))}
+    with pytest.raises(ValueError, match="do not reach Qwen3VLVisionModel"):
+        hf_effattn.calibrate(model, text, part=model.model.visual, min_length=0)
+    with pytest.raises(ValueError, match="part must be a module of the model"):
+        hf_effattn.calibrate(model, text, part=make_model("qwen3_vl").model.visual)
+
+
+def test_a_report_of_both_parts() -> None:
+    model, inputs = make_model("qwen3_vl"), image_and_text(200, **IMAGES)
+    found = hf_effattn.report(model, inputs, [{"method": "bi-clustered", **FEW}], repeats=1, memory=False)
+    assert next(iter(found.layers.values())) == "model.visual.blocks.0.attn"
+    assert found.inputs[0].encoder_lengths == {"model.visual": 144, "model.language_model": 200}
+    errors = found.measurements[1].attention_error
+    assert sorted(errors) == [0, 1, 2, 3, 4]
+    assert all(torch.as_tensor(of_layer).max() > 0 for of_layer in errors.values())

@@ -88,6 +88,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deit": IMAGE,
     "wav2vec2": SPEECH,
     "hubert": SPEECH,
+    "data2vec-audio": SPEECH | {"conv_pos_kernel_size": 5},
+    "unispeech": SPEECH,
+    "unispeech-sat": SPEECH,
+    "sew": SPEECH | {"squeeze_factor": 1},
     "whisper": TWO | {"num_mel_bins": 8, "max_source_positions": LENGTH},
     "ernie": TEXT,
     "data2vec-text": TEXT,
@@ -115,6 +119,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clip_vision_model": IMAGE,
     "siglip_vision_model": IMAGE,
     "siglip2_vision_model": IMAGE | {"num_patches": 36},
+    "idefics3_vision": IMAGE,
+    "smolvlm_vision": IMAGE,
+    "yolos": IMAGE | {"image_size": [24, 24], "num_detection_tokens": 3},
+    "radio": IMAGE,
+    "pixio": IMAGE,
+    "sapiens2": IMAGE | {"num_key_value_heads": 1},
     "videomae": VIDEO,
     "vivit": VIDEO | {"tubelet_size": [2, 4, 4]},
     "vjepa2": VIDEO
@@ -136,11 +146,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 MODEL_TYPES = tuple(name for name in SETTINGS if name in CONFIG_MAPPING)  # older versions lack some
 READS = {name: TABLE[name].reads for name in MODEL_TYPES}
 IMAGES = tuple(name for name in MODEL_TYPES if READS[name] == "image")
-SPEECHES = ("wav2vec2", "hubert")
+SPEECHES = ("wav2vec2", "hubert", "data2vec-audio", "unispeech", "unispeech-sat", "sew")
+# Their images are padded to the largest, with a mask of patches.
+PADDED_IMAGES = ("idefics3_vision", "smolvlm_vision")
 # Their encoders are asked, and their decoders run along.
 WITH_DECODER = tuple(name for name in MODEL_TYPES if TABLE[name].has_decoder)
 TEXTS = tuple(name for name in MODEL_TYPES if READS[name] in ("text", "protein"))
-PADDED = (*TEXTS, *SPEECHES, "siglip2_vision_model")
+PADDED = (*TEXTS, *SPEECHES, *PADDED_IMAGES, "siglip2_vision_model")
 # Images and sound have no left padding, most images none at all.
 MODEL_TYPES_AND_PADDINGS = [
     (name, padding)
@@ -237,6 +249,12 @@ def batch_for(model: PreTrainedModel, *, padding: str | None = None, length: int
         patches = torch.randn(2, 36, 48, generator=generator) * mask[..., None]
         inputs = {"pixel_values": patches, "pixel_attention_mask": mask.long(), "spatial_shapes": shapes}
         return Batch(inputs, None if padding is None else mask)
+    if model_type in PADDED_IMAGES:
+        mask = torch.ones(2, 6, 6, dtype=torch.bool)
+        mask[0, 5] = padding is None
+        images = torch.randn(2, 3, 24, 24, generator=generator)
+        inputs = {"pixel_values": images, "patch_attention_mask": mask}
+        return Batch(inputs, None if padding is None else mask.flatten(1))
     if model_type in IMAGES:
         # Masked autoencoders shuffle the patches by this noise.
         noise = {"noise": torch.rand(2, 36, generator=generator)} if model_type == "vit_mae" else {}

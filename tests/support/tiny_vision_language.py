@@ -45,14 +45,15 @@ def make_model(model_type: str) -> Any:
     return AutoModelForImageTextToText.from_config(config, experts_implementation="eager").eval()
 
 
-def image_and_text(length: int = 60) -> dict[str, torch.Tensor]:
-    """A text of so many tokens with an image of 16 patches, four tokens, at its tenth."""
+def image_and_text(length: int = 60, sides: tuple[int, ...] = (4,)) -> dict[str, torch.Tensor]:
+    """A text of so many tokens with square images of so many patches a side, four to a token, from its tenth on."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, 45, (1, length), generator=generator)
-    ids[0, 10:16] = torch.tensor([BEFORE, *[IMAGE] * 4, AFTER])
+    images = torch.tensor([token for side in sides for token in (BEFORE, *[IMAGE] * (side // 2) ** 2, AFTER)])
+    ids[0, 10 : 10 + len(images)] = images
     return {
         "input_ids": ids,
-        "pixel_values": torch.randn(16, 3 * 4 * 4, generator=generator),
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        "pixel_values": torch.randn(sum(side**2 for side in sides), 3 * 4 * 4, generator=generator),
+        "image_grid_thw": torch.tensor([[1, side, side] for side in sides]),
         "mm_token_type_ids": (ids == IMAGE).int(),
     }

@@ -203,6 +203,10 @@ class Method(ABC):
         identity = torch.eye(key.shape[2], dtype=query.dtype, device=query.device)[:, columns]
         return attend(identity.expand(*key.shape[:2], -1, -1))
 
+    def is_for(self, stack: Stack) -> bool:
+        """Whether the settings were made for a stack, or for none in particular."""
+        return True
+
     def check_stack(self, stack: Stack) -> None:  # noqa: B027
         """Raise where the method cannot serve a stack that others can."""
 

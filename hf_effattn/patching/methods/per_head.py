@@ -97,15 +97,21 @@ class PerHead(Method):
         row = tuple(map(max, zip(*(self.heads[layer] for layer in layers), strict=True)))
         return None if min(row) == len(self.rungs) else replace(self, heads=(row,))
 
+    def _differences(self, stack: Stack) -> str:
+        """What tells the model that the settings were made for from a stack; empty where nothing does."""
+        this = described(stack)
+        made_for = {"layers": len(self.heads), "key_heads": len(self.heads[0]) if self.heads else 0}
+        made_for = dict((self.calibration or {}).get("model", {})) | made_for
+        other = [name for name in this if name in made_for and made_for[name] != this[name]]
+        return ", ".join(f"{name} {made_for[name]!r} and not {this[name]!r}" for name in other)
+
+    def is_for(self, stack: Stack) -> bool:
+        return not self._differences(stack)
+
     def check_stack(self, stack: Stack) -> None:
         if not self.heads:
             raise ValueError(_NOTHING)
-        this = described(stack)
-        made_for = {"layers": len(self.heads), "key_heads": len(self.heads[0])}
-        made_for = dict((self.calibration or {}).get("model", {})) | made_for
-        other = [name for name in this if name in made_for and made_for[name] != this[name]]
-        if other:
-            differences = ", ".join(f"{name} {made_for[name]!r} and not {this[name]!r}" for name in other)
+        if differences := self._differences(stack):
             raise ValueError(
                 f"the settings are another model's ({differences}) and do not fit this {type(stack.model).__name__}; "
                 "they serve fine-tunes of their model only. Calibrate this one: hf_effattn.calibrate(model, inputs, "
@@ -317,6 +323,10 @@ _NOTHING = (
 )
 
 
+# Of keys and values where their number is another, and as configs of image models have it.
+_HEADS = ("num_key_value_heads", "num_attention_heads", "num_heads")
+
+
 def described(stack: Stack) -> dict[str, Any]:
     """What a table of heads is for, as JSON values: a fine-tune of the model has the same."""
     config: Any = stack.model.config
@@ -334,7 +344,7 @@ def described(stack: Stack) -> dict[str, Any]:
     return {
         "model_type": config.model_type,
         "layers": layers,
-        "key_heads": getattr(of_layer, "num_key_value_heads", None) or getattr(of_layer, "num_attention_heads", None),
+        "key_heads": next((heads for name in _HEADS if (heads := getattr(of_layer, name, None))), None),
         "hidden_size": getattr(config, "hidden_size", None),
         "windowed_layers": windowed,
     } | ({"layers_without_attention": without_attention} if without_attention else {})
