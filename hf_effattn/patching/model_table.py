@@ -251,7 +251,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "smolvlm_vision": _image("SmolVLMVisionAttention", positions=_ANY_IMAGE, longest="1,024"),
     "yolos": _image("YolosSelfAttention", positions=_ANY_IMAGE, longest="4,300", more=", any number"),
     "radio": _image("RadioAttention", positions=_ANY_IMAGE, longest="1,034", more=", any number"),
-    "pixio": _image("PixioAttention", positions=_ANY_IMAGE, longest="264", more=", any number"),
+    "pixio": _image("PixioAttention", "PixioSelfAttention", positions=_ANY_IMAGE, longest="264", more=", any number"),
     "sapiens2": _image("Sapiens2Attention", positions=_PATCHES, longest="3,081", more=", any number"),
     "videomae": ModelType(("VideoMAESelfAttention",), _FIXED_VIDEO, reads="video", longest="1,568 patches"),
     "vivit": ModelType(("VivitAttention", "VivitSelfAttention"), _IMAGE, reads="video", longest="3,137 patches"),
@@ -264,7 +264,6 @@ MODEL_TYPES: dict[str, ModelType] = {
     "data2vec-audio": _speech("Data2VecAudioAttention"),
     "unispeech": _speech("UniSpeechAttention"),
     "unispeech-sat": _speech("UniSpeechSatAttention"),
-    "sew": ModelType(("SEWAttention",), _CONVOLUTION, reads="sound", longest="any; 25 frames a second"),
     "whisper": ModelType(
         ("WhisperAttention",), _THIRTY_SECONDS, reads="sound", longest="1,500 frames", has_decoder=True
     ),
@@ -287,6 +286,11 @@ MODEL_TYPES: dict[str, ModelType] = {
     "qwen2_5_vl_text": _decoder("Qwen2_5_VLAttention", "128,000, images among them"),
     "qwen3_vl_text": _decoder("Qwen3VLTextAttention", "262,144, images among them"),
     "qwen3_vl_moe_text": _decoder("Qwen3VLMoeTextAttention", "262,144, images among them"),
+    "glm4v_text": _decoder("Glm4vTextAttention", "65,536, images among them"),
+    "glm4v_moe_text": _decoder("Glm4vMoeTextAttention", "131,072, images among them"),
+    "glm_ocr_text": _decoder("GlmOcrTextAttention", "131,072, images among them"),
+    "ernie4_5_vl_moe_text": _decoder("Ernie4_5_VLMoeTextAttention", "131,072, images among them"),
+    "paddleocr_vl_text": _decoder("PaddleOCRAttention", "131,072, images among them"),
     "mistral": _decoder("MistralAttention", "32,768; version 0.1 sees windows of 4,096", window_in_config=True),
     "mixtral": _decoder("MixtralAttention", "65,536", window_in_config=True),
     "ministral": _decoder("MinistralAttention", "131,072; three layers of four see windows of 32,768"),
@@ -350,6 +354,10 @@ MODEL_TYPES: dict[str, ModelType] = {
     "modernbert-decoder": _decoder(
         "ModernBertDecoderAttention", "8,192; two layers of three see windows of 64", says_use_cache=False
     ),
+    "bitnet": _decoder("BitNetAttention", "4,096"),
+    "flex_olmo": _decoder("FlexOlmoAttention", "4,096"),
+    "nanochat": _decoder("NanoChatAttention", "2,048", says_use_cache=False),
+    "cohere2_moe": _decoder("Cohere2MoeAttention", "8,192 and more; three layers of four see windows of 4,096"),
     "deepseek_v2": _decoder("DeepseekV2Attention", "163,840"),
     "deepseek_v3": _decoder("DeepseekV3Attention", "163,840"),
     "glm4_moe_lite": _decoder("Glm4MoeLiteAttention", "202,752"),

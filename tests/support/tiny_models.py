@@ -91,7 +91,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "data2vec-audio": SPEECH | {"conv_pos_kernel_size": 5},
     "unispeech": SPEECH,
     "unispeech-sat": SPEECH,
-    "sew": SPEECH | {"squeeze_factor": 1},
     "whisper": TWO | {"num_mel_bins": 8, "max_source_positions": LENGTH},
     "ernie": TEXT,
     "data2vec-text": TEXT,
@@ -146,7 +145,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 MODEL_TYPES = tuple(name for name in SETTINGS if name in CONFIG_MAPPING)  # older versions lack some
 READS = {name: TABLE[name].reads for name in MODEL_TYPES}
 IMAGES = tuple(name for name in MODEL_TYPES if READS[name] == "image")
-SPEECHES = ("wav2vec2", "hubert", "data2vec-audio", "unispeech", "unispeech-sat", "sew")
+SPEECHES = ("wav2vec2", "hubert", "data2vec-audio", "unispeech", "unispeech-sat")
 # Their images are padded to the largest, with a mask of patches.
 PADDED_IMAGES = ("idefics3_vision", "smolvlm_vision")
 # Their encoders are asked, and their decoders run along.
@@ -168,7 +167,7 @@ FULL_LAYERS = {
     "vjepa2": (0, 1, 2, 3),  # the last is its predictor's
 }
 # They begin with weights, of the attention's output or of all, that are zero or small whatever the config says.
-OWN_INITIALIZATION = ("neomme", "siglip_vision_model", "siglip2_vision_model", "vjepa2")
+OWN_INITIALIZATION = ("neomme", "siglip_vision_model", "siglip2_vision_model", "vjepa2", "yolos")
 # One of every way in which a model hands its attention queries, keys, masks and keywords; what tests show of these
 # they show of all others too, which are left to `make test-slow` there.
 KINDS = (

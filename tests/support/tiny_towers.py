@@ -5,6 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 # Configs call the same things by different names; each takes what it knows.
@@ -51,7 +53,13 @@ CLASSES = {
     "cohere_compass_vision": "CohereCompassVisionModel",
     "gemma4_vision": "Gemma4VisionModel",
 }
-TOWERS = tuple(name for name in CLASSES if name in CONFIG_MAPPING)  # older versions lack some
+# Before, it alone took other arguments; the model around it did not.
+FROM_5_23 = ("paddleocr_vl_vision",)
+TOWERS = tuple(  # older versions lack some
+    name
+    for name in CLASSES
+    if name in CONFIG_MAPPING and (name not in FROM_5_23 or Version(transformers.__version__) >= Version("5.23"))
+)
 GRIDS = (6, 6), (4, 8)  # patches of the two images
 TOGETHER = ("gemma4_vision",)  # pads images to the largest instead
 # Of patches as the models want them: (patches, pixels) unless said.
