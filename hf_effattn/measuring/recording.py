@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..patching.exact import sdpa_path
 from ..patching.methods import list_methods
-from ..patching.model_types import Stack, hides_keys, is_causal, is_sliding_window
+from ..patching.model_types import Stack, hides_keys, is_causal, is_sliding_window, is_window_of_image
 from ..patching.planning import stacks_to_patch
 from ..patching.snapshot import Snapshot
 
@@ -93,7 +93,8 @@ def recording_attention(
     sinks = kwargs.pop("s_aux", None)
     watch = _watched.get(module)
     M, window = key.shape[2], kwargs.get("sliding_window")
-    if watch is None or query.shape[2] != M or hides_keys(window, M, module.config):
+    is_window = hides_keys(window, M, module.config) or is_window_of_image(module, M)
+    if watch is None or query.shape[2] != M or is_window:
         return exact(), None
     call, which = divmod(watch.calls, len(watch.layers))
     watch.calls += 1

@@ -36,6 +36,7 @@ from .model_types import (
     is_causal,
     is_self_attention,
     is_served,
+    is_window_of_image,
     model_type_of,
     supported_model_types,
 )
@@ -173,7 +174,7 @@ def attention(
     if over_cache:
         call.share_dtype()
         return _over_cache(chosen, call)
-    if dense or key.shape[2] != N or (hides_future and N == 1):
+    if dense or key.shape[2] != N or (hides_future and N == 1) or is_window_of_image(module, N):
         return _exact(call)
     if chosen.is_exact(N, N, query.device.type, causal=hides_future):
         if hides_future:

@@ -60,6 +60,11 @@ def layers_that_attend(config: Any, modules: int) -> list[tuple[int, ...]]:
     return [(layer,) for layer, kind in enumerate(config.layer_types) if kind in attention]
 
 
+def _square_window(config: Any) -> int:
+    """The patches of Qwen2.5-VL's windows, whose side the config tells in pixels."""
+    return int((config.window_size // config.patch_size) ** 2)
+
+
 @dataclass(frozen=True)
 class ModelType:
     """How to recognise the self-attention of one model type, and what a reader of the table is told.
@@ -74,6 +79,8 @@ class ModelType:
         causal (`bool`): whether it is a decoder alone, whose attention masks the future.
         says_use_cache (`bool`): whether its layers hand on `use_cache`, by which a prompt is known, and all keywords.
         window_in_config (`bool`): whether all its layers see the window only that the config names.
+        window_of_image (`Callable`, *optional*): where layers call attention for each window of an image, the patches
+            of one, given the config: what has no more is exact.
         special_patches (`int`): of an image, the tokens beside its patches, such as [CLS].
         layers (`Callable`): the layers that each of the modules serves, given the config and the number of modules.
     """
@@ -86,6 +93,7 @@ class ModelType:
     causal: bool = False
     says_use_cache: bool = True
     window_in_config: bool = False
+    window_of_image: Callable[[Any], int] | None = None
     special_patches: int = 1
     layers: Callable[[Any, int], list[tuple[int, ...]]] = _one_module_per_layer
 
@@ -154,9 +162,13 @@ def _image(
     return ModelType(attention, positions, reads="image", longest=f"{longest} patches{more}", **options)
 
 
-def _tower(attention: str, positions: OtherPositions = _PATCHES) -> ModelType:
+def _tower(attention: str, positions: OtherPositions = _PATCHES, more: str = "", **options: Any) -> ModelType:
     """The eyes of a model that reads images among its text: each image, or frame, is attended to by itself."""
-    return ModelType((attention,), positions, reads="image", longest="any number of patches")
+    return ModelType((attention,), positions, reads="image", longest=f"any number of patches{more}", **options)
+
+
+def _tower_of_windows(attention: str) -> ModelType:
+    return _tower(attention, more="; seven layers of eight see windows", window_of_image=_square_window)
 
 
 def _speech(attention: str) -> ModelType:
@@ -227,6 +239,9 @@ MODEL_TYPES: dict[str, ModelType] = {
     "siglip_vision_model": _image("SiglipAttention", longest="729", special_patches=0),
     "siglip2_vision_model": _image("Siglip2Attention", positions=_RESIZED, longest="256", more=", any number"),
     "qwen2_vl_vision": _tower("VisionAttention"),
+    "qwen2_5_vl_vision": _tower_of_windows("Qwen2_5_VLVisionAttention"),
+    "qwen2_5_omni_vision_encoder": _tower_of_windows("Qwen2_5OmniVisionAttention"),
+    "exaone4_5_vision": _tower_of_windows("Exaone4_5_VisionAttention"),
     "qwen3_vl_vision": _tower("Qwen3VLVisionAttention"),
     "qwen3_vl_moe_vision": _tower("Qwen3VLMoeVisionAttention"),
     "qwen3_5_vision": _tower("Qwen3_5VisionAttention"),
@@ -390,8 +405,6 @@ _SHORT_TEXT = "reads at most 64 tokens, where nothing is to be gained"
 _TRAINED_WITH_IT = "is trained from scratch with an efficient attention of its own: there is no exact one to replace"
 _OWN_SPARSE = "has a sparse attention of its own, and " + _NO_DISPATCH
 
-_WINDOWED_IMAGES = "sees windows of the image in most of its layers, which no attention module tells from the others"
-
 # Model types that are asked for and not served, and why: what follows "its model".
 NOT_SERVED: dict[str, str] = {
     "t5": _RELATIVE,
@@ -409,9 +422,6 @@ NOT_SERVED: dict[str, str] = {
     "clip_text_model": _CAUSAL_TEXT,
     "siglip_text_model": _SHORT_TEXT,
     "siglip2_text_model": _SHORT_TEXT,
-    "qwen2_5_vl_vision": _WINDOWED_IMAGES,
-    "qwen2_5_omni_vision_encoder": _WINDOWED_IMAGES,
-    "exaone4_5_vision": _WINDOWED_IMAGES,
     "pixtral": _OWN_MASK,
     "swin": _GRID,
     "beit": _GRID,

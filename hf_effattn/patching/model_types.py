@@ -83,6 +83,13 @@ def _window(module: nn.Module) -> int | None:
     return None if window is None or is_longer_than_inputs(window, config) else window
 
 
+def is_window_of_image(module: nn.Module, length: int) -> bool:
+    """Whether a call with so many patches may be one window of an image."""
+    entry = model_type_of(module)
+    window = None if entry is None else entry.window_of_image
+    return window is not None and length <= window(module.config)
+
+
 def _kind_of_layer(config: Any, index: int | None) -> str | None:
     """What the config calls a layer; None where it has no names, or the attention module no number."""
     kinds = getattr(config, "layer_types", None)

@@ -1,6 +1,6 @@
 """Shared by the tests of patching."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def on_threads() -> Iterator[Callable[[int], None]]:
+    """Sets torch's threads for the time of a test."""
+    kept = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(kept)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,27 +92,20 @@ def test_every_head_runs_as_its_rung_alone(group: int, mask: torch.Tensor | None
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_same_is_dropped_with_gradients_and_without(causal: bool) -> None:
+def test_the_same_is_dropped_with_gradients_and_without(causal: bool, on_threads: Callable[[int], None]) -> None:
     """As the two passes of a checkpoint, `use_reentrant=True`, do."""
-    method = per_head([[0, 2, 1, 1]], [rung | LOCAL for rung in RUNGS])
-    kept, outputs = torch.get_num_threads(), []
-    torch.set_num_threads(2)
-    try:
-        for learns in (False, True):
-            torch.manual_seed(0)
-            inputs = [tensor.requires_grad_(learns) for tensor in tensors()]
-            outputs.append(method.run(*inputs, causal=causal, dropout_p=0.3))
-    finally:
-        torch.set_num_threads(kept)
+    method, outputs = per_head([[0, 2, 1, 1]], [rung | LOCAL for rung in RUNGS]), []
+    on_threads(2)
+    for learns in (False, True):
+        torch.manual_seed(0)
+        inputs = [tensor.requires_grad_(learns) for tensor in tensors()]
+        outputs.append(method.run(*inputs, causal=causal, dropout_p=0.3))
     torch.testing.assert_close(outputs[0], outputs[1])
 
 
 @pytest.fixture
-def three_threads() -> Iterator[None]:
-    kept = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(kept)
+def three_threads(on_threads: Callable[[int], None]) -> None:
+    on_threads(3)
 
 
 def test_no_token_changes_what_comes_before_it(three_threads: None) -> None:

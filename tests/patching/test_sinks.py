@@ -1,5 +1,6 @@
 """Attention sinks, which transformers' SDPA path has not: models that have them, exact and patched, beside eager."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -179,9 +180,9 @@ def test_training_reaches_the_sinks() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_every_head_has_its_own_sink(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_head_has_its_own_sink(threads: int, on_threads: Callable[[int], None]) -> None:
     """Exact heads and rungs, with gradients and, in parts, without."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    on_threads(threads)
     query, key, value, sinks = drawn()
     method = make_method("per-head", rungs=RUNGS, heads=[[2, 0]]).for_layers((0,))
     assert method is not None

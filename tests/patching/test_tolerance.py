@@ -1,6 +1,7 @@
 """A tolerance: a few queries computed exactly tell which heads are to be: reproducibly, by text, without a leak."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -271,7 +272,9 @@ def test_a_head_that_is_off_at_few_queries_is_found() -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("key_heads", [6, 2])
 @pytest.mark.parametrize("causal", [False, True])
-def test_threads_share_heads_or_rows(causal: bool, key_heads: int, threads: int) -> None:
+def test_threads_share_heads_or_rows(
+    causal: bool, key_heads: int, threads: int, on_threads: Callable[[int], None]
+) -> None:
     query, key, value = tensors(300, heads=6, key_heads=key_heads)
     mask = left_padded(300, 40)
     result = torch.randn(2, 6, 300, 8, generator=torch.Generator().manual_seed(1))
@@ -282,13 +285,9 @@ def test_threads_share_heads_or_rows(causal: bool, key_heads: int, threads: int)
     several = torch.tensor([[True, True, False, True, False, False], [False] * 5 + [True]])
     visible = mask[:, None, None] & (torch.ones(300, 300).tril().bool() if causal else torch.tensor(True))
     exact = F.scaled_dot_product_attention(query, key, value, visible, enable_gqa=True)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        asked_for = {"all": None, "one": one_by_one, "some": several}
-        found = {name: attended._squares(rows, asked) for name, asked in asked_for.items()}
-    finally:
-        torch.set_num_threads(before)
+    on_threads(threads)
+    asked_for = {"all": None, "one": one_by_one, "some": several}
+    found = {name: attended._squares(rows, asked) for name, asked in asked_for.items()}
     index = rows[:, None, :, None].expand(-1, 6, -1, 8)
     expected = torch.stack([(result - exact).gather(2, index), exact.gather(2, index)]).square().sum(dim=4)
     torch.testing.assert_close(found["all"], expected)

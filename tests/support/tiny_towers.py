@@ -28,10 +28,15 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "pooling_kernel_size": 2,
+    "window_size": 8,
+    "fullatt_block_indexes": [0, 1, 2],
     "initializer_range": 0.25,
 }
 CLASSES = {
     "qwen2_vl_vision": "Qwen2VisionTransformerPretrainedModel",
+    "qwen2_5_vl_vision": "Qwen2_5_VisionTransformerPretrainedModel",
+    "qwen2_5_omni_vision_encoder": "Qwen2_5OmniVisionEncoder",
+    "exaone4_5_vision": "Exaone4_5_VisionModel",
     "qwen3_vl_vision": "Qwen3VLVisionModel",
     "qwen3_vl_moe_vision": "Qwen3VLMoeVisionModel",
     "qwen3_5_vision": "Qwen3_5VisionModel",
