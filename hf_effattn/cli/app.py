@@ -90,12 +90,13 @@ def methods(as_json: AsJSON = False) -> None:
         console.print()
 
 
-def _own_and_default_methods(config: Any) -> list[dict[str, Any]]:
-    """The settings of a patched model, and the default methods."""
-    from ..measuring.candidates import DEFAULT_METHODS, make_candidates
+def _own_and_default_methods(model: Any) -> list[dict[str, Any]]:
+    """The settings of a patched model, and the methods that a report measures by default."""
+    from ..measuring.candidates import make_candidates
     from ..patching.stored import FIELD, read_stored
+    from ..reporting.measure import default_methods
 
-    settings, layers = read_stored(getattr(config, FIELD))
+    settings, layers = read_stored(getattr(model.config, FIELD))
     if settings.needs_fine_tuning:
         raise ValueError(
             f'the model is a conversion to "{settings.method}", fine-tuned as one: errors against exact attention do '
@@ -104,7 +105,7 @@ def _own_and_default_methods(config: Any) -> list[dict[str, Any]]:
         )
     own = {"method": settings.method, **settings.to_dict(), "layers": layers}
     (candidate,) = make_candidates(own)
-    return [own, *(one for one in DEFAULT_METHODS if make_candidates(one)[0].label != candidate.label)]
+    return [own, *(one for one in default_methods(model) if make_candidates(one)[0].label != candidate.label)]
 
 
 @app.command()
@@ -151,7 +152,7 @@ def report(
         books = bundled_books() if text is None else [read_book(text)]
         loaded, tokenizer, _ = load_model(model)
         if chosen is None and getattr(loaded.config, FIELD, None) is not None:
-            chosen = _own_and_default_methods(loaded.config)
+            chosen = _own_and_default_methods(loaded)
         passages = Passages(tokenizer, books)
         inputs: list[dict[str, Any]] = [{"input_ids": passages.longest(length)} for length in wanted]
         positions = longest_input(loaded)

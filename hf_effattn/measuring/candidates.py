@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..patching.methods import Method, make_method
+from ..patching.methods.per_head import PerHead
+from ..patching.model_table import MODEL_TYPES
 
 EXACT = "exact"
 DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
@@ -109,12 +111,24 @@ def name_settings(settings: Method, layers: Sequence[int] | None = None) -> str:
     return f"{settings.method} ({', '.join(shown)})" if shown else settings.method
 
 
-def short_name(settings: Method) -> str:
-    """The method and the counts that its time grows with, such as `bi-clustered C=32 k=64 G=32`."""
+def short_name(settings: Method, *, causal: bool = False) -> str:
+    """The method and the counts that its time grows with, such as `bi-clustered C=32 k=64 G=32`.
+
+    `causal`: where the future is masked, without the clusters where their number is the same whatever the setting.
+    """
     values = settings.to_dict()
+    if causal and "clusters" in settings.causal_options():
+        del values["clusters"]
     return " ".join(
         [settings.method] + [f"{letter}={values[name]}" for letter, name in LETTERS.items() if name in values]
     )
+
+
+def rung_names(settings: PerHead) -> list[str]:
+    """The names of what the indices in a table of heads stand for, exact attention last."""
+    made_for = (settings.calibration or {}).get("model", {}).get("model_type", "")
+    causal = made_for in MODEL_TYPES and MODEL_TYPES[made_for].causal
+    return [*(short_name(rung, causal=causal) for rung in settings.rungs), EXACT]
 
 
 def _shown(value: object) -> str:

@@ -95,6 +95,11 @@ class LadderErrors:
             self.errors.setdefault(self.first_text + place, {})[seen.layer] = errors[:, text]
         return exact
 
+    @property
+    def layers(self) -> set[int]:
+        """Those that ran."""
+        return {layer for of_text in self.errors.values() for layer in of_text}
+
     def _keep(self, seconds: dict[int, list[list[float]]], length: int, index: int, taken: float) -> None:
         seconds.setdefault(length, [[] for _ in range(len(self.rungs) + 1)])[index].append(taken)
 

@@ -265,6 +265,13 @@ MODEL_TYPES: dict[str, ModelType] = {
     "idefics3_vision": _image("Idefics3VisionAttention", positions=_ANY_IMAGE, longest="676"),
     "smolvlm_vision": _image("SmolVLMVisionAttention", positions=_ANY_IMAGE, longest="1,024"),
     "yolos": _image("YolosSelfAttention", positions=_ANY_IMAGE, longest="4,300", more=", any number"),
+    "sam3_vit_model": _image(
+        "Sam3ViTRoPEAttention",
+        positions=_PATCHES,
+        longest="5,184",
+        more="; four layers of 32 see whole images",
+        window_of_image=lambda config: config.window_size**2,
+    ),
     "radio": _image("RadioAttention", positions=_ANY_IMAGE, longest="1,034", more=", any number"),
     "pixio": _image("PixioAttention", "PixioSelfAttention", positions=_ANY_IMAGE, longest="264", more=", any number"),
     "sapiens2": _image("Sapiens2Attention", positions=_PATCHES, longest="3,081", more=", any number"),

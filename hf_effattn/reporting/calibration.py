@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..measuring.candidates import EXACT, short_name
+from ..measuring.candidates import rung_names
 from ..measuring.choosing import (
     OVER,
     OfHeads,
@@ -111,7 +111,7 @@ class Calibration:
         about: dict[str, Any] = made.get("model", {})
         unused = {*about.get("windowed_layers", ()), *about.get("layers_without_attention", ())}
         heads = [index for layer, row in enumerate(self.settings.heads) if layer not in unused for index in row]
-        names = [*map(short_name, self.settings.rungs), EXACT]
+        names = rung_names(self.settings)
         over: str = made.get("over", "heads")
         of = "of the heads on texts" if over == "heads" else "of the texts, their layers' mean,"
         lines = [
@@ -247,8 +247,11 @@ def _chosen(
     errors, shares = (one[:, ran] for one in found.stacked(model_of["layers"]))
     rule: Rule = OfHeads() if over == "heads" else OfLayers(costs)
     counted = errors if over == "heads" else shares
-    if not served_layers(counted).any():
+    served = served_layers(counted)
+    if not served.any():
         raise _not_finite(found)
+    if spoilt := [layer for layer in sorted(found.layers) if not served[layer]]:
+        warnings.warn(f"attention is not finite in layers {spoilt}: they stay exact", stacklevel=3)
     if budget is None:
         budget = budget_for(counted, costs, speed or 0.0, coverage, rule)
         if budget is None:

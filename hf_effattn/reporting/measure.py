@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..measuring.candidates import DEFAULT_METHODS, EXACT, Candidate, make_candidates
+from ..measuring.candidates import EXACT, Candidate, make_candidates
 from ..measuring.cost import MEMORY_MEASURES, interleaved_rounds, peak_memory_added, timed
 from ..measuring.environment import environment
 from ..measuring.errors import ModelOutput, head_errors, output_change, run_model
@@ -86,8 +86,8 @@ def report(
     if not isinstance(model, PreTrainedModel):
         raise not_a_model(model)
     stacks = stacks_to_report(model)
-    if methods is None and any(map(gains_exactly, stacks)):
-        methods = *DEFAULT_METHODS, ExactWindows.method
+    if methods is None:
+        methods = default_methods(model)
     candidates = make_candidates(methods)
     plans = {one.label: [plan_patch(stack, one.forced, one.layers) for stack in stacks] for one in candidates}
     batches = check_inputs(model, inputs)
@@ -112,6 +112,12 @@ def report(
             found.complete = False
             warnings.warn("report was interrupted: it holds the measurements made before that", stacklevel=2)
     return found
+
+
+def default_methods(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """What a report measures of a model: a few settings of every method, and windows alone where it has some."""
+    exactly = [{"method": ExactWindows.method}] if any(map(gains_exactly, stacks_to_report(model))) else []
+    return [*(one.to_dict() for one in make_candidates(None)), *exactly]
 
 
 @dataclass

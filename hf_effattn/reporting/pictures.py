@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from ..measuring.candidates import EXACT, short_name
+from ..measuring.candidates import EXACT, rung_names
 from .findings import Findings
 from .numbers import duration, megabytes, percent
 from .pattern import AttentionPattern, find_pattern
@@ -301,7 +301,7 @@ def draw_rungs(settings: Any) -> "Figure":
     """The rung of every layer and head of `"per-head"` settings; see `Calibration.plot`."""
     grid = torch.tensor(settings.heads)
     layers, heads = grid.shape
-    names = [*map(short_name, settings.rungs), EXACT]
+    names = rung_names(settings)
     figure = new_figure(max(4.2, 1.2 + 0.36 * heads) + 3, max(2.4, 1.1 + 0.3 * layers))
     panel = figure.subplots()
     image = panel.imshow(grid.numpy(), cmap=_steps(len(names)), vmin=-0.5, vmax=len(names) - 0.5, aspect="auto")

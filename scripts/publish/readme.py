@@ -26,6 +26,7 @@ from hf_effattn.reporting.table import markdown
 from ..benchmark import documents as benchmark_documents
 from ..benchmark import frontier as benchmark_frontier
 from ..benchmark import head_errors as benchmark_head_errors
+from ..benchmark import images as benchmark_images
 from ..benchmark import retrieval as benchmark_retrieval
 from ..benchmark import rivals as benchmark_rivals
 from ..benchmark.attention import EXACT
@@ -291,6 +292,23 @@ def windows(result: dict[str, Any]) -> Table:
     return markdown(header, rows), note
 
 
+@of_file("benchmark_images")
+def images(result: dict[str, Any]) -> Table:
+    """How much faster the image encoders of models that read images among text are, by default settings."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for row in result["rows"]:
+        found.setdefault((row["encoder"], row["patches"]), {})[row["method"]] = row["speed"]
+    rows = [
+        [name, f"{patches:,}", *(f"{speeds[method]:.1f}×" for method in benchmark_images.METHODS)]
+        for (name, patches), speeds in found.items()
+    ]
+    note = (
+        "Times as fast as SDPA, the whole encoder, forward, float32, default settings, one image; random weights, so "
+        "no head runs exactly, and few layers of the published sizes, of Qwen2.5-VL's one of eight with whole images. "
+    )
+    return markdown(["image encoder", "patches", *benchmark_images.METHODS], rows), note
+
+
 @of_file("benchmark_sinks")
 def sinks(result: dict[str, Any]) -> Table:
     """How much faster layers with attention sinks are than transformers' eager ones, and what they hold."""
@@ -416,6 +434,7 @@ def not_served() -> str:
 TABLES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"gains": gains, "choice": choice},
     ROOT / "hf_effattn" / "patching" / "README.md": {
+        "images": images,
         "windows": windows,
         "sinks": sinks,
         "whole models": whole_models,

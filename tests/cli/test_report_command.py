@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from support.tiny_models import tiny_model
 from transformers import AutoModel, AutoTokenizer, ViTConfig, ViTModel
 from typer.testing import CliRunner
 
@@ -145,9 +146,18 @@ def test_a_patched_model_is_measured_as_it_was_saved(real_model_folder, tmp_path
     assert own.change.hidden_error < everywhere.change.hidden_error
 
     hf_effattn.patch_attention(model, "i-clustered", **settings)
-    labels = [make_candidates(one)[0].label for one in _own_and_default_methods(model.config)]
+    labels = [make_candidates(one)[0].label for one in _own_and_default_methods(model)]
     assert labels[0] == "i-clustered (clusters=25, topk=32)"
     assert len(set(labels)) == len(labels) == len(DEFAULT_METHODS)
+
+
+def test_of_a_patched_model_with_windows_these_alone_are_measured_too():
+    model = hf_effattn.patch_attention(tiny_model("modernbert"), "bi-clustered", clusters=6, min_length=0)
+    methods = _own_and_default_methods(model)
+    assert methods[0]["clusters"] == 6
+    assert methods[-1] == {"method": "exact-windows"}
+    hf_effattn.patch_attention(model, "exact-windows")
+    assert [one["method"] for one in _own_and_default_methods(model)].count("exact-windows") == 1
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel
 
 import hf_effattn
+from hf_effattn.measuring.candidates import rung_names
 from hf_effattn.measuring.choosing import (
     MARGINS,
     OfHeads,
@@ -29,6 +30,7 @@ from hf_effattn.measuring.errors import head_errors, relative_error
 from hf_effattn.measuring.ladder import LadderErrors, layer_shares, text_errors, text_squares
 from hf_effattn.measuring.recording import SeenAttention, recording
 from hf_effattn.patching.methods import crossover, make_method
+from hf_effattn.patching.methods.per_head import PerHead
 from hf_effattn.samples.model import load_model
 from hf_effattn.samples.texts import Passages, bundled_books
 
@@ -450,6 +452,27 @@ def test_attention_that_is_finite_in_no_layer(over: str, given: dict[str, float]
         ValueError, match=f"not finite on texts {re.escape(str(bad))} of 4, from 0: leave them out, or"
     ):
         hf_effattn.calibrate(model, inputs, over=over, **given, **OPTIONS)
+
+
+def test_attention_that_is_not_finite_in_one_layer() -> None:
+    model = tiny_model("bert")
+    with torch.no_grad():
+        model.encoder.layer[2].attention.self.query.weight[0, 0] = torch.nan
+    with pytest.warns(UserWarning, match=r"not finite in layers \[2\]: they stay exact"):
+        found = hf_effattn.calibrate(model, texts(), error=5.0, **OPTIONS)
+    assert [max(row) == len(LADDER) for row in found.settings.heads] == [False, False, True]
+
+
+def test_of_decoders_no_clusters_are_named_that_they_do_not_have() -> None:
+    rungs = [{"method": "bi-clustered", "topk": 16, "key_clusters": 8}, {"method": "i-clustered", "topk": 16}]
+    names = {
+        kind: rung_names(PerHead(rungs=rungs, heads=[[0, 1]], calibration={"model": {"model_type": kind}}))
+        for kind in ("bert", "llama")
+    }
+    assert names == {
+        "bert": ["bi-clustered C=32 k=16 G=8", "i-clustered C=100 k=16", "exact"],
+        "llama": ["bi-clustered k=16 G=8", "i-clustered C=100 k=16", "exact"],
+    }
 
 
 def unlike_texts(tokenizer: Any, length: int) -> dict[str, torch.Tensor]:

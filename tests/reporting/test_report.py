@@ -109,7 +109,7 @@ def test_every_model_type_is_measured_and_left_as_it_was(model_type):
         after = model(**inputs)[0]
 
     layers = FULL_LAYERS.get(model_type, (0, 1, 2))
-    assert tuple(found.layers) == layers
+    assert set(found.layers) >= set(layers)  # which calls are windows of an image shows when they come
     for label in (CLUSTERED, IMPROVED, BI_CLUSTERED):
         (measured,) = found.of(label)
         assert tuple(measured.attention_error) == layers

@@ -121,6 +121,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "idefics3_vision": IMAGE,
     "smolvlm_vision": IMAGE,
     "yolos": IMAGE | {"image_size": [24, 24], "num_detection_tokens": 3},
+    "sam3_vit_model": IMAGE | {"pretrain_image_size": 24, "window_size": 3, "global_attn_indexes": [0, 1]},
     "radio": IMAGE,
     "pixio": IMAGE,
     "sapiens2": IMAGE | {"num_key_value_heads": 1},
@@ -164,6 +165,7 @@ FULL_LAYERS = {
     "ultrabert": (0, 2),
     "embedding_gemma2_text": (0, 2),
     "neomme": (0, 2),
+    "sam3_vit_model": (0, 1),
     "vjepa2": (0, 1, 2, 3),  # the last is its predictor's
 }
 # They begin with weights, of the attention's output or of all, that are zero or small whatever the config says.

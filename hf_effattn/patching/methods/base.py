@@ -203,6 +203,10 @@ class Method(ABC):
         identity = torch.eye(key.shape[2], dtype=query.dtype, device=query.device)[:, columns]
         return attend(identity.expand(*key.shape[:2], -1, -1))
 
+    def causal_options(self) -> dict[str, Any]:
+        """What the method tells its causal op otherwise than its fields, or beyond what all methods do."""
+        return {}
+
     def is_for(self, stack: Stack) -> bool:
         """Whether the settings were made for a stack, or for none in particular."""
         return True

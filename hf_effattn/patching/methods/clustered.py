@@ -190,10 +190,6 @@ class Clustered(Method):
                 f"with {self.metric!r}; leave both out"
             )
 
-    def causal_options(self) -> dict[str, Any]:
-        """What this method tells the causal op otherwise than its fields, or beyond what all methods do."""
-        return {}
-
     @property
     def clusters_prompts(self) -> bool:
         return self.causal == "prefill"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from scripts.benchmark import crossover as measure_crossover
 from scripts.benchmark import documents as benchmark_documents
 from scripts.benchmark import embeddings as benchmark_embeddings
 from scripts.benchmark import frontier as benchmark_frontier
+from scripts.benchmark import images as benchmark_images
 from scripts.benchmark import kmeans as benchmark_kmeans
 from scripts.benchmark import models as benchmark_models
 from scripts.benchmark import neighbour as benchmark_neighbour
@@ -209,6 +211,22 @@ def test_benchmark_windows(tmp_path, monkeypatch):
         benchmark_windows.main("147", "float32", output=tmp_path / "other.json")
     with pytest.raises(typer.BadParameter, match="sharing must divide the 12 heads, got 5"):
         benchmark_windows.main("300", "float32", sharing="5", output=tmp_path / "other.json")
+
+
+def test_benchmark_images(tmp_path, monkeypatch):
+    """Every encoder, exact and by the methods, interleaved."""
+    tiny = {"hidden_size": 16, "embed_dim": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 16}
+    monkeypatch.setattr(benchmark_images, "measure", partial(benchmark_images.measure, **tiny))
+    output = tmp_path / "images.json"
+    benchmark_images.main("8,12", repeats=1, output=output)
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert [(row["encoder"], row["patches"]) for row in rows[::3]] == [
+        (name, patches) for name in benchmark_images.ENCODERS for patches in (64, 144)
+    ]
+    assert [row["method"] for row in rows[:3]] == ["exact", *benchmark_images.METHODS]
+    assert all(row["seconds"] > 0 and (row["speed"] == 1) == (row["method"] == "exact") for row in rows)
+    with pytest.raises(typer.BadParameter, match=r"must be of Qwen2-VL, .*, got GPT-2"):
+        benchmark_images.main(encoders="GPT-2", output=tmp_path / "other.json")
 
 
 def test_benchmark_sinks(tmp_path, monkeypatch):
