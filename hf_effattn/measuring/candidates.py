@@ -126,8 +126,9 @@ def short_name(settings: Method, *, causal: bool = False) -> str:
 
 def rung_names(settings: PerHead) -> list[str]:
     """The names of what the indices in a table of heads stand for, exact attention last."""
-    made_for = (settings.calibration or {}).get("model", {}).get("model_type", "")
-    causal = made_for in MODEL_TYPES and MODEL_TYPES[made_for].causal
+    made_for = (settings.calibration or {}).get("model", {})
+    entry = MODEL_TYPES.get(made_for.get("model_type", ""))
+    causal = entry is not None and entry.causal and not made_for.get("both_ways", False)
     return [*(short_name(rung, causal=causal) for rung in settings.rungs), EXACT]
 
 

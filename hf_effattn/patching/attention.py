@@ -33,6 +33,7 @@ from .methods.drafts import READS_DRAFTS
 from .model_table import MODEL_TYPES, NOT_SERVED
 from .model_types import (
     hides_keys,
+    hides_the_future,
     is_causal,
     is_self_attention,
     is_served,
@@ -42,7 +43,7 @@ from .model_types import (
 )
 from .module_patch import RECORD, ModulePatch
 from .stored import FIELD, check_layers, read_stored
-from .windows import IN_BLOCKS, attend_in_blocks, dense_mask, mask_of_blocks, window_of
+from .windows import IN_BLOCKS, attend_in_blocks, dense_mask, mask_of_blocks, sees_all, window_of
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 # Keywords by which transformers' SDPA path adds to the scores of all keys, or finds the keys elsewhere.
@@ -75,20 +76,22 @@ def padding_mask(
     """
     kwargs |= {"batch_size": batch_size, "kv_length": kv_length, "q_offset": q_offset, "mask_function": mask_function}
     entry = MODEL_TYPES.get(getattr(kwargs.get("config"), "model_type", ""))
-    if entry is not None and entry.causal and _hides_the_future_only(mask_function, q_length, kwargs["config"]):
+    causal = hides_the_future(kwargs.get("config"))
+    if causal and _hides_the_future_only(mask_function, q_length, kwargs["config"]):
         if 1 < q_length <= kv_length and _is_first(q_offset) and not kwargs.get("kv_offset"):
             return _prompt_mask(kwargs.get("attention_mask"), q_length)
-    elif entry is not None and q_length == kv_length and mask_function is bidirectional_mask_function:
+    elif entry is not None and q_length == kv_length and sees_all(mask_function):
         # All rows of a padding mask are alike: one row is O(M), and transformers decides in it whether any mask is
         # needed.
-        row = sdpa_mask(q_length=1, **kwargs)
+        plain = {"mask_function": bidirectional_mask_function, "use_vmap": False}
+        row = sdpa_mask(q_length=1, **{"allow_is_bidirectional_skip": True} | kwargs | plain)
         return None if row is None else row[:, 0, 0, :]
     elif entry is not None and q_length == kv_length and _is_first(q_offset) and not kwargs.get("kv_offset"):
         key_mask, device = kwargs.get("attention_mask"), kwargs.get("device", "cpu")
         if key_mask is not None and key_mask.ndim == IN_BLOCKS:  # generate has made it, for a static cache
             return key_mask
         mask = mask_of_blocks(
-            mask_function, key_mask, causal=entry.causal, batch_size=batch_size, length=q_length, device=device
+            mask_function, key_mask, causal=causal, batch_size=batch_size, length=q_length, device=device
         )
         if mask is not None:
             return mask
@@ -160,7 +163,7 @@ def attention(
         kwargs.pop("sliding_window", None)
     hides_future = _hides_future(module, kwargs.get("is_causal"), attention_mask)
     # The form of a method that hides the future is for decoders; so is a prompt's key mask, which implies it.
-    as_its_type = hides_future == bool(getattr(model_type_of(module), "causal", False))
+    as_its_type = hides_future == _masks_the_future(module)
     unknown = needs_exact_attention(method, type(module).__name__, kwargs, dense=dense)
     over_cache = hides_future and M != N and (dense or N == 1)
     if hides_future and not dense and N > 1:
@@ -186,12 +189,18 @@ def attention(
 
 def _hides_future(module: nn.Module, asked: bool | None, mask: torch.Tensor | None) -> bool:
     """Whether no query may see a later key: the keyword says so (CLIP's text), or else the module."""
-    entry = model_type_of(module)
-    if entry is not None and entry.causal and mask is not None and mask.ndim == 2 and is_self_attention(module):
+    causal = hides_the_future(module.config)
+    if causal and mask is not None and mask.ndim == 2 and is_self_attention(module):
         return True  # such a mask stands for a decoder's dense one, which the keyword does not change
     if asked is None or (asked and not is_self_attention(module)):
         return is_causal(module)
     return bool(asked)
+
+
+def _masks_the_future(module: nn.Module) -> bool:
+    """Whether a module's method is for a decoder: one patched as such is, also in a call that sees both ways."""
+    patch: ModulePatch | None = getattr(module, RECORD, None)
+    return hides_the_future(module.config) if patch is None else patch.causal
 
 
 @dataclass
@@ -244,7 +253,7 @@ def _exact(call: Call) -> Attended:
     query, key, mask = call.query, call.key, call.mask
     asked: dict[str, Any]
     if mask is not None and mask.ndim == IN_BLOCKS:
-        causal = bool(getattr(model_type_of(call.module), "causal", False))  # as `padding_mask` has it
+        causal = hides_the_future(call.module.config)  # as `padding_mask` has it
         if not call.wants_weights and all(call.options.get(keyword) is None for keyword in NOT_IN_BLOCKS):
             asked = {"dropout": call.dropout, "scale": call.scale, "sinks": call.sinks}
             return attend_in_blocks(query, key, call.value, mask, causal=causal, **asked), None

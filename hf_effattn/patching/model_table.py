@@ -77,6 +77,7 @@ class ModelType:
         longest (`str`): how long inputs get, for a reader.
         has_decoder (`bool`): whether a decoder uses the same classes beside the encoder; it stays exact.
         causal (`bool`): whether it is a decoder alone, whose attention masks the future.
+        both_ways (`str`): what its config calls seeing the future, too, beside transformers' `is_causal=False`.
         says_use_cache (`bool`): whether its layers hand on `use_cache`, by which a prompt is known, and all keywords.
         window_in_config (`bool`): whether all its layers see the window only that the config names.
         window_of_image (`Callable`, *optional*): where layers call attention for each window of an image, the patches
@@ -91,6 +92,7 @@ class ModelType:
     longest: str = ""
     has_decoder: bool = False
     causal: bool = False
+    both_ways: str = ""
     says_use_cache: bool = True
     window_in_config: bool = False
     window_of_image: Callable[[Any], int] | None = None
@@ -318,7 +320,12 @@ MODEL_TYPES: dict[str, ModelType] = {
     "ministral": _decoder("MinistralAttention", "131,072; three layers of four see windows of 32,768"),
     "ministral3": _decoder("Ministral3Attention", "262,144", window_in_config=True),
     "gemma": _decoder("GemmaAttention", "8,192"),
-    "gemma3_text": _decoder("Gemma3Attention", "131,072; five layers of six see windows", says_use_cache=False),
+    "gemma3_text": _decoder(
+        "Gemma3Attention",
+        "131,072; five layers of six see windows; EmbeddingGemma, an encoder, 2,048",
+        both_ways="use_bidirectional_attention",
+        says_use_cache=False,
+    ),
     "gemma4_text": _decoder("Gemma4TextAttention", "262,144; most layers see windows", says_use_cache=False),
     "granite": _decoder("GraniteAttention", "131,072"),
     "granitemoe": _decoder("GraniteMoeAttention", "131,072"),

@@ -49,9 +49,9 @@ def is_self_attention(module: nn.Module) -> bool:
     # Only the modules that call the attention function carry is_causal; wrappers of older versions do not.
     if entry is None or type(module).__name__ not in entry.attention or not hasattr(module, "is_causal"):
         return False
-    if entry.causal:  # not the cross-attention of GPT-2, nor a decoder that is run without a causal mask
+    if entry.causal:  # not the cross-attention of GPT-2
         crosses = getattr(module, "is_cross_attention", False)
-        return is_causal(module) and not crosses and getattr(module.config, "is_causal", True) is not False
+        return not crosses and bool(module.is_causal or sees_both_ways(module.config))
     return not (entry.has_decoder and getattr(module, "is_decoder", False))
 
 
@@ -63,7 +63,20 @@ def is_served(module: nn.Module) -> bool:
 
 def is_causal(module: nn.Module) -> bool:
     """Whether an attention module masks the future."""
-    return bool(getattr(module, "is_causal", False))
+    return bool(getattr(module, "is_causal", False)) and not sees_both_ways(getattr(module, "config", None))
+
+
+def sees_both_ways(config: Any) -> bool:
+    """Whether a config makes an encoder of a decoder, as that of EmbeddingGemma does."""
+    entry = MODEL_TYPES.get(getattr(config, "model_type", ""))
+    own_word = entry is not None and bool(entry.both_ways) and bool(getattr(config, entry.both_ways, False))
+    return own_word or getattr(config, "is_causal", True) is False
+
+
+def hides_the_future(config: Any) -> bool:
+    """Whether the self-attention of a model, by its config, is that of a decoder alone."""
+    entry = MODEL_TYPES.get(getattr(config, "model_type", ""))
+    return entry is not None and entry.causal and not sees_both_ways(config)
 
 
 def is_sliding_window(module: nn.Module) -> bool:

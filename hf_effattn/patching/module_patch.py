@@ -21,12 +21,14 @@ class ModulePatch:
         owner (`nn.Module`, *optional*): the model without its head, which holds the parameters that the method added.
             They are looked up there at every call, for adapters (PEFT's `modules_to_save`) put copies in their place.
         calls (`int`): how often a forward pass calls the module: the layers that it serves.
+        causal (`bool`): whether it masked the future when it was patched.
     """
 
     method: "Method | None"
     previous: str
     owner: nn.Module | None = None
     calls: int = 1
+    causal: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModulePatch":
         """In the copy of a model its copy is the owner; the copy of a layer alone keeps the owner that it had."""

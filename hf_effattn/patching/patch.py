@@ -8,7 +8,7 @@ from torch import nn
 
 from .methods import METHODS, list_methods, make_method
 from .methods.base import quoted
-from .model_types import Stack, find_stacks
+from .model_types import Stack, find_stacks, is_causal
 from .module_patch import RECORD, ModulePatch
 from .planning import (
     PatchPlan,
@@ -164,7 +164,7 @@ def _apply(plan: PatchPlan) -> None:
         owner = None if plan.parameters is None else plan.stack.model.base_model
         vars(module).pop(MEASURED, None)
         chosen = plan.method.for_layers(served) if patched else None
-        setattr(module, RECORD, ModulePatch(chosen, previous, owner, len(served)))
+        setattr(module, RECORD, ModulePatch(chosen, previous, owner, len(served), is_causal(module)))
 
 
 def _exact_implementation(stack: Stack) -> str:

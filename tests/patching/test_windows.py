@@ -17,6 +17,7 @@ from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
     chunked_causal_mask_function,
+    chunked_overlay,
     create_bidirectional_sliding_window_mask,
     or_masks,
     packed_sequence_mask_function,
@@ -26,6 +27,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
     sliding_window_overlay,
 )
+from transformers.models.gemma3.modeling_gemma3 import _bidirectional_window_overlay
 
 import hf_effattn
 from hf_effattn.patching import attention as attention_module
@@ -37,6 +39,7 @@ from hf_effattn.patching.windows import (
     block_length,
     dense_mask,
     mask_of_blocks,
+    sees_all,
     shortest_length,
     window_of,
 )
@@ -203,13 +206,6 @@ def test_layers_with_chunks_stay_exact() -> None:
     assert [vars(module)[RECORD].method is None for module in find_stacks(model)[0].modules] == [False, True, False]
 
 
-def test_a_bidirectional_gemma_is_not_served() -> None:
-    """EmbeddingGemma is of this type, without a causal mask."""
-    model = make_model("gemma3_text", use_bidirectional_attention=True)
-    with pytest.raises(ValueError, match="Gemma3"):
-        hf_effattn.patch_attention(model, "bi-clustered")
-
-
 @torch.no_grad()
 def test_a_text_does_not_meet_its_neighbours(in_blocks: list[torch.Size]) -> None:
     """Texts of a batch lie one behind the other: what is not finite in one stays there."""
@@ -290,6 +286,9 @@ def test_windows_that_are_told() -> None:
     assert window_of(sliding_window_causal_mask_function(16)) == Window(15, 0)
     smaller = and_masks(causal_mask_function, and_masks(window, sliding_window_bidirectional_overlay(5)))
     assert window_of(smaller) == Window(5, 0)
+    assert window_of(or_masks(sliding_window_causal_mask_function(16), window)) == Window(16, 16)
+    near = _bidirectional_window_overlay(9)
+    assert window_of(or_masks(sliding_window_causal_mask_function(5), near)) == window_of(near) == Window(8, 8)
     # A union sees more than its window, and so may functions that are not known.
     for other in (
         or_masks(window, causal_mask_function),
@@ -297,12 +296,33 @@ def test_windows_that_are_told() -> None:
         bidirectional_mask_function,
         causal_mask_function,
         sliding_window_overlay(16),
-        or_masks(sliding_window_causal_mask_function(16), window),
+        or_masks(window, lambda *args: torch.tensor(True, dtype=torch.bool)),
+        or_masks(window, lambda *args: torch.tensor(False, dtype=torch.bool)),
+        lambda *args: abs(args[2] - args[3]) < 9,
         and_masks(),
+        or_masks(),
         and_masks(window, lambda batch, head, query, key: batch == 0),
         lambda batch, head, query, key: (query - key).abs() <= 16,
     ):
         assert window_of(other) is None
+
+
+def test_functions_that_hide_nothing() -> None:
+    always = lambda *args: torch.tensor(True, dtype=torch.bool)  # noqa: E731
+    chunks = chunked_overlay(4, torch.zeros(1, dtype=torch.int64))
+    both = or_masks(causal_mask_function, sliding_window_overlay(3))
+    for one in (bidirectional_mask_function, always, or_masks(causal_mask_function, always), and_masks(always, both)):
+        assert sees_all(one)
+    for one in (
+        causal_mask_function,
+        sliding_window_overlay(3),
+        or_masks(causal_mask_function, chunks),
+        or_masks(causal_mask_function, lambda *args: torch.tensor(False, dtype=torch.bool)),
+        or_masks(causal_mask_function, lambda *args: torch.tensor(True)),
+        and_masks(causal_mask_function, always),
+        and_masks(always, packed_sequence_mask_function(torch.zeros(1, 4))),
+    ):
+        assert not sees_all(one)
 
 
 @torch.no_grad()

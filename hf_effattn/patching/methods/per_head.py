@@ -16,7 +16,7 @@ from torch import nn
 from ...ops import bi_clustered_attention
 from ...ops.shared.head_threads import for_every_chunk, heads_of_threads
 from ..exact import causal_rows
-from ..model_types import Stack, is_sliding_window
+from ..model_types import Stack, is_sliding_window, sees_both_ways
 from .base import Groups, Method, Options, attend_exactly
 from .clustered import BiClustered
 
@@ -347,7 +347,9 @@ def described(stack: Stack) -> dict[str, Any]:
         "key_heads": next((heads for name in _HEADS if (heads := getattr(of_layer, name, None))), None),
         "hidden_size": getattr(config, "hidden_size", None),
         "windowed_layers": windowed,
-    } | ({"layers_without_attention": without_attention} if without_attention else {})
+        **({"layers_without_attention": without_attention} if without_attention else {}),
+        **({"both_ways": True} if sees_both_ways(config) else {}),
+    }
 
 
 def _query_heads(heads: Iterable[int], group: int) -> list[int]:
