@@ -49,6 +49,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "bge-m3": {"model_type": "xlm-roberta", **BERT_SHAPES["large"]},
     "gte-base": {"model_type": "gte"},
     "ModernBERT-base": {"model_type": "modernbert"},
+    "EmbeddingGemma": {
+        "model_type": "gemma3_text",
+        "use_bidirectional_attention": True,
+        "hidden_size": 768,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "intermediate_size": 1152,
+        "sliding_window": 512,
+        "max_position_embeddings": 2048,
+    },
     "EmbeddingGemma 2": {"model_type": "embedding_gemma2_text"},
 }
 CALIBRATED = "bi-clustered, calibrated"

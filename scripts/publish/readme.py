@@ -367,7 +367,9 @@ def documents(result: dict[str, Any]) -> Table:
             peaks = [row.get("peak_bytes") for row in (exact, *others)]
             cells += [f"{peak / 2**20:,.0f} MiB" if peak else "" for peak in peaks]
         rows.append(cells)
-    errors = ", ".join(f"{row['error']:.3f} at {row['length']:,}" for row in heads)
+    errors = ", ".join(
+        f"{row['error']:.3f} at {row['length']:,}" for row in sorted(heads, key=lambda row: row["length"])
+    )
     note = (
         "Random weights; attention: its share of the exact model's time. Calibrated: heads have the settings that "
         f'`calibrate(…, over="layers")` finds for MiniLM\'s at {benchmark_documents.BUDGET}; on other books it errs '
