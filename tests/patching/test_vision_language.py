@@ -130,7 +130,7 @@ def test_both_parts_run_the_method_saved_and_loaded(
     assert torch.equal(hf_effattn.unpatch_attention(model)(**inputs).logits, exact)
 
 
-@pytest.mark.slow_except("qwen3_vl")
+@pytest.mark.slow_except("qwen3_vl", "qwen2_5_vl")
 @each_model
 @torch.no_grad()
 def test_a_part_is_calibrated_and_patched_alone(model_type: str, lengths: list[int], seen: list[int]) -> None:
