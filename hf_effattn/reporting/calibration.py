@@ -199,7 +199,8 @@ def calibrate(
         if causal:
             rung.check_causal(stack.modules[0])
     batches = check_inputs(model, inputs)
-    _check_enough(sum(_texts_of(batch) for batch in batches))
+    if _reads_text(stack):  # of images each counts, which shows when they are seen
+        _check_enough(sum(_texts_of(batch) for batch in batches))
     lengths = _lengths_of(batches, stack)
     if lengths and all(rung.is_exact(N, N, device_type, causal=causal) for rung in rungs for N in lengths):
         raise _nothing_to_measure(rungs, lengths, device_type, causal)
@@ -315,6 +316,11 @@ def _stack_to_calibrate(model: nn.Module, part: nn.Module | None) -> Stack:
     return stacks[0]
 
 
+def _reads_text(stack: Stack) -> bool:
+    entry = model_type_of(stack.modules[0])
+    return entry is not None and entry.reads in ("text", "protein")
+
+
 def _check_enough(texts: int) -> None:
     if texts < 2:
         raise ValueError(
@@ -350,8 +356,7 @@ def _not_finite(found: LadderErrors) -> ValueError:
 
 def _lengths_of(batches: Sequence[Mapping[str, Any]], stack: Stack) -> set[int]:
     """The numbers of tokens that the stack will see; empty where what it reads says none: images, sound."""
-    entry = model_type_of(stack.modules[0])
-    if entry is None or entry.reads not in ("text", "protein") or any("input_ids" not in batch for batch in batches):
+    if not _reads_text(stack) or any("input_ids" not in batch for batch in batches):
         return set()
     return {batch["input_ids"].shape[1] for batch in batches}
 

@@ -141,6 +141,9 @@ def test_calibration_and_report_measure_an_encoder(model_type: str) -> None:
     assert about is not None
     assert about["model"]["both_ways"]
     assert "bi-clustered C=6 k=8 G=7" in str(found)
+    one_way = make_model(model_type, is_causal=True, use_bidirectional_attention=False)
+    with pytest.raises(ValueError, match="both_ways True and not False"):
+        hf_effattn.patch_attention(one_way, settings=found)
     report = hf_effattn.report(model, batch("left"), [settings], repeats=0, memory=False)
     assert not report.environment["causal"]
     assert 0 < report.measurements[1].change.hidden_error < 1.2

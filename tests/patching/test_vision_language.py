@@ -106,8 +106,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_which_parts_are_served() -> None:
     served = {name: [stack.model.config.model_type for stack in find_stacks(make_model(name))] for name in MODELS}
-    assert {name: set(kinds) for name, kinds in served.items()} == {
-        name: {f"{name}_text", f"{name}_vision"} for name in MODELS
+    assert {name: sorted(kinds) for name, kinds in served.items()} == {
+        name: [f"{name}_text", f"{name}_vision"] for name in MODELS
     }
 
 
@@ -138,10 +138,13 @@ def test_a_part_is_calibrated_and_patched_alone(model_type: str, lengths: list[i
     with pytest.raises(ValueError, match=r"calibrate one: part=model\.model\.\w+, part=model\.model\.\w+$"):
         hf_effattn.calibrate(model, inputs, min_length=0)
     ladder = [{"method": "bi-clustered", **SMALL, "topk": topk, "exact_above": None} for topk in (2, 8)]
-    found = hf_effattn.calibrate(model, [inputs] * 2, 10.0, ladder=ladder, part=tower_of(model))
-    about = found.settings.calibration
-    assert about is not None
-    assert (about["texts"], about["lengths"]) == (4, [144, 256])  # every image counts
+    for texts in (1, 2):
+        found = hf_effattn.calibrate(model, [inputs] * texts, 10.0, ladder=ladder, part=tower_of(model))
+        about = found.settings.calibration
+        assert about is not None
+        assert (about["texts"], about["lengths"]) == (2 * texts, [144, 256])  # every image counts
+    with pytest.raises(ValueError, match=r"two texts or more, .* got 1;"):
+        hf_effattn.calibrate(model, image_and_text(model_type, 200, (12,)), ladder=ladder, part=tower_of(model))
     lengths.clear()
     seen.clear()
     hf_effattn.patch_attention(model, settings=found)

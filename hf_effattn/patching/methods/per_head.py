@@ -99,9 +99,10 @@ class PerHead(Method):
 
     def _differences(self, stack: Stack) -> str:
         """What tells the model that the settings were made for from a stack; empty where nothing does."""
-        this = described(stack)
+        this = {"both_ways": False} | described(stack)
         made_for = {"layers": len(self.heads), "key_heads": len(self.heads[0]) if self.heads else 0}
-        made_for = dict((self.calibration or {}).get("model", {})) | made_for
+        model = (self.calibration or {}).get("model")
+        made_for = ({"both_ways": False} | model if model else {}) | made_for
         other = [name for name in this if name in made_for and made_for[name] != this[name]]
         return ", ".join(f"{name} {made_for[name]!r} and not {this[name]!r}" for name in other)
 
