@@ -80,6 +80,8 @@ class ModelType:
         both_ways (`str`): what its config calls seeing the future, too, beside transformers' `is_causal=False`.
         says_use_cache (`bool`): whether its layers hand on `use_cache`, by which a prompt is known, and all keywords.
         window_in_config (`bool`): whether all its layers see the window only that the config names.
+        attends_itself (`bool`): whether its layers compute attention within windows themselves, and call no function
+            for it; a patch gives them the classes of `longformer.py`, whose names stand beside theirs.
         window_of_image (`Callable`, *optional*): where layers call attention for each window of an image, the patches
             of one, given the config: what has no more is exact.
         special_patches (`int`): of an image, the tokens beside its patches, such as [CLS].
@@ -95,6 +97,7 @@ class ModelType:
     both_ways: str = ""
     says_use_cache: bool = True
     window_in_config: bool = False
+    attends_itself: bool = False
     window_of_image: Callable[[Any], int] | None = None
     special_patches: int = 1
     layers: Callable[[Any, int], list[tuple[int, ...]]] = _one_module_per_layer
@@ -144,6 +147,7 @@ _THIRTY_SECONDS = OtherPositions(
     "fixed", "its encoder takes exactly 30 seconds of audio (config.max_source_positions)"
 )
 _FROM_2 = OtherPositions("learned", "its table of positions counts from 2 and has a class of its own")
+_LED = OtherPositions("learned", "its encoder and its decoder have a table of positions each, of a class of their own")
 _SINUSOIDS = OtherPositions(
     "fixed", "its positions are sinusoids; build the model with a larger config.max_position_embeddings"
 )
@@ -208,6 +212,12 @@ MODEL_TYPES: dict[str, ModelType] = {
     "mobilebert": _bert("MobileBertSelfAttention"),
     "modernbert": ModelType(
         ("ModernBertAttention",), _MODERNBERT, longest="8,192; two layers of three see windows of 128"
+    ),
+    "longformer": ModelType(
+        ("LongformerSelfAttention", "LongformerInBlocks"),
+        LearnedPositions(reserved_by_padding=True, buffers=()),
+        longest="4,096, seen in windows of 512",
+        attends_itself=True,
     ),
     "gte": _rotary("GteAttention", "8,192"),
     "nomic_bert": _rotary("NomicBertAttention", "2,048, used to 8,192"),
@@ -295,6 +305,13 @@ MODEL_TYPES: dict[str, ModelType] = {
     "mbart": _encoder_of_two("MBartAttention", _FROM_2),
     "pegasus": _encoder_of_two("PegasusAttention", _SINUSOIDS),
     "marian": _encoder_of_two("MarianAttention", _SINUSOIDS, "512"),
+    "led": ModelType(
+        ("LEDEncoderSelfAttention", "LEDEncoderInBlocks"),
+        _LED,
+        longest="16,384, seen in windows of 1,024",
+        has_decoder=True,
+        attends_itself=True,
+    ),
     "m2m_100": _encoder_of_two("M2M100Attention", _GROWING_SINUSOIDS),
     "gpt2": _decoder("GPT2Attention", "1,024", _GPT2),
     "opt": _decoder("OPTAttention", "2,048", _FROM_2, says_use_cache=False),
@@ -431,7 +448,6 @@ NOT_SERVED: dict[str, str] = {
     "layoutlm": _OWN_MASK,
     "markuplm": _WITHOUT_SDPA,
     "splinter": _WITHOUT_SDPA,
-    "longformer": _OWN_SPARSE,
     "big_bird": _OWN_SPARSE,
     "clip_text_model": _CAUSAL_TEXT,
     "siglip_text_model": _SHORT_TEXT,

@@ -46,8 +46,10 @@ def model_type_of(module: nn.Module) -> ModelType | None:
 def is_self_attention(module: nn.Module) -> bool:
     """Whether this is a self-attention module, causal or not, of a model type in the table."""
     entry = model_type_of(module)
+    if entry is None or type(module).__name__ not in entry.attention:
+        return False
     # Only the modules that call the attention function carry is_causal; wrappers of older versions do not.
-    if entry is None or type(module).__name__ not in entry.attention or not hasattr(module, "is_causal"):
+    if not hasattr(module, "is_causal") and not entry.attends_itself:
         return False
     if entry.causal:  # not the cross-attention of GPT-2
         crosses = getattr(module, "is_cross_attention", False)
@@ -91,6 +93,8 @@ def _window(module: nn.Module) -> int | None:
     entry = model_type_of(module)
     config: Any = getattr(module, "config", None)
     window = getattr(config if entry is not None and entry.window_in_config else module, "sliding_window", None)
+    if entry is not None and entry.attends_itself:
+        window = module.one_sided_attn_window_size
     if window is None and _kind_of_layer(config, getattr(module, "layer_idx", None)) == "chunked_attention":
         window = config.attention_chunk_size
     return None if window is None or is_longer_than_inputs(window, config) else window
@@ -101,6 +105,11 @@ def is_window_of_image(module: nn.Module, length: int) -> bool:
     entry = model_type_of(module)
     window = None if entry is None else entry.window_of_image
     return window is not None and length <= window(module.config)
+
+
+def attends_itself(model: PreTrainedModel) -> bool:
+    """Whether the model with a stack's config calls no attention function of transformers'."""
+    return MODEL_TYPES[model.config.model_type].attends_itself
 
 
 def _kind_of_layer(config: Any, index: int | None) -> str | None:

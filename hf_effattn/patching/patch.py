@@ -8,7 +8,7 @@ from torch import nn
 
 from .methods import METHODS, list_methods, make_method
 from .methods.base import quoted
-from .model_types import Stack, find_stacks, is_causal
+from .model_types import Stack, attends_itself, find_stacks, is_causal
 from .module_patch import RECORD, ModulePatch
 from .planning import (
     PatchPlan,
@@ -126,7 +126,7 @@ def unpatch_attention(model: Model) -> Model:
         patches = [vars(module).pop(RECORD) for module in stack.modules if RECORD in vars(module)]
         for module in stack.modules:
             vars(module).pop(MEASURED, None)
-        ours = config._attn_implementation in list_methods()
+        ours = config._attn_implementation in list_methods() or bool(patches and attends_itself(stack.model))
         for kind in METHODS.values():
             kind.detach(stack.model)
         if ours:
@@ -174,6 +174,11 @@ def _exact_implementation(stack: Stack) -> str:
 
 def set_implementation(stack: Stack, implementation: str) -> None:
     """Set the attention implementation of a stack, also in a copy of the config that its modules hold."""
+    if attends_itself(stack.model):
+        from .longformer import run_in_blocks  # reads modelling files of transformers, which others go without
+
+        run_in_blocks(stack.modules, patched=implementation in list_methods())
+        return
     stack.model.set_attn_implementation(implementation)
     for module in stack.modules:
         config: Any = module.config

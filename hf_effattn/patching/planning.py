@@ -106,7 +106,8 @@ def not_a_model(model: Any) -> TypeError:
 
 
 def _check_dispatch(model: PreTrainedModel, method: str) -> None:
-    if not model._can_set_attn_implementation():
+    entry = MODEL_TYPES.get(model.config.model_type)
+    if not model._can_set_attn_implementation() and not (entry is not None and entry.attends_itself):
         raise ValueError(
             f"{type(model).__name__} does not dispatch its attention through transformers' AttentionInterface in "
             f'transformers {transformers.__version__}, so "{method}" cannot take its place (a newer transformers may '

@@ -13,7 +13,7 @@ ADDED = "hf_effattn_"
 
 
 class Snapshot:
-    """The attention implementations, `config.effattn`, module patches, added parameters and hooks of a model."""
+    """Attention implementations, `config.effattn`, module patches and classes, added parameters, hooks of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         # Submodels share configs: each config once, with the outermost model that has it, the outermost config first.
@@ -32,7 +32,7 @@ class Snapshot:
             for key, config in configs.items()
             if key not in outermost and hasattr(config, "_attn_implementation")
         ]
-        self._modules = [(module, _traces(module)) for module in model.modules()]
+        self._modules = [(module, type(module), _traces(module)) for module in model.modules()]
 
     @classmethod
     def of(cls, model: nn.Module) -> "Snapshot":
@@ -54,7 +54,9 @@ class Snapshot:
                 setattr(submodel.config, FIELD, stored)
         for config, implementation in self._copies:
             config._attn_implementation = implementation
-        for module, before in self._modules:
+        for module, kind, before in self._modules:
+            if type(module) is not kind and any(map(_is_ours, (type(module), kind))):
+                module.__class__ = kind
             now = _traces(module)
             for name, entries in before.items():
                 _put_back(_place(module, name), entries, now[name])
@@ -64,10 +66,15 @@ def _place(module: nn.Module, name: str) -> Any:
     return vars(module) if name == "" else vars(module)[name]
 
 
+def _is_ours(one: Any) -> bool:
+    """Whether a hook, or the class of a module, is patching's."""
+    return bool(getattr(one, "__module__", "").startswith(__package__))
+
+
 def _traces(module: nn.Module) -> dict[str, dict[Any, Any]]:
     """What patching has left on a module: the entries that are its own, by the dict they stand in."""
     hooks = module._forward_pre_hooks
-    ours = [key for key, hook in hooks.items() if getattr(hook, "__module__", "").startswith(__package__)]
+    ours = [key for key, hook in hooks.items() if _is_ours(hook)]
     with_kwargs = module._forward_pre_hooks_with_kwargs
     return {
         "": {name: value for name, value in vars(module).items() if name.startswith(ATTRIBUTES)},

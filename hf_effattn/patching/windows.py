@@ -158,6 +158,22 @@ def mask_of_blocks(
     ):
         return None
     block = block or block_length(window)
+    return seen_in_blocks(
+        window, mask_function, key_mask, batch_size=batch_size, length=length, device=device, block=block
+    )
+
+
+def seen_in_blocks(
+    window: Window,
+    sees: Callable,
+    key_mask: torch.Tensor | None,
+    *,
+    batch_size: int,
+    length: int,
+    device: torch.device | str,
+    block: int,
+) -> torch.Tensor:
+    """What `mask_of_blocks` gives, of a window that is known and a rule, in transformers' form, within it."""
     # Texts of a batch lie one behind the other, with blocks of zeros between them: no span reaches into another text.
     gap = -(-max(window) // block) if batch_size > 1 else 0
     starts = torch.arange(-(-length // block) + gap, device=device)[:, None, None] * block
@@ -166,11 +182,25 @@ def mask_of_blocks(
     inside = (keys >= 0) & (keys < length)
     queries, keys = queries.clamp(max=length - 1), keys.clamp(0, length - 1)
     texts, any_head = torch.arange(batch_size, device=device)[:, None, None, None], keys.new_zeros(())
-    seen = mask_function(texts, any_head, queries, keys) & inside  # of chunks by text, as they begin behind padding
+    seen = sees(texts, any_head, queries, keys) & inside  # of chunks by text, as they begin behind padding
     seen = seen[:, None] if seen.ndim == texts.ndim else seen[None, None]
     if key_mask is not None:
         seen = seen & key_mask.bool()[:, None, keys]
     return seen.expand(batch_size, 1, len(starts), block, -1)
+
+
+class KeysForAll(NamedTuple):
+    """Keys that every query of their text sees beside its window: Longformer's tokens with global attention.
+
+    Args:
+        key (`torch.Tensor`): `(B, Hk, G, D)`.
+        value (`torch.Tensor`): `(B, Hk, G, Dv)`.
+        mask (`torch.BoolTensor`): `(B, G)`, true = attend, as texts have more of them and fewer.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor
 
 
 def attend_in_blocks(
@@ -183,6 +213,7 @@ def attend_in_blocks(
     dropout: float,
     scale: float | None,
     sinks: torch.Tensor | None = None,
+    for_all: KeysForAll | None = None,
 ) -> torch.Tensor:
     """Attention within a window, `(B, N, H, Dv)`, each block by torch's SDPA.
 
@@ -195,6 +226,7 @@ def attend_in_blocks(
         dropout (`float`): dropout on the attention weights.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         sinks (`torch.Tensor`, *optional*): `(H,)`, of a score that has no value.
+        for_all (`KeysForAll`, *optional*): keys beside those of the window.
     """
     B, _, n, L, _ = mask.shape
     heads, length = query.shape[1:3]
@@ -207,6 +239,14 @@ def attend_in_blocks(
     sides, width = _sides(mask, causal), value.shape[3]
     query, key, value = in_blocks(query, (0, 0)), in_blocks(key, sides), in_blocks(value, sides)
     seen: Any = mask.transpose(1, 2).flatten(0, 1)
+    if for_all is not None:
+
+        def with_those(each: torch.Tensor, shared: torch.Tensor, dim: int) -> torch.Tensor:
+            of_blocks = shared[:, None].expand(-1, n, *shared.shape[1:]).flatten(0, 1)
+            return torch.cat([of_blocks, each], dim=dim)
+
+        key, value = with_those(key, for_all.key, 2), with_those(value, for_all.value, 2)
+        seen = with_those(seen, for_all.mask[:, None, None].expand(-1, 1, L, -1), 3)
     if sinks is not None:
         query, key, value, seen, scale = with_sinks(query, key, value, seen, sinks, scale)
     group = heads // key.shape[1]

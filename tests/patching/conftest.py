@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_effattn.patching import attention as attention_module
+from hf_effattn.patching import longformer
 from hf_effattn.patching.methods import METHODS
 from hf_effattn.patching.windows import attend_in_blocks
 
@@ -64,5 +65,6 @@ def in_blocks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         shapes.append(mask.shape)
         return attend_in_blocks(query, key, value, mask, **how)
 
-    monkeypatch.setattr(attention_module, "attend_in_blocks", watched)
+    for module in (attention_module, longformer):
+        monkeypatch.setattr(module, "attend_in_blocks", watched)
     return shapes
