@@ -275,6 +275,9 @@ MODEL_TYPES: dict[str, ModelType] = {
     "cohere_compass_vision": _tower("CohereCompassVisionAttention"),
     "gemma4_vision": _image("Gemma4VisionAttention", positions=_PATCHES, longest="2,520 to 10,080"),
     "idefics3_vision": _image("Idefics3VisionAttention", positions=_ANY_IMAGE, longest="676"),
+    "idefics2_vision": _image("Idefics2VisionAttention", positions=_ANY_IMAGE, longest="4,900"),
+    "owlvit_vision_model": _image("OwlViTAttention", longest="577 to 3,601"),
+    "owlv2_vision_model": _image("Owlv2Attention", longest="3,601 to 5,185"),
     "smolvlm_vision": _image("SmolVLMVisionAttention", positions=_ANY_IMAGE, longest="1,024"),
     "yolos": _image("YolosSelfAttention", positions=_ANY_IMAGE, longest="4,300", more=", any number"),
     "sam3_vit_model": _image(

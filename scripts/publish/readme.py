@@ -32,7 +32,7 @@ from ..benchmark import rivals as benchmark_rivals
 from ..benchmark.attention import EXACT
 from ..kept.command_line import run_with_help
 from ..kept.markdown import number
-from . import budget_tables, clusterformer_tables, decoder_tables, gpu_tables, trust_tables
+from . import budget_tables, clusterformer_tables, decoder_tables, exact_tables, gpu_tables, trust_tables
 from . import cards as project_cards
 from . import cst_tables as paper_tables
 from .cards import CARDS
@@ -265,33 +265,6 @@ def retrieval(result: dict[str, Any]) -> Table:
     return markdown(header, rows), note
 
 
-@of_file("benchmark_windows")
-def windows(result: dict[str, Any]) -> Table:
-    """How much faster layers with a window are in blocks, and how far off."""
-    found: dict[tuple[int, ...], dict[str, dict[str, Any]]] = {}
-    for row in result["rows"]:
-        case = found.setdefault(tuple(row[name] for name in ("before", "after", "sharing", "length", "batch")), {})
-        case[row["dtype"]] = row
-    dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
-    columns = "forward", "both passes", "error"
-    header = ["window", "tokens", *(f"{one}: {column}" for one in dtypes for column in columns)]
-    rows = []
-    for case_of, case in sorted(found.items(), key=lambda item: (not item[0][1], item[0])):
-        before, after, sharing, length, batch = case_of
-        texts = f"{batch} × {length:,}" if batch > 1 else f"{length:,}"
-        shared = f", {sharing} heads share keys" if sharing > 1 else ""
-        cells = [(f"{after} to each side" if after else f"{before + 1:,} backwards") + shared, texts]
-        for one in dtypes:
-            cells += [f"{case[one]['forward']:.1f}×", f"{case[one]['training']:.1f}×", f"{case[one]['error']:.0e}"]
-        rows.append(cells)
-    sizes = result["settings"]
-    note = (
-        "Times faster than SDPA with transformers' dense mask, masks included, and the relative L2 distance of the "
-        f"outputs; one layer of {sizes['heads']} heads of {sizes['head_dim']}, random inputs. "
-    )
-    return markdown(header, rows), note
-
-
 @of_file("benchmark_images")
 def images(result: dict[str, Any]) -> Table:
     """How much faster the image encoders of models that read images among text are, by default settings."""
@@ -307,33 +280,6 @@ def images(result: dict[str, Any]) -> Table:
         "no head runs exactly, and few layers of the published sizes, of Qwen2.5-VL's one of eight with whole images. "
     )
     return markdown(["image encoder", "patches", *benchmark_images.METHODS], rows), note
-
-
-@of_file("benchmark_sinks")
-def sinks(result: dict[str, Any]) -> Table:
-    """How much faster layers with attention sinks are than transformers' eager ones, and what they hold."""
-    kinds = {"full": "all earlier tokens", "window": f"windows of {result['settings']['window']}"}
-    names = {"eager": "transformers, eager", "exact": "patched, exact"}
-    header = ["layers that see", "tokens", "", "speed", "ms", "memory", "error"]
-    rows = [
-        [
-            kinds[row["layer"]],
-            f"{row['length']:,}",
-            names.get(row["way"], row["way"]),
-            "" if row["speedup"] is None else f"{row['speedup']:.1f}×",
-            f"{row['ms']:,.0f}",
-            f"{row['peak_bytes'] / 2**20:,.0f} MiB",
-            f"{row['error']:.0e}" if row.get("error") is not None else "",
-        ]
-        for row in result["rows"]
-    ]
-    sizes = result["settings"]
-    note = (
-        f"{sizes['heads']} query heads on {sizes['key_heads']} of keys, {sizes['head_dim']} wide, as gpt-oss has, "
-        f"random inputs, {result['rows'][0]['dtype']}, masks included. Error: relative L2 distance from eager "
-        "attention, both rounded. No row: eager scores would not fit. "
-    )
-    return markdown(header, rows, right=range(3, 7)), note
 
 
 @of_file("benchmark_documents")
@@ -437,8 +383,9 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"gains": gains, "choice": choice},
     ROOT / "hf_effattn" / "patching" / "README.md": {
         "images": images,
-        "windows": windows,
-        "sinks": sinks,
+        "windows": exact_tables.windows,
+        "longformer": exact_tables.longformer,
+        "sinks": exact_tables.sinks,
         "whole models": whole_models,
         "shortest": shortest,
         "head errors": head_errors,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from support.tiny_models import batch_for, encoded, tiny_model
-from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPTextModel
+from transformers import CLIPModel, CLIPTextConfig, CLIPTextModel, Owlv2Model, OwlViTModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_effattn
@@ -109,16 +109,21 @@ def test_is_causal_false_lets_a_method_run(
     assert attended == ["clustered"]
 
 
-def clip() -> CLIPModel:
+def clip(model_class: Any) -> Any:
+    """A small random model that compares texts with images."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = sizes | {"vocab_size": 60, "max_position_embeddings": 64, "eos_token_id": 3}
     vision = sizes | {"image_size": 24, "patch_size": 4, "initializer_range": 0.25}
-    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
+    config = model_class.config_class(text_config=text, vision_config=vision, projection_dim=8)
+    return model_class(config).eval()
 
 
-def test_of_clip_the_vision_tower_is_patched_and_the_text_sees_no_later_token(attended: list[str]) -> None:
-    model = hf_effattn.patch_attention(clip(), "clustered", **FORCED)
+@pytest.mark.parametrize("model_class", [CLIPModel, Owlv2Model, OwlViTModel])
+def test_of_clip_the_vision_tower_is_patched_and_the_text_sees_no_later_token(
+    model_class: Any, attended: list[str]
+) -> None:
+    model = hf_effattn.patch_attention(clip(model_class), "clustered", **FORCED)
     tokens = torch.randint(5, 60, (2, N))
     later = tokens.clone()
     later[:, 20:] = 7

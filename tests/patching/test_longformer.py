@@ -63,7 +63,11 @@ def make_model(model_type: str, auto_class: Any = AutoModel, **changes: Any) -> 
         )
     for name, value in changes.items():
         setattr(config, name, value)
-    return auto_class.from_config(config).eval()
+    model = auto_class.from_config(config).eval()
+    for name, weight in model.named_parameters():  # which begin with 0
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight, std=0.25)
+    return model
 
 
 def inputs_of(model_type: str, *, padded: bool = True, global_tokens: str = "some") -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.tiny_models import (
     MODEL_TYPES,
+    PARTS,
     SMALL_SETTINGS,
     WITH_TOPK,
     batch_for,
@@ -44,11 +45,12 @@ def test_saved_and_loaded(model_type: str, method: str, tmp_path: Path, attended
     assert saved["effattn"] == model.config.effattn
     assert "attn_implementation" not in str(saved)
 
-    loaded = hf_effattn.from_pretrained(AutoModel, tmp_path).eval()
+    model_class: Any = type(model) if model_type in PARTS else AutoModel
+    loaded = hf_effattn.from_pretrained(model_class, tmp_path).eval()
     assert torch.equal(encoded(loaded, batch), expected)
     assert loaded.config.effattn == model.config.effattn
     attended.clear()
-    plain = AutoModel.from_pretrained(tmp_path).eval()
+    plain = model_class.from_pretrained(tmp_path).eval()
     assert torch.equal(encoded(plain, batch), exact)
     assert attended == []
 

@@ -1,5 +1,6 @@
 """A small random model of every model type that can be patched, with inputs, for tests of patching."""
 
+import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -118,7 +119,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clip_vision_model": IMAGE,
     "siglip_vision_model": IMAGE,
     "siglip2_vision_model": IMAGE | {"num_patches": 36},
+    "idefics2_vision": IMAGE,
     "idefics3_vision": IMAGE,
+    "owlvit_vision_model": IMAGE,
+    "owlv2_vision_model": IMAGE,
     "smolvlm_vision": IMAGE,
     "yolos": IMAGE | {"image_size": [24, 24], "num_detection_tokens": 3},
     "sam3_vit_model": IMAGE | {"pretrain_image_size": 24, "window_size": 3, "global_attn_indexes": [0, 1]},
@@ -148,7 +152,13 @@ READS = {name: TABLE[name].reads for name in MODEL_TYPES}
 IMAGES = tuple(name for name in MODEL_TYPES if READS[name] == "image")
 SPEECHES = ("wav2vec2", "hubert", "data2vec-audio", "unispeech", "unispeech-sat")
 # Their images are padded to the largest, with a mask of patches.
-PADDED_IMAGES = ("idefics3_vision", "smolvlm_vision")
+PADDED_IMAGES = ("idefics2_vision", "idefics3_vision", "smolvlm_vision")
+# Parts of other models that AutoModel does not make.
+PARTS = {
+    "idefics2_vision": "Idefics2VisionTransformer",
+    "owlvit_vision_model": "OwlViTVisionModel",
+    "owlv2_vision_model": "Owlv2VisionModel",
+}
 # Their encoders are asked, and their decoders run along.
 WITH_DECODER = tuple(name for name in MODEL_TYPES if TABLE[name].has_decoder)
 TEXTS = tuple(name for name in MODEL_TYPES if READS[name] in ("text", "protein"))
@@ -218,7 +228,12 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
 def tiny_model(model_type: str, auto_class: Any = AutoModel, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A small random model in eval mode; the same seed gives the same weights."""
     torch.manual_seed(seed)
-    model = auto_class.from_config(tiny_config(model_type, **changes)).eval()
+    config = tiny_config(model_type, **changes)
+    if model_type in PARTS:
+        module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+        model = getattr(module, PARTS[model_type])._from_config(config).eval()
+    else:
+        model = auto_class.from_config(config).eval()
     if model_type in OWN_INITIALIZATION:
         with torch.no_grad():
             for weight in model.parameters():

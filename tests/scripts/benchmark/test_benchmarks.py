@@ -21,6 +21,7 @@ from scripts.benchmark import embeddings as benchmark_embeddings
 from scripts.benchmark import frontier as benchmark_frontier
 from scripts.benchmark import images as benchmark_images
 from scripts.benchmark import kmeans as benchmark_kmeans
+from scripts.benchmark import longformer as benchmark_longformer
 from scripts.benchmark import models as benchmark_models
 from scripts.benchmark import neighbour as benchmark_neighbour
 from scripts.benchmark import prefill as benchmark_prefill
@@ -211,6 +212,30 @@ def test_benchmark_windows(tmp_path, monkeypatch):
         benchmark_windows.main("147", "float32", output=tmp_path / "other.json")
     with pytest.raises(typer.BadParameter, match="sharing must divide the 12 heads, got 5"):
         benchmark_windows.main("300", "float32", sharing="5", output=tmp_path / "other.json")
+
+
+def test_benchmark_longformer(tmp_path, monkeypatch):
+    """Both models in both ways, which differ by rounding."""
+    tiny = {
+        "longformer": {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 16, "attention_window": 16},
+        "led": {"d_model": 32, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "attention_window": 16},
+    }
+    sizes = {"Longformer-base": tiny["longformer"], "LED-base": tiny["led"] | {"decoder_attention_heads": 2}}
+    of_model = benchmark_longformer.encoder
+    monkeypatch.setattr(benchmark_longformer, "encoder", lambda name, length: of_model(name, length, **sizes[name]))
+    monkeypatch.setattr(benchmark_longformer, "LENGTHS", dict.fromkeys(sizes, (64,)))
+    output = tmp_path / "longformer.json"
+    benchmark_longformer.main(dtypes="float32", repeats=1, output=output)
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert [(row["model"], row["method"]) for row in rows] == [
+        (name, method) for name in sizes for method in ("exact", benchmark_longformer.BLOCKS)
+    ]
+    for row in rows:
+        assert row["forward_peak_bytes"] > 0
+        assert row["training_seconds"] > 0
+        assert row["method"] == "exact" or 0 < row["error"] < 1e-5
+    with pytest.raises(typer.BadParameter, match="must be of Longformer-base, LED-base, got GPT-2"):
+        benchmark_longformer.main(models="GPT-2", output=tmp_path / "other.json")
 
 
 def test_benchmark_images(tmp_path, monkeypatch):

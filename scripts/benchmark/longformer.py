@@ -1,0 +1,113 @@
+"""How much faster are Longformer and LED's encoder in blocks than as transformers runs them, and how far off?
+
+In the sizes of the published models, with fewer layers, as all are alike; random weights and texts, whose first token
+sees all others, as classification has it. Both ways are timed in one run, interleaved, forward and a step of training,
+and their memory is taken.
+
+    python -m scripts.benchmark.longformer     # writes scripts/results/benchmark_longformer.json; minutes on two cores
+
+What the output file holds is not measured again.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+from transformers import LEDConfig, LEDModel, LongformerConfig, LongformerModel, PreTrainedModel
+
+from hf_effattn import patch_attention
+from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio, peak_memory_added
+
+from ..kept.command_line import run_with_help
+from ..kept.runs import KeptRuns, print_rows
+from .attention import EXACT
+from .models import TOKENS
+
+LAYERS = 3
+# The lengths of their use, and beyond what they were published for.
+LENGTHS = {"Longformer-base": (512, 1024, 4096), "LED-base": (4096, 16384)}
+BLOCKS = "in blocks"
+
+
+def encoder(name: str, length: int, **sizes: Any) -> PreTrainedModel:
+    """One of them, exact, with random weights; LED's decoder is one layer that nothing calls."""
+    torch.manual_seed(0)
+    same = {"vocab_size": TOKENS, "attention_probs_dropout_prob": 0.0}
+    if name == "Longformer-base":
+        own = {"num_hidden_layers": LAYERS, "max_position_embeddings": length + 2, "pad_token_id": 1}
+        return LongformerModel(LongformerConfig(**own | {"hidden_dropout_prob": 0.0} | same | sizes))
+    own = {"encoder_layers": LAYERS, "decoder_layers": 1, "max_encoder_position_embeddings": length}
+    widths = {"d_model": 768, "encoder_ffn_dim": 3072, "encoder_attention_heads": 12, "attention_window": 1024}
+    return LEDModel(LEDConfig(**own | widths | {"dropout": 0.0} | same | sizes))
+
+
+def run(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """The last hidden state."""
+    first = torch.zeros_like(tokens)
+    first[:, 0] = 1
+    called = model.get_encoder() if model.config.is_encoder_decoder else model
+    return called(tokens, attention_mask=torch.ones_like(tokens), global_attention_mask=first)[0]
+
+
+def forward(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """The last hidden state, without gradients."""
+    with torch.no_grad():
+        return run(model, tokens)
+
+
+def training_step(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+    """Forward and backward pass, gradients thrown away."""
+    run(model, tokens).float().square().mean().backward()
+    model.zero_grad(set_to_none=True)
+
+
+def measure(case: dict[str, Any], repeats: int, **sizes: Any) -> list[dict[str, Any]]:
+    """A row for each way: seconds, how often as fast, the most bytes held, and the relative L2 distance."""
+    dtype, device = getattr(torch, case["dtype"]), torch.device("cpu")
+    exact = encoder(case["model"], case["length"], **sizes).eval()
+    models = {EXACT: exact.to(dtype), BLOCKS: patch_attention(copy.deepcopy(exact), "exact-windows")}
+    tokens = torch.randint(3, TOKENS, (1, case["length"]), generator=torch.Generator().manual_seed(0))
+    outputs = {name: forward(model, tokens).double() for name, model in models.items()}
+    away = (outputs[BLOCKS] - outputs[EXACT]).norm() / outputs[EXACT].norm()
+    rows = {name: case | {"method": name} for name in models}
+    rows[BLOCKS]["error"] = away.item()
+    passes: dict[str, Callable] = {"forward": forward, "training": training_step}
+    for name, once in passes.items():
+        calls = {method: partial(once, model, tokens) for method, model in models.items()}
+        for method, call in calls.items():  # each warms up as it is weighed
+            rows[method][f"{name}_peak_bytes"] = peak_memory_added(call, device)[1]
+        seconds = interleaved_rounds(calls, device, repeats)
+        for method, taken in seconds.items():
+            rows[method] |= {f"{name}_seconds": median(taken), name: median_ratio(seconds[EXACT], taken)}
+    return list(rows.values())
+
+
+def main(
+    models: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(LENGTHS),
+    dtypes: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16.")] = "float32",
+    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 3,
+    output: Path = Path(__file__).parents[1] / "results" / "benchmark_longformer.json",
+) -> None:
+    """Measure each of them at its lengths; keep it as JSON."""
+    unknown = set(models.split(",")) - LENGTHS.keys()
+    if unknown:
+        raise typer.BadParameter(f"models must be of {', '.join(LENGTHS)}, got {', '.join(sorted(unknown))}")
+    kept = KeptRuns(output, {"layers": LAYERS})
+    cases = [
+        {"model": name, "length": length, "dtype": dtype}
+        for name in models.split(",")
+        for length in LENGTHS[name]
+        for dtype in dtypes.split(",")
+    ]
+    for case in track(kept.missing(cases), description="longformer"):
+        kept.add(*measure(case, repeats))
+    print_rows(kept)
+
+
+if __name__ == "__main__":
+    run_with_help(main, __doc__)

@@ -1,0 +1,90 @@
+"""Tables of what a patch makes faster without approximating: windows, Longformer, attention sinks."""
+
+from typing import Any
+
+from hf_effattn.reporting.table import markdown
+
+from ..benchmark import longformer as benchmark_longformer
+from ..benchmark.attention import EXACT
+from .cst_tables import Table, of_file
+
+
+@of_file("benchmark_windows")
+def windows(result: dict[str, Any]) -> Table:
+    """How much faster layers with a window are in blocks, and how far off."""
+    found: dict[tuple[int, ...], dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        case = found.setdefault(tuple(row[name] for name in ("before", "after", "sharing", "length", "batch")), {})
+        case[row["dtype"]] = row
+    dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
+    columns = "forward", "both passes", "error"
+    header = ["window", "tokens", *(f"{one}: {column}" for one in dtypes for column in columns)]
+    rows = []
+    for case_of, case in sorted(found.items(), key=lambda item: (not item[0][1], item[0])):
+        before, after, sharing, length, batch = case_of
+        texts = f"{batch} × {length:,}" if batch > 1 else f"{length:,}"
+        shared = f", {sharing} heads share keys" if sharing > 1 else ""
+        cells = [(f"{after} to each side" if after else f"{before + 1:,} backwards") + shared, texts]
+        for one in dtypes:
+            cells += [f"{case[one]['forward']:.1f}×", f"{case[one]['training']:.1f}×", f"{case[one]['error']:.0e}"]
+        rows.append(cells)
+    sizes = result["settings"]
+    note = (
+        "Times faster than SDPA with transformers' dense mask, masks included, and the relative L2 distance of the "
+        f"outputs; one layer of {sizes['heads']} heads of {sizes['head_dim']}, random inputs. "
+    )
+    return markdown(header, rows), note
+
+
+@of_file("benchmark_longformer")
+def longformer(result: dict[str, Any]) -> Table:
+    """How much faster Longformer and LED's encoder are in blocks, what they hold, and how far off."""
+    found: dict[tuple[str, int], dict[str, dict[str, dict[str, Any]]]] = {}
+    for row in result["rows"]:
+        case = found.setdefault((row["model"], row["length"]), {})
+        case.setdefault(row["dtype"], {})[row["method"]] = row
+    dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
+    columns = "forward", "training", "error"
+    held = {"memory": "forward_peak_bytes", "memory, training": "training_peak_bytes"}
+    header = ["model", "tokens", *(f"{one}: {column}" for one in dtypes for column in columns), *held]
+    rows = []
+    for (name, length), case in found.items():
+        cells = [name, f"{length:,}"]
+        for patched in (case[one][benchmark_longformer.BLOCKS] for one in dtypes):
+            cells += [f"{patched['forward']:.1f}×", f"{patched['training']:.1f}×", f"{patched['error']:.0e}"]
+        ways = case[dtypes[0]][EXACT], case[dtypes[0]][benchmark_longformer.BLOCKS]
+        cells += [" to ".join(f"{row[peak] / 2**20:,.0f}" for row in ways) + " MiB" for peak in held.values()]
+        rows.append(cells)
+    note = (
+        "Times as fast as transformers' own code, the whole encoder, its first token seeing all others, and the "
+        f"relative L2 distance of the last hidden states; memory beside the weights, {dtypes[0]}. Published sizes, "
+        f"{result['settings']['layers']} layers, random weights, one text. Most of LED's is a mask of N × N. "
+    )
+    return markdown(header, rows), note
+
+
+@of_file("benchmark_sinks")
+def sinks(result: dict[str, Any]) -> Table:
+    """How much faster layers with attention sinks are than transformers' eager ones, and what they hold."""
+    kinds = {"full": "all earlier tokens", "window": f"windows of {result['settings']['window']}"}
+    names = {"eager": "transformers, eager", "exact": "patched, exact"}
+    header = ["layers that see", "tokens", "", "speed", "ms", "memory", "error"]
+    rows = [
+        [
+            kinds[row["layer"]],
+            f"{row['length']:,}",
+            names.get(row["way"], row["way"]),
+            "" if row["speedup"] is None else f"{row['speedup']:.1f}×",
+            f"{row['ms']:,.0f}",
+            f"{row['peak_bytes'] / 2**20:,.0f} MiB",
+            f"{row['error']:.0e}" if row.get("error") is not None else "",
+        ]
+        for row in result["rows"]
+    ]
+    sizes = result["settings"]
+    note = (
+        f"{sizes['heads']} query heads on {sizes['key_heads']} of keys, {sizes['head_dim']} wide, as gpt-oss has, "
+        f"random inputs, {result['rows'][0]['dtype']}, masks included. Error: relative L2 distance from eager "
+        "attention, both rounded. No row: eager scores would not fit. "
+    )
+    return markdown(header, rows, right=range(3, 7)), note
