@@ -7,7 +7,7 @@ table (of decoders by the method's causal form), and transformers' own SDPA path
 decoding steps and further chunks of a prompt over a cache (unless the method has a form for them), dense 4-D masks,
 packed sequences, layers that are not selected, inputs too short to gain, and wherever a keyword changes attention
 (`keywords.py`). Layers with a sliding window are exact, too, in blocks (`windows.py`). Where a method would look into
-the future it raises. Longformer calls no such function: `longformer.py`.
+the future it raises. Longformer and its kind call no such function: `own_attention.py`.
 """
 
 import warnings

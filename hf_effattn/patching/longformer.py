@@ -4,12 +4,11 @@ transformers computes it itself, in chunks of twice the keys that a query sees a
 method is called there: a patch gives its modules the classes of this file instead, which hold the same weights and
 compute the same attention (Beltagy, Peters and Cohan 2020, section 3.1). Outputs differ by rounding.
 
-The file is read with the first model that needs it, for it reads transformers' modelling files.
+The file is read with the first model that needs it (`own_attention.py`), for it reads transformers' modelling files.
 
 Sizes: `B` batch, `N` length, `E` hidden size, `H` heads, `D` head_dim, `G` tokens of global attention.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 from transformers.models.led.modeling_led import LEDEncoderSelfAttention
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
-from .windows import KeysForAll, Window, attend_in_blocks, block_length, seen_in_blocks
+from .windows import KeysForAll, Window, attend_in_blocks, block_length, is_traced, seen_in_blocks
 
 if TYPE_CHECKING:
     _Exact = nn.Module
@@ -63,8 +62,7 @@ class _InBlocks(_Exact):
         Returns:
             `(torch.Tensor,)`: `(B, N, E)`, 0 in padding.
         """
-        traced = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
-        traced = traced or getattr(self.config, "onnx_export", False)
+        traced = is_traced() or getattr(self.config, "onnx_export", False)
         if output_attentions or traced or is_index_masked is None or is_index_global_attn is None:
             asked = attention_mask, is_index_masked, is_index_global_attn, is_global_attn, output_attentions
             return super().forward(hidden_states, *asked)
@@ -143,19 +141,6 @@ class LongformerInBlocks(_InBlocks, LongformerSelfAttention):
 
 class LEDEncoderInBlocks(_InBlocks, LEDEncoderSelfAttention):
     """Self-attention of LED's encoder, patched."""
-
-
-PATCHED: dict[type[nn.Module], type[nn.Module]] = {
-    LongformerSelfAttention: LongformerInBlocks,
-    LEDEncoderSelfAttention: LEDEncoderInBlocks,
-}
-
-
-def run_in_blocks(modules: Sequence[nn.Module], *, patched: bool) -> None:
-    """Give modules the class that attends in blocks, or the one that they had; others stay as they are."""
-    classes = PATCHED if patched else {own: exact for exact, own in PATCHED.items()}
-    for module in modules:
-        module.__class__ = classes.get(type(module), type(module))
 
 
 def _places(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

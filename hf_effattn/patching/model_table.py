@@ -30,7 +30,7 @@ class OtherPositions:
     """Positions that `extend_positions` cannot, or need not, extend.
 
     Args:
-        kind (`str`): "rotary", "learned", "fixed" (a formula) or "convolution".
+        kind (`str`): "rotary", "learned", "fixed" (a formula), "relative" or "convolution".
         why (`str`): why there is nothing to do, and what to do instead.
         any_size (`bool`): whether an image may have more patches than the config names.
     """
@@ -81,7 +81,7 @@ class ModelType:
         says_use_cache (`bool`): whether its layers hand on `use_cache`, by which a prompt is known, and all keywords.
         window_in_config (`bool`): whether all its layers see the window only that the config names.
         attends_itself (`bool`): whether its layers compute attention within windows themselves, and call no function
-            for it; a patch gives them the classes of `longformer.py`, whose names stand beside theirs.
+            for it; a patch gives them the classes of `own_attention.py`.
         window_of_image (`Callable`, *optional*): where layers call attention for each window of an image, the patches
             of one, given the config: what has no more is exact.
         special_patches (`int`): of an image, the tokens beside its patches, such as [CLS].
@@ -214,9 +214,16 @@ MODEL_TYPES: dict[str, ModelType] = {
         ("ModernBertAttention",), _MODERNBERT, longest="8,192; two layers of three see windows of 128"
     ),
     "longformer": ModelType(
-        ("LongformerSelfAttention", "LongformerInBlocks"),
+        ("LongformerSelfAttention",),
         LearnedPositions(reserved_by_padding=True, buffers=()),
         longest="4,096, seen in windows of 512",
+        attends_itself=True,
+    ),
+    "longt5": ModelType(
+        ("LongT5LocalAttention", "LongT5TransientGlobalAttention"),
+        OtherPositions("relative", "its biases are of distances, of any length"),
+        longest="16,384, seen in windows of 255, and as means",
+        has_decoder=True,
         attends_itself=True,
     ),
     "gte": _rotary("GteAttention", "8,192"),
@@ -309,7 +316,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "pegasus": _encoder_of_two("PegasusAttention", _SINUSOIDS),
     "marian": _encoder_of_two("MarianAttention", _SINUSOIDS, "512"),
     "led": ModelType(
-        ("LEDEncoderSelfAttention", "LEDEncoderInBlocks"),
+        ("LEDEncoderSelfAttention",),
         _LED,
         longest="16,384, seen in windows of 1,024",
         has_decoder=True,
@@ -444,7 +451,6 @@ NOT_SERVED: dict[str, str] = {
     "t5": _RELATIVE,
     "mt5": _RELATIVE,
     "umt5": _RELATIVE,
-    "longt5": _RELATIVE,
     "mpnet": f"{_RELATIVE}, and {_NO_DISPATCH}",
     "deberta": f"{_RELATIVE}, and {_NO_DISPATCH}",
     "deberta-v2": f"{_RELATIVE}, and {_NO_DISPATCH}",

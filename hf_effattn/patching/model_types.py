@@ -13,6 +13,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .model_table import MODEL_TYPES, LearnedPositions, ModelType, layers_that_attend
 
+_ATTENDING_THEMSELVES = {
+    name: entry for entry in MODEL_TYPES.values() if entry.attends_itself for name in entry.attention
+}
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -39,14 +43,21 @@ class Stack:
 
 
 def model_type_of(module: nn.Module) -> ModelType | None:
-    """The entry of the table for a module's config."""
-    return MODEL_TYPES.get(getattr(getattr(module, "config", None), "model_type", ""))
+    """The entry of the table for a module's config or, of one that attends itself and may have none, for its class."""
+    entry = MODEL_TYPES.get(getattr(getattr(module, "config", None), "model_type", ""))
+    found = (_ATTENDING_THEMSELVES.get(kind.__name__) for kind in type(module).__mro__)
+    return next((own for own in found if own is not None), None) if entry is None else entry
 
 
 def is_self_attention(module: nn.Module) -> bool:
     """Whether this is a self-attention module, causal or not, of a model type in the table."""
     entry = model_type_of(module)
-    if entry is None or type(module).__name__ not in entry.attention:
+    if entry is None:
+        return False
+    kinds = (
+        type(module).__mro__ if entry.attends_itself else (type(module),)
+    )  # patched, they have others before theirs
+    if not any(kind.__name__ in entry.attention for kind in kinds):
         return False
     # Only the modules that call the attention function carry is_causal; wrappers of older versions do not.
     if not hasattr(module, "is_causal") and not entry.attends_itself:
@@ -94,7 +105,7 @@ def _window(module: nn.Module) -> int | None:
     config: Any = getattr(module, "config", None)
     window = getattr(config if entry is not None and entry.window_in_config else module, "sliding_window", None)
     if entry is not None and entry.attends_itself:
-        window = module.one_sided_attn_window_size
+        window = getattr(module, "one_sided_attn_window_size", None) or module.local_radius
     if window is None and _kind_of_layer(config, getattr(module, "layer_idx", None)) == "chunked_attention":
         window = config.attention_chunk_size
     return None if window is None or is_longer_than_inputs(window, config) else window
@@ -159,13 +170,19 @@ def _collect(
     if module in seen:
         return
     seen.add(module)
-    if isinstance(module, PreTrainedModel) and (owner is None or module.config is not owner[0].config):
+    if isinstance(module, PreTrainedModel) and (owner is None or not _shares_config(module, owner[0])):
         owner = (module, [])
         found.append(owner)
     if owner is not None and is_served(module) and model_type_of(module) is model_type_of(owner[0]):
         owner[1].append(module)
     for child in module.children():
         _collect(child, owner, found, seen)
+
+
+def _shares_config(part: PreTrainedModel, model: PreTrainedModel) -> bool:
+    """Whether a part of a model has its config, or a copy of it, as LongT5's encoder has."""
+    copied = type(part.config) is type(model.config) and model_type_of(model) in _ATTENDING_THEMSELVES.values()
+    return part.config is model.config or copied
 
 
 def longest_input(model: PreTrainedModel | PreTrainedConfig) -> int | None:

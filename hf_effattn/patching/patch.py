@@ -175,7 +175,7 @@ def _exact_implementation(stack: Stack) -> str:
 def set_implementation(stack: Stack, implementation: str) -> None:
     """Set the attention implementation of a stack, also in a copy of the config that its modules hold."""
     if attends_itself(stack.model):
-        from .longformer import run_in_blocks  # reads modelling files of transformers, which others go without
+        from .own_attention import run_in_blocks  # reads modelling files of transformers, which others go without
 
         run_in_blocks(stack.modules, patched=implementation in list_methods())
         return

@@ -60,7 +60,12 @@ def sees_all(mask_function: Callable) -> bool:
 
 
 def _in_a_graph() -> bool:
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return torch.compiler.is_compiling() or is_traced()
+
+
+def is_traced() -> bool:
+    """Whether `torch.jit.trace` is running, and the exports that use it."""
+    return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
 
 
 def _reach(mask_function: Callable) -> tuple[float, float] | None:

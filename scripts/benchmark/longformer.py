@@ -1,8 +1,9 @@
-"""How much faster are Longformer and LED's encoder in blocks than as transformers runs them, and how far off?
+"""How much faster are Longformer and the encoders of LED and LongT5 in blocks than in transformers, and how far off?
 
 In the sizes of the published models, with fewer layers, as all are alike; random weights and texts, whose first token
 sees all others, as classification has it. Both ways are timed in one run, interleaved, forward and a step of training,
-and their memory is taken.
+and their memory is taken. LongT5 (transient-global) is not trained: its scores have biases that learn, for which torch
+has no faster way.
 
     python -m scripts.benchmark.longformer     # writes scripts/results/benchmark_longformer.json; minutes on two cores
 
@@ -18,7 +19,15 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.progress import track
-from transformers import LEDConfig, LEDModel, LongformerConfig, LongformerModel, PreTrainedModel
+from transformers import (
+    LEDConfig,
+    LEDModel,
+    LongformerConfig,
+    LongformerModel,
+    LongT5Config,
+    LongT5EncoderModel,
+    PreTrainedModel,
+)
 
 from hf_effattn import patch_attention
 from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio, peak_memory_added
@@ -28,26 +37,32 @@ from ..kept.runs import KeptRuns, print_rows
 from .attention import EXACT
 from .models import TOKENS
 
-LAYERS = 3
-# The lengths of their use, and beyond what they were published for.
-LENGTHS = {"Longformer-base": (512, 1024, 4096), "LED-base": (4096, 16384)}
+LAYERS = {"Longformer-base": 3, "LED-base": 3, "LongT5-base": 6}  # LongT5's first is transformers' own
+LENGTHS = {"Longformer-base": (512, 1024, 4096), "LED-base": (4096, 16384), "LongT5-base": (4096, 16384)}
+FORWARD_ONLY = ("LongT5-base",)
 BLOCKS = "in blocks"
 
 
 def encoder(name: str, length: int, **sizes: Any) -> PreTrainedModel:
     """One of them, exact, with random weights; LED's decoder is one layer that nothing calls."""
     torch.manual_seed(0)
+    if name == "LongT5-base":
+        kind = {"encoder_attention_type": "transient-global", "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0}
+        widths = {"d_model": 768, "d_kv": 64, "num_heads": 12, "d_ff": 2048, "num_layers": LAYERS[name]}
+        return LongT5EncoderModel(LongT5Config(**kind | widths | {"vocab_size": TOKENS} | sizes))
     same = {"vocab_size": TOKENS, "attention_probs_dropout_prob": 0.0}
     if name == "Longformer-base":
-        own = {"num_hidden_layers": LAYERS, "max_position_embeddings": length + 2, "pad_token_id": 1}
+        own = {"num_hidden_layers": LAYERS[name], "max_position_embeddings": length + 2, "pad_token_id": 1}
         return LongformerModel(LongformerConfig(**own | {"hidden_dropout_prob": 0.0} | same | sizes))
-    own = {"encoder_layers": LAYERS, "decoder_layers": 1, "max_encoder_position_embeddings": length}
+    own = {"encoder_layers": LAYERS[name], "decoder_layers": 1, "max_encoder_position_embeddings": length}
     widths = {"d_model": 768, "encoder_ffn_dim": 3072, "encoder_attention_heads": 12, "attention_window": 1024}
     return LEDModel(LEDConfig(**own | widths | {"dropout": 0.0} | same | sizes))
 
 
 def run(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """The last hidden state."""
+    if isinstance(model, LongT5EncoderModel):
+        return model(tokens, attention_mask=torch.ones_like(tokens))[0]
     first = torch.zeros_like(tokens)
     first[:, 0] = 1
     called = model.get_encoder() if model.config.is_encoder_decoder else model
@@ -76,7 +91,9 @@ def measure(case: dict[str, Any], repeats: int, **sizes: Any) -> list[dict[str, 
     away = (outputs[BLOCKS] - outputs[EXACT]).norm() / outputs[EXACT].norm()
     rows = {name: case | {"method": name} for name in models}
     rows[BLOCKS]["error"] = away.item()
-    passes: dict[str, Callable] = {"forward": forward, "training": training_step}
+    passes: dict[str, Callable] = {"forward": forward}
+    if case["model"] not in FORWARD_ONLY:
+        passes["training"] = training_step
     for name, once in passes.items():
         calls = {method: partial(once, model, tokens) for method, model in models.items()}
         for method, call in calls.items():  # each warms up as it is weighed

@@ -36,6 +36,11 @@ def windows(result: dict[str, Any]) -> Table:
     return markdown(header, rows), note
 
 
+def _listed(layers: dict[str, int]) -> str:
+    """How many layers each model has, for a note."""
+    return ", ".join(f"{count} of {name}'s" for name, count in layers.items())
+
+
 @of_file("benchmark_longformer")
 def longformer(result: dict[str, Any]) -> Table:
     """How much faster Longformer and LED's encoder are in blocks, what they hold, and how far off."""
@@ -51,14 +56,17 @@ def longformer(result: dict[str, Any]) -> Table:
     for (name, length), case in found.items():
         cells = [name, f"{length:,}"]
         for patched in (case[one][benchmark_longformer.BLOCKS] for one in dtypes):
-            cells += [f"{patched['forward']:.1f}×", f"{patched['training']:.1f}×", f"{patched['error']:.0e}"]
+            speeds = (f"{patched[name]:.1f}×" if name in patched else "" for name in ("forward", "training"))
+            cells += [*speeds, f"{patched['error']:.0e}"]
         ways = case[dtypes[0]][EXACT], case[dtypes[0]][benchmark_longformer.BLOCKS]
-        cells += [" to ".join(f"{row[peak] / 2**20:,.0f}" for row in ways) + " MiB" for peak in held.values()]
+        peaks = [[row[peak] / 2**20 for row in ways if peak in row] for peak in held.values()]
+        cells += [" to ".join(f"{peak:,.0f}" for peak in both) + " MiB" if both else "" for both in peaks]
         rows.append(cells)
     note = (
         "Times as fast as transformers' own code, the whole encoder, its first token seeing all others, and the "
         f"relative L2 distance of the last hidden states; memory beside the weights, {dtypes[0]}. Published sizes, "
-        f"{result['settings']['layers']} layers, random weights, one text. Most of LED's is a mask of N × N. "
+        f"{_listed(result['settings']['layers'])} layers, random weights, one text. Most of LED's memory is a mask of "
+        "N × N, of LongT5's the biases. "
     )
     return markdown(header, rows), note
 

@@ -1,0 +1,184 @@
+"""LongT5, whose encoder computes its attention itself: the same values and gradients, by SDPA."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, LongT5Config, LongT5EncoderModel, LongT5ForConditionalGeneration
+
+import hf_effattn
+from hf_effattn.patching import longt5
+from hf_effattn.patching.longt5 import LongT5LocalInBlocks, LongT5TransientGlobalInBlocks
+from hf_effattn.patching.model_types import find_stacks
+
+METHOD = "exact-windows"
+IN_BLOCKS = {"local": LongT5LocalInBlocks, "transient-global": LongT5TransientGlobalInBlocks}
+LAYERS = 3
+each_kind = pytest.mark.parametrize("kind", IN_BLOCKS)
+
+
+def make_model(kind: str, model_class: Any = LongT5ForConditionalGeneration) -> Any:
+    """A small random model in eval mode whose weights and biases are large enough to matter."""
+    torch.manual_seed(0)
+    config = LongT5Config(
+        encoder_attention_type=kind,
+        num_layers=LAYERS,
+        num_decoder_layers=1,
+        d_model=32,
+        d_kv=8,
+        num_heads=4,
+        d_ff=48,
+        vocab_size=60,
+        local_radius=15,
+        global_block_size=8,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    model = model_class(config).eval()
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.25)
+    return model
+
+
+def inputs_of(*, padded: bool = True, length: int = 150) -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, 60, (3, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, 100:] = 0
+        mask[2, 20:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def encoded(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """What all layers of the encoder give."""
+    return tuple(model.get_encoder()(**inputs, output_hidden_states=True).hidden_states)
+
+
+def gradients(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    last = encoded(model, inputs)[-1] * inputs["attention_mask"][..., None]
+    (last * torch.linspace(-1, 1, last.shape[2])).sum().backward()
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def classes_of(model: Any) -> set[type]:
+    (stack,) = find_stacks(model)
+    return {type(module) for module in stack.modules}
+
+
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of the biases that SDPA was called with."""
+    shapes: list[torch.Size] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args: torch.Tensor, attn_mask: torch.Tensor, **how: Any) -> torch.Tensor:
+        shapes.append(attn_mask.shape)
+        return attend(*args, attn_mask=attn_mask, **how)
+
+    monkeypatch.setattr(longt5.F, "scaled_dot_product_attention", watched)
+    return shapes
+
+
+@each_kind
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("length", [150, 160, 7])
+def test_values_and_gradients(kind: str, padded: bool, length: int, attended: list[torch.Size]) -> None:
+    model = make_model(kind)
+    inputs = inputs_of(padded=padded and length > 100, length=length)
+    with torch.no_grad():
+        exact = encoded(model, inputs)
+    expected = gradients(model, inputs)
+    hf_effattn.patch_attention(model, METHOD)
+    assert classes_of(model) == {IN_BLOCKS[kind]}
+    assert attended == []
+    with torch.no_grad():
+        found = encoded(model, inputs)
+    keys = 48 + (length // 8 if kind == "transient-global" else 0)
+    assert [tuple(one) for one in attended] == [(3 * -(-length // 16), 4, 16, keys)] * (LAYERS - 1)
+    for layer, (one, other) in enumerate(zip(found, exact, strict=True)):
+        torch.testing.assert_close(one, other, rtol=0, atol=5e-5, msg=lambda said, at=layer: f"layer {at}: {said}")
+    of_patched = gradients(model, inputs)
+    assert of_patched.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            of_patched[name], gradient, rtol=1e-4, atol=5e-4, msg=lambda said, at=name: f"{at}: {said}"
+        )
+
+
+@each_kind
+@torch.no_grad()
+def test_writes_the_same_and_is_unpatched(kind: str, attended: list[torch.Size]) -> None:
+    model, inputs = make_model(kind), inputs_of()
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "num_beams": 2}
+    exact, written = encoded(model, inputs), model.generate(**inputs, **options)
+    before = classes_of(model)
+    hf_effattn.patch_attention(model, METHOD)
+    assert torch.equal(model.generate(**inputs, **options), written)
+    assert len(attended) == LAYERS - 1
+    copied = copy.deepcopy(model)
+    hf_effattn.unpatch_attention(model)
+    assert classes_of(model) == before
+    assert not hasattr(model.config, "effattn")
+    assert torch.equal(encoded(model, inputs)[-1], exact[-1])
+    assert classes_of(copied) == {IN_BLOCKS[kind]}
+
+
+@each_kind
+@torch.no_grad()
+def test_saved_and_loaded(kind: str, tmp_path: Path) -> None:
+    """The settings are in the model's own config, of which its encoder has a copy."""
+    model, inputs = hf_effattn.patch_attention(make_model(kind), METHOD), inputs_of()
+    expected = encoded(model, inputs)[-1]
+    model.save_pretrained(tmp_path)
+    loaded = hf_effattn.from_pretrained(AutoModelForSeq2SeqLM, tmp_path).eval()
+    assert classes_of(loaded) == {IN_BLOCKS[kind]}
+    assert torch.equal(encoded(loaded, inputs)[-1], expected)
+    plain = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert not classes_of(plain) & set(IN_BLOCKS.values())
+    encoder = hf_effattn.patch_attention(make_model(kind, LongT5EncoderModel), METHOD)
+    assert classes_of(encoder) == {IN_BLOCKS[kind]}
+
+
+@each_kind
+@torch.no_grad()
+def test_weights_come_from_transformers(kind: str, attended: list[torch.Size]) -> None:
+    model, inputs = make_model(kind), inputs_of()
+    exact = model.get_encoder()(**inputs, output_attentions=True)
+    hf_effattn.patch_attention(model, METHOD)
+    asked = model.get_encoder()(**inputs, output_attentions=True)
+    assert attended == []
+    for one, other in zip(asked.attentions, exact.attentions, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_trains_with_gradient_checkpointing_and_dropout(attended: list[torch.Size]) -> None:
+    model, inputs = hf_effattn.patch_attention(make_model("transient-global"), METHOD).train(), inputs_of()
+    expected = gradients(model, inputs)
+    model.gradient_checkpointing_enable()
+    attended.clear()
+    for name, gradient in gradients(model, inputs).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+    assert len(attended) == 2 * (LAYERS - 1)
+    last = find_stacks(model)[0].modules[-1]
+    last.dropout = 0.5
+    with torch.no_grad():
+        drawn = [encoded(model, inputs)[-1] for _ in range(2)]
+        assert not torch.equal(*drawn)
+        model.eval()
+        assert torch.equal(*(encoded(model, inputs)[-1] for _ in range(2)))
+
+
+@torch.no_grad()
+def test_bfloat16_is_as_near_as_transformers() -> None:
+    inputs = inputs_of()
+    exact = encoded(make_model("transient-global"), inputs)[-1]
+    model = make_model("transient-global").bfloat16()
+    by_transformers = encoded(model, inputs)[-1]
+    patched = encoded(hf_effattn.patch_attention(model, METHOD), inputs)[-1]
+    real = inputs["attention_mask"].bool()
+    error, usual = ((one[real].float() - exact[real]).norm() for one in (patched, by_transformers))
+    assert error <= 1.1 * usual
