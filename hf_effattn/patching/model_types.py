@@ -54,10 +54,8 @@ def is_self_attention(module: nn.Module) -> bool:
     entry = model_type_of(module)
     if entry is None:
         return False
-    kinds = (
-        type(module).__mro__ if entry.attends_itself else (type(module),)
-    )  # patched, they have others before theirs
-    if not any(kind.__name__ in entry.attention for kind in kinds):
+    kind = type(module)  # of a patched module that attends itself another, before its own
+    if not any(one.__name__ in entry.attention for one in (kind.__mro__ if entry.attends_itself else (kind,))):
         return False
     # Only the modules that call the attention function carry is_causal; wrappers of older versions do not.
     if not hasattr(module, "is_causal") and not entry.attends_itself:

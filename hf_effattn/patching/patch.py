@@ -178,9 +178,11 @@ def set_implementation(stack: Stack, implementation: str) -> None:
         from .own_attention import run_in_blocks  # reads modelling files of transformers, which others go without
 
         run_in_blocks(stack.modules, patched=implementation in list_methods())
-        return
+        # Its config keeps its own, unless transformers' switch has set another, which a decoder beside it may call.
+        if implementation in list_methods() or stack.model.config._attn_implementation not in list_methods():
+            return
     stack.model.set_attn_implementation(implementation)
     for module in stack.modules:
-        config: Any = module.config
+        config: Any = getattr(module, "config", stack.model.config)
         if config is not stack.model.config:
             config._attn_implementation = implementation

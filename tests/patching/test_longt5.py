@@ -155,6 +155,20 @@ def test_weights_come_from_transformers(kind: str, attended: list[torch.Size]) -
         assert torch.equal(one, other)
 
 
+@torch.no_grad()
+def test_the_switch_of_transformers_reaches_its_decoder_alone(attended: list[torch.Size]) -> None:
+    """Which stays exact by it, with its biases, and goes back by unpatching."""
+    model, inputs = make_model("local"), inputs_of()
+    inputs["decoder_input_ids"] = inputs["input_ids"][:, :40]
+    exact = model(**inputs).logits
+    model.set_attn_implementation(METHOD)
+    torch.testing.assert_close(model(**inputs).logits, exact, rtol=0, atol=5e-5)
+    assert [shape[-2] for shape in attended] == [40, 40]  # of the decoder's layer, to itself and to the encoder
+    hf_effattn.unpatch_attention(model)
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(model(**inputs).logits, exact)
+
+
 def test_trains_with_gradient_checkpointing_and_dropout(attended: list[torch.Size]) -> None:
     model, inputs = hf_effattn.patch_attention(make_model("transient-global"), METHOD).train(), inputs_of()
     expected = gradients(model, inputs)
