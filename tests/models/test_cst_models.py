@@ -68,8 +68,8 @@ def gradients(model, inputs):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def losses(model, inputs, steps):
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+def losses(model, inputs, steps, rate=0.01):
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     seen = []
     model.train()
     for _ in range(steps):
@@ -85,9 +85,9 @@ def losses(model, inputs, steps):
 @every_head
 def test_every_head_trains(model_class):
     model = tiny_model(model_class, num_labels=3, initializer_range=0.02).float()
-    seen = losses(model, inputs_for(model_class), 60)
-    # Not the last one: Adam at this rate may leap once a batch is learned, where the rounding of a processor decides.
-    assert min(seen) < 0.5 * seen[0]
+    # At twice the rate Adam may leap once a batch is learned, where the rounding of a processor decides.
+    seen = losses(model, inputs_for(model_class), 60, rate=0.005)
+    assert seen[-1] < 0.5 * seen[0]
 
 
 @pytest.mark.slow_except("classifier-paper", "classifier-three_levels", "classifier-mlp", "causal-paper")
