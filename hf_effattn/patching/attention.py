@@ -95,6 +95,8 @@ def padding_mask(
         )
         if mask is not None:
             return mask
+    if entry is not None and entry.attends_itself:  # the call of a decoder beside it, which may not say that it is one
+        kwargs["allow_is_causal_skip"] = False
     return sdpa_mask(q_length=q_length, **kwargs)
 
 
@@ -153,7 +155,7 @@ def attention(
         ValueError: a causal model, or any, of a model type that is not in the table, settings that do not fit, a
             keyword that changes attention in a way that SDPA does not know either.
     """
-    wants_weights = bool(kwargs.pop("output_attentions", None)) or _matrices_are_collected(module)
+    wants_weights = bool(kwargs.pop("output_attentions", None)) or matrices_are_collected(module)
     reads_drafts, sinks = kwargs.pop(READS_DRAFTS, False), kwargs.pop("s_aux", None)
     chosen = method_for(module, method)
     if chosen is not None and chosen.tolerance is not None:
@@ -308,9 +310,9 @@ def _by_method(method: Method, call: Call) -> Attended:
     return result.transpose(1, 2).contiguous(), weights
 
 
-def _matrices_are_collected(module: nn.Module) -> bool:
+def matrices_are_collected(module: nn.Module) -> bool:
     """Whether attention matrices were asked for where no argument says so: GPT-2 and OPT keep it to themselves."""
-    if getattr(module.config, "output_attentions", False):
+    if getattr(getattr(module, "config", None), "output_attentions", False):
         return True
     # In a compiled layer of a model that is not compiled itself, the collector's state cannot be traced.
     if torch.compiler.is_compiling() and not _active_collector.compiling:

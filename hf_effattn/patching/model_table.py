@@ -322,6 +322,13 @@ MODEL_TYPES: dict[str, ModelType] = {
         has_decoder=True,
         attends_itself=True,
     ),
+    "pegasus_x": ModelType(
+        ("PegasusXGlobalLocalAttention",),
+        _GROWING_SINUSOIDS,
+        longest="16,384, seen in blocks of 512, and 128 global tokens",
+        has_decoder=True,
+        attends_itself=True,
+    ),
     "m2m_100": _encoder_of_two("M2M100Attention", _GROWING_SINUSOIDS),
     "gpt2": _decoder("GPT2Attention", "1,024", _GPT2),
     "opt": _decoder("OPTAttention", "2,048", _FROM_2, says_use_cache=False),

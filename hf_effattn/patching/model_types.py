@@ -17,6 +17,9 @@ _ATTENDING_THEMSELVES = {
     name: entry for entry in MODEL_TYPES.values() if entry.attends_itself for name in entry.attention
 }
 
+# What modules that attend themselves call their windows or blocks: Longformer and LED, LongT5, Pegasus-X.
+_OWN_WINDOWS = "one_sided_attn_window_size", "local_radius", "block_size"
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -103,7 +106,7 @@ def _window(module: nn.Module) -> int | None:
     config: Any = getattr(module, "config", None)
     window = getattr(config if entry is not None and entry.window_in_config else module, "sliding_window", None)
     if entry is not None and entry.attends_itself:
-        window = getattr(module, "one_sided_attn_window_size", None) or module.local_radius
+        window = next(getattr(module, name) for name in _OWN_WINDOWS if hasattr(module, name))
     if window is None and _kind_of_layer(config, getattr(module, "layer_idx", None)) == "chunked_attention":
         window = config.attention_chunk_size
     return None if window is None or is_longer_than_inputs(window, config) else window

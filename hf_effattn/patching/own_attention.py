@@ -6,15 +6,18 @@ from torch import nn
 from transformers.models.led.modeling_led import LEDEncoderSelfAttention
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 from transformers.models.longt5.modeling_longt5 import LongT5LocalAttention, LongT5TransientGlobalAttention
+from transformers.models.pegasus_x.modeling_pegasus_x import PegasusXGlobalLocalAttention
 
 from .longformer import LEDEncoderInBlocks, LongformerInBlocks
 from .longt5 import LongT5LocalInBlocks, LongT5TransientGlobalInBlocks
+from .pegasus_x import PegasusXInBlocks
 
 PATCHED: dict[type[nn.Module], type[nn.Module]] = {
     LongformerSelfAttention: LongformerInBlocks,
     LEDEncoderSelfAttention: LEDEncoderInBlocks,
     LongT5LocalAttention: LongT5LocalInBlocks,
     LongT5TransientGlobalAttention: LongT5TransientGlobalInBlocks,
+    PegasusXGlobalLocalAttention: PegasusXInBlocks,
 }
 
 

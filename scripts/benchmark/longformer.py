@@ -1,9 +1,9 @@
-"""How much faster are Longformer and the encoders of LED and LongT5 in blocks than in transformers, and how far off?
+"""How much faster are Longformer and the encoders of LED, LongT5 and Pegasus-X in blocks, and how far off?
 
-In the sizes of the published models, with fewer layers, as all are alike; random weights and texts, whose first token
-sees all others, as classification has it. Both ways are timed in one run, interleaved, forward and a step of training,
-and their memory is taken. LongT5 (transient-global) is not trained: its scores have biases that learn, for which torch
-has no faster way.
+Beside transformers' own code. In the sizes of the published models, with fewer layers, as all are alike; random
+weights and texts, whose first token sees all others in Longformer and LED, as classification has it. Both ways are
+timed in one run, interleaved, forward and a step of training, and their memory is taken. LongT5 (transient-global) is
+not trained: its scores have biases that learn, for which torch has no faster way.
 
     python -m scripts.benchmark.longformer     # writes scripts/results/benchmark_longformer.json; minutes on two cores
 
@@ -26,6 +26,8 @@ from transformers import (
     LongformerModel,
     LongT5Config,
     LongT5EncoderModel,
+    PegasusXConfig,
+    PegasusXModel,
     PreTrainedModel,
 )
 
@@ -37,19 +39,38 @@ from ..kept.runs import KeptRuns, print_rows
 from .attention import EXACT
 from .models import TOKENS
 
-LAYERS = {"Longformer-base": 3, "LED-base": 3, "LongT5-base": 6}  # LongT5's first is transformers' own
-LENGTHS = {"Longformer-base": (512, 1024, 4096), "LED-base": (4096, 16384), "LongT5-base": (4096, 16384)}
+LAYERS = {
+    "Longformer-base": 3,
+    "LED-base": 3,
+    "LongT5-base": 6,
+    "Pegasus-X-base": 3,
+}  # LongT5's first is transformers'
+LENGTHS = {
+    "Longformer-base": (512, 1024, 4096),
+    "LED-base": (4096, 16384),
+    "LongT5-base": (4096, 16384),
+    "Pegasus-X-base": (4096, 16384),
+}
 FORWARD_ONLY = ("LongT5-base",)
 BLOCKS = "in blocks"
 
 
 def encoder(name: str, length: int, **sizes: Any) -> PreTrainedModel:
-    """One of them, exact, with random weights; LED's decoder is one layer that nothing calls."""
+    """One of them, exact, with random weights; decoders are one layer that nothing calls."""
     torch.manual_seed(0)
     if name == "LongT5-base":
         kind = {"encoder_attention_type": "transient-global", "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0}
         widths = {"d_model": 768, "d_kv": 64, "num_heads": 12, "d_ff": 2048, "num_layers": LAYERS[name]}
         return LongT5EncoderModel(LongT5Config(**kind | widths | {"vocab_size": TOKENS} | sizes))
+    if name == "Pegasus-X-base":
+        widths = {
+            "d_model": 768,
+            "encoder_ffn_dim": 3072,
+            "encoder_attention_heads": 12,
+            "decoder_attention_heads": 12,
+        }
+        kind = {"encoder_layers": LAYERS[name], "decoder_layers": 1, "dropout": 0.0, "vocab_size": TOKENS}
+        return PegasusXModel(PegasusXConfig(**kind | widths | sizes)).get_encoder()
     same = {"vocab_size": TOKENS, "attention_probs_dropout_prob": 0.0}
     if name == "Longformer-base":
         own = {"num_hidden_layers": LAYERS[name], "max_position_embeddings": length + 2, "pad_token_id": 1}
@@ -63,6 +84,8 @@ def run(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """The last hidden state."""
     if isinstance(model, LongT5EncoderModel):
         return model(tokens, attention_mask=torch.ones_like(tokens))[0]
+    if model.config.model_type == "pegasus_x":
+        return model(input_ids=tokens)[0]
     first = torch.zeros_like(tokens)
     first[:, 0] = 1
     called = model.get_encoder() if model.config.is_encoder_decoder else model
@@ -114,9 +137,9 @@ def main(
     unknown = set(models.split(",")) - LENGTHS.keys()
     if unknown:
         raise typer.BadParameter(f"models must be of {', '.join(LENGTHS)}, got {', '.join(sorted(unknown))}")
-    kept = KeptRuns(output, {"layers": LAYERS})
+    kept = KeptRuns(output, {})
     cases = [
-        {"model": name, "length": length, "dtype": dtype}
+        {"model": name, "layers": LAYERS[name], "length": length, "dtype": dtype}
         for name in models.split(",")
         for length in LENGTHS[name]
         for dtype in dtypes.split(",")

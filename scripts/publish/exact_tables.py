@@ -43,7 +43,7 @@ def _listed(layers: dict[str, int]) -> str:
 
 @of_file("benchmark_longformer")
 def longformer(result: dict[str, Any]) -> Table:
-    """How much faster Longformer and LED's encoder are in blocks, what they hold, and how far off."""
+    """How much faster Longformer and its kind are in blocks, what they hold, and how far off."""
     found: dict[tuple[str, int], dict[str, dict[str, dict[str, Any]]]] = {}
     for row in result["rows"]:
         case = found.setdefault((row["model"], row["length"]), {})
@@ -62,11 +62,12 @@ def longformer(result: dict[str, Any]) -> Table:
         peaks = [[row[peak] / 2**20 for row in ways if peak in row] for peak in held.values()]
         cells += [" to ".join(f"{peak:,.0f}" for peak in both) + " MiB" if both else "" for both in peaks]
         rows.append(cells)
+    layers = {row["model"]: row["layers"] for row in result["rows"]}
     note = (
-        "Times as fast as transformers' own code, the whole encoder, its first token seeing all others, and the "
-        f"relative L2 distance of the last hidden states; memory beside the weights, {dtypes[0]}. Published sizes, "
-        f"{_listed(result['settings']['layers'])} layers, random weights, one text. Most of LED's memory is a mask of "
-        "N × N, of LongT5's the biases. "
+        "Times as fast as transformers' own code, the whole encoder, the first token of Longformer and LED seeing all "
+        "others, and the relative L2 distance of the last hidden states; memory beside the weights, "
+        f"{dtypes[0]}. Published sizes, {_listed(layers)} layers, random weights, one text. Most of LED's memory is a "
+        "mask of N × N, of LongT5's the biases. "
     )
     return markdown(header, rows), note
 

@@ -224,6 +224,8 @@ def test_benchmark_longformer(tmp_path, monkeypatch):
         "Longformer-base": tiny["longformer"],
         "LED-base": tiny["led"] | {"decoder_attention_heads": 2},
         "LongT5-base": {"d_model": 32, "d_kv": 8, "num_heads": 2, "d_ff": 16, "local_radius": 7},
+        "Pegasus-X-base": {"d_model": 32, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "block_size": 16}
+        | {"decoder_attention_heads": 2},
     }
     of_model = benchmark_longformer.encoder
     monkeypatch.setattr(benchmark_longformer, "encoder", lambda name, length: of_model(name, length, **sizes[name]))
@@ -238,7 +240,9 @@ def test_benchmark_longformer(tmp_path, monkeypatch):
         assert row["forward_peak_bytes"] > 0
         assert ("training_seconds" in row) == (row["model"] != "LongT5-base")
         assert row["method"] == "exact" or 0 < row["error"] < 1e-5
-    with pytest.raises(typer.BadParameter, match="must be of Longformer-base, LED-base, LongT5-base, got GPT-2"):
+    with pytest.raises(
+        typer.BadParameter, match="must be of Longformer-base, LED-base, LongT5-base, Pegasus-X-base, got GPT-2"
+    ):
         benchmark_longformer.main(models="GPT-2", output=tmp_path / "other.json")
 
 

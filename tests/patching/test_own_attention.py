@@ -1,27 +1,67 @@
-"""LongT5, whose encoder computes its attention itself: the same values and gradients, by SDPA."""
+"""LongT5 and Pegasus-X, whose encoders compute their attention themselves: the same values and gradients, by SDPA."""
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, LongT5Config, LongT5EncoderModel, LongT5ForConditionalGeneration
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    LongT5Config,
+    LongT5EncoderModel,
+    LongT5ForConditionalGeneration,
+    PegasusXConfig,
+    PegasusXForConditionalGeneration,
+)
 
 import hf_effattn
-from hf_effattn.patching import longt5
 from hf_effattn.patching.longt5 import LongT5LocalInBlocks, LongT5TransientGlobalInBlocks
 from hf_effattn.patching.model_types import find_stacks
+from hf_effattn.patching.pegasus_x import PegasusXInBlocks
 
 METHOD = "exact-windows"
-IN_BLOCKS = {"local": LongT5LocalInBlocks, "transient-global": LongT5TransientGlobalInBlocks}
+IN_BLOCKS = {
+    "local": LongT5LocalInBlocks,
+    "transient-global": LongT5TransientGlobalInBlocks,
+    "pegasus-x": PegasusXInBlocks,
+}
 LAYERS = 3
+# LongT5's first layer makes the biases and runs transformers' code; Pegasus-X calls SDPA for its global tokens, too.
+CALLS = {"local": LAYERS - 1, "transient-global": LAYERS - 1, "pegasus-x": 2 * LAYERS}
 each_kind = pytest.mark.parametrize("kind", IN_BLOCKS)
 
 
 def make_model(kind: str, model_class: Any = LongT5ForConditionalGeneration) -> Any:
     """A small random model in eval mode whose weights and biases are large enough to matter."""
     torch.manual_seed(0)
+    model = make_pegasus_x() if kind == "pegasus-x" else make_longt5(kind, model_class)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.25)
+    return model.eval()
+
+
+def make_pegasus_x() -> PegasusXForConditionalGeneration:
+    """Its second layer shifts the blocks by half of one."""
+    config = PegasusXConfig(
+        encoder_layers=LAYERS,
+        decoder_layers=1,
+        d_model=32,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        vocab_size=60,
+        block_size=16,
+        num_global_tokens=6,
+        dropout=0.0,
+    )
+    return PegasusXForConditionalGeneration(config)
+
+
+def make_longt5(kind: str, model_class: Any) -> Any:
     config = LongT5Config(
         encoder_attention_type=kind,
         num_layers=LAYERS,
@@ -36,11 +76,19 @@ def make_model(kind: str, model_class: Any = LongT5ForConditionalGeneration) -> 
         dropout_rate=0.0,
         decoder_start_token_id=0,
     )
-    model = model_class(config).eval()
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            torch.nn.init.normal_(weight, std=0.25)
-    return model
+    return model_class(config)
+
+
+def expected_shapes(kind: str, texts: int, length: int) -> list[tuple[int, ...]]:
+    """The masks and biases that SDPA is called with."""
+    blocks = -(-length // 16)
+    if kind == "pegasus-x":
+        shapes: list[tuple[int, ...]] = []
+        for more in [0, 1, 0]:
+            shapes += [(texts, 1, 1, 6 + 16 * (blocks + more)), (texts * (blocks + more), 1, 1, 6 + 16)]
+        return shapes
+    keys = 48 + (length // 8 if kind == "transient-global" else 0)
+    return [(texts * blocks, 4, 16, keys)] * (LAYERS - 1)
 
 
 def inputs_of(*, padded: bool = True, length: int = 150) -> dict[str, torch.Tensor]:
@@ -54,12 +102,16 @@ def inputs_of(*, padded: bool = True, length: int = 150) -> dict[str, torch.Tens
 
 def encoded(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """What all layers of the encoder give."""
-    return tuple(model.get_encoder()(**inputs, output_hidden_states=True).hidden_states)
+    states = list(model.get_encoder()(**inputs, output_hidden_states=True).hidden_states)
+    if isinstance(states[-1], tuple):  # Pegasus-X tells its global tokens beside its last states, and pads the others
+        states[-1:] = states[-1]
+        states = [one[:, : inputs["input_ids"].shape[1]] for one in states]
+    return tuple(states)
 
 
 def gradients(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    last = encoded(model, inputs)[-1] * inputs["attention_mask"][..., None]
+    last = model.get_encoder()(**inputs).last_hidden_state * inputs["attention_mask"][..., None]
     (last * torch.linspace(-1, 1, last.shape[2])).sum().backward()
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
@@ -79,7 +131,7 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         shapes.append(attn_mask.shape)
         return attend(*args, attn_mask=attn_mask, **how)
 
-    monkeypatch.setattr(longt5.F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     return shapes
 
 
@@ -97,8 +149,7 @@ def test_values_and_gradients(kind: str, padded: bool, length: int, attended: li
     assert attended == []
     with torch.no_grad():
         found = encoded(model, inputs)
-    keys = 48 + (length // 8 if kind == "transient-global" else 0)
-    assert [tuple(one) for one in attended] == [(3 * -(-length // 16), 4, 16, keys)] * (LAYERS - 1)
+    assert [tuple(one) for one in attended] == expected_shapes(kind, 3, length)
     for layer, (one, other) in enumerate(zip(found, exact, strict=True)):
         torch.testing.assert_close(one, other, rtol=0, atol=5e-5, msg=lambda said, at=layer: f"layer {at}: {said}")
     of_patched = gradients(model, inputs)
@@ -118,7 +169,7 @@ def test_writes_the_same_and_is_unpatched(kind: str, attended: list[torch.Size])
     before = classes_of(model)
     hf_effattn.patch_attention(model, METHOD)
     assert torch.equal(model.generate(**inputs, **options), written)
-    assert len(attended) == LAYERS - 1
+    assert len(attended) == CALLS[kind]
     copied = copy.deepcopy(model)
     hf_effattn.unpatch_attention(model)
     assert classes_of(model) == before
@@ -139,7 +190,8 @@ def test_saved_and_loaded(kind: str, tmp_path: Path) -> None:
     assert torch.equal(encoded(loaded, inputs)[-1], expected)
     plain = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
     assert not classes_of(plain) & set(IN_BLOCKS.values())
-    encoder = hf_effattn.patch_attention(make_model(kind, LongT5EncoderModel), METHOD)
+    part = make_model(kind).get_encoder() if kind == "pegasus-x" else make_model(kind, LongT5EncoderModel)
+    encoder = hf_effattn.patch_attention(part, METHOD)
     assert classes_of(encoder) == {IN_BLOCKS[kind]}
 
 
@@ -151,32 +203,37 @@ def test_weights_come_from_transformers(kind: str, attended: list[torch.Size]) -
     hf_effattn.patch_attention(model, METHOD)
     asked = model.get_encoder()(**inputs, output_attentions=True)
     assert attended == []
+    assert len(asked.attentions) == LAYERS
     for one, other in zip(asked.attentions, exact.attentions, strict=True):
-        assert torch.equal(one, other)
+        for name in one if isinstance(one, dict) else [...]:
+            assert torch.equal(one[name], other[name])
 
 
+@pytest.mark.parametrize("kind", ["local", "pegasus-x"])
 @torch.no_grad()
-def test_the_switch_of_transformers_reaches_its_decoder_alone(attended: list[torch.Size]) -> None:
+def test_the_switch_of_transformers_reaches_its_decoder_alone(kind: str, attended: list[torch.Size]) -> None:
     """Which stays exact by it, with its biases, and goes back by unpatching."""
-    model, inputs = make_model("local"), inputs_of()
+    model, inputs = make_model(kind), inputs_of()
     inputs["decoder_input_ids"] = inputs["input_ids"][:, :40]
     exact = model(**inputs).logits
     model.set_attn_implementation(METHOD)
     torch.testing.assert_close(model(**inputs).logits, exact, rtol=0, atol=5e-5)
-    assert [shape[-2] for shape in attended] == [40, 40]  # of the decoder's layer, to itself and to the encoder
+    if hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS"):  # LongT5's in 5.7 had none
+        assert [shape[-2] for shape in attended] == [40, 40]  # of its layer, to itself and to the encoder
     hf_effattn.unpatch_attention(model)
     assert model.config._attn_implementation == "eager"
     assert torch.equal(model(**inputs).logits, exact)
 
 
-def test_trains_with_gradient_checkpointing_and_dropout(attended: list[torch.Size]) -> None:
-    model, inputs = hf_effattn.patch_attention(make_model("transient-global"), METHOD).train(), inputs_of()
+@pytest.mark.parametrize("kind", ["transient-global", "pegasus-x"])
+def test_trains_with_gradient_checkpointing_and_dropout(kind: str, attended: list[torch.Size]) -> None:
+    model, inputs = hf_effattn.patch_attention(make_model(kind), METHOD).train(), inputs_of()
     expected = gradients(model, inputs)
     model.gradient_checkpointing_enable()
     attended.clear()
     for name, gradient in gradients(model, inputs).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
-    assert len(attended) == 2 * (LAYERS - 1)
+    assert len(attended) == 2 * CALLS[kind]
     last = find_stacks(model)[0].modules[-1]
     last.dropout = 0.5
     with torch.no_grad():
@@ -186,13 +243,14 @@ def test_trains_with_gradient_checkpointing_and_dropout(attended: list[torch.Siz
         assert torch.equal(*(encoded(model, inputs)[-1] for _ in range(2)))
 
 
+@pytest.mark.parametrize("kind", ["transient-global", "pegasus-x"])
 @torch.no_grad()
-def test_bfloat16_is_as_near_as_transformers() -> None:
+def test_bfloat16_is_as_near_as_transformers(kind: str) -> None:
     inputs = inputs_of()
-    exact = encoded(make_model("transient-global"), inputs)[-1]
-    model = make_model("transient-global").bfloat16()
-    by_transformers = encoded(model, inputs)[-1]
-    patched = encoded(hf_effattn.patch_attention(model, METHOD), inputs)[-1]
+    exact = encoded(make_model(kind), inputs)[LAYERS]
+    model = make_model(kind).bfloat16()
+    by_transformers = encoded(model, inputs)[LAYERS]
+    patched = encoded(hf_effattn.patch_attention(model, METHOD), inputs)[LAYERS]
     real = inputs["attention_mask"].bool()
     error, usual = ((one[real].float() - exact[real]).norm() for one in (patched, by_transformers))
     assert error <= 1.1 * usual
