@@ -17,12 +17,14 @@ from transformers.masking_utils import sdpa_mask
 
 from ..patching.exact import sdpa_path
 from ..patching.methods import list_methods
-from ..patching.model_types import Stack, hides_keys, is_causal, is_sliding_window, is_window_of_image
+from ..patching.model_types import Stack, attends_itself, hides_keys, is_causal, is_sliding_window, is_window_of_image
+from ..patching.patch import set_implementation
 from ..patching.planning import stacks_to_patch
 from ..patching.snapshot import Snapshot
 
 RECORDING = "effattn-recording"
 BASELINE = "sdpa"
+EAGER = "eager"  # what the models are compared with whose attention transformers computes itself
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,12 @@ def _padding_of(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 def stacks_to_report(model: nn.Module) -> list[Stack]:
     """The stacks a report looks at; raises, as patching does, where a model has none that a method serves."""
-    stacks = stacks_to_patch(model, list_methods()[0])
+    return stacks_to_patch(model, list_methods()[0])
+
+
+def stacks_to_record(model: nn.Module) -> list[Stack]:
+    """The same; raises where none of them has a layer to record."""
+    stacks = stacks_to_report(model)
     if all(is_sliding_window(module) for stack in stacks for module in stack.modules):
         raise ValueError(
             f"{type(model).__name__} has no attention to measure: all its layers see a sliding window, which "
@@ -146,11 +153,14 @@ def recording(model: nn.Module, observer: Observer) -> Iterator[None]:
         model (`PreTrainedModel`): restored when the block ends.
         observer (`Callable`): gets a `SeenAttention`, returns the attention's output `(B, N, H, D)`.
     """
-    stacks = stacks_to_report(model)
+    stacks = stacks_to_record(model)
     numbered = _numbered_modules(stacks)
     with as_it_was(model):
         for stack in stacks:
-            stack.model.set_attn_implementation(RECORDING)
+            if attends_itself(stack.model):
+                set_implementation(stack, EAGER)
+            else:
+                stack.model.set_attn_implementation(RECORDING)
         try:
             for module, layers in numbered:
                 _watched[module] = _Watch(observer, layers)
@@ -161,8 +171,11 @@ def recording(model: nn.Module, observer: Observer) -> Iterator[None]:
 
 
 def make_exact(stacks: Sequence[Stack]) -> None:
-    """Switch the attention of stacks to exact SDPA; to be called inside `as_it_was`."""
+    """Switch the attention of stacks to exact SDPA, or transformers' own code; to be called inside `as_it_was`."""
     for stack in stacks:
+        if attends_itself(stack.model):
+            set_implementation(stack, EAGER)
+            continue
         # Where transformers has none, for want of attention sinks, what runs under the other name has.
         stack.model.set_attn_implementation(BASELINE if stack.model._supports_sdpa else RECORDING)
 

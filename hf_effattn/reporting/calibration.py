@@ -30,7 +30,7 @@ from ..measuring.errors import run_model
 from ..measuring.inputs import check_inputs
 from ..measuring.ladder import LadderErrors, default_ladder
 from ..measuring.progress import Progress, progress_bar
-from ..measuring.recording import as_it_was, layer_names, recording, stacks_to_report
+from ..measuring.recording import as_it_was, layer_names, recording, stacks_to_record
 from ..patching.methods import Method
 from ..patching.methods.crossover import why_never
 from ..patching.methods.per_head import PerHead, described
@@ -308,7 +308,7 @@ def _checked_budget(error: float | None, speed: float | None, coverage: float) -
 def _stack_to_calibrate(model: nn.Module, part: nn.Module | None) -> Stack:
     if part is not None and not any(module is part for module in model.modules()):
         raise ValueError(f"part must be a module of the model, such as model.model.language_model, got {part!r:.60}")
-    stacks = stacks_to_report(model if part is None else part)
+    stacks = stacks_to_record(model if part is None else part)
     if len(stacks) > 1:
         paths = {module: path for path, module in model.named_modules()}
         parts = ", ".join(f"part=model.{paths[stack.model]}" for stack in stacks)

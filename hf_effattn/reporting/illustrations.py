@@ -94,7 +94,10 @@ def illustrate(report: Findings) -> list[Section]:
         if len({one.length for one in report.inputs}) == 1:
             cost.text = "One length was measured, so there is a point for each method."
         cost.text += f" The numbers are in the table.{missing}"
-    errors = Section("Error by layer and head", "The errors of the attention output were not measured in all layers.")
+    missing = "The errors of the attention output were not measured in all layers."
+    if not report.layers:
+        missing = "All layers see windows, which run exactly."
+    errors = Section("Error by layer and head", missing)
     for length in _drawn_lengths(report):
         where = "mean over all inputs" if length is None else f"{length:,} tokens"
         alt = f"Heat maps, {where}: error of the attention output, layers down, heads across, {_listed(report)}."

@@ -19,6 +19,7 @@ from ..measuring.inputs import check_inputs
 from ..measuring.progress import Progress, progress_bar
 from ..measuring.recording import (
     BASELINE,
+    EAGER,
     SeenAttention,
     as_it_was,
     layer_names,
@@ -28,7 +29,7 @@ from ..measuring.recording import (
 )
 from ..patching.methods import Method
 from ..patching.methods.exact_windows import ExactWindows
-from ..patching.model_types import Stack, gains_exactly, is_causal
+from ..patching.model_types import Stack, attends_itself, gains_exactly, is_causal, is_sliding_window
 from ..patching.patch import apply_plans
 from ..patching.planning import PatchPlan, not_a_model, plan_patch
 from ..patching.sentence_transformers import model_and_inputs
@@ -51,9 +52,10 @@ def report(
     For every input: the error of the attention output per layer and head, on the exact model's own queries, keys and
     values (taken one layer at a time while the exact model runs); the change of the model's output when all layers run
     the method; times against exact SDPA, interleaved; peak memory. Methods are forced also where the input is shorter
-    than their `min_length`, and the report says that patching would run exact attention there. The model is afterwards
-    what it was, patched or not, whatever happens. It runs in eval mode, without gradients. A conversion (`"cst"`) is
-    meant to be fine-tuned, and the report says so.
+    than their `min_length`, and the report says that patching would run exact attention there. Of a model whose layers
+    all see windows, Longformer among them, there is nothing to measure by layer. The model is afterwards what it was,
+    patched or not, whatever happens. It runs in eval mode, without gradients. A conversion (`"cst"`) is meant to be
+    fine-tuned, and the report says so.
 
     Ctrl-C stops the measurement and returns what has been measured so far, with `complete=False` and a warning.
 
@@ -66,7 +68,8 @@ def report(
             or a list of texts (for a CrossEncoder pairs of texts), which are encoded one by one as `encode` does it.
         methods (`Sequence[str | dict]`, *optional*): names from `list_methods()` or dicts
             `{"method": name, **settings}`, with `"layers"` where only some are to be patched, or what `calibrate`
-            returned. Default: every method with a few settings, `"exact-windows"` where the model has windows.
+            returned. Default: every method with a few settings, `"exact-windows"` where the model has windows, alone
+            where it has nothing else.
         error_budget (`float`, *optional*): allowed relative L2 change of the last hidden state, such as 0.05; the
             report then names the fastest of the methods that keep to it on every input, or says that none does.
         repeats (`int`): timed rounds (short inputs get more); 0 leaves the times out.
@@ -79,7 +82,8 @@ def report(
 
     Raises:
         ValueError: no inputs, inputs that the model cannot take, unknown methods or settings, a model without
-            attention to patch, a budget without times. Raised before anything runs.
+            attention to patch, a budget without times; neither `input_ids` nor `inputs_embeds` for a model of windows.
+            Raised before anything runs.
         TypeError: something that is not a model, inputs that are not tensors, a value of the wrong type.
     """
     model, inputs = model_and_inputs(model, inputs)
@@ -91,6 +95,8 @@ def report(
     candidates = make_candidates(methods)
     plans = {one.label: [plan_patch(stack, one.forced, one.layers) for stack in stacks] for one in candidates}
     batches = check_inputs(model, inputs)
+    if not layer_names(model):
+        _check_tokens(batches)
     _check_options(error_budget, repeats)
     found = Report(
         environment=_environment(model, stacks, repeats, memory),
@@ -116,7 +122,10 @@ def report(
 
 def default_methods(model: PreTrainedModel) -> list[dict[str, Any]]:
     """What a report measures of a model: a few settings of every method, and windows alone where it has some."""
-    exactly = [{"method": ExactWindows.method}] if any(map(gains_exactly, stacks_to_report(model))) else []
+    stacks = stacks_to_report(model)
+    exactly = [{"method": ExactWindows.method}] if any(map(gains_exactly, stacks)) else []
+    if all(is_sliding_window(module) for stack in stacks for module in stack.modules):
+        return exactly
     return [*(one.to_dict() for one in make_candidates(None)), *exactly]
 
 
@@ -157,8 +166,11 @@ class _MeasureInput:
     def run(self) -> None:
         # Another method's patch took away what a converted model was trained with.
         self.put_back()
-        with recording(self.model, self._watch_attention):
-            run_model(self.model, self.batch)
+        if self.found.layers:
+            with recording(self.model, self._watch_attention):
+                run_model(self.model, self.batch)
+        else:
+            self._note_tokens()
         if not self.measured:
             raise ValueError(f"the forward pass of {type(self.model).__name__} reached none of its attention layers")
         self._compare_outputs()
@@ -169,7 +181,7 @@ class _MeasureInput:
             return seen.exact()
         is_first = not self.measured
         if is_first:
-            self._start(seen)
+            self._start(seen.key_mask)
         self._note_length(seen)
         calls = {EXACT: seen.exact}
         for label in self.candidates:
@@ -194,8 +206,16 @@ class _MeasureInput:
         self.advance(f"attention of layer {seen.layer}, {seen.query.shape[2]:,} tokens")
         return exact
 
-    def _start(self, seen: SeenAttention) -> None:
-        self.key_mask = seen.key_mask
+    def _note_tokens(self) -> None:
+        """Where no layer is recorded, as all see windows, the tokens are those of the input."""
+        mask = self.batch.get("attention_mask")
+        self._start(None if mask is None else mask.bool())
+        measured = self.found.inputs[-1]
+        measured.batch_size, measured.length = _tokens(self.batch).shape[:2]
+        measured.valid_tokens = measured.batch_size * measured.length if mask is None else int(mask.bool().sum())
+
+    def _start(self, key_mask: torch.Tensor | None) -> None:
+        self.key_mask = key_mask
         shapes = {name: list(value.shape) for name, value in self.batch.items() if isinstance(value, torch.Tensor)}
         self.measured = {label: Measurement(len(self.found.inputs), label) for label in (EXACT, *self.candidates)}
         self.found.inputs.append(MeasuredInput(0, 0, 0, shapes))
@@ -277,6 +297,20 @@ class _MeasureInput:
         )
 
 
+def _tokens(batch: Mapping[str, Any]) -> torch.Tensor:
+    """`(B, N)` or `(B, N, d)`."""
+    return batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]
+
+
+def _check_tokens(batches: Sequence[Mapping[str, Any]]) -> None:
+    for index, batch in enumerate(batches):
+        if not {"input_ids", "inputs_embeds"} & batch.keys():
+            raise ValueError(
+                f"inputs[{index}] must hold input_ids or inputs_embeds, got {', '.join(batch)}: all layers of the "
+                "model see windows, which do not tell the length of a text"
+            )
+
+
 def _check_options(error_budget: float | None, repeats: int) -> None:
     if isinstance(repeats, bool) or not isinstance(repeats, int):
         raise TypeError(f"repeats must be an int, got {repeats!r}")
@@ -300,7 +334,7 @@ def _environment(model: PreTrainedModel, stacks: list[Stack], repeats: int, memo
         "dtype": str(model.dtype).removeprefix("torch."),
         "causal": any(is_causal(module) for stack in stacks for module in stack.modules),
         "repeats": repeats,
-        "baseline": BASELINE,
+        "baseline": EAGER if all(attends_itself(stack.model) for stack in stacks) else BASELINE,
         "memory_measure": MEMORY_MEASURES.get(model.device.type) if memory else None,
         **environment(model.device),
     }

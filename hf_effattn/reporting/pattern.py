@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..measuring.candidates import EXACT, Candidate, make_candidates
 from ..measuring.errors import run_model
 from ..measuring.inputs import check_inputs
-from ..measuring.recording import SeenAttention, as_it_was, layer_names, recording
+from ..measuring.recording import SeenAttention, as_it_was, layer_names, recording, stacks_to_record
 from ..patching.exact import exact_weights, visible_keys
 
 DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
@@ -83,6 +83,7 @@ def find_pattern(
     first, known = _segments(inputs, len(labels))
     special = known if special is None else list(special)
     chosen_rows = _checked_rows(rows, first, len(labels))
+    stacks_to_record(model)
     layers = layer_names(model)
     if layer is not None and layer not in layers:
         raise ValueError(f"layer {layer} is not among the layers with attention to approximate: {list(layers)}")

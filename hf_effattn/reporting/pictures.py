@@ -89,7 +89,7 @@ def _error_grid(report: Findings, label: str, length: int | None) -> torch.Tenso
         for m in report.of(label)
         if (length is None or report.inputs[m.input].length == length) and len(m.attention_error) == len(report.layers)
     ]
-    if not found:
+    if not found or not report.layers:
         return None
     heads = max(len(errors) for errors in found[0].attention_error.values())
     grid = torch.full((len(report.layers), heads), float("nan"), dtype=torch.float64)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..measuring.candidates import Candidate
 from ..measuring.errors import run_model
 from ..measuring.inputs import check_inputs
-from ..measuring.recording import SeenAttention, as_it_was, recording, stacks_to_report
+from ..measuring.recording import SeenAttention, as_it_was, layer_names, recording, stacks_to_report
 from ..patching.model_types import is_causal
 
 MOST_TOKENS = 256
@@ -115,6 +115,8 @@ def text_to_draw(model: PreTrainedModel, inputs: Any, tokenizer: Any = None) -> 
         special = [segments[place] is None for place in places]
     else:
         raise NothingToDraw("the tokens of the text are not known: give the tokenizer too")
+    if not layer_names(model):
+        raise NothingToDraw("all layers see a sliding window")
     own = [index for index, is_special in enumerate(special) if not is_special] or list(range(len(places)))
     masks_the_future = any(is_causal(module) for encoder in stacks_to_report(model) for module in encoder.modules)
     question = [index for index, place in enumerate(places) if segments[place] == 0] if 1 in segments else []

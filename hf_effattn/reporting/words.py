@@ -7,6 +7,7 @@ from typing import Any
 
 from ..measuring.candidates import EXACT, make_candidates
 from ..measuring.cost import median
+from ..measuring.recording import EAGER
 from ..patching.methods import METHODS
 from ..patching.methods.crossover import why_never
 from .findings import Findings, MeasuredInput, Measurement
@@ -38,7 +39,9 @@ def _headline(report: Findings) -> str:
     where = f"{at['dtype']} on {at['device']}" + (
         f", {count(at['threads'], 'thread')}" if at["device"] == "cpu" else ""
     )
-    return f"{at['model']} ({count(len(report.layers), 'attention layer')}, {where}) against exact SDPA."
+    layers = count(len(report.layers), "attention layer") if report.layers else "all layers see windows"
+    against = "transformers' own code" if at.get("baseline") == EAGER else "exact SDPA"
+    return f"{at['model']} ({layers}, {where}) against {against}."
 
 
 def _at(report: Findings, label: str, length: int | None) -> list[Measurement]:
@@ -66,7 +69,7 @@ def _method_line(report: Findings, label: str, length: int | None) -> str:
     found = _at(report, label, length)
     if found and all(m.why_exact == "settings" for m in found):
         return f"- {label}: one of its counts reaches the length, so this is exact attention."
-    stays_exact = METHODS[report.methods[label]["method"]].stays_exact
+    stays_exact = METHODS[report.methods[label]["method"]].stays_exact or not report.layers
     facts = []
     errors = [
         (value, layer, head)

@@ -58,7 +58,10 @@ def load_model(name: str | None, dtype: str = "float32") -> tuple[PreTrainedMode
         check_source(name)
     advice = "this works on text: save one into its folder, or measure it with hf_effattn.report(model, inputs)"
     with without_progress_bars():
-        model = AutoModel.from_pretrained(source, dtype=dtype, attn_implementation="sdpa").eval()
+        try:
+            model = AutoModel.from_pretrained(source, dtype=dtype, attn_implementation="sdpa").eval()
+        except ValueError:  # transformers has no SDPA for Longformer and its kind, nor for attention sinks
+            model = AutoModel.from_pretrained(source, dtype=dtype, attn_implementation="eager").eval()
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
         except ValueError as error:  # of a type without one (vit), or of one that needs a package

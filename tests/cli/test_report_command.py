@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from support.tiny_models import tiny_model
-from transformers import AutoModel, AutoTokenizer, ViTConfig, ViTModel
+from transformers import AutoModel, AutoTokenizer, LongformerConfig, LongformerModel, ViTConfig, ViTModel
 from typer.testing import CliRunner
 
 import hf_effattn
@@ -47,6 +47,18 @@ def test_report_is_that_of_the_library_in_words_and_as_json(real_model_folder, t
         measured.attention_error for measured in kept.measurements
     ]
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".png"}
+
+
+def test_report_of_a_model_that_transformers_has_no_sdpa_for(real_model_folder, tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    tokenizer = AutoTokenizer.from_pretrained(real_model_folder)
+    config = LongformerConfig(vocab_size=len(tokenizer), attention_window=16, max_position_embeddings=66, **sizes)
+    LongformerModel(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    result = runner.invoke(app, ["report", str(tmp_path), "--lengths", "48", "--repeats", "0"])
+    assert result.exit_code == 0, result.output
+    assert "LongformerModel (all layers see windows, " in result.stdout
+    assert "exact-windows: nothing is approximated" in result.stdout
 
 
 def test_report_goes_beyond_the_positions_of_the_model_and_says_so(real_model_folder):

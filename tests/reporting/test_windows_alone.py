@@ -1,0 +1,143 @@
+"""Reports of models whose layers all see windows: nothing by layer; outputs, times and memory as ever."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import tiny_config
+from transformers import (
+    LongformerConfig,
+    LongformerForSequenceClassification,
+    MistralConfig,
+    MistralForCausalLM,
+    PegasusXConfig,
+    PegasusXModel,
+    PreTrainedModel,
+    VisionTextDualEncoderConfig,
+    VisionTextDualEncoderModel,
+)
+from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+
+import hf_effattn
+from hf_effattn import Report
+from hf_effattn.patching.model_types import find_stacks
+
+METHOD = "exact-windows"
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
+LONGFORMER = LongformerConfig(
+    vocab_size=60, attention_window=16, max_position_embeddings=162, pad_token_id=1, **SIZES, initializer_range=0.3
+)
+
+
+def longformer() -> PreTrainedModel:
+    return LongformerForSequenceClassification(LONGFORMER)
+
+
+def mistral() -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(vocab_size=60, num_key_value_heads=2, sliding_window=16, **SIZES))
+
+
+def pegasus_x() -> PreTrainedModel:
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40}
+    config = PegasusXConfig(vocab_size=60, block_size=16, num_global_tokens=4, **sizes, **heads)
+    return PegasusXModel(config).get_encoder()
+
+
+MODELS = {make.__name__: make for make in (longformer, mistral, pegasus_x)}
+
+
+def make_model(make: Callable[[], Any]) -> Any:
+    torch.manual_seed(0)
+    return make().eval()
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, 60, (2, 150), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 100:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def attention_of(model: Any) -> list[tuple[type, str]]:
+    modules = [module for stack in find_stacks(model) for module in stack.modules]
+    return [(type(module), model.config._attn_implementation) for module in modules]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("patched", [False, True])
+def test_what_is_measured(name: str, patched: bool, tmp_path: Any) -> None:
+    model = make_model(MODELS[name])
+    if patched:
+        hf_effattn.patch_attention(model, METHOD)
+    before = attention_of(model)
+    found = hf_effattn.report(model, inputs(), error_budget=0.01, repeats=1, progress=False)
+    assert attention_of(model) == before
+    assert found.layers == {}
+    assert list(found.methods) == [METHOD]
+    (measured,) = found.inputs
+    assert (measured.batch_size, measured.length, measured.valid_tokens) == (2, 150, 250)
+    exact, other = found.measurements
+    # Mistral's 150 tokens are too few for blocks.
+    assert (other.change.hidden_error == 0) == (name == "mistral")
+    assert other.change.hidden_error < 1e-5
+    assert min(*exact.forward_seconds, *other.forward_seconds) > 0
+    assert min(exact.forward_peak_bytes, other.forward_peak_bytes) > 0
+    assert found.fastest_within(0.01) == METHOD
+    against = "exact SDPA" if name == "mistral" else "transformers' own code"
+    assert f"(all layers see windows, float32 on cpu, {_threads()}) against {against}." in str(found)
+    assert "- exact-windows: nothing is approximated; the last hidden state is off by " in str(found)
+    found.save(tmp_path)
+    assert Report.load(tmp_path) == found
+    assert "All layers see windows, which run exactly." in found.to_html(model, inputs(), _Words())
+    found.plot_cost()
+    with pytest.raises(ValueError, match="holds no errors of the attention output"):
+        found.plot()
+
+
+def _threads() -> str:
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
+class _Words:
+    """As much of a tokenizer as the page asks for."""
+
+    all_special_ids = (1,)
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [str(one) for one in ids]
+
+
+def test_exact_is_transformers_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a model that is patched when it is measured, by whatever method."""
+    model, calls = hf_effattn.patch_attention(make_model(longformer), METHOD), []
+    own = LongformerSelfAttention.forward
+    monkeypatch.setattr(
+        LongformerSelfAttention, "forward", lambda self, *args, **how: calls.append(self) or own(self, *args, **how)
+    )
+    hf_effattn.report(model, inputs(), ["clustered"], repeats=0, progress=False)
+    assert len(calls) == 2
+
+
+def test_beside_an_encoder_with_layers_to_record() -> None:
+    config = VisionTextDualEncoderConfig.from_vision_text_configs(tiny_config("vit"), LONGFORMER, projection_dim=16)
+    torch.manual_seed(0)
+    model = VisionTextDualEncoderModel(config).eval()
+    given = {**inputs(), "pixel_values": torch.randn(2, 3, 24, 24)}
+    before = [type(module) for stack in find_stacks(model) for module in stack.modules]
+    assert LongformerSelfAttention in before
+    found = hf_effattn.report(
+        model, given, [METHOD, {"method": "clustered", "clusters": 5, "min_length": 0}], repeats=1, progress=False
+    )
+    assert list(found.layers.values()) == [path for path in found.layers.values() if path.startswith("vision_model")]
+    windows, clustered = found.measurements[1:]
+    assert windows.mean_attention_error == 0
+    assert clustered.mean_attention_error > 0.01
+    assert [type(module) for stack in find_stacks(model) for module in stack.modules] == before
+
+
+def test_an_input_without_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"inputs\[1\] must hold input_ids or inputs_embeds, got attention_mask"):
+        hf_effattn.report(make_model(longformer), [inputs(), {"attention_mask": inputs()["attention_mask"]}])
