@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -231,7 +232,7 @@ def loading_code(config: PreTrainedConfig, architecture: str | None, path: str, 
     auto_class = None if architecture is None else auto_class_of(config, architecture)
     wanted = auto_class or architecture or "AutoModel"
     ours = auto_class is None and kind in OF_ATTENTION
-    library = "hf_effattn" if ours else "transformers"
+    library = "hf_effattn" if ours else _module_of(config, wanted)
     call = f"{wanted}.from_pretrained"
     if loaded_by is not None:
         library, call, wanted = LIBRARY.replace("-", "_"), loaded_by, loaded_by
@@ -245,6 +246,13 @@ def loading_code(config: PreTrainedConfig, architecture: str | None, path: str, 
         return "\n".join(lines)
     patch = 'hf_effattn.patch_attention(model, "i-clustered", min_length=0)  # exact without this line'
     return "\n".join(["import hf_effattn", *lines, patch])
+
+
+def _module_of(config: PreTrainedConfig, name: str) -> str:
+    """Where a class of transformers is imported from: a part, such as the encoder of two, is not at its top."""
+    modelling = type(config).__module__.replace(".configuration_", ".modeling_")
+    at_top = hasattr(transformers, name) or not modelling.startswith("transformers.")
+    return "transformers" if at_top else modelling
 
 
 def _can_be_patched(config: Any) -> bool:

@@ -11,6 +11,8 @@ from support.tiny_models import tiny_config
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
+    BartConfig,
+    BartModel,
     BertModel,
     GPT2Config,
     T5Config,
@@ -160,6 +162,17 @@ def test_a_class_that_transformers_has_no_auto_class_for():
     text = hf_effattn.model_card(model, repo_id="me/pairs").text
     assert "from hf_effattn import CSTForPairClassification\n" in text
     assert 'CSTForPairClassification.from_pretrained("me/pairs")' in text
+
+
+def test_a_part_that_transformers_does_not_name_is_loaded_by_its_card(tmp_path):
+    sizes = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "vocab_size": 20}
+    encoder = BartModel(BartConfig(**sizes, decoder_layers=1, decoder_attention_heads=2)).get_encoder()
+    hf_effattn.patch_attention(encoder, "clustered", clusters=2, min_length=0).save_pretrained(tmp_path)
+    text = hf_effattn.model_card(encoder, repo_id=str(tmp_path)).text
+    names: dict = {}
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
+    assert type(names["model"]) is type(encoder)
+    assert names["model"].config._attn_implementation == "clustered"
 
 
 def test_an_exact_model_has_a_card_too():
