@@ -15,7 +15,7 @@ test-gpu:
 GPU_RESULTS ?= scripts/results/gpu
 GPU_SECONDS ?= 570
 GPU_PARTS := test-gpu gpu-attention gpu-attention-batch gpu-cst gpu-clusterformer gpu-prefill gpu-frontier gpu-kmeans \
-	gpu-models gpu-crossover gpu-crossover-causal gpu-clusterformer-paper
+	gpu-models gpu-crossover gpu-crossover-causal gpu-clusterformer-paper gpu-windows gpu-longformer gpu-sinks
 # The scripts import the package, which is not installed there. Interrupted, pytest still says what failed.
 ON_GPU = PYTHONPATH="$(CURDIR):$$PYTHONPATH" timeout --signal=INT --kill-after=15 $(GPU_SECONDS) $(PYTHON)
 .PHONY: $(GPU_PARTS)
@@ -43,6 +43,16 @@ gpu-models:
 
 gpu-prefill:
 	$(ON_GPU) -m scripts.benchmark.prefill --output $(GPU_RESULTS)/benchmark_prefill.json
+
+gpu-windows:
+	$(ON_GPU) -m scripts.benchmark.windows --lengths shortest,8192,32768 \
+		--output $(GPU_RESULTS)/benchmark_windows.json
+
+gpu-longformer:
+	$(ON_GPU) -m scripts.benchmark.longformer --output $(GPU_RESULTS)/benchmark_longformer.json
+
+gpu-sinks:
+	$(ON_GPU) -m scripts.benchmark.sinks --output $(GPU_RESULTS)/benchmark_sinks.json
 
 gpu-cst:
 	$(ON_GPU) -m scripts.benchmark.cst --width 1024 --heads 16 --slice-length 32 --lengths 2048,4096,16384,65536 \

@@ -35,7 +35,7 @@ from hf_effattn import patch_attention
 from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio, peak_memory_added
 
 from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, print_rows
+from ..kept.runs import KeptRuns, device_defaults, print_rows
 from .attention import EXACT
 from .models import TOKENS
 
@@ -104,12 +104,14 @@ def training_step(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def measure(case: dict[str, Any], repeats: int, **sizes: Any) -> list[dict[str, Any]]:
+def measure(case: dict[str, Any], device: torch.device, repeats: int, **sizes: Any) -> list[dict[str, Any]]:
     """A row for each way: seconds, how often as fast, the most bytes held, and the relative L2 distance."""
-    dtype, device = getattr(torch, case["dtype"]), torch.device("cpu")
     exact = encoder(case["model"], case["length"], **sizes).eval()
-    models = {EXACT: exact.to(dtype), BLOCKS: patch_attention(copy.deepcopy(exact), "exact-windows")}
-    tokens = torch.randint(3, TOKENS, (1, case["length"]), generator=torch.Generator().manual_seed(0))
+    models = {
+        EXACT: exact.to(device, getattr(torch, case["dtype"])),
+        BLOCKS: patch_attention(copy.deepcopy(exact), "exact-windows"),
+    }
+    tokens = torch.randint(3, TOKENS, (1, case["length"]), generator=torch.Generator().manual_seed(0)).to(device)
     outputs = {name: forward(model, tokens).double() for name, model in models.items()}
     away = (outputs[BLOCKS] - outputs[EXACT]).norm() / outputs[EXACT].norm()
     rows = {name: case | {"method": name} for name in models}
@@ -129,15 +131,16 @@ def measure(case: dict[str, Any], repeats: int, **sizes: Any) -> list[dict[str, 
 
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(LENGTHS),
-    dtypes: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16.")] = "float32",
+    dtypes: Annotated[str | None, typer.Option(help="Comma-separated. Default: float32, on a GPU bfloat16.")] = None,
     repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 3,
-    output: Path = Path(__file__).parents[1] / "results" / "benchmark_longformer.json",
+    output: Path | None = None,
 ) -> None:
     """Measure each of them at its lengths; keep it as JSON."""
     unknown = set(models.split(",")) - LENGTHS.keys()
     if unknown:
         raise typer.BadParameter(f"models must be of {', '.join(LENGTHS)}, got {', '.join(sorted(unknown))}")
-    kept = KeptRuns(output, {})
+    device, dtypes, output = device_defaults("benchmark_longformer", dtypes, output)
+    kept = KeptRuns(output, {}, device)
     cases = [
         {"model": name, "layers": LAYERS[name], "length": length, "dtype": dtype}
         for name in models.split(",")
@@ -145,7 +148,7 @@ def main(
         for dtype in dtypes.split(",")
     ]
     for case in track(kept.missing(cases), description="longformer"):
-        kept.add(*measure(case, repeats))
+        kept.add(*measure(case, device, repeats))
     print_rows(kept)
 
 

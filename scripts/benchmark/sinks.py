@@ -28,7 +28,7 @@ from hf_effattn.patching.methods import make_method
 from hf_effattn.patching.windows import attend_in_blocks, mask_of_blocks
 
 from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, print_rows
+from ..kept.runs import KeptRuns, device_defaults, print_rows
 
 EAGER, EXACT = "eager", "exact"
 WINDOW = 128
@@ -66,14 +66,15 @@ def approximately(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
     return method.run(query, key, value, causal=True, sinks=sinks).transpose(1, 2).contiguous()
 
 
-def measure(run: dict[str, Any], repeats: int) -> list[dict[str, Any]]:
+def measure(run: dict[str, Any], device: torch.device, repeats: int) -> list[dict[str, Any]]:
     """A row for each way: seconds, the speed beside eager attention's, memory, and the distance from it."""
     torch.manual_seed(0)
-    dtype, length, device = getattr(torch, run["dtype"]), run["length"], torch.device("cpu")
+    dtype, length = getattr(torch, run["dtype"]), run["length"]
     query, key, value = (
-        torch.randn(1, length, heads, HEAD_DIM, dtype=dtype).transpose(1, 2) for heads in (HEADS, KEY_HEADS, KEY_HEADS)
+        torch.randn(1, length, heads, HEAD_DIM).to(device, dtype).transpose(1, 2)
+        for heads in (HEADS, KEY_HEADS, KEY_HEADS)
     )
-    inputs = query, key, value, torch.randn(HEADS, dtype=dtype)
+    inputs = query, key, value, torch.randn(HEADS).to(device, dtype)
     windowed = run["layer"] == "window"
     function = sliding_window_causal_mask_function(WINDOW) if windowed else causal_mask_function
     ways: dict[str, Callable[..., torch.Tensor]] = {EAGER: partial(eagerly, function)}
@@ -99,10 +100,12 @@ def main(
     lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "1024,4096,16384",
     dtypes: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16.")] = "bfloat16",
     repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 3,
-    output: Path = Path(__file__).parents[1] / "results" / "benchmark_sinks.json",
+    output: Path | None = None,
 ) -> None:
     """Measure both kinds of layers at every length and dtype, and keep it as JSON."""
-    kept = KeptRuns(output, {"heads": HEADS, "key_heads": KEY_HEADS, "head_dim": HEAD_DIM, "window": WINDOW})
+    device, _, output = device_defaults("benchmark_sinks", None, output)
+    settings = {"heads": HEADS, "key_heads": KEY_HEADS, "head_dim": HEAD_DIM, "window": WINDOW}
+    kept = KeptRuns(output, settings, device)
     runs: list[dict[str, Any]] = [
         {"layer": layer, "length": int(length), "dtype": dtype}
         for layer in ("full", "window")
@@ -110,7 +113,7 @@ def main(
         for dtype in dtypes.split(",")
     ]
     for run in track(kept.missing(runs), description="sinks"):
-        kept.add(*measure(run, repeats))
+        kept.add(*measure(run, device, repeats))
     print_rows(kept)
 
 

@@ -30,7 +30,7 @@ from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio
 from hf_effattn.patching.windows import Window, attend_in_blocks, mask_of_blocks, shortest_length, window_of
 
 from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, print_rows
+from ..kept.runs import KeptRuns, device_defaults, print_rows
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 WINDOWS: tuple[Window, ...] = (Window(64, 64), Window(512, 512), Window(511, 0), Window(1023, 0))
@@ -48,7 +48,7 @@ def mask_function(window: Window) -> Callable:
 def by_dense_mask(function: Callable, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """As transformers runs it, `(B, N, H, D)`."""
     batch, _, length, _ = query.shape
-    mask = sdpa_mask(batch, length, length, mask_function=function, allow_is_causal_skip=False)
+    mask = sdpa_mask(batch, length, length, mask_function=function, allow_is_causal_skip=False, device=query.device)
     key, value = (repeat_kv(rows, query.shape[1] // rows.shape[1]) for rows in (key, value))
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
 
@@ -75,12 +75,12 @@ def training(attend: Callable, inputs: Inputs) -> None:
     torch.autograd.grad(output, leaves, torch.ones_like(output))
 
 
-def measure(run: dict[str, Any], heads: int, head_dim: int, repeats: int) -> dict[str, Any]:
+def measure(run: dict[str, Any], heads: int, head_dim: int, device: torch.device, repeats: int) -> dict[str, Any]:
     """A row: the medians of the ratios, and the relative L2 distance of the outputs."""
     torch.manual_seed(0)
     function, dtype = mask_function(Window(run["before"], run["after"])), getattr(torch, run["dtype"])
     query, key, value = (
-        torch.randn(run["batch"], run["length"], own, head_dim, dtype=dtype).transpose(1, 2)
+        torch.randn(run["batch"], run["length"], own, head_dim).to(device, dtype).transpose(1, 2)
         for own in (heads, heads // run["sharing"], heads // run["sharing"])
     )
     ways = {"dense": partial(by_dense_mask, function), "blocks": partial(by_blocks, function)}
@@ -90,7 +90,7 @@ def measure(run: dict[str, Any], heads: int, head_dim: int, repeats: int) -> dic
         calls = {way: partial(passes, attend, (query, key, value)) for way, attend in ways.items()}
         for call in calls.values():
             call()
-        seconds = interleaved_rounds(calls, torch.device("cpu"), repeats)
+        seconds = interleaved_rounds(calls, device, repeats)
         row |= {f"{name}_seconds": median(seconds["blocks"]), name: median_ratio(seconds["dense"], seconds["blocks"])}
     return row
 
@@ -99,15 +99,19 @@ def main(
     lengths: Annotated[
         str, typer.Option(help="Comma-separated numbers of tokens, or the shortest.")
     ] = f"{SHORTEST},8192",
-    dtypes: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16.")] = "float32,bfloat16",
+    dtypes: Annotated[
+        str | None, typer.Option(help="Comma-separated. Default: bfloat16, on a CPU float32, too.")
+    ] = None,
     heads: int = 12,
     sharing: Annotated[str, typer.Option(help="In decoders: query heads that share keys, comma-separated.")] = "1,6",
     head_dim: int = 64,
     repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 3,
-    output: Path = Path(__file__).parents[1] / "results" / "benchmark_windows.json",
+    output: Path | None = None,
 ) -> None:
     """Measure every window, length and dtype, and batches at the shortest length; keep it as JSON."""
-    kept = KeptRuns(output, {"heads": heads, "head_dim": head_dim})
+    device, dtype, output = device_defaults("benchmark_windows", None, output)
+    dtypes = dtypes or ",".join(dict.fromkeys((dtype, "bfloat16")))
+    kept = KeptRuns(output, {"heads": heads, "head_dim": head_dim}, device)
     runs: list[dict[str, Any]] = [
         {
             "before": window.before,
@@ -130,7 +134,7 @@ def main(
     if any(heads % run["sharing"] for run in runs):
         raise typer.BadParameter(f"sharing must divide the {heads} heads, got {sharing}")
     for run in track(kept.missing(runs), description="windows"):
-        kept.add(run | measure(run, heads, head_dim, repeats))
+        kept.add(run | measure(run, heads, head_dim, device, repeats))
     print_rows(kept)
 
 
