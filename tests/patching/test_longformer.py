@@ -198,7 +198,7 @@ def test_other_methods_run_it_too_and_say_so(in_blocks: list[torch.Size]) -> Non
     model(**inputs_of("longformer"))
     assert len(in_blocks) == len(WINDOWS)
     with pytest.raises(ValueError, match="all its layers see a sliding window"):
-        hf_effattn.report(model, inputs_of("longformer"))
+        hf_effattn.calibrate(model, [inputs_of("longformer")] * 2)
     with pytest.raises(ValueError, match=r'"cst" does not know where LongformerModel'):
         hf_effattn.patch_attention(model, "cst")
     assert classes_of(model) == {LongformerInBlocks}
