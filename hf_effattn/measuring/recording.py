@@ -120,7 +120,7 @@ def stacks_to_report(model: nn.Module) -> list[Stack]:
 def stacks_to_record(model: nn.Module) -> list[Stack]:
     """The same; raises where none of them has a layer to record."""
     stacks = stacks_to_report(model)
-    if all(is_sliding_window(module) for stack in stacks for module in stack.modules):
+    if not _numbered_modules(stacks):
         raise ValueError(
             f"{type(model).__name__} has no attention to measure: all its layers see a sliding window, which "
             "patch_attention runs exactly, in blocks"
@@ -157,10 +157,7 @@ def recording(model: nn.Module, observer: Observer) -> Iterator[None]:
     numbered = _numbered_modules(stacks)
     with as_it_was(model):
         for stack in stacks:
-            if attends_itself(stack.model):
-                set_implementation(stack, EAGER)
-            else:
-                stack.model.set_attn_implementation(RECORDING)
+            _switch(stack, RECORDING)
         try:
             for module, layers in numbered:
                 _watched[module] = _Watch(observer, layers)
@@ -173,11 +170,16 @@ def recording(model: nn.Module, observer: Observer) -> Iterator[None]:
 def make_exact(stacks: Sequence[Stack]) -> None:
     """Switch the attention of stacks to exact SDPA, or transformers' own code; to be called inside `as_it_was`."""
     for stack in stacks:
-        if attends_itself(stack.model):
-            set_implementation(stack, EAGER)
-            continue
         # Where transformers has none, for want of attention sinks, what runs under the other name has.
-        stack.model.set_attn_implementation(BASELINE if stack.model._supports_sdpa else RECORDING)
+        _switch(stack, BASELINE if stack.model._supports_sdpa else RECORDING)
+
+
+def _switch(stack: Stack, implementation: str) -> None:
+    """Set the attention implementation of a stack; its own code is back where it calls none."""
+    if attends_itself(stack.model):
+        set_implementation(stack, EAGER)
+    else:
+        stack.model.set_attn_implementation(implementation)
 
 
 @contextmanager

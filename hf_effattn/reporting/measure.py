@@ -29,7 +29,7 @@ from ..measuring.recording import (
 )
 from ..patching.methods import Method
 from ..patching.methods.exact_windows import ExactWindows
-from ..patching.model_types import Stack, attends_itself, gains_exactly, is_causal, is_sliding_window
+from ..patching.model_types import Stack, attends_itself, gains_exactly, is_causal
 from ..patching.patch import apply_plans
 from ..patching.planning import PatchPlan, not_a_model, plan_patch
 from ..patching.sentence_transformers import model_and_inputs
@@ -122,11 +122,9 @@ def report(
 
 def default_methods(model: PreTrainedModel) -> list[dict[str, Any]]:
     """What a report measures of a model: a few settings of every method, and windows alone where it has some."""
-    stacks = stacks_to_report(model)
-    exactly = [{"method": ExactWindows.method}] if any(map(gains_exactly, stacks)) else []
-    if all(is_sliding_window(module) for stack in stacks for module in stack.modules):
-        return exactly
-    return [*(one.to_dict() for one in make_candidates(None)), *exactly]
+    exactly = [{"method": ExactWindows.method}] if any(map(gains_exactly, stacks_to_report(model))) else []
+    approximate = make_candidates(None) if layer_names(model) else []
+    return [*(one.to_dict() for one in approximate), *exactly]
 
 
 @dataclass
