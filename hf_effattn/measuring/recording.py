@@ -17,14 +17,14 @@ from transformers.masking_utils import sdpa_mask
 
 from ..patching.exact import sdpa_path
 from ..patching.methods import list_methods
-from ..patching.model_types import Stack, attends_itself, hides_keys, is_causal, is_sliding_window, is_window_of_image
-from ..patching.patch import set_implementation
-from ..patching.planning import stacks_to_patch
+from ..patching.model_types import Stack, attends_itself, hides_keys, is_causal, is_window_of_image, stays_exact
+from ..patching.patch import exact_implementation, set_implementation
+from ..patching.planning import stacks_to_patch, why_exact
 from ..patching.snapshot import Snapshot
 
 RECORDING = "effattn-recording"
 BASELINE = "sdpa"
-EAGER = "eager"  # what the models are compared with whose attention transformers computes itself
+EAGER = "eager"  # what models are compared with whose attention has no SDPA in transformers
 
 
 @dataclass(frozen=True)
@@ -122,14 +122,14 @@ def stacks_to_record(model: nn.Module) -> list[Stack]:
     stacks = stacks_to_report(model)
     if not _numbered_modules(stacks):
         raise ValueError(
-            f"{type(model).__name__} has no attention to measure: all its layers see a sliding window, which "
-            "patch_attention runs exactly, in blocks"
+            f"{type(model).__name__} has no attention to measure: all its layers {why_exact(stacks[0])}, and "
+            "patch_attention runs them exactly"
         )
     return stacks
 
 
 def layer_names(model: nn.Module) -> dict[int, str]:
-    """The layers a report looks at, `{index: path of the attention module}`; sliding-window layers stay exact."""
+    """The layers a report looks at, `{index: path of the attention module}`; not those that stay exact."""
     paths = {module: path for path, module in model.named_modules()}
     return {layer: paths[module] for module, layers in _numbered_modules(stacks_to_report(model)) for layer in layers}
 
@@ -139,7 +139,7 @@ def _numbered_modules(stacks: Sequence[Stack]) -> list[tuple[nn.Module, tuple[in
     offset = 0
     for stack in stacks:
         for module, layers in zip(stack.modules, stack.layers, strict=True):
-            if not is_sliding_window(module):
+            if not stays_exact(module):
                 numbered.append((module, tuple(offset + layer for layer in layers)))
         offset += stack.depth
     return numbered
@@ -177,7 +177,7 @@ def make_exact(stacks: Sequence[Stack]) -> None:
 def _switch(stack: Stack, implementation: str) -> None:
     """Set the attention implementation of a stack; its own code is back where it calls none."""
     if attends_itself(stack.model):
-        set_implementation(stack, EAGER)
+        set_implementation(stack, exact_implementation(stack))
     else:
         stack.model.set_attn_implementation(implementation)
 

@@ -7,7 +7,7 @@ table (of decoders by the method's causal form), and transformers' own SDPA path
 decoding steps and further chunks of a prompt over a cache (unless the method has a form for them), dense 4-D masks,
 packed sequences, layers that are not selected, inputs too short to gain, and wherever a keyword changes attention
 (`keywords.py`). Layers with a sliding window are exact, too, in blocks (`windows.py`). Where a method would look into
-the future it raises. Longformer and its kind call no such function: `own_attention.py`.
+the future it raises. Longformer, T5 and their kinds attend themselves: `own_attention.py`.
 """
 
 import warnings
@@ -266,13 +266,13 @@ def _exact(call: Call) -> Attended:
     output = sdpa_path(call.module, query, key, call.value, mask, **asked, **call.options)
     if not call.wants_weights:
         return output, None
-    for keyword in NOT_IN_BLOCKS:
-        if call.options.get(keyword) is not None:
-            raise ValueError(
-                f"{type(call.module).__name__} passes {keyword}=, with which SDPA gives no attention weights: leave "
-                'output_attentions out, or take attn_implementation="eager"'
-            )
-    return output, exact_weights(query, key, mask, call.scale, causal=call.hides_future, sinks=call.sinks)
+    if call.options.get("cache") is not None:
+        raise ValueError(
+            f"{type(call.module).__name__} passes cache=, with which SDPA gives no attention weights: leave "
+            'output_attentions out, or take attn_implementation="eager"'
+        )
+    given: dict[str, Any] = {"sinks": call.sinks, "bias": call.options.get("position_bias")}
+    return output, exact_weights(query, key, mask, call.scale, causal=call.hides_future, **given)
 
 
 def _over_cache(method: Method, call: Call) -> Attended:

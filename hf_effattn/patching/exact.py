@@ -132,6 +132,7 @@ def exact_weights(
     causal: bool,
     rows: Sequence[int] | None = None,
     sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weights `(B, H, N, M)` of exact attention, of which the SDPA path returns none; 0 in rows that see no key.
 
@@ -143,6 +144,7 @@ def exact_weights(
         causal (`bool`): whether no query sees a later key, where there is no mask that says so.
         rows (`Sequence[int]`, *optional*): the queries whose weights are wanted. Default: all.
         sinks (`torch.Tensor`, *optional*): `(H,)`, of a score whose weight is left out.
+        bias (`torch.Tensor`, *optional*): `(1, H, N, M)`, added to the scores; not with `rows`.
     """
     if mask is None and causal and query.shape[2] > 1:
         mask = causal_square(query.shape[2], key.shape[2], query.device)
@@ -150,6 +152,8 @@ def exact_weights(
         query, mask = query[:, :, rows], None if mask is None else mask[..., rows, :]
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        scores = scores + bias
     seen = mask if mask is not None and mask.dtype == torch.bool else None
     if seen is not None:
         scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)

@@ -80,8 +80,8 @@ class ModelType:
         both_ways (`str`): what its config calls seeing the future, too, beside transformers' `is_causal=False`.
         says_use_cache (`bool`): whether its layers hand on `use_cache`, by which a prompt is known, and all keywords.
         window_in_config (`bool`): whether all its layers see the window only that the config names.
-        attends_itself (`bool`): whether its layers compute attention within windows themselves, and call no function
-            for it; a patch gives them the classes of `own_attention.py`.
+        attends_itself (`str`): what of its attention no function that it calls is told of, "windows" or "biases" of
+            distances, if any; a patch gives its layers the classes of `own_attention.py`.
         window_of_image (`Callable`, *optional*): where layers call attention for each window of an image, the patches
             of one, given the config: what has no more is exact.
         special_patches (`int`): of an image, the tokens beside its patches, such as [CLS].
@@ -97,7 +97,7 @@ class ModelType:
     both_ways: str = ""
     says_use_cache: bool = True
     window_in_config: bool = False
-    attends_itself: bool = False
+    attends_itself: str = ""
     window_of_image: Callable[[Any], int] | None = None
     special_patches: int = 1
     layers: Callable[[Any, int], list[tuple[int, ...]]] = _one_module_per_layer
@@ -152,6 +152,7 @@ _SINUSOIDS = OtherPositions(
     "fixed", "its positions are sinusoids; build the model with a larger config.max_position_embeddings"
 )
 _GROWING_SINUSOIDS = OtherPositions("fixed", "its positions are sinusoids, computed for any length")
+_DISTANCES = OtherPositions("relative", "its biases are of distances, of any length")
 
 
 def _bert(attention: str, positions: LearnedPositions = _BERT, longest: str = "512", **options: Any) -> ModelType:
@@ -191,6 +192,10 @@ def _hybrid(attention: str, longest: str, **options: Any) -> ModelType:
     return _decoder(attention, longest, layers=layers_that_attend, **options)
 
 
+def _t5(attention: str) -> ModelType:
+    return ModelType((attention,), _DISTANCES, longest="512, used to any", has_decoder=True, attends_itself="biases")
+
+
 def _encoder_of_two(attention: str, positions: OtherPositions, longest: str = "1,024") -> ModelType:
     return ModelType((attention,), positions, longest=longest, has_decoder=True)
 
@@ -217,14 +222,22 @@ MODEL_TYPES: dict[str, ModelType] = {
         ("LongformerSelfAttention",),
         LearnedPositions(reserved_by_padding=True, buffers=()),
         longest="4,096, seen in windows of 512",
-        attends_itself=True,
+        attends_itself="windows",
     ),
     "longt5": ModelType(
         ("LongT5LocalAttention", "LongT5TransientGlobalAttention"),
-        OtherPositions("relative", "its biases are of distances, of any length"),
+        _DISTANCES,
         longest="16,384, seen in windows of 255, and as means",
         has_decoder=True,
-        attends_itself=True,
+        attends_itself="windows",
+    ),
+    "t5": _t5("T5Attention"),
+    "mt5": _t5("MT5Attention"),
+    "umt5": _t5("UMT5Attention"),
+    "mpnet": _bert(
+        "MPNetSelfAttention",
+        LearnedPositions(reserved_by_padding=True, buffers=("position_ids",)),
+        attends_itself="biases",
     ),
     "gte": _rotary("GteAttention", "8,192"),
     "nomic_bert": _rotary("NomicBertAttention", "2,048, used to 8,192"),
@@ -320,14 +333,14 @@ MODEL_TYPES: dict[str, ModelType] = {
         _LED,
         longest="16,384, seen in windows of 1,024",
         has_decoder=True,
-        attends_itself=True,
+        attends_itself="windows",
     ),
     "pegasus_x": ModelType(
         ("PegasusXGlobalLocalAttention",),
         _GROWING_SINUSOIDS,
         longest="16,384, seen in blocks of 512, and 128 global tokens",
         has_decoder=True,
-        attends_itself=True,
+        attends_itself="windows",
     ),
     "m2m_100": _encoder_of_two("M2M100Attention", _GROWING_SINUSOIDS),
     "gpt2": _decoder("GPT2Attention", "1,024", _GPT2),
@@ -442,7 +455,6 @@ MODEL_TYPES: dict[str, ModelType] = {
 }
 
 _NO_DISPATCH = "computes its attention itself, without transformers' AttentionInterface"
-_RELATIVE = "adds a learned bias of the distance to every score"
 _TRANSFORMER_XL = "adds a term of its own for every distance (Transformer-XL) to every score"
 _GRID = "adds a bias of the place in the image to every score, within small windows"
 _WITHOUT_SDPA = "refuses SDPA in transformers, by which whatever no method serves would have to run"
@@ -451,16 +463,13 @@ _SOFTCAP = "bends the scores by a tanh (softcap), for which means of keys cannot
 _CAUSAL_TEXT = "hides the future by a keyword, in texts of at most 77 tokens, where nothing is to be gained"
 _SHORT_TEXT = "reads at most 64 tokens, where nothing is to be gained"
 _TRAINED_WITH_IT = "is trained from scratch with an efficient attention of its own: there is no exact one to replace"
+_DISENTANGLED = "adds products with vectors of the distance to every score, and " + _NO_DISPATCH
 _OWN_SPARSE = "has a sparse attention of its own, and " + _NO_DISPATCH
 
 # Model types that are asked for and not served, and why: what follows "its model".
 NOT_SERVED: dict[str, str] = {
-    "t5": _RELATIVE,
-    "mt5": _RELATIVE,
-    "umt5": _RELATIVE,
-    "mpnet": f"{_RELATIVE}, and {_NO_DISPATCH}",
-    "deberta": f"{_RELATIVE}, and {_NO_DISPATCH}",
-    "deberta-v2": f"{_RELATIVE}, and {_NO_DISPATCH}",
+    "deberta": _DISENTANGLED,
+    "deberta-v2": _DISENTANGLED,
     "layoutlm": _OWN_MASK,
     "markuplm": _WITHOUT_SDPA,
     "splinter": _WITHOUT_SDPA,

@@ -105,7 +105,7 @@ def _window(module: nn.Module) -> int | None:
     entry = model_type_of(module)
     config: Any = getattr(module, "config", None)
     window = getattr(config if entry is not None and entry.window_in_config else module, "sliding_window", None)
-    if entry is not None and entry.attends_itself:
+    if entry is not None and entry.attends_itself == "windows":
         window = next(getattr(module, name) for name in _OWN_WINDOWS if hasattr(module, name))
     if window is None and _kind_of_layer(config, getattr(module, "layer_idx", None)) == "chunked_attention":
         window = config.attention_chunk_size
@@ -120,8 +120,19 @@ def is_window_of_image(module: nn.Module, length: int) -> bool:
 
 
 def attends_itself(model: PreTrainedModel) -> bool:
-    """Whether the model with a stack's config calls no attention function of transformers'."""
-    return MODEL_TYPES[model.config.model_type].attends_itself
+    """Whether the model with a stack's config computes itself what methods would have to know of."""
+    return bool(MODEL_TYPES[model.config.model_type].attends_itself)
+
+
+def adds_biases(module: nn.Module) -> bool:
+    """Whether an attention module adds biases of distances to its scores, and so stays exact."""
+    entry = model_type_of(module)
+    return entry is not None and entry.attends_itself == "biases"
+
+
+def stays_exact(module: nn.Module) -> bool:
+    """Whether no method serves an attention module: it sees a sliding window, or adds biases of distances."""
+    return is_sliding_window(module) or adds_biases(module)
 
 
 def _kind_of_layer(config: Any, index: int | None) -> str | None:
@@ -131,10 +142,12 @@ def _kind_of_layer(config: Any, index: int | None) -> str | None:
 
 
 def gains_exactly(stack: Stack, length: int | None = None) -> bool:
-    """Whether a patch saves time in a stack without approximating: it has windows, or sinks, which SDPA does not.
+    """Whether a patch saves time in a stack without approximating: it has windows, biases of distances, or sinks.
 
     `length`: whether it may on so many tokens, of which blocks take no fewer than two windows.
     """
+    if any(map(adds_biases, stack.modules)):
+        return True
     windows = [window for module in stack.modules if (window := _window(module)) is not None]
     return any(length is None or length >= 2 * window for window in windows) or not stack.model._supports_sdpa
 

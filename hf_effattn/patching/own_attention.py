@@ -1,16 +1,21 @@
-"""The classes that a patch gives to modules which compute attention themselves; read with the first such model."""
-
-from collections.abc import Sequence
+"""The classes that a patch gives to modules which attend themselves; read with the first such model."""
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.models.led.modeling_led import LEDEncoderSelfAttention
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 from transformers.models.longt5.modeling_longt5 import LongT5LocalAttention, LongT5TransientGlobalAttention
+from transformers.models.mpnet.modeling_mpnet import MPNetEncoder, MPNetSelfAttention
+from transformers.models.mt5.modeling_mt5 import MT5Attention
 from transformers.models.pegasus_x.modeling_pegasus_x import PegasusXGlobalLocalAttention
+from transformers.models.t5.modeling_t5 import T5Attention
+from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 from .longformer import LEDEncoderInBlocks, LongformerInBlocks
 from .longt5 import LongT5LocalInBlocks, LongT5TransientGlobalInBlocks
+from .model_types import Stack, adds_biases
 from .pegasus_x import PegasusXInBlocks
+from .relative_bias import MPNetByDistance, MPNetEncoderByDistance, MT5ByDistance, T5ByDistance, UMT5ByDistance
 
 PATCHED: dict[type[nn.Module], type[nn.Module]] = {
     LongformerSelfAttention: LongformerInBlocks,
@@ -18,11 +23,29 @@ PATCHED: dict[type[nn.Module], type[nn.Module]] = {
     LongT5LocalAttention: LongT5LocalInBlocks,
     LongT5TransientGlobalAttention: LongT5TransientGlobalInBlocks,
     PegasusXGlobalLocalAttention: PegasusXInBlocks,
+    T5Attention: T5ByDistance,
+    MT5Attention: MT5ByDistance,
+    UMT5Attention: UMT5ByDistance,
+    MPNetSelfAttention: MPNetByDistance,
+    MPNetEncoder: MPNetEncoderByDistance,
 }
 
 
-def run_in_blocks(modules: Sequence[nn.Module], *, patched: bool) -> None:
-    """Give modules the class that attends in blocks, or the one that they had; others stay as they are."""
+def run_own(stack: Stack, implementation: str, *, patched: bool) -> None:
+    """Give the modules of a stack the classes of a patch, or those that they had.
+
+    Args:
+        stack (`Stack`): of a model that attends itself.
+        implementation (`str`): under which transformers makes the masks of those with biases of distances, whose
+            decoders have a config of their own; a method's are of `B * N`.
+        patched (`bool`): whether to give or to take.
+    """
     classes = PATCHED if patched else {own: exact for exact, own in PATCHED.items()}
-    for module in modules:
+    makes_biases = [module for module in stack.model.modules() if isinstance(module, MPNetEncoder)]
+    for module in [*stack.modules, *makes_biases]:
         module.__class__ = classes.get(type(module), type(module))
+    if adds_biases(stack.modules[0]):
+        parts = [part for part in stack.model.modules() if isinstance(part, PreTrainedModel)]
+        innermost = {module: part for part in parts for module in part.modules()}
+        for part in {innermost[module] for module in stack.modules}:
+            part.config._attn_implementation = implementation

@@ -130,7 +130,7 @@ def unpatch_attention(model: Model) -> Model:
         for kind in METHODS.values():
             kind.detach(stack.model)
         if ours:
-            set_implementation(stack, patches[0].previous if patches else _exact_implementation(stack))
+            set_implementation(stack, patches[0].previous if patches else exact_implementation(stack))
         if hasattr(config, FIELD):
             delattr(config, FIELD)
     return model
@@ -151,7 +151,7 @@ def apply_plans(plans: Sequence[PatchPlan]) -> None:
 def _apply(plan: PatchPlan) -> None:
     config = plan.stack.model.config
     current = config._attn_implementation
-    exact = _exact_implementation(plan.stack) if current in list_methods() else current
+    exact = exact_implementation(plan.stack) if current in list_methods() else current
     for kind in METHODS.values():
         if not isinstance(plan.method, kind):
             kind.detach(plan.stack.model)
@@ -167,7 +167,7 @@ def _apply(plan: PatchPlan) -> None:
         setattr(module, RECORD, ModulePatch(chosen, previous, owner, len(served), is_causal(module)))
 
 
-def _exact_implementation(stack: Stack) -> str:
+def exact_implementation(stack: Stack) -> str:
     """What a stack runs that nothing else is known of; transformers' SDPA path has no attention sinks."""
     return "sdpa" if stack.model._supports_sdpa else "eager"
 
@@ -175,9 +175,9 @@ def _exact_implementation(stack: Stack) -> str:
 def set_implementation(stack: Stack, implementation: str) -> None:
     """Set the attention implementation of a stack, also in a copy of the config that its modules hold."""
     if attends_itself(stack.model):
-        from .own_attention import run_in_blocks  # reads modelling files of transformers, which others go without
+        from .own_attention import run_own  # reads modelling files of transformers, which others go without
 
-        run_in_blocks(stack.modules, patched=implementation in list_methods())
+        run_own(stack, implementation, patched=implementation in list_methods())
         # Its config keeps its own, unless transformers' switch has set another, which a decoder beside it may call.
         if implementation in list_methods() or stack.model.config._attn_implementation not in list_methods():
             return

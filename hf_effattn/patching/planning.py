@@ -15,12 +15,14 @@ from .methods.crossover import why_never
 from .model_table import MODEL_TYPES, NOT_SERVED
 from .model_types import (
     Stack,
+    adds_biases,
     causal_modules,
     find_stacks,
     gains_exactly,
     is_causal,
     is_sliding_window,
     longest_input,
+    stays_exact,
     supported_model_types,
     usual_length,
 )
@@ -129,9 +131,9 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
         method.check_causal(stack.modules[0])
     if layers is not None and method.stays_exact:
         raise ValueError(f'"{method.method}" approximates no layer, whichever are chosen: leave layers out')
-    full = [not is_sliding_window(module) for module in stack.modules]
+    full = [not stays_exact(module) for module in stack.modules]
     if layers is not None and not any(full):
-        raise ValueError(f"{name} has no attention to patch: all its layers see a sliding window only and stay exact")
+        raise ValueError(f"{name} has no attention to patch: all its layers {why_exact(stack)} and stay exact")
     if layers is None:
         return PatchPlan(stack, method, tuple(full), None, method.parameters_for(stack))
     chosen = check_layers(layers, stack.depth)
@@ -158,7 +160,12 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
 
 def _full_layers(stack: Stack) -> list[int]:
     both = zip(stack.modules, stack.layers, strict=True)
-    return [layer for module, served in both if not is_sliding_window(module) for layer in served]
+    return [layer for module, served in both if not stays_exact(module) for layer in served]
+
+
+def why_exact(stack: Stack) -> str:
+    """What the layers of a stack do that no method serves."""
+    return "add biases of distances" if any(map(adds_biases, stack.modules)) else "see a sliding window only"
 
 
 def check_not_wrapped(model: nn.Module, plan: PatchPlan) -> None:
@@ -208,12 +215,15 @@ def why_never_used(plan: PatchPlan, cut: int | None = None) -> str | None:
     if method.stays_exact:
         if gains_exactly(plan.stack):
             return None
-        name = type(plan.stack.model).__name__
-        return f"The patch will do nothing: no layer of {name} has a sliding window or attention sinks."
-    if all(is_sliding_window(module) for module in plan.stack.modules):
         return (
-            f"The patch will approximate nothing: all layers of {type(plan.stack.model).__name__} see a sliding "
-            "window. They run exactly, in blocks, which takes less time on inputs longer than a few windows."
+            f"The patch will do nothing: no layer of {type(plan.stack.model).__name__} has a sliding window, biases "
+            "of distances or attention sinks."
+        )
+    if all(map(stays_exact, plan.stack.modules)):
+        saves = "without a matrix of them" if any(map(adds_biases, plan.stack.modules)) else "in blocks"
+        return (
+            f"The patch will approximate nothing: all layers of {type(plan.stack.model).__name__} "
+            f"{why_exact(plan.stack)}. They run exactly, {saves}, which takes less time on longer inputs."
         )
     kind = plan.stack.model.device.type
     if kind == "meta":  # where it will run is not known yet

@@ -45,10 +45,10 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back that patching has changed since; whatever else has changed stays."""
-        # Outermost first: setting an implementation hands it down to the submodels, whose own is then set again.
+        # Outermost first: a config hands its implementation down to those inside, whose own is then set again.
         for submodel, implementation, stored in self._models:
             if submodel.config._attn_implementation != implementation:
-                submodel.set_attn_implementation(implementation)
+                submodel.config._attn_implementation = implementation
             vars(submodel.config).pop(FIELD, None)
             if stored is not None:
                 setattr(submodel.config, FIELD, stored)

@@ -96,7 +96,7 @@ def illustrate(report: Findings) -> list[Section]:
         cost.text += f" The numbers are in the table.{missing}"
     missing = "The errors of the attention output were not measured in all layers."
     if not report.layers:
-        missing = "All layers see windows, which run exactly."
+        missing = "All layers run exactly."
     errors = Section("Error by layer and head", missing)
     for length in _drawn_lengths(report):
         where = "mean over all inputs" if length is None else f"{length:,} tokens"

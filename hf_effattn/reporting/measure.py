@@ -30,7 +30,7 @@ from ..measuring.recording import (
 from ..patching.methods import Method
 from ..patching.methods.exact_windows import ExactWindows
 from ..patching.model_types import Stack, attends_itself, gains_exactly, is_causal
-from ..patching.patch import apply_plans
+from ..patching.patch import apply_plans, exact_implementation
 from ..patching.planning import PatchPlan, not_a_model, plan_patch
 from ..patching.sentence_transformers import model_and_inputs
 from .findings import MeasuredInput, Measurement
@@ -53,9 +53,9 @@ def report(
     values (taken one layer at a time while the exact model runs); the change of the model's output when all layers run
     the method; times against exact SDPA, interleaved; peak memory. Methods are forced also where the input is shorter
     than their `min_length`, and the report says that patching would run exact attention there. Of a model whose layers
-    all see windows, Longformer among them, there is nothing to measure by layer. The model is afterwards what it was,
-    patched or not, whatever happens. It runs in eval mode, without gradients. A conversion (`"cst"`) is meant to be
-    fine-tuned, and the report says so.
+    all run exactly, as Longformer's and T5's do, there is nothing to measure by layer. The model is afterwards what it
+    was, patched or not, whatever happens. It runs in eval mode, without gradients. A conversion (`"cst"`) is meant to
+    be fine-tuned, and the report says so.
 
     Ctrl-C stops the measurement and returns what has been measured so far, with `complete=False` and a warning.
 
@@ -205,7 +205,7 @@ class _MeasureInput:
         return exact
 
     def _note_tokens(self) -> None:
-        """Where no layer is recorded, as all see windows, the tokens are those of the input."""
+        """Where no layer is recorded, as all run exactly, the tokens are those of the input."""
         mask = self.batch.get("attention_mask")
         self._start(None if mask is None else mask.bool())
         measured = self.found.inputs[-1]
@@ -305,7 +305,7 @@ def _check_tokens(batches: Sequence[Mapping[str, Any]]) -> None:
         if not {"input_ids", "inputs_embeds"} & batch.keys():
             raise ValueError(
                 f"inputs[{index}] must hold input_ids or inputs_embeds, got {', '.join(batch)}: all layers of the "
-                "model see windows, which do not tell the length of a text"
+                "model run exactly, and do not tell the length of a text"
             )
 
 
@@ -324,6 +324,11 @@ def _check_options(error_budget: float | None, repeats: int) -> None:
         raise ValueError("error_budget asks for the fastest method, so it needs times: repeats must be at least 1")
 
 
+def _has_own_code(stack: Stack) -> bool:
+    """Whether the exact model runs neither SDPA nor what stands for it here."""
+    return attends_itself(stack.model) and exact_implementation(stack) == EAGER
+
+
 def _environment(model: PreTrainedModel, stacks: list[Stack], repeats: int, memory: bool) -> dict[str, Any]:
     return {
         "model": type(model).__name__,
@@ -332,7 +337,7 @@ def _environment(model: PreTrainedModel, stacks: list[Stack], repeats: int, memo
         "dtype": str(model.dtype).removeprefix("torch."),
         "causal": any(is_causal(module) for stack in stacks for module in stack.modules),
         "repeats": repeats,
-        "baseline": EAGER if all(attends_itself(stack.model) for stack in stacks) else BASELINE,
+        "baseline": EAGER if all(map(_has_own_code, stacks)) else BASELINE,
         "memory_measure": MEMORY_MEASURES.get(model.device.type) if memory else None,
         **environment(model.device),
     }

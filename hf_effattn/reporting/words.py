@@ -39,7 +39,7 @@ def _headline(report: Findings) -> str:
     where = f"{at['dtype']} on {at['device']}" + (
         f", {count(at['threads'], 'thread')}" if at["device"] == "cpu" else ""
     )
-    layers = count(len(report.layers), "attention layer") if report.layers else "all layers see windows"
+    layers = count(len(report.layers), "attention layer") if report.layers else "all layers run exactly"
     against = "transformers' own code" if at.get("baseline") == EAGER else "exact SDPA"
     return f"{at['model']} ({layers}, {where}) against {against}."
 

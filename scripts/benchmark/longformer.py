@@ -88,41 +88,53 @@ def run(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     return called(tokens, attention_mask=torch.ones_like(tokens), global_attention_mask=first)[0]
 
 
-def forward(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+def forward(model: PreTrainedModel, once: Callable[[PreTrainedModel], torch.Tensor]) -> torch.Tensor:
     """The last hidden state, without gradients."""
     with torch.no_grad():
-        return run(model, tokens)
+        return once(model.eval())
 
 
-def training_step(model: PreTrainedModel, tokens: torch.Tensor) -> None:
+def training_step(model: PreTrainedModel, once: Callable[[PreTrainedModel], torch.Tensor]) -> None:
     """Forward and backward pass, gradients thrown away."""
-    run(model, tokens).float().square().mean().backward()
+    once(model.train()).float().square().mean().backward()
     model.zero_grad(set_to_none=True)
 
 
-def measure(case: dict[str, Any], device: torch.device, repeats: int, **sizes: Any) -> list[dict[str, Any]]:
-    """A row for each way: seconds, how often as fast, the most bytes held, and the relative L2 distance."""
-    exact = encoder(case["model"], case["length"], **sizes).eval()
-    models = {
-        EXACT: exact.to(device, getattr(torch, case["dtype"])),
-        BLOCKS: patch_attention(copy.deepcopy(exact), "exact-windows"),
-    }
-    tokens = torch.randint(3, TOKENS, (1, case["length"]), generator=torch.Generator().manual_seed(0)).to(device)
-    outputs = {name: forward(model, tokens).double() for name, model in models.items()}
+def beside_own_code(
+    case: dict[str, Any],
+    exact: PreTrainedModel,
+    once: Callable[[PreTrainedModel], torch.Tensor],
+    device: torch.device,
+    repeats: int,
+    *,
+    trains: bool,
+) -> list[dict[str, Any]]:
+    """A row for each way: seconds, how often as fast, the most bytes held, and the relative L2 distance.
+
+    `once` gives the last hidden state of a model; `trains`: whether a step of training is timed, too.
+    """
+    exact = exact.to(device, getattr(torch, case["dtype"]))
+    models = {EXACT: exact, BLOCKS: patch_attention(copy.deepcopy(exact), "exact-windows")}
+    outputs = {name: forward(model, once).double() for name, model in models.items()}
     away = (outputs[BLOCKS] - outputs[EXACT]).norm() / outputs[EXACT].norm()
     rows = {name: case | {"method": name} for name in models}
     rows[BLOCKS]["error"] = away.item()
-    passes: dict[str, Callable] = {"forward": forward}
-    if case["model"] not in FORWARD_ONLY:
-        passes["training"] = training_step
-    for name, once in passes.items():
-        calls = {method: partial(once, model, tokens) for method, model in models.items()}
+    passes: dict[str, Callable] = {"forward": forward} | ({"training": training_step} if trains else {})
+    for name, in_pass in passes.items():
+        calls = {method: partial(in_pass, model, once) for method, model in models.items()}
         for method, call in calls.items():  # each warms up as it is weighed
             rows[method][f"{name}_peak_bytes"] = peak_memory_added(call, device)[1]
         seconds = interleaved_rounds(calls, device, repeats)
         for method, taken in seconds.items():
             rows[method] |= {f"{name}_seconds": median(taken), name: median_ratio(seconds[EXACT], taken)}
     return list(rows.values())
+
+
+def measure(case: dict[str, Any], device: torch.device, repeats: int, **sizes: Any) -> list[dict[str, Any]]:
+    """The rows of one model and length."""
+    tokens = torch.randint(3, TOKENS, (1, case["length"]), generator=torch.Generator().manual_seed(0)).to(device)
+    model, trains = encoder(case["model"], case["length"], **sizes), case["model"] not in FORWARD_ONLY
+    return beside_own_code(case, model, partial(run, tokens=tokens), device, repeats, trains=trains)
 
 
 def main(

@@ -1,4 +1,4 @@
-"""Tables of what a patch makes faster without approximating: windows, Longformer, attention sinks."""
+"""Tables of what a patch makes faster without approximating: windows, Longformer, biases of distances, sinks."""
 
 from typing import Any
 
@@ -41,20 +41,19 @@ def _listed(layers: dict[str, int]) -> str:
     return ", ".join(f"{count} of {name}'s" for name, count in layers.items())
 
 
-@of_file("benchmark_longformer")
-def longformer(result: dict[str, Any]) -> Table:
-    """How much faster Longformer and its kind are in blocks, what they hold, and how far off."""
-    found: dict[tuple[str, int], dict[str, dict[str, dict[str, Any]]]] = {}
+def _beside_own_code(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: how much faster models are than by transformers' own code, what they hold, and how far off."""
+    found: dict[tuple[str, int, int], dict[str, dict[str, dict[str, Any]]]] = {}
     for row in result["rows"]:
-        case = found.setdefault((row["model"], row["length"]), {})
+        case = found.setdefault((row["model"], row.get("texts", 1), row["length"]), {})
         case.setdefault(row["dtype"], {})[row["method"]] = row
     dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
     columns = "forward", "training", "error"
     held = {"memory": "forward_peak_bytes", "memory, training": "training_peak_bytes"}
     header = ["model", "tokens", *(f"{one}: {column}" for one in dtypes for column in columns), *held]
     rows = []
-    for (name, length), case in found.items():
-        cells = [name, f"{length:,}"]
+    for (name, texts, length), case in found.items():
+        cells = [name, f"{texts} × {length:,}" if texts > 1 else f"{length:,}"]
         for patched in (case[one][benchmark_longformer.BLOCKS] for one in dtypes):
             speeds = (f"{patched[name]:.1f}×" if name in patched else "" for name in ("forward", "training"))
             cells += [*speeds, f"{patched['error']:.0e}"]
@@ -62,14 +61,32 @@ def longformer(result: dict[str, Any]) -> Table:
         peaks = [[row[peak] / 2**20 for row in ways if peak in row] for peak in held.values()]
         cells += [" to ".join(f"{peak:,.0f}" for peak in both) + " MiB" if both else "" for both in peaks]
         rows.append(cells)
+    return header, rows
+
+
+@of_file("benchmark_longformer")
+def longformer(result: dict[str, Any]) -> Table:
+    """Longformer and its kind in blocks."""
     layers = {row["model"]: row["layers"] for row in result["rows"]}
     note = (
         "Times as fast as transformers' own code, the whole encoder, the first token of Longformer and LED seeing all "
         "others, and the relative L2 distance of the last hidden states; memory beside the weights, "
-        f"{dtypes[0]}. Published sizes, {_listed(layers)} layers, random weights, one text. Most of LED's memory is a "
-        "mask of N × N, of LongT5's the biases. "
+        f"{result['rows'][0]['dtype']}. Published sizes, {_listed(layers)} layers, random weights, one text. Most of "
+        "LED's memory is a mask of N × N, of LongT5's the biases. "
     )
-    return markdown(header, rows), note
+    return markdown(*_beside_own_code(result)), note
+
+
+@of_file("benchmark_relative_bias")
+def relative_bias(result: dict[str, Any]) -> Table:
+    """T5 and MPNet without a matrix of their biases."""
+    note = (
+        "Times as fast as transformers' own code, the whole encoder, training with its dropout, and the relative L2 "
+        "distance of the last hidden states; memory beside the weights, "
+        f"{result['rows'][0]['dtype']}. Published sizes, {result['settings']['layers']} layers, random weights; of "
+        "several texts the shortest is half as long. "
+    )
+    return markdown(*_beside_own_code(result)), note
 
 
 @of_file("benchmark_sinks")

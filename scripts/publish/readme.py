@@ -385,6 +385,7 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "images": images,
         "windows": exact_tables.windows,
         "longformer": exact_tables.longformer,
+        "relative bias": exact_tables.relative_bias,
         "sinks": exact_tables.sinks,
         "whole models": whole_models,
         "shortest": shortest,

@@ -57,7 +57,7 @@ def test_report_of_a_model_that_transformers_has_no_sdpa_for(real_model_folder, 
     tokenizer.save_pretrained(tmp_path)
     result = runner.invoke(app, ["report", str(tmp_path), "--lengths", "48", "--repeats", "0"])
     assert result.exit_code == 0, result.output
-    assert "LongformerModel (all layers see windows, " in result.stdout
+    assert "LongformerModel (all layers run exactly, " in result.stdout
     assert "exact-windows: nothing is approximated" in result.stdout
 
 

@@ -14,8 +14,8 @@ from transformers import (
     BartConfig,
     BartModel,
     BertModel,
+    DebertaV2Config,
     GPT2Config,
-    T5Config,
     VisionTextDualEncoderConfig,
 )
 
@@ -183,13 +183,14 @@ def test_an_exact_model_has_a_card_too():
 
 
 def test_a_model_that_no_method_serves_is_not_told_to_be_patched():
-    """The card of a T5 offered `patch_attention`, which refuses it."""
-    text = hf_effattn.model_card(T5Config(architectures=["T5ForConditionalGeneration"]), repo_id="me/t5").text
-    assert 'AutoModelForSeq2SeqLM.from_pretrained("me/t5")' in text
+    """The card of a model offered `patch_attention`, which refuses it."""
+    unserved = DebertaV2Config(architectures=["DebertaV2ForSequenceClassification"])
+    text = hf_effattn.model_card(unserved, repo_id="me/deberta").text
+    assert 'AutoModelForSequenceClassification.from_pretrained("me/deberta")' in text
     assert "patch_attention" not in text
     decoder = tiny_config("bert", is_decoder=True, architectures=["BertLMHeadModel"])
     assert "patch_attention" not in hf_effattn.model_card(decoder, repo_id="me/decoder").text
-    both = VisionTextDualEncoderConfig.from_vision_text_configs(T5Config(), tiny_config("bert"))
+    both = VisionTextDualEncoderConfig.from_vision_text_configs(unserved, tiny_config("bert"))
     assert "patch_attention" in hf_effattn.model_card(both, repo_id="me/both").text
 
 

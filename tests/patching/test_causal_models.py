@@ -309,7 +309,7 @@ def test_a_model_of_windows_only_runs_exactly_and_says_so(attended: list[dict[st
     exact = model(ids).logits
     with pytest.raises(ValueError, match="all its layers see a sliding window only and stay exact"):
         patch(model, layers=[1])
-    with pytest.raises(ValueError, match="no attention to measure: all its layers see a sliding window, which"):
+    with pytest.raises(ValueError, match="no attention to measure: all its layers see a sliding window only, and"):
         hf_effattn.calibrate(model, [{"input_ids": ids[:1]}, {"input_ids": ids[1:]}], error=0.1)
     assert model.config._attn_implementation == "sdpa"
     with pytest.warns(UserWarning, match="will approximate nothing: all layers of MistralForCausalLM see a sliding"):

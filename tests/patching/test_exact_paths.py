@@ -191,5 +191,5 @@ def test_mask_function_is_dense_for_other_rules_and_other_models() -> None:
     assert torch.equal(causal, sdpa_mask(2, 40, 40, attention_mask=mask))
     both = create_bidirectional_mask(config, torch.zeros(2, 40, 32), mask, and_mask_function=lambda b, h, q, k: k <= q)
     assert both.shape == (2, 1, 40, 40)
-    config.model_type = "mpnet"
+    config.model_type = "layoutlm"
     assert create_bidirectional_mask(config, torch.zeros(2, 40, 32), mask).shape == (2, 1, 40, 40)

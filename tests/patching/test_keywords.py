@@ -173,8 +173,9 @@ def test_a_position_bias_is_added_to_the_scores(
         return
     actual, _ = attention("clustered", module, **projected, **options)
     torch.testing.assert_close(actual, expected)
-    with pytest.raises(ValueError, match="passes position_bias=, with which SDPA gives no attention weights"):
-        attention("clustered", module, **projected, **options, output_attentions=True)
+    scores = projected["query"] @ projected["key"].transpose(2, 3) * projected["query"].shape[3] ** -0.5
+    _, weights = attention("clustered", module, **projected, **options, output_attentions=True)
+    torch.testing.assert_close(weights, (scores + seen).softmax(dim=-1))
     assert attended == []
 
 

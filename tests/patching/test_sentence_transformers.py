@@ -31,11 +31,14 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     BertTokenizer,
+    DebertaV2Config,
+    DebertaV2Model,
     MPNetConfig,
     MPNetModel,
 )
 
 import hf_effattn
+from hf_effattn.patching.relative_bias import MPNetEncoderByDistance
 from hf_effattn.patching.sentence_transformers import watch_loading
 
 WORDS = [f"w{number}" for number in range(55)]
@@ -127,6 +130,25 @@ def test_encodes_as_the_plain_model_patched_alike(saved: dict[Any, str], attende
     torch.testing.assert_close(found, wanted)
     hf_effattn.unpatch_attention(model)
     assert not hasattr(inside(model).config, "effattn")
+    assert torch.equal(outputs(model, texts()), exact)
+
+
+def test_mpnet_encodes_as_before_and_comes_back_patched(tmp_path: Path) -> None:
+    """The type of the embeddings that are used most, which runs exactly."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    mpnet = MPNetModel(MPNetConfig(vocab_size=60, **sizes, initializer_range=0.3))
+    (tmp_path / "plain").mkdir()
+    model = SentenceTransformer(plain_folder(tmp_path / "plain", mpnet), device="cpu")
+    exact = outputs(model, texts())
+    hf_effattn.patch_attention(model, "exact-windows")
+    found = outputs(model, texts())
+    torch.testing.assert_close(found, exact, atol=1e-5, rtol=0)
+    model.save_pretrained(str(tmp_path / "patched"))
+    loaded = hf_effattn.from_pretrained(SentenceTransformer, tmp_path / "patched", device="cpu")
+    assert type(inside(loaded).encoder) is MPNetEncoderByDistance
+    assert torch.equal(outputs(loaded, texts()), found)
+    hf_effattn.unpatch_attention(model)
     assert torch.equal(outputs(model, texts()), exact)
 
 
@@ -238,9 +260,11 @@ def test_what_cannot_be_patched_is_refused_in_words(saved: dict[Any, str], tmp_p
             call()
     asymmetric = router(saved, [static])
     hf_effattn.patch_attention(asymmetric, **I_CLUSTERED)  # what has no attention is no obstacle
-    mpnet = MPNetModel(MPNetConfig(vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
-    unserved = router(saved, [Transformer(plain_folder(tmp_path, mpnet)), Pooling(32, "mean")])
-    with pytest.raises(ValueError, match="MPNetModel"):
+    deberta = DebertaV2Model(
+        DebertaV2Config(vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    )
+    unserved = router(saved, [Transformer(plain_folder(tmp_path, deberta)), Pooling(32, "mean")])
+    with pytest.raises(ValueError, match="DebertaV2Model"):
         hf_effattn.patch_attention(unserved, **I_CLUSTERED)
     assert unserved[0].sub_modules["query"][0].auto_model.config._attn_implementation == "sdpa"
     with pytest.raises(TypeError, match="model must be a transformers model, got SentenceTransformer"):

@@ -1,4 +1,4 @@
-"""Reports of models whose layers all see windows: nothing by layer; outputs, times and memory as ever."""
+"""Reports of models whose layers all run exactly: nothing by layer; outputs, times and memory as ever."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +11,13 @@ from transformers import (
     LongformerForSequenceClassification,
     MistralConfig,
     MistralForCausalLM,
+    MPNetConfig,
+    MPNetModel,
     PegasusXConfig,
     PegasusXModel,
     PreTrainedModel,
+    T5Config,
+    T5EncoderModel,
     VisionTextDualEncoderConfig,
     VisionTextDualEncoderModel,
 )
@@ -45,7 +49,15 @@ def pegasus_x() -> PreTrainedModel:
     return PegasusXModel(config).get_encoder()
 
 
-MODELS = {make.__name__: make for make in (longformer, mistral, pegasus_x)}
+def mpnet() -> PreTrainedModel:
+    return MPNetModel(MPNetConfig(vocab_size=60, max_position_embeddings=162, **SIZES, initializer_range=0.3))
+
+
+def t5() -> PreTrainedModel:
+    return T5EncoderModel(T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4))
+
+
+MODELS = {make.__name__: make for make in (longformer, mistral, pegasus_x, mpnet, t5)}
 
 
 def make_model(make: Callable[[], Any]) -> Any:
@@ -85,12 +97,12 @@ def test_what_is_measured(name: str, patched: bool, tmp_path: Any) -> None:
     assert min(*exact.forward_seconds, *other.forward_seconds) > 0
     assert min(exact.forward_peak_bytes, other.forward_peak_bytes) > 0
     assert found.fastest_within(0.01) == METHOD
-    against = "exact SDPA" if name == "mistral" else "transformers' own code"
-    assert f"(all layers see windows, float32 on cpu, {_threads()}) against {against}." in str(found)
+    against = "exact SDPA" if model._supports_sdpa else "transformers' own code"
+    assert f"(all layers run exactly, float32 on cpu, {_threads()}) against {against}." in str(found)
     assert "- exact-windows: nothing is approximated; the last hidden state is off by " in str(found)
     found.save(tmp_path)
     assert Report.load(tmp_path) == found
-    assert "All layers see windows, which run exactly." in found.to_html(model, inputs(), _Words())
+    assert "All layers run exactly." in found.to_html(model, inputs(), _Words())
     found.plot_cost()
     with pytest.raises(ValueError, match="holds no errors of the attention output"):
         found.plot()

@@ -25,9 +25,11 @@ from scripts.benchmark import longformer as benchmark_longformer
 from scripts.benchmark import models as benchmark_models
 from scripts.benchmark import neighbour as benchmark_neighbour
 from scripts.benchmark import prefill as benchmark_prefill
+from scripts.benchmark import relative_bias as benchmark_relative_bias
 from scripts.benchmark import rivals as benchmark_rivals
 from scripts.benchmark import sinks as benchmark_sinks
 from scripts.benchmark import windows as benchmark_windows
+from scripts.benchmark.longformer import BLOCKS
 from scripts.kept import data as shared_data
 from scripts.publish import cst_tables
 from scripts.publish import readme as update_readme
@@ -234,7 +236,7 @@ def test_benchmark_longformer(tmp_path, monkeypatch):
     benchmark_longformer.main(dtypes="float32", repeats=1, output=output)
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     assert [(row["model"], row["method"]) for row in rows] == [
-        (name, method) for name in sizes for method in ("exact", benchmark_longformer.BLOCKS)
+        (name, method) for name in sizes for method in ("exact", BLOCKS)
     ]
     for row in rows:
         assert row["forward_peak_bytes"] > 0
@@ -244,6 +246,30 @@ def test_benchmark_longformer(tmp_path, monkeypatch):
         typer.BadParameter, match="must be of Longformer-base, LED-base, LongT5-base, Pegasus-X-base, got GPT-2"
     ):
         benchmark_longformer.main(models="GPT-2", output=tmp_path / "other.json")
+
+
+def test_benchmark_relative_bias(tmp_path, monkeypatch):
+    """Both models in both ways, alone and padded, which differ by rounding; the longest forward only."""
+    sizes = {
+        "T5-base": {"d_model": 32, "d_kv": 8, "num_heads": 2, "d_ff": 16},
+        "MPNet-base": {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 16},
+    }
+    cases = [(3, 50, True), (1, 64, False)]
+    of_model = benchmark_relative_bias.encoder
+    monkeypatch.setattr(benchmark_relative_bias, "encoder", lambda name, length: of_model(name, length, **sizes[name]))
+    monkeypatch.setattr(benchmark_relative_bias, "CASES", dict.fromkeys(sizes, cases))
+    output = tmp_path / "relative_bias.json"
+    benchmark_relative_bias.main(dtypes="float32", repeats=1, output=output)
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert [(row["model"], row["length"], row["method"]) for row in rows] == [
+        (name, length, method) for name in sizes for length in (50, 64) for method in ("exact", BLOCKS)
+    ]
+    for row in rows:
+        assert row["forward_peak_bytes"] > 0
+        assert ("training_seconds" in row) == (row["length"] == 50)
+        assert row["method"] == "exact" or row["error"] < 1e-5
+    with pytest.raises(typer.BadParameter, match="must be of T5-base, MPNet-base, got GPT-2"):
+        benchmark_relative_bias.main(models="GPT-2", output=tmp_path / "other.json")
 
 
 def test_benchmark_images(tmp_path, monkeypatch):

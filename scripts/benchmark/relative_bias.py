@@ -1,0 +1,91 @@
+"""How much faster are encoders with biases of distances, T5 and MPNet, without a matrix of them, and how far off?
+
+Beside transformers' own code. In the sizes of the published models, with fewer layers, as all are alike; random
+weights and texts, of which several are padded, the shortest to half. Both ways are timed in one run, interleaved,
+forward and a step of training with the published dropout, and their memory is taken.
+
+    python -m scripts.benchmark.relative_bias     # writes scripts/results/benchmark_relative_bias.json
+
+It takes minutes on two cores. What the output file holds is not measured again.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+from transformers import MPNetConfig, MPNetModel, PreTrainedModel, T5Config, T5EncoderModel
+
+from ..kept.command_line import run_with_help
+from ..kept.runs import KeptRuns, device_defaults, print_rows
+from .longformer import beside_own_code
+from .models import TOKENS
+
+LAYERS = 3
+# Texts and their length, and whether a step of training is timed, which transformers has no memory for at the longest.
+CASES: dict[str, list[tuple[int, int, bool]]] = {
+    "T5-base": [(1, 512, True), (8, 512, True), (1, 2048, True), (1, 4096, True), (1, 8192, False)],
+    "MPNet-base": [(1, 512, True), (8, 512, True)],
+}
+
+
+def encoder(name: str, length: int, **sizes: Any) -> PreTrainedModel:
+    """One of them, exact, with random weights."""
+    torch.manual_seed(0)
+    if name == "T5-base":
+        own = {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_heads": 12, "num_layers": LAYERS, "vocab_size": TOKENS}
+        return T5EncoderModel(T5Config(**own | sizes))
+    own = {"num_hidden_layers": LAYERS, "max_position_embeddings": length + 2, "vocab_size": TOKENS}
+    return MPNetModel(MPNetConfig(**own | sizes), add_pooling_layer=False)
+
+
+def seen_tokens(texts: int, length: int) -> torch.Tensor:
+    """Padding, `(texts, length)`: from whole texts to half."""
+    lengths = torch.linspace(length, length // 2 if texts > 1 else length, texts).long()
+    return (torch.arange(length) < lengths[:, None]).long()
+
+
+def run(model: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The last hidden state of the tokens that are no padding."""
+    return model(tokens, attention_mask=mask).last_hidden_state[mask.bool()]
+
+
+def measure(
+    case: dict[str, Any], device: torch.device, repeats: int, *, trains: bool, **sizes: Any
+) -> list[dict[str, Any]]:
+    """The rows of one model and batch."""
+    shape = case["texts"], case["length"]
+    tokens = torch.randint(3, TOKENS, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    once = partial(run, tokens=tokens, mask=seen_tokens(*shape).to(device))
+    return beside_own_code(case, encoder(case["model"], case["length"], **sizes), once, device, repeats, trains=trains)
+
+
+def main(
+    models: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(CASES),
+    dtypes: Annotated[str | None, typer.Option(help="Comma-separated. Default: float32, on a GPU bfloat16.")] = None,
+    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 3,
+    output: Path | None = None,
+) -> None:
+    """Measure each of them on its batches; keep it as JSON."""
+    unknown = set(models.split(",")) - CASES.keys()
+    if unknown:
+        raise typer.BadParameter(f"models must be of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
+    device, dtypes, output = device_defaults("benchmark_relative_bias", dtypes, output)
+    kept = KeptRuns(output, {"layers": LAYERS}, device)
+    trained = {(name, texts, length): trains for name, cases in CASES.items() for texts, length, trains in cases}
+    cases = [
+        {"model": name, "texts": texts, "length": length, "dtype": dtype}
+        for name, texts, length in trained
+        if name in models.split(",")
+        for dtype in dtypes.split(",")
+    ]
+    for case in track(kept.missing(cases), description="relative bias"):
+        trains = trained[case["model"], case["texts"], case["length"]]
+        kept.add(*measure(case, device, repeats, trains=trains))
+    print_rows(kept)
+
+
+if __name__ == "__main__":
+    run_with_help(main, __doc__)
