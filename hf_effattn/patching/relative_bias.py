@@ -82,7 +82,8 @@ def _by_view(
         mask is not None
     ):  # as one more feature of the keys, for which every query has 1: no sum of bias and mask is made
         query = torch.cat([query, query.new_ones(1).expand(*query.shape[:3], 1)], dim=3)
-        key = torch.cat([key, (mask / scale).transpose(2, 3).expand(*key.shape[:3], 1)], dim=3)
+        column = (mask / scale).clamp(min=torch.finfo(mask.dtype).min).transpose(2, 3)
+        key = torch.cat([key, column.expand(*key.shape[:3], 1)], dim=3)
         value = F.pad(value, (0, 1))
     rows = bias.unfold(1, key.shape[2], 1)[None]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=rows, dropout_p=dropout, scale=scale)[..., :D]
@@ -169,7 +170,7 @@ class _ByDistance(_Exact):
             own(hidden_states).unflatten(2, (len(bias), -1)).transpose(1, 2) for own in (self.q, self.k, self.v)
         )
         dropout = dropout if self.training else 0.0
-        mask = None if mask is None else mask.to(query.dtype)
+        mask = None if mask is None else mask.clamp(min=floor(query.dtype)).to(query.dtype)
         output = attend_by_distance(query, key, value, bias, mask, scale=scale, dropout=dropout)
         return self.o(output.transpose(1, 2).flatten(2))
 

@@ -342,6 +342,21 @@ def test_bfloat16_is_as_near_as_transformers(kind: str) -> None:
     assert error <= 1.1 * usual
 
 
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_a_text_of_padding_alone_is_finite(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast, whose numbers are smaller than those that the mask was made of."""
+    model, inputs = hf_effattn.patch_attention(make_model(kind), METHOD), inputs_of()
+    inputs["attention_mask"][1] = 0
+    with torch.autocast("cpu", dtype=dtype):
+        by_view = encoder_of(model)(**inputs)[0]
+        monkeypatch.setattr(relative_bias, "_by_view", relative_bias._by_rows)
+        by_rows = encoder_of(model)(**inputs)[0]
+    assert by_view.isfinite().all()
+    assert by_rows.isfinite().all()
+
+
 @pytest.mark.parametrize("kind", ["t5", "mpnet"])
 @torch.no_grad()
 def test_traced_by_transformers_code(kind: str) -> None:
