@@ -52,7 +52,10 @@ def _beside_own_code(result: dict[str, Any]) -> tuple[list[str], list[list[str]]
     held = {"memory": "forward_peak_bytes", "memory, training": "training_peak_bytes"}
     header = ["model", "tokens", *(f"{one}: {column}" for one in dtypes for column in columns), *held]
     rows = []
-    for (name, texts, length), case in found.items():
+    order = list(dict.fromkeys(name for name, *_ in found))
+    for (name, texts, length), case in sorted(
+        found.items(), key=lambda at: (order.index(at[0][0]), at[0][2], at[0][1])
+    ):
         cells = [name, f"{texts} × {length:,}" if texts > 1 else f"{length:,}"]
         for patched in (case[one][benchmark_longformer.BLOCKS] for one in dtypes):
             speeds = (f"{patched[name]:.1f}×" if name in patched else "" for name in ("forward", "training"))
