@@ -78,9 +78,8 @@ def _by_view(
 ) -> torch.Tensor:
     """All rows by one call of SDPA, which reads the biases where they are."""
     D = query.shape[3]
-    if (
-        mask is not None
-    ):  # as one more feature of the keys, for which every query has 1: no sum of bias and mask is made
+    if mask is not None:
+        # One more feature of the keys, for which every query has 1: no sum of biases and mask, `N * N`, is made.
         query = torch.cat([query, query.new_ones(1).expand(*query.shape[:3], 1)], dim=3)
         column = (mask / scale).clamp(min=torch.finfo(mask.dtype).min).transpose(2, 3)
         key = torch.cat([key, column.expand(*key.shape[:3], 1)], dim=3)
