@@ -363,7 +363,10 @@ def _limits(config: Any, settings: Method | None) -> list[str]:
             "`slice_length` and `extension_ratio` belong to the weights: loaded with others it fails.",
         ]
     if settings is not None and settings.stays_exact:
-        return ["Outputs differ from the exact model's by rounding. Inputs of a few windows or fewer gain nothing."]
+        return [
+            "Outputs differ from the exact model's by rounding. Layers with windows gain nothing on inputs of a few "
+            "windows or fewer."
+        ]
     if settings is not None:
         shortest = settings.min_length
         from_where = "the length from which the method is faster" if shortest is None else f"{shortest:,} tokens"

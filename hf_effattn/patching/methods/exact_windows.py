@@ -22,7 +22,7 @@ class ExactWindows(Method):
     """
 
     method: ClassVar[str] = "exact-windows"
-    summary: ClassVar[str] = "approximates nothing; of a sliding window only what it holds is computed"
+    summary: ClassVar[str] = "approximates nothing; of windows and biases only what is needed is computed"
     stays_exact: ClassVar[bool] = True
 
     def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
