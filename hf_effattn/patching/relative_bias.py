@@ -61,9 +61,9 @@ def attend_by_distance(
     """
     bias = bias.to(query.dtype).contiguous()
     query = query.flip(2)  # so that each row of the matrix begins one to the right of that above, as a view can
-    in_one = query.device.type == "cpu" and not dropout and not (torch.is_grad_enabled() and bias.requires_grad)
-    output = (_by_view if in_one else _by_rows)(query, key, value, bias, mask, scale=scale, dropout=dropout)
-    return output.flip(2)
+    if query.device.type == "cpu" and not dropout and not (torch.is_grad_enabled() and bias.requires_grad):
+        return _by_view(query, key, value, bias, mask, scale=scale).flip(2)
+    return _by_rows(query, key, value, bias, mask, scale=scale, dropout=dropout).flip(2)
 
 
 def _by_view(
@@ -74,7 +74,6 @@ def _by_view(
     mask: torch.Tensor | None,
     *,
     scale: float,
-    dropout: float,
 ) -> torch.Tensor:
     """All rows by one call of SDPA, which reads the biases where they are."""
     D = query.shape[3]
@@ -85,7 +84,7 @@ def _by_view(
         key = torch.cat([key, column.expand(*key.shape[:3], 1)], dim=3)
         value = F.pad(value, (0, 1))
     rows = bias.unfold(1, key.shape[2], 1)[None]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=rows, dropout_p=dropout, scale=scale)[..., :D]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=rows, scale=scale)[..., :D]
 
 
 def _by_rows(
