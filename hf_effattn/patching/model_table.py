@@ -153,6 +153,9 @@ _SINUSOIDS = OtherPositions(
 )
 _GROWING_SINUSOIDS = OtherPositions("fixed", "its positions are sinusoids, computed for any length")
 _DISTANCES = OtherPositions("relative", "its biases are of distances, of any length")
+_VECTORS = OtherPositions(
+    "relative", "its vectors are of distances, of any length; a table beside them, if it has one, cannot grow"
+)
 
 
 def _bert(attention: str, positions: LearnedPositions = _BERT, longest: str = "512", **options: Any) -> ModelType:
@@ -200,6 +203,9 @@ def _encoder_of_two(attention: str, positions: OtherPositions, longest: str = "1
     return ModelType((attention,), positions, longest=longest, has_decoder=True)
 
 
+# One entry for both, as their classes have one name.
+_DEBERTA = ModelType(("DisentangledSelfAttention",), _VECTORS, longest="512, used to any", attends_itself="biases")
+
 MODEL_TYPES: dict[str, ModelType] = {
     "bert": _bert("BertSelfAttention"),
     "roberta": _bert("RobertaSelfAttention", _ROBERTA),
@@ -239,6 +245,8 @@ MODEL_TYPES: dict[str, ModelType] = {
         LearnedPositions(reserved_by_padding=True, buffers=("position_ids",)),
         attends_itself="biases",
     ),
+    "deberta": _DEBERTA,
+    "deberta-v2": _DEBERTA,
     "gte": _rotary("GteAttention", "8,192"),
     "nomic_bert": _rotary("NomicBertAttention", "2,048, used to 8,192"),
     "jina_embeddings_v3": _rotary("JinaEmbeddingsV3Attention", "8,192"),
@@ -463,13 +471,10 @@ _SOFTCAP = "bends the scores by a tanh (softcap), for which means of keys cannot
 _CAUSAL_TEXT = "hides the future by a keyword, in texts of at most 77 tokens, where nothing is to be gained"
 _SHORT_TEXT = "reads at most 64 tokens, where nothing is to be gained"
 _TRAINED_WITH_IT = "is trained from scratch with an efficient attention of its own: there is no exact one to replace"
-_DISENTANGLED = "adds products with vectors of the distance to every score, and " + _NO_DISPATCH
 _OWN_SPARSE = "has a sparse attention of its own, and " + _NO_DISPATCH
 
 # Model types that are asked for and not served, and why: what follows "its model".
 NOT_SERVED: dict[str, str] = {
-    "deberta": _DISENTANGLED,
-    "deberta-v2": _DISENTANGLED,
     "layoutlm": _OWN_MASK,
     "markuplm": _WITHOUT_SDPA,
     "splinter": _WITHOUT_SDPA,

@@ -2,6 +2,8 @@
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.deberta import modeling_deberta
+from transformers.models.deberta_v2 import modeling_deberta_v2
 from transformers.models.led.modeling_led import LEDEncoderSelfAttention
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 from transformers.models.longt5.modeling_longt5 import LongT5LocalAttention, LongT5TransientGlobalAttention
@@ -11,6 +13,7 @@ from transformers.models.pegasus_x.modeling_pegasus_x import PegasusXGlobalLocal
 from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
+from .disentangled import DebertaByRows, DebertaEncoderByRows, DebertaV2ByRows, DebertaV2EncoderByRows
 from .longformer import LEDEncoderInBlocks, LongformerInBlocks
 from .longt5 import LongT5LocalInBlocks, LongT5TransientGlobalInBlocks
 from .model_types import Stack, adds_biases
@@ -27,7 +30,14 @@ PATCHED: dict[type[nn.Module], type[nn.Module]] = {
     MT5Attention: MT5ByDistance,
     UMT5Attention: UMT5ByDistance,
     MPNetSelfAttention: MPNetByDistance,
+    modeling_deberta.DisentangledSelfAttention: DebertaByRows,
+    modeling_deberta_v2.DisentangledSelfAttention: DebertaV2ByRows,
+}
+# What makes the biases of all layers, or the distances.
+ENCODERS: dict[type[nn.Module], type[nn.Module]] = {
     MPNetEncoder: MPNetEncoderByDistance,
+    modeling_deberta.DebertaEncoder: DebertaEncoderByRows,
+    modeling_deberta_v2.DebertaV2Encoder: DebertaV2EncoderByRows,
 }
 
 
@@ -40,9 +50,11 @@ def run_own(stack: Stack, implementation: str, *, patched: bool) -> None:
             decoders have a config of their own; a method's are of `B * N`.
         patched (`bool`): whether to give or to take.
     """
-    classes = PATCHED if patched else {own: exact for exact, own in PATCHED.items()}
-    makes_biases = [module for module in stack.model.modules() if isinstance(module, MPNetEncoder)]
-    for module in [*stack.modules, *makes_biases]:
+    classes = dict(PATCHED | ENCODERS)
+    if not patched:
+        classes = {own: exact for exact, own in classes.items()}
+    encoders = [part for part in stack.model.modules() if any(isinstance(part, exact) for exact in ENCODERS)]
+    for module in [*stack.modules, *encoders]:
         module.__class__ = classes.get(type(module), type(module))
     if adds_biases(stack.modules[0]):
         parts = [part for part in stack.model.modules() if isinstance(part, PreTrainedModel)]

@@ -103,19 +103,36 @@ def _by_rows(
     """
     N = key.shape[2]
 
-    def attend(query: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        rows = bias.unfold(1, N, 1)[None]
+    def attend(query: torch.Tensor, first: int) -> torch.Tensor:
+        rows = bias[:, first : first + query.shape[2] + N - 1].unfold(1, N, 1)[None]
         rows = rows.contiguous() if mask is None else rows + mask
         return F.scaled_dot_product_attention(query, key, value, attn_mask=rows, dropout_p=dropout, scale=scale)
 
-    of_row = query.shape[0] * query.shape[1] * N
+    return by_rows(attend, query, N)
+
+
+def by_rows(
+    attend: Callable[[torch.Tensor, int], torch.Tensor], query: torch.Tensor, keys: int, most: int | None = None
+) -> torch.Tensor:
+    """What `attend` gives for some queries at a time.
+
+    Args:
+        attend (`Callable`): of queries `(B, H, n, D)` and the place of the first of them.
+        query (`torch.Tensor`): `(B, H, N, D)`.
+        keys (`int`): how many each of them sees.
+        most (`int`, *optional*): no more rows at once than these.
+
+    Returns:
+        `torch.Tensor`: `(B, H, N, D)`.
+    """
+    of_row = query.shape[0] * query.shape[1] * keys
     at_once = max(16, SCORES.get(query.device.type, SCORES_OF_GPU) // of_row)
-    run: Callable[..., Any] = attend
-    if torch.is_grad_enabled() and of_row * N > KEPT:
+    at_once = at_once if most is None else min(at_once, most)
+    run: Callable[..., torch.Tensor] = attend
+    if torch.is_grad_enabled() and of_row * query.shape[2] > KEPT:
         run = partial(checkpoint, attend, use_reentrant=False)
-    firsts = range(0, N, at_once)
-    parts = zip(firsts, query.split(at_once, dim=2), strict=True)
-    return torch.cat([run(part, bias[:, first : first + part.shape[2] + N - 1]) for first, part in parts], dim=2)
+    parts = query.split(at_once, dim=2)
+    return torch.cat([run(part, index * at_once) for index, part in enumerate(parts)], dim=2)
 
 
 def floor(dtype: torch.dtype) -> float:

@@ -1,4 +1,4 @@
-"""How much faster are encoders with biases of distances, T5 and MPNet, without a matrix of them, and how far off?
+"""How much faster are encoders with biases of distances, T5, MPNet and DeBERTa, without matrices, and how far off?
 
 Beside transformers' own code. In the sizes of the published models, with fewer layers, as all are alike; random
 weights and texts, of which several are padded, the shortest to half. Both ways are timed in one run, interleaved,
@@ -16,7 +16,17 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.progress import track
-from transformers import MPNetConfig, MPNetModel, PreTrainedModel, T5Config, T5EncoderModel
+from transformers import (
+    DebertaConfig,
+    DebertaModel,
+    DebertaV2Config,
+    DebertaV2Model,
+    MPNetConfig,
+    MPNetModel,
+    PreTrainedModel,
+    T5Config,
+    T5EncoderModel,
+)
 
 from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, device_defaults, print_rows
@@ -28,17 +38,28 @@ LAYERS = 3
 CASES: dict[str, list[tuple[int, int, bool]]] = {
     "T5-base": [(1, 512, True), (8, 512, True), (1, 2048, True), (1, 4096, True), (1, 8192, False)],
     "MPNet-base": [(1, 512, True), (8, 512, True)],
+    "DeBERTa-v3-base": [(1, 512, True), (8, 512, True), (1, 2048, True), (1, 4096, False)],
+    "DeBERTa-base": [(1, 512, True), (8, 512, True)],
 }
 
 
 def encoder(name: str, length: int, **sizes: Any) -> PreTrainedModel:
     """One of them, exact, with random weights."""
     torch.manual_seed(0)
+    own: dict[str, Any] = {"vocab_size": TOKENS}
     if name == "T5-base":
-        own = {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_heads": 12, "num_layers": LAYERS, "vocab_size": TOKENS}
+        own |= {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_heads": 12, "num_layers": LAYERS}
         return T5EncoderModel(T5Config(**own | sizes))
-    own = {"num_hidden_layers": LAYERS, "max_position_embeddings": length + 2, "vocab_size": TOKENS}
-    return MPNetModel(MPNetConfig(**own | sizes), add_pooling_layer=False)
+    own |= {"num_hidden_layers": LAYERS}
+    if name == "MPNet-base":
+        own |= {"max_position_embeddings": length + 2}
+        return MPNetModel(MPNetConfig(**own | sizes), add_pooling_layer=False)
+    own |= {"relative_attention": True, "position_biased_input": False, "pos_att_type": "p2c|c2p"}
+    if name == "DeBERTa-base":
+        return DebertaModel(DebertaConfig(**own | sizes))
+    own |= {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}  # by default those of XL
+    own |= {"position_buckets": 256, "norm_rel_ebd": "layer_norm", "share_att_key": True}
+    return DebertaV2Model(DebertaV2Config(**own | sizes))
 
 
 def seen_tokens(texts: int, length: int) -> torch.Tensor:

@@ -82,7 +82,7 @@ def longformer(result: dict[str, Any]) -> Table:
 
 @of_file("benchmark_relative_bias")
 def relative_bias(result: dict[str, Any]) -> Table:
-    """T5 and MPNet without a matrix of their biases."""
+    """T5, MPNet and DeBERTa without matrices of distances."""
     note = (
         "Times as fast as transformers' own code, the whole encoder, training with its dropout, and the relative L2 "
         "distance of the last hidden states; memory beside the weights, "

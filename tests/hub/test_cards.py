@@ -14,7 +14,7 @@ from transformers import (
     BartConfig,
     BartModel,
     BertModel,
-    DebertaV2Config,
+    BigBirdConfig,
     GPT2Config,
     VisionTextDualEncoderConfig,
 )
@@ -184,9 +184,9 @@ def test_an_exact_model_has_a_card_too():
 
 def test_a_model_that_no_method_serves_is_not_told_to_be_patched():
     """The card of a model offered `patch_attention`, which refuses it."""
-    unserved = DebertaV2Config(architectures=["DebertaV2ForSequenceClassification"])
-    text = hf_effattn.model_card(unserved, repo_id="me/deberta").text
-    assert 'AutoModelForSequenceClassification.from_pretrained("me/deberta")' in text
+    unserved = BigBirdConfig(architectures=["BigBirdForSequenceClassification"])
+    text = hf_effattn.model_card(unserved, repo_id="me/big-bird").text
+    assert 'AutoModelForSequenceClassification.from_pretrained("me/big-bird")' in text
     assert "patch_attention" not in text
     decoder = tiny_config("bert", is_decoder=True, architectures=["BertLMHeadModel"])
     assert "patch_attention" not in hf_effattn.model_card(decoder, repo_id="me/decoder").text

@@ -1,4 +1,4 @@
-"""T5's kind and MPNet: the same values and gradients without a matrix of their biases."""
+"""T5's kind, MPNet and DeBERTa: the same values and gradients without matrices of their biases and distances."""
 
 import copy
 from functools import partial
@@ -11,6 +11,8 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForSeq2SeqLM,
+    DebertaModel,
+    DebertaV2Model,
     MPNetModel,
     MT5ForConditionalGeneration,
     T5EncoderModel,
@@ -19,7 +21,8 @@ from transformers import (
 )
 
 import hf_effattn
-from hf_effattn.patching import relative_bias
+from hf_effattn.patching import disentangled, relative_bias
+from hf_effattn.patching.disentangled import DebertaByRows, DebertaV2ByRows
 from hf_effattn.patching.model_types import find_stacks
 from hf_effattn.patching.relative_bias import (
     MPNetByDistance,
@@ -37,10 +40,20 @@ MODELS: dict[str, Any] = {
     "mt5": MT5ForConditionalGeneration,
     "umt5": UMT5ForConditionalGeneration,
     "mpnet": MPNetModel,
+    "deberta": DebertaModel,
+    "deberta-v2": DebertaV2Model,
 }
-PATCHED = {"t5": T5ByDistance, "mt5": MT5ByDistance, "umt5": UMT5ByDistance, "mpnet": MPNetByDistance}
+PATCHED: dict[str, type] = {
+    "t5": T5ByDistance,
+    "mt5": MT5ByDistance,
+    "umt5": UMT5ByDistance,
+    "mpnet": MPNetByDistance,
+    "deberta": DebertaByRows,
+    "deberta-v2": DebertaV2ByRows,
+}
 LAYERS, HEADS, TOKENS = 3, 4, 60
 each_kind = pytest.mark.parametrize("kind", MODELS)
+each_with_a_view = pytest.mark.parametrize("kind", ["t5", "mt5", "umt5", "mpnet"])
 each_writer = pytest.mark.parametrize("kind", ["t5", "mt5", "umt5"])
 
 
@@ -48,19 +61,33 @@ def make_model(kind: str, model_class: Any = None, **options: Any) -> Any:
     """A small random model in eval mode whose weights and biases are large enough to matter."""
     torch.manual_seed(0)
     sizes: dict[str, Any]
-    if kind == "mpnet":
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
-        sizes |= {"max_position_embeddings": 162, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    else:
+    if kind in ("t5", "mt5", "umt5"):
         sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": LAYERS, "num_heads": HEADS, "dropout_rate": 0.0}
         sizes |= {"num_decoder_layers": 2, "decoder_start_token_id": 0, "relative_attention_max_distance": 40}
         sizes |= {"relative_attention_num_buckets": 12}
+    else:
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+        sizes |= {"max_position_embeddings": 162, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    if kind in ("deberta", "deberta-v2"):
+        sizes |= {"relative_attention": True, "position_biased_input": False, "pos_att_type": "p2c|c2p"}
+        sizes |= {"max_relative_positions": 40}
+    if kind == "deberta-v2":
+        sizes |= {"position_buckets": 16, "share_att_key": True, "norm_rel_ebd": "layer_norm", "conv_kernel_size": 3}
     config = AutoConfig.for_model(kind, vocab_size=TOKENS, **sizes | options)
     model = (model_class or MODELS[kind])(config)
     for weight in model.parameters():
         if weight.ndim > 1:
             torch.nn.init.normal_(weight, std=0.25)
     return model.eval()
+
+
+def last_dropout(model: Any, p: float) -> None:
+    """Dropout on the attention weights of the last layer."""
+    last = find_stacks(model)[0].modules[-1]
+    if isinstance(last.dropout, torch.nn.Dropout):
+        last.dropout.p = p
+    else:
+        last.dropout = p
 
 
 def encoder_of(model: Any) -> Any:
@@ -186,21 +213,26 @@ def test_values_and_gradients(kind: str, padded: bool, length: int, biases: list
     with torch.no_grad():
         exact = encoded(model, inputs)
     expected = gradients(model, inputs)
-    assert any("relative_attention_bias" in name for name in expected)
+    assert any("relative_attention_bias" in name or "rel_embeddings" in name for name in expected)
     hf_effattn.patch_attention(model, METHOD)
     assert classes_of(model) == {PATCHED[kind]}
     biases.clear()
     with torch.no_grad():
         found = encoded(model, inputs)
-    assert [bias.shape for bias in biases] == [(1, HEADS, length, length)] * LAYERS
-    for bias in biases:  # a view of one row of distances
-        assert bias.untyped_storage().nbytes() == 4 * HEADS * (2 * length - 1)
+    if "deberta" in kind:
+        assert [bias.shape for bias in biases] == [
+            (3, HEADS, len(rows), length) for rows in torch.arange(length).split(disentangled.ROWS)
+        ] * LAYERS
+    else:
+        assert [bias.shape for bias in biases] == [(1, HEADS, length, length)] * LAYERS
+        for bias in biases:  # a view of one row of distances
+            assert bias.untyped_storage().nbytes() == 4 * HEADS * (2 * length - 1)
     for layer, (one, other) in enumerate(zip(found, exact, strict=True)):
         torch.testing.assert_close(one, other, rtol=0, atol=5e-5, msg=lambda said, at=layer: f"layer {at}: {said}")
     assert_near(gradients(model, inputs), expected)
 
 
-@each_kind
+@each_with_a_view
 def test_gradients_where_the_biases_do_not_learn(kind: str, biases: list[torch.Tensor]) -> None:
     model, inputs = make_model(kind), inputs_of()
     for name, weight in model.named_parameters():
@@ -223,7 +255,8 @@ def test_unpatched_it_is_what_it_was(kind: str) -> None:
     patched = encoded(model, inputs)
     hf_effattn.unpatch_attention(model)
     assert classes_of(model) == before
-    assert not any(type(module).__module__ == relative_bias.__name__ for module in model.modules())
+    ours = {relative_bias.__name__, disentangled.__name__}
+    assert not any(type(module).__module__ in ours for module in model.modules())
     assert {part.config._attn_implementation for part in (model, encoder_of(model))} == {implementation}
     assert not hasattr(model.config, "effattn")
     for one, other in zip(encoded(model, inputs), exact, strict=True):
@@ -265,7 +298,7 @@ def test_saved_and_loaded(kind: str, tmp_path: Path) -> None:
     model, inputs = hf_effattn.patch_attention(make_model(kind), METHOD), inputs_of()
     expected = encoded(model, inputs)[-1]
     model.save_pretrained(tmp_path)
-    auto: Any = AutoModel if kind == "mpnet" else AutoModelForSeq2SeqLM
+    auto: Any = AutoModelForSeq2SeqLM if model.config.is_encoder_decoder else AutoModel
     loaded = hf_effattn.from_pretrained(auto, tmp_path).eval()
     assert classes_of(loaded) == {PATCHED[kind]}
     assert torch.equal(encoded(loaded, inputs)[-1], expected)
@@ -282,7 +315,7 @@ def test_an_encoder_alone() -> None:
         torch.testing.assert_close(encoded(encoder, inputs)[-1], exact, rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize("kind", ["t5", "mt5", "mpnet"])
+@pytest.mark.parametrize("kind", ["t5", "mt5", "mpnet", "deberta", "deberta-v2"])
 @torch.no_grad()
 def test_weights_are_transformers(kind: str) -> None:
     model, inputs = make_model(kind), inputs_of()
@@ -319,11 +352,7 @@ def test_trains_with_gradient_checkpointing_and_dropout(kind: str) -> None:
     if model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable()
         assert_near(gradients(model, inputs), expected)
-    last = find_stacks(model)[0].modules[-1]
-    if kind == "mpnet":
-        last.dropout.p = 0.5
-    else:
-        last.dropout = 0.5
+    last_dropout(model, 0.5)
     with torch.no_grad():
         drawn = [encoded(model, inputs)[-1] for _ in range(2)]
         assert not torch.equal(*drawn)
@@ -358,7 +387,7 @@ def test_a_text_of_padding_alone_is_finite(kind: str, dtype: torch.dtype, monkey
     assert by_rows.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["t5", "mpnet"])
+@pytest.mark.parametrize("kind", ["t5", "mpnet", "deberta", "deberta-v2"])
 @torch.no_grad()
 def test_traced_by_transformers_code(kind: str) -> None:
     model, inputs = make_model(kind), inputs_of()

@@ -31,8 +31,8 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     BertTokenizer,
-    DebertaV2Config,
-    DebertaV2Model,
+    BigBirdConfig,
+    BigBirdModel,
     MPNetConfig,
     MPNetModel,
 )
@@ -260,11 +260,9 @@ def test_what_cannot_be_patched_is_refused_in_words(saved: dict[Any, str], tmp_p
             call()
     asymmetric = router(saved, [static])
     hf_effattn.patch_attention(asymmetric, **I_CLUSTERED)  # what has no attention is no obstacle
-    deberta = DebertaV2Model(
-        DebertaV2Config(vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-    )
-    unserved = router(saved, [Transformer(plain_folder(tmp_path, deberta)), Pooling(32, "mean")])
-    with pytest.raises(ValueError, match="DebertaV2Model"):
+    big_bird = BigBirdModel(BigBirdConfig(vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
+    unserved = router(saved, [Transformer(plain_folder(tmp_path, big_bird)), Pooling(32, "mean")])
+    with pytest.raises(ValueError, match="BigBirdModel"):
         hf_effattn.patch_attention(unserved, **I_CLUSTERED)
     assert unserved[0].sub_modules["query"][0].auto_model.config._attn_implementation == "sdpa"
     with pytest.raises(TypeError, match="model must be a transformers model, got SentenceTransformer"):

@@ -7,6 +7,8 @@ import pytest
 import torch
 from support.tiny_models import tiny_config
 from transformers import (
+    DebertaV2Config,
+    DebertaV2Model,
     LongformerConfig,
     LongformerForSequenceClassification,
     MistralConfig,
@@ -53,11 +55,16 @@ def mpnet() -> PreTrainedModel:
     return MPNetModel(MPNetConfig(vocab_size=60, max_position_embeddings=162, **SIZES, initializer_range=0.3))
 
 
+def deberta() -> PreTrainedModel:
+    own = {"relative_attention": True, "position_buckets": 16, "position_biased_input": False}
+    return DebertaV2Model(DebertaV2Config(vocab_size=60, pos_att_type="p2c|c2p", **own, **SIZES))
+
+
 def t5() -> PreTrainedModel:
     return T5EncoderModel(T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4))
 
 
-MODELS = {make.__name__: make for make in (longformer, mistral, pegasus_x, mpnet, t5)}
+MODELS = {make.__name__: make for make in (longformer, mistral, pegasus_x, mpnet, deberta, t5)}
 
 
 def make_model(make: Callable[[], Any]) -> Any:

@@ -249,11 +249,12 @@ def test_benchmark_longformer(tmp_path, monkeypatch):
 
 
 def test_benchmark_relative_bias(tmp_path, monkeypatch):
-    """Both models in both ways, alone and padded, which differ by rounding; the longest forward only."""
+    """All models in both ways, alone and padded, which differ by rounding; the longest forward only."""
     sizes = {
         "T5-base": {"d_model": 32, "d_kv": 8, "num_heads": 2, "d_ff": 16},
-        "MPNet-base": {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 16},
     }
+    widths = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes |= dict.fromkeys(("MPNet-base", "DeBERTa-v3-base", "DeBERTa-base"), widths)
     cases = [(3, 50, True), (1, 64, False)]
     of_model = benchmark_relative_bias.encoder
     monkeypatch.setattr(benchmark_relative_bias, "encoder", lambda name, length: of_model(name, length, **sizes[name]))
@@ -268,7 +269,9 @@ def test_benchmark_relative_bias(tmp_path, monkeypatch):
         assert row["forward_peak_bytes"] > 0
         assert ("training_seconds" in row) == (row["length"] == 50)
         assert row["method"] == "exact" or row["error"] < 1e-5
-    with pytest.raises(typer.BadParameter, match="must be of T5-base, MPNet-base, got GPT-2"):
+    with pytest.raises(
+        typer.BadParameter, match="must be of T5-base, MPNet-base, DeBERTa-v3-base, DeBERTa-base, got GPT-2"
+    ):
         benchmark_relative_bias.main(models="GPT-2", output=tmp_path / "other.json")
 
 
