@@ -10,6 +10,7 @@ The file is read with the first model that needs it (`own_attention.py`), for it
 Sizes: `B` batch, `N` length, `E` hidden size, `H` heads, `D` head_dim, `T` vectors of distances.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,6 +79,7 @@ def attend_disentangled(
         of_key = scaled @ multiplied.transpose(2, 3)  # (B, H, T, N)
     falling = index.flip(0)  # of query i and key j at N - 1 - i + j
     reach = N if reach is None else reach
+    vectors = None if distance_key is None else distance_key * scale
 
     def attend(query: torch.Tensor, first: int) -> torch.Tensor:
         rows = query.shape[2]
@@ -85,8 +87,7 @@ def attend_disentangled(
         start = N - first - rows
         near = falling[start + low : start + high + rows - 1]  # of the last of the rows and key `low` on
         terms = []  # each of the keys long before, those near, and those long after
-        if distance_key is not None:
-            vectors = distance_key * scale
+        if vectors is not None:
             near_products = _shifted(query @ vectors[:, near].transpose(1, 2))
             terms.append((query @ vectors[:, -1, :, None], near_products, query @ vectors[:, 0, :, None]))
         if of_key is not None:
@@ -129,6 +130,10 @@ class _Disentangled(_Exact):
     pos_dropout: nn.Dropout
     pos_att_type: list[str]
     position_buckets = -1
+    # Queries, keys and values `(B, H, N, D)` of the states of keys and, if others ask, of queries.
+    _projected: Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, ...]]
+    # The keys and the queries of distances `(T, H * D)`, where the model has them, of their embeddings `(T, E)`.
+    _of_distances: Callable[[torch.Tensor], tuple[torch.Tensor | None, torch.Tensor | None]]
 
     def forward(
         self,
@@ -198,12 +203,6 @@ class _Disentangled(_Exact):
     def _products(self) -> int:
         """How many products make a score."""
         return 1 + ("c2p" in self.pos_att_type) + ("p2c" in self.pos_att_type)
-
-    def _projected(self, hidden_states: torch.Tensor, query_states: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        raise NotImplementedError
-
-    def _of_distances(self, embeddings: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        raise NotImplementedError
 
 
 class DebertaByRows(_Disentangled, v1.DisentangledSelfAttention):
