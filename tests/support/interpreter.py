@@ -1,6 +1,8 @@
 """Triton's interpreter, which runs the kernels on a CPU, with its bfloat16 mended and without what it does twice."""
 
+import math
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ def run_kernels_on_the_cpu() -> None:
         return
     mend_bfloat16()
     remember()
+    remember_types()
 
 
 def mend_bfloat16() -> None:
@@ -73,3 +76,54 @@ def remember() -> None:
         return reduce(self, input)
 
     interpreter._get_np_dtype, ReduceOps.apply_impl = np_dtype, apply_impl
+    # Every sum and product would be done in 64 bits too, and what that shows be dropped: `debug` is off.
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def remember_types() -> None:
+    """Half of what is left: every result would have its shape checked, named and wrapped anew."""
+    import triton.language as tl
+    from triton.language.semantic import TritonSemantic
+
+    make_type, broadcast, equal = tl.block_type.__init__, TritonSemantic.broadcast_impl_value, tl.dtype.__eq__
+    types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    # One object for each shape: equal shapes are then the same.
+    shapes: dict[tuple[int, ...], Any] = {(): tl.tuple([])}
+    of_tensors: dict[int, tuple[Any, tl.constexpr]] = {}
+    of_elements: dict[tuple[str, int], tl.block_type] = {}
+
+    def type_of_block(self: tl.block_type, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(getattr(size, "value", size) for size in shape)
+        key = element_ty.name, sizes
+        if key not in types:
+            make_type(self, element_ty, shape)
+            self.shape = shapes.setdefault(sizes, self.shape)
+            types[key] = dict(self.__dict__)
+        self.__dict__.update(types[key])
+
+    def with_element_ty(self: tl.block_type, scalar_ty: Any) -> tl.block_type:
+        key = scalar_ty.name, id(self.shape)
+        if key not in of_elements:
+            of_elements[key] = tl.block_type(scalar_ty, self.shape)
+        return of_elements[key]
+
+    def tensor(self: tl.tensor, handle: Any, type: Any) -> None:
+        shape = type.shape if type.is_block() else shapes[()]
+        if id(shape) not in of_tensors:
+            of_tensors[id(shape)] = (
+                tl.tuple([tl.constexpr(size) for size in shape]),
+                tl.constexpr(math.prod(shape)),
+            )
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_tensors[id(shape)]
+
+    def broadcast_impl_value(self: TritonSemantic, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if left.is_block() == right.is_block() and (not left.is_block() or left.shape is right.shape):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    tl.block_type.__init__, tl.block_type.with_element_ty = type_of_block, with_element_ty
+    tl.tensor.__init__, tl.dtype.__eq__ = tensor, lambda self, other: self is other or equal(self, other)
+    TritonSemantic.broadcast_impl_value = broadcast_impl_value
