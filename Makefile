@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Idle OpenMP threads sleep instead of spinning: beside another busy process, small ops are 10 to 100 times faster so.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Without what Python keeps of a first import every process of the tests would read all of them anew.
+unexport PYTHONDONTWRITEBYTECODE
 READY := $(VENV)/.ready
 
 .PHONY: demo test test-slow fuzz mutants faults memory versions lint clean

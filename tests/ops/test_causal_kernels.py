@@ -354,6 +354,7 @@ def test_compiles_to_one_op():
         torch.testing.assert_close(actual, expected, rtol=0, atol=0 if DEVICE == "cpu" else 1e-6)
 
 
+@pytest.mark.slow_except("triton-clustered", "batched-*")
 @each_method
 @pytest.mark.parametrize("backend", ["reference", "batched", "triton"])
 def test_a_sink_of_minus_infinity_is_none(method, backend):

@@ -54,6 +54,7 @@ def test_methods_give_no_rows(method: Method, group: int, causal: bool, masked: 
     assert method.weights(torch.zeros(0, 2, 23, 8), torch.zeros(0, 2, 23, 8), **options).shape == (0, 2, 23, 23)
 
 
+@pytest.mark.slow_except("2-True")
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("group", [1, 2])
 def test_a_compiled_graph_gives_no_rows(group: int, masked: bool) -> None:

@@ -191,10 +191,10 @@ def test_against_the_definition(
 
 
 def test_rows_computed_again_lose_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(relative_bias.SCORES, "cpu", 2 * 37 * 16)
+    monkeypatch.setitem(relative_bias.SCORES, "cpu", 2 * 13 * 5)
     monkeypatch.setattr(relative_bias, "KEPT", 0)
     draw = torch.Generator().manual_seed(3)
-    shapes = [(1, 2, 37, 4)] * 3 + [(2, 73)]
+    shapes = [(1, 2, 13, 3)] * 3 + [(2, 25)]
     leaves = [torch.randn(shape, dtype=torch.float64, generator=draw).requires_grad_() for shape in shapes]
 
     def attend(*tensors: torch.Tensor) -> torch.Tensor:
@@ -406,7 +406,8 @@ def test_compiled(kind: str) -> None:
     model, inputs = hf_effattn.patch_attention(make_model(kind), METHOD), inputs_of()
     expected, of_weights = encoded(model, inputs), gradients(model, inputs)
     torch.compiler.reset()
-    model.compile()
+    # Inductor takes a minute for DeBERTa's gathers.
+    model.compile(backend="aot_eager" if "deberta" in kind else "inductor")
     with torch.no_grad():
         found = encoded(model, inputs)
     torch.testing.assert_close(found[-1], expected[-1].detach(), rtol=0, atol=5e-5)

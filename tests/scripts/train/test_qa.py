@@ -361,7 +361,7 @@ def command(files, kind, folder, *more, version="v1"):
         *("--train_files", files["v1"], "--validation_files", files[version], "--output_dir", str(folder)),
         *("--model_type", kind, "--config_overrides", SMALL[kind], "--vocab_size", "330"),
         *("--max_length", "32", "--doc_stride", "8", "--use_cpu", "--report_to", "none", "--do_train", "--do_eval"),
-        *("--learning_rate", "1e-2", "--per_device_train_batch_size", "16", *more),
+        *("--learning_rate", "1e-2", "--per_device_train_batch_size", "8", *more),
     ]
 
 
