@@ -19,7 +19,7 @@ from torch import nn
 from transformers.models.deberta import modeling_deberta as v1
 from transformers.models.deberta_v2 import modeling_deberta_v2 as v2
 
-from .relative_bias import by_rows, floor
+from .relative_bias import by_rows, floor, shifted
 from .windows import is_traced
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def attend_disentangled(
         near = falling[start + low : start + high + rows - 1]  # of the last of the rows and key `low` on
         terms = []  # each of the keys long before, those near, and those long after
         if vectors is not None:
-            near_products = _shifted(query @ vectors[:, near].transpose(1, 2))
+            near_products = shifted(query @ vectors[:, near].transpose(1, 2))
             terms.append((query @ vectors[:, -1, :, None], near_products, query @ vectors[:, 0, :, None]))
         if of_key is not None:
             index = near.unfold(0, high - low, 1).flip(0).expand(*of_key.shape[:2], -1, -1)
@@ -103,15 +103,6 @@ def attend_disentangled(
 
     learns = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
     return by_rows(attend, query, N, ROWS if query.device.type == "cpu" and not learns else None)
-
-
-def _shifted(products: torch.Tensor) -> torch.Tensor:
-    """Of rows that all begin at the last one's first distance, `(B, H, rows, W)`, each from its own on, as a view."""
-    rows, width = products.shape[2:]
-    if rows == 1:
-        return products
-    flat = products.flatten(2)[..., rows - 1 :][..., : rows * (width - 1)]
-    return flat.unflatten(2, (rows, width - 1))[..., : width - rows + 1]
 
 
 def _matrix(row: torch.Tensor | None) -> torch.Tensor | None:

@@ -157,6 +157,8 @@ _VECTORS = OtherPositions(
     "relative", "its vectors are of distances, of any length; a table beside them, if it has one, cannot grow"
 )
 
+_COMPUTED_VECTORS = OtherPositions("relative", "its vectors are of distances, computed for any length")
+
 
 def _bert(attention: str, positions: LearnedPositions = _BERT, longest: str = "512", **options: Any) -> ModelType:
     return ModelType((attention,), positions, longest=longest, **options)
@@ -329,6 +331,13 @@ MODEL_TYPES: dict[str, ModelType] = {
     "data2vec-audio": _speech("Data2VecAudioAttention"),
     "unispeech": _speech("UniSpeechAttention"),
     "unispeech-sat": _speech("UniSpeechSatAttention"),
+    "parakeet_encoder": ModelType(
+        ("ParakeetEncoderAttention",),
+        _COMPUTED_VECTORS,
+        reads="sound",
+        longest="any; 12.5 frames a second",
+        attends_itself="biases",
+    ),
     "whisper": ModelType(
         ("WhisperAttention",), _THIRTY_SECONDS, reads="sound", longest="1,500 frames", has_decoder=True
     ),
@@ -489,7 +498,6 @@ NOT_SERVED: dict[str, str] = {
     "wav2vec2-bert": "adds a bias of the query and the distance to every score",
     "wav2vec2-conformer": _TRANSFORMER_XL,
     "seamless_m4t_v2": _TRANSFORMER_XL,
-    "parakeet_encoder": _TRANSFORMER_XL,
     "gemma2": _SOFTCAP,
     "vaultgemma": _SOFTCAP,
     "falcon": _NO_DISPATCH,

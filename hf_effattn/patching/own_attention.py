@@ -9,6 +9,7 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 from transformers.models.longt5.modeling_longt5 import LongT5LocalAttention, LongT5TransientGlobalAttention
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder, MPNetSelfAttention
 from transformers.models.mt5.modeling_mt5 import MT5Attention
+from transformers.models.parakeet.modeling_parakeet import ParakeetEncoderAttention, ParakeetEncoderConvolutionModule
 from transformers.models.pegasus_x.modeling_pegasus_x import PegasusXGlobalLocalAttention
 from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
@@ -17,6 +18,7 @@ from .disentangled import DebertaByRows, DebertaEncoderByRows, DebertaV2ByRows, 
 from .longformer import LEDEncoderInBlocks, LongformerInBlocks
 from .longt5 import LongT5LocalInBlocks, LongT5TransientGlobalInBlocks
 from .model_types import Stack, adds_biases
+from .parakeet import ParakeetByRows, ParakeetConvolution
 from .pegasus_x import PegasusXInBlocks
 from .relative_bias import MPNetByDistance, MPNetEncoderByDistance, MT5ByDistance, T5ByDistance, UMT5ByDistance
 
@@ -32,12 +34,14 @@ PATCHED: dict[type[nn.Module], type[nn.Module]] = {
     MPNetSelfAttention: MPNetByDistance,
     modeling_deberta.DisentangledSelfAttention: DebertaByRows,
     modeling_deberta_v2.DisentangledSelfAttention: DebertaV2ByRows,
+    ParakeetEncoderAttention: ParakeetByRows,
 }
-# What makes the biases of all layers, or the distances.
-ENCODERS: dict[type[nn.Module], type[nn.Module]] = {
+# What makes the biases of all layers, or the distances, and what else reads matrices of them.
+BESIDE: dict[type[nn.Module], type[nn.Module]] = {
     MPNetEncoder: MPNetEncoderByDistance,
     modeling_deberta.DebertaEncoder: DebertaEncoderByRows,
     modeling_deberta_v2.DebertaV2Encoder: DebertaV2EncoderByRows,
+    ParakeetEncoderConvolutionModule: ParakeetConvolution,
 }
 
 
@@ -50,11 +54,11 @@ def run_own(stack: Stack, implementation: str, *, patched: bool) -> None:
             decoders have a config of their own; a method's are of `B * N`.
         patched (`bool`): whether to give or to take.
     """
-    classes = dict(PATCHED | ENCODERS)
+    classes = dict(PATCHED | BESIDE)
     if not patched:
         classes = {own: exact for exact, own in classes.items()}
-    encoders = [part for part in stack.model.modules() if any(isinstance(part, exact) for exact in ENCODERS)]
-    for module in [*stack.modules, *encoders]:
+    others = [part for part in stack.model.modules() if any(isinstance(part, exact) for exact in BESIDE)]
+    for module in [*stack.modules, *others]:
         module.__class__ = classes.get(type(module), type(module))
     if adds_biases(stack.modules[0]):
         parts = [part for part in stack.model.modules() if isinstance(part, PreTrainedModel)]

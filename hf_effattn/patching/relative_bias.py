@@ -135,6 +135,15 @@ def by_rows(
     return torch.cat([run(part, index * at_once) for index, part in enumerate(parts)], dim=2)
 
 
+def shifted(products: torch.Tensor) -> torch.Tensor:
+    """Of rows that all begin at the last one's first distance, `(B, H, rows, W)`, each from its own on, as a view."""
+    rows, width = products.shape[2:]
+    if rows == 1:
+        return products
+    flat = products.flatten(2)[..., rows - 1 :][..., : rows * (width - 1)]
+    return flat.unflatten(2, (rows, width - 1))[..., : width - rows + 1]
+
+
 def floor(dtype: torch.dtype) -> float:
     """What a mask adds to the score of a key that is not seen: finite, also times a scale or beside a bias."""
     return torch.finfo(dtype).min / 4

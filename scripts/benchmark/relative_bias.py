@@ -1,7 +1,7 @@
-"""How much faster are encoders with biases of distances, T5, MPNet and DeBERTa, without matrices, and how far off?
+"""How much faster are encoders with biases of distances, T5, MPNet, DeBERTa and Parakeet, without matrices, and how far off?
 
-Beside transformers' own code. In the sizes of the published models, with fewer layers, as all are alike; random
-weights and texts, of which several are padded, the shortest to half. Both ways are timed in one run, interleaved,
+Beside transformers' own code. In the sizes of the published models, with fewer layers, as all are alike, and without
+the convolutions before Parakeet's; random weights and texts, of which several are padded, the shortest to half. Both ways are timed in one run, interleaved,
 forward and a step of training with the published dropout, and their memory is taken.
 
     python -m scripts.benchmark.relative_bias     # writes scripts/results/benchmark_relative_bias.json
@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.progress import track
+from torch import nn
 from transformers import (
     DebertaConfig,
     DebertaModel,
@@ -23,6 +24,8 @@ from transformers import (
     DebertaV2Model,
     MPNetConfig,
     MPNetModel,
+    ParakeetEncoder,
+    ParakeetEncoderConfig,
     PreTrainedModel,
     T5Config,
     T5EncoderModel,
@@ -40,7 +43,17 @@ CASES: dict[str, list[tuple[int, int, bool]]] = {
     "MPNet-base": [(1, 512, True), (8, 512, True)],
     "DeBERTa-v3-base": [(1, 512, True), (8, 512, True), (1, 2048, True), (1, 4096, False)],
     "DeBERTa-base": [(1, 512, True), (8, 512, True)],
+    # Recordings of half a minute, two and six minutes, and of twelve.
+    "Parakeet-0.6b": [(1, 375, True), (8, 375, True), (1, 1500, True), (1, 4500, False), (1, 9000, False)],
 }
+
+
+class Subsampled(nn.Module):
+    """Frames as they come out of the convolutions that Parakeet begins with."""
+
+    def forward(self, frames: torch.Tensor, _: torch.Tensor | None = None) -> torch.Tensor:
+        """The frames, `(B, N, E)`."""
+        return frames
 
 
 def encoder(name: str, length: int, **sizes: Any) -> PreTrainedModel:
@@ -51,6 +64,11 @@ def encoder(name: str, length: int, **sizes: Any) -> PreTrainedModel:
         own |= {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_heads": 12, "num_layers": LAYERS}
         return T5EncoderModel(T5Config(**own | sizes))
     own |= {"num_hidden_layers": LAYERS}
+    if name == "Parakeet-0.6b":
+        own = {"num_hidden_layers": LAYERS, "subsampling_factor": 1, "layerdrop": 0.0}
+        model = ParakeetEncoder(ParakeetEncoderConfig(**own | sizes))
+        model.subsampling = Subsampled()
+        return model
     if name == "MPNet-base":
         own |= {"max_position_embeddings": length + 2}
         return MPNetModel(MPNetConfig(**own | sizes), add_pooling_layer=False)
@@ -62,6 +80,14 @@ def encoder(name: str, length: int, **sizes: Any) -> PreTrainedModel:
     return DebertaV2Model(DebertaV2Config(**own | sizes))
 
 
+def tokens_for(model: PreTrainedModel, texts: int, length: int) -> torch.Tensor:
+    """Random tokens, `(texts, length)`, or frames, `(texts, length, E)`."""
+    draw = torch.Generator().manual_seed(0)
+    if isinstance(model, ParakeetEncoder):
+        return torch.randn(texts, length, model.config.hidden_size, generator=draw)
+    return torch.randint(3, TOKENS, (texts, length), generator=draw)
+
+
 def seen_tokens(texts: int, length: int) -> torch.Tensor:
     """Padding, `(texts, length)`: from whole texts to half."""
     lengths = torch.linspace(length, length // 2 if texts > 1 else length, texts).long()
@@ -69,7 +95,8 @@ def seen_tokens(texts: int, length: int) -> torch.Tensor:
 
 
 def run(model: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The last hidden state of the tokens that are no padding."""
+    """The last hidden state of the tokens that are no padding; frames in the precision of the model."""
+    tokens = tokens.to(model.dtype) if tokens.is_floating_point() else tokens
     return model(tokens, attention_mask=mask).last_hidden_state[mask.bool()]
 
 
@@ -78,9 +105,9 @@ def measure(
 ) -> list[dict[str, Any]]:
     """The rows of one model and batch."""
     shape = case["texts"], case["length"]
-    tokens = torch.randint(3, TOKENS, shape, generator=torch.Generator().manual_seed(0)).to(device)
-    once = partial(run, tokens=tokens, mask=seen_tokens(*shape).to(device))
-    return beside_own_code(case, encoder(case["model"], case["length"], **sizes), once, device, repeats, trains=trains)
+    model = encoder(case["model"], case["length"], **sizes)
+    once = partial(run, tokens=tokens_for(model, *shape).to(device), mask=seen_tokens(*shape).to(device))
+    return beside_own_code(case, model, once, device, repeats, trains=trains)
 
 
 def main(

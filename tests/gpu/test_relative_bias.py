@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_effattn import patch_attention
-from scripts.benchmark.relative_bias import CASES, encoder, run, seen_tokens
+from scripts.benchmark.relative_bias import CASES, encoder, run, seen_tokens, tokens_for
 
 # Relative L2 of bfloat16: both ways round the same numbers otherwise.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -26,8 +26,7 @@ def test_attention_is_that_of_transformers(name, length, learns, dtype, gpu):
     for path, weight in exact.named_parameters():
         weight.requires_grad_(learns or "relative_attention_bias" not in path)
     patched = patch_attention(copy.deepcopy(exact), "exact-windows")
-    tokens = torch.randint(3, 1000, (3, length), generator=torch.Generator().manual_seed(0)).to(gpu)
-    once = partial(run, tokens=tokens, mask=seen_tokens(3, length).to(gpu))
+    once = partial(run, tokens=tokens_for(exact, 3, length).to(gpu), mask=seen_tokens(3, length).to(gpu))
     found = []
     for model in (patched, exact):
         output = once(model)
