@@ -14,7 +14,7 @@ class ExactWindows(Method):
     """Nothing is approximated: layers with sliding windows run in blocks, those with attention sinks on SDPA's kernel.
 
     Each is what every method does beside its own part (`patching/windows.py`, `patching/sinks.py`); Longformer, LED,
-    LongT5 and Pegasus-X attend in blocks, too, T5, MPNet and DeBERTa without matrices of distances
+    LongT5 and Pegasus-X attend in blocks, too, T5, MPNet, DeBERTa and Parakeet without matrices of distances
     (`patching/own_attention.py`). Outputs differ from the model's own by rounding, at every length.
 
     Args:
