@@ -62,10 +62,12 @@ def attend_by_distance_vectors(
         start = N - first - rows  # of the last of the rows and the first key
         near = distance_key[:, :, start : start + N + rows - 1]
         added = shifted(of_distance @ near.transpose(2, 3))
-        added = added if hidden is None else added + hidden
+        if hidden is not None:
+            added = added + hidden
         return F.scaled_dot_product_attention(of_key, key, value, attn_mask=added, dropout_p=dropout, scale=scale)
 
-    learns = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value, distance_key))
+    both = query, distance_query
+    learns = torch.is_grad_enabled() and any(one.requires_grad for one in (*both, key, value, distance_key))
     queries = torch.cat([query, distance_query * scale], dim=3)
     return by_rows(attend, queries, N, ROWS if query.device.type == "cpu" and not learns else None)
 
