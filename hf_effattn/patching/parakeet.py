@@ -94,7 +94,7 @@ class ParakeetByRows(ParakeetEncoderAttention):
             `(torch.Tensor, torch.Tensor | None)`: `(B, N, E)`, and the weights if asked for.
         """
         asked = bool(kwargs.get("output_attentions")) or matrices_are_collected(self)
-        if asked or is_traced() or self.num_key_value_groups > 1:
+        if asked or is_traced():
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         query, key, value = (self._heads(own(hidden_states)) for own in (self.q_proj, self.k_proj, self.v_proj))
         if not (self.training and self.config.dropout_positions):

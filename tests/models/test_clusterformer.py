@@ -541,7 +541,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(variant, reentrant):
 def test_compiles_as_one_graph(variant):
     """Random order and LSH once drew in every forward, from a generator that cannot be traced."""
     torch._dynamo.reset()
-    model = tiny_model(ClusterFormerForMaskedLM, num_hidden_layers=1, **VARIANTS[variant])
+    model = tiny_model(ClusterFormerForMaskedLM, **VARIANTS[variant])
     words, mask = padded_texts("right")
     expected = model(words, attention_mask=mask).logits
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

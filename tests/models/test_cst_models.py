@@ -140,7 +140,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(variant, model_class, r
 @pytest.mark.parametrize("variant", ["paper", "three_levels", "global_tokens", "mlp", "linear_pooling"])
 @pytest.mark.parametrize("model_class", [CSTForSequenceClassification, CSTForCausalLM], ids=["classifier", "causal"])
 def test_compiles_as_one_graph(variant, model_class):
-    model = tiny_model(model_class, variant, num_labels=3, use_cache=False, num_hidden_layers=1)
+    model = tiny_model(model_class, variant, num_labels=3, use_cache=False)
     inputs = inputs_for(model_class)
     expected, plain = model(**inputs), gradients(model, inputs)
     torch._dynamo.reset()

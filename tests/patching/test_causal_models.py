@@ -79,7 +79,7 @@ each_model_and_method = pytest.mark.parametrize(
 
 
 def patch(model: Any, method: str = "bi-clustered", **settings: Any) -> Any:
-    small = {"clusters": 4, "segment_length": 8, "window": 4, "min_length": 0} | SMALL[method]
+    small = {"clusters": 4, "segment_length": 4, "window": 4, "min_length": 0} | SMALL[method]
     return hf_effattn.patch_attention(model, method, **small | settings)
 
 

@@ -403,11 +403,12 @@ def test_traced_by_transformers_code(kind: str) -> None:
 @pytest.mark.slow
 @each_kind
 def test_compiled(kind: str) -> None:
-    model, inputs = hf_effattn.patch_attention(make_model(kind), METHOD), inputs_of()
+    # The compiler takes half a minute for each layer of DeBERTa's.
+    few: dict[str, int] = {"num_hidden_layers": 1} if "deberta" in kind else {}
+    model, inputs = hf_effattn.patch_attention(make_model(kind, **few), METHOD), inputs_of()
     expected, of_weights = encoded(model, inputs), gradients(model, inputs)
     torch.compiler.reset()
-    # Inductor takes a minute for DeBERTa's gathers.
-    model.compile(backend="aot_eager" if "deberta" in kind else "inductor")
+    model.compile()
     with torch.no_grad():
         found = encoded(model, inputs)
     torch.testing.assert_close(found[-1], expected[-1].detach(), rtol=0, atol=5e-5)
