@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..measuring.candidates import EXACT, Candidate, make_candidates
@@ -36,6 +37,8 @@ from ..patching.sentence_transformers import model_and_inputs
 from .findings import MeasuredInput, Measurement
 from .report import Report
 
+SOUND = "input_features"
+
 
 def report(
     model: PreTrainedModel,
@@ -62,10 +65,11 @@ def report(
     Args:
         model (`PreTrainedModel`): an encoder or a decoder of a served model type, with or without a head; or a model
             of sentence-transformers, of which the transformers model inside is measured.
-        inputs (`Mapping` or `Sequence[Mapping]`): what the tokenizer returned with `return_tensors="pt"`, one batch or
-            several, padded or not, of the lengths that matter to you; of images that a model attends to one by one
-            the layers' errors and times are those of the first. For a model of sentence-transformers also a text
-            or a list of texts (for a CrossEncoder pairs of texts), which are encoded one by one as `encode` does it.
+        inputs (`Mapping` or `Sequence[Mapping]`): what the tokenizer, or the feature extractor of images or sound,
+            returned with `return_tensors="pt"`, one batch or several, padded or not, of the lengths that matter to
+            you; of images that a model attends to one by one the layers' errors and times are those of the first. For
+            a model of sentence-transformers also a text or a list of texts (for a CrossEncoder pairs of texts), which
+            are encoded one by one as `encode` does it.
         methods (`Sequence[str | dict]`, *optional*): names from `list_methods()` or dicts
             `{"method": name, **settings}`, with `"layers"` where only some are to be patched, or what `calibrate`
             returned. Default: every method with a few settings, `"exact-windows"` where the model has windows, alone
@@ -82,8 +86,8 @@ def report(
 
     Raises:
         ValueError: no inputs, inputs that the model cannot take, unknown methods or settings, a model without
-            attention to patch, a budget without times; neither `input_ids` nor `inputs_embeds` for a model of windows.
-            Raised before anything runs.
+            attention to patch, a budget without times; neither `input_ids`, `inputs_embeds` nor `input_features` for a
+            model of windows or biases alone. Raised before anything runs.
         TypeError: something that is not a model, inputs that are not tensors, a value of the wrong type.
     """
     model, inputs = model_and_inputs(model, inputs)
@@ -167,6 +171,8 @@ class _MeasureInput:
         if self.found.layers:
             with recording(self.model, self._watch_attention):
                 run_model(self.model, self.batch)
+        elif SOUND in self.batch:
+            self._note_frames()
         else:
             self._note_tokens()
         if not self.measured:
@@ -208,9 +214,23 @@ class _MeasureInput:
         """Where no layer is recorded, as all run exactly, the tokens are those of the input."""
         mask = self.batch.get("attention_mask")
         self._start(None if mask is None else mask.bool())
-        measured = self.found.inputs[-1]
-        measured.batch_size, measured.length = _tokens(self.batch).shape[:2]
-        measured.valid_tokens = measured.batch_size * measured.length if mask is None else int(mask.bool().sum())
+        tokens = self.batch["input_ids"] if "input_ids" in self.batch else self.batch["inputs_embeds"]
+        self._note_size(tokens.shape[0], tokens.shape[1], self.key_mask)
+
+    def _note_frames(self) -> None:
+        """Of sound a layer tells how many frames it has, and which are padding."""
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden, mask = (*args, kwargs.get("hidden_states"))[0], kwargs.get("attention_mask")
+            self._start(None if mask is None else mask.bool().any(dim=2)[:, 0])  # what any query sees
+            self._note_size(hidden.shape[0], hidden.shape[1], self.key_mask)
+            hook.remove()
+
+        hook = self.stacks[0].modules[0].register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            run_model(self.model, self.batch)
+        finally:
+            hook.remove()
 
     def _start(self, key_mask: torch.Tensor | None) -> None:
         self.key_mask = key_mask
@@ -219,13 +239,17 @@ class _MeasureInput:
         self.found.inputs.append(MeasuredInput(0, 0, 0, shapes))
         self.found.measurements.extend(self.measured.values())
 
+    def _note_size(self, batch_size: int, length: int, key_mask: torch.Tensor | None) -> None:
+        measured = self.found.inputs[-1]
+        measured.batch_size, measured.length = batch_size, length
+        measured.valid_tokens = batch_size * length if key_mask is None else int(key_mask.sum())
+
     def _note_length(self, seen: SeenAttention) -> None:
         """How many tokens this layer sees, and what that makes exact; each encoder of a model has its own inputs."""
         B, _, N, _ = seen.query.shape
         measured = self.found.inputs[-1]
         if measured.length < N:
-            measured.batch_size, measured.length = B, N
-            measured.valid_tokens = B * N if seen.key_mask is None else int(seen.key_mask.sum())
+            self._note_size(B, N, seen.key_mask)
         if len(self.stacks) > 1:
             measured.encoder_lengths[self.encoder_of[seen.module]] = N
         for label, candidate in self.candidates.items():
@@ -295,17 +319,12 @@ class _MeasureInput:
         )
 
 
-def _tokens(batch: Mapping[str, Any]) -> torch.Tensor:
-    """`(B, N)` or `(B, N, d)`."""
-    return batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]
-
-
 def _check_tokens(batches: Sequence[Mapping[str, Any]]) -> None:
     for index, batch in enumerate(batches):
-        if not {"input_ids", "inputs_embeds"} & batch.keys():
+        if not {"input_ids", "inputs_embeds", SOUND} & batch.keys():
             raise ValueError(
-                f"inputs[{index}] must hold input_ids or inputs_embeds, got {', '.join(batch)}: all layers of the "
-                "model run exactly, and do not tell the length of a text"
+                f"inputs[{index}] must hold input_ids, inputs_embeds or {SOUND}, got {', '.join(batch)}: all layers "
+                "of the model run exactly, and do not tell the length of a text"
             )
 
 

@@ -1,6 +1,7 @@
 """Reports of models whose layers all run exactly: nothing by layer; outputs, times and memory as ever."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from transformers import (
     MistralForCausalLM,
     MPNetConfig,
     MPNetModel,
+    ParakeetCTCConfig,
+    ParakeetEncoder,
+    ParakeetForCTC,
     PegasusXConfig,
     PegasusXModel,
     PreTrainedModel,
@@ -129,6 +133,36 @@ class _Words:
         return [str(one) for one in ids]
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("headed", [False, True])
+def test_sound(headed: bool, padded: bool, tmp_path: Path) -> None:
+    """Its frames, of which padding is none, are those that layers see."""
+    sizes = {**SIZES, "num_mel_bins": 16, "subsampling_factor": 2, "subsampling_conv_channels": 8}
+    config = ParakeetCTCConfig(vocab_size=20, encoder_config=sizes)
+    model = make_model(lambda: ParakeetForCTC(config) if headed else ParakeetEncoder(config.encoder_config))
+    features = torch.randn(2, 300, 16, generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(2, 300, dtype=torch.long)
+    mask[1, 200:] = 0
+    given = {"input_features": features} | ({"attention_mask": mask} if padded else {})
+    found = hf_effattn.report(model, given, error_budget=0.01, repeats=1, progress=False)
+    (measured,) = found.inputs
+    assert (measured.batch_size, measured.length) == (2, 150)
+    assert measured.valid_tokens == (250 if padded else 300)
+    change = found.measurements[1].change
+    if headed:
+        assert 0 < change.logits_error["logits"] < 1e-5
+        assert change.argmax_agreement["logits"] == 1
+    else:
+        assert 0 < change.hidden_error < 1e-5
+        assert found.fastest_within(0.01) == METHOD
+    assert found.layers == {}
+    assert "- exact-windows: nothing is approximated" in str(found)
+    found.save(tmp_path)
+    assert Report.load(tmp_path) == found
+    assert "All layers run exactly." in found.to_html(model, given)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 def test_exact_is_transformers_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a model that is patched when it is measured, by whatever method."""
     model, calls = hf_effattn.patch_attention(make_model(longformer), METHOD), []
@@ -158,5 +192,5 @@ def test_beside_an_encoder_with_layers_to_record() -> None:
 
 
 def test_an_input_without_tokens_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"inputs\[1\] must hold input_ids or inputs_embeds, got attention_mask"):
+    with pytest.raises(ValueError, match=r"inputs\[1\] must hold input_ids, inputs_embeds or input_features, got"):
         hf_effattn.report(make_model(longformer), [inputs(), {"attention_mask": inputs()["attention_mask"]}])
