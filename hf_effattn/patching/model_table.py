@@ -60,6 +60,11 @@ def layers_that_attend(config: Any, modules: int) -> list[tuple[int, ...]]:
     return [(layer,) for layer, kind in enumerate(config.layer_types) if kind in attention]
 
 
+def _layers_of_text(config: Any, modules: int) -> list[tuple[int, ...]]:
+    """In Llama's decoder that reads images, the layers that do not attend to them."""
+    return [(layer,) for layer in range(config.num_hidden_layers) if layer not in config.cross_attention_layers]
+
+
 def _square_window(config: Any) -> int:
     """The patches of Qwen2.5-VL's windows, whose side the config tells in pixels."""
     return int((config.window_size // config.patch_size) ** 2)
@@ -256,6 +261,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "ultrabert": _rotary("UltrabertAttention", "32,768; most layers see windows of 128"),
     "embedding_gemma2_text": _rotary("EmbeddingGemma2Attention", "262,144; most layers see windows of 512"),
     "neomme": _rotary("NeoMMEAttention", "16,384; most layers see windows of 256 or 1,024"),
+    "openai_privacy_filter": _rotary("OpenAIPrivacyFilterAttention", "131,072, seen in windows of 257"),
     "esm": ModelType(("EsmSelfAttention",), _ESM, reads="protein", longest="1,024 and more"),
     "esmc": _rotary("EsmcAttention", "2,048", reads="protein"),
     "vit": _image("ViTAttention", "ViTSelfAttention"),
@@ -366,6 +372,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "gpt_bigcode": _decoder("GPTBigCodeAttention", "8,192", _GPT2, says_use_cache=False),
     "llama": _decoder("LlamaAttention", "131,072"),
     "llama4_text": _decoder("Llama4TextAttention", "10,485,760; three layers of four see chunks of 8,192"),
+    "mllama_text_model": _decoder("MllamaTextSelfAttention", "131,072, images beside them", layers=_layers_of_text),
     "qwen2": _decoder("Qwen2Attention", "32,768"),
     "qwen2_moe": _decoder("Qwen2MoeAttention", "32,768"),
     "qwen3": _decoder("Qwen3Attention", "40,960; Qwen3-Embedding and -Reranker 32,768"),
@@ -380,6 +387,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "ernie4_5_vl_moe_text": _decoder("Ernie4_5_VLMoeTextAttention", "131,072, images among them"),
     "paddleocr_vl_text": _decoder("PaddleOCRAttention", "131,072, images among them"),
     "mistral": _decoder("MistralAttention", "32,768; version 0.1 sees windows of 4,096", window_in_config=True),
+    "mistral4": _decoder("Mistral4Attention", "1,048,576"),
     "mixtral": _decoder("MixtralAttention", "65,536", window_in_config=True),
     "ministral": _decoder("MinistralAttention", "131,072; three layers of four see windows of 32,768"),
     "ministral3": _decoder("Ministral3Attention", "262,144", window_in_config=True),
@@ -400,6 +408,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "smollm3": _decoder("SmolLM3Attention", "65,536"),
     "phi": _decoder("PhiAttention", "2,048"),
     "phi3": _decoder("Phi3Attention", "131,072; Phi-3-mini-4k sees windows of 2,047", window_in_config=True),
+    "phi4_multimodal": _decoder("Phi4MultimodalAttention", "131,072", window_in_config=True),
     "phimoe": _decoder("PhimoeAttention", "131,072", window_in_config=True),
     "cohere": _decoder("CohereAttention", "131,072"),
     "cohere2": _decoder("Cohere2Attention", "262,144; three layers of four see windows of 4,096"),
@@ -412,6 +421,10 @@ MODEL_TYPES: dict[str, ModelType] = {
     "seed_oss": _decoder("SeedOssAttention", "524,288"),
     "hunyuan_v1_dense": _decoder("HunYuanDenseV1Attention", "262,144"),
     "minimax_m2": _decoder("MiniMaxM2Attention", "196,608"),
+    "aria_text": _decoder("AriaTextAttention", "65,536, images among them"),
+    "emu3_text_model": _decoder("Emu3Attention", "9,216, images among them"),
+    "jetmoe": _decoder("JetMoeAttention", "4,096"),
+    "biogpt": _decoder("BioGptAttention", "1,024", _FROM_2, says_use_cache=False),
     "apertus": _decoder("ApertusAttention", "65,536"),
     "arcee": _decoder("ArceeAttention", "65,536"),
     "nemotron": _decoder("NemotronAttention", "4,096", says_use_cache=False),

@@ -54,7 +54,7 @@ FLOAT32_WITHIN = (
     "olmo_hybrid",
 )
 # transformers itself lets packed sequences see each other there.
-NOT_PACKED = ("opt", "granitemoehybrid", "gpt_oss", "afmoe")
+NOT_PACKED = ("opt", "biogpt", "granitemoehybrid", "gpt_oss", "afmoe")
 FAST = ("gpt2", "llama", "opt", "gpt_oss")  # the others differ in projections and positions, not in what attends
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from support.causal_cases import exact
-from support.tiny_decoders import EAGER, MODELS, make_model
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
+from support.tiny_decoders import EAGER, MODELS, class_of, make_model
+from transformers import DynamicCache
 
 import hf_effattn
 from hf_effattn.measuring.recording import SeenAttention, recording
@@ -50,8 +50,7 @@ def drawn(length: int = LENGTH, dtype: torch.dtype = torch.float64, heads: int =
 
 
 def test_types_with_sinks_are_those_without_sdpa() -> None:
-    kinds = {name: MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]] for name in MODELS}
-    assert sorted(name for name, kind in kinds.items() if not kind._supports_sdpa) == sorted(WITH_SINKS)
+    assert sorted(name for name in MODELS if not class_of(name)._supports_sdpa) == sorted(WITH_SINKS)
 
 
 @pytest.mark.parametrize("masks", [False, True])

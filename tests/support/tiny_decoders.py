@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 COMMON: dict[str, Any] = {
     "vocab_size": 60,
@@ -47,6 +47,7 @@ DELTA: dict[str, Any] = HYBRID | {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+UNUSED = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 LINEAR_AND_LATENT = LATENT | EXPERTS | {"num_hidden_layers": 4, "layer_types": HYBRID["layer_types"]}
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {
@@ -66,6 +67,23 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen2": GROUPED,
     "qwen3": GROUPED,
     "mistral": GROUPED | {"sliding_window": None},
+    "mistral4": LATENT
+    | EXPERTS
+    | {
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "partial_rotary_factor": 0.5,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "mllama_text_model": GROUPED | {"num_hidden_layers": 4, "cross_attention_layers": [1]},
     "gemma": GROUPED | {"num_key_value_heads": 1},
     "granite": GROUPED,
     "gemma3_text": GROUPED | {"query_pre_attn_scalar": 8, "layer_types": ["full_attention"] * 3},
@@ -98,6 +116,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "olmo": GROUPED,
     "olmoe": GROUPED | EXPERTS,
     "phi": GROUPED,
+    "phi4_multimodal": GROUPED
+    | {
+        "sliding_window": None,
+        "vision_config": UNUSED | {"image_size": 28, "crop_size": 28},
+        "audio_config": UNUSED | {"num_blocks": 1},
+    },
     "phimoe": GROUPED | EXPERTS | {"sliding_window": None},
     "cohere": GROUPED,
     "cohere2": GROUPED | FULL,
@@ -110,6 +134,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "seed_oss": GROUPED,
     "hunyuan_v1_dense": GROUPED,
     "minimax_m2": GROUPED | EXPERTS,
+    "aria_text": GROUPED | EXPERTS | {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "emu3_text_model": GROUPED,
+    "jetmoe": GROUPED | EXPERTS | {"kv_channels": 8},
+    "biogpt": COMMON,
     "apertus": GROUPED | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "arcee": GROUPED,
     "nemotron": GROUPED,
@@ -234,8 +262,19 @@ KNOWN = [name for name in SIZES if name in CONFIG_MAPPING]  # older versions lac
 MODELS = tuple(name for name in KNOWN if name not in FROM_5_23 or Version(transformers.__version__) >= Version("5.23"))
 
 
+# Which AutoModelForCausalLM does not know by their configs.
+CLASSES = {"mistral4": "Mistral4", "mllama_text_model": "Mllama", "emu3_text_model": "Emu3"}
+
+
+def class_of(model_type: str) -> Any:
+    own = CLASSES.get(model_type)
+    if own is not None:
+        return getattr(transformers, f"{own}ForCausalLM")
+    return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+
+
 def make_model(model_type: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SIZES[model_type] | changes)
     # Of the ways to run experts, the one in float64.
-    return AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
+    return class_of(model_type)._from_config(config, experts_implementation="eager").eval()
