@@ -1,9 +1,10 @@
-"""How much faster are Longformer and the encoders of LED, LongT5 and Pegasus-X in blocks, and how far off?
+"""How much faster are Longformer, the encoders of LED, LongT5, Pegasus-X, and the privacy filter in blocks?
 
-Beside transformers' own code. In the sizes of the published models, with fewer layers, as all are alike; random
-weights and texts, whose first token sees all others in Longformer and LED, as classification has it. Both ways are
-timed in one run, interleaved, forward and a step of training, and their memory is taken. LongT5 (transient-global) is
-not trained: its scores have biases that learn, for which torch has no faster way.
+Beside transformers' own code, and how far off it. In the sizes of the published models, with fewer layers, as all are
+alike; random weights and texts, whose first token sees all others in Longformer and LED, as classification has it.
+Both ways are timed in one run, interleaved, forward and a step of training, and their memory is taken. LongT5
+(transient-global) is not trained: its scores have biases that learn, for which torch has no faster way. Nor is the
+filter, whose experts take nearly all of a step.
 
     python -m scripts.benchmark.longformer     # writes scripts/results/benchmark_longformer.json; minutes on two cores
 
@@ -26,6 +27,8 @@ from transformers import (
     LongformerModel,
     LongT5Config,
     LongT5EncoderModel,
+    OpenAIPrivacyFilterConfig,
+    OpenAIPrivacyFilterModel,
     PegasusXConfig,
     PegasusXModel,
     PreTrainedModel,
@@ -39,15 +42,17 @@ from ..kept.runs import KeptRuns, device_defaults, print_rows
 from .attention import EXACT
 from .models import TOKENS
 
+PRIVACY_FILTER = "privacy-filter"
 # LongT5's first layer stays transformers' own.
-LAYERS = {"Longformer-base": 3, "LED-base": 3, "LongT5-base": 6, "Pegasus-X-base": 3}
+LAYERS = {"Longformer-base": 3, "LED-base": 3, "LongT5-base": 6, "Pegasus-X-base": 3, PRIVACY_FILTER: 2}
 LENGTHS = {
     "Longformer-base": (512, 1024, 4096),
     "LED-base": (4096, 16384),
     "LongT5-base": (4096, 16384),
     "Pegasus-X-base": (4096, 16384),
+    PRIVACY_FILTER: (640, 1024, 4096),
 }
-FORWARD_ONLY = ("LongT5-base",)
+FORWARD_ONLY = ("LongT5-base", PRIVACY_FILTER)
 BLOCKS = "in blocks"
 
 
@@ -67,6 +72,9 @@ def encoder(name: str, length: int, **sizes: Any) -> PreTrainedModel:
         }
         kind = {"encoder_layers": LAYERS[name], "decoder_layers": 1, "dropout": 0.0, "vocab_size": TOKENS}
         return PegasusXModel(PegasusXConfig(**kind | widths | sizes)).get_encoder()
+    if name == PRIVACY_FILTER:
+        own = {"num_hidden_layers": LAYERS[name], "pad_token_id": 1, "eos_token_id": 2, "vocab_size": TOKENS}
+        return OpenAIPrivacyFilterModel(OpenAIPrivacyFilterConfig(**own | sizes))
     same = {"vocab_size": TOKENS, "attention_probs_dropout_prob": 0.0}
     if name == "Longformer-base":
         own = {"num_hidden_layers": LAYERS[name], "max_position_embeddings": length + 2, "pad_token_id": 1}
@@ -80,7 +88,7 @@ def run(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """The last hidden state."""
     if isinstance(model, LongT5EncoderModel):
         return model(tokens, attention_mask=torch.ones_like(tokens))[0]
-    if model.config.model_type == "pegasus_x":
+    if model.config.model_type in ("pegasus_x", "openai_privacy_filter"):
         return model(input_ids=tokens)[0]
     first = torch.zeros_like(tokens)
     first[:, 0] = 1

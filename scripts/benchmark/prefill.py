@@ -38,7 +38,7 @@ from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, device_defaults, print_rows
 from ._inputs import Inputs, causal_attention_inputs, load_causal_model
 from ._scores import counted_scores
-from .language_model import CALIBRATION
+from .language_model import CALIBRATION, exact_share
 
 GPT2 = Path(__file__).resolve().parents[2] / "model_cards" / "gpt2-books"
 # Its activations take 12 KiB a token; the novels in the package have text for three times as many tokens.
@@ -150,10 +150,12 @@ def measure(
             _, rows[name]["peak_bytes"] = peak_memory_added(partial(without_gradients, attend, inputs), device)
             if training:
                 forward_backward(attend, inputs)
-            if device.type == "cpu" and name in METHODS:
+            if device.type == "cpu" and name in methods:
                 with counted_scores() as count:
                     without_gradients(attend, inputs)
                 rows[name]["scored_share"] = count.share(shape["heads"], length)
+                if name == CALIBRATED:
+                    rows[name]["scored_share"] += exact_share(calibrated_heads(shape["key_heads"]).to_dict())
         except Exception as error:  # no memory, or a kernel that this chip has no room for
             rows[name]["refused"] = str(error).splitlines()[0]
             del attends[name]

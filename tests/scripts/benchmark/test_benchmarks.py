@@ -228,10 +228,12 @@ def test_benchmark_longformer(tmp_path, monkeypatch):
         "LongT5-base": {"d_model": 32, "d_kv": 8, "num_heads": 2, "d_ff": 16, "local_radius": 7},
         "Pegasus-X-base": {"d_model": 32, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "block_size": 16}
         | {"decoder_attention_heads": 2},
+        "privacy-filter": {"hidden_size": 32, "head_dim": 8, "num_attention_heads": 4, "sliding_window": 16}
+        | {"intermediate_size": 16, "num_local_experts": 4},
     }
     of_model = benchmark_longformer.encoder
     monkeypatch.setattr(benchmark_longformer, "encoder", lambda name, length: of_model(name, length, **sizes[name]))
-    monkeypatch.setattr(benchmark_longformer, "LENGTHS", dict.fromkeys(sizes, (64,)))
+    monkeypatch.setattr(benchmark_longformer, "LENGTHS", dict.fromkeys(sizes, (64,)) | {"privacy-filter": (192,)})
     output = tmp_path / "longformer.json"
     benchmark_longformer.main(dtypes="float32", repeats=1, output=output)
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
@@ -240,10 +242,10 @@ def test_benchmark_longformer(tmp_path, monkeypatch):
     ]
     for row in rows:
         assert row["forward_peak_bytes"] > 0
-        assert ("training_seconds" in row) == (row["model"] != "LongT5-base")
+        assert ("training_seconds" in row) == (row["model"] not in benchmark_longformer.FORWARD_ONLY)
         assert row["method"] == "exact" or 0 < row["error"] < 1e-5
     with pytest.raises(
-        typer.BadParameter, match="must be of Longformer-base, LED-base, LongT5-base, Pegasus-X-base, got GPT-2"
+        typer.BadParameter, match=r"must be of Longformer-base, .*, Pegasus-X-base, privacy-filter, got GPT-2"
     ):
         benchmark_longformer.main(models="GPT-2", output=tmp_path / "other.json")
 
