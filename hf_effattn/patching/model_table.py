@@ -192,6 +192,11 @@ def _speech(attention: str) -> ModelType:
     return ModelType((attention,), _CONVOLUTION, reads="sound", longest="any; 50 frames a second")
 
 
+def _conformer(attention: str, frames: str = "50") -> ModelType:
+    longest = f"any; {frames} frames a second"
+    return ModelType((attention,), _COMPUTED_VECTORS, reads="sound", longest=longest, attends_itself="biases")
+
+
 def _decoder(
     attention: str, longest: str, positions: LearnedPositions | OtherPositions = _ROTARY, **options: Any
 ) -> ModelType:
@@ -337,13 +342,9 @@ MODEL_TYPES: dict[str, ModelType] = {
     "data2vec-audio": _speech("Data2VecAudioAttention"),
     "unispeech": _speech("UniSpeechAttention"),
     "unispeech-sat": _speech("UniSpeechSatAttention"),
-    "parakeet_encoder": ModelType(
-        ("ParakeetEncoderAttention",),
-        _COMPUTED_VECTORS,
-        reads="sound",
-        longest="any; 12.5 frames a second",
-        attends_itself="biases",
-    ),
+    "parakeet_encoder": _conformer("ParakeetEncoderAttention", "12.5"),
+    "wav2vec2-bert": _conformer("Wav2Vec2BertSelfAttention"),
+    "wav2vec2-conformer": _conformer("Wav2Vec2ConformerSelfAttention"),
     "whisper": ModelType(
         ("WhisperAttention",), _THIRTY_SECONDS, reads="sound", longest="1,500 frames", has_decoder=True
     ),
@@ -508,8 +509,6 @@ NOT_SERVED: dict[str, str] = {
     "swin": _GRID,
     "beit": _GRID,
     "sam": _GRID,
-    "wav2vec2-bert": "adds a bias of the query and the distance to every score",
-    "wav2vec2-conformer": _TRANSFORMER_XL,
     "seamless_m4t_v2": _TRANSFORMER_XL,
     "gemma2": _SOFTCAP,
     "vaultgemma": _SOFTCAP,

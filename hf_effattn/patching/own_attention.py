@@ -13,6 +13,8 @@ from transformers.models.parakeet.modeling_parakeet import ParakeetEncoderAttent
 from transformers.models.pegasus_x.modeling_pegasus_x import PegasusXGlobalLocalAttention
 from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
+from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import Wav2Vec2BertSelfAttention
+from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import Wav2Vec2ConformerSelfAttention
 
 from .disentangled import DebertaByRows, DebertaEncoderByRows, DebertaV2ByRows, DebertaV2EncoderByRows
 from .longformer import LEDEncoderInBlocks, LongformerInBlocks
@@ -21,6 +23,7 @@ from .model_types import Stack, adds_biases
 from .parakeet import ParakeetByRows, ParakeetConvolution
 from .pegasus_x import PegasusXInBlocks
 from .relative_bias import MPNetByDistance, MPNetEncoderByDistance, MT5ByDistance, T5ByDistance, UMT5ByDistance
+from .wav2vec2_distances import Wav2Vec2BertByRows, Wav2Vec2ConformerByRows
 
 PATCHED: dict[type[nn.Module], type[nn.Module]] = {
     LongformerSelfAttention: LongformerInBlocks,
@@ -35,6 +38,8 @@ PATCHED: dict[type[nn.Module], type[nn.Module]] = {
     modeling_deberta.DisentangledSelfAttention: DebertaByRows,
     modeling_deberta_v2.DisentangledSelfAttention: DebertaV2ByRows,
     ParakeetEncoderAttention: ParakeetByRows,
+    Wav2Vec2BertSelfAttention: Wav2Vec2BertByRows,
+    Wav2Vec2ConformerSelfAttention: Wav2Vec2ConformerByRows,
 }
 # What makes the biases of all layers, or the distances, and what else reads matrices of them.
 BESIDE: dict[type[nn.Module], type[nn.Module]] = {

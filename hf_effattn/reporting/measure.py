@@ -37,7 +37,7 @@ from ..patching.sentence_transformers import model_and_inputs
 from .findings import MeasuredInput, Measurement
 from .report import Report
 
-SOUND = "input_features"
+SOUND = {"input_features", "input_values"}
 
 
 def report(
@@ -86,8 +86,8 @@ def report(
 
     Raises:
         ValueError: no inputs, inputs that the model cannot take, unknown methods or settings, a model without
-            attention to patch, a budget without times; neither `input_ids`, `inputs_embeds` nor `input_features` for a
-            model of windows or biases alone. Raised before anything runs.
+            attention to patch, a budget without times; none of `input_ids`, `inputs_embeds`, `input_features`,
+            `input_values` for a model of windows or biases alone. Raised before anything runs.
         TypeError: something that is not a model, inputs that are not tensors, a value of the wrong type.
     """
     model, inputs = model_and_inputs(model, inputs)
@@ -171,7 +171,7 @@ class _MeasureInput:
         if self.found.layers:
             with recording(self.model, self._watch_attention):
                 run_model(self.model, self.batch)
-        elif SOUND in self.batch:
+        elif SOUND & self.batch.keys():
             self._note_frames()
         else:
             self._note_tokens()
@@ -222,7 +222,7 @@ class _MeasureInput:
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden, mask = (*args, kwargs.get("hidden_states"))[0], kwargs.get("attention_mask")
-            self._start(None if mask is None else mask.bool().any(dim=2)[:, 0])  # what any query sees
+            self._start(_keys_of(mask))
             self._note_size(hidden.shape[0], hidden.shape[1], self.key_mask)
             hook.remove()
 
@@ -321,11 +321,19 @@ class _MeasureInput:
 
 def _check_tokens(batches: Sequence[Mapping[str, Any]]) -> None:
     for index, batch in enumerate(batches):
-        if not {"input_ids", "inputs_embeds", SOUND} & batch.keys():
+        if not {"input_ids", "inputs_embeds", *SOUND} & batch.keys():
             raise ValueError(
-                f"inputs[{index}] must hold input_ids, inputs_embeds or {SOUND}, got {', '.join(batch)}: all layers "
-                "of the model run exactly, and do not tell the length of a text"
+                f"inputs[{index}] must hold input_ids, inputs_embeds, {' or '.join(sorted(SOUND))}, got "
+                f"{', '.join(batch)}: all layers of the model run exactly, and do not tell the length of a text"
             )
+
+
+def _keys_of(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The keys `(B, N)` that any query sees, by a mask of them or of pairs, boolean or to be added."""
+    if mask is None:
+        return None
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    return seen if seen.ndim == 2 else seen.any(dim=2)[:, 0]
 
 
 def _check_options(error_budget: float | None, repeats: int) -> None:

@@ -1,4 +1,4 @@
-"""How much faster are T5, MPNet, DeBERTa and Parakeet without matrices of biases and distances, and how far off?
+"""How much faster are T5, MPNet, DeBERTa, Parakeet, Wav2Vec2-BERT without matrices of distances, and how far off?
 
 Beside transformers' own code. In the sizes of the published models, with fewer layers, as all are alike, and without
 the convolutions before Parakeet's; random weights and texts, of which several are padded, the shortest to half. Both
@@ -30,6 +30,8 @@ from transformers import (
     PreTrainedModel,
     T5Config,
     T5EncoderModel,
+    Wav2Vec2BertConfig,
+    Wav2Vec2BertModel,
 )
 
 from ..kept.command_line import run_with_help
@@ -46,6 +48,8 @@ CASES: dict[str, list[tuple[int, int, bool]]] = {
     "DeBERTa-base": [(1, 512, True), (8, 512, True)],
     # Recordings of half a minute, two and six minutes.
     "Parakeet-0.6b": [(1, 375, True), (8, 375, True), (1, 1500, True), (1, 4500, False)],
+    # Of ten seconds, of half a minute, of one and a half.
+    "w2v-bert-2.0": [(1, 500, True), (8, 500, True), (1, 1500, True), (1, 4500, False)],
 }
 
 
@@ -70,6 +74,9 @@ def encoder(name: str, length: int, **sizes: Any) -> PreTrainedModel:
         model = ParakeetEncoder(ParakeetEncoderConfig(**own | sizes))
         model.subsampling = Subsampled()
         return model
+    if name == "w2v-bert-2.0":
+        own = {"num_hidden_layers": LAYERS, "apply_spec_augment": False, "layerdrop": 0.0}
+        return Wav2Vec2BertModel(Wav2Vec2BertConfig(**own | sizes))
     if name == "MPNet-base":
         own |= {"max_position_embeddings": length + 2}
         return MPNetModel(MPNetConfig(**own | sizes), add_pooling_layer=False)
@@ -82,8 +89,10 @@ def encoder(name: str, length: int, **sizes: Any) -> PreTrainedModel:
 
 
 def tokens_for(model: PreTrainedModel, texts: int, length: int) -> torch.Tensor:
-    """Random tokens, `(texts, length)`, or frames, `(texts, length, E)`."""
+    """Random tokens, `(texts, length)`, or frames, `(texts, length, E)`, or what is read of them."""
     draw = torch.Generator().manual_seed(0)
+    if isinstance(model, Wav2Vec2BertModel):
+        return torch.randn(texts, length, model.config.feature_projection_input_dim, generator=draw)
     if isinstance(model, ParakeetEncoder):
         return torch.randn(texts, length, model.config.hidden_size, generator=draw)
     return torch.randint(3, TOKENS, (texts, length), generator=draw)

@@ -82,12 +82,13 @@ def longformer(result: dict[str, Any]) -> Table:
 
 @of_file("benchmark_relative_bias")
 def relative_bias(result: dict[str, Any]) -> Table:
-    """T5, MPNet, DeBERTa and Parakeet without matrices of distances."""
+    """T5, MPNet, DeBERTa, Parakeet and Wav2Vec2-BERT without matrices of distances."""
     note = (
         "Times as fast as transformers' own code, the whole encoder, training with its dropout, and the relative L2 "
         "distance of the last hidden states; memory beside the weights, "
         f"{result['rows'][0]['dtype']}. Published sizes, {result['settings']['layers']} layers, random weights; of "
-        "several texts the shortest is half as long; Parakeet, of frames of 80 ms, without the convolutions before. "
+        "several texts the shortest is half as long; Parakeet, of frames of 80 ms, without the convolutions before; "
+        "w2v-bert-2.0, of 20 ms. "
     )
     return markdown(*_beside_own_code(result)), note
 

@@ -192,5 +192,7 @@ def test_beside_an_encoder_with_layers_to_record() -> None:
 
 
 def test_an_input_without_tokens_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"inputs\[1\] must hold input_ids, inputs_embeds or input_features, got"):
+    with pytest.raises(
+        ValueError, match=r"inputs\[1\] must hold input_ids, inputs_embeds, input_features or input_values, got"
+    ):
         hf_effattn.report(make_model(longformer), [inputs(), {"attention_mask": inputs()["attention_mask"]}])
