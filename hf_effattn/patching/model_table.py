@@ -486,7 +486,6 @@ MODEL_TYPES: dict[str, ModelType] = {
 }
 
 _NO_DISPATCH = "computes its attention itself, without transformers' AttentionInterface"
-_TRANSFORMER_XL = "adds a term of its own for every distance (Transformer-XL) to every score"
 _GRID = "adds a bias of the place in the image to every score, within small windows"
 _WITHOUT_SDPA = "refuses SDPA in transformers, by which whatever no method serves would have to run"
 _OWN_MASK = "makes a mask of its own, to be added to the scores, which no method reads"
@@ -509,7 +508,7 @@ NOT_SERVED: dict[str, str] = {
     "swin": _GRID,
     "beit": _GRID,
     "sam": _GRID,
-    "seamless_m4t_v2": _TRANSFORMER_XL,
+    "seamless_m4t_v2": "adds the product of the query and a vector of the distance to every score, by itself",
     "gemma2": _SOFTCAP,
     "vaultgemma": _SOFTCAP,
     "falcon": _NO_DISPATCH,
