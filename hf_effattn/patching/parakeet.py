@@ -43,7 +43,7 @@ def attend_by_distance_vectors(
     Args:
         query, distance_query (`torch.Tensor`): `(B, H, N, D)`, the queries of keys and those of distances.
         key, value (`torch.Tensor`): `(B, H, N, D)`.
-        distance_key (`torch.Tensor`): `(1 or B, H, 2 N - 1, D)`, of query `i` and key `j` at `N - 1 - i + j`.
+        distance_key (`torch.Tensor`): `(1 or B, 1 or H, 2 N - 1, D)`, of query `i` and key `j` at `N - 1 - i + j`.
         mask (`torch.Tensor`, *optional*): `(B, 1, 1, N)`, whether keys are seen.
         scale (`float`): factor on both products.
         dropout (`float`): dropout on the attention weights.

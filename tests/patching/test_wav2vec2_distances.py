@@ -225,6 +225,16 @@ def test_weights_are_transformers(kind: str) -> None:
         assert_all_near([one[0], one[1, :, :90]], [other[0], other[1, :, :90]])
 
 
+@each_kind
+@torch.no_grad()
+def test_the_switch_of_transformers_changes_nothing(kind: str) -> None:
+    """It is heard where transformers calls a function, which then runs exactly, with the matrix that it is given."""
+    model, inputs = make_model(kind), inputs_of(kind)
+    exact = encoded(model, inputs)
+    model.set_attn_implementation(METHOD)
+    assert_all_near(encoded(model, inputs), exact)
+
+
 def test_trains_with_gradient_checkpointing_and_dropout() -> None:
     model, inputs = hf_effattn.patch_attention(make_model(), METHOD).train(), inputs_of()
     expected = gradients(model, inputs)
