@@ -67,15 +67,17 @@ class _ByDistanceVectors(_Exact):
             `(torch.Tensor, torch.Tensor | None)`: `(B, N, E)`, and the weights if asked for.
         """
         asked = bool(kwargs.get("output_attentions")) or matrices_are_collected(self)
-        if asked or is_traced() or self.position_embeddings_type not in ("relative", "relative_key"):
+        shares = self.position_embeddings_type == "relative_key"
+        # Without the vectors of "relative" transformers' code says what is missing.
+        known = shares or (self.position_embeddings_type == "relative" and relative_position_embeddings is not None)
+        if asked or is_traced() or not known:
             return super().forward(hidden_states, _added(attention_mask), relative_position_embeddings, **kwargs)
         query, key, value = (self._heads(own(hidden_states)) for own in (self.linear_q, self.linear_k, self.linear_v))
-        if self.position_embeddings_type == "relative":
-            assert relative_position_embeddings is not None
+        if shares or relative_position_embeddings is None:
+            vectors, of_key, of_distance = self._shared(query), query, query
+        else:
             vectors = self._heads(self.linear_pos(relative_position_embeddings))
             of_key, of_distance = query + self.pos_bias_u[:, None], query + self.pos_bias_v[:, None]
-        else:
-            vectors, of_key, of_distance = self._shared(query), query, query
         output = attend_by_distance_vectors(
             of_key,
             of_distance,

@@ -9,6 +9,7 @@ import torch
 from hf_effattn.patching import attention as attention_module
 from hf_effattn.patching import longformer
 from hf_effattn.patching.methods import METHODS
+from hf_effattn.patching.methods import clustered as clustered_settings
 from hf_effattn.patching.windows import attend_in_blocks
 
 
@@ -54,6 +55,20 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             if name in vars(kind):
                 monkeypatch.setattr(kind, name, counting(name, getattr(kind, name)))
     return calls
+
+
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of every call of the causal op."""
+    seen: list[int] = []
+    run = clustered_settings.causal_clustered_attention
+
+    def counted(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(query.shape[2])
+        return run(query, *args, **kwargs)
+
+    monkeypatch.setattr(clustered_settings, "causal_clustered_attention", counted)
+    return seen
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from support.tiny_decoders import GROUPED
 from transformers import MllamaConfig, MllamaForConditionalGeneration
 
 import hf_effattn
-from hf_effattn.patching.methods import clustered as clustered_settings
 from hf_effattn.patching.model_types import find_stacks
 
 SMALL: dict[str, Any] = {"clusters": 4, "segment_length": 4, "key_clusters": 6, "min_length": 0}
@@ -52,20 +51,6 @@ def image_and_text() -> dict[str, torch.Tensor]:
         "aspect_ratio_mask": torch.ones(1, 1, 1, dtype=torch.long),
         "cross_attention_mask": seen,
     }
-
-
-@pytest.fixture
-def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of every call of the causal op."""
-    seen: list[int] = []
-    run = clustered_settings.causal_clustered_attention
-
-    def counted(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        seen.append(query.shape[2])
-        return run(query, *args, **kwargs)
-
-    monkeypatch.setattr(clustered_settings, "causal_clustered_attention", counted)
-    return seen
 
 
 def test_layers_keep_their_numbers() -> None:

@@ -10,25 +10,10 @@ from transformers import AutoModelForImageTextToText
 
 import hf_effattn
 from hf_effattn.patching.methods import METHODS
-from hf_effattn.patching.methods import clustered as clustered_settings
 from hf_effattn.patching.model_types import find_stacks, is_causal
 
 SMALL: dict[str, Any] = {"clusters": 4, "segment_length": 4, "key_clusters": 6, "min_length": 0}
 each_model = pytest.mark.parametrize("model_type", MODELS)
-
-
-@pytest.fixture
-def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of every call of the causal op."""
-    seen: list[int] = []
-    run = clustered_settings.causal_clustered_attention
-
-    def counted(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        seen.append(query.shape[2])
-        return run(query, *args, **kwargs)
-
-    monkeypatch.setattr(clustered_settings, "causal_clustered_attention", counted)
-    return seen
 
 
 def decoder_of(model: Any) -> Any:
