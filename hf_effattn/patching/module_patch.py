@@ -1,6 +1,7 @@
-"""What a patch leaves on an attention module."""
+"""What a patch leaves on an attention module: a record, and another class where it attends itself."""
 
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -33,3 +34,12 @@ class ModulePatch:
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModulePatch":
         """In the copy of a model its copy is the owner; the copy of a layer alone keeps the owner that it had."""
         return replace(self, owner=memo.get(id(self.owner), self.owner))
+
+
+def change_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Give a module another class, also what accelerate's hooks keep of the one that it had (`device_map`)."""
+    before, module.__class__ = type(module), kind
+    for name in ("forward", "_old_forward"):
+        kept = vars(module).get(name)
+        if isinstance(kept, MethodType) and kept.__self__ is module and kept.__func__ is before.forward:
+            vars(module)[name] = MethodType(kind.forward, module)

@@ -20,6 +20,7 @@ from .disentangled import DebertaByRows, DebertaEncoderByRows, DebertaV2ByRows, 
 from .longformer import LEDEncoderInBlocks, LongformerInBlocks
 from .longt5 import LongT5LocalInBlocks, LongT5TransientGlobalInBlocks
 from .model_types import Stack, adds_biases
+from .module_patch import change_class
 from .parakeet import ParakeetByRows, ParakeetConvolution
 from .pegasus_x import PegasusXInBlocks
 from .relative_bias import MPNetByDistance, MPNetEncoderByDistance, MT5ByDistance, T5ByDistance, UMT5ByDistance
@@ -64,7 +65,7 @@ def run_own(stack: Stack, implementation: str, *, patched: bool) -> None:
         classes = {own: exact for exact, own in classes.items()}
     others = [part for part in stack.model.modules() if any(isinstance(part, exact) for exact in BESIDE)]
     for module in [*stack.modules, *others]:
-        module.__class__ = classes.get(type(module), type(module))
+        change_class(module, classes.get(type(module), type(module)))
     if adds_biases(stack.modules[0]):
         parts = [part for part in stack.model.modules() if isinstance(part, PreTrainedModel)]
         innermost = {module: part for part in parts for module in part.modules()}

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from .module_patch import change_class
 from .stored import FIELD
 
 # Attributes and hooks of patching, and the modules that hold the parameters which a method added, begin with these.
@@ -56,7 +57,7 @@ class Snapshot:
             config._attn_implementation = implementation
         for module, kind, before in self._modules:
             if type(module) is not kind and any(map(_is_ours, (type(module), kind))):
-                module.__class__ = kind
+                change_class(module, kind)
             now = _traces(module)
             for name, entries in before.items():
                 _put_back(_place(module, name), entries, now[name])
