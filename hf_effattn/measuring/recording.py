@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from ..patching.exact import sdpa_path
+from ..patching.images import IMAGES, Attended, attend_to_each
 from ..patching.methods import list_methods
 from ..patching.model_types import Stack, attends_itself, hides_keys, is_causal, is_window_of_image, stays_exact
 from ..patching.patch import exact_implementation, set_implementation
@@ -85,8 +87,12 @@ def recording_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> Attended:
     """Exact attention, shown to the module's observer where it has one; arguments and result are transformers'."""
+    images = kwargs.pop(IMAGES, None)
+    if images is not None:
+        kwargs |= {"attention_mask": None, "scaling": scaling, "dropout": dropout}
+        return attend_to_each(partial(recording_attention, module, **kwargs), images, query, key, value)
 
     def exact() -> torch.Tensor:
         asked = {"dropout": dropout, "scaling": scaling, "sinks": sinks}
@@ -179,7 +185,7 @@ def _switch(stack: Stack, implementation: str) -> None:
     if attends_itself(stack.model):
         set_implementation(stack, exact_implementation(stack))
     else:
-        stack.model.set_attn_implementation(implementation)
+        set_implementation(stack, implementation, apart=implementation == RECORDING)
 
 
 @contextmanager

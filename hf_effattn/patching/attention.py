@@ -24,6 +24,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from ..ops.shared.callers import stacklevel_of_user
 from .exact import exact_weights, sdpa_path, visible_keys
+from .images import IMAGES, Attended, attend_to_each
 from .keywords import needs_exact_attention
 from .measured import expect_measurement, last_measured
 from .methods import METHODS, Method, list_methods, make_method
@@ -45,7 +46,6 @@ from .module_patch import RECORD, ModulePatch
 from .stored import FIELD, check_layers, read_stored
 from .windows import IN_BLOCKS, attend_in_blocks, dense_mask, mask_of_blocks, sees_all, window_of
 
-Attended = tuple[torch.Tensor, torch.Tensor | None]
 # Keywords by which transformers' SDPA path adds to the scores of all keys, or finds the keys elsewhere.
 NOT_IN_BLOCKS = "position_bias", "cache"
 
@@ -155,6 +155,10 @@ def attention(
         ValueError: a causal model, or any, of a model type that is not in the table, settings that do not fit, a
             keyword that changes attention in a way that SDPA does not know either.
     """
+    images = kwargs.pop(IMAGES, None)
+    if images is not None:
+        kwargs |= {"attention_mask": None, "scaling": scaling, "dropout": dropout}
+        return attend_to_each(partial(attention, method, module, **kwargs), images, query, key, value)
     wants_weights = bool(kwargs.pop("output_attentions", None)) or matrices_are_collected(module)
     reads_drafts, sinks = kwargs.pop(READS_DRAFTS, False), kwargs.pop("s_aux", None)
     chosen = method_for(module, method)

@@ -12,6 +12,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..ops.shared.callers import stacklevel_of_user
+from .images import IMAGES
 from .methods.drafts import READS_DRAFTS
 
 # Parameters of `attention`, and keywords that it reads.
@@ -29,6 +30,7 @@ READ = frozenset(
         "use_cache",
         "s_aux",
         READS_DRAFTS,
+        IMAGES,
     }
 )
 

@@ -87,6 +87,7 @@ class ModelType:
         window_in_config (`bool`): whether all its layers see the window only that the config names.
         attends_itself (`str`): what of its attention no function that it calls is told of, "windows" or "biases" of
             distances, if any; a patch gives its layers the classes of `own_attention.py`.
+        reads_together (`bool`): whether it reads several images as one sequence, under a mask (`pixtral.py`).
         window_of_image (`Callable`, *optional*): where layers call attention for each window of an image, the patches
             of one, given the config: what has no more is exact.
         special_patches (`int`): of an image, the tokens beside its patches, such as [CLS].
@@ -103,6 +104,7 @@ class ModelType:
     says_use_cache: bool = True
     window_in_config: bool = False
     attends_itself: str = ""
+    reads_together: bool = False
     window_of_image: Callable[[Any], int] | None = None
     special_patches: int = 1
     layers: Callable[[Any, int], list[tuple[int, ...]]] = _one_module_per_layer
@@ -291,6 +293,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "clip_vision_model": _image("CLIPAttention", longest="577"),
     "siglip_vision_model": _image("SiglipAttention", longest="729", special_patches=0),
     "siglip2_vision_model": _image("Siglip2Attention", positions=_RESIZED, longest="256", more=", any number"),
+    "pixtral": _tower("PixtralAttention", reads_together=True),
     "qwen2_vl_vision": _tower("VisionAttention"),
     "qwen2_5_vl_vision": _tower_of_windows("Qwen2_5_VLVisionAttention"),
     "qwen2_5_omni_vision_encoder": _tower_of_windows("Qwen2_5OmniVisionAttention"),
@@ -504,7 +507,6 @@ NOT_SERVED: dict[str, str] = {
     "clip_text_model": _CAUSAL_TEXT,
     "siglip_text_model": _SHORT_TEXT,
     "siglip2_text_model": _SHORT_TEXT,
-    "pixtral": _OWN_MASK,
     "swin": _GRID,
     "beit": _GRID,
     "sam": _GRID,

@@ -124,6 +124,11 @@ def attends_itself(model: PreTrainedModel) -> bool:
     return bool(MODEL_TYPES[model.config.model_type].attends_itself)
 
 
+def reads_together(model: PreTrainedModel) -> bool:
+    """Whether the model with a stack's config reads several images as one sequence, with a mask of its own."""
+    return MODEL_TYPES[model.config.model_type].reads_together
+
+
 def adds_biases(module: nn.Module) -> bool:
     """Whether an attention module adds biases of distances to its scores, and so stays exact."""
     entry = model_type_of(module)
@@ -142,11 +147,13 @@ def _kind_of_layer(config: Any, index: int | None) -> str | None:
 
 
 def gains_exactly(stack: Stack, length: int | None = None) -> bool:
-    """Whether a patch saves time in a stack without approximating: it has windows, biases of distances, or sinks.
+    """Whether a patch saves time in a stack without approximating.
+
+    It has windows, biases of distances, sinks, or several images under one mask.
 
     `length`: whether it may on so many tokens, of which blocks take no fewer than two windows.
     """
-    if any(map(adds_biases, stack.modules)):
+    if any(map(adds_biases, stack.modules)) or reads_together(stack.model):
         return True
     windows = [window for module in stack.modules if (window := _window(module)) is not None]
     return any(length is None or length >= 2 * window for window in windows) or not stack.model._supports_sdpa

@@ -8,7 +8,7 @@ from torch import nn
 
 from .methods import METHODS, list_methods, make_method
 from .methods.base import quoted
-from .model_types import Stack, attends_itself, find_stacks, is_causal
+from .model_types import Stack, attends_itself, find_stacks, is_causal, reads_together
 from .module_patch import RECORD, ModulePatch
 from .planning import (
     PatchPlan,
@@ -172,8 +172,11 @@ def exact_implementation(stack: Stack) -> str:
     return "sdpa" if stack.model._supports_sdpa else "eager"
 
 
-def set_implementation(stack: Stack, implementation: str) -> None:
-    """Set the attention implementation of a stack, also in a copy of the config that its modules hold."""
+def set_implementation(stack: Stack, implementation: str, *, apart: bool | None = None) -> None:
+    """Set the attention implementation of a stack, also in a copy of the config that its modules hold.
+
+    `apart`: whether layers are told of each image instead of a mask. Default: of a method.
+    """
     if attends_itself(stack.model):
         from .own_attention import run_own  # reads modelling files of transformers, which others go without
 
@@ -181,6 +184,10 @@ def set_implementation(stack: Stack, implementation: str) -> None:
         # Its config keeps its own, unless transformers' switch has set another, which a decoder beside it may call.
         if implementation in list_methods() or stack.model.config._attn_implementation not in list_methods():
             return
+    if reads_together(stack.model):
+        from .pixtral import read_apart
+
+        read_apart(stack.model, apart=implementation in list_methods() if apart is None else apart)
     stack.model.set_attn_implementation(implementation)
     for module in stack.modules:
         config: Any = getattr(module, "config", stack.model.config)

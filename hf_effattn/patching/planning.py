@@ -217,7 +217,7 @@ def why_never_used(plan: PatchPlan, cut: int | None = None) -> str | None:
             return None
         return (
             f"The patch will do nothing: no layer of {type(plan.stack.model).__name__} has a sliding window, biases "
-            "of distances or attention sinks."
+            "of distances or attention sinks, nor several images under one mask."
         )
     if all(map(stays_exact, plan.stack.modules)):
         saves = "without a matrix of them" if any(map(adds_biases, plan.stack.modules)) else "in blocks"

@@ -16,7 +16,7 @@ GPU_RESULTS ?= scripts/results/gpu
 GPU_SECONDS ?= 570
 GPU_PARTS := test-gpu gpu-attention gpu-attention-batch gpu-cst gpu-clusterformer gpu-prefill gpu-frontier gpu-kmeans \
 	gpu-models gpu-crossover gpu-crossover-causal gpu-clusterformer-paper gpu-windows gpu-longformer \
-	gpu-relative-bias gpu-sinks
+	gpu-relative-bias gpu-pixtral gpu-sinks
 # The scripts import the package, which is not installed there. Interrupted, pytest still says what failed.
 ON_GPU = PYTHONPATH="$(CURDIR):$$PYTHONPATH" timeout --signal=INT --kill-after=15 $(GPU_SECONDS) $(PYTHON)
 .PHONY: $(GPU_PARTS)
@@ -54,6 +54,9 @@ gpu-longformer:
 
 gpu-relative-bias:
 	$(ON_GPU) -m scripts.benchmark.relative_bias --output $(GPU_RESULTS)/benchmark_relative_bias.json
+
+gpu-pixtral:
+	$(ON_GPU) -m scripts.benchmark.pixtral --output $(GPU_RESULTS)/benchmark_pixtral.json
 
 gpu-sinks:
 	$(ON_GPU) -m scripts.benchmark.sinks --output $(GPU_RESULTS)/benchmark_sinks.json

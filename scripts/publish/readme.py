@@ -386,6 +386,7 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "windows": exact_tables.windows,
         "longformer": exact_tables.longformer,
         "relative bias": exact_tables.relative_bias,
+        "pixtral": exact_tables.pixtral,
         "sinks": exact_tables.sinks,
         "whole models": whole_models,
         "shortest": shortest,

