@@ -19,7 +19,8 @@ from torch import nn
 from transformers.models.deberta import modeling_deberta as v1
 from transformers.models.deberta_v2 import modeling_deberta_v2 as v2
 
-from .relative_bias import by_rows, floor, shifted
+from .by_rows import by_rows
+from .relative_bias import floor, shifted
 from .windows import is_traced
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from transformers.models.parakeet.modeling_parakeet import ParakeetEncoderAttention, ParakeetEncoderConvolutionModule
 
 from .attention import matrices_are_collected
-from .relative_bias import by_rows, floor, shifted
+from .by_rows import by_rows
+from .relative_bias import floor, shifted
 from .windows import is_traced
 
 # Queries at a time on a CPU where nothing learns: what is made for them stays in its caches.

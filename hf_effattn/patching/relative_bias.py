@@ -10,31 +10,24 @@ Sizes: `B` batch, `N` length, `E` hidden size, `H` heads, `D` head_dim.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder, MPNetSelfAttention
 from transformers.models.mt5.modeling_mt5 import MT5Attention
 from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 from .attention import matrices_are_collected
+from .by_rows import by_rows
 from .windows import is_traced
 
 if TYPE_CHECKING:
     _Exact = nn.Module
 else:
     _Exact = object
-
-# Scores that are computed at once where the view does not serve; a GPU needs more to be busy.
-SCORES = {"cpu": 2**24}
-SCORES_OF_GPU = 2**27
-# Of more scores than these none are kept for the gradients: they are computed again, which costs time.
-KEPT = 2**26
 
 
 def attend_by_distance(
@@ -109,30 +102,6 @@ def _by_rows(
         return F.scaled_dot_product_attention(query, key, value, attn_mask=rows, dropout_p=dropout, scale=scale)
 
     return by_rows(attend, query, N)
-
-
-def by_rows(
-    attend: Callable[[torch.Tensor, int], torch.Tensor], query: torch.Tensor, keys: int, most: int | None = None
-) -> torch.Tensor:
-    """What `attend` gives for some queries at a time.
-
-    Args:
-        attend (`Callable`): of queries `(B, H, n, D)` and the place of the first of them.
-        query (`torch.Tensor`): `(B, H, N, D)`.
-        keys (`int`): how many each of them sees.
-        most (`int`, *optional*): no more rows at once than these.
-
-    Returns:
-        `torch.Tensor`: `(B, H, N, D)`.
-    """
-    of_row = query.shape[0] * query.shape[1] * keys
-    at_once = max(16, SCORES.get(query.device.type, SCORES_OF_GPU) // of_row)
-    at_once = at_once if most is None else min(at_once, most)
-    run: Callable[..., torch.Tensor] = attend
-    if torch.is_grad_enabled() and of_row * query.shape[2] > KEPT:
-        run = partial(checkpoint, attend, use_reentrant=False)
-    parts = query.split(at_once, dim=2)
-    return torch.cat([run(part, index * at_once) for index, part in enumerate(parts)], dim=2)
 
 
 def shifted(products: torch.Tensor) -> torch.Tensor:

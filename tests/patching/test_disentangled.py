@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification, DebertaConfig, Debe
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
 import hf_effattn
-from hf_effattn.patching import disentangled, relative_bias
+from hf_effattn.patching import by_rows, disentangled
 from hf_effattn.patching.disentangled import DebertaByRows, DebertaV2ByRows, attend_disentangled
 
 from .test_relative_bias import METHOD, assert_near, classes_of, encoded, gradients, inputs_of, make_model
@@ -60,8 +60,8 @@ def by_definition(
 def test_against_the_definition(
     length: int, masked: bool, vectors: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relative_bias, "KEPT", 2 * 3 * 40 * 40)  # those of 64 tokens are computed again
-    monkeypatch.setitem(relative_bias.SCORES, "cpu", 2 * 3 * 64 * 20)  # several pieces, the last one shorter
+    monkeypatch.setattr(by_rows, "KEPT", 2 * 3 * 40 * 40)  # those of 64 tokens are computed again
+    monkeypatch.setitem(by_rows.SCORES, "cpu", 2 * 3 * 64 * 20)  # several pieces, the last one shorter
     monkeypatch.setattr(disentangled, "ROWS", 17)
     span, heads = 6, 3
     draw = torch.Generator().manual_seed(length)
@@ -97,8 +97,8 @@ def test_against_the_definition(
 
 
 def test_rows_computed_again_lose_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(relative_bias.SCORES, "cpu", 1)
-    monkeypatch.setattr(relative_bias, "KEPT", 0)
+    monkeypatch.setitem(by_rows.SCORES, "cpu", 1)
+    monkeypatch.setattr(by_rows, "KEPT", 0)
     draw = torch.Generator().manual_seed(3)
     shapes = [(1, 1, 19, 2)] * 3 + [(1, 10, 2)] * 2
     leaves = [torch.randn(shape, dtype=torch.float64, generator=draw).requires_grad_() for shape in shapes]

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCTC,
 from transformers.models.parakeet.modeling_parakeet import ParakeetEncoderAttention, ParakeetEncoderConvolutionModule
 
 import hf_effattn
-from hf_effattn.patching import parakeet, relative_bias
+from hf_effattn.patching import by_rows, parakeet
 from hf_effattn.patching.model_types import find_stacks
 from hf_effattn.patching.parakeet import ParakeetByRows, ParakeetConvolution, attend_by_distance_vectors
 
@@ -101,8 +101,8 @@ def by_definition(
 def test_against_the_definition(
     length: int, masked: bool, texts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relative_bias, "KEPT", 2 * 3 * 40 * 40)  # those of 64 frames are computed again
-    monkeypatch.setitem(relative_bias.SCORES, "cpu", 2 * 3 * 64 * 20)  # several pieces, the last one shorter
+    monkeypatch.setattr(by_rows, "KEPT", 2 * 3 * 40 * 40)  # those of 64 frames are computed again
+    monkeypatch.setitem(by_rows.SCORES, "cpu", 2 * 3 * 64 * 20)  # several pieces, the last one shorter
     monkeypatch.setattr(parakeet, "ROWS", 17)
     draw = torch.Generator().manual_seed(length)
     shapes = [(2, 3, length, 8)] * 4 + [(texts, 3, 2 * length - 1, 8)]
@@ -128,8 +128,8 @@ def test_against_the_definition(
 
 
 def test_rows_computed_again_lose_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(relative_bias.SCORES, "cpu", 1)
-    monkeypatch.setattr(relative_bias, "KEPT", 0)
+    monkeypatch.setitem(by_rows.SCORES, "cpu", 1)
+    monkeypatch.setattr(by_rows, "KEPT", 0)
     draw = torch.Generator().manual_seed(3)
     shapes = [(1, 1, 19, 2)] * 4 + [(1, 1, 37, 2)]
     leaves = [torch.randn(shape, dtype=torch.float64, generator=draw).requires_grad_() for shape in shapes]

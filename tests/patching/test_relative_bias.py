@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import hf_effattn
-from hf_effattn.patching import disentangled, relative_bias
+from hf_effattn.patching import by_rows, disentangled, relative_bias
 from hf_effattn.patching.disentangled import DebertaByRows, DebertaV2ByRows
 from hf_effattn.patching.model_types import find_stacks
 from hf_effattn.patching.relative_bias import (
@@ -164,8 +164,8 @@ def by_definition(
 def test_against_the_definition(
     length: int, masked: bool, learns: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relative_bias, "KEPT", 2 * 3 * 40 * 40)  # those of 64 tokens are computed again
-    monkeypatch.setitem(relative_bias.SCORES, "cpu", 2 * 3 * 64 * 20)  # several pieces, the last one shorter
+    monkeypatch.setattr(by_rows, "KEPT", 2 * 3 * 40 * 40)  # those of 64 tokens are computed again
+    monkeypatch.setitem(by_rows.SCORES, "cpu", 2 * 3 * 64 * 20)  # several pieces, the last one shorter
     draw = torch.Generator().manual_seed(length)
     query, key, value = (
         torch.randn(2, 3, length, 8, dtype=torch.float64, generator=draw).to(dtype).requires_grad_() for _ in range(3)
@@ -191,8 +191,8 @@ def test_against_the_definition(
 
 
 def test_rows_computed_again_lose_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(relative_bias.SCORES, "cpu", 2 * 13 * 5)
-    monkeypatch.setattr(relative_bias, "KEPT", 0)
+    monkeypatch.setitem(by_rows.SCORES, "cpu", 2 * 13 * 5)
+    monkeypatch.setattr(by_rows, "KEPT", 0)
     draw = torch.Generator().manual_seed(3)
     shapes = [(1, 2, 13, 3)] * 3 + [(2, 25)]
     leaves = [torch.randn(shape, dtype=torch.float64, generator=draw).requires_grad_() for shape in shapes]
@@ -382,9 +382,9 @@ def test_a_text_of_padding_alone_is_finite(kind: str, dtype: torch.dtype, monkey
     with torch.autocast("cpu", dtype=dtype):
         by_view = encoder_of(model)(**inputs)[0]
         monkeypatch.setattr(relative_bias, "_by_view", partial(relative_bias._by_rows, dropout=0.0))
-        by_rows = encoder_of(model)(**inputs)[0]
+        in_rows = encoder_of(model)(**inputs)[0]
     assert by_view.isfinite().all()
-    assert by_rows.isfinite().all()
+    assert in_rows.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["t5", "mpnet", "deberta", "deberta-v2"])
