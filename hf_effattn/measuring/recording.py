@@ -19,7 +19,15 @@ from transformers.masking_utils import sdpa_mask
 from ..patching.exact import sdpa_path
 from ..patching.images import IMAGES, Attended, attend_to_each
 from ..patching.methods import list_methods
-from ..patching.model_types import Stack, attends_itself, hides_keys, is_causal, is_window_of_image, stays_exact
+from ..patching.model_types import (
+    Stack,
+    attends_itself,
+    bends_scores,
+    hides_keys,
+    is_causal,
+    is_window_of_image,
+    stays_exact,
+)
 from ..patching.patch import exact_implementation, set_implementation
 from ..patching.planning import stacks_to_patch, why_exact
 from ..patching.snapshot import Snapshot
@@ -182,10 +190,15 @@ def make_exact(stacks: Sequence[Stack]) -> None:
 
 def _switch(stack: Stack, implementation: str) -> None:
     """Set the attention implementation of a stack; its own code is back where it calls none."""
-    if attends_itself(stack.model):
+    if runs_own_code(stack):
         set_implementation(stack, exact_implementation(stack))
     else:
         set_implementation(stack, implementation, apart=implementation == RECORDING)
+
+
+def runs_own_code(stack: Stack) -> bool:
+    """Whether exact attention of a stack is computed by no function that is watched here."""
+    return attends_itself(stack.model) or any(map(bends_scores, stack.modules))
 
 
 @contextmanager

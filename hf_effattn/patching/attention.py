@@ -43,6 +43,7 @@ from .model_types import (
     supported_model_types,
 )
 from .module_patch import RECORD, ModulePatch
+from .softcap import attend_bent
 from .stored import FIELD, check_layers, read_stored
 from .windows import IN_BLOCKS, attend_in_blocks, dense_mask, mask_of_blocks, sees_all, window_of
 
@@ -160,7 +161,8 @@ def attention(
         kwargs |= {"attention_mask": None, "scaling": scaling, "dropout": dropout}
         return attend_to_each(partial(attention, method, module, **kwargs), images, query, key, value)
     wants_weights = bool(kwargs.pop("output_attentions", None)) or matrices_are_collected(module)
-    reads_drafts, sinks = kwargs.pop(READS_DRAFTS, False), kwargs.pop("s_aux", None)
+    reads_drafts = kwargs.pop(READS_DRAFTS, False)
+    sinks, softcap = kwargs.pop("s_aux", None), kwargs.pop("softcap", None)
     chosen = method_for(module, method)
     if chosen is not None and chosen.tolerance is not None:
         expect_measurement(module)
@@ -177,8 +179,9 @@ def attention(
         key, value = key[:, :, :N], value[:, :, :N]
     prompt = not torch.is_grad_enabled() and bool(kwargs.get("use_cache")) and not reads_drafts
     asked = scaling, dropout, wants_weights, hides_future, prompt
-    call = Call(module, query, key, value, attention_mask, sinks, *asked, kwargs)
-    if chosen is None or unknown or not as_its_type or (sinks is not None and not hides_future):
+    call = Call(module, query, key, value, attention_mask, sinks, softcap, *asked, kwargs)
+    not_by_method = softcap is not None or (sinks is not None and not hides_future)
+    if chosen is None or unknown or not as_its_type or not_by_method:
         return _exact(call)
     if over_cache:
         call.share_dtype()
@@ -215,6 +218,7 @@ class Call:
 
     Args:
         sinks (`torch.Tensor`, *optional*): `(H,)`, a score of each query head that has a weight and no value.
+        softcap (`float`, *optional*): to which a tanh bends the scores.
         wants_weights (`bool`): whether the attention weights are asked for.
         hides_future (`bool`): whether no query may see a later key.
         prompt (`bool`): whether, of a prompt, only what follows the last token will be read.
@@ -227,6 +231,7 @@ class Call:
     value: torch.Tensor
     mask: torch.Tensor | None
     sinks: torch.Tensor | None
+    softcap: float | None
     scale: float | None
     dropout: float
     wants_weights: bool
@@ -255,9 +260,11 @@ def _say_if_never(method: Method, device_type: str) -> None:
 
 
 def _exact(call: Call) -> Attended:
-    """What no method serves, by transformers' own SDPA path."""
+    """What no method serves, by transformers' own SDPA path; what that has not, by what is next to it."""
     query, key, mask = call.query, call.key, call.mask
     asked: dict[str, Any]
+    if call.softcap is not None:
+        return _bent(call, call.softcap)
     if mask is not None and mask.ndim == IN_BLOCKS:
         causal = hides_the_future(call.module.config)  # as `padding_mask` has it
         if not call.wants_weights and all(call.options.get(keyword) is None for keyword in NOT_IN_BLOCKS):
@@ -277,6 +284,26 @@ def _exact(call: Call) -> Attended:
         )
     given: dict[str, Any] = {"sinks": call.sinks, "bias": call.options.get("position_bias")}
     return output, exact_weights(query, key, mask, call.scale, causal=call.hides_future, **given)
+
+
+def _bent(call: Call, softcap: float) -> Attended:
+    """Exact attention whose scores are bent by a tanh."""
+    if call.sinks is not None:
+        raise ValueError(
+            f"{type(call.module).__name__} passes s_aux= beside softcap=, which nothing here attends with"
+        )
+    mask, N = call.mask, call.query.shape[2]
+    in_blocks = mask is not None and mask.ndim == IN_BLOCKS
+    causal = hides_the_future(call.module.config) if in_blocks else call.hides_future and N > 1
+    asked: dict[str, Any] = {"softcap": softcap, "scale": call.scale, "dropout": call.dropout}
+    output = attend_bent(call.query, call.key, call.value, mask, causal=causal, **asked)
+    if not call.wants_weights:
+        return output, None
+    if mask is not None and in_blocks:
+        mask = dense_mask(mask, N, causal=causal)
+    elif mask is not None and mask.ndim == 2:
+        mask = visible_keys(mask, N, causal=causal)
+    return output, exact_weights(call.query, call.key, mask, call.scale, causal=causal, softcap=softcap)
 
 
 def _over_cache(method: Method, call: Call) -> Attended:

@@ -17,6 +17,7 @@ from ..ops.causal_clustered_attention.local import Attended, merge_
 from ..ops.causal_clustered_attention.sinks import add_sinks_
 from ..ops.shared.precision import accumulation_dtype
 from .sinks import with_sinks
+from .softcap import bend
 
 
 def exact_attention(
@@ -133,6 +134,7 @@ def exact_weights(
     rows: Sequence[int] | None = None,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """The weights `(B, H, N, M)` of exact attention, of which the SDPA path returns none; 0 in rows that see no key.
 
@@ -145,6 +147,7 @@ def exact_weights(
         rows (`Sequence[int]`, *optional*): the queries whose weights are wanted. Default: all.
         sinks (`torch.Tensor`, *optional*): `(H,)`, of a score whose weight is left out.
         bias (`torch.Tensor`, *optional*): `(1, H, N, M)`, added to the scores; not with `rows`.
+        softcap (`float`, *optional*): to which a tanh bends the scores.
     """
     if mask is None and causal and query.shape[2] > 1:
         mask = causal_square(query.shape[2], key.shape[2], query.device)
@@ -154,6 +157,8 @@ def exact_weights(
     scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scale is None else scale)
     if bias is not None:
         scores = scores + bias
+    if softcap is not None:
+        scores = bend(scores, softcap)
     seen = mask if mask is not None and mask.dtype == torch.bool else None
     if seen is not None:
         scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)

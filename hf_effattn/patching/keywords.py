@@ -29,6 +29,7 @@ READ = frozenset(
         "output_attentions",
         "use_cache",
         "s_aux",
+        "softcap",
         READS_DRAFTS,
         IMAGES,
     }
@@ -63,7 +64,6 @@ EXACT = frozenset({"sliding_window", "position_bias", "cache"})
 # SDPA drops them silently, or raises without a word of what is to be done.
 _SAYS_WHAT = {
     "sinks": "an attention sink, one more column in the softmax",
-    "softcap": "scores bent by a tanh before the softmax",
     "indices": "the keys that a sparse attention chose",
     "block_indices": "the blocks of keys that a sparse attention chose",
     "seq_idx": "which of several packed texts a token belongs to",

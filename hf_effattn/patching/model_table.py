@@ -396,6 +396,10 @@ MODEL_TYPES: dict[str, ModelType] = {
     "ministral": _decoder("MinistralAttention", "131,072; three layers of four see windows of 32,768"),
     "ministral3": _decoder("Ministral3Attention", "262,144", window_in_config=True),
     "gemma": _decoder("GemmaAttention", "8,192"),
+    "gemma2": _decoder(
+        "Gemma2Attention", "8,192, exactly; every second layer sees windows of 4,096", says_use_cache=False
+    ),
+    "vaultgemma": _decoder("VaultGemmaAttention", "1,024, exactly", says_use_cache=False),
     "gemma3_text": _decoder(
         "Gemma3Attention",
         "131,072; five layers of six see windows; EmbeddingGemma, an encoder, 2,048",
@@ -492,7 +496,6 @@ _NO_DISPATCH = "computes its attention itself, without transformers' AttentionIn
 _GRID = "adds a bias of the place in the image to every score, within small windows"
 _WITHOUT_SDPA = "refuses SDPA in transformers, by which whatever no method serves would have to run"
 _OWN_MASK = "makes a mask of its own, to be added to the scores, which no method reads"
-_SOFTCAP = "bends the scores by a tanh (softcap), for which means of keys cannot stand"
 _CAUSAL_TEXT = "hides the future by a keyword, in texts of at most 77 tokens, where nothing is to be gained"
 _SHORT_TEXT = "reads at most 64 tokens, where nothing is to be gained"
 _TRAINED_WITH_IT = "is trained from scratch with an efficient attention of its own: there is no exact one to replace"
@@ -511,8 +514,6 @@ NOT_SERVED: dict[str, str] = {
     "beit": _GRID,
     "sam": _GRID,
     "seamless_m4t_v2": "adds the product of the query and a vector of the distance to every score, by itself",
-    "gemma2": _SOFTCAP,
-    "vaultgemma": _SOFTCAP,
     "falcon": _NO_DISPATCH,
     "bloom": _NO_DISPATCH,
     "mpt": _NO_DISPATCH,

@@ -135,9 +135,14 @@ def adds_biases(module: nn.Module) -> bool:
     return entry is not None and entry.attends_itself == "biases"
 
 
+def bends_scores(module: nn.Module) -> bool:
+    """Whether an attention module bends its scores by a tanh (softcap), and so stays exact."""
+    return getattr(getattr(module, "config", None), "attn_logit_softcapping", None) is not None
+
+
 def stays_exact(module: nn.Module) -> bool:
-    """Whether no method serves an attention module: it sees a sliding window, or adds biases of distances."""
-    return is_sliding_window(module) or adds_biases(module)
+    """Whether no method serves an attention module: it sees a window, adds biases of distances, or bends scores."""
+    return is_sliding_window(module) or adds_biases(module) or bends_scores(module)
 
 
 def _kind_of_layer(config: Any, index: int | None) -> str | None:
@@ -156,7 +161,8 @@ def gains_exactly(stack: Stack, length: int | None = None) -> bool:
     if any(map(adds_biases, stack.modules)) or reads_together(stack.model):
         return True
     windows = [window for module in stack.modules if (window := _window(module)) is not None]
-    return any(length is None or length >= 2 * window for window in windows) or not stack.model._supports_sdpa
+    eager = not stack.model._supports_sdpa or any(map(bends_scores, stack.modules))
+    return eager or any(length is None or length >= 2 * window for window in windows)
 
 
 def hides_keys(window: int | None, length: int, config: Any) -> bool:

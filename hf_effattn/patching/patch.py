@@ -8,7 +8,7 @@ from torch import nn
 
 from .methods import METHODS, list_methods, make_method
 from .methods.base import quoted
-from .model_types import Stack, attends_itself, find_stacks, is_causal, reads_together
+from .model_types import Stack, attends_itself, bends_scores, find_stacks, is_causal, reads_together
 from .module_patch import RECORD, ModulePatch
 from .planning import (
     PatchPlan,
@@ -168,8 +168,8 @@ def _apply(plan: PatchPlan) -> None:
 
 
 def exact_implementation(stack: Stack) -> str:
-    """What a stack runs that nothing else is known of; transformers' SDPA path has no attention sinks."""
-    return "sdpa" if stack.model._supports_sdpa else "eager"
+    """What a stack runs that nothing else is known of; transformers' SDPA path has no attention sinks or softcap."""
+    return "eager" if any(map(bends_scores, stack.modules)) or not stack.model._supports_sdpa else "sdpa"
 
 
 def set_implementation(stack: Stack, implementation: str, *, apart: bool | None = None) -> None:

@@ -16,6 +16,7 @@ from .model_table import MODEL_TYPES, NOT_SERVED
 from .model_types import (
     Stack,
     adds_biases,
+    bends_scores,
     causal_modules,
     find_stacks,
     gains_exactly,
@@ -126,6 +127,11 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
             "patched model could not be saved. Set model.config.output_attentions = False (leave it out of "
             "from_pretrained) and pass output_attentions=True to the call instead"
         )
+    if stack.model.config._attn_implementation == "sdpa" and any(map(bends_scores, stack.modules)):
+        raise ValueError(
+            f'{name} runs "sdpa", which drops the tanh that bends its scores (config.attn_logit_softcapping): it is '
+            'not the model that was trained. Load it with attn_implementation="eager", then patch it'
+        )
     method.check_stack(stack)
     if any(is_causal(module) for module in stack.modules):
         method.check_causal(stack.modules[0])
@@ -165,6 +171,8 @@ def _full_layers(stack: Stack) -> list[int]:
 
 def why_exact(stack: Stack) -> str:
     """What the layers of a stack do that no method serves."""
+    if any(map(bends_scores, stack.modules)):
+        return "bend their scores by a tanh"
     return "add biases of distances" if any(map(adds_biases, stack.modules)) else "see a sliding window only"
 
 

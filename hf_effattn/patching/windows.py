@@ -241,7 +241,7 @@ def attend_in_blocks(
         texts = F.pad(each.transpose(1, 2), (0, 0, 0, 0, 0, n * L - length)).flatten(0, 1)
         return F.pad(texts, (0, 0, 0, 0, *sides)).unfold(0, L + sum(sides), L).movedim(-1, 2)
 
-    sides, width = _sides(mask, causal), value.shape[3]
+    sides, width = keys_beside_block(mask, causal), value.shape[3]
     query, key, value = in_blocks(query, (0, 0)), in_blocks(key, sides), in_blocks(value, sides)
     seen: Any = mask.transpose(1, 2).flatten(0, 1)
     if for_all is not None:
@@ -265,14 +265,14 @@ def attend_in_blocks(
 def dense_mask(mask: torch.Tensor, length: int, *, causal: bool) -> torch.Tensor:
     """The same keys as a mask of `mask_of_blocks`, bool `(B, 1, N, N)`."""
     B, _, n, L, S = mask.shape
-    before, _ = _sides(mask, causal)
+    before, _ = keys_beside_block(mask, causal)
     dense = mask.new_zeros(B, 1, n, L, n * L + S - L)
     columns = torch.arange(n, device=mask.device)[:, None, None] * L + torch.arange(S, device=mask.device)
     dense.scatter_(4, columns.expand(mask.shape), mask)
     return dense.flatten(2, 3)[:, :, :length, before : before + length]
 
 
-def _sides(mask: torch.Tensor, causal: bool) -> tuple[int, int]:
+def keys_beside_block(mask: torch.Tensor, causal: bool) -> tuple[int, int]:
     """The keys of a span before and after its block."""
     both = mask.shape[4] - mask.shape[3]
     return (both, 0) if causal else (both // 2, both // 2)

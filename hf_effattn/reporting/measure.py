@@ -26,11 +26,12 @@ from ..measuring.recording import (
     layer_names,
     make_exact,
     recording,
+    runs_own_code,
     stacks_to_report,
 )
 from ..patching.methods import Method
 from ..patching.methods.exact_windows import ExactWindows
-from ..patching.model_types import Stack, attends_itself, gains_exactly, is_causal
+from ..patching.model_types import Stack, gains_exactly, is_causal
 from ..patching.patch import apply_plans, exact_implementation
 from ..patching.planning import PatchPlan, not_a_model, plan_patch
 from ..patching.sentence_transformers import model_and_inputs
@@ -353,7 +354,7 @@ def _check_options(error_budget: float | None, repeats: int) -> None:
 
 def _has_own_code(stack: Stack) -> bool:
     """Whether the exact model runs neither SDPA nor what stands for it here."""
-    return attends_itself(stack.model) and exact_implementation(stack) == EAGER
+    return runs_own_code(stack) and exact_implementation(stack) == EAGER
 
 
 def _environment(model: PreTrainedModel, stacks: list[Stack], repeats: int, memory: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ COMMON: dict[str, Any] = {
 }
 GROUPED = COMMON | {"num_key_value_heads": 2, "head_dim": 8}
 FULL = {"layer_types": ["full_attention"] * 3}
+UNBENT = GROUPED | FULL | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": None}
 EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_local_experts": 4,
@@ -85,6 +86,9 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "mllama_text_model": GROUPED | {"num_hidden_layers": 4, "cross_attention_layers": [1]},
     "gemma": GROUPED | {"num_key_value_heads": 1},
+    # Methods run where no tanh bends the scores; where it does: tests/patching/test_softcap.py.
+    "gemma2": UNBENT,
+    "vaultgemma": UNBENT,
     "granite": GROUPED,
     "gemma3_text": GROUPED | {"query_pre_attn_scalar": 8, "layer_types": ["full_attention"] * 3},
     "olmo2": GROUPED,
@@ -256,8 +260,9 @@ FROM_5_23 = (
     "olmo_hybrid",
     "gemma3n_text",
 )
-# Transformers runs them eagerly: all of them have attention sinks, the last one in layers with windows only.
-EAGER = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint", "mimo_v2_flash")
+# Transformers runs them eagerly: with attention sinks, the last one in layers with windows only, or bent scores.
+SINKING = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint", "mimo_v2_flash")
+EAGER = (*SINKING, "gemma2", "vaultgemma")
 KNOWN = [name for name in SIZES if name in CONFIG_MAPPING]  # older versions lack some
 MODELS = tuple(name for name in KNOWN if name not in FROM_5_23 or Version(transformers.__version__) >= Version("5.23"))
 
