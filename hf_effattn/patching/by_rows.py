@@ -9,6 +9,8 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
+# Queries at a time on a CPU where nothing learns: what is made for them stays in its caches.
+ROWS = 128
 # Scores that are computed at once where the view does not serve; a GPU needs more to be busy.
 SCORES = {"cpu": 2**24}
 SCORES_OF_GPU = 2**27
@@ -30,7 +32,7 @@ def by_rows(
     Returns:
         `torch.Tensor`: `(B, H, N, D)`.
     """
-    of_row = query.shape[0] * query.shape[1] * keys
+    of_row = max(1, query.shape[0] * query.shape[1] * keys)
     at_once = max(16, SCORES.get(query.device.type, SCORES_OF_GPU) // of_row)
     at_once = at_once if most is None else min(at_once, most)
     run: Callable[..., torch.Tensor] = attend
@@ -38,3 +40,19 @@ def by_rows(
         run = partial(checkpoint, attend, use_reentrant=False)
     parts = query.split(at_once, dim=2)
     return torch.cat([run(part, index * at_once) for index, part in enumerate(parts)], dim=2)
+
+
+def floor(dtype: torch.dtype) -> float:
+    """What a mask adds to the score of a key that is not seen: finite, also times a scale or beside a bias."""
+    return torch.finfo(dtype).min / 4
+
+
+def added_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A mask, `(B, N)` or of four dimensions, boolean or to be added, as one of four dimensions to be added."""
+    if mask is None:
+        return None
+    mask = mask[:, None, None] if mask.ndim == 2 else mask
+    least = floor(dtype)
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, least)
+    return mask.to(dtype).clamp(min=least)

@@ -19,8 +19,8 @@ from torch import nn
 from transformers.models.deberta import modeling_deberta as v1
 from transformers.models.deberta_v2 import modeling_deberta_v2 as v2
 
-from .by_rows import by_rows
-from .relative_bias import floor, shifted
+from .by_rows import ROWS, added_mask, by_rows
+from .relative_bias import shifted
 from .windows import is_traced
 
 if TYPE_CHECKING:
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     _Exact = nn.Module
 else:
     _Exact = _ExactEncoder = object
-
-# Queries at a time on a CPU where nothing learns: what is gathered for them stays in its caches.
-ROWS = 128
 
 
 def attend_disentangled(
@@ -64,9 +61,7 @@ def attend_disentangled(
         `torch.Tensor`: `(B, H, N, D)`.
     """
     N = key.shape[2]
-    hidden = None
-    if mask is not None:
-        hidden = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, floor(query.dtype))
+    hidden = added_mask(mask, query.dtype)
     if index is None or (distance_key is None and distance_query is None):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=hidden, dropout_p=dropout, scale=scale)
     of_key = None
@@ -159,8 +154,10 @@ class _Disentangled(_Exact):
         query, key, value = self._projected(hidden_states, query_states)
         distance_key = distance_query = None
         if relative_pos is not None and rel_embeddings is not None:
-            largest = self.position_buckets if self.position_buckets > 0 else self.max_relative_positions
-            span = min(largest, hidden_states.shape[1])
+            # A bucket's number can exceed its distance.
+            in_buckets = self.position_buckets > 0
+            largest = self.position_buckets if in_buckets else self.max_relative_positions
+            span = largest if in_buckets else min(largest, hidden_states.shape[1])
             relative_pos = (relative_pos + span).clamp(0, 2 * span - 1)
             used = self.pos_dropout(rel_embeddings)[largest - span : largest + span]
             distance_key, distance_query = (
@@ -182,11 +179,14 @@ class _Disentangled(_Exact):
         return output.transpose(1, 2).flatten(2), None
 
     def _reach(self) -> int | None:
-        """The distance from which on all are one to the model: its buckets grow up to the largest that it knows."""
+        """The distance from which on all are one to the model: its buckets grow up to the largest that it knows.
+
+        None where there is none: the largest distance does not get the last of an odd number of buckets.
+        """
         if not self.relative_attention:
             return None
         exact = self.position_buckets // 2  # distances with a bucket of their own
-        grow = 1 < exact < self.max_relative_positions - 1
+        grow = 1 < exact < self.max_relative_positions - 1 and self.position_buckets % 2 == 0
         return self.max_relative_positions + 1 if grow or self.position_buckets <= 0 else None
 
     def _does_more(self, query_states: torch.Tensor | None) -> bool:

@@ -124,15 +124,27 @@ def attends_itself(model: PreTrainedModel) -> bool:
     return bool(MODEL_TYPES[model.config.model_type].attends_itself)
 
 
+def reads_sound(model: PreTrainedModel) -> bool:
+    """Whether the model with a stack's config reads recordings."""
+    return MODEL_TYPES[model.config.model_type].reads == "sound"
+
+
 def reads_together(model: PreTrainedModel) -> bool:
     """Whether the model with a stack's config reads several images as one sequence, with a mask of its own."""
     return MODEL_TYPES[model.config.model_type].reads_together
 
 
 def adds_biases(module: nn.Module) -> bool:
-    """Whether an attention module adds biases of distances to its scores, and so stays exact."""
+    """Whether an attention module attends itself, as it can add biases of distances to its scores: it stays exact."""
     entry = model_type_of(module)
     return entry is not None and entry.attends_itself == "biases"
+
+
+def knows_distances(stack: Stack) -> bool:
+    """Whether modules that can add biases of distances do, by their config (Wav2Vec2-BERT, DeBERTa need not)."""
+    config = stack.model.config
+    by_distance = getattr(config, "position_embeddings_type", "relative") not in (None, "rotary")
+    return any(map(adds_biases, stack.modules)) and by_distance and getattr(config, "relative_attention", True)
 
 
 def bends_scores(module: nn.Module) -> bool:
@@ -158,7 +170,7 @@ def gains_exactly(stack: Stack, length: int | None = None) -> bool:
 
     `length`: whether it may on so many tokens, of which blocks take no fewer than two windows.
     """
-    if any(map(adds_biases, stack.modules)) or reads_together(stack.model):
+    if knows_distances(stack) or reads_together(stack.model):
         return True
     windows = [window for module in stack.modules if (window := _window(module)) is not None]
     eager = not stack.model._supports_sdpa or any(map(bends_scores, stack.modules))

@@ -18,12 +18,9 @@ import torch.nn.functional as F
 from transformers.models.parakeet.modeling_parakeet import ParakeetEncoderAttention, ParakeetEncoderConvolutionModule
 
 from .attention import matrices_are_collected
-from .by_rows import by_rows
-from .relative_bias import floor, shifted
+from .by_rows import ROWS, added_mask, by_rows
+from .relative_bias import shifted
 from .windows import is_traced
-
-# Queries at a time on a CPU where nothing learns: what is made for them stays in its caches.
-ROWS = 128
 
 
 def attend_by_distance_vectors(
@@ -53,9 +50,7 @@ def attend_by_distance_vectors(
         `torch.Tensor`: `(B, H, N, D)`.
     """
     N, D = key.shape[2:]
-    hidden = None
-    if mask is not None:
-        hidden = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, floor(query.dtype))
+    hidden = added_mask(mask, query.dtype)
 
     def attend(queries: torch.Tensor, first: int) -> torch.Tensor:
         of_key, of_distance = queries.split(D, dim=3)

@@ -22,6 +22,7 @@ from .model_types import (
     gains_exactly,
     is_causal,
     is_sliding_window,
+    knows_distances,
     longest_input,
     stays_exact,
     supported_model_types,
@@ -173,7 +174,9 @@ def why_exact(stack: Stack) -> str:
     """What the layers of a stack do that no method serves."""
     if any(map(bends_scores, stack.modules)):
         return "bend their scores by a tanh"
-    return "add biases of distances" if any(map(adds_biases, stack.modules)) else "see a sliding window only"
+    if not any(map(adds_biases, stack.modules)):
+        return "see a sliding window only"
+    return "add biases of distances" if knows_distances(stack) else "compute their attention themselves"
 
 
 def check_not_wrapped(model: nn.Module, plan: PatchPlan) -> None:
@@ -220,15 +223,17 @@ def warn_of_decoder_loss(plan: PatchPlan) -> None:
 def why_never_used(plan: PatchPlan, cut: int | None = None) -> str | None:
     """What to warn of where exact attention runs on every input that the model takes, or a `cut` leaves; else None."""
     config, method = plan.stack.model.config, plan.method
-    if method.stays_exact:
+    nothing_to_approximate = all(map(stays_exact, plan.stack.modules))
+    if method.stays_exact or (nothing_to_approximate and not gains_exactly(plan.stack)):
         if gains_exactly(plan.stack):
             return None
         return (
             f"The patch will do nothing: no layer of {type(plan.stack.model).__name__} has a sliding window, biases "
             "of distances or attention sinks, nor several images under one mask."
         )
-    if all(map(stays_exact, plan.stack.modules)):
-        saves = "without a matrix of them" if any(map(adds_biases, plan.stack.modules)) else "in blocks"
+    if nothing_to_approximate:
+        themselves = any(map(adds_biases, plan.stack.modules))
+        saves = "without a matrix of them" if knows_distances(plan.stack) else "by SDPA" if themselves else "in blocks"
         return (
             f"The patch will approximate nothing: all layers of {type(plan.stack.model).__name__} "
             f"{why_exact(plan.stack)}. They run exactly, {saves}, which takes less time on longer inputs."

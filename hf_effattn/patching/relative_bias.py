@@ -21,7 +21,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 from .attention import matrices_are_collected
-from .by_rows import by_rows
+from .by_rows import added_mask, by_rows, floor
 from .windows import is_traced
 
 if TYPE_CHECKING:
@@ -113,22 +113,6 @@ def shifted(products: torch.Tensor) -> torch.Tensor:
     return flat.unflatten(2, (rows, width - 1))[..., : width - rows + 1]
 
 
-def floor(dtype: torch.dtype) -> float:
-    """What a mask adds to the score of a key that is not seen: finite, also times a scale or beside a bias."""
-    return torch.finfo(dtype).min / 4
-
-
-def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A mask, `(B, N)` or of four dimensions, boolean or to be added, as one of four dimensions to be added."""
-    if mask is None:
-        return None
-    mask = mask[:, None, None] if mask.ndim == 2 else mask
-    least = floor(dtype)
-    if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, least)
-    return mask.to(dtype).clamp(min=least)
-
-
 def _matrix(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """The biases `(1, H, N, N)` as transformers has them, with a mask that is to be added."""
     length = (bias.shape[1] + 1) // 2
@@ -206,7 +190,7 @@ class _SharedBias(_T5ByDistance):
             `(torch.Tensor, torch.Tensor, torch.Tensor | None)`: `(B, N, E)`, the biases, the weights if asked for.
         """
         bias = self._biases(hidden_states) if position_bias is None else position_bias
-        added = _added(mask, hidden_states.dtype)
+        added = added_mask(mask, hidden_states.dtype)
         if self._by_transformers(added, bool(kwargs.get("output_attentions"))):
             found = super().forward(hidden_states, position_bias=_matrix(bias, added), **kwargs)
             return found[0], bias, *found[2:]
@@ -238,7 +222,7 @@ class UMT5ByDistance(_T5ByDistance, UMT5Attention):
         Returns:
             `(torch.Tensor, torch.Tensor | None)`: `(B, N, E)`, and the weights if asked for.
         """
-        added = _added(attention_mask, hidden_states.dtype)
+        added = added_mask(attention_mask, hidden_states.dtype)
         if self._by_transformers(added):
             return super().forward(hidden_states, *args, attention_mask=added, **kwargs)
         return self._attend(hidden_states, self._biases(hidden_states), added, dropout=self.dropout), None
@@ -270,7 +254,7 @@ class MPNetByDistance(_ByDistance, MPNetSelfAttention):
         Returns:
             `(torch.Tensor,)`: `(B, N, E)`, and the weights if asked for.
         """
-        added = _added(attention_mask, hidden_states.dtype)
+        added = added_mask(attention_mask, hidden_states.dtype)
         if position_bias is None or self._by_transformers(added, output_attentions):
             matrix = added if position_bias is None else _matrix(position_bias, added)
             return super().forward(hidden_states, None, matrix, output_attentions=output_attentions, **kwargs)

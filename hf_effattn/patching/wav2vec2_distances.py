@@ -18,8 +18,8 @@ from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import Wav2Vec2Ber
 from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import Wav2Vec2ConformerSelfAttention
 
 from .attention import matrices_are_collected
+from .by_rows import added_mask
 from .parakeet import attend_by_distance_vectors
-from .relative_bias import floor
 from .windows import is_traced
 
 if TYPE_CHECKING:
@@ -66,12 +66,16 @@ class _ByDistanceVectors(_Exact):
         Returns:
             `(torch.Tensor, torch.Tensor | None)`: `(B, N, E)`, and the weights if asked for.
         """
+        if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):  # flex_attention's, once set
+            return super().forward(hidden_states, attention_mask, relative_position_embeddings, **kwargs)
         asked = bool(kwargs.get("output_attentions")) or matrices_are_collected(self)
         shares = self.position_embeddings_type == "relative_key"
         # Without the vectors of "relative" transformers' code says what is missing.
         known = shares or (self.position_embeddings_type == "relative" and relative_position_embeddings is not None)
         if asked or is_traced() or not known:
-            return super().forward(hidden_states, _added(attention_mask), relative_position_embeddings, **kwargs)
+            # What transformers' code of any version adds to the scores.
+            added = added_mask(_seen(attention_mask), hidden_states.dtype)
+            return super().forward(hidden_states, added, relative_position_embeddings, **kwargs)
         query, key, value = (self._heads(own(hidden_states)) for own in (self.linear_q, self.linear_k, self.linear_v))
         if shares or relative_position_embeddings is None:
             vectors, of_key, of_distance = self._shared(query), query, query
@@ -107,14 +111,6 @@ def _seen(mask: torch.Tensor | None) -> torch.Tensor | None:
         return None
     mask = mask[:, None, None] if mask.ndim == 2 else mask[:, :, -1:]
     return mask if mask.dtype == torch.bool else mask == 0  # those to be added
-
-
-def _added(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """A mask that transformers' code of any version adds to the scores."""
-    seen = _seen(mask)
-    return (
-        None if seen is None else torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, floor(torch.float32))
-    )
 
 
 class Wav2Vec2BertByRows(_ByDistanceVectors, Wav2Vec2BertSelfAttention):

@@ -31,9 +31,9 @@ from ..measuring.recording import (
 )
 from ..patching.methods import Method
 from ..patching.methods.exact_windows import ExactWindows
-from ..patching.model_types import Stack, gains_exactly, is_causal
+from ..patching.model_types import Stack, gains_exactly, is_causal, reads_sound
 from ..patching.patch import apply_plans, exact_implementation
-from ..patching.planning import PatchPlan, not_a_model, plan_patch
+from ..patching.planning import PatchPlan, not_a_model, plan_patch, why_exact
 from ..patching.sentence_transformers import model_and_inputs
 from .findings import MeasuredInput, Measurement
 from .report import Report
@@ -97,6 +97,11 @@ def report(
     stacks = stacks_to_report(model)
     if methods is None:
         methods = default_methods(model)
+        if not methods:
+            raise ValueError(
+                f"{type(model).__name__} has no attention to measure: all its layers {why_exact(stacks[0])}, and no "
+                "patch changes them"
+            )
     candidates = make_candidates(methods)
     plans = {one.label: [plan_patch(stack, one.forced, one.layers) for stack in stacks] for one in candidates}
     batches = check_inputs(model, inputs)
@@ -172,8 +177,8 @@ class _MeasureInput:
         if self.found.layers:
             with recording(self.model, self._watch_attention):
                 run_model(self.model, self.batch)
-        elif SOUND & self.batch.keys():
-            self._note_frames()
+        elif SOUND & self.batch.keys() and (heard := [stack for stack in self.stacks if reads_sound(stack.model)]):
+            self._note_frames(heard[0])
         else:
             self._note_tokens()
         if not self.measured:
@@ -218,7 +223,7 @@ class _MeasureInput:
         tokens = self.batch["input_ids"] if "input_ids" in self.batch else self.batch["inputs_embeds"]
         self._note_size(tokens.shape[0], tokens.shape[1], self.key_mask)
 
-    def _note_frames(self) -> None:
+    def _note_frames(self, stack: Stack) -> None:
         """Of sound a layer tells how many frames it has, and which are padding."""
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -227,7 +232,8 @@ class _MeasureInput:
             self._note_size(hidden.shape[0], hidden.shape[1], self.key_mask)
             hook.remove()
 
-        hook = self.stacks[0].modules[0].register_forward_pre_hook(note, with_kwargs=True)
+        self._switch_to(EXACT)
+        hook = stack.modules[0].register_forward_pre_hook(note, with_kwargs=True)
         try:
             run_model(self.model, self.batch)
         finally:

@@ -22,6 +22,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v2, keys alone": ("deberta-v2", {"pos_att_type": "p2c"}),
     "v2, neither": ("deberta-v2", {"pos_att_type": []}),
     "v2, fewer distances than buckets": ("deberta-v2", {"max_relative_positions": 6}),
+    "v2, no more distances than buckets": (
+        "deberta-v2",
+        {"max_relative_positions": 160, "position_buckets": 160},
+    ),
+    "v2, an odd number of buckets": ("deberta-v2", {"max_relative_positions": 24, "position_buckets": 15}),
     "v2, no distances": ("deberta-v2", {"relative_attention": False}),
     "v2, positions beside them": ("deberta-v2", {"position_biased_input": True}),
     "v1, queries alone": ("deberta", {"pos_att_type": "c2p"}),

@@ -298,3 +298,50 @@ def test_other_methods_say_what_it_is() -> None:
         UserWarning, match="approximate nothing: all layers of Wav2Vec2BertModel add biases of distances"
     ):
         hf_effattn.patch_attention(make_model(), "i-clustered")
+
+
+@pytest.mark.parametrize("kind", ["key", *PLAIN])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_masks_have_the_precision_of_the_model(kind: str, dtype: torch.dtype) -> None:
+    """Also where transformers' code runs, its own function called, and in the weights that it gives."""
+    model = make_model(kind).to(dtype)
+    inputs = {name: one.to(dtype) if one.is_floating_point() else one for name, one in inputs_of(kind).items()}
+    exact = encoded(model, inputs)
+    hf_effattn.patch_attention(model, METHOD)
+    bound = 1e-12 if dtype == torch.float64 else 0.1
+    assert_all_near(encoded(model, inputs), exact, atol=bound)
+    model.set_attn_implementation("eager")
+    assert_all_near(encoded(model, inputs), exact, atol=2 * bound)
+    assert {one.dtype for one in model(**inputs, output_attentions=True).attentions} == {dtype}
+
+
+@pytest.mark.parametrize("kind", ["key", "rotary bert"])
+@torch.no_grad()
+def test_flex_attention_goes_on_with_masks_of_its_own(kind: str) -> None:
+    model, inputs = make_model(kind), inputs_of(kind)
+    if not model._supports_flex_attn:
+        pytest.skip("not in this version of transformers")
+    exact = encoded(model, inputs)
+    model.set_attn_implementation("flex_attention")
+    if kind == "key":
+        (measured,) = hf_effattn.report(model, inputs, repeats=0, progress=False).inputs
+        assert (measured.length, measured.valid_tokens) == (FRAMES, int(inputs["attention_mask"].sum()))
+    hf_effattn.patch_attention(model, METHOD)
+    model.set_attn_implementation("flex_attention")
+    assert_all_near(encoded(model, inputs), exact)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_without_distances_nothing_is_said_to_be_gained(kind: str) -> None:
+    model = make_model(kind)
+    if not model._supports_sdpa:
+        pytest.skip("transformers runs it eagerly in this version")
+    for method in (METHOD, "i-clustered"):
+        with pytest.warns(UserWarning, match="will do nothing: no layer of Wav2Vec2"):
+            hf_effattn.patch_attention(model, method)
+    with pytest.raises(ValueError, match="all its layers compute their attention themselves and stay exact"):
+        hf_effattn.patch_attention(model, "i-clustered", layers=[0])
+    hf_effattn.unpatch_attention(model)
+    with pytest.raises(ValueError, match="no attention to measure: all its layers compute their attention themselves"):
+        hf_effattn.report(model, inputs_of(kind), repeats=0, progress=False)
