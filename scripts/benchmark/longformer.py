@@ -1,10 +1,10 @@
-"""How much faster are Longformer, the encoders of LED, LongT5, Pegasus-X, and the privacy filter in blocks?
+"""How much faster are Longformer, the encoders of LED, LongT5, Pegasus-X, the privacy filter, Gemma 2 in blocks?
 
 Beside transformers' own code, and how far off it. In the sizes of the published models, with fewer layers, as all are
 alike; random weights and texts, whose first token sees all others in Longformer and LED, as classification has it.
 Both ways are timed in one run, interleaved, forward and a step of training, and their memory is taken. LongT5
 (transient-global) is not trained: its scores have biases that learn, for which torch has no faster way. Nor is the
-filter, whose experts take nearly all of a step.
+filter, whose experts take nearly all of a step, nor Gemma 2 where its eager scores would not fit.
 
     python -m scripts.benchmark.longformer     # writes scripts/results/benchmark_longformer.json; minutes on two cores
 
@@ -21,6 +21,8 @@ import torch
 import typer
 from rich.progress import track
 from transformers import (
+    Gemma2Config,
+    Gemma2Model,
     LEDConfig,
     LEDModel,
     LongformerConfig,
@@ -42,17 +44,19 @@ from ..kept.runs import KeptRuns, device_defaults, print_rows
 from .attention import EXACT
 from .models import TOKENS
 
-PRIVACY_FILTER = "privacy-filter"
+PRIVACY_FILTER, GEMMA = "privacy-filter", "Gemma-2-2b"
 # LongT5's first layer stays transformers' own.
-LAYERS = {"Longformer-base": 3, "LED-base": 3, "LongT5-base": 6, "Pegasus-X-base": 3, PRIVACY_FILTER: 2}
+LAYERS = {"Longformer-base": 3, "LED-base": 3, "LongT5-base": 6, "Pegasus-X-base": 3, PRIVACY_FILTER: 2, GEMMA: 2}
 LENGTHS = {
     "Longformer-base": (512, 1024, 4096),
     "LED-base": (4096, 16384),
     "LongT5-base": (4096, 16384),
     "Pegasus-X-base": (4096, 16384),
     PRIVACY_FILTER: (640, 1024, 4096),
+    GEMMA: (1024, 4096, 8192),
 }
 FORWARD_ONLY = ("LongT5-base", PRIVACY_FILTER)
+LONGEST_TRAINED = {GEMMA: 4096}
 BLOCKS = "in blocks"
 
 
@@ -75,6 +79,9 @@ def encoder(name: str, length: int, **sizes: Any) -> PreTrainedModel:
     if name == PRIVACY_FILTER:
         own = {"num_hidden_layers": LAYERS[name], "pad_token_id": 1, "eos_token_id": 2, "vocab_size": TOKENS}
         return OpenAIPrivacyFilterModel(OpenAIPrivacyFilterConfig(**own | sizes))
+    if name == GEMMA:  # one layer in two sees windows, of 4,096
+        own = {"num_hidden_layers": LAYERS[name], "vocab_size": TOKENS}
+        return Gemma2Model._from_config(Gemma2Config(**own | sizes), attn_implementation="eager")
     same = {"vocab_size": TOKENS, "attention_probs_dropout_prob": 0.0}
     if name == "Longformer-base":
         own = {"num_hidden_layers": LAYERS[name], "max_position_embeddings": length + 2, "pad_token_id": 1}
@@ -88,6 +95,8 @@ def run(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """The last hidden state."""
     if isinstance(model, LongT5EncoderModel):
         return model(tokens, attention_mask=torch.ones_like(tokens))[0]
+    if model.config.model_type == "gemma2":
+        return model(tokens, use_cache=False)[0]
     if model.config.model_type in ("pegasus_x", "openai_privacy_filter"):
         return model(input_ids=tokens)[0]
     first = torch.zeros_like(tokens)
@@ -141,7 +150,9 @@ def beside_own_code(
 def measure(case: dict[str, Any], device: torch.device, repeats: int, **sizes: Any) -> list[dict[str, Any]]:
     """The rows of one model and length."""
     tokens = torch.randint(3, TOKENS, (1, case["length"]), generator=torch.Generator().manual_seed(0)).to(device)
-    model, trains = encoder(case["model"], case["length"], **sizes), case["model"] not in FORWARD_ONLY
+    name, length = case["model"], case["length"]
+    trains = name not in FORWARD_ONLY and length <= LONGEST_TRAINED.get(name, length)
+    model = encoder(name, length, **sizes)
     return beside_own_code(case, model, partial(run, tokens=tokens), device, repeats, trains=trains)
 
 

@@ -69,10 +69,10 @@ def _beside_own_code(result: dict[str, Any]) -> tuple[list[str], list[list[str]]
 
 @of_file("benchmark_longformer")
 def longformer(result: dict[str, Any]) -> Table:
-    """Longformer and its kind in blocks."""
+    """Longformer and its kind in blocks, and Gemma 2."""
     layers = {row["model"]: row["layers"] for row in result["rows"]}
     note = (
-        "Times as fast as transformers' own code, the whole encoder, the first token of Longformer and LED seeing all "
+        "Times as fast as transformers' own code, all layers, the first token of Longformer and LED seeing all "
         "others, and the relative L2 distance of the last hidden states; memory beside the weights, "
         f"{result['rows'][0]['dtype']}. Published sizes, {_listed(layers)} layers, random weights, one text. Most of "
         "LED's memory is a mask of N × N, of LongT5's the biases. "

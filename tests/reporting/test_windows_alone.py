@@ -10,12 +10,16 @@ from support.tiny_models import tiny_config
 from transformers import (
     DebertaV2Config,
     DebertaV2Model,
+    EncodecConfig,
     LongformerConfig,
     LongformerForSequenceClassification,
     MistralConfig,
     MistralForCausalLM,
     MPNetConfig,
     MPNetModel,
+    MusicgenConfig,
+    MusicgenDecoderConfig,
+    MusicgenForConditionalGeneration,
     ParakeetCTCConfig,
     ParakeetEncoder,
     ParakeetForCTC,
@@ -196,3 +200,32 @@ def test_an_input_without_tokens_is_refused() -> None:
         ValueError, match=r"inputs\[1\] must hold input_ids, inputs_embeds, input_features or input_values, got"
     ):
         hf_effattn.report(make_model(longformer), [inputs(), {"attention_mask": inputs()["attention_mask"]}])
+
+
+def test_a_text_is_counted_beside_a_recording() -> None:
+    """MusicGen's T5 reads the text; what hears the recording is served by no patch."""
+    text = T5Config(vocab_size=50, d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=48)
+    sound = EncodecConfig(
+        target_bandwidths=[1.5],
+        hidden_size=32,
+        num_filters=4,
+        upsampling_ratios=[8, 4],
+        codebook_size=64,
+        num_lstm_layers=1,
+        codebook_dim=32,
+    )
+    written = MusicgenDecoderConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, ffn_dim=48, num_attention_heads=4, num_codebooks=2
+    )
+    parts = {"text_encoder": text.to_dict(), "audio_encoder": sound.to_dict(), "decoder": written.to_dict()}
+    model = MusicgenForConditionalGeneration(MusicgenConfig(**parts)).eval()
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, 8:] = 0
+    inputs = {
+        "input_ids": torch.randint(3, 50, (2, 20), generator=torch.Generator().manual_seed(0)),
+        "attention_mask": mask,
+        "decoder_input_ids": torch.zeros(4, 5, dtype=torch.long),
+        "input_values": torch.randn(2, 1, 3200, generator=torch.Generator().manual_seed(0)),
+    }
+    (measured,) = hf_effattn.report(model, inputs, repeats=0, memory=False, progress=False).inputs
+    assert (measured.batch_size, measured.length, measured.valid_tokens) == (2, 20, 28)
