@@ -12,6 +12,23 @@ def value_of(text: str) -> Any:
         return {"True": True, "False": False, "None": None}.get(text, text)
 
 
+def method_of(text: str) -> dict[str, Any]:
+    """A method with its settings, written `i-clustered clusters=100 topk=32`, as `report` takes it.
+
+    Raises:
+        ValueError: a setting without a value.
+    """
+    # With commas, as the training scripts take them, too; inside a list they belong to it.
+    method, *settings = (text if "[" in text else text.replace(",", " ")).split() or [""]
+    found: dict[str, Any] = {"method": method}
+    for setting in settings:
+        name, separator, value = setting.partition("=")
+        if not separator or not value:
+            raise ValueError(f"a setting is written name=value, got {setting!r} in {text!r}")
+        found[name] = value_of(value)
+    return found
+
+
 def parse_settings(text: str) -> dict[str, Any]:
     """Settings from a command line: a JSON object, or `name=value,name=value` with JSON values or plain words.
 

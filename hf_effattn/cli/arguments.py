@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import typer
 from safetensors import SafetensorError
 
-from ..settings_text import value_of
+from .. import settings_text
 
 
 @contextmanager
@@ -58,20 +58,15 @@ def lengths_of(text: str | None) -> tuple[int, ...] | None:
 
 
 def method_of(text: str) -> dict[str, Any]:
-    """A method with its settings, written `i-clustered clusters=100 topk=32`, as `report` takes it.
+    """A method with its settings, as `settings_text.method_of` reads them.
 
     Raises:
         typer.BadParameter: a setting without a value.
     """
-    # With commas, as the training scripts take them, too; inside a list they belong to it.
-    method, *settings = (text if "[" in text else text.replace(",", " ")).split() or [""]
-    found: dict[str, Any] = {"method": method}
-    for setting in settings:
-        name, separator, value = setting.partition("=")
-        if not separator or not value:
-            raise typer.BadParameter(f"a setting is written name=value, got {setting!r} in {text!r}")
-        found[name] = value_of(value)
-    return found
+    try:
+        return settings_text.method_of(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def check_output_folder(folder: Path | None) -> None:

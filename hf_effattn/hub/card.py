@@ -11,7 +11,7 @@ import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..measuring.candidates import ALWAYS_NAMED, EXACT, short_name
+from ..measuring.candidates import ALWAYS_NAMED, EXACT, name_settings, short_name
 from ..models import ClusterFormerConfig, CSTConfig
 from ..patching.methods import METHODS, Method, list_methods
 from ..patching.methods.per_head import PerHead
@@ -100,7 +100,8 @@ def model_card(
             model.
         TypeError: neither a model nor a configuration.
 
-    Warns where the attention was switched by `attn_implementation=` alone, which is not saved.
+    Warns where the attention was switched by `attn_implementation=` alone, which is not saved, and where the report
+    measures other settings than the model has.
     """
     if is_sentence_transformer(model) and not isinstance(model, type):
         loaded_by, model = loaded_by or type(model).__name__, models_inside(model)[0]
@@ -128,6 +129,12 @@ def model_card(
         raise ValueError(
             f"the report is of a model of type {report.environment['model_type']!r}, this one is "
             f"{config.model_type!r}: give the report that was measured on it"
+        )
+    if report is not None and settings is not None and name_settings(settings, layers) not in report.methods:
+        warnings.warn(
+            f"the report measures {', '.join(report.methods)}, and this model runs {name_settings(settings, layers)}: "
+            "the card's costs are not its own. Measure the patched model, `effattn report` with its folder",
+            stacklevel=2,
         )
     data = ModelCardData(
         base_model=base_model,

@@ -7,6 +7,7 @@ from typing import Any
 from ..patching.methods import Method, make_method
 from ..patching.methods.per_head import PerHead
 from ..patching.model_table import MODEL_TYPES
+from ..settings_text import method_of
 
 EXACT = "exact"
 DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
@@ -61,8 +62,9 @@ def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[st
     """The candidates for the argument `methods` of a report.
 
     Args:
-        methods: names, dicts `{"method": name, **settings}` or what `calibrate` found, one or a sequence; a dict with
-            `"layers"` where only some are to be patched; None for `DEFAULT_METHODS`.
+        methods: names, with settings or without (`"i-clustered clusters=100"`), dicts `{"method": name, **settings}`
+            or what `calibrate` found, one or a sequence; a dict with `"layers"` where only some are to be patched;
+            None for `DEFAULT_METHODS`.
 
     Returns:
         `list[Candidate]`: in the order given.
@@ -138,7 +140,7 @@ def _shown(value: object) -> str:
 
 def _settings(method: object) -> tuple[Method, tuple[int, ...] | None]:
     if isinstance(method, str):
-        return make_method(method), None
+        method = method_of(method)
     if hasattr(method, "to_dict"):  # what calibrate found
         method = method.to_dict()
     if not isinstance(method, Mapping) or "method" not in method:

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 from transformers.utils.output_capturing import _active_collector
 
 from ..ops.shared.callers import stacklevel_of_user
+from .by_rows import added_mask
 from .exact import exact_weights, sdpa_path, visible_keys
 from .images import IMAGES, Attended, attend_to_each
 from .keywords import needs_exact_attention
@@ -71,12 +72,18 @@ def padding_mask(
         kwargs: transformers' further arguments, handed on.
 
     Returns:
-        `torch.BoolTensor`, *optional*: `(B, N)`, `(B, 1, N, M)` or, of a sliding window, what `mask_of_blocks` gives,
+        `torch.Tensor`, *optional*: bool `(B, N)`, `(B, 1, N, M)` or, of a sliding window, what `mask_of_blocks` gives,
         True = attend; None where nothing is masked but the future. With a causal `(B, N)`, or None, the queries' own
-        keys are the first `N`, whatever room a cache has.
+        keys are the first `N`, whatever room a cache has. Of models that add it to scores of their own, `(B, 1, 1, N)`
+        or, of types that are not in the table, `(B, 1, N, M)`, to be added.
+
+    Raises:
+        ValueError: a model type that is known and not served, which may hear of the method by its mask alone.
     """
     kwargs |= {"batch_size": batch_size, "kv_length": kv_length, "q_offset": q_offset, "mask_function": mask_function}
     entry = MODEL_TYPES.get(getattr(kwargs.get("config"), "model_type", ""))
+    if entry is None and not _is_composite(kwargs.get("config")):
+        return _mask_of_unknown(q_length, **kwargs)
     causal = hides_the_future(kwargs.get("config"))
     if causal and _hides_the_future_only(mask_function, q_length, kwargs["config"]):
         if 1 < q_length <= kv_length and _is_first(q_offset) and not kwargs.get("kv_offset"):
@@ -86,6 +93,8 @@ def padding_mask(
         # needed.
         plain = {"mask_function": bidirectional_mask_function, "use_vmap": False}
         row = sdpa_mask(q_length=1, **{"allow_is_bidirectional_skip": True} | kwargs | plain)
+        if row is not None and entry.attends_itself == "biases":  # what a patch changed reads, and what none did
+            return added_mask(row, kwargs.get("dtype", torch.float32))
         return None if row is None else row[:, 0, 0, :]
     elif entry is not None and q_length == kv_length and _is_first(q_offset) and not kwargs.get("kv_offset"):
         key_mask, device = kwargs.get("attention_mask"), kwargs.get("device", "cpu")
@@ -99,6 +108,26 @@ def padding_mask(
     if entry is not None and entry.attends_itself:  # the call of a decoder beside it, which may not say that it is one
         kwargs["allow_is_causal_skip"] = False
     return sdpa_mask(q_length=q_length, **kwargs)
+
+
+def _is_composite(config: Any) -> bool:
+    """Whether a config may be that of a model around some that are served."""
+    return bool(getattr(config, "sub_configs", None)) and config.model_type not in NOT_SERVED
+
+
+def _mask_of_unknown(q_length: int, **kwargs: Any) -> torch.Tensor:
+    """The mask of a model type outside the table: what calls no attention function adds it to scores of its own."""
+    config = kwargs.get("config")
+    method, model_type = getattr(config, "_attn_implementation", None), getattr(config, "model_type", "unknown")
+    if method in list_methods():
+        if model_type in NOT_SERVED:
+            raise ValueError(unsupported_error(method, f"a {type(config).__name__}'s model", model_type))
+        if not torch.compiler.is_compiling():
+            warnings.warn(
+                f'"{method}" does not know the model type "{model_type}", whose attention stays exact',
+                stacklevel=stacklevel_of_user(),
+            )
+    return eager_mask(q_length=q_length, **kwargs)
 
 
 def _hides_the_future_only(mask_function: Callable, length: int, config: Any) -> bool:

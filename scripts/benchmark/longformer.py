@@ -4,7 +4,7 @@ Beside transformers' own code, and how far off it. In the sizes of the published
 alike; random weights and texts, whose first token sees all others in Longformer and LED, as classification has it.
 Both ways are timed in one run, interleaved, forward and a step of training, and their memory is taken. LongT5
 (transient-global) is not trained: its scores have biases that learn, for which torch has no faster way. Nor is the
-filter, whose experts take nearly all of a step, nor Gemma 2 where its eager scores would not fit.
+filter, whose experts take nearly all of a step.
 
     python -m scripts.benchmark.longformer     # writes scripts/results/benchmark_longformer.json; minutes on two cores
 
@@ -53,10 +53,9 @@ LENGTHS = {
     "LongT5-base": (4096, 16384),
     "Pegasus-X-base": (4096, 16384),
     PRIVACY_FILTER: (640, 1024, 4096),
-    GEMMA: (1024, 4096, 8192),
+    GEMMA: (1024, 4096),
 }
 FORWARD_ONLY = ("LongT5-base", PRIVACY_FILTER)
-LONGEST_TRAINED = {GEMMA: 4096}
 BLOCKS = "in blocks"
 
 
@@ -150,9 +149,7 @@ def beside_own_code(
 def measure(case: dict[str, Any], device: torch.device, repeats: int, **sizes: Any) -> list[dict[str, Any]]:
     """The rows of one model and length."""
     tokens = torch.randint(3, TOKENS, (1, case["length"]), generator=torch.Generator().manual_seed(0)).to(device)
-    name, length = case["model"], case["length"]
-    trains = name not in FORWARD_ONLY and length <= LONGEST_TRAINED.get(name, length)
-    model = encoder(name, length, **sizes)
+    model, trains = encoder(case["model"], case["length"], **sizes), case["model"] not in FORWARD_ONLY
     return beside_own_code(case, model, partial(run, tokens=tokens), device, repeats, trains=trains)
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from support.tiny_models import tiny_model
-from transformers import AutoModel, AutoTokenizer, LongformerConfig, LongformerModel, ViTConfig, ViTModel
+from transformers import AutoConfig, AutoModel, AutoTokenizer, LongformerConfig, LongformerModel, ViTConfig, ViTModel
 from typer.testing import CliRunner
 
 import hf_effattn
@@ -59,6 +59,31 @@ def test_report_of_a_model_that_transformers_has_no_sdpa_for(real_model_folder, 
     assert result.exit_code == 0, result.output
     assert "LongformerModel (all layers run exactly, " in result.stdout
     assert "exact-windows: nothing is approximated" in result.stdout
+
+
+@pytest.mark.parametrize("model_type", ["t5", "bart"])
+def test_report_of_a_model_with_a_decoder_is_of_its_encoder(model_type, real_model_folder, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(real_model_folder)
+    sizes = {"vocab_size": len(tokenizer), "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ff": 16, "d_kv": 16}
+    if model_type == "bart":
+        sizes = {"vocab_size": len(tokenizer), "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2}
+        sizes |= {"encoder_ffn_dim": 16, "decoder_layers": 1, "decoder_ffn_dim": 16, "decoder_attention_heads": 2}
+    AutoModel.from_config(AutoConfig.for_model(model_type, **sizes)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    method = "exact-windows" if model_type == "t5" else "i-clustered clusters=5 topk=4"
+    arguments = ["report", str(tmp_path), "--lengths", "48", "--repeats", "0", "--method", method]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert {"t5": "T5Stack", "bart": "BartEncoder"}[model_type] in result.stdout
+    assert "1 text of 48 tokens" in result.stdout
+
+
+def test_a_model_of_images_is_refused_also_beside_a_tokenizer(real_model_folder, tmp_path):
+    ViTModel(ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(real_model_folder).save_pretrained(tmp_path)
+    result = runner.invoke(app, ["report", str(tmp_path), *SMALL])
+    assert result.exit_code == 1
+    assert "reads pixel_values, and this works on text: call hf_effattn.report(model, inputs)" in result.stderr
 
 
 def test_report_goes_beyond_the_positions_of_the_model_and_says_so(real_model_folder):

@@ -1,6 +1,7 @@
 """Model cards: their code loads the model, their metadata is the Hub's, their numbers are the report's."""
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -227,6 +228,18 @@ def test_a_report_of_another_kind_of_model_is_refused():
         hf_effattn.model_card(gpt2, report=report)
     with pytest.raises(TypeError, match="a transformers model or its configuration"):
         hf_effattn.model_card("me/bert")
+
+
+def test_a_report_of_other_settings_is_told():
+    model = hf_effattn.patch_attention(KINDS["bert-clustered"].build(), "clustered", clusters=4, min_length=0)
+    inputs = inputs_for(model)
+    own, other = (
+        hf_effattn.report(model, inputs, [f"clustered clusters={one}"], repeats=0, memory=False) for one in (4, 3)
+    )
+    with warnings.catch_warnings(action="error"):
+        hf_effattn.model_card(model, report=own)
+    with pytest.warns(UserWarning, match=r"clustered \(clusters=3\), and this model runs clustered \(clusters=4\)"):
+        hf_effattn.model_card(model, report=other)
 
 
 def test_the_loading_code_gets_the_name_of_the_repository():

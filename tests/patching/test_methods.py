@@ -119,6 +119,7 @@ def test_every_setting_says_what_it_is_for(method: str) -> None:
         ({"check_finite": 1}, TypeError, "check_finite must be True or False, got 1"),
         ({"seed": -1}, ValueError, "seed must be at least 0"),
         ({"min_length": -1}, ValueError, "min_length must be at least 0, got -1: .* 0: force the method"),
+        ({"clustering": "KMeans"}, ValueError, 'did you mean "kmeans"'),
         ({"clustering": "k-means"}, ValueError, 'one of "kmeans", "lsh", got \'k-means\' .did you mean "kmeans"'),
         ({"metric": "key"}, ValueError, 'metric must be one of "keys", "queries", got \'key\' .did you mean "keys"'),
         (

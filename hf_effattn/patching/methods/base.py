@@ -409,5 +409,6 @@ def quoted(names: Sequence[str] | dict[str, Any]) -> str:
 
 def closest(name: object, names: Sequence[str] | dict[str, Any]) -> str:
     """The name that was probably meant, for a message; empty where none is near."""
-    matches = get_close_matches(str(name), list(names), n=1)
-    return f' (did you mean "{matches[0]}"?)' if matches else ""
+    lower = {one.lower(): one for one in names}
+    matches = get_close_matches(str(name).lower(), list(lower), n=1)
+    return f' (did you mean "{lower[matches[0]]}"?)' if matches else ""

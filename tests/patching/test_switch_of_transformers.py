@@ -1,0 +1,116 @@
+"""transformers' own switch on models whose code hears of a method by its mask alone: exact, or refused by name."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+import hf_effattn
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.25,
+}
+# Encoders that are not in the table, and call no attention function.
+UNKNOWN = ("roformer", "rembert", "megatron-bert")
+ADD_BIASES: dict[str, dict[str, Any]] = {
+    "mpnet": SIZES,
+    "t5": {"vocab_size": 60, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+    "umt5": {"vocab_size": 60, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+}
+each_method = pytest.mark.parametrize("method", ["bi-clustered", "exact-windows"])
+
+
+def make_model(
+    model_type: str, auto_class: Any = AutoModel, *, switched: str = "eager", **sizes: Any
+) -> PreTrainedModel:
+    """A small random model, as `from_pretrained(..., attn_implementation=switched)` makes it.
+
+    `set_attn_implementation` would leave those as they are that call no attention function.
+    """
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **sizes)
+    model = auto_class.from_config(config, attn_implementation=switched).eval()
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.25)
+    return model
+
+
+def inputs(texts: int) -> dict[str, torch.Tensor]:
+    """Padded, also where there is one text only."""
+    ids = torch.randint(5, 60, (texts, 20), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[-1, 13:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@each_method
+@pytest.mark.parametrize("texts", [1, 3])
+@pytest.mark.parametrize("model_type", UNKNOWN)
+@torch.no_grad()
+def test_types_outside_the_table_stay_exact_and_say_so(model_type: str, texts: int, method: str) -> None:
+    given = inputs(texts)
+    real = given["attention_mask"].bool()
+    exact = make_model(model_type, **SIZES)(**given).last_hidden_state
+    model = make_model(model_type, switched=method, **SIZES)
+    with pytest.warns(UserWarning, match=f'"{method}" does not know the model type "{model_type}"'):
+        found = model(**given).last_hidden_state
+    torch.testing.assert_close(found[real], exact[real])
+
+
+@each_method
+@torch.no_grad()
+def test_a_decoder_outside_the_table_does_not_see_the_future(method: str) -> None:
+    sizes = {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48, "vocab_size": 60}
+    ids = inputs(2)["input_ids"]
+    exact = make_model("xglm", AutoModelForCausalLM, max_position_embeddings=64, **sizes)(ids).logits
+    model = make_model("xglm", AutoModelForCausalLM, switched=method, max_position_embeddings=64, **sizes)
+    with pytest.warns(UserWarning, match="does not know the model type"):
+        before = model(ids).logits
+    torch.testing.assert_close(before, exact)
+    ids[:, -1] = (ids[:, -1] + 1) % 60
+    with pytest.warns(UserWarning, match="does not know the model type"):
+        after = model(ids).logits
+    assert torch.equal(after[:, :-1], before[:, :-1])
+
+
+@each_method
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        ("bloom", {"vocab_size": 60, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+        ("codegen", {"vocab_size": 60, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8}),
+        ("mpt", {"vocab_size": 60, "d_model": 32, "n_layers": 2, "n_heads": 4}),
+    ],
+)
+@torch.no_grad()
+def test_types_known_not_to_be_served_are_refused(model_type: str, sizes: dict[str, Any], method: str) -> None:
+    """They would have seen the future: no mask says to a method that nothing later is seen."""
+    model = make_model(model_type, AutoModelForCausalLM, switched=method, **sizes)
+    with pytest.raises(ValueError, match=f'"{method}" does not serve a .*: its model type "{model_type}" computes'):
+        model(**inputs(2))
+
+
+@each_method
+@pytest.mark.parametrize("texts", [1, 3])
+@pytest.mark.parametrize("model_type", ADD_BIASES)
+@torch.no_grad()
+def test_padding_is_not_seen_where_biases_are_added(model_type: str, texts: int, method: str) -> None:
+    """Unpatched, and patched beside it."""
+    given = inputs(texts)
+    real = given["attention_mask"].bool()
+    sizes = ADD_BIASES[model_type]
+    exact_model, model = (make_model(model_type, switched=switched, **sizes) for switched in ("eager", method))
+    if model.config.is_encoder_decoder:
+        exact_model, model = exact_model.get_encoder(), model.get_encoder()
+    exact = exact_model(**given).last_hidden_state
+    torch.testing.assert_close(model(**given).last_hidden_state[real], exact[real], rtol=1e-5, atol=1e-5)
+    hf_effattn.patch_attention(model, method)
+    torch.testing.assert_close(model(**given).last_hidden_state[real], exact[real], rtol=1e-5, atol=1e-5)
