@@ -71,10 +71,10 @@ def report(
             you; of images that a model attends to one by one the layers' errors and times are those of the first. For
             a model of sentence-transformers also a text or a list of texts (for a CrossEncoder pairs of texts), which
             are encoded one by one as `encode` does it.
-        methods (`Sequence[str | dict]`, *optional*): names from `list_methods()`, alone or with
-            settings (`"i-clustered clusters=100"`), or dicts `{"method": name, **settings}`, with `"layers"` where only some are to be patched, or what `calibrate`
-            returned. Default: every method with a few settings, `"exact-windows"` where the model has windows, alone
-            where it has nothing else.
+        methods (`Sequence[str | dict]`, *optional*): names from `list_methods()`, alone or with settings
+            (`"i-clustered clusters=100"`), dicts `{"method": name, **settings}`, with `"layers"` where only some are
+            to be patched, or what `calibrate` returned. Default: every method with a few settings, `"exact-windows"`
+            where the model has windows, alone where it has nothing else.
         error_budget (`float`, *optional*): allowed relative L2 change of the last hidden state, such as 0.05; the
             report then names the fastest of the methods that keep to it on every input, or says that none does.
         repeats (`int`): timed rounds (short inputs get more); 0 leaves the times out.
