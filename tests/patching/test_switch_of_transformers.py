@@ -1,9 +1,12 @@
 """transformers' own switch on models whose code hears of a method by its mask alone: exact, or refused by name."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import hf_effattn
@@ -51,6 +54,12 @@ def inputs(texts: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def says(words: str) -> AbstractContextManager[Any]:
+    """Versions of transformers whose encoders make their masks themselves stay exact without a word."""
+    old = Version(transformers.__version__) < Version("5.23")
+    return nullcontext() if old else pytest.warns(UserWarning, match=words)
+
+
 @each_method
 @pytest.mark.parametrize("texts", [1, 3])
 @pytest.mark.parametrize("model_type", UNKNOWN)
@@ -60,7 +69,7 @@ def test_types_outside_the_table_stay_exact_and_say_so(model_type: str, texts: i
     real = given["attention_mask"].bool()
     exact = make_model(model_type, **SIZES)(**given).last_hidden_state
     model = make_model(model_type, switched=method, **SIZES)
-    with pytest.warns(UserWarning, match=f'"{method}" does not know the model type "{model_type}"'):
+    with says(f'"{method}" does not know the model type "{model_type}"'):
         found = model(**given).last_hidden_state
     torch.testing.assert_close(found[real], exact[real])
 
