@@ -192,4 +192,11 @@ def test_mask_function_is_dense_for_other_rules_and_other_models() -> None:
     both = create_bidirectional_mask(config, torch.zeros(2, 40, 32), mask, and_mask_function=lambda b, h, q, k: k <= q)
     assert both.shape == (2, 1, 40, 40)
     config.model_type = "layoutlm"
-    assert create_bidirectional_mask(config, torch.zeros(2, 40, 32), mask).shape == (2, 1, 40, 40)
+    with pytest.raises(ValueError, match=r'does not serve a .*: its model type "layoutlm"'):
+        create_bidirectional_mask(config, torch.zeros(2, 40, 32), mask)
+    config.model_type = "helium"
+    with pytest.warns(UserWarning, match='does not know the model type "helium", whose attention stays exact'):
+        added = create_bidirectional_mask(config, torch.zeros(2, 40, 32), mask)
+    expected = mask[:, None, None].expand(2, 1, 40, 40)
+    assert torch.equal(added == 0, expected)
+    assert (added[~expected] == torch.finfo(torch.float32).min).all()
