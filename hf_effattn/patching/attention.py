@@ -121,7 +121,8 @@ def _mask_of_unknown(q_length: int, **kwargs: Any) -> torch.Tensor:
     method, model_type = getattr(config, "_attn_implementation", None), getattr(config, "model_type", "unknown")
     if method in list_methods():
         if model_type in NOT_SERVED:
-            raise ValueError(unsupported_error(method, f"a {type(config).__name__}'s model", model_type))
+            name = f"{type(config).__name__.removesuffix('Config')}Model"
+            raise ValueError(unsupported_error(method, name, model_type))
         if not torch.compiler.is_compiling():
             warnings.warn(
                 f'"{method}" does not know the model type "{model_type}", whose attention stays exact',

@@ -103,7 +103,7 @@ def test_a_decoder_outside_the_table_does_not_see_the_future(method: str) -> Non
 def test_types_known_not_to_be_served_are_refused(model_type: str, sizes: dict[str, Any], method: str) -> None:
     """They would have seen the future: no mask says to a method that nothing later is seen."""
     model = make_model(model_type, AutoModelForCausalLM, switched=method, **sizes)
-    with pytest.raises(ValueError, match=f'"{method}" does not serve a .*: its model type "{model_type}" computes'):
+    with pytest.raises(ValueError, match=f'"{method}" does not serve .*Model: its model type "{model_type}" computes'):
         model(**inputs(2))
 
 
