@@ -224,9 +224,10 @@ def why_never_used(plan: PatchPlan, cut: int | None = None) -> str | None:
     """What to warn of where exact attention runs on every input that the model takes, or a `cut` leaves; else None."""
     config, method = plan.stack.model.config, plan.method
     nothing_to_approximate = all(map(stays_exact, plan.stack.modules))
-    if method.stays_exact or (nothing_to_approximate and not gains_exactly(plan.stack)):
-        if gains_exactly(plan.stack):
-            return None
+    gains = gains_exactly(plan.stack)
+    if method.stays_exact and gains:
+        return None
+    if method.stays_exact or (nothing_to_approximate and not gains):
         return (
             f"The patch will do nothing: no layer of {type(plan.stack.model).__name__} has a sliding window, biases "
             "of distances or attention sinks, nor several images under one mask."

@@ -13,12 +13,13 @@ from hf_effattn.patching.exact import exact_weights
 from hf_effattn.patching.softcap import attend_bent
 from hf_effattn.patching.windows import Window, dense_mask, seen_in_blocks
 
+from .test_sinks import LENGTH, left_padded, tokens
+
 EXACTLY = "exact-windows"
 BENT = [name for name in ("gemma2", "vaultgemma") if name in MODELS]
 # A tanh that bends nearly all scores; the first two layers see all earlier tokens, the third a window.
 CAPPED: dict[str, Any] = {"attn_logit_softcapping": 2.0}
 WINDOWED = {"layer_types": ["full_attention", "full_attention", "sliding_attention"], "sliding_window": 17}
-LENGTH = 61
 each_model = pytest.mark.parametrize("model_type", BENT)
 
 
@@ -46,16 +47,6 @@ def make_bent(model_type: str, **changes: Any) -> Any:
     model = make_model(model_type, **CAPPED | changes)
     model.set_attn_implementation("eager")  # by default in newer versions of transformers
     return model
-
-
-def tokens(length: int = LENGTH, batch: int = 2) -> torch.Tensor:
-    return torch.randint(5, 60, (batch, length), generator=torch.Generator().manual_seed(1))
-
-
-def left_padded(length: int = LENGTH) -> torch.Tensor:
-    mask = torch.ones(2, length, dtype=torch.long)
-    mask[0, :9] = 0
-    return mask
 
 
 def drawn(dtype: torch.dtype = torch.float64, keys: int = 40, width: int = 8) -> tuple[torch.Tensor, ...]:
