@@ -32,7 +32,15 @@ from ..benchmark import rivals as benchmark_rivals
 from ..benchmark.attention import EXACT
 from ..kept.command_line import run_with_help
 from ..kept.markdown import number
-from . import budget_tables, clusterformer_tables, decoder_tables, exact_tables, gpu_tables, trust_tables
+from . import (
+    budget_tables,
+    clusterformer_tables,
+    compatibility,
+    decoder_tables,
+    exact_tables,
+    gpu_tables,
+    trust_tables,
+)
 from . import cards as project_cards
 from . import cst_tables as paper_tables
 from .cards import CARDS
@@ -403,6 +411,7 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "served model types": served,
         "model types not served": not_served,
     },
+    ROOT / "hf_effattn" / "patching" / "COMPATIBILITY.md": {"compatibility": compatibility.table},
     ROOT / "hf_effattn" / "ops" / "README.md": {"kernels": gpu_tables.kernels},
     CARDS / "LONG_DOCUMENTS.md": {"whole models": whole_models, "one document": documents},
     CARDS / "RELIABILITY.md": {

