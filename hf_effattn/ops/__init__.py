@@ -7,7 +7,6 @@ from .clustered_attention import clustered_attention
 from .improved_clustered_attention import improved_clustered_attention
 from .kmeans import kmeans
 from .neural_clustering import neural_clustering
-from .sequence_parallel import sequence_parallel_bi_clustered_attention
 from .slice_attention import slice_attention
 from .sorted_block_attention import cluster_order, sorted_block_attention
 
@@ -22,7 +21,6 @@ __all__ = [
     "neural_clustering",
     "predicted_error",
     "query_offsets",
-    "sequence_parallel_bi_clustered_attention",
     "slice_attention",
     "sorted_block_attention",
 ]

@@ -421,7 +421,6 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "peaks": trust_tables.peaks,
         "growth": trust_tables.growth,
         "versions": trust_tables.versions,
-        "parallel": trust_tables.parallel,
     },
     CARDS / "RESULTS.md": {
         "verdicts": verdicts,

@@ -178,15 +178,3 @@ def numbers_in(versions: str) -> list[int]:
 def any_row(rows: list[dict[str, Any]], versions: str, suite: str) -> bool:
     """Whether a suite ran with some versions."""
     return any((row["versions"], row["suite"]) == (versions, suite) for row in rows)
-
-
-def parallel() -> str:
-    """Bytes that a rank hands to collectives, beside those of the keys and values."""
-    rows, note = kept("parallel")
-    lines = []
-    for row in rows:
-        sizes = [row[name] / MEBIBYTE for name in ("bytes_forward", "bytes_backward", "bytes_of_keys_and_values")]
-        largest = f"{max(row['differences'].values()):.0e}"
-        lines.append([str(row["ranks"]), f"{row['length']:,}", *(f"{size:.1f} MiB" for size in sizes), largest])
-    header = ["processes", "tokens", "forward", "backward", "all keys and values", "largest difference to one process"]
-    return markdown(header, lines) + note

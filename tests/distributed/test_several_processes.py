@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support.ranks import on_ranks
 
 from distributed import resumed_runs, training_steps
 from scripts.train import classification as run_classification
-from scripts.trust.parallel import on_ranks
 
 SCRIPTS = Path(run_classification.__file__).parent
 LONGEST_WAIT_SECONDS = 300

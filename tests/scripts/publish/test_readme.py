@@ -68,9 +68,7 @@ def test_a_looser_budget_is_never_slower():
 
 
 ROOT = README.parent
-TEXTS = sorted(
-    [README, *ROOT.glob("*/README.md"), *ROOT.glob("hf_effattn/*/*.md"), *ROOT.glob("model_cards/*.md")]
-)
+TEXTS = sorted([README, *ROOT.glob("*/README.md"), *ROOT.glob("hf_effattn/*/*.md"), *ROOT.glob("model_cards/*.md")])
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
