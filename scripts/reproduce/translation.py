@@ -15,7 +15,6 @@ With `--checkpoints` a run that was stopped goes on from its last epoch; without
 
 import json
 import shutil
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,7 +40,6 @@ from .classification import (
     data_folder,
     differences,
 )
-from .head_gates import head_gates
 
 # The paper's number of centroids and heads; layers and width are less, as the data are.
 SIZES: dict[str, Any] = {
@@ -67,8 +65,6 @@ TRAINING: dict[str, Any] = {
     "num_beams": 4,
 }
 ENCODER_ALONE = {"decoder_assignment": "full"}
-# Of the script, not of the config: the gate has a weight per head, learned from 0.
-HEAD_GATES = "head_gates"
 MODELS: dict[str, dict[str, Any]] = {
     TRANSFORMER: {"assignment": "full"},
     "neural": PAPERS_FORM,
@@ -82,7 +78,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "gated encoder": GATED | ENCODER_ALONE,
     "gated encoder, centroids": CENTROIDS | ENCODER_ALONE,
     "gated encoder, weighted centroids": WEIGHTED_CENTROIDS | ENCODER_ALONE,
-    "gated encoder, weight per head": GATED | ENCODER_ALONE | {HEAD_GATES: True},
     "gated encoder, L1 and L2": LOSSES["gated, L1 and L2"] | ENCODER_ALONE,
     "identity order encoder": {"assignment": "identity", **ENCODER_ALONE},
 }
@@ -93,10 +88,9 @@ FILES = {"train": "train", "test": "test_2016_flickr"}
 
 def train_once(run: dict[str, Any], low_precision: bool, folder: Path) -> dict[str, float]:
     """Train and test one model, from the last checkpoint of the folder if there is one."""
-    settings = {name: value for name, value in run["settings"].items() if name != HEAD_GATES}
     arguments = {
         "model_type": "clusterformer",
-        "config_overrides": json.dumps(SIZES | settings),
+        "config_overrides": json.dumps(SIZES | run["settings"]),
         "num_train_epochs": run["epochs"],
         "max_steps": run["max_steps"],
         "per_device_eval_batch_size": 64,
@@ -116,8 +110,7 @@ def train_once(run: dict[str, Any], low_precision: bool, folder: Path) -> dict[s
     if run["test_samples"] is not None:
         arguments["max_predict_samples"] = run["test_samples"]
     work = ["--do_train", "--do_predict"]
-    with head_gates() if run["settings"].get(HEAD_GATES) else nullcontext():
-        return run_translation.main([*command_line_of(arguments), *work, *switches(low_precision)])
+    return run_translation.main([*command_line_of(arguments), *work, *switches(low_precision)])
 
 
 def measure(run: dict[str, Any], low_precision: bool, folder: Path) -> dict[str, Any]:

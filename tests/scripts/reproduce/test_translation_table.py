@@ -5,13 +5,10 @@ import json
 import random
 
 import pytest
-import torch
 import typer
 
-from hf_effattn import ClusterFormerConfig, ClusterFormerForConditionalGeneration
 from scripts.kept import data as shared_data
 from scripts.reproduce import translation as translation_table
-from scripts.reproduce.head_gates import head_gates
 from scripts.train import translation as run_translation
 
 
@@ -84,34 +81,3 @@ def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(small_table, tmp_pat
         [whole[name] for name in ("bleu", "test_loss")]
     )
     assert "neural" in capsys.readouterr().out
-
-
-def test_a_gate_per_head_is_none_at_first_and_the_models_with_weights_of_1():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-    texts = {
-        "vocab_size": 50,
-        "max_position_embeddings": 64,
-        "clusters": 3,
-        "decoder_start_token_id": 1,
-        "initializer_range": 0.5,
-    }
-    config = ClusterFormerConfig(**sizes, **texts, gated=True, attend_centroids=False, decoder_assignment="full")
-    torch.manual_seed(0)
-    gated = ClusterFormerForConditionalGeneration(config).eval()
-    without = ClusterFormerForConditionalGeneration(config.rebuilt(gated=False)).eval()
-    with head_gates():
-        per_head = ClusterFormerForConditionalGeneration(config).eval()
-    for model in (without, per_head):
-        model.load_state_dict(gated.state_dict(), strict=False)
-    text = {"input_ids": torch.randint(2, 50, (3, 20)), "attention_mask": torch.ones(3, 20, dtype=torch.long)}
-    text["attention_mask"][1, 11:] = 0
-    text["labels"] = torch.randint(2, 50, (3, 9))
-    assert per_head(**text).loss.item() == pytest.approx(without(**text).loss.item(), rel=1e-5)
-    per_head(**text).loss.backward()
-    weights = [weight for name, weight in per_head.named_parameters() if "gate_weight" in name]
-    assert len(weights) == 2
-    assert all(weight.grad.abs().min() > 0 for weight in weights)
-    for weight in weights:
-        weight.data.fill_(1.0)
-    assert per_head(**text).loss.item() == pytest.approx(gated(**text).loss.item(), rel=1e-5)
-    assert gated(**text).loss.item() != pytest.approx(without(**text).loss.item(), rel=1e-3)
