@@ -1,4 +1,4 @@
-"""What the kernels gain on a GPU (`scripts/results/gpu/`), beside what `predictions.json` had said they would."""
+"""What the kernels gain on a GPU (`scripts/results/gpu/`)."""
 
 from math import inf
 from typing import Any
@@ -26,22 +26,16 @@ HEADER = (
     "and backward",
     "the host's share",
     "error",
-    "predicted: forward",
-    "and backward",
 )
 Rows = dict[tuple[str, int], dict[str, Any]]
 
 
 def kernels() -> str:
-    """The verdict, and times faster than exact attention: as a CUDA graph, without one, and as predicted."""
-    attention, cst, former, kmeans, prefill, predictions = (
-        kept(name)
-        for name in (
-            *(f"gpu/benchmark_{name}" for name in ("attention", "cst", "clusterformer_1024", "kmeans", "prefill")),
-            "predictions",
-        )
+    """The verdict, and times faster than exact attention: as a CUDA graph, and without one."""
+    attention, cst, former, kmeans, prefill = (
+        kept(f"gpu/benchmark_{name}") for name in ("attention", "cst", "clusterformer_1024", "kmeans", "prefill")
     )
-    if not (attention and cst and former and kmeans and prefill and predictions):
+    if not (attention and cst and former and kmeans and prefill):
         return NOT_RUN
     methods = {(row["method"], row["length"]): row for row in attention["rows"]}
     layers: Rows = {(row["attention"], row["length"]): row for row in cst["layers"] if row["part"] == "attention"}
@@ -51,9 +45,8 @@ def kernels() -> str:
         }
         for row in former["rows"]
     }
-    foretold: Rows = {(row["method"], row["length"]): row for row in predictions["rows"]}
     rows = [
-        cells(f"{name}, {length:,}", methods[name, length], foretold.get((name, length)))
+        cells(f"{name}, {length:,}", methods[name, length])
         for name in METHODS
         for length in LENGTHS
         if (name, length) in methods
@@ -72,13 +65,13 @@ def kernels() -> str:
         f"projections, {cst['settings']['width']} wide. The host's share: of the forward time without a graph, what a "
         f"graph saves. Error: relative L2 of the attention output on MiniLM's queries, keys and values, on which "
         "heads run exactly that ask for it; on the random inputs that are timed none does. "
-        f"{_kmeans(kmeans)}{_predicted(methods, foretold)}"
+        f"{_kmeans(kmeans)}"
     )
     return "\n\n".join(verdict) + "\n\n" + markdown(list(HEADER), rows) + machine(attention["environment"], note)
 
 
-def cells(name: str, row: dict[str, Any], foretold: dict[str, Any] | None = None) -> list[str]:
-    """One line of the table; empty where nothing was measured or predicted."""
+def cells(name: str, row: dict[str, Any]) -> list[str]:
+    """One line of the table; empty where nothing was measured."""
     passes = ("forward", "forward_backward")
     host = None
     if "forward_graph_ms" in row:
@@ -89,7 +82,6 @@ def cells(name: str, row: dict[str, Any], foretold: dict[str, Any] | None = None
         *(number(row, f"{one}_speedup", ".2f", "×") for one in passes),
         "" if host is None else f"{host:.0%}",
         number(row, "real_error", ".2f"),
-        *(number(foretold, f"{one}_speedup", ".1f", "×") for one in passes),
     ]
 
 
@@ -144,14 +136,4 @@ def _kmeans(result: dict[str, Any]) -> str:
     return (
         f"K-means of {row['problems']} × {row['points']:,} points of {settings['dim']}, {row['clusters']} clusters, "
         f"{settings['iterations']} iterations: {row['ms']:.1f} ms; flash-kmeans was not installed. "
-    )
-
-
-def _predicted(methods: Rows, foretold: Rows) -> str:
-    """How far from the measurements the predictions were."""
-    measured = {key: methods[key]["forward_graph_ms"] for key in foretold if key in methods}
-    off = [1e3 * ms / foretold[key]["forward_us"] for key, ms in measured.items()]
-    return (
-        "Predictions were for an H100 (`scripts/benchmark/predictions.py`), bi-clustered with fewer queries fitted "
-        f"and no errors predicted; as a graph a layer takes {min(off):.1f} to {max(off):.1f} times as long. "
     )

@@ -55,9 +55,7 @@ def by_bitsandbytes(model: nn.Module, ids: torch.Tensor) -> None:
 
 @pytest.mark.compatibility("torch", "`quantize_dynamic`, int8, with bi-clustered and cst", "runs")
 @pytest.mark.compatibility("torchao", "int8 weights, with bi-clustered and cst", "runs")
-@pytest.mark.compatibility(
-    "optimum-quanto", "int8 weights, calibrated activations, with bi-clustered and cst", "runs"
-)
+@pytest.mark.compatibility("optimum-quanto", "int8 weights, calibrated activations, with bi-clustered and cst", "runs")
 @pytest.mark.compatibility("bitsandbytes", "int8 linear layers, with bi-clustered and cst", "runs")
 @pytest.mark.parametrize("quantise", [by_torch, by_torchao, by_quanto, by_quanto_with_activations, by_bitsandbytes])
 def test_a_patch_adds_no_error_to_quantised_layers(quantise: Callable[[nn.Module, torch.Tensor], None]) -> None:
