@@ -12,10 +12,9 @@ import jinja2
 
 from ..measuring.candidates import EXACT
 from .findings import Findings, Measurement
-from .illustrations import Colouring, Section
+from .illustrations import Section
 from .numbers import NOT_FINITE, count, duration, megabytes, percent, ratio
 from .pictures import new_figure
-from .text_groups import DrawnText, TextGroups
 from .words import encoder_lengths, summary
 
 NOT_MEASURED = "not measured"
@@ -30,8 +29,6 @@ REMARKS = {
     "min_length": "Below its min_length: a patched model runs exact attention there; the method was forced here.",
     "settings": "Is exact here: one of its counts reaches the length, so there is nothing to approximate.",
 }
-MOST_LISTED = 40
-GOLDEN_ANGLE = 137.508  # degrees; hues of groups of like size are then far apart
 ENVIRONMENT = {
     "model": "Model",
     "model_type": "Model type",
@@ -85,52 +82,16 @@ class Block:
     items: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Run:
-    """A token in a panel; `border`: its group is not that of the token before."""
-
-    text: str
-    space: bool
-    group: int
-    border: bool
-    alone: bool
-
-
-@dataclass(frozen=True)
-class Panel:
-    """The text in one set of groups.
-
-    Args:
-        methods (`list[str]`): labels.
-        what (`str`): `"cluster"` or `"slice"`.
-        facts (`str`): how many groups there are, and of which sizes; or why there are none.
-        runs (`list[Run]`): the tokens.
-        members (`list[tuple[int, int, str]]`): number, size and tokens of the groups with more than one.
-    """
-
-    methods: list[str]
-    what: str
-    facts: str
-    runs: list[Run] = field(default_factory=list)
-    members: list[tuple[int, int, str]] = field(default_factory=list)
-
-
-def render_page(report: Findings, sections: Sequence[Section], colouring: Colouring) -> str:
+def render_page(report: Findings, sections: Sequence[Section]) -> str:
     """The page.
 
     Args:
         report (`Findings`): its words, numbers and environment.
         sections (`Sequence[Section]`): pictures.
-        colouring (`Colouring`): the text in the colours of its groups.
 
     Returns:
         `str`: HTML with everything in it.
     """
-    panels = [] if colouring.text is None else [_panel(colouring.text, groups) for groups in colouring.groups]
-    hues: dict[int, float] = {}
-    for panel in panels:
-        for group in sorted({run.group for run in panel.runs}):
-            hues.setdefault(group, round(group * GOLDEN_ANGLE % 360, 1))
     return _environment().get_template("report.html").render(
         title=f"Efficient attention in {report.environment.get('model', 'a model')}",
         complete=report.complete,
@@ -138,9 +99,6 @@ def render_page(report: Findings, sections: Sequence[Section], colouring: Colour
         table=number_table(report),
         facts=environment_facts(report),
         sections=sections,
-        colouring=colouring,
-        panels=panels,
-        hues=hues,
     )  # fmt: skip
 
 
@@ -293,25 +251,3 @@ def _input_words(report: Findings, index: int) -> str:
     padding = measured.batch_size * measured.length - measured.valid_tokens
     words = f"{count(measured.batch_size, 'text')} of {measured.length:,} tokens{encoder_lengths([measured])}"
     return f"{words}, {measured.valid_tokens:,} without padding" if padding else words
-
-
-def _panel(text: DrawnText, one: TextGroups) -> Panel:
-    if not one.groups:
-        return Panel(one.methods, one.what, f"Not shown: {one.why_missing}")
-    sizes = one.sizes()
-    runs = [
-        Run(piece.text, piece.space, group, place == 0 or one.groups[place - 1] != group, sizes[group] == 1)
-        for place, (piece, group) in enumerate(zip(text.pieces, one.groups, strict=True))
-    ]
-    alone = sum(size == 1 for size in sizes.values())
-    facts = f"{count(len(sizes), one.what)} with tokens, the largest with {count(max(sizes.values()), 'token')}"
-    if alone:
-        facts += f"; {count(alone, 'token')} alone in {'its' if alone == 1 else 'their'} {one.what}, without colour"
-    members = [(group, size, _tokens_of(text, one, group)) for group, size in sizes.items() if size > 1]
-    return Panel(one.methods, one.what, f"{facts}.", runs, members)
-
-
-def _tokens_of(text: DrawnText, one: TextGroups, group: int) -> str:
-    own = [piece.text for piece, other in zip(text.pieces, one.groups, strict=True) if other == group]
-    rest = len(own) - MOST_LISTED
-    return " · ".join(own[:MOST_LISTED]) + (f" and {rest} more" if rest > 0 else "")

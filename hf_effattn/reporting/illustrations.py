@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..measuring.candidates import make_candidates
 from ..measuring.recording import layer_names
 from ..patching.sentence_transformers import is_sentence_transformer, model_and_inputs
+from .drawn_text import DrawnText, NothingToDraw, text_to_draw
 from .findings import Findings
 from .pattern import find_pattern, one_of_each
 from .pictures import draw_cost, draw_errors, draw_pattern
-from .text_groups import DrawnText, NothingToDraw, TextGroups, group_text, text_to_draw
 from .words import MOST_LENGTHS_APART
 
 if TYPE_CHECKING:
@@ -49,29 +48,6 @@ class Section:
     title: str
     text: str
     pictures: list[Picture] = field(default_factory=list)
-
-
-@dataclass
-class Colouring:
-    """The text in the colours of its groups.
-
-    Args:
-        intro (`str`): what is shown, or why nothing is.
-        text (`DrawnText`, *optional*): its tokens.
-        groups (`list[TextGroups]`): a panel each.
-    """
-
-    intro: str
-    text: DrawnText | None = None
-    groups: list[TextGroups] = field(default_factory=list)
-
-
-@dataclass
-class TextPictures:
-    """What a page shows of one text: where the model looks in it, and how the methods group its tokens."""
-
-    sections: list[Section]
-    colouring: Colouring
 
 
 def illustrate(report: Findings) -> list[Section]:
@@ -126,12 +102,12 @@ def illustrate_text(
     *,
     layer: int | None = None,
     head: int | None = None,
-) -> TextPictures:
+) -> Section:
     """The pictures that need the model and a text; see `Report.to_html` for arguments and errors."""
     title = "Where the model looks"
     if model is None and inputs is None:
         why = "Not on this page: it was made without the model and a text."
-        return TextPictures([Section(title, why)], Colouring(why))
+        return Section(title, why)
     if model is None or inputs is None:
         given, missing = ("inputs", "model") if model is None else ("model", "inputs")
         raise ValueError(f"pictures of a text need the model and its inputs; got {given} without {missing}")
@@ -146,7 +122,7 @@ def illustrate_text(
         text = text_to_draw(model, inputs, tokenizer)
     except NothingToDraw as reason:
         why = f"Not on this page: {reason}."
-        return TextPictures([Section(title, why)], Colouring(why))
+        return Section(title, why)
     section = Section(title, "Not on this page: the weights of none of these methods can be shown.")
     methods = one_of_each(report.methods)
     if methods:
@@ -157,7 +133,7 @@ def illustrate_text(
             rows=text.rows,
             layer=layer,
             head=head,
-            tokens=[piece.text for piece in text.pieces],
+            tokens=text.tokens,
             special=text.special,
         )
         layer, head = pattern.layer, pattern.head
@@ -167,15 +143,11 @@ def illustrate_text(
         )
         alt = f"Attention of the first words to the text, exact and approximated, in layer {layer}, head {head}."
         section.pictures.append(_picture(draw_pattern(pattern, type(model).__name__), alt))
-    candidates = make_candidates([dict(settings) for settings in report.methods.values()])
-    groups = group_text(model, text, candidates, layer, head)
-    clustered = any(one.groups and one.what == "cluster" for one in groups)
-    where = f" Clusters are made of the queries of head {head} in layer {layer}." if clustered else ""
-    return TextPictures([section], Colouring(_shown(text) + where, text, groups))
+    return section
 
 
 def _shown(text: DrawnText) -> str:
-    shown = len(text.pieces)
+    shown = len(text.tokens)
     if shown < text.whole_length:
         return f"The first {shown} of the {text.whole_length:,} tokens of the first text, which the model read alone."
     return f"The first text, {shown} tokens."

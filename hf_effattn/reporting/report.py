@@ -118,7 +118,7 @@ class Report(Findings):
         """One page with the words, the numbers and the pictures, in a single file that loads nothing from elsewhere.
 
         With a model and inputs it also shows where the model looks in the first text (up to 256 tokens of it), exactly
-        and by the methods, and which of its tokens each method puts together. The model is afterwards what it was.
+        and by the methods. The model is afterwards what it was.
 
         Args:
             model (`PreTrainedModel`, *optional*): the model of this report. Default: without those pictures.
@@ -137,8 +137,8 @@ class Report(Findings):
                 it cannot take, a layer or head that does not exist.
             TypeError: inputs that are not tensors.
         """
-        shown = illustrate_text(self, model, inputs, tokenizer, layer=layer, head=head)
-        return render_page(self, [*illustrate(self), *shown.sections], shown.colouring)
+        text = illustrate_text(self, model, inputs, tokenizer, layer=layer, head=head)
+        return render_page(self, [*illustrate(self), text])
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the words and the table."""

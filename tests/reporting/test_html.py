@@ -15,10 +15,9 @@ from support.tiny_models import batch_for, tiny_model
 import hf_effattn
 from hf_effattn import Report
 from hf_effattn.measuring.errors import OutputChange
-from hf_effattn.patching import make_method
 from hf_effattn.reporting import illustrations
+from hf_effattn.reporting.drawn_text import text_to_draw, without_marks
 from hf_effattn.reporting.findings import MeasuredInput, Measurement
-from hf_effattn.reporting.text_groups import Piece, as_pieces, text_to_draw
 
 METHODS = [
     {"method": "clustered", "clusters": 5},
@@ -50,7 +49,7 @@ class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.stack, self.tags, self.text = [], [], ""
-        self.rows, self.tokens = [], []
+        self.rows = []
         self.feed(text)
         self.close()
         assert self.stack == []
@@ -63,8 +62,6 @@ class Page(HTMLParser):
             self.rows.append([])
         if tag in ("td", "th"):
             self.rows[-1].append("")
-        if tag == "span" and "title" in dict(attrs):
-            self.tokens.append([dict(attrs)["title"], ""])
 
     def handle_endtag(self, tag):
         assert self.stack.pop() == tag, self.getpos()
@@ -73,8 +70,6 @@ class Page(HTMLParser):
         self.text += data
         if {"td", "th"} & set(self.stack):
             self.rows[-1][-1] += data
-        if self.stack[-1:] == ["span"] and self.tokens and "table" not in self.stack:
-            self.tokens[-1][1] += data
 
     def attributes(self, tag, name):
         return [attrs[name] for found, attrs in self.tags if found == tag and name in attrs]
@@ -188,25 +183,6 @@ def test_the_same_report_gives_the_same_page(measured):
     assert report.to_html(model, inputs, Words()) == text
 
 
-def test_the_text_is_coloured_by_the_clusters_of_the_head(measured, undrawn):
-    """Those of the op on the layer's own queries and keys; methods with the same clusters share a panel."""
-    report, model, inputs, _ = measured
-    page = Page(report.to_html(model, inputs[1], Words(), layer=0, head=1))
-    with torch.no_grad():
-        attention = model.encoder.layer[0].attention.self
-        hidden = model.embeddings(inputs[1]["input_ids"])
-        query, key = (one(hidden).unflatten(-1, (2, -1)).transpose(1, 2) for one in (attention.query, attention.key))
-        panels = [
-            make_method("clustered", clusters=clusters, min_length=0).group(query, key, None)[0][0, 1].tolist()
-            for clusters in (5, 7)
-        ]
-    words = [f"word{token}" for token in inputs[1]["input_ids"][0].tolist()]
-    expected = [(f"cluster {label}", word) for labels in panels for label, word in zip(labels, words, strict=True)]
-    assert [tuple(token) for token in page.tokens] == expected
-    assert f"{LABELS[0]}, {LABELS[1]}" in page.text
-    assert "head 1 in layer 0" in page.text
-
-
 def test_where_the_model_looks_is_drawn_and_the_model_stays_as_it_was(measured, undrawn):
     report, model, inputs, text = measured
     page = Page(text)
@@ -224,8 +200,7 @@ def test_without_a_model_the_page_says_so(measured, undrawn):
     report = measured[0]
     page = Page(report.to_html())
     assert len(drawings(page)) == 4
-    assert page.text.count("Not on this page: it was made without the model and a text.") == 2
-    assert page.tokens == []
+    assert page.text.count("Not on this page: it was made without the model and a text.") == 1
 
 
 def test_inputs_without_tokens_and_images_are_said_to_have_none(measured, undrawn):
@@ -316,33 +291,19 @@ def test_settings_that_leave_a_length_exact_and_numbers_that_are_none():
     assert "nothing to approximate" in page.text
 
 
+def test_of_a_causal_model_the_last_tokens_attend():
+    """The first ones have nothing that could be approximated."""
+    assert text_to_draw(small_model("gpt2"), text_of(), Words()).rows == list(range(28, 40))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["bert", "gpt2"])
-def test_a_conversion_shows_its_slices(model_type, undrawn):
+def test_a_conversion_without_weights_says_so(model_type, undrawn):
     model, inputs = small_model(model_type), {"input_ids": cst_tokens(batch=1)}
-    methods = [
-        {"method": "cst", "slice_length": 4},
-        {"method": "cst", "slice_length": 5, "composition": "local-global"},
-    ]
-    report = quick_report(model, inputs, methods)
-    page = Page(report.to_html(model, inputs, Words()))
-    slices = [f"slice {place // length}" for length in (4, 5) for place in range(27)]
-    assert [title for title, _ in page.tokens] == slices
-    assert "needs fine-tuning" in page.text
-    report = quick_report(model, inputs, methods[1:])
-    page = Page(report.to_html(model, inputs, Words()))
-    assert "the weights of none of these methods can be shown" in page.text
-    assert len(page.tokens) == 27
-
-
-def test_a_causal_model_says_why_it_has_no_clusters_to_show(undrawn):
-    model, inputs = small_model("gpt2"), text_of()
-    methods = [{"method": "i-clustered", "clusters": 4, "topk": 3, "segment_length": 4, "window": 4}]
+    methods = [{"method": "cst", "slice_length": 5, "composition": "local-global"}]
     page = Page(quick_report(model, inputs, methods).to_html(model, inputs, Words()))
-    assert "the model masks the future" in page.text
-    assert page.tokens == []
-    # The last tokens attend: the first ones have nothing that could be approximated.
-    assert text_to_draw(model, inputs, Words()).rows == list(range(28, 40))
+    assert "needs fine-tuning" in page.text
+    assert "the weights of none of these methods can be shown" in page.text
 
 
 def test_the_text_drawn_has_no_padding_and_an_end(undrawn):
@@ -354,7 +315,7 @@ def test_the_text_drawn_has_no_padding_and_an_end(undrawn):
     text = text_to_draw(model, [inputs], Words())
     assert torch.equal(text.inputs["input_ids"], ids[:1, 10:266])
     assert text.inputs["token_type_ids"].shape == (1, 256)
-    assert (len(text.pieces), text.whole_length) == (256, 290)
+    assert (len(text.tokens), text.whole_length) == (256, 290)
     report = quick_report(model, inputs, METHODS[:1])
     assert "The first 256 of the 290 tokens" in Page(report.to_html(model, inputs, Words())).text
 
@@ -373,21 +334,20 @@ def test_a_fast_tokenizers_encoding_needs_no_tokenizer(undrawn):
     text = text_to_draw(model, encoded)
     assert text.rows == [1, 2, 3]
     assert text.special == [True, False, False, False, True, *[False] * 30, True]
-    assert Page(quick_report(model, encoded, METHODS[:1]).to_html(model, encoded)).tokens[1][1] == "w5"
+    assert text.tokens[:3] == ["[CLS]", "w5", "w6"]
 
 
 @pytest.mark.parametrize(
-    ("tokens", "pieces"),
+    ("tokens", "shown"),
     [
-        (["[CLS]", "pi", "##rri"], [("[CLS]", True), ("pi", True), ("rri", False)]),
-        (["<s>", "it", "Ġis", "âĢĻ", "Ċ"], [("<s>", True), ("it", False), ("is", True), ("’", False), ("↵", False)]),
-        (["<s>", "▁one", "s", "▁"], [("<s>", True), ("one", True), ("s", False), ("␣", True)]),
+        (["[CLS]", "pi", "##rri"], ["[CLS]", "pi", "rri"]),
+        (["<s>", "it", "Ġis", "âĢĻ", "Ċ"], ["<s>", "it", "is", "’", "↵"]),
+        (["<s>", "▁one", "s", "▁"], ["<s>", "one", "s", "␣"]),
     ],
     ids=["wordpiece", "byte-level", "sentencepiece"],
 )
-def test_tokens_are_shown_as_a_reader_knows_them(tokens, pieces):
-    special = [True, *[False] * (len(tokens) - 1)]
-    assert as_pieces(tokens, special) == [Piece(*piece) for piece in pieces]
+def test_tokens_are_shown_as_a_reader_knows_them(tokens, shown):
+    assert without_marks(tokens, [True, *[False] * (len(tokens) - 1)]) == shown
 
 
 def test_mistakes_are_named(measured):

@@ -83,7 +83,6 @@ class Method(ABC):
     stays_exact: ClassVar[bool] = False  # in every layer, at every length
     price: ClassVar[tuple[str, ...]] = ()  # the counts that the method's time depends on most
     parameters_name: ClassVar[str] = ""  # of the module with the parameters that it adds to the model without its head
-    group_name: ClassVar[str] = ""  # of what it puts tokens into, for a reader
     # What it did to a language model at most: to its perplexity, and to how many of its most likely next tokens.
     decoder_loss: ClassVar[tuple[float, float] | None] = None
     purpose: ClassVar[dict[str, str]] = {
@@ -276,10 +275,6 @@ class Method(ABC):
         Raises:
             ValueError: parameters that cannot be made longer.
         """
-        return None
-
-    def fixed_groups(self, length: int) -> list[int] | None:
-        """The group of each token, where the number of tokens alone decides; None where it does not."""
         return None
 
     def group(

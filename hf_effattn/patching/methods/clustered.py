@@ -73,7 +73,6 @@ class Clustered(Method):
     method: ClassVar[str] = "clustered"
     summary: ClassVar[str] = "each query uses the attention of its cluster's mean query"
     price: ClassVar[tuple[str, ...]] = ("clusters",)
-    group_name: ClassVar[str] = "cluster"
     fit_per_cluster: ClassVar[int] = 0  # queries at least
     decoder_loss: ClassVar[tuple[float, float] | None] = (0.417, 0.251)
     purpose: ClassVar[dict[str, str]] = {

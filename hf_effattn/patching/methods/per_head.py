@@ -48,7 +48,6 @@ class PerHead(Method):
         "heads": "for every layer and key/value head the index of its rung; one more than the last: exact",
         "calibration": "how the table of heads was found",
     }
-    group_name: ClassVar[str] = "cluster"
     decoder_loss: ClassVar[tuple[float, float] | None] = (0.005, 0.032)
     differs_by_layer: ClassVar[bool] = True
     unnamed: ClassVar[tuple[str, ...]] = (*Method.unnamed, "rungs", "heads", "calibration")

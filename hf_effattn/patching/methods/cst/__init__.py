@@ -67,7 +67,6 @@ class CompositeSlices(Method):
     summary: ClassVar[str] = "the tokens of a slice attend to each other exactly, and to other slices by their means"
     needs_fine_tuning: ClassVar[bool] = True
     parameters_name: ClassVar[str] = NAME
-    group_name: ClassVar[str] = "slice"
     purpose: ClassVar[dict[str, str]] = {
         **Method.purpose,
         "min_length": "inputs with fewer tokens run exact attention",
@@ -161,9 +160,6 @@ class CompositeSlices(Method):
         patches = (vars(module).get(RECORD) for module in model.modules())
         method = next(patch.method for patch in patches if patch is not None and patch.method is not None)
         return partial(grow_slices, tables, -(-present // method.slice_length), -(-rows // method.slice_length))
-
-    def fixed_groups(self, length: int) -> list[int]:
-        return [place // self.slice_length for place in range(length)]
 
     def check_weights(self) -> None:
         if self.composition != "merged":
