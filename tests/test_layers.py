@@ -31,7 +31,7 @@ LAYERS = (
     "version",
 )
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-ROOMS = ("publish", "trust", "reproduce", "benchmark", "train", "kept")
+ROOMS = ("publish", "trust", "reproduce", "benchmark", "lra", "train", "kept")
 
 
 def modules_below(root: Path) -> dict[str, Path]:

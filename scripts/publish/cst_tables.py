@@ -15,9 +15,9 @@ from hf_effattn.reporting.table import markdown
 
 from ..kept.markdown import machine, number
 from ..kept.runs import mean_and_deviation
+from ..lra import train as run_lra
 from ..reproduce import approximation as approximate
 from ..reproduce import lra as lra_table
-from ..train import lra as run_lra
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 NOT_RUN = "Not run yet."

@@ -12,12 +12,12 @@ import pandas as pd
 
 from hf_effattn.reporting.table import markdown
 
+from ..lra import train as run_lra
 from ..reproduce import classification as classification_table
 from ..reproduce import lra as lra_table
 from ..reproduce import partner_recall
 from ..reproduce import translation as translation_table
 from ..reproduce.classification_data import DATA_SETS
-from ..train import lra as run_lra
 from . import cst_tables
 from .clusterformer_tables import json_of, of_main_budget
 

@@ -24,11 +24,10 @@ import torch
 import typer
 from rich.progress import track
 
-from hf_effattn.data.long_range_arena import GENERATED
-
 from ..kept.command_line import check_names, command_line_of, run_with_help, switches
 from ..kept.runs import KeptRuns, mean_and_deviation, print_table, run_folder, with_wall_time
-from ..train import lra as run_lra
+from ..lra import train as run_lra
+from ..lra.load import GENERATED
 
 KEPT = ("test_accuracy", "test_loss", "parameters", "train_seconds")
 # Attention dropout is off: SDPA on a CPU is slow with it, and the comparison would be one of that.

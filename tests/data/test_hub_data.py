@@ -3,7 +3,7 @@
 import pytest
 
 from hf_effattn.data import glue_tasks, hub_data, labelled_texts, text_data, translation_data
-from hf_effattn.data.long_range_arena import load_lra
+from scripts.lra.load import load_lra
 from scripts.train import qa
 
 PAIRS = translation_data.DataArguments("no/such", source_lang="de", target_lang="en")

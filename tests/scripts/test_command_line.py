@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hf_effattn import training
+from scripts.lra import train as run_lra
 from scripts.train import classification as run_classification
 from scripts.train import clm as run_clm
 from scripts.train import glue as run_glue
-from scripts.train import lra as run_lra
 from scripts.train import mlm as run_mlm
 from scripts.train import qa as run_qa
 from scripts.train import translation as run_translation
@@ -41,7 +41,8 @@ def test_help_says_what_a_script_does_and_names_its_own_options_first(script, mo
     required = {run_glue: "--task_name TASK_NAME ", run_lra: "--task TASK "}.get(script, "")
     assert lines[0] == f"usage: {name} {required}--output_dir OUTPUT_DIR [options]"
     assert lines[2] == script.__doc__.splitlines()[0]
-    assert any(line.startswith(f"    python scripts/train/{name} --") for line in lines)
+    command = "-m scripts.lra.train" if script is run_lra else f"scripts/train/{name}"
+    assert any(line.startswith(f"    python {command} --") for line in lines)
     kind = "Seq2SeqTrainingArguments" if script is run_translation else "TrainingArguments"
     titles = ["model:", "data:", f"training (transformers' {kind}):"]
     groups = [line for line in lines if line in (*titles, "masks:")]

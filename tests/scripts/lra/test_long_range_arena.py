@@ -12,10 +12,10 @@ import PIL.Image
 import pytest
 import torch
 
-from hf_effattn.data import (
+from hf_effattn.data import hub_data
+from scripts.lra import (
     TASKS,
     LRACollator,
-    hub_data,
     listops,
     load_lra,
     lra_checksum,
@@ -24,8 +24,8 @@ from hf_effattn.data import (
     sources,
     verify_lra,
 )
-from hf_effattn.data.checksums import CHECKSUMS, PREFIX
-from hf_effattn.data.random_streams import SPLITS
+from scripts.lra.checksums import CHECKSUMS, PREFIX
+from scripts.lra.random_streams import SPLITS
 
 SMALL = {"train_size": 700, "validation_size": 20, "test_size": 30}
 SHORT = SMALL | {"min_length": 5, "max_length": 40}

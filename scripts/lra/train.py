@@ -1,11 +1,11 @@
 r"""Train and evaluate a model on a task of the Long Range Arena, with transformers' `Trainer`.
 
-    python scripts/train/lra.py --task listops --model_type cst --config_overrides slice_length=16 \
+    python -m scripts.lra.train --task listops --model_type cst --config_overrides slice_length=16 \
         --output_dir runs/listops --do_train --do_eval --do_predict
-    python scripts/train/lra.py --task listops --model_type cst \
+    python -m scripts.lra.train --task listops --model_type cst \
         --config_overrides composition=full,position_embedding=absolute --output_dir runs/full --do_train --do_predict
-    python scripts/train/lra.py --task pathfinder --num_proc 2 --verify_data --output_dir runs/pathfinder
-    python scripts/train/lra.py --task retrieval --data_path lra_release/tsv_data --model_type clusterformer \
+    python -m scripts.lra.train --task pathfinder --num_proc 2 --verify_data --output_dir runs/pathfinder
+    python -m scripts.lra.train --task retrieval --data_path lra_release/tsv_data --model_type clusterformer \
         --config_overrides clusters=64 --output_dir runs/retrieval --do_train --do_eval --bf16
 
 ListOps and Pathfinder are generated on the first call, Text and Image come from the Hub or from files. Sizes, length,
@@ -33,7 +33,6 @@ from transformers import (
 )
 
 from hf_effattn import CSTForPairClassification
-from hf_effattn.data import TASKS, LRACollator, load_lra, lra_settings, lra_tokenizer, verify_lra
 from hf_effattn.training import (
     ModelArguments,
     RepeatableTrainer,
@@ -49,6 +48,8 @@ from hf_effattn.training import (
     run_classifier,
     works,
 )
+
+from . import TASKS, LRACollator, load_lra, lra_settings, lra_tokenizer, verify_lra
 
 # Lee 2023, Table 6 and section A.6.1.
 SIZES = {

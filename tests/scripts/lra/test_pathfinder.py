@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hf_effattn.data.paddles import WINDOW, paddle_tables
-from hf_effattn.data.pathfinder import CHUNK, PathfinderSettings, generate_pathfinder
+from scripts.lra.paddles import WINDOW, paddle_tables
+from scripts.lra.pathfinder import CHUNK, PathfinderSettings, generate_pathfinder
 
 SIZE = 32
 SIDE = 2 * WINDOW + 1

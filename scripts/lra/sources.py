@@ -15,8 +15,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from hf_effattn.data.hub_data import load_from_hub
+
 from .checks import check_range
-from .hub_data import load_from_hub
 
 # Examples whose columns are a text, two texts, or pixels, with the number of the class.
 Example = dict[str, Any]

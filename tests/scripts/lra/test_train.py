@@ -10,9 +10,9 @@ import typer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_effattn import CSTForPairClassification
-from hf_effattn.data import sources
+from scripts.lra import sources
+from scripts.lra import train as run_lra
 from scripts.reproduce import lra as lra_table
-from scripts.train import lra as run_lra
 
 RUN = "--do_train --do_eval --do_predict --use_cpu --report_to none --max_steps 3".split()  # noqa: SIM905
 RUN += "--per_device_train_batch_size 8 --per_device_eval_batch_size 16 --learning_rate 1e-3".split()  # noqa: SIM905

@@ -8,9 +8,9 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from hf_effattn.data import listops
-from hf_effattn.data.listops import CHUNK, TOKENS, ListOpsSettings, generate_listops
-from hf_effattn.data.random_streams import RandomStream
+from scripts.lra import listops
+from scripts.lra.listops import CHUNK, TOKENS, ListOpsSettings, generate_listops
+from scripts.lra.random_streams import RandomStream
 
 SMALL = ListOpsSettings(min_length=5, max_length=40, max_depth=4, max_args=5)
 

@@ -1,6 +1,6 @@
 """The Long Range Arena as data sets of `datasets`, cached on disk: ListOps, Text, Retrieval, Image, Pathfinder.
 
-    from hf_effattn.data import load_lra
+    from scripts.lra import load_lra
     data = load_lra("listops")                      # 96,000 / 2,000 / 2,000 expressions, made once
     data = load_lra("pathfinder", num_proc=2)       # 160,000 / 20,000 / 20,000 images of 32 x 32 pixels
     data = load_lra("text")                         # IMDb from the Hub; path= for files of your own
