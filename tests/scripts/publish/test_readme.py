@@ -11,7 +11,9 @@ import torch
 import typer
 from support.embedding_cases import save_encoder
 from support.embedding_cases import text as words
+from transformers import AutoModel, AutoTokenizer
 
+import hf_effattn
 from hf_effattn.cli import app
 from hf_effattn.patching.methods import make_method
 from hf_effattn.training import arguments as training_arguments
@@ -99,8 +101,11 @@ def test_commands_exist():
 
 def test_the_readme_is_short_and_says_from_where_a_patch_works():
     text = README.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 200
-    shortest = make_method("bi-clustered", clusters=32, topk=64, key_clusters=32).shortest_length("cpu")
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) <= 1100
+    cells = [cell.strip() for line in text.splitlines() if line.startswith("|") for cell in line.split("|")]
+    assert max(map(len, cells)) <= 120
+    shortest = make_method("bi-clustered").shortest_length("cpu")
     assert f"starts at {shortest:,} tokens on a CPU" in " ".join(text.split())
     (on_a_gpu,) = re.findall(r"^\| a GPU \|.*", text, re.MULTILINE)
     for method in ("i-clustered", "bi-clustered"):
@@ -108,19 +113,28 @@ def test_the_readme_is_short_and_says_from_where_a_patch_works():
         assert re.search(rf'{shortest:,}[^"]* by `"{method}"`', on_a_gpu)
 
 
-def test_the_ten_lines_run(real_model_folder, tmp_path, monkeypatch):
-    """As printed, with the local model's folder in place of its name on the Hub and less text."""
-    code = re.search(r"## Ten lines\n\n```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]
-    code = code.replace('"textattack/bert-base-uncased-imdb"', repr(str(real_model_folder)))
-    forced = 'patch_attention(model, "bi-clustered", min_length=0,'
-    code = code.replace("8192", "640").replace('patch_attention(model, "bi-clustered",', forced)
-    assert forced in code
+def test_the_quick_start_runs(real_model_folder, tmp_path, monkeypatch, capsys):
+    """As printed, with the local model in place of its name on the Hub, its positions extended, and less text."""
+    text = README.read_text(encoding="utf-8")
+    code = re.search(r"## Quick start\n.*?```python\n(.*?)```", text, re.DOTALL)[1]
+    printed = re.search(r"The report prints, .*?```\n(.*?)```", text, re.DOTALL)[1]
+    model = hf_effattn.extend_positions(AutoModel.from_pretrained(real_model_folder), 640)
+    model.save_pretrained(tmp_path / "encoder")
+    AutoTokenizer.from_pretrained(real_model_folder).save_pretrained(tmp_path / "encoder")
+    code = code.replace('"BAAI/bge-m3"', repr(str(tmp_path / "encoder"))).replace("8192", "640")
+    forced = code.replace(
+        'patch_attention(model, "bi-clustered")', 'patch_attention(model, "bi-clustered", min_length=0)'
+    )
+    assert forced != code
     (tmp_path / "long.txt").write_text("It was the best of times, it was the worst of times. " * 80, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    exec(code, names)
-    assert names["prediction"].shape == (1,)
-    assert names["prediction"][0] in (0, 1)
+    exec(forced, names)
+    assert names["outputs"].last_hidden_state.shape == (1, 640, 384)
+    assert names["model"].config._attn_implementation == "sdpa"
+    starts = ("BertModel (6 attention layers", "- bi-clustered (clusters=32, topk=64, key_clusters=32): the attention")
+    for text in (printed, capsys.readouterr().out):
+        assert all(start in " ".join(text.split()) for start in starts)
 
 
 def test_the_lines_for_long_documents_run(tmp_path, monkeypatch):
@@ -158,25 +172,31 @@ def test_the_commands_in_the_texts_name_options_that_there_are():
 
 
 def test_the_model_from_scratch_is_made_as_printed():
-    text = README.read_text(encoding="utf-8").split("**Train from scratch**")[1]
+    text = README.read_text(encoding="utf-8").split("## Train from scratch")[1]
     names: dict = {}
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
     assert names["model"].config.slice_length == 16
     assert names["model"](torch.arange(1, 65)[None]).logits.shape == (1, 2)
 
 
+MODULES = {"scripts/train/": "scripts.train.", "-m scripts.lra.": "scripts.lra."}
+
+
 def training_commands():
-    """The lines of the scripts' README that start a training script, without `python scripts/train/`."""
+    """The lines of the scripts' README that start a training script: its module, and the rest of the line."""
     text = (README.parent / "scripts" / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    start = "python scripts/train/"
-    return [line.removeprefix(start) for line in text.splitlines() if line.startswith(start)]
+    return [
+        (module + command.split()[0].removesuffix(".py"), command.partition(" ")[2])
+        for line in text.splitlines()
+        for start, module in MODULES.items()
+        if (command := line.removeprefix(f"python {start}")) != line
+    ]
 
 
-@pytest.mark.parametrize("command", training_commands(), ids=lambda command: command.split()[0])
-def test_commands_for_the_training_scripts_are_understood(command, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("module", "arguments"), training_commands(), ids=lambda text: text.split(".")[-1][:20])
+def test_commands_for_the_training_scripts_are_understood(module, arguments, monkeypatch, tmp_path):
     """Up to where the script has read its arguments; there is no Hub here to go on with."""
-    script, *arguments = shlex.split(command)
-    module = importlib.import_module(f"scripts.train.{script.removesuffix('.py')}")
+    script = importlib.import_module(module)
     monkeypatch.chdir(tmp_path)
 
     class UnderstoodError(Exception):
@@ -185,12 +205,12 @@ def test_commands_for_the_training_scripts_are_understood(command, monkeypatch, 
     def stop(seed):
         raise UnderstoodError
 
-    seeding = module if hasattr(module, "set_seed") else training_arguments
+    seeding = script if hasattr(script, "set_seed") else training_arguments
     monkeypatch.setattr(seeding, "set_seed", stop)
     with pytest.raises(UnderstoodError):
-        module.main(arguments)
+        script.main(shlex.split(arguments))
 
 
 def test_every_training_script_has_its_command_in_the_readme():
-    scripts = {path.name for path in (README.parent / "scripts" / "train").glob("*.py")}
-    assert scripts == {command.split()[0] for command in training_commands()}
+    scripts = {f"scripts.train.{path.stem}" for path in (README.parent / "scripts" / "train").glob("*.py")}
+    assert scripts | {"scripts.lra.train"} == {module for module, _ in training_commands()}
