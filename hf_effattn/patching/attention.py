@@ -37,6 +37,7 @@ from .model_types import (
     hides_keys,
     hides_the_future,
     is_causal,
+    is_of_transformers,
     is_self_attention,
     is_served,
     is_window_of_image,
@@ -390,6 +391,8 @@ def method_for(module: nn.Module, method: str) -> Method | None:
     if not is_self_attention(module):
         if model_type_of(module) is None:
             raise ValueError(_not_served(module, method))
+        if not is_of_transformers(module):
+            _say_unknown(module, method)
         return None  # cross-attention, or the decoder beside an encoder
     if not is_served(module):
         raise ValueError(causal_error(method, type(module).__name__))
@@ -406,6 +409,18 @@ def method_for(module: nn.Module, method: str) -> Method | None:
             f'"{chosen.method}"; change the method with patch_attention(model, "{method}", ...)'
         )
     return chosen
+
+
+def _say_unknown(module: nn.Module, method: str) -> None:
+    """Warn of attention that someone wrote anew and that may be a layer's self-attention."""
+    entry = model_type_of(module)
+    if entry is None or torch.compiler.is_compiling():
+        return
+    warnings.warn(
+        f'{type(module).__name__} attends exactly: "{method}" replaces what inherits from '
+        f"{' or '.join(entry.attention)}. Let it inherit from it where it is self-attention",
+        stacklevel=stacklevel_of_user(),
+    )
 
 
 def _method_from_config(module: nn.Module, method: str) -> Method | None:

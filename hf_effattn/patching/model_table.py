@@ -40,29 +40,14 @@ class OtherPositions:
     any_size: bool = False
 
 
-def _one_module_per_layer(config: Any, modules: int) -> list[tuple[int, ...]]:
-    return [(index,) for index in range(modules)]
+def _layer_of_its_place(config: Any, place: int) -> tuple[int, ...]:
+    return (place,)
 
 
-def _albert_layers(config: Any, modules: int) -> list[tuple[int, ...]]:
+def _albert_layers(config: Any, place: int) -> tuple[int, ...]:
     """ALBERT's groups of layers share their modules: each module serves every layer of its group."""
     layers_per_group = config.num_hidden_layers / config.num_hidden_groups
-    group_of_layer = [int(layer / layers_per_group) for layer in range(config.num_hidden_layers)]
-    return [
-        tuple(layer for layer, group in enumerate(group_of_layer) if group == module // config.inner_group_num)
-        for module in range(modules)
-    ]
-
-
-def layers_that_attend(config: Any, modules: int) -> list[tuple[int, ...]]:
-    """In models of several kinds of layers, those that have attention, by the names of older and newer versions."""
-    attention = "attention", "full_attention", "sliding_attention"
-    return [(layer,) for layer, kind in enumerate(config.layer_types) if kind in attention]
-
-
-def _layers_of_text(config: Any, modules: int) -> list[tuple[int, ...]]:
-    """In Llama's decoder that reads images, the layers that do not attend to them."""
-    return [(layer,) for layer in range(config.num_hidden_layers) if layer not in config.cross_attention_layers]
+    return tuple(layer for layer in range(config.num_hidden_layers) if int(layer / layers_per_group) == place)
 
 
 def _square_window(config: Any) -> int:
@@ -91,7 +76,7 @@ class ModelType:
         window_of_image (`Callable`, *optional*): where layers call attention for each window of an image, the patches
             of one, given the config: what has no more is exact.
         special_patches (`int`): of an image, the tokens beside its patches, such as [CLS].
-        layers (`Callable`): the layers that each of the modules serves, given the config and the number of modules.
+        layers (`Callable`): the layers that a module serves, given the config and its place in the list of layers.
     """
 
     attention: tuple[str, ...]
@@ -107,7 +92,7 @@ class ModelType:
     reads_together: bool = False
     window_of_image: Callable[[Any], int] | None = None
     special_patches: int = 1
-    layers: Callable[[Any, int], list[tuple[int, ...]]] = _one_module_per_layer
+    layers: Callable[[Any, int], tuple[int, ...]] = _layer_of_its_place
 
     @property
     def learned(self) -> LearnedPositions | None:
@@ -203,10 +188,6 @@ def _decoder(
     attention: str, longest: str, positions: LearnedPositions | OtherPositions = _ROTARY, **options: Any
 ) -> ModelType:
     return ModelType((attention,), positions, longest=longest, causal=True, **options)
-
-
-def _hybrid(attention: str, longest: str, **options: Any) -> ModelType:
-    return _decoder(attention, longest, layers=layers_that_attend, **options)
 
 
 def _t5(attention: str) -> ModelType:
@@ -376,7 +357,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "gpt_bigcode": _decoder("GPTBigCodeAttention", "8,192", _GPT2, says_use_cache=False),
     "llama": _decoder("LlamaAttention", "131,072"),
     "llama4_text": _decoder("Llama4TextAttention", "10,485,760; three layers of four see chunks of 8,192"),
-    "mllama_text_model": _decoder("MllamaTextSelfAttention", "131,072, images beside them", layers=_layers_of_text),
+    "mllama_text_model": _decoder("MllamaTextSelfAttention", "131,072, images beside them"),
     "qwen2": _decoder("Qwen2Attention", "32,768"),
     "qwen2_moe": _decoder("Qwen2MoeAttention", "32,768"),
     "qwen3": _decoder("Qwen3Attention", "40,960; Qwen3-Embedding and -Reranker 32,768"),
@@ -476,20 +457,20 @@ MODEL_TYPES: dict[str, ModelType] = {
     "deepseek_v3": _decoder("DeepseekV3Attention", "163,840"),
     "glm4_moe_lite": _decoder("Glm4MoeLiteAttention", "202,752"),
     "minicpm3": _decoder("MiniCPM3Attention", "32,768"),
-    "qwen3_next": _hybrid("Qwen3NextAttention", "262,144; three layers of four are linear"),
-    "qwen3_5_text": _hybrid("Qwen3_5Attention", "262,144; three layers of four are linear"),
-    "qwen3_5_moe_text": _hybrid("Qwen3_5MoeAttention", "262,144; three layers of four are linear"),
-    "granitemoehybrid": _hybrid("GraniteMoeHybridAttention", "131,072; nine layers of ten are Mamba's"),
+    "qwen3_next": _decoder("Qwen3NextAttention", "262,144; three layers of four are linear"),
+    "qwen3_5_text": _decoder("Qwen3_5Attention", "262,144; three layers of four are linear"),
+    "qwen3_5_moe_text": _decoder("Qwen3_5MoeAttention", "262,144; three layers of four are linear"),
+    "granitemoehybrid": _decoder("GraniteMoeHybridAttention", "131,072; nine layers of ten are Mamba's"),
     "falcon_h1": _decoder("FalconH1Attention", "262,144, Mamba beside attention"),
-    "jamba": _hybrid("JambaAttention", "262,144; seven layers of eight are Mamba's"),
-    "nemotron_h": _hybrid("NemotronHAttention", "131,072 and more; most layers are Mamba's"),
-    "bamba": _hybrid("BambaAttention", "262,144; most layers are Mamba's"),
-    "bailing_hybrid": _hybrid("BailingHybridAttention", "262,144; five layers of six are linear"),
-    "kimi_linear": _hybrid("KimiLinearAttention", "1,048,576; three layers of four are linear"),
-    "olmo_hybrid": _hybrid("OlmoHybridAttention", "65,536; three layers of four are linear"),
-    "lfm3": _hybrid("Lfm3Attention", "128,000; most layers are convolutions or see windows", says_use_cache=False),
-    "lfm2": _hybrid("Lfm2Attention", "128,000; most layers are convolutions", says_use_cache=False),
-    "lfm2_moe": _hybrid("Lfm2MoeAttention", "128,000; most layers are convolutions", says_use_cache=False),
+    "jamba": _decoder("JambaAttention", "262,144; seven layers of eight are Mamba's"),
+    "nemotron_h": _decoder("NemotronHAttention", "131,072 and more; most layers are Mamba's"),
+    "bamba": _decoder("BambaAttention", "262,144; most layers are Mamba's"),
+    "bailing_hybrid": _decoder("BailingHybridAttention", "262,144; five layers of six are linear"),
+    "kimi_linear": _decoder("KimiLinearAttention", "1,048,576; three layers of four are linear"),
+    "olmo_hybrid": _decoder("OlmoHybridAttention", "65,536; three layers of four are linear"),
+    "lfm3": _decoder("Lfm3Attention", "128,000; most layers are convolutions or see windows", says_use_cache=False),
+    "lfm2": _decoder("Lfm2Attention", "128,000; most layers are convolutions", says_use_cache=False),
+    "lfm2_moe": _decoder("Lfm2MoeAttention", "128,000; most layers are convolutions", says_use_cache=False),
 }
 
 _NO_DISPATCH = "computes its attention itself, without transformers' AttentionInterface"

@@ -1,17 +1,19 @@
 """How to find the self-attention modules of a model, by the table of what can be patched (`model_table.py`).
 
-Modules are recognised by the name of their class, so that no modelling file of transformers is imported.
+Modules are recognised by the names of their class and of those that it inherits from, so that no modelling file of
+transformers is imported. FSDP and parametrizations give a module a subclass of its class, and so may a user.
 """
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .model_table import MODEL_TYPES, LearnedPositions, ModelType, layers_that_attend
+from .dispatch import calls_attention_function
+from .model_table import MODEL_TYPES, LearnedPositions, ModelType
 
 _ATTENDING_THEMSELVES = {
     name: entry for entry in MODEL_TYPES.values() if entry.attends_itself for name in entry.attention
@@ -30,19 +32,28 @@ class Stack:
         modules (`tuple[nn.Module, ...]`): its self-attention modules, in the order of its layers. Their config is the
             model's own, but for the old composite models, which give their parts a second copy.
         layers (`tuple[tuple[int, ...], ...]`): for each module the layers it serves (ALBERT's serve several).
+        depth (`int`): how many layers it has, those without attention among them.
+        unknown (`dict[int, nn.Module]`): by layer, what stands where others have their self-attention and is none
+            that the table names, or never calls transformers' attention function.
     """
 
     model: PreTrainedModel
     modules: tuple[nn.Module, ...]
     layers: tuple[tuple[int, ...], ...]
+    depth: int
+    unknown: dict[int, nn.Module]
 
-    @property
-    def depth(self) -> int:
-        """How many layers it has, those without attention among them."""
-        config: Any = self.model.config
-        if MODEL_TYPES[config.model_type].layers is layers_that_attend:
-            return len(config.layer_types)
-        return 1 + max(max(served) for served in self.layers)
+
+class _Place(NamedTuple):
+    """Where a module stands: in which list of layers, at which index, and by which path from there."""
+
+    layers: nn.Module
+    index: int
+    path: str
+
+
+# The outermost model with a config, and its self-attention modules, each with its place.
+_Owner = tuple[PreTrainedModel, list[tuple[nn.Module, _Place]]]
 
 
 def model_type_of(module: nn.Module) -> ModelType | None:
@@ -57,8 +68,7 @@ def is_self_attention(module: nn.Module) -> bool:
     entry = model_type_of(module)
     if entry is None:
         return False
-    kind = type(module)  # of a patched module that attends itself another, before its own
-    if not any(one.__name__ in entry.attention for one in (kind.__mro__ if entry.attends_itself else (kind,))):
+    if not _is_named(module, entry):
         return False
     # Only the modules that call the attention function carry is_causal; wrappers of older versions do not.
     if not hasattr(module, "is_causal") and not entry.attends_itself:
@@ -67,6 +77,16 @@ def is_self_attention(module: nn.Module) -> bool:
         crosses = getattr(module, "is_cross_attention", False)
         return not crosses and bool(module.is_causal or sees_both_ways(module.config))
     return not (entry.has_decoder and getattr(module, "is_decoder", False))
+
+
+def _is_named(module: nn.Module, entry: ModelType) -> bool:
+    """Whether the class of a module, or one that it inherits from, is in a row of the table."""
+    return any(kind.__name__ in entry.attention for kind in type(module).__mro__)
+
+
+def is_of_transformers(module: nn.Module) -> bool:
+    """Whether the class of a module, or one that it inherits from, is of transformers."""
+    return any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__)
 
 
 def is_served(module: nn.Module) -> bool:
@@ -190,32 +210,79 @@ def is_longer_than_inputs(window: float, config: Any) -> bool:
 
 def find_stacks(model: nn.Module) -> list[Stack]:
     """Every encoder, or decoder alone, of the table in a model, in the order of its modules."""
-    found: list[tuple[PreTrainedModel, list[nn.Module]]] = []
-    _collect(model, None, found, set())
-    return [
-        Stack(owner, tuple(modules), tuple(MODEL_TYPES[owner.config.model_type].layers(owner.config, len(modules))))
-        for owner, modules in found
-        if modules
-    ]
+    found: list[_Owner] = []
+    _collect(model, None, None, found, set())
+    return [_stack(owner, attending) for owner, attending in found if attending]
 
 
 def _collect(
-    module: nn.Module,
-    owner: tuple[PreTrainedModel, list[nn.Module]] | None,
-    found: list[tuple[PreTrainedModel, list[nn.Module]]],
-    seen: set[nn.Module],
+    module: nn.Module, owner: _Owner | None, place: _Place | None, found: list[_Owner], seen: set[nn.Module]
 ) -> None:
     """Put every self-attention module that is served to the model around it, the outermost with the same config."""
     if module in seen:
         return
     seen.add(module)
-    if isinstance(module, PreTrainedModel) and (owner is None or not _shares_config(module, owner[0])):
-        owner = (module, [])
-        found.append(owner)
-    if owner is not None and is_served(module) and model_type_of(module) is model_type_of(owner[0]):
-        owner[1].append(module)
-    for child in module.children():
-        _collect(child, owner, found, seen)
+    if isinstance(module, PreTrainedModel):
+        place = None
+        if owner is None or not _shares_config(module, owner[0]):
+            owner = (module, [])
+            found.append(owner)
+    if owner is not None and _is_replaceable(module, model_type_of(owner[0])):
+        owner[1].append((module, _Place(module, 0, "") if place is None else place))
+    for name, child in module.named_children():
+        if place is not None:
+            inside = place._replace(path=f"{place.path}.{name}".lstrip("."))
+        else:  # lists of layers name them by their indices, whatever their class
+            inside = _Place(module, int(name), "") if name.isdecimal() else None
+        _collect(child, owner, inside, found, seen)
+
+
+def _is_replaceable(module: nn.Module, entry: ModelType | None) -> bool:
+    """Whether a module is the self-attention of a model type, and a method can run in its place."""
+    if entry is None or not is_served(module) or model_type_of(module) is not entry:
+        return False
+    return bool(entry.attends_itself) or calls_attention_function(module)
+
+
+def _stack(model: PreTrainedModel, attending: list[tuple[nn.Module, _Place]]) -> Stack:
+    """The stack of these modules, its layers numbered as they stand: also where one between them has none."""
+    config = model.config
+    layers_at = MODEL_TYPES[config.model_type].layers
+    begins: dict[nn.Module, int] = {}
+    paths: dict[nn.Module, set[str]] = {}
+    count = 0
+    for _, (layers, _, path) in attending:
+        if layers not in begins:
+            begins[layers] = count
+            count += 1 + max([int(name) for name, _ in layers.named_children() if name.isdecimal()], default=0)
+        paths.setdefault(layers, set()).add(path)
+    known = {begins[place.layers] + place.index for _, place in attending}
+    unknown = {
+        layer: module
+        for layers, begin in begins.items()
+        for name, child in layers.named_children()
+        if name.isdecimal() and begin + int(name) not in known
+        for module in _unknown_attention(child, paths[layers], MODEL_TYPES[config.model_type])
+        for layer in layers_at(config, begin + int(name))
+    }
+    return Stack(
+        model,
+        tuple(module for module, _ in attending),
+        tuple(layers_at(config, begins[place.layers] + place.index) for _, place in attending),
+        1 + max(layer for place in range(count) for layer in layers_at(config, place)),
+        unknown,
+    )
+
+
+def _unknown_attention(layer: nn.Module, paths: set[str], entry: ModelType) -> list[nn.Module]:
+    """What a layer has where others have their self-attention, but for transformers' own, as in hybrids."""
+    modules = dict(layer.named_modules())
+    there = [modules[path] for path in sorted(paths) if path in modules]
+    return [
+        module
+        for module in there
+        if _is_named(module, entry) or not (is_of_transformers(module) or type(module).__module__.startswith("torch."))
+    ]
 
 
 def _shares_config(part: PreTrainedModel, model: PreTrainedModel) -> bool:

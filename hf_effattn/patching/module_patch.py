@@ -1,6 +1,7 @@
 """What a patch leaves on an attention module: a record, and another class where it attends itself."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,43 @@ class ModulePatch:
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModulePatch":
         """In the copy of a model its copy is the owner; the copy of a layer alone keeps the owner that it had."""
         return replace(self, owner=memo.get(id(self.owner), self.owner))
+
+
+def swap_class(module: nn.Module, exact: type[nn.Module], patched: type[nn.Module], *, on: bool) -> None:
+    """Give a module the class of a patch, or take it back.
+
+    FSDP and users give modules a subclass of their class: it stays what it is in all else.
+
+    Args:
+        module (`nn.Module`): of the class `exact`, or of a subclass.
+        exact (`type`): of transformers.
+        patched (`type`): a subclass of it.
+        on (`bool`): whether to give or to take.
+    """
+    kind = type(module)
+    if on and not issubclass(kind, patched):
+        change_class(module, patched if kind is exact else _joined(kind, patched))
+    elif not on and issubclass(kind, patched):
+        change_class(module, _without(kind, exact, patched))
+
+
+@cache
+def _joined(kind: type[nn.Module], patched: type[nn.Module]) -> type[nn.Module]:
+    """A class whose instances are of both, and whose `super().forward` in `kind` calls that of `patched`."""
+    return type(kind.__name__, (kind, patched), {"__doc__": kind.__doc__})
+
+
+@cache
+def _without(kind: type[nn.Module], exact: type[nn.Module], patched: type[nn.Module]) -> type[nn.Module]:
+    """The class without that of the patch among those it inherits from."""
+    if kind is patched or not issubclass(kind, patched):
+        return exact if kind is patched else kind
+    if kind.__module__ == __name__:  # from `_joined`
+        return kind.__bases__[0]
+    # What came after the patch, as FSDP's does: the same over another base.
+    bases = tuple(_without(base, exact, patched) for base in kind.__bases__)
+    own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind.__name__.replace(patched.__name__, exact.__name__), bases, own)
 
 
 def change_class(module: nn.Module, kind: type[nn.Module]) -> None:

@@ -20,7 +20,7 @@ from .disentangled import DebertaByRows, DebertaEncoderByRows, DebertaV2ByRows, 
 from .longformer import LEDEncoderInBlocks, LongformerInBlocks
 from .longt5 import LongT5LocalInBlocks, LongT5TransientGlobalInBlocks
 from .model_types import Stack, adds_biases
-from .module_patch import change_class
+from .module_patch import swap_class
 from .parakeet import ParakeetByRows, ParakeetConvolution
 from .pegasus_x import PegasusXInBlocks
 from .relative_bias import MPNetByDistance, MPNetEncoderByDistance, MT5ByDistance, T5ByDistance, UMT5ByDistance
@@ -60,12 +60,11 @@ def run_own(stack: Stack, implementation: str, *, patched: bool) -> None:
             decoders have a config of their own; a method's are of `B * N`.
         patched (`bool`): whether to give or to take.
     """
-    classes = dict(PATCHED | BESIDE)
-    if not patched:
-        classes = {own: exact for exact, own in classes.items()}
-    others = [part for part in stack.model.modules() if any(isinstance(part, exact) for exact in BESIDE)]
-    for module in [*stack.modules, *others]:
-        change_class(module, classes.get(type(module), type(module)))
+    for classes, modules in ((PATCHED, stack.modules), (BESIDE, stack.model.modules())):
+        for module in modules:
+            for exact, own in classes.items():
+                if isinstance(module, exact):
+                    swap_class(module, exact, own, on=patched)
     if adds_biases(stack.modules[0]):
         parts = [part for part in stack.model.modules() if isinstance(part, PreTrainedModel)]
         innermost = {module: part for part in parts for module in part.modules()}

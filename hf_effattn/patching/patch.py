@@ -18,6 +18,7 @@ from .planning import (
     stacks_to_patch,
     warn_of_decoder_loss,
     warn_of_losses,
+    warn_of_unknown_attention,
     why_never_used,
 )
 from .sentence_transformers import cut_at
@@ -95,6 +96,7 @@ def patch_attention(
         check_not_wrapped(model, plan)
     for plan in plans:
         warn_of_losses(plan)
+        warn_of_unknown_attention(plan)
         never_used = why_never_used(plan, cut_at(model))
         if never_used is None:
             warn_of_decoder_loss(plan)

@@ -17,7 +17,7 @@ from transformers.models.pixtral import modeling_pixtral
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .images import IMAGES, block_diagonal
-from .module_patch import change_class
+from .module_patch import swap_class
 from .windows import is_traced
 
 # Patches that are read together, unless one image has more: transformers' mask takes 64 MiB in float32.
@@ -64,7 +64,7 @@ def read_apart(model: nn.Module, *, apart: bool) -> None:
     exact = modeling_pixtral.PixtralVisionModel
     for part in model.modules():
         if isinstance(part, exact):
-            change_class(part, PixtralVisionModel if apart else exact)
+            swap_class(part, exact, PixtralVisionModel, on=apart)
 
 
 def _groups(patches: list[int]) -> list[slice]:

@@ -89,8 +89,9 @@ def _stacks_of(model: nn.Module, method: str) -> list[Stack]:
         if hasattr(module, "is_causal")
     }
     raise ValueError(
-        f'{name} has no attention to patch: none of its modules is the self-attention that "{model_type}" has in '
-        f"transformers ({', '.join(entry.attention)}{', is_causal=True' if entry.causal else ''}); "
+        f"{name} has no attention to patch: none of its modules calls transformers' attention function and is the "
+        f'self-attention that "{model_type}" has there '
+        f"({', '.join(entry.attention)}{', is_causal=True' if entry.causal else ''}); "
         f"{', '.join(sorted(said)) or 'none of them says is_causal'}"
     )
 
@@ -146,8 +147,10 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
     chosen = check_layers(layers, stack.depth)
     without = [layer for layer in chosen if not any(layer in served for served in stack.layers)]
     if without:
+        own = stack.unknown.get(without[0])
+        lacks = "no attention" if own is None else f"attention of its own ({type(own).__name__})"
         raise ValueError(
-            f"layer {without[0]} of {name} has no attention; its layers with full attention are {_full_layers(stack)}"
+            f"layer {without[0]} of {name} has {lacks}; its layers with full attention are {_full_layers(stack)}"
         )
     patched = []
     for served, is_full in zip(stack.layers, full, strict=True):
@@ -203,6 +206,21 @@ def warn_of_losses(plan: PatchPlan) -> None:
         loss = kind.lost_by(plan.stack, plan.method, plan.parameters, saved=name == named and not patched)
         if loss is not None:
             warnings.warn(loss, stacklevel=3)
+
+
+def warn_of_unknown_attention(plan: PatchPlan) -> None:
+    """Say which layers, of those that are to be patched, have attention that no method can take the place of."""
+    left = plan.stack.unknown
+    if not left or plan.layers is not None or plan.method.stays_exact:
+        return
+    names = sorted({type(module).__name__ for module in left.values()})
+    config: Any = plan.stack.model.config
+    warnings.warn(
+        f'{", ".join(names)} in layers {sorted(left)} stays as it is: "{plan.method.method}" replaces what calls '
+        "transformers' attention function and inherits from "
+        f"{' or '.join(MODEL_TYPES[config.model_type].attention)}. Let it do both, or choose other layers",
+        stacklevel=3,
+    )
 
 
 def warn_of_decoder_loss(plan: PatchPlan) -> None:
