@@ -4,9 +4,9 @@ from .attention import register
 from .extending import extend_positions
 from .loading import from_pretrained
 from .measured import measured_error
+from .measurements import MeasuredError
 from .methods import list_methods, make_method
 from .patch import patch_attention, unpatch_attention
-from .tolerance import MeasuredError
 
 register()
 

@@ -3,9 +3,8 @@
 import torch
 from torch import nn
 
+from .measurements import RECORD, MeasuredError, measurements_of
 from .model_types import find_stacks
-from .module_patch import RECORD
-from .tolerance import MEASURED, MeasuredError
 
 
 def measured_error(model: nn.Module) -> dict[int, MeasuredError]:
@@ -25,7 +24,7 @@ def measured_error(model: nn.Module) -> dict[int, MeasuredError]:
     Raises:
         ValueError: nothing in the model was patched with a tolerance, or several parts were.
     """
-    stacks = [stack for stack in find_stacks(model) if any(MEASURED in vars(module) for module in stack.modules)]
+    stacks = [stack for stack in find_stacks(model) if any(measurements_of(one).calls for one in stack.modules)]
     patched = any(
         patch is not None and patch.method is not None and patch.method.tolerance is not None
         for patch in (vars(module).get(RECORD) for module in model.modules())
@@ -42,20 +41,20 @@ def measured_error(model: nn.Module) -> dict[int, MeasuredError]:
         )
     found: dict[int, MeasuredError] = {}
     for module, layers in zip(stacks[0].modules, stacks[0].layers, strict=True):
-        kept = vars(module).get(MEASURED, ())
+        kept = measurements_of(module).calls
         found |= {layer: one for layer, one in zip(layers[-len(kept) :], kept, strict=False) if one is not None}
     return found
 
 
 def expect_measurement(module: nn.Module) -> None:
     """Forget what an earlier pass measured of a module that is called now: this call may run exact attention."""
-    patch = getattr(module, RECORD, None)
+    patch, measured = getattr(module, RECORD, None), measurements_of(module)
     kept: tuple[MeasuredError | None, ...] = (None,)
     if patch is not None and patch.calls > 1 and not torch.compiler.is_compiling():
-        kept = (*vars(module).get(MEASURED, ()), None)[-patch.calls :]
-    setattr(module, MEASURED, kept)
+        kept = (*measured.calls, None)[-patch.calls :]
+    measured.calls = kept
 
 
 def last_measured(module: nn.Module) -> MeasuredError | None:
     """What the last call of a module measured; None where it measured nothing."""
-    return (vars(module).get(MEASURED) or (None,))[-1]
+    return (measurements_of(module).calls or (None,))[-1]

@@ -1,16 +1,17 @@
 """What a patch leaves on an attention module: a record, and another class where it attends itself."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .measurements import RECORD as RECORD
+from .measurements import Measurements
+
 if TYPE_CHECKING:  # methods look at the patch of a module
     from .methods.base import Method
-
-RECORD = "_effattn"
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class ModulePatch:
             They are looked up there at every call, for adapters (PEFT's `modules_to_save`) put copies in their place.
         calls (`int`): how often a forward pass calls the module: the layers that it serves.
         causal (`bool`): whether it masked the future when it was patched.
+        measured (`Measurements`): with a tolerance, what the last pass measured.
     """
 
     method: "Method | None"
@@ -31,10 +33,11 @@ class ModulePatch:
     owner: nn.Module | None = None
     calls: int = 1
     causal: bool = False
+    measured: Measurements = field(default_factory=Measurements, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModulePatch":
         """In the copy of a model its copy is the owner; the copy of a layer alone keeps the owner that it had."""
-        return replace(self, owner=memo.get(id(self.owner), self.owner))
+        return replace(self, owner=memo.get(id(self.owner), self.owner), measured=Measurements())
 
 
 def swap_class(module: nn.Module, exact: type[nn.Module], patched: type[nn.Module], *, on: bool) -> None:

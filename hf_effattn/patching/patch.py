@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from .measurements import forget_measurements
 from .methods import METHODS, list_methods, make_method
 from .methods.base import quoted
 from .model_types import Stack, attends_itself, bends_scores, find_stacks, is_causal, reads_together
@@ -24,7 +25,6 @@ from .planning import (
 from .sentence_transformers import cut_at
 from .snapshot import Snapshot
 from .stored import FIELD, base_model_of, read_settings, write_stored
-from .tolerance import MEASURED
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -127,7 +127,7 @@ def unpatch_attention(model: Model) -> Model:
         config = stack.model.config
         patches = [vars(module).pop(RECORD) for module in stack.modules if RECORD in vars(module)]
         for module in stack.modules:
-            vars(module).pop(MEASURED, None)
+            forget_measurements(module)
         ours = config._attn_implementation in list_methods() or bool(patches and attends_itself(stack.model))
         for kind in METHODS.values():
             kind.detach(stack.model)
@@ -164,7 +164,7 @@ def _apply(plan: PatchPlan) -> None:
         earlier = vars(module).get(RECORD)
         previous = exact if earlier is None or current not in list_methods() else earlier.previous
         owner = None if plan.parameters is None else plan.stack.model.base_model
-        vars(module).pop(MEASURED, None)
+        forget_measurements(module)
         chosen = plan.method.for_layers(served) if patched else None
         setattr(module, RECORD, ModulePatch(chosen, previous, owner, len(served), is_causal(module)))
 

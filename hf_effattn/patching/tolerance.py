@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +15,10 @@ from torch import nn
 from ..ops.shared.callers import stacklevel_of_user
 from ..ops.shared.head_threads import for_every_chunk, heads_of_threads
 from .exact import exact_attention, visible_keys
+from .measurements import MeasuredError, measurements_of
 from .sinks import with_sinks
 
 ON_EXCESS = ("exact", "warn", "raise")
-MEASURED = "_effattn_measured"
 SAMPLED = 64
 # Standard errors of the sample by which a head's squared error may be larger: scripts/benchmark/budget.py measures it.
 MARGIN = 1.0
@@ -30,22 +29,6 @@ FIRST = slice(2, None, 4)
 FIRST_MARGIN = 3.0
 LARGEST_SCATTER = 0.5
 GOLDEN_RATIO = (5**0.5 - 1) / 2
-
-
-class MeasuredError(NamedTuple):
-    """What a forward pass measured of a layer, for each text and head.
-
-    Args:
-        error (`torch.Tensor`): `(B, H)`, the relative L2 error of the method's output on the sampled queries: an
-            estimate from 64 of them, or from 16 where these showed the head well within the tolerance.
-        bound (`torch.Tensor`): `(B, H)`, the same with the margin for what a sample does not see; beside the
-            tolerance, it decides.
-        exact (`torch.BoolTensor`): `(B, H)`, which heads were computed exactly because of it.
-    """
-
-    error: torch.Tensor
-    bound: torch.Tensor
-    exact: torch.Tensor
 
 
 @dataclass
@@ -92,8 +75,9 @@ class Attended:
         corrects = on_excess == "exact" and bool(above.any())
         exact = above if corrects else torch.zeros_like(above)
         if module is not None:
-            kept = vars(module).get(MEASURED, ()) if not torch.compiler.is_compiling() else ()
-            setattr(module, MEASURED, (*kept[:-1], MeasuredError(error, bound, exact)))
+            measured = measurements_of(module)
+            kept = () if torch.compiler.is_compiling() else measured.calls
+            measured.calls = (*kept[:-1], MeasuredError(error, bound, exact))
         if corrects:
             return self._with_exact(above)
         if on_excess in ("warn", "raise") and above.any():

@@ -1,5 +1,7 @@
 """A tolerance: a few queries computed exactly tell which heads are to be: reproducibly, by text, without a leak."""
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +15,10 @@ from support.tiny_models import batch_for, encoded, tiny_model
 
 import hf_effattn
 from hf_effattn.measuring.errors import head_errors
+from hf_effattn.patching.measured import last_measured
+from hf_effattn.patching.measurements import RECORD, measurements_of
 from hf_effattn.patching.methods import make_method
+from hf_effattn.patching.model_types import find_stacks
 from hf_effattn.patching.tolerance import FIRST, SAMPLED, Attended, neighbours, sampled_rows
 
 SETTINGS: dict[str, Any] = {"clusters": 6, "topk": 4, "key_clusters": 5, "exact_above": None, "min_length": 0}
@@ -109,7 +114,7 @@ def test_heads_above_the_tolerance_are_exact(method: str, padded: int) -> None:
     for text, head in torch.cartesian_prod(torch.arange(2), torch.arange(4)).tolist():
         expected = exact if above[text, head] else plain
         torch.testing.assert_close(output[text, head], expected[text, head])
-    (kept,) = module._effattn_measured
+    (kept,) = measurements_of(module).calls
     assert torch.equal(kept.exact, above)
     assert torch.equal(kept.bound, measured)
 
@@ -132,7 +137,7 @@ def test_heads_that_are_exact_anyway_are_not_computed_again(padded: int, monkeyp
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
     replace(heads, tolerance=1e3).run(query, key, value, key_mask=mask, module=module)
-    (kept,) = module._effattn_measured
+    (kept,) = measurements_of(module).calls
     samples = [one.shape[:3].numel() for one in called if one.shape[2] < 200]
     assert sum(samples) == 2 * 2 * 16  # of two texts the heads that are clustered
     torch.testing.assert_close(kept.error[:, :2], error[:, :2])
@@ -175,6 +180,58 @@ def test_layers_that_share_a_module_are_told_apart() -> None:
         measured = hf_effattn.measured_error(model)
         assert list(measured) == [0, 1, 2]
         assert len({float(one.error[0, 0]) for one in measured.values()}) == 3
+
+
+def forget_patch(model: Any) -> None:
+    """As a model that transformers loads with `attn_implementation=` the name of the method."""
+    for module in model.modules():
+        vars(module).pop(RECORD, None)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("model_type", ["bert", "albert"])
+def test_what_was_measured_is_no_state_of_the_model(model_type: str, by_name: bool) -> None:
+    """A function with the model in it has one fingerprint, by which `datasets.map` finds its results again."""
+    model = patched(model_type, tolerance=1e3)
+    if by_name:
+        forget_patch(model)
+    pickled, batch = pickle.dumps(model), batch_for(model)
+    for _ in range(2):
+        output = encoded(model, batch)
+        assert pickle.dumps(model) == pickled
+    if not by_name:
+        assert list(hf_effattn.measured_error(model)) == [0, 1, 2]
+    for other in (copy.deepcopy(model), pickle.loads(pickled)):
+        assert not any(measurements_of(module).calls for module in other.modules())
+        assert torch.equal(encoded(other, batch), output)
+        hf_effattn.unpatch_attention(other)
+    assert last_measured(find_stacks(model)[0].modules[0]) is not None
+
+
+def test_replicas_of_a_module_keep_their_own() -> None:
+    """Those of `nn.DataParallel`, which share its attributes, run at once, each on a part of the batch."""
+    module = find_stacks(patched(tolerance=0.1))[0].modules[0]
+    replica = module._replicate_for_data_parallel()
+    assert measurements_of(replica) is measurements_of(replica)
+    assert measurements_of(replica) is not measurements_of(module)
+
+
+@pytest.mark.slow
+def test_a_model_that_measures_is_compiled_once() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    models = [patched(tolerance=1e3) for _ in range(2)]
+    batch = batch_for(models[0])
+    compiled = torch.compile(models[0], backend=backend, fullgraph=True)
+    for _ in range(2):
+        for model in (compiled, models[1]):
+            with torch.no_grad():
+                model(**batch.inputs)
+    assert len(graphs) == 1
 
 
 def test_a_text_in_a_batch_is_checked_as_alone() -> None:
@@ -249,7 +306,7 @@ def test_the_first_queries_tell_of_heads_well_within_and_no_others(monkeypatch: 
     module = torch.nn.Identity().eval()
     attended.causal = False
     attended.checked(0.15, None, module)
-    torch.testing.assert_close(module._effattn_measured[0].bound, all_rows)
+    torch.testing.assert_close(measurements_of(module).calls[0].bound, all_rows)
 
 
 def test_a_head_that_is_off_at_few_queries_is_found() -> None:
@@ -360,8 +417,8 @@ def test_a_decision_never_tells_of_the_future() -> None:
     strict = make_method("bi-clustered", **settings)
     module = torch.nn.Identity().eval()
     before = strict.run(*inputs, causal=True, prompt=False, module=module)
-    assert not module._effattn_measured[0].exact.any()
-    assert module._effattn_measured[0].error.max() > 0.01
+    assert not measurements_of(module).calls[0].exact.any()
+    assert measurements_of(module).calls[0].error.max() > 0.01
     for tensor in inputs:
         tensor[:, :, 100:] += 1
     assert torch.equal(before[:, :, :100], strict.run(*inputs, causal=True, prompt=False)[:, :, :100])
