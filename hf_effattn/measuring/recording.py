@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from ..ops.shared.precision import cast_by_autocast
 from ..patching.exact import sdpa_path
 from ..patching.images import IMAGES, Attended, attend_to_each
 from ..patching.methods import list_methods
@@ -115,9 +116,8 @@ def recording_attention(
     call, which = divmod(watch.calls, len(watch.layers))
     watch.calls += 1
     mask = _padding_of(attention_mask)
-    seen = SeenAttention(
-        module, watch.layers[which], call, query, key, value, mask, scaling, is_causal(module), sinks, exact
-    )
+    inputs = cast_by_autocast(query, key, value)  # as methods get them
+    seen = SeenAttention(module, watch.layers[which], call, *inputs, mask, scaling, is_causal(module), sinks, exact)
     return watch.observer(seen), None
 
 

@@ -23,6 +23,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.output_capturing import _active_collector
 
 from ..ops.shared.callers import stacklevel_of_user
+from ..ops.shared.precision import cast_by_autocast
 from .by_rows import added_mask
 from .exact import exact_weights, sdpa_path, visible_keys
 from .images import IMAGES, Attended, attend_to_each
@@ -215,7 +216,7 @@ def attention(
     if chosen is None or unknown or not as_its_type or not_by_method:
         return _exact(call)
     if over_cache:
-        call.share_dtype()
+        call.cast()
         return _over_cache(chosen, call)
     if dense or key.shape[2] != N or (hides_future and N == 1) or is_window_of_image(module, N):
         return _exact(call)
@@ -223,7 +224,7 @@ def attention(
         if hides_future:
             _say_if_never(chosen, query.device.type)
         return _exact(call)
-    call.share_dtype()
+    call.cast()
     return _by_method(chosen, call)
 
 
@@ -270,12 +271,9 @@ class Call:
     prompt: bool
     options: dict[str, Any]
 
-    def share_dtype(self) -> None:
-        """Cast as autocast does for SDPA where a rotation or a norm made queries and keys wider than values."""
-        dtype = self.value.dtype
-        if self.query.dtype == self.key.dtype == dtype or not torch.is_autocast_enabled(self.value.device.type):
-            return
-        self.query, self.key = self.query.to(dtype), self.key.to(dtype)
+    def cast(self) -> None:
+        """Cast as autocast does for SDPA, which no method calls."""
+        self.query, self.key, self.value = cast_by_autocast(self.query, self.key, self.value)
 
 
 def _say_if_never(method: Method, device_type: str) -> None:

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_decoders import make_model
 from support.tiny_models import MODEL_TYPES, SMALL_SETTINGS, WITH_TOPK, batch_for, encoded, mostly_slow, tiny_model
+from transformers.cache_utils import DynamicLayer
 
 import hf_effattn
 
@@ -83,6 +85,69 @@ def test_autocast_training(method: str) -> None:
     assert gradient.dtype == torch.float32
     assert gradient.isfinite().all()
     assert gradient.abs().sum() > 0
+
+
+def widen_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache in the dtype of the keys, which a rotation made float32: as transformers has it before 5.24."""
+    update = DynamicLayer.update
+
+    def of_keys(self: Any, keys: torch.Tensor, values: torch.Tensor, *more: Any, **named: Any) -> Any:
+        return update(self, keys, values.to(torch.promote_types(keys.dtype, values.dtype)), *more, **named)
+
+    monkeypatch.setattr(DynamicLayer, "update", of_keys)
+
+
+@pytest.mark.usefixtures("autocast_rules")
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "tolerance"),
+    [
+        ("llama", torch.bfloat16, None),
+        ("llama", torch.float16, 0.05),
+        ("qwen3", torch.bfloat16, 0.05),
+        ("gpt_oss", torch.bfloat16, None),
+        ("gpt2", torch.float16, None),
+    ],
+)
+def test_a_cache_does_not_widen_a_decoder_under_autocast(
+    model_type: str, dtype: torch.dtype, tolerance: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training has one by default."""
+    widen_values(monkeypatch)
+    counts = {"topk": 4, "key_clusters": 4, "segment_length": 8, "window": 8, "min_length": 0}
+    model = hf_effattn.patch_attention(make_model(model_type), "bi-clustered", tolerance=tolerance, **counts)
+    ids = torch.randint(5, 60, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.enable_grad(), torch.autocast("cpu", dtype):
+        with_cache, without = (model(input_ids=ids, use_cache=use_cache) for use_cache in (True, False))
+    assert torch.equal(with_cache.logits, without.logits)
+    gradients = []
+    for output in (with_cache, without):
+        model.zero_grad()
+        with torch.enable_grad():
+            output.logits.float().mean().backward()
+        gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.usefixtures("autocast_rules")
+def test_a_cache_does_not_widen_a_conversion_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    widen_values(monkeypatch)
+    model = hf_effattn.patch_attention(make_model("gpt2"), "cst", slice_length=8)
+    ids = torch.randint(5, 60, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        prompt = model(input_ids=ids[:, :-1], use_cache=True)
+        step = model(input_ids=ids[:, -1:], past_key_values=prompt.past_key_values).logits
+        whole = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(step[:, 0], whole[:, -1], rtol=0.05, atol=0.05)
+
+
+def test_a_report_under_autocast() -> None:
+    """Of a decoder whose rotation leaves queries and keys in float32."""
+    ids = torch.randint(5, 60, (2, 40), generator=torch.Generator().manual_seed(1))
+    counts = {"topk": 4, "key_clusters": 4, "segment_length": 8, "window": 8, "min_length": 0}
+    with torch.autocast("cpu", torch.bfloat16):
+        methods = [{"method": "bi-clustered", **counts}]
+        found = hf_effattn.report(make_model("llama", num_hidden_layers=1), [{"input_ids": ids}], methods=methods)
+    assert len(found.layers) == 1
 
 
 # Each model type with each method, by the one way and the other; BERT by both.
