@@ -46,6 +46,7 @@ from .model_types import (
     supported_model_types,
 )
 from .module_patch import RECORD, ModulePatch
+from .patched_models import warn_of_other_settings
 from .softcap import attend_bent
 from .stored import FIELD, check_layers, read_stored
 from .windows import IN_BLOCKS, attend_in_blocks, dense_mask, mask_of_blocks, sees_all, window_of
@@ -424,8 +425,11 @@ def _say_unknown(module: nn.Module, method: str) -> None:
 def _method_from_config(module: nn.Module, method: str) -> Method | None:
     stored = getattr(module.config, FIELD, None)
     if stored is None:
-        return make_method(method).for_layers(())  # raises where each layer needs settings of its own
+        chosen = make_method(method).for_layers(())  # raises where each layer needs settings of its own
+        warn_of_other_settings(module.config, chosen, None)
+        return chosen
     chosen, layers = read_stored(stored, method)
+    warn_of_other_settings(module.config, chosen, layers)
     if layers is None and not chosen.differs_by_layer:
         return chosen
     index = getattr(module, "layer_idx", None)

@@ -11,6 +11,7 @@ from .methods import METHODS, list_methods, make_method
 from .methods.base import quoted
 from .model_types import Stack, attends_itself, bends_scores, find_stacks, is_causal, reads_together
 from .module_patch import RECORD, ModulePatch
+from .patched_models import remember
 from .planning import (
     PatchPlan,
     check_model,
@@ -103,6 +104,8 @@ def patch_attention(
         else:
             warnings.warn(never_used, stacklevel=2)
     apply_plans(plans)
+    for plan in plans:
+        remember(plan.stack.model, model)
     return model
 
 

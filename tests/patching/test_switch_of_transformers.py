@@ -1,12 +1,17 @@
 """transformers' own switch on models whose code hears of a method by its mask alone: exact, or refused by name."""
 
+import copy
+import gc
+import warnings
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
+from support import tiny_vision_language
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import hf_effattn
@@ -123,3 +128,77 @@ def test_padding_is_not_seen_where_biases_are_added(model_type: str, texts: int,
     torch.testing.assert_close(model(**given).last_hidden_state[real], exact[real], rtol=1e-5, atol=1e-5)
     hf_effattn.patch_attention(model, method)
     torch.testing.assert_close(model(**given).last_hidden_state[real], exact[real], rtol=1e-5, atol=1e-5)
+
+
+CAUSAL = {"topk": 4, "key_clusters": 4, "segment_length": 8, "window": 8, "min_length": 0}
+
+
+def loaded_by_name(model: Any) -> Any:
+    """As trainers make the reference of a model."""
+    implementation = model.config._attn_implementation
+    return type(model).from_pretrained(model.config._name_or_path, attn_implementation=implementation).eval()
+
+
+def said_by(model: Any) -> list[str]:
+    """What this package warns of in two calls."""
+    with warnings.catch_warnings(record=True) as said, torch.no_grad():
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(input_ids=inputs(2)["input_ids"])
+    return [str(one.message) for one in said if "by its name" in str(one.message)]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    model = make_model("llama", AutoModelForCausalLM, switched="sdpa", **SIZES)
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_model_loaded_again_by_name_is_told_of_the_settings(checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    hf_effattn.patch_attention(model, "bi-clustered", **CAUSAL)
+    (said,) = said_by(loaded_by_name(model))
+    assert "by its name, without the settings (min_length=0, segment_length=8, window=8) of a live Llama" in said
+    assert len(said) <= 300
+    assert said_by(model) == []
+    assert said_by(copy.deepcopy(model)) == []
+    alike = hf_effattn.patch_attention(loaded_by_name(model), "bi-clustered", **CAUSAL)
+    assert said_by(alike) == []
+    model.save_pretrained(checkpoint)  # with its settings
+    assert said_by(loaded_by_name(model)) == []
+    hf_effattn.patch_attention(model, "bi-clustered", layers=[1], **CAUSAL)
+    (said,) = said_by(loaded_by_name(model))
+    assert "(layers=[1])" in said
+
+
+@pytest.mark.parametrize("gone", ["unpatched", "collected", "defaults", "method", "checkpoint"])
+def test_a_method_by_its_name_alone_is_no_reason_to_warn(gone: str, checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    if gone == "defaults":
+        hf_effattn.patch_attention(model, "bi-clustered")
+    else:
+        hf_effattn.patch_attention(model, "i-clustered" if gone == "method" else "bi-clustered", **{"min_length": 0})
+    other = loaded_by_name(model)
+    if gone == "unpatched":
+        hf_effattn.unpatch_attention(model)
+    elif gone == "collected":
+        del model
+        gc.collect()
+    elif gone == "method":
+        other.set_attn_implementation("bi-clustered")
+    elif gone == "checkpoint":
+        sizes = make_model("llama", AutoModelForCausalLM, switched="sdpa", **SIZES).config
+        other = AutoModelForCausalLM.from_config(sizes, attn_implementation="bi-clustered")
+    assert said_by(other) == []
+
+
+def test_the_parts_of_a_composite_model_are_told_too(tmp_path: Path) -> None:
+    """Their configs do not name the checkpoint."""
+    whole = tiny_vision_language.make_model("qwen2_vl")
+    whole.save_pretrained(tmp_path)
+    model = type(whole).from_pretrained(tmp_path)
+    hf_effattn.patch_attention(model, "bi-clustered", **CAUSAL)
+    implementation = {"text_config": "bi-clustered", "vision_config": "sdpa"}
+    other = type(whole).from_pretrained(tmp_path, attn_implementation=implementation)
+    assert len(said_by(other)) == 1
