@@ -42,8 +42,8 @@ def attend_bent(
         query (`torch.Tensor`): `(B, H, N, D)`.
         key (`torch.Tensor`): `(B, Hk, M, D)`.
         value (`torch.Tensor`): `(B, Hk, M, Dv)`.
-        mask (`torch.Tensor`, *optional*): of keys, bool `(B, M)`; `(B, 1, N, M)`, boolean or to be added; or from
-            `mask_of_blocks`. True = attend. Rows that see nothing are the mean of some values.
+        mask (`torch.Tensor`, *optional*): of keys, bool `(B, M)`; `(B or 1, H or 1, N or 1, M)`, boolean or to be
+            added; or from `mask_of_blocks`. True = attend. Rows that see nothing are the mean of some values.
         softcap (`float`): above 0, the bound of the scores.
         scale (`float`, *optional*): factor on the products of queries and keys. Default `D ** -0.5`.
         dropout (`float`): dropout on the attention weights.
@@ -66,7 +66,7 @@ def attend_bent(
     return output.transpose(1, 2).contiguous()
 
 
-# Of so many queries from the first on: the keys to compute, and which of them each sees, `(B or 1, 1, n or 1, keys)`.
+# Of so many queries from the first on: the keys to compute, and who sees them, `(B or 1, H or 1, n or 1, keys)`.
 Seen = Callable[[int, int], tuple[slice, torch.Tensor | None]]
 
 
@@ -79,7 +79,7 @@ def _seen(
     mask: torch.Tensor | None, causal: bool, length: int, first: int, rows: int
 ) -> tuple[slice, torch.Tensor | None]:
     if mask is not None and mask.ndim > 2:
-        return slice(0, length), mask[:, :, first : first + rows]
+        return slice(0, length), mask if mask.shape[2] == 1 else mask[:, :, first : first + rows]
     end = first + rows if causal else length
     of_keys = None if mask is None else mask[:, None, None, :end]
     if not causal:
@@ -121,10 +121,11 @@ def _attend(
         scores = scores.mul_(of_score / softcap).tanh_().mul_(softcap)
     if mask is not None:
         by_head = scores.unflatten(2, (-1, rows))
+        of_head = mask[:, :, None] if mask.shape[1] == 1 else mask.unflatten(1, (heads, -1))
         if mask.dtype == torch.bool:
-            by_head = by_head.masked_fill(~mask[:, :, None], torch.finfo(scores.dtype).min)
+            by_head = by_head.masked_fill(~of_head, torch.finfo(scores.dtype).min)
         else:
-            by_head = by_head + mask[:, :, None]
+            by_head = by_head + of_head
         scores = by_head.flatten(2, 3)
     weights = F.dropout(scores.softmax(dim=-1).to(value.dtype), dropout, training=dropout > 0)
     return (weights @ value[:, :, keys]).unflatten(2, (-1, rows)).flatten(1, 2)

@@ -75,6 +75,9 @@ def masks() -> dict[str, tuple[torch.Tensor | None, torch.Tensor | None, bool]]:
     dense = torch.rand(2, 1, 40, 40, generator=torch.Generator().manual_seed(3)) > 0.5
     dense |= torch.eye(40, dtype=torch.bool)
     added = torch.zeros(2, 1, 40, 40, dtype=torch.float64).masked_fill(~dense, torch.finfo(torch.float64).min)
+    by_head = dense & (torch.rand(1, 4, 40, 40, generator=torch.Generator().manual_seed(4)) > 0.3)
+    by_head |= torch.eye(40, dtype=torch.bool)
+    one_row, least = padding[:, None, None], torch.finfo(torch.float64).min
     square = torch.ones(40, 40, dtype=torch.bool)
     found: dict[str, tuple[torch.Tensor | None, torch.Tensor | None, bool]] = {
         "none": (None, None, False),
@@ -83,6 +86,10 @@ def masks() -> dict[str, tuple[torch.Tensor | None, torch.Tensor | None, bool]]:
         "keys, causal": (padding, square.tril() & padding[:, None, None], True),
         "dense": (dense, dense, False),
         "added": (added, dense, False),
+        "by head": (by_head, by_head, False),
+        "by head, added": (torch.zeros(2, 4, 40, 40).double().masked_fill(~by_head, least), by_head, False),
+        "one row": (one_row, one_row, False),
+        "one row, added": (torch.zeros(2, 1, 1, 40).double().masked_fill(~one_row, least), one_row, False),
     }
     for name, window, causal in (("window", Window(5, 0), True), ("window, both sides", Window(5, 5), False)):
 
@@ -111,12 +118,11 @@ def test_values_gradients_and_weights(mask: str, rows: int, attended: list[tuple
     with torch.no_grad():
         torch.testing.assert_close(attend_bent(*leaves, given, **asked), expected)
     # What no row of a block sees is not computed.
-    most = {"none": 40, "keys": 40, "dense": 40, "added": 40}.get(mask)
-    if most is None and rows == 7:
+    if rows == 7 and (causal or "window" in mask):
         widest = {"causal": 40, "keys, causal": 40, "window": 12, "window, both sides": 17}[mask]
         assert max(keys for _, keys in attended) == widest
         assert sum(queries * keys for queries, keys in attended) < 0.65 * 2 * 40 * 40
-    plain = None if seen is None else seen.expand(2, 1, 40, 40)
+    plain = None if seen is None else seen.expand(torch.broadcast_shapes(seen.shape, (2, 1, 40, 40)))
     query, key, value = leaves
     weights = exact_weights(query, key, plain, None, causal=False, softcap=2.0)
     torch.testing.assert_close((weights @ value.repeat_interleave(2, 1)).transpose(1, 2), expected)
@@ -205,6 +211,34 @@ def test_a_patched_model_is_the_exact_one(
     assert model.config._attn_implementation == "eager"
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, exact)
+
+
+@each_model
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("use_cache", [False, True])
+@torch.no_grad()
+def test_a_mask_to_be_added_is_added_as_without_the_patch(model_type: str, heads: int, use_cache: bool) -> None:
+    """Also one of its own for each head, of which two share their keys."""
+    model = make_bent(model_type)
+    assert model.config.num_attention_heads == 2 * model.config.num_key_value_heads
+    later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    slopes = -torch.arange(1, heads + 1)[:, None, None] * later.T.float() / 8
+    mask = slopes.expand(2, -1, -1, -1).masked_fill(later, torch.finfo(torch.float32).min)
+    asked: dict[str, Any] = {"input_ids": tokens(), "attention_mask": mask, "use_cache": use_cache}
+    step = {"input_ids": tokens()[:, :1], "attention_mask": mask[:, :, -1:].new_zeros(2, heads, 1, LENGTH + 1)}
+    step["attention_mask"][..., :9] = torch.finfo(torch.float32).min
+
+    def outputs() -> list[torch.Tensor]:
+        whole = model(**asked, output_attentions=True)
+        if not use_cache:
+            return [whole.logits, *whole.attentions]
+        return [whole.logits, model(**step, past_key_values=whole.past_key_values).logits]
+
+    expected = outputs()
+    for settings in ({"method": EXACTLY}, {"method": "bi-clustered", "min_length": 0}):
+        hf_effattn.patch_attention(model, **settings)
+        for found, exact in zip(outputs(), expected, strict=True):
+            torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
 
 
 @each_model
