@@ -19,6 +19,7 @@ from torch import nn
 from transformers.models.deberta import modeling_deberta as v1
 from transformers.models.deberta_v2 import modeling_deberta_v2 as v2
 
+from ..ops.derivatives import learns
 from .by_rows import ROWS, added_mask, by_rows
 from .relative_bias import shifted
 from .windows import is_traced
@@ -97,8 +98,8 @@ def attend_disentangled(
             added = torch.cat(sides, dim=3)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=added, dropout_p=dropout, scale=scale)
 
-    learns = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-    return by_rows(attend, query, N, ROWS if query.device.type == "cpu" and not learns else None)
+    in_short_parts = query.device.type == "cpu" and not learns(query, key, value)
+    return by_rows(attend, query, N, ROWS if in_short_parts else None)
 
 
 def _matrix(row: torch.Tensor | None) -> torch.Tensor | None:

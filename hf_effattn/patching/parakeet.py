@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.parakeet.modeling_parakeet import ParakeetEncoderAttention, ParakeetEncoderConvolutionModule
 
+from ..ops.derivatives import learns
 from .attention import matrices_are_collected
 from .by_rows import ROWS, added_mask, by_rows
 from .relative_bias import shifted
@@ -63,9 +64,9 @@ def attend_by_distance_vectors(
         return F.scaled_dot_product_attention(of_key, key, value, attn_mask=added, dropout_p=dropout, scale=scale)
 
     both = query, distance_query
-    learns = torch.is_grad_enabled() and any(one.requires_grad for one in (*both, key, value, distance_key))
     queries = torch.cat([query, distance_query * scale], dim=3)
-    return by_rows(attend, queries, N, ROWS if query.device.type == "cpu" and not learns else None)
+    in_short_parts = query.device.type == "cpu" and not learns(*both, key, value, distance_key)
+    return by_rows(attend, queries, N, ROWS if in_short_parts else None)
 
 
 class ParakeetByRows(ParakeetEncoderAttention):

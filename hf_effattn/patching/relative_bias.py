@@ -20,6 +20,7 @@ from transformers.models.mt5.modeling_mt5 import MT5Attention
 from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
+from ..ops.derivatives import learns
 from .attention import matrices_are_collected
 from .by_rows import added_mask, by_rows, floor
 from .windows import is_traced
@@ -54,7 +55,7 @@ def attend_by_distance(
     """
     bias = bias.to(query.dtype).contiguous()
     query = query.flip(2)  # so that each row of the matrix begins one to the right of that above, as a view can
-    if query.device.type == "cpu" and not dropout and not (torch.is_grad_enabled() and bias.requires_grad):
+    if query.device.type == "cpu" and not dropout and not learns(bias):
         return _by_view(query, key, value, bias, mask, scale=scale).flip(2)
     return _by_rows(query, key, value, bias, mask, scale=scale, dropout=dropout).flip(2)
 

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from ..ops.derivatives import learns
 from ..ops.shared.precision import accumulation_dtype, split_scale
 from .by_rows import by_rows
 from .windows import IN_BLOCKS, keys_beside_block
@@ -115,7 +116,7 @@ def _attend(
     of_query, of_score = split_scale(scale, query.dtype)
     together = (query * of_query).unflatten(1, (heads, -1)).flatten(2, 3)  # heads that share keys, as rows of one
     scores = (together @ key[:, :, keys].transpose(2, 3)).to(accumulation_dtype(query.dtype))
-    if scores.requires_grad:
+    if learns(scores):
         scores = bend(scores * of_score, softcap)
     else:
         scores = scores.mul_(of_score / softcap).tanh_().mul_(softcap)

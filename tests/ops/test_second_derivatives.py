@@ -1,4 +1,7 @@
-"""Derivatives that the references alone have, second ones and those of torch.func: the fast forms say so."""
+"""Derivatives that the references alone have, second ones and those of torch.func: the fast forms say so.
+
+And first ones where a call does not look as if any were asked for.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -90,3 +93,34 @@ def test_clusters_carry_no_derivative_under_torch_func_either() -> None:
         return rows.sum()
 
     assert torch.equal(torch.func.grad(loss)(query), torch.ones_like(query))
+
+
+@each_op
+def test_backward_through_vmap(op: str) -> None:
+    """As where `stack_module_state` trains models together: tensors within `vmap` say that they need no gradient.
+
+    Causal attention read what its forward pass had not kept; torch had no rule for an op that returns a list.
+    """
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 1, 1, 12, 4, generator=generator).requires_grad_() for _ in range(3)]
+    together = torch.func.vmap(OPS[op])(*inputs)
+    apart = torch.stack([OPS[op](*of_one) for of_one in zip(*inputs, strict=True)])
+    torch.testing.assert_close(together, apart, rtol=0, atol=0)
+    learned = inputs[:2] if op == "neural clustering" else inputs
+    found, expected = (torch.autograd.grad(output.square().sum(), learned) for output in (together, apart))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", ["bi-clustered", "causal"])
+def test_backward_through_a_graph_exported_without_gradients(op: str) -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return OPS[op](query, key, value)
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 1, 12, 4, generator=generator) for _ in range(3)]
+    with torch.no_grad():
+        exported = torch.export.export(Attention(), tuple(inputs)).module()
+    learned = [one.requires_grad_() for one in inputs]
+    found, expected = (torch.autograd.grad(run(*learned).square().sum(), learned) for run in (exported, OPS[op]))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -128,6 +128,19 @@ def test_values_gradients_and_weights(mask: str, rows: int, attended: list[tuple
     torch.testing.assert_close((weights @ value.repeat_interleave(2, 1)).transpose(1, 2), expected)
 
 
+def test_backward_through_vmap() -> None:
+    """Scores within `vmap` say that they need no gradient, and were bent in place."""
+    leaves = [tensor.requires_grad_() for tensor in drawn()]
+    asked: dict[str, Any] = {"softcap": 2.0, "scale": None, "dropout": 0.0, "causal": True}
+
+    def attended(*given: torch.Tensor) -> torch.Tensor:
+        return attend_bent(*given, None, **asked)
+
+    together = torch.func.vmap(lambda *one: attended(*(part[None] for part in one))[0])(*leaves)
+    found, expected = (torch.autograd.grad(each.square().sum(), leaves) for each in (together, attended(*leaves)))
+    torch.testing.assert_close(found, expected)
+
+
 def test_keys_of_another_text() -> None:
     """Cross-attention, and one token over a cache."""
     query, key, value = drawn(keys=23)

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 
 from ..cluster_queries import DEFAULT_ITERATIONS
+from ..derivatives import learns
 from ..kmeans import check_seed
 from ..shared.arguments import check_counts, check_mask, check_number, check_query_key_value, choose_backend
 from ..shared.callers import stacklevel_of_user
@@ -159,5 +160,5 @@ def causal_clustered_attention(
         prefill,
         query.shape[3] ** -0.5 if scale is None else float(scale),
         dropout_p,
-        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, sinks)),
+        learns(query, key, value, sinks),
     )

@@ -288,7 +288,12 @@ def gradients(
     grad_output: torch.Tensor, output: torch.Tensor, log_sum: torch.Tensor, query_labels: torch.Tensor,
     key_labels: torch.Tensor, settings: Settings,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of query, key, value and sinks, of what `Kept` holds and the arguments of `_forward`."""
+    """Gradients of query, key, value and sinks, of what `Kept` holds and the arguments of `_forward`.
+
+    A call that seemed to have no way back kept nothing, and has one where its graph was exported without gradients.
+    """
+    if len(output) and output.shape[2] < settings.query.shape[2]:
+        _, output, log_sum, query_labels, key_labels = _forward(settings._replace(keeps=True))
     (query, key, value, key_mask), kept = settings[:4], Kept(output, log_sum, query_labels, key_labels)
     finite, _ = without_special(value, key_mask)
     grad_query, grad_key, grad_value = gradients_of_chunks(query, key, value, key_mask)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from ..derivatives import unbatched
 from .callers import stacklevel_of_user
 
 BACKENDS = ("reference", "batched", "triton")
@@ -68,10 +69,8 @@ def _check_derivatives(tensors: Sequence[torch.Tensor]) -> None:
 
 def _is_traced_by_func(tensor: torch.Tensor) -> bool:
     """Whether a transform of torch.func follows a tensor for its gradient, under any `vmap`."""
-    functorch = torch._C._functorch
-    while functorch.is_batchedtensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
-    return bool(functorch.is_gradtrackingtensor(tensor) and tensor.requires_grad)
+    tensor = unbatched(tensor)
+    return bool(torch._C._functorch.is_gradtrackingtensor(tensor) and tensor.requires_grad)
 
 
 def kernel_problem(*tensors: torch.Tensor, any_width: bool = False) -> str | None:

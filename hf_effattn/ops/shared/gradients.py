@@ -58,6 +58,8 @@ def register_op(
     count = outputs if shown is None else shown
     shows = (lambda *given: op(*given)[0]) if count == 1 else (lambda *given: op(*given)[:count])
     form = op if returned is torch.Tensor else shows
+    if listed:
+        op.register_vmap(lambda _, in_dims, *given: _one_by_one(op, in_dims, given))
     if gradients is None:
         return form
 
@@ -101,3 +103,12 @@ def register_op(
 
     op.register_autograd(backward, setup_context=setup_context)
     return form
+
+
+def _one_by_one(op: Callable[..., list[torch.Tensor]], in_dims: Sequence[Any], given: Sequence[Any]) -> Any:
+    """What `vmap` makes of an op that returns a list, which torch has no rule for; and the dimension it is along."""
+    mapped = list(zip(given, in_dims, strict=True))
+    (count,) = {x.shape[dim] for x, dim in mapped if isinstance(dim, int)}
+    found = [op(*(x.select(dim, i) if isinstance(dim, int) else x for x, dim in mapped)) for i in range(count)]
+    outputs = [torch.stack(of_each) for of_each in zip(*found, strict=True)]
+    return outputs, [0] * len(outputs)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...ops import bi_clustered_attention
+from ...ops.derivatives import learns
 from ...ops.shared.head_threads import for_every_chunk, heads_of_threads
 from ..exact import causal_rows
 from ..model_types import Stack, is_sliding_window, sees_both_ways
@@ -397,10 +398,9 @@ def _in_parts(options: Options, *tensors: torch.Tensor) -> bool:
 
     Nor with dropout: a checkpoint's first pass, without gradients, must draw what the second one draws.
     """
-    learned = tensors if options.sinks is None else (*tensors, options.sinks)
-    learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in learned)
     on_cpu = tensors[0].device.type == "cpu"
-    return on_cpu and options.dropout_p == 0 and not learns and not torch.compiler.is_compiling()
+    followed = torch.compiler.is_compiling() or learns(*tensors, options.sinks)
+    return on_cpu and options.dropout_p == 0 and not followed
 
 
 def _of_threads(shares: Sequence[Share], device: torch.device) -> list[Share]:
