@@ -49,7 +49,7 @@ from .module_patch import RECORD, ModulePatch
 from .patched_models import warn_of_other_settings
 from .softcap import attend_bent
 from .stored import FIELD, check_layers, read_stored
-from .windows import IN_BLOCKS, attend_in_blocks, dense_mask, mask_of_blocks, sees_all, window_of
+from .windows import IN_BLOCKS, attend_in_blocks, dense_mask, in_a_graph, mask_of_blocks, sees_all, window_of
 
 # Keywords by which transformers' SDPA path adds to the scores of all keys, or finds the keys elsewhere.
 NOT_IN_BLOCKS = "position_bias", "cache"
@@ -220,6 +220,8 @@ def attention(
         call.cast()
         return _over_cache(chosen, call)
     if dense or key.shape[2] != N or (hides_future and N == 1) or is_window_of_image(module, N):
+        if dense and hides_future and in_a_graph() and not chosen.is_exact(N, N, query.device.type, causal=True):
+            _say_packed(method)
         return _exact(call)
     if chosen.is_exact(N, N, query.device.type, causal=hides_future):
         if hides_future:
@@ -275,6 +277,16 @@ class Call:
     def cast(self) -> None:
         """Cast as autocast does for SDPA, which no method calls."""
         self.query, self.key, self.value = cast_by_autocast(self.query, self.key, self.value)
+
+
+@torch.compiler.assume_constant_result  # so that it is said while a graph is made
+def _say_packed(method: str) -> None:
+    """Warn of a graph that holds a decoder's exact attention, since it has to serve packed texts, too."""
+    warnings.warn(
+        f'this graph is traced with a dense mask, under which attention stays exact: "{method}" does not run in it. '
+        "transformers makes one where texts may be packed: pass attention_mask=torch.ones_like(input_ids) if none is",
+        stacklevel=stacklevel_of_user(),
+    )
 
 
 def _say_if_never(method: Method, device_type: str) -> None:

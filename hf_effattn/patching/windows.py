@@ -48,7 +48,7 @@ def window_of(mask_function: Callable) -> Window | None:
     It tells one where it is a window or chunks, or their intersection with the masks of full attention: of any other
     function, and of all within a graph, nothing is known.
     """
-    reach = None if _in_a_graph() else _reach(mask_function)
+    reach = None if in_a_graph() else _reach(mask_function)
     return None if reach is None or inf in reach else Window(*map(int, reach))
 
 
@@ -56,10 +56,10 @@ def sees_all(mask_function: Callable) -> bool:
     """Whether one of transformers' mask functions hides nothing, as far as it tells."""
     if mask_function is bidirectional_mask_function:
         return True
-    return not _in_a_graph() and _reach(mask_function) == (inf, inf)
+    return not in_a_graph() and _reach(mask_function) == (inf, inf)
 
 
-def _in_a_graph() -> bool:
+def in_a_graph() -> bool:
     return torch.compiler.is_compiling() or is_traced()
 
 
