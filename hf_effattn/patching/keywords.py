@@ -81,7 +81,7 @@ _MISSING_IN_THIS_SDPA = (
 KNOWN = READ | WITHOUT_EFFECT | EXACT | NOT_IN_SDPA
 
 
-def needs_exact_attention(method: str, name: str, keywords: Mapping[str, Any], *, dense: bool) -> bool:
+def needs_exact_attention(method: str, name: str, keywords: Mapping[str, Any], *, dense: bool, causal: bool) -> bool:
     """Whether a keyword changes attention in a way that no method has, so that SDPA has to run, with all keywords.
 
     Args:
@@ -89,6 +89,7 @@ def needs_exact_attention(method: str, name: str, keywords: Mapping[str, Any], *
         name (`str`): of the attention module, for messages.
         keywords (`Mapping`): what transformers passed beside the named arguments.
         dense (`bool`): whether there is a mask that says for each query what it sees.
+        causal (`bool`): whether no query may see a later key; only then transformers makes masks of positions.
 
     Warns of a keyword that is not known: it may be meant for something else, but nothing says so.
 
@@ -101,7 +102,7 @@ def needs_exact_attention(method: str, name: str, keywords: Mapping[str, Any], *
             continue
         refused = keyword in NOT_IN_SDPA and not (dense and keyword in _IN_A_DENSE_MASK)
         if refused or keyword in _MISSING_IN_THIS_SDPA:
-            raise ValueError(_refusal(method, name, keyword))
+            raise ValueError(_refusal(method, name, keyword, causal=causal))
         if keyword not in KNOWN and not torch.compiler.is_compiling():
             warnings.warn(
                 f'{name} passes {keyword}=, which "{method}" does not know: it attends exactly, as without the patch. '
@@ -112,10 +113,11 @@ def needs_exact_attention(method: str, name: str, keywords: Mapping[str, Any], *
     return exact
 
 
-def _refusal(method: str, name: str, keyword: str) -> str:
+def _refusal(method: str, name: str, keyword: str, *, causal: bool) -> str:
     what = _SAYS_WHAT.get(keyword)
     instead = (
-        "call the model with padding and an attention_mask instead, or with position_ids that begin anew at each text"
+        "call the model with padding and an attention_mask instead"
+        + (", or with position_ids that begin anew at each text" if causal else "")
         if keyword in _IN_A_DENSE_MASK
         else 'keep the attn_implementation that the model had (unpatch_attention), or "eager"'
     )

@@ -180,9 +180,12 @@ def test_a_position_bias_is_added_to_the_scores(
 
 
 def test_packed_texts_need_a_dense_mask(module: Any, projected: dict[str, torch.Tensor], attended: list[str]) -> None:
+    """Which transformers makes of positions for decoders alone: texts of an encoder would see each other."""
     packed: dict[str, Any] = {"cu_seq_lens_q": torch.tensor([0, 10, N]), "max_length_q": 30}
-    with pytest.raises(ValueError, match=r"where packed texts begin.*position_ids that begin anew"):
+    with pytest.raises(ValueError, match=r"where packed texts begin.*padding and an attention_mask instead$"):
         attention("clustered", module, **projected, attention_mask=None, **packed)
+    with pytest.raises(ValueError, match=r"where packed texts begin.*position_ids that begin anew"):
+        attention("clustered", module, **projected, attention_mask=None, is_causal=True, **packed)
     dense = torch.ones(2, 1, N, N, dtype=torch.bool)
     attention("clustered", module, **projected, attention_mask=dense, **packed)
     assert attended == []
