@@ -31,6 +31,7 @@ from ..patching.model_types import (
 )
 from ..patching.patch import exact_implementation, set_implementation
 from ..patching.planning import stacks_to_patch, why_exact
+from ..patching.position_rows import POSITION_ROWS, POSITION_TERMS, READ_BY, PositionTerms
 from ..patching.snapshot import Snapshot
 
 RECORDING = "effattn-recording"
@@ -53,6 +54,7 @@ class SeenAttention:
         scale (`float`, *optional*): factor on the scores; None means `D ** -0.5`.
         causal (`bool`): whether no query sees a later key.
         sinks (`torch.Tensor`, *optional*): `(H,)`, of a score that has a weight and no value.
+        positions (`tuple`, *optional*): what a converted module projected of its positions.
         exact (`Callable`): runs the model's exact attention, `(B, N, H, D)`.
     """
 
@@ -66,12 +68,14 @@ class SeenAttention:
     scale: float | None
     causal: bool
     sinks: torch.Tensor | None
+    positions: PositionTerms | None
     exact: Callable[[], torch.Tensor]
 
     @property
     def asked(self) -> dict[str, Any]:
         """What `Method.run` is told of it."""
-        return {"key_mask": self.key_mask, "scale": self.scale, "causal": self.causal, "sinks": self.sinks}
+        names = "key_mask", "scale", "causal", "sinks", "positions"
+        return {name: getattr(self, name) for name in names}
 
 
 Observer = Callable[[SeenAttention], torch.Tensor]
@@ -103,11 +107,16 @@ def recording_attention(
         kwargs |= {"attention_mask": None, "scaling": scaling, "dropout": dropout}
         return attend_to_each(partial(recording_attention, module, **kwargs), images, query, key, value)
 
+    rows = kwargs.pop(POSITION_ROWS, None)
+    if rows is not None:
+        kwargs |= {"attention_mask": attention_mask, "scaling": scaling, "dropout": dropout}
+        return rows.attend(partial(recording_attention, module, **kwargs), query, key, value)
+
     def exact() -> torch.Tensor:
         asked = {"dropout": dropout, "scaling": scaling, "sinks": sinks}
         return sdpa_path(module, query, key, value, attention_mask, **asked, **kwargs)
 
-    sinks = kwargs.pop("s_aux", None)
+    sinks, positions = kwargs.pop("s_aux", None), kwargs.pop(POSITION_TERMS, None)
     watch = _watched.get(module)
     M, window = key.shape[2], kwargs.get("sliding_window")
     is_window = hides_keys(window, M, module.config) or is_window_of_image(module, M)
@@ -117,7 +126,8 @@ def recording_attention(
     watch.calls += 1
     mask = _padding_of(attention_mask)
     inputs = cast_by_autocast(query, key, value)  # as methods get them
-    seen = SeenAttention(module, watch.layers[which], call, *inputs, mask, scaling, is_causal(module), sinks, exact)
+    asked = mask, scaling, is_causal(module), sinks, positions
+    seen = SeenAttention(module, watch.layers[which], call, *inputs, *asked, exact)
     return watch.observer(seen), None
 
 
@@ -220,3 +230,4 @@ def as_it_was(model: nn.Module) -> Iterator[Callable[[], None]]:
 AttentionInterface.register(RECORDING, recording_attention)
 # The baseline's own mask function, so that the exact run pays for exactly the mask that the baseline gets.
 AttentionMaskInterface.register(RECORDING, sdpa_mask)
+READ_BY.add(RECORDING)

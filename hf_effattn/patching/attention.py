@@ -11,6 +11,7 @@ the future it raises. Longformer, T5 and their kinds attend themselves: `own_att
 """
 
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +48,7 @@ from .model_types import (
 )
 from .module_patch import RECORD, ModulePatch
 from .patched_models import warn_of_other_settings
+from .position_rows import POSITION_ROWS, POSITION_TERMS, READ_BY, PositionTerms
 from .softcap import attend_bent
 from .stored import FIELD, check_layers, read_stored
 from .windows import IN_BLOCKS, attend_in_blocks, dense_mask, in_a_graph, mask_of_blocks, sees_all, window_of
@@ -193,6 +195,11 @@ def attention(
     if images is not None:
         kwargs |= {"attention_mask": None, "scaling": scaling, "dropout": dropout}
         return attend_to_each(partial(attention, method, module, **kwargs), images, query, key, value)
+    rows = kwargs.pop(POSITION_ROWS, None)
+    if rows is not None:
+        kwargs |= {"attention_mask": attention_mask, "scaling": scaling, "dropout": dropout}
+        return rows.attend(partial(attention, method, module, **kwargs), query, key, value)
+    positions = kwargs.pop(POSITION_TERMS, None)
     wants_weights = bool(kwargs.pop("output_attentions", None)) or matrices_are_collected(module)
     reads_drafts = kwargs.pop(READS_DRAFTS, False)
     sinks, softcap = kwargs.pop("s_aux", None), kwargs.pop("softcap", None)
@@ -212,9 +219,10 @@ def attention(
         key, value = key[:, :, :N], value[:, :, :N]
     prompt = not torch.is_grad_enabled() and bool(kwargs.get("use_cache")) and not reads_drafts
     asked = scaling, dropout, wants_weights, hides_future, prompt
-    call = Call(module, query, key, value, attention_mask, sinks, softcap, *asked, kwargs)
+    call = Call(module, query, key, value, attention_mask, sinks, softcap, *asked, kwargs, positions)
     not_by_method = softcap is not None or (sinks is not None and not hides_future)
     if chosen is None or unknown or not as_its_type or not_by_method:
+        _say_once_if_trained(chosen, call)
         return _exact(call)
     if over_cache:
         call.cast()
@@ -222,6 +230,7 @@ def attention(
     if dense or key.shape[2] != N or (hides_future and N == 1) or is_window_of_image(module, N):
         if dense and hides_future and in_a_graph() and not chosen.is_exact(N, N, query.device.type, causal=True):
             _say_packed(method)
+        _say_once_if_trained(chosen, call)
         return _exact(call)
     if chosen.is_exact(N, N, query.device.type, causal=hides_future):
         if hides_future:
@@ -258,6 +267,7 @@ class Call:
         hides_future (`bool`): whether no query may see a later key.
         prompt (`bool`): whether, of a prompt, only what follows the last token will be read.
         options (`dict`): what else the model passes on, for transformers' own path.
+        positions (`tuple`, *optional*): what the module projected of a conversion's positions.
     """
 
     module: nn.Module
@@ -273,6 +283,7 @@ class Call:
     hides_future: bool
     prompt: bool
     options: dict[str, Any]
+    positions: PositionTerms | None = None
 
     def cast(self) -> None:
         """Cast as autocast does for SDPA, which no method calls."""
@@ -299,6 +310,31 @@ def _say_if_never(method: Method, device_type: str) -> None:
     if method.shortest_length(device_type, causal=True) is None:
         said = f"The patch approximates nothing: {why_never(method.method, device_type)}."
         warnings.warn(said, stacklevel=stacklevel_of_user())
+
+
+# The models that were told, for as long as there are any.
+_told: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def _say_once_if_trained(method: Method | None, call: Call) -> None:
+    """Warn, once for each model, of exact attention in a layer that was trained with another."""
+    patch: ModulePatch | None = getattr(call.module, RECORD, None)
+    if method is None or not method.needs_fine_tuning or patch is None or patch.owner is None:
+        return
+    N, M = call.query.shape[2], call.key.shape[2]
+    if torch.compiler.is_compiling() or M == N == 1 or patch.owner in _told:
+        return
+    why = "of a keyword of this call"
+    if call.mask is not None and call.mask.ndim != 2:
+        why = "of a mask for each query, such as that of packed texts"
+    elif M != N:
+        why = f"there are {M - N} more keys than tokens, such as a prefix"
+    _told.add(patch.owner)
+    warnings.warn(
+        f'{type(patch.owner).__name__} attends exactly here, not by "{method.method}", which it was converted to, '
+        f"because {why}. Train and call it with padding and a 2-D attention_mask alone, or take the exact model",
+        stacklevel=stacklevel_of_user(),
+    )
 
 
 def _exact(call: Call) -> Attended:
@@ -351,8 +387,9 @@ def _bent(call: Call, softcap: float) -> Attended:
 def _over_cache(method: Method, call: Call) -> Attended:
     """The last tokens over a cache: by a method that has a form for them, and exactly where it has none."""
     if call.mask is not None and call.mask.dtype != torch.bool:
+        _say_once_if_trained(method, call)
         return _exact(call)
-    options = Options(scale=call.scale, causal=True, module=call.module)
+    options = Options(scale=call.scale, causal=True, module=call.module, positions=call.positions)
     attend: Any = partial(method.attend_over_cache, call.query, call.key, mask=call.mask, options=options)
     result = attend(call.value)
     if result is None:
@@ -371,6 +408,7 @@ def _by_method(method: Method, call: Call) -> Attended:
         "training": call.module.training,
         "sinks": call.sinks,
         "module": call.module,
+        "positions": call.positions,
     }
     result = method.run(call.query, call.key, call.value, dropout_p=call.dropout, **options)
     weights = method.weights(call.query, call.key, **options) if call.wants_weights else None
@@ -490,3 +528,4 @@ def register() -> None:
         AttentionInterface.register(method, partial(attention, method))
         # Without a mask function of the same name transformers passes no mask, and padding is attended to.
         AttentionMaskInterface.register(method, padding_mask)
+        READ_BY.add(method)

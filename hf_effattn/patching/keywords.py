@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..ops.shared.callers import stacklevel_of_user
 from .images import IMAGES
 from .methods.drafts import READS_DRAFTS
+from .position_rows import POSITION_ROWS
 
 # Parameters of `attention`, and keywords that it reads.
 READ = frozenset(
@@ -32,6 +33,7 @@ READ = frozenset(
         "softcap",
         READS_DRAFTS,
         IMAGES,
+        POSITION_ROWS,
     }
 )
 

@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from .adapters import has_adapters
 from .attention import causal_error, unsupported_error
 from .methods import METHODS, Method
 from .methods.crossover import why_never
@@ -183,8 +184,16 @@ def why_exact(stack: Stack) -> str:
 
 
 def check_not_wrapped(model: nn.Module, plan: PatchPlan) -> None:
-    """Raise where parameters would come after a wrapper has noted those that it keeps alike on all processes."""
-    if plan.parameters is None or plan.parameters in model.modules() or not torch.distributed.is_available():
+    """Raise where parameters come too late for what is around the model, or in it, to keep them alike or save them."""
+    if plan.parameters is None or plan.parameters in model.modules():
+        return
+    name = plan.method.parameters_name
+    if has_adapters(model):
+        raise ValueError(
+            f'"{plan.method.method}" adds parameters, {name}, which adapters are saved without. Patch the model '
+            f'first, then put adapters on it, with modules_to_save=["{name}"] to train both'
+        )
+    if not torch.distributed.is_available():
         return
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel

@@ -74,15 +74,16 @@ def _is_ours(one: Any) -> bool:
 
 def _traces(module: nn.Module) -> dict[str, dict[Any, Any]]:
     """What patching has left on a module: the entries that are its own, by the dict they stand in."""
-    hooks = module._forward_pre_hooks
-    ours = [key for key, hook in hooks.items() if _is_ours(hook)]
-    with_kwargs = module._forward_pre_hooks_with_kwargs
-    return {
+    found = {
         "": {name: value for name, value in vars(module).items() if name.startswith(ATTRIBUTES)},
         "_modules": {name: child for name, child in module._modules.items() if name.startswith(ADDED)},
-        "_forward_pre_hooks": {key: hooks[key] for key in ours},
-        "_forward_pre_hooks_with_kwargs": {key: with_kwargs[key] for key in ours if key in with_kwargs},
     }
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        hooks, with_kwargs = vars(module)[name], vars(module)[f"{name}_with_kwargs"]
+        ours = [key for key, hook in hooks.items() if _is_ours(hook)]
+        found[name] = {key: hooks[key] for key in ours}
+        found[f"{name}_with_kwargs"] = {key: with_kwargs[key] for key in ours if key in with_kwargs}
+    return found
 
 
 def _put_back(place: dict[Any, Any], before: dict[Any, Any], now: dict[Any, Any]) -> None:

@@ -12,7 +12,8 @@ from support.cst_conversions import convert, first_output, small_model, tokens
 from torch import nn
 
 import hf_effattn
-from hf_effattn.patching.methods.cst.positions import NAME, project
+from hf_effattn.patching.methods.cst import CompositeSlices
+from hf_effattn.patching.methods.cst.positions import NAME
 from hf_effattn.patching.model_types import find_stacks
 
 
@@ -23,6 +24,9 @@ class TrainedCopy(nn.Module):
         super().__init__()
         self.original_module = original.requires_grad_(False)
         self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(original).requires_grad_(True)})
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        return self.modules_to_save["default"](*args)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -71,32 +75,43 @@ def test_a_wrapper_of_the_tables_is_kept_put_back_and_taken_away(monkeypatch: py
     assert not hasattr(hf_effattn.unpatch_attention(wrapped()), NAME)
 
 
-class AdaptedLinear(nn.Linear):
-    """A layer of a class that is not known: the same affine map."""
+def position_terms(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each layer adds to queries and to keys, `(H, R, D)`."""
+    found, attend = [], CompositeSlices.attend
+
+    def watched(self: Any, query: Any, key: Any, value: Any, options: Any, *groups: Any) -> torch.Tensor:
+        found.append(options.positions)
+        return attend(self, query, key, value, options, *groups)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CompositeSlices, "attend", watched)
+        first_output(model, tokens())
+    return found
 
 
 @torch.no_grad()
-def test_positions_through_an_adapter_keep_their_precision_beside_a_large_bias() -> None:
-    model = small_model("bert").to(torch.bfloat16)
+def test_positions_keep_their_precision_beside_a_large_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = convert(small_model("bert")).to(torch.bfloat16)
     module: Any = find_stacks(model)[0].modules[0]
     generator = torch.Generator().manual_seed(5)
-    rows = torch.randn(7, 32, generator=generator).mul(0.02).to(torch.bfloat16)
-    for name in ("query", "key", "value"):
-        getattr(module, name).bias.copy_(torch.randn(32, generator=generator))
-        getattr(module, name).__class__ = AdaptedLinear
-    for name, actual in zip(("query", "key", "value"), project(module, rows, bias=False), strict=True):
-        weight = getattr(module, name).weight
-        reference = rows.double() @ weight.double().T
-        assert_close_to_reference(name, actual, reference, baseline=rows @ weight.T)
+    for table in getattr(model, NAME).parameters():
+        table.mul_(0.02)
+    for projection in (module.query, module.key):
+        projection.bias.copy_(torch.randn(32, generator=generator))
+    rows = torch.cat([getattr(model, NAME).token_positions, getattr(model, NAME).slice_positions[:7]])
+    found = position_terms(model, monkeypatch)[0]
+    for projection, actual in zip((module.query, module.key), found, strict=True):
+        reference = rows.double() @ projection.weight.double().T
+        rounded = rows @ projection.weight.T
+        assert_close_to_reference("term", actual.transpose(0, 1).flatten(1), reference, baseline=rounded)
 
 
 @torch.no_grad()
-def test_positions_through_an_offloaded_adapter() -> None:
+def test_positions_through_offloaded_projections() -> None:
     model = convert(small_model("bert").double())
     for module in find_stacks(model)[0].modules:
         for name in ("query", "key", "value"):
             getattr(module, name).bias.normal_()
-            getattr(module, name).__class__ = AdaptedLinear
     expected = first_output(model, tokens())
     accelerate.cpu_offload(model.encoder, execution_device=torch.device("cpu"))
     assert model.encoder.layer[0].attention.self.query.bias.is_meta
@@ -105,16 +120,15 @@ def test_positions_through_an_offloaded_adapter() -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:torch.quantize_per_tensor")
 @torch.no_grad()
-def test_quantised_projections_without_a_parameter() -> None:
-    """Their bias is packed away with the weights, so it is subtracted."""
+def test_quantised_projections_without_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their bias is packed away with the weights."""
     quantised = torch.ao.quantization.quantize_dynamic(small_model("bert"), {nn.Linear}, dtype=torch.qint8)
-    convert(quantised)
+    convert(quantised, trained=False)
     assert getattr(quantised, NAME).token_positions.dtype == torch.float32
+    assert not list(find_stacks(quantised)[0].modules[0].parameters())
+    assert not any(terms.any() for of_layer in position_terms(quantised, monkeypatch) for terms in of_layer)
+    convert(quantised)
     assert first_output(quantised, tokens()).isfinite().all()
-    module: Any = find_stacks(quantised)[0].modules[0]
-    assert not list(module.parameters())
-    for positions in project(module, torch.zeros(3, 32), bias=False):
-        assert not positions.any()
 
 
 def test_only_trained_tables_are_missed() -> None:

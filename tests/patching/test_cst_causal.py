@@ -8,7 +8,6 @@ from support.closeness import assert_close_to_reference
 from support.cst_conversions import LENGTH, convert, small_model, tokens
 from transformers import DynamicCache, StaticCache
 
-from hf_effattn.patching.attention import attention
 from hf_effattn.patching.model_types import find_stacks
 
 each_composition = pytest.mark.parametrize("composition", ["merged", "local-global"])
@@ -95,13 +94,23 @@ def test_the_papers_composition_generates_without_a_cache() -> None:
 
 @torch.no_grad()
 def test_attention_weights_of_a_step() -> None:
-    module = find_stacks(convert(small_model("gpt2").double()))[0].modules[0]
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randn(2, 4, LENGTH, 8, dtype=torch.float64, generator=generator) for _ in range(3)]
-    output, weights = attention("cst", module, *rows, None, output_attentions=True)
-    assert_close_to_reference("output", (weights @ rows[2]).transpose(1, 2), output, rtol=1e-12)
+    """Those of the whole text, whose product with the values is what the layer projects to its output."""
+    model = convert(small_model("gpt2").double())
+    module: Any = find_stacks(model)[0].modules[0]
+    ids, seen = tokens(), {}
+    hooks = [
+        module.c_proj.register_forward_pre_hook(lambda _, args: seen.update(attended=args[0][:, -LENGTH:])),
+        module.c_attn.register_forward_hook(lambda _, args, output: seen.update(values=output[:, -LENGTH:, 64:])),
+    ]
+    weights = model(ids, output_attentions=True).attentions[0]
+    for hook in hooks:
+        hook.remove()
+    values = seen["values"].unflatten(-1, (4, 8)).transpose(1, 2)
+    assert_close_to_reference("output", (weights @ values).transpose(1, 2).flatten(2), seen["attended"], rtol=1e-12)
     assert not weights.triu(1).any()
-    _, of_step = attention("cst", module, rows[0][:, :, -1:], *rows[1:], None, output_attentions=True)
+    past = DynamicCache(config=model.config)
+    model(ids[:, :-1], past_key_values=past)
+    of_step = model(ids[:, -1:], past_key_values=past, output_attentions=True).attentions[0]
     assert_close_to_reference("weights", of_step, weights[:, :, -1:], rtol=1e-12)
 
 

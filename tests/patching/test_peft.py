@@ -82,3 +82,41 @@ def test_trained_tables_come_back_with_the_base_loaded_first(tmp_path, tokens):
     again = hf_effattn.from_pretrained(AutoModelForSequenceClassification, tmp_path / "base")
     again = peft.PeftModel.from_pretrained(again, tmp_path / "adapter").eval()
     torch.testing.assert_close(again(input_ids=tokens).logits, model(input_ids=tokens).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wrapped", ["peft", "base", "prompt"])
+def test_tables_that_adapters_would_be_saved_without_are_refused(wrapped, tokens):
+    """They learned with the adapter, and were in no file."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    adapter = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"])
+    if wrapped == "prompt":
+        adapter = peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3)
+    model = peft.get_peft_model(BertForSequenceClassification(config), adapter).eval()
+    expected = model(input_ids=tokens).logits
+    to_patch = model.get_base_model() if wrapped == "base" else model
+    with pytest.raises(ValueError, match=r'"cst" adds .* saved without. .* modules_to_save=\["hf_effattn_cst"\]'):
+        hf_effattn.patch_attention(to_patch, "cst", **SETTINGS["cst"])
+    assert torch.equal(model(input_ids=tokens).logits, expected)
+    hf_effattn.patch_attention(to_patch, "clustered", **SETTINGS["clustered"])
+
+
+def test_tables_learn_only_where_they_are_saved(tmp_path):
+    config = BertConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    base = hf_effattn.patch_attention(BertForSequenceClassification(config), "cst", **SETTINGS["cst"])
+    base.save_pretrained(tmp_path / "base")
+
+    def learning(model):
+        return [name for name, weight in model.named_parameters() if "hf_effattn_cst" in name and weight.requires_grad]
+
+    base = hf_effattn.from_pretrained(AutoModelForSequenceClassification, tmp_path / "base")
+    assert len(learning(base)) == 2
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
+    assert not learning(model)
+    model.save_pretrained(tmp_path / "adapter")
+    auto_class = peft.AutoPeftModelForSequenceClassification
+    assert not learning(hf_effattn.from_pretrained(auto_class, tmp_path / "adapter", is_trainable=True))

@@ -23,6 +23,7 @@ from torch import nn
 from ...ops.derivatives import check_no_onnx
 from ..exact import exact_attention, exact_weights, visible_keys
 from ..model_types import Stack
+from ..position_rows import PositionTerms
 from ..tolerance import ON_EXCESS, Attended
 from .crossover import crossover_length
 from .drafts import watch_for_drafts
@@ -47,6 +48,8 @@ class Options:
         sinks (`torch.Tensor`, *optional*): where causal, `(H,)`, a score of each query head that takes its weight in
             every softmax and has no value (gpt-oss).
         module (`nn.Module`, *optional*): the attention module, for methods that use its weights.
+        positions (`tuple`, *optional*): what the module projected of the positions that the method gave it, see
+            `position_rows.py`.
     """
 
     key_mask: torch.Tensor | None = None
@@ -57,6 +60,7 @@ class Options:
     training: bool = False
     sinks: torch.Tensor | None = None
     module: nn.Module | None = None
+    positions: PositionTerms | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

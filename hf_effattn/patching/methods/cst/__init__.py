@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ....ops.slice_attention import extension_tokens
@@ -222,7 +223,7 @@ class CompositeSlices(Method):
         *,
         fill: bool = False,
     ) -> Slicing:
-        local_terms, slice_terms = self._terms(query, key, options.module, fill=fill)
+        local_terms, slice_terms = self._terms(query, key, options, fill=fill)
         return Slicing(
             slice_length=self.slice_length,
             extension_ratio=self.extension_ratio,
@@ -236,26 +237,54 @@ class CompositeSlices(Method):
         )
 
     def _terms(
-        self, query: torch.Tensor, key: torch.Tensor, module: nn.Module | None, *, fill: bool = False
+        self, query: torch.Tensor, key: torch.Tensor, options: Options, *, fill: bool = False
     ) -> tuple[Terms, Terms]:
-        patch: ModulePatch | None = getattr(module, RECORD, None)
+        """The position terms of queries and keys: in a slice, `(..., L, D)` and `(..., αL, D)`, and of slices.
+
+        Args:
+            query (`torch.Tensor`): `(B, H, N, D)`.
+            key (`torch.Tensor`): `(B, H, M, D)`.
+            options (`Options`): with what the layer projected of its tables, if it is converted.
+            fill (`bool`): whether slices behind the table get 0, because they are empty.
+
+        Raises:
+            ValueError: more slices than the table has; a converted layer that was not called as a module.
+        """
+        patch: ModulePatch | None = getattr(options.module, RECORD, None)
         # A module that is not converted, or with other slices, as a report compares them, has no positions for these.
         other = None if patch is None else patch.method
-        if module is None or patch is None or patch.owner is None or not isinstance(other, CompositeSlices):
+        if patch is None or patch.owner is None or not isinstance(other, CompositeSlices) or not query.shape[0]:
             return NO_TERMS, NO_TERMS
         if (other.slice_length, other.extension_ratio) != (self.slice_length, self.extension_ratio):
             return NO_TERMS, NO_TERMS
-        positions = held_by(patch.owner)
-        if positions is None:
-            return NO_TERMS, NO_TERMS
-        return positions.terms(module, query, self.slice_length, -(-key.shape[2] // self.slice_length), fill=fill)
+        if options.positions is None:
+            if held_by(patch.owner) is None:
+                return NO_TERMS, NO_TERMS
+            raise ValueError(
+                f"{type(options.module).__name__} attends without its {NAME}, which its hooks add: it was called past "
+                f'them, or has lost them. Call the module itself, or patch_attention(model, "{self.method}", ...) anew'
+            )
+        of_query, of_key = options.positions
+        extension = extension_tokens(self.slice_length, self.extension_ratio)
+        window, slices = self.slice_length + 2 * extension, -(-key.shape[2] // self.slice_length)
+        missing = slices - (of_key.shape[-2] - window)
+        if missing > 0 and not fill:
+            raise ValueError(
+                f"{query.shape[2]} tokens are {slices} slices of {self.slice_length}, but the model was converted for "
+                f"{slices - missing}: call hf_effattn.extend_positions, or truncate the input"
+            )
+        local = of_query[..., extension : extension + self.slice_length, :], of_key[..., :window, :]
+        # As many as slices: the rest is cut off, or those that are empty are added.
+        of_slices = (F.pad(terms[..., window:, :], (0, 0, 0, missing)) for terms in options.positions)
+        query_terms, key_terms = of_slices
+        return local, (query_terms, key_terms)
 
 
 def _project_again(module: nn.Module, query: torch.Tensor, slices: torch.Tensor) -> Projected:
     """Queries, keys and values `(B, H, S, D)` of slice embeddings, by the layer's own weights."""
     heads = query.shape[1:2] + query.shape[3:]
     queries, keys, values = (
-        rows.to(query.dtype).unflatten(-1, heads).transpose(1, 2) for rows in project(module, slices, bias=True)
+        rows.to(query.dtype).unflatten(-1, heads).transpose(1, 2) for rows in project(module, slices)
     )
     return queries, keys, values
 

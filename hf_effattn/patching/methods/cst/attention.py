@@ -10,7 +10,6 @@ values (and, unless causal, of its queries), weighted by the number of its token
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +35,8 @@ class Slicing:
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = token.
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         local_terms (`tuple`): position terms `(H, L, D)` of queries and `(H, αL, D)` of keys in a slice, or None.
-        slice_terms (`tuple`): position terms `(H, S, D)` of the slices' queries and keys, or None.
+        slice_terms (`tuple`): position terms `(H, S, D)` of the slices' queries and keys, or None. These and the local
+            ones are `(B, H, ...)` where they differ from text to text.
         dropout_p (`float`): dropout on the weights.
     """
 
@@ -50,19 +50,47 @@ class Slicing:
     slice_terms: Terms = NO_TERMS
     dropout_p: float = 0.0
 
-    @property
-    def local_options(self) -> dict[str, Any]:
-        """What `slice_attention` is told of it, but for the sinks."""
-        return {
-            "slice_length": self.slice_length,
-            "extension_ratio": self.extension_ratio,
-            "causal": self.causal,
-            "key_mask": self.key_mask,
-            "scale": self.scale,
-            "query_positions": self.local_terms[0],
-            "key_positions": self.local_terms[1],
-            "dropout_p": self.dropout_p,
-        }
+    def attend_in_slices(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        """The output, the means and the log-sum-exps of `slice_attention`, with sinks `(B, N)`."""
+        rows = query, key, value, self.key_mask, sinks
+        terms_of_query, terms_of_key = self.local_terms
+        if terms_of_query is None or terms_of_query.ndim == 3:
+            return self._attend_in_slices(*rows, self.local_terms)
+        texts = [
+            self._attend_in_slices(
+                *(None if one is None else one[text : text + 1] for one in rows),
+                (terms_of_query[text], None if terms_of_key is None else terms_of_key[text]),
+            )
+            for text in range(query.shape[0])
+        ]
+        return tuple(torch.cat(parts) for parts in zip(*texts, strict=True))
+
+    def _attend_in_slices(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        terms: Terms,
+    ) -> tuple[torch.Tensor, ...]:
+        return slice_attention(
+            query,
+            key,
+            value,
+            slice_length=self.slice_length,
+            extension_ratio=self.extension_ratio,
+            causal=self.causal,
+            key_mask=key_mask,
+            scale=self.scale,
+            query_positions=terms[0],
+            key_positions=terms[1],
+            sink_mask=sinks,
+            dropout_p=self.dropout_p,
+            return_lse=True,
+        )
 
 
 def first_and_last_tokens(key_mask: torch.Tensor | None, query: torch.Tensor, *, causal: bool) -> torch.Tensor:
@@ -134,7 +162,7 @@ def merged_attention(
     causal, key_mask = how.causal, how.key_mask
     scale = query.shape[3] ** -0.5 if how.scale is None else how.scale
     sink_mask = first_and_last_tokens(key_mask, query, causal=causal) if how.sinks else None
-    local, _, local_lse = slice_attention(query, key, value, **how.local_options, sink_mask=sink_mask, return_lse=True)
+    local, _, local_lse = how.attend_in_slices(query, key, value, sink_mask)
     # Every slice sees the sinks one by one, so they are in no mean of keys: each key counts once.
     summarised = key_mask
     if sink_mask is not None:
@@ -148,7 +176,7 @@ def merged_attention(
     if causal and key_mask is not None:
         coarse_query = coarse_query.masked_fill(~key_mask[:, None, :, None], 0.0)
     if how.slice_terms[0] is not None:
-        coarse_query = coarse_query + (how.slice_terms[0].index_select(1, of_token) if causal else how.slice_terms[0])
+        coarse_query = coarse_query + (how.slice_terms[0].index_select(-2, of_token) if causal else how.slice_terms[0])
     distance = own[:, None] - torch.arange(slices.key.shape[2], device=query.device)
     scores, visible = slices.scores(coarse_query * scale, (distance if causal else distance.abs()) > whole)
     scores = scores.to(local_lse.dtype)
@@ -199,13 +227,12 @@ def merged_over_cache(
     window = (at >= 0) & (places <= place)
     local_query = query
     if how.local_terms[0] is not None:
-        of_query = how.local_terms[0][:, place[..., 0] % how.slice_length].transpose(0, 1)  # (B, H, Q, D)
-        local_query = query + of_query
+        local_query = query + take_rows(how.local_terms[0].expand(B, -1, -1, -1), place[..., 0] % how.slice_length)
     products = product_dtype(query.dtype)
     local_query = local_query.to(products) * scale
     scores = local_query @ key.to(products).transpose(2, 3)
     if how.local_terms[1] is not None:
-        of_places = local_query @ how.local_terms[1].to(products).transpose(1, 2)  # (B, H, Q, αL)
+        of_places = local_query @ how.local_terms[1].to(products).mT  # (B, H, Q, αL)
         index = at.clamp(0, of_places.shape[3] - 1)[:, None].expand(-1, H, -1, -1)
         scores = scores + of_places.gather(3, index).masked_fill(~window[:, None], 0.0)
     near = window | ((places == 0) & (places <= place)) if how.sinks else window
@@ -213,7 +240,7 @@ def merged_over_cache(
     slices = _Slices.of(key, value, summarised, how.slice_length, how.slice_terms[1])
     coarse_query = query
     if how.slice_terms[0] is not None:
-        coarse_query = query + how.slice_terms[0][:, own[..., 0].clamp(min=0)].transpose(0, 1)
+        coarse_query = query + take_rows(how.slice_terms[0].expand(B, -1, -1, -1), own[..., 0].clamp(min=0))
     distance = own - torch.arange(slices.key.shape[2], device=query.device)
     coarse, _ = slices.scores(
         coarse_query * scale, distance > _neighbours_seen_whole(how.slice_length, how.extension_ratio)
@@ -243,7 +270,7 @@ class _Slices:
     ) -> "_Slices":
         mean_key = slice_means(key, key_mask, slice_length)
         if term is not None:
-            mean_key = mean_key + term[:, : mean_key.shape[2]]
+            mean_key = mean_key + term[..., : mean_key.shape[2], :]
         return cls(mean_key, slice_means(value, key_mask, slice_length), slice_sizes(key, key_mask, slice_length))
 
     def scores(self, scaled_query: torch.Tensor, allowed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -301,7 +328,7 @@ def summed_attention(
     """
     causal, key_mask = how.causal, how.key_mask
     sink_mask = first_and_last_tokens(key_mask, query, causal=causal) if how.sinks else None
-    local, means = slice_attention(query, key, value, **how.local_options, sink_mask=sink_mask)
+    local, means, _ = how.attend_in_slices(query, key, value, sink_mask)
     slice_query, slice_key, slice_value = project(means.transpose(1, 2).flatten(2))
     if how.slice_terms[0] is not None and how.slice_terms[1] is not None:
         slice_query, slice_key = slice_query + how.slice_terms[0], slice_key + how.slice_terms[1]

@@ -66,6 +66,8 @@ def load_positions(model: nn.Module, stack: Stack, name_or_path: Any, options: M
             )
         with torch.no_grad():
             parameter.copy_(stored[key])
+    # Where adapters were loaded they alone are trained, and saved: what is loaded after them is frozen as the rest is.
+    tables.requires_grad_(any(weight.requires_grad for weight in owner.get_input_embeddings().parameters()))
 
 
 def _names_in_checkpoint(path: str, prefix: str, name: str) -> list[str]:

@@ -6,19 +6,21 @@ One pair of tables serves all layers (MS-VIPE, Lee 2023, section 4.2): each laye
 adds them to its queries and keys. They begin at 0, so that a converted model begins with what it knows.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call
-from transformers.pytorch_utils import Conv1D
+from transformers import Cache
 
-from ...model_types import Stack
-from .attention import Projected, Terms
+from ...model_types import Stack, find_stacks
+from ...module_patch import RECORD, ModulePatch
+from ...position_rows import POSITION_ROWS, READ_BY, PositionRows
+from .attention import Projected
 
 NAME = "hf_effattn_cst"
+# Smaller positions than 2 ** -6 are left small: beside queries and keys they are rounding.
+_EXPONENTS = -6, 14
 # Names of the modules that project queries, keys and values, or of the one that projects all three, by model type.
 _BERT_PROJECTIONS = ("query", "key", "value")
 PROJECTIONS: dict[str, tuple[str, ...]] = {
@@ -46,9 +48,9 @@ class SlicePositions(nn.Module):
         self.token_positions = nn.Parameter(torch.zeros(window, width, **options))
         self.slice_positions = nn.Parameter(torch.zeros(slices, width, **options))
 
-    def forward(self, slices: int) -> torch.Tensor:
-        """The rows of a window and of the first slices, `(αL + slices, d)`."""
-        return torch.cat([self.token_positions, self.slice_positions[:slices]])
+    def forward(self, hidden_states: torch.Tensor, slices: int) -> torch.Tensor:
+        """The rows of a window and of the first slices, `(αL + slices, d)`; wrappers see whose they are to be."""
+        return torch.cat([self.token_positions, self.slice_positions[:slices]]).to(hidden_states.device)
 
     @property
     def is_trained(self) -> bool:
@@ -60,77 +62,97 @@ class SlicePositions(nn.Module):
         """Places of a window, slices, width."""
         return self.token_positions.shape[0], *self.slice_positions.shape
 
-    def terms(
-        self, module: nn.Module, query: torch.Tensor, slice_length: int, slices: int, *, fill: bool = False
-    ) -> tuple[Terms, Terms]:
-        """The position terms of a layer's queries and keys: in a slice, `(H, L, D)` and `(H, αL, D)`, and of slices.
 
-        Args:
-            module (`nn.Module`): the attention module.
-            query (`torch.Tensor`): `(B, H, N, D)`, whose dtype and device they get.
-            slice_length (`int`): `L`.
-            slices (`int`): how many slices the input has.
-            fill (`bool`): whether slices behind the table get 0, because they are empty.
-
-        Raises:
-            ValueError: more slices than the table has.
-        """
-        window, most, _ = self.sizes
-        if slices > most and not fill:
-            raise ValueError(
-                f"{query.shape[2]} tokens are {slices} slices of {slice_length}, but the model was converted for "
-                f"{most}: call hf_effattn.extend_positions, or truncate the input"
-            )
-        known = min(slices, most)
-        tables = self(known).to(query.device)
-        heads, head_dim = query.shape[1], query.shape[3]
-        projected = project(module, tables, bias=False)[:2]
-        of_query, of_key = (
-            rows.to(query.dtype).unflatten(-1, (heads, head_dim)).transpose(0, 1) for rows in projected
-        )
-        extension = (window - slice_length) // 2
-        local = of_query[:, extension : extension + slice_length], of_key[:, :window]
-        empty = (0, 0, 0, slices - known)
-        return local, (F.pad(of_query[:, window:], empty), F.pad(of_key[:, window:], empty))
-
-
-def project(module: nn.Module, rows: torch.Tensor, *, bias: bool) -> Projected:
-    """Queries, keys and values of rows by an attention module's own projections.
-
-    Args:
-        module (`nn.Module`): an attention module of a model type in `PROJECTIONS`.
-        rows (`torch.Tensor`): `(..., d)`.
-        bias (`bool`): whether to add the projections' biases: not to what is added to rows that have them already.
-
-    Returns: three times `(..., H · D)`.
-    """
-    names = PROJECTIONS[module.config.model_type]  # type: ignore[union-attr, index]
-    projections = [getattr(module, name) for name in names]
-    projected = [to(rows) if bias else _without_bias(to, rows) for to in projections]
+def project(module: nn.Module, rows: torch.Tensor) -> Projected:
+    """Queries, keys and values `(..., H · D)` of rows `(..., d)` by an attention module's own projections."""
+    projected = [to(rows) for to in _projections(module)]
     query, key, value = projected[0].chunk(3, dim=-1) if len(projected) == 1 else projected
     return query, key, value
 
 
-def _without_bias(to: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    if type(to) not in (nn.Linear, Conv1D):
-        # Adapters and quantised layers: an affine map all the same. Biases are set to 0, for a small sum with a large
-        # one is rounded to its size; only one that is not at hand, packed or offloaded, is subtracted.
-        biases = {name: bias for name, bias in to.named_parameters() if name.endswith("bias") and not bias.is_meta}
-        unbiased = {name: torch.zeros_like(bias) for name, bias in biases.items()}
-        at_rows, at_zero = (functional_call(to, unbiased, (x,)) for x in (rows, torch.zeros_like(rows[:1])))
-        return at_rows - at_zero
-    with _onloaded(to):
-        return F.linear(rows, to.weight) if type(to) is nn.Linear else rows @ to.weight  # type: ignore[operator]
+def _projections(module: nn.Module) -> list[nn.Module]:
+    return [getattr(module, name) for name in PROJECTIONS[module.config.model_type]]  # type: ignore[union-attr, index]
 
 
-def _onloaded(module: nn.Module) -> AbstractContextManager[None]:
-    """In this context the weights of an offloaded module are at hand, as they are while it is called."""
-    if not module.weight.is_meta:
-        return nullcontext()
-    # Imported here, for versions that are too old for transformers to offload with do not have it.
-    from accelerate.utils import align_module_device  # type: ignore[import-untyped]
+def put_positions_in_front(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A forward pre-hook of converted attention modules: rows of the tables go in front of the hidden states.
 
-    return align_module_device(module)
+    None where another attention runs.
+    """
+    patch: ModulePatch | None = vars(module).get(RECORD)
+    method: Any = None if patch is None else patch.method
+    implementation = module.config._attn_implementation  # type: ignore[union-attr]
+    if patch is None or patch.owner is None or method is None or implementation not in READ_BY:
+        return None
+    tables = held_by(patch.owner)
+    arguments = {**dict(enumerate(args)), **kwargs}
+    where = 0 if args else "hidden_states"
+    cache = next((name for name, given in arguments.items() if isinstance(given, Cache)), None)
+    hidden = arguments[where]
+    B, N, width = hidden.shape
+    if tables is None or not B:
+        return None
+    is_exact = implementation == method.method and (method.min_length > N or _has_dense_mask(arguments))
+    used = cache is not None or not is_exact
+    before = 0 if cache is None else arguments[cache].get_seq_length(module.layer_idx)
+    most = tables.sizes[1]
+    # A static cache keeps its length in a tensor.
+    slices = most if isinstance(before, torch.Tensor) else min(-(-(before + N) // method.slice_length), most)
+    if not used and not torch.is_grad_enabled():
+        return None
+    table = tables(hidden[:, :0], slices)
+    if not used:
+        # None of its rows, so that outputs are those of exact attention; yet the tables have a gradient, of zeros,
+        # without which DDP waits for one.
+        arguments[where] = torch.cat([table[:0].to(hidden.dtype).expand(B, 0, width), hidden], dim=1)
+        return _as_given(arguments, len(args))
+    scale = _scale_to_hidden_states(table)
+    rows = F.pad((table * scale).to(hidden.dtype), (0, 0, 1, 0))
+    # A hook may treat each text differently, as PEFT's do for a batch of several adapters.
+    shared = not any(projection._forward_pre_hooks for projection in _projections(module))
+    count = rows.shape[0]
+    in_front = -(-count // B) if shared else count
+    if shared:
+        each = F.pad(rows, (0, 0, 0, in_front * B - count)).unflatten(0, (B, in_front))
+    else:
+        each = rows.expand(B, count, width)
+    given = None if cache is None else arguments[cache]
+    positions = PositionRows(table.shape[0], in_front, scale, shared=shared, cache=given)
+    arguments |= {where: torch.cat([each, hidden], dim=1), POSITION_ROWS: positions}
+    if cache is not None:
+        arguments[cache] = positions
+    return _as_given(arguments, len(args))
+
+
+def _as_given(arguments: dict[Any, Any], count: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by their place or name, as positional ones and keywords."""
+    return tuple(arguments[place] for place in range(count)), {
+        name: given for name, given in arguments.items() if isinstance(name, str)
+    }
+
+
+def _has_dense_mask(arguments: dict[Any, Any]) -> bool:
+    masks = (arguments.get(name) for name in (1, "attention_mask"))
+    return any(isinstance(mask, torch.Tensor) and mask.ndim != 2 for mask in masks)
+
+
+def _scale_to_hidden_states(table: torch.Tensor) -> torch.Tensor:
+    """A power of two for each row `(R, 1)` that makes its largest entry about 1, the size of hidden states.
+
+    What is projected in low precision, and biases are added to, then keeps of small positions what it keeps of tokens.
+    """
+    largest = table.detach().abs().amax(dim=1, keepdim=True)
+    return torch.exp2(-largest.float().log2().floor().clamp(*_EXPONENTS)).to(table.dtype)
+
+
+def take_positions_away(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    """A forward hook of converted attention modules: the outputs of the tokens alone."""
+    rows: PositionRows | None = kwargs.get(POSITION_ROWS)
+    return None if rows is None else (output[0][:, rows.in_front :], *output[1:])
 
 
 def positions_for(stack: Stack, window: int, slice_length: int) -> SlicePositions:
@@ -146,9 +168,12 @@ def positions_for(stack: Stack, window: int, slice_length: int) -> SlicePosition
     present = held_by(stack.model)
     if present is not None and present.sizes == sizes:
         return present
-    # Quantised projections may have parameters of integers, or none at all.
+    # Quantised projections may have parameters of integers, or none at all; others are stored in a byte each, and
+    # computed with in more.
+    parameters = *stack.modules[0].parameters(), *stack.model.parameters()
+    trainable = (one.dtype for one in parameters if one.is_floating_point() and one.element_size() > 1)
+    dtype = next(trainable, torch.get_default_dtype())
     like = next(stack.modules[0].parameters(), None)
-    dtype = like.dtype if like is not None and like.is_floating_point() else stack.model.dtype
     device = _execution_device(stack.modules[0])
     if device is None:
         device = stack.model.device if like is None else like.device
@@ -176,14 +201,26 @@ def held_by(model: nn.Module) -> SlicePositions | None:
 def attach(model: nn.Module, positions: nn.Module | None) -> None:
     """Make tables a part of a model, with or without a head, in the place of those that it holds."""
     owner = getattr(model, "base_model", model)
-    if owner._modules.get(NAME) is not positions:
-        detach(model)
-        owner.add_module(NAME, positions)
+    if owner._modules.get(NAME) is positions:
+        return
+    detach(model)
+    owner.add_module(NAME, positions)
+    for module in next(stack.modules for stack in find_stacks(model) if stack.model is model):
+        module.register_forward_pre_hook(put_positions_in_front, with_kwargs=True)
+        module.register_forward_hook(take_positions_away, with_kwargs=True)
 
 
 def detach(model: nn.Module) -> None:
     """Take the tables of a model away, if it holds any."""
     getattr(model, "base_model", model)._modules.pop(NAME, None)
+    for module in model.modules():
+        _remove_hook(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, put_positions_in_front)
+        _remove_hook(module._forward_hooks, module._forward_hooks_with_kwargs, take_positions_away)
+
+
+def _remove_hook(hooks: dict[int, Any], with_kwargs: dict[int, bool], ours: Any) -> None:
+    for key in [key for key, hook in hooks.items() if hook is ours]:
+        del hooks[key], with_kwargs[key]
 
 
 def plain_tables(model: nn.Module) -> SlicePositions | None:
