@@ -97,7 +97,7 @@ def test_steps_of_several_adapters_over_a_cache() -> None:
 
 
 @pytest.mark.skipif(
-    not hasattr(accelerate.big_modeling, "attach_layerwise_casting_hooks"), reason="accelerate is older than this"
+    not hasattr(big_modeling, "attach_layerwise_casting_hooks"), reason="accelerate is older than this"
 )
 @each_composition
 @pytest.mark.parametrize("converted_first", [True, False])
