@@ -212,7 +212,7 @@ def attention(
     hides_future = _hides_future(module, kwargs.get("is_causal"), attention_mask)
     # The form of a method that hides the future is for decoders; so is a prompt's key mask, which implies it.
     as_its_type = hides_future == _masks_the_future(module)
-    unknown = needs_exact_attention(method, type(module).__name__, kwargs, dense=dense, causal=hides_future)
+    unknown = needs_exact_attention(method, module, kwargs, dense=dense, causal=hides_future)
     over_cache = hides_future and M != N and (dense or N == 1)
     if hides_future and not dense and N > 1:
         # A prompt's keys are the first of a static cache; further chunks of a prompt come with a dense mask.

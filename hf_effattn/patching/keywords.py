@@ -1,15 +1,26 @@
 """The keywords that transformers passes to an attention function, and what each means for a method.
 
-A new version of transformers may pass one that no list here holds; a test then names it.
+Models hand on every keyword of their call, also those that are meant for nobody: sentence-transformers calls a model
+with its own earlier outputs. So one that no list here holds counts only where something that attends names it: the
+forward of the attention module, an attention function of transformers, or its types of what a model may be called
+with. All else changes nothing in exact attention either, and is passed over. A new version of transformers may name a
+new keyword; the layers that get it are then exact, with a warning, and a test fails with its name.
 """
 
 import inspect
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import TransformersKwargs
 
 from ..ops.shared.callers import stacklevel_of_user
 from .images import IMAGES
@@ -83,36 +94,76 @@ _MISSING_IN_THIS_SDPA = (
 KNOWN = READ | WITHOUT_EFFECT | EXACT | NOT_IN_SDPA
 
 
-def needs_exact_attention(method: str, name: str, keywords: Mapping[str, Any], *, dense: bool, causal: bool) -> bool:
+def needs_exact_attention(
+    method: str, module: nn.Module, keywords: Mapping[str, Any], *, dense: bool, causal: bool
+) -> bool:
     """Whether a keyword changes attention in a way that no method has, so that SDPA has to run, with all keywords.
 
     Args:
         method (`str`): the method that would run.
-        name (`str`): of the attention module, for messages.
+        module (`nn.Module`): the attention module.
         keywords (`Mapping`): what transformers passed beside the named arguments.
         dense (`bool`): whether there is a mask that says for each query what it sees.
         causal (`bool`): whether no query may see a later key; only then transformers makes masks of positions.
 
-    Warns of a keyword that is not known: it may be meant for something else, but nothing says so.
+    Warns of a keyword that is in no list and that something which attends names.
 
     Raises:
         ValueError: a keyword that SDPA does not honour either.
     """
-    exact = False
+    exact, name = False, type(module).__name__
     for keyword, value in keywords.items():
         if value is None or keyword in READ or keyword in WITHOUT_EFFECT:
+            continue
+        if keyword not in KNOWN and not _is_named(keyword, type(module)):
             continue
         refused = keyword in NOT_IN_SDPA and not (dense and keyword in _IN_A_DENSE_MASK)
         if refused or keyword in _MISSING_IN_THIS_SDPA:
             raise ValueError(_refusal(method, name, keyword, causal=causal))
         if keyword not in KNOWN and not torch.compiler.is_compiling():
             warnings.warn(
-                f'{name} passes {keyword}=, which "{method}" does not know: it attends exactly, as without the patch. '
-                "If the keyword came from your call of the model, leave it out there",
+                f'{name} gets {keyword}=, which transformers attends with and "{method}" does not know: it attends '
+                "exactly, as without the patch. If the keyword came from your call of the model, leave it out there",
                 stacklevel=stacklevel_of_user(),
             )
         exact = True
     return exact
+
+
+@torch.compiler.assume_constant_result
+def _is_named(keyword: str, kind: type[nn.Module]) -> bool:
+    """Whether something that attends, for modules of a class, names a keyword."""
+    declared = TransformersKwargs.__annotations__.keys() | FlashAttentionKwargs.__annotations__.keys()
+    return keyword in declared or any(keyword in _names_in(function) for function in _that_attend(kind))
+
+
+def _that_attend(kind: type[nn.Module]) -> Iterator[Callable]:
+    """The forward of a class of modules, the eager function of its file, and transformers' attention functions."""
+    yield kind.forward
+    for base in kind.__mro__:
+        eager = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
+        if eager is not None:
+            yield eager
+    # Ours are no plain functions.
+    yield from filter(inspect.isfunction, ALL_ATTENTION_FUNCTIONS.values())
+
+
+@cache
+def _names_in(function: Callable) -> frozenset[str]:
+    """What a function names where it takes and hands on keywords: its parameters, and its constant strings."""
+    code = inspect.unwrap(function).__code__
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return frozenset(parameters) | frozenset(_strings(code.co_consts))
+
+
+def _strings(constants: tuple[Any, ...]) -> Iterator[str]:
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple):  # the keywords of a call
+            yield from _strings(constant)
+        elif isinstance(constant, CodeType):
+            yield from _strings(constant.co_consts)
 
 
 def _refusal(method: str, name: str, keyword: str, *, causal: bool) -> str:

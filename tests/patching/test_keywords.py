@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from support.tiny_decoders import SIZES, make_model
 from support.tiny_models import batch_for, encoded, tiny_model
-from transformers import CLIPModel, CLIPTextConfig, CLIPTextModel, Owlv2Model, OwlViTModel
+from transformers import AttentionInterface, CLIPModel, CLIPTextConfig, CLIPTextModel, Owlv2Model, OwlViTModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.bert import modeling_bert
 
 import hf_effattn
 from hf_effattn.patching.attention import attention
@@ -191,7 +193,11 @@ def test_packed_texts_need_a_dense_mask(module: Any, projected: dict[str, torch.
     assert attended == []
 
 
-def test_an_unknown_keyword_makes_a_model_exact_and_is_handed_on(
+def takes_tilt(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *, tilt: int = 0) -> None:
+    """What a new version of transformers may have as its eager attention."""
+
+
+def test_a_new_keyword_of_transformers_makes_a_model_exact_and_is_handed_on(
     attended: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("bert")
@@ -205,7 +211,8 @@ def test_an_unknown_keyword_makes_a_model_exact_and_is_handed_on(
         return sdpa_attention_forward(*args, **kwargs)
 
     monkeypatch.setattr("hf_effattn.patching.exact.sdpa_attention_forward", watched)
-    with pytest.warns(UserWarning, match='BertSelfAttention passes tilt=, which "clustered" does not know') as caught:
+    monkeypatch.setattr(modeling_bert, "eager_attention_forward", takes_tilt)
+    with pytest.warns(UserWarning, match='BertSelfAttention gets tilt=.*"clustered" does not know') as caught:
         assert torch.equal(encoded(model, batch, tilt=2), exact)
     assert {Path(one.filename).name for one in caught} == {"tiny_models.py"}  # which calls the model
     assert handed == [2, 2, 2]
@@ -215,6 +222,44 @@ def test_an_unknown_keyword_makes_a_model_exact_and_is_handed_on(
         assert not torch.equal(encoded(model, batch, tilt=None), exact)
         encoded(model, batch, **dict.fromkeys({"deterministic", "num_items_in_batch"} & WITHOUT_EFFECT, 3))
     assert attended == ["clustered"] * 6
+
+
+@pytest.mark.parametrize("where", ["forward", "attention function", "type of what models take"])
+def test_a_new_keyword_is_noticed_wherever_transformers_names_it(
+    where: str, module: Any, projected: dict[str, torch.Tensor], attended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = modeling_bert.BertSelfAttention.forward
+
+    def handing_on(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, tilt=2, **kwargs)
+
+    options: dict[str, Any] = {"attention_mask": None, "tilt": 2}
+    with monkeypatch.context() as newer:
+        if where == "forward":
+            newer.setattr(modeling_bert.BertSelfAttention, "forward", handing_on)
+        elif where == "attention function":
+            newer.setitem(AttentionInterface._global_mapping, "tilted", takes_tilt)
+        else:
+            newer.setitem(transformers.utils.TransformersKwargs.__annotations__, "tilt", "int")
+        with pytest.warns(UserWarning, match="gets tilt="):
+            attention("clustered", module, **projected, **options)
+    assert attended == []
+    attention("clustered", module, **projected, **options)
+    assert attended == ["clustered"]
+
+
+@pytest.mark.parametrize("model_type", ["bert", "distilbert", "modernbert", "qwen3"])
+def test_a_keyword_that_nothing_attends_with_changes_nothing(model_type: str, attended: list[str]) -> None:
+    """Sentence-transformers calls a model with what it gave before, which transformers passes to attention."""
+    model = make_model(model_type) if model_type in SIZES else tiny_model(model_type)
+    segments = {"segment_length": 4, "window": 4} if model_type in SIZES else {}
+    hf_effattn.patch_attention(model, "bi-clustered", clusters=2, topk=1, key_clusters=2, min_length=0, **segments)
+    inputs = torch.randint(5, 50, (2, N))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected, ran = model(inputs)[0], len(attended)
+        assert torch.equal(model(inputs, token_embeddings=expected, tilt=2)[0], expected)
+    assert 0 < 2 * ran == len(attended)
 
 
 def test_an_input_too_short_for_the_method_keeps_the_keywords(
