@@ -34,11 +34,10 @@ def card(
     if results is not None and dataset is None:
         raise typer.BadParameter("--results needs --dataset, the Hub id of its data set, such as nyu-mll/glue")
     from huggingface_hub.constants import REPOCARD_NAME
-    from transformers import AutoConfig
 
     from ..hub import evaluations_of, model_card, task_of
     from ..hub.loading import check_source
-    from ..hub.module_folders import saved_class
+    from ..hub.module_folders import config_in, saved_class
     from ..reporting import Report
     from ..reporting.report import FILE_NAME
 
@@ -54,7 +53,11 @@ def card(
         if report is not None and not (report / FILE_NAME).is_file():
             raise ValueError(f"--report: {report} has no {FILE_NAME}: name the folder of effattn report --output")
         check_source(model)
-        config = AutoConfig.from_pretrained(model)
+        config = config_in(model)
+        if config is None:
+            raise ValueError(
+                f"{model} has no config.json of a transformers model, so there is nothing to write a card of"
+            )
         evaluations = []
         if results is not None and dataset is not None:
             values = _read_results(results)
@@ -68,7 +71,7 @@ def card(
             report=None if report is None else Report.load(report),
             evaluations=evaluations,
             datasets=None if dataset is None else [dataset],
-            loaded_by=saved_class(Path(model)),
+            loaded_by=saved_class(model),
         )
         if output is None or show:
             typer.echo(str(text))

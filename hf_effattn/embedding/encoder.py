@@ -63,9 +63,12 @@ class Encoder:
                 mine = ((weights / weights.sum()) @ mine)[None]
             found.append(mine)
         whole = torch.cat(found)
+        kept = slice(self.pooling.truncate_dim)
+        if not self.pooling.normalize:
+            whole = whole[:, kept]
         if self.normalize:
             whole = torch.nn.functional.normalize(whole, dim=-1)
-        return whole.float().numpy()
+        return whole[:, kept].float().numpy()  # as `encode` has it: a part of the vector whose length is 1
 
     @torch.no_grad()
     def _run(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:

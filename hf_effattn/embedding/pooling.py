@@ -1,24 +1,26 @@
-"""How token vectors become one per text: a model's own pooling, as sentence-transformers stores it, or a named one.
+"""How token vectors become one per text: a model's own pooling, as sentence-transformers has it, or a named one.
 
 Sizes: `B` texts, `N` tokens, `d` hidden size.
 """
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import cached_file
 
+from ..hub.module_folders import stored_json
 from ..measuring.errors import mean_pool
+from ..patching.sentence_transformers import document_modules
 
 MODES = ("mean", "cls", "last")
 # Sentence-transformers' names of them; older versions write a switch for each.
 STORED_MODES = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 STORED_SWITCHES = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "lasttoken"}
+PROMPT_LEFT_OUT = "{} leaves its prompt out of the pooling, which is not served: embed with sentence-transformers"
+# What the first module of sentence-transformers makes of a text.
+TOKEN_VECTORS = ("forward", "last_hidden_state")
 # The first of these prompts is put before a document, as `SentenceTransformer.encode_document` does.
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
@@ -29,15 +31,19 @@ class Pooling:
 
     Args:
         mode (`str`, *optional*): `"mean"`, `"cls"` (the first token), `"last"`; None where one of `layers` does it.
-        layers (`tuple[nn.Module, ...]`): of sentence-transformers, after the model or after the pooling.
+        before (`tuple[nn.Module, ...]`): of sentence-transformers, between the model and the pooling.
+        layers (`tuple[nn.Module, ...]`): of sentence-transformers, after the pooling.
         normalize (`bool`): whether the model's vectors have length 1.
+        truncate_dim (`int`, *optional*): how many of their numbers are kept.
         prompts (`dict[str, str]`): what is put before a text, by the kind of text.
         default_prompt (`str`, *optional*): the key of the one for texts of no known kind.
     """
 
     mode: str | None = "mean"
+    before: tuple[nn.Module, ...] = ()
     layers: tuple[nn.Module, ...] = ()
     normalize: bool = False
+    truncate_dim: int | None = None
     prompts: dict[str, str] | None = None
     default_prompt: str | None = None
 
@@ -48,7 +54,7 @@ class Pooling:
 
     def _prompt(self, *names: str) -> str:
         prompts = self.prompts or {}
-        return next((prompts[name] for name in (*names, self.default_prompt) if name in prompts), "")
+        return next((prompts[name] for name in (*names, self.default_prompt) if name in prompts), None) or ""
 
     def __call__(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Pool.
@@ -61,8 +67,10 @@ class Pooling:
             `torch.Tensor`: `(B, d)`, or as wide as the last layer makes it; means are taken in float64.
         """
         features: dict[str, Any] = {"token_embeddings": hidden, "attention_mask": mask.long()}
+        for layer in self.before:
+            features = layer(features)
         if self.mode is not None:
-            pooled = _pooled(self.mode, hidden, mask)
+            pooled = _pooled(self.mode, features["token_embeddings"], mask)
             # A layer has the model's dtype.
             features["sentence_embedding"] = pooled.to(hidden.dtype) if self.layers else pooled
         for layer in self.layers:
@@ -79,8 +87,50 @@ def _pooled(mode: str, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
     return hidden[torch.arange(len(hidden), device=hidden.device), index]
 
 
+def _check_mode(mode: str | None) -> None:
+    if mode is not None and mode not in MODES:
+        raise ValueError(f"pooling must be one of {', '.join(MODES)}, got {mode!r}")
+
+
+def pooling_of(model: Any, mode: str | None = None) -> Pooling:
+    """The pooling of a model of sentence-transformers, for documents.
+
+    Args:
+        model (`SentenceTransformer`): loaded.
+        mode (`str`, *optional*): one of `MODES`, in place of its own.
+
+    Raises:
+        ValueError: another mode, or a model that does not make one vector of a document's token vectors.
+    """
+    _check_mode(mode)
+    name = type(model).__name__
+    if name != "SentenceTransformer":
+        raise ValueError(
+            f"the model is a {name}, which does not make one dense vector of a document: call the library's {name}"
+        )
+    reader, *modules = document_modules(model)
+    made = reader.modality_config.get("text") or {}
+    if (made.get("method"), made.get("method_output_name")) != TOKEN_VECTORS:
+        raise ValueError(f"{name} reads texts by {made or 'nothing'}, which is not served: embed with its encode")
+    ends = bool(modules) and type(modules[-1]).__name__ == "Normalize"
+    if ends:
+        modules.pop()
+    pools = [index for index, module in enumerate(modules) if type(module).__name__ == "Pooling"]
+    place = pools[0] if pools else 0
+    if pools:
+        config = modules[place].get_config_dict()
+        if config.get("include_prompt") is False:
+            raise ValueError(PROMPT_LEFT_OUT.format(name))
+        mode = mode or STORED_MODES.get(stored_mode(config))
+    before, layers = ((), modules) if mode is None else (modules[:place], modules[place + bool(pools) :])
+    truncate_dim = getattr(model, "truncate_dim", None)
+    return Pooling(
+        mode, tuple(before), tuple(layers), ends, truncate_dim, dict(model.prompts), model.default_prompt_name
+    )
+
+
 def stored_pooling(model: str | Path, mode: str | None = None) -> Pooling:
-    """The pooling that a model is stored with; the mean where it says nothing.
+    """The pooling that a model is stored with, read without sentence-transformers; the mean where it says nothing.
 
     Args:
         model (`str` or `Path`): Hub id or folder.
@@ -88,26 +138,33 @@ def stored_pooling(model: str | Path, mode: str | None = None) -> Pooling:
 
     Raises:
         ValueError: another mode, or a damaged file.
-        ImportError: the model has layers that only sentence-transformers can load, and it is not installed.
+        ImportError: the model has layers that only sentence-transformers can load.
     """
-    if mode is not None and mode not in MODES:
-        raise ValueError(f"pooling must be one of {', '.join(MODES)}, got {mode!r}")
-    modules = _stored(model, "modules.json")
+    _check_mode(mode)
+    modules = stored_json(model, "modules.json")
     if modules is None:
         return Pooling(mode or "mean")
     kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
     paths = [str(module["path"]) for module in modules if str(module["type"]).endswith(".Pooling")]
-    config = (_stored(model, f"{paths[0]}/config.json") if paths else None) or {}
+    config = (stored_json(model, f"{paths[0]}/config.json") if paths else None) or {}
     if config.get("include_prompt") is False:
-        raise ValueError(
-            f"{model} leaves its prompt out of the pooling, which is not served: embed with sentence-transformers"
-        )
+        raise ValueError(PROMPT_LEFT_OUT.format(model))
     mode = mode or STORED_MODES.get(stored_mode(config))
     own = ("Transformer", "Normalize") if mode is None else ("Transformer", "Normalize", "Pooling")
     others = [kind for kind in kinds if kind not in own]
-    layers = _layers_of_library(model, own, others) if others else ()
-    texts = _stored(model, "config_sentence_transformers.json") or {}
-    return Pooling(mode, layers, "Normalize" in kinds, texts.get("prompts"), texts.get("default_prompt_name"))
+    if others:
+        raise ImportError(
+            f"{model} ends in layers that sentence-transformers loads ({', '.join(others)}): "
+            "pip install sentence-transformers"
+        )
+    texts = stored_json(model, "config_sentence_transformers.json") or {}
+    return Pooling(
+        mode,
+        normalize="Normalize" in kinds,
+        truncate_dim=texts.get("truncate_dim"),
+        prompts=texts.get("prompts"),
+        default_prompt=texts.get("default_prompt_name"),
+    )
 
 
 def stored_mode(config: dict[str, Any]) -> str:
@@ -118,27 +175,3 @@ def stored_mode(config: dict[str, Any]) -> str:
         switches = [name.removeprefix(prefix) for name, on in config.items() if name.startswith(prefix) and on is True]
         found = [STORED_SWITCHES.get(switch, switch) for switch in switches] or ["mean"]
     return found if isinstance(found, str) else "+".join(found)
-
-
-def _stored(model: str | Path, file: str) -> Any:
-    """A JSON file of a model; None where it has none."""
-    path = cached_file(model, file, _raise_exceptions_for_missing_entries=False)
-    if path is None:
-        return None
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} of {model} is no JSON ({error})") from None
-
-
-def _layers_of_library(model: str | Path, own: Sequence[str], others: Sequence[str]) -> tuple[nn.Module, ...]:
-    """The layers that are not served here, as sentence-transformers loads them."""
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ImportError:
-        raise ImportError(
-            f"{model} ends in layers that sentence-transformers loads ({', '.join(others)}): "
-            "pip install sentence-transformers"
-        ) from None
-    loaded = SentenceTransformer(str(model), device="cpu")
-    return tuple(module.eval() for module in loaded if type(module).__name__ not in own)

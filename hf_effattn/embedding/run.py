@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -19,16 +19,16 @@ import numpy as np
 import torch
 import transformers
 from filelock import FileLock, Timeout
-from transformers import AutoModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..measuring.candidates import name_settings
 from ..measuring.cost import timed
 from ..measuring.environment import environment, usable_device
-from ..patching import extend_positions, from_pretrained, patch_attention
+from ..patching import extend_positions, patch_attention
 from ..patching.methods import make_method
 from ..patching.stored import FIELD, read_stored
 from ..reporting.numbers import count
-from ..samples.model import load_model
+from ..samples.model import TextModel, load_text_model
 from ..version import __version__
 from .choice import exact_method, fastest_method, is_long_enough
 from .documents import Document, Folder, JSONLines, Skipped, UnreadableError, as_shown, open_documents
@@ -36,7 +36,7 @@ from .encoder import Encoder, longest_sequence
 from .kept import LOCK, SKIPPED, VECTORS, RunFolder
 from .options import EmbedOptions
 from .plan import TIMED_AT, Batch, Pace, at_quantiles, plan_windows
-from .pooling import stored_pooling
+from .pooling import pooling_of, stored_pooling
 from .tokens import Tokens
 
 # Tokens of a document that are read where neither the model nor the user names a limit; of chunked documents.
@@ -132,14 +132,14 @@ class _Run:
         return path
 
     @cached_property
-    def _loaded(self) -> tuple[PreTrainedModel, Any]:
+    def _loaded(self) -> TextModel:
         device = usable_device(self.options.device)
-        model, tokenizer, _ = load_model(self.options.model, self.options.dtype)
-        if getattr(model.config, "is_encoder_decoder", False):
+        loaded = load_text_model(self.options.model, self.options.dtype)
+        if getattr(loaded.model.config, "is_encoder_decoder", False):
             raise ValueError(
-                f"{type(model).__name__} is an encoder with a decoder: name an encoder or a decoder alone"
+                f"{type(loaded.model).__name__} is an encoder with a decoder: name an encoder or a decoder alone"
             )
-        stored = getattr(model.config, FIELD, None)
+        stored = getattr(loaded.model.config, FIELD, None)
         if stored is not None:
             settings, _ = read_stored(stored)
             if settings.needs_fine_tuning and (self.options.method or self.options.error_budget):
@@ -148,21 +148,26 @@ class _Run:
                     "--error-budget out"
                 )
             if self.options.method is None and self.options.error_budget is None:
-                model = from_pretrained(AutoModel, self.options.model, dtype=self.options.dtype).eval()
-        return model.to(device), tokenizer
+                loaded = load_text_model(self.options.model, self.options.dtype, patched=True)
+        loaded.model.to(device)
+        return loaded
 
     @property
     def model(self) -> PreTrainedModel:
-        return self._loaded[0]
+        return self._loaded.model
 
     @cached_property
     def encoder(self) -> Encoder:
-        model, tokenizer = self._loaded
-        pooling = stored_pooling(self.options.model, self.options.pooling)
-        for layer in pooling.layers:
-            layer.to(model.device, model.dtype)
+        loaded, mode = self._loaded, self.options.pooling
+        pooling = (
+            stored_pooling(self.options.model, mode) if loaded.around is None else pooling_of(loaded.around, mode)
+        )
+        for layer in (*pooling.before, *pooling.layers):
+            layer.to(loaded.model.device, loaded.model.dtype)
         normalize = pooling.normalize if self.options.normalize is None else self.options.normalize
-        return Encoder(model, tokenizer, pooling, normalize, self.options.batch_tokens)
+        if self.options.normalize:
+            pooling = replace(pooling, normalize=False)  # what is cut gets its length afterwards
+        return Encoder(loaded.model, loaded.tokenizer, pooling, normalize, self.options.batch_tokens)
 
     @cached_property
     def tokens(self) -> Tokens:
@@ -200,7 +205,7 @@ class _Run:
         }
         vocabulary = json.dumps(sorted(self.encoder.tokenizer.get_vocab().items())).encode()
         pooling = self.encoder.pooling
-        layers = [layer.state_dict() for layer in pooling.layers]
+        layers = [layer.state_dict() for layer in (*pooling.before, *pooling.layers)]
         versions = {"hf_effattn": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
         return json.loads(
             json.dumps(
@@ -209,7 +214,12 @@ class _Run:
                     "device": self.model.device.type,
                     "weights": _digest([self.model.state_dict(), *layers]),
                     "vocabulary": hashlib.sha256(vocabulary).hexdigest(),
-                    "stored pooling": [pooling.mode, self.encoder.normalize, pooling.document_prompt],
+                    "stored pooling": [
+                        pooling.mode,
+                        self.encoder.normalize,
+                        pooling.truncate_dim,
+                        pooling.document_prompt,
+                    ],
                     "contents of the documents": self.source.digest(),
                     "versions": versions,
                 }

@@ -1,4 +1,4 @@
-"""What loading by transformers leaves to its caller: quiet bars, mistyped names, and tokenizers that are none."""
+"""What loading leaves to its caller: quiet bars, mistyped names, tokenizers that are none, models with modules."""
 
 import re
 from collections.abc import Iterator
@@ -8,6 +8,9 @@ from typing import Any
 
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
+from .module_folders import MODULES, stored_json
+
+SETTINGS_OF_TRANSFORMER = "sentence_bert_config.json"
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -39,7 +42,7 @@ def check_source(name: str) -> None:
     """
     path = Path(name)
     if path.is_dir():
-        if not any((path / config).is_file() for config in (CONFIG_NAME, ADAPTER_CONFIG_NAME)):
+        if not any((path / config).is_file() for config in (CONFIG_NAME, ADAPTER_CONFIG_NAME, MODULES)):
             raise ValueError(f"{name} has no {CONFIG_NAME}: name a folder that save_pretrained wrote, or a Hub id")
         return
     if path.exists():
@@ -49,3 +52,52 @@ def check_source(name: str) -> None:
             f"there is no folder {name}, and a Hub id is a name or owner/name: name a folder that save_pretrained "
             "wrote, or a Hub id such as FacebookAI/roberta-base"
         )
+
+
+def library_is_installed() -> bool:
+    """Whether sentence-transformers can be imported."""
+    try:
+        import sentence_transformers  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def load_with_modules(source: str | Path, kind: str, **options: Any) -> Any:
+    """A model that sentence-transformers saved, with all its modules, by that library, in eval mode on the CPU.
+
+    Args:
+        source (`str` or `Path`): Hub id or folder.
+        kind (`str`): its class, from `saved_class`.
+        options: keywords of `from_pretrained` of transformers; without `attn_implementation` what was saved patched
+            is patched.
+
+    Raises:
+        ImportError: the library is not installed, or older than the class.
+        ValueError, OSError: as of the library.
+    """
+    if not library_is_installed():
+        raise _needs_library(source)
+    import sentence_transformers
+
+    if not hasattr(sentence_transformers, kind):
+        raise ImportError(
+            f"{source} is a {kind}, which sentence-transformers {sentence_transformers.__version__} does not have: "
+            "pip install --upgrade sentence-transformers"
+        )
+    return getattr(sentence_transformers, kind)(str(source), device="cpu", model_kwargs=options).eval()
+
+
+def check_loads_without_library(source: str | Path) -> None:
+    """Raise where transformers alone would load what sentence-transformers saved as a model that reads other texts.
+
+    Raises:
+        ImportError: its first module is none of transformers', or makes texts lower-case.
+    """
+    read = stored_json(source, SETTINGS_OF_TRANSFORMER) or {}
+    if stored_json(source, CONFIG_NAME) is None or read.get("do_lower_case"):
+        raise _needs_library(source)
+
+
+def _needs_library(source: str | Path) -> ImportError:
+    return ImportError(f"{source} is a model of sentence-transformers: pip install sentence-transformers to load it")

@@ -1,13 +1,15 @@
-"""Folders of sentence-transformers: a folder for each module, the transformers model in the root or below it."""
+"""What sentence-transformers saves: a folder for each module, the transformers model in the root or below it."""
 
 import json
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, cached_file
 
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
+ROUTER = "router_config.json"
 # The Hub's name for the task of each class.
 TASKS = {
     "SentenceTransformer": "sentence-similarity",
@@ -17,13 +19,35 @@ TASKS = {
 }
 
 
-def saved_class(folder: Path) -> str | None:
-    """The class of sentence-transformers that saved a folder; None where none did."""
-    if not (folder / MODULES).is_file():
+def stored_json(source: str | Path, file: str) -> Any:
+    """What a JSON file of a model says; None where it has none.
+
+    Args:
+        source (`str` or `Path`): Hub id or folder.
+        file (`str`): its path in there.
+
+    Raises:
+        ValueError: it is no JSON.
+        OSError: there is no such model.
+    """
+    path = cached_file(source, file, _raise_exceptions_for_missing_entries=False)
+    if path is None:
         return None
-    settings = folder / SETTINGS
-    read = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
-    named = read.get("model_type", "SentenceTransformer")
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} of {source} is no JSON ({error})") from None
+
+
+def saved_class(source: str | Path) -> str | None:
+    """The class of sentence-transformers that saved a model; None where none did.
+
+    Args:
+        source (`str` or `Path`): Hub id or folder.
+    """
+    if stored_json(source, MODULES) is None:
+        return None
+    named = (stored_json(source, SETTINGS) or {}).get("model_type", "SentenceTransformer")
     return named if named in TASKS else "SentenceTransformer"
 
 
@@ -36,27 +60,33 @@ def module_folders(folder: Path) -> list[Path]:
     Raises:
         ValueError: a module that lies outside the folder.
     """
-    if not (folder / MODULES).is_file():
-        return []
-    found = []
-    for module in json.loads((folder / MODULES).read_text(encoding="utf-8")):
-        path = PurePosixPath(module["path"])
-        if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"{folder / MODULES} names a module outside its folder: {module['path']!r}")
-        if path.parts:
-            found.append(folder / path)
-    routers = [one for one in (folder, *found) if (one / "router_config.json").is_file()]
-    for router in routers:
-        types = json.loads((router / "router_config.json").read_text(encoding="utf-8"))["types"]
-        found += [router / name for name in types if (router / name).is_dir() and router in (router / name).parents]
-    return list(dict.fromkeys(found))
+    return [folder / path for path in _module_paths(folder)]
 
 
-def config_in(folder: Path) -> PreTrainedConfig | None:
-    """The configuration of the transformers model in a folder, of several the first; None where it holds none."""
-    for place in (folder, *module_folders(folder)):
-        config = place / CONFIG_NAME
+def _module_paths(source: str | Path) -> list[str]:
+    paths = [_inside(module["path"], MODULES, source) for module in stored_json(source, MODULES) or ()]
+    for path in list(paths):
+        router = stored_json(source, (path / ROUTER).as_posix()) or {"types": ()}
+        paths += [path / _inside(name, ROUTER, source) for name in router["types"]]
+    return list(dict.fromkeys(path.as_posix() for path in paths if path.parts))
+
+
+def _inside(path: str, file: str, source: str | Path) -> PurePosixPath:
+    found = PurePosixPath(path)
+    if found.is_absolute() or ".." in found.parts:
+        raise ValueError(f"{file} of {source} names a module outside its folder: {path!r}")
+    return found
+
+
+def config_in(source: str | Path) -> PreTrainedConfig | None:
+    """The configuration of the transformers model that was saved, of several the first; None where there is none.
+
+    Args:
+        source (`str` or `Path`): Hub id or folder.
+    """
+    for path in ("", *_module_paths(source)):
+        config = stored_json(source, (PurePosixPath(path) / CONFIG_NAME).as_posix())
         # Other modules have a config.json too, without a type.
-        if config.is_file() and (place == folder or "model_type" in json.loads(config.read_text(encoding="utf-8"))):
-            return AutoConfig.from_pretrained(place)
+        if config is not None and (not path or "model_type" in config):
+            return AutoConfig.from_pretrained(source, subfolder=path)
     return None

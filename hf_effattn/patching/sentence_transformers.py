@@ -117,8 +117,36 @@ def _encoded(model: Any, inside: PreTrainedModel, text: Any, prompt: str | None)
 
 def set_max_seq_length(model: Any, length: int) -> None:
     """Let a model of sentence-transformers cut texts at another length; any other model stays as it is."""
-    if is_sentence_transformer(model) and hasattr(model, "max_seq_length"):
-        model.max_seq_length = length
+    if not is_sentence_transformer(model):
+        return
+    for module in model.modules():
+        if isinstance(getattr(module, "auto_model", None), PreTrainedModel):  # others have a length that is fixed
+            module.max_seq_length = length
+            if getattr(module, "document_length", None) is not None:  # a MultiVectorEncoder's own cut
+                module.document_length = length
+
+
+def document_modules(model: Any) -> list[Any]:
+    """The modules that a document goes through, in order; of a Router those of its route.
+
+    Args:
+        model (`nn.Module`): of sentence-transformers.
+
+    Raises:
+        ValueError: a Router without a route for documents, or whose documents go through no transformers model.
+    """
+    found: list[Any] = []
+    for module in model.children():
+        if hasattr(module, "sub_modules"):  # a Router
+            found += module.sub_modules[module._resolve_route("document", "text")]
+        else:
+            found.append(module)
+    if not isinstance(getattr(found[0], "auto_model", None), PreTrainedModel):
+        raise ValueError(
+            f"{type(model).__name__} reads documents by {type(found[0]).__name__}, which is no transformers model and "
+            "has no attention: name a model whose first module is a Transformer"
+        )
+    return found
 
 
 def after_loading(loaded: Loaded, while_loading: Callable[[], AbstractContextManager[Any]]) -> None:
