@@ -1,21 +1,31 @@
 """`from_pretrained`: load a checkpoint and patch it again as its config says."""
 
+import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
+from transformers.utils import cached_file
 
+from ..ops.shared.callers import stacklevel_of_user
+from ..whole_files import write_whole
 from .methods import METHODS, Method, list_methods, make_method, setting_names
+from .methods.cst.checkpoint import HUB_OPTIONS
 from .model_types import Stack, find_stacks
 from .module_patch import RECORD
 from .patch import apply_plans
 from .planning import plan_patch, stacks_to_patch, why_never_used
-from .sentence_transformers import after_loading, is_sentence_transformer
-from .stored import FIELD, read_stored, saved_method
+from .sentence_transformers import after_loading_and_saving, is_sentence_transformer
+from .stored import FIELD, SETTINGS_FILE, read_stored, saved_method
+
+# Of weights that a method added, saved beside adapters: as transformers names variants, `model.effattn.safetensors`.
+VARIANT = FIELD
 
 
 def from_pretrained(
@@ -33,7 +43,8 @@ def from_pretrained(
     error rather than an exact model that looks like a patched one.
 
     An adapter of PEFT loads by its classes: `from_pretrained(AutoPeftModelForSequenceClassification, adapter)` patches
-    the base model as the base's config says; PEFT's own `from_pretrained` gives the exact one.
+    the base model as the base's config says; PEFT's own `from_pretrained` gives the exact one. Adapters that
+    sentence-transformers saved have the settings beside them, which win.
 
     Args:
         auto_class (`type`): such as `AutoModelForSequenceClassification` or `BertModel`; or `SentenceTransformer`,
@@ -91,6 +102,10 @@ def _patch_loaded(model: Any, name_or_path: Any, asked: _Asked, options: Mapping
 
     `options` are the keywords of `from_pretrained`, `info` what it reported of the weights.
     """
+    kept = _kept_beside_adapters(model, name_or_path, options)
+    if kept is not None:
+        for stack in find_stacks(model):
+            setattr(stack.model.config, FIELD, kept)
     stacks = _stacks_to_load(model, asked.method)
     saved = [saved_method(stack.model.config) for stack in stacks]
     plans = []
@@ -105,7 +120,7 @@ def _patch_loaded(model: Any, name_or_path: Any, asked: _Asked, options: Mapping
     apply_plans(plans)
     for plan, before in zip(plans, saved, strict=True):
         if before == plan.method.method:
-            base, checkpoint, hub = _without_adapters(model, name_or_path, options)
+            base, checkpoint, hub = _with_tables(model, name_or_path, options, kept=kept is not None)
             plan.method.from_checkpoint(base, plan.stack, checkpoint, hub)
             if info is not None and plan.method.parameters_name:  # transformers reported before they were loaded
                 name, unexpected = plan.method.parameters_name, info["unexpected_keys"]
@@ -155,13 +170,74 @@ def patch_part(model: PreTrainedModel, name_or_path: Any, options: Mapping[str, 
     _patch_loaded(model, name_or_path, asked, options)
 
 
-after_loading(patch_part, _while_loading)
+def keep_beside_adapters(model: Any, folder: Path) -> None:
+    """Write how a model is patched, and what the patch added to its weights, beside adapters that were saved.
+
+    Transformers saves adapters alone: neither the configuration, which says it elsewhere, nor other weights.
+
+    Args:
+        model (`nn.Module`): a transformers model that sentence-transformers has just saved, or PEFT's around one.
+        folder (`Path`): where.
+    """
+    if not getattr(model, "peft_config", None):
+        return
+    model = _without_peft(model)
+    stacks = find_stacks(model)
+    stored: list[Any] = [getattr(stack.model.config, FIELD, None) for stack in stacks]
+    if not any(stored):
+        return
+    if any(other != stored[0] for other in stored):
+        warnings.warn(
+            f"{folder} holds adapters alone, and parts of {type(model).__name__} are patched in ways of their own: "
+            "loaded, it will be as its base was saved. Patch it again after loading, or merge the adapters",
+            stacklevel=stacklevel_of_user(),
+        )
+        return
+    write_whole(folder / SETTINGS_FILE, lambda file: file.write(json.dumps(stored[0], indent=1).encode()))
+    added = {}
+    for stack in stacks:
+        owner, name = stack.model.base_model, METHODS[stored[0]["method"]].parameters_name
+        tables: Any = owner._modules.get(name)
+        if tables is None:
+            continue
+        path = next(path for path, module in model.named_modules() if module is owner)
+        # PEFT's `modules_to_save` wraps them, and answers with those that learn.
+        for leaf in {parameter.rpartition(".")[2] for parameter, _ in tables.named_parameters()}:
+            key = ".".join(filter(None, (path, name, leaf)))
+            added[key] = getattr(tables, leaf).detach().cpu().contiguous()
+    if added:
+        save_file(added, folder / f"model.{VARIANT}.safetensors", metadata={"format": "pt"})
 
 
-def _without_adapters(model: Any, name_or_path: Any, options: Mapping[str, Any]) -> tuple[Any, Any, Mapping[str, Any]]:
-    """The model that PEFT put adapters in, its checkpoint, which those only name, and the options to read it."""
+after_loading_and_saving(patch_part, keep_beside_adapters, _while_loading)
+
+
+def _kept_beside_adapters(model: Any, name_or_path: Any, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The settings that `keep_beside_adapters` wrote; None without adapters or such settings."""
+    if not getattr(model, "peft_config", None):
+        return None
+    hub = {name: options[name] for name in HUB_OPTIONS if name in options}
+    path = cached_file(name_or_path, SETTINGS_FILE, **hub, _raise_exceptions_for_missing_entries=False)
+    return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def _without_peft(model: Any) -> Any:
+    """The transformers model that PEFT is around; transformers puts adapters in itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _with_tables(
+    model: Any, name_or_path: Any, options: Mapping[str, Any], *, kept: bool
+) -> tuple[Any, Any, Mapping[str, Any]]:
+    """The model without PEFT's around it, the checkpoint with what a method added to it, and the options to read that.
+
+    Of adapters it is the checkpoint of the base, which they only name, unless it was `kept` beside them.
+    """
     if not getattr(model, "peft_config", None):
         return model, name_or_path, options
+    base = _without_peft(model)
+    if kept:
+        return base, name_or_path, {**options, "variant": VARIANT}
     adapter = next(iter(model.peft_config.values()))
     trained = {name for kind in METHODS.values() if (name := kind.parameters_name)} & set(
         adapter.modules_to_save or ()
@@ -172,9 +248,8 @@ def _without_adapters(model: Any, name_or_path: Any, options: Mapping[str, Any])
             f"PEFT puts it on has none: base = hf_effattn.from_pretrained(auto_class, "
             f'"{adapter.base_model_name_or_path}"), then PeftModel.from_pretrained(base, "{name_or_path}")'
         )
-    kept = {name: value for name, value in options.items() if name not in ("revision", "subfolder")}
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # transformers puts them in itself
-    return base, adapter.base_model_name_or_path, kept | {"revision": adapter.revision}
+    others = {name: value for name, value in options.items() if name not in ("revision", "subfolder")}
+    return base, adapter.base_model_name_or_path, others | {"revision": adapter.revision}
 
 
 def _take_settings(auto_class: Any, method: str | None, kwargs: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""Models of the sentence-transformers library: the transformers models inside them, their texts, how they are loaded.
+"""Models of sentence-transformers: the transformers models inside them, their texts, how they are loaded and saved.
 
-The library is never imported from here: what a user hands over has imported it, and what it loads is noticed when it
-does.
+The library is never imported from here: what a user hands over has imported it, and what it loads and saves is noticed
+when it does.
 """
 
 import inspect
@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,7 @@ LOADER_MODULE, LOADER = f"{LIBRARY}.base.modules.transformer", "Transformer"
 
 # Of the model, its folder or name on the Hub, and the keywords of `from_pretrained`.
 Loaded = Callable[[Any, Any, Mapping[str, Any]], None]
+Saved = Callable[[Any, Path], None]  # of the model, its folder
 
 
 def is_sentence_transformer(model: Any) -> bool:
@@ -149,16 +151,20 @@ def document_modules(model: Any) -> list[Any]:
     return found
 
 
-def after_loading(loaded: Loaded, while_loading: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Have a function called for every transformers model that sentence-transformers loads from now on.
+def after_loading_and_saving(
+    loaded: Loaded, saved: Saved, while_loading: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """Have functions called for every transformers model that sentence-transformers loads or saves from now on.
 
     Args:
         loaded (`Callable`): gets the model, the folder or the name on the Hub, and the keywords of `from_pretrained`.
+        saved (`Callable`): gets the model and the folder.
         while_loading (`Callable`): makes a context for the time in which the model is loaded.
     """
 
     def watch(module: ModuleType) -> None:
         watch_loading(getattr(module, LOADER), loaded, while_loading)
+        watch_saving(getattr(module, LOADER), saved)
 
     if LOADER_MODULE in sys.modules:
         watch(sys.modules[LOADER_MODULE])
@@ -188,14 +194,14 @@ class _Import(MetaPathFinder):
         self.watch(module)
 
 
-_watched: set[type] = set()
+_watched: set[tuple[type, str]] = set()
 
 
 def watch_loading(kind: Any, loaded: Loaded, while_loading: Callable[[], AbstractContextManager[Any]]) -> None:
     """Watch one class that loads; a second time changes nothing. Arguments as of `after_loading`."""
-    if kind in _watched:
+    if (kind, "__init__") in _watched:
         return
-    _watched.add(kind)
+    _watched.add((kind, "__init__"))
     make = kind.__init__
 
     @wraps(make)
@@ -213,3 +219,18 @@ def watch_loading(kind: Any, loaded: Loaded, while_loading: Callable[[], Abstrac
             )
 
     kind.__init__ = init
+
+
+def watch_saving(kind: Any, saved: Saved) -> None:
+    """Watch one class that saves; a second time changes nothing. Arguments as of `after_loading_and_saving`."""
+    if (kind, "save") in _watched:
+        return
+    _watched.add((kind, "save"))
+    save = kind.save
+
+    @wraps(save)
+    def save_and_tell(self: Any, output_path: Any, *args: Any, **kwargs: Any) -> None:
+        save(self, output_path, *args, **kwargs)
+        saved(self.auto_model, Path(output_path))
+
+    kind.save = save_and_tell

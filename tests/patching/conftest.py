@@ -3,8 +3,11 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import peft
 import pytest
 import torch
+from packaging.version import parse
+from transformers.integrations import peft as adapters
 
 from hf_effattn.patching import attention as attention_module
 from hf_effattn.patching import longformer
@@ -83,3 +86,10 @@ def in_blocks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     for module in (attention_module, longformer):
         monkeypatch.setattr(module, "attend_in_blocks", watched)
     return shapes
+
+
+@pytest.fixture
+def newest_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of `add_adapter`: transformers 5.24 asks for PEFT 0.22, which is not out; what it calls is in 0.21."""
+    if parse(peft.__version__) < parse(adapters.MIN_PEFT_VERSION):
+        monkeypatch.setattr(adapters, "MIN_PEFT_VERSION", peft.__version__)

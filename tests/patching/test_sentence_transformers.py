@@ -324,8 +324,9 @@ def test_trains_and_resumes(method: str, saved: dict[Any, str], tmp_path: Path) 
     torch.testing.assert_close(outputs(model, texts()), trained)
 
 
+@pytest.mark.usefixtures("newest_peft")
 def test_adapters_load_onto_the_converted_base(saved: dict[Any, str], tmp_path: Path) -> None:
-    """The base's tables are in its own folder, which the adapter only names."""
+    """The base's other weights are in its own folder, which the adapter only names."""
     base = hf_effattn.patch_attention(made(SentenceTransformer, saved), **ALL_SETTINGS["cst"])
     train_tables(base)
     base.save_pretrained(str(tmp_path / "base"))
