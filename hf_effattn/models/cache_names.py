@@ -1,10 +1,15 @@
 """The cache of a decoder under both of its names: `past_key_values`, and `cache` from transformers 5.24 on."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import wraps
 from typing import Any, TypeVar
 
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
 OLD, NEW = "past_key_values", "cache"
+# As the outputs of the installed transformers name it, which warn of the old name where they have the new one.
+IN_OUTPUTS = NEW if NEW in {one.name for one in fields(BaseModelOutputWithPast)} else OLD
 
 Returned = TypeVar("Returned")
 
@@ -27,3 +32,13 @@ def takes_cache(method: Callable[..., Returned]) -> Callable[..., Returned]:
         return method(*args, **kwargs)
 
     return call
+
+
+def named_for_output(cache: Any) -> dict[str, Any]:
+    """A cache as keyword of an output."""
+    return {IN_OUTPUTS: cache}
+
+
+def cache_of(output: Any) -> Any:
+    """The cache in an output."""
+    return getattr(output, IN_OUTPUTS)

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
-from ..cache_names import takes_cache
+from ..cache_names import cache_of, named_for_output, takes_cache
 from ..classifying import classifier_dropout
 from .configuration_clusterformer import ClusterFormerConfig
 from .modeling_clusterformer import ClusterFormerModel, ClusterFormerPreTrainedModel, pool
@@ -307,7 +307,7 @@ class ClusterFormerForCausalLM(_WithWordHead, ClusterFormerGenerationMixin):
         logits = self.lm_head(decoded.last_hidden_state[:, scored])
         task_loss = shifted_loss(logits, labels, shifted)
         return ClusterFormerCausalLMOutput(
-            logits=logits, past_key_values=decoded.past_key_values, **self._fields(task_loss, decoded)
+            logits=logits, **named_for_output(cache_of(decoded)), **self._fields(task_loss, decoded)
         )
 
 

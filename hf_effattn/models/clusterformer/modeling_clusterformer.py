@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import can_return_tuple
 
 from ...ops.derivatives import check_no_onnx
-from ..cache_names import takes_cache
+from ..cache_names import named_for_output, takes_cache
 from ..classifying import masked_mean
 from .attention import CentroidWeight, CrossAttention, FullSelfAttention, SortedBlockSelfAttention, cached_words
 from .configuration_clusterformer import ClusterFormerConfig
@@ -300,8 +300,8 @@ class ClusterFormerModel(ClusterFormerPreTrainedModel):
         return ClusterFormerModelOutput(
             last_hidden_state=hidden_states,
             pooler_output=pooled,
-            past_key_values=past_key_values,
             hidden_states=tuple(seen) if output_hidden_states else None,
+            **named_for_output(past_key_values),
             **clustering,
         )
 

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import can_return_tuple
 
-from ..cache_names import takes_cache
+from ..cache_names import cache_of, named_for_output, takes_cache
 from .configuration_clusterformer import ClusterFormerConfig
 from .heads import IGNORED, ClusterFormerGenerationMixin, total_loss, word_loss
 from .modeling_clusterformer import ClusterFormerModel, ClusterFormerPreTrainedModel
@@ -172,10 +172,10 @@ class ClusterFormerForConditionalGeneration(ClusterFormerPreTrainedModel, Cluste
         return ClusterFormerSeq2SeqLMOutput(
             loss=total_loss(self.config, task_loss, clustering),
             logits=logits,
-            past_key_values=decoded.past_key_values,
             decoder_hidden_states=decoded.hidden_states,
             encoder_last_hidden_state=encoder_outputs[0],
             encoder_hidden_states=getattr(encoder_outputs, "hidden_states", None),
+            **named_for_output(cache_of(decoded)),
             **dict(clustering) | {"task_loss": task_loss},
         )
 

@@ -22,7 +22,7 @@ from transformers.modeling_outputs import (
 from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
-from ..cache_names import NEW, OLD, takes_cache
+from ..cache_names import NEW, OLD, cache_of, named_for_output, takes_cache
 from ..classifying import classifier_dropout, masked_mean
 from .cache import CSTCache
 from .configuration_cst import CSTConfig
@@ -229,7 +229,7 @@ class CSTForCausalLM(CSTPreTrainedModel, GenerationMixin):
         if labels is not None or kwargs.get("shift_labels") is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **_loss_arguments(kwargs))
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
+            loss=loss, logits=logits, hidden_states=output.hidden_states, **named_for_output(cache_of(output))
         )
 
 

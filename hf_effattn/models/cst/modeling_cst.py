@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from ...ops.derivatives import check_no_onnx
-from ..cache_names import NEW, OLD, takes_cache
+from ..cache_names import NEW, OLD, named_for_output, takes_cache
 from .attention import CSTAttention, Tables
 from .cache import CSTCache, GlobalState, LevelState
 from .configuration_cst import CSTConfig
@@ -258,8 +258,8 @@ class CSTModel(CSTPreTrainedModel):
             )
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
-            past_key_values=past_key_values if use_cache else None,
             hidden_states=states if output_hidden_states else None,
+            **named_for_output(past_key_values if use_cache else None),
         )
 
     def _mask(self, attention_mask: torch.Tensor | None, B: int, past: int, N: int) -> torch.Tensor | None:
