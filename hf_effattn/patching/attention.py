@@ -475,9 +475,9 @@ def _say_unknown(module: nn.Module, method: str) -> None:
 def _method_from_config(module: nn.Module, method: str) -> Method | None:
     stored = getattr(module.config, FIELD, None)
     if stored is None:
-        chosen = make_method(method).for_layers(())  # raises where each layer needs settings of its own
-        warn_of_other_settings(module.config, chosen, None)
-        return chosen
+        by_default = make_method(method)
+        warn_of_other_settings(module.config, by_default, None)
+        return by_default.for_layers(())  # raises where each layer needs settings of its own
     chosen, layers = read_stored(stored, method)
     warn_of_other_settings(module.config, chosen, layers)
     if layers is None and not chosen.differs_by_layer:

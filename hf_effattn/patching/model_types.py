@@ -45,10 +45,10 @@ class Stack:
 
 
 class _Place(NamedTuple):
-    """Where a module stands: in which list of layers, at which index, and by which path from there."""
+    """Where a module stands: in which list of layers, under which number, and by which path from there."""
 
     layers: nn.Module
-    index: int
+    number: int
     path: str
 
 
@@ -231,7 +231,7 @@ def _collect(
         owner[1].append((module, _Place(module, 0, "") if place is None else place))
     for name, child in module.named_children():
         if place is not None:
-            inside = place._replace(path=f"{place.path}.{name}".lstrip("."))
+            inside: _Place | None = place._replace(path=f"{place.path}.{name}".lstrip("."))
         else:  # lists of layers name them by their indices, whatever their class
             inside = _Place(module, int(name), "") if name.isdecimal() else None
         _collect(child, owner, inside, found, seen)
@@ -256,7 +256,7 @@ def _stack(model: PreTrainedModel, attending: list[tuple[nn.Module, _Place]]) ->
             begins[layers] = count
             count += 1 + max([int(name) for name, _ in layers.named_children() if name.isdecimal()], default=0)
         paths.setdefault(layers, set()).add(path)
-    known = {begins[place.layers] + place.index for _, place in attending}
+    known = {begins[place.layers] + place.number for _, place in attending}
     unknown = {
         layer: module
         for layers, begin in begins.items()
@@ -268,7 +268,7 @@ def _stack(model: PreTrainedModel, attending: list[tuple[nn.Module, _Place]]) ->
     return Stack(
         model,
         tuple(module for module, _ in attending),
-        tuple(layers_at(config, begins[place.layers] + place.index) for _, place in attending),
+        tuple(layers_at(config, begins[place.layers] + place.number) for _, place in attending),
         1 + max(layer for place in range(count) for layer in layers_at(config, place)),
         unknown,
     )

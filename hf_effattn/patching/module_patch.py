@@ -59,13 +59,13 @@ def swap_class(module: nn.Module, exact: type[nn.Module], patched: type[nn.Modul
 
 
 @cache
-def _joined(kind: type[nn.Module], patched: type[nn.Module]) -> type[nn.Module]:
+def _joined(kind: Any, patched: Any) -> Any:
     """A class whose instances are of both, and whose `super().forward` in `kind` calls that of `patched`."""
     return type(kind.__name__, (kind, patched), {"__doc__": kind.__doc__})
 
 
 @cache
-def _without(kind: type[nn.Module], exact: type[nn.Module], patched: type[nn.Module]) -> type[nn.Module]:
+def _without(kind: Any, exact: Any, patched: Any) -> Any:
     """The class without that of the patch among those it inherits from."""
     if kind is patched or not issubclass(kind, patched):
         return exact if kind is patched else kind

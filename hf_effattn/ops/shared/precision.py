@@ -21,16 +21,19 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def cast_by_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def cast_by_autocast(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The inputs of an attention as autocast would cast them for SDPA; as they are where it is off.
 
     A rotation, a norm or a cache may have made some of them wider than others.
     """
-    device = tensors[0].device.type
+    device = query.device.type
     if not torch.is_autocast_enabled(device):
-        return tensors
+        return query, key, value
     dtype = torch.get_autocast_dtype(device)
-    return tuple(one if one.dtype == torch.float64 else one.to(dtype) for one in tensors)
+    query, key, value = (one if one.dtype == torch.float64 else one.to(dtype) for one in (query, key, value))
+    return query, key, value
 
 
 def split_scale(scale: float, dtype: torch.dtype) -> tuple[float, float]:
