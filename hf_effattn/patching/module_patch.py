@@ -51,11 +51,13 @@ def swap_class(module: nn.Module, exact: type[nn.Module], patched: type[nn.Modul
         patched (`type`): a subclass of it.
         on (`bool`): whether to give or to take.
     """
-    kind = type(module)
-    if on and not issubclass(kind, patched):
-        change_class(module, patched if kind is exact else _joined(kind, patched))
-    elif not on and issubclass(kind, patched):
-        change_class(module, _without(kind, exact, patched))
+    kind: Any = type(module)
+    theirs: Any = exact
+    ours: Any = patched  # to mypy, classes of modules have no hash
+    if on and not issubclass(kind, ours):
+        change_class(module, ours if kind is theirs else _joined(kind, ours))
+    elif not on and issubclass(kind, ours):
+        change_class(module, _without(kind, theirs, ours))
 
 
 @cache
