@@ -1,8 +1,9 @@
 """Ops that `torch.library` knows, with hand-written backward passes: to `torch.compile` each pass is one op."""
 
+import typing
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -49,8 +50,7 @@ def register_op(
     def run(*given: Any) -> Any:
         return forward(inputs(*given))
 
-    kinds = [Parameter(field, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind) for field, kind in fields.items()]
-    run.__signature__ = Signature(kinds, return_annotation=returned)  # type: ignore[attr-defined]
+    run.__signature__ = _signature(fields, returned)  # type: ignore[attr-defined]
     op = torch.library.custom_op(f"hf_effattn::{name}", run, mutates_args=())
     op.register_fake(lambda *given: fake(inputs(*given)))
     schema = getattr(torch.ops.hf_effattn, name).default._schema
@@ -103,6 +103,16 @@ def register_op(
 
     op.register_autograd(backward, setup_context=setup_context)
     return form
+
+
+def _signature(fields: dict[str, Any], returned: Any) -> Signature:
+    """A signature from which torch makes a schema; before 2.7 it knows a list only as `typing.List`."""
+
+    def known(kind: Any) -> Any:
+        return typing.List[get_args(kind)] if get_origin(kind) is list else kind  # noqa: UP006
+
+    kinds = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=known(kind)) for name, kind in fields.items()]
+    return Signature(kinds, return_annotation=known(returned))
 
 
 def _one_by_one(op: Callable[..., list[torch.Tensor]], in_dims: Sequence[Any], given: Sequence[Any]) -> Any:
