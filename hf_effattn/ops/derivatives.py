@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from .shared.graphs import is_exported_to_onnx
+
 
 def learns(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd follows any of the tensors, also within `vmap`, whose tensors do not say so themselves."""
@@ -27,10 +29,10 @@ def refuse_second_derivatives(*gradients: Any) -> Any:
 
 
 def check_no_onnx(instead: str) -> None:
-    """Raise while `torch.onnx.export` traces, which would end in the name of an op that it cannot convert.
+    """Raise while `torch.onnx.export` captures, which would end in the name of an op that it cannot convert.
 
     Args:
         instead (`str`): what to do.
     """
-    if torch.onnx.is_in_onnx_export():
+    if is_exported_to_onnx():
         raise NotImplementedError(f"torch.onnx.export cannot convert the attention ops of hf_effattn: {instead}")

@@ -24,6 +24,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.output_capturing import _active_collector
 
 from ..ops.shared.callers import stacklevel_of_user
+from ..ops.shared.graphs import in_a_graph
 from ..ops.shared.precision import cast_by_autocast
 from .by_rows import added_mask
 from .exact import exact_weights, sdpa_path, visible_keys
@@ -51,7 +52,7 @@ from .patched_models import warn_of_other_settings
 from .position_rows import POSITION_ROWS, POSITION_TERMS, READ_BY, PositionTerms
 from .softcap import attend_bent
 from .stored import FIELD, check_layers, read_stored
-from .windows import IN_BLOCKS, attend_in_blocks, dense_mask, in_a_graph, mask_of_blocks, sees_all, window_of
+from .windows import IN_BLOCKS, attend_in_blocks, dense_mask, mask_of_blocks, sees_all, window_of
 
 # Keywords by which transformers' SDPA path adds to the scores of all keys, or finds the keys elsewhere.
 NOT_IN_BLOCKS = "position_bias", "cache"
@@ -145,9 +146,9 @@ def _hides_the_future_only(mask_function: Callable, length: int, config: Any) ->
 
 
 def _is_first(position: int | torch.Tensor) -> bool:
-    """Whether the queries begin the sequence. A static cache keeps the position in a tensor, unread when compiled."""
+    """Whether the queries begin the sequence. A static cache keeps the position in a tensor, unread in a graph."""
     if isinstance(position, torch.Tensor):
-        return not torch.compiler.is_compiling() and int(position) == 0
+        return not in_a_graph() and int(position) == 0
     return position == 0
 
 
@@ -156,7 +157,7 @@ def _prompt_mask(mask: torch.Tensor | None, q_length: int) -> torch.Tensor | Non
     if mask is None:
         return None
     mask = mask[:, :q_length].bool()
-    return None if not torch.compiler.is_compiling() and mask.all() else mask
+    return None if not in_a_graph() and mask.all() else mask
 
 
 def attention(
@@ -232,7 +233,7 @@ def attention(
             _say_packed(method)
         _say_once_if_trained(chosen, call)
         return _exact(call)
-    if chosen.is_exact(N, N, query.device.type, causal=hides_future):
+    if chosen.chooses_exact(N, query.device.type, causal=hides_future):
         if hides_future:
             _say_if_never(chosen, query.device.type)
         return _exact(call)

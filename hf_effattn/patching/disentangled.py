@@ -20,9 +20,9 @@ from transformers.models.deberta import modeling_deberta as v1
 from transformers.models.deberta_v2 import modeling_deberta_v2 as v2
 
 from ..ops.derivatives import learns
+from ..ops.shared.graphs import is_traced
 from .by_rows import ROWS, added_mask, by_rows
-from .relative_bias import shifted
-from .windows import is_traced
+from .relative_bias import of_pairs, shifted
 
 if TYPE_CHECKING:
     from transformers.models.deberta_v2.modeling_deberta_v2 import DebertaV2Encoder as _ExactEncoder
@@ -88,7 +88,7 @@ def attend_disentangled(
             near_products = shifted(query @ vectors[:, near].transpose(1, 2))
             terms.append((query @ vectors[:, -1, :, None], near_products, query @ vectors[:, 0, :, None]))
         if of_key is not None:
-            index = near.unfold(0, high - low, 1).flip(0).expand(*of_key.shape[:2], -1, -1)
+            index = of_pairs(near, rows, high - low).expand(*of_key.shape[:2], -1, -1)
             gathered = of_key[..., low:high].gather(2, index)
             terms.append((of_key[:, :, -1:, :low], gathered, of_key[:, :, :1, high:]))
         before, within, after = (sum(parts[1:], parts[0]) for parts in zip(*terms, strict=True))
@@ -102,11 +102,9 @@ def attend_disentangled(
     return by_rows(attend, query, N, ROWS if in_short_parts else None)
 
 
-def _matrix(row: torch.Tensor | None) -> torch.Tensor | None:
+def _matrix(row: torch.Tensor | None, length: int) -> torch.Tensor | None:
     """Distances as transformers has them, `(1, N, N)`, of a row `(2 N - 1,)`."""
-    if row is None or row.ndim > 1:
-        return row
-    return row.flip(0).unfold(0, (len(row) + 1) // 2, 1).flip(0)[None]
+    return row if row is None or row.ndim > 1 else of_pairs(row.flip(0), length, length)[None]
 
 
 class _Disentangled(_Exact):
@@ -150,7 +148,8 @@ class _Disentangled(_Exact):
         if output_attentions or not alike or is_traced() or self._does_more(query_states):
             if attention_mask.shape[2] == 1:  # as transformers' own, whose padding sees nothing
                 attention_mask = attention_mask * attention_mask.transpose(2, 3)
-            arguments = hidden_states, attention_mask, output_attentions, query_states, _matrix(relative_pos)
+            distances = _matrix(relative_pos, hidden_states.shape[1])
+            arguments = hidden_states, attention_mask, output_attentions, query_states, distances
             return super().forward(*arguments, rel_embeddings)
         query, key, value = self._projected(hidden_states, query_states)
         distance_key = distance_query = None

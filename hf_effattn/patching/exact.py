@@ -33,7 +33,7 @@ def exact_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Transformers' SDPA path, `(B, H, N, Dv)`, bit for bit; `mask` `(B, 1, N, M)` from `visible_keys`."""
-    if not len(query):  # that path asks torch how many heads no text has, and torch cannot tell
+    if not query.shape[0]:  # that path asks torch how many heads no text has, and torch cannot tell
         grouped = query.shape[1] > key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
     # Without a module, all that is asked of one: how many heads share their keys.

@@ -17,7 +17,8 @@ from torch import nn
 from transformers.models.led.modeling_led import LEDEncoderSelfAttention
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
-from .windows import KeysForAll, Window, attend_in_blocks, block_length, is_traced, seen_in_blocks
+from ..ops.shared.graphs import is_traced
+from .windows import KeysForAll, Window, attend_in_blocks, block_length, seen_in_blocks
 
 if TYPE_CHECKING:
     _Exact = nn.Module

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.models.longt5 import modeling_longt5
 
-from .windows import is_traced
+from ..ops.shared.graphs import is_traced
 
 if TYPE_CHECKING:
     _Exact = nn.Module

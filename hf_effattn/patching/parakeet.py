@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from transformers.models.parakeet.modeling_parakeet import ParakeetEncoderAttention, ParakeetEncoderConvolutionModule
 
 from ..ops.derivatives import learns
+from ..ops.shared.graphs import in_a_graph
 from .attention import matrices_are_collected
 from .by_rows import ROWS, added_mask, by_rows
 from .relative_bias import shifted
-from .windows import is_traced
 
 
 def attend_by_distance_vectors(
@@ -79,7 +79,7 @@ class ParakeetByRows(ParakeetEncoderAttention):
         attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Self-attention of one layer; where weights are asked for, or a trace is taken, by transformers' own code.
+        """Self-attention of one layer; where weights are asked for, or a graph is made, by transformers' own code.
 
         Args:
             hidden_states (`torch.Tensor`): `(B, N, E)`.
@@ -91,7 +91,7 @@ class ParakeetByRows(ParakeetEncoderAttention):
             `(torch.Tensor, torch.Tensor | None)`: `(B, N, E)`, and the weights if asked for.
         """
         asked = bool(kwargs.get("output_attentions")) or matrices_are_collected(self)
-        if asked or is_traced():
+        if asked or in_a_graph():
             return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         query, key, value = (self._heads(own(hidden_states)) for own in (self.q_proj, self.k_proj, self.v_proj))
         if not (self.training and self.config.dropout_positions):
@@ -118,7 +118,7 @@ class ParakeetConvolution(ParakeetEncoderConvolutionModule):
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """What transformers gives, `(B, N, E)`, of hidden states `(B, N, E)` and a mask `(B, 1, N, N)`."""
-        return super().forward(hidden_states, attention_mask if is_traced() else _seen(attention_mask))
+        return super().forward(hidden_states, attention_mask if in_a_graph() else _seen(attention_mask))
 
 
 def _seen(mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from torch import nn
 from .measurements import forget_measurements
 from .methods import METHODS, list_methods, make_method
 from .methods.base import quoted
-from .model_types import Stack, attends_itself, bends_scores, find_stacks, is_causal, reads_together
+from .model_types import Stack, attends_itself, bends_scores, find_stacks, hides_the_future, is_causal, reads_together
 from .module_patch import RECORD, ModulePatch
 from .patched_models import remember
 from .planning import (
@@ -26,6 +26,7 @@ from .planning import (
 from .sentence_transformers import cut_at
 from .snapshot import Snapshot
 from .stored import FIELD, base_model_of, read_settings, write_stored
+from .whole_texts import tell_whole_texts
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -134,6 +135,7 @@ def unpatch_attention(model: Model) -> Model:
         ours = config._attn_implementation in list_methods() or bool(patches and attends_itself(stack.model))
         for kind in METHODS.values():
             kind.detach(stack.model)
+        tell_whole_texts(stack.model.base_model, False)
         if ours:
             set_implementation(stack, patches[0].previous if patches else exact_implementation(stack))
         if hasattr(config, FIELD):
@@ -161,6 +163,7 @@ def _apply(plan: PatchPlan) -> None:
         if not isinstance(plan.method, kind):
             kind.detach(plan.stack.model)
     plan.method.attach(plan.stack.model, plan.parameters)
+    tell_whole_texts(plan.stack.model.base_model, hides_the_future(config) and not plan.method.stays_exact)
     set_implementation(plan.stack, plan.method.method)
     setattr(config, FIELD, write_stored(plan.method, plan.layers, base_model_of(config)))
     for module, served, patched in zip(plan.stack.modules, plan.stack.layers, plan.patched, strict=True):

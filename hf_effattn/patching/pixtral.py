@@ -16,9 +16,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.pixtral import modeling_pixtral
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from ..ops.shared.graphs import is_traced
 from .images import IMAGES, block_diagonal
 from .module_patch import swap_class
-from .windows import is_traced
 
 # Patches that are read together, unless one image has more: transformers' mask takes 64 MiB in float32.
 GROUP = 4096

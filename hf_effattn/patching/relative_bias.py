@@ -21,9 +21,9 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 from ..ops.derivatives import learns
+from ..ops.shared.graphs import in_a_graph
 from .attention import matrices_are_collected
 from .by_rows import added_mask, by_rows, floor
-from .windows import is_traced
 
 if TYPE_CHECKING:
     _Exact = nn.Module
@@ -114,10 +114,18 @@ def shifted(products: torch.Tensor) -> torch.Tensor:
     return flat.unflatten(2, (rows, width - 1))[..., : width - rows + 1]
 
 
-def _matrix(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def of_pairs(row: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
+    """What stands of key `j` for query `i` at `j - i + n - 1` in `(..., n + m - 1)`, as matrices `(..., n, m)`.
+
+    No view: torch makes none of a length that a graph leaves open.
+    """
+    places, first = (torch.arange(count, device=row.device) for count in (keys, queries))
+    return row[..., places - first[:, None] + queries - 1]
+
+
+def _as_matrix(bias: torch.Tensor, mask: torch.Tensor | None, length: int) -> torch.Tensor:
     """The biases `(1, H, N, N)` as transformers has them, with a mask that is to be added."""
-    length = (bias.shape[1] + 1) // 2
-    matrix = bias.unfold(1, length, 1).flip(1)[None]
+    matrix = of_pairs(bias, length, length)[None]
     return matrix if mask is None else matrix + mask
 
 
@@ -130,9 +138,12 @@ class _ByDistance(_Exact):
     o: nn.Module
 
     def _by_transformers(self, mask: torch.Tensor | None, output_attentions: bool = False) -> bool:
-        """Whether its own code is to run: weights are asked for, a trace is taken, or rows of the mask differ."""
+        """Whether its own code is to run: weights are asked for, a graph is made, or rows of the mask differ.
+
+        A graph is for texts of many lengths, of which no view as `_by_view` takes it can be made.
+        """
         dense = mask is not None and mask.shape[2] > 1
-        return output_attentions or dense or is_traced() or matrices_are_collected(self)
+        return output_attentions or dense or in_a_graph() or matrices_are_collected(self)
 
     def _attend(
         self,
@@ -184,17 +195,21 @@ class _SharedBias(_T5ByDistance):
             hidden_states (`torch.Tensor`): `(B, N, E)`.
             mask (`torch.Tensor`, *optional*): `(B, N)`, or of four dimensions.
             key_value_states: None in an encoder.
-            position_bias (`torch.Tensor`, *optional*): `(H, 2 N - 1)`, of the first layer.
+            position_bias (`torch.Tensor`, *optional*): of the first layer, `(H, 2 N - 1)`, or as transformers has it.
             kwargs: what else transformers passes on; `output_attentions` asks for the weights.
 
         Returns:
             `(torch.Tensor, torch.Tensor, torch.Tensor | None)`: `(B, N, E)`, the biases, the weights if asked for.
         """
-        bias = self._biases(hidden_states) if position_bias is None else position_bias
         added = added_mask(mask, hidden_states.dtype)
-        if self._by_transformers(added, bool(kwargs.get("output_attentions"))):
-            found = super().forward(hidden_states, position_bias=_matrix(bias, added), **kwargs)
-            return found[0], bias, *found[2:]
+        by_transformers = self._by_transformers(added, bool(kwargs.get("output_attentions")))
+        if position_bias is not None and position_bias.ndim == 2 and by_transformers:
+            matrix = _as_matrix(position_bias, added, hidden_states.shape[1])
+            found = super().forward(hidden_states, position_bias=matrix, **kwargs)
+            return found[0], position_bias, *found[2:]
+        if by_transformers or (position_bias is not None and position_bias.ndim > 2):
+            return super().forward(hidden_states, mask=added, position_bias=position_bias, **kwargs)
+        bias = self._biases(hidden_states) if position_bias is None else position_bias
         return self._attend(hidden_states, bias, added, dropout=self.dropout), bias, None
 
 
@@ -248,7 +263,7 @@ class MPNetByDistance(_ByDistance, MPNetSelfAttention):
         Args:
             hidden_states (`torch.Tensor`): `(B, N, E)`.
             attention_mask (`torch.Tensor`, *optional*): `(B, N)`, or of four dimensions.
-            position_bias (`torch.Tensor`, *optional*): `(H, 2 N - 1)`, of `MPNetEncoderByDistance`.
+            position_bias (`torch.Tensor`, *optional*): of `MPNetEncoderByDistance`.
             output_attentions (`bool`): whether attention weights are asked for.
             kwargs: what else transformers passes on.
 
@@ -256,8 +271,10 @@ class MPNetByDistance(_ByDistance, MPNetSelfAttention):
             `(torch.Tensor,)`: `(B, N, E)`, and the weights if asked for.
         """
         added = added_mask(attention_mask, hidden_states.dtype)
-        if position_bias is None or self._by_transformers(added, output_attentions):
-            matrix = added if position_bias is None else _matrix(position_bias, added)
+        if position_bias is None or position_bias.ndim > 2:
+            return super().forward(hidden_states, added, position_bias, output_attentions=output_attentions, **kwargs)
+        if self._by_transformers(added, output_attentions):
+            matrix = _as_matrix(position_bias, added, hidden_states.shape[1])
             return super().forward(hidden_states, None, matrix, output_attentions=output_attentions, **kwargs)
         scale = self.attention_head_size**-0.5
         return (self._attend(hidden_states, position_bias, added, scale=scale, dropout=self.dropout.p),)
@@ -267,7 +284,12 @@ class MPNetEncoderByDistance(MPNetEncoder):
     """MPNet's layers, patched: they get the biases of all distances."""
 
     def compute_position_bias(self, x: torch.Tensor, position_ids: None = None, num_buckets: int = 32) -> torch.Tensor:
-        """The biases `(H, 2 N - 1)` of hidden states `(B, N, E)`; transformers never gives `position_ids`."""
+        """The biases `(H, 2 N - 1)` of hidden states `(B, N, E)`, in a graph transformers' own.
+
+        It never gives `position_ids`.
+        """
+        if in_a_graph():
+            return super().compute_position_bias(x, position_ids, num_buckets)
         length = x.shape[1]
         distances = torch.arange(1 - length, length, device=x.device)
         return self.relative_attention_bias(self.relative_position_bucket(distances, num_buckets=num_buckets)).T

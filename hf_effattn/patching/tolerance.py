@@ -130,7 +130,7 @@ class Attended:
         squared = difference.sum(dim=2) / total
         residual = (difference - squared[..., None] * reference).square().sum(dim=2) * (S / max(S - 1, 1))
         rows_of_text = N if self.key_mask is None else self.key_mask.sum(dim=1, keepdim=True)
-        unseen = 1 - S / rows_of_text if isinstance(rows_of_text, int) else (1 - S / rows_of_text).clamp(min=0)
+        unseen = 1 - S / rows_of_text if self.key_mask is None else (1 - S / rows_of_text).clamp(min=0)
         deviation = (residual * unseen).sqrt() / total
         bound = (squared + margin * deviation).sqrt()
         return squared.sqrt(), bound.masked_fill(deviation > largest_scatter * squared, torch.inf)
@@ -247,11 +247,12 @@ def sampled_rows(length: int, key_mask: torch.Tensor | None, device: torch.devic
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)`: no other row is taken where a text has one.
         device (`torch.device`): for the result.
     """
-    part = torch.arange(min(SAMPLED, length), device=device, dtype=torch.float64)
+    count = min(SAMPLED, length)
+    part = torch.arange(count, device=device, dtype=torch.float64)
     # Within its stretch a place by the golden ratio: no period of a text fits it.
-    places = (part + part * GOLDEN_RATIO % 1) / len(part)
+    places = (part + part * GOLDEN_RATIO % 1) / count
     if key_mask is None:
         return (places * length).long()[None]
-    count = key_mask.sum(dim=1, keepdim=True)
+    tokens = key_mask.sum(dim=1, keepdim=True)
     valid = (~key_mask).to(torch.int8).argsort(dim=1, stable=True)
-    return valid.gather(1, (places * count).long().clamp(max=length - 1))
+    return valid.gather(1, (places * tokens).long().clamp(max=length - 1))

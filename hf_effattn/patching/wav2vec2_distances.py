@@ -17,10 +17,10 @@ from torch import nn
 from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import Wav2Vec2BertSelfAttention
 from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import Wav2Vec2ConformerSelfAttention
 
+from ..ops.shared.graphs import in_a_graph
 from .attention import matrices_are_collected
 from .by_rows import added_mask
 from .parakeet import attend_by_distance_vectors
-from .windows import is_traced
 
 if TYPE_CHECKING:
     _Exact = nn.Module
@@ -54,7 +54,7 @@ class _ByDistanceVectors(_Exact):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Self-attention of one layer.
 
-        By transformers' own code where weights are asked for, a trace is taken, or positions are no distances.
+        By transformers' own code where weights are asked for, a graph is made, or positions are no distances.
 
         Args:
             hidden_states (`torch.Tensor`): `(B, N, E)`.
@@ -72,7 +72,7 @@ class _ByDistanceVectors(_Exact):
         shares = self.position_embeddings_type == "relative_key"
         # Without the vectors of "relative" transformers' code says what is missing.
         known = shares or (self.position_embeddings_type == "relative" and relative_position_embeddings is not None)
-        if asked or is_traced() or not known:
+        if asked or in_a_graph() or not known:
             # What transformers' code of any version adds to the scores.
             added = added_mask(_seen(attention_mask), hidden_states.dtype)
             return super().forward(hidden_states, added, relative_position_embeddings, **kwargs)

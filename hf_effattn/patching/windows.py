@@ -25,6 +25,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
+from ..ops.shared.graphs import in_a_graph
 from .sinks import with_sinks
 
 # The dimensions of a mask of blocks.
@@ -57,15 +58,6 @@ def sees_all(mask_function: Callable) -> bool:
     if mask_function is bidirectional_mask_function:
         return True
     return not in_a_graph() and _reach(mask_function) == (inf, inf)
-
-
-def in_a_graph() -> bool:
-    return torch.compiler.is_compiling() or is_traced()
-
-
-def is_traced() -> bool:
-    """Whether `torch.jit.trace` is running, and the exports that use it."""
-    return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
 
 
 def _reach(mask_function: Callable) -> tuple[float, float] | None:

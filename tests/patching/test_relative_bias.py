@@ -400,6 +400,42 @@ def test_traced_by_transformers_code(kind: str) -> None:
     torch.testing.assert_close(last[seen], expected[seen], rtol=0, atol=5e-5)
 
 
+@pytest.mark.slow_except("mpnet")
+@pytest.mark.parametrize("kind", ["t5", "umt5", "mpnet", "deberta-v2"])
+@torch.no_grad()
+def test_a_graph_takes_every_length(kind: str) -> None:
+    """As the exact model's does; no view of one row of distances can be made of a length that a graph leaves open."""
+    few = {"num_layers": 1} if "t5" in kind else {"num_hidden_layers": 1}
+    called = hf_effattn.patch_attention(encoder_of(make_model(kind, **few)), METHOD)
+    inputs, size = inputs_of(length=60), torch.export.Dim.DYNAMIC
+    graph = torch.export.export(called, (), inputs, dynamic_shapes={name: {1: size} for name in inputs}).module()
+    for length in (20, 90, 150):
+        others = inputs_of(length=length)
+        seen = others["attention_mask"].bool()
+        torch.testing.assert_close(graph(**others)[0][seen], called(**others)[0][seen], rtol=0, atol=5e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["t5", "mpnet", "deberta-v2"])
+@torch.no_grad()
+def test_lengths_make_no_graphs_of_their_own(kind: str) -> None:
+    few = {"num_layers": 1} if "t5" in kind else {"num_hidden_layers": 1}
+    called = hf_effattn.patch_attention(encoder_of(make_model(kind, **few)), METHOD)
+    torch.compiler.reset()
+    made: list[Any] = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        made.append(graph)
+        return graph
+
+    compiled = torch.compile(called, backend=keep, fullgraph=True)
+    for length in (150, 140, 155, 131, 160):  # more than 128 rows, which were parts of their own
+        inputs = inputs_of(length=length)
+        seen = inputs["attention_mask"].bool()
+        torch.testing.assert_close(compiled(**inputs)[0][seen], called(**inputs)[0][seen], rtol=0, atol=5e-5)
+    assert len(made) == 2
+
+
 @pytest.mark.slow
 @each_kind
 def test_compiled(kind: str) -> None:

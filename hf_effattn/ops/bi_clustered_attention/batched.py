@@ -2,9 +2,8 @@
 
 Of every query cluster a table is made, its exact keys and the tangents of the key clusters, to which its queries then
 attend (`shared.cluster_table`). The backward pass gets the tables where they are small beside the inputs, else which
-keys are exact, and makes them again; of heads that attend exactly it gets output and log-sum-exp. A compiler's graph
-keeps no tables. Sums and softmax are in float32, or float64 for float64 inputs; of bfloat16 the products are in
-bfloat16.
+keys are exact, and makes them again; of heads that attend exactly it gets output and log-sum-exp. A graph keeps no
+tables. Sums and softmax are in float32, or float64 for float64 inputs; of bfloat16 the products are in bfloat16.
 
 Sizes: `P` key/value heads of a chunk, `N` queries, `M` keys, `T` exact keys, `C` query clusters of all the query heads
 that share a key/value head, `G` key clusters, `nb` blocks of `L` keys per head.
@@ -19,6 +18,7 @@ from ..shared.cluster_blocks import ClusterBlocks, block_length
 from ..shared.cluster_table import ClusterTable, Dipole, attend, attend_backward
 from ..shared.dropout import TOPK_AND_SUMMARY_WEIGHTS
 from ..shared.gradients import register_op
+from ..shared.graphs import in_a_graph
 from ..shared.head_threads import for_every_chunk
 from ..shared.kept_objects import as_tensors, from_tensors
 from ..shared.key_summaries import KeyClusters, Summaries
@@ -224,6 +224,6 @@ _op = register_op("bi_clustered_attention", InputsByHead, _forward, gradients, f
 
 
 def bi_clustered_attention(*arguments: Any) -> torch.Tensor:
-    """The op; tables are kept where there is a way back, of sizes that no compiler knows beforehand."""
+    """The op; tables are kept where there is a way back, of sizes that no graph knows beforehand."""
     learns = torch.is_grad_enabled() and any(one.requires_grad for one in arguments[:3])
-    return cast("torch.Tensor", _op(*arguments, learns and not torch.compiler.is_compiling()))
+    return cast("torch.Tensor", _op(*arguments, learns and not in_a_graph()))

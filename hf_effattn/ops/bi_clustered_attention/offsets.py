@@ -3,9 +3,11 @@
 Sizes: `B` batch, `H` query heads, `P` key/value heads, `N` queries, `M` keys, `n` of them that are looked at.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..shared.arguments import check_count, check_labels, choose_backend
 from ..shared.tables import cluster_rows, cluster_sums
@@ -16,7 +18,6 @@ PREDICTION_ROWS = 2048  # keys of each head that a prediction looks at
 PARTS = 16  # of the rows whose products are summed on an accelerator
 
 
-@torch.no_grad()
 def query_offsets(
     query: torch.Tensor,
     labels: torch.Tensor,
@@ -81,7 +82,6 @@ def _offsets(
     return (points - means.flatten(0, 1).index_select(0, index).view_as(points)).view(B, H, *points.shape[1:])
 
 
-@torch.no_grad()
 def predicted_error(
     offsets: torch.Tensor,
     offsets_mask: torch.Tensor | None,
@@ -111,12 +111,15 @@ def predicted_error(
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         rows (`int`): at most so many keys of each head are looked at.
     """
+    key = key.detach()
     scale = key.shape[3] ** -0.5 if scale is None else scale
     dtype = torch.promote_types(offsets.dtype, torch.float32)
-    eta, counted = _only_counted(offsets, offsets_mask, dtype)
+    eta, counted = _only_counted(offsets.detach(), offsets_mask, dtype)
     within, mask = query_offsets(key, key_labels, key_clusters, query_mask=key_mask, rows=rows)
     within, keys = _only_counted(within, mask, dtype)
-    with torch.autocast(key.device.type, enabled=False):
+    # Only where it is on: torch.distributed.pipelining cannot split a graph with the context of it.
+    autocast = torch.is_autocast_enabled(key.device.type)
+    with torch.autocast(key.device.type, enabled=False) if autocast else nullcontext():
         if key.is_cpu:
             counted = counted / group if offsets_mask is None else counted[:, :, None] / group
             keys = keys if mask is None else keys[:, :, None, None]
@@ -150,7 +153,7 @@ def sum_of_products(rows: torch.Tensor, count: int) -> torch.Tensor:
     """
     D = rows.shape[-1]
     n = rows.numel() // max(1, count * D)
-    parts = PARTS if n % PARTS == 0 else 1
+    parts = PARTS if statically_known_true(n % PARTS == 0) else 1  # a length that a graph leaves open tells no part
     rows = rows.reshape(count * parts, n // parts, D)
     products = torch.bmm(rows.mT, rows)
     return products if parts == 1 else products.view(count, parts, D, D).sum(dim=1)
@@ -172,11 +175,12 @@ def spread_rows(
     Returns `(n,)` row numbers, or with a mask `(B, n)` and which of them stand for a row, `(B, n)`.
     """
     N = tensor.shape[2]
-    places = torch.arange(min(count, N), device=tensor.device)
+    count = min(count, N)  # a symbol in a graph of many lengths, where `len` would give the traced one
+    places = torch.arange(count, device=tensor.device)
     if mask is None:
-        return places * N // max(1, len(places)), None
+        return places * N // max(1, count), None
     lengths = mask.sum(dim=1, keepdim=True)  # (B, 1)
-    taken = lengths.clamp(max=len(places))
+    taken = lengths.clamp(max=count)
     ranks = places * lengths // taken.clamp(min=1)
     rows = torch.searchsorted(mask.cumsum(dim=1), ranks + 1).clamp(max=max(0, N - 1))
     return rows, places < taken

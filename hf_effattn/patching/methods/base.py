@@ -21,10 +21,12 @@ import torch
 from torch import nn
 
 from ...ops.derivatives import check_no_onnx
+from ...ops.shared.graphs import is_exported_to_onnx, is_traced
 from ..exact import exact_attention, exact_weights, visible_keys
 from ..model_types import Stack
 from ..position_rows import PositionTerms
 from ..tolerance import ON_EXCESS, Attended
+from ..traced_lengths import hold_choice
 from .crossover import crossover_length
 from .drafts import watch_for_drafts
 
@@ -125,6 +127,16 @@ class Method(ABC):
         price = {name: getattr(self, name) for name in self.price}
         return crossover_length(self.method, price, device_type, causal=causal)
 
+    def chooses_exact(self, length: int, device_type: str, *, causal: bool = False) -> bool:
+        """What `is_exact` says of so many tokens; a traced graph raises at lengths of which it says otherwise."""
+
+        def is_exact(tokens: int) -> bool:
+            return self.is_exact(tokens, tokens, device_type, causal=causal)
+
+        if is_traced() and not is_exported_to_onnx():
+            hold_choice(length, is_exact, self.shortest_length(device_type, causal=causal))
+        return is_exact(length)
+
     def run(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **asked: Any) -> torch.Tensor:
         """Self-attention by the method, its clustering included; exact attention where the method would save nothing.
 
@@ -145,7 +157,7 @@ class Method(ABC):
         N, M = query.shape[2], key.shape[2]
         if self.is_exact(N, M, query.device.type, causal=options.causal):
             return attend_exactly(query, key, value, options)
-        check_no_onnx("call unpatch_attention(model) and export the exact model, or use torch.export or torch.compile")
+        check_no_onnx(self.instead_of_onnx)
         if options.causal:
             result = self.attend_causal(query, key, value, options)
         elif N != M:
@@ -154,8 +166,7 @@ class Method(ABC):
                 "keys"
             )
         else:
-            with torch.no_grad():
-                groups = self.group(query.detach(), key.detach(), options.key_mask, options.scale)
+            groups = self.group(query.detach(), key.detach(), options.key_mask, options.scale)
             result = self.attend(query, key, value, options, groups)
         if self.tolerance is None or options.dropout_p > 0:
             return result
@@ -163,10 +174,24 @@ class Method(ABC):
         # A graph cannot wait for what is measured, and earlier tokens must not learn of later ones.
         captured = torch.compiler.is_compiling() or (query.is_cuda and torch.cuda.is_current_stream_capturing())
         decides = not (learns or captured or (options.causal and not options.prompt))
+        if is_traced():
+            if decides:
+                raise NotImplementedError(
+                    "a tolerance decides by each text, and torch.jit.trace would keep what it decided for one: patch "
+                    "the model without a tolerance to trace it"
+                )
+            return result
         heads = self.approximated_heads(query.shape[1] // key.shape[1])
         given = query, key, value, options.key_mask, options.scale, options.causal, result
         attended = Attended(*given, heads, options.sinks)
         return attended.checked(self.tolerance, self.on_excess if decides else None, options.module)
+
+    @property
+    def instead_of_onnx(self) -> str:
+        """What to do where a graph of ONNX was asked for, which has no such op."""
+        if self.needs_fine_tuning:
+            return f'use torch.export or torch.compile; what was trained with "{self.method}" has no exact model'
+        return "call unpatch_attention(model) and export the exact model, or use torch.export or torch.compile"
 
     def approximated_heads(self, group: int) -> Sequence[int] | None:
         """The query heads that the settings let be approximated, of which `group` share keys; None: all."""

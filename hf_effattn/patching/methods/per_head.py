@@ -15,6 +15,7 @@ from torch import nn
 
 from ...ops import bi_clustered_attention
 from ...ops.derivatives import learns
+from ...ops.shared.graphs import in_a_graph
 from ...ops.shared.head_threads import for_every_chunk, heads_of_threads
 from ..exact import causal_rows
 from ..model_types import Stack, is_sliding_window, sees_both_ways
@@ -183,7 +184,7 @@ class PerHead(Method):
         exact: list[int] = []
         shares: list[Share] = []
         for rung, heads in self._shares(key):
-            if rung is None or rung.is_exact(N, N, device_type):
+            if rung is None or rung.chooses_exact(N, device_type):
                 exact += heads
             else:
                 shares.append((rung, heads))
@@ -222,7 +223,7 @@ class PerHead(Method):
             # How many keys are exact does not change how queries and keys are grouped.
             alike.setdefault(replace(rung, topk=1) if isinstance(rung, BiClustered) else rung, []).extend(heads)
         shares = list(alike.items())
-        if torch.compiler.is_compiling():
+        if in_a_graph():
             group_shares(shares)
         else:
             for_every_chunk(group_shares, _runs_of_threads(shares, key.device), key.device)
@@ -235,8 +236,7 @@ class PerHead(Method):
         group, shares = query.shape[1] // key.shape[1], self._shares_of(query, key)
         if _in_parts(options, query, key, value):
             return self._attend_in_parts(query, key, value, options, shares)
-        with torch.no_grad():
-            labels, key_labels, exact_heads = self._group(query.detach(), key.detach(), options, shares)
+        labels, key_labels, exact_heads = self._group(query.detach(), key.detach(), options, shares)
         one_call = [share for share in shares if isinstance(share[0], BiClustered)]
         if one_call and query.device.type == "cpu":
             one_call = [share for share in shares if share[0] is None or isinstance(share[0], BiClustered)]
@@ -394,13 +394,12 @@ def _attend(
 
 
 def _in_parts(options: Options, *tensors: torch.Tensor) -> bool:
-    """Whether threads of a CPU may share the work: no autograd and no compiler's graph has to follow.
+    """Whether threads of a CPU may share the work: no autograd and no graph has to follow.
 
     Nor with dropout: a checkpoint's first pass, without gradients, must draw what the second one draws.
     """
     on_cpu = tensors[0].device.type == "cpu"
-    followed = torch.compiler.is_compiling() or learns(*tensors, options.sinks)
-    return on_cpu and options.dropout_p == 0 and not followed
+    return on_cpu and options.dropout_p == 0 and not in_a_graph() and not learns(*tensors, options.sinks)
 
 
 def _of_threads(shares: Sequence[Share], device: torch.device) -> list[Share]:

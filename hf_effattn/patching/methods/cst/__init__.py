@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ....ops.shared.graphs import in_a_graph
 from ....ops.slice_attention import extension_tokens
 from ...model_types import Stack, longest_input
 from ...module_patch import RECORD, ModulePatch
@@ -292,9 +293,9 @@ def _project_again(module: nn.Module, query: torch.Tensor, slices: torch.Tensor)
 def _length_so_far(key: torch.Tensor, mask: torch.Tensor | None) -> int:
     """Tokens, and padding before them, up to the last query; a static cache has empty rows behind those.
 
-    A compiled graph cannot ask for it, and takes the size of the cache.
+    A graph cannot ask for it, and takes the size of the cache.
     """
-    if mask is None or torch.compiler.is_compiling():
+    if mask is None or in_a_graph():
         return key.shape[2]
     rows = torch.arange(1, key.shape[2] + 1, device=mask.device)
     return int((rows * mask).amax())

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ....ops import slice_attention
+from ....ops.shared.graphs import in_a_graph
 from ....ops.shared.precision import accumulation_dtype, product_dtype
 from ....ops.slice_attention import extension_tokens
 
@@ -295,8 +296,8 @@ def tokens_first(mask: torch.Tensor) -> torch.Tensor | None:
     Args:
         mask (`torch.BoolTensor`): `(B, N)`, True = token.
     """
-    # On a GPU the question would stop the stream of kernels, so there the rows are always put in order.
-    if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not (mask[:, 1:] & ~mask[:, :-1]).any():
+    # A graph cannot ask, and on a GPU the question would stop the stream of kernels: rows are always put in order.
+    if mask.device.type == "cpu" and not in_a_graph() and not (mask[:, 1:] & ~mask[:, :-1]).any():
         return None
     return (~mask).to(torch.int8).argsort(dim=1, stable=True)
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import Cache
 
+from ....ops.shared.graphs import is_exported
 from ...model_types import Stack, find_stacks
 from ...module_patch import RECORD, ModulePatch
 from ...position_rows import POSITION_ROWS, READ_BY, PositionRows
@@ -102,7 +103,8 @@ def put_positions_in_front(
     slices = most if isinstance(before, torch.Tensor) else min(-(-(before + N) // method.slice_length), most)
     if not used and not torch.is_grad_enabled():
         return None
-    table = tables(hidden[:, :0], slices)
+    # A pipeline cannot place the call of this module within another.
+    table = (tables.forward if is_exported() else tables)(hidden[:, :0], slices)
     if not used:
         # None of its rows, so that outputs are those of exact attention; yet the tables have a gradient, of zeros,
         # without which DDP waits for one.
