@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -129,7 +130,7 @@ class Attended:
         total = reference.sum(dim=2).clamp(min=torch.finfo(torch.float32).tiny)
         squared = difference.sum(dim=2) / total
         residual = (difference - squared[..., None] * reference).square().sum(dim=2) * (S / max(S - 1, 1))
-        rows_of_text = N if self.key_mask is None else self.key_mask.sum(dim=1, keepdim=True)
+        rows_of_text: Any = N if self.key_mask is None else self.key_mask.sum(dim=1, keepdim=True)
         unseen = 1 - S / rows_of_text if self.key_mask is None else (1 - S / rows_of_text).clamp(min=0)
         deviation = (residual * unseen).sqrt() / total
         bound = (squared + margin * deviation).sqrt()
