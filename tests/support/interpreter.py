@@ -17,6 +17,7 @@ def run_kernels_on_the_cpu() -> None:
     if find_spec("triton") is None:
         return
     mend_bfloat16()
+    mend_masks()
     remember()
     remember_types()
 
@@ -45,6 +46,20 @@ def mend_bfloat16() -> None:
         return dot(self, a, b, *rest)
 
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
+
+
+def mend_masks() -> None:
+    """A comparison of numbers stays a mask where it meets a block: Triton 3.9 makes integers, which it refuses."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    splat = InterpreterBuilder.create_splat
+
+    def create_splat(self: InterpreterBuilder, *given: Any) -> Any:
+        (number,) = (one for one in given if isinstance(one, TensorHandle))
+        block = splat(self, *given)
+        return TensorHandle(block.data.astype(number.data.dtype), block.dtype)
+
+    InterpreterBuilder.create_splat = create_splat
 
 
 def remember() -> None:
