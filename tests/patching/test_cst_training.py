@@ -178,3 +178,21 @@ def test_trainer_fine_tunes_a_converted_model(model_type: str, composition: str,
     batch = torch.stack([Rows(model_type)[i]["input_ids"] for i in range(2)])
     with torch.no_grad():
         assert torch.equal(loaded(batch).logits, model.eval()(batch).logits)
+
+
+@pytest.mark.slow
+@each_composition
+@torch.no_grad()
+def test_exports_for_every_batch_and_number_of_slices(composition: str) -> None:
+    model = convert(small_model("bert", num_hidden_layers=1).double(), composition=composition)
+    sizes = {0: torch.export.Dim("batch", min=1, max=16), 1: 4 * torch.export.Dim("slices", min=3, max=15)}
+    names = ("input_ids", "attention_mask")
+    ids = tokens(32, batch=3)
+    masks = {"attention_mask": torch.ones_like(ids)}
+    program = torch.export.export(model, (ids,), masks, dynamic_shapes=dict.fromkeys(names, sizes)).module()
+    for batch, length in ((1, 20), (3, 32), (5, 44), (16, 60)):
+        ids = tokens(length, batch=batch)
+        mask = torch.ones_like(ids)
+        mask[0, -4:] = 0
+        actual = next(iter(program(ids, attention_mask=mask).values()))
+        assert_close_to_reference("output", actual, model(ids, attention_mask=mask)[0], rtol=1e-12)

@@ -268,16 +268,17 @@ class CompositeSlices(Method):
         of_query, of_key = options.positions
         extension = extension_tokens(self.slice_length, self.extension_ratio)
         window, slices = self.slice_length + 2 * extension, -(-key.shape[2] // self.slice_length)
-        missing = slices - (of_key.shape[-2] - window)
-        if missing > 0 and not fill:
+        known = of_key.shape[-2] - window
+        if slices > known and not fill:
             raise ValueError(
                 f"{query.shape[2]} tokens are {slices} slices of {self.slice_length}, but the model was converted for "
-                f"{slices - missing}: call hf_effattn.extend_positions, or truncate the input"
+                f"{known}: call hf_effattn.extend_positions, or truncate the input"
             )
         local = of_query[..., extension : extension + self.slice_length, :], of_key[..., :window, :]
-        # As many as slices: the rest is cut off, or those that are empty are added.
-        of_slices = (F.pad(terms[..., window:, :], (0, 0, 0, missing)) for terms in options.positions)
-        query_terms, key_terms = of_slices
+        query_terms, key_terms = (terms[..., window : window + slices, :] for terms in options.positions)
+        if slices > known:
+            empty = (0, 0, 0, slices - known)
+            query_terms, key_terms = F.pad(query_terms, empty), F.pad(key_terms, empty)
         return local, (query_terms, key_terms)
 
 

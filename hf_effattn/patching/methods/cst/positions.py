@@ -99,8 +99,12 @@ def put_positions_in_front(
     used = cache is not None or not is_exact
     before = 0 if cache is None else arguments[cache].get_seq_length(module.layer_idx)
     most = tables.sizes[1]
-    # A static cache keeps its length in a tensor.
-    slices = most if isinstance(before, torch.Tensor) else min(-(-(before + N) // method.slice_length), most)
+    # In a graph for many lengths and batches a count of rows that follows from theirs would be a condition on them. A
+    # static cache keeps its length in a tensor.
+    is_graph = torch.compiler.is_compiling()
+    slices = (
+        most if is_graph or isinstance(before, torch.Tensor) else min(-(-(before + N) // method.slice_length), most)
+    )
     if not used and not torch.is_grad_enabled():
         return None
     # A pipeline cannot place the call of this module within another.
@@ -115,8 +119,8 @@ def put_positions_in_front(
     # A hook may treat each text differently, as PEFT's do for a batch of several adapters.
     shared = not any(projection._forward_pre_hooks for projection in _projections(module))
     count = rows.shape[0]
-    in_front = -(-count // B) if shared else count
-    if shared:
+    in_front = -(-count // B) if shared and not is_graph else count
+    if in_front < count:
         each = F.pad(rows, (0, 0, 0, in_front * B - count)).unflatten(0, (B, in_front))
     else:
         each = rows.expand(B, count, width)
