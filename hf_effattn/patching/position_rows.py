@@ -31,7 +31,7 @@ class PositionRows:
         of_positions (`int`): how many positions there are, `R - 1`.
         in_front (`int`): `r`, how many rows stand in front of each text.
         scale (`torch.Tensor`): `(R - 1, 1)`, what each position was multiplied by.
-        shared (`bool`): whether what is made of a row is the same in each text: where `r < R`, a text has some of them.
+        shared (`bool`): whether what is made of a row is the same in each text, which may have some of them.
         cache (*optional*): where the layer keeps keys and values of tokens, of which the rows are none.
     """
 
@@ -81,4 +81,4 @@ class PositionRows:
         elif self.shared:
             projected = projected.transpose(1, 2).flatten(0, 1).transpose(0, 1)  # (H, B · r, D)
         terms = projected[..., 1 : 1 + self.of_positions, :] - projected[..., :1, :]
-        return terms / self.scale.to(terms.dtype)
+        return terms / self.scale.to(terms)

@@ -51,7 +51,7 @@ class SlicePositions(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, slices: int) -> torch.Tensor:
         """The rows of a window and of the first slices, `(αL + slices, d)`; wrappers see whose they are to be."""
-        return torch.cat([self.token_positions, self.slice_positions[:slices]]).to(hidden_states.device)
+        return torch.cat([self.token_positions, self.slice_positions[:slices]])
 
     @property
     def is_trained(self) -> bool:
@@ -108,7 +108,7 @@ def put_positions_in_front(
     if not used and not torch.is_grad_enabled():
         return None
     # A pipeline cannot place the call of this module within another.
-    table = (tables.forward if is_exported() else tables)(hidden[:, :0], slices)
+    table = (tables.forward if is_exported() else tables)(hidden[:, :0], slices).to(hidden.device)
     if not used:
         # None of its rows, so that outputs are those of exact attention; yet the tables have a gradient, of zeros,
         # without which DDP waits for one.
