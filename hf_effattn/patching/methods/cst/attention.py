@@ -10,6 +10,7 @@ values (and, unless causal, of its queries), weighted by the number of its token
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,12 +56,13 @@ class Slicing:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         """The output, the means and the log-sum-exps of `slice_attention`, with sinks `(B, N)`."""
+        attend: Any = self._attend_in_slices
         rows = query, key, value, self.key_mask, sinks
         terms_of_query, terms_of_key = self.local_terms
         if terms_of_query is None or terms_of_query.ndim == 3:
-            return self._attend_in_slices(*rows, self.local_terms)
+            return attend(*rows, self.local_terms)
         texts = [
-            self._attend_in_slices(
+            attend(
                 *(None if one is None else one[text : text + 1] for one in rows),
                 (terms_of_query[text], None if terms_of_key is None else terms_of_key[text]),
             )

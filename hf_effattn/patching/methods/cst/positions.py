@@ -88,7 +88,7 @@ def put_positions_in_front(
     if patch is None or patch.owner is None or method is None or implementation not in READ_BY:
         return None
     tables = held_by(patch.owner)
-    arguments = {**dict(enumerate(args)), **kwargs}
+    arguments: dict[Any, Any] = dict(enumerate(args)) | kwargs
     where = 0 if args else "hidden_states"
     cache = next((name for name, given in arguments.items() if isinstance(given, Cache)), None)
     hidden = arguments[where]
