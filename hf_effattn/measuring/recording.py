@@ -31,7 +31,7 @@ from ..patching.model_types import (
 )
 from ..patching.patch import exact_implementation, set_implementation
 from ..patching.planning import stacks_to_patch, why_exact
-from ..patching.position_rows import POSITION_ROWS, POSITION_TERMS, READ_BY, PositionTerms
+from ..patching.position_rows import POSITION_ROWS, READ_BY, PositionRows, PositionTerms
 from ..patching.snapshot import Snapshot
 
 RECORDING = "effattn-recording"
@@ -106,29 +106,31 @@ def recording_attention(
     if images is not None:
         kwargs |= {"attention_mask": None, "scaling": scaling, "dropout": dropout}
         return attend_to_each(partial(recording_attention, module, **kwargs), images, query, key, value)
-
-    rows = kwargs.pop(POSITION_ROWS, None)
+    rows: PositionRows | None = kwargs.pop(POSITION_ROWS, None)
+    positions = None
     if rows is not None:
-        kwargs |= {"attention_mask": attention_mask, "scaling": scaling, "dropout": dropout}
-        return rows.attend(partial(recording_attention, module, **kwargs), query, key, value)
+        query, key, value, positions = rows.split(query, key, value)
 
     def exact() -> torch.Tensor:
         asked = {"dropout": dropout, "scaling": scaling, "sinks": sinks}
         return sdpa_path(module, query, key, value, attention_mask, **asked, **kwargs)
 
-    sinks, positions = kwargs.pop("s_aux", None), kwargs.pop(POSITION_TERMS, None)
+    sinks = kwargs.pop("s_aux", None)
     watch = _watched.get(module)
     M, window = key.shape[2], kwargs.get("sliding_window")
     is_window = hides_keys(window, M, module.config) or is_window_of_image(module, M)
     if watch is None or query.shape[2] != M or is_window:
-        return exact(), None
-    call, which = divmod(watch.calls, len(watch.layers))
-    watch.calls += 1
-    mask = _padding_of(attention_mask)
-    inputs = cast_by_autocast(query, key, value)  # as methods get them
-    asked = mask, scaling, is_causal(module), sinks, positions
-    seen = SeenAttention(module, watch.layers[which], call, *inputs, *asked, exact)
-    return watch.observer(seen), None
+        output = exact()
+    else:
+        call, which = divmod(watch.calls, len(watch.layers))
+        watch.calls += 1
+        inputs = cast_by_autocast(query, key, value)  # as methods get them
+        mask, causal = _padding_of(attention_mask), is_causal(module)
+        seen = SeenAttention(
+            module, watch.layers[which], call, *inputs, mask, scaling, causal, sinks, positions, exact
+        )
+        output = watch.observer(seen)
+    return output if rows is None else rows.put_in_front(output), None
 
 
 def _padding_of(mask: torch.Tensor | None) -> torch.Tensor | None:

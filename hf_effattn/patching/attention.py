@@ -49,7 +49,7 @@ from .model_types import (
 )
 from .module_patch import RECORD, ModulePatch
 from .patched_models import warn_of_other_settings
-from .position_rows import POSITION_ROWS, POSITION_TERMS, READ_BY, PositionTerms
+from .position_rows import POSITION_ROWS, READ_BY, PositionRows, PositionTerms
 from .softcap import attend_bent
 from .stored import FIELD, check_layers, read_stored
 from .windows import IN_BLOCKS, attend_in_blocks, dense_mask, mask_of_blocks, sees_all, window_of
@@ -196,11 +196,10 @@ def attention(
     if images is not None:
         kwargs |= {"attention_mask": None, "scaling": scaling, "dropout": dropout}
         return attend_to_each(partial(attention, method, module, **kwargs), images, query, key, value)
-    rows = kwargs.pop(POSITION_ROWS, None)
+    rows: PositionRows | None = kwargs.pop(POSITION_ROWS, None)
+    positions = None
     if rows is not None:
-        kwargs |= {"attention_mask": attention_mask, "scaling": scaling, "dropout": dropout}
-        return rows.attend(partial(attention, method, module, **kwargs), query, key, value)
-    positions = kwargs.pop(POSITION_TERMS, None)
+        query, key, value, positions = rows.split(query, key, value)
     wants_weights = bool(kwargs.pop("output_attentions", None)) or matrices_are_collected(module)
     reads_drafts = kwargs.pop(READS_DRAFTS, False)
     sinks, softcap = kwargs.pop("s_aux", None), kwargs.pop("softcap", None)
@@ -222,23 +221,23 @@ def attention(
     asked = scaling, dropout, wants_weights, hides_future, prompt
     call = Call(module, query, key, value, attention_mask, sinks, softcap, *asked, kwargs, positions)
     not_by_method = softcap is not None or (sinks is not None and not hides_future)
+    attend: Callable[[Call], Attended] = _exact
     if chosen is None or unknown or not as_its_type or not_by_method:
         _say_once_if_trained(chosen, call)
-        return _exact(call)
-    if over_cache:
+    elif over_cache:
         call.cast()
-        return _over_cache(chosen, call)
-    if dense or key.shape[2] != N or (hides_future and N == 1) or is_window_of_image(module, N):
+        attend = partial(_over_cache, chosen)
+    elif dense or key.shape[2] != N or (hides_future and N == 1) or is_window_of_image(module, N):
         if dense and hides_future and in_a_graph() and not chosen.is_exact(N, N, query.device.type, causal=True):
             _say_packed(method)
         _say_once_if_trained(chosen, call)
-        return _exact(call)
-    if chosen.chooses_exact(N, query.device.type, causal=hides_future):
-        if hides_future:
-            _say_if_never(chosen, query.device.type)
-        return _exact(call)
-    call.cast()
-    return _by_method(chosen, call)
+    elif not chosen.chooses_exact(N, query.device.type, causal=hides_future):
+        call.cast()
+        attend = partial(_by_method, chosen)
+    elif hides_future:
+        _say_if_never(chosen, query.device.type)
+    output, weights = attend(call)
+    return output if rows is None else rows.put_in_front(output), weights
 
 
 def _hides_future(module: nn.Module, asked: bool | None, mask: torch.Tensor | None) -> bool:

@@ -5,17 +5,13 @@ attention, and treats these rows as it treats hidden states. Sizes: `B` batch, `
 `R` rows, `r` of them in front of each text.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from .images import Attended
-
-# The keyword by which an attention function hears of rows in front of a call's tokens, and that of what they add.
+# The keyword by which an attention function hears of rows in front of a call's tokens.
 POSITION_ROWS = "effattn_position_rows"
-POSITION_TERMS = "effattn_position_terms"
 # The attention implementations whose functions read them.
 READ_BY: set[str] = set()
 
@@ -48,28 +44,27 @@ class PositionRows:
         cache = getattr(self._cache, "self_attention_cache", self._cache)  # beside that of a cross-attention
         return cache.update(key, self._split(value)[1], *args, **kwargs)
 
-    def attend(
-        self, attend: Callable[..., Attended], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> Attended:
-        """Attention of the tokens.
+    def split(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PositionTerms]:
+        """Queries, keys and values of the tokens, and what the positions add to queries and keys.
 
         Args:
-            attend (`Callable`): takes their queries, keys and values, and the position terms of queries and keys,
-                `(H, R - 1, D)` or `(B, H, R - 1, D)`, as `POSITION_TERMS`; gives `(B, N, H, D)` and weights, or None.
             query (`torch.Tensor`): `(B, H, r + N, D)`.
             key (`torch.Tensor`): the same; or keys of tokens, where `update` was called.
             value (`torch.Tensor`): of as many rows as `key`.
 
-        Returns:
-            `(torch.Tensor, torch.Tensor | None)`: `(B, r + N, H, D)`, 0 in the rows in front, and the weights.
+        Returns: those of the tokens, and two terms of `(H, R - 1, D)`, or `(B, H, R - 1, D)`.
         """
         of_query, query = self._split(query)
         of_key = self._key
         if of_key is None:
             (of_key, key), (_, value) = self._split(key), self._split(value)
-        terms: PositionTerms = self._terms(of_query), self._terms(of_key)
-        output, weights = attend(query, key, value, **{POSITION_TERMS: terms})
-        return F.pad(output, (0, 0, 0, 0, self.in_front, 0)), weights
+        return query, key, value, (self._terms(of_query), self._terms(of_key))
+
+    def put_in_front(self, output: torch.Tensor) -> torch.Tensor:
+        """An output `(B, N, H, D)` with rows of 0 in front, `(B, r + N, H, D)`, as the layer expects."""
+        return F.pad(output, (0, 0, 0, 0, self.in_front, 0))
 
     def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return rows[:, :, : self.in_front], rows[:, :, self.in_front :]

@@ -109,7 +109,7 @@ def _signature(fields: dict[str, Any], returned: Any) -> Signature:
     """A signature from which torch makes a schema; before 2.7 it knows a list only as `typing.List`."""
 
     def known(kind: Any) -> Any:
-        return typing.List[get_args(kind)] if get_origin(kind) is list else kind  # noqa: UP006
+        return typing.List[get_args(kind)[0]] if get_origin(kind) is list else kind  # type: ignore[misc]  # noqa: UP006
 
     kinds = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=known(kind)) for name, kind in fields.items()]
     return Signature(kinds, return_annotation=known(returned))

@@ -52,48 +52,41 @@ class Slicing:
     slice_terms: Terms = NO_TERMS
     dropout_p: float = 0.0
 
-    def attend_in_slices(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
-        """The output, the means and the log-sum-exps of `slice_attention`, with sinks `(B, N)`."""
-        attend: Any = self._attend_in_slices
-        rows = query, key, value, self.key_mask, sinks
-        terms_of_query, terms_of_key = self.local_terms
-        if terms_of_query is None or terms_of_query.ndim == 3:
-            return attend(*rows, self.local_terms)
-        texts = [
-            attend(
-                *(None if one is None else one[text : text + 1] for one in rows),
-                (terms_of_query[text], None if terms_of_key is None else terms_of_key[text]),
-            )
-            for text in range(query.shape[0])
-        ]
-        return tuple(torch.cat(parts) for parts in zip(*texts, strict=True))
+    @property
+    def attend_in_slices(self) -> Callable[..., Any]:
+        """`slice_attention`, or the same text by text where the position terms differ."""
+        of_query = self.local_terms[0]
+        return slice_attention if of_query is None or of_query.ndim == 3 else _text_by_text
 
-    def _attend_in_slices(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_mask: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        terms: Terms,
-    ) -> tuple[torch.Tensor, ...]:
-        return slice_attention(
-            query,
-            key,
-            value,
-            slice_length=self.slice_length,
-            extension_ratio=self.extension_ratio,
-            causal=self.causal,
-            key_mask=key_mask,
-            scale=self.scale,
-            query_positions=terms[0],
-            key_positions=terms[1],
-            sink_mask=sinks,
-            dropout_p=self.dropout_p,
-            return_lse=True,
-        )
+    @property
+    def local_options(self) -> dict[str, Any]:
+        """What `attend_in_slices` is told of it, but for the sinks."""
+        return {
+            "slice_length": self.slice_length,
+            "extension_ratio": self.extension_ratio,
+            "causal": self.causal,
+            "key_mask": self.key_mask,
+            "scale": self.scale,
+            "query_positions": self.local_terms[0],
+            "key_positions": self.local_terms[1],
+            "dropout_p": self.dropout_p,
+            "return_lse": True,
+        }
+
+
+# What has a row for each text, of what `slice_attention` takes by name.
+_OF_TEXTS = "key_mask", "sink_mask"
+_TERMS = "query_positions", "key_positions"
+
+
+def _text_by_text(*rows: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+    """`slice_attention` of queries, keys and values, with position terms `(B, H, ...)` of each text."""
+    outputs = []
+    for text in range(rows[0].shape[0]):
+        own = {name: options[name] if options[name] is None else options[name][text : text + 1] for name in _OF_TEXTS}
+        terms = {name: options[name] if options[name] is None else options[name][text] for name in _TERMS}
+        outputs.append(slice_attention(*(part[text : text + 1] for part in rows), **options | own | terms))
+    return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
 
 
 def first_and_last_tokens(key_mask: torch.Tensor | None, query: torch.Tensor, *, causal: bool) -> torch.Tensor:
@@ -165,7 +158,7 @@ def merged_attention(
     causal, key_mask = how.causal, how.key_mask
     scale = query.shape[3] ** -0.5 if how.scale is None else how.scale
     sink_mask = first_and_last_tokens(key_mask, query, causal=causal) if how.sinks else None
-    local, _, local_lse = how.attend_in_slices(query, key, value, sink_mask)
+    local, _, local_lse = how.attend_in_slices(query, key, value, **how.local_options, sink_mask=sink_mask)
     # Every slice sees the sinks one by one, so they are in no mean of keys: each key counts once.
     summarised = key_mask
     if sink_mask is not None:
@@ -331,7 +324,7 @@ def summed_attention(
     """
     causal, key_mask = how.causal, how.key_mask
     sink_mask = first_and_last_tokens(key_mask, query, causal=causal) if how.sinks else None
-    local, means, _ = how.attend_in_slices(query, key, value, sink_mask)
+    local, means, _ = how.attend_in_slices(query, key, value, **how.local_options, sink_mask=sink_mask)
     slice_query, slice_key, slice_value = project(means.transpose(1, 2).flatten(2))
     if how.slice_terms[0] is not None and how.slice_terms[1] is not None:
         slice_query, slice_key = slice_query + how.slice_terms[0], slice_key + how.slice_terms[1]
