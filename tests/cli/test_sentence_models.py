@@ -77,6 +77,11 @@ def converted(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     return {"found": torch.load(place / "found"), "cards": cards, "place": place, "printed": printed}
 
 
+@pytest.mark.compatibility(
+    "sentence-transformers",
+    "`effattn convert` and `push`: Pooling, Dense, Router, CrossEncoder, SparseEncoder, MultiVectorEncoder",
+    "runs",
+)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_converted_copy_is_the_model_patched_wherever_it_is_loaded(
     name: str, folders: dict[str, Path], converted: dict[str, Any]
@@ -166,6 +171,7 @@ def embedded(model: Path, place: Path, *options: str) -> np.ndarray:
     return np.load(place / "out" / "vectors.npy")
 
 
+@pytest.mark.compatibility("sentence-transformers", "`effattn embed`: the vectors of `encode_document`", "runs")
 @pytest.mark.parametrize("name", [name for name in OF_DOCUMENTS if name != "short"])
 def test_embed_gives_the_vectors_of_the_library(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     expected = SentenceTransformer(str(folders[name]), device="cpu").encode_document(texts(words=WORDS + UPPER))
@@ -189,6 +195,9 @@ def test_embed_gives_a_part_of_a_vector_length_1_where_asked(folders: dict[str, 
     assert found.shape[1] == 5
 
 
+@pytest.mark.compatibility(
+    "sentence-transformers", "`effattn embed` of a CrossEncoder, SparseEncoder, MultiVectorEncoder", "refused"
+)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_embed_refuses_what_makes_no_vector_of_a_document(kind: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     documents = save_texts(tmp_path, texts())

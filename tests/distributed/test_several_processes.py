@@ -25,6 +25,7 @@ def launch(*command):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.compatibility("torch", "training by DDP and by FSDP2 in two processes", "runs")
 @pytest.mark.slow
 @pytest.mark.parametrize("way", training_steps.WAYS)
 @pytest.mark.parametrize("kind", training_steps.KINDS)
@@ -36,6 +37,7 @@ def test_two_processes_train_as_one(kind, way):
     assert min(expected) < expected[0]  # four steps of a random model need not fall one by one
 
 
+@pytest.mark.compatibility("accelerate", "`accelerate launch` of a training script", "runs")
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["two_processes", "fsdp"])
 def test_accelerate_launch_gives_the_loss_of_one_process(config, tmp_path):

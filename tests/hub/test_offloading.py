@@ -70,6 +70,7 @@ def test_on_devices(saved: tuple[Kind, Path, torch.Tensor, int]) -> None:
         torch.testing.assert_close(output_of(load(kind, folder, device_map=device_map)), expected)
 
 
+@pytest.mark.compatibility("accelerate", "weights offloaded to the disk", "runs")
 @pytest.mark.slow_except("bert-*", "gpt2-bi-clustered", "gpt2-cst", "clusterformer-*", "cst-c*")
 @each_kind
 def test_on_the_disk(saved: tuple[Kind, Path, torch.Tensor, int]) -> None:

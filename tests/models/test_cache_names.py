@@ -44,6 +44,7 @@ def _silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.compatibility("transformers", "the cache by its new name", "runs")
 @pytest.mark.parametrize("name", MODELS)
 def test_no_model_uses_a_deprecated_name(name: str) -> None:
     kind, changes = MODELS[name]

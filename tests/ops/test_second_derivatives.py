@@ -65,6 +65,7 @@ def per_sample(op: str, **options: Any) -> Callable[..., torch.Tensor]:
     return torch.func.vmap(torch.func.grad(loss))
 
 
+@pytest.mark.compatibility("torch", "`torch.func.grad`, `jvp`", "refused")
 @pytest.mark.parametrize("op", ["clustered", "improved", "bi-clustered", "causal", "slices", "blocks"])
 def test_torch_func_is_told_what_to_do(op: str) -> None:
     """torch said that an autograd.Function of its own must override something."""
@@ -95,6 +96,7 @@ def test_clusters_carry_no_derivative_under_torch_func_either() -> None:
     assert torch.equal(torch.func.grad(loss)(query), torch.ones_like(query))
 
 
+@pytest.mark.compatibility("torch", "`vmap` over models, trained", "runs")
 @each_op
 def test_backward_through_vmap(op: str) -> None:
     """As where `stack_module_state` trains models together: tensors within `vmap` say that they need no gradient.
@@ -111,6 +113,7 @@ def test_backward_through_vmap(op: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.compatibility("torch", "a graph that was exported under `no_grad`, trained", "runs")
 @pytest.mark.parametrize("op", ["bi-clustered", "causal"])
 def test_backward_through_a_graph_exported_without_gradients(op: str) -> None:
     class Attention(torch.nn.Module):

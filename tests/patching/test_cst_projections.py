@@ -51,6 +51,7 @@ def test_every_linear_layer_is_called_as_often_as_by_exact_attention(model_type:
     assert calls == exact + projections
 
 
+@pytest.mark.compatibility("peft", "batches of several adapters (`adapter_names`)", "runs")
 @two_types
 @each_composition
 @pytest.mark.parametrize("ratio", [1, 3])
@@ -96,6 +97,7 @@ def test_steps_of_several_adapters_over_a_cache() -> None:
     assert_close_to_reference("logits", torch.cat(rows, dim=1), whole, rtol=1e-12)
 
 
+@pytest.mark.compatibility("accelerate", "layerwise casting to a byte", "runs")
 @pytest.mark.skipif(
     not hasattr(big_modeling, "attach_layerwise_casting_hooks"), reason="accelerate is older than this"
 )
@@ -170,6 +172,7 @@ def one_process() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.compatibility("torch", "DDP of a conversion with short batches, without `find_unused_parameters`", "runs")
 @pytest.mark.usefixtures("one_process")
 @two_types
 @pytest.mark.parametrize("exactly", ["short", "dense mask"])
@@ -215,6 +218,7 @@ def prefix(model: Any) -> None:
         hidden = hidden[0] if isinstance(hidden, tuple) else hidden
 
 
+@pytest.mark.compatibility("transformers", "packed texts and prefixes on a conversion", "told")
 @pytest.mark.parametrize(
     ("model_type", "call", "why"),
     [

@@ -80,6 +80,7 @@ def ran(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return calls
 
 
+@pytest.mark.compatibility("accelerate", "`device_map`", "runs")
 @each_kind
 def test_a_patch_runs_within_the_hooks(kind: str, ran: list[None]) -> None:
     model = make_model(kind)

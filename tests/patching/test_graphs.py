@@ -81,6 +81,7 @@ def exported(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> Any:
     return torch.export.export(model, inputs, dynamic_shapes=shapes, **options).module()
 
 
+@pytest.mark.compatibility("torch", "`torch.export` with an open length", "runs")
 @pytest.mark.slow_except("bi-clustered")
 @pytest.mark.parametrize("patch", PATCHES)
 @torch.no_grad()
@@ -143,6 +144,7 @@ def traces() -> Iterator[Any]:
         yield pytest.param(decoder, patch, id=f"llama-{patch}")
 
 
+@pytest.mark.compatibility("torch", "`torch.jit.trace`, other texts", "runs")
 @pytest.mark.slow_except("*-bi-clustered-*", "*-per-head-*", "bert-cst-*", "llama-prefill-None")
 @pytest.mark.parametrize("traced_with", [None, "right"])
 @pytest.mark.parametrize(("make", "patch"), list(traces()))
@@ -163,6 +165,7 @@ def test_a_model_traced_on_threads_takes_other_texts(on_threads: Any) -> None:
     assert_alike(graph, model, *batch(2, 70, "left"))
 
 
+@pytest.mark.compatibility("torch", "`torch.jit.trace`: lengths on the other side of `min_length`", "refused")
 @pytest.mark.parametrize("make", [encoder, decoder])
 @torch.no_grad()
 def test_a_traced_model_raises_at_lengths_of_other_attention(make: Any) -> None:
@@ -175,6 +178,7 @@ def test_a_traced_model_raises_at_lengths_of_other_attention(make: Any) -> None:
                 graph(*batch(2, length))
 
 
+@pytest.mark.compatibility("torch", "`torch.jit.trace` with a tolerance", "refused")
 @torch.no_grad()
 def test_a_tolerance_is_not_traced() -> None:
     model = encoder("bi-clustered", tolerance=0.1)
@@ -208,6 +212,7 @@ def test_onnx_is_refused_however_its_exporter_captures(
     assert f"{CANNOT}: {INSTEAD[patch]}" in causes(raised.value)
 
 
+@pytest.mark.compatibility("onnxscript", "`torch.onnx.export`, both exporters", "refused")
 @pytest.mark.parametrize("dynamo", [False, pytest.param(True, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_both_exporters_to_onnx_say_what_to_do(dynamo: bool) -> None:
@@ -218,6 +223,7 @@ def test_both_exporters_to_onnx_say_what_to_do(dynamo: bool) -> None:
     assert f"{CANNOT}: {INSTEAD['cst']}" in causes(raised.value)
 
 
+@pytest.mark.compatibility("torch", "`torch.distributed.pipelining.pipeline`", "runs")
 @pytest.mark.slow_except("bi-clustered")
 @pytest.mark.parametrize("patch", ["bi-clustered", "per-head", "cst"])
 def test_a_pipeline_is_split(patch: str) -> None:

@@ -181,6 +181,7 @@ def test_a_position_bias_is_added_to_the_scores(
     assert attended == []
 
 
+@pytest.mark.compatibility("transformers", "packed texts by `cu_seq_lens`, without a dense mask", "refused")
 def test_packed_texts_need_a_dense_mask(module: Any, projected: dict[str, torch.Tensor], attended: list[str]) -> None:
     """Which transformers makes of positions for decoders alone: texts of an encoder would see each other."""
     packed: dict[str, Any] = {"cu_seq_lens_q": torch.tensor([0, 10, N]), "max_length_q": 30}

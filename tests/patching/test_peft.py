@@ -38,6 +38,7 @@ def adapter(request, tmp_path, tokens):
     return request.param, tmp_path / "adapter", model(input_ids=tokens).logits.detach()
 
 
+@pytest.mark.compatibility("peft", "LoRA: trained, saved, loaded by `AutoPeftModelFor…`", "runs")
 def test_an_adapter_loads_with_the_method_of_its_base(adapter, tokens):
     method, path, expected = adapter
     model = hf_effattn.from_pretrained(peft.AutoPeftModelForSequenceClassification, path).eval()
@@ -53,6 +54,7 @@ def test_the_exact_model_is_another(adapter, tokens):
     assert not torch.allclose(exact(input_ids=tokens).logits, expected, atol=1e-6)
 
 
+@pytest.mark.compatibility("peft", "merged adapters", "runs")
 def test_a_merged_adapter_is_saved_and_loaded_patched(adapter, tmp_path, tokens):
     _, path, expected = adapter
     merged = hf_effattn.from_pretrained(peft.AutoPeftModelForSequenceClassification, path).merge_and_unload()
@@ -84,6 +86,7 @@ def test_trained_tables_come_back_with_the_base_loaded_first(tmp_path, tokens):
     torch.testing.assert_close(again(input_ids=tokens).logits, model(input_ids=tokens).logits, rtol=0, atol=0)
 
 
+@pytest.mark.compatibility("peft", 'a conversion to `"cst"` after `get_peft_model`', "refused")
 @pytest.mark.parametrize("wrapped", ["peft", "base", "prompt"])
 def test_tables_that_adapters_would_be_saved_without_are_refused(wrapped, tokens):
     """They learned with the adapter, and were in no file."""

@@ -58,6 +58,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+@pytest.mark.compatibility("transformers", "`pipeline`", "runs")
 def test_text_classification(tokenizer: Any, attended: list[str]) -> None:
     model = tiny_model("bert", AutoModelForSequenceClassification)
     classify = pipeline("text-classification", model=model, tokenizer=tokenizer, device="cpu")

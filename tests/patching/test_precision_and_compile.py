@@ -75,6 +75,7 @@ def test_autocast(model_type: str, method: str, attended: list[str]) -> None:
         assert torch.equal(encoded(model, batch), exact)
 
 
+@pytest.mark.compatibility("torch", "`torch.autocast`, in training, with a cache", "runs")
 @pytest.mark.usefixtures("autocast_rules")
 @pytest.mark.parametrize("method", WITH_TOPK)
 def test_autocast_training(method: str) -> None:
@@ -159,6 +160,7 @@ COMPILED = [("bert", way, method) for way in WAYS for method in WITH_TOPK] + [
 ]
 
 
+@pytest.mark.compatibility("torch", "`torch.compile`", "runs")
 @pytest.mark.slow_except("bert-patch_attention-i-clustered")
 @pytest.mark.parametrize(("model_type", "how", "method"), COMPILED)
 def test_compiled_output_is_the_same(model_type: str, how: str, method: str) -> None:

@@ -68,6 +68,7 @@ def one_process() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.compatibility("torch", "FSDP2: `fully_shard` before or after the patch", "runs")
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("case", "first"),
@@ -183,6 +184,7 @@ def with_first_layer(change: Any) -> Any:
     return model
 
 
+@pytest.mark.compatibility("torch", "parametrizations, a subclass of the user's", "runs")
 @pytest.mark.parametrize("layers", [None, [0], [1]])
 @pytest.mark.parametrize("change", [Inheriting, Naming, parametrize])
 def test_a_subclass_is_patched_as_its_class_is(change: Any, layers: list[int] | None) -> None:
@@ -196,6 +198,7 @@ def test_a_subclass_is_patched_as_its_class_is(change: Any, layers: list[int] | 
     assert torch.equal(encoded(by_name, batch), expected)
 
 
+@pytest.mark.compatibility("transformers", "attention of the user's own that calls no attention function", "told")
 @pytest.mark.parametrize("kind", [Overriding, Foreign])
 def test_attention_that_no_method_reaches_stays_and_is_told(kind: type) -> None:
     """The layers around it keep the numbers that the model gives them."""

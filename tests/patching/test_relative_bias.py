@@ -415,6 +415,7 @@ def test_a_graph_takes_every_length(kind: str) -> None:
         torch.testing.assert_close(graph(**others)[0][seen], called(**others)[0][seen], rtol=0, atol=5e-5)
 
 
+@pytest.mark.compatibility("torch", "`torch.compile` over many lengths: as many graphs as unpatched", "runs")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t5", "mpnet", "deberta-v2"])
 @torch.no_grad()

@@ -57,6 +57,7 @@ def adapted(base: str, method: str, **options: Any) -> Any:
     return model.eval()
 
 
+@pytest.mark.compatibility("sentence-transformers", "`add_adapter`, saved and loaded", "runs")
 @pytest.mark.parametrize("method", SETTINGS)
 @pytest.mark.parametrize("kind", HEADS)
 def test_an_adapter_comes_back_with_the_patch(kind: Any, method: str, tmp_path: Path) -> None:
@@ -86,6 +87,7 @@ def test_tables_that_the_adapter_trains_come_back(base: str, tmp_path: Path) -> 
     assert same(outputs(SentenceTransformer(str(tmp_path / "adapter"), device="cpu")), outputs(model))
 
 
+@pytest.mark.compatibility("sentence-transformers", "`get_peft_model` around its transformer", "runs")
 @pytest.mark.parametrize("method", SETTINGS)
 def test_a_model_that_peft_is_around_comes_back_with_the_patch(method: str, base: str, tmp_path: Path) -> None:
     model = hf_effattn.patch_attention(SentenceTransformer(base, device="cpu"), method, **SETTINGS[method])

@@ -155,6 +155,9 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.compatibility(
+    "transformers", "a patched model loaded again by `attn_implementation=`, as trainers load a reference", "told"
+)
 def test_a_model_loaded_again_by_name_is_told_of_the_settings(checkpoint: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     hf_effattn.patch_attention(model, "bi-clustered", **CAUSAL)

@@ -124,6 +124,7 @@ class Sentences(torch.utils.data.Dataset):
         return {"input_ids": tokens * mask, "attention_mask": mask, "labels": torch.tensor(index % 2)}
 
 
+@pytest.mark.compatibility("transformers", "`Trainer`, gradient checkpointing", "runs")
 @pytest.mark.slow
 def test_trainer_with_gradient_checkpointing(tmp_path: Path, attended: list[str]) -> None:
     torch.manual_seed(0)
