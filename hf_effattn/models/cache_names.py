@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
+from inspect import Parameter, signature
 from typing import Any, TypeVar
 
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -31,6 +32,12 @@ def takes_cache(method: Callable[..., Returned]) -> Callable[..., Returned]:
                 kwargs[OLD] = cache
         return method(*args, **kwargs)
 
+    # `generate` looks in the signature for what it may hand on.
+    both = signature(method)
+    parameters = [one for one in both.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+    rest = [one for one in both.parameters.values() if one.kind is Parameter.VAR_KEYWORD]
+    named = Parameter(NEW, Parameter.KEYWORD_ONLY, default=None)
+    call.__signature__ = both.replace(parameters=[*parameters, named, *rest])  # type: ignore[attr-defined]
     return call
 
 

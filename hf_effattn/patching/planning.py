@@ -30,7 +30,7 @@ from .model_types import (
     usual_length,
 )
 from .module_patch import RECORD
-from .sentence_transformers import models_inside
+from .sentence_transformers import is_sentence_transformer, models_inside
 from .stored import check_layers, saved_method
 
 
@@ -188,7 +188,7 @@ def check_not_wrapped(model: nn.Module, plan: PatchPlan) -> None:
     if plan.parameters is None or plan.parameters in model.modules():
         return
     name = plan.method.parameters_name
-    if has_adapters(model):
+    if has_adapters(model) and not is_sentence_transformer(model):  # whose saving writes them beside the adapter
         raise ValueError(
             f'"{plan.method.method}" adds parameters, {name}, which adapters are saved without. Patch the model '
             f'first, then put adapters on it, with modules_to_save=["{name}"] to train both'

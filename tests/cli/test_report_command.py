@@ -103,7 +103,7 @@ def test_a_page_is_written_beside_the_other_forms(real_model_folder, tmp_path):
     text = page.read_text(encoding="utf-8")
     assert text.endswith("</html>")
     assert "BertModel (6 attention layers" in text
-    assert 'title="cluster ' in text
+    assert "Where the model looks" in text
     assert f"written: {page}" in result.stderr
 
 

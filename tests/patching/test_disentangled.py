@@ -127,7 +127,7 @@ def test_distances_are_transformers(buckets: int, largest: int, length: int) -> 
     hf_effattn.patch_attention(model, METHOD)
     row = model.encoder.get_rel_pos(states)
     assert row.shape == (2 * length - 1,)
-    assert torch.equal(disentangled._matrix(row), matrix)
+    assert torch.equal(disentangled._matrix(row, length), matrix)
     reach = model.encoder.layer[0].attention.self._reach()
     if reach is None:
         assert not 4 <= buckets < 2 * largest - 2

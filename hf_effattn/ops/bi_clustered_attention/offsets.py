@@ -10,6 +10,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..shared.arguments import check_count, check_labels, choose_backend
+from ..shared.precision import autocasts
 from ..shared.tables import cluster_rows, cluster_sums
 
 # Measured over 72 heads of a pretrained BERT: the error of a head is about a quarter of σ².
@@ -118,8 +119,7 @@ def predicted_error(
     within, mask = query_offsets(key, key_labels, key_clusters, query_mask=key_mask, rows=rows)
     within, keys = _only_counted(within, mask, dtype)
     # Only where it is on: torch.distributed.pipelining cannot split a graph with the context of it.
-    autocast = torch.is_autocast_enabled(key.device.type)
-    with torch.autocast(key.device.type, enabled=False) if autocast else nullcontext():
+    with torch.autocast(key.device.type, enabled=False) if autocasts(key.device.type) else nullcontext():
         if key.is_cpu:
             counted = counted / group if offsets_mask is None else counted[:, :, None] / group
             keys = keys if mask is None else keys[:, :, None, None]

@@ -21,6 +21,11 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on for a kind of device; some have none."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def cast_by_autocast(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -29,7 +34,7 @@ def cast_by_autocast(
     A rotation, a norm or a cache may have made some of them wider than others.
     """
     device = query.device.type
-    if not torch.is_autocast_enabled(device):
+    if not autocasts(device):
         return query, key, value
     dtype = torch.get_autocast_dtype(device)
     query, key, value = (one if one.dtype == torch.float64 else one.to(dtype) for one in (query, key, value))
