@@ -354,7 +354,13 @@ def test_a_window_that_no_input_is_longer_than_is_none(model_type: str, attended
     assert attended == []
 
 
-HYBRIDS = [name for name in MODELS if MODEL_TYPES[name].layers is MODEL_TYPES["qwen3_next"].layers]
+def begins_without_attention(sizes: dict[str, Any]) -> bool:
+    kinds = sizes.get("layer_types", sizes.get("layers_block_type", ()))
+    names_its_layers = "attn_layer_period" in sizes or "attn_layer_indices" in sizes  # Jamba, Bamba: from 1 on
+    return names_its_layers or ("full_attention" not in kinds[:1] and "full_attention" in kinds)
+
+
+HYBRIDS = [name for name in MODELS if begins_without_attention(SIZES[name])]
 
 
 @pytest.mark.parametrize("model_type", slow_but(("qwen3_next",), HYBRIDS))
