@@ -64,6 +64,20 @@ def test_lines_are_put_together_to_documents():
     assert used > 0.7 * sum(len(ids) - 1 for ids in tokenizer(lines["text"][:])["input_ids"])
 
 
+def test_masks_depend_on_the_texts_and_the_seed_alone():
+    tokenizer = training.train_tokenizer(["one two three four"], 300, pairs=True, masks=True)
+    texts = [tokenizer(words * 30) for words in ("one two ", "three four ")]
+
+    def labels(seed, *earlier):
+        collator = run_mlm.RepeatableMasks(tokenizer, mask_seed=seed)
+        for batch in earlier:
+            collator(batch)
+        return collator(texts[:1])["labels"]
+
+    assert labels(0).equal(labels(0, texts[1:], texts))
+    assert not labels(0).equal(labels(1))
+
+
 def test_evaluation_needs_no_text_to_train_on(arguments, tmp_path):
     model = ["--model_type", "bert", "--config_overrides", MODELS["bert"]]
     run_mlm.main([*arguments, *model, "--max_steps", "1", "--output_dir", str(tmp_path / "run")])
