@@ -132,7 +132,7 @@ def report(
     wanted = lengths_of(lengths) or ()
     from ..measuring.candidates import make_candidates
     from ..patching import extend_positions
-    from ..patching.model_types import longest_input
+    from ..patching.model_types.stacks import longest_input
     from ..patching.stored import FIELD
     from ..reporting import report as measure
     from ..reporting.html import check_destination

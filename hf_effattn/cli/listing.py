@@ -10,7 +10,7 @@ ROW_WIDTH = 200  # in a pipe a row is a line, for grep
 
 def models(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
     """List the model types (config.model_type) that can be patched, and known ones that cannot, with the reason."""
-    from ..patching.model_table import (
+    from ..patching.model_types.table import (
         NOT_SERVED,
         NOT_SERVED_HEADER,
         SERVED_HEADER,

@@ -36,7 +36,7 @@ def tune(
     """Find the cheapest settings of every head that keep the error within a budget, on your model and text."""
     wanted = lengths_of(lengths) or ()
     from ..patching import extend_positions
-    from ..patching.model_types import longest_input
+    from ..patching.model_types.stacks import longest_input
     from ..patching.stored import FIELD, read_stored
     from ..reporting import calibrate
     from ..reporting.pictures import new_figure

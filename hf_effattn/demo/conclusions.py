@@ -1,6 +1,6 @@
 """The meaning of the demo's numbers, in sentences made from them."""
 
-from ..measuring.candidates import EXACT
+from ..measuring.candidates import UNPATCHED
 from ..reporting import Report
 from ..reporting.findings import Measurement
 from ..reporting.numbers import megabytes, percent, ratio
@@ -136,7 +136,7 @@ def _long_inputs(found: Report) -> str:
 
 def _memory(found: Report) -> str:
     longest = max(range(len(found.inputs)), key=lambda index: found.inputs[index].length)
-    exact = found.of(EXACT, longest)[0].forward_peak_bytes
+    exact = found.of(UNPATCHED, longest)[0].forward_peak_bytes
     others = [
         m.forward_peak_bytes for m in _approximate(found) if m.input == longest and m.forward_peak_bytes is not None
     ]
@@ -146,7 +146,7 @@ def _memory(found: Report) -> str:
     span = " to ".join(dict.fromkeys((megabytes(min(others)), megabytes(max(others)))))
     line = f"Memory: at {length:,} tokens exact SDPA added {megabytes(exact)} at its peak, the methods {span}."
     shortest = min(range(len(found.inputs)), key=lambda index: found.inputs[index].length)
-    before = found.of(EXACT, shortest)[0].forward_peak_bytes
+    before = found.of(UNPATCHED, shortest)[0].forward_peak_bytes
     if before is not None and shortest != longest:
         tokens = length / found.inputs[shortest].length
         growth = exact / before
@@ -172,7 +172,7 @@ def _beyond_training(result: DemoResult) -> list[str]:
 
 
 def _approximate(found: Report) -> list[Measurement]:
-    return [m for m in found.measurements if m.method != EXACT]
+    return [m for m in found.measurements if m.method != UNPATCHED]
 
 
 def _listed(lengths: list[int]) -> str:

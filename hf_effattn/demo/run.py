@@ -15,7 +15,7 @@ from ..measuring.candidates import Candidate, make_candidates
 from ..measuring.json_numbers import finite_or_none
 from ..measuring.recording import as_it_was
 from ..patching import extend_positions, patch_attention
-from ..patching.model_types import longest_input
+from ..patching.model_types.stacks import longest_input
 from ..reporting import Report, report
 from ..reporting.pattern import find_pattern
 from ..reporting.pictures import draw_pattern, new_figure

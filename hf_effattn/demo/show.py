@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..measuring.candidates import EXACT
+from ..measuring.candidates import UNPATCHED
 from ..measuring.cost import median
 from ..reporting import Report
 from ..reporting.numbers import count, duration, megabytes, percent, ratio
@@ -124,7 +124,7 @@ def _short_table(result: DemoResult) -> Table:
     )
     for one in result.short:
         table.add_row(f"[bold]{one.length} tokens[/bold]")
-        table.add_row(EXACT, "1", "1", "100%", "100%", percent(one.next_found), "0%", "0%", "1×")
+        table.add_row(UNPATCHED, "1", "1", "100%", "100%", percent(one.next_found), "0%", "0%", "1×")
         for label, change in one.changes.items():
             (m,) = one.report.of(label)
             speed = one.report.speedup(m)
@@ -153,9 +153,9 @@ def _long_table(found: Report) -> Table:
     )
     for index, measured in enumerate(found.inputs):
         table.add_row(f"[bold]{measured.length:,} tokens[/bold]")
-        for label in (EXACT, *found.methods):
+        for label in (UNPATCHED, *found.methods):
             (m,) = found.of(label, index)
-            is_exact = label == EXACT
+            is_exact = label == UNPATCHED
             speed, alone, seconds = found.speedup(m), found.speedup(m, "attention"), median(m.forward_seconds)
             cosines = m.change.embedding_cosines
             table.add_row(

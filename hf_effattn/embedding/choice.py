@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..measuring.candidates import make_candidates
-from ..patching.methods.exact_windows import ExactWindows
-from ..patching.model_types import causal_modules, find_stacks, gains_exactly
+from ..patching.methods.exact import Exact
+from ..patching.model_types.stacks import causal_modules, find_stacks, gains_exactly
 from ..patching.stored import FIELD
 from ..reporting import report
 
@@ -21,7 +21,7 @@ def exact_method(model: PreTrainedModel) -> dict[str, Any] | None:
     """
     if model.device.type != "cpu" or getattr(model.config, FIELD, None) is not None:
         return None
-    return {"method": ExactWindows.method} if any(map(gains_exactly, find_stacks(model))) else None
+    return {"method": Exact.method} if any(map(gains_exactly, find_stacks(model))) else None
 
 
 def is_long_enough(length: int, model: PreTrainedModel) -> bool:

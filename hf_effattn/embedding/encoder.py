@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..measuring.errors import run_model
-from ..patching.model_types import longest_input, usual_length
+from ..patching.model_types.stacks import longest_input, usual_length
 from .plan import fitting_runs
 from .pooling import Pooling
 

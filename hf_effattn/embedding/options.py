@@ -19,7 +19,7 @@ class EmbedOptions:
         documents (`Path`): a folder of text files, or a file in JSON Lines.
         output (`Path`): the folder of the run: new, or that of a run with the same options, which goes on.
         method (`dict`, *optional*): a method and its settings. Default: as the model was patched, or else exact,
-            on a CPU by `"exact-windows"` where it has windows.
+            on a CPU by `"exact"` where it has windows.
         error_budget (`float`, *optional*): choose the fastest method within this error of the last hidden state.
         pooling (`str`, *optional*): `"mean"`, `"cls"` or `"last"`. Default: as stored with the model, else the mean.
         normalize (`bool`, *optional*): whether vectors get length 1. Default: as stored with the model, else no.

@@ -11,12 +11,13 @@ import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..measuring.candidates import ALWAYS_NAMED, EXACT, name_settings, short_name
+from ..measuring.candidates import ALWAYS_NAMED, name_settings, short_name
 from ..models import ClusterFormerConfig, CSTConfig
 from ..patching.methods import METHODS, Method, list_methods
+from ..patching.methods.exact import Exact
 from ..patching.methods.per_head import PerHead
-from ..patching.model_table import MODEL_TYPES
-from ..patching.model_types import longest_input
+from ..patching.model_types.stacks import longest_input
+from ..patching.model_types.table import MODEL_TYPES
 from ..patching.sentence_transformers import is_sentence_transformer, models_inside
 from ..patching.stored import FIELD, base_model_of, read_stored
 from ..reporting import Report
@@ -328,7 +329,7 @@ def _settings(config: Any, settings: Method | None, layers: Sequence[int] | None
 def _rungs(settings: PerHead) -> list[str]:
     """Which settings how many heads run, and how they were found."""
     heads = [index for row in settings.heads for index in row]
-    names = [*map(short_name, settings.rungs), EXACT]
+    names = [*map(short_name, settings.rungs), Exact.method]
     table = [[name, str(heads.count(index))] for index, name in enumerate(names)]
     found = [markdown(["settings", "key/value heads"], table)]
     made = settings.calibration

@@ -5,11 +5,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..patching.methods import Method, make_method
+from ..patching.methods.exact import Exact
 from ..patching.methods.per_head import PerHead
-from ..patching.model_table import MODEL_TYPES
+from ..patching.model_types.table import MODEL_TYPES
 from ..settings_text import method_of
 
-EXACT = "exact"
+UNPATCHED = "unpatched"
 DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "clustered", "clusters": 100},
     {"method": "i-clustered", "clusters": 25, "topk": 32},
@@ -131,7 +132,7 @@ def rung_names(settings: PerHead) -> list[str]:
     made_for = (settings.calibration or {}).get("model", {})
     entry = MODEL_TYPES.get(made_for.get("model_type", ""))
     causal = entry is not None and entry.causal and not made_for.get("both_ways", False)
-    return [*(short_name(rung, causal=causal) for rung in settings.rungs), EXACT]
+    return [*(short_name(rung, causal=causal) for rung in settings.rungs), Exact.method]
 
 
 def _shown(value: object) -> str:

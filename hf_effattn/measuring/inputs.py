@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..patching.model_types import longest_input
+from ..patching.model_types.stacks import longest_input
 
 
 def check_inputs(model: PreTrainedModel, inputs: Any) -> list[dict[str, Any]]:

@@ -17,10 +17,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from ..ops.shared.precision import cast_by_autocast
-from ..patching.exact import sdpa_path
-from ..patching.images import IMAGES, Attended, attend_to_each
+from ..patching.exact.images import IMAGES, Attended, attend_to_each
+from ..patching.exact.reference import sdpa_path
 from ..patching.methods import list_methods
-from ..patching.model_types import (
+from ..patching.model_types.stacks import (
     Stack,
     attends_itself,
     bends_scores,

@@ -1,7 +1,7 @@
 """Patching: an efficient attention method in place of a pretrained model's own, on one instance, and back."""
 
-from .attention import register
 from .extending import extend_positions
+from .interface.attention_function import register
 from .loading import from_pretrained
 from .measured import measured_error
 from .measurements import MeasuredError

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .methods import METHODS
-from .model_table import MODEL_TYPES, LearnedPositions, OtherPositions
-from .model_types import reserved_rows
+from .model_types.stacks import reserved_rows
+from .model_types.table import MODEL_TYPES, LearnedPositions, OtherPositions
 from .planning import not_a_model
 from .sentence_transformers import is_sentence_transformer, models_inside, set_max_seq_length
 

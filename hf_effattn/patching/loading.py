@@ -17,7 +17,7 @@ from ..ops.shared.callers import stacklevel_of_user
 from ..whole_files import write_whole
 from .methods import METHODS, Method, list_methods, make_method, setting_names
 from .methods.cst.checkpoint import HUB_OPTIONS
-from .model_types import Stack, find_stacks
+from .model_types.stacks import Stack, find_stacks
 from .module_patch import RECORD
 from .patch import apply_plans
 from .planning import plan_patch, stacks_to_patch, why_never_used

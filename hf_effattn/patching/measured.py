@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from .measurements import RECORD, MeasuredError, measurements_of
-from .model_types import find_stacks
+from .model_types.stacks import find_stacks
 
 
 def measured_error(model: nn.Module) -> dict[int, MeasuredError]:

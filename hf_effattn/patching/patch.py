@@ -6,10 +6,19 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from .interface.whole_texts import tell_whole_texts
 from .measurements import forget_measurements
 from .methods import METHODS, list_methods, make_method
 from .methods.base import quoted
-from .model_types import Stack, attends_itself, bends_scores, find_stacks, hides_the_future, is_causal, reads_together
+from .model_types.stacks import (
+    Stack,
+    attends_itself,
+    bends_scores,
+    find_stacks,
+    hides_the_future,
+    is_causal,
+    reads_together,
+)
 from .module_patch import RECORD, ModulePatch
 from .patched_models import remember
 from .planning import (
@@ -26,7 +35,6 @@ from .planning import (
 from .sentence_transformers import cut_at
 from .snapshot import Snapshot
 from .stored import FIELD, base_model_of, read_settings, write_stored
-from .whole_texts import tell_whole_texts
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -186,14 +194,14 @@ def set_implementation(stack: Stack, implementation: str, *, apart: bool | None 
     `apart`: whether layers are told of each image instead of a mask. Default: of a method.
     """
     if attends_itself(stack.model):
-        from .own_attention import run_own  # reads modelling files of transformers, which others go without
+        from .exact.architectures import run_own  # reads modelling files of transformers, which others go without
 
         run_own(stack, implementation, patched=implementation in list_methods())
         # Its config keeps its own, unless transformers' switch has set another, which a decoder beside it may call.
         if implementation in list_methods() or stack.model.config._attn_implementation not in list_methods():
             return
     if reads_together(stack.model):
-        from .pixtral import read_apart
+        from .exact.architectures.pixtral import read_apart
 
         read_apart(stack.model, apart=implementation in list_methods() if apart is None else apart)
     stack.model.set_attn_implementation(implementation)

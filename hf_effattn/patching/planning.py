@@ -10,11 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .adapters import has_adapters
-from .attention import causal_error, unsupported_error
+from .interface.attention_function import causal_error, unsupported_error
 from .methods import METHODS, Method
 from .methods.crossover import why_never
-from .model_table import MODEL_TYPES, NOT_SERVED
-from .model_types import (
+from .model_types.stacks import (
     Stack,
     adds_biases,
     bends_scores,
@@ -29,6 +28,7 @@ from .model_types import (
     supported_model_types,
     usual_length,
 )
+from .model_types.table import MODEL_TYPES, NOT_SERVED
 from .module_patch import RECORD
 from .sentence_transformers import is_sentence_transformer, models_inside
 from .stored import check_layers, saved_method

@@ -15,9 +15,9 @@ from torch import nn
 
 from ..ops.shared.callers import stacklevel_of_user
 from ..ops.shared.head_threads import for_every_chunk, heads_of_threads
-from .exact import exact_attention, visible_keys
+from .exact.reference import exact_attention, visible_keys
+from .exact.sinks import with_sinks
 from .measurements import MeasuredError, measurements_of
-from .sinks import with_sinks
 
 ON_EXCESS = ("exact", "warn", "raise")
 SAMPLED = 64

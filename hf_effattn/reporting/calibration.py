@@ -34,7 +34,7 @@ from ..measuring.recording import as_it_was, layer_names, recording, stacks_to_r
 from ..patching.methods import Method
 from ..patching.methods.crossover import why_never
 from ..patching.methods.per_head import PerHead, described
-from ..patching.model_types import Stack, is_causal, model_type_of
+from ..patching.model_types.stacks import Stack, is_causal, model_type_of
 from ..patching.planning import not_a_model
 from ..patching.sentence_transformers import model_and_inputs
 from ..patching.stored import SETTINGS_FILE, base_model_of, read_settings, write_stored

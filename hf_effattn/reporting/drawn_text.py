@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..measuring.inputs import check_inputs
 from ..measuring.recording import layer_names, stacks_to_report
-from ..patching.model_types import is_causal
+from ..patching.model_types.stacks import is_causal
 
 MOST_TOKENS = 256
 DRAWN_ROWS = 12

@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from ..measuring.candidates import EXACT
+from ..measuring.candidates import UNPATCHED
 from ..measuring.cost import median, median_ratio
 from ..measuring.errors import OutputChange
 from ..measuring.json_numbers import finite_or_none, none_to_nan
@@ -106,7 +106,7 @@ class Findings:
         Raises:
             KeyError: a label that the report does not have.
         """
-        if method != EXACT and method not in self.methods:
+        if method != UNPATCHED and method not in self.methods:
             raise KeyError(f"{method!r} is not in this report; it has {', '.join(map(repr, self.methods))}")
         return [m for m in self.measurements if m.method == method and index in (None, m.input)]
 
@@ -117,7 +117,7 @@ class Findings:
             measurement (`Measurement`): one of this report's.
             part (`str`): `"forward"`, the whole model, or `"attention"`, one layer's attention.
         """
-        exact = self.of(EXACT, measurement.input)
+        exact = self.of(UNPATCHED, measurement.input)
         name = f"{part}_seconds"
         return median_ratio(getattr(exact[0], name), getattr(measurement, name)) if exact else None
 
@@ -127,7 +127,7 @@ class Findings:
         Args:
             measurement (`Measurement`): one of this report's.
         """
-        for exact in self.of(EXACT, measurement.input):
+        for exact in self.of(UNPATCHED, measurement.input):
             if exact.forward_peak_bytes and measurement.forward_peak_bytes is not None:
                 return measurement.forward_peak_bytes / exact.forward_peak_bytes
         return None

@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from ..measuring.candidates import EXACT
+from ..measuring.candidates import UNPATCHED
 from .findings import Findings, Measurement
 from .illustrations import Section
 from .numbers import NOT_FINITE, count, duration, megabytes, percent, ratio
@@ -239,7 +239,7 @@ def _cosine(metrics: dict[str, float | None]) -> str | None:
 def _missing_word(m: Measurement, heading: str) -> str:
     """Exact attention is what the others are compared with; of them something was not measured."""
     compared = heading not in ("time", "peak memory")
-    return "reference" if m.method == EXACT and compared else NOT_MEASURED
+    return "reference" if m.method == UNPATCHED and compared else NOT_MEASURED
 
 
 def _note(m: Measurement) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..measuring.candidates import EXACT, Candidate, make_candidates
+from ..measuring.candidates import UNPATCHED, Candidate, make_candidates
 from ..measuring.cost import MEMORY_MEASURES, interleaved_rounds, peak_memory_added, timed
 from ..measuring.environment import environment
 from ..measuring.errors import ModelOutput, head_errors, output_change, run_model
@@ -30,8 +30,8 @@ from ..measuring.recording import (
     stacks_to_report,
 )
 from ..patching.methods import Method
-from ..patching.methods.exact_windows import ExactWindows
-from ..patching.model_types import Stack, gains_exactly, is_causal, reads_sound
+from ..patching.methods.exact import Exact
+from ..patching.model_types.stacks import Stack, gains_exactly, is_causal, reads_sound
 from ..patching.patch import apply_plans, exact_implementation
 from ..patching.planning import PatchPlan, not_a_model, plan_patch, why_exact
 from ..patching.sentence_transformers import model_and_inputs
@@ -73,7 +73,7 @@ def report(
             are encoded one by one as `encode` does it.
         methods (`Sequence[str | dict]`, *optional*): names from `list_methods()`, alone or with settings
             (`"i-clustered clusters=100"`), dicts `{"method": name, **settings}`, with `"layers"` where only some are
-            to be patched, or what `calibrate` returned. Default: every method with a few settings, `"exact-windows"`
+            to be patched, or what `calibrate` returned. Default: every method with a few settings, `"exact"`
             where the model has windows, alone where it has nothing else.
         error_budget (`float`, *optional*): allowed relative L2 change of the last hidden state, such as 0.05; the
             report then names the fastest of the methods that keep to it on every input, or says that none does.
@@ -132,7 +132,7 @@ def report(
 
 def default_methods(model: PreTrainedModel) -> list[dict[str, Any]]:
     """What a report measures of a model: a few settings of every method, and windows alone where it has some."""
-    exactly = [{"method": ExactWindows.method}] if any(map(gains_exactly, stacks_to_report(model))) else []
+    exactly = [{"method": Exact.method}] if any(map(gains_exactly, stacks_to_report(model))) else []
     approximate = make_candidates(None) if layer_names(model) else []
     return [*(one.to_dict() for one in approximate), *exactly]
 
@@ -193,7 +193,7 @@ class _MeasureInput:
         if is_first:
             self._start(seen.key_mask)
         self._note_length(seen)
-        calls = {EXACT: seen.exact}
+        calls = {UNPATCHED: seen.exact}
         for label in self.candidates:
             method = self.patched[label].get(seen.module)
             calls[label] = seen.exact if method is None else self._attention_call(method, seen)
@@ -203,7 +203,7 @@ class _MeasureInput:
             seconds = {}
             for label, call in calls.items():
                 output, seconds[label] = timed(call, seen.query.device)
-                if label == EXACT:
+                if label == UNPATCHED:
                     exact = output
                 elif done == 0:
                     errors = head_errors(exact, output, seen.key_mask)
@@ -232,7 +232,7 @@ class _MeasureInput:
             self._note_size(hidden.shape[0], hidden.shape[1], self.key_mask)
             hook.remove()
 
-        self._switch_to(EXACT)
+        self._switch_to(UNPATCHED)
         hook = stack.modules[0].register_forward_pre_hook(note, with_kwargs=True)
         try:
             run_model(self.model, self.batch)
@@ -242,7 +242,7 @@ class _MeasureInput:
     def _start(self, key_mask: torch.Tensor | None) -> None:
         self.key_mask = key_mask
         shapes = {name: list(value.shape) for name, value in self.batch.items() if isinstance(value, torch.Tensor)}
-        self.measured = {label: Measurement(len(self.found.inputs), label) for label in (EXACT, *self.candidates)}
+        self.measured = {label: Measurement(len(self.found.inputs), label) for label in (UNPATCHED, *self.candidates)}
         self.found.inputs.append(MeasuredInput(0, 0, 0, shapes))
         self.found.measurements.extend(self.measured.values())
 
@@ -290,7 +290,7 @@ class _MeasureInput:
                 self.measured[label].attention_peak_bytes = peak_memory_added(call, device)[1]
 
     def _switch_to(self, label: str) -> None:
-        if label == EXACT:
+        if label == UNPATCHED:
             make_exact(self.stacks)
         else:
             # Not patch_attention, which warns of trained tables that are left out: put_back restores them.
@@ -307,7 +307,7 @@ class _MeasureInput:
                 measurement.forward_peak_bytes = added
             else:
                 output = run_model(self.model, self.batch)
-            if label == EXACT:
+            if label == UNPATCHED:
                 exact = output
             else:
                 measurement.change = output_change(exact, output, self.key_mask)

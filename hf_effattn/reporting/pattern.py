@@ -11,11 +11,11 @@ import torch
 from torch.nn.functional import max_pool1d
 from transformers import PreTrainedModel
 
-from ..measuring.candidates import EXACT, Candidate, make_candidates
+from ..measuring.candidates import UNPATCHED, Candidate, make_candidates
 from ..measuring.errors import run_model
 from ..measuring.inputs import check_inputs
 from ..measuring.recording import SeenAttention, as_it_was, layer_names, recording, stacks_to_record
-from ..patching.exact import exact_weights, visible_keys
+from ..patching.exact.reference import exact_weights, visible_keys
 
 DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "bi-clustered", "clusters": 25, "topk": 32, "key_clusters": 50},
@@ -110,7 +110,7 @@ def find_pattern(
         if best is None:
             raise ValueError(f"the forward pass of {type(model).__name__} did not reach layer {layer}")
         _, seen, found_head, exact = best
-        weights = {EXACT: exact.float().cpu()}
+        weights = {UNPATCHED: exact.float().cpu()}
         for one in candidates:
             weights[one.label] = _implied_rows(one, seen, found_head, chosen_rows).float().cpu()
     N = seen.query.shape[2]

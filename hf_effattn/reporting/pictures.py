@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from ..measuring.candidates import EXACT, rung_names
+from ..measuring.candidates import UNPATCHED, rung_names
 from .findings import Findings
 from .numbers import duration, megabytes, percent
 from .pattern import AttentionPattern, find_pattern
@@ -132,7 +132,7 @@ def draw_cost(report: Findings, *, parts: Sequence[str] = ("time", "memory")) ->
     lengths = sorted({one.length for one in report.inputs})
     batches = {one.batch_size for one in report.inputs}
     sizes = f" (batches of {', '.join(map(str, sorted(batches)))} texts)" if len(batches) > 1 else ""
-    labels = [EXACT, *report.methods]
+    labels = [UNPATCHED, *report.methods]
     legend_columns = len(kinds)
     figure = new_figure(5.4 * len(kinds), 3.7 + 0.18 * -(-len(labels) // legend_columns))
     panels = figure.subplots(1, len(kinds), squeeze=False)[0]
@@ -151,7 +151,7 @@ def draw_cost(report: Findings, *, parts: Sequence[str] = ("time", "memory")) ->
 def _points(report: Findings, name: str) -> dict[str, dict[int, float]]:
     """For each method its mean over the inputs of a length, by length; methods without any are left out."""
     lines: dict[str, dict[int, float]] = {}
-    for label in (EXACT, *report.methods):
+    for label in (UNPATCHED, *report.methods):
         found: dict[int, list[float]] = {}
         for m in report.of(label):
             value = report.metrics(m)[name]
@@ -163,8 +163,8 @@ def _points(report: Findings, name: str) -> dict[str, dict[int, float]]:
 
 
 def _draw_line(panel: Any, line: dict[int, float], label: str, place: int) -> None:
-    colour = "#222222" if label == EXACT else LINE_COLOURS[(place - 1) % len(LINE_COLOURS)]
-    style = "--" if label == EXACT else "-"
+    colour = "#222222" if label == UNPATCHED else LINE_COLOURS[(place - 1) % len(LINE_COLOURS)]
+    style = "--" if label == UNPATCHED else "-"
     marker = MARKERS[place % len(MARKERS)]
     panel.plot(list(line), list(line.values()), style, color=colour, marker=marker, markersize=5, label=plain(label))
 
@@ -237,7 +237,7 @@ def draw_pattern(pattern: AttentionPattern, model_name: str) -> "Figure":
     figure = new_figure(11, len(pattern.weights) * panel_height + 1.5)
     panels = figure.subplots(len(pattern.weights), 1, squeeze=False, sharex=True)[:, 0]
     colours = _square_root_scale(max(float(weights.max()) for weights in pattern.weights.values()))
-    exact = pattern.weights[EXACT]
+    exact = pattern.weights[UNPATCHED]
     for panel, (label, weights) in zip(panels, pattern.weights.items(), strict=True):
         panel.imshow(weights.numpy(), cmap=ATTENTION_COLOURS, norm=colours, aspect="auto", interpolation="none")
         panel.set_title(_pattern_title(pattern, label, weights, exact), fontsize=10, loc="left")
@@ -245,7 +245,7 @@ def draw_pattern(pattern: AttentionPattern, model_name: str) -> "Figure":
         right = panel.secondary_yaxis("right")
         tops = pattern.most_attended(label)
         right.set_yticks(range(rows), [plain(pattern.tokens[top]) for top in tops], fontsize=8)
-        for line, (top, same) in enumerate(zip(tops, pattern.most_attended(EXACT), strict=True)):
+        for line, (top, same) in enumerate(zip(tops, pattern.most_attended(UNPATCHED), strict=True)):
             right.get_yticklabels()[line].set_color("#333333" if top == same else "#B34700")
         for axis in (panel.yaxis, right.yaxis):
             axis.set_tick_params(length=2)
@@ -275,11 +275,11 @@ def _square_root_scale(highest: float) -> Any:
 
 
 def _pattern_title(pattern: AttentionPattern, label: str, weights: torch.Tensor, exact: torch.Tensor) -> str:
-    if label == EXACT:
+    if label == UNPATCHED:
         return "exact"
     if label in pattern.exact_labels:
         return f"{label}: exact on so short a text"
-    same = sum(map(operator.eq, pattern.most_attended(label), pattern.most_attended(EXACT)))
+    same = sum(map(operator.eq, pattern.most_attended(label), pattern.most_attended(UNPATCHED)))
     moved = float((weights - exact).abs().sum(dim=1).mean()) / 2
     return f"{label}: {same} of {len(exact)} most attended tokens as exact, {percent(moved)} of the weight elsewhere"
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from ..measuring.candidates import EXACT, make_candidates
+from ..measuring.candidates import UNPATCHED, make_candidates
 from ..measuring.cost import median
 from ..measuring.recording import EAGER
 from ..patching.methods import METHODS
@@ -54,7 +54,7 @@ def _inputs_line(report: Findings, length: int | None) -> str:
     texts = sum(one.batch_size for one in measured)
     span = f"{lengths[0]:,}" if len(lengths) == 1 else f"{lengths[0]:,} to {lengths[-1]:,}"
     line = f"{count(texts, 'text')} of {span} tokens{encoder_lengths(measured)}"
-    exact = _at(report, EXACT, length)
+    exact = _at(report, UNPATCHED, length)
     seconds = [value for m in exact if (value := median(m.forward_seconds)) is not None]
     peaks = [m.forward_peak_bytes for m in exact if m.forward_peak_bytes is not None]
     facts = []

@@ -17,8 +17,8 @@ from transformers import (
 
 import hf_effattn
 
-from ..patching.model_table import MODEL_TYPES
-from ..patching.model_types import longest_input
+from ..patching.model_types.stacks import longest_input
+from ..patching.model_types.table import MODEL_TYPES
 from ..settings_text import parse_settings
 from .arguments import NO_MODEL, ModelArguments
 from .run import checkpoint_to_resume

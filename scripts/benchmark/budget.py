@@ -28,7 +28,7 @@ import torch.nn.functional as F
 import typer
 from rich.progress import track
 
-from hf_effattn.measuring.candidates import EXACT, short_name
+from hf_effattn.measuring.candidates import short_name
 from hf_effattn.measuring.choosing import OfHeads, errors_of, held_out_coverage, least_margin
 from hf_effattn.measuring.cost import compare, interleaved_rounds, median_ratio, timed
 from hf_effattn.measuring.ladder import LADDER, default_ladder, text_errors, text_squares
@@ -48,6 +48,7 @@ from .language_model import WEIGHTS
 from .language_model import load as load_decoder
 from .retrieval import read_meetings
 
+EXACT = "exact"
 LENGTHS = (512, 4096, 8192)
 BUDGETS = (0.05, 0.1, 0.2)
 TIMED_LENGTH = 8192

@@ -130,7 +130,7 @@ def beside_own_code(
     `once` gives the last hidden state of a model; `trains`: whether a step of training is timed, too.
     """
     exact = exact.to(device, getattr(torch, case["dtype"]))
-    models = {EXACT: exact, BLOCKS: patch_attention(copy.deepcopy(exact), "exact-windows")}
+    models = {EXACT: exact, BLOCKS: patch_attention(copy.deepcopy(exact), "exact")}
     outputs = {name: forward(model, once).double() for name, model in models.items()}
     away = (outputs[BLOCKS] - outputs[EXACT]).norm() / outputs[EXACT].norm()
     rows = {name: case | {"method": name} for name in models}

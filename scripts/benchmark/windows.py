@@ -27,7 +27,13 @@ from transformers.masking_utils import (
 )
 
 from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio
-from hf_effattn.patching.windows import Window, attend_in_blocks, mask_of_blocks, shortest_length, window_of
+from hf_effattn.patching.exact.windows import (
+    Window,
+    attend_in_blocks,
+    mask_of_blocks,
+    shortest_length,
+    window_of,
+)
 
 from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, device_defaults, print_rows

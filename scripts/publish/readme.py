@@ -15,7 +15,7 @@ import pandas as pd
 
 from hf_effattn.measuring.candidates import LETTERS, short_name
 from hf_effattn.patching.methods import make_method
-from hf_effattn.patching.model_table import (
+from hf_effattn.patching.model_types.table import (
     NOT_SERVED_HEADER,
     SERVED_HEADER,
     not_served_rows,

@@ -39,10 +39,11 @@ CACHE = ROOT / ".cache" / "versions"
 JUDGES = Path(__file__).parent / "judges"
 # What touches transformers and torch most, in a few minutes.
 CORE = (
-    "tests/patching/test_model_types.py", "tests/patching/test_exact_paths.py", "tests/patching/test_save_load.py",
-    "tests/patching/test_causal_models.py", "tests/patching/test_training.py", "tests/patching/test_keywords.py",
-    "tests/patching/test_precision_and_compile.py", "tests/patching/test_cst.py", "tests/models/test_cst_models.py",
-    "tests/models/test_cst_generation.py", "tests/models/test_clusterformer.py",
+    "tests/patching/test_model_types.py", "tests/patching/test_exact_paths.py",
+    "tests/patching/around/test_save_load.py", "tests/patching/causal/test_causal_models.py",
+    "tests/patching/around/test_training.py", "tests/patching/test_keywords.py",
+    "tests/patching/test_precision_and_compile.py", "tests/patching/cst/test_cst.py",
+    "tests/models/test_cst_models.py", "tests/models/test_cst_generation.py", "tests/models/test_clusterformer.py",
     "tests/models/test_clusterformer_generation.py", "tests/ops/test_attention_ops.py",
 )  # fmt: skip
 # What needs libraries that `make test` goes without.

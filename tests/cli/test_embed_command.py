@@ -252,8 +252,8 @@ def test_windows_run_in_blocks_unless_something_else_is_asked_for(encoder, tmp_p
     tiny_model("modernbert", vocab_size=len(words), max_position_embeddings=2048).save_pretrained(model)
     words.save_pretrained(model)
     found, said = embedded(model, documents, tmp_path / "out", "--batch-tokens", 64)
-    assert "Attention: exact-windows." in said
-    assert json.loads((tmp_path / "out" / "embed.json").read_text())["chosen"] == {"method": "exact-windows"}
+    assert "Attention: exact." in said
+    assert json.loads((tmp_path / "out" / "embed.json").read_text())["chosen"] == {"method": "exact"}
     for name, vector in found.items():
         expected = AutoModel.from_pretrained(model).eval()
         inputs = words((documents / name).read_text(), return_tensors="pt")
@@ -262,7 +262,7 @@ def test_windows_run_in_blocks_unless_something_else_is_asked_for(encoder, tmp_p
     hf_effattn.patch_attention(expected, "clustered", clusters=6, min_length=0).save_pretrained(tmp_path / "patched")
     words.save_pretrained(tmp_path / "patched")
     patched, said = embedded(tmp_path / "patched", documents, tmp_path / "as-patched", "--batch-tokens", 64)
-    assert "exact-windows" not in said
+    assert "exact" not in said
     for name, vector in patched.items():
         assert not np.allclose(vector, found[name], atol=1e-5)
 

@@ -6,7 +6,7 @@ from transformers import CONFIG_MAPPING
 from typer.testing import CliRunner
 
 from hf_effattn.cli import app
-from hf_effattn.patching.model_table import MODEL_TYPES, NOT_SERVED, served_rows
+from hf_effattn.patching.model_types.table import MODEL_TYPES, NOT_SERVED, served_rows
 
 runner = CliRunner()
 

@@ -58,7 +58,7 @@ def test_report_of_a_model_that_transformers_has_no_sdpa_for(real_model_folder, 
     result = runner.invoke(app, ["report", str(tmp_path), "--lengths", "48", "--repeats", "0"])
     assert result.exit_code == 0, result.output
     assert "LongformerModel (all layers run exactly, " in result.stdout
-    assert "exact-windows: nothing is approximated" in result.stdout
+    assert "exact: nothing is approximated" in result.stdout
 
 
 @pytest.mark.parametrize("model_type", ["t5", "bart"])
@@ -70,7 +70,7 @@ def test_report_of_a_model_with_a_decoder_is_of_its_encoder(model_type, real_mod
         sizes |= {"encoder_ffn_dim": 16, "decoder_layers": 1, "decoder_ffn_dim": 16, "decoder_attention_heads": 2}
     AutoModel.from_config(AutoConfig.for_model(model_type, **sizes)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    method = "exact-windows" if model_type == "t5" else "i-clustered clusters=5 topk=4"
+    method = "exact" if model_type == "t5" else "i-clustered clusters=5 topk=4"
     arguments = ["report", str(tmp_path), "--lengths", "48", "--repeats", "0", "--method", method]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -192,9 +192,9 @@ def test_of_a_patched_model_with_windows_these_alone_are_measured_too():
     model = hf_effattn.patch_attention(tiny_model("modernbert"), "bi-clustered", clusters=6, min_length=0)
     methods = _own_and_default_methods(model)
     assert methods[0]["clusters"] == 6
-    assert methods[-1] == {"method": "exact-windows"}
-    hf_effattn.patch_attention(model, "exact-windows")
-    assert [one["method"] for one in _own_and_default_methods(model)].count("exact-windows") == 1
+    assert methods[-1] == {"method": "exact"}
+    hf_effattn.patch_attention(model, "exact")
+    assert [one["method"] for one in _own_and_default_methods(model)].count("exact") == 1
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
 def test_images_apart_are_those_under_a_mask(dtype, gpu):
     torch.manual_seed(0)
     exact = PixtralVisionModel(PixtralVisionConfig(num_hidden_layers=2)).to(gpu, dtype).eval()
-    patched = patch_attention(copy.deepcopy(exact), "exact-windows")
+    patched = patch_attention(copy.deepcopy(exact), "exact")
     images = torch.randn(len(SIZES), 3, 1024, 1024, device=gpu, dtype=dtype)
     found = []
     for model in (patched, exact):

@@ -25,7 +25,7 @@ def test_attention_is_that_of_transformers(name, length, learns, dtype, gpu):
     exact = encoder(name, length).to(gpu, dtype).eval()
     for path, weight in exact.named_parameters():
         weight.requires_grad_(learns or "relative_attention_bias" not in path)
-    patched = patch_attention(copy.deepcopy(exact), "exact-windows")
+    patched = patch_attention(copy.deepcopy(exact), "exact")
     once = partial(run, tokens=tokens_for(exact, 3, length).to(gpu), mask=seen_tokens(3, length).to(gpu))
     found = []
     for model in (patched, exact):

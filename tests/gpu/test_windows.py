@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_effattn import patch_attention
-from hf_effattn.patching.windows import shortest_length
+from hf_effattn.patching.exact.windows import shortest_length
 from scripts.benchmark.longformer import LENGTHS, PRIVACY_FILTER, encoder, run
 from scripts.benchmark.windows import WINDOWS, by_blocks, by_dense_mask, mask_function
 
@@ -43,7 +43,7 @@ def test_own_attention_is_that_of_transformers(name, dtype, gpu):
         pytest.skip("it chooses other experts for hidden states that are rounded otherwise")
     length = 2048
     exact = encoder(name, length).to(gpu, dtype).eval()
-    patched = patch_attention(copy.deepcopy(exact), "exact-windows")
+    patched = patch_attention(copy.deepcopy(exact), "exact")
     tokens = torch.randint(3, 1000, (2, length), generator=torch.Generator().manual_seed(0)).to(gpu)
     found = []
     for model in (patched, exact):

@@ -23,7 +23,7 @@ from transformers import (
 import hf_effattn
 from hf_effattn.hub import evaluations_of
 from hf_effattn.hub.card import SOURCES, loaded_from
-from hf_effattn.patching.model_types import longest_input
+from hf_effattn.patching.model_types.stacks import longest_input
 from hf_effattn.reporting.table import FORCED, report_table
 
 TASKS = {

@@ -21,7 +21,7 @@ METHODS = [
     make_method(**RUNGS[0], min_length=0, tolerance=0.5),
     make_method("per-head", rungs=RUNGS, heads=[[0, 1]], min_length=0),
     make_method("cst", slice_length=4),
-    make_method("exact-windows"),
+    make_method("exact"),
 ]
 
 
@@ -75,7 +75,7 @@ def test_of_slices(backend: str) -> None:
 @pytest.mark.parametrize(
     "method",
     METHODS,
-    ids=["clustered", "i-clustered", "bi-clustered", "tolerance", "per-head", "cst", "exact-windows"],
+    ids=["clustered", "i-clustered", "bi-clustered", "tolerance", "per-head", "cst", "exact"],
 )
 def test_of_every_method(method: Method, causal: bool) -> None:
     x = attention_cases.make_inputs(DENSE, torch.float32)

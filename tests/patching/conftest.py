@@ -9,11 +9,11 @@ import torch
 from packaging.version import parse
 from transformers.integrations import peft as adapters
 
-from hf_effattn.patching import attention as attention_module
-from hf_effattn.patching import longformer
+from hf_effattn.patching.exact.architectures import longformer
+from hf_effattn.patching.exact.windows import attend_in_blocks
+from hf_effattn.patching.interface import attention_function
 from hf_effattn.patching.methods import METHODS
 from hf_effattn.patching.methods import clustered as clustered_settings
-from hf_effattn.patching.windows import attend_in_blocks
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -83,7 +83,7 @@ def in_blocks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         shapes.append(mask.shape)
         return attend_in_blocks(query, key, value, mask, **how)
 
-    for module in (attention_module, longformer):
+    for module in (attention_function, longformer):
         monkeypatch.setattr(module, "attend_in_blocks", watched)
     return shapes
 

@@ -22,8 +22,8 @@ from transformers import BertLMHeadModel, DynamicCache, EncoderDecoderCache, Enc
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_bidirectional_mask, sdpa_mask
 
 import hf_effattn
-from hf_effattn.patching.attention import attention
-from hf_effattn.patching.model_types import find_stacks
+from hf_effattn.patching.interface.attention_function import attention
+from hf_effattn.patching.model_types.stacks import find_stacks
 
 FORCED = {"clusters": 6, "min_length": 0}
 WINDOWED = [name for name, layers in FULL_LAYERS.items() if layers == (0, 2) and name in MODEL_TYPES]

@@ -10,10 +10,9 @@ import torch
 from support.cst_conversions import small_model, tokens
 
 import hf_effattn
-from hf_effattn.patching import attention
 
 MOST = 6
-PATCHING = str(Path(attention.__file__).parent)
+PATCHING = str(Path(hf_effattn.patching.__file__).parent)
 CLUSTERS: dict[str, Any] = {"clusters": 4, "segment_length": 4, "window": 4}
 CASES = [
     ("clustered", "clustered_attention", CLUSTERS),

@@ -17,9 +17,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.bert import modeling_bert
 
 import hf_effattn
-from hf_effattn.patching.attention import attention
-from hf_effattn.patching.keywords import KNOWN, NOT_IN_SDPA, WITHOUT_EFFECT
-from hf_effattn.patching.model_types import find_stacks
+from hf_effattn.patching.interface.attention_function import attention
+from hf_effattn.patching.interface.keywords import KNOWN, NOT_IN_SDPA, WITHOUT_EFFECT
+from hf_effattn.patching.model_types.stacks import find_stacks
 
 FORCED = {"clusters": 6, "min_length": 0}
 MODELS = Path(transformers.__file__).parent / "models"
@@ -69,7 +69,7 @@ def test_every_keyword_of_this_transformers_is_known() -> None:
             found.setdefault(keyword, []).append(path.stem)
     assert {"dropout", "scaling", "sliding_window"} <= found.keys()  # the files are read at all
     unknown = {keyword: files for keyword, files in found.items() if keyword not in KNOWN}
-    assert not unknown, f"not in any list of hf_effattn/patching/keywords.py: {unknown}"
+    assert not unknown, f"not in any list of hf_effattn/patching/interface/keywords.py: {unknown}"
 
 
 def test_what_every_model_may_hand_on_is_known() -> None:
@@ -211,7 +211,7 @@ def test_a_new_keyword_of_transformers_makes_a_model_exact_and_is_handed_on(
         handed.append(kwargs.get("tilt"))
         return sdpa_attention_forward(*args, **kwargs)
 
-    monkeypatch.setattr("hf_effattn.patching.exact.sdpa_attention_forward", watched)
+    monkeypatch.setattr("hf_effattn.patching.exact.reference.sdpa_attention_forward", watched)
     monkeypatch.setattr(modeling_bert, "eager_attention_forward", takes_tilt)
     with pytest.warns(UserWarning, match='BertSelfAttention gets tilt=.*"clustered" does not know') as caught:
         assert torch.equal(encoded(model, batch, tilt=2), exact)
@@ -273,7 +273,7 @@ def test_an_input_too_short_for_the_method_keeps_the_keywords(
         handed.append(kwargs.get("deterministic"))
         return sdpa_attention_forward(*args, **kwargs)
 
-    monkeypatch.setattr("hf_effattn.patching.exact.sdpa_attention_forward", watched)
+    monkeypatch.setattr("hf_effattn.patching.exact.reference.sdpa_attention_forward", watched)
     encoded(model, batch_for(model), deterministic=True)
     assert handed == [True] * 3
     assert attended == []

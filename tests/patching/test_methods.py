@@ -39,12 +39,12 @@ def left_padded(length: int = 30) -> torch.Tensor:
 
 
 def test_every_method_is_covered() -> None:
-    """The causal forms' tests hold a list of their own: tests/patching/test_causal_models.py."""
+    """The causal forms' tests hold a list of their own: tests/patching/causal/test_causal_models.py."""
     assert set(SMALL) == set(SMALL_SETTINGS) == set(EVERY_METHOD) - set(WITH_OWN_TESTS)
 
 
 def test_names_and_defaults() -> None:
-    named = ("clustered", "i-clustered", "bi-clustered", "per-head", "cst", "exact-windows")
+    named = ("clustered", "i-clustered", "bi-clustered", "per-head", "cst", "exact")
     assert hf_effattn.list_methods() == named
     settings = make_method("i-clustered")
     assert settings.to_dict() == {

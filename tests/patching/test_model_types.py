@@ -33,8 +33,8 @@ from transformers import (
 )
 
 import hf_effattn
-from hf_effattn.patching.model_table import MODEL_TYPES as TABLE
-from hf_effattn.patching.model_types import find_stacks
+from hf_effattn.patching.model_types.stacks import find_stacks
+from hf_effattn.patching.model_types.table import MODEL_TYPES as TABLE
 
 pytestmark = pytest.mark.usefixtures("without_gradient")
 FORCED = {"clusters": 6, "min_length": 0}

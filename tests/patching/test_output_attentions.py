@@ -19,7 +19,7 @@ from support.tiny_models import (
 from transformers import AutoModel
 
 import hf_effattn
-from hf_effattn.patching.model_types import find_stacks
+from hf_effattn.patching.model_types.stacks import find_stacks
 
 FORCED = {"clusters": 6, "min_length": 0}
 

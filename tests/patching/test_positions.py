@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoModel, AutoModelForMaskedLM, HeliumConfig, HeliumModel
 
 import hf_effattn
-from hf_effattn.patching.model_table import MODEL_TYPES as TABLE
-from hf_effattn.patching.model_types import longest_input
+from hf_effattn.patching.model_types.stacks import longest_input
+from hf_effattn.patching.model_types.table import MODEL_TYPES as TABLE
 
 LEARNED = tuple(name for name in MODEL_TYPES if TABLE[name].learned is not None)
 OFFSET = tuple(name for name in LEARNED if TABLE[name].learned.reserved_by_padding)

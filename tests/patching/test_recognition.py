@@ -19,8 +19,8 @@ from transformers.models.pixtral.modeling_pixtral import PixtralVisionModel
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import hf_effattn
-from hf_effattn.patching.model_table import MODEL_TYPES
-from hf_effattn.patching.model_types import find_stacks
+from hf_effattn.patching.model_types.stacks import find_stacks
+from hf_effattn.patching.model_types.table import MODEL_TYPES
 from hf_effattn.patching.module_patch import RECORD
 
 BI = SMALL_SETTINGS["bi-clustered"]
@@ -33,11 +33,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bert": ("bi-clustered", TEXT, BI),
     "llama": ("bi-clustered", tiny_decoders.GROUPED, CAUSAL),
     "bert-cst": ("cst", TEXT, SLICES),
-    "t5": ("exact-windows", T5, {}),
-    "mpnet": ("exact-windows", TEXT, {}),
-    "deberta-v2": ("exact-windows", LEARNED, {}),
-    "longformer": ("exact-windows", TEXT | {"attention_window": 4}, {}),
-    "pegasus_x": ("exact-windows", TWO | {"block_size": 8}, {}),
+    "t5": ("exact", T5, {}),
+    "mpnet": ("exact", TEXT, {}),
+    "deberta-v2": ("exact", LEARNED, {}),
+    "longformer": ("exact", TEXT | {"attention_window": 4}, {}),
+    "pegasus_x": ("exact", TWO | {"block_size": 8}, {}),
 }
 BESIDE = ("MPNetEncoder", "DebertaV2Encoder")  # which a patch gives another class, too
 
@@ -72,7 +72,7 @@ def one_process() -> Iterator[None]:
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("case", "first"),
-    # "cst" is refused after sharding: tests/patching/test_cst.py
+    # "cst" is refused after sharding: tests/patching/cst/test_cst.py
     [(case, first) for case in CASES for first in ("patch", "shard") if (case, first) != ("bert-cst", "shard")],
 )
 def test_sharded_attention_is_patched_and_given_back(case: str, first: str) -> None:
@@ -81,7 +81,7 @@ def test_sharded_attention_is_patched_and_given_back(case: str, first: str) -> N
     exact = make_model(case)
     patched = hf_effattn.patch_attention(copy.deepcopy(exact), method, **settings)
     expected, before = output_of(patched), output_of(exact)
-    assert not torch.equal(expected, before) or method == "exact-windows"
+    assert not torch.equal(expected, before) or method == "exact"
     model = copy.deepcopy(exact)
     if first == "shard":
         shard(model)
@@ -111,7 +111,7 @@ def test_pixtral_stays_sharded_when_it_is_patched() -> None:
     model = AutoModel.from_config(AutoConfig.for_model("pixtral", image_size=32, patch_size=4, **sizes))
     fully_shard(model)
     kind = type(model)
-    hf_effattn.patch_attention(model, "exact-windows")
+    hf_effattn.patch_attention(model, "exact")
     assert type(model) is not kind
     assert isinstance(model, FSDPModule)
     assert isinstance(model, PixtralVisionModel)
@@ -268,8 +268,8 @@ def test_a_subclass_of_attention_that_a_patch_exchanges_runs_the_patch() -> None
     changed = [block.layer[0].SelfAttention for block in model.encoder.block]
     for module in changed:
         module.__class__ = InheritingT5
-    expected = output_of(hf_effattn.patch_attention(plain, "exact-windows"))
-    hf_effattn.patch_attention(model, "exact-windows")
+    expected = output_of(hf_effattn.patch_attention(plain, "exact"))
+    hf_effattn.patch_attention(model, "exact")
     assert torch.equal(output_of(model), expected)
     kinds = {type(module) for module in changed}
     assert len(kinds) == 1

@@ -32,7 +32,7 @@ ADD_BIASES: dict[str, dict[str, Any]] = {
     "t5": {"vocab_size": 60, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
     "umt5": {"vocab_size": 60, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
 }
-each_method = pytest.mark.parametrize("method", ["bi-clustered", "exact-windows"])
+each_method = pytest.mark.parametrize("method", ["bi-clustered", "exact"])
 
 
 def make_model(

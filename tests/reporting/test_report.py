@@ -19,7 +19,7 @@ import hf_effattn
 from hf_effattn import Report
 from hf_effattn.patching import make_method
 from hf_effattn.patching.methods import crossover
-from hf_effattn.patching.model_table import MODEL_TYPES as TABLE
+from hf_effattn.patching.model_types.table import MODEL_TYPES as TABLE
 
 METHODS = [
     {"method": "clustered", "clusters": 5},

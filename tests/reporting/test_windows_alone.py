@@ -35,9 +35,9 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 
 import hf_effattn
 from hf_effattn import Report
-from hf_effattn.patching.model_types import find_stacks
+from hf_effattn.patching.model_types.stacks import find_stacks
 
-METHOD = "exact-windows"
+METHOD = "exact"
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
 LONGFORMER = LongformerConfig(
     vocab_size=60, attention_window=16, max_position_embeddings=162, pad_token_id=1, **SIZES, initializer_range=0.3
@@ -114,7 +114,7 @@ def test_what_is_measured(name: str, patched: bool, tmp_path: Any) -> None:
     assert found.fastest_within(0.01) == METHOD
     against = "exact SDPA" if model._supports_sdpa else "transformers' own code"
     assert f"(all layers run exactly, float32 on cpu, {_threads()}) against {against}." in str(found)
-    assert "- exact-windows: nothing is approximated; the last hidden state is off by " in str(found)
+    assert "- exact: nothing is approximated; the last hidden state is off by " in str(found)
     found.save(tmp_path)
     assert Report.load(tmp_path) == found
     assert "All layers run exactly." in found.to_html(model, inputs(), _Words())
@@ -160,7 +160,7 @@ def test_sound(headed: bool, padded: bool, tmp_path: Path) -> None:
         assert 0 < change.hidden_error < 1e-5
         assert found.fastest_within(0.01) == METHOD
     assert found.layers == {}
-    assert "- exact-windows: nothing is approximated" in str(found)
+    assert "- exact: nothing is approximated" in str(found)
     found.save(tmp_path)
     assert Report.load(tmp_path) == found
     assert "All layers run exactly." in found.to_html(model, given)

@@ -86,7 +86,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "mllama_text_model": GROUPED | {"num_hidden_layers": 4, "cross_attention_layers": [1]},
     "gemma": GROUPED | {"num_key_value_heads": 1},
-    # Methods run where no tanh bends the scores; where it does: tests/patching/test_softcap.py.
+    # Methods run where no tanh bends the scores; where it does: tests/patching/exact/test_softcap.py.
     "gemma2": UNBENT,
     "vaultgemma": UNBENT,
     "granite": GROUPED,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedModel
 
-from hf_effattn.patching.model_table import MODEL_TYPES as TABLE
+from hf_effattn.patching.model_types.table import MODEL_TYPES as TABLE
 
 LENGTH = 40
 # Settings with which each method runs on so few tokens, and approximates.
@@ -19,7 +19,7 @@ SMALL_SETTINGS: dict[str, dict[str, Any]] = {
     "bi-clustered": {"clusters": 6, "topk": 8, "key_clusters": 7, "min_length": 0},
 }
 # A conversion, and other methods head by head: tests/patching/test_cst*.py, test_per_head.py.
-WITH_OWN_TESTS = ("cst", "per-head", "exact-windows")
+WITH_OWN_TESTS = ("cst", "per-head", "exact")
 APPROXIMATIONS = tuple(SMALL_SETTINGS)
 WITH_TOPK = tuple(method for method, settings in SMALL_SETTINGS.items() if "topk" in settings)
 TEXT = {

@@ -6,7 +6,7 @@ from typing import Any
 from .base import Method, closest, quoted
 from .clustered import BiClustered, Clustered, ImprovedClustered
 from .cst import CompositeSlices
-from .exact_windows import ExactWindows
+from .exact import Exact
 from .per_head import PerHead
 
 __all__ = [
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 METHODS: dict[str, type[Method]] = {
-    kind.method: kind for kind in (Clustered, ImprovedClustered, BiClustered, PerHead, CompositeSlices, ExactWindows)
+    kind.method: kind for kind in (Clustered, ImprovedClustered, BiClustered, PerHead, CompositeSlices, Exact)
 }
 # Listed once: torch.compile cannot trace dataclasses.fields of a class.
 SETTING_NAMES = {name: tuple(field.name for field in fields(kind)) for name, kind in METHODS.items()}

@@ -22,8 +22,8 @@ from torch import nn
 
 from ...ops.derivatives import check_no_onnx
 from ...ops.shared.graphs import is_exported_to_onnx, is_traced
-from ..exact import exact_attention, exact_weights, visible_keys
-from ..model_types import Stack
+from ..exact.reference import exact_attention, exact_weights, visible_keys
+from ..model_types.stacks import Stack
 from ..position_rows import PositionTerms
 from ..tolerance import ON_EXCESS, Attended
 from ..traced_lengths import hold_choice

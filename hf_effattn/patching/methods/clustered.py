@@ -29,7 +29,7 @@ from ...ops.cluster_queries import (
     LARGEST_SEED,
     refuse_not_finite,
 )
-from ..model_types import model_type_of
+from ..model_types.stacks import model_type_of
 from .base import Groups, Method, Options
 
 CLUSTERINGS = ("kmeans", "lsh")

@@ -17,8 +17,8 @@ from ...ops import bi_clustered_attention
 from ...ops.derivatives import learns
 from ...ops.shared.graphs import in_a_graph
 from ...ops.shared.head_threads import for_every_chunk, heads_of_threads
-from ..exact import causal_rows
-from ..model_types import Stack, is_sliding_window, sees_both_ways
+from ..exact.reference import causal_rows
+from ..model_types.stacks import Stack, is_sliding_window, sees_both_ways
 from .base import Groups, Method, Options, attend_exactly
 from .clustered import BiClustered
 

@@ -17,7 +17,7 @@ from transformers_tests import test_modeling_common
 
 import hf_effattn
 from hf_effattn import models as own
-from hf_effattn.patching.model_table import MODEL_TYPES
+from hf_effattn.patching.model_types.table import MODEL_TYPES
 
 BATCH, LENGTH, VOCABULARY = 3, 9, 99
 SIZES = {

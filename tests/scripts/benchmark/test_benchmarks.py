@@ -12,7 +12,7 @@ from transformers import PixtralVisionConfig
 from typer.testing import CliRunner
 
 from hf_effattn.measuring.environment import environment
-from hf_effattn.patching.windows import Window
+from hf_effattn.patching.exact.windows import Window
 from scripts.benchmark import _inputs
 from scripts.benchmark import attention as benchmark_attention
 from scripts.benchmark import clustering as benchmark_clustering

@@ -15,7 +15,7 @@ from torch import nn
 
 from ....ops.shared.graphs import in_a_graph
 from ....ops.slice_attention import extension_tokens
-from ...model_types import Stack, longest_input
+from ...model_types.stacks import Stack, longest_input
 from ...module_patch import RECORD, ModulePatch
 from ..base import Groups, Method, Options
 from .attention import (

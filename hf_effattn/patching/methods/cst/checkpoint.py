@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from ...model_types import Stack
+from ...model_types.stacks import Stack
 from .positions import NAME, held_by
 
 HINT = (

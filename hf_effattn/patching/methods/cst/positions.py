@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Cache
 
 from ....ops.shared.graphs import is_exported
-from ...model_types import Stack, find_stacks
+from ...model_types.stacks import Stack, find_stacks
 from ...module_patch import RECORD, ModulePatch
 from ...position_rows import POSITION_ROWS, READ_BY, PositionRows
 from .attention import Projected

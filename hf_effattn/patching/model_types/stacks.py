@@ -1,0 +1,338 @@
+"""How to find the self-attention modules of a model, by the table of what can be patched (`table.py`).
+
+Modules are recognised by the names of their class and of those that it inherits from, so that no modelling file of
+transformers is imported. FSDP and parametrizations give a module a subclass of its class, and so may a user.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .dispatch import calls_attention_function
+from .table import MODEL_TYPES, LearnedPositions, ModelType
+
+_ATTENDING_THEMSELVES = {
+    name: entry for entry in MODEL_TYPES.values() if entry.attends_itself for name in entry.attention
+}
+
+# What modules that attend themselves call their windows or blocks: Longformer and LED, LongT5, Pegasus-X.
+_OWN_WINDOWS = "one_sided_attn_window_size", "local_radius", "block_size"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The self-attention of an encoder, or decoder alone, with one config: a composite model can hold several.
+
+    Args:
+        model (`PreTrainedModel`): the outermost model with this config.
+        modules (`tuple[nn.Module, ...]`): its self-attention modules, in the order of its layers. Their config is the
+            model's own, but for the old composite models, which give their parts a second copy.
+        layers (`tuple[tuple[int, ...], ...]`): for each module the layers it serves (ALBERT's serve several).
+        depth (`int`): how many layers it has, those without attention among them.
+        unknown (`dict[int, nn.Module]`): by layer, what stands where others have their self-attention and is none
+            that the table names, or never calls transformers' attention function.
+    """
+
+    model: PreTrainedModel
+    modules: tuple[nn.Module, ...]
+    layers: tuple[tuple[int, ...], ...]
+    depth: int
+    unknown: dict[int, nn.Module]
+
+
+class _Place(NamedTuple):
+    """Where a module stands: in which list of layers, under which number, and by which path from there."""
+
+    layers: nn.Module
+    number: int
+    path: str
+
+
+# The outermost model with a config, and its self-attention modules, each with its place.
+_Owner = tuple[PreTrainedModel, list[tuple[nn.Module, _Place]]]
+
+
+def model_type_of(module: nn.Module) -> ModelType | None:
+    """The entry of the table for a module's config or, of one that attends itself and may have none, for its class."""
+    entry = MODEL_TYPES.get(getattr(getattr(module, "config", None), "model_type", ""))
+    found = (_ATTENDING_THEMSELVES.get(kind.__name__) for kind in type(module).__mro__)
+    return next((own for own in found if own is not None), None) if entry is None else entry
+
+
+def is_self_attention(module: nn.Module) -> bool:
+    """Whether this is a self-attention module, causal or not, of a model type in the table."""
+    entry = model_type_of(module)
+    if entry is None:
+        return False
+    if not _is_named(module, entry):
+        return False
+    # Only the modules that call the attention function carry is_causal; wrappers of older versions do not.
+    if not hasattr(module, "is_causal") and not entry.attends_itself:
+        return False
+    if entry.causal:  # not the cross-attention of GPT-2
+        crosses = getattr(module, "is_cross_attention", False)
+        return not crosses and bool(module.is_causal or sees_both_ways(module.config))
+    return not (entry.has_decoder and getattr(module, "is_decoder", False))
+
+
+def _is_named(module: nn.Module, entry: ModelType) -> bool:
+    """Whether the class of a module, or one that it inherits from, is in a row of the table."""
+    return any(kind.__name__ in entry.attention for kind in type(module).__mro__)
+
+
+def is_of_transformers(module: nn.Module) -> bool:
+    """Whether the class of a module, or one that it inherits from, is of transformers."""
+    return any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__)
+
+
+def is_served(module: nn.Module) -> bool:
+    """Whether this is a self-attention module that a method can take over: causal ones in decoders alone."""
+    entry = model_type_of(module)
+    return entry is not None and is_self_attention(module) and (entry.causal or not is_causal(module))
+
+
+def is_causal(module: nn.Module) -> bool:
+    """Whether an attention module masks the future."""
+    return bool(getattr(module, "is_causal", False)) and not sees_both_ways(getattr(module, "config", None))
+
+
+def sees_both_ways(config: Any) -> bool:
+    """Whether a config makes an encoder of a decoder, as that of EmbeddingGemma does."""
+    entry = MODEL_TYPES.get(getattr(config, "model_type", ""))
+    own_word = entry is not None and bool(entry.both_ways) and bool(getattr(config, entry.both_ways, False))
+    return own_word or getattr(config, "is_causal", True) is False
+
+
+def hides_the_future(config: Any) -> bool:
+    """Whether the self-attention of a model, by its config, is that of a decoder alone."""
+    entry = MODEL_TYPES.get(getattr(config, "model_type", ""))
+    return entry is not None and entry.causal and not sees_both_ways(config)
+
+
+def is_sliding_window(module: nn.Module) -> bool:
+    """Whether an attention module sees a window only; ModernBERT and Qwen have such layers among their full ones."""
+    return _window(module) is not None
+
+
+def _window(module: nn.Module) -> int | None:
+    """What the module says of its window: all of it, or what reaches backwards; of chunks their length (Llama 4)."""
+    if not getattr(module, "is_sliding", True):  # EXAONE names the window in its full layers, too
+        return None
+    entry = model_type_of(module)
+    config: Any = getattr(module, "config", None)
+    window = getattr(config if entry is not None and entry.window_in_config else module, "sliding_window", None)
+    if entry is not None and entry.attends_itself == "windows":
+        window = next(getattr(module, name) for name in _OWN_WINDOWS if hasattr(module, name))
+    if window is None and _kind_of_layer(config, getattr(module, "layer_idx", None)) == "chunked_attention":
+        window = config.attention_chunk_size
+    return None if window is None or is_longer_than_inputs(window, config) else window
+
+
+def is_window_of_image(module: nn.Module, length: int) -> bool:
+    """Whether a call with so many patches may be one window of an image."""
+    entry = model_type_of(module)
+    window = None if entry is None else entry.window_of_image
+    return window is not None and length <= window(module.config)
+
+
+def attends_itself(model: PreTrainedModel) -> bool:
+    """Whether the model with a stack's config computes itself what methods would have to know of."""
+    return bool(MODEL_TYPES[model.config.model_type].attends_itself)
+
+
+def reads_sound(model: PreTrainedModel) -> bool:
+    """Whether the model with a stack's config reads recordings."""
+    return MODEL_TYPES[model.config.model_type].reads == "sound"
+
+
+def reads_together(model: PreTrainedModel) -> bool:
+    """Whether the model with a stack's config reads several images as one sequence, with a mask of its own."""
+    return MODEL_TYPES[model.config.model_type].reads_together
+
+
+def adds_biases(module: nn.Module) -> bool:
+    """Whether an attention module attends itself, as it can add biases of distances to its scores: it stays exact."""
+    entry = model_type_of(module)
+    return entry is not None and entry.attends_itself == "biases"
+
+
+def knows_distances(stack: Stack) -> bool:
+    """Whether modules that can add biases of distances do, by their config (Wav2Vec2-BERT, DeBERTa need not)."""
+    config = stack.model.config
+    by_distance = getattr(config, "position_embeddings_type", "relative") not in (None, "rotary")
+    return any(map(adds_biases, stack.modules)) and by_distance and getattr(config, "relative_attention", True)
+
+
+def bends_scores(module: nn.Module) -> bool:
+    """Whether an attention module bends its scores by a tanh (softcap), and so stays exact."""
+    return getattr(getattr(module, "config", None), "attn_logit_softcapping", None) is not None
+
+
+def stays_exact(module: nn.Module) -> bool:
+    """Whether no method serves an attention module: it sees a window, adds biases of distances, or bends scores."""
+    return is_sliding_window(module) or adds_biases(module) or bends_scores(module)
+
+
+def _kind_of_layer(config: Any, index: int | None) -> str | None:
+    """What the config calls a layer; None where it has no names, or the attention module no number."""
+    kinds = getattr(config, "layer_types", None)
+    return None if kinds is None or index is None else kinds[index]
+
+
+def gains_exactly(stack: Stack, length: int | None = None) -> bool:
+    """Whether a patch saves time in a stack without approximating.
+
+    It has windows, biases of distances, sinks, or several images under one mask.
+
+    `length`: whether it may on so many tokens, of which blocks take no fewer than two windows.
+    """
+    if knows_distances(stack) or reads_together(stack.model):
+        return True
+    windows = [window for module in stack.modules if (window := _window(module)) is not None]
+    eager = not stack.model._supports_sdpa or any(map(bends_scores, stack.modules))
+    return eager or any(length is None or length >= 2 * window for window in windows)
+
+
+def hides_keys(window: int | None, length: int, config: Any) -> bool:
+    """Whether the keyword `sliding_window` of a call stands for a window, of so many keys."""
+    return window is not None and not (window >= length and is_longer_than_inputs(window, config))
+
+
+def is_longer_than_inputs(window: float, config: Any) -> bool:
+    """Whether a window reaches over all tokens that a model is made for: Phi-3's of 128K are 262,144 wide."""
+    longest = getattr(config, "max_position_embeddings", None)
+    return longest is not None and window >= longest
+
+
+def find_stacks(model: nn.Module) -> list[Stack]:
+    """Every encoder, or decoder alone, of the table in a model, in the order of its modules."""
+    found: list[_Owner] = []
+    _collect(model, None, None, found, set())
+    return [_stack(owner, attending) for owner, attending in found if attending]
+
+
+def _collect(
+    module: nn.Module, owner: _Owner | None, place: _Place | None, found: list[_Owner], seen: set[nn.Module]
+) -> None:
+    """Put every self-attention module that is served to the model around it, the outermost with the same config."""
+    if module in seen:
+        return
+    seen.add(module)
+    if isinstance(module, PreTrainedModel):
+        place = None
+        if owner is None or not _shares_config(module, owner[0]):
+            owner = (module, [])
+            found.append(owner)
+    if owner is not None and _is_replaceable(module, model_type_of(owner[0])):
+        owner[1].append((module, _Place(module, 0, "") if place is None else place))
+    for name, child in module.named_children():
+        if place is not None:
+            inside: _Place | None = place._replace(path=f"{place.path}.{name}".lstrip("."))
+        else:  # lists of layers name them by their indices, whatever their class
+            inside = _Place(module, int(name), "") if name.isdecimal() else None
+        _collect(child, owner, inside, found, seen)
+
+
+def _is_replaceable(module: nn.Module, entry: ModelType | None) -> bool:
+    """Whether a module is the self-attention of a model type, and a method can run in its place."""
+    if entry is None or not is_served(module) or model_type_of(module) is not entry:
+        return False
+    return bool(entry.attends_itself) or calls_attention_function(module)
+
+
+def _stack(model: PreTrainedModel, attending: list[tuple[nn.Module, _Place]]) -> Stack:
+    """The stack of these modules, its layers numbered as they stand: also where one between them has none."""
+    config = model.config
+    layers_at = MODEL_TYPES[config.model_type].layers
+    begins: dict[nn.Module, int] = {}
+    paths: dict[nn.Module, set[str]] = {}
+    count = 0
+    for _, (layers, _, path) in attending:
+        if layers not in begins:
+            begins[layers] = count
+            count += 1 + max([int(name) for name, _ in layers.named_children() if name.isdecimal()], default=0)
+        paths.setdefault(layers, set()).add(path)
+    known = {begins[place.layers] + place.number for _, place in attending}
+    unknown = {
+        layer: module
+        for layers, begin in begins.items()
+        for name, child in layers.named_children()
+        if name.isdecimal() and begin + int(name) not in known
+        for module in _unknown_attention(child, paths[layers], MODEL_TYPES[config.model_type])
+        for layer in layers_at(config, begin + int(name))
+    }
+    return Stack(
+        model,
+        tuple(module for module, _ in attending),
+        tuple(layers_at(config, begins[place.layers] + place.number) for _, place in attending),
+        1 + max(layer for place in range(count) for layer in layers_at(config, place)),
+        unknown,
+    )
+
+
+def _unknown_attention(layer: nn.Module, paths: set[str], entry: ModelType) -> list[nn.Module]:
+    """What a layer has where others have their self-attention, but for transformers' own, as in hybrids."""
+    modules = dict(layer.named_modules())
+    there = [modules[path] for path in sorted(paths) if path in modules]
+    return [
+        module
+        for module in there
+        if _is_named(module, entry) or not (is_of_transformers(module) or type(module).__module__.startswith("torch."))
+    ]
+
+
+def _shares_config(part: PreTrainedModel, model: PreTrainedModel) -> bool:
+    """Whether a part of a model has its config, or a copy of it, as LongT5's encoder has."""
+    copied = type(part.config) is type(model.config) and model_type_of(model) in _ATTENDING_THEMSELVES.values()
+    return part.config is model.config or copied
+
+
+def longest_input(model: PreTrainedModel | PreTrainedConfig) -> int | None:
+    """How many tokens the learned absolute positions of a model reach; None where it has none that are known.
+
+    RoBERTa's `max_position_embeddings` also counts the rows up to its padding's, which no token gets.
+
+    Args:
+        model (`PreTrainedModel` or `PreTrainedConfig`): with or without a head; or its config alone.
+    """
+    config: Any = model if isinstance(model, PreTrainedConfig) else model.config
+    entry = MODEL_TYPES.get(getattr(config, "model_type", ""))
+    if entry is None or entry.learned is None:
+        return None
+    if model is config:
+        return int(config.max_position_embeddings) - reserved_rows(entry.learned, config.pad_token_id)
+    table = getattr(model.base_model.get_submodule(entry.learned.embeddings), entry.learned.table)
+    return int(table.num_embeddings) - reserved_rows(entry.learned, table.padding_idx)
+
+
+def reserved_rows(positions: LearnedPositions, padding: int | None) -> int:
+    """Rows of the table before the first token's."""
+    return padding + 1 if positions.reserved_by_padding and padding is not None else 0
+
+
+def usual_length(config: Any) -> int | None:
+    """The tokens of a model's usual image, or the most of one whose positions are computed or fixed."""
+    entry = MODEL_TYPES.get(getattr(config, "model_type", ""))
+    if entry is not None and (entry.reads == "video" or getattr(entry.positions, "any_size", False)):
+        return None  # the sizes in the config are those of one image of a clip, or no limit
+    sizes = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if None not in sizes:
+        image, patch = (size if isinstance(size, Iterable) else (size, size) for size in sizes)
+        special = 1 if entry is None else entry.special_patches
+        return special + math.prod(pixels // of_patch for pixels, of_patch in zip(image, patch, strict=True))
+    longest = getattr(config, "max_source_positions", None) or getattr(config, "max_position_embeddings", None)
+    return None if longest is None else int(longest)
+
+
+def causal_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model that mask the future."""
+    return (module for module in model.modules() if is_causal(module))
+
+
+def supported_model_types(*, causal: bool | None = None) -> str:
+    """The model types of the table, or its causal ones, or the others, for messages."""
+    return ", ".join(name for name, entry in MODEL_TYPES.items() if causal is None or entry.causal == causal)

@@ -1,0 +1,667 @@
+"""Models that mask the future: no leak, generation with caches, padding, packing, sliding windows, training."""
+
+import copy
+import json
+import pickle
+import warnings
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny_vision_language as vision_language
+from support.tiny_decoders import EAGER, MODELS, SINKING, SIZES, make_model
+from support.tiny_models import WITH_OWN_TESTS
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+import hf_effattn
+from hf_effattn.patching.methods import METHODS as EVERY_METHOD
+from hf_effattn.patching.methods import clustered as clustered_settings
+from hf_effattn.patching.methods import crossover
+from hf_effattn.patching.model_types.stacks import find_stacks
+from hf_effattn.patching.model_types.table import MODEL_TYPES
+
+SMALL: dict[str, dict[str, Any]] = {
+    "clustered": {},
+    "i-clustered": {"topk": 3},
+    "bi-clustered": {"topk": 3, "key_clusters": 6},
+}
+METHODS = tuple(SMALL)
+TINY = [{"method": "bi-clustered", "clusters": 2, "topk": 1, "key_clusters": 2, "segment_length": 4, "window": 4}]
+LENGTH = 61
+# Their routers, or layers without attention, calculate in float32 whatever the model's dtype.
+FLOAT32_WITHIN = (
+    "glm4_moe",
+    "glm4_moe_lite",
+    "minimax_m2",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "granitemoehybrid",
+    "falcon_h1",
+    "nemotron_h",
+    "mimo_v2_flash",
+    "exaone_moe",
+    "laguna",
+    "dots1",
+    "hy_v3",
+    "solar_open",
+    "bamba",
+    "bailing_hybrid",
+    "kimi_linear",
+    "olmo_hybrid",
+)
+# transformers itself lets packed sequences see each other there.
+NOT_PACKED = ("opt", "biogpt", "granitemoehybrid", "gpt_oss", "afmoe")
+FAST = ("gpt2", "llama", "opt", "gpt_oss")  # the others differ in projections and positions, not in what attends
+
+
+def slow_but(fast: Collection[str], names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in names]
+
+
+each_model = pytest.mark.parametrize("model_type", slow_but(FAST, MODELS))
+each_method = pytest.mark.parametrize("method", METHODS)
+# Every type by its default; by every method those in which what attends differs: sinks, queries and keys wider than
+# values, layers of another kind between.
+ATTENDING = (*FAST, "mimo_v2_flash", "deepseek_v3", "qwen3_next")
+each_model_and_method = pytest.mark.parametrize(
+    ("method", "model_type"),
+    [
+        pytest.param(method, name, marks=[] if name in FAST else pytest.mark.slow)
+        for method in METHODS
+        for name in MODELS
+        if method == "bi-clustered" or name in ATTENDING
+    ],
+)
+
+
+def patch(model: Any, method: str = "bi-clustered", **settings: Any) -> Any:
+    small = {"clusters": 4, "segment_length": 4, "window": 4, "min_length": 0} | SMALL[method]
+    return hf_effattn.patch_attention(model, method, **small | settings)
+
+
+def tokens(length: int = LENGTH, batch: int = 2) -> torch.Tensor:
+    return torch.randint(5, 60, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """One entry per call of the causal op: its settings and the length."""
+    calls: list[dict[str, Any]] = []
+    run = clustered_settings.causal_clustered_attention
+
+    def counted(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(kwargs | {"length": query.shape[2]})
+        return run(query, *args, **kwargs)
+
+    monkeypatch.setattr(clustered_settings, "causal_clustered_attention", counted)
+    return calls
+
+
+def test_every_causal_model_type_is_covered() -> None:
+    """Those that read images, too: tests/patching/causal/test_vision_language.py."""
+    causal = {name for name, entry in MODEL_TYPES.items() if entry.causal}
+    assert causal == {*SIZES, *(f"{name}_text" for name in vision_language.SIZES)}
+
+
+def test_every_method_is_covered() -> None:
+    assert set(SMALL) == set(EVERY_METHOD) - set(WITH_OWN_TESTS)
+
+
+@pytest.mark.slow_except("torch.float32-*", "torch.bfloat16-*-gpt2")
+@each_model_and_method
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_no_logit_sees_a_later_token(
+    model_type: str, method: str, dtype: torch.dtype, attended: list[dict[str, Any]]
+) -> None:
+    model = patch(make_model(model_type).to(dtype), method)
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    before = model(ids, attention_mask=mask).logits
+    assert len(attended) == 3
+    for position in (12, 37, 60):
+        changed = ids.clone()
+        changed[:, position] = (changed[:, position] + 7) % 55 + 5
+        after = model(changed, attention_mask=mask).logits
+        # Of experts, how many tokens one reads tells the last bits of the others in a product.
+        close = 8 * torch.finfo(dtype).eps if "num_experts" in SIZES[model_type] else 0.0
+        torch.testing.assert_close(after[:, :position], before[:, :position], rtol=0, atol=close)
+        assert not torch.equal(before[:, position], after[:, position])
+
+
+@each_model
+@torch.no_grad()
+def test_a_window_over_all_is_the_exact_model(model_type: str, attended: list[dict[str, Any]]) -> None:
+    eager = model_type in EAGER  # whose softmax is float32, beside masks that float32 has not
+    model = make_model(model_type).to(torch.float32 if eager else torch.float64)
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, :9] = 0
+    ids = tokens()
+    exact = model(ids, attention_mask=mask).logits
+    # A longer window than the input would be handed to SDPA at once; this leaves the op one segment of older keys.
+    patch(model, "bi-clustered", window=52, topk=60)
+    actual = model(ids, attention_mask=mask).logits
+    assert len(attended) == 3
+    close = 5e-5 if eager else 4e-14
+    torch.testing.assert_close(actual[mask.bool()], exact[mask.bool()], rtol=0, atol=close)
+    patch(model, "bi-clustered", window=60)
+    actual = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(actual[mask.bool()], exact[mask.bool()], rtol=0, atol=close * eager)
+    hf_effattn.unpatch_attention(model)
+    assert torch.equal(model(ids, attention_mask=mask).logits, exact)
+
+
+@pytest.mark.slow_except("bi-clustered-*", "*-gpt2")
+@each_model_and_method
+@torch.no_grad()
+def test_a_padded_batch_is_its_texts_alone(model_type: str, method: str) -> None:
+    model = patch(make_model(model_type).double(), method)
+    ids = tokens()
+    alone = model(ids[:1, 9:]).logits
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    left = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    close = 1e-3 if model_type in FLOAT32_WITHIN else 1e-9
+    torch.testing.assert_close(left[:1, 9:], alone, rtol=close, atol=close)
+    rolled = ids.roll(-9, dims=1)
+    right = model(rolled, attention_mask=mask.flip(1)).logits
+    torch.testing.assert_close(right[:1, :-9], alone, rtol=close, atol=close)
+
+
+@torch.no_grad()
+def test_where_no_length_was_measured_the_model_stays_exact_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, attended: list[dict[str, Any]]
+) -> None:
+    """As on a GPU, where the kernels of the causal form have not been timed."""
+    model, ids = make_model("llama"), tokens()
+    exact = model(ids).logits
+    patch(model, min_length=None)  # as on a CPU, before it moves
+    monkeypatch.setattr(crossover, "CAUSAL_CROSSOVER", {"elsewhere": crossover.CAUSAL_CROSSOVER["cpu"]})
+    never = (
+        r'on "cpu" exact attention runs at every length.* timed on CPUs only since it has kernels.*pass min_length=0'
+    )
+    with pytest.warns(UserWarning, match=f"The patch approximates nothing: {never}") as said:
+        assert torch.equal(model(ids).logits, exact)
+    assert {one.filename for one in said} == {__file__}
+    with pytest.warns(UserWarning, match=f"The patch will do nothing: {never}"):
+        patch(model, min_length=None)
+    assert attended == []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The patch")
+        model.to("meta")  # which says nothing of where it will run
+        patch(model, min_length=None)
+        model = make_model("llama")
+        patch(model, min_length=LENGTH)
+        assert not torch.equal(model(ids).logits, exact)
+        assert len(attended) == 3
+        assert torch.equal(model(ids[:, 1:]).logits, hf_effattn.unpatch_attention(model)(ids[:, 1:]).logits)
+
+
+@each_model
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@torch.no_grad()
+def test_generation(model_type: str, cache: str, attended: list[dict[str, Any]]) -> None:
+    """The prompt runs by the method, once per layer; every step after it exactly over the keys of the cache."""
+    model = patch(make_model(model_type))
+    ids = tokens(40)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    options = {"do_sample": False, "min_new_tokens": 6, "max_new_tokens": 6, "pad_token_id": 1}
+    kind = {"cache_implementation": "static"} if cache == "static" else {}
+    written = model.generate(ids, attention_mask=mask, **options, **kind, disable_compile=True)
+    assert [call["length"] for call in attended] == [40, 40, 40]
+    by_hand, past = ids, DynamicCache(config=model.config)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=past).logits
+    for _ in range(6):
+        chosen = logits[:, -1].index_fill(1, torch.tensor([3]), -torch.inf).argmax(dim=1, keepdim=True)
+        by_hand = torch.cat([by_hand, chosen], dim=1)
+        mask = torch.cat([mask, torch.ones_like(chosen)], dim=1)
+        at = mask.sum(dim=1, keepdim=True) - 1
+        logits = model(chosen, attention_mask=mask, position_ids=at, past_key_values=past).logits
+    assert torch.equal(written, by_hand)
+
+
+@each_model
+@torch.no_grad()
+def test_a_left_padded_batch_generates_what_its_texts_do(model_type: str) -> None:
+    model = patch(make_model(model_type).double())
+    ids = tokens(40)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 1}
+    together = model.generate(ids.masked_fill(mask == 0, 1), attention_mask=mask, **options)
+    alone = model.generate(ids[:1, 9:], attention_mask=mask[:1, 9:], **options)
+    assert torch.equal(together[:1, 9 : 9 + alone.shape[1]], alone)
+
+
+@each_model
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@torch.no_grad()
+def test_further_chunks_of_a_prompt_are_exact_over_the_cache(
+    model_type: str, cache: str, attended: list[dict[str, Any]]
+) -> None:
+    model = make_model(model_type).double()
+    ids = tokens(40)
+
+    def make_cache() -> Any:
+        return DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, max_cache_len=64)
+
+    exact_cache = make_cache()
+    model(ids[:, :25], past_key_values=exact_cache)
+    exact = model(ids[:, 25:], past_key_values=exact_cache).logits
+    # A window over the first chunk makes that one exact too, so that the second can be compared.
+    patch(model, window=20, topk=24)
+    own_cache = make_cache()
+    model(ids[:, :25], past_key_values=own_cache)
+    assert [call["length"] for call in attended] == [25] * 3
+    attended.clear()
+    actual = model(ids[:, 25:], past_key_values=own_cache).logits
+    assert attended == []
+    # Eager attention has a softmax in float32, but for gpt-oss.
+    close = 5e-5 if model_type in EAGER and model_type != "gpt_oss" else 4e-14
+    torch.testing.assert_close(actual, exact, rtol=0, atol=close)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    slow_but((*FAST, "qwen3_next"), [name for name in MODELS if name not in NOT_PACKED]),
+)
+@torch.no_grad()
+def test_packed_sequences_stay_exact(model_type: str, attended: list[dict[str, Any]]) -> None:
+    model = make_model(model_type)
+    ids = tokens()
+    positions = torch.cat([torch.arange(30), torch.arange(31)]).expand(2, -1)
+    exact = model(ids, position_ids=positions, use_cache=False).logits
+    patch(model)
+    actual = model(ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(actual, exact, rtol=0, atol=5e-5 * (model_type in EAGER))
+    assert attended == []
+
+
+@torch.no_grad()
+def test_layers_that_are_not_chosen_stay_exact(attended: list[dict[str, Any]]) -> None:
+    model = make_model("llama")
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    options = {"attention_mask": mask, "output_hidden_states": True}
+    exact = model(ids, **options).hidden_states
+    patch(model, layers=[1])
+    patched = model(ids, **options).hidden_states
+    assert torch.equal(patched[1], exact[1])
+    assert not torch.equal(patched[2], exact[2])
+    assert len(attended) == 1
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+@torch.no_grad()
+def test_sliding_layers_of_qwen_stay_exact(model_type: str, attended: list[dict[str, Any]]) -> None:
+    layers = ["full_attention", "sliding_attention", "full_attention"]
+    model = make_model(model_type, use_sliding_window=True, sliding_window=16, layer_types=layers)
+    patch(model)
+    model(tokens())
+    assert len(attended) == 2
+    with pytest.raises(ValueError, match=r"layer 1 of .* sees a sliding window only.*\[0, 2\]"):
+        patch(model, layers=[1])
+
+
+@torch.no_grad()
+def test_a_model_of_windows_only_runs_exactly_and_says_so(attended: list[dict[str, Any]]) -> None:
+    """Windows of 0.1's Mistral, in blocks: tests/patching/exact/test_windows.py."""
+    model = make_model("mistral", sliding_window=16)
+    ids = tokens()
+    exact = model(ids).logits
+    with pytest.raises(ValueError, match="all its layers see a sliding window only and stay exact"):
+        patch(model, layers=[1])
+    with pytest.raises(ValueError, match="no attention to measure: all its layers see a sliding window only, and"):
+        hf_effattn.calibrate(model, [{"input_ids": ids[:1]}, {"input_ids": ids[1:]}], error=0.1)
+    assert model.config._attn_implementation == "sdpa"
+    with pytest.warns(UserWarning, match="will approximate nothing: all layers of MistralForCausalLM see a sliding"):
+        patch(model)
+    assert model.config._attn_implementation == "bi-clustered"
+    assert torch.equal(model(ids).logits, exact)
+    assert attended == []
+    assert hf_effattn.unpatch_attention(model).config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "phimoe", "mixtral", "ministral3", "starcoder2"])
+@torch.no_grad()
+def test_a_window_that_no_input_is_longer_than_is_none(model_type: str, attended: list[dict[str, Any]]) -> None:
+    """As in Phi-3-mini-128k, whose window is twice as long as its positions."""
+    model, ids = make_model(model_type, sliding_window=256), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    patch(model)
+    actual = model(ids, attention_mask=mask).logits
+    assert [call["length"] for call in attended] == [LENGTH] * 3
+    without = patch(make_model(model_type, sliding_window=None))
+    assert torch.equal(actual, without(ids, attention_mask=mask).logits)
+    texts = [{"input_ids": ids[:1]}, {"input_ids": ids[1:]}]
+    windowed = make_model(model_type, sliding_window=256)
+    found = hf_effattn.calibrate(windowed, texts, error=0.9, min_length=0, ladder=TINY)
+    assert "   6 heads: bi-clustered" in str(found)
+    attended.clear()
+    further = tokens(300, batch=1)  # longer than all that the model is made for: the window cuts
+    exact = make_model(model_type, sliding_window=256)
+    exact.set_attn_implementation("sdpa")
+    torch.testing.assert_close(model(further).logits, exact(further).logits, rtol=0, atol=1e-4)
+    assert attended == []
+
+
+def begins_without_attention(sizes: dict[str, Any]) -> bool:
+    kinds = sizes.get("layer_types", sizes.get("layers_block_type", ()))
+    names_its_layers = "attn_layer_period" in sizes or "attn_layer_indices" in sizes  # Jamba, Bamba: from 1 on
+    return names_its_layers or ("full_attention" not in kinds[:1] and "full_attention" in kinds)
+
+
+HYBRIDS = [name for name in MODELS if begins_without_attention(SIZES[name])]
+
+
+@pytest.mark.parametrize("model_type", slow_but(("qwen3_next",), HYBRIDS))
+@torch.no_grad()
+def test_layers_of_a_hybrid_keep_their_numbers(model_type: str, attended: list[dict[str, Any]]) -> None:
+    model = make_model(model_type)
+    layers = [module.layer_idx for module in find_stacks(model)[0].modules]
+    ids = tokens()
+    with pytest.raises(ValueError, match=rf"layer 0 of .* has no attention; .* full attention are \[{layers[0]}, "):
+        patch(model, layers=[0, layers[0]])
+    last = model.config.num_hidden_layers - 1
+    if last not in layers:
+        with pytest.raises(ValueError, match=rf"layer {last} of .* has no attention"):
+            patch(model, layers=[-1])
+    patch(model, layers=layers[1:2])
+    model(ids)
+    assert len(attended) == 1
+    texts = [{"input_ids": ids[:1]}, {"input_ids": ids[1:]}]
+    found = hf_effattn.calibrate(model, texts, error=0.9, ladder=TINY, min_length=0)
+    assert f"{3 * model.config.num_key_value_heads:>4} heads: bi-clustered" in str(found)
+    assert "   0 heads: exact" in str(found)
+    attended.clear()
+    hf_effattn.patch_attention(make_model(model_type), settings=found)(ids)
+    assert len(attended) == 3
+
+
+@pytest.mark.parametrize(
+    "options", [{"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True}], ids=str
+)
+@torch.no_grad()
+def test_scaling_of_gpt2(options: dict[str, bool], attended: list[dict[str, Any]]) -> None:
+    model = make_model("gpt2", **options).double()
+    ids = tokens()
+    exact = model(ids).logits
+    patch(model, window=52, topk=60)
+    torch.testing.assert_close(model(ids).logits, exact, rtol=0, atol=4e-14)
+    expected = [1.0] * 3 if "scale_attn_weights" in options else [8**-0.5 / (layer + 1) for layer in range(3)]
+    assert [call["scale"] for call in attended] == pytest.approx(expected)
+
+
+@torch.no_grad()
+def test_cross_attention_of_gpt2_stays_exact(attended: list[dict[str, Any]]) -> None:
+    model = patch(make_model("gpt2", add_cross_attention=True))
+    model(tokens(), encoder_hidden_states=torch.randn(2, LENGTH, 32))
+    assert len(attended) == 3
+
+
+@each_method
+def test_training(method: str, attended: list[dict[str, Any]]) -> None:
+    model = patch(make_model("llama"), method).train()
+    model.gradient_checkpointing_enable()
+    ids = tokens()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
+    model.zero_grad()
+    model.gradient_checkpointing_disable()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_dropout_of_training_is_drawn_and_replayed(attended: list[dict[str, Any]]) -> None:
+    model = patch(make_model("gpt2", attn_pdrop=0.2)).train()
+    assert model(tokens()).logits.isfinite().all()
+    assert {call["dropout_p"] for call in attended} == {0.2}
+
+
+@pytest.mark.slow_except("gpt2", "llama")
+@pytest.mark.parametrize("model_type", [name for name in MODELS if MODEL_TYPES[name].says_use_cache])
+def test_prefill_is_for_prompts_only(model_type: str, attended: list[dict[str, Any]]) -> None:
+    model = patch(make_model(model_type), causal="prefill")
+    ids = tokens(40)
+    with torch.no_grad():
+        model.generate(ids, do_sample=False, max_new_tokens=2, pad_token_id=1)
+        model(ids, use_cache=False)
+    model(ids)
+    assert [call["prefill"] for call in attended] == [True] * 3 + [False] * 6
+    with pytest.raises(
+        ValueError, match=r'causal="prefill" puts later queries .* patch the model with causal="strict"'
+    ):
+        model.train()(ids)
+
+
+@pytest.mark.slow_except("gpt2", "llama")
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", [name for name in MODELS if MODEL_TYPES[name].says_use_cache])
+def test_drafts_are_not_clustered_with_the_prompt(model_type: str, attended: list[dict[str, Any]]) -> None:
+    """Assisted generation reads the outputs of its guesses, in the prompt's pass: they changed the first new token."""
+    model = patch(make_model(model_type), causal="prefill")
+    ids = tokens(12, batch=1).repeat(1, 4)
+    if not model._is_stateful:  # transformers drafts for no other
+        # No text ends: without any end token the drafts of transformers before 5.8 fail.
+        model.generate(ids, do_sample=False, max_new_tokens=3, prompt_lookup_num_tokens=5, eos_token_id=10**6)
+        assert [call["prefill"] for call in attended] == [False] * 3
+    attended.clear()
+    for keep in (1, 5, torch.tensor([3])):
+        model(ids, logits_to_keep=keep)
+    assert [call["prefill"] for call in attended] == [True] * 3 + [False] * 6
+
+
+@torch.no_grad()
+def test_a_model_watches_for_drafts_while_it_clusters_prompts() -> None:
+    def hooks(model: Any) -> int:
+        return len(model._forward_pre_hooks)
+
+    model = make_model("gpt2")
+    watched = [hooks(patch(model, causal=causal)) for causal in ("prefill", "prefill", "strict", "prefill")]
+    assert watched == [1, 1, 0, 1]
+    ids = tokens(12, batch=1)
+    expected = model(ids, logits_to_keep=5).logits
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(ids, logits_to_keep=5).logits, expected)
+        assert hooks(hf_effattn.unpatch_attention(copied)) == 0
+    assert hooks(model) == 1
+    assert torch.equal(model(ids, logits_to_keep=5).logits, expected)
+    assert not torch.equal(model(ids).logits[:, -5:], expected)
+    assert hooks(hf_effattn.unpatch_attention(model)) == 0
+
+
+def test_prefill_is_refused_where_prompts_cannot_be_told() -> None:
+    """OPT keeps `use_cache` to itself, and ran `"strict"` whatever was asked for."""
+    model = make_model("opt")
+    with pytest.raises(ValueError, match=r'OPTAttention is not told by transformers .* leave it out, for .*"strict"'):
+        patch(model, causal="prefill")
+    assert model.config._attn_implementation == "sdpa"
+    model.config.effattn = {"method": "clustered", "clusters": 4, "min_length": 0, "window": 4, "segment_length": 4}
+    model.config.effattn["causal"] = "prefill"
+    model.set_attn_implementation("clustered")
+    with pytest.raises(ValueError, match="OPTAttention is not told"):
+        model(tokens())
+
+
+@pytest.mark.slow
+@each_method
+@torch.no_grad()
+def test_compiles_to_one_graph(method: str) -> None:
+    model = patch(make_model("llama"), method)
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    actual = compiled(ids, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["i-clustered", "cst", "exact"])
+@torch.no_grad()
+def test_a_graph_that_has_to_serve_packed_texts_says_that_it_is_exact(method: str) -> None:
+    """Positions tell packed texts apart: which, no graph knows while it is traced."""
+    model, ids = make_model("gpt2", n_layer=1), tokens()
+    given = {"use_cache": False, "position_ids": torch.arange(ids.shape[1])[None]}
+    exact = model(ids, **given).logits
+    if method in SMALL:
+        patch(model, method)
+    else:
+        hf_effattn.patch_attention(model, method)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        program = torch.export.export(model, (ids,), given)
+    said = [str(one.message) for one in caught if f'"{method}" does not run in it' in str(one.message)]
+    torch.testing.assert_close(program.module()(ids, **given).logits, exact)
+    assert bool(said) == (method != "exact")
+    assert all("attention_mask=torch.ones_like" in one for one in said)
+
+
+@pytest.mark.slow
+def test_one_graph_says_that_it_is_exact() -> None:
+    model = patch(make_model("llama", num_hidden_layers=1))
+    positions = torch.arange(tokens().shape[1])[None]
+    with pytest.warns(UserWarning, match="traced with a dense mask"):
+        torch.compile(model, fullgraph=True, backend="eager")(tokens(), position_ids=positions, use_cache=False)
+
+
+@each_model
+@torch.no_grad()
+def test_attention_weights(model_type: str) -> None:
+    """GPT-2 and OPT do not hand the question on."""
+    model = make_model(model_type).double()
+    patch(model)
+    assert not model(tokens()).attentions
+    weights = model(tokens(), output_attentions=True).attentions
+    assert len(weights) == 3
+    for layer in weights:
+        assert layer.shape == (2, 4, LENGTH, LENGTH)
+        assert (layer.triu(1) == 0).all()
+        sums = layer.sum(dim=-1)
+        if model_type in set(SINKING) - {"mimo_v2_flash"}:
+            assert ((sums > 0) & (sums < 1)).all()  # a sink has the rest
+        else:
+            torch.testing.assert_close(sums, torch.ones(2, 4, LENGTH).double(), rtol=0, atol=4e-15)
+
+
+@torch.no_grad()
+def test_attention_weights_of_llama_run_without_its_mask() -> None:
+    """It attends exactly then; the softmax of eager attention is float32."""
+    model = make_model("llama").double()
+    model.set_attn_implementation("eager")
+    nothing_masked = torch.zeros(2, 1, LENGTH, LENGTH, dtype=torch.float64)
+    expected = model(tokens(), attention_mask=nothing_masked, output_attentions=True)
+    patch(model)
+    actual = model(tokens(), is_causal=False, use_cache=False, output_attentions=True)
+    for one, other in zip(actual.attentions, expected.attentions, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["i-clustered", "cst"])
+@torch.no_grad()
+def test_a_compiled_gpt2_returns_attention_weights(method: str) -> None:
+    model = make_model("gpt2", use_cache=False).double()
+    ids = tokens()
+    asked = {"attention_mask": torch.ones_like(ids), "output_attentions": True}
+    if method == "cst":
+        hf_effattn.patch_attention(model, "cst", slice_length=4)
+    else:
+        patch(model, method)
+    expected = model(ids, **asked).attentions
+    torch._dynamo.reset()
+    actual = torch.compile(model, fullgraph=True, backend="aot_eager")(ids, **asked).attentions
+    assert len(actual) == 3
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-15)
+
+
+@torch.no_grad()
+def test_compiled_layers_of_gpt2_ask_no_collector() -> None:
+    """Its state is that of the model around them, which they cannot trace."""
+    model = patch(make_model("gpt2", use_cache=False).double())
+    expected = model(tokens()).logits
+    torch._dynamo.reset()
+    for layer in model.transformer.h:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(model(tokens()).logits, expected, rtol=0, atol=1e-15)
+
+
+@torch.no_grad()
+def test_save_and_load(tmp_path: Any) -> None:
+    model = patch(make_model("llama"), segment_length=8, window=5)
+    model.save_pretrained(tmp_path)
+    loaded = hf_effattn.from_pretrained(AutoModelForCausalLM, tmp_path).eval()
+    assert loaded.config.effattn["segment_length"] == 8
+    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+
+
+@torch.no_grad()
+def test_gpt2_takes_longer_inputs_after_extension(attended: list[dict[str, Any]]) -> None:
+    model = make_model("gpt2")
+    before = model(tokens()).logits
+    hf_effattn.extend_positions(model, 300)
+    assert model.config.max_position_embeddings == 300
+    assert torch.equal(model(tokens()).logits, before)
+    patch(model)
+    assert model(tokens(300)).logits.shape == (2, 300, 60)
+    assert [call["length"] for call in attended] == [300] * 3
+    table = model.transformer.wpe.weight
+    assert torch.equal(table[128:256], table[:128])
+
+
+def test_mask_function() -> None:
+    make_mask = ALL_MASK_ATTENTION_FUNCTIONS["i-clustered"]
+    config = make_model("llama").config
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    options: dict[str, Any] = {"batch_size": 2, "config": config}
+    assert make_mask(q_length=20, kv_length=20, attention_mask=mask, **options) is None
+    mask[0, :4] = False
+    assert torch.equal(make_mask(q_length=20, kv_length=20, attention_mask=mask, **options), mask)
+    assert torch.equal(make_mask(q_length=20, kv_length=64, attention_mask=mask, **options), mask)
+    assert torch.equal(
+        make_mask(q_length=20, kv_length=64, q_offset=torch.tensor(0), attention_mask=mask, **options), mask
+    )
+    later = make_mask(q_length=8, kv_length=20, q_offset=12, attention_mask=mask, **options)
+    assert torch.equal(later, sdpa_mask(2, 8, 20, q_offset=12, attention_mask=mask))
+
+
+def test_what_a_language_model_loses_is_said(recwarn: pytest.WarningsRecorder) -> None:
+    """By what was measured, which is in the results; calibrated settings lose least and are what is advised."""
+    results = Path(__file__).parents[3] / "scripts" / "results" / "language_model.json"
+    rows = json.loads(results.read_text(encoding="utf-8"))["rows"]
+    for method in ("clustered", "i-clustered", "bi-clustered"):
+        worst = max(row["perplexity_change"] for row in rows if row["name"] == method)
+        with pytest.warns(UserWarning, match=rf"by {worst:.1%} and changed .*settings=hf_effattn.calibrate\(model, "):
+            patch(make_model("llama"), method)
+    recwarn.clear()
+    model = make_model("llama")
+    heads = [[0] * model.config.num_key_value_heads] * model.config.num_hidden_layers
+    rungs = [{"method": "bi-clustered"}]
+    hf_effattn.patch_attention(model, "per-head", rungs=rungs, heads=heads, min_length=0)
+    assert not [warned for warned in recwarn if "language model" in str(warned.message)]
+
+
+def test_settings_that_the_causal_form_has_not() -> None:
+    model = make_model("llama")
+    with pytest.raises(ValueError, match='clustering="kmeans" with metric="keys" only'):
+        patch(model, "clustered", clustering="lsh")
+    for settings, message in (
+        ({"causal": "loose"}, 'causal must be one of "strict", "prefill"'),
+        ({"segment_length": 0}, "segment_length must be at least 1"),
+        ({"window": -1}, "window must be at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            patch(model, **settings)
+    assert model.config._attn_implementation == "sdpa"

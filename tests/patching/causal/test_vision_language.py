@@ -1,0 +1,157 @@
+"""Models that read images among their text: the decoder, its positions those of the images, too, and what sees."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_vision_language import MODELS, image_and_text, make_model
+from transformers import AutoModelForImageTextToText
+
+import hf_effattn
+from hf_effattn.patching.methods import METHODS
+from hf_effattn.patching.model_types.stacks import find_stacks, is_causal
+
+SMALL: dict[str, Any] = {"clusters": 4, "segment_length": 4, "key_clusters": 6, "min_length": 0}
+each_model = pytest.mark.parametrize("model_type", MODELS)
+
+
+def decoder_of(model: Any) -> Any:
+    return next(stack.model for stack in find_stacks(model) if is_causal(stack.modules[0]))
+
+
+def tower_of(model: Any) -> Any:
+    return next(stack.model for stack in find_stacks(model) if not is_causal(stack.modules[0]))
+
+
+@each_model
+@torch.no_grad()
+def test_a_window_over_all_is_the_exact_model(model_type: str, lengths: list[int]) -> None:
+    model, inputs = make_model(model_type), image_and_text(model_type)
+    exact = model(**inputs).logits
+    hf_effattn.patch_attention(decoder_of(model), "bi-clustered", topk=59, window=44, **SMALL)
+    torch.testing.assert_close(model(**inputs).logits, exact, rtol=0, atol=1e-5)
+    assert lengths == [60] * 3
+    hf_effattn.unpatch_attention(model)
+    assert torch.equal(model(**inputs).logits, exact)
+
+
+@each_model
+@torch.no_grad()
+def test_no_logit_sees_a_later_token(model_type: str, lengths: list[int]) -> None:
+    model, inputs = make_model(model_type), image_and_text(model_type)
+    exact = model(**inputs).logits
+    hf_effattn.patch_attention(decoder_of(model), "bi-clustered", topk=1, window=4, **SMALL)
+    before = model(**inputs).logits
+    assert (before - exact).abs().max() > 0.1
+    changed = inputs | {"input_ids": inputs["input_ids"].clone()}
+    changed["input_ids"][:, 40] = 7
+    after = model(**changed).logits
+    # Of experts, how many tokens one reads tells the last bits of the others in a product.
+    close = 1e-5 if model_type.endswith("moe") else 0.0
+    torch.testing.assert_close(after[:, :40], before[:, :40], rtol=0, atol=close)
+    assert (after[:, 40] - before[:, 40]).abs().max() > 0.1
+    assert lengths == [60] * 6
+
+
+@pytest.mark.slow_except("qwen2_5_vl")
+@each_model
+@torch.no_grad()
+def test_generation(model_type: str, lengths: list[int]) -> None:
+    """The prompt runs by the method, every step after it exactly over the keys of the cache."""
+    model, inputs = make_model(model_type), image_and_text(model_type)
+    hf_effattn.patch_attention(model, "bi-clustered", topk=1, window=4, **SMALL)
+    first = model(**inputs).logits[0, -1].argmax()
+    written = model.generate(**inputs, do_sample=False, max_new_tokens=4, eos_token_id=10**6)
+    assert written[0, 60] == first
+    assert lengths == [60] * 6
+
+
+# Enough patches in two images that the settings leave something out.
+IMAGES: dict[str, Any] = {"sides": (12, 16)}
+FEW: dict[str, Any] = SMALL | {"topk": 2, "window": 4}
+# Of two layers; the first of the one sees windows of an image.
+WHOLE = {"qwen2_5_vl": [144, 256]}
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The patches of every image that an encoder attended to by bi-clustered attention."""
+    patches: list[int] = []
+    method = METHODS["bi-clustered"]
+    attend = method.attend
+
+    def counted(self: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        patches.append(query.shape[2])
+        return attend(self, query, *args, **kwargs)
+
+    monkeypatch.setattr(method, "attend", counted)
+    return patches
+
+
+def test_which_parts_are_served() -> None:
+    served = {name: [stack.model.config.model_type for stack in find_stacks(make_model(name))] for name in MODELS}
+    assert {name: sorted(kinds) for name, kinds in served.items()} == {
+        name: [f"{name}_text", f"{name}_vision"] for name in MODELS
+    }
+
+
+@each_model
+@torch.no_grad()
+def test_both_parts_run_the_method_saved_and_loaded(
+    model_type: str, tmp_path: Path, lengths: list[int], seen: list[int]
+) -> None:
+    model, inputs = make_model(model_type), image_and_text(model_type, 200, **IMAGES)
+    exact = model(**inputs).logits
+    hf_effattn.patch_attention(tower_of(model), "bi-clustered", **SMALL | {"topk": 2, "seed": 1})
+    hf_effattn.patch_attention(decoder_of(model), "bi-clustered", **FEW)
+    patched = model(**inputs).logits
+    assert (patched - exact).abs().max() > 1e-3
+    assert (lengths, seen) == ([200] * 3, WHOLE.get(model_type, [144, 256] * 2))
+    model.save_pretrained(tmp_path)
+    loaded = hf_effattn.from_pretrained(AutoModelForImageTextToText, tmp_path, experts_implementation="eager").eval()
+    assert torch.equal(loaded(**inputs).logits, patched)
+    assert (tower_of(loaded).config.effattn["seed"], decoder_of(loaded).config.effattn["seed"]) == (1, 0)
+    assert torch.equal(hf_effattn.unpatch_attention(model)(**inputs).logits, exact)
+
+
+@pytest.mark.slow_except("qwen3_vl", "qwen2_5_vl")
+@each_model
+@torch.no_grad()
+def test_a_part_is_calibrated_and_patched_alone(model_type: str, lengths: list[int], seen: list[int]) -> None:
+    model, inputs = make_model(model_type), image_and_text(model_type, 200, **IMAGES)
+    with pytest.raises(ValueError, match=r"calibrate one: part=model\.model\.\w+, part=model\.model\.\w+$"):
+        hf_effattn.calibrate(model, inputs, min_length=0)
+    ladder = [{"method": "bi-clustered", **SMALL, "topk": topk, "exact_above": None} for topk in (2, 8)]
+    for texts in (1, 2):
+        found = hf_effattn.calibrate(model, [inputs] * texts, 10.0, ladder=ladder, part=tower_of(model))
+        about = found.settings.calibration
+        assert about is not None
+        assert (about["texts"], about["lengths"]) == (2 * texts, [144, 256])  # every image counts
+    with pytest.raises(ValueError, match=r"two texts or more, .* got 1;"):
+        hf_effattn.calibrate(model, image_and_text(model_type, 200, (12,)), ladder=ladder, part=tower_of(model))
+    lengths.clear()
+    seen.clear()
+    hf_effattn.patch_attention(model, settings=found)
+    model(**inputs)
+    assert (lengths, seen) == ([], WHOLE.get(model_type, [144, 256] * 2))
+
+
+@torch.no_grad()
+def test_a_part_that_the_inputs_do_not_reach() -> None:
+    model = make_model("qwen3_vl")
+    text = {"input_ids": torch.randint(5, 45, (2, 60))}
+    with pytest.raises(ValueError, match="do not reach Qwen3VLVisionModel"):
+        hf_effattn.calibrate(model, text, part=model.model.visual, min_length=0)
+    with pytest.raises(ValueError, match="part must be a module of the model"):
+        hf_effattn.calibrate(model, text, part=make_model("qwen3_vl").model.visual)
+
+
+def test_a_report_of_both_parts() -> None:
+    model, inputs = make_model("qwen3_vl"), image_and_text("qwen3_vl", 200, **IMAGES)
+    found = hf_effattn.report(model, inputs, [{"method": "bi-clustered", **FEW}], repeats=1, memory=False)
+    assert next(iter(found.layers.values())) == "model.visual.blocks.0.attn"
+    assert found.inputs[0].encoder_lengths == {"model.visual": 144, "model.language_model": 200}
+    errors = found.measurements[1].attention_error
+    assert sorted(errors) == [0, 1, 2, 3, 4]
+    assert all(torch.as_tensor(of_layer).max() > 0 for of_layer in errors.values())

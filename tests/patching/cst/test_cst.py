@@ -1,0 +1,369 @@
+"""Conversion to slice attention: what is added, what it computes, padding, errors, and the way back."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.closeness import assert_close_to_reference
+from support.cst_conversions import CONVERTED, LENGTH, SLICES, convert, first_output, small_model, tokens
+from support.tiny_models import batch_for, encoded, tiny_model
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import hf_effattn
+from hf_effattn.patching.methods.cst.positions import NAME, PROJECTIONS
+from hf_effattn.patching.model_types.stacks import find_stacks
+from hf_effattn.patching.module_patch import RECORD
+
+each_model = pytest.mark.parametrize("model_type", CONVERTED)
+each_composition = pytest.mark.parametrize("composition", ["merged", "local-global"])
+
+
+def left_padded(length: int = LENGTH, padding: int = 6) -> torch.Tensor:
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[0, :padding] = 0
+    return mask
+
+
+def test_every_converted_model_type_is_tested() -> None:
+    assert set(PROJECTIONS) == set(CONVERTED)
+
+
+@each_model
+def test_weights_stay_and_tables_of_zeros_come(model_type: str) -> None:
+    model = small_model(model_type)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    assert hf_effattn.patch_attention(model, "cst", slice_length=4, extension_ratio=2) is model
+    after = model.state_dict()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    prefix = "transformer." if model_type == "gpt2" else ""
+    added = {name: tuple(after[name].shape) for name in set(after) - set(before)}
+    slices = model.config.max_position_embeddings // 4
+    assert added == {
+        f"{prefix}{NAME}.token_positions": (8, 32),
+        f"{prefix}{NAME}.slice_positions": (slices, 32),
+    }
+    trainable = dict(model.named_parameters())
+    assert all(trainable[name].requires_grad and not trainable[name].any() for name in added)
+
+
+@each_model
+@each_composition
+@torch.no_grad()
+def test_on_and_off_without_a_trace(model_type: str, composition: str) -> None:
+    model = small_model(model_type)
+    ids, mask = tokens(), left_padded()
+    names = list(model.state_dict())
+    exact = first_output(model, ids, attention_mask=mask)
+    convert(model, composition=composition)
+    assert not torch.equal(first_output(model, ids, attention_mask=mask), exact)
+    assert hf_effattn.unpatch_attention(model) is model
+    assert list(model.state_dict()) == names
+    assert not hasattr(model.config, "effattn")
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(RECORD in vars(module) for module in model.modules())
+    assert torch.equal(first_output(model, ids, attention_mask=mask), exact)
+
+
+@each_model
+@torch.no_grad()
+def test_a_new_conversion_is_near_and_exact_where_a_slice_holds_the_text(model_type: str) -> None:
+    model = small_model(model_type).double()
+    ids = tokens()
+    exact = first_output(model, ids)
+    convert(model, trained=False, slice_length=LENGTH)
+    assert_close_to_reference("one slice", first_output(model, ids), exact, rtol=1e-12)
+    errors = []
+    for composition in ("merged", "local-global"):
+        convert(model, trained=False, composition=composition, extension_ratio=2)
+        errors.append((first_output(model, ids) - exact).norm() / exact.norm())
+    assert 1e-6 < errors[0] < errors[1]
+
+
+@each_model
+@torch.no_grad()
+def test_position_tables_are_added_to_the_input_of_queries_and_keys(model_type: str) -> None:
+    """One layer, one slice: with `P` added to what queries and keys are projected from, not values."""
+    model = convert(small_model(model_type).double(), slice_length=8)
+    module: Any = find_stacks(model)[0].modules[0]
+    table = getattr(model.base_model, NAME).token_positions
+    hidden = torch.randn(2, 8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    actual = module(hidden)[0]
+    hf_effattn.unpatch_attention(model)
+
+    def with_positions(projection: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        moved = projection.forward(args[0] + table)
+        if model_type == "gpt2":  # which projects values with them
+            moved[..., 64:] = output[..., 64:]
+        return moved
+
+    for name in PROJECTIONS[model_type][:2]:
+        getattr(module, name).register_forward_hook(with_positions)
+    assert_close_to_reference("output", actual, module(hidden)[0], rtol=1e-12)
+
+
+@each_model
+@each_composition
+@pytest.mark.parametrize("ratio", [1, 3])
+@torch.no_grad()
+def test_a_padded_batch_is_its_texts_alone(model_type: str, composition: str, ratio: int) -> None:
+    """On the left or on the right, of odd lengths: slices are counted from each text's first token."""
+    model = convert(small_model(model_type).double(), composition=composition, extension_ratio=ratio)
+    ids, mask = tokens(), left_padded()
+    alone = first_output(model, ids[:1, 6:])
+    positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    if model_type in ("roberta", "xlm-roberta", "camembert"):
+        positions = {"position_ids": mask.cumsum(1) * mask + 1}
+    if model_type != "distilbert":  # whose positions count from the padding
+        left = first_output(model, ids, attention_mask=mask, **positions)
+        assert_close_to_reference("left", left[:1, 6:], alone, rtol=1e-12)
+    right = first_output(model, ids.roll(-6, dims=1), attention_mask=mask.flip(1))
+    assert_close_to_reference("right", right[:1, :-6], alone, rtol=1e-12)
+
+
+@each_composition
+@torch.no_grad()
+def test_an_input_of_one_token_and_an_item_of_padding(composition: str) -> None:
+    for model_type in ("bert", "gpt2"):
+        model = convert(small_model(model_type), composition=composition)
+        assert first_output(model, tokens(1)).isfinite().all()
+        mask = torch.ones(2, LENGTH, dtype=torch.long)
+        mask[1] = 0
+        assert first_output(model, tokens(), attention_mask=mask).isfinite().all()
+
+
+@torch.no_grad()
+def test_chosen_layers_and_heads_of_models() -> None:
+    model = small_model("bert", AutoModelForSequenceClassification)
+    ids = tokens()
+    exact = model(ids, output_hidden_states=True).hidden_states
+    convert(model, layers=[1])
+    assert list(model.bert._modules)[-1] == NAME
+    converted = model(ids, output_hidden_states=True).hidden_states
+    assert torch.equal(converted[1], exact[1])
+    assert not torch.equal(converted[2], exact[2])
+
+
+def test_converting_again() -> None:
+    """Tables are kept for slices of the same sizes, begin anew for others, and go with the method."""
+    model = convert(small_model("bert"))
+    trained = getattr(model, NAME)
+    convert(model, trained=False, composition="local-global", sinks=True)
+    assert getattr(model, NAME) is trained
+    assert model.config.effattn["composition"] == "local-global"
+    assert model.config.effattn["sinks"] is True
+    with pytest.warns(
+        UserWarning, match=r"are left out: this conversion has other slices, whose positions begin at 0"
+    ):
+        convert(model, trained=False, extension_ratio=3)
+    assert getattr(model, NAME).token_positions.shape == (12, 32)
+    assert not getattr(model, NAME).token_positions.any()
+    hf_effattn.patch_attention(model, "clustered")
+    assert not hasattr(model, NAME)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "gpt2"])
+@torch.no_grad()
+def test_longer_inputs_before_and_after_the_conversion(model_type: str) -> None:
+    """The slices that the present length fills are repeated; RoBERTa's table has rows for padding beside them."""
+    model = small_model(model_type)
+    hf_effattn.extend_positions(model, 90)
+    convert(model, layers=[1, 2])
+    tables = getattr(model.base_model, NAME)
+    before, old = first_output(model, tokens(90)), tables.slice_positions.clone()
+    tables.slice_positions.requires_grad_(False)
+    hf_effattn.extend_positions(model, 120)
+    assert torch.equal(tables.slice_positions[:23], old[:23])
+    assert torch.equal(tables.slice_positions[23:30], old[:7])
+    assert not tables.slice_positions.requires_grad
+    assert torch.equal(first_output(model, tokens(90)), before)
+    assert first_output(model, tokens(120)).isfinite().all()
+
+
+@torch.no_grad()
+def test_more_slices_than_the_tables_have() -> None:
+    """As where a model with tables was made longer by hand."""
+    model = convert(small_model("bert"))
+    tables = getattr(model, NAME)
+    tables.slice_positions = torch.nn.Parameter(tables.slice_positions[:7])
+    with pytest.raises(ValueError, match=r"29 tokens are 8 slices of 4, but .* converted for 7: call .*extend_pos"):
+        first_output(model, tokens(29))
+
+
+@torch.no_grad()
+def test_a_deep_copy_has_tables_of_its_own() -> None:
+    model = convert(small_model("bert"))
+    ids = tokens()
+    expected = first_output(model, ids)
+    copied = copy.deepcopy(model)
+    for table in getattr(copied, NAME).parameters():
+        table.zero_()
+    assert torch.equal(first_output(model, ids), expected)
+    assert not torch.equal(first_output(copied, ids), expected)
+
+
+def test_copied_layers_use_the_tables_of_the_model_that_they_are_put_into() -> None:
+    """As who drops layers does; each copy took a hidden copy of the whole model with it."""
+    model = convert(small_model("bert"))
+    layers = model.encoder.layer
+    model.encoder.layer = torch.nn.ModuleList([copy.deepcopy(layers[index]) for index in (0, 2)])
+    first_output(model, tokens()).square().mean().backward()
+    assert all(table.grad is not None and table.grad.any() for table in getattr(model, NAME).parameters())
+    first_output(model.bfloat16(), tokens())
+
+
+def test_a_deep_copy_of_the_model_without_its_head_has_tables_of_its_own() -> None:
+    model = convert(small_model("bert", AutoModelForSequenceClassification))
+    copied = copy.deepcopy(model.bert)
+    first_output(copied, tokens()).square().mean().backward()
+    assert all(table.grad is not None for table in getattr(copied, NAME).parameters())
+    assert all(table.grad is None for table in getattr(model.bert, NAME).parameters())
+
+
+def test_a_model_converted_in_inference_mode_can_be_trained() -> None:
+    model = small_model("bert")
+    with torch.inference_mode():
+        convert(model, trained=False)
+    first_output(model.train(), tokens()).square().mean().backward()
+    for table in getattr(model, NAME).parameters():
+        assert table.grad is not None
+        assert table.grad.any()
+
+
+def test_min_length_runs_exact_attention_below() -> None:
+    model = small_model("bert")
+    with torch.no_grad():
+        exact = first_output(model, tokens())
+        convert(model, min_length=LENGTH + 1)
+        assert torch.equal(first_output(model, tokens()), exact)
+        convert(model, min_length=LENGTH)
+        assert not torch.equal(first_output(model, tokens()), exact)
+
+
+@torch.no_grad()
+def test_attention_weights() -> None:
+    model = convert(small_model("bert").double())
+    mask = left_padded()
+    for weights in model(tokens(), attention_mask=mask, output_attentions=True).attentions:
+        total = weights.sum(dim=-1)
+        torch.testing.assert_close(total[1], torch.ones_like(total[1]), rtol=0, atol=4e-15)
+        assert not weights[0, :, :, :6].any()
+    convert(model, composition="local-global")
+    with pytest.raises(ValueError, match="it is no matrix of weights"):
+        model(tokens(), attention_mask=mask, output_attentions=True)
+    head_dim = model.config.hidden_size // model.config.num_attention_heads
+    with pytest.raises(ValueError, match="it is no matrix of weights"):
+        model(tokens(head_dim), output_attentions=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"slice_length": 0}, ValueError, "slice_length must be at least 1, got 0: the tokens of a slice"),
+        ({"slice_length": 2.5}, TypeError, "slice_length must be an int, got 2.5"),
+        ({"extension_ratio": 4}, ValueError, r"extension_ratio must lie in \[1, 3\], got 4"),
+        ({"extension_ratio": "2"}, TypeError, "extension_ratio must be a number, got str"),
+        ({"slice_length": 3, "extension_ratio": 2}, ValueError, "takes 1.5 tokens of each neighbour"),
+        ({"composition": "merge"}, ValueError, 'composition must be one of "merged", "local-global".*mean "merged"'),
+        ({"sinks": 1}, TypeError, "sinks must be True, False or None, got 1"),
+        ({"min_length": -1}, ValueError, "min_length must be at least 0"),
+        ({"min_length": None}, TypeError, "min_length must be an int, got None"),
+        ({"slice_len": 4}, ValueError, "'cst' has no setting 'slice_len' .did you mean \"slice_length\""),
+        ({"clusters": 4}, ValueError, "'cst' has no setting 'clusters'"),
+        ({"slice_length": 64}, ValueError, "slice_length is 64, but BertModel takes 64 tokens at most"),
+        ({"layers": [5]}, ValueError, "layers has 5"),
+    ],
+)
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_mistake_leaves_the_model_as_it_was(
+    settings: dict[str, Any], error: type[Exception], message: str, converted: bool
+) -> None:
+    model = small_model("bert")
+    if converted:
+        convert(model)
+    ids, names, config = tokens(), list(model.state_dict()), model.config.to_dict()
+    expected = first_output(model, ids)
+    with pytest.raises(error, match=message):
+        hf_effattn.patch_attention(model, "cst", **settings)
+    assert torch.equal(first_output(model, ids), expected)
+    assert list(model.state_dict()) == names
+    assert model.config.to_dict() == config
+
+
+def test_a_failure_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("bert")
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("disk on fire")
+
+    for converted in (False, True):
+        if converted:
+            convert(model)
+        tables = model._modules.get(NAME)
+        with monkeypatch.context() as patched:
+            patched.setattr(hf_effattn.patching.patch, "write_stored", fail)
+            with pytest.raises(RuntimeError, match="disk on fire"):
+                hf_effattn.patch_attention(model, "cst", slice_length=8)
+        assert model._modules.get(NAME) is tables
+        assert model.config._attn_implementation == ("cst" if converted else "sdpa")
+
+
+def test_padding_rows_of_roberta_are_no_places_for_tokens() -> None:
+    """Its table has 64 rows, for 62 tokens."""
+    with pytest.raises(ValueError, match="slice_length is 62, but RobertaModel takes 62 tokens at most"):
+        hf_effattn.patch_attention(small_model("roberta"), "cst", slice_length=62)
+
+
+def test_models_that_cannot_be_converted() -> None:
+    for model_type in ("vit", "modernbert", "whisper"):
+        model = tiny_model(model_type)
+        batch = batch_for(model)
+        exact = encoded(model, batch)
+        with pytest.raises(ValueError, match=rf'does not know where .*"{model_type}".*it converts bert, roberta'):
+            hf_effattn.patch_attention(model, "cst", **SLICES)
+        assert torch.equal(encoded(model, batch), exact)
+        assert not hasattr(model.config, "effattn")
+    llama = AutoConfig.for_model("llama", vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    with pytest.raises(ValueError, match="does not know where LlamaForCausalLM"):
+        hf_effattn.patch_attention(AutoModelForCausalLM.from_config(llama), "cst")
+
+
+def test_transformers_own_switch_cannot_convert() -> None:
+    """It can add no parameters, and a trained model without its tables must not pass for the whole."""
+    for switched in (small_model("bert", attn_implementation="cst"), small_model("bert")):
+        switched.set_attn_implementation("cst")
+        with pytest.raises(ValueError, match=r'convert it with patch_attention\(model, "cst", ...\)'):
+            switched(tokens())
+        hf_effattn.unpatch_attention(switched)
+        assert switched(tokens())[0].isfinite().all()
+
+
+def test_dense_masks_stay_exact() -> None:
+    model = small_model("bert")
+    mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    with torch.no_grad():
+        exact = first_output(model, tokens(), attention_mask=mask)
+        convert(model)
+        assert torch.equal(first_output(model, tokens(), attention_mask=mask), exact)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard], ids=["ddp", "fsdp2"])
+def test_a_wrapped_model_is_not_converted(wrap: Any) -> None:
+    """The position embeddings came after the wrapper, and each process trained its own."""
+    wrapped = wrap(small_model("bert"))
+    with pytest.raises(ValueError, match=r'"cst" adds parameters, .*(DataParallel|FSDP\w+) .* then wrap it'):
+        hf_effattn.patch_attention(wrapped, "cst", **SLICES)
+    assert not any(NAME in name for name, _ in wrapped.named_parameters())
+    hf_effattn.patch_attention(wrapped, "clustered", clusters=4, min_length=0)
+    hf_effattn.patch_attention(wrap(convert(small_model("bert"))), "cst", **SLICES)

@@ -1,0 +1,259 @@
+"""Attention sinks, which transformers' SDPA path has not: models that have them, exact and patched, beside eager."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hf_effattn.patching.exact.reference.reference import causal_rows, exact_attention, exact_weights
+from support.causal_cases import exact
+from support.tiny_decoders import EAGER, MODELS, SINKING, class_of, make_model
+from transformers import DynamicCache
+
+import hf_effattn
+from hf_effattn.measuring.recording import SeenAttention, recording
+from hf_effattn.patching.methods import make_method
+
+LENGTH = 61
+SMALL = {"clusters": 4, "topk": 3, "key_clusters": 6, "segment_length": 4, "window": 4, "min_length": 0}
+RUNGS = [{"method": "bi-clustered", **SMALL}, {"method": "bi-clustered", **SMALL, "topk": 1}]
+WINDOWED = {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 9}
+WITH_SINKS = [name for name in SINKING if name in MODELS]
+each_model = pytest.mark.parametrize("model_type", WITH_SINKS)
+
+
+def make_sinking(model_type: str = "gpt_oss", **changes: Any) -> Any:
+    """A model whose sinks have from none to most of the weight."""
+    model = make_model(model_type, max_position_embeddings=512, **changes)
+    for module in model.modules():
+        if getattr(module, "sinks", None) is not None:
+            module.sinks.data = torch.linspace(-3, 5, len(module.sinks))
+    return model
+
+
+def tokens(length: int = LENGTH, batch: int = 2) -> torch.Tensor:
+    return torch.randint(5, 60, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def left_padded(length: int = LENGTH) -> torch.Tensor:
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[0, :9] = 0
+    return mask
+
+
+def drawn(length: int = LENGTH, dtype: torch.dtype = torch.float64, heads: int = 4) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads_of, length, 8, generator=generator, dtype=torch.float64) for heads_of in (heads, 2, 2)
+    )
+    return *(tensor.to(dtype) for tensor in (query, key, value)), torch.linspace(-3, 4, heads).to(dtype)
+
+
+def test_types_without_sdpa_are_known() -> None:
+    assert {name for name in MODELS if not class_of(name)._supports_sdpa} == set(EAGER) & set(MODELS)
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_exact_attention_and_its_gradients(masks: bool) -> None:
+    leaves = [tensor.requires_grad_() for tensor in drawn()]
+    mask = left_padded().bool() if masks else None
+    seen = None if mask is None else mask[:, None, None] & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    *given, sinks = leaves
+    actual = exact_attention(*given, seen, scale=None, dropout_p=0.0, causal=True, sinks=sinks)
+    expected = exact(*given, mask, sinks)
+    rows = torch.ones(2, LENGTH, dtype=torch.bool) if mask is None else mask
+    torch.testing.assert_close(actual.transpose(1, 2)[rows], expected.transpose(1, 2)[rows])
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).double() * rows[:, None, :, None]
+    ours, theirs = (torch.autograd.grad((output * weight).sum(), leaves) for output in (actual, expected))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_keeps_the_score_of_a_sink(dtype: torch.dtype) -> None:
+    """A sink of 70 beside keys of nearly as much: 8 bits of it would be off by up to a quarter."""
+    query, key, value, _ = drawn(dtype=dtype)
+    sinks, ones = torch.full((4,), 70.3, dtype=torch.float32), torch.ones(2, LENGTH, 8, dtype=dtype)
+    query, key = torch.full_like(query, 5.0), torch.full_like(key, 4.96)
+    value = ones[:, None].expand_as(value)
+    options: dict[str, Any] = {"scale": None, "dropout_p": 0.0, "causal": True}
+    actual = exact_attention(query, key, value, None, **options, sinks=sinks)
+    expected = exact(query.double(), key.double(), value.double(), None, sinks.double())
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_sink_of_minus_infinity_is_none(dtype: torch.dtype) -> None:
+    query, key, value, sinks = drawn(dtype=dtype)
+    none = torch.full_like(sinks, -torch.inf)
+    options: dict[str, Any] = {"scale": None, "dropout_p": 0.0, "causal": True}
+    plain, actual = (exact_attention(query, key, value, None, **options, sinks=one) for one in (None, none))
+    close = 2 * torch.finfo(dtype).eps  # rows are wider, and their products sums of other parts
+    torch.testing.assert_close(actual, plain, rtol=close, atol=close)
+
+
+def test_rows_of_exact_attention_in_two_steps() -> None:
+    query, key, value, sinks = drawn()
+    expected = exact(query, key, value, None, sinks)
+    for rows in (slice(0, 20), slice(20, LENGTH)):
+        actual = causal_rows(query, key, value, rows, None, sinks)
+        torch.testing.assert_close(actual, expected[:, :, rows])
+
+
+def test_weights() -> None:
+    query, key, value, sinks = drawn()
+    weights = exact_weights(query, key, None, None, causal=True, sinks=sinks)
+    torch.testing.assert_close(weights @ value.repeat_interleave(2, 1), exact(query, key, value, None, sinks))
+    settings = make_method("bi-clustered", **SMALL)
+    weights = settings.weights(query, key, causal=True, sinks=sinks)
+    actual = settings.run(query, key, value, causal=True, sinks=sinks)
+    torch.testing.assert_close(weights @ value.repeat_interleave(2, 1), actual)
+
+
+@each_model
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_layers_with_windows_run_in_blocks(model_type: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, length = make_sinking(model_type, **WINDOWED), 300
+    asked = {"attention_mask": left_padded(length)} if padded else {}
+    expected = model(tokens(length), **asked).logits
+    hf_effattn.patch_attention(model, "exact")
+    run, seen = hf_effattn.patching.interface.attention_function.attend_in_blocks, []
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(kwargs["sinks"])
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(hf_effattn.patching.interface.attention_function, "attend_in_blocks", counted)
+    actual = model(tokens(length), **asked).logits
+    rows = left_padded(length).bool() if padded else slice(None)
+    torch.testing.assert_close(actual[rows], expected[rows], rtol=0, atol=5e-5)
+    assert [sinks is not None for sinks in seen] == [True]
+
+
+@each_model
+@torch.no_grad()
+def test_generation_is_eager_generation_where_the_patch_is_exact(model_type: str) -> None:
+    model = make_sinking(model_type)
+    asked = {"attention_mask": left_padded(), "do_sample": False, "max_new_tokens": 5, "pad_token_id": 1}
+    expected = model.generate(tokens(), **asked)
+    hf_effattn.patch_attention(model, "exact")
+    assert torch.equal(model.generate(tokens(), **asked), expected)
+    assert torch.equal(model.generate(tokens(), **asked, cache_implementation="static"), expected)
+    cache = DynamicCache(config=model.config)
+    model(tokens()[:, :40], past_key_values=cache)
+    chunk = model(tokens()[:, 40:], past_key_values=cache).logits
+    hf_effattn.unpatch_attention(model)
+    assert model.config._attn_implementation == "eager"
+    torch.testing.assert_close(chunk, model(tokens()).logits[:, 40:], rtol=0, atol=5e-5)
+
+
+@each_model
+@torch.no_grad()
+def test_attention_weights_of_exact_attention(model_type: str) -> None:
+    model = make_sinking(model_type)
+    expected = model(tokens(), output_attentions=True).attentions
+    hf_effattn.patch_attention(model, "exact")
+    actual = model(tokens(), output_attentions=True).attentions
+    for layer, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        if model_type.startswith("granite"):  # which return them as they are without sinks
+            sums, of_others = one.sum(dim=3), other.sum(dim=3)
+            assert (sums < of_others + 1e-5).all()
+            assert (sums < of_others - 1e-3).any()
+        else:
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5, msg=f"layer {layer}")
+
+
+def test_training_reaches_the_sinks() -> None:
+    """With a window over all the method attends as eager attention does, and its gradients are those."""
+    found = {}
+    for name in ("eager", "patched"):
+        model = make_sinking().double()
+        if name == "patched":
+            hf_effattn.patch_attention(model, "bi-clustered", **SMALL | {"window": 52, "topk": 60})
+        model.train()(tokens(), labels=tokens(), attention_mask=left_padded()).loss.backward()
+        found[name] = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
+    assert sum(key.endswith("sinks") for key in found["patched"]) == 3
+    for key, expected in found["eager"].items():
+        torch.testing.assert_close(found["patched"][key], expected, rtol=1e-9, atol=1e-12, msg=key)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_head_has_its_own_sink(threads: int, on_threads: Callable[[int], None]) -> None:
+    """Exact heads and rungs, with gradients and, in parts, without."""
+    on_threads(threads)
+    query, key, value, sinks = drawn()
+    method = make_method("per-head", rungs=RUNGS, heads=[[2, 0]]).for_layers((0,))
+    assert method is not None
+    with torch.no_grad():
+        parts = method.run(query, key, value, causal=True, sinks=sinks)
+    whole = method.run(query.requires_grad_(), key, value, causal=True, sinks=sinks)
+    torch.testing.assert_close(parts, whole)
+    torch.testing.assert_close(parts[:, :2], exact(query, key, value, None, sinks)[:, :2])
+    alone = method.rungs[0].run(query[:, 2:], key[:, 1:], value[:, 1:], causal=True, sinks=sinks[2:])
+    torch.testing.assert_close(parts[:, 2:], alone)
+    assert not torch.allclose(parts, method.run(query, key, value, causal=True))
+    given = query.detach(), key, value
+    torch.autograd.grad(
+        method.run(*given, causal=True, sinks=sinks.requires_grad_()).sum(), sinks
+    )  # which alone learn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("min_length", [0, 1000])
+def test_compiles_to_one_graph(min_length: int) -> None:
+    model = make_sinking("granite_swa", **WINDOWED)
+    hf_effattn.patch_attention(model, "bi-clustered", **SMALL | {"min_length": min_length})
+    asked = {"input_ids": tokens(), "attention_mask": left_padded(), "use_cache": False}
+    expected, found = model(**asked).logits, torch.compile(model, fullgraph=True, backend="aot_eager")(**asked).logits
+    real = left_padded().bool()
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=5e-5)
+    found[real].square().sum().backward()
+    ours = [layer.self_attn.sinks.grad.clone() for layer in model.model.layers]
+    model.zero_grad()
+    expected[real].square().sum().backward()
+    for one, layer in zip(ours, model.model.layers, strict=True):
+        torch.testing.assert_close(one, layer.self_attn.sinks.grad, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_tolerance_measures_beside_the_sinks() -> None:
+    query, key, value, sinks = drawn(400)
+    expected = exact(query, key, value, None, sinks)
+    asked: dict[str, Any] = {"causal": True, "sinks": sinks, "module": torch.nn.Module().eval()}
+    method = make_method("bi-clustered", **SMALL, tolerance=1e-3)
+    output = method.run(query, key, value, **asked)
+    measured = hf_effattn.patching.measured.last_measured(asked["module"])
+    assert measured is not None
+    assert measured.exact.all()
+    torch.testing.assert_close(output, expected)
+    plain = make_method("bi-clustered", **SMALL).run(query, key, value, **asked)
+    true = ((plain - expected).square().sum(dim=(2, 3)) / expected.square().sum(dim=(2, 3))).sqrt()
+    assert ((measured.error / true > 0.5) & (measured.error / true < 2)).all()
+
+
+@torch.no_grad()
+def test_calibration_and_reports_compare_with_sinks() -> None:
+    model = make_sinking(**WINDOWED)
+    seen: list[SeenAttention] = []
+
+    def look(one: SeenAttention) -> torch.Tensor:
+        seen.append(one)
+        return one.exact()
+
+    expected = model(tokens()).logits
+    with recording(model, look):
+        torch.testing.assert_close(model(tokens()).logits, expected, rtol=0, atol=5e-5)
+    assert [one.layer for one in seen] == [0, 2]
+    wide = make_method("bi-clustered", **SMALL | {"window": 52, "topk": 60})
+    for one in seen:
+        assert one.sinks is model.model.layers[one.layer].self_attn.sinks
+        by_hand = exact(one.query, one.key, one.value, None, one.sinks)
+        torch.testing.assert_close(one.exact().transpose(1, 2), by_hand, rtol=0, atol=1e-5)
+        torch.testing.assert_close(wide.run(one.query, one.key, one.value, **one.asked), by_hand, rtol=0, atol=1e-5)
+    texts = [{"input_ids": tokens()[:1]}, {"input_ids": tokens()[1:]}]
+    found = hf_effattn.calibrate(model, texts, error=0.2, ladder=RUNGS)
+    assert model.config._attn_implementation == "eager"
+    hf_effattn.patch_attention(model, settings=found)
+    assert model.config._attn_implementation == "per-head"
+    assert not torch.equal(model(tokens()).logits, expected)
