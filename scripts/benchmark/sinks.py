@@ -17,13 +17,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from hf_effattn.patching.exact.reference import exact_attention
 from rich.progress import track
 from transformers.masking_utils import causal_mask_function, eager_mask, sliding_window_causal_mask_function
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from hf_effattn.measuring.cost import compare, peak_memory_added
 from hf_effattn.measuring.errors import relative_error
+from hf_effattn.patching.exact.reference import exact_attention
 from hf_effattn.patching.exact.windows import attend_in_blocks, mask_of_blocks
 from hf_effattn.patching.methods import make_method
 
