@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from hf_effattn.patching.exact.reference.reference import causal_rows, exact_attention, exact_weights
 from support.causal_cases import exact
 from support.tiny_decoders import EAGER, MODELS, SINKING, class_of, make_model
 from transformers import DynamicCache
 
 import hf_effattn
 from hf_effattn.measuring.recording import SeenAttention, recording
+from hf_effattn.patching.exact.reference import causal_rows, exact_attention, exact_weights
 from hf_effattn.patching.methods import make_method
 
 LENGTH = 61

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from hf_effattn.patching.exact.reference.reference import exact_weights
 from support.tiny_decoders import FULL, MODELS, make_model
 from transformers import StaticCache
 
 import hf_effattn
 from hf_effattn.patching.exact import query_chunks, softcap
+from hf_effattn.patching.exact.reference import exact_weights
 from hf_effattn.patching.exact.softcap import attend_bent
 from hf_effattn.patching.exact.windows import Window, dense_mask, seen_in_blocks
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from hf_effattn.patching.exact.reference.reference import causal_rows, exact_attention, visible_keys
 from support.tiny_models import batch_for, encoded, tiny_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import hf_effattn
+from hf_effattn.patching.exact.reference import causal_rows, exact_attention, visible_keys
 from hf_effattn.patching.methods import Method, make_method
 from hf_effattn.patching.methods.per_head import PerHead, Share, _grouping_cost, _runs_of_threads
 
