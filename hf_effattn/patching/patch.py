@@ -89,6 +89,16 @@ def patch_attention(
             `output_attentions=True`, or a conversion of what DDP or FSDP has wrapped. The model is then unchanged.
         TypeError: a value of the wrong type, something that is not a model.
         OSError: `settings` that cannot be read.
+
+    Example:
+        >>> import hf_effattn
+        >>> from transformers import AutoModel, AutoTokenizer
+        >>> tokenizer, model = AutoTokenizer.from_pretrained("BAAI/bge-m3"), AutoModel.from_pretrained("BAAI/bge-m3")
+        >>> model = hf_effattn.patch_attention(model, "bi-clustered", topk=128)
+        >>> inputs = tokenizer(open("long.txt").read(), return_tensors="pt", truncation=True, max_length=8192)
+        >>> outputs = model(**inputs)
+        >>> model.config.effattn["topk"]
+        128
     """
     if settings is not None:
         chosen, stored_layers = read_settings(settings, method, **overrides)
@@ -133,6 +143,13 @@ def unpatch_attention(model: Model) -> Model:
 
     Raises:
         TypeError: something that is not a model.
+
+    Example:
+        >>> import hf_effattn
+        >>> from transformers import AutoModel
+        >>> model = hf_effattn.patch_attention(AutoModel.from_pretrained("BAAI/bge-m3"), "i-clustered")
+        >>> hf_effattn.unpatch_attention(model).config._attn_implementation
+        'sdpa'
     """
     check_model(model)
     for stack in find_stacks(model):

@@ -90,6 +90,14 @@ def report(
             attention to patch, a budget without times; none of `input_ids`, `inputs_embeds`, `input_features`,
             `input_values` for a model of windows or biases alone. Raised before anything runs.
         TypeError: something that is not a model, inputs that are not tensors, a value of the wrong type.
+
+    Example:
+        >>> import hf_effattn
+        >>> from transformers import AutoModel, AutoTokenizer
+        >>> tokenizer, model = AutoTokenizer.from_pretrained("BAAI/bge-m3"), AutoModel.from_pretrained("BAAI/bge-m3")
+        >>> inputs = tokenizer(open("long.txt").read(), return_tensors="pt", truncation=True, max_length=8192)
+        >>> found = hf_effattn.report(model, inputs, "bi-clustered")
+        >>> folder = found.save("report")  # print(found) says the same in words
     """
     model, inputs = model_and_inputs(model, inputs)
     if not isinstance(model, PreTrainedModel):
