@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .adapters import has_adapters
-from .interface.attention_function import causal_error, unsupported_error
+from .interface.settings import causal_error, unsupported_error
 from .methods import METHODS, Method
 from .methods.crossover import why_never
 from .model_types.stacks import (
