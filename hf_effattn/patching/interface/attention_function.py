@@ -27,13 +27,13 @@ from ..exact.call import Call, run_exactly
 from ..exact.images import IMAGES, Attended, attend_to_each
 from ..exact.reference import exact_weights, visible_keys
 from ..exact.weights_asked import matrices_are_collected
+from ..exact.windows import hides_keys
 from ..measured import expect_measurement, last_measured
 from ..methods import Method, list_methods
 from ..methods.base import Options
 from ..methods.crossover import why_never
 from ..methods.drafts import READS_DRAFTS
 from ..model_types.stacks import (
-    hides_keys,
     hides_the_future,
     is_causal,
     is_self_attention,

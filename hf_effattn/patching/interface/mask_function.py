@@ -13,9 +13,9 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from ...ops.shared.callers import stacklevel_of_user
 from ...ops.shared.graphs import in_a_graph
 from ..exact.query_chunks import added_mask
-from ..exact.windows import IN_BLOCKS, mask_of_blocks, sees_all, window_of
+from ..exact.windows import IN_BLOCKS, hides_keys, mask_of_blocks, sees_all, window_of
 from ..methods import list_methods
-from ..model_types.stacks import hides_keys, hides_the_future
+from ..model_types.stacks import hides_the_future
 from ..model_types.table import MODEL_TYPES, NOT_SERVED
 from .settings import unsupported_error
 
@@ -61,7 +61,7 @@ def padding_mask(
         # needed.
         plain = {"mask_function": bidirectional_mask_function, "use_vmap": False}
         row = sdpa_mask(q_length=1, **{"allow_is_bidirectional_skip": True} | kwargs | plain)
-        if row is not None and entry.attends_itself == "biases":  # what a patch changed reads, and what none did
+        if row is not None and entry.exact_kind == "biases":  # what a patch changed reads, and what none did
             return added_mask(row, kwargs.get("dtype", torch.float32))
         return None if row is None else row[:, 0, 0, :]
     elif entry is not None and q_length == kv_length and _is_first(q_offset) and not kwargs.get("kv_offset"):
@@ -73,7 +73,7 @@ def padding_mask(
         )
         if mask is not None:
             return mask
-    if entry is not None and entry.attends_itself:  # the call of a decoder beside it, which may not say that it is one
+    if entry is not None and entry.has_own_forward:  # a call of its decoder, which may not say that it is one
         kwargs["allow_is_causal_skip"] = False
     return sdpa_mask(q_length=q_length, **kwargs)
 

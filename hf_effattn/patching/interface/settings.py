@@ -14,9 +14,8 @@ from ..model_types.stacks import (
     is_self_attention,
     is_served,
     model_type_of,
-    supported_model_types,
 )
-from ..model_types.table import NOT_SERVED
+from ..model_types.table import DECODERS, NOT_SERVED, WHAT_IS_SERVED
 from ..module_patch import RECORD, ModulePatch
 from ..patched_models import warn_of_other_settings
 from ..stored import FIELD, check_layers, read_stored
@@ -87,9 +86,8 @@ def _method_from_config(module: nn.Module, method: str) -> Method | None:
 def causal_error(method: str, name: str) -> str:
     """Why a method refuses a model that masks the future, and what to do."""
     return (
-        f'{name} is causal, and "{method}" serves causal attention in decoders of the types '
-        f"{supported_model_types(causal=True)} only; in others its clusters could mix later tokens into earlier ones. "
-        'Keep attn_implementation="sdpa"'
+        f'{name} is causal, and "{method}" serves causal attention in {DECODERS} only; in others its clusters could '
+        'mix later tokens into earlier ones. Keep attn_implementation="sdpa"'
     )
 
 
@@ -97,12 +95,12 @@ def unsupported_error(method: str, name: str, model_type: str) -> str:
     """Why a method refuses a model type that is not in the table, and what to do."""
     if model_type in NOT_SERVED:
         return (
-            f'"{method}" does not serve {name}: its model type "{model_type}" {NOT_SERVED[model_type]}. It serves '
-            f"{supported_model_types()}; leave this model as it is"
+            f'"{method}" does not serve {name}: its model type "{model_type}" {NOT_SERVED[model_type]}. Leave this '
+            f"model as it is; {WHAT_IS_SERVED}"
         )
     return (
         f'"{method}" does not know {name} (model type "{model_type}"), so it cannot tell its self-attention from '
-        f'other attention. It serves {supported_model_types()}; keep attn_implementation="sdpa" for this model'
+        f'other attention. Keep attn_implementation="sdpa" for this model; {WHAT_IS_SERVED}'
     )
 
 

@@ -67,12 +67,12 @@ class ModelType:
         longest (`str`): how long inputs get, for a reader.
         has_decoder (`bool`): whether a decoder uses the same classes beside the encoder; it stays exact.
         causal (`bool`): whether it is a decoder alone, whose attention masks the future.
-        both_ways (`str`): what its config calls seeing the future, too, beside transformers' `is_causal=False`.
+        bidirectional_config_name (`str`): the field of its config that makes it see the future, too, beside
+            transformers' `is_causal=False`.
         says_use_cache (`bool`): whether its layers hand on `use_cache`, by which a prompt is known, and all keywords.
         window_in_config (`bool`): whether all its layers see the window only that the config names.
-        attends_itself (`str`): what of its attention no function that it calls is told of, "windows" or "biases" of
-            distances, if any; a patch gives its layers the classes of `exact/architectures/`.
-        reads_together (`bool`): whether it reads several images as one sequence, under one mask (Pixtral).
+        exact_kind (`str`): which of `exact.kinds.KINDS` it is, if any: "windows" or "biases" of distances in a forward
+            of its own, "images" that are read as one sequence.
         window_of_image (`Callable`, *optional*): where layers call attention for each window of an image, the patches
             of one, given the config: what has no more is exact.
         special_patches (`int`): of an image, the tokens beside its patches, such as [CLS].
@@ -85,14 +85,18 @@ class ModelType:
     longest: str = ""
     has_decoder: bool = False
     causal: bool = False
-    both_ways: str = ""
+    bidirectional_config_name: str = ""
     says_use_cache: bool = True
     window_in_config: bool = False
-    attends_itself: str = ""
-    reads_together: bool = False
+    exact_kind: str = ""
     window_of_image: Callable[[Any], int] | None = None
     special_patches: int = 1
     layers: Callable[[Any, int], tuple[int, ...]] = _layer_of_its_place
+
+    @property
+    def has_own_forward(self) -> bool:
+        """Whether its attention calls no function of transformers: a patch gives it another class."""
+        return self.exact_kind in ("windows", "biases")
 
     @property
     def learned(self) -> LearnedPositions | None:
@@ -181,7 +185,7 @@ def _speech(attention: str) -> ModelType:
 
 def _conformer(attention: str, frames: str = "50") -> ModelType:
     longest = f"any; {frames} frames a second"
-    return ModelType((attention,), _COMPUTED_VECTORS, reads="sound", longest=longest, attends_itself="biases")
+    return ModelType((attention,), _COMPUTED_VECTORS, reads="sound", longest=longest, exact_kind="biases")
 
 
 def _decoder(
@@ -191,7 +195,7 @@ def _decoder(
 
 
 def _t5(attention: str) -> ModelType:
-    return ModelType((attention,), _DISTANCES, longest="512, used to any", has_decoder=True, attends_itself="biases")
+    return ModelType((attention,), _DISTANCES, longest="512, used to any", has_decoder=True, exact_kind="biases")
 
 
 def _encoder_of_two(attention: str, positions: OtherPositions, longest: str = "1,024") -> ModelType:
@@ -199,7 +203,7 @@ def _encoder_of_two(attention: str, positions: OtherPositions, longest: str = "1
 
 
 # One entry for both, as their classes have one name.
-_DEBERTA = ModelType(("DisentangledSelfAttention",), _VECTORS, longest="512, used to any", attends_itself="biases")
+_DEBERTA = ModelType(("DisentangledSelfAttention",), _VECTORS, longest="512, used to any", exact_kind="biases")
 
 MODEL_TYPES: dict[str, ModelType] = {
     "bert": _bert("BertSelfAttention"),
@@ -223,14 +227,14 @@ MODEL_TYPES: dict[str, ModelType] = {
         ("LongformerSelfAttention",),
         LearnedPositions(reserved_by_padding=True, buffers=()),
         longest="4,096, seen in windows of 512",
-        attends_itself="windows",
+        exact_kind="windows",
     ),
     "longt5": ModelType(
         ("LongT5LocalAttention", "LongT5TransientGlobalAttention"),
         _DISTANCES,
         longest="16,384, seen in windows of 255, and as means",
         has_decoder=True,
-        attends_itself="windows",
+        exact_kind="windows",
     ),
     "t5": _t5("T5Attention"),
     "mt5": _t5("MT5Attention"),
@@ -238,7 +242,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "mpnet": _bert(
         "MPNetSelfAttention",
         LearnedPositions(reserved_by_padding=True, buffers=("position_ids",)),
-        attends_itself="biases",
+        exact_kind="biases",
     ),
     "deberta": _DEBERTA,
     "deberta-v2": _DEBERTA,
@@ -274,7 +278,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "clip_vision_model": _image("CLIPAttention", longest="577"),
     "siglip_vision_model": _image("SiglipAttention", longest="729", special_patches=0),
     "siglip2_vision_model": _image("Siglip2Attention", positions=_RESIZED, longest="256", more=", any number"),
-    "pixtral": _tower("PixtralAttention", reads_together=True),
+    "pixtral": _tower("PixtralAttention", exact_kind="images"),
     "qwen2_vl_vision": _tower("VisionAttention"),
     "qwen2_5_vl_vision": _tower_of_windows("Qwen2_5_VLVisionAttention"),
     "qwen2_5_omni_vision_encoder": _tower_of_windows("Qwen2_5OmniVisionAttention"),
@@ -341,14 +345,14 @@ MODEL_TYPES: dict[str, ModelType] = {
         _LED,
         longest="16,384, seen in windows of 1,024",
         has_decoder=True,
-        attends_itself="windows",
+        exact_kind="windows",
     ),
     "pegasus_x": ModelType(
         ("PegasusXGlobalLocalAttention",),
         _GROWING_SINUSOIDS,
         longest="16,384, seen in blocks of 512, and 128 global tokens",
         has_decoder=True,
-        attends_itself="windows",
+        exact_kind="windows",
     ),
     "m2m_100": _encoder_of_two("M2M100Attention", _GROWING_SINUSOIDS),
     "gpt2": _decoder("GPT2Attention", "1,024", _GPT2),
@@ -384,7 +388,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "gemma3_text": _decoder(
         "Gemma3Attention",
         "131,072; five layers of six see windows; EmbeddingGemma, an encoder, 2,048",
-        both_ways="use_bidirectional_attention",
+        bidirectional_config_name="use_bidirectional_attention",
         says_use_cache=False,
     ),
     "gemma4_text": _decoder("Gemma4TextAttention", "262,144; most layers see windows", says_use_cache=False),
@@ -504,6 +508,10 @@ NOT_SERVED: dict[str, str] = {
     "cst": _TRAINED_WITH_IT,
     "clusterformer": _TRAINED_WITH_IT,
 }
+
+# For messages.
+WHAT_IS_SERVED = f"`effattn models` lists the {len(MODEL_TYPES)} model types that are served"
+DECODERS = f"the {sum(entry.causal for entry in MODEL_TYPES.values())} types of decoders that `effattn models` lists"
 
 SERVED_HEADER = ("model type", "what is patched", "reads", "positions", "longest input as published")
 NOT_SERVED_HEADER = ("model type", "not served, because it")
