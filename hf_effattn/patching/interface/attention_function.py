@@ -32,7 +32,6 @@ from ..measured import expect_measurement, last_measured
 from ..methods import Method, list_methods
 from ..methods.base import Options
 from ..methods.crossover import why_never
-from ..methods.drafts import READS_DRAFTS
 from ..model_types.stacks import (
     hides_the_future,
     is_causal,
@@ -87,7 +86,6 @@ def attention(
     if rows is not None:
         query, key, value, positions = rows.split(query, key, value)
     wants_weights = bool(kwargs.pop("output_attentions", None)) or matrices_are_collected(module)
-    reads_drafts = kwargs.pop(READS_DRAFTS, False)
     sinks, softcap = kwargs.pop("s_aux", None), kwargs.pop("softcap", None)
     chosen = method_for(module, method)
     if chosen is not None and chosen.tolerance is not None:
@@ -103,7 +101,7 @@ def attention(
     if hides_future and not dense and N > 1:
         # A prompt's keys are the first of a static cache; further chunks of a prompt come with a dense mask.
         key, value = key[:, :, :N], value[:, :, :N]
-    prompt = not torch.is_grad_enabled() and bool(kwargs.get("use_cache")) and not reads_drafts
+    prompt = not torch.is_grad_enabled() and bool(kwargs.get("use_cache"))
     asked = scaling, dropout, wants_weights, hides_future, prompt
     call = Call(module, query, key, value, attention_mask, sinks, softcap, *asked, kwargs, positions)
     not_by_method = softcap is not None or (sinks is not None and not hides_future)

@@ -165,10 +165,6 @@ class PerHead(Method):
         for rung in self.rungs:
             rung.check_causal(module)
 
-    @property
-    def clusters_prompts(self) -> bool:
-        return any(rung.clusters_prompts for rung in self.rungs)
-
     def _shares(self, key: torch.Tensor) -> list[Share]:
         """The rungs in use with their key/value heads, the dearest first; None: exact."""
         (row,) = self.heads

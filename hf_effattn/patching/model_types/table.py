@@ -69,7 +69,6 @@ class ModelType:
         causal (`bool`): whether it is a decoder alone, whose attention masks the future.
         bidirectional_config_name (`str`): the field of its config that makes it see the future, too, beside
             transformers' `is_causal=False`.
-        says_use_cache (`bool`): whether its layers hand on `use_cache`, by which a prompt is known, and all keywords.
         window_in_config (`bool`): whether all its layers see the window only that the config names.
         exact_kind (`str`): which of `exact.kinds.KINDS` it is, if any: "windows" or "biases" of distances in a forward
             of its own, "images" that are read as one sequence.
@@ -86,7 +85,6 @@ class ModelType:
     has_decoder: bool = False
     causal: bool = False
     bidirectional_config_name: str = ""
-    says_use_cache: bool = True
     window_in_config: bool = False
     exact_kind: str = ""
     window_of_image: Callable[[Any], int] | None = None
@@ -356,9 +354,9 @@ MODEL_TYPES: dict[str, ModelType] = {
     ),
     "m2m_100": _encoder_of_two("M2M100Attention", _GROWING_SINUSOIDS),
     "gpt2": _decoder("GPT2Attention", "1,024", _GPT2),
-    "opt": _decoder("OPTAttention", "2,048", _FROM_2, says_use_cache=False),
+    "opt": _decoder("OPTAttention", "2,048", _FROM_2),
     "gpt_neox": _decoder("GPTNeoXAttention", "2,048"),
-    "gpt_bigcode": _decoder("GPTBigCodeAttention", "8,192", _GPT2, says_use_cache=False),
+    "gpt_bigcode": _decoder("GPTBigCodeAttention", "8,192", _GPT2),
     "llama": _decoder("LlamaAttention", "131,072"),
     "llama4_text": _decoder("Llama4TextAttention", "10,485,760; three layers of four see chunks of 8,192"),
     "mllama_text_model": _decoder("MllamaTextSelfAttention", "131,072, images beside them"),
@@ -381,22 +379,19 @@ MODEL_TYPES: dict[str, ModelType] = {
     "ministral": _decoder("MinistralAttention", "131,072; three layers of four see windows of 32,768"),
     "ministral3": _decoder("Ministral3Attention", "262,144", window_in_config=True),
     "gemma": _decoder("GemmaAttention", "8,192"),
-    "gemma2": _decoder(
-        "Gemma2Attention", "8,192, exactly; every second layer sees windows of 4,096", says_use_cache=False
-    ),
-    "vaultgemma": _decoder("VaultGemmaAttention", "1,024, exactly", says_use_cache=False),
+    "gemma2": _decoder("Gemma2Attention", "8,192, exactly; every second layer sees windows of 4,096"),
+    "vaultgemma": _decoder("VaultGemmaAttention", "1,024, exactly"),
     "gemma3_text": _decoder(
         "Gemma3Attention",
         "131,072; five layers of six see windows; EmbeddingGemma, an encoder, 2,048",
         bidirectional_config_name="use_bidirectional_attention",
-        says_use_cache=False,
     ),
-    "gemma4_text": _decoder("Gemma4TextAttention", "262,144; most layers see windows", says_use_cache=False),
+    "gemma4_text": _decoder("Gemma4TextAttention", "262,144; most layers see windows"),
     "granite": _decoder("GraniteAttention", "131,072"),
     "granitemoe": _decoder("GraniteMoeAttention", "131,072"),
     "olmo": _decoder("OlmoAttention", "4,096"),
     "olmo2": _decoder("Olmo2Attention", "4,096"),
-    "olmo3": _decoder("Olmo3Attention", "65,536; three of four see windows of 4,096", says_use_cache=False),
+    "olmo3": _decoder("Olmo3Attention", "65,536; three of four see windows of 4,096"),
     "olmoe": _decoder("OlmoeAttention", "4,096"),
     "smollm3": _decoder("SmolLM3Attention", "65,536"),
     "phi": _decoder("PhiAttention", "2,048"),
@@ -417,20 +412,16 @@ MODEL_TYPES: dict[str, ModelType] = {
     "aria_text": _decoder("AriaTextAttention", "65,536, images among them"),
     "emu3_text_model": _decoder("Emu3Attention", "9,216, images among them"),
     "jetmoe": _decoder("JetMoeAttention", "4,096"),
-    "biogpt": _decoder("BioGptAttention", "1,024", _FROM_2, says_use_cache=False),
+    "biogpt": _decoder("BioGptAttention", "1,024", _FROM_2),
     "apertus": _decoder("ApertusAttention", "65,536"),
     "arcee": _decoder("ArceeAttention", "65,536"),
-    "nemotron": _decoder("NemotronAttention", "4,096", says_use_cache=False),
-    "stablelm": _decoder("StableLmAttention", "4,096 to 16,384", says_use_cache=False),
-    "gemma3n_text": _decoder(
-        "Gemma3nTextAttention", "32,768; four layers of five see windows of 512", says_use_cache=False
-    ),
-    "gemma4_unified_text": _decoder(
-        "Gemma4UnifiedTextAttention", "262,144; five layers of six see windows of 1,024", says_use_cache=False
-    ),
+    "nemotron": _decoder("NemotronAttention", "4,096"),
+    "stablelm": _decoder("StableLmAttention", "4,096 to 16,384"),
+    "gemma3n_text": _decoder("Gemma3nTextAttention", "32,768; four layers of five see windows of 512"),
+    "gemma4_unified_text": _decoder("Gemma4UnifiedTextAttention", "262,144; five layers of six see windows of 1,024"),
     "afmoe": _decoder("AfmoeAttention", "16,384 and more; three layers of four see windows of 1,024"),
     "axk1": _decoder("AXK1Attention", "32,768"),
-    "cwm": _decoder("CwmAttention", "131,072; three layers of four see windows of 8,192", says_use_cache=False),
+    "cwm": _decoder("CwmAttention", "131,072; three layers of four see windows of 8,192"),
     "dots1": _decoder("Dots1Attention", "32,768"),
     "exaone_moe": _decoder("ExaoneMoeAttention", "262,144; three layers of four see windows of 128"),
     "flint": _decoder("FlintAttention", "262,144; most layers see windows of 512"),
@@ -441,21 +432,19 @@ MODEL_TYPES: dict[str, ModelType] = {
     "hyperclovax": _decoder("HyperCLOVAXAttention", "131,072"),
     "internlm3": _decoder("LlamaAttention", "32,768"),
     "jais2": _decoder("Jais2Attention", "8,192"),
-    "laguna": _decoder("LagunaAttention", "131,072; some layers see windows of 512", says_use_cache=False),
-    "mellum": _decoder("MellumAttention", "131,072; some layers see windows of 1,024", says_use_cache=False),
-    "persimmon": _decoder("PersimmonAttention", "16,384", says_use_cache=False),
+    "laguna": _decoder("LagunaAttention", "131,072; some layers see windows of 512"),
+    "mellum": _decoder("MellumAttention", "131,072; some layers see windows of 1,024"),
+    "persimmon": _decoder("PersimmonAttention", "16,384"),
     "solar_open": _decoder("SolarOpenAttention", "131,072"),
     "youtu": _decoder("YoutuAttention", "131,072"),
     "gpt_oss": _decoder("GptOssAttention", "131,072; every second layer sees windows of 128"),
     "granite_swa": _decoder("GraniteSWAAttention", "8,192 and more; some layers see windows"),
-    "mimo_v2_flash": _decoder("MiMoV2FlashAttention", "262,144; most layers see windows of 128", says_use_cache=False),
+    "mimo_v2_flash": _decoder("MiMoV2FlashAttention", "262,144; most layers see windows of 128"),
     "starcoder2": _decoder("Starcoder2Attention", "16,384, seen in windows of 4,096", window_in_config=True),
-    "modernbert-decoder": _decoder(
-        "ModernBertDecoderAttention", "8,192; two layers of three see windows of 64", says_use_cache=False
-    ),
+    "modernbert-decoder": _decoder("ModernBertDecoderAttention", "8,192; two layers of three see windows of 64"),
     "bitnet": _decoder("BitNetAttention", "4,096"),
     "flex_olmo": _decoder("FlexOlmoAttention", "4,096"),
-    "nanochat": _decoder("NanoChatAttention", "2,048", says_use_cache=False),
+    "nanochat": _decoder("NanoChatAttention", "2,048"),
     "cohere2_moe": _decoder("Cohere2MoeAttention", "8,192 and more; three layers of four see windows of 4,096"),
     "deepseek_v2": _decoder("DeepseekV2Attention", "163,840"),
     "deepseek_v3": _decoder("DeepseekV3Attention", "163,840"),
@@ -472,9 +461,9 @@ MODEL_TYPES: dict[str, ModelType] = {
     "bailing_hybrid": _decoder("BailingHybridAttention", "262,144; five layers of six are linear"),
     "kimi_linear": _decoder("KimiLinearAttention", "1,048,576; three layers of four are linear"),
     "olmo_hybrid": _decoder("OlmoHybridAttention", "65,536; three layers of four are linear"),
-    "lfm3": _decoder("Lfm3Attention", "128,000; most layers are convolutions or see windows", says_use_cache=False),
-    "lfm2": _decoder("Lfm2Attention", "128,000; most layers are convolutions", says_use_cache=False),
-    "lfm2_moe": _decoder("Lfm2MoeAttention", "128,000; most layers are convolutions", says_use_cache=False),
+    "lfm3": _decoder("Lfm3Attention", "128,000; most layers are convolutions or see windows"),
+    "lfm2": _decoder("Lfm2Attention", "128,000; most layers are convolutions"),
+    "lfm2_moe": _decoder("Lfm2MoeAttention", "128,000; most layers are convolutions"),
 }
 
 _NO_DISPATCH = "computes its attention itself, without transformers' AttentionInterface"
