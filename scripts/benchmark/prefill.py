@@ -52,8 +52,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "i-clustered C=100 k=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
     "bi-clustered": PATCHED,
     "bi-clustered C=16 k=256 G=16": {"method": "bi-clustered", "clusters": 16, "topk": 256, "key_clusters": 16},
-    # Clusters of the whole prompt, as `causal="prefill"`: later tokens change earlier outputs.
-    "bi-clustered, prefill": PATCHED | {"prefill": True},
     # The one that most heads of a calibrated model run.
     "cheapest rung": {"method": "bi-clustered"} | CHEAPEST.causal_options(),
 }
