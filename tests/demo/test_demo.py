@@ -32,12 +32,12 @@ def made_up_report(length, seconds, peaks):
         Measurement(
             0,
             method,
-            attention_error={0: [0.5]} if method != "exact" else {},
-            change=OutputChange() if method == "exact" else OutputChange(hidden_error=0.25),
+            attention_error={0: [0.5]} if method != "unpatched" else {},
+            change=OutputChange() if method == "unpatched" else OutputChange(hidden_error=0.25),
             forward_seconds=[second],
             forward_peak_bytes=peak,
         )
-        for method, second, peak in zip(("exact", *SETTINGS), seconds, peaks, strict=True)
+        for method, second, peak in zip(("unpatched", *SETTINGS), seconds, peaks, strict=True)
     ]
     return Report({}, {0: "attention"}, SETTINGS, [MeasuredInput(1, length, length, {})], measurements)
 

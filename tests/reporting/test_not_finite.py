@@ -49,7 +49,7 @@ def test_json_has_no_word_for_it(broken):
     again = Report.from_dict(json.loads(text))
     assert math.isnan(again.of(LABEL)[0].change.hidden_error)
     assert all(map(math.isnan, again.of(LABEL)[0].change.embedding_cosines))
-    assert again.of("exact")[0].change.hidden_error is None
+    assert again.of("unpatched")[0].change.hidden_error is None
     assert again.summary() == broken.summary()
 
 

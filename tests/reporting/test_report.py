@@ -195,17 +195,17 @@ def test_times_and_memory_are_measured_in_whole_rounds():
     inputs = [batch_for(model, length=length).inputs for length in (30, 60)]
     found = quick_report(model, inputs, repeats=2, memory=True, error_budget=1e-6)
     for index in (0, 1):
-        rounds = {len(found.of(method, index)[0].forward_seconds) for method in ("exact", CLUSTERED, IMPROVED)}
+        rounds = {len(found.of(method, index)[0].forward_seconds) for method in ("unpatched", CLUSTERED, IMPROVED)}
         assert len(rounds) == 1
         assert rounds.pop() >= 2
-        for method in ("exact", CLUSTERED, IMPROVED):
+        for method in ("unpatched", CLUSTERED, IMPROVED):
             (measured,) = found.of(method, index)
             assert found.speedup(measured) > 0
             assert found.speedup(measured, "attention") > 0
             # At least the layer's own output, in float32.
             assert measured.attention_peak_bytes >= 4 * 2 * found.inputs[index].length * 32
             assert measured.forward_peak_bytes >= measured.attention_peak_bytes
-    assert found.speedup(found.of("exact", 0)[0]) == 1
+    assert found.speedup(found.of("unpatched", 0)[0]) == 1
     assert found.fastest_within(1e-6) is None
     assert "none of these settings meets it" in found.summary()
     largest = max(m.change.hidden_error for method in (CLUSTERED, IMPROVED) for m in found.of(method))
@@ -292,7 +292,7 @@ def test_the_table_is_tidy_and_survives_json(tmp_path):
     errors = table[table.metric == "attention_error"]
     assert len(errors) == 3 * 3 * 2  # methods, layers, heads
     assert not errors.duplicated(["input", "method", "layer", "head"]).any()
-    assert table[table.metric == "forward_speedup"].method.tolist() == ["exact", CLUSTERED, IMPROVED, BI_CLUSTERED]
+    assert table[table.metric == "forward_speedup"].method.tolist() == ["unpatched", CLUSTERED, IMPROVED, BI_CLUSTERED]
     assert table.valid_tokens.unique().tolist() == [69]
     (file,) = found.save(tmp_path / "new" / "folder", pictures=False)
     assert Report.load(file.parent) == found
