@@ -25,9 +25,9 @@ METHODS = [
     {"method": "bi-clustered", "clusters": 7, "topk": 4, "key_clusters": 6, "min_length": 0},
 ]
 LABELS = [
-    "clustered (clusters=5)",
-    "i-clustered (clusters=5, topk=4)",
-    "bi-clustered (clusters=7, topk=4, key_clusters=6)",
+    "clustered clusters=5",
+    "i-clustered clusters=5 topk=4",
+    "bi-clustered clusters=7 topk=4 key_clusters=6",
 ]
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 # Headings of the table, the report's metric, and what one unit of the number shown is.

@@ -11,7 +11,7 @@ import hf_effattn
 from hf_effattn import Report
 from hf_effattn.reporting.table import report_table
 
-LABEL = "clustered (clusters=5)"
+LABEL = "clustered clusters=5"
 
 
 @pytest.fixture(scope="module")

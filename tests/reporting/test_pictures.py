@@ -13,8 +13,8 @@ METHODS = [
     {"method": "i-clustered", "clusters": 5, "topk": 4},
     {"method": "bi-clustered", "clusters": 5, "topk": 4, "key_clusters": 6},
 ]
-CLUSTERED, IMPROVED = "clustered (clusters=5)", "i-clustered (clusters=5, topk=4)"
-BI_CLUSTERED = "bi-clustered (clusters=5, topk=4, key_clusters=6)"
+CLUSTERED, IMPROVED = "clustered clusters=5", "i-clustered clusters=5 topk=4"
+BI_CLUSTERED = "bi-clustered clusters=5 topk=4 key_clusters=6"
 
 
 @pytest.fixture

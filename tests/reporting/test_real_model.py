@@ -12,8 +12,8 @@ METHODS = [
     {"method": "i-clustered", "clusters": 25, "topk": 32},
     {"method": "bi-clustered", "clusters": 25, "topk": 32, "key_clusters": 50},
 ]
-CLUSTERED, IMPROVED = "clustered (clusters=25)", "i-clustered (clusters=25, topk=32)"
-BI_CLUSTERED = "bi-clustered (clusters=25, topk=32, key_clusters=50)"
+CLUSTERED, IMPROVED = "clustered clusters=25", "i-clustered clusters=25 topk=32"
+BI_CLUSTERED = "bi-clustered clusters=25 topk=32 key_clusters=50"
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ METHODS = [
     {"method": "i-clustered", "clusters": 5, "topk": 4, "min_length": 0},
     {"method": "bi-clustered", "clusters": 5, "topk": 4, "key_clusters": 6, "min_length": 0},
 ]
-CLUSTERED, IMPROVED = "clustered (clusters=5)", "i-clustered (clusters=5, topk=4)"
-BI_CLUSTERED = "bi-clustered (clusters=5, topk=4, key_clusters=6)"
+CLUSTERED, IMPROVED = "clustered clusters=5", "i-clustered clusters=5 topk=4"
+BI_CLUSTERED = "bi-clustered clusters=5 topk=4 key_clusters=6"
 
 
 def quick_report(model, inputs, methods=METHODS, **options):
@@ -261,7 +261,7 @@ def test_short_inputs_are_measured_and_said_to_run_exact():
 def test_settings_that_reach_the_length_are_said_to_be_exact():
     model = tiny_model("bert")
     found = quick_report(model, batch_for(model, length=20).inputs, [{"method": "clustered", "clusters": 20}])
-    (measured,) = found.of("clustered (clusters=20)")
+    (measured,) = found.of("clustered clusters=20")
     assert measured.why_exact == "settings"
     assert measured.mean_attention_error == pytest.approx(0, abs=1e-5)
     assert "this is exact attention" in found.summary()
