@@ -1,4 +1,4 @@
-"""Put the tables of `scripts/results/` into the READMEs and RESULTS.md, between their marks; write the model cards.
+"""Put the tables of `scripts/results/` into the pages that show them, between their marks; write the model cards.
 
 python -m scripts.publish.readme
 """
@@ -49,6 +49,7 @@ from .cst_tables import Table, kept, of_file
 from .verdicts import verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
+PATCHING = ROOT / "hf_effattn" / "patching"
 
 
 STATISTICS = ("median", "mean")
@@ -98,7 +99,7 @@ def _on_other_machines() -> str:
 
 
 def _crossover() -> dict[str, Any]:
-    return json.loads((ROOT / "hf_effattn" / "patching" / "methods" / "crossover.json").read_text(encoding="utf-8"))
+    return json.loads((PATCHING / "methods" / "crossover.json").read_text(encoding="utf-8"))
 
 
 @of_file("benchmark_embeddings")
@@ -392,14 +393,10 @@ def not_served() -> str:
 # Which tables each text has.
 TABLES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"gains": gains},
-    ROOT / "hf_effattn" / "patching" / "README.md": {
+    PATCHING / "MODEL_TYPES.md": {"served model types": served, "model types not served": not_served},
+    PATCHING / "MEASUREMENTS.md": {
+        "closeness": closeness,
         "choice": choice,
-        "images": images,
-        "windows": exact_tables.windows,
-        "longformer": exact_tables.longformer,
-        "relative bias": exact_tables.relative_bias,
-        "pixtral": exact_tables.pixtral,
-        "sinks": exact_tables.sinks,
         "whole models": whole_models,
         "shortest": shortest,
         "head errors": head_errors,
@@ -407,43 +404,38 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "budgets of a decoder": budget_tables.budgets_of_a_decoder,
         "layers": budget_tables.layers,
         "rivals": rivals,
-        "closeness": closeness,
         "clustering": clustering,
         "language model": decoder_tables.language_model,
         "causal speed": decoder_tables.causal_speed,
         "ruler": decoder_tables.ruler,
-        "served model types": served,
-        "model types not served": not_served,
+        "windows": exact_tables.windows,
+        "sinks": exact_tables.sinks,
+        "longformer": exact_tables.longformer,
+        "relative bias": exact_tables.relative_bias,
+        "pixtral": exact_tables.pixtral,
+        "images": images,
     },
-    ROOT / "hf_effattn" / "patching" / "COMPATIBILITY.md": {"compatibility": compatibility.table},
+    PATCHING / "COMPATIBILITY.md": {"compatibility": compatibility.table},
     ROOT / "hf_effattn" / "ops" / "README.md": {"kernels": gpu_tables.kernels},
     CARDS / "LONG_DOCUMENTS.md": {"whole models": whole_models, "one document": documents},
     CARDS / "RELIABILITY.md": {
-        "properties": trust_tables.properties,
-        "defects": trust_tables.defects,
-        "faults": trust_tables.faults,
-        "peaks": trust_tables.peaks,
-        "growth": trust_tables.growth,
+        "verdicts": trust_tables.verdicts,
         "versions": trust_tables.versions,
     },
     CARDS / "RESULTS.md": {
         "verdicts": verdicts,
         "layers": paper_tables.layers,
         "language models": paper_tables.language_models,
-        "matched complexity": paper_tables.matched_complexity,
         "classifiers": paper_tables.classifiers,
         "converted": paper_tables.converted,
         "before": paper_tables.before_fine_tuning,
         "approximation": paper_tables.approximation,
-        "layer errors": paper_tables.layer_errors,
         "retrieval": retrieval,
-        "long range arena": paper_tables.long_range_arena,
         "clusterformer layers": clusterformer_tables.layers,
         "partner recall": clusterformer_tables.partner_recall,
         "mnist": clusterformer_tables.clusterings,
         "routings": clusterformer_tables.routings,
         "clusters": clusterformer_tables.clusters,
-        "losses": clusterformer_tables.losses,
         "translation": clusterformer_tables.translation,
     },
 }
