@@ -250,7 +250,7 @@ def test_autocast_casts_what_sdpa_gets() -> None:
 
 
 def test_softmax_has_a_backward_pass_that_can_be_called() -> None:
-    """`torch._softmax_backward_data`. Private; `ops/shared/cluster_table.py` calls it."""
+    """`torch._softmax_backward_data`. Private; `softmax_backward` calls it."""
     scores = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     weights, grad = scores.softmax(dim=1), torch.randn(3, 5, dtype=torch.float64)
     weights.backward(grad)
@@ -261,7 +261,7 @@ def test_softmax_has_a_backward_pass_that_can_be_called() -> None:
 
 
 def test_a_trace_tells_that_it_runs() -> None:
-    """`torch._C._get_tracing_state`. Private; `ops/shared/graphs.py` asks it."""
+    """`torch._C._get_tracing_state`. Private; `ops/shared/torch_internals.py` asks it."""
     states: list[bool] = []
 
     def told(x: torch.Tensor) -> torch.Tensor:
@@ -274,7 +274,7 @@ def test_a_trace_tells_that_it_runs() -> None:
 
 
 def test_tensors_within_vmap_do_not_say_that_they_learn() -> None:
-    """`torch._C._functorch`. Private; `ops/derivatives.py` asks the tensor inside."""
+    """`torch._C._functorch`. Private; `unbatched` asks the tensor inside."""
     told: list[tuple[bool, bool]] = []
 
     def read(x: torch.Tensor) -> torch.Tensor:
