@@ -1,6 +1,5 @@
 """`patch_attention` and `unpatch_attention`: a method on and off, on one model instance."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -13,18 +12,7 @@ from .methods.base import quoted
 from .model_types.stacks import find_stacks, hides_the_future, is_causal
 from .module_patch import RECORD, ModulePatch
 from .patched_models import remember
-from .planning import (
-    PatchPlan,
-    check_model,
-    check_not_wrapped,
-    plan_patch,
-    stacks_to_patch,
-    warn_of_decoder_loss,
-    warn_of_losses,
-    warn_of_unknown_attention,
-    why_never_used,
-)
-from .sentence_transformers import cut_at
+from .planning import PatchPlan, check_model, plan_patches
 from .snapshot import Snapshot
 from .stored import FIELD, base_model_of, read_settings, write_stored
 
@@ -101,19 +89,7 @@ def patch_attention(
         raise ValueError(
             f"name a method, one of {quoted(list_methods())}, or give settings= that hf_effattn.calibrate found"
         )
-    stacks = stacks_to_patch(model, chosen.method)
-    made_for = [stack for stack in stacks if chosen.is_for(stack)]  # of several parts the one that was calibrated
-    plans = [plan_patch(stack, chosen, layers) for stack in made_for or stacks]
-    for plan in plans:
-        check_not_wrapped(model, plan)
-    for plan in plans:
-        warn_of_losses(plan)
-        warn_of_unknown_attention(plan)
-        never_used = why_never_used(plan, cut_at(model))
-        if never_used is None:
-            warn_of_decoder_loss(plan)
-        else:
-            warnings.warn(never_used, stacklevel=2)
+    plans = plan_patches(model, chosen, layers)
     apply_plans(plans)
     for plan in plans:
         remember(plan.stack.model, model)
@@ -176,17 +152,19 @@ def _apply(plan: PatchPlan) -> None:
     config = plan.stack.model.config
     current = config._attn_implementation
     exact = plan.stack.exact.baseline if current in list_methods() else current
+    base = plan.stack.model.base_model
     for kind in METHODS.values():
-        if not isinstance(plan.method, kind):
+        if kind.parameters_name in base._modules and not isinstance(plan.method, kind):
             kind.detach(plan.stack.model)
-    plan.method.attach(plan.stack.model, plan.parameters)
-    tell_whole_texts(plan.stack.model.base_model, hides_the_future(config) and not plan.method.stays_exact)
+    if plan.parameters is not None:
+        plan.method.attach(plan.stack.model, plan.parameters)
+    tell_whole_texts(base, hides_the_future(config) and not plan.method.stays_exact)
     plan.stack.exact.switch(plan.method.method, on=True)
     setattr(config, FIELD, write_stored(plan.method, plan.layers, base_model_of(config)))
     for module, served, patched in zip(plan.stack.modules, plan.stack.layers, plan.patched, strict=True):
         earlier = vars(module).get(RECORD)
         previous = exact if earlier is None or current not in list_methods() else earlier.previous
-        owner = None if plan.parameters is None else plan.stack.model.base_model
+        owner = None if plan.parameters is None else base
         forget_measurements(module)
         chosen = plan.method.for_layers(served) if patched else None
         setattr(module, RECORD, ModulePatch(chosen, previous, owner, len(served), is_causal(module)))

@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..ops.shared.callers import stacklevel_of_user
 from .adapters import has_adapters
 from .interface.settings import causal_error, unsupported_error
 from .methods import METHODS, Method
@@ -23,7 +24,7 @@ from .model_types.stacks import (
 )
 from .model_types.table import MODEL_TYPES, NOT_SERVED, WHAT_IS_SERVED
 from .module_patch import RECORD
-from .sentence_transformers import is_sentence_transformer, models_inside
+from .sentence_transformers import cut_at, is_sentence_transformer, models_inside
 from .stored import check_layers, saved_method
 
 
@@ -46,10 +47,35 @@ class PatchPlan:
     parameters: nn.Module | None
 
 
+def plan_patches(model: nn.Module, method: Method, layers: Any) -> list[PatchPlan]:
+    """Decide everything that a patch will change in a model, and warn of what it loses and of what does nothing.
+
+    Raises:
+        ValueError, TypeError: as `patch_attention`.
+    """
+    stacks = stacks_to_patch(model, method.method)
+    if len(stacks) > 1:  # settings of heads are for the one that was calibrated
+        stacks = [stack for stack in stacks if method.is_for(stack)] or stacks
+    plans = [plan_patch(stack, method, layers) for stack in stacks]
+    for plan in plans:
+        _check_not_wrapped(model, plan)
+    cut = None if isinstance(model, PreTrainedModel) else cut_at(model)
+    for plan in plans:
+        _warn_of_losses(plan)
+        _warn_of_unknown_attention(plan)
+        never_used = why_never_used(plan, cut)
+        if never_used is None:
+            _warn_of_decoder_loss(plan)
+        else:
+            warnings.warn(never_used, stacklevel=stacklevel_of_user())
+    return plans
+
+
 def stacks_to_patch(model: nn.Module, method: str) -> list[Stack]:
     """The stacks of a model that a method can serve; raises where there is none, saying why."""
     check_model(model)
-    return [stack for inside in models_inside(model) for stack in _stacks_of(inside, method)]
+    inside = [model] if isinstance(model, PreTrainedModel) else models_inside(model)
+    return [stack for one in inside for stack in _stacks_of(one, method)]
 
 
 def _stacks_of(model: nn.Module, method: str) -> list[Stack]:
@@ -130,10 +156,11 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
     if layers is not None and method.stays_exact:
         raise ValueError(f'"{method.method}" approximates no layer, whichever are chosen: leave layers out')
     full = [stack.exact.serves(module) for module in stack.modules]
+    parameters = method.parameters_for(stack) if method.parameters_name else None
     if layers is not None and not any(full):
         raise ValueError(f"{name} has no attention to patch: all its layers {stack.exact.why} and stay exact")
     if layers is None:
-        return PatchPlan(stack, method, tuple(full), None, method.parameters_for(stack))
+        return PatchPlan(stack, method, tuple(full), None, parameters)
     chosen = check_layers(layers, stack.depth)
     without = [layer for layer in chosen if not any(layer in served for served in stack.layers)]
     if without:
@@ -155,7 +182,7 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
                 f"layers {list(served)} of {name} share one attention module; choose all of them or none, got {wanted}"
             )
         patched.append(bool(wanted))
-    return PatchPlan(stack, method, tuple(patched), chosen, method.parameters_for(stack))
+    return PatchPlan(stack, method, tuple(patched), chosen, parameters)
 
 
 def _full_layers(stack: Stack) -> list[int]:
@@ -163,7 +190,7 @@ def _full_layers(stack: Stack) -> list[int]:
     return [layer for module, served in both if stack.exact.serves(module) for layer in served]
 
 
-def check_not_wrapped(model: nn.Module, plan: PatchPlan) -> None:
+def _check_not_wrapped(model: nn.Module, plan: PatchPlan) -> None:
     """Raise where parameters come too late for what is around the model, or in it, to keep them alike or save them."""
     if plan.parameters is None or plan.parameters in model.modules():
         return
@@ -187,17 +214,20 @@ def check_not_wrapped(model: nn.Module, plan: PatchPlan) -> None:
         )
 
 
-def warn_of_losses(plan: PatchPlan) -> None:
+def _warn_of_losses(plan: PatchPlan) -> None:
     """Say what a stack that was converted, and trained, would lose."""
     named = saved_method(plan.stack.model.config)
     patched = any(RECORD in vars(module) for module in plan.stack.modules)
     for name, kind in METHODS.items():
-        loss = kind.lost_by(plan.stack, plan.method, plan.parameters, saved=name == named and not patched)
+        saved = name == named and not patched
+        if not saved and kind.parameters_name not in plan.stack.model.base_model._modules:
+            continue
+        loss = kind.lost_by(plan.stack, plan.method, plan.parameters, saved=saved)
         if loss is not None:
-            warnings.warn(loss, stacklevel=3)
+            warnings.warn(loss, stacklevel=stacklevel_of_user())
 
 
-def warn_of_unknown_attention(plan: PatchPlan) -> None:
+def _warn_of_unknown_attention(plan: PatchPlan) -> None:
     """Say which layers, of those that are to be patched, have attention that no method can take the place of."""
     left = plan.stack.unknown
     if not left or plan.layers is not None or plan.method.stays_exact:
@@ -208,11 +238,11 @@ def warn_of_unknown_attention(plan: PatchPlan) -> None:
         f'{", ".join(names)} in layers {sorted(left)} stays as it is: "{plan.method.method}" replaces what calls '
         "transformers' attention function and inherits from "
         f"{' or '.join(MODEL_TYPES[config.model_type].attention)}. Let it do both, or choose other layers",
-        stacklevel=3,
+        stacklevel=stacklevel_of_user(),
     )
 
 
-def warn_of_decoder_loss(plan: PatchPlan) -> None:
+def _warn_of_decoder_loss(plan: PatchPlan) -> None:
     """Say so where a language model loses more by the method than it need."""
     losses = [kind.decoder_loss for kind in METHODS.values() if kind.decoder_loss is not None]
     loss, least = plan.method.decoder_loss, min(losses)
@@ -222,7 +252,7 @@ def warn_of_decoder_loss(plan: PatchPlan) -> None:
         f'"{plan.method.method}" with the same settings for all heads raised the perplexity of SmolLM2-135M by '
         f"{loss[0]:.1%}, with settings that hf_effattn.calibrate found for each head by {least[0]:.1%} (worst text). "
         "Pass settings=hf_effattn.calibrate(model, inputs, error=0.11), with inputs like yours.",
-        stacklevel=3,
+        stacklevel=stacklevel_of_user(),
     )
 
 

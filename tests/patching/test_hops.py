@@ -1,17 +1,26 @@
-"""How far it is from transformers' call to an op: each function on the way is one that a reader has to open."""
+"""How far a reader has to walk: from transformers' call to an op, and through `patch_attention`.
+
+A walk follows one argument. It enters every function that is handed the model, or one of its stacks, the first time
+that it is called, and goes back with it. Each time the next function lies in another file counts, returns included.
+"""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 import torch
 from support.cst_conversions import small_model, tokens
+from torch import nn
 
 import hf_effattn
+from hf_effattn.patching.model_types.stacks import Stack
 
 MOST = 6
+MOST_CHANGES = 12
+LIBRARY = str(Path(hf_effattn.__file__).parent)
 PATCHING = str(Path(hf_effattn.patching.__file__).parent)
 CLUSTERS: dict[str, Any] = {"clusters": 4, "segment_length": 4, "window": 4}
 CASES = [
@@ -49,3 +58,40 @@ def test_few_functions_lie_between_transformers_and_the_op(
         sys.setprofile(None)
     assert found
     assert max(found) <= MOST, f"{max(found)} functions"
+
+
+def files_walked(model: nn.Module, walk: Callable[[], object]) -> list[str]:
+    """The files of the library along a walk with a model, without repetitions next to each other."""
+    files: list[str] = []
+    inside: list[FrameType] = []
+    known: set[CodeType] = set()
+
+    def follow(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event == "return" and inside and inside[-1] is frame:
+            inside.pop()
+        elif event == "call" and code.co_filename.startswith(LIBRARY) and code not in known:
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            handed = (frame.f_locals.get(name) for name in names)
+            if not any(one is model or isinstance(one, Stack) for one in handed):
+                return
+            known.add(code)
+            inside.append(frame)
+        else:
+            return
+        if inside and files[-1:] != [inside[-1].f_code.co_filename]:
+            files.append(inside[-1].f_code.co_filename)
+
+    sys.setprofile(follow)
+    try:
+        walk()
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+def test_patching_goes_through_few_files() -> None:
+    model = small_model("bert")
+    files = files_walked(model, lambda: hf_effattn.patch_attention(model, "bi-clustered", min_length=0))
+    assert files[0] == files[-1] == hf_effattn.patching.patch.__file__
+    assert len(files) - 1 <= MOST_CHANGES, "\n".join(files)

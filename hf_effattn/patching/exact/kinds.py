@@ -18,7 +18,7 @@ from .windows import is_longer_than_inputs
 _OWN_WINDOWS = "one_sided_attn_window_size", "local_radius", "block_size"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ExactKind:
     """Attention by transformers' attention function. A method serves it, except in layers with a sliding window.
 
@@ -195,8 +195,7 @@ class SeveralImages(ExactKind):
 KINDS: dict[str, type[ExactKind]] = {"windows": OwnWindows, "biases": DistanceBiases, "images": SeveralImages}
 
 
-def exact_kind(model: PreTrainedModel, modules: tuple[nn.Module, ...]) -> ExactKind:
+def kind_of(config: Any) -> type[ExactKind]:
     """The kind of a stack, by the row of its model type and its config."""
-    softcap = getattr(model.config, "attn_logit_softcapping", None)
-    kind = KINDS.get(MODEL_TYPES[model.config.model_type].exact_kind, ExactKind if softcap is None else Softcap)
-    return kind(model, modules)
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    return KINDS.get(MODEL_TYPES[config.model_type].exact_kind, ExactKind if softcap is None else Softcap)

@@ -7,13 +7,12 @@ transformers is imported. FSDP and parametrizations give a module a subclass of 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..exact.kinds import ExactKind, exact_kind
+from ..exact.kinds import ExactKind, kind_of
 from .dispatch import calls_attention_function
 from .table import MODEL_TYPES, LearnedPositions, ModelType
 
@@ -32,6 +31,7 @@ class Stack:
         depth (`int`): how many layers it has, those without attention among them.
         unknown (`dict[int, nn.Module]`): by layer, what stands where others have their self-attention and is none
             that the table names, or never calls transformers' attention function.
+        exact (`ExactKind`): which layers stay exact under every method, and what is gained in them.
     """
 
     model: PreTrainedModel
@@ -39,11 +39,7 @@ class Stack:
     layers: tuple[tuple[int, ...], ...]
     depth: int
     unknown: dict[int, nn.Module]
-
-    @cached_property
-    def exact(self) -> ExactKind:
-        """What stays exact in it, or is cheaper exactly."""
-        return exact_kind(self.model, self.modules)
+    exact: ExactKind
 
 
 class _Place(NamedTuple):
@@ -184,12 +180,14 @@ def _stack(model: PreTrainedModel, attending: list[tuple[nn.Module, _Place]]) ->
         for module in _unknown_attention(child, paths[layers], MODEL_TYPES[config.model_type])
         for layer in layers_at(config, begin + int(name))
     }
+    modules = tuple(module for module, _ in attending)
     return Stack(
         model,
-        tuple(module for module, _ in attending),
+        modules,
         tuple(layers_at(config, begins[place.layers] + place.number) for _, place in attending),
         1 + max(layer for place in range(count) for layer in layers_at(config, place)),
         unknown,
+        kind_of(config)(model, modules),
     )
 
 
