@@ -167,7 +167,7 @@ def _image(
 
 
 def _tower(attention: str, positions: OtherPositions = _PATCHES, more: str = "", **options: Any) -> ModelType:
-    """The eyes of a model that reads images among its text: each image, or frame, is attended to by itself."""
+    """A vision encoder of a model that reads images among its text: each image, or frame, is attended to alone."""
     return ModelType((attention,), positions, reads="image", longest=f"any number of patches{more}", **options)
 
 

@@ -108,7 +108,7 @@ WORDS = {
     "hf_effattn/README.md": 1100,
     "hf_effattn/models/README.md": 700,
     "hf_effattn/ops/README.md": 1300,
-    "hf_effattn/patching/README.md": 2500,
+    "hf_effattn/patching/README.md": 2600,
     "model_cards/LONG_DOCUMENTS.md": 1200,
     "model_cards/RELIABILITY.md": 1200,
     "model_cards/RESULTS.md": 2600,
