@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ..measuring.candidates import make_candidates
 from ..patching.methods.exact import Exact
-from ..patching.model_types.stacks import causal_modules, find_stacks, gains_exactly
+from ..patching.model_types.stacks import causal_modules, find_stacks
 from ..patching.stored import FIELD
 from ..reporting import report
 
@@ -21,12 +21,12 @@ def exact_method(model: PreTrainedModel) -> dict[str, Any] | None:
     """
     if model.device.type != "cpu" or getattr(model.config, FIELD, None) is not None:
         return None
-    return {"method": Exact.method} if any(map(gains_exactly, find_stacks(model))) else None
+    return {"method": Exact.method} if any(stack.exact.gains() for stack in find_stacks(model)) else None
 
 
 def is_long_enough(length: int, model: PreTrainedModel) -> bool:
     """Whether any method of a report would gain on so many tokens."""
-    if any(gains_exactly(stack, length) for stack in find_stacks(model)):
+    if any(stack.exact.gains(length) for stack in find_stacks(model)):
         return True
     causal, device = any(causal_modules(model)), model.device.type
     return any(candidate.why_exact(length, device, causal=causal) is None for candidate in make_candidates(None))

@@ -11,10 +11,9 @@ import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..measuring.candidates import ALWAYS_NAMED, name_settings, short_name
+from ..measuring.candidates import ALWAYS_NAMED, name_settings, rung_names
 from ..models import ClusterFormerConfig, CSTConfig
 from ..patching.methods import METHODS, Method, list_methods
-from ..patching.methods.exact import Exact
 from ..patching.methods.per_head import PerHead
 from ..patching.model_types.stacks import longest_input
 from ..patching.model_types.table import MODEL_TYPES
@@ -329,8 +328,7 @@ def _settings(config: Any, settings: Method | None, layers: Sequence[int] | None
 def _rungs(settings: PerHead) -> list[str]:
     """Which settings how many heads run, and how they were found."""
     heads = [index for row in settings.heads for index in row]
-    names = [*map(short_name, settings.rungs), Exact.method]
-    table = [[name, str(heads.count(index))] for index, name in enumerate(names)]
+    table = [[name, str(heads.count(index))] for index, name in enumerate(rung_names(settings))]
     found = [markdown(["settings", "key/value heads"], table)]
     made = settings.calibration
     if made is not None and "error" in made:
@@ -341,7 +339,7 @@ def _rungs(settings: PerHead) -> list[str]:
         found.append(
             f"{kept} within {made['error']:g} on {made['texts']} texts of {lengths} tokens; of those left out, "
             f"{100 * made['held_out']:.0f}% of the {counted} did, and attention was {made['speed']:.1f} times as fast "
-            "as exact attention. C `clusters`, k `topk`, G `key_clusters`; the table of heads is in `config.json`."
+            "as exact attention. The table of heads is in `config.json`."
         )
     return found
 

@@ -7,8 +7,7 @@ from typing import Any
 from ..patching.methods import Method, make_method
 from ..patching.methods.exact import Exact
 from ..patching.methods.per_head import PerHead
-from ..patching.model_types.table import MODEL_TYPES
-from ..settings_text import method_of
+from ..settings_text import method_of, method_text
 
 UNPATCHED = "unpatched"
 DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
@@ -20,7 +19,6 @@ DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "bi-clustered", "clusters": 64, "topk": 128, "key_clusters": 64},
     {"method": "bi-clustered", "clusters": 128, "topk": 128, "key_clusters": 128},
 )
-LETTERS = {"C": "clusters", "k": "topk", "G": "key_clusters"}
 BESIDE_SETTINGS = ("version", "layers", "base_model")  # of what config.effattn holds
 # The settings that decide between speed and error stand in every name, others only where they differ from the default.
 ALWAYS_NAMED = ("clusters", "key_clusters", "topk", "slice_length", "extension_ratio")
@@ -31,7 +29,7 @@ class Candidate:
     """One method with its settings.
 
     Args:
-        label (`str`): short name, such as `i-clustered (clusters=100, topk=32)`.
+        label (`str`): the settings as a command line takes them, such as `i-clustered clusters=100 topk=32`.
         settings (`Method`): as given; what a user who patches with them gets, `min_length` included.
         forced (`Method`): the same with `min_length=0`, so that short inputs show the method and not SDPA.
         layers (`tuple[int, ...]`, *optional*): as of `patch_attention`; None means all.
@@ -100,43 +98,25 @@ def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[st
 
 
 def name_settings(settings: Method, layers: Sequence[int] | None = None) -> str:
-    """A short name: the method, its counts, and every other setting that is not the default, without `min_length`."""
+    """The settings as a command line takes them, such as `bi-clustered clusters=32 topk=64 key_clusters=32`.
+
+    Shown are the counts and every other setting that is not the default, without `min_length`. The heads of
+    `"per-head"` are too many to type: of them only their number of rungs and the error allowed.
+    """
     defaults = type(settings)()
-    shown = [
-        f"{field.name}={_shown(getattr(settings, field.name))}"
+    shown = {
+        field.name: getattr(settings, field.name)
         for field in fields(settings)
         if field.name not in settings.unnamed
         and (field.name in ALWAYS_NAMED or getattr(settings, field.name) != getattr(defaults, field.name))
-    ]
-    shown += [f"{name}={_shown(value)}" for name, value in settings.label_parts.items()]
-    if layers is not None:
-        shown.append(f"layers={' '.join(map(str, layers))}")
-    return f"{settings.method} ({', '.join(shown)})" if shown else settings.method
-
-
-def short_name(settings: Method, *, causal: bool = False) -> str:
-    """The method and the counts that its time grows with, such as `bi-clustered C=32 k=64 G=32`.
-
-    `causal`: where the future is masked, without the clusters where their number is the same whatever the setting.
-    """
-    values = settings.to_dict()
-    if causal and "clusters" in settings.causal_options():
-        del values["clusters"]
-    return " ".join(
-        [settings.method] + [f"{letter}={values[name]}" for letter, name in LETTERS.items() if name in values]
-    )
+    }
+    chosen = {} if layers is None else {"layers": list(layers)}
+    return method_text(settings.method, shown | settings.label_parts | chosen)
 
 
 def rung_names(settings: PerHead) -> list[str]:
     """The names of what the indices in a table of heads stand for, exact attention last."""
-    made_for = (settings.calibration or {}).get("model", {})
-    entry = MODEL_TYPES.get(made_for.get("model_type", ""))
-    causal = entry is not None and entry.causal and not made_for.get("both_ways", False)
-    return [*(short_name(rung, causal=causal) for rung in settings.rungs), Exact.method]
-
-
-def _shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return [*map(name_settings, settings.rungs), Exact.method]
 
 
 def _settings(method: object) -> tuple[Method, tuple[int, ...] | None]:

@@ -19,18 +19,10 @@ from transformers.masking_utils import sdpa_mask
 from ..ops.shared.precision import cast_by_autocast
 from ..patching.exact.images import IMAGES, Attended, attend_to_each
 from ..patching.exact.reference import sdpa_path
+from ..patching.exact.windows import hides_keys
 from ..patching.methods import list_methods
-from ..patching.model_types.stacks import (
-    Stack,
-    attends_itself,
-    bends_scores,
-    hides_keys,
-    is_causal,
-    is_window_of_image,
-    stays_exact,
-)
-from ..patching.patch import exact_implementation, set_implementation
-from ..patching.planning import stacks_to_patch, why_exact
+from ..patching.model_types.stacks import Stack, is_causal, is_window_of_image
+from ..patching.planning import stacks_to_patch
 from ..patching.position_rows import POSITION_ROWS, READ_BY, PositionRows, PositionTerms
 from ..patching.snapshot import Snapshot
 
@@ -148,7 +140,7 @@ def stacks_to_record(model: nn.Module) -> list[Stack]:
     stacks = stacks_to_report(model)
     if not _numbered_modules(stacks):
         raise ValueError(
-            f"{type(model).__name__} has no attention to measure: all its layers {why_exact(stacks[0])}, and "
+            f"{type(model).__name__} has no attention to measure: all its layers {stacks[0].exact.why}, and "
             "patch_attention runs them exactly"
         )
     return stacks
@@ -165,7 +157,7 @@ def _numbered_modules(stacks: Sequence[Stack]) -> list[tuple[nn.Module, tuple[in
     offset = 0
     for stack in stacks:
         for module, layers in zip(stack.modules, stack.layers, strict=True):
-            if not stays_exact(module):
+            if stack.exact.serves(module):
                 numbered.append((module, tuple(offset + layer for layer in layers)))
         offset += stack.depth
     return numbered
@@ -202,15 +194,10 @@ def make_exact(stacks: Sequence[Stack]) -> None:
 
 def _switch(stack: Stack, implementation: str) -> None:
     """Set the attention implementation of a stack; its own code is back where it calls none."""
-    if runs_own_code(stack):
-        set_implementation(stack, exact_implementation(stack))
+    if stack.exact.is_recorded:
+        stack.exact.switch(implementation, on=implementation == RECORDING)
     else:
-        set_implementation(stack, implementation, apart=implementation == RECORDING)
-
-
-def runs_own_code(stack: Stack) -> bool:
-    """Whether exact attention of a stack is computed by no function that is watched here."""
-    return attends_itself(stack.model) or any(map(bends_scores, stack.modules))
+        stack.exact.switch(stack.exact.baseline, on=False)
 
 
 @contextmanager

@@ -39,6 +39,13 @@ def extend_positions(model: Model, max_length: int) -> Model:
         ValueError: a length below the present one, a model without learned absolute positions, a table of positions
             or of slices that is quantised, sharded, wrapped or offloaded. The model is then unchanged.
         TypeError: something that is not a transformers model, a `max_length` that is not an int.
+
+    Example:
+        >>> import hf_effattn
+        >>> from transformers import AutoModel
+        >>> model = AutoModel.from_pretrained("google-bert/bert-base-uncased")
+        >>> hf_effattn.extend_positions(model, 8192).config.max_position_embeddings
+        8192
     """
     if not isinstance(model, nn.Module) or not (isinstance(model, PreTrainedModel) or is_sentence_transformer(model)):
         raise not_a_model(model)

@@ -61,6 +61,14 @@ def from_pretrained(
         ValueError: no `config.effattn` and no `method`, an `attn_implementation` that is no method, settings written
             in a newer format, an unknown method or setting, layers that do not exist, a model that cannot be patched.
         TypeError: a value of the wrong type, an `auto_class` without `from_pretrained`.
+
+    Example:
+        >>> import hf_effattn
+        >>> from transformers import AutoModel
+        >>> model = hf_effattn.patch_attention(AutoModel.from_pretrained("BAAI/bge-m3"), "bi-clustered", topk=128)
+        >>> model.save_pretrained("patched")
+        >>> hf_effattn.from_pretrained(AutoModel, "patched").config.effattn["topk"]
+        128
     """
     in_library = is_sentence_transformer(auto_class)
     if not in_library and not hasattr(auto_class, "from_pretrained"):

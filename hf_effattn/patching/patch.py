@@ -10,15 +10,7 @@ from .interface.whole_texts import tell_whole_texts
 from .measurements import forget_measurements
 from .methods import METHODS, list_methods, make_method
 from .methods.base import quoted
-from .model_types.stacks import (
-    Stack,
-    attends_itself,
-    bends_scores,
-    find_stacks,
-    hides_the_future,
-    is_causal,
-    reads_together,
-)
+from .model_types.stacks import find_stacks, hides_the_future, is_causal
 from .module_patch import RECORD, ModulePatch
 from .patched_models import remember
 from .planning import (
@@ -89,6 +81,16 @@ def patch_attention(
             `output_attentions=True`, or a conversion of what DDP or FSDP has wrapped. The model is then unchanged.
         TypeError: a value of the wrong type, something that is not a model.
         OSError: `settings` that cannot be read.
+
+    Example:
+        >>> import hf_effattn
+        >>> from transformers import AutoModel, AutoTokenizer
+        >>> tokenizer, model = AutoTokenizer.from_pretrained("BAAI/bge-m3"), AutoModel.from_pretrained("BAAI/bge-m3")
+        >>> model = hf_effattn.patch_attention(model, "bi-clustered", topk=128)
+        >>> inputs = tokenizer(open("long.txt").read(), return_tensors="pt", truncation=True, max_length=8192)
+        >>> outputs = model(**inputs)
+        >>> model.config.effattn["topk"]
+        128
     """
     if settings is not None:
         chosen, stored_layers = read_settings(settings, method, **overrides)
@@ -133,6 +135,13 @@ def unpatch_attention(model: Model) -> Model:
 
     Raises:
         TypeError: something that is not a model.
+
+    Example:
+        >>> import hf_effattn
+        >>> from transformers import AutoModel
+        >>> model = hf_effattn.patch_attention(AutoModel.from_pretrained("BAAI/bge-m3"), "i-clustered")
+        >>> hf_effattn.unpatch_attention(model).config._attn_implementation
+        'sdpa'
     """
     check_model(model)
     for stack in find_stacks(model):
@@ -140,12 +149,12 @@ def unpatch_attention(model: Model) -> Model:
         patches = [vars(module).pop(RECORD) for module in stack.modules if RECORD in vars(module)]
         for module in stack.modules:
             forget_measurements(module)
-        ours = config._attn_implementation in list_methods() or bool(patches and attends_itself(stack.model))
+        ours = config._attn_implementation in list_methods() or bool(patches and stack.exact.has_own_forward)
         for kind in METHODS.values():
             kind.detach(stack.model)
         tell_whole_texts(stack.model.base_model, False)
         if ours:
-            set_implementation(stack, patches[0].previous if patches else exact_implementation(stack))
+            stack.exact.switch(patches[0].previous if patches else stack.exact.baseline, on=False)
         if hasattr(config, FIELD):
             delattr(config, FIELD)
     return model
@@ -166,13 +175,13 @@ def apply_plans(plans: Sequence[PatchPlan]) -> None:
 def _apply(plan: PatchPlan) -> None:
     config = plan.stack.model.config
     current = config._attn_implementation
-    exact = exact_implementation(plan.stack) if current in list_methods() else current
+    exact = plan.stack.exact.baseline if current in list_methods() else current
     for kind in METHODS.values():
         if not isinstance(plan.method, kind):
             kind.detach(plan.stack.model)
     plan.method.attach(plan.stack.model, plan.parameters)
     tell_whole_texts(plan.stack.model.base_model, hides_the_future(config) and not plan.method.stays_exact)
-    set_implementation(plan.stack, plan.method.method)
+    plan.stack.exact.switch(plan.method.method, on=True)
     setattr(config, FIELD, write_stored(plan.method, plan.layers, base_model_of(config)))
     for module, served, patched in zip(plan.stack.modules, plan.stack.layers, plan.patched, strict=True):
         earlier = vars(module).get(RECORD)
@@ -181,31 +190,3 @@ def _apply(plan: PatchPlan) -> None:
         forget_measurements(module)
         chosen = plan.method.for_layers(served) if patched else None
         setattr(module, RECORD, ModulePatch(chosen, previous, owner, len(served), is_causal(module)))
-
-
-def exact_implementation(stack: Stack) -> str:
-    """What a stack runs that nothing else is known of; transformers' SDPA path has no attention sinks or softcap."""
-    return "eager" if any(map(bends_scores, stack.modules)) or not stack.model._supports_sdpa else "sdpa"
-
-
-def set_implementation(stack: Stack, implementation: str, *, apart: bool | None = None) -> None:
-    """Set the attention implementation of a stack, also in a copy of the config that its modules hold.
-
-    `apart`: whether layers are told of each image instead of a mask. Default: of a method.
-    """
-    if attends_itself(stack.model):
-        from .exact.architectures import run_own  # reads modelling files of transformers, which others go without
-
-        run_own(stack, implementation, patched=implementation in list_methods())
-        # Its config keeps its own, unless transformers' switch has set another, which a decoder beside it may call.
-        if implementation in list_methods() or stack.model.config._attn_implementation not in list_methods():
-            return
-    if reads_together(stack.model):
-        from .exact.architectures.pixtral import read_apart
-
-        read_apart(stack.model, apart=implementation in list_methods() if apart is None else apart)
-    stack.model.set_attn_implementation(implementation)
-    for module in stack.modules:
-        config: Any = getattr(module, "config", stack.model.config)
-        if config is not stack.model.config:
-            config._attn_implementation = implementation

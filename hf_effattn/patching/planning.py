@@ -10,25 +10,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .adapters import has_adapters
-from .interface.attention_function import causal_error, unsupported_error
+from .interface.settings import causal_error, unsupported_error
 from .methods import METHODS, Method
 from .methods.crossover import why_never
 from .model_types.stacks import (
     Stack,
-    adds_biases,
-    bends_scores,
     causal_modules,
     find_stacks,
-    gains_exactly,
     is_causal,
-    is_sliding_window,
-    knows_distances,
     longest_input,
-    stays_exact,
-    supported_model_types,
     usual_length,
 )
-from .model_types.table import MODEL_TYPES, NOT_SERVED
+from .model_types.table import MODEL_TYPES, NOT_SERVED, WHAT_IS_SERVED
 from .module_patch import RECORD
 from .sentence_transformers import is_sentence_transformer, models_inside
 from .stored import check_layers, saved_method
@@ -70,7 +63,7 @@ def _stacks_of(model: nn.Module, method: str) -> list[Stack]:
     if pretrained is None:
         raise ValueError(
             f"{name} has no attention to patch: it holds no transformers model. Pass the model that from_pretrained "
-            f"returned, of one of the types {supported_model_types()}"
+            f"returned; {WHAT_IS_SERVED}"
         )
     model_type = getattr(pretrained.config, "model_type", "unknown")
     if model_type in NOT_SERVED:
@@ -113,11 +106,11 @@ def not_a_model(model: Any) -> TypeError:
 
 def _check_dispatch(model: PreTrainedModel, method: str) -> None:
     entry = MODEL_TYPES.get(model.config.model_type)
-    if not model._can_set_attn_implementation() and not (entry is not None and entry.attends_itself):
+    if not model._can_set_attn_implementation() and not (entry is not None and entry.has_own_forward):
         raise ValueError(
             f"{type(model).__name__} does not dispatch its attention through transformers' AttentionInterface in "
-            f'transformers {transformers.__version__}, so "{method}" cannot take its place (a newer transformers may '
-            f"dispatch it); served are {supported_model_types()}"
+            f'transformers {transformers.__version__}, so "{method}" cannot take its place. A newer transformers may '
+            f"dispatch it; {WHAT_IS_SERVED}"
         )
 
 
@@ -126,23 +119,19 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
     name = type(stack.model).__name__
     if getattr(stack.model.config, "output_attentions", False):
         raise ValueError(
-            f"the config of {name} has output_attentions=True, which transformers saves with eager attention only: a "
-            "patched model could not be saved. Set model.config.output_attentions = False (leave it out of "
-            "from_pretrained) and pass output_attentions=True to the call instead"
+            f"the config of {name} has output_attentions=True, with which transformers saves no patched model. Leave "
+            "it out of from_pretrained (or set model.config.output_attentions = False), and pass "
+            "output_attentions=True to the call instead"
         )
-    if stack.model.config._attn_implementation == "sdpa" and any(map(bends_scores, stack.modules)):
-        raise ValueError(
-            f'{name} runs "sdpa", which drops the tanh that bends its scores (config.attn_logit_softcapping): it is '
-            'not the model that was trained. Load it with attn_implementation="eager", then patch it'
-        )
+    stack.exact.check()
     method.check_stack(stack)
     if any(is_causal(module) for module in stack.modules):
         method.check_causal(stack.modules[0])
     if layers is not None and method.stays_exact:
         raise ValueError(f'"{method.method}" approximates no layer, whichever are chosen: leave layers out')
-    full = [not stays_exact(module) for module in stack.modules]
+    full = [stack.exact.serves(module) for module in stack.modules]
     if layers is not None and not any(full):
-        raise ValueError(f"{name} has no attention to patch: all its layers {why_exact(stack)} and stay exact")
+        raise ValueError(f"{name} has no attention to patch: all its layers {stack.exact.why} and stay exact")
     if layers is None:
         return PatchPlan(stack, method, tuple(full), None, method.parameters_for(stack))
     chosen = check_layers(layers, stack.depth)
@@ -171,16 +160,7 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
 
 def _full_layers(stack: Stack) -> list[int]:
     both = zip(stack.modules, stack.layers, strict=True)
-    return [layer for module, served in both if not stays_exact(module) for layer in served]
-
-
-def why_exact(stack: Stack) -> str:
-    """What the layers of a stack do that no method serves."""
-    if any(map(bends_scores, stack.modules)):
-        return "bend their scores by a tanh"
-    if not any(map(adds_biases, stack.modules)):
-        return "see a sliding window only"
-    return "add biases of distances" if knows_distances(stack) else "compute their attention themselves"
+    return [layer for module, served in both if stack.exact.serves(module) for layer in served]
 
 
 def check_not_wrapped(model: nn.Module, plan: PatchPlan) -> None:
@@ -239,10 +219,9 @@ def warn_of_decoder_loss(plan: PatchPlan) -> None:
     if loss is None or loss == least or not any(is_causal(module) for module in plan.stack.modules):
         return
     warnings.warn(
-        f'"{plan.method.method}", alike for all heads, raised the perplexity of a language model by {loss[0]:.1%} and '
-        f"changed {loss[1]:.1%} of its most likely next tokens; with what hf_effattn.calibrate found for each head it "
-        f"was {least[0]:.1%} and {least[1]:.1%} (SmolLM2-135M, scripts/benchmark/language_model.py, the worst text). "
-        "Take patch_attention(model, settings=hf_effattn.calibrate(model, inputs, error=0.11)), inputs like yours.",
+        f'"{plan.method.method}" with the same settings for all heads raised the perplexity of SmolLM2-135M by '
+        f"{loss[0]:.1%}, with settings that hf_effattn.calibrate found for each head by {least[0]:.1%} (worst text). "
+        "Pass settings=hf_effattn.calibrate(model, inputs, error=0.11), with inputs like yours.",
         stacklevel=3,
     )
 
@@ -250,8 +229,8 @@ def warn_of_decoder_loss(plan: PatchPlan) -> None:
 def why_never_used(plan: PatchPlan, cut: int | None = None) -> str | None:
     """What to warn of where exact attention runs on every input that the model takes, or a `cut` leaves; else None."""
     config, method = plan.stack.model.config, plan.method
-    nothing_to_approximate = all(map(stays_exact, plan.stack.modules))
-    gains = gains_exactly(plan.stack)
+    exact = plan.stack.exact
+    nothing_to_approximate, gains = not any(map(exact.serves, exact.modules)), exact.gains()
     if method.stays_exact and gains:
         return None
     if method.stays_exact or (nothing_to_approximate and not gains):
@@ -260,18 +239,15 @@ def why_never_used(plan: PatchPlan, cut: int | None = None) -> str | None:
             "of distances or attention sinks, nor several images under one mask."
         )
     if nothing_to_approximate:
-        themselves = any(map(adds_biases, plan.stack.modules))
-        saves = "without a matrix of them" if knows_distances(plan.stack) else "by SDPA" if themselves else "in blocks"
         return (
             f"The patch will approximate nothing: all layers of {type(plan.stack.model).__name__} "
-            f"{why_exact(plan.stack)}. They run exactly, {saves}, which takes less time on longer inputs."
+            f"{exact.why}. They run exactly, {exact.saves}, which takes less time on longer inputs."
         )
     kind = plan.stack.model.device.type
     if kind == "meta":  # where it will run is not known yet
         return None
     hides_future = any(is_causal(module) for module in plan.stack.modules)
-    windowed = any(is_sliding_window(module) for module in plan.stack.modules)
-    does = "approximate nothing, and gain in layers with windows only" if windowed else "do nothing"
+    does = "approximate nothing, and gain in layers with windows only" if exact.windows else "do nothing"
     shortest = method.shortest_length(kind, causal=hides_future)
     if shortest is None:
         return f"The patch will {does}: {why_never(method.method, kind)}."

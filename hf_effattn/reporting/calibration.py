@@ -183,6 +183,15 @@ def calibrate(
             attention or that do not reach the part, no layer whose attention is finite, a model of several parts and
             none named, or without attention to patch.
         TypeError: a value of the wrong type, something that is not a transformers model.
+
+    Example:
+        >>> import hf_effattn
+        >>> from transformers import AutoModel, AutoTokenizer
+        >>> tokenizer, model = AutoTokenizer.from_pretrained("BAAI/bge-m3"), AutoModel.from_pretrained("BAAI/bge-m3")
+        >>> texts = [tokenizer(open(name).read(), return_tensors="pt") for name in ("long.txt", "other.txt")]
+        >>> found = hf_effattn.calibrate(model, texts)
+        >>> file = found.save("effattn.json")
+        >>> model = hf_effattn.patch_attention(model, settings="effattn.json")
     """
     model, inputs = model_and_inputs(model, inputs)
     if not isinstance(getattr(model, "_orig_mod", model), PreTrainedModel):  # a compiled one is measured as it is

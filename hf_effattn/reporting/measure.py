@@ -26,14 +26,13 @@ from ..measuring.recording import (
     layer_names,
     make_exact,
     recording,
-    runs_own_code,
     stacks_to_report,
 )
 from ..patching.methods import Method
 from ..patching.methods.exact import Exact
-from ..patching.model_types.stacks import Stack, gains_exactly, is_causal, reads_sound
-from ..patching.patch import apply_plans, exact_implementation
-from ..patching.planning import PatchPlan, not_a_model, plan_patch, why_exact
+from ..patching.model_types.stacks import Stack, is_causal, reads_sound
+from ..patching.patch import apply_plans
+from ..patching.planning import PatchPlan, not_a_model, plan_patch
 from ..patching.sentence_transformers import model_and_inputs
 from .findings import MeasuredInput, Measurement
 from .report import Report
@@ -90,6 +89,14 @@ def report(
             attention to patch, a budget without times; none of `input_ids`, `inputs_embeds`, `input_features`,
             `input_values` for a model of windows or biases alone. Raised before anything runs.
         TypeError: something that is not a model, inputs that are not tensors, a value of the wrong type.
+
+    Example:
+        >>> import hf_effattn
+        >>> from transformers import AutoModel, AutoTokenizer
+        >>> tokenizer, model = AutoTokenizer.from_pretrained("BAAI/bge-m3"), AutoModel.from_pretrained("BAAI/bge-m3")
+        >>> inputs = tokenizer(open("long.txt").read(), return_tensors="pt", truncation=True, max_length=8192)
+        >>> found = hf_effattn.report(model, inputs, "bi-clustered")
+        >>> folder = found.save("report")  # print(found) says the same in words
     """
     model, inputs = model_and_inputs(model, inputs)
     if not isinstance(model, PreTrainedModel):
@@ -99,7 +106,7 @@ def report(
         methods = default_methods(model)
         if not methods:
             raise ValueError(
-                f"{type(model).__name__} has no attention to measure: all its layers {why_exact(stacks[0])}, and no "
+                f"{type(model).__name__} has no attention to measure: all its layers {stacks[0].exact.why}, and no "
                 "patch changes them"
             )
     candidates = make_candidates(methods)
@@ -132,7 +139,7 @@ def report(
 
 def default_methods(model: PreTrainedModel) -> list[dict[str, Any]]:
     """What a report measures of a model: a few settings of every method, and windows alone where it has some."""
-    exactly = [{"method": Exact.method}] if any(map(gains_exactly, stacks_to_report(model))) else []
+    exactly = [{"method": Exact.method}] if any(stack.exact.gains() for stack in stacks_to_report(model)) else []
     approximate = make_candidates(None) if layer_names(model) else []
     return [*(one.to_dict() for one in approximate), *exactly]
 
@@ -360,7 +367,7 @@ def _check_options(error_budget: float | None, repeats: int) -> None:
 
 def _has_own_code(stack: Stack) -> bool:
     """Whether the exact model runs neither SDPA nor what stands for it here."""
-    return runs_own_code(stack) and exact_implementation(stack) == EAGER
+    return not stack.exact.is_recorded and stack.exact.baseline == EAGER
 
 
 def _environment(model: PreTrainedModel, stacks: list[Stack], repeats: int, memory: bool) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class AttentionPattern:
         tokens (`list[str]`): all `N` tokens.
         special (`list[bool]`): which of them the tokenizer added ([CLS], [SEP], padding).
         is_pair (`bool`): whether the rows are the first of two segments.
-        weights (`dict[str, torch.Tensor]`): `(R, N)` for `"exact"` and each candidate's label.
+        weights (`dict[str, torch.Tensor]`): `(R, N)` for `"unpatched"` and each candidate's label.
         exact_labels (`tuple[str, ...]`): candidates whose settings leave this input exact.
     """
 

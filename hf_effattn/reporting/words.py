@@ -28,7 +28,6 @@ def summary(report: Findings) -> str:
         lines += ["", _inputs_line(report, length)]
         lines += [_method_line(report, label, length) for label in report.methods]
         lines += _min_length_line(report, length)
-    lines += _prefill_line(report)
     lines += _fine_tuning_line(report)
     lines += ["", *budget_lines(report)] if report.error_budget is not None else []
     return "\n".join(lines)
@@ -173,18 +172,6 @@ def _min_length_line(report: Findings, length: int | None) -> list[str]:
     return [
         f"Patched with {who}, the model would run exact attention on {inputs}{' ' if several else ': '}{why} shorter "
         f"than min_length ({span} tokens here). The method was forced here (min_length=0)."
-    ]
-
-
-def _prefill_line(report: Findings) -> list[str]:
-    """Which methods are for prompts only: their outputs at earlier tokens depend on later ones."""
-    prompts = [label for label, settings in report.methods.items() if settings.get("causal") == "prefill"]
-    if not prompts:
-        return []
-    return [
-        "",
-        f"{', '.join(prompts)}: for the prompt of a generation only. In a causal model its clusters are of all "
-        "queries, so outputs before the last token depend on later ones.",
     ]
 
 

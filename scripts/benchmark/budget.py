@@ -28,7 +28,7 @@ import torch.nn.functional as F
 import typer
 from rich.progress import track
 
-from hf_effattn.measuring.candidates import short_name
+from hf_effattn.measuring.candidates import name_settings
 from hf_effattn.measuring.choosing import OfHeads, errors_of, held_out_coverage, least_margin
 from hf_effattn.measuring.cost import compare, interleaved_rounds, median_ratio, timed
 from hf_effattn.measuring.ladder import LADDER, default_ladder, text_errors, text_squares
@@ -206,7 +206,7 @@ def best_uniform(
         seconds = cost * (of_heads.numel() - exact) + costs[-1] * exact
         found.append((seconds, replace(rung, exact_above=threshold), exact))
     _, rung, exact = min(found, key=lambda one: one[0])
-    return rung, {"setting": short_name(rung), "exact_above": rung.exact_above, "exact_heads": exact}
+    return rung, {"setting": name_settings(rung), "exact_heads": exact}
 
 
 @torch.no_grad()

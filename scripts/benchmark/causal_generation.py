@@ -32,7 +32,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "window": 256,
         "segment_length": 128,
     },
-    "bi-clustered, prefill": {"method": "bi-clustered", "clusters": 16, "topk": 32, "causal": "prefill"} | SHORT,
 }
 
 

@@ -34,7 +34,7 @@ from hf_effattn.measuring.bench import exact_output
 from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio, peak_memory_added, timed
 from hf_effattn.measuring.ladder import default_ladder
 from hf_effattn.patching.methods.per_head import described
-from hf_effattn.patching.model_types.stacks import find_stacks, is_sliding_window
+from hf_effattn.patching.model_types.stacks import find_stacks
 
 from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, print_table
@@ -65,7 +65,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 CALIBRATED = "bi-clustered, calibrated"
 BUDGET = 0.1
 METHODS: dict[str, dict[str, Any]] = {
-    "i-clustered C=100 k=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
+    "i-clustered clusters=100 topk=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
     CALIBRATED: {"method": "per-head", "error": BUDGET},  # the heads: `calibrated_heads`
 }
 WINDOWS_ALONE = "exact, windows in blocks"
@@ -90,7 +90,7 @@ def random_model(shape: str, length: int, dtype: torch.dtype, device: torch.devi
 
 def _timed_attention(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     (output, _), seconds = timed(partial(sdpa_attention_forward, module, query, *args, **kwargs), query.device)
-    _spent[WINDOWED if is_sliding_window(module) else FULL] += seconds
+    _spent[FULL if getattr(module, "sliding_window", None) is None else WINDOWED] += seconds
     return output, None
 
 
@@ -134,7 +134,7 @@ def switches(model: PreTrainedModel, table: list[list[int]]) -> dict[str, Callab
     """
     found: dict[str, Callable[[], object]] = {EXACT: partial(unpatch_attention, model)}
     stack = find_stacks(model)[0]
-    if any(is_sliding_window(module) for module in stack.modules):
+    if stack.exact.windows:
         found[WINDOWS_ALONE] = partial(patch_attention, model, "exact")
     for name, settings in METHODS.items():
         if name == CALIBRATED:

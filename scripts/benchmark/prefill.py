@@ -49,11 +49,14 @@ DEFAULT_SHAPES = {"cpu": (12, 12, 64), "cuda": (32, 8, 128)}
 PATCHED: dict[str, Any] = {"method": "bi-clustered"} | BiClustered().causal_options()
 CHEAPEST = BiClustered(**{name: value for name, value in CAUSAL_LADDER[0].items() if name != "method"})
 METHODS: dict[str, dict[str, Any]] = {
-    "i-clustered C=100 k=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
+    "i-clustered clusters=100 topk=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
     "bi-clustered": PATCHED,
-    "bi-clustered C=16 k=256 G=16": {"method": "bi-clustered", "clusters": 16, "topk": 256, "key_clusters": 16},
-    # Clusters of the whole prompt, as `causal="prefill"`: later tokens change earlier outputs.
-    "bi-clustered, prefill": PATCHED | {"prefill": True},
+    "bi-clustered clusters=16 topk=256 key_clusters=16": {
+        "method": "bi-clustered",
+        "clusters": 16,
+        "topk": 256,
+        "key_clusters": 16,
+    },
     # The one that most heads of a calibrated model run.
     "cheapest rung": {"method": "bi-clustered"} | CHEAPEST.causal_options(),
 }

@@ -10,11 +10,11 @@ from .cst_tables import NOT_RUN, kept
 
 LENGTHS = (4096, 8192, 16384)
 METHODS = (
-    "i-clustered C=25 k=32",
-    "i-clustered C=100 k=32",
-    "bi-clustered C=32 k=32 G=32",
-    "bi-clustered C=64 k=64 G=32",
-    "bi-clustered C=128 k=128 G=64",
+    "i-clustered clusters=25 topk=32",
+    "i-clustered clusters=100 topk=32",
+    "bi-clustered clusters=32 topk=32 key_clusters=32",
+    "bi-clustered clusters=64 topk=64 key_clusters=32",
+    "bi-clustered clusters=128 topk=128 key_clusters=64",
 )
 CST_LENGTHS = (4096, 16384, 65536)
 ROUTINGS = ("neural", "gated")
@@ -108,7 +108,7 @@ def _verdict(methods: Rows, layers: Rows) -> str:
         f"{ratio(methods[i_clustered, longest], 'forward_speedup')} as fast as exact attention, bi-clustered "
         f"{ratio(methods[bi_clustered, longest], 'forward_speedup')}, since the host takes {takes('i-clustered')} "
         f"(bi-clustered {takes('bi-clustered')}) to start the kernels of a layer. With a CUDA graph it is "
-        f"{ratio(methods[i_clustered, longest], 'forward_graph_speedup')} (C=25: "
+        f"{ratio(methods[i_clustered, longest], 'forward_graph_speedup')} (clusters=25: "
         f"{ratio(methods[few, longest], 'forward_graph_speedup')}), bi-clustered "
         f"{ratio(methods[bi_clustered, longest], 'forward_graph_speedup')}, CST's attention "
         f"{ratio(layers['slices', longest], 'forward_graph_speedup')}, and "

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from hf_effattn.measuring.candidates import LETTERS, short_name
+from hf_effattn.measuring.candidates import name_settings
 from hf_effattn.patching.methods import make_method
 from hf_effattn.patching.model_types.table import (
     NOT_SERVED_HEADER,
@@ -22,6 +22,7 @@ from hf_effattn.patching.model_types.table import (
     served_rows,
 )
 from hf_effattn.reporting.table import markdown
+from hf_effattn.settings_text import method_text
 
 from ..benchmark import documents as benchmark_documents
 from ..benchmark import frontier as benchmark_frontier
@@ -109,8 +110,8 @@ def closeness(result: dict[str, Any]) -> Table:
     shown = ("length", "method", "clusters", "topk", "key_clusters")
     for setting in dict.fromkeys(tuple(row[field] for field in shown) for row in result["rows"]):
         length, method, clusters, topk, key_clusters = setting
-        name = f"{length} tokens, {method} C={clusters}"
-        name += (f" k={topk}" if topk else "") + (f" G={key_clusters}" if key_clusters else "")
+        counts = {"clusters": clusters, "topk": topk, "key_clusters": key_clusters}
+        name = f"{length} tokens, {method_text(method, {name: count for name, count in counts.items() if count})}"
         values = {row["clustering"]: row for row in result["rows"] if tuple(row[field] for field in shown) == setting}
         rows.append(
             [name] + [f"{values[kind]['cosine_mean']:.4f} ({values[kind]['cosine_min']:.4f})" for kind in kinds]
@@ -128,7 +129,7 @@ def head_errors(result: dict[str, Any]) -> Table:
     header = ["", *(f"{length:,}: {name}" for length in lengths for name in ("median head", "mean of heads"))]
     rows = []
     for (clusters, topk, key_clusters), group in ratios.groupby(["clusters", "topk", "key_clusters"]):
-        cells = [f"C={clusters} k={topk} G={key_clusters}"]
+        cells = [f"bi-clustered clusters={clusters} topk={topk} key_clusters={key_clusters}"]
         for _, row in group.sort_values("length").iterrows():
             cells += [f"{row[f'first_order {name}']:.3f} ({row[f'order_zero {name}']:.3f})" for name in STATISTICS]
         rows.append(cells)
@@ -184,7 +185,7 @@ def clustering(result: dict[str, Any]) -> Table:
             ]
         )
     first = result["rows"][0]
-    note = f"C={first['clusters']}, k={first['topk']}, H=12, D=32, one layer's labels. "
+    note = f"clusters={first['clusters']} topk={first['topk']}, H=12, D=32, one layer's labels. "
     return markdown(header, rows), note
 
 
@@ -205,7 +206,7 @@ def choice(result: dict[str, Any]) -> Table:
     rows = [[f"{target:g}", *(cell(found[length, target]) for length in lengths)] for target in targets]
     tried = len({row["name"] for row in result["rows"]})
     note = f"Attention alone, {tried} settings tried, all-MiniLM-L6-v2 on novels, positions repeated beyond 512. "
-    default = short_name(make_method("bi-clustered"))
+    default = name_settings(make_method("bi-clustered"))
     defaults = [
         f"at {row['length']:,} tokens {row['speedup']:.1f}×, error {row['error']:.2f}"
         for row in result["rows"]
@@ -351,12 +352,12 @@ def shortest() -> str:
         machines = measured[f"{prefix}measurements"][device].values()
         tried = [row for one in machines for row in one["forward_speedup"]]
         for row in measured[f"{prefix}min_length"][device]:
-            settings = [f"{letter}={row[field]}" for letter, field in LETTERS.items() if field in row]
+            counts = {name: row[name] for name in ("clusters", "topk", "key_clusters") if name in row}
             options = {name: value for name, value in row.items() if name != "min_length"}
             own = (one["speedup"] for one in tried if options | {"speedup": one["speedup"]} == one)
             longest = max(int(length) for speedup in own for length in speedup)
             shortest = row["min_length"]
-            found[" ".join([row["method"], *settings])] = (
+            found[method_text(row["method"], counts)] = (
                 f"{shortest:,}" if shortest <= longest else f"over {longest:,}: {shortest:,}"
             )
         return found

@@ -50,7 +50,6 @@ CASES = (
     Case("topk_beyond_keys", topk=99),
     Case("one_key_cluster", key_clusters=1),
     Case("no_iterations", iterations=0),
-    Case("prefill", prefill=True),
     Case("all_heads_exact", exact_above=0.0, H=4, key_heads=2, clusters=2, key_clusters=2),
     Case("some_heads_exact", **SOME_EXACT),
     Case("some_heads_exact_and_dropout", **SOME_EXACT, dropout_p=0.3),
@@ -59,7 +58,6 @@ CASES = (
     Case("left_padding", masks="left", N=61),
     Case("holes", masks="holes"),
     Case("row_fully_padded", masks="row"),
-    Case("prefill_and_holes", masks="holes", prefill=True),
     Case("grouped_heads", H=6, key_heads=2),
     Case("one_key_head_and_holes", H=3, key_heads=1, masks="holes"),
     Case("sinks", H=3, sinks=True),
@@ -287,16 +285,6 @@ def test_a_later_token_reaches_every_later_segment(method):
     assert not changed[:, :, :9].any()
 
 
-def test_prefill_lets_no_later_value_through():
-    case = Case("prefill", prefill=True)
-    query, key, value, mask = make_inputs(case)
-    for method in METHODS:
-        before = attend(method, case, query, key, value, mask)
-        changed = value.clone()
-        changed[:, :, 20:] += 1.0
-        assert torch.equal(before[:, :, :20], attend(method, case, query, key, changed, mask)[:, :, :20])
-
-
 @pytest.mark.slow_except("bi-clustered")
 @each_method
 def test_dropout_keeps_the_mean(method):
@@ -353,7 +341,6 @@ def test_compiles_to_one_op(method):
         ({"exact_above": -0.1}, ValueError, "exact_above must be at least 0, got -0.1"),
         ({"exact_above": float("nan")}, ValueError, "exact_above must be at least 0, got nan"),
         ({"scale": "a"}, TypeError, "scale must be a number, got 'a'"),
-        ({"prefill": "yes"}, TypeError, "prefill must be True or False, got 'yes'"),
         ({"dropout_p": "a"}, TypeError, "dropout_p must be a number, got 'a'"),
         ({"key_mask": [True] * 6}, TypeError, "key_mask must be a tensor or None, got list"),
         ({"dropout_p": 1.0}, ValueError, r"dropout_p must lie in \[0, 1\)"),

@@ -52,14 +52,13 @@ CASES = (
     replace(SMALL, name="topk_beyond_keys", topk=99),
     replace(SMALL, name="no_iterations", iterations=0),
     replace(SMALL, name="grouped_heads", H=4, key_heads=2),
-    replace(SMALL, name="prefill", prefill=True),
     replace(SMALL, name="sinks_of_grouped_heads", H=4, key_heads=2, sinks=True),
     replace(SMALL, name="sinks_and_holes", B=2, N=21, masks="holes", sinks=True),
     replace(SMALL, name="all_heads_exact", exact_above=0.0),
     replace(SMALL, name="some_heads_exact", exact_above=0.08, H=4, key_heads=2, clusters=2, key_clusters=2, N=33),
     replace(SMALL, name="right_padding", B=2, H=1, masks="right"),
     replace(SMALL, name="row_fully_padded", B=2, H=1, masks="row", N=30),
-    replace(SMALL, name="prefill_and_holes", B=2, H=1, masks="holes", prefill=True),
+    replace(SMALL, name="holes", B=2, H=1, masks="holes"),
     replace(
         SMALL,
         name="some_heads_exact_and_holes",
@@ -73,7 +72,7 @@ CASES = (
 )
 each_method = pytest.mark.parametrize("method", METHODS)
 # The other methods are the same kernels with less in them.
-FEW = ("plain", "no_window", "grouped_heads", "prefill_and_holes")
+FEW = ("plain", "no_window", "grouped_heads", "holes")
 CALLS = [(method, case) for method in METHODS for case in CASES if method == METHODS[2] or case.name in FEW]
 
 

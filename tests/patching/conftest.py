@@ -9,9 +9,9 @@ import torch
 from packaging.version import parse
 from transformers.integrations import peft as adapters
 
+from hf_effattn.patching.exact import call
 from hf_effattn.patching.exact.architectures import longformer
 from hf_effattn.patching.exact.windows import attend_in_blocks
-from hf_effattn.patching.interface import attention_function
 from hf_effattn.patching.methods import METHODS
 from hf_effattn.patching.methods import clustered as clustered_settings
 
@@ -83,7 +83,7 @@ def in_blocks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         shapes.append(mask.shape)
         return attend_in_blocks(query, key, value, mask, **how)
 
-    for module in (attention_function, longformer):
+    for module in (call, longformer):
         monkeypatch.setattr(module, "attend_in_blocks", watched)
     return shapes
 

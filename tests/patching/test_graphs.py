@@ -26,7 +26,6 @@ PATCHES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, own) for name, ow
 CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
     "clustered": ("clustered", {"clusters": 4} | LOCAL),
     "bi-clustered": ("bi-clustered", {"topk": 1, "key_clusters": 4} | LOCAL),
-    "prefill": ("bi-clustered", {"topk": 1, "key_clusters": 4, "causal": "prefill"} | LOCAL),
     "per-head": (
         "per-head",
         {"rungs": [{"method": "bi-clustered", "topk": 1, "key_clusters": 4} | LOCAL], "heads": [[0, 1]]},
@@ -145,7 +144,7 @@ def traces() -> Iterator[Any]:
 
 
 @pytest.mark.compatibility("torch", "`torch.jit.trace`, other texts", "runs")
-@pytest.mark.slow_except("*-bi-clustered-*", "*-per-head-*", "bert-cst-*", "llama-prefill-None")
+@pytest.mark.slow_except("*-bi-clustered-*", "*-per-head-*", "bert-cst-*", "llama-clustered-None")
 @pytest.mark.parametrize("traced_with", [None, "right"])
 @pytest.mark.parametrize(("make", "patch"), list(traces()))
 @torch.no_grad()

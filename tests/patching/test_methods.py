@@ -57,7 +57,6 @@ def test_names_and_defaults() -> None:
         "fit_queries": None,
         "seed": 0,
         "check_finite": False,
-        "causal": "strict",
         "segment_length": 1024,
         "window": 256,
         "topk": 32,

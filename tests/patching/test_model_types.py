@@ -48,7 +48,7 @@ def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
 
 def test_the_table_is_covered() -> None:
     """Tests of their own have causal types, those in `CLASSES`, Longformer's kind, and one of windows alone."""
-    others = {name for name, entry in TABLE.items() if not entry.causal and not entry.attends_itself}
+    others = {name for name, entry in TABLE.items() if not entry.causal and not entry.has_own_forward}
     assert SETTINGS.keys() | CLASSES.keys() | {"openai_privacy_filter"} == others
 
 

@@ -20,7 +20,7 @@ def gpt2(patched: str | None) -> GPT2LMHeadModel:
     if patched == "cst":
         hf_effattn.patch_attention(model, "cst", slice_length=8)
     elif patched is not None:
-        settings: dict[str, Any] = {**I_CLUSTERED, "segment_length": 8, "window": 0, "causal": patched}
+        settings: dict[str, Any] = {**I_CLUSTERED, "segment_length": 8, "window": 0}
         hf_effattn.patch_attention(model, **settings)
     return model
 
@@ -36,20 +36,18 @@ def state(model: GPT2LMHeadModel) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("candidate", ["prefill", "strict", "cst"])
-@pytest.mark.parametrize("patched", [None, "prefill", "strict", "cst"])
+@pytest.mark.parametrize("candidate", ["i-clustered", "cst"])
+@pytest.mark.parametrize("patched", [None, "i-clustered", "cst"])
 def test_a_report_leaves_the_model_as_it_was(patched: str | None, candidate: str) -> None:
     model = gpt2(patched)
     before = state(model)
-    method: dict[str, Any] = {**I_CLUSTERED, "causal": candidate}
-    if candidate == "cst":
-        method = {"method": "cst", "slice_length": 4}
+    method: dict[str, Any] = I_CLUSTERED if candidate != "cst" else {"method": "cst", "slice_length": 4}
     hf_effattn.report(model, {"input_ids": torch.arange(100)[None] % 60}, [method], repeats=1, progress=False)
     assert state(model) == before
 
 
-@pytest.mark.parametrize("to", ["prefill", "strict", "cst"])
-@pytest.mark.parametrize("patched", [None, "prefill", "strict", "cst"])
+@pytest.mark.parametrize("to", ["i-clustered", "cst"])
+@pytest.mark.parametrize("patched", [None, "i-clustered", "cst"])
 def test_a_patch_that_fails_leaves_the_model_as_it_was(
     patched: str | None, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,7 +57,7 @@ def test_a_patch_that_fails_leaves_the_model_as_it_was(
     model = gpt2(patched)
     before = state(model)
     monkeypatch.setattr(patch, "write_stored", fail)
-    settings: dict[str, Any] = {**I_CLUSTERED, "causal": to} if to != "cst" else {"method": "cst", "slice_length": 4}
+    settings: dict[str, Any] = I_CLUSTERED if to != "cst" else {"method": "cst", "slice_length": 4}
     with pytest.raises(RuntimeError, match="no"):
         hf_effattn.patch_attention(model, **settings)
     assert state(model) == before

@@ -315,7 +315,7 @@ def test_kept_in_a_file_and_loaded(tmp_path: Path) -> None:
         assert hf_effattn.Calibration.load(place).to_dict() == found.to_dict()
     said = str(found)
     assert said.startswith("Within an error of 20%:")
-    assert all(name in said for name in ("4 texts of 40 tokens", "i-clustered C=3 k=2", "exact"))
+    assert all(name in said for name in ("4 texts of 40 tokens", "i-clustered clusters=3 topk=2", "exact"))
     assert sum(int(line.split()[0]) for line in said.splitlines()[1:]) == 6
     with pytest.raises(ValueError, match="which calibrate did not find"):
         hf_effattn.Calibration.load({"method": "clustered"})
@@ -349,7 +349,7 @@ def test_a_report_says_what_was_asked_calibrated_and_measured(tmp_path: Path) ->
     found = hf_effattn.calibrate(model, texts(), error=0.2, **OPTIONS)
     report = hf_effattn.report(model, texts(2), [found, LADDER[0]], repeats=0, memory=False, progress=False)
     label = next(iter(report.methods))
-    assert label == "per-head (rungs=3, error=0.2)"
+    assert label == "per-head rungs=3 error=0.2"
     errors = report.measurements[1].attention_error
     expected = errors_with(model, texts(2), lambda layer: found.settings.for_layers((layer,)))
     both = torch.tensor([errors[layer] for layer in range(3)])
@@ -468,16 +468,10 @@ def test_attention_that_is_not_finite_in_one_layer() -> None:
     assert [max(row) == len(LADDER) for row in found.settings.heads] == [False, False, True]
 
 
-def test_of_decoders_no_clusters_are_named_that_they_do_not_have() -> None:
+def test_rungs_are_named_as_they_are_typed() -> None:
     rungs = [{"method": "bi-clustered", "topk": 16, "key_clusters": 8}, {"method": "i-clustered", "topk": 16}]
-    names = {
-        kind: rung_names(PerHead(rungs=rungs, heads=[[0, 1]], calibration={"model": {"model_type": kind}}))
-        for kind in ("bert", "llama")
-    }
-    assert names == {
-        "bert": ["bi-clustered C=32 k=16 G=8", "i-clustered C=100 k=16", "exact"],
-        "llama": ["bi-clustered k=16 G=8", "i-clustered C=100 k=16", "exact"],
-    }
+    names = ["bi-clustered clusters=32 topk=16 key_clusters=8", "i-clustered clusters=100 topk=16", "exact"]
+    assert rung_names(PerHead(rungs=rungs, heads=[[0, 1]])) == names
 
 
 def unlike_texts(tokenizer: Any, length: int) -> dict[str, torch.Tensor]:

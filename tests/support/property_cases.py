@@ -64,8 +64,8 @@ class Case:
 
     @property
     def is_causal(self) -> bool:
-        """Whether no output may depend on a later token; `flag` is `prefill` for the causal form over clusters."""
-        return self.is_self_attention and self.flag != (self.op == "causal_clustered_attention")
+        """Whether no output may depend on a later token."""
+        return self.op == "causal_clustered_attention" or (self.is_self_attention and self.flag)
 
 
 @st.composite
@@ -243,7 +243,6 @@ def attend(case: Case, inputs: Inputs, backend: str | None = None) -> torch.Tens
         segment_length=case.length,
         window=case.topk,
         exact_above=0.05 if case.exact else None,
-        prefill=case.flag,
         **common,
     )
 

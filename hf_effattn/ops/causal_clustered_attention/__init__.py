@@ -45,7 +45,6 @@ def causal_clustered_attention(
     fit_queries: int | None = None,
     exact_above: float | None = None,
     seed: int = 0,
-    prefill: bool = False,
     key_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
@@ -67,7 +66,7 @@ def causal_clustered_attention(
     - `"clustered"`: the centroid's scores of all (Source: Vyas 2020, for bidirectional attention).
 
     Which keys a query sees in which way depends on its position, on itself and on earlier tokens. Changing a token
-    changes no earlier output, bit for bit, but with `prefill=True`; on a GPU a value that is not finite may change
+    changes no earlier output, bit for bit; on a GPU a value that is not finite may change
     those of its segment, as with exact attention. With `window >= N`, and for the two first methods with `topk >= N`,
     the result is exact attention. Gradients are exact for fixed clusters and chosen keys. Of exact attention's work
     `clusters / segment_length` remains at any length, and what grows with `N`; memory grows with `N`.
@@ -94,9 +93,6 @@ def causal_clustered_attention(
             larger (`predicted_error`, of the past queries that its clusters are made of) attend exactly to all older
             keys. Default: none does.
         seed (`int`): of the clustering of queries and keys.
-        prefill (`bool`): make a segment's clusters of its own queries: less error, for prompts whose outputs are read
-            at the end only. Then an earlier output is made of no later key or value, but which older keys stand out
-            in it, and how, depends on later tokens of its segment.
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts. Masked tokens are taken out, as if they
             did not stand there: their outputs are 0.
         sinks (`torch.Tensor`, *optional*): `(H,)`, a score of each query head that takes its weight in every softmax
@@ -124,8 +120,6 @@ def causal_clustered_attention(
         check_number("exact_above", exact_above, minimum=0)
     if scale is not None:
         check_number("scale", scale)
-    if not isinstance(prefill, bool):
-        raise TypeError(f"prefill must be True or False, got {prefill!r}")
     check_query_key_value(query, key, value)
     N = query.shape[2]
     if key.shape[2] != N:
@@ -157,7 +151,6 @@ def causal_clustered_attention(
         fit_queries or FIT_QUERIES_PER_CLUSTER * max(clusters, key_clusters),
         inf if exact_above is None or method != "bi-clustered" else float(exact_above),
         seed,
-        prefill,
         query.shape[3] ** -0.5 if scale is None else float(scale),
         dropout_p,
         learns(query, key, value, sinks),

@@ -36,7 +36,6 @@ class Settings(NamedTuple):
     fit_queries: int
     exact_above: float
     seed: int
-    prefill: bool
     scale: float
     dropout_p: float
     keeps: bool  # whether the forward pass leaves something to a backward one
@@ -65,9 +64,9 @@ class Settings(NamedTuple):
         """How many keys are older than the window of the segment that starts at `start`."""
         return max(0, start - self.window)
 
-    def fitted(self, start: int, end: int) -> slice:
-        """The queries whose clusters a segment reads: those of the segment before it, or with `prefill` its own."""
-        return slice(start, end) if self.prefill else slice(start - self.segment_length, start)
+    def fitted(self, start: int) -> slice:
+        """The queries whose clusters a segment reads: those of the segment before it."""
+        return slice(start - self.segment_length, start)
 
 
 def without_special(value: torch.Tensor, key_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -234,7 +233,7 @@ def attend_segment(
     if older:
         with torch.no_grad():
             metric = keys_metric(key[:older].to(torch.promote_types(key.dtype, torch.float32)))
-        fitted = settings.fitted(start, end)
+        fitted = settings.fitted(start)
         clustered = [query_clusters(query[fitted], query[start:end], metric, settings) for query in group]
         first = sum(len(block.labels) for block in finished)
         offsets = torch.cat([of_head.offsets for of_head in clustered])

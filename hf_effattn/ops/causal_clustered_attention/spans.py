@@ -109,7 +109,7 @@ def spans(settings: Settings, length: int, heads: int) -> Iterator[Span]:
         stop = min(start + settings.segment_length, length)
         older = settings.older(start)
         before = settings.older(max(0, start - settings.segment_length))
-        fitted = settings.fitted(start, stop) if older else slice(0, 0)
+        fitted = settings.fitted(start) if older else slice(0, 0)
         own = Span(start, stop - start, start - older, min(settings.topk, older), slice(before, older), fitted)
         places += places_of(older - before, settings)
         per_row = max(D, 0 if fused else max(own.window, own.length))

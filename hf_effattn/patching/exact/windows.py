@@ -43,6 +43,17 @@ class Window(NamedTuple):
     after: int
 
 
+def hides_keys(window: int | None, length: int, config: Any) -> bool:
+    """Whether the keyword `sliding_window` of a call stands for a window, of so many keys."""
+    return window is not None and not (window >= length and is_longer_than_inputs(window, config))
+
+
+def is_longer_than_inputs(window: float, config: Any) -> bool:
+    """Whether a window reaches over all tokens that a model is made for: Phi-3's of 128K are 262,144 wide."""
+    longest = getattr(config, "max_position_embeddings", None)
+    return longest is not None and window >= longest
+
+
 def window_of(mask_function: Callable) -> Window | None:
     """The window that one of transformers' mask functions leaves to a query; None if it tells none.
 

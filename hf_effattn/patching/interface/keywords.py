@@ -24,7 +24,6 @@ from transformers.utils import TransformersKwargs
 
 from ...ops.shared.callers import stacklevel_of_user
 from ..exact.images import IMAGES
-from ..methods.drafts import READS_DRAFTS
 from ..position_rows import POSITION_ROWS
 
 # Parameters of `attention`, and keywords that it reads.
@@ -42,7 +41,6 @@ READ = frozenset(
         "use_cache",
         "s_aux",
         "softcap",
-        READS_DRAFTS,
         IMAGES,
         POSITION_ROWS,
     }

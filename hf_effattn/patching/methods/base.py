@@ -28,7 +28,6 @@ from ..position_rows import PositionTerms
 from ..tolerance import ON_EXCESS, Attended
 from ..traced_lengths import hold_choice
 from .crossover import crossover_length
-from .drafts import watch_for_drafts
 
 Groups = tuple[torch.Tensor, ...]
 
@@ -44,8 +43,8 @@ class Options:
         scale (`float`, *optional*): factor on the scores. Default `D ** -0.5`.
         dropout_p (`float`): dropout on the attention weights.
         causal (`bool`): whether no query sees a later key.
-        prompt (`bool`): where causal, whether only what follows the last token will be read; the setting
-            `causal="prefill"` then clusters all queries.
+        prompt (`bool`): where causal, whether only what follows the last token will be read, so that a tolerance may
+            change what comes before it.
         training (`bool`): where causal, whether the model learns from the output.
         sinks (`torch.Tensor`, *optional*): where causal, `(H,)`, a score of each query head that takes its weight in
             every softmax and has no value (gpt-oss).
@@ -246,19 +245,12 @@ class Method(ABC):
         """The module with the parameters that the method adds to a stack: a new one, or the one that it holds."""
         return None
 
-    @property
-    def clusters_prompts(self) -> bool:
-        """Whether the last token of a prompt alone is to be read, as its clusters have seen all tokens."""
-        return False
-
-    def attach(self, model: nn.Module, parameters: nn.Module | None) -> None:
+    def attach(self, model: nn.Module, parameters: nn.Module | None) -> None:  # noqa: B027
         """Add to a model, with or without a head, what the method needs there: its parameters, hooks."""
-        watch_for_drafts(model, self.clusters_prompts)
 
-    @classmethod
+    @classmethod  # noqa: B027
     def detach(cls, model: nn.Module) -> None:
         """Take away from a model what the method added to it, if it did."""
-        watch_for_drafts(model, False)
 
     @classmethod
     def lost_by(cls, stack: Stack, method: "Method", parameters: nn.Module | None, saved: bool) -> str | None:

@@ -29,12 +29,10 @@ from ...ops.cluster_queries import (
     LARGEST_SEED,
     refuse_not_finite,
 )
-from ..model_types.stacks import model_type_of
 from .base import Groups, Method, Options
 
 CLUSTERINGS = ("kmeans", "lsh")
 METRICS = ("keys", "queries")
-SCHEMES = ("strict", "prefill")
 # Of Lloyd's algorithm on the keys, at most: a third round saves no error that its time would not save elsewhere.
 KEY_ITERATIONS = 2
 # In models that mask the future, measured by scripts/benchmark/language_model.py: exact keys are those of a head, not
@@ -60,12 +58,6 @@ class Clustered(Method):
             per cluster of a segment.
         seed (`int`): of the clustering; the same seed gives the same clusters.
         check_finite (`bool`): raise at the first attention whose queries are not finite, instead of going on.
-        causal (`str`): in models that mask the future (which always cluster by K-means in the keys' metric):
-            `"strict"`, clusters of past queries only, so that no token changes what comes before it; or `"prefill"`,
-            clusters of all queries of a prompt, faster, for generation only: the model's outputs before the last
-            token must not be read then (set `use_cache=False` to measure a loss), and training refuses it. Where a
-            forward asks for more of them by `logits_to_keep`, as assisted generation does, a model that
-            `patch_attention` or `hf_effattn.from_pretrained` gave runs `"strict"`.
         segment_length (`int`): tokens of a segment in models that mask the future.
         window (`int`): keys before the segment that those attend to exactly.
     """
@@ -85,7 +77,6 @@ class Clustered(Method):
         "fit_queries": "the queries per head that clusters are fitted on; more are slower on long inputs",
         "seed": "the same seed gives the same clusters",
         "check_finite": "whether to raise where queries are not finite",
-        "causal": "in causal models, clusters of past queries only, strict, or of all queries of a prompt, prefill",
         "segment_length": "in causal models, the tokens of a segment, which attends to itself exactly",
         "window": "in causal models, the keys before a segment that it attends to exactly",
     }
@@ -98,14 +89,12 @@ class Clustered(Method):
     fit_queries: int | None = None
     seed: int = 0
     check_finite: bool = False
-    causal: str = "strict"
     segment_length: int = DEFAULT_SEGMENT_LENGTH
     window: int = DEFAULT_WINDOW
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_int("window", minimum=0)
-        self._check_choice("causal", SCHEMES)
         counts = ("clusters", "bits", "segment_length")
         for name in counts if self.fit_queries is None else (*counts, "fit_queries"):
             self._check_int(name, minimum=1)
@@ -177,30 +166,15 @@ class Clustered(Method):
 
     def check_causal(self, module: nn.Module | None) -> None:
         """Raise where the settings ask for something that the causal form of an attention module has not."""
-        entry = None if module is None else model_type_of(module)
-        if self.clusters_prompts and entry is not None and not entry.says_use_cache:
-            raise ValueError(
-                f'causal="prefill" is for prompts, and {type(module).__name__} is not told by transformers whether it '
-                'attends to one (use_cache); leave it out, for causal="strict"'
-            )
         if self.clustering != "kmeans" or self.metric != "keys":
             raise ValueError(
                 f'causal attention clusters by clustering="kmeans" with metric="keys" only, got {self.clustering!r} '
                 f"with {self.metric!r}; leave both out"
             )
 
-    @property
-    def clusters_prompts(self) -> bool:
-        return self.causal == "prefill"
-
     def attend_causal(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
     ) -> torch.Tensor:
-        if options.training and self.clusters_prompts:
-            raise ValueError(
-                'causal="prefill" puts later queries into the clusters that earlier tokens read, so training would '
-                'learn from the future; patch the model with causal="strict" to train it'
-            )
         self.check_causal(options.module)
         if self.check_finite and not query.isfinite().all():
             raise ValueError("query has values that are not finite: look for an overflow or a bad weight before it")
@@ -215,7 +189,6 @@ class Clustered(Method):
             iterations=self.iterations,
             fit_queries=self.fit_queries,
             seed=self.seed,
-            prefill=self.clusters_prompts and options.prompt,
             key_mask=options.key_mask,
             sinks=options.sinks,
             scale=options.scale,

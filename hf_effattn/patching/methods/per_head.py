@@ -18,7 +18,7 @@ from ...ops.derivatives import learns
 from ...ops.shared.graphs import in_a_graph
 from ...ops.shared.head_threads import for_every_chunk, heads_of_threads
 from ..exact.reference import causal_rows
-from ..model_types.stacks import Stack, is_sliding_window, sees_both_ways
+from ..model_types.stacks import Stack, sees_both_ways
 from .base import Groups, Method, Options, attend_exactly
 from .clustered import BiClustered
 
@@ -164,10 +164,6 @@ class PerHead(Method):
     def check_causal(self, module: nn.Module | None) -> None:
         for rung in self.rungs:
             rung.check_causal(module)
-
-    @property
-    def clusters_prompts(self) -> bool:
-        return any(rung.clusters_prompts for rung in self.rungs)
 
     def _shares(self, key: torch.Tensor) -> list[Share]:
         """The rungs in use with their key/value heads, the dearest first; None: exact."""
@@ -335,7 +331,7 @@ def described(stack: Stack) -> dict[str, Any]:
         layer
         for module, served in zip(stack.modules, stack.layers, strict=True)
         for layer in served
-        if is_sliding_window(module)
+        if stack.exact.window_of(module) is not None
     ]
     layers = stack.depth
     without_attention = sorted(set(range(layers)) - {layer for served in stack.layers for layer in served})

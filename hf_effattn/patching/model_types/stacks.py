@@ -7,20 +7,17 @@ transformers is imported. FSDP and parametrizations give a module a subclass of 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..exact.kinds import ExactKind, exact_kind
 from .dispatch import calls_attention_function
 from .table import MODEL_TYPES, LearnedPositions, ModelType
 
-_ATTENDING_THEMSELVES = {
-    name: entry for entry in MODEL_TYPES.values() if entry.attends_itself for name in entry.attention
-}
-
-# What modules that attend themselves call their windows or blocks: Longformer and LED, LongT5, Pegasus-X.
-_OWN_WINDOWS = "one_sided_attn_window_size", "local_radius", "block_size"
+_OWN_FORWARDS = {name: entry for entry in MODEL_TYPES.values() if entry.has_own_forward for name in entry.attention}
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,11 @@ class Stack:
     depth: int
     unknown: dict[int, nn.Module]
 
+    @cached_property
+    def exact(self) -> ExactKind:
+        """What stays exact in it, or is cheaper exactly."""
+        return exact_kind(self.model, self.modules)
+
 
 class _Place(NamedTuple):
     """Where a module stands: in which list of layers, under which number, and by which path from there."""
@@ -57,9 +59,9 @@ _Owner = tuple[PreTrainedModel, list[tuple[nn.Module, _Place]]]
 
 
 def model_type_of(module: nn.Module) -> ModelType | None:
-    """The entry of the table for a module's config or, of one that attends itself and may have none, for its class."""
+    """The entry of the table for a module's config, or for its class where a forward of its own may have no config."""
     entry = MODEL_TYPES.get(getattr(getattr(module, "config", None), "model_type", ""))
-    found = (_ATTENDING_THEMSELVES.get(kind.__name__) for kind in type(module).__mro__)
+    found = (_OWN_FORWARDS.get(kind.__name__) for kind in type(module).__mro__)
     return next((own for own in found if own is not None), None) if entry is None else entry
 
 
@@ -71,7 +73,7 @@ def is_self_attention(module: nn.Module) -> bool:
     if not _is_named(module, entry):
         return False
     # Only the modules that call the attention function carry is_causal; wrappers of older versions do not.
-    if not hasattr(module, "is_causal") and not entry.attends_itself:
+    if not hasattr(module, "is_causal") and not entry.has_own_forward:
         return False
     if entry.causal:  # not the cross-attention of GPT-2
         crosses = getattr(module, "is_cross_attention", False)
@@ -103,33 +105,14 @@ def is_causal(module: nn.Module) -> bool:
 def sees_both_ways(config: Any) -> bool:
     """Whether a config makes an encoder of a decoder, as that of EmbeddingGemma does."""
     entry = MODEL_TYPES.get(getattr(config, "model_type", ""))
-    own_word = entry is not None and bool(entry.both_ways) and bool(getattr(config, entry.both_ways, False))
-    return own_word or getattr(config, "is_causal", True) is False
+    name = "" if entry is None else entry.bidirectional_config_name
+    return bool(getattr(config, name, False)) or getattr(config, "is_causal", True) is False
 
 
 def hides_the_future(config: Any) -> bool:
     """Whether the self-attention of a model, by its config, is that of a decoder alone."""
     entry = MODEL_TYPES.get(getattr(config, "model_type", ""))
     return entry is not None and entry.causal and not sees_both_ways(config)
-
-
-def is_sliding_window(module: nn.Module) -> bool:
-    """Whether an attention module sees a window only; ModernBERT and Qwen have such layers among their full ones."""
-    return _window(module) is not None
-
-
-def _window(module: nn.Module) -> int | None:
-    """What the module says of its window: all of it, or what reaches backwards; of chunks their length (Llama 4)."""
-    if not getattr(module, "is_sliding", True):  # EXAONE names the window in its full layers, too
-        return None
-    entry = model_type_of(module)
-    config: Any = getattr(module, "config", None)
-    window = getattr(config if entry is not None and entry.window_in_config else module, "sliding_window", None)
-    if entry is not None and entry.attends_itself == "windows":
-        window = next(getattr(module, name) for name in _OWN_WINDOWS if hasattr(module, name))
-    if window is None and _kind_of_layer(config, getattr(module, "layer_idx", None)) == "chunked_attention":
-        window = config.attention_chunk_size
-    return None if window is None or is_longer_than_inputs(window, config) else window
 
 
 def is_window_of_image(module: nn.Module, length: int) -> bool:
@@ -139,73 +122,9 @@ def is_window_of_image(module: nn.Module, length: int) -> bool:
     return window is not None and length <= window(module.config)
 
 
-def attends_itself(model: PreTrainedModel) -> bool:
-    """Whether the model with a stack's config computes itself what methods would have to know of."""
-    return bool(MODEL_TYPES[model.config.model_type].attends_itself)
-
-
 def reads_sound(model: PreTrainedModel) -> bool:
     """Whether the model with a stack's config reads recordings."""
     return MODEL_TYPES[model.config.model_type].reads == "sound"
-
-
-def reads_together(model: PreTrainedModel) -> bool:
-    """Whether the model with a stack's config reads several images as one sequence, with a mask of its own."""
-    return MODEL_TYPES[model.config.model_type].reads_together
-
-
-def adds_biases(module: nn.Module) -> bool:
-    """Whether an attention module attends itself, as it can add biases of distances to its scores: it stays exact."""
-    entry = model_type_of(module)
-    return entry is not None and entry.attends_itself == "biases"
-
-
-def knows_distances(stack: Stack) -> bool:
-    """Whether modules that can add biases of distances do, by their config (Wav2Vec2-BERT, DeBERTa need not)."""
-    config = stack.model.config
-    by_distance = getattr(config, "position_embeddings_type", "relative") not in (None, "rotary")
-    return any(map(adds_biases, stack.modules)) and by_distance and getattr(config, "relative_attention", True)
-
-
-def bends_scores(module: nn.Module) -> bool:
-    """Whether an attention module bends its scores by a tanh (softcap), and so stays exact."""
-    return getattr(getattr(module, "config", None), "attn_logit_softcapping", None) is not None
-
-
-def stays_exact(module: nn.Module) -> bool:
-    """Whether no method serves an attention module: it sees a window, adds biases of distances, or bends scores."""
-    return is_sliding_window(module) or adds_biases(module) or bends_scores(module)
-
-
-def _kind_of_layer(config: Any, index: int | None) -> str | None:
-    """What the config calls a layer; None where it has no names, or the attention module no number."""
-    kinds = getattr(config, "layer_types", None)
-    return None if kinds is None or index is None else kinds[index]
-
-
-def gains_exactly(stack: Stack, length: int | None = None) -> bool:
-    """Whether a patch saves time in a stack without approximating.
-
-    It has windows, biases of distances, sinks, or several images under one mask.
-
-    `length`: whether it may on so many tokens, of which blocks take no fewer than two windows.
-    """
-    if knows_distances(stack) or reads_together(stack.model):
-        return True
-    windows = [window for module in stack.modules if (window := _window(module)) is not None]
-    eager = not stack.model._supports_sdpa or any(map(bends_scores, stack.modules))
-    return eager or any(length is None or length >= 2 * window for window in windows)
-
-
-def hides_keys(window: int | None, length: int, config: Any) -> bool:
-    """Whether the keyword `sliding_window` of a call stands for a window, of so many keys."""
-    return window is not None and not (window >= length and is_longer_than_inputs(window, config))
-
-
-def is_longer_than_inputs(window: float, config: Any) -> bool:
-    """Whether a window reaches over all tokens that a model is made for: Phi-3's of 128K are 262,144 wide."""
-    longest = getattr(config, "max_position_embeddings", None)
-    return longest is not None and window >= longest
 
 
 def find_stacks(model: nn.Module) -> list[Stack]:
@@ -241,7 +160,7 @@ def _is_replaceable(module: nn.Module, entry: ModelType | None) -> bool:
     """Whether a module is the self-attention of a model type, and a method can run in its place."""
     if entry is None or not is_served(module) or model_type_of(module) is not entry:
         return False
-    return bool(entry.attends_itself) or calls_attention_function(module)
+    return entry.has_own_forward or calls_attention_function(module)
 
 
 def _stack(model: PreTrainedModel, attending: list[tuple[nn.Module, _Place]]) -> Stack:
@@ -287,7 +206,7 @@ def _unknown_attention(layer: nn.Module, paths: set[str], entry: ModelType) -> l
 
 def _shares_config(part: PreTrainedModel, model: PreTrainedModel) -> bool:
     """Whether a part of a model has its config, or a copy of it, as LongT5's encoder has."""
-    copied = type(part.config) is type(model.config) and model_type_of(model) in _ATTENDING_THEMSELVES.values()
+    copied = type(part.config) is type(model.config) and model_type_of(model) in _OWN_FORWARDS.values()
     return part.config is model.config or copied
 
 
@@ -331,8 +250,3 @@ def usual_length(config: Any) -> int | None:
 def causal_modules(model: nn.Module) -> Iterator[nn.Module]:
     """The modules of a model that mask the future."""
     return (module for module in model.modules() if is_causal(module))
-
-
-def supported_model_types(*, causal: bool | None = None) -> str:
-    """The model types of the table, or its causal ones, or the others, for messages."""
-    return ", ".join(name for name, entry in MODEL_TYPES.items() if causal is None or entry.causal == causal)

@@ -72,7 +72,7 @@ def test_losses_run_model_and_guide_by_the_method(
 
     folder = save_plain(tmp_path)
     model, guide = patched(SentenceTransformer, folder), patched(SentenceTransformer, folder, "cst")
-    monkeypatch.setattr("hf_effattn.patching.interface.attention_function._exact", never)
+    monkeypatch.setattr("hf_effattn.patching.interface.attention_function.run_exactly", never)
     features = [model.preprocess(texts()[:3]), model.preprocess(texts()[3:])]
     value = LOSSES[loss](model, guide)(features, None)
     value.backward()

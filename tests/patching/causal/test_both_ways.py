@@ -140,7 +140,7 @@ def test_calibration_and_report_measure_an_encoder(model_type: str) -> None:
     about = found.settings.calibration
     assert about is not None
     assert about["model"]["both_ways"]
-    assert "bi-clustered C=6 k=8 G=7" in str(found)
+    assert "bi-clustered clusters=6 topk=8 key_clusters=7" in str(found)
     one_way = make_model(model_type, is_causal=True, use_bidirectional_attention=False)
     with pytest.raises(ValueError, match="both_ways True and not False"):
         hf_effattn.patch_attention(one_way, settings=found)

@@ -1,8 +1,6 @@
 """Models that mask the future: no leak, generation with caches, padding, packing, sliding windows, training."""
 
-import copy
 import json
-import pickle
 import warnings
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -429,71 +427,6 @@ def test_dropout_of_training_is_drawn_and_replayed(attended: list[dict[str, Any]
     assert {call["dropout_p"] for call in attended} == {0.2}
 
 
-@pytest.mark.slow_except("gpt2", "llama")
-@pytest.mark.parametrize("model_type", [name for name in MODELS if MODEL_TYPES[name].says_use_cache])
-def test_prefill_is_for_prompts_only(model_type: str, attended: list[dict[str, Any]]) -> None:
-    model = patch(make_model(model_type), causal="prefill")
-    ids = tokens(40)
-    with torch.no_grad():
-        model.generate(ids, do_sample=False, max_new_tokens=2, pad_token_id=1)
-        model(ids, use_cache=False)
-    model(ids)
-    assert [call["prefill"] for call in attended] == [True] * 3 + [False] * 6
-    with pytest.raises(
-        ValueError, match=r'causal="prefill" puts later queries .* patch the model with causal="strict"'
-    ):
-        model.train()(ids)
-
-
-@pytest.mark.slow_except("gpt2", "llama")
-@torch.no_grad()
-@pytest.mark.parametrize("model_type", [name for name in MODELS if MODEL_TYPES[name].says_use_cache])
-def test_drafts_are_not_clustered_with_the_prompt(model_type: str, attended: list[dict[str, Any]]) -> None:
-    """Assisted generation reads the outputs of its guesses, in the prompt's pass: they changed the first new token."""
-    model = patch(make_model(model_type), causal="prefill")
-    ids = tokens(12, batch=1).repeat(1, 4)
-    if not model._is_stateful:  # transformers drafts for no other
-        # No text ends: without any end token the drafts of transformers before 5.8 fail.
-        model.generate(ids, do_sample=False, max_new_tokens=3, prompt_lookup_num_tokens=5, eos_token_id=10**6)
-        assert [call["prefill"] for call in attended] == [False] * 3
-    attended.clear()
-    for keep in (1, 5, torch.tensor([3])):
-        model(ids, logits_to_keep=keep)
-    assert [call["prefill"] for call in attended] == [True] * 3 + [False] * 6
-
-
-@torch.no_grad()
-def test_a_model_watches_for_drafts_while_it_clusters_prompts() -> None:
-    def hooks(model: Any) -> int:
-        return len(model._forward_pre_hooks)
-
-    model = make_model("gpt2")
-    watched = [hooks(patch(model, causal=causal)) for causal in ("prefill", "prefill", "strict", "prefill")]
-    assert watched == [1, 1, 0, 1]
-    ids = tokens(12, batch=1)
-    expected = model(ids, logits_to_keep=5).logits
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(copied(ids, logits_to_keep=5).logits, expected)
-        assert hooks(hf_effattn.unpatch_attention(copied)) == 0
-    assert hooks(model) == 1
-    assert torch.equal(model(ids, logits_to_keep=5).logits, expected)
-    assert not torch.equal(model(ids).logits[:, -5:], expected)
-    assert hooks(hf_effattn.unpatch_attention(model)) == 0
-
-
-def test_prefill_is_refused_where_prompts_cannot_be_told() -> None:
-    """OPT keeps `use_cache` to itself, and ran `"strict"` whatever was asked for."""
-    model = make_model("opt")
-    with pytest.raises(ValueError, match=r'OPTAttention is not told by transformers .* leave it out, for .*"strict"'):
-        patch(model, causal="prefill")
-    assert model.config._attn_implementation == "sdpa"
-    model.config.effattn = {"method": "clustered", "clusters": 4, "min_length": 0, "window": 4, "segment_length": 4}
-    model.config.effattn["causal"] = "prefill"
-    model.set_attn_implementation("clustered")
-    with pytest.raises(ValueError, match="OPTAttention is not told"):
-        model(tokens())
-
-
 @pytest.mark.slow
 @each_method
 @torch.no_grad()
@@ -658,7 +591,6 @@ def test_settings_that_the_causal_form_has_not() -> None:
     with pytest.raises(ValueError, match='clustering="kmeans" with metric="keys" only'):
         patch(model, "clustered", clustering="lsh")
     for settings, message in (
-        ({"causal": "loose"}, 'causal must be one of "strict", "prefill"'),
         ({"segment_length": 0}, "segment_length must be at least 1"),
         ({"window": -1}, "window must be at least 0"),
     ):

@@ -11,7 +11,6 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForSeq2SeqLM,
-    DebertaModel,
     DebertaV2Model,
     MPNetModel,
     MT5ForConditionalGeneration,
@@ -23,7 +22,7 @@ from transformers import (
 import hf_effattn
 from hf_effattn.patching.exact import query_chunks
 from hf_effattn.patching.exact.architectures import deberta, t5_and_mpnet
-from hf_effattn.patching.exact.architectures.deberta import DebertaByRows, DebertaV2ByRows
+from hf_effattn.patching.exact.architectures.deberta import DebertaV2ByRows
 from hf_effattn.patching.exact.architectures.t5_and_mpnet import (
     MPNetByDistance,
     MPNetEncoderByDistance,
@@ -41,7 +40,6 @@ MODELS: dict[str, Any] = {
     "mt5": MT5ForConditionalGeneration,
     "umt5": UMT5ForConditionalGeneration,
     "mpnet": MPNetModel,
-    "deberta": DebertaModel,
     "deberta-v2": DebertaV2Model,
 }
 PATCHED: dict[str, type] = {
@@ -49,7 +47,6 @@ PATCHED: dict[str, type] = {
     "mt5": MT5ByDistance,
     "umt5": UMT5ByDistance,
     "mpnet": MPNetByDistance,
-    "deberta": DebertaByRows,
     "deberta-v2": DebertaV2ByRows,
 }
 LAYERS, HEADS, TOKENS = 3, 4, 60
@@ -69,10 +66,9 @@ def make_model(kind: str, model_class: Any = None, **options: Any) -> Any:
     else:
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
         sizes |= {"max_position_embeddings": 162, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    if kind in ("deberta", "deberta-v2"):
+    if kind == "deberta-v2":
         sizes |= {"relative_attention": True, "position_biased_input": False, "pos_att_type": "p2c|c2p"}
         sizes |= {"max_relative_positions": 40}
-    if kind == "deberta-v2":
         sizes |= {"position_buckets": 16, "share_att_key": True, "norm_rel_ebd": "layer_norm", "conv_kernel_size": 3}
     config = AutoConfig.for_model(kind, vocab_size=TOKENS, **sizes | options)
     model = (model_class or MODELS[kind])(config)
@@ -316,7 +312,7 @@ def test_an_encoder_alone() -> None:
         torch.testing.assert_close(encoded(encoder, inputs)[-1], exact, rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize("kind", ["t5", "mt5", "mpnet", "deberta", "deberta-v2"])
+@pytest.mark.parametrize("kind", ["t5", "mt5", "mpnet", "deberta-v2"])
 @torch.no_grad()
 def test_weights_are_transformers(kind: str) -> None:
     model, inputs = make_model(kind), inputs_of()
@@ -388,7 +384,7 @@ def test_a_text_of_padding_alone_is_finite(kind: str, dtype: torch.dtype, monkey
     assert in_rows.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["t5", "mpnet", "deberta", "deberta-v2"])
+@pytest.mark.parametrize("kind", ["t5", "mpnet", "deberta-v2"])
 @torch.no_grad()
 def test_traced_by_transformers_code(kind: str) -> None:
     model, inputs = make_model(kind), inputs_of()

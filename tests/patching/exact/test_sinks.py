@@ -118,13 +118,13 @@ def test_layers_with_windows_run_in_blocks(model_type: str, padded: bool, monkey
     asked = {"attention_mask": left_padded(length)} if padded else {}
     expected = model(tokens(length), **asked).logits
     hf_effattn.patch_attention(model, "exact")
-    run, seen = hf_effattn.patching.interface.attention_function.attend_in_blocks, []
+    run, seen = hf_effattn.patching.exact.call.attend_in_blocks, []
 
     def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
         seen.append(kwargs["sinks"])
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(hf_effattn.patching.interface.attention_function, "attend_in_blocks", counted)
+    monkeypatch.setattr(hf_effattn.patching.exact.call, "attend_in_blocks", counted)
     actual = model(tokens(length), **asked).logits
     rows = left_padded(length).bool() if padded else slice(None)
     torch.testing.assert_close(actual[rows], expected[rows], rtol=0, atol=5e-5)

@@ -41,7 +41,7 @@ from hf_effattn.patching.exact.windows import (
     window_of,
 )
 from hf_effattn.patching.interface import attention_function
-from hf_effattn.patching.model_types.stacks import find_stacks, is_sliding_window
+from hf_effattn.patching.model_types.stacks import find_stacks
 from hf_effattn.patching.module_patch import RECORD
 
 WINDOWED = [name for name, layers in FULL_LAYERS.items() if layers == (0, 2) and name in MODEL_TYPES]
@@ -165,7 +165,7 @@ each_decoder = pytest.mark.parametrize(
 
 
 def windows_in(model: Any) -> int:
-    return sum(is_sliding_window(module) for module in find_stacks(model)[0].modules)
+    return len(find_stacks(model)[0].exact.windows)
 
 
 @each_decoder

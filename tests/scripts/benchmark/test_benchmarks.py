@@ -139,11 +139,11 @@ def test_settings_near_earlier_results_by_hand():
     ]
     rows += [row(5, 4, 6, 9.0, 0.19), row(6, 4, 6, 8.0, 0.12), row(7, 4, 6, 7.0, 0.12)]
     tried = benchmark_frontier.settings_to_try(10**6, rows)
-    names = [benchmark_frontier.short_name(settings) for settings in tried]
+    names = [benchmark_frontier.name_settings(settings) for settings in tried]
     assert len(names) == 5 + len(benchmark_frontier.LARGER)
     assert set(names[:5]) == {
-        "i-clustered C=3 k=5", "i-clustered C=3 k=6", "i-clustered C=4 k=6",
-        "bi-clustered C=7 k=4 G=6", "bi-clustered C=6 k=4 G=6",
+        "i-clustered clusters=3 topk=5", "i-clustered clusters=3 topk=6", "i-clustered clusters=4 topk=6",
+        "bi-clustered clusters=7 topk=4 key_clusters=6", "bi-clustered clusters=6 topk=4 key_clusters=6",
     }  # fmt: skip
     assert max(one.to_dict()["clusters"] for one in benchmark_frontier.settings_to_try(16 * 200, rows)) == 200
 
@@ -260,7 +260,7 @@ def test_benchmark_relative_bias(tmp_path, monkeypatch):
         "T5-base": {"d_model": 32, "d_kv": 8, "num_heads": 2, "d_ff": 16},
     }
     widths = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 16}
-    sizes |= dict.fromkeys(("MPNet-base", "DeBERTa-v3-base", "DeBERTa-base", "Parakeet-0.6b", "w2v-bert-2.0"), widths)
+    sizes |= dict.fromkeys(("MPNet-base", "DeBERTa-v3-base", "Parakeet-0.6b", "w2v-bert-2.0"), widths)
     cases = [(3, 50, True), (1, 64, False)]
     of_model = benchmark_relative_bias.encoder
     monkeypatch.setattr(benchmark_relative_bias, "encoder", lambda name, length: of_model(name, length, **sizes[name]))
@@ -277,7 +277,7 @@ def test_benchmark_relative_bias(tmp_path, monkeypatch):
         assert row["method"] == "exact" or row["error"] < 1e-5
     with pytest.raises(
         typer.BadParameter,
-        match=r"must be of T5-base, .*, DeBERTa-base, Parakeet-0\.6b, w2v-bert-2\.0, got GPT-2",
+        match=r"must be of T5-base, .*, DeBERTa-v3-base, Parakeet-0\.6b, w2v-bert-2\.0, got GPT-2",
     ):
         benchmark_relative_bias.main(models="GPT-2", output=tmp_path / "other.json")
 

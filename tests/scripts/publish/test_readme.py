@@ -157,7 +157,7 @@ def test_the_quick_start_runs(real_model_folder, tmp_path, monkeypatch, capsys):
     exec(forced, names)
     assert names["outputs"].last_hidden_state.shape == (1, 640, 384)
     assert names["model"].config._attn_implementation == "sdpa"
-    starts = ("BertModel (6 attention layers", "- bi-clustered (clusters=32, topk=64, key_clusters=32): the attention")
+    starts = ("BertModel (6 attention layers", "- bi-clustered clusters=32 topk=64 key_clusters=32: the attention")
     for text in (printed, capsys.readouterr().out):
         assert all(start in " ".join(text.split()) for start in starts)
 

@@ -64,8 +64,7 @@ def _forward(x: Settings) -> list[torch.Tensor]:
     attend_near(layout, rows, output, lse, (0, min(layout.first_late, layout.segments)))
     saved = _fake(x)[2:]
     if layout.late:
-        counts = None if compaction is None else compaction.counts
-        found = find_clusters(layout, rows, counts, tile_rows(x))
+        found = find_clusters(layout, rows, tile_rows(x))
         top = torch.empty(len(found.centroids), x.topk, dtype=torch.int32, device=output.device)
         for late in late_segments(layout, rows, found):
             own = late.own(top)

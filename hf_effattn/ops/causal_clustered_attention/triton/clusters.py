@@ -38,15 +38,15 @@ class Clusters(NamedTuple):
     exact: torch.Tensor | None  # `(L, P)`: heads that attend exactly to all older keys; None: none does
 
 
-def find_clusters(layout: Layout, rows: Rows, counts: torch.Tensor | None, tiles: tuple[int, int]) -> Clusters:
-    """Of these rows; `counts`: tokens of each item that count, `tiles`: rows of a tile of queries, and of keys."""
+def find_clusters(layout: Layout, rows: Rows, tiles: tuple[int, int]) -> Clusters:
+    """Of these rows; `tiles`: rows of a tile of queries, and of keys."""
     settings, L, (_, _, _, D) = layout.settings, layout.late, rows.query.shape
     P, g, n, C = rows.heads // rows.group, rows.group, settings.segment_length, settings.clusters
-    past, past_mask = layout.past(rows.query), layout.past_mask(counts)
+    past = layout.past(rows.query)
     blocks, key_mask = layout.of_segments(rows.key, 0, L), layout.key_mask()
     metric = None if C == 1 else prefix_metrics(layout, rows)
-    labels = kmeans_labels(past, past_mask, metric, C, layout)
-    queries = sort_by_cluster(labels, past_mask, C, tiles[0])
+    labels = kmeans_labels(past, None, metric, C, layout)
+    queries = sort_by_cluster(labels, None, C, tiles[0])
     centroids = rows.query.new_empty(L * P * g, C, D)
     products, _ = cluster_products(past, past, queries, centroids, parts=1)
     chosen = labels.view(L, P * g, n)

@@ -61,26 +61,11 @@ class Layout:
     @property
     def first_past(self) -> int:
         """The first segment whose queries' clusters are read; a late segment reads those of the one before it."""
-        return self.first_late - (not self.settings.prefill)
+        return self.first_late - 1
 
     def past(self, query: torch.Tensor) -> torch.Tensor:
-        """The queries whose clusters the late segments read, `(L, B · H, n, D)`, with `prefill` `(L · B, H, n, D)`."""
-        past = self.of_segments(query, self.first_past, self.late)
-        B, H = query.shape[:2]
-        return past if not self.settings.prefill or B == 1 else past.unflatten(1, (B, H)).flatten(0, 1)
-
-    def past_mask(self, counts: torch.Tensor | None) -> torch.Tensor | None:
-        """Which of these count, `(L · B, n)`; None: all, or those of outputs that nobody sees.
-
-        `counts` are the tokens of each item that count, `(B,)`; None: all.
-        """
-        settings, B = self.settings, self.settings.query.shape[0]
-        if not settings.prefill or (counts is None and self.length == self.padded):
-            return None
-        token = torch.arange(self.first_late * settings.segment_length, self.padded, device=settings.query.device)
-        last = token.new_full((B,), self.length) if counts is None else counts
-        by_segment = (token < last[:, None]).unflatten(1, (self.late, -1))  # (B, L, n)
-        return by_segment.transpose(0, 1).flatten(0, 1).contiguous()
+        """The queries whose clusters the late segments read, `(L, B · H, n, D)`."""
+        return self.of_segments(query, self.first_past, self.late)
 
     def key_mask(self) -> torch.Tensor | None:
         """Places of the blocks that hold a key, `(L, n)`; None: all do."""

@@ -1,9 +1,9 @@
-"""The classes that a patch gives to modules which attend themselves; read with the first such model."""
+"""The classes that a patch gives to modules with a forward of their own; read with the first such model."""
+
+from collections.abc import Iterable
 
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.models.deberta import modeling_deberta
-from transformers.models.deberta_v2 import modeling_deberta_v2
+from transformers.models.deberta_v2.modeling_deberta_v2 import DebertaV2Encoder, DisentangledSelfAttention
 from transformers.models.led.modeling_led import LEDEncoderSelfAttention
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 from transformers.models.longt5.modeling_longt5 import LongT5LocalAttention, LongT5TransientGlobalAttention
@@ -16,9 +16,8 @@ from transformers.models.umt5.modeling_umt5 import UMT5Attention
 from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import Wav2Vec2BertSelfAttention
 from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import Wav2Vec2ConformerSelfAttention
 
-from ...model_types.stacks import Stack, adds_biases
 from ...module_patch import swap_class
-from .deberta import DebertaByRows, DebertaEncoderByRows, DebertaV2ByRows, DebertaV2EncoderByRows
+from .deberta import DebertaV2ByRows, DebertaV2EncoderByRows
 from .longformer import LEDEncoderInBlocks, LongformerInBlocks
 from .longt5 import LongT5LocalInBlocks, LongT5TransientGlobalInBlocks
 from .parakeet import ParakeetByRows, ParakeetConvolution
@@ -36,37 +35,29 @@ PATCHED: dict[type[nn.Module], type[nn.Module]] = {
     MT5Attention: MT5ByDistance,
     UMT5Attention: UMT5ByDistance,
     MPNetSelfAttention: MPNetByDistance,
-    modeling_deberta.DisentangledSelfAttention: DebertaByRows,
-    modeling_deberta_v2.DisentangledSelfAttention: DebertaV2ByRows,
+    DisentangledSelfAttention: DebertaV2ByRows,
     ParakeetEncoderAttention: ParakeetByRows,
     Wav2Vec2BertSelfAttention: Wav2Vec2BertByRows,
     Wav2Vec2ConformerSelfAttention: Wav2Vec2ConformerByRows,
 }
 # What makes the biases of all layers, or the distances, and what else reads matrices of them.
-BESIDE: dict[type[nn.Module], type[nn.Module]] = {
+ALSO_REPLACED: dict[type[nn.Module], type[nn.Module]] = {
     MPNetEncoder: MPNetEncoderByDistance,
-    modeling_deberta.DebertaEncoder: DebertaEncoderByRows,
-    modeling_deberta_v2.DebertaV2Encoder: DebertaV2EncoderByRows,
+    DebertaV2Encoder: DebertaV2EncoderByRows,
     ParakeetEncoderConvolutionModule: ParakeetConvolution,
 }
 
 
-def run_own(stack: Stack, implementation: str, *, patched: bool) -> None:
-    """Give the modules of a stack the classes of a patch, or those that they had.
+def swap_classes(model: nn.Module, modules: Iterable[nn.Module], *, on: bool) -> None:
+    """Give modules the classes of a patch, or those that they had.
 
     Args:
-        stack (`Stack`): of a model that attends itself.
-        implementation (`str`): under which transformers makes the masks of those with biases of distances, whose
-            decoders have a config of their own; a method's are of `B * N`.
-        patched (`bool`): whether to give or to take.
+        model (`nn.Module`): which may hold others that are replaced, too.
+        modules (`Iterable[nn.Module]`): its self-attention.
+        on (`bool`): whether to give or to take.
     """
-    for classes, modules in ((PATCHED, stack.modules), (BESIDE, stack.model.modules())):
-        for module in modules:
-            for exact, own in classes.items():
+    for classes, those in ((PATCHED, modules), (ALSO_REPLACED, model.modules())):
+        for module in those:
+            for exact, patched in classes.items():
                 if isinstance(module, exact):
-                    swap_class(module, exact, own, on=patched)
-    if adds_biases(stack.modules[0]):
-        parts = [part for part in stack.model.modules() if isinstance(part, PreTrainedModel)]
-        innermost = {module: part for part in parts for module in part.modules()}
-        for part in {innermost[module] for module in stack.modules}:
-            part.config._attn_implementation = implementation
+                    swap_class(module, exact, patched, on=on)

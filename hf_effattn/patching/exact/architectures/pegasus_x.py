@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.pegasus_x.modeling_pegasus_x import DimensionInfo, PegasusXGlobalLocalAttention
 
-from ...interface.attention_function import matrices_are_collected
+from ..weights_asked import matrices_are_collected
 
 
 class PegasusXInBlocks(PegasusXGlobalLocalAttention):

@@ -61,8 +61,7 @@ def load_positions(model: nn.Module, stack: Stack, name_or_path: Any, options: M
             raise ValueError(
                 f"{name_or_path} was converted with other settings: its {key} has shape {tuple(stored[key].shape)}, "
                 f"and these settings need {tuple(parameter.shape)}; leave out slice_length, extension_ratio and "
-                "max_position_embeddings, whose values the conversion has fixed, or load it with transformers' own "
-                "class and convert it anew with patch_attention"
+                "max_position_embeddings, which it has fixed, or load it by transformers and convert it anew"
             )
         with torch.no_grad():
             parameter.copy_(stored[key])
