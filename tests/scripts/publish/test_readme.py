@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import AutoModel, AutoTokenizer
 import hf_effattn
 from hf_effattn.cli import app
 from hf_effattn.patching.methods import make_method
+from hf_effattn.patching.model_types.table import ModelType
 from hf_effattn.training import arguments as training_arguments
 from scripts.benchmark import frontier as benchmark_frontier
 from scripts.publish import cst_tables
@@ -196,6 +198,12 @@ def test_the_commands_in_the_texts_name_options_that_there_are():
                 assert {one for one in arguments if one.startswith("--")} <= known, line
                 found += 1
     assert found > 8
+
+
+def test_the_fields_of_a_model_type_are_in_the_table_of_the_guide_to_adding_one():
+    text = (ROOT / "hf_effattn" / "README.md").read_text(encoding="utf-8")
+    table = text.partition("| field of `ModelType` |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == [field.name for field in fields(ModelType)]
 
 
 def test_the_model_from_scratch_is_made_as_printed():
