@@ -103,19 +103,19 @@ def test_commands_exist():
         assert (ROOT / f"{script.replace('.', '/')}.py").is_file(), script
 
 
-# The most words of a page that is written by hand, its generated tables left out.
+# The most words of a page that is written by hand; but in the README, generated tables are left out.
 WORDS = {
     "README.md": 1100,
-    "CHANGELOG.md": 600,
-    "hf_effattn/README.md": 1100,
-    "hf_effattn/models/README.md": 700,
-    "hf_effattn/ops/README.md": 1300,
+    "CHANGELOG.md": 500,
+    "hf_effattn/README.md": 1000,
+    "hf_effattn/models/README.md": 600,
+    "hf_effattn/ops/README.md": 1000,
     "hf_effattn/patching/README.md": 2600,
-    "model_cards/LONG_DOCUMENTS.md": 1200,
+    "model_cards/LONG_DOCUMENTS.md": 1000,
     "model_cards/RELIABILITY.md": 1200,
-    "model_cards/RESULTS.md": 2600,
+    "model_cards/RESULTS.md": 1700,
     "scripts/README.md": 900,
-    "tests/README.md": 600,
+    "tests/README.md": 500,
 }
 
 
@@ -124,7 +124,8 @@ def test_pages_are_short_and_so_are_the_cells_of_their_tables(page):
     """Words and cells, beside lines, which get denser where nothing else is counted."""
     text = (ROOT / page).read_text(encoding="utf-8")
     assert len(text.splitlines()) <= {"README.md": 150, "hf_effattn/patching/README.md": 250}.get(page, 500)
-    text = re.sub(r"<!-- table: .*?<!-- end of table -->", "", text, flags=re.DOTALL)
+    if page != "README.md":
+        text = re.sub(r"<!-- table: .*?<!-- end of table -->", "", text, flags=re.DOTALL)
     assert len(text.split()) <= WORDS[page]
     cells = [cell.strip() for line in text.splitlines() if line.startswith("|") for cell in line.split("|")]
     assert max(map(len, cells), default=0) <= 120
