@@ -60,7 +60,7 @@ def kernels() -> str:
     ]
     verdict = [_verdict(methods, layers), _causal(prefill)]
     note = (
-        "Times faster than the fastest of PyTorch's exact kernels in the same run, clustering included, B=1, "
+        "Times as fast as the fastest of PyTorch's exact kernels in the same run, clustering included, B=1, "
         f"H={attention['settings']['heads']}, D={attention['settings']['head_dim']}; CST and ClusterFormer with their "
         f"projections, {cst['settings']['width']} wide. The host's share: of the forward time without a graph, what a "
         f"graph saves. Error: relative L2 of the attention output on MiniLM's queries, keys and values, on which "
@@ -122,9 +122,10 @@ def _causal(result: dict[str, Any]) -> str:
     slower, lengths = [1 / row["speedup"] for row in rows], [row["length"] for row in rows]
     sizes = result["settings"]
     return (
-        "**Where the future is masked exact attention runs instead of clustered methods**: the kernels of that form "
-        "have run on no GPU yet, and without them it took "
-        f"{min(slower):.0f} to {max(slower):.0f} times as long from {min(lengths):,} to {max(lengths):,} tokens "
+        "**Decoders run exact attention instead of clustered methods.** The kernels of the causal form have not been "
+        "measured on a GPU. Without them it took "
+        f"{min(slower):.0f} to {max(slower):.0f} times as long as exact attention, from {min(lengths):,} to "
+        f"{max(lengths):,} tokens "
         f"({sizes['heads']} heads, {sizes['key_heads']} of keys, D={sizes['head_dim']})."
     )
 

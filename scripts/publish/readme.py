@@ -343,7 +343,7 @@ def shortest() -> str:
     measured = _crossover()
     columns = {
         "encoders, CPU": ("", "cpu"),
-        "models that mask the future, CPU": ("causal_", "cpu"),
+        "decoders, CPU": ("causal_", "cpu"),
         "encoders, GPU": ("", "cuda"),
     }
 

@@ -1,4 +1,4 @@
-"""Scores bent by a tanh (softcap), which SDPA has not: Gemma 2 and VaultGemma, exactly, some rows at a time."""
+"""Logit softcapping, which SDPA does not support: Gemma 2 and VaultGemma, exactly, some rows at a time."""
 
 from typing import Any
 
