@@ -19,6 +19,7 @@ from ..patching.model_types.stacks import longest_input
 from ..patching.model_types.table import MODEL_TYPES
 from ..patching.sentence_transformers import is_sentence_transformer, models_inside
 from ..patching.stored import FIELD, base_model_of, read_stored
+from ..patching.transformers_internals import implementation_of
 from ..reporting import Report
 from ..reporting.table import markdown, report_table, table_note
 from . import module_folders
@@ -117,9 +118,9 @@ def model_card(
     settings, layers = _stored_in(config)
     kind = settings.method if settings is not None else config.model_type
     name = name or (repo_id or _name_of(str(config._name_or_path or "")) or kind).split("/")[-1]
-    if settings is None and config._attn_implementation in list_methods():
+    if settings is None and implementation_of(config) in list_methods():
         warnings.warn(
-            f'the attention of this model was switched to "{config._attn_implementation}", which save_pretrained does '
+            f'the attention of this model was switched to "{implementation_of(config)}", which save_pretrained does '
             "not keep: the card is of the exact model. patch_attention writes it into the configuration",
             stacklevel=2,
         )

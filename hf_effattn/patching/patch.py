@@ -15,6 +15,7 @@ from .patched_models import remember
 from .planning import PatchPlan, check_model, plan_patches
 from .snapshot import Snapshot
 from .stored import FIELD, base_model_of, read_settings, write_stored
+from .transformers_internals import implementation_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -125,7 +126,7 @@ def unpatch_attention(model: Model) -> Model:
         patches = [vars(module).pop(RECORD) for module in stack.modules if RECORD in vars(module)]
         for module in stack.modules:
             forget_measurements(module)
-        ours = config._attn_implementation in list_methods() or bool(patches and stack.exact.has_own_forward)
+        ours = implementation_of(config) in list_methods() or bool(patches and stack.exact.has_own_forward)
         for kind in METHODS.values():
             kind.detach(stack.model)
         tell_whole_texts(stack.model.base_model, False)
@@ -150,7 +151,7 @@ def apply_plans(plans: Sequence[PatchPlan]) -> None:
 
 def _apply(plan: PatchPlan) -> None:
     config = plan.stack.model.config
-    current = config._attn_implementation
+    current = implementation_of(config)
     exact = plan.stack.exact.baseline if current in list_methods() else current
     base = plan.stack.model.base_model
     for kind in METHODS.values():

@@ -26,6 +26,7 @@ from .model_types.table import MODEL_TYPES, NOT_SERVED, WHAT_IS_SERVED
 from .module_patch import RECORD
 from .sentence_transformers import cut_at, is_sentence_transformer, models_inside
 from .stored import check_layers, saved_method
+from .transformers_internals import can_set_implementation
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def not_a_model(model: Any) -> TypeError:
 
 def _check_dispatch(model: PreTrainedModel, method: str) -> None:
     entry = MODEL_TYPES.get(model.config.model_type)
-    if not model._can_set_attn_implementation() and not (entry is not None and entry.has_own_forward):
+    if not can_set_implementation(type(model)) and not (entry is not None and entry.has_own_forward):
         raise ValueError(
             f"{type(model).__name__} does not dispatch its attention through transformers' AttentionInterface in "
             f'transformers {transformers.__version__}, so "{method}" cannot take its place. A newer transformers may '
