@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from hf_effattn import CSTConfig
-from hf_effattn.patching.methods import make_method
+from hf_effattn.patching.methods.cst import CompositeSlices
 from hf_effattn.reporting.table import markdown
 
 from ..kept.markdown import machine, number
@@ -176,7 +176,7 @@ def before_fine_tuning(result: dict[str, Any]) -> Table:
         (row["conversion"], row["slice_length"], row["extension_ratio"], row["length"]): f"{row['cosine_mean']:.3f}"
         for row in result["conversions"]
     }
-    kinds = dict.fromkeys(key[:3] for key in cells if key[1] == make_method("cst").slice_length)
+    kinds = dict.fromkeys(key[:3] for key in cells if key[1] == CompositeSlices.slice_length)
     rows = [[f"{name}, L={L} α={ratio}", *(cells[name, L, ratio, N] for N in lengths)] for name, L, ratio in kinds]
     note = f"Mean over {result['conversions'][0]['texts']} passages of novels. "
     return markdown(["", *(f"{N} tokens" for N in lengths)], rows), note
