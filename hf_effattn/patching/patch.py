@@ -8,7 +8,7 @@ from torch import nn
 
 from .interface.whole_texts import tell_whole_texts
 from .measurements import forget_measurements
-from .methods import METHODS, list_methods, make_method
+from .methods import METHODS, list_methods, methods_for, setting_names
 from .methods.base import quoted
 from .model_types.stacks import (
     Stack,
@@ -71,8 +71,10 @@ def patch_attention(
             `hf_effattn.calibrate` returned, the file or folder that it was saved to, or a repository on the Hub with
             it (`effattn.json`, or else `config.json` of a patched model). They serve every fine-tune of the model.
         overrides: the method's settings, such as `clusters`, `topk`, `clustering`, `iterations`, `seed`, `min_length`
-            (0 forces the method at every length), `tolerance` (the error allowed, checked in every pass); for `"cst"`
-            `slice_length`, `extension_ratio`, `composition`. They win over those of `settings`.
+            (0 forces the method at every length), `tolerance` (the error allowed, checked in every pass); in decoders
+            `exact_keys`, `key_clusters`, `segment_length`, `window`; for `"cst"` `slice_length`, `extension_ratio`,
+            `composition`. They win over those of `settings`. Of a model with encoders and decoders those parts are
+            patched that have all of them.
 
     Returns:
         The same `model`.
@@ -91,17 +93,18 @@ def patch_attention(
         OSError: `settings` that cannot be read.
     """
     if settings is not None:
-        chosen, stored_layers = read_settings(settings, method, **overrides)
+        method, stored_layers, overrides = read_settings(settings, method, **overrides)
         layers = stored_layers if layers is None else layers
-    elif method is not None:
-        chosen = make_method(method, **overrides)
-    else:
+    elif method is None:
         raise ValueError(
             f"name a method, one of {quoted(list_methods())}, or give settings= that hf_effattn.calibrate found"
         )
-    stacks = stacks_to_patch(model, chosen.method)
-    made_for = [stack for stack in stacks if chosen.is_for(stack)]  # of several parts the one that was calibrated
-    plans = [plan_patch(stack, chosen, layers) for stack in made_for or stacks]
+    setting_names(method)  # of an unknown method no model is to blame
+    stacks = stacks_to_patch(model, method)
+    chosen = methods_for(method, {stack.causal for stack in stacks}, **overrides)
+    fitting = [(stack, chosen[stack.causal]) for stack in stacks if stack.causal in chosen]
+    made_for = [(stack, own) for stack, own in fitting if own.is_for(stack)]  # of several parts the calibrated one
+    plans = [plan_patch(stack, own, layers) for stack, own in made_for or fitting]
     for plan in plans:
         check_not_wrapped(model, plan)
     for plan in plans:

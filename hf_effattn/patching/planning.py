@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from .adapters import has_adapters
 from .interface.attention_function import causal_error, unsupported_error
-from .methods import METHODS, Method
+from .methods import DECODER_METHODS, METHODS, Method
 from .methods.crossover import why_never
 from .model_types.stacks import (
     Stack,
@@ -20,7 +20,6 @@ from .model_types.stacks import (
     causal_modules,
     find_stacks,
     gains_exactly,
-    is_causal,
     is_sliding_window,
     knows_distances,
     longest_input,
@@ -136,8 +135,6 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
             'not the model that was trained. Load it with attn_implementation="eager", then patch it'
         )
     method.check_stack(stack)
-    if any(is_causal(module) for module in stack.modules):
-        method.check_causal(stack.modules[0])
     if layers is not None and method.stays_exact:
         raise ValueError(f'"{method.method}" approximates no layer, whichever are chosen: leave layers out')
     full = [not stays_exact(module) for module in stack.modules]
@@ -234,9 +231,9 @@ def warn_of_unknown_attention(plan: PatchPlan) -> None:
 
 def warn_of_decoder_loss(plan: PatchPlan) -> None:
     """Say so where a language model loses more by the method than it need."""
-    losses = [kind.decoder_loss for kind in METHODS.values() if kind.decoder_loss is not None]
+    losses = [kind.decoder_loss for kind in DECODER_METHODS.values() if kind.decoder_loss is not None]
     loss, least = plan.method.decoder_loss, min(losses)
-    if loss is None or loss == least or not any(is_causal(module) for module in plan.stack.modules):
+    if loss is None or loss == least:
         return
     warnings.warn(
         f'"{plan.method.method}", alike for all heads, raised the perplexity of a language model by {loss[0]:.1%} and '
@@ -269,7 +266,7 @@ def why_never_used(plan: PatchPlan, cut: int | None = None) -> str | None:
     kind = plan.stack.model.device.type
     if kind == "meta":  # where it will run is not known yet
         return None
-    hides_future = any(is_causal(module) for module in plan.stack.modules)
+    hides_future = plan.stack.causal
     windowed = any(is_sliding_window(module) for module in plan.stack.modules)
     does = "approximate nothing, and gain in layers with windows only" if windowed else "do nothing"
     shortest = method.shortest_length(kind, causal=hides_future)

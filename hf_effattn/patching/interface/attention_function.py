@@ -471,12 +471,12 @@ def _say_unknown(module: nn.Module, method: str) -> None:
 
 
 def _method_from_config(module: nn.Module, method: str) -> Method | None:
-    stored = getattr(module.config, FIELD, None)
+    stored, causal = getattr(module.config, FIELD, None), hides_the_future(module.config)
     if stored is None:
-        by_default = make_method(method)
+        by_default = make_method(method, causal=causal)
         warn_of_other_settings(module.config, by_default, None)
         return by_default.for_layers(())  # raises where each layer needs settings of its own
-    chosen, layers = read_stored(stored, method)
+    chosen, layers = read_stored(stored, method, causal=causal)
     warn_of_other_settings(module.config, chosen, layers)
     if layers is None and not chosen.differs_by_layer:
         return chosen

@@ -43,6 +43,11 @@ class Stack:
     depth: int
     unknown: dict[int, nn.Module]
 
+    @property
+    def causal(self) -> bool:
+        """Whether it masks the future."""
+        return any(map(is_causal, self.modules))
+
 
 class _Place(NamedTuple):
     """Where a module stands: in which list of layers, under which number, and by which path from there."""
