@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..measuring.candidates import ALWAYS_NAMED, name_settings, rung_names
 from ..models import ClusterFormerConfig, CSTConfig
-from ..patching.methods import METHODS, Method, list_methods
+from ..patching.methods import Method, list_methods
 from ..patching.methods.per_head import PerHead
 from ..patching.model_types.stacks import longest_input
 from ..patching.model_types.table import MODEL_TYPES
@@ -193,7 +193,7 @@ def _opening(
 ) -> str:
     if settings is not None:
         of = "a pretrained model" if base_model is None else f"[{base_model}](https://huggingface.co/{base_model})"
-        what = METHODS[kind].summary
+        what = settings.summary
         if settings.needs_fine_tuning:
             return (
                 f'The attention of {of} converted to `"{kind}"` by hf_effattn{_where(layers)}: {what}. All pretrained '

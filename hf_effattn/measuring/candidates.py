@@ -1,10 +1,10 @@
 """What a report compares: the methods with their settings, validated, each under a name of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..patching.methods import Method, make_method
+from ..patching.methods import Method, methods_for
 from ..patching.methods.exact import Exact
 from ..patching.methods.per_head import PerHead
 from ..settings_text import method_of, method_text
@@ -19,9 +19,18 @@ DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "bi-clustered", "clusters": 64, "topk": 128, "key_clusters": 64},
     {"method": "bi-clustered", "clusters": 128, "topk": 128, "key_clusters": 128},
 )
+# The same of decoders, whose exact keys are those of a head, not of a cluster.
+DECODER_METHODS: tuple[dict[str, Any], ...] = (
+    {"method": "clustered", "causal": True, "clusters": 100},
+    {"method": "i-clustered", "causal": True, "clusters": 25, "exact_keys": 192},
+    {"method": "i-clustered", "causal": True, "clusters": 100, "exact_keys": 192},
+    {"method": "bi-clustered", "causal": True, "exact_keys": 384, "key_clusters": 16},
+    {"method": "bi-clustered", "causal": True, "exact_keys": 768, "key_clusters": 32},
+    {"method": "bi-clustered", "causal": True, "exact_keys": 768, "key_clusters": 64},
+)
 BESIDE_SETTINGS = ("version", "layers", "base_model")  # of what config.effattn holds
 # The settings that decide between speed and error stand in every name, others only where they differ from the default.
-ALWAYS_NAMED = ("clusters", "key_clusters", "topk", "slice_length", "extension_ratio")
+ALWAYS_NAMED = ("clusters", "key_clusters", "topk", "exact_keys", "slice_length", "extension_ratio")
 
 
 @dataclass(frozen=True)
@@ -30,15 +39,24 @@ class Candidate:
 
     Args:
         label (`str`): the settings as a command line takes them, such as `i-clustered clusters=100 topk=32`.
-        settings (`Method`): as given; what a user who patches with them gets, `min_length` included.
-        forced (`Method`): the same with `min_length=0`, so that short inputs show the method and not SDPA.
+        by_kind (`dict[bool, Method]`): as given, what a user who patches with them gets, `min_length` included, in an
+            encoder (False), in a decoder (True), or in both.
         layers (`tuple[int, ...]`, *optional*): as of `patch_attention`; None means all.
     """
 
     label: str
-    settings: Method
-    forced: Method
+    by_kind: dict[bool, Method]
     layers: tuple[int, ...] | None = None
+
+    @property
+    def settings(self) -> Method:
+        """Those of the first kind."""
+        return next(iter(self.by_kind.values()))
+
+    @property
+    def forced(self) -> Method:
+        """The same with `min_length=0`, so that short inputs show the method and not SDPA."""
+        return replace(self.settings, min_length=0)
 
     def to_dict(self) -> dict[str, Any]:
         """What `make_candidates` makes this one of."""
@@ -52,18 +70,23 @@ class Candidate:
             `str`, *optional*: `"min_length"` (the report still measures the method) or `"settings"` (one of its counts
             reaches the length: there is nothing to approximate, and the report measures exact attention).
         """
-        if self.forced.is_exact(length, length, device_type, causal=causal):
+        settings = self.by_kind.get(causal, self.settings)
+        if replace(settings, min_length=0).is_exact(length, length, device_type, causal=causal):
             return "settings"
-        return "min_length" if self.settings.is_exact(length, length, device_type, causal=causal) else None
+        return "min_length" if settings.is_exact(length, length, device_type, causal=causal) else None
 
 
-def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None) -> list[Candidate]:
+def make_candidates(
+    methods: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None, *, kinds: Iterable[bool] | None = None
+) -> list[Candidate]:
     """The candidates for the argument `methods` of a report.
 
     Args:
         methods: names, with settings or without (`"i-clustered clusters=100"`), dicts `{"method": name, **settings}`
             or what `calibrate` found, one or a sequence; a dict with `"layers"` where only some are to be patched;
             None for `DEFAULT_METHODS`.
+        kinds (`Iterable[bool]`, *optional*): what the settings are for: encoders (False), decoders (True), or both.
+            Default: as each dict says by `"causal"`, else encoders.
 
     Returns:
         `list[Candidate]`: in the order given.
@@ -73,7 +96,7 @@ def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[st
         TypeError: something that is neither a name nor a dict with `"method"`.
     """
     if methods is None:
-        methods = DEFAULT_METHODS
+        methods = DECODER_METHODS if kinds is not None and set(kinds) == {True} else DEFAULT_METHODS
     if isinstance(methods, str | Mapping):
         methods = [methods]
     elif hasattr(methods, "to_dict"):
@@ -89,8 +112,8 @@ def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[st
         )
     candidates: list[Candidate] = []
     for method in methods:
-        settings, layers = _settings(method)
-        candidate = Candidate(name_settings(settings, layers), settings, replace(settings, min_length=0), layers)
+        by_kind, layers = _settings(method, kinds)
+        candidate = Candidate(name_settings(next(iter(by_kind.values())), layers), by_kind, layers)
         if any((candidate.forced, layers) == (other.forced, other.layers) for other in candidates):
             raise ValueError(f"methods holds {candidate.label} twice; give each setting once")
         candidates.append(candidate)
@@ -119,7 +142,7 @@ def rung_names(settings: PerHead) -> list[str]:
     return [*map(name_settings, settings.rungs), Exact.method]
 
 
-def _settings(method: object) -> tuple[Method, tuple[int, ...] | None]:
+def _settings(method: object, kinds: Iterable[bool] | None) -> tuple[dict[bool, Method], tuple[int, ...] | None]:
     if isinstance(method, str):
         method = method_of(method)
     if hasattr(method, "to_dict"):  # what calibrate found
@@ -132,5 +155,6 @@ def _settings(method: object) -> tuple[Method, tuple[int, ...] | None]:
     layers = method.get("layers")
     if layers is not None and not isinstance(layers, list | tuple):
         raise TypeError(f"layers must be a list of layer indices, got {layers!r}")
-    settings = make_method(**{name: value for name, value in method.items() if name not in BESIDE_SETTINGS})
-    return settings, None if layers is None else tuple(layers)
+    settings = {name: value for name, value in method.items() if name not in BESIDE_SETTINGS}
+    by_kind = methods_for(**{"kinds": [settings.get("causal", False)] if kinds is None else kinds, **settings})
+    return by_kind, None if layers is None else tuple(layers)

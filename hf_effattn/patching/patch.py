@@ -7,7 +7,7 @@ from torch import nn
 
 from .interface.whole_texts import tell_whole_texts
 from .measurements import forget_measurements
-from .methods import METHODS, list_methods, make_method
+from .methods import METHODS, list_methods
 from .methods.base import quoted
 from .model_types.stacks import find_stacks, hides_the_future, is_causal
 from .module_patch import RECORD, ModulePatch
@@ -52,8 +52,10 @@ def patch_attention(
             `hf_effattn.calibrate` returned, the file or folder that it was saved to, or a repository on the Hub with
             it (`effattn.json`, or else `config.json` of a patched model). They serve every fine-tune of the model.
         overrides: the method's settings, such as `clusters`, `topk`, `clustering`, `iterations`, `seed`, `min_length`
-            (0 forces the method at every length), `tolerance` (the error allowed, checked in every pass); for `"cst"`
-            `slice_length`, `extension_ratio`, `composition`. They win over those of `settings`.
+            (0 forces the method at every length), `tolerance` (the error allowed, checked in every pass); in decoders
+            `exact_keys`, `key_clusters`, `segment_length`, `window`; for `"cst"` `slice_length`, `extension_ratio`,
+            `composition`. They win over those of `settings`. Of a model with encoders and decoders those parts are
+            patched that have all of them.
 
     Returns:
         The same `model`.
@@ -82,15 +84,13 @@ def patch_attention(
         128
     """
     if settings is not None:
-        chosen, stored_layers = read_settings(settings, method, **overrides)
+        method, stored_layers, overrides = read_settings(settings, method, **overrides)
         layers = stored_layers if layers is None else layers
-    elif method is not None:
-        chosen = make_method(method, **overrides)
-    else:
+    elif method is None:
         raise ValueError(
             f"name a method, one of {quoted(list_methods())}, or give settings= that hf_effattn.calibrate found"
         )
-    plans = plan_patches(model, chosen, layers)
+    plans = plan_patches(model, method, overrides, layers)
     apply_plans(plans)
     for plan in plans:
         remember(plan.stack.model, model)

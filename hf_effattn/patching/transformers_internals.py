@@ -135,7 +135,7 @@ def longt5_means(hidden_states: torch.Tensor, mask: torch.Tensor, block: int) ->
     """The sums of LongT5's blocks `(B, blocks, D)`: two helpers of `modeling_longt5`, 5.7 to 5.24."""
     from transformers.models.longt5 import modeling_longt5
 
-    blocks, segments = modeling_longt5._make_global_fixed_block_ids(mask, block)  # type: ignore[misc]
+    blocks, segments = modeling_longt5._make_global_fixed_block_ids(mask, block)
     return modeling_longt5._create_global_aggregates(hidden_states, blocks, segments.shape[-1])
 
 

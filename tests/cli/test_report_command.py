@@ -219,7 +219,9 @@ def test_mistakes_are_told_without_a_traceback(arguments, status, message):
 
 def test_methods_are_those_of_the_library():
     found = json.loads(runner.invoke(app, ["methods", "--json"]).stdout)
-    assert tuple(found) == list_methods()
+    decoders = [f"{name} in decoders" for name in ("clustered", "i-clustered", "bi-clustered", "per-head")]
+    assert tuple(found) == (*list_methods(), *decoders)
+    assert found["bi-clustered in decoders"]["exact_keys"] == 384
     assert found["i-clustered"]["topk"] == 32
     shown = runner.invoke(app, ["methods"]).stdout
     assert all(name in shown for name in (*list_methods(), "slice_length", "key_clusters"))

@@ -226,7 +226,7 @@ def test_a_report_says_where_no_length_is_enough(monkeypatch):
     sizes = {"vocab_size": 60, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes)).eval()
     inputs = {"input_ids": torch.arange(5, 45)[None]}
-    method = {"method": "bi-clustered", "clusters": 4, "topk": 3, "key_clusters": 6, "segment_length": 4, "window": 4}
+    method = {"method": "bi-clustered", "exact_keys": 18, "key_clusters": 3, "segment_length": 4, "window": 4}
     said = quick_report(model, inputs, [method]).summary()
     assert 'would run exact attention: on "cpu" exact attention runs at every length' in said
     assert "shorter than min_length" not in said
@@ -365,8 +365,11 @@ def test_a_causal_model_with_grouped_heads():
     ids = torch.randint(5, 60, (2, 40))
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
-    small = {"clusters": 4, "topk": 3, "segment_length": 4, "window": 4}
-    methods = [{"method": "i-clustered", **small}, {"method": "bi-clustered", "key_clusters": 4, **small}]
+    small = {"exact_keys": 18, "segment_length": 4, "window": 4}
+    methods = [
+        {"method": "i-clustered", "clusters": 4, **small},
+        {"method": "bi-clustered", "key_clusters": 2, **small},
+    ]
     found = quick_report(model, {"input_ids": ids, "attention_mask": mask}, methods)
     hidden = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
     for label, settings in zip(found.methods, methods, strict=True):

@@ -305,7 +305,7 @@ def test_attention_weights(model_type: str) -> None:
 def test_methods_approximate_nothing_and_say_so(model_type: str) -> None:
     model = make_bent(model_type)
     exact = model(tokens()).logits
-    settings: dict[str, Any] = {"clusters": 4, "topk": 3, "key_clusters": 6, "segment_length": 4, "window": 4}
+    settings: dict[str, Any] = {"exact_keys": 18, "key_clusters": 3, "segment_length": 4, "window": 4}
     with pytest.warns(UserWarning, match="will approximate nothing: all layers of .* bend their scores by a tanh"):
         hf_effattn.patch_attention(model, "bi-clustered", min_length=0, **settings)
     torch.testing.assert_close(model(tokens()).logits, exact, rtol=0, atol=1e-4)
