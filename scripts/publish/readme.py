@@ -352,7 +352,7 @@ def shortest() -> str:
         machines = measured[f"{prefix}measurements"][device].values()
         tried = [row for one in machines for row in one["forward_speedup"]]
         for row in measured[f"{prefix}min_length"][device]:
-            counts = {name: row[name] for name in ("clusters", "topk", "key_clusters") if name in row}
+            counts = {name: row[name] for name in ("clusters", "topk", "exact_keys", "key_clusters") if name in row}
             options = {name: value for name, value in row.items() if name != "min_length"}
             own = (one["speedup"] for one in tried if options | {"speedup": one["speedup"]} == one)
             longest = max(int(length) for speedup in own for length in speedup)

@@ -31,6 +31,7 @@ class Stack:
         depth (`int`): how many layers it has, those without attention among them.
         unknown (`dict[int, nn.Module]`): by layer, what stands where others have their self-attention and is none
             that the table names, or never calls transformers' attention function.
+        causal (`bool`): whether it masks the future.
         exact (`ExactKind`): which layers stay exact under every method, and what is gained in them.
     """
 
@@ -39,12 +40,8 @@ class Stack:
     layers: tuple[tuple[int, ...], ...]
     depth: int
     unknown: dict[int, nn.Module]
+    causal: bool
     exact: ExactKind
-
-    @property
-    def causal(self) -> bool:
-        """Whether it masks the future."""
-        return any(map(is_causal, self.modules))
 
 
 class _Place(NamedTuple):
@@ -192,6 +189,7 @@ def _stack(model: PreTrainedModel, attending: list[tuple[nn.Module, _Place]]) ->
         tuple(layers_at(config, begins[place.layers] + place.number) for _, place in attending),
         1 + max(layer for place in range(count) for layer in layers_at(config, place)),
         unknown,
+        any(map(is_causal, modules)),
         kind_of(config)(model, modules),
     )
 
