@@ -17,7 +17,7 @@ from ...ops.shared.precision import accumulation_dtype, split_scale
 from .query_chunks import by_rows
 from .windows import IN_BLOCKS, keys_beside_block
 
-# Queries at once: fewer leave matrix products small, more compute what is hidden.
+# Queries in a chunk. Smaller chunks make small matrix products, larger ones compute more scores that are masked.
 ROWS = 256
 
 
@@ -67,7 +67,8 @@ def attend_bent(
     return output.transpose(1, 2).contiguous()
 
 
-# Of so many queries from the first on: the keys to compute, and who sees them, `(B or 1, H or 1, n or 1, keys)`.
+# From the place of the first of some queries and their number: the slice of keys that they see, and the mask of these,
+# `(B or 1, H or 1, n or 1, keys)`.
 Seen = Callable[[int, int], tuple[slice, torch.Tensor | None]]
 
 

@@ -31,8 +31,8 @@ from .sinks import with_sinks
 # The dimensions of a mask of blocks.
 IN_BLOCKS = 5
 SHORTEST_BLOCK = 64
-# Fewer spans of a block stay with transformers' path, bit for bit: from so many on a forward pass in blocks takes less
-# time on a CPU, of one text and, as blocks stand between texts, of several (scripts/benchmark/windows.py).
+# Below this many spans of a block transformers' own path is faster on a CPU: for one text, and for a batch, in which
+# empty blocks stand between the texts. Measured by scripts/benchmark/windows.py.
 LEAST_SPANS, LEAST_SPANS_OF_BATCH = 2, 3
 
 
@@ -98,7 +98,7 @@ def _reach(mask_function: Callable) -> tuple[float, float] | None:
     return nearest(before), nearest(after)
 
 
-# transformers makes such functions anew for each window; of those that one factory makes, the code is the same object.
+# transformers makes a new function for each window. All functions of one factory share one code object.
 _BOTH_SIDES = sliding_window_bidirectional_overlay(1).__code__
 _BACKWARDS = sliding_window_overlay(1).__code__
 _CHUNKS = chunked_overlay(1, torch.zeros(1, dtype=torch.int64)).__code__  # `chunk_size` is the first of its cells
@@ -113,7 +113,7 @@ def _nearer(sliding_window: int) -> Callable:
     return inner_mask
 
 
-# Gemma 3 has two more where it sees both ways, in a module that is not imported for them: their code reads the same.
+# Gemma 3 defines two more mask functions in a module that we must not import. Their bytecode is compared instead.
 _ALWAYS = (lambda *args: torch.tensor(True, dtype=torch.bool)).__code__
 _NEARER = _nearer(1).__code__
 
