@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..measuring.candidates import UNPATCHED, Candidate, make_candidates
 from ..measuring.errors import run_model
 from ..measuring.inputs import check_inputs
-from ..measuring.recording import SeenAttention, as_it_was, layer_names, recording, stacks_to_record
+from ..measuring.recording import Measured, SeenAttention, as_it_was, recording
 from ..patching.exact.reference import exact_weights, visible_keys
 
 DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
@@ -83,8 +83,8 @@ def find_pattern(
     first, known = _segments(inputs, len(labels))
     special = known if special is None else list(special)
     chosen_rows = _checked_rows(rows, first, len(labels))
-    stacks_to_record(model)
-    layers = layer_names(model)
+    measured = Measured.of(model, to_record=True)
+    layers = measured.layers
     if layer is not None and layer not in layers:
         raise ValueError(f"layer {layer} is not among the layers with attention to approximate: {list(layers)}")
 
@@ -105,7 +105,7 @@ def find_pattern(
 
     with as_it_was(model), torch.no_grad():
         model.eval()
-        with recording(model, keep_the_best):
+        with recording(measured, keep_the_best):
             run_model(model, batch)
         if best is None:
             raise ValueError(f"the forward pass of {type(model).__name__} did not reach layer {layer}")
