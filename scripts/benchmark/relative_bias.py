@@ -19,8 +19,6 @@ import typer
 from rich.progress import track
 from torch import nn
 from transformers import (
-    DebertaConfig,
-    DebertaModel,
     DebertaV2Config,
     DebertaV2Model,
     MPNetConfig,
@@ -45,7 +43,6 @@ CASES: dict[str, list[tuple[int, int, bool]]] = {
     "T5-base": [(1, 512, True), (8, 512, True), (1, 2048, True), (1, 4096, True), (1, 8192, False)],
     "MPNet-base": [(1, 512, True), (8, 512, True)],
     "DeBERTa-v3-base": [(1, 512, True), (8, 512, True), (1, 2048, True), (1, 4096, False)],
-    "DeBERTa-base": [(1, 512, True), (8, 512, True)],
     # Recordings of half a minute, two and six minutes.
     "Parakeet-0.6b": [(1, 375, True), (8, 375, True), (1, 1500, True), (1, 4500, False)],
     # Of ten seconds, of half a minute, of one and a half.
@@ -81,8 +78,6 @@ def encoder(name: str, length: int, **sizes: Any) -> PreTrainedModel:
         own |= {"max_position_embeddings": length + 2}
         return MPNetModel(MPNetConfig(**own | sizes), add_pooling_layer=False)
     own |= {"relative_attention": True, "position_biased_input": False, "pos_att_type": "p2c|c2p"}
-    if name == "DeBERTa-base":
-        return DebertaModel(DebertaConfig(**own | sizes))
     own |= {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}  # by default those of XL
     own |= {"position_buckets": 256, "norm_rel_ebd": "layer_norm", "share_att_key": True}
     return DebertaV2Model(DebertaV2Config(**own | sizes))

@@ -36,6 +36,10 @@ def windows(result: dict[str, Any]) -> Table:
     return markdown(header, rows), note
 
 
+# Measured and not served: `NOT_SERVED` says why.
+DROPPED = {"DeBERTa-base": "DeBERTa-base (dropped: gains too little)"}
+
+
 def _listed(layers: dict[str, int]) -> str:
     """How many layers each model has, for a note."""
     return ", ".join(f"{count} of {name}'s" for name, count in layers.items())
@@ -56,7 +60,7 @@ def _beside_own_code(result: dict[str, Any]) -> tuple[list[str], list[list[str]]
     for (name, texts, length), case in sorted(
         found.items(), key=lambda at: (order.index(at[0][0]), at[0][2], at[0][1])
     ):
-        cells = [name, f"{texts} × {length:,}" if texts > 1 else f"{length:,}"]
+        cells = [DROPPED.get(name, name), f"{texts} × {length:,}" if texts > 1 else f"{length:,}"]
         for patched in (case[one][benchmark_longformer.BLOCKS] for one in dtypes):
             speeds = (f"{patched[name]:.1f}×" if name in patched else "" for name in ("forward", "training"))
             cells += [*speeds, f"{patched['error']:.0e}"]

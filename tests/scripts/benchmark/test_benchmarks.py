@@ -260,7 +260,7 @@ def test_benchmark_relative_bias(tmp_path, monkeypatch):
         "T5-base": {"d_model": 32, "d_kv": 8, "num_heads": 2, "d_ff": 16},
     }
     widths = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 16}
-    sizes |= dict.fromkeys(("MPNet-base", "DeBERTa-v3-base", "DeBERTa-base", "Parakeet-0.6b", "w2v-bert-2.0"), widths)
+    sizes |= dict.fromkeys(("MPNet-base", "DeBERTa-v3-base", "Parakeet-0.6b", "w2v-bert-2.0"), widths)
     cases = [(3, 50, True), (1, 64, False)]
     of_model = benchmark_relative_bias.encoder
     monkeypatch.setattr(benchmark_relative_bias, "encoder", lambda name, length: of_model(name, length, **sizes[name]))
@@ -277,7 +277,7 @@ def test_benchmark_relative_bias(tmp_path, monkeypatch):
         assert row["method"] == "exact" or row["error"] < 1e-5
     with pytest.raises(
         typer.BadParameter,
-        match=r"must be of T5-base, .*, DeBERTa-base, Parakeet-0\.6b, w2v-bert-2\.0, got GPT-2",
+        match=r"must be of T5-base, .*, DeBERTa-v3-base, Parakeet-0\.6b, w2v-bert-2\.0, got GPT-2",
     ):
         benchmark_relative_bias.main(models="GPT-2", output=tmp_path / "other.json")
 

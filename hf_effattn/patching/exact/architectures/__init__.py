@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 
 from torch import nn
-from transformers.models.deberta import modeling_deberta
-from transformers.models.deberta_v2 import modeling_deberta_v2
+from transformers.models.deberta_v2.modeling_deberta_v2 import DebertaV2Encoder, DisentangledSelfAttention
 from transformers.models.led.modeling_led import LEDEncoderSelfAttention
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 from transformers.models.longt5.modeling_longt5 import LongT5LocalAttention, LongT5TransientGlobalAttention
@@ -18,7 +17,7 @@ from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import Wav2Vec2Ber
 from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import Wav2Vec2ConformerSelfAttention
 
 from ...module_patch import swap_class
-from .deberta import DebertaByRows, DebertaEncoderByRows, DebertaV2ByRows, DebertaV2EncoderByRows
+from .deberta import DebertaV2ByRows, DebertaV2EncoderByRows
 from .longformer import LEDEncoderInBlocks, LongformerInBlocks
 from .longt5 import LongT5LocalInBlocks, LongT5TransientGlobalInBlocks
 from .parakeet import ParakeetByRows, ParakeetConvolution
@@ -36,8 +35,7 @@ PATCHED: dict[type[nn.Module], type[nn.Module]] = {
     MT5Attention: MT5ByDistance,
     UMT5Attention: UMT5ByDistance,
     MPNetSelfAttention: MPNetByDistance,
-    modeling_deberta.DisentangledSelfAttention: DebertaByRows,
-    modeling_deberta_v2.DisentangledSelfAttention: DebertaV2ByRows,
+    DisentangledSelfAttention: DebertaV2ByRows,
     ParakeetEncoderAttention: ParakeetByRows,
     Wav2Vec2BertSelfAttention: Wav2Vec2BertByRows,
     Wav2Vec2ConformerSelfAttention: Wav2Vec2ConformerByRows,
@@ -45,8 +43,7 @@ PATCHED: dict[type[nn.Module], type[nn.Module]] = {
 # What makes the biases of all layers, or the distances, and what else reads matrices of them.
 ALSO_REPLACED: dict[type[nn.Module], type[nn.Module]] = {
     MPNetEncoder: MPNetEncoderByDistance,
-    modeling_deberta.DebertaEncoder: DebertaEncoderByRows,
-    modeling_deberta_v2.DebertaV2Encoder: DebertaV2EncoderByRows,
+    DebertaV2Encoder: DebertaV2EncoderByRows,
     ParakeetEncoderConvolutionModule: ParakeetConvolution,
 }
 

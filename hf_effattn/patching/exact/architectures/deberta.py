@@ -1,4 +1,4 @@
-"""DeBERTa's disentangled attention by SDPA, some queries at a time, and without matrices of distances.
+"""The disentangled attention of DeBERTa v2 and v3 by SDPA, some queries at a time, and without matrices of distances.
 
 To the score of a query and a key are added the query's product with a vector of their distance, and the key's product
 with another (He et al. 2021, equations 2 to 4). transformers gathers both for all pairs, by a matrix of distances, and
@@ -10,26 +10,21 @@ The file is read with the first model that needs it (`__init__.py`), for it read
 Sizes: `B` batch, `N` length, `E` hidden size, `H` heads, `D` head_dim, `T` vectors of distances.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.deberta import modeling_deberta as v1
-from transformers.models.deberta_v2 import modeling_deberta_v2 as v2
+from transformers.models.deberta_v2.modeling_deberta_v2 import (
+    DebertaV2Encoder,
+    DisentangledSelfAttention,
+    make_log_bucket_position,
+)
 
 from ....ops.derivatives import learns
 from ....ops.shared.graphs import is_traced
 from ..query_chunks import ROWS, added_mask, by_rows
 from .t5_and_mpnet import of_pairs, shifted
-
-if TYPE_CHECKING:
-    from transformers.models.deberta_v2.modeling_deberta_v2 import DebertaV2Encoder as _ExactEncoder
-
-    _Exact = nn.Module
-else:
-    _Exact = _ExactEncoder = object
 
 
 def attend_disentangled(
@@ -107,19 +102,19 @@ def _matrix(row: torch.Tensor | None, length: int) -> torch.Tensor | None:
     return row if row is None or row.ndim > 1 else of_pairs(row.flip(0), length, length)[None]
 
 
-class _Disentangled(_Exact):
-    """What a class of transformers' becomes when it stands behind this one."""
+class DebertaV2ByRows(DisentangledSelfAttention):
+    """The self-attention of DeBERTa v2 and v3, patched."""
 
+    query_proj: nn.Module
+    key_proj: nn.Module
+    value_proj: nn.Module
+    num_attention_heads: int
     relative_attention: bool
     max_relative_positions: int
     dropout: nn.Dropout
     pos_dropout: nn.Dropout
     pos_att_type: list[str]
-    position_buckets = -1
-    # Queries, keys and values `(B, H, N, D)` of the states of keys and, if others ask, of queries.
-    _projected: Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, ...]]
-    # The keys and the queries of distances `(T, H * D)`, where the model has them, of their embeddings `(T, E)`.
-    _of_distances: Callable[[torch.Tensor], tuple[torch.Tensor | None, torch.Tensor | None]]
+    position_buckets: int
 
     def forward(
         self,
@@ -145,7 +140,7 @@ class _Disentangled(_Exact):
         """
         by_row = relative_pos is not None and relative_pos.ndim == 1 and rel_embeddings is not None
         alike = attention_mask.shape[2] == 1 and (by_row or not self.relative_attention)
-        if output_attentions or not alike or is_traced() or self._does_more(query_states):
+        if output_attentions or not alike or is_traced():
             if attention_mask.shape[2] == 1:  # as transformers' own, whose padding sees nothing
                 attention_mask = attention_mask * attention_mask.transpose(2, 3)
             distances = _matrix(relative_pos, hidden_states.shape[1])
@@ -164,6 +159,7 @@ class _Disentangled(_Exact):
                 None if made is None else made.unflatten(1, (query.shape[1], -1)).transpose(0, 1)
                 for made in self._of_distances(used)
             )
+        products = 1 + ("c2p" in self.pos_att_type) + ("p2c" in self.pos_att_type)
         output = attend_disentangled(
             query,
             key,
@@ -172,7 +168,7 @@ class _Disentangled(_Exact):
             distance_query,
             relative_pos,
             attention_mask.bool(),
-            scale=(query.shape[3] * self._products()) ** -0.5,
+            scale=(query.shape[3] * products) ** -0.5,
             reach=self._reach(),
             dropout=self.dropout.p if self.training else 0.0,
         )
@@ -189,63 +185,22 @@ class _Disentangled(_Exact):
         grow = 1 < exact < self.max_relative_positions - 1 and self.position_buckets % 2 == 0
         return self.max_relative_positions + 1 if grow or self.position_buckets <= 0 else None
 
-    def _does_more(self, query_states: torch.Tensor | None) -> bool:
-        return False
-
-    def _products(self) -> int:
-        """How many products make a score."""
-        return 1 + ("c2p" in self.pos_att_type) + ("p2c" in self.pos_att_type)
-
-
-class DebertaByRows(_Disentangled, v1.DisentangledSelfAttention):
-    """DeBERTa's self-attention, patched."""
-
-    in_proj: nn.Module
-    pos_proj: nn.Module
-    pos_q_proj: nn.Module
-    q_bias: nn.Parameter
-    v_bias: nn.Parameter
-    num_attention_heads: int
-
-    def _does_more(self, query_states: torch.Tensor | None) -> bool:
-        return bool(self.talking_head) or query_states is not None
-
-    def _products(self) -> int:
-        return 1 + len(self.pos_att_type)
-
     def _projected(self, hidden_states: torch.Tensor, query_states: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        states = self.in_proj(hidden_states).unflatten(2, (self.num_attention_heads, -1)).transpose(1, 2)
-        query, key, value = states.chunk(3, dim=3)
-        heads = self.num_attention_heads, 1, -1
-        return query + self.q_bias.view(heads), key, value + self.v_bias.view(heads)
-
-    def _of_distances(self, embeddings: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        key = self.pos_proj(embeddings) if "c2p" in self.pos_att_type else None
-        return key, self.pos_q_proj(embeddings) if "p2c" in self.pos_att_type else None
-
-
-class DebertaV2ByRows(_Disentangled, v2.DisentangledSelfAttention):
-    """The self-attention of DeBERTa v2 and v3, patched."""
-
-    query_proj: nn.Module
-    key_proj: nn.Module
-    value_proj: nn.Module
-    num_attention_heads: int
-
-    def _projected(self, hidden_states: torch.Tensor, query_states: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values `(B, H, N, D)` of the states of keys and, if others ask, of queries."""
         asking = hidden_states if query_states is None else query_states
         made = self.query_proj(asking), self.key_proj(hidden_states), self.value_proj(hidden_states)
         return tuple(states.unflatten(2, (self.num_attention_heads, -1)).transpose(1, 2) for states in made)
 
     def _of_distances(self, embeddings: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The keys and the queries of distances `(T, H * D)`, where the model has them, of `(T, E)`."""
         own = "key_proj", "query_proj"
         of_key, of_query = own if self.share_att_key else ("pos_key_proj", "pos_query_proj")
         key = getattr(self, of_key)(embeddings) if "c2p" in self.pos_att_type else None
         return key, getattr(self, of_query)(embeddings) if "p2c" in self.pos_att_type else None
 
 
-class _Encoder(_ExactEncoder):
-    """The layers, which are given a row of distances, and padding as it comes."""
+class DebertaV2EncoderByRows(DebertaV2Encoder):
+    """The layers of DeBERTa v2 and v3, patched: they are given a row of distances, and padding as it comes."""
 
     relative_attention: bool
     position_buckets: int
@@ -264,20 +219,7 @@ class _Encoder(_ExactEncoder):
         if not self.relative_attention or relative_pos is not None or is_traced():
             return super().get_rel_pos(hidden_states, query_states, relative_pos)
         length = hidden_states.shape[1]
-        return self._buckets(torch.arange(1 - length, length, device=hidden_states.device))
-
-    def _buckets(self, distances: torch.Tensor) -> torch.Tensor:
-        return distances
-
-
-class DebertaEncoderByRows(_Encoder, v1.DebertaEncoder):
-    """DeBERTa's layers, patched."""
-
-
-class DebertaV2EncoderByRows(_Encoder, v2.DebertaV2Encoder):
-    """The layers of DeBERTa v2 and v3, patched."""
-
-    def _buckets(self, distances: torch.Tensor) -> torch.Tensor:
+        distances = torch.arange(1 - length, length, device=hidden_states.device)
         if self.position_buckets <= 0:
             return distances
-        return v2.make_log_bucket_position(distances, self.position_buckets, self.max_relative_positions).long()
+        return make_log_bucket_position(distances, self.position_buckets, self.max_relative_positions).long()
