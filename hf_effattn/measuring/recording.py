@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from ..ops.shared.precision import cast_by_autocast
-from ..patching.exact.images import IMAGES, Attended, attend_to_each
+from ..patching.exact.images import IMAGES, AttentionOutput, attend_to_each
 from ..patching.exact.reference import sdpa_path
 from ..patching.exact.windows import hides_keys
 from ..patching.methods import list_methods
@@ -92,7 +92,7 @@ def recording_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> Attended:
+) -> AttentionOutput:
     """Exact attention, shown to the module's observer where it has one; arguments and result are transformers'."""
     images = kwargs.pop(IMAGES, None)
     if images is not None:

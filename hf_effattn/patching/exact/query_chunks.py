@@ -20,7 +20,7 @@ SCORES_OF_GPU = 2**27
 KEPT = 2**26
 
 
-def by_rows(
+def in_query_chunks(
     attend: Callable[[torch.Tensor, int], torch.Tensor], query: torch.Tensor, keys: int, most: int | None = None
 ) -> torch.Tensor:
     """What `attend` gives for some queries at a time.

@@ -1,4 +1,4 @@
-"""Scores bent by a tanh (softcap), which SDPA has not: Gemma 2 and VaultGemma, exactly, some rows at a time."""
+"""Logit softcapping, which SDPA does not support: Gemma 2 and VaultGemma, exactly, some rows at a time."""
 
 from functools import partial
 from typing import Any
@@ -11,14 +11,14 @@ from transformers import StaticCache
 import hf_effattn
 from hf_effattn.patching.exact import query_chunks, softcap
 from hf_effattn.patching.exact.reference import exact_weights
-from hf_effattn.patching.exact.softcap import attend_bent
+from hf_effattn.patching.exact.softcap import attend_with_softcap
 from hf_effattn.patching.exact.windows import Window, dense_mask, seen_in_blocks
 
 from .contract import METHOD, Kind, Near, logits_of_seen, record
 from .test_sinks import LENGTH, left_padded, tokens
 
 BENT = [name for name in ("gemma2", "vaultgemma") if name in MODELS]
-# A tanh that bends nearly all scores; the first two layers see all earlier tokens, the third a window.
+# A bound that changes nearly all scores; the first two layers see all earlier tokens, the third a window.
 CAPPED: dict[str, Any] = {"attn_logit_softcapping": 2.0}
 WINDOWED = {"layer_types": ["full_attention", "full_attention", "sliding_attention"], "sliding_window": 17}
 each_model = pytest.mark.parametrize("model_type", BENT)
@@ -36,7 +36,7 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return record(monkeypatch, [(softcap, "_attend")], queries_and_keys)
 
 
-def make_bent(model_type: str, **changes: Any) -> Any:
+def make_softcapped(model_type: str, **changes: Any) -> Any:
     model = make_model(model_type, **CAPPED | changes)
     model.set_attn_implementation("eager")  # by default in newer versions of transformers
     return model
@@ -81,17 +81,17 @@ def kinds_of(model_type: str) -> list[Kind]:
     return [
         Kind(
             model_type,
-            partial(make_bent, model_type),
+            partial(make_softcapped, model_type),
             inputs_of,
             logits_of_seen,
-            says="bend their scores by a tanh",
+            says="bound their scores by a tanh",
             reports=(2, LENGTH, "eager"),
             compiled="eager",
             **alike,
         ),
         Kind(
             f"{model_type}, windows",
-            partial(make_bent, model_type, **WINDOWED),
+            partial(make_softcapped, model_type, **WINDOWED),
             partial(inputs_of, 250),
             logits_of_seen,
             weigh=weigh,
@@ -164,14 +164,14 @@ def test_values_gradients_and_weights(mask: str, rows: int, attended: list[tuple
     leaves = [tensor.requires_grad_() for tensor in drawn(width=6)]
     asked: dict[str, Any] = {"softcap": 2.0, "scale": None, "dropout": 0.0, "causal": causal}
     expected = by_definition(*leaves, seen, 2.0)
-    actual = attend_bent(*leaves, given, **asked)
+    actual = attend_with_softcap(*leaves, given, **asked)
     torch.testing.assert_close(actual, expected)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).double()
     ours, theirs = (torch.autograd.grad((output * weight).sum(), leaves) for output in (actual, expected))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)
     with torch.no_grad():
-        torch.testing.assert_close(attend_bent(*leaves, given, **asked), expected)
+        torch.testing.assert_close(attend_with_softcap(*leaves, given, **asked), expected)
     # What no row of a block sees is not computed.
     if rows == 7 and (causal or "window" in mask):
         widest = {"causal": 40, "keys, causal": 40, "window": 12, "window, both sides": 17}[mask]
@@ -184,12 +184,12 @@ def test_values_gradients_and_weights(mask: str, rows: int, attended: list[tuple
 
 
 def test_backward_through_vmap() -> None:
-    """Scores within `vmap` say that they need no gradient, and were bent in place."""
+    """Scores within `vmap` say that they need no gradient, and were changed in place."""
     leaves = [tensor.requires_grad_() for tensor in drawn()]
     asked: dict[str, Any] = {"softcap": 2.0, "scale": None, "dropout": 0.0, "causal": True}
 
     def attended(*given: torch.Tensor) -> torch.Tensor:
-        return attend_bent(*given, None, **asked)
+        return attend_with_softcap(*given, None, **asked)
 
     together = torch.func.vmap(lambda *one: attended(*(part[None] for part in one))[0])(*leaves)
     found, expected = (torch.autograd.grad(each.square().sum(), leaves) for each in (together, attended(*leaves)))
@@ -201,8 +201,8 @@ def test_keys_of_another_text() -> None:
     query, key, value = drawn(keys=23)
     asked: dict[str, Any] = {"softcap": 2.0, "scale": 0.5, "dropout": 0.0, "causal": False}
     expected = by_definition(query * 0.5 * 8**0.5, key, value, None, 2.0)
-    torch.testing.assert_close(attend_bent(query, key, value, None, **asked), expected)
-    torch.testing.assert_close(attend_bent(query[:, :, :1], key, value, None, **asked), expected[:, :1])
+    torch.testing.assert_close(attend_with_softcap(query, key, value, None, **asked), expected)
+    torch.testing.assert_close(attend_with_softcap(query[:, :, :1], key, value, None, **asked), expected[:, :1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -212,7 +212,7 @@ def test_low_precision(dtype: torch.dtype, rows: int) -> None:
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
             leaves = [one.clone().requires_grad_(grad) for one in given]
-            actual = attend_bent(*leaves, None, softcap=2.0, scale=None, dropout=0.0, causal=True)
+            actual = attend_with_softcap(*leaves, None, softcap=2.0, scale=None, dropout=0.0, causal=True)
         assert actual.dtype == dtype
         error = (actual.double() - expected).norm() / expected.norm()
         assert error < 2 * torch.finfo(dtype).eps
@@ -226,15 +226,15 @@ def test_dropout_and_gradients_that_are_computed_again(monkeypatch: pytest.Monke
     def drawn_twice() -> list[torch.Tensor]:
         leaves = [one.clone().requires_grad_() for one in given]
         torch.manual_seed(5)
-        output = attend_bent(*leaves, None, **asked)
+        output = attend_with_softcap(*leaves, None, **asked)
         return [output, *torch.autograd.grad(output.square().sum(), leaves)]
 
     kept = drawn_twice()
     monkeypatch.setattr(query_chunks, "KEPT", 0)
     for one, other in zip(drawn_twice(), kept, strict=True):
         torch.testing.assert_close(one, other)
-    exact = attend_bent(*given, None, **asked | {"dropout": 0.0})
-    means = torch.stack([attend_bent(*given, None, **asked) for _ in range(300)]).mean(dim=0)
+    exact = attend_with_softcap(*given, None, **asked | {"dropout": 0.0})
+    means = torch.stack([attend_with_softcap(*given, None, **asked) for _ in range(300)]).mean(dim=0)
     assert (means - exact).norm() / exact.norm() < 0.1
     assert not torch.equal(kept[0], exact)
 
@@ -245,7 +245,7 @@ def test_dropout_and_gradients_that_are_computed_again(monkeypatch: pytest.Monke
 @torch.no_grad()
 def test_a_mask_to_be_added_is_added_as_without_the_patch(model_type: str, heads: int, use_cache: bool) -> None:
     """Also one of its own for each head, of which two share their keys."""
-    model = make_bent(model_type)
+    model = make_softcapped(model_type)
     assert model.config.num_attention_heads == 2 * model.config.num_key_value_heads
     later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     slopes = -torch.arange(1, heads + 1)[:, None, None] * later.T.float() / 8
@@ -270,7 +270,7 @@ def test_a_mask_to_be_added_is_added_as_without_the_patch(model_type: str, heads
 @each_model
 @torch.no_grad()
 def test_no_token_sees_a_later_one(model_type: str) -> None:
-    model, ids = hf_effattn.patch_attention(make_bent(model_type, **WINDOWED), METHOD), tokens(250)
+    model, ids = hf_effattn.patch_attention(make_softcapped(model_type, **WINDOWED), METHOD), tokens(250)
     before = model(ids).logits
     ids[:, 100] = (ids[:, 100] + 1) % 60
     after = model(ids).logits
@@ -282,7 +282,7 @@ def test_no_token_sees_a_later_one(model_type: str) -> None:
 @pytest.mark.parametrize("how", ["cache", "static", "beams", "left padding"])
 @torch.no_grad()
 def test_generation(model_type: str, how: str) -> None:
-    model, ids = make_bent(model_type, **WINDOWED), tokens(30)
+    model, ids = make_softcapped(model_type, **WINDOWED), tokens(30)
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
     if how == "beams":
         options["num_beams"] = 2
@@ -311,7 +311,7 @@ def test_no_bend_no_rows(attended: list[tuple[int, int]]) -> None:
 
 def test_a_model_whose_bend_was_dropped_is_refused() -> None:
     """Older versions of transformers run it by SDPA, unless told otherwise."""
-    model = make_bent("gemma2")
+    model = make_softcapped("gemma2")
     model.config._attn_implementation = "sdpa"
     with pytest.raises(
         ValueError, match=r'runs "sdpa", which drops the tanh .* Load it with attn_implementation="eager"'
