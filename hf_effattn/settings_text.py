@@ -1,6 +1,7 @@
 """Settings as a command line writes them."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -18,8 +19,7 @@ def method_of(text: str) -> dict[str, Any]:
     Raises:
         ValueError: a setting without a value.
     """
-    # With commas, as the training scripts take them, too; inside a list they belong to it.
-    method, *settings = (text if "[" in text else text.replace(",", " ")).split() or [""]
+    method, *settings = text.split() or [""]
     found: dict[str, Any] = {"method": method}
     for setting in settings:
         name, separator, value = setting.partition("=")
@@ -27,6 +27,19 @@ def method_of(text: str) -> dict[str, Any]:
             raise ValueError(f"a setting is written name=value, got {setting!r} in {text!r}")
         found[name] = value_of(value)
     return found
+
+
+def method_text(method: str, settings: Mapping[str, Any]) -> str:
+    """A method with its settings as `method_of` reads them."""
+    return " ".join([method, *(f"{name}={_typed(value)}" for name, value in settings.items())])
+
+
+def _typed(value: Any) -> str:
+    if value is None or isinstance(value, bool | str):
+        return str(value)
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return json.dumps(value, separators=(",", ":"))
 
 
 def parse_settings(text: str) -> dict[str, Any]:

@@ -62,9 +62,12 @@ def demo(
 @app.command()
 def methods(as_json: AsJSON = False) -> None:
     """List the attention methods with their settings and defaults."""
-    from ..patching.methods import METHODS
+    from ..patching.methods import DECODER_METHODS, METHODS
 
-    found = {name: {field.name: field.default for field in fields(settings)} for name, settings in METHODS.items()}
+    kinds = METHODS | {
+        f"{name} in decoders": kind for name, kind in DECODER_METHODS.items() if kind is not METHODS[name]
+    }
+    found = {name: {field.name: field.default for field in fields(kind)} for name, kind in kinds.items()}
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
@@ -74,8 +77,8 @@ def methods(as_json: AsJSON = False) -> None:
     sharing: dict[tuple[str, str, str], list[str]] = {}  # the methods that have a setting in the same form
     for name, settings in found.items():
         for setting, default in settings.items():
-            sharing.setdefault((setting, repr(default), METHODS[name].purpose[setting]), []).append(name)
-    headings: dict[tuple[str, ...], str] = {(name,): f"[bold]{name}[/bold]: {METHODS[name].summary}" for name in found}
+            sharing.setdefault((setting, repr(default), kinds[name].purpose[setting]), []).append(name)
+    headings: dict[tuple[str, ...], str] = {(name,): f"[bold]{name}[/bold]: {kinds[name].summary}" for name in found}
     headings |= {
         tuple(names): f"[bold]Settings of {', '.join(names)}[/bold]" for names in sharing.values() if names[1:]
     }
@@ -147,7 +150,7 @@ def report(
     from .tables import show_table
 
     with mistakes_in_words():
-        make_candidates(chosen)  # a mistake is told before a model is loaded
+        make_candidates(chosen, kinds=(False, True))  # a mistake is told before a model is loaded
         check_output_folder(output)
         if html is not None:
             check_destination(html)

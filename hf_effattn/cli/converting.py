@@ -35,11 +35,12 @@ def convert(
     from ..hub.loading import check_source, without_progress_bars
     from ..hub.module_folders import MODULES, saved_class
     from ..patching import extend_positions, patch_attention
-    from ..patching.methods import make_method
+    from ..patching.methods import methods_for
     from ..patching.sentence_transformers import models_inside
 
     with mistakes_in_words(), without_progress_bars():
-        chosen = make_method(**settings)  # a mistake is told before a model is loaded
+        # A mistake is told before a model is loaded.
+        chosen = next(iter(methods_for(kinds=(False, True), **settings).values()))
         if output.exists() and not output.is_dir():
             raise ValueError(f"{output} is a file: name a folder")
         if any((output / name).exists() for name in ("config.json", MODULES)):

@@ -34,13 +34,6 @@ def conclusions(result: DemoResult) -> list[str]:
     return said
 
 
-def short_label(label: str) -> str:
-    """A label of a report in the paper's letters: `i-clustered C=100 k=32`, and G for the key clusters."""
-    for name, letter in (("key_clusters=", "G="), ("clusters=", "C="), ("topk=", "k=")):
-        label = label.replace(name, letter)
-    return label.replace("(", "").replace(")", "").replace(",", "")
-
-
 def _closeness(short: list[ShortLength]) -> str:
     """How close the methods with exact keys are at each length, and what retrieval with the closest still finds."""
     with_exact_keys = ("i-clustered", "bi-clustered")
@@ -52,13 +45,13 @@ def _closeness(short: list[ShortLength]) -> str:
             for one in short
             if label in one.changes
         ]
-        parts.append(f"{short_label(label)} {', '.join(at)}")
+        parts.append(f"{label} {', '.join(at)}")
     last = short[-1]
     best = max(last.changes, key=lambda label: last.changes[label].cosine_mean)
     change = last.changes[best]
     return (
         f"Cosine of the embeddings with the exact model's: {'; '.join(parts)}. At {last.length} tokens with "
-        f"{short_label(best)}, {percent(change.next_found)} of the passages find the next one of their "
+        f"{best}, {percent(change.next_found)} of the passages find the next one of their "
         f"book (exact attention {percent(last.next_found)}), and {percent(change.nearest_kept)} keep their nearest "
         "neighbour."
     )
@@ -73,7 +66,7 @@ def _key_clusters(one: ShortLength) -> list[str]:
     for (method, *counts), label in by_counts.items():
         beside = by_counts.get(("i-clustered", *counts))
         if method == "bi-clustered" and beside is not None:
-            errors = (f"{short_label(name)} {percent(one.changes[name].hidden_error)}" for name in (label, beside))
+            errors = (f"{name} {percent(one.changes[name].hidden_error)}" for name in (label, beside))
             compared.append(", ".join(errors))
     if not compared:
         return []
@@ -90,7 +83,7 @@ def _clustered_alone(one: ShortLength) -> list[str]:
         return []
     alone, beside = one.changes[clustered[0]], one.changes[improved[0]]
     heads = [error for m in one.report.of(clustered[0]) for errors in m.attention_error.values() for error in errors]
-    names = short_label(clustered[0]), short_label(improved[0])
+    names = clustered[0], improved[0]
     if alone.hidden_error <= beside.hidden_error:
         return [f"On this text {names[0]} was as close as {names[1]}."]
     return [
@@ -128,7 +121,7 @@ def _long_inputs(found: Report) -> str:
             for m in found.of(label)
             if (speed := found.speedup(m)) is not None and m.change.hidden_error is not None
         ]
-        parts.append(f"{short_label(label)} {', '.join(at)}")
+        parts.append(f"{label} {', '.join(at)}")
     gained = any((found.speedup(m) or 0) > 1 for m in _approximate(found))
     start = "Long inputs, whole model against exact SDPA" if gained else "No gain on these long inputs"
     return f"{start}: {'; '.join(parts)}. Your task decides whether that error is small enough."

@@ -13,11 +13,10 @@ from ..measuring.candidates import UNPATCHED
 from ..measuring.cost import median
 from ..reporting import Report
 from ..reporting.numbers import count, duration, megabytes, percent, ratio
-from .conclusions import conclusions, short_label
+from .conclusions import conclusions
 from .run import RESULT_FILE, DemoOptions, DemoResult, run_demo
 
 TABLE_WIDTH = 80
-LONGEST_NAME = 24  # what the columns of numbers leave
 
 
 def show_demo(options: DemoOptions) -> DemoResult:
@@ -90,27 +89,21 @@ def _table(title: str, caption: str, columns: tuple[str, ...]) -> Table:
         box=SIMPLE_HEAD,
         padding=0,
     )
-    table.add_column("attention", no_wrap=True)
+    table.add_column("attention")  # wrapped between settings
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table
-
-
-def _name(label: str) -> str:
-    """The short label of a method, its counts on a line of their own where one line is too long."""
-    short = short_label(label)
-    return short if len(short) <= LONGEST_NAME else short.replace(" ", "\n  ", 1)
 
 
 def _short_table(result: DemoResult) -> Table:
     one = result.short[0]
     table = _table(
         "Sentence embeddings: exact attention against approximate",
-        f"{one.passages} passages from {count(one.books, 'book')}; C clusters, k exact keys per cluster, "
-        "G key clusters. cosine: of the mean-pooled embedding with the exact model's, mean and lowest. itself first: "
-        "its own exact embedding is the nearest one. nearest kept: the nearest other passage stays. finds next: the "
-        "nearest of all second passages is the one that follows it in the book. errors: relative L2, of the attention "
-        "output and of the last hidden state. speed: whole model, exact = 1.",
+        f"{one.passages} passages from {count(one.books, 'book')}. cosine: of the mean-pooled embedding with the "
+        "exact model's, mean and lowest. itself first: its own exact embedding is the nearest one. nearest kept: the "
+        "nearest other passage stays. finds next: the nearest of all second passages is the one that follows it in "
+        "the book. errors: relative L2, of the attention output and of the last hidden state. speed: whole model, "
+        "exact = 1.",
         (
             "cosine",
             "lowest",
@@ -129,7 +122,7 @@ def _short_table(result: DemoResult) -> Table:
             (m,) = one.report.of(label)
             speed = one.report.speedup(m)
             table.add_row(
-                _name(label),
+                label,
                 f"{change.cosine_mean:.4f}",
                 f"{change.cosine_min:.4f}",
                 percent(change.same_first),
@@ -159,7 +152,7 @@ def _long_table(found: Report) -> Table:
             speed, alone, seconds = found.speedup(m), found.speedup(m, "attention"), median(m.forward_seconds)
             cosines = m.change.embedding_cosines
             table.add_row(
-                _name(label),
+                label,
                 "" if seconds is None else duration(seconds),
                 "1×" if is_exact else "" if speed is None else ratio([speed]),
                 "1×" if is_exact else "" if alone is None else ratio([alone]),

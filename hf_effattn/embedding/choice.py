@@ -29,7 +29,8 @@ def is_long_enough(length: int, model: PreTrainedModel) -> bool:
     if any(stack.exact.gains(length) for stack in find_stacks(model)):
         return True
     causal, device = any(causal_modules(model)), model.device.type
-    return any(candidate.why_exact(length, device, causal=causal) is None for candidate in make_candidates(None))
+    candidates = make_candidates(None, kinds=[causal])
+    return any(candidate.why_exact(length, device, causal=causal) is None for candidate in candidates)
 
 
 def fastest_method(

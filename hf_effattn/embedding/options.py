@@ -71,6 +71,6 @@ class EmbedOptions:
         if self.chunk is not None and self.extend_positions:
             raise ValueError("--chunk keeps to the model's positions and --extend-positions repeats them: give one")
         if self.method is not None:
-            make_candidates([self.method])
+            make_candidates([self.method], kinds=(False, True))
         if self.output.resolve().is_relative_to(self.documents.resolve()):
             raise ValueError("--output lies among the documents: name a folder outside")

@@ -21,11 +21,11 @@ import transformers
 from filelock import FileLock, Timeout
 from transformers import PreTrainedModel
 
-from ..measuring.candidates import name_settings
+from ..measuring.candidates import make_candidates
 from ..measuring.cost import timed
 from ..measuring.environment import environment, usable_device
 from ..patching import extend_positions, patch_attention
-from ..patching.methods import make_method
+from ..patching.model_types.stacks import find_stacks
 from ..patching.stored import FIELD, read_stored
 from ..reporting.numbers import count
 from ..samples.model import TextModel, load_text_model
@@ -310,9 +310,9 @@ class _Run:
             return
         settings = {name: value for name, value in chosen.items() if name != "hidden_error"}
         patch_attention(self.model, **settings)
+        kinds = {stack.causal for stack in find_stacks(self.model)}
         error = f", error {chosen['hidden_error']:.3f}" if "hidden_error" in chosen else ""
-        layers = settings.pop("layers", None)
-        self.progress.say(f"Attention: {name_settings(make_method(**settings), layers)}{error}.")
+        self.progress.say(f"Attention: {make_candidates([settings], kinds=kinds)[0].label}{error}.")
 
     def _embed(self, batches: Sequence[Batch], documents: Sequence[tuple[Document, int]]) -> float:
         """Run the batches that have no shard yet; first some that tell how long the others will take."""

@@ -11,15 +11,15 @@ import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..measuring.candidates import ALWAYS_NAMED, name_settings, short_name
+from ..measuring.candidates import ALWAYS_NAMED, name_settings, rung_names
 from ..models import ClusterFormerConfig, CSTConfig
-from ..patching.methods import METHODS, Method, list_methods
-from ..patching.methods.exact import Exact
+from ..patching.methods import Method, list_methods
 from ..patching.methods.per_head import PerHead
 from ..patching.model_types.stacks import longest_input
 from ..patching.model_types.table import MODEL_TYPES
 from ..patching.sentence_transformers import is_sentence_transformer, models_inside
 from ..patching.stored import FIELD, base_model_of, read_stored
+from ..patching.transformers_internals import implementation_of
 from ..reporting import Report
 from ..reporting.table import markdown, report_table, table_note
 from . import module_folders
@@ -118,9 +118,9 @@ def model_card(
     settings, layers = _stored_in(config)
     kind = settings.method if settings is not None else config.model_type
     name = name or (repo_id or _name_of(str(config._name_or_path or "")) or kind).split("/")[-1]
-    if settings is None and config._attn_implementation in list_methods():
+    if settings is None and implementation_of(config) in list_methods():
         warnings.warn(
-            f'the attention of this model was switched to "{config._attn_implementation}", which save_pretrained does '
+            f'the attention of this model was switched to "{implementation_of(config)}", which save_pretrained does '
             "not keep: the card is of the exact model. patch_attention writes it into the configuration",
             stacklevel=2,
         )
@@ -193,7 +193,7 @@ def _opening(
 ) -> str:
     if settings is not None:
         of = "a pretrained model" if base_model is None else f"[{base_model}](https://huggingface.co/{base_model})"
-        what = METHODS[kind].summary
+        what = settings.summary
         if settings.needs_fine_tuning:
             return (
                 f'The attention of {of} converted to `"{kind}"` by hf_effattn{_where(layers)}: {what}. All pretrained '
@@ -329,8 +329,7 @@ def _settings(config: Any, settings: Method | None, layers: Sequence[int] | None
 def _rungs(settings: PerHead) -> list[str]:
     """Which settings how many heads run, and how they were found."""
     heads = [index for row in settings.heads for index in row]
-    names = [*map(short_name, settings.rungs), Exact.method]
-    table = [[name, str(heads.count(index))] for index, name in enumerate(names)]
+    table = [[name, str(heads.count(index))] for index, name in enumerate(rung_names(settings))]
     found = [markdown(["settings", "key/value heads"], table)]
     made = settings.calibration
     if made is not None and "error" in made:
@@ -341,7 +340,7 @@ def _rungs(settings: PerHead) -> list[str]:
         found.append(
             f"{kept} within {made['error']:g} on {made['texts']} texts of {lengths} tokens; of those left out, "
             f"{100 * made['held_out']:.0f}% of the {counted} did, and attention was {made['speed']:.1f} times as fast "
-            "as exact attention. C `clusters`, k `topk`, G `key_clusters`; the table of heads is in `config.json`."
+            "as exact attention. The table of heads is in `config.json`."
         )
     return found
 

@@ -1,14 +1,13 @@
 """What a report compares: the methods with their settings, validated, each under a name of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..patching.methods import Method, make_method
+from ..patching.methods import Method, methods_for
 from ..patching.methods.exact import Exact
 from ..patching.methods.per_head import PerHead
-from ..patching.model_types.table import MODEL_TYPES
-from ..settings_text import method_of
+from ..settings_text import method_of, method_text
 
 UNPATCHED = "unpatched"
 DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
@@ -20,10 +19,18 @@ DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "bi-clustered", "clusters": 64, "topk": 128, "key_clusters": 64},
     {"method": "bi-clustered", "clusters": 128, "topk": 128, "key_clusters": 128},
 )
-LETTERS = {"C": "clusters", "k": "topk", "G": "key_clusters"}
+# The same of decoders, whose exact keys are those of a head, not of a cluster.
+DECODER_METHODS: tuple[dict[str, Any], ...] = (
+    {"method": "clustered", "causal": True, "clusters": 100},
+    {"method": "i-clustered", "causal": True, "clusters": 25, "exact_keys": 192},
+    {"method": "i-clustered", "causal": True, "clusters": 100, "exact_keys": 192},
+    {"method": "bi-clustered", "causal": True, "exact_keys": 384, "key_clusters": 16},
+    {"method": "bi-clustered", "causal": True, "exact_keys": 768, "key_clusters": 32},
+    {"method": "bi-clustered", "causal": True, "exact_keys": 768, "key_clusters": 64},
+)
 BESIDE_SETTINGS = ("version", "layers", "base_model")  # of what config.effattn holds
 # The settings that decide between speed and error stand in every name, others only where they differ from the default.
-ALWAYS_NAMED = ("clusters", "key_clusters", "topk", "slice_length", "extension_ratio")
+ALWAYS_NAMED = ("clusters", "key_clusters", "topk", "exact_keys", "slice_length", "extension_ratio")
 
 
 @dataclass(frozen=True)
@@ -31,16 +38,25 @@ class Candidate:
     """One method with its settings.
 
     Args:
-        label (`str`): short name, such as `i-clustered (clusters=100, topk=32)`.
-        settings (`Method`): as given; what a user who patches with them gets, `min_length` included.
-        forced (`Method`): the same with `min_length=0`, so that short inputs show the method and not SDPA.
+        label (`str`): the settings as a command line takes them, such as `i-clustered clusters=100 topk=32`.
+        by_kind (`dict[bool, Method]`): as given, what a user who patches with them gets, `min_length` included, in an
+            encoder (False), in a decoder (True), or in both.
         layers (`tuple[int, ...]`, *optional*): as of `patch_attention`; None means all.
     """
 
     label: str
-    settings: Method
-    forced: Method
+    by_kind: dict[bool, Method]
     layers: tuple[int, ...] | None = None
+
+    @property
+    def settings(self) -> Method:
+        """Those of the first kind."""
+        return next(iter(self.by_kind.values()))
+
+    @property
+    def forced(self) -> Method:
+        """The same with `min_length=0`, so that short inputs show the method and not SDPA."""
+        return replace(self.settings, min_length=0)
 
     def to_dict(self) -> dict[str, Any]:
         """What `make_candidates` makes this one of."""
@@ -54,18 +70,23 @@ class Candidate:
             `str`, *optional*: `"min_length"` (the report still measures the method) or `"settings"` (one of its counts
             reaches the length: there is nothing to approximate, and the report measures exact attention).
         """
-        if self.forced.is_exact(length, length, device_type, causal=causal):
+        settings = self.by_kind.get(causal, self.settings)
+        if replace(settings, min_length=0).is_exact(length, length, device_type, causal=causal):
             return "settings"
-        return "min_length" if self.settings.is_exact(length, length, device_type, causal=causal) else None
+        return "min_length" if settings.is_exact(length, length, device_type, causal=causal) else None
 
 
-def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None) -> list[Candidate]:
+def make_candidates(
+    methods: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None, *, kinds: Iterable[bool] | None = None
+) -> list[Candidate]:
     """The candidates for the argument `methods` of a report.
 
     Args:
         methods: names, with settings or without (`"i-clustered clusters=100"`), dicts `{"method": name, **settings}`
             or what `calibrate` found, one or a sequence; a dict with `"layers"` where only some are to be patched;
             None for `DEFAULT_METHODS`.
+        kinds (`Iterable[bool]`, *optional*): what the settings are for: encoders (False), decoders (True), or both.
+            Default: as each dict says by `"causal"`, else encoders.
 
     Returns:
         `list[Candidate]`: in the order given.
@@ -75,7 +96,7 @@ def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[st
         TypeError: something that is neither a name nor a dict with `"method"`.
     """
     if methods is None:
-        methods = DEFAULT_METHODS
+        methods = DECODER_METHODS if kinds is not None and set(kinds) == {True} else DEFAULT_METHODS
     if isinstance(methods, str | Mapping):
         methods = [methods]
     elif hasattr(methods, "to_dict"):
@@ -91,8 +112,8 @@ def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[st
         )
     candidates: list[Candidate] = []
     for method in methods:
-        settings, layers = _settings(method)
-        candidate = Candidate(name_settings(settings, layers), settings, replace(settings, min_length=0), layers)
+        by_kind, layers = _settings(method, kinds)
+        candidate = Candidate(name_settings(next(iter(by_kind.values())), layers), by_kind, layers)
         if any((candidate.forced, layers) == (other.forced, other.layers) for other in candidates):
             raise ValueError(f"methods holds {candidate.label} twice; give each setting once")
         candidates.append(candidate)
@@ -100,46 +121,28 @@ def make_candidates(methods: str | Mapping[str, Any] | Sequence[str | Mapping[st
 
 
 def name_settings(settings: Method, layers: Sequence[int] | None = None) -> str:
-    """A short name: the method, its counts, and every other setting that is not the default, without `min_length`."""
+    """The settings as a command line takes them, such as `bi-clustered clusters=32 topk=64 key_clusters=32`.
+
+    Shown are the counts and every other setting that is not the default, without `min_length`. The heads of
+    `"per-head"` are too many to type: of them only their number of rungs and the error allowed.
+    """
     defaults = type(settings)()
-    shown = [
-        f"{field.name}={_shown(getattr(settings, field.name))}"
+    shown = {
+        field.name: getattr(settings, field.name)
         for field in fields(settings)
         if field.name not in settings.unnamed
         and (field.name in ALWAYS_NAMED or getattr(settings, field.name) != getattr(defaults, field.name))
-    ]
-    shown += [f"{name}={_shown(value)}" for name, value in settings.label_parts.items()]
-    if layers is not None:
-        shown.append(f"layers={' '.join(map(str, layers))}")
-    return f"{settings.method} ({', '.join(shown)})" if shown else settings.method
-
-
-def short_name(settings: Method, *, causal: bool = False) -> str:
-    """The method and the counts that its time grows with, such as `bi-clustered C=32 k=64 G=32`.
-
-    `causal`: where the future is masked, without the clusters where their number is the same whatever the setting.
-    """
-    values = settings.to_dict()
-    if causal and "clusters" in settings.causal_options():
-        del values["clusters"]
-    return " ".join(
-        [settings.method] + [f"{letter}={values[name]}" for letter, name in LETTERS.items() if name in values]
-    )
+    }
+    chosen = {} if layers is None else {"layers": list(layers)}
+    return method_text(settings.method, shown | settings.label_parts | chosen)
 
 
 def rung_names(settings: PerHead) -> list[str]:
     """The names of what the indices in a table of heads stand for, exact attention last."""
-    made_for = (settings.calibration or {}).get("model", {})
-    entry = MODEL_TYPES.get(made_for.get("model_type", ""))
-    causal = entry is not None and entry.causal and not made_for.get("both_ways", False)
-    return [*(short_name(rung, causal=causal) for rung in settings.rungs), Exact.method]
+    return [*map(name_settings, settings.rungs), Exact.method]
 
 
-def _shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _settings(method: object) -> tuple[Method, tuple[int, ...] | None]:
+def _settings(method: object, kinds: Iterable[bool] | None) -> tuple[dict[bool, Method], tuple[int, ...] | None]:
     if isinstance(method, str):
         method = method_of(method)
     if hasattr(method, "to_dict"):  # what calibrate found
@@ -152,5 +155,6 @@ def _settings(method: object) -> tuple[Method, tuple[int, ...] | None]:
     layers = method.get("layers")
     if layers is not None and not isinstance(layers, list | tuple):
         raise TypeError(f"layers must be a list of layer indices, got {layers!r}")
-    settings = make_method(**{name: value for name, value in method.items() if name not in BESIDE_SETTINGS})
-    return settings, None if layers is None else tuple(layers)
+    settings = {name: value for name, value in method.items() if name not in BESIDE_SETTINGS}
+    by_kind = methods_for(**{"kinds": [settings.get("causal", False)] if kinds is None else kinds, **settings})
+    return by_kind, None if layers is None else tuple(layers)

@@ -37,8 +37,8 @@ LAYERS_LADDER: tuple[dict[str, Any], ...] = (
 # Of models that mask the future, which plain clusters spoil. Half the default segments: fewer scores, which pay for
 # exact heads.
 CAUSAL_LADDER: tuple[dict[str, Any], ...] = tuple(
-    {"method": "bi-clustered", "topk": k, "key_clusters": G, "segment_length": 512, "exact_above": None}
-    for k, G in ((16, 8), (16, 16), (64, 16), (64, 32), (128, 32), (128, 64), (128, 128))
+    {"method": "bi-clustered", "exact_keys": k, "key_clusters": G, "segment_length": 512, "exact_above": None}
+    for k, G in ((96, 4), (96, 8), (384, 8), (384, 16), (768, 16), (768, 32), (768, 64))
 )
 
 

@@ -25,6 +25,7 @@ from ..patching.model_types.stacks import Stack, is_causal, is_window_of_image
 from ..patching.planning import stacks_to_patch
 from ..patching.position_rows import POSITION_ROWS, READ_BY, PositionRows, PositionTerms
 from ..patching.snapshot import Snapshot
+from ..patching.transformers_internals import supports_sdpa
 
 RECORDING = "effattn-recording"
 BASELINE = "sdpa"
@@ -199,7 +200,7 @@ def make_exact(stacks: Sequence[Stack]) -> None:
     """Switch the attention of stacks to exact SDPA, or transformers' own code; to be called inside `as_it_was`."""
     for stack in stacks:
         # Where transformers has none, for want of attention sinks, what runs under the other name has.
-        _switch(stack, BASELINE if stack.model._supports_sdpa else RECORDING)
+        _switch(stack, BASELINE if supports_sdpa(type(stack.model)) else RECORDING)
 
 
 def _switch(stack: Stack, implementation: str) -> None:

@@ -5,19 +5,12 @@ from typing import Any
 import torch
 
 from .shared.graphs import is_exported_to_onnx
+from .shared.torch_internals import unbatched
 
 
 def learns(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd follows any of the tensors, also within `vmap`, whose tensors do not say so themselves."""
     return torch.is_grad_enabled() and any(x is not None and unbatched(x).requires_grad for x in tensors)
-
-
-def unbatched(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor within `vmap` stands for: as many of them, side by side."""
-    functorch = torch._C._functorch
-    while not torch.compiler.is_compiling() and functorch.is_batchedtensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def refuse_second_derivatives(*gradients: Any) -> Any:

@@ -13,6 +13,7 @@ from .model_types.stacks import reserved_rows
 from .model_types.table import MODEL_TYPES, LearnedPositions, OtherPositions
 from .planning import not_a_model
 from .sentence_transformers import is_sentence_transformer, models_inside, set_max_seq_length
+from .transformers_internals import is_offloaded
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -39,6 +40,13 @@ def extend_positions(model: Model, max_length: int) -> Model:
         ValueError: a length below the present one, a model without learned absolute positions, a table of positions
             or of slices that is quantised, sharded, wrapped or offloaded. The model is then unchanged.
         TypeError: something that is not a transformers model, a `max_length` that is not an int.
+
+    Example:
+        >>> import hf_effattn
+        >>> from transformers import AutoModel
+        >>> model = AutoModel.from_pretrained("google-bert/bert-base-uncased")
+        >>> hf_effattn.extend_positions(model, 8192).config.max_position_embeddings
+        8192
     """
     if not isinstance(model, nn.Module) or not (isinstance(model, PreTrainedModel) or is_sentence_transformer(model)):
         raise not_a_model(model)
@@ -99,7 +107,7 @@ def _learned_positions(model: PreTrainedModel) -> LearnedPositions:
 
 def _plain_table(module: nn.Module, positions: LearnedPositions, model: PreTrainedModel) -> nn.Embedding:
     table = getattr(module, positions.table)
-    if table.weight.is_meta and hasattr(table, "_hf_hook"):
+    if is_offloaded(table):
         raise ValueError(
             f"the positions of {type(model).__name__} are offloaded: load it without device_map, extend its "
             "positions, save it, and load what is saved with device_map"

@@ -15,7 +15,7 @@ from transformers.utils import cached_file
 
 from ..ops.shared.callers import stacklevel_of_user
 from ..whole_files import write_whole
-from .methods import METHODS, Method, list_methods, make_method, setting_names
+from .methods import METHODS, Method, list_methods, methods_for, setting_names
 from .methods.cst.checkpoint import HUB_OPTIONS
 from .model_types.stacks import Stack, find_stacks
 from .module_patch import RECORD
@@ -61,6 +61,14 @@ def from_pretrained(
         ValueError: no `config.effattn` and no `method`, an `attn_implementation` that is no method, settings written
             in a newer format, an unknown method or setting, layers that do not exist, a model that cannot be patched.
         TypeError: a value of the wrong type, an `auto_class` without `from_pretrained`.
+
+    Example:
+        >>> import hf_effattn
+        >>> from transformers import AutoModel
+        >>> model = hf_effattn.patch_attention(AutoModel.from_pretrained("BAAI/bge-m3"), "bi-clustered", topk=128)
+        >>> model.save_pretrained("patched")
+        >>> hf_effattn.from_pretrained(AutoModel, "patched").config.effattn["topk"]
+        128
     """
     in_library = is_sentence_transformer(auto_class)
     if not in_library and not hasattr(auto_class, "from_pretrained"):
@@ -107,11 +115,14 @@ def _patch_loaded(model: Any, name_or_path: Any, asked: _Asked, options: Mapping
         for stack in find_stacks(model):
             setattr(stack.model.config, FIELD, kept)
     stacks = _stacks_to_load(model, asked.method)
-    saved = [saved_method(stack.model.config) for stack in stacks]
-    plans = []
+    kinds = {stack.causal for stack in stacks}
+    saved, plans = [], []
     for stack in stacks:
-        stored = getattr(stack.model.config, FIELD, None)
-        chosen, chosen_layers = _method_to_apply(stored, asked.method, asked.settings)
+        found = _method_to_apply(stack, kinds, asked)
+        if found is None:
+            continue
+        chosen, chosen_layers = found
+        saved.append(saved_method(stack.model.config))
         plans.append(plan_patch(stack, chosen, chosen_layers if asked.layers is None else asked.layers))
     for plan in plans:
         never_used = why_never_used(plan)
@@ -262,10 +273,11 @@ def _take_settings(auto_class: Any, method: str | None, kwargs: dict[str, Any]) 
             f"model; leave it out, name one of {list_methods()}, or load with {auto_class.__name__}.from_pretrained"
         )
     method = method or implementation
-    known = {name for any_method in METHODS for name in setting_names(any_method)}
+    kinds = (False, True)
+    known = {name for one in METHODS for causal in kinds for name in setting_names(one, causal=causal)}
     settings = {name: kwargs.pop(name) for name in sorted(known) if name in kwargs}
     if method is not None:
-        make_method(method, **settings)  # a mistake in the settings is cheaper to learn before the weights load
+        methods_for(method, kinds, **settings)  # a mistake in the settings is cheaper to learn before the weights load
     return method, settings
 
 
@@ -288,11 +300,14 @@ def _nothing_saved(auto_class: Any, name_or_path: Any) -> ValueError:
     )
 
 
-def _method_to_apply(
-    stored: Any, method: str | None, overrides: Mapping[str, Any]
-) -> tuple[Method, Sequence[int] | None]:
-    """The saved settings with the overrides; where another method is asked for, its own and the saved layers."""
+def _method_to_apply(stack: Stack, kinds: set[bool], asked: _Asked) -> tuple[Method, Sequence[int] | None] | None:
+    """The saved settings with the overrides; where another method is asked for, its own and the saved layers.
+
+    None where the settings asked for are those of other `kinds` of stacks in the model.
+    """
+    stored = getattr(stack.model.config, FIELD, None)
     saved = stored if isinstance(stored, dict) else {}
-    if method is not None and (stored is None or saved.get("method", method) != method):
-        return make_method(method, **overrides), saved.get("layers")
-    return read_stored(stored, method, **overrides)
+    if asked.method is None or (stored is not None and saved.get("method", asked.method) == asked.method):
+        return read_stored(stored, asked.method, causal=stack.causal, **asked.settings)
+    chosen = methods_for(asked.method, kinds, **asked.settings).get(stack.causal)
+    return None if chosen is None else (chosen, saved.get("layers"))

@@ -23,6 +23,15 @@ def measured_error(model: nn.Module) -> dict[int, MeasuredError]:
 
     Raises:
         ValueError: nothing in the model was patched with a tolerance, or several parts were.
+
+    Example:
+        >>> import hf_effattn
+        >>> from transformers import AutoModel, AutoTokenizer
+        >>> tokenizer, model = AutoTokenizer.from_pretrained("BAAI/bge-m3"), AutoModel.from_pretrained("BAAI/bge-m3")
+        >>> model = hf_effattn.patch_attention(model, "bi-clustered", tolerance=0.2)
+        >>> outputs = model(**tokenizer(open("long.txt").read(), return_tensors="pt"))
+        >>> hf_effattn.measured_error(model)[0].error.shape == (1, model.config.num_attention_heads)
+        True
     """
     stacks = [stack for stack in find_stacks(model) if any(measurements_of(one).calls for one in stack.modules)]
     patched = any(

@@ -9,6 +9,7 @@ from torch import nn
 
 from .measurements import RECORD as RECORD
 from .measurements import Measurements
+from .transformers_internals import FORWARDS
 
 if TYPE_CHECKING:  # methods look at the patch of a module
     from .methods.base import Method
@@ -82,7 +83,7 @@ def _without(kind: Any, exact: Any, patched: Any) -> Any:
 def change_class(module: nn.Module, kind: type[nn.Module]) -> None:
     """Give a module another class, also what accelerate's hooks keep of the one that it had (`device_map`)."""
     before, module.__class__ = type(module), kind
-    for name in ("forward", "_old_forward"):
+    for name in FORWARDS:
         kept = vars(module).get(name)
         if isinstance(kept, MethodType) and kept.__self__ is module and kept.__func__ is before.forward:
             vars(module)[name] = MethodType(kind.forward, module)

@@ -7,7 +7,7 @@ from torch import nn
 
 from .interface.whole_texts import tell_whole_texts
 from .measurements import forget_measurements
-from .methods import METHODS, list_methods, make_method
+from .methods import METHODS, list_methods
 from .methods.base import quoted
 from .model_types.stacks import find_stacks, hides_the_future, is_causal
 from .module_patch import RECORD, ModulePatch
@@ -15,6 +15,7 @@ from .patched_models import remember
 from .planning import PatchPlan, check_model, plan_patches
 from .snapshot import Snapshot
 from .stored import FIELD, base_model_of, read_settings, write_stored
+from .transformers_internals import implementation_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -51,8 +52,10 @@ def patch_attention(
             `hf_effattn.calibrate` returned, the file or folder that it was saved to, or a repository on the Hub with
             it (`effattn.json`, or else `config.json` of a patched model). They serve every fine-tune of the model.
         overrides: the method's settings, such as `clusters`, `topk`, `clustering`, `iterations`, `seed`, `min_length`
-            (0 forces the method at every length), `tolerance` (the error allowed, checked in every pass); for `"cst"`
-            `slice_length`, `extension_ratio`, `composition`. They win over those of `settings`.
+            (0 forces the method at every length), `tolerance` (the error allowed, checked in every pass); in decoders
+            `exact_keys`, `key_clusters`, `segment_length`, `window`; for `"cst"` `slice_length`, `extension_ratio`,
+            `composition`. They win over those of `settings`. Of a model with encoders and decoders those parts are
+            patched that have all of them.
 
     Returns:
         The same `model`.
@@ -69,17 +72,25 @@ def patch_attention(
             `output_attentions=True`, or a conversion of what DDP or FSDP has wrapped. The model is then unchanged.
         TypeError: a value of the wrong type, something that is not a model.
         OSError: `settings` that cannot be read.
+
+    Example:
+        >>> import hf_effattn
+        >>> from transformers import AutoModel, AutoTokenizer
+        >>> tokenizer, model = AutoTokenizer.from_pretrained("BAAI/bge-m3"), AutoModel.from_pretrained("BAAI/bge-m3")
+        >>> model = hf_effattn.patch_attention(model, "bi-clustered", topk=128)
+        >>> inputs = tokenizer(open("long.txt").read(), return_tensors="pt", truncation=True, max_length=8192)
+        >>> outputs = model(**inputs)
+        >>> model.config.effattn["topk"]
+        128
     """
     if settings is not None:
-        chosen, stored_layers = read_settings(settings, method, **overrides)
+        method, stored_layers, overrides = read_settings(settings, method, **overrides)
         layers = stored_layers if layers is None else layers
-    elif method is not None:
-        chosen = make_method(method, **overrides)
-    else:
+    elif method is None:
         raise ValueError(
             f"name a method, one of {quoted(list_methods())}, or give settings= that hf_effattn.calibrate found"
         )
-    plans = plan_patches(model, chosen, layers)
+    plans = plan_patches(model, method, overrides, layers)
     apply_plans(plans)
     for plan in plans:
         remember(plan.stack.model, model)
@@ -101,6 +112,13 @@ def unpatch_attention(model: Model) -> Model:
 
     Raises:
         TypeError: something that is not a model.
+
+    Example:
+        >>> import hf_effattn
+        >>> from transformers import AutoModel
+        >>> model = hf_effattn.patch_attention(AutoModel.from_pretrained("BAAI/bge-m3"), "i-clustered")
+        >>> hf_effattn.unpatch_attention(model).config._attn_implementation
+        'sdpa'
     """
     check_model(model)
     for stack in find_stacks(model):
@@ -108,7 +126,7 @@ def unpatch_attention(model: Model) -> Model:
         patches = [vars(module).pop(RECORD) for module in stack.modules if RECORD in vars(module)]
         for module in stack.modules:
             forget_measurements(module)
-        ours = config._attn_implementation in list_methods() or bool(patches and stack.exact.has_own_forward)
+        ours = implementation_of(config) in list_methods() or bool(patches and stack.exact.has_own_forward)
         for kind in METHODS.values():
             kind.detach(stack.model)
         tell_whole_texts(stack.model.base_model, False)
@@ -133,7 +151,7 @@ def apply_plans(plans: Sequence[PatchPlan]) -> None:
 
 def _apply(plan: PatchPlan) -> None:
     config = plan.stack.model.config
-    current = config._attn_implementation
+    current = implementation_of(config)
     exact = plan.stack.exact.baseline if current in list_methods() else current
     base = plan.stack.model.base_model
     for kind in METHODS.values():

@@ -12,13 +12,12 @@ from transformers import PreTrainedModel
 from ..ops.shared.callers import stacklevel_of_user
 from .adapters import has_adapters
 from .interface.settings import causal_error, unsupported_error
-from .methods import METHODS, Method
+from .methods import DECODER_METHODS, METHODS, Method, methods_for, setting_names
 from .methods.crossover import why_never
 from .model_types.stacks import (
     Stack,
     causal_modules,
     find_stacks,
-    is_causal,
     longest_input,
     usual_length,
 )
@@ -26,6 +25,7 @@ from .model_types.table import MODEL_TYPES, NOT_SERVED, WHAT_IS_SERVED
 from .module_patch import RECORD
 from .sentence_transformers import cut_at, is_sentence_transformer, models_inside
 from .stored import check_layers, saved_method
+from .transformers_internals import can_set_implementation
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,19 @@ class PatchPlan:
     parameters: nn.Module | None
 
 
-def plan_patches(model: nn.Module, method: Method, layers: Any) -> list[PatchPlan]:
+def plan_patches(model: nn.Module, method: str, settings: dict[str, Any], layers: Any) -> list[PatchPlan]:
     """Decide everything that a patch will change in a model, and warn of what it loses and of what does nothing.
 
     Raises:
         ValueError, TypeError: as `patch_attention`.
     """
-    stacks = stacks_to_patch(model, method.method)
-    if len(stacks) > 1:  # settings of heads are for the one that was calibrated
-        stacks = [stack for stack in stacks if method.is_for(stack)] or stacks
-    plans = [plan_patch(stack, method, layers) for stack in stacks]
+    setting_names(method)  # of an unknown method no model is to blame
+    stacks = stacks_to_patch(model, method)
+    chosen = methods_for(method, {stack.causal for stack in stacks}, **settings)
+    fitting = [(stack, chosen[stack.causal]) for stack in stacks if stack.causal in chosen]
+    if len(fitting) > 1:  # settings of heads are for the part that was calibrated
+        fitting = [(stack, own) for stack, own in fitting if own.is_for(stack)] or fitting
+    plans = [plan_patch(stack, own, layers) for stack, own in fitting]
     for plan in plans:
         _check_not_wrapped(model, plan)
     cut = None if isinstance(model, PreTrainedModel) else cut_at(model)
@@ -132,7 +135,7 @@ def not_a_model(model: Any) -> TypeError:
 
 def _check_dispatch(model: PreTrainedModel, method: str) -> None:
     entry = MODEL_TYPES.get(model.config.model_type)
-    if not model._can_set_attn_implementation() and not (entry is not None and entry.has_own_forward):
+    if not can_set_implementation(type(model)) and not (entry is not None and entry.has_own_forward):
         raise ValueError(
             f"{type(model).__name__} does not dispatch its attention through transformers' AttentionInterface in "
             f'transformers {transformers.__version__}, so "{method}" cannot take its place. A newer transformers may '
@@ -151,8 +154,6 @@ def plan_patch(stack: Stack, method: Method, layers: Any) -> PatchPlan:
         )
     stack.exact.check()
     method.check_stack(stack)
-    if any(is_causal(module) for module in stack.modules):
-        method.check_causal(stack.modules[0])
     if layers is not None and method.stays_exact:
         raise ValueError(f'"{method.method}" approximates no layer, whichever are chosen: leave layers out')
     full = [stack.exact.serves(module) for module in stack.modules]
@@ -244,9 +245,9 @@ def _warn_of_unknown_attention(plan: PatchPlan) -> None:
 
 def _warn_of_decoder_loss(plan: PatchPlan) -> None:
     """Say so where a language model loses more by the method than it need."""
-    losses = [kind.decoder_loss for kind in METHODS.values() if kind.decoder_loss is not None]
+    losses = [kind.decoder_loss for kind in DECODER_METHODS.values() if kind.decoder_loss is not None]
     loss, least = plan.method.decoder_loss, min(losses)
-    if loss is None or loss == least or not any(is_causal(module) for module in plan.stack.modules):
+    if loss is None or loss == least:
         return
     warnings.warn(
         f'"{plan.method.method}" with the same settings for all heads raised the perplexity of SmolLM2-135M by '
@@ -276,7 +277,7 @@ def why_never_used(plan: PatchPlan, cut: int | None = None) -> str | None:
     kind = plan.stack.model.device.type
     if kind == "meta":  # where it will run is not known yet
         return None
-    hides_future = any(is_causal(module) for module in plan.stack.modules)
+    hides_future = plan.stack.causal
     does = "approximate nothing, and gain in layers with windows only" if exact.windows else "do nothing"
     shortest = method.shortest_length(kind, causal=hides_future)
     if shortest is None:

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .stored import FIELD
+from .transformers_internals import document_route
 
 LIBRARY = "sentence_transformers"
 # The class that loads transformers models, since version 5.4.
@@ -140,7 +141,7 @@ def document_modules(model: Any) -> list[Any]:
     found: list[Any] = []
     for module in model.children():
         if hasattr(module, "sub_modules"):  # a Router
-            found += module.sub_modules[module._resolve_route("document", "text")]
+            found += module.sub_modules[document_route(module)]
         else:
             found.append(module)
     if not isinstance(getattr(found[0], "auto_model", None), PreTrainedModel):

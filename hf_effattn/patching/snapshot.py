@@ -1,5 +1,6 @@
 """What patching changes in a model, remembered and put back."""
 
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -7,6 +8,7 @@ from transformers import PreTrainedModel
 
 from .module_patch import change_class
 from .stored import FIELD
+from .transformers_internals import hooks_of, implementation_of, set_implementation
 
 # Attributes and hooks of patching, and the modules that hold the parameters which a method added, begin with these.
 ATTRIBUTES = "_effattn"
@@ -23,15 +25,15 @@ class Snapshot:
             if isinstance(module, PreTrainedModel):
                 outermost.setdefault(id(module.config), module)
         self._models = [
-            (submodel, submodel.config._attn_implementation, vars(submodel.config).get(FIELD))
+            (submodel, implementation_of(submodel.config), vars(submodel.config).get(FIELD))
             for submodel in outermost.values()
         ]
         # Composite models of older versions give their modules a second copy of a config.
         configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
         self._copies = [
-            (config, config._attn_implementation)
+            (config, implementation_of(config))
             for key, config in configs.items()
-            if key not in outermost and hasattr(config, "_attn_implementation")
+            if key not in outermost and implementation_of(config) is not None
         ]
         self._modules = [(module, type(module), _traces(module)) for module in model.modules()]
 
@@ -48,23 +50,23 @@ class Snapshot:
         """Put everything back that patching has changed since; whatever else has changed stays."""
         # Outermost first: a config hands its implementation down to those inside, whose own is then set again.
         for submodel, implementation, stored in self._models:
-            if submodel.config._attn_implementation != implementation:
-                submodel.config._attn_implementation = implementation
+            if implementation_of(submodel.config) != implementation:
+                set_implementation(submodel.config, implementation)
             vars(submodel.config).pop(FIELD, None)
             if stored is not None:
                 setattr(submodel.config, FIELD, stored)
         for config, implementation in self._copies:
-            config._attn_implementation = implementation
+            set_implementation(config, implementation)
         for module, kind, before in self._modules:
             if type(module) is not kind and any(map(_is_ours, (type(module), kind))):
                 change_class(module, kind)
-            now = _traces(module)
-            for name, entries in before.items():
-                _put_back(_place(module, name), entries, now[name])
+            for place, earlier, now in zip(_places(module), before, _traces(module), strict=True):
+                _put_back(place, earlier, now)
 
 
-def _place(module: nn.Module, name: str) -> Any:
-    return vars(module) if name == "" else vars(module)[name]
+def _places(module: nn.Module) -> list[dict[Any, Any]]:
+    """The dicts of a module in which patching leaves something."""
+    return [vars(module), module._modules, *chain.from_iterable(hooks_of(vars(module)))]
 
 
 def _is_ours(one: Any) -> bool:
@@ -72,17 +74,15 @@ def _is_ours(one: Any) -> bool:
     return bool(getattr(one, "__module__", "").startswith(__package__))
 
 
-def _traces(module: nn.Module) -> dict[str, dict[Any, Any]]:
-    """What patching has left on a module: the entries that are its own, by the dict they stand in."""
-    found = {
-        "": {name: value for name, value in vars(module).items() if name.startswith(ATTRIBUTES)},
-        "_modules": {name: child for name, child in module._modules.items() if name.startswith(ADDED)},
-    }
-    for name in ("_forward_pre_hooks", "_forward_hooks"):
-        hooks, with_kwargs = vars(module)[name], vars(module)[f"{name}_with_kwargs"]
-        ours = [key for key, hook in hooks.items() if _is_ours(hook)]
-        found[name] = {key: hooks[key] for key in ours}
-        found[f"{name}_with_kwargs"] = {key: with_kwargs[key] for key in ours if key in with_kwargs}
+def _traces(module: nn.Module) -> list[dict[Any, Any]]:
+    """What patching has left on a module: of each of `_places` the entries that are its own."""
+    found: list[dict[Any, Any]] = [
+        {name: value for name, value in vars(module).items() if name.startswith(ATTRIBUTES)},
+        {name: child for name, child in module._modules.items() if name.startswith(ADDED)},
+    ]
+    for hooks, with_kwargs in hooks_of(vars(module)):
+        ours = {key: hook for key, hook in hooks.items() if _is_ours(hook)}
+        found += [ours, {key: with_kwargs[key] for key in ours if key in with_kwargs}]
     return found
 
 

@@ -10,20 +10,18 @@ from typing import Any
 
 from transformers.utils import cached_file
 
-from .methods import METHODS, Method, make_method, setting_names
+from .methods import METHODS, Method, make_method, other_kind, setting_names
 
 FIELD = "effattn"
-# Written is the oldest that says it all, so that earlier versions of the package read what they can run.
-FORMAT_VERSION = 2  # 1: no "per-head", no tolerance
+FORMAT_VERSION = 3  # before it the settings of decoders were those of encoders, and meant other numbers
 SETTINGS_FILE = "effattn.json"
 BASE_MODEL = "base_model"
 
 
 def write_stored(method: Method, layers: Iterable[int] | None, base_model: str | None = None) -> dict[str, Any]:
     """The dict for `config.effattn`; `layers` None means all, `base_model` is the exact model's id on the Hub."""
-    newer = method.tolerance is not None or method.differs_by_layer
     return {
-        "version": FORMAT_VERSION if newer else 1,
+        "version": FORMAT_VERSION,
         "method": method.method,
         "layers": None if layers is None else list(layers),
         **({} if base_model is None else {BASE_MODEL: base_model}),
@@ -51,23 +49,36 @@ def saved_method(config: Any) -> str | None:
     return named if isinstance(named, str) else None
 
 
-def read_stored(stored: object, method: str | None = None, **overrides: Any) -> tuple[Method, Any]:
+def read_stored(
+    stored: object, method: str | None = None, *, causal: bool | None = None, **overrides: Any
+) -> tuple[Method, Any]:
     """The method and layers from `config.effattn`.
 
     Args:
         stored (`dict`): the field; one written by hand may leave out any key.
         method (`str`, *optional*): the method where the dict names none.
+        causal (`bool`, *optional*): whether the model is a decoder. Default: as the dict says.
         overrides: settings that win over the dict's.
 
     Returns:
         `(Method, list[int] | None)`: the method with its settings, and the layers as they stand in the dict.
 
     Raises:
-        ValueError: written in a newer format, no method, an unknown method, a value outside its range.
+        ValueError: written in another format, no method, an unknown method, a value outside its range, settings of
+            an encoder in a decoder or the other way round.
         TypeError: not a dict, a value of the wrong type, layers that are no list of ints.
 
     Fields that this version does not know are ignored with a warning that names them.
     """
+    method, layers, settings = read_fields(stored, method)
+    settings |= overrides
+    if causal is not None and settings.setdefault("causal", causal) is (not causal):
+        raise ValueError(other_kind(causal=causal))
+    return make_method(method, **settings), layers
+
+
+def read_fields(stored: object, method: str | None = None) -> tuple[str, Any, dict[str, Any]]:
+    """What `read_stored` makes its method of: its name, the layers as they stand in the dict, and the settings."""
     if not isinstance(stored, dict):
         raise TypeError(
             f"config.effattn must be a dict such as {{'method': 'i-clustered', 'clusters': 100}}, got {stored!r}"
@@ -80,8 +91,14 @@ def read_stored(stored: object, method: str | None = None, **overrides: Any) -> 
         )
     if version > FORMAT_VERSION:
         raise ValueError(
-            f"config.effattn was written by a newer hf_effattn (format {version}, this one reads up to "
-            f"{FORMAT_VERSION}): update hf_effattn, or delete the field and call patch_attention with new settings"
+            f"config.effattn was written by a newer hf_effattn (format {version}, this one reads {FORMAT_VERSION}): "
+            "update hf_effattn, or delete the field and call patch_attention with new settings"
+        )
+    if version < FORMAT_VERSION:
+        raise ValueError(
+            f"config.effattn was written by an older hf_effattn (format {version}, this one reads {FORMAT_VERSION}), "
+            "whose settings meant other numbers in decoders: delete the field, patch the exact model again, and "
+            "calibrate again what hf_effattn.calibrate had found"
         )
     method = values.pop("method", method)
     if method is None:
@@ -90,20 +107,19 @@ def read_stored(stored: object, method: str | None = None, **overrides: Any) -> 
     if layers is not None:
         _check_layers_listed(layers, "give a list of layer indices such as [0, 1], or null for all")
     values.pop(BASE_MODEL, None)
-    names = setting_names(method)
+    names = ("causal", *setting_names(method), *setting_names(method, causal=True))
     unknown = sorted(set(values) - set(names))
     if unknown:
         warnings.warn(
             f"config.effattn has fields that this hf_effattn does not know and ignores: {', '.join(unknown)}. "
-            f"{method!r} knows {', '.join(names)}",
+            f"{method!r} knows {', '.join(dict.fromkeys(names))}",
             stacklevel=2,
         )
-    known = {name: value for name, value in values.items() if name in names}
-    return make_method(method, **known | overrides), layers
+    return method, layers, {name: value for name, value in values.items() if name in names}
 
 
-def read_settings(settings: Any, method: str | None = None, **overrides: Any) -> tuple[Method, Any]:
-    """Settings from wherever they were kept, as `read_stored` gives them.
+def read_settings(settings: Any, method: str | None = None, **overrides: Any) -> tuple[str, Any, dict[str, Any]]:
+    """Settings from wherever they were kept, as `read_fields` gives them.
 
     Args:
         settings (`dict`, `str`, `os.PathLike` or an object with `to_dict`): the dict itself, a JSON file, a folder, or
@@ -112,7 +128,7 @@ def read_settings(settings: Any, method: str | None = None, **overrides: Any) ->
         overrides: settings that win.
 
     Raises:
-        ValueError: as `read_stored`; a file without settings, or with those of another method.
+        ValueError: as `read_fields`; a file without settings, or with those of another method.
         OSError: nothing to be read there.
     """
     where = "settings"
@@ -131,7 +147,8 @@ def read_settings(settings: Any, method: str | None = None, **overrides: Any) ->
     named = settings["method"]
     if method not in (None, named):
         raise ValueError(f'{where} holds settings of "{named}", and the method asked for is "{method}": leave one out')
-    return read_stored(dict(settings), method, **overrides)
+    method, layers, found = read_fields(dict(settings), method)
+    return method, layers, found | overrides
 
 
 def _read_file(path: Path) -> Any:

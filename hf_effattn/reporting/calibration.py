@@ -31,10 +31,10 @@ from ..measuring.inputs import check_inputs
 from ..measuring.ladder import LadderErrors, default_ladder
 from ..measuring.progress import Progress, progress_bar
 from ..measuring.recording import Measured, as_it_was, recording
-from ..patching.methods import Method
+from ..patching.methods import Method, make_method
 from ..patching.methods.crossover import why_never
-from ..patching.methods.per_head import PerHead, described
-from ..patching.model_types.stacks import Stack, is_causal, model_type_of
+from ..patching.methods.per_head import CausalPerHead, PerHead, described
+from ..patching.model_types.stacks import Stack, model_type_of
 from ..patching.planning import not_a_model
 from ..patching.sentence_transformers import model_and_inputs
 from ..patching.stored import SETTINGS_FILE, base_model_of, read_settings, write_stored
@@ -91,7 +91,8 @@ class Calibration:
             ValueError: other settings than those of `calibrate`, or written by a newer version.
             OSError: nothing to be read there.
         """
-        found, _ = read_settings(settings)
+        method, _, fields = read_settings(settings)
+        found = make_method(method, **fields)
         if not isinstance(found, PerHead) or found.calibration is None:
             raise ValueError(f'{settings} holds settings of "{found.method}", which calibrate did not find')
         return cls(found)
@@ -183,6 +184,15 @@ def calibrate(
             attention or that do not reach the part, no layer whose attention is finite, a model of several parts and
             none named, or without attention to patch.
         TypeError: a value of the wrong type, something that is not a transformers model.
+
+    Example:
+        >>> import hf_effattn
+        >>> from transformers import AutoModel, AutoTokenizer
+        >>> tokenizer, model = AutoTokenizer.from_pretrained("BAAI/bge-m3"), AutoModel.from_pretrained("BAAI/bge-m3")
+        >>> texts = [tokenizer(open(name).read(), return_tensors="pt") for name in ("long.txt", "other.txt")]
+        >>> found = hf_effattn.calibrate(model, texts)
+        >>> file = found.save("effattn.json")
+        >>> model = hf_effattn.patch_attention(model, settings="effattn.json")
     """
     model, inputs = model_and_inputs(model, inputs)
     if not isinstance(getattr(model, "_orig_mod", model), PreTrainedModel):  # a compiled one is measured as it is
@@ -193,12 +203,11 @@ def calibrate(
     own = {} if min_length is None else {"min_length": min_length}
     measured = _part_to_calibrate(model, part)
     (stack,) = measured.stacks
-    causal, device_type = any(is_causal(module) for module in stack.modules), model.device.type
-    rungs = list(PerHead(rungs=[dict(one) | own for one in ladder or default_ladder(causal=causal, over=over)]).rungs)
+    causal, device_type = stack.causal, model.device.type
+    given = [dict(one) | own for one in ladder or default_ladder(causal=causal, over=over)]
+    rungs = list((CausalPerHead if causal else PerHead)(rungs=given).rungs)
     for rung in rungs:
         rung.check_stack(stack)
-        if causal:
-            rung.check_causal(stack.modules[0])
     batches = check_inputs(model, inputs)
     if _reads_text(stack):  # of images each counts, which shows when they are seen
         _check_enough(sum(_texts_of(batch) for batch in batches))
@@ -240,8 +249,7 @@ def _chosen(
     costs = found.costs(training=found.training)
     ran = costs[:-1].isfinite()
     if not ran.any():
-        causal = any(is_causal(module) for module in stack.modules)
-        raise _nothing_to_measure(found.rungs, found.seconds, model.device.type, causal)
+        raise _nothing_to_measure(found.rungs, found.seconds, model.device.type, stack.causal)
     model_of = described(stack)
     rungs = [rung for rung, one in zip(found.rungs, ran.tolist(), strict=True) if one]
     costs = torch.cat([costs[:-1][ran], costs[-1:]])
@@ -287,7 +295,8 @@ def _chosen(
     }
     if over == "layers":
         calibration["layers_error"] = round(float(mean_of_layers(table, shares).max()), 4)
-    settings = PerHead(rungs=rungs, heads=table.tolist(), calibration=calibration, min_length=min_length)
+    kind = CausalPerHead if stack.causal else PerHead
+    settings = kind(rungs=rungs, heads=table.tolist(), calibration=calibration, min_length=min_length)
     return Calibration(settings, base_model_of(model.config))
 
 
@@ -334,7 +343,7 @@ def _nothing_to_measure(rungs: Sequence[Method], lengths: Iterable[int], device:
     said = f"every rung runs exact attention on these inputs of at most {max(lengths):,} tokens"
     forced = [replace(rung, min_length=0) for rung in rungs]
     if all(rung.is_exact(N, N, device, causal=causal) for rung in forced for N in lengths):
-        what = "one segment and its window" if causal else "one of its counts"
+        what = "one segment and its window, or exact_keys," if causal else "one of its counts"
         return ValueError(f"{said}, since {what} reaches so far, which min_length=0 does not change: give longer ones")
     if all(rung.shortest_length(device, causal=causal) is None for rung in rungs):
         return ValueError(f"{said}: {why_never(PerHead.method, device)} (on the command line --min-length 0)")

@@ -41,7 +41,7 @@ class Measurement:
 
     Args:
         input (`int`): index of the input.
-        method (`str`): label of the candidate, or `"exact"`.
+        method (`str`): label of the candidate, or `"unpatched"`.
         why_exact (`str`, *optional*): `"settings"` where there is nothing to approximate in any layer, else
             `"min_length"` where patching would run exact attention, of several encoders in one of them at least.
         attention_error (`dict[int, list[float]]`): per layer, one relative L2 error per head; 0 in the layers that the
@@ -83,7 +83,7 @@ class Findings:
         methods (`dict[str, dict]`): label of each candidate and its settings, `"layers"` among them where not all are
             patched.
         inputs (`list[MeasuredInput]`): the batches.
-        measurements (`list[Measurement]`): one per input and method, `"exact"` among them.
+        measurements (`list[Measurement]`): one per input and method, `"unpatched"` among them.
         error_budget (`float`, *optional*): allowed relative L2 change of the last hidden state.
         complete (`bool`): False where the measurement was interrupted.
     """
@@ -100,7 +100,7 @@ class Findings:
         """The measurements of one method.
 
         Args:
-            method (`str`): a label from `methods`, or `"exact"`.
+            method (`str`): a label from `methods`, or `"unpatched"`.
             index (`int`, *optional*): of the input. Default: all.
 
         Raises:

@@ -181,8 +181,8 @@ def number_table(report: Findings) -> Table:
             for heading, cell, is_used in zip(shown, row, used, strict=True)
             if is_used
         ]
-        name, bracket, settings = m.method.partition(" (")
-        bodies[m.input][1].append(Row(name, f"{bracket.strip()}{settings}", _note(m), worded))
+        name, _, settings = m.method.partition(" ")
+        bodies[m.input][1].append(Row(name, settings, _note(m), worded))
     return Table(
         [heading for heading, is_used in zip(shown, used, strict=True) if is_used],
         bodies,

@@ -5,7 +5,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from ..measuring.recording import (
 )
 from ..patching.methods import Method
 from ..patching.methods.exact import Exact
-from ..patching.model_types.stacks import Stack, is_causal, reads_sound
+from ..patching.model_types.stacks import Stack, reads_sound
 from ..patching.patch import apply_plans
 from ..patching.planning import PatchPlan, not_a_model, plan_patch
 from ..patching.sentence_transformers import model_and_inputs
@@ -88,6 +88,14 @@ def report(
             attention to patch, a budget without times; none of `input_ids`, `inputs_embeds`, `input_features`,
             `input_values` for a model of windows or biases alone. Raised before anything runs.
         TypeError: something that is not a model, inputs that are not tensors, a value of the wrong type.
+
+    Example:
+        >>> import hf_effattn
+        >>> from transformers import AutoModel, AutoTokenizer
+        >>> tokenizer, model = AutoTokenizer.from_pretrained("BAAI/bge-m3"), AutoModel.from_pretrained("BAAI/bge-m3")
+        >>> inputs = tokenizer(open("long.txt").read(), return_tensors="pt", truncation=True, max_length=8192)
+        >>> found = hf_effattn.report(model, inputs, "bi-clustered")
+        >>> folder = found.save("report")  # print(found) says the same in words
     """
     model, inputs = model_and_inputs(model, inputs)
     if not isinstance(model, PreTrainedModel):
@@ -101,8 +109,15 @@ def report(
                 f"{type(model).__name__} has no attention to measure: all its layers {stacks[0].exact.why}, and no "
                 "patch changes them"
             )
-    candidates = make_candidates(methods)
-    plans = {one.label: [plan_patch(stack, one.forced, one.layers) for stack in stacks] for one in candidates}
+    candidates = make_candidates(methods, kinds={stack.causal for stack in stacks})
+    plans = {
+        one.label: [
+            plan_patch(stack, replace(one.by_kind[stack.causal], min_length=0), one.layers)
+            for stack in stacks
+            if stack.causal in one.by_kind
+        ]
+        for one in candidates
+    }
     batches = check_inputs(model, inputs)
     if not measured.layers:
         _check_tokens(batches)
@@ -130,7 +145,8 @@ def report(
 def default_methods(measured: Measured) -> list[dict[str, Any]]:
     """What a report measures of a model: a few settings of every method, and windows alone where it has some."""
     exactly = [{"method": Exact.method}] if any(stack.exact.gains() for stack in measured.stacks) else []
-    approximate = make_candidates(None) if measured.layers else []
+    kinds = {stack.causal for stack in measured.stacks}
+    approximate = make_candidates(None, kinds=kinds) if measured.layers else []
     return [*(one.to_dict() for one in approximate), *exactly]
 
 
@@ -366,7 +382,7 @@ def _environment(model: PreTrainedModel, stacks: list[Stack], repeats: int, memo
         "model_type": getattr(model.config, "model_type", None),
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "causal": any(is_causal(module) for stack in stacks for module in stack.modules),
+        "causal": any(stack.causal for stack in stacks),
         "repeats": repeats,
         "baseline": EAGER if all(map(_has_own_code, stacks)) else BASELINE,
         "memory_measure": MEMORY_MEASURES.get(model.device.type) if memory else None,

@@ -22,6 +22,11 @@ DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "i-clustered", "clusters": 25, "topk": 32},
     {"method": "clustered", "clusters": 25},
 )
+DECODER_METHODS: tuple[dict[str, Any], ...] = (
+    {"method": "bi-clustered", "exact_keys": 192, "key_clusters": 25},
+    {"method": "i-clustered", "clusters": 25, "exact_keys": 192},
+    {"method": "clustered", "clusters": 25},
+)
 DEFAULT_ROWS = 12
 NEIGHBOURS = 3
 MISCOUNT = 2
@@ -40,7 +45,7 @@ class AttentionPattern:
         tokens (`list[str]`): all `N` tokens.
         special (`list[bool]`): which of them the tokenizer added ([CLS], [SEP], padding).
         is_pair (`bool`): whether the rows are the first of two segments.
-        weights (`dict[str, torch.Tensor]`): `(R, N)` for `"exact"` and each candidate's label.
+        weights (`dict[str, torch.Tensor]`): `(R, N)` for `"unpatched"` and each candidate's label.
         exact_labels (`tuple[str, ...]`): candidates whose settings leave this input exact.
     """
 
@@ -77,14 +82,16 @@ def find_pattern(
 
     `special` says of each token whether the tokenizer added it; without it, what a fast tokenizer keeps does.
     """
-    candidates = make_candidates(DEFAULT_METHODS if methods is None else methods)
+    measured = Measured.of(model, to_record=True)
+    layers, kinds = measured.layers, {stack.causal for stack in measured.stacks}
+    if methods is None:
+        methods = DECODER_METHODS if kinds == {True} else DEFAULT_METHODS
+    candidates = make_candidates(methods, kinds=kinds)
     (batch,) = check_inputs(model, inputs) if isinstance(inputs, Mapping) else check_inputs(model, [inputs])
     labels = _labels(inputs, batch, tokens)
     first, known = _segments(inputs, len(labels))
     special = known if special is None else list(special)
     chosen_rows = _checked_rows(rows, first, len(labels))
-    measured = Measured.of(model, to_record=True)
-    layers = measured.layers
     if layer is not None and layer not in layers:
         raise ValueError(f"layer {layer} is not among the layers with attention to approximate: {list(layers)}")
 
@@ -184,7 +191,8 @@ def _exact_rows(seen: SeenAttention, rows: list[int]) -> torch.Tensor:
 def _implied_rows(candidate: Candidate, seen: SeenAttention, head: int, rows: list[int]) -> torch.Tensor:
     """The weights that a method implies, `(R, N)`."""
     # In pieces, so that nothing of N×N exists for all heads.
-    method = candidate.forced.for_layers((seen.layer,))
+    forced = candidate.forced if seen.causal in candidate.by_kind else None
+    method = None if forced is None else forced.for_layers((seen.layer,))
     if method is None:
         return _exact_rows(seen, rows)[head]
     pieces = [

@@ -276,7 +276,7 @@ def _square_root_scale(highest: float) -> Any:
 
 def _pattern_title(pattern: AttentionPattern, label: str, weights: torch.Tensor, exact: torch.Tensor) -> str:
     if label == UNPATCHED:
-        return "exact"
+        return UNPATCHED
     if label in pattern.exact_labels:
         return f"{label}: exact on so short a text"
     same = sum(map(operator.eq, pattern.most_attended(label), pattern.most_attended(UNPATCHED)))

@@ -45,7 +45,7 @@ def report_table(report: Findings) -> tuple[list[str], list[list[str]]]:
     shown = [column for column in COLUMNS if any(column[0] in found for found in values.values())]
     rows = []
     for (length, method), found in sorted(values.items(), key=lambda item: item[0][0]):
-        mark = FORCED if (length, method) in forced else ""
+        mark = f" {FORCED}" if (length, method) in forced else ""
         cells = [write(fmean(found[metric])) if metric in found else "" for metric, _, write in shown]
         rows.append([f"{length:,}", f"{method}{mark}", *cells])
     return ["tokens", "method", *(heading for _, heading, _ in shown)], rows

@@ -8,8 +8,6 @@ from typing import Any
 
 from transformers import HfArgumentParser, TrainingArguments, set_seed
 
-import hf_effattn
-
 from ..hub.loading import check_source
 
 NO_MODEL = "no model: name a checkpoint with --model_name_or_path, or a kind with --model_type"
@@ -38,8 +36,10 @@ class ModelArguments:
         default=None, metadata={"help": "Tokenizer, where it is not the model's; `bytes` for one token per byte."}
     )
     vocab_size: int = field(default=6000, metadata={"help": "Size of the BPE that is trained where none is named."})
-    method: str | None = field(default=None, metadata={"help": "Method that replaces the attention: i-clustered, ..."})
-    method_settings: str = field(default="", metadata={"help": "Its settings, as JSON or name=value,..."})
+    method: str | None = field(
+        default=None,
+        metadata={"help": 'Method that replaces the attention, such as "i-clustered clusters=25 topk=32".'},
+    )
     ignore_mismatched_sizes: bool = field(
         default=False, metadata={"help": "Train a new head on a checkpoint whose head has another number of classes."}
     )
@@ -115,14 +115,8 @@ def check_model(arguments: ModelArguments) -> None:
 
     Raises:
         ValueError: neither a checkpoint nor a kind of model, a checkpoint that is no model's folder and no Hub id,
-            settings without a method, or what a model from scratch has beside a checkpoint, or the other way.
+            or what a model from scratch has beside a checkpoint, or the other way.
     """
-    if arguments.method_settings and arguments.method is None:
-        methods = ", ".join(hf_effattn.list_methods())
-        raise ValueError(
-            f"--method_settings {arguments.method_settings} without a --method leave the attention as it is: name one"
-            f" of {methods}"
-        )
     named = arguments.model_name_or_path
     if named is None and arguments.model_type is None:
         raise ValueError(NO_MODEL)

@@ -19,7 +19,7 @@ import hf_effattn
 
 from ..patching.model_types.stacks import longest_input
 from ..patching.model_types.table import MODEL_TYPES
-from ..settings_text import parse_settings
+from ..settings_text import method_of, parse_settings
 from .arguments import NO_MODEL, ModelArguments
 from .run import checkpoint_to_resume
 
@@ -117,7 +117,7 @@ def make_model(
     else:
         raise ValueError(NO_MODEL)
     if arguments.method is not None:
-        hf_effattn.patch_attention(model, arguments.method, **parse_settings(arguments.method_settings))
+        hf_effattn.patch_attention(model, **method_of(arguments.method))
     return model
 
 

@@ -29,6 +29,7 @@ from hf_effattn.measuring.cost import without_profiler_notes
 from hf_effattn.measuring.environment import environment
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.patching.methods import Method, make_method
+from hf_effattn.settings_text import method_of
 
 from ..kept.command_line import run_with_help
 from ..kept.runs import print_table
@@ -37,18 +38,17 @@ from ._plots import draw_lengths
 
 EXACT = "exact"
 METHODS: dict[str, Method] = {
-    "clustered C=100": make_method("clustered", clusters=100, min_length=0),
-    "i-clustered C=100 k=32": make_method("i-clustered", clusters=100, topk=32, min_length=0),
-    "i-clustered C=25 k=32": make_method("i-clustered", clusters=25, topk=32, min_length=0),
-    "i-clustered C=256 k=64": make_method("i-clustered", clusters=256, topk=64, min_length=0),
-    "i-clustered C=100 k=32, LSH 10": make_method(
-        "i-clustered", clusters=100, topk=32, clustering="lsh", iterations=10, min_length=0
-    ),
-    "bi-clustered C=32 k=32 G=32": make_method("bi-clustered", clusters=32, topk=32, key_clusters=32, min_length=0),
-    "bi-clustered C=64 k=64 G=32": make_method("bi-clustered", clusters=64, topk=64, key_clusters=32, min_length=0),
-    "bi-clustered C=128 k=128 G=64": make_method(
-        "bi-clustered", clusters=128, topk=128, key_clusters=64, min_length=0
-    ),
+    text: make_method(**method_of(text), min_length=0)
+    for text in (
+        "clustered clusters=100",
+        "i-clustered clusters=100 topk=32",
+        "i-clustered clusters=25 topk=32",
+        "i-clustered clusters=256 topk=64",
+        "i-clustered clusters=100 clustering=lsh iterations=10 topk=32",
+        "bi-clustered clusters=32 topk=32 key_clusters=32",
+        "bi-clustered clusters=64 topk=64 key_clusters=32",
+        "bi-clustered clusters=128 topk=128 key_clusters=64",
+    )
 }
 DEFAULT_LENGTHS = {"cpu": "512,1024,2048,4096,8192,16384", "cuda": "512,1024,2048,4096,8192,16384,32768,65536,131072"}
 DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}

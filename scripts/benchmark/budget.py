@@ -28,12 +28,12 @@ import torch.nn.functional as F
 import typer
 from rich.progress import track
 
-from hf_effattn.measuring.candidates import short_name
+from hf_effattn.measuring.candidates import name_settings
 from hf_effattn.measuring.choosing import OfHeads, errors_of, held_out_coverage, least_margin
 from hf_effattn.measuring.cost import compare, interleaved_rounds, median_ratio, timed
 from hf_effattn.measuring.ladder import LADDER, default_ladder, text_errors, text_squares
 from hf_effattn.ops import predicted_error, query_offsets
-from hf_effattn.patching.methods import Method
+from hf_effattn.patching.methods import Method, make_method
 from hf_effattn.patching.methods.clustered import BiClustered
 from hf_effattn.patching.methods.per_head import PerHead
 from hf_effattn.patching.tolerance import Attended
@@ -68,10 +68,9 @@ DIGITS = 4
 LARGEST = 99.0  # for JSON, which has no infinite numbers
 
 
-def rungs(decoder: bool = False) -> list[BiClustered]:
+def rungs(decoder: bool = False) -> list[Any]:
     """The ladder, forced at every length."""
-    ladder = [{**one, "min_length": 0} for one in default_ladder(causal=decoder)]
-    return [BiClustered(**{name: value for name, value in one.items() if name != "method"}) for one in ladder]
+    return [make_method(**one, causal=decoder, min_length=0) for one in default_ladder(causal=decoder)]
 
 
 def texts(length: int) -> list[dict[str, str]]:
@@ -206,7 +205,7 @@ def best_uniform(
         seconds = cost * (of_heads.numel() - exact) + costs[-1] * exact
         found.append((seconds, replace(rung, exact_above=threshold), exact))
     _, rung, exact = min(found, key=lambda one: one[0])
-    return rung, {"setting": short_name(rung), "exact_above": rung.exact_above, "exact_heads": exact}
+    return rung, {"setting": name_settings(rung), "exact_heads": exact}
 
 
 @torch.no_grad()

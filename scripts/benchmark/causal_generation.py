@@ -23,15 +23,9 @@ from ._scores import counted_scores
 # Segments that a prompt of some hundred tokens has several of.
 SHORT = {"segment_length": 128, "window": 64}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "i-clustered": {"method": "i-clustered", "clusters": 25, "topk": 64} | SHORT,
-    "bi-clustered": {"method": "bi-clustered", "clusters": 16, "topk": 32} | SHORT,
-    "bi-clustered, finer": {
-        "method": "bi-clustered",
-        "clusters": 25,
-        "topk": 64,
-        "window": 256,
-        "segment_length": 128,
-    },
+    "i-clustered": {"method": "i-clustered", "clusters": 25, "exact_keys": 384} | SHORT,
+    "bi-clustered": {"method": "bi-clustered", "exact_keys": 192} | SHORT,
+    "bi-clustered, finer": {"method": "bi-clustered", "exact_keys": 384, "window": 256, "segment_length": 128},
 }
 
 

@@ -58,11 +58,11 @@ LONGER_CAUSAL: dict[str, tuple[int, ...]] = {"cpu": (), "cuda": (32768, 65536)}
 CAUSAL_SETTINGS: tuple[dict[str, Any], ...] = (
     {"method": "clustered", "clusters": 25},
     {"method": "clustered", "clusters": 100},
-    {"method": "i-clustered", "clusters": 25, "topk": 32},
-    {"method": "i-clustered", "clusters": 100, "topk": 32},
-    {"method": "bi-clustered", "topk": 16, "key_clusters": 8},  # of most heads, calibrated
-    {"method": "bi-clustered", "topk": 64, "key_clusters": 32},
-    {"method": "bi-clustered", "topk": 128, "key_clusters": 128},
+    {"method": "i-clustered", "clusters": 25, "exact_keys": 192},
+    {"method": "i-clustered", "clusters": 100, "exact_keys": 192},
+    {"method": "bi-clustered", "exact_keys": 96, "key_clusters": 4},  # of most heads, calibrated
+    {"method": "bi-clustered", "exact_keys": 384, "key_clusters": 16},
+    {"method": "bi-clustered", "exact_keys": 768, "key_clusters": 64},
 )
 CROSSOVER = Path(hf_effattn.patching.__file__).parent / "methods" / "crossover.json"
 
@@ -83,7 +83,7 @@ def speedups(
     exact, _ = exact_kernels(*inputs, causal=causal)
     attends = {f"exact: {name}": attend for name, attend in exact.items()}
     for number, options in enumerate(tried):
-        settings = make_method(**options, min_length=0)
+        settings = make_method(**options, causal=causal, min_length=0)
         if not settings.is_exact(length, length, device.type, causal=causal):
             attends[str(number)] = partial(settings.run, causal=causal)
     calls = {name: partial(forward, attend, inputs) for name, attend in attends.items()}

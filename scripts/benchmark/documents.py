@@ -65,7 +65,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 CALIBRATED = "bi-clustered, calibrated"
 BUDGET = 0.1
 METHODS: dict[str, dict[str, Any]] = {
-    "i-clustered C=100 k=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
+    "i-clustered clusters=100 topk=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
     CALIBRATED: {"method": "per-head", "error": BUDGET},  # the heads: `calibrated_heads`
 }
 WINDOWS_ALONE = "exact, windows in blocks"

@@ -26,7 +26,7 @@ import typer
 from rich.progress import track
 
 from hf_effattn.measuring.bench import exact_output, forward, measure_shape, random_inputs
-from hf_effattn.measuring.candidates import short_name
+from hf_effattn.measuring.candidates import name_settings
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.patching.methods import Method, make_method
 
@@ -84,7 +84,7 @@ def measure_length(
     """Time and error of every setting at one length; a setting that does not run there has no row."""
     layers = attention_inputs(length, device, dtype)
     timed = layers[len(layers) // 2] if layers else random_inputs(1, length, HEADS, HEAD_DIM, dtype, device)
-    tried = {short_name(settings): settings for settings in settings_to_try(length, near)}
+    tried = {name_settings(settings): settings for settings in settings_to_try(length, near)}
     measured, calls = measure_shape(tried, timed, {"forward": repeats})
     for name, reason in measured[0]["refused"].items():
         print(f"{length:,} tokens: no {name}: {reason}")

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, RobertaConfig, RobertaModel
 
 from hf_effattn import patch_attention
 from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio, peak_memory_added
+from hf_effattn.settings_text import method_of
 
 from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, print_rows
@@ -32,8 +33,8 @@ SHAPES: dict[str, dict[str, int]] = {
     "large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
 }
 METHODS: dict[str, dict[str, Any]] = {
-    "i-clustered C=100 k=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
-    "bi-clustered C=64 k=64 G=32": {"method": "bi-clustered", "clusters": 64, "topk": 64, "key_clusters": 32},
+    text: method_of(text)
+    for text in ("i-clustered clusters=100 topk=32", "bi-clustered clusters=64 topk=64 key_clusters=32")
 }
 TOKENS = 1000
 

@@ -29,7 +29,7 @@ from hf_effattn.measuring.exact_kernels import sdpa
 from hf_effattn.measuring.ladder import CAUSAL_LADDER
 from hf_effattn.ops import causal_clustered_attention
 from hf_effattn.patching.methods import Method
-from hf_effattn.patching.methods.clustered import BiClustered
+from hf_effattn.patching.methods.causal import CausalBiClustered
 from hf_effattn.patching.methods.per_head import PerHead
 from hf_effattn.reporting.calibration import Calibration
 from hf_effattn.samples.texts import bundled_books
@@ -46,14 +46,19 @@ LONGEST_REAL = 32_768
 DEFAULT_LENGTHS = {"cpu": "4096,8192,16384", "cuda": "4096,8192,16384,32768,65536,131072"}
 DEFAULT_SHAPES = {"cpu": (12, 12, 64), "cuda": (32, 8, 128)}
 # What `patch_attention(model, "bi-clustered")` tells the op.
-PATCHED: dict[str, Any] = {"method": "bi-clustered"} | BiClustered().causal_options()
-CHEAPEST = BiClustered(**{name: value for name, value in CAUSAL_LADDER[0].items() if name != "method"})
+PATCHED: dict[str, Any] = {"method": "bi-clustered"} | CausalBiClustered().of_older_keys
+CHEAPEST = CausalBiClustered(**{name: value for name, value in CAUSAL_LADDER[0].items() if name != "method"})
 METHODS: dict[str, dict[str, Any]] = {
-    "i-clustered C=100 k=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
+    "i-clustered clusters=100 topk=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
     "bi-clustered": PATCHED,
-    "bi-clustered C=16 k=256 G=16": {"method": "bi-clustered", "clusters": 16, "topk": 256, "key_clusters": 16},
+    "bi-clustered clusters=16 topk=256 key_clusters=16": {
+        "method": "bi-clustered",
+        "clusters": 16,
+        "topk": 256,
+        "key_clusters": 16,
+    },
     # The one that most heads of a calibrated model run.
-    "cheapest rung": {"method": "bi-clustered"} | CHEAPEST.causal_options(),
+    "cheapest rung": {"method": "bi-clustered"} | CHEAPEST.of_older_keys,
 }
 CALIBRATED = "calibrated heads"
 

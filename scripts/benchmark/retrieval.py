@@ -32,6 +32,7 @@ from hf_effattn.embedding.pooling import stored_pooling
 from hf_effattn.embedding.tokens import Tokens
 from hf_effattn.patching.methods import make_method
 from hf_effattn.samples.model import installed_model_folder, load_model
+from hf_effattn.settings_text import method_of
 
 from ..kept.command_line import run_with_help
 from ..kept.data import dataset_path
@@ -41,10 +42,8 @@ CACHE = Path(__file__).resolve().parents[2] / ".cache" / "retrieval"
 CUT, CHUNKS, EXACT = "cut at 512", "mean of chunks of 512", "exact"
 # With their defaults, and how much of the loss is left at a smaller error.
 METHODS: dict[str, dict[str, Any]] = {
-    "clustered": {"method": "clustered"},
-    "i-clustered": {"method": "i-clustered"},
-    "bi-clustered": {"method": "bi-clustered"},
-    "bi-clustered C=100 k=128 G=64": {"method": "bi-clustered", "clusters": 100, "topk": 128, "key_clusters": 64},
+    text: method_of(text)
+    for text in ("clustered", "i-clustered", "bi-clustered", "bi-clustered clusters=100 topk=128 key_clusters=64")
 }
 TRAINED_LENGTH = 512
 RANKS = 10

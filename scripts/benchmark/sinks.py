@@ -62,7 +62,7 @@ def in_blocks(
 
 def approximately(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """As a patched model runs the other layers."""
-    method = make_method("bi-clustered", min_length=0)
+    method = make_method("bi-clustered", causal=True, min_length=0)
     return method.run(query, key, value, causal=True, sinks=sinks).transpose(1, 2).contiguous()
 
 

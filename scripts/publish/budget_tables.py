@@ -42,10 +42,10 @@ def kept_budgets(result: dict[str, Any]) -> str:
 def budgets(result: dict[str, Any]) -> Table:
     """Of an encoder."""
     note = (
-        "All-MiniLM-L6-v2, positions repeated beyond 512. Texts: books calibrated on / other books and QMSum meetings "
-        "held out, of 72 heads each: the part within the budget, and computed exactly by a tolerance as large. Exact "
-        "heads: of the table. Speed: of attention against exact attention; check adds: to this time, no head "
-        "recomputed; one setting: the fastest for all heads, the worst exact, with no worse a head. "
+        "All-MiniLM-L6-v2, 72 heads, positions repeated beyond 512. Texts: books calibrated on / other books "
+        "and QMSum meetings held out. Exact heads: those for which no setting keeps the error. Speed: of attention "
+        "against exact attention. Check adds: the time of a tolerance that recomputes no head. One setting: the "
+        "fastest for all heads whose worst head is no worse, with the worst heads exact. "
     )
     return kept_budgets(result), note
 
@@ -77,8 +77,8 @@ def layers(result: dict[str, Any]) -> Table:
         f"Calibrated on {benchmark_layers.BOOKS} books of that length; errors and times on two other novels, the mean "
         "of the six layers of all-MiniLM-L6-v2, positions repeated beyond 512, D=32, float32. Training: of settings "
         "found with `training=True`, speed of forward and backward at their error. One setting: the fastest of "
-        "bi-clustered's within the error, some heads exact. Others: of their settings that were the fastest in the "
-        "table below the fastest here. "
+        "bi-clustered's within the error, some heads exact. Others: of the settings that are the fastest in the table "
+        "of other approximations, the fastest here. "
     )
     header = ["tokens, budget", "error", "forward", "training", "one setting", "fastest other method"]
     return markdown(header, rows), note

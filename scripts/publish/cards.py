@@ -110,8 +110,8 @@ def minilm_cst() -> ModelCard:
             "How it was made": in_bash(ALLOCATOR, "python -m scripts.reproduce.cst SST-2 --seeds 0,1")
             + "\n\nwhich runs `scripts/train/classification.py` with `--method cst`; with data from the Hub:\n\n"
             + in_bash(
-                f"python scripts/train/glue.py --task_name sst2 --model_name_or_path {MINILM} --method cst \\",
-                f"    --method_settings slice_length=16,extension_ratio=3 --output_dir {folder.name} \\",
+                f"python scripts/train/glue.py --task_name sst2 --model_name_or_path {MINILM} \\",
+                f'    --method "cst slice_length=16 extension_ratio=3" --output_dir {folder.name} \\',
                 "    --do_train --do_eval --bf16 --num_train_epochs 1 --per_device_train_batch_size 32 \\",
                 "    --learning_rate 5e-5 --warmup_steps 100",
             ),

@@ -63,7 +63,7 @@ def with_difference(rows: pd.DataFrame, metric: str, name: str) -> str:
 
 
 def of_sweep(result: dict[str, Any], sweep: str) -> Table:
-    """What a sweep measured, a column per data set, and the paper's rows."""
+    """What a sweep measured, a column per data set."""
     named_rows = classification_table.named_rows
     rows = named_rows(result["rows"], sweep)
     if not rows:
@@ -83,23 +83,14 @@ def of_sweep(result: dict[str, Any], sweep: str) -> Table:
         if sweep == "clusters" and costs:
             columns["speed of a step"] = {name: f"{row['speedup']:.2f}×" for name, row in costs.items()}
             columns["MiB of a step"] = {name: f"{row['step_peak_bytes'] / 2**20:.0f}" for name, row in costs.items()}
-        paper = classification_table.PAPER[sweep]
-        papers = {name: found[dataset] for name, found in paper.items() if dataset in found}
-        columns[dataset] |= {f"{name}, paper": str(score) for name, score in papers.items()}
-        if "mrr" in part and DATA_SETS[dataset].metric == "map":
-            columns[f"{dataset}, MRR"] = part.groupby("name")["mrr"].apply(mean_and_deviation).to_dict() | {
-                f"{name}, paper": str(score) for name, score in classification_table.PAPER_MRR[sweep].items()
-            }
         first = part.iloc[0]
         texts = "" if pd.isna(first["train_samples"]) else f" on {first['train_samples']:,.0f} texts"
         budgets.append(f"{dataset}: {first['epochs']} epochs{texts}, {first['max_length']} tokens")
-    shown = pd.DataFrame(columns)
-    order = [*names, *(f"{name}, paper" for name in classification_table.PAPER[sweep])]
-    shown = shown.reindex([name for name in order if name in shown.index]).fillna("")
-    note = "Accuracy in percent (WikiQA: mean average precision, and mean reciprocal rank), deviation over seeds"
-    if classification_table.TRANSFORMER in names:
-        note += ", in brackets the difference to the Transformer with the same seeds"
-    note += f". {'. '.join(budgets)}. {result['settings']['dtype']}. "
+    shown = pd.DataFrame(columns).reindex(names).fillna("")
+    note = (
+        "Accuracy in percent (WikiQA: mean average precision), deviation over seeds, in brackets the difference to "
+        f"the Transformer with the same seeds. {'. '.join(budgets)}. {result['settings']['dtype']}. "
+    )
     if "speed of a step" in columns:
         note += "Speed and memory: a training step on a full batch of the longest texts, interleaved. "
     return of_frame(shown), note
@@ -117,12 +108,6 @@ def clusters(result: dict[str, Any]) -> Table:
     return of_sweep(result, "clusters")
 
 
-@of_file("classification_table")
-def losses(result: dict[str, Any]) -> Table:
-    """With and without the losses of the clustering."""
-    return of_sweep(result, "losses")
-
-
 @of_file("translation_table")
 def translation(result: dict[str, Any]) -> Table:
     """BLEU on Multi30k."""
@@ -135,8 +120,7 @@ def translation(result: dict[str, Any]) -> Table:
         f"{sizes['hidden_size']} wide, {sizes['clusters']} clusters, {rows[0]['epochs']} epochs, "
         f"{result['settings']['dtype']}; the deviation is over seeds. "
     )
-    # Times are of whatever else ran beside; `layers` compares them.
-    return of_frame(translation_table.table(rows).drop(columns=["s/epoch", "s to translate"])), note
+    return of_frame(translation_table.table(rows)[["BLEU", "BLEU - Transformer"]]), note
 
 
 def json_of(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -153,25 +137,17 @@ def layers(result: dict[str, Any]) -> Table:
         for row in result["rows"]
         if (row["dtype"], row["batch"]) == (first["dtype"], first["batch"])
     ]
-    for row, power in zip(shown, benchmark_clusterformer.growth(shown, "layer_forward_backward_ms"), strict=True):
-        row["growth"] = power
+    passes = ("inference", "forward"), ("training step", "forward_backward")
     rivals = [row for row in shown if row["routing"] != benchmark_clusterformer.EXACT]
     header, rows = by_length(
         rivals,
         "routing",
-        [
-            (f", {part}, {passing}", f"{part}_{field}_speedup", ".1f", "×")
-            for part in benchmark_clusterformer.PARTS
-            for passing, field in (("inference", "forward"), ("training step", "forward_backward"))
-        ],
+        [(f", {passing}", f"layer_{field}_speedup", ".1f", "×") for passing, field in passes],
     )
-    more = [(": MiB of a training step", "mib", ".0f", ""), (": growth of its time", "growth", ".2f", "")]
-    rows += by_length(shown, "routing", more)[1]
+    rows += by_length(shown, "routing", [(": MiB of a training step", "mib", ".0f", "")])[1]
     sizes, factor = result["settings"]["sizes"], result["settings"]["factor"]
     note = (
         f"Against the same layer with SDPA, interleaved; {sizes['hidden_size']} wide, {sizes['num_attention_heads']} "
-        f"heads, √({factor:g}·N) clusters, {first['dtype']}, {first['batch']} text. Attention: with its projections "
-        "and the sorting; layer: with norms and feed-forward too. Growth: the power of the length since the length "
-        "before, 1.5 is N√N. "
+        f"heads, √({factor:g}·N) clusters, {first['dtype']}, {first['batch']} text, with the sorting. "
     )
     return markdown(header, rows), note

@@ -1,4 +1,4 @@
-"""Put the tables of `scripts/results/` into the READMEs and RESULTS.md, between their marks; write the model cards.
+"""Put the tables of `scripts/results/` into the pages that show them, between their marks; write the model cards.
 
 python -m scripts.publish.readme
 """
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from hf_effattn.measuring.candidates import LETTERS, short_name
+from hf_effattn.measuring.candidates import name_settings
 from hf_effattn.patching.methods import make_method
 from hf_effattn.patching.model_types.table import (
     NOT_SERVED_HEADER,
@@ -22,6 +22,7 @@ from hf_effattn.patching.model_types.table import (
     served_rows,
 )
 from hf_effattn.reporting.table import markdown
+from hf_effattn.settings_text import method_text
 
 from ..benchmark import documents as benchmark_documents
 from ..benchmark import frontier as benchmark_frontier
@@ -48,6 +49,7 @@ from .cst_tables import Table, kept, of_file
 from .verdicts import verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
+PATCHING = ROOT / "hf_effattn" / "patching"
 
 
 STATISTICS = ("median", "mean")
@@ -97,7 +99,7 @@ def _on_other_machines() -> str:
 
 
 def _crossover() -> dict[str, Any]:
-    return json.loads((ROOT / "hf_effattn" / "patching" / "methods" / "crossover.json").read_text(encoding="utf-8"))
+    return json.loads((PATCHING / "methods" / "crossover.json").read_text(encoding="utf-8"))
 
 
 @of_file("benchmark_embeddings")
@@ -108,8 +110,8 @@ def closeness(result: dict[str, Any]) -> Table:
     shown = ("length", "method", "clusters", "topk", "key_clusters")
     for setting in dict.fromkeys(tuple(row[field] for field in shown) for row in result["rows"]):
         length, method, clusters, topk, key_clusters = setting
-        name = f"{length} tokens, {method} C={clusters}"
-        name += (f" k={topk}" if topk else "") + (f" G={key_clusters}" if key_clusters else "")
+        counts = {"clusters": clusters, "topk": topk, "key_clusters": key_clusters}
+        name = f"{length} tokens, {method_text(method, {name: count for name, count in counts.items() if count})}"
         values = {row["clustering"]: row for row in result["rows"] if tuple(row[field] for field in shown) == setting}
         rows.append(
             [name] + [f"{values[kind]['cosine_mean']:.4f} ({values[kind]['cosine_min']:.4f})" for kind in kinds]
@@ -127,7 +129,7 @@ def head_errors(result: dict[str, Any]) -> Table:
     header = ["", *(f"{length:,}: {name}" for length in lengths for name in ("median head", "mean of heads"))]
     rows = []
     for (clusters, topk, key_clusters), group in ratios.groupby(["clusters", "topk", "key_clusters"]):
-        cells = [f"C={clusters} k={topk} G={key_clusters}"]
+        cells = [f"bi-clustered clusters={clusters} topk={topk} key_clusters={key_clusters}"]
         for _, row in group.sort_values("length").iterrows():
             cells += [f"{row[f'first_order {name}']:.3f} ({row[f'order_zero {name}']:.3f})" for name in STATISTICS]
         rows.append(cells)
@@ -183,7 +185,7 @@ def clustering(result: dict[str, Any]) -> Table:
             ]
         )
     first = result["rows"][0]
-    note = f"C={first['clusters']}, k={first['topk']}, H=12, D=32, one layer's labels. "
+    note = f"clusters={first['clusters']} topk={first['topk']}, H=12, D=32, one layer's labels. "
     return markdown(header, rows), note
 
 
@@ -204,7 +206,7 @@ def choice(result: dict[str, Any]) -> Table:
     rows = [[f"{target:g}", *(cell(found[length, target]) for length in lengths)] for target in targets]
     tried = len({row["name"] for row in result["rows"]})
     note = f"Attention alone, {tried} settings tried, all-MiniLM-L6-v2 on novels, positions repeated beyond 512. "
-    default = short_name(make_method("bi-clustered"))
+    default = name_settings(make_method("bi-clustered"))
     defaults = [
         f"at {row['length']:,} tokens {row['speedup']:.1f}×, error {row['error']:.2f}"
         for row in result["rows"]
@@ -341,7 +343,7 @@ def shortest() -> str:
     measured = _crossover()
     columns = {
         "encoders, CPU": ("", "cpu"),
-        "models that mask the future, CPU": ("causal_", "cpu"),
+        "decoders, CPU": ("causal_", "cpu"),
         "encoders, GPU": ("", "cuda"),
     }
 
@@ -350,12 +352,12 @@ def shortest() -> str:
         machines = measured[f"{prefix}measurements"][device].values()
         tried = [row for one in machines for row in one["forward_speedup"]]
         for row in measured[f"{prefix}min_length"][device]:
-            settings = [f"{letter}={row[field]}" for letter, field in LETTERS.items() if field in row]
+            counts = {name: row[name] for name in ("clusters", "topk", "key_clusters") if name in row}
             options = {name: value for name, value in row.items() if name != "min_length"}
             own = (one["speedup"] for one in tried if options | {"speedup": one["speedup"]} == one)
             longest = max(int(length) for speedup in own for length in speedup)
             shortest = row["min_length"]
-            found[" ".join([row["method"], *settings])] = (
+            found[method_text(row["method"], counts)] = (
                 f"{shortest:,}" if shortest <= longest else f"over {longest:,}: {shortest:,}"
             )
         return found
@@ -391,14 +393,10 @@ def not_served() -> str:
 # Which tables each text has.
 TABLES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"gains": gains},
-    ROOT / "hf_effattn" / "patching" / "README.md": {
+    PATCHING / "MODEL_TYPES.md": {"served model types": served, "model types not served": not_served},
+    PATCHING / "MEASUREMENTS.md": {
+        "closeness": closeness,
         "choice": choice,
-        "images": images,
-        "windows": exact_tables.windows,
-        "longformer": exact_tables.longformer,
-        "relative bias": exact_tables.relative_bias,
-        "pixtral": exact_tables.pixtral,
-        "sinks": exact_tables.sinks,
         "whole models": whole_models,
         "shortest": shortest,
         "head errors": head_errors,
@@ -406,43 +404,38 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "budgets of a decoder": budget_tables.budgets_of_a_decoder,
         "layers": budget_tables.layers,
         "rivals": rivals,
-        "closeness": closeness,
         "clustering": clustering,
         "language model": decoder_tables.language_model,
         "causal speed": decoder_tables.causal_speed,
         "ruler": decoder_tables.ruler,
-        "served model types": served,
-        "model types not served": not_served,
+        "windows": exact_tables.windows,
+        "sinks": exact_tables.sinks,
+        "longformer": exact_tables.longformer,
+        "relative bias": exact_tables.relative_bias,
+        "pixtral": exact_tables.pixtral,
+        "images": images,
     },
-    ROOT / "hf_effattn" / "patching" / "COMPATIBILITY.md": {"compatibility": compatibility.table},
+    PATCHING / "COMPATIBILITY.md": {"compatibility": compatibility.table},
     ROOT / "hf_effattn" / "ops" / "README.md": {"kernels": gpu_tables.kernels},
     CARDS / "LONG_DOCUMENTS.md": {"whole models": whole_models, "one document": documents},
     CARDS / "RELIABILITY.md": {
-        "properties": trust_tables.properties,
-        "defects": trust_tables.defects,
-        "faults": trust_tables.faults,
-        "peaks": trust_tables.peaks,
-        "growth": trust_tables.growth,
+        "verdicts": trust_tables.verdicts,
         "versions": trust_tables.versions,
     },
     CARDS / "RESULTS.md": {
         "verdicts": verdicts,
         "layers": paper_tables.layers,
         "language models": paper_tables.language_models,
-        "matched complexity": paper_tables.matched_complexity,
         "classifiers": paper_tables.classifiers,
         "converted": paper_tables.converted,
         "before": paper_tables.before_fine_tuning,
         "approximation": paper_tables.approximation,
-        "layer errors": paper_tables.layer_errors,
         "retrieval": retrieval,
-        "long range arena": paper_tables.long_range_arena,
         "clusterformer layers": clusterformer_tables.layers,
         "partner recall": clusterformer_tables.partner_recall,
         "mnist": clusterformer_tables.clusterings,
         "routings": clusterformer_tables.routings,
         "clusters": clusterformer_tables.clusters,
-        "losses": clusterformer_tables.losses,
         "translation": clusterformer_tables.translation,
     },
 }

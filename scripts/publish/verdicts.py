@@ -108,7 +108,7 @@ def clustered_attention() -> Iterator[Verdict]:
         f"{glue.loc['stsb', 'clustered-25']:+.2f} points, on a smaller model",
         judged(glue.loc["stsb", "clustered-25"] <= -5),
     )
-    speed = rows_of("benchmark_attention").query("method == 'i-clustered C=100 k=32' and batch == 1")
+    speed = rows_of("benchmark_attention").query("method == 'i-clustered clusters=100 topk=32' and batch == 1")
     times = speed.set_index("length")["forward_ms"]
     growth = times[16384] / times[4096]
     yield Verdict(

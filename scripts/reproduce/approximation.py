@@ -29,6 +29,7 @@ from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClas
 from hf_effattn import report
 from hf_effattn.data import glue_tasks
 from hf_effattn.samples.model import DEFAULT_NAME, installed_model_folder
+from hf_effattn.settings_text import method_text
 
 from ..kept.command_line import command_line_of, run_with_help, switches
 from ..kept.data import VARIABLE, dataset_path
@@ -197,10 +198,8 @@ def evaluate(
     if samples is not None:
         arguments["max_eval_samples"] = samples
     if settings:
-        arguments["method"] = settings.pop("method")
         # Forced: exact attention is faster at these lengths.
-        settings |= {"seed": seed, "min_length": 0}
-        arguments["method_settings"] = ",".join(f"{key}={value}" for key, value in settings.items())
+        arguments["method"] = method_text(settings.pop("method"), settings | {"seed": seed, "min_length": 0})
     task = TASKS[name]
     with TemporaryDirectory() as folder:
         found = run_script(task, arguments | {"output_dir": folder}, local, "--do_eval", *switches(low_precision))

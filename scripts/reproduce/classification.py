@@ -115,12 +115,6 @@ PAPER: dict[str, dict[str, dict[str, float]]] = {
         "neural, L1 and L2": {"WikiQA": 63.1},
     },
 }
-# WikiQA: mean reciprocal rank.
-PAPER_MRR: dict[str, dict[str, float]] = {
-    "routings": {TRANSFORMER: 61.3, "neural": 64.8, "K-means": 57.4, "LSH": 60.3},
-    "clusters": {},
-    "losses": {"neural, no loss": 63.6, "neural, L2": 64.0, "neural, L1": 63.3, "neural, L1 and L2": 64.8},
-}
 
 
 # What a row's settings leave as it is: results of other defaults are not compared with these.

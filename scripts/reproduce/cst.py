@@ -27,6 +27,7 @@ from rich.progress import track
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_effattn.samples.model import installed_model_folder
+from hf_effattn.settings_text import method_text
 
 from ..kept.command_line import check_names, command_line_of, run_with_help, switches
 from ..kept.data import dataset_path
@@ -217,7 +218,7 @@ def command_line(task: Task, run: dict[str, Any], folder: Path, low_precision: b
     if task.batch is None:
         arguments["model_name_or_path"] = installed_model_folder()
         if model:
-            arguments |= {"method": "cst", "method_settings": settings_of(model)}
+            arguments["method"] = method_text("cst", model)
     else:
         arguments |= {"model_type": "cst", "config_overrides": settings_of(task.sizes | model)}
     if run["steps"] is not None:

@@ -4,7 +4,7 @@ Data comes from the Hub by name, from local JSON-lines, CSV or TSV files, or fro
 text a line. The model is a checkpoint, plain or with its attention replaced, or one from scratch.
 
     python scripts/train/classification.py --dataset_name stanfordnlp/imdb --model_name_or_path roberta-base \
-        --method i-clustered --method_settings clusters=25,topk=32,min_length=0 --output_dir runs/imdb \
+        --method "i-clustered clusters=25 topk=32 min_length=0" --output_dir runs/imdb \
         --do_train --do_eval
     python scripts/train/classification.py --train_files train.jsonl.gz --test_files test.jsonl.gz \
         --model_type cst --config_overrides slice_length=16,max_position_embeddings=4096 --tokenizer_name bytes \

@@ -6,7 +6,7 @@ its attention replaced, or one from scratch.
     python scripts/train/glue.py --task_name cola --model_name_or_path roberta-base --output_dir runs/cola \
         --do_train --do_eval --learning_rate 2e-5
     python scripts/train/glue.py --task_name mrpc --data_dir glue --model_name_or_path runs/mrpc --do_eval \
-        --output_dir runs/check --method i-clustered --method_settings clusters=25,topk=32,min_length=0
+        --output_dir runs/check --method "i-clustered clusters=25 topk=32 min_length=0"
 
 `--resume_from_checkpoint last` goes on from the newest checkpoint of the output folder. The metrics, with the Hub's
 names, are printed and kept in `all_results.json` there; `--do_predict` writes the labels of the test set as the

@@ -5,7 +5,7 @@ and `answers` (gzip too). The model is a checkpoint, plain or with its attention
 tokenizer must be a fast one.
 
     python scripts/train/qa.py --dataset_name rajpurkar/squad --model_name_or_path bert-base-uncased \
-        --method i-clustered --method_settings clusters=25,topk=32 --output_dir runs/squad --do_train --do_eval
+        --method "i-clustered clusters=25 topk=32" --output_dir runs/squad --do_train --do_eval
     python scripts/train/qa.py --dataset_name rajpurkar/squad_v2 --version_2_with_negative \
         --model_name_or_path roberta-base --output_dir runs/squad2 --do_train --do_eval
     python scripts/train/qa.py --train_files train-v1.1.json.gz --validation_files dev-v1.1.json.gz --model_type cst \

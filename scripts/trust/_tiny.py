@@ -13,6 +13,12 @@ CLUSTERED: dict[str, dict[str, Any]] = {
     "i-clustered": {"clusters": 32, "topk": 32},
     "bi-clustered": {"clusters": 32, "topk": 32, "key_clusters": 32},
 }
+OF_DECODERS: dict[str, dict[str, Any]] = {
+    "clustered": {"clusters": 32},
+    "i-clustered": {"clusters": 32, "exact_keys": 192},
+    "bi-clustered": {"exact_keys": 192, "key_clusters": 16},
+}
+SHORT = {"segment_length": 16, "window": 16}
 FEW_POSITIONS = 1024  # of a model whose causal attention would be exact in default segments
 # What is made and how it is patched; None is a model of ours, which is trained as it is.
 KINDS: dict[str, tuple[str, str | None]] = {
@@ -37,10 +43,13 @@ def tiny(kind: str, length: int, *, patched: bool = True) -> PreTrainedModel:
 
 def patch(model: PreTrainedModel, method: str) -> None:
     """Patch it so that every length runs by the method; with short segments where all texts are short."""
-    few = model.config.model_type == "gpt2" and model.config.max_position_embeddings < FEW_POSITIONS
-    settings = CLUSTERED[method] | ({"segment_length": 16, "window": 16} if few else {})
-    if few:  # fewer than the keys of such a text, and of a segment
-        settings |= {name: count for name, count in (("topk", 2), ("key_clusters", 8)) if name in settings}
+    settings = CLUSTERED[method]
+    if model.config.model_type == "gpt2":
+        settings = OF_DECODERS[method]
+        if model.config.max_position_embeddings < FEW_POSITIONS:
+            # Fewer than the keys of such a text, and of a segment.
+            few = {"exact_keys": 12, "key_clusters": 4}
+            settings = {name: few.get(name, count) for name, count in settings.items()} | SHORT
     hf_effattn.patch_attention(model, method, min_length=0, **settings)
 
 

@@ -87,8 +87,16 @@ class Trials:
         """A training, with dropout, that goes on where it was."""
         arguments = [
             *("--train_files", str(self.text), "--validation_files", str(self.text), "--model_type", "gpt2"),
-            *("--config_overrides", "n_layer=1,n_embd=32,n_head=2", "--method", "clustered", "--method_settings"),
-            *("clusters=4,min_length=0", "--vocab_size", "270", "--block_length", "32", "--max_steps", str(STEPS)),
+            *("--config_overrides", "n_layer=1,n_embd=32,n_head=2"),
+            *("--method", "clustered clusters=4 min_length=0"),
+            *(
+                "--vocab_size",
+                "270",
+                "--block_length",
+                "32",
+                "--max_steps",
+                str(STEPS),
+            ),
             *("--save_steps", "4", "--do_train", "--do_eval", "--use_cpu", "--report_to", "none"),
             *("--disable_tqdm", "true", "--per_device_train_batch_size", str(4 // processes)),
             *("--resume_from_checkpoint", "last", "--output_dir", str(output)),

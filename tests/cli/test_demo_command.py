@@ -23,9 +23,9 @@ def test_quick_demo_prints_tables_paths_and_meaning(real_model_folder, tmp_path)
     for expected in (
         "Sentence embeddings",
         "64 tokens",
-        "i-clustered C=25 k=32",
+        "i-clustered clusters=25 topk=32",
         "bi-clustered",
-        "C=25 k=32 G=50",
+        "key_clusters=50",
         "attention_pattern.png",
         "What this means",
         # No terminal: a line for every step.

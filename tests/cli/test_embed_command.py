@@ -234,7 +234,7 @@ def test_a_method_runs_and_is_the_librarys(encoder, tmp_path):
     options = ["--extend-positions", "--batch-tokens", 64]
     found, said = embedded(encoder, documents, tmp_path / "out", *options, "--method", method)
     exact, _ = embedded(encoder, documents, tmp_path / "exact", *options)
-    assert "Attention: bi-clustered (clusters=6, topk=8, key_clusters=7)." in said
+    assert "Attention: bi-clustered clusters=6 topk=8 key_clusters=7." in said
     model = hf_effattn.extend_positions(AutoModel.from_pretrained(encoder).eval(), 702)
     settings = {"clusters": 6, "topk": 8, "key_clusters": 7, "min_length": 0}
     hf_effattn.patch_attention(model, "bi-clustered", **settings).save_pretrained(tmp_path / "patched")
@@ -273,7 +273,7 @@ def test_an_error_budget_chooses_from_the_methods_of_report(budget, best, encode
     settings = {"clusters": 6, "min_length": 0}
     ladder = ({"method": "clustered", **settings}, {"method": "i-clustered", "topk": 8, **settings})
     monkeypatch.setattr(candidates, "DEFAULT_METHODS", ladder)
-    speeds = {"clustered (clusters=6)": 3.0, "i-clustered (clusters=6, topk=8)": 2.0}
+    speeds = {"clustered clusters=6": 3.0, "i-clustered clusters=6 topk=8": 2.0}
     monkeypatch.setattr(Findings, "speedup", lambda self, measured, part="forward": speeds.get(measured.method, 1.0))
     documents = save_documents(tmp_path / "documents", LONG)
     found, said = embedded(encoder, documents, tmp_path / "out", "--extend-positions", "--error-budget", budget)
@@ -285,7 +285,7 @@ def test_an_error_budget_chooses_from_the_methods_of_report(budget, best, encode
         expected, _ = embedded(encoder, documents, tmp_path / "exact", "--extend-positions")
     else:
         assert 0 < chosen["hidden_error"] <= budget
-        assert f"Attention: clustered (clusters=6), error {chosen['hidden_error']:.3f}." in said
+        assert f"Attention: clustered clusters=6, error {chosen['hidden_error']:.3f}." in said
         method = "clustered clusters=6 min_length=0"
         expected, _ = embedded(encoder, documents, tmp_path / "named", "--extend-positions", "--method", method)
     for name, vector in expected.items():

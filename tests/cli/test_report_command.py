@@ -37,9 +37,9 @@ def test_report_is_that_of_the_library_in_words_and_as_json(real_model_folder, t
     lines = [line for line in words.stderr.splitlines() if not line.startswith("written: ")]
     assert len(lines) == 16  # for both lengths six layers, and the output with exact attention and with the method
     assert lines[0] == "1/16 attention of layer 0, 24 tokens"
-    assert lines[-1] == "16/16 output with i-clustered (clusters=5, topk=4), 48 tokens"
+    assert lines[-1] == "16/16 output with i-clustered clusters=5 topk=4, 48 tokens"
     assert "1 text of 24 tokens" in words.stdout
-    assert "i-clustered (clusters=5, topk=4)" in words.stdout
+    assert "i-clustered clusters=5 topk=4" in words.stdout
     kept = Report.from_dict(json.loads((tmp_path / "report.json").read_text()))
     printed = runner.invoke(app, ["report", *SMALL, "--json"])
     found = Report.from_dict(json.loads(printed.stdout))
@@ -174,7 +174,7 @@ def test_a_patched_model_is_measured_as_it_was_saved(real_model_folder, tmp_path
     shown = runner.invoke(app, ["report", str(tmp_path), "--lengths", "48", "--repeats", "0", "--json"])
     assert shown.exit_code == 0, shown.output
     found = Report.from_dict(json.loads(shown.stdout))
-    own, everywhere = (found.of(f"i-clustered (clusters=25, topk=32{layers})")[0] for layers in (", layers=0", ""))
+    own, everywhere = (found.of(f"i-clustered clusters=25 topk=32{layers}")[0] for layers in (" layers=[0]", ""))
     ids = Passages(AutoTokenizer.from_pretrained(tmp_path), bundled_books()).longest(48)
     with torch.no_grad():
         patched = model.eval()(ids).last_hidden_state
@@ -184,7 +184,7 @@ def test_a_patched_model_is_measured_as_it_was_saved(real_model_folder, tmp_path
 
     hf_effattn.patch_attention(model, "i-clustered", **settings)
     labels = [make_candidates(one)[0].label for one in _own_and_default_methods(model)]
-    assert labels[0] == "i-clustered (clusters=25, topk=32)"
+    assert labels[0] == "i-clustered clusters=25 topk=32"
     assert len(set(labels)) == len(labels) == len(DEFAULT_METHODS)
 
 
@@ -219,7 +219,9 @@ def test_mistakes_are_told_without_a_traceback(arguments, status, message):
 
 def test_methods_are_those_of_the_library():
     found = json.loads(runner.invoke(app, ["methods", "--json"]).stdout)
-    assert tuple(found) == list_methods()
+    decoders = [f"{name} in decoders" for name in ("clustered", "i-clustered", "bi-clustered", "per-head")]
+    assert tuple(found) == (*list_methods(), *decoders)
+    assert found["bi-clustered in decoders"]["exact_keys"] == 384
     assert found["i-clustered"]["topk"] == 32
     shown = runner.invoke(app, ["methods"]).stdout
     assert all(name in shown for name in (*list_methods(), "slice_length", "key_clusters"))

@@ -21,7 +21,7 @@ from hf_effattn.samples.model import load_text_model
 
 runner = CliRunner()
 # So few that decoders approximate short texts, too.
-SETTINGS = {"clusters": 2, "topk": 1, "key_clusters": 2, "segment_length": 4, "window": 4, "min_length": 0}
+SETTINGS = {"clusters": 2, "topk": 1, "key_clusters": 2, "min_length": 0}
 METHOD = " ".join(["bi-clustered", *(f"{name}={value}" for name, value in SETTINGS.items())])
 OF_DOCUMENTS = [name for name in FOLDERS if name not in {kind.__name__ for kind in HEADS}]
 OTHERS = [kind for kind in HEADS if kind is not SentenceTransformer]

@@ -17,8 +17,8 @@ from hf_effattn.measuring.errors import OutputChange
 from hf_effattn.reporting.findings import MeasuredInput, Measurement
 from hf_effattn.samples.model import load_model
 
-CLUSTERED, IMPROVED = "clustered (clusters=25)", "i-clustered (clusters=25, topk=32)"
-BI_CLUSTERED = "bi-clustered (clusters=25, topk=32, key_clusters=50)"
+CLUSTERED, IMPROVED = "clustered clusters=25", "i-clustered clusters=25 topk=32"
+BI_CLUSTERED = "bi-clustered clusters=25 topk=32 key_clusters=50"
 SETTINGS = {
     CLUSTERED: {"method": "clustered", "clusters": 25},
     IMPROVED: {"method": "i-clustered", "clusters": 25, "topk": 32},
@@ -32,12 +32,12 @@ def made_up_report(length, seconds, peaks):
         Measurement(
             0,
             method,
-            attention_error={0: [0.5]} if method != "exact" else {},
-            change=OutputChange() if method == "exact" else OutputChange(hidden_error=0.25),
+            attention_error={0: [0.5]} if method != "unpatched" else {},
+            change=OutputChange() if method == "unpatched" else OutputChange(hidden_error=0.25),
             forward_seconds=[second],
             forward_peak_bytes=peak,
         )
-        for method, second, peak in zip(("exact", *SETTINGS), seconds, peaks, strict=True)
+        for method, second, peak in zip(("unpatched", *SETTINGS), seconds, peaks, strict=True)
     ]
     return Report({}, {0: "attention"}, SETTINGS, [MeasuredInput(1, length, length, {})], measurements)
 
@@ -56,10 +56,13 @@ def test_conclusions_follow_the_numbers_when_short_is_slow_and_long_is_fast():
     )
     said = "\n".join(conclusions(result))
     assert "0.9000 at 128 tokens (worst 0.8000)" in said
-    assert "at 128 tokens: bi-clustered C=25 k=32 G=50 5%, i-clustered C=25 k=32 10%." in said
+    assert (
+        "at 128 tokens: bi-clustered clusters=25 topk=32 key_clusters=50 5%, i-clustered clusters=25 topk=32 10%."
+        in said
+    )
     assert "moved the last hidden state by 60%" in said
     assert "every method was slower than exact attention (the fastest ran 0.50× as fast)" in said
-    assert "i-clustered C=25 k=32 2.0× as fast at 8,192 tokens with the last hidden state off by 25%" in said
+    assert "i-clustered clusters=25 topk=32 2.0× as fast at 8,192 tokens with the last hidden state off by 25%" in said
     assert "gain here is time, not memory" in said
     assert "has 512 positions of its own; at 8,192 tokens they are repeated" in said
 
@@ -90,7 +93,7 @@ def test_tables_fit_into_80_columns_without_cutting_a_number():
     console.print(_short_table(result), _long_table(result.long))
     shown = console.export_text()
     assert "…" not in shown
-    assert all(part in shown for part in ("0.9500 0.8500", "C=25 k=32 G=50", "nearest", "4.0×"))
+    assert all(part in shown for part in ("0.9500 0.8500", "key_clusters=50", "nearest", "4.0×"))
 
 
 @pytest.mark.slow
@@ -123,7 +126,7 @@ def test_a_text_and_a_model_of_the_user(real_model_folder, tmp_path):
     result = run_demo(options)
     assert result.long is None
     assert result.short[0].books == 1
-    assert "C=100" not in " ".join(conclusions(result))  # as many clusters as tokens: nothing to approximate
+    assert "clusters=100" not in " ".join(conclusions(result))  # as many clusters as tokens: nothing to approximate
     with pytest.raises(ValueError, match="the text is too short"):
         run_demo(DemoOptions(tmp_path, text=text, lengths=(512,)))
 

@@ -21,6 +21,7 @@ SIZES = {
     "attention_probs_dropout_prob": 0.0,
 }
 GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0}
+CAUSAL = {"exact_keys": 24, "key_clusters": 3, "segment_length": 4, "window": 4, "min_length": 0}
 BI_CLUSTERED = {"clusters": 4, "topk": 4, "key_clusters": 5, "min_length": 0}
 # Model type, its settings, method and its settings.
 KINDS: dict[str, tuple[str, dict[str, Any], str | None, dict[str, Any]]] = {
@@ -29,7 +30,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], str | None, dict[str, Any]]] = {
     "clustered": ("bert", {}, "clustered", {"clusters": 4, "min_length": 0}),
     "i-clustered": ("bert", {}, "i-clustered", {"clusters": 4, "topk": 4, "min_length": 0}),
     "bi-clustered": ("bert", {}, "bi-clustered", BI_CLUSTERED),
-    "causal": ("gpt2", GPT2, "bi-clustered", BI_CLUSTERED | {"segment_length": 4, "window": 4}),
+    "causal": ("gpt2", GPT2, "bi-clustered", CAUSAL),
     "converted": ("bert", {}, "cst", {"slice_length": 4}),
 }
 WAYS = ("whole", "sharded")

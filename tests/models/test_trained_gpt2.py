@@ -19,7 +19,7 @@ HELD_OUT = "adventures-of-sherlock-holmes"
 SEGMENTS = {"segment_length": 128, "window": 64}
 SETTINGS_OF_OP = {"clusters": 8, "topk": 96, "key_clusters": 8} | SEGMENTS
 # Which the method makes of these.
-STRICT = {"method": "bi-clustered", "min_length": 0, "clusters": 32, "topk": 24, "key_clusters": 64} | SEGMENTS
+STRICT = {"method": "bi-clustered", "min_length": 0, "exact_keys": 144, "key_clusters": 32} | SEGMENTS
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_loss_at_four_times_the_trained_length(model, tokens):
     length = 4 * model.config.n_positions
     extend_positions(model, length)
     exact = loss(model, tokens[:, :length])
-    patch_attention(model, "i-clustered", clusters=25, topk=64, segment_length=128, window=64, min_length=0)
+    patch_attention(model, "i-clustered", clusters=25, exact_keys=384, segment_length=128, window=64, min_length=0)
     assert loss(model, tokens[:, :length]) == pytest.approx(exact, rel=0.01)
 
 
@@ -77,7 +77,7 @@ def test_no_token_changes_what_comes_before_it(model, tokens):
     """Bit for bit, in both methods that a user would choose, at places within the first and in later segments."""
     text = tokens[:, :600]
     others = {name: value for name, value in STRICT.items() if name != "key_clusters"}
-    for settings in (STRICT, others | {"method": "i-clustered"}):
+    for settings in (STRICT, others | {"method": "i-clustered", "clusters": 32}):
         patched = patch_attention(load_causal_model(FOLDER)[0], **settings)
         with torch.no_grad():
             before = patched(text).logits

@@ -15,7 +15,7 @@ from hf_effattn import ops
 from hf_effattn.ops.causal_clustered_attention import DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW
 from hf_effattn.ops.causal_clustered_attention.reference import Settings
 from hf_effattn.ops.shared.triton import chips
-from hf_effattn.patching.methods.clustered import BiClustered
+from hf_effattn.patching.methods.causal import CausalBiClustered
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are caught in Triton's interpreter")
 KIB = 1024
@@ -150,10 +150,10 @@ class StepsOfTorch(TorchDispatchMode):
 def test_a_causal_layer_is_34_launches(monkeypatch, length):
     """As models are patched, heads that run exactly included; with the words of the exact keys and labels, zeros."""
     query, key, value = (rows.detach() for rows in drawn(length))
-    sizes = BiClustered().causal_options()
+    sizes = CausalBiClustered().of_older_keys
     given = Settings(
         query, key, value, None, None, None, "bi-clustered", sizes["clusters"], sizes["topk"], sizes["key_clusters"],
-        DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW, 3, 2048, sizes["exact_above"], 0, False, 0.1, 0.0, False,
+        DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW, 3, 2048, sizes["exact_above"], 0, 0.1, 0.0, False,
     )  # fmt: skip
     forward = import_module("hf_effattn.ops.causal_clustered_attention.triton")._forward
     with caught_launches(monkeypatch) as launches, StepsOfTorch() as torch_steps:

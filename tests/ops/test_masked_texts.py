@@ -1,6 +1,7 @@
 """A text of padding alone, or one whose keys are all masked: 0 in every form, as in torch's SDPA, and no gradient."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +14,24 @@ BACKENDS = ("reference", "batched", "triton")
 DENSE = attention_cases.Case("text of padding", N=23, M=23, masks="row")
 CAUSAL = causal_cases.Case("text of padding", masks="row", N=19)
 SLICES = slice_cases.Case("text of padding", masks="row", N=19)
-RUNGS = [{"method": "bi-clustered", "clusters": 3, "topk": 2, "key_clusters": 4, "segment_length": 4, "window": 4}]
+LOCAL: dict[bool, dict[str, Any]] = {False: {}, True: {"segment_length": 4, "window": 4}}
+RUNGS: dict[bool, list[dict[str, Any]]] = {
+    False: [{"method": "bi-clustered", "clusters": 3, "topk": 2, "key_clusters": 4}],
+    True: [{"method": "bi-clustered", "exact_keys": 12, "key_clusters": 2, **LOCAL[True]}],
+}
+COUNTS: dict[bool, dict[str, Any]] = {False: {"topk": 2}, True: {"exact_keys": 12}}
 METHODS = [
-    make_method("clustered", clusters=3, segment_length=4, window=4, min_length=0),
-    make_method("i-clustered", clusters=3, topk=2, segment_length=4, window=4, min_length=0),
-    make_method(**RUNGS[0], min_length=0),
-    make_method(**RUNGS[0], min_length=0, tolerance=0.5),
-    make_method("per-head", rungs=RUNGS, heads=[[0, 1]], min_length=0),
-    make_method("cst", slice_length=4),
-    make_method("exact"),
+    (causal, method)
+    for causal, (rung,) in RUNGS.items()
+    for method in (
+        make_method("clustered", causal=causal, clusters=3, **LOCAL[causal], min_length=0),
+        make_method("i-clustered", causal=causal, clusters=3, **COUNTS[causal], **LOCAL[causal], min_length=0),
+        make_method(**rung, causal=causal, min_length=0),
+        make_method(**rung, causal=causal, min_length=0, tolerance=0.5),
+        make_method("per-head", causal=causal, rungs=[rung], heads=[[0, 1]], min_length=0),
+        make_method("cst", slice_length=4),
+        make_method("exact"),
+    )
 ]
 
 
@@ -71,13 +81,8 @@ def test_of_slices(backend: str) -> None:
     assert_last_is_zero(attend, made["query"], made["key"], made["value"])
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    "method",
-    METHODS,
-    ids=["clustered", "i-clustered", "bi-clustered", "tolerance", "per-head", "cst", "exact"],
-)
-def test_of_every_method(method: Method, causal: bool) -> None:
+@pytest.mark.parametrize(("causal", "method"), METHODS, ids=str)
+def test_of_every_method(causal: bool, method: Method) -> None:
     x = attention_cases.make_inputs(DENSE, torch.float32)
     assert_last_is_zero(
         lambda *rows: method.run(*rows, key_mask=x.key_mask, causal=causal, training=True), x.query, x.key, x.value

@@ -13,7 +13,8 @@ from hf_effattn.patching.exact import call
 from hf_effattn.patching.exact.architectures import longformer
 from hf_effattn.patching.exact.windows import attend_in_blocks
 from hf_effattn.patching.methods import METHODS
-from hf_effattn.patching.methods import clustered as clustered_settings
+from hf_effattn.patching.methods import causal as causal_settings
+from hf_effattn.patching.methods.causal import CausalMethod
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -53,7 +54,7 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return counted
 
-    for kind in METHODS.values():
+    for kind in (*METHODS.values(), CausalMethod):
         for name in ("attend", "attend_causal"):
             if name in vars(kind):
                 monkeypatch.setattr(kind, name, counting(name, getattr(kind, name)))
@@ -64,13 +65,13 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of every call of the causal op."""
     seen: list[int] = []
-    run = clustered_settings.causal_clustered_attention
+    run = causal_settings.causal_clustered_attention
 
     def counted(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         seen.append(query.shape[2])
         return run(query, *args, **kwargs)
 
-    monkeypatch.setattr(clustered_settings, "causal_clustered_attention", counted)
+    monkeypatch.setattr(causal_settings, "causal_clustered_attention", counted)
     return seen
 
 

@@ -25,10 +25,10 @@ PATCHES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, own) for name, ow
 }
 CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
     "clustered": ("clustered", {"clusters": 4} | LOCAL),
-    "bi-clustered": ("bi-clustered", {"topk": 1, "key_clusters": 4} | LOCAL),
+    "bi-clustered": ("bi-clustered", {"exact_keys": 6, "key_clusters": 2} | LOCAL),
     "per-head": (
         "per-head",
-        {"rungs": [{"method": "bi-clustered", "topk": 1, "key_clusters": 4} | LOCAL], "heads": [[0, 1]]},
+        {"rungs": [{"method": "bi-clustered", "exact_keys": 6, "key_clusters": 2} | LOCAL], "heads": [[0, 1]]},
     ),
 }
 pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")

@@ -22,26 +22,29 @@ MOST = 6
 MOST_CHANGES, MOST_CHANGES_OF_REPORT = 12, 28
 LIBRARY = str(Path(hf_effattn.__file__).parent)
 PATCHING = str(Path(hf_effattn.patching.__file__).parent)
-CLUSTERS: dict[str, Any] = {"clusters": 4, "segment_length": 4, "window": 4}
+LOCAL: dict[str, Any] = {"segment_length": 4, "window": 4}
 CASES = [
-    ("clustered", "clustered_attention", CLUSTERS),
-    ("i-clustered", "improved_clustered_attention", CLUSTERS | {"topk": 4}),
-    ("bi-clustered", "bi_clustered_attention", CLUSTERS | {"topk": 4, "key_clusters": 4}),
-    ("cst", "slice_attention", {"slice_length": 4}),
-    ("cst", "slice_attention", {"slice_length": 4, "composition": "local-global"}),
+    ("bert", "clustered", "clustered_attention", {"clusters": 4}),
+    ("bert", "i-clustered", "improved_clustered_attention", {"clusters": 4, "topk": 4}),
+    ("bert", "bi-clustered", "bi_clustered_attention", {"clusters": 4, "topk": 4, "key_clusters": 4}),
+    ("gpt2", "clustered", "causal_clustered_attention", LOCAL | {"clusters": 4}),
+    ("gpt2", "i-clustered", "causal_clustered_attention", LOCAL | {"clusters": 4, "exact_keys": 4}),
+    ("gpt2", "bi-clustered", "causal_clustered_attention", LOCAL | {"exact_keys": 4, "key_clusters": 4}),
+    *(
+        (model_type, "cst", "slice_attention", {"slice_length": 4, "composition": composition})
+        for model_type in ("bert", "gpt2")
+        for composition in ("merged", "local-global")
+    ),
 ]
 
 
-@pytest.mark.parametrize("model_type", ["bert", "gpt2"])
-@pytest.mark.parametrize(("method", "op", "settings"), CASES)
+@pytest.mark.parametrize(("model_type", "method", "op", "settings"), CASES)
 @torch.no_grad()
 def test_few_functions_lie_between_transformers_and_the_op(
-    method: str, op: str, settings: dict[str, Any], model_type: str
+    model_type: str, method: str, op: str, settings: dict[str, Any]
 ) -> None:
     model = small_model(model_type)
     hf_effattn.patch_attention(model, method, **settings, min_length=0)
-    if model_type == "gpt2" and method != "cst":
-        op = "causal_clustered_attention"
     found: list[int] = []
 
     def entered(frame: FrameType, event: str, argument: object) -> None:

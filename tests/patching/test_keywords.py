@@ -253,8 +253,10 @@ def test_a_new_keyword_is_noticed_wherever_transformers_names_it(
 def test_a_keyword_that_nothing_attends_with_changes_nothing(model_type: str, attended: list[str]) -> None:
     """Sentence-transformers calls a model with what it gave before, which transformers passes to attention."""
     model = make_model(model_type) if model_type in SIZES else tiny_model(model_type)
-    segments = {"segment_length": 4, "window": 4} if model_type in SIZES else {}
-    hf_effattn.patch_attention(model, "bi-clustered", clusters=2, topk=1, key_clusters=2, min_length=0, **segments)
+    counts = {"clusters": 2, "topk": 1, "key_clusters": 2}
+    if model_type in SIZES:
+        counts = {"exact_keys": 6, "key_clusters": 1, "segment_length": 4, "window": 4}
+    hf_effattn.patch_attention(model, "bi-clustered", min_length=0, **counts)
     inputs = torch.randint(5, 50, (2, N))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.cst_conversions import small_model
 from support.tiny_models import SMALL_SETTINGS, WITH_OWN_TESTS
 
 import hf_effattn
@@ -57,13 +58,17 @@ def test_names_and_defaults() -> None:
         "fit_queries": None,
         "seed": 0,
         "check_finite": False,
-        "segment_length": 1024,
-        "window": 256,
         "topk": 32,
     }
     bi_clustered = make_method("bi-clustered").to_dict()
     own = {"clusters": 32, "topk": 64, "key_clusters": 32, "exact_above": 0.5}
     assert bi_clustered == settings.to_dict() | own
+    local = {"segment_length": 1024, "window": 256, "iterations": 1, "fit_queries": None, "seed": 0}
+    shared = {"causal": True, "min_length": None, **local, "check_finite": False}
+    assert make_method("clustered", causal=True).to_dict() == shared | {"clusters": 100}
+    assert make_method("i-clustered", causal=True).to_dict() == shared | {"clusters": 100, "exact_keys": 192}
+    counts = {"exact_keys": 384, "key_clusters": 16, "exact_above": 2.0}
+    assert make_method("bi-clustered", causal=True).to_dict() == shared | counts
     assert make_method("cst").to_dict() == {
         "min_length": 0,
         "slice_length": 16,
@@ -198,14 +203,18 @@ def test_min_length_of_a_device_never_measured_is_longer() -> None:
 @pytest.mark.parametrize("device", ["cuda", "a-device-never-measured"])
 @pytest.mark.parametrize("method", METHODS)
 def test_no_length_is_the_default_of_a_causal_form_that_was_not_timed(method: str, device: str) -> None:
-    settings = make_method(method)
+    settings = make_method(method, causal=True)
     assert settings.shortest_length(device, causal=True) is None
     assert settings.is_exact(10**9, 10**9, device, causal=True)
-    assert not settings.is_exact(10**6, 10**6, device)
+    assert not make_method(method).is_exact(10**6, 10**6, device)
     assert not dataclasses.replace(settings, min_length=2000).is_exact(2000, 2000, device, causal=True)
-    rungs = [{"method": method}, {"method": method, "clusters": 7, "min_length": 2000}]
-    assert make_method("per-head", rungs=rungs, heads=[[0, 0]]).shortest_length(device, causal=True) is None
-    assert make_method("per-head", rungs=rungs, heads=[[0, 1]]).shortest_length(device, causal=True) == 2000
+    rungs = [{"method": method}, {"method": method, "seed": 7, "min_length": 2000}]
+    assert (
+        make_method("per-head", causal=True, rungs=rungs, heads=[[0, 0]]).shortest_length(device, causal=True) is None
+    )
+    assert (
+        make_method("per-head", causal=True, rungs=rungs, heads=[[0, 1]]).shortest_length(device, causal=True) == 2000
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -213,6 +222,22 @@ def test_dearer_settings_need_longer_inputs(method: str) -> None:
     lengths = [make_method(method, clusters=clusters).shortest_length("cpu") for clusters in (10, 100, 300, 3000)]
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[-1]
+
+
+@pytest.mark.parametrize(("model_type", "setting"), [("bert", "exact_keys"), ("gpt2", "topk")])
+@pytest.mark.parametrize("method", ["i-clustered", "bi-clustered"])
+def test_settings_of_the_other_kind_of_model_are_refused(method: str, model_type: str, setting: str) -> None:
+    kinds = {"bert": ("encoders", "decoders"), "gpt2": ("decoders", "encoders")}[model_type]
+    own = {"bert": "topk", "gpt2": "exact_keys"}[model_type]
+    said = f"has no setting '{setting}' in {kinds[0]}, only in {kinds[1]}; {kinds[0]} have .*\"{own}\""
+    model = small_model(model_type)
+    with pytest.raises(ValueError, match=said) as refused:
+        hf_effattn.patch_attention(model, method, **{setting: 4})
+    assert len(str(refused.value)) <= 300
+    saved = make_method(method, causal=model_type == "bert").to_dict()
+    with pytest.raises(ValueError, match=r"the settings are those of .*, and this is|has no setting"):
+        hf_effattn.patch_attention(model, settings={"method": method, **saved})
+    assert not hasattr(model.config, "effattn")
 
 
 def test_exact_where_nothing_would_be_saved() -> None:
@@ -225,8 +250,12 @@ def test_exact_where_nothing_would_be_saved() -> None:
     assert bi_clustered.is_exact(12, 12, "cpu")  # key_clusters >= M: every key its own cluster
     assert not bi_clustered.is_exact(13, 13, "cpu")
     assert dataclasses.replace(bi_clustered, topk=13).is_exact(13, 13, "cpu")
-    decoder = make_method("bi-clustered", clusters=4096, min_length=0)  # one a segment, whatever this
-    assert not decoder.is_exact(4096, 4096, "cpu", causal=True)
+    decoder = make_method("bi-clustered", causal=True, exact_keys=1281, min_length=0)
+    assert decoder.is_exact(1281, 1281, "cpu", causal=True)  # exact_keys >= M
+    assert not decoder.is_exact(1282, 1282, "cpu", causal=True)
+    few = dataclasses.replace(decoder, exact_keys=1, window=1024)
+    assert few.is_exact(2048, 2048, "cpu", causal=True)  # one segment, and its window
+    assert not few.is_exact(2049, 2049, "cpu", causal=True)
     assert make_method("clustered", clusters=10, min_length=0).is_exact(10, 10, "cpu")
     assert make_method("clustered", clusters=10, min_length=12).is_exact(11, 11, "cpu")
     assert not make_method("clustered", clusters=10, min_length=11).is_exact(11, 11, "cpu")

@@ -114,7 +114,7 @@ def test_a_cache_does_not_widen_a_decoder_under_autocast(
 ) -> None:
     """Training has one by default."""
     widen_values(monkeypatch)
-    counts = {"topk": 4, "key_clusters": 4, "segment_length": 8, "window": 8, "min_length": 0}
+    counts = {"exact_keys": 24, "key_clusters": 2, "segment_length": 8, "window": 8, "min_length": 0}
     model = hf_effattn.patch_attention(make_model(model_type), "bi-clustered", tolerance=tolerance, **counts)
     ids = torch.randint(5, 60, (2, 40), generator=torch.Generator().manual_seed(1))
     with torch.enable_grad(), torch.autocast("cpu", dtype):
@@ -144,7 +144,7 @@ def test_a_cache_does_not_widen_a_conversion_under_autocast(monkeypatch: pytest.
 def test_a_report_under_autocast() -> None:
     """Of a decoder whose rotation leaves queries and keys in float32."""
     ids = torch.randint(5, 60, (2, 40), generator=torch.Generator().manual_seed(1))
-    counts = {"topk": 4, "key_clusters": 4, "segment_length": 8, "window": 8, "min_length": 0}
+    counts = {"exact_keys": 24, "key_clusters": 2, "segment_length": 8, "window": 8, "min_length": 0}
     with torch.autocast("cpu", torch.bfloat16):
         methods = [{"method": "bi-clustered", **counts}]
         found = hf_effattn.report(make_model("llama", num_hidden_layers=1), [{"input_ids": ids}], methods=methods)

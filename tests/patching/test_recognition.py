@@ -24,7 +24,7 @@ from hf_effattn.patching.model_types.table import MODEL_TYPES
 from hf_effattn.patching.module_patch import RECORD
 
 BI = SMALL_SETTINGS["bi-clustered"]
-CAUSAL = {"topk": 4, "key_clusters": 4, "segment_length": 8, "window": 8, "min_length": 0}
+CAUSAL = {"exact_keys": 24, "key_clusters": 2, "segment_length": 8, "window": 8, "min_length": 0}
 SLICES = {"slice_length": 8}
 LEARNED = TEXT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
 T5 = {"vocab_size": 60, "d_model": 32, "d_kv": 16, "num_heads": 2, "num_layers": 3, "d_ff": 48}

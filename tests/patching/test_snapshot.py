@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import hf_effattn
 from hf_effattn.patching import patch
 
-I_CLUSTERED = {"method": "i-clustered", "clusters": 6, "topk": 8, "min_length": 0}
+I_CLUSTERED = {"method": "i-clustered", "clusters": 6, "exact_keys": 48, "min_length": 0}
 
 
 def gpt2(patched: str | None) -> GPT2LMHeadModel:

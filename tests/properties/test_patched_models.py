@@ -73,7 +73,13 @@ def settings_of(case: Case) -> dict[str, Any]:
         return {"slice_length": case.length}
     names = {"clustered": (), "i-clustered": ("topk",), "bi-clustered": ("topk", "key_clusters")}[case.method]
     chosen = {name: getattr(case, name) for name in ("clusters", *names)} | {"min_length": 0}
-    return chosen | ({"segment_length": case.length, "window": case.topk - 1} if case.kind in DECODERS else {})
+    if case.kind not in DECODERS:
+        return chosen
+    if "topk" in chosen:
+        chosen["exact_keys"] = 6 * chosen.pop("topk")
+    if case.method == "bi-clustered":
+        del chosen["clusters"]
+    return chosen | {"segment_length": case.length, "window": case.topk - 1}
 
 
 @torch.no_grad()

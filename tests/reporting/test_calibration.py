@@ -39,6 +39,14 @@ LADDER: list[dict[str, Any]] = [
     {"method": "bi-clustered", "clusters": 6, "topk": 8, "key_clusters": 7, "exact_above": None},
     {"method": "bi-clustered", "clusters": 12, "topk": 16, "key_clusters": 12, "exact_above": None},
 ]
+OF_DECODER: list[dict[str, Any]] = [
+    {"method": "i-clustered", "clusters": 3, "exact_keys": 6, "segment_length": 4, "window": 4},
+    *(
+        {"method": "bi-clustered", "exact_keys": k, "key_clusters": G, "segment_length": 4, "window": 4}
+        | {"exact_above": None}
+        for k, G in ((6, 1), (6, 2))
+    ),
+]
 HEADS = OfHeads()
 OPTIONS: dict[str, Any] = {"ladder": LADDER, "min_length": 0, "progress": False, "coverage": 0.5}
 # The layers with windows stay exact.
@@ -201,18 +209,14 @@ def encoder_or_llama(model_type: str) -> Any:
 def test_every_head_gets_the_cheapest_within_the_budget(model_type: str) -> None:
     model = encoder_or_llama(model_type)
     inputs = texts(padded=9)
-    local = {"segment_length": 4, "window": 4}
-    # Decoders take six times as many exact keys, and half the clusters of keys for a segment.
-    shares = {"topk": 12, "key_clusters": 4} if model_type == "llama" else {}
-    fewer = [{name: max(1, one[name] // share) for name, share in shares.items() if name in one} for one in LADDER]
-    ladder = [one | local | less for one, less in zip(LADDER, fewer, strict=True)]
+    ladder = OF_DECODER if model_type == "llama" else LADDER
     found = hf_effattn.calibrate(model, inputs, error=0.15, **OPTIONS | {"ladder": ladder})
     assert model.config._attn_implementation == "sdpa"
     made = found.settings.calibration
     assert made is not None
     assert (made["error"], made["texts"], made["lengths"]) == (0.15, 4, [40])
     heads = torch.tensor(found.settings.heads)
-    rungs = [make_method(**one, min_length=0) for one in ladder]
+    rungs = [make_method(**one, causal=model_type == "llama", min_length=0) for one in ladder]
     by_rung = torch.stack([errors_with(model, inputs, lambda layer, rung=rung: rung) for rung in rungs], dim=1)
     group = by_rung.shape[3] // heads.shape[1]
     by_rung = by_rung.unflatten(3, (-1, group)).amax(dim=4)
@@ -234,7 +238,11 @@ def test_every_head_gets_the_cheapest_within_the_budget(model_type: str) -> None
 @pytest.mark.parametrize("model_type", ["bert", "modernbert", "llama"])
 def test_training_counts_both_passes(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the backward pass of the middle rung is free, and that of others is not, heads take it."""
-    seconds = {"forward": {None: 9.0, 3: 1.0, 6: 2.0, 12: 4.0}, "both": {None: 9.0, 3: 8.0, 6: 1.0, 12: 8.0}}
+    first, second, third = (0, 1, 2) if model_type == "llama" else (0, 7, 12)  # clusters of keys
+    seconds = {
+        "forward": {None: 9.0, first: 1.0, second: 2.0, third: 4.0},
+        "both": {None: 9.0, first: 8.0, second: 1.0, third: 8.0},
+    }
     timed_calls: list[tuple[str, int | None]] = []
 
     def timed(call: Any, device: torch.device) -> tuple[Any, float]:
@@ -243,12 +251,12 @@ def test_training_counts_both_passes(model_type: str, monkeypatch: pytest.Monkey
             passes, (attend, leaves) = "both", call.args
             assert [one.shape for one in result] == [one.shape for one in leaves]
         rung = getattr(getattr(attend, "func", None), "__self__", None)
-        timed_calls.append((passes, getattr(rung, "clusters", None)))
+        timed_calls.append((passes, None if rung is None else getattr(rung, "key_clusters", 0)))
         return result, seconds[passes][timed_calls[-1][1]]
 
     monkeypatch.setattr("hf_effattn.measuring.ladder.timed", timed)
     model = encoder_or_llama(model_type)
-    rungs = [one | {"segment_length": 4, "window": 4} for one in LADDER]
+    rungs = OF_DECODER if model_type == "llama" else LADDER
     with torch.inference_mode():
         forward, both = (
             hf_effattn.calibrate(
@@ -258,7 +266,7 @@ def test_training_counts_both_passes(model_type: str, monkeypatch: pytest.Monkey
         )
     # Layers with a window stay exact.
     layers = len(both.settings.heads) if model_type != "modernbert" else -(-len(both.settings.heads) // 2)
-    assert [timed_calls.count(("both", rung)) for rung in (3, 6, 12)] == [2 * layers] * 3  # of two batches
+    assert [timed_calls.count(("both", rung)) for rung in (first, second, third)] == [2 * layers] * 3  # of two batches
     assert timed_calls.count(("both", None)) == layers  # of the first batch
     for found, rung in ((forward, 0), (both, 1)):
         heads = [index for row in found.settings.heads for index in row]
@@ -276,7 +284,7 @@ def test_over_layers_the_mean_of_the_layers_keeps_the_budget(model_type: str, mo
     monkeypatch.setattr(LadderErrors, "costs", lambda found, training: torch.tensor([1.0, 2.0, 4.0, 10.0]))
     model = encoder_or_llama(model_type)
     inputs = texts(padded=9)
-    ladder = [one | {"segment_length": 4, "window": 4} for one in LADDER]
+    ladder = OF_DECODER if model_type == "llama" else LADDER
     found = hf_effattn.calibrate(model, inputs, 0.15, over="layers", **OPTIONS | {"ladder": ladder, "coverage": 1.0})
     made = found.settings.calibration
     assert made is not None
@@ -315,7 +323,7 @@ def test_kept_in_a_file_and_loaded(tmp_path: Path) -> None:
         assert hf_effattn.Calibration.load(place).to_dict() == found.to_dict()
     said = str(found)
     assert said.startswith("Within an error of 20%:")
-    assert all(name in said for name in ("4 texts of 40 tokens", "i-clustered C=3 k=2", "exact"))
+    assert all(name in said for name in ("4 texts of 40 tokens", "i-clustered clusters=3 topk=2", "exact"))
     assert sum(int(line.split()[0]) for line in said.splitlines()[1:]) == 6
     with pytest.raises(ValueError, match="which calibrate did not find"):
         hf_effattn.Calibration.load({"method": "clustered"})
@@ -349,7 +357,7 @@ def test_a_report_says_what_was_asked_calibrated_and_measured(tmp_path: Path) ->
     found = hf_effattn.calibrate(model, texts(), error=0.2, **OPTIONS)
     report = hf_effattn.report(model, texts(2), [found, LADDER[0]], repeats=0, memory=False, progress=False)
     label = next(iter(report.methods))
-    assert label == "per-head (rungs=3, error=0.2)"
+    assert label == "per-head rungs=3 error=0.2"
     errors = report.measurements[1].attention_error
     expected = errors_with(model, texts(2), lambda layer: found.settings.for_layers((layer,)))
     both = torch.tensor([errors[layer] for layer in range(3)])
@@ -417,7 +425,7 @@ def test_rungs_that_never_run_are_refused_before_the_model_runs_where_its_inputs
 @pytest.mark.parametrize(("model_type", "reason"), [("bert", "one of its counts"), ("llama", "one segment")])
 def test_inputs_that_no_min_length_makes_long_enough(model_type: str, reason: str) -> None:
     """The advice was min_length=0, which had been given."""
-    ladder = [{"method": "bi-clustered", "clusters": 64, "segment_length": 64}]
+    ladder = [{"method": "clustered", "clusters": 64} | ({"segment_length": 64} if model_type == "llama" else {})]
     with pytest.raises(ValueError, match=f"at most 40 tokens, since {reason}.*give longer ones$"):
         hf_effattn.calibrate(encoder_or_llama(model_type), texts(), **OPTIONS | {"min_length": 0, "ladder": ladder})
 
@@ -468,16 +476,10 @@ def test_attention_that_is_not_finite_in_one_layer() -> None:
     assert [max(row) == len(LADDER) for row in found.settings.heads] == [False, False, True]
 
 
-def test_of_decoders_no_clusters_are_named_that_they_do_not_have() -> None:
+def test_rungs_are_named_as_they_are_typed() -> None:
     rungs = [{"method": "bi-clustered", "topk": 16, "key_clusters": 8}, {"method": "i-clustered", "topk": 16}]
-    names = {
-        kind: rung_names(PerHead(rungs=rungs, heads=[[0, 1]], calibration={"model": {"model_type": kind}}))
-        for kind in ("bert", "llama")
-    }
-    assert names == {
-        "bert": ["bi-clustered C=32 k=16 G=8", "i-clustered C=100 k=16", "exact"],
-        "llama": ["bi-clustered k=16 G=8", "i-clustered C=100 k=16", "exact"],
-    }
+    names = ["bi-clustered clusters=32 topk=16 key_clusters=8", "i-clustered clusters=100 topk=16", "exact"]
+    assert rung_names(PerHead(rungs=rungs, heads=[[0, 1]])) == names
 
 
 def unlike_texts(tokenizer: Any, length: int) -> dict[str, torch.Tensor]:

@@ -15,9 +15,9 @@ METHODS = [
     {"method": "cst", "slice_length": 4, "composition": "local-global"},
 ]
 LABELS = [
-    "clustered (clusters=6)",
-    "cst (slice_length=4, extension_ratio=1)",
-    "cst (slice_length=4, extension_ratio=1, composition=local-global, sinks=False)",
+    "clustered clusters=6",
+    "cst slice_length=4 extension_ratio=1",
+    "cst slice_length=4 extension_ratio=1 composition=local-global sinks=False",
 ]
 
 

@@ -25,9 +25,9 @@ METHODS = [
     {"method": "bi-clustered", "clusters": 7, "topk": 4, "key_clusters": 6, "min_length": 0},
 ]
 LABELS = [
-    "clustered (clusters=5)",
-    "i-clustered (clusters=5, topk=4)",
-    "bi-clustered (clusters=7, topk=4, key_clusters=6)",
+    "clustered clusters=5",
+    "i-clustered clusters=5 topk=4",
+    "bi-clustered clusters=7 topk=4 key_clusters=6",
 ]
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 # Headings of the table, the report's metric, and what one unit of the number shown is.
@@ -148,13 +148,13 @@ def test_every_number_of_the_table_is_the_reports(measured):
         if len(row) == 1:
             index = {"1 text of 24 tokens": 0, "1 text of 40 tokens": 1}[row[0]]
             continue
-        label = next(name for name in ("exact", *LABELS) if row[0].startswith(name))
+        label = next(name for name in ("unpatched", *LABELS) if row[0].startswith(name))
         of_it = table[(table.input == index) & (table.method == label)]
         for heading, cell in zip(header[1:], row[1:], strict=True):
             metric, unit = METRICS[heading]
             found = of_it[of_it.metric == metric].value
             if cell == "reference":
-                assert label == "exact"
+                assert label == "unpatched"
                 continue
             digits = re.match(r"[\d.,]+", cell).group().replace(",", "")
             last_digit = 10.0 ** -len(digits.partition(".")[2])
@@ -263,7 +263,7 @@ def test_the_cost_picture_has_a_line_per_method_with_the_reports_numbers(measure
     report = measured[0]
     time, memory = report.plot_cost().axes
     for panel, metric in ((time, "forward_seconds"), (memory, "forward_peak_bytes")):
-        for line, label in zip(panel.get_lines(), ("exact", *LABELS), strict=True):
+        for line, label in zip(panel.get_lines(), ("unpatched", *LABELS), strict=True):
             assert line.get_label() == label
             assert list(line.get_xdata()) == [24, 40]
             assert list(line.get_ydata()) == [report.metrics(m)[metric] for m in report.of(label)]
@@ -277,7 +277,7 @@ def test_settings_that_leave_a_length_exact_and_numbers_that_are_none():
         {LABELS[0]: METHODS[0]},
         [MeasuredInput(2, 8, 14, {})],
         [
-            Measurement(0, "exact"),
+            Measurement(0, "unpatched"),
             Measurement(
                 0, LABELS[0], "settings", {0: [float("nan")]}, OutputChange(float("inf"), [0.5, 0.25], {"logits": 0.1})
             ),

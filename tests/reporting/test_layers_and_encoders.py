@@ -18,13 +18,13 @@ def test_a_method_in_some_layers_is_the_model_patched_there():
     inputs = batch_for(model).inputs
     method = {"method": "clustered", "clusters": 5, "min_length": 0}
     found = hf_effattn.report(model, inputs, [method, method | {"layers": [-1, 0]}], **QUICK)
-    everywhere, some = (found.of(f"clustered (clusters=5{layers})")[0] for layers in ("", ", layers=-1 0"))
+    everywhere, some = (found.of(f"clustered clusters=5{layers}")[0] for layers in ("", " layers=[-1,0]"))
     exact = model(**inputs).last_hidden_state
     patched = hf_effattn.patch_attention(model, layers=[0, 2], **method)(**inputs).last_hidden_state
     assert some.change.hidden_error == pytest.approx(float((patched - exact).norm() / exact.norm()), rel=1e-4)
     assert some.attention_error == everywhere.attention_error | {1: [0.0, 0.0]}
     assert Report.from_dict(found.to_dict()) == found
-    assert "layers=-1 0" in found.summary()
+    assert "layers=[-1,0]" in found.summary()
     found.plot()
     with pytest.raises(ValueError, match="layers has 3"):
         hf_effattn.report(model, inputs, method | {"layers": [3]}, **QUICK)

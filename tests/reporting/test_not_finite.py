@@ -11,7 +11,7 @@ import hf_effattn
 from hf_effattn import Report
 from hf_effattn.reporting.table import report_table
 
-LABEL = "clustered (clusters=5)"
+LABEL = "clustered clusters=5"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_json_has_no_word_for_it(broken):
     again = Report.from_dict(json.loads(text))
     assert math.isnan(again.of(LABEL)[0].change.hidden_error)
     assert all(map(math.isnan, again.of(LABEL)[0].change.embedding_cosines))
-    assert again.of("exact")[0].change.hidden_error is None
+    assert again.of("unpatched")[0].change.hidden_error is None
     assert again.summary() == broken.summary()
 
 

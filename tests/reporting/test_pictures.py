@@ -13,8 +13,8 @@ METHODS = [
     {"method": "i-clustered", "clusters": 5, "topk": 4},
     {"method": "bi-clustered", "clusters": 5, "topk": 4, "key_clusters": 6},
 ]
-CLUSTERED, IMPROVED = "clustered (clusters=5)", "i-clustered (clusters=5, topk=4)"
-BI_CLUSTERED = "bi-clustered (clusters=5, topk=4, key_clusters=6)"
+CLUSTERED, IMPROVED = "clustered clusters=5", "i-clustered clusters=5 topk=4"
+BI_CLUSTERED = "bi-clustered clusters=5 topk=4 key_clusters=6"
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_pattern_shows_the_weights_of_the_model_and_of_the_methods(model, text
     model.set_attn_implementation("eager")
     with torch.no_grad():
         exact = model(**text, output_attentions=True).attentions[1][0, 1]
-    torch.testing.assert_close(pattern.weights["exact"], exact[[3, 4, 9]])
+    torch.testing.assert_close(pattern.weights["unpatched"], exact[[3, 4, 9]])
     for label in (CLUSTERED, IMPROVED, BI_CLUSTERED):
         torch.testing.assert_close(pattern.weights[label].sum(dim=1), torch.ones(3))
     # One layer patched: its queries and keys are the exact model's, as in the picture.
@@ -76,7 +76,7 @@ def test_a_picture_labels_rows_and_their_most_attended_tokens(model, text):
     figure = found.plot_attention(model, text, rows=[3, 4, 9], layer=2, head=0, tokens=labels)
     pattern = find_pattern(model, text, methods=METHODS, rows=[3, 4, 9], layer=2, head=0, tokens=labels)
     panels = [panel for panel in figure.axes if panel.images]
-    shown = ["exact", IMPROVED, BI_CLUSTERED, CLUSTERED]
+    shown = ["unpatched", IMPROVED, BI_CLUSTERED, CLUSTERED]
     assert [panel.get_title(loc="left").split(":")[0] for panel in panels] == shown
     for panel, label in zip(panels, shown, strict=True):
         assert [tick.get_text() for tick in panel.get_yticklabels()] == [labels[row] for row in (3, 4, 9)]

@@ -26,8 +26,8 @@ METHODS = [
     {"method": "i-clustered", "clusters": 5, "topk": 4, "min_length": 0},
     {"method": "bi-clustered", "clusters": 5, "topk": 4, "key_clusters": 6, "min_length": 0},
 ]
-CLUSTERED, IMPROVED = "clustered (clusters=5)", "i-clustered (clusters=5, topk=4)"
-BI_CLUSTERED = "bi-clustered (clusters=5, topk=4, key_clusters=6)"
+CLUSTERED, IMPROVED = "clustered clusters=5", "i-clustered clusters=5 topk=4"
+BI_CLUSTERED = "bi-clustered clusters=5 topk=4 key_clusters=6"
 
 
 def quick_report(model, inputs, methods=METHODS, **options):
@@ -195,17 +195,17 @@ def test_times_and_memory_are_measured_in_whole_rounds():
     inputs = [batch_for(model, length=length).inputs for length in (30, 60)]
     found = quick_report(model, inputs, repeats=2, memory=True, error_budget=1e-6)
     for index in (0, 1):
-        rounds = {len(found.of(method, index)[0].forward_seconds) for method in ("exact", CLUSTERED, IMPROVED)}
+        rounds = {len(found.of(method, index)[0].forward_seconds) for method in ("unpatched", CLUSTERED, IMPROVED)}
         assert len(rounds) == 1
         assert rounds.pop() >= 2
-        for method in ("exact", CLUSTERED, IMPROVED):
+        for method in ("unpatched", CLUSTERED, IMPROVED):
             (measured,) = found.of(method, index)
             assert found.speedup(measured) > 0
             assert found.speedup(measured, "attention") > 0
             # At least the layer's own output, in float32.
             assert measured.attention_peak_bytes >= 4 * 2 * found.inputs[index].length * 32
             assert measured.forward_peak_bytes >= measured.attention_peak_bytes
-    assert found.speedup(found.of("exact", 0)[0]) == 1
+    assert found.speedup(found.of("unpatched", 0)[0]) == 1
     assert found.fastest_within(1e-6) is None
     assert "none of these settings meets it" in found.summary()
     largest = max(m.change.hidden_error for method in (CLUSTERED, IMPROVED) for m in found.of(method))
@@ -226,7 +226,7 @@ def test_a_report_says_where_no_length_is_enough(monkeypatch):
     sizes = {"vocab_size": 60, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes)).eval()
     inputs = {"input_ids": torch.arange(5, 45)[None]}
-    method = {"method": "bi-clustered", "clusters": 4, "topk": 3, "key_clusters": 6, "segment_length": 4, "window": 4}
+    method = {"method": "bi-clustered", "exact_keys": 18, "key_clusters": 3, "segment_length": 4, "window": 4}
     said = quick_report(model, inputs, [method]).summary()
     assert 'would run exact attention: on "cpu" exact attention runs at every length' in said
     assert "shorter than min_length" not in said
@@ -261,7 +261,7 @@ def test_short_inputs_are_measured_and_said_to_run_exact():
 def test_settings_that_reach_the_length_are_said_to_be_exact():
     model = tiny_model("bert")
     found = quick_report(model, batch_for(model, length=20).inputs, [{"method": "clustered", "clusters": 20}])
-    (measured,) = found.of("clustered (clusters=20)")
+    (measured,) = found.of("clustered clusters=20")
     assert measured.why_exact == "settings"
     assert measured.mean_attention_error == pytest.approx(0, abs=1e-5)
     assert "this is exact attention" in found.summary()
@@ -292,7 +292,7 @@ def test_the_table_is_tidy_and_survives_json(tmp_path):
     errors = table[table.metric == "attention_error"]
     assert len(errors) == 3 * 3 * 2  # methods, layers, heads
     assert not errors.duplicated(["input", "method", "layer", "head"]).any()
-    assert table[table.metric == "forward_speedup"].method.tolist() == ["exact", CLUSTERED, IMPROVED, BI_CLUSTERED]
+    assert table[table.metric == "forward_speedup"].method.tolist() == ["unpatched", CLUSTERED, IMPROVED, BI_CLUSTERED]
     assert table.valid_tokens.unique().tolist() == [69]
     (file,) = found.save(tmp_path / "new" / "folder", pictures=False)
     assert Report.load(file.parent) == found
@@ -365,8 +365,11 @@ def test_a_causal_model_with_grouped_heads():
     ids = torch.randint(5, 60, (2, 40))
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
-    small = {"clusters": 4, "topk": 3, "segment_length": 4, "window": 4}
-    methods = [{"method": "i-clustered", **small}, {"method": "bi-clustered", "key_clusters": 4, **small}]
+    small = {"exact_keys": 18, "segment_length": 4, "window": 4}
+    methods = [
+        {"method": "i-clustered", "clusters": 4, **small},
+        {"method": "bi-clustered", "key_clusters": 2, **small},
+    ]
     found = quick_report(model, {"input_ids": ids, "attention_mask": mask}, methods)
     hidden = model(ids, attention_mask=mask).last_hidden_state[mask.bool()]
     for label, settings in zip(found.methods, methods, strict=True):

@@ -180,10 +180,6 @@ def test_a_run_that_does_nothing_is_none(script, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            "--model_type bert --method_settings clusters=25",
-            "--method_settings clusters=25 without a --method .* name one of clustered, i-clustered",
-        ),
         ("--method clustered", "no model: name a checkpoint with --model_name_or_path, or a kind with --model_type"),
         ("--model_name_or_path mine --model_type bert", "--model_type bert is of a model from scratch, and mine has"),
         ("--model_name_or_path mine --vocab_size 99", "--vocab_size 99 is of a tokenizer that is trained, .* of mine"),

@@ -99,8 +99,11 @@ def remember() -> None:
 def remember_types() -> None:
     """Half of what is left: every result would have its shape checked, named and wrapped anew."""
     import triton.language as tl
-    from triton.language.semantic import TritonSemantic
 
+    try:
+        from triton.language.semantic import TritonSemantic
+    except ImportError:  # that of torch 2.6 works another way, and more slowly
+        return
     make_type, broadcast, equal = tl.block_type.__init__, TritonSemantic.broadcast_impl_value, tl.dtype.__eq__
     types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
     # One object for each shape: equal shapes are then the same.

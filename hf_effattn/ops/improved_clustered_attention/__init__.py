@@ -61,6 +61,14 @@ def improved_clustered_attention(
             which would have to wait for the GPU to know, give such queries 0 instead), `clusters`
             or `topk` below 1, a `dropout_p` outside [0, 1), an unknown backend.
         TypeError: a mask that is not boolean, labels that are not integers.
+
+    Example:
+        >>> import torch
+        >>> from hf_effattn.ops import cluster_queries, improved_clustered_attention
+        >>> query, key, value = torch.randn(3, 1, 12, 4096, 64)
+        >>> labels = cluster_queries(query, 100)
+        >>> improved_clustered_attention(query, key, value, labels, clusters=100, topk=32).shape
+        torch.Size([1, 12, 4096, 64])
     """
     check_counts(topk=topk, clusters=clusters)
     check_attention(query, key, value, labels, key_mask, query_mask)

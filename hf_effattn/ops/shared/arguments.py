@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..derivatives import unbatched
 from .callers import stacklevel_of_user
+from .torch_internals import is_followed_by_func
 
 BACKENDS = ("reference", "batched", "triton")
 HAS_TRITON = find_spec("triton") is not None
@@ -60,17 +60,11 @@ def _check_derivatives(tensors: Sequence[torch.Tensor]) -> None:
             'forward-mode derivatives (jvp) need backend="reference"; the fast forms have reverse mode only'
         )
     # torch.library registers backward passes in a way that torch.func does not take.
-    if any(_is_traced_by_func(x) for x in tensors):
+    if any(is_followed_by_func(x) for x in tensors):
         raise ValueError(
             'torch.func.grad and its kin (vjp, per-sample gradients) need backend="reference", or a model with exact '
             "attention (unpatch_attention); the fast forms have loss.backward() and torch.autograd.grad"
         )
-
-
-def _is_traced_by_func(tensor: torch.Tensor) -> bool:
-    """Whether a transform of torch.func follows a tensor for its gradient, under any `vmap`."""
-    tensor = unbatched(tensor)
-    return bool(torch._C._functorch.is_gradtrackingtensor(tensor) and tensor.requires_grad)
 
 
 def kernel_problem(*tensors: torch.Tensor, any_width: bool = False) -> str | None:

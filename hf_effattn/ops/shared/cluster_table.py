@@ -12,6 +12,7 @@ import torch
 from .cluster_blocks import ClusterBlocks
 from .precision import LEAST_LOG_WEIGHT
 from .tables import softmax_
+from .torch_internals import softmax_backward
 
 # Of the scores of some blocks at once: more would be mapped and faulted in anew each time, and leave the cache.
 SCORES_BYTES = 4 * 2**20
@@ -113,7 +114,7 @@ def attend_backward(
         grad_weights *= factor
     row_dot = None
     if table.mass is None and whole is None:
-        grad_scores = torch._softmax_backward_data(grad_weights, softmax, 2, softmax.dtype)  # in one pass
+        grad_scores = softmax_backward(grad_weights, softmax, 2)
     else:
         # (blocks, length, 1); 0 in empty places
         row_dot = torch.linalg.vecdot(softmax, grad_weights)[..., None] if whole is None else whole[1]

@@ -2,15 +2,12 @@
 
 import torch
 
+from .torch_internals import is_traced as is_traced
+
 
 def in_a_graph() -> bool:
     """Whether `torch.compile`, `torch.export` or `torch.jit.trace` follows what is computed."""
     return torch.compiler.is_compiling() or is_traced()
-
-
-def is_traced() -> bool:
-    """Whether `torch.jit.trace` is running, and the exports that use it."""
-    return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
 
 
 def is_exported() -> bool:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..model_types.table import MODEL_TYPES
 from ..position_rows import READ_BY
+from ..transformers_internals import implementation_of, set_implementation, supports_sdpa
 from .windows import is_longer_than_inputs
 
 # What modules with a forward of their own call their windows or blocks: Longformer and LED, LongT5, Pegasus-X.
@@ -48,7 +49,7 @@ class ExactKind:
     @property
     def baseline(self) -> str:
         """The attention implementation of the exact model; transformers' SDPA path has no attention sinks."""
-        return "sdpa" if self.model._supports_sdpa else "eager"
+        return "sdpa" if supports_sdpa(type(self.model)) else "eager"
 
     def serves(self, module: nn.Module) -> bool:
         """Whether a method serves a module; all others stay exact."""
@@ -96,7 +97,7 @@ class ExactKind:
         for module in self.modules:
             config: Any = getattr(module, "config", self.model.config)
             if config is not self.model.config:
-                config._attn_implementation = implementation
+                set_implementation(config, implementation)
 
 
 class Softcap(ExactKind):
@@ -116,7 +117,7 @@ class Softcap(ExactKind):
         return False
 
     def check(self) -> None:
-        if self.model.config._attn_implementation == "sdpa":
+        if implementation_of(self.model.config) == "sdpa":
             raise ValueError(
                 f'{type(self.model).__name__} runs "sdpa", which drops the tanh that bounds its scores '
                 "(config.attn_logit_softcapping): it is not the model that was trained. Load it with "
@@ -135,7 +136,7 @@ class OwnForward(ExactKind):
 
         swap_classes(self.model, self.modules, on=on)
         # Its config keeps its own, unless transformers' switch has set a method, which a decoder beside it may call.
-        if not on and self.model.config._attn_implementation in READ_BY:
+        if not on and implementation_of(self.model.config) in READ_BY:
             super().switch(implementation, on=on)
 
 
@@ -175,7 +176,7 @@ class DistanceBiases(OwnForward):
         parts = [part for part in self.model.modules() if isinstance(part, PreTrainedModel)]
         innermost = {module: part for part in parts for module in part.modules()}
         for part in {innermost[module] for module in self.modules}:
-            part.config._attn_implementation = implementation
+            set_implementation(part.config, implementation)
         super().switch(implementation, on=on)
 
 

@@ -10,22 +10,14 @@ block. A mask of blocks is `(B, 1, n, L, S)`: its five dimensions tell it from a
 
 from collections.abc import Callable
 from math import inf
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers.masking_utils import (
-    and_masks,
-    bidirectional_mask_function,
-    causal_mask_function,
-    chunked_overlay,
-    or_masks,
-    sliding_window_bidirectional_overlay,
-    sliding_window_overlay,
-)
+from transformers.masking_utils import bidirectional_mask_function
 
 from ...ops.shared.graphs import in_a_graph
+from ..transformers_internals import reach_of
 from .sinks import with_sinks
 
 # The dimensions of a mask of blocks.
@@ -60,7 +52,7 @@ def window_of(mask_function: Callable) -> Window | None:
     It tells one where it is a window or chunks, or their intersection with the masks of full attention: of any other
     function, and of all within a graph, nothing is known.
     """
-    reach = None if in_a_graph() else _reach(mask_function)
+    reach = None if in_a_graph() else reach_of(mask_function)
     return None if reach is None or inf in reach else Window(*map(int, reach))
 
 
@@ -68,61 +60,7 @@ def sees_all(mask_function: Callable) -> bool:
     """Whether one of transformers' mask functions hides nothing, as far as it tells."""
     if mask_function is bidirectional_mask_function:
         return True
-    return not in_a_graph() and _reach(mask_function) == (inf, inf)
-
-
-def _reach(mask_function: Callable) -> tuple[float, float] | None:
-    if mask_function is causal_mask_function:
-        return inf, 0
-    if mask_function is bidirectional_mask_function:
-        return inf, inf
-    code = getattr(mask_function, "__code__", None)
-    if code is not None and _is_alike(code, _ALWAYS):
-        return inf, inf
-    cell, *_ = getattr(mask_function, "__closure__", None) or (None,)
-    if code is None or cell is None:
-        return None
-    if code is _BOTH_SIDES:
-        return cell.cell_contents, cell.cell_contents
-    if code is _BACKWARDS:
-        return cell.cell_contents - 1, inf
-    if code is _CHUNKS or _is_alike(code, _NEARER):
-        return cell.cell_contents - 1, cell.cell_contents - 1
-    if code not in (_INTERSECTION, _UNION):
-        return None
-    reaches = [_reach(one) for one in cell.cell_contents]
-    if not reaches or None in reaches:
-        return None
-    nearest: Any = min if code is _INTERSECTION else max
-    before, after = zip(*reaches, strict=True)
-    return nearest(before), nearest(after)
-
-
-# transformers makes a new function for each window. All functions of one factory share one code object.
-_BOTH_SIDES = sliding_window_bidirectional_overlay(1).__code__
-_BACKWARDS = sliding_window_overlay(1).__code__
-_CHUNKS = chunked_overlay(1, torch.zeros(1, dtype=torch.int64)).__code__  # `chunk_size` is the first of its cells
-_INTERSECTION = and_masks(causal_mask_function).__code__
-_UNION = or_masks(causal_mask_function).__code__
-
-
-def _nearer(sliding_window: int) -> Callable:
-    def inner_mask(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
-        return abs(q_idx - kv_idx) < sliding_window
-
-    return inner_mask
-
-
-# Gemma 3 defines two more mask functions in a module that we must not import. Their bytecode is compared instead.
-_ALWAYS = (lambda *args: torch.tensor(True, dtype=torch.bool)).__code__
-_NEARER = _nearer(1).__code__
-
-
-def _is_alike(code: CodeType, other: CodeType) -> bool:
-    def read(one: CodeType) -> tuple[Any, ...]:
-        return one.co_code, one.co_names, [const for const in one.co_consts if not isinstance(const, str | None)]
-
-    return read(code) == read(other)
+    return not in_a_graph() and reach_of(mask_function) == (inf, inf)
 
 
 def block_length(window: Window) -> int:

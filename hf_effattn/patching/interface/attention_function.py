@@ -26,7 +26,6 @@ from ...ops.shared.graphs import in_a_graph
 from ..exact.call import Call, run_exactly
 from ..exact.images import IMAGES, AttentionOutput, attend_to_each
 from ..exact.reference import exact_weights, visible_keys
-from ..exact.weights_asked import matrices_are_collected
 from ..exact.windows import hides_keys
 from ..measured import expect_measurement, last_measured
 from ..methods import Method, list_methods
@@ -40,6 +39,7 @@ from ..model_types.stacks import (
 )
 from ..module_patch import RECORD, ModulePatch
 from ..position_rows import POSITION_ROWS, READ_BY, PositionRows
+from ..transformers_internals import matrices_are_collected
 from .keywords import needs_exact_attention
 from .mask_function import padding_mask
 from .settings import method_for

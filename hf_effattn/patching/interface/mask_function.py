@@ -17,6 +17,7 @@ from ..exact.windows import IN_BLOCKS, hides_keys, mask_of_blocks, sees_all, win
 from ..methods import list_methods
 from ..model_types.stacks import hides_the_future
 from ..model_types.table import MODEL_TYPES, NOT_SERVED
+from ..transformers_internals import implementation_of
 from .settings import unsupported_error
 
 
@@ -86,7 +87,7 @@ def _is_composite(config: Any) -> bool:
 def _mask_of_unknown(q_length: int, **kwargs: Any) -> torch.Tensor:
     """The mask of a model type outside the table: what calls no attention function adds it to scores of its own."""
     config = kwargs.get("config")
-    method, model_type = getattr(config, "_attn_implementation", None), getattr(config, "model_type", "unknown")
+    method, model_type = implementation_of(config), getattr(config, "model_type", "unknown")
     if method in list_methods():
         if model_type in NOT_SERVED:
             name = f"{type(config).__name__.removesuffix('Config')}Model"

@@ -9,6 +9,7 @@ from torch import nn
 from ...ops.shared.callers import stacklevel_of_user
 from ..methods import METHODS, Method, make_method
 from ..model_types.stacks import (
+    hides_the_future,
     is_causal,
     is_of_transformers,
     is_self_attention,
@@ -63,12 +64,12 @@ def _say_unknown(module: nn.Module, method: str) -> None:
 
 
 def _method_from_config(module: nn.Module, method: str) -> Method | None:
-    stored = getattr(module.config, FIELD, None)
+    stored, causal = getattr(module.config, FIELD, None), hides_the_future(module.config)
     if stored is None:
-        by_default = make_method(method)
+        by_default = make_method(method, causal=causal)
         warn_of_other_settings(module.config, by_default, None)
         return by_default.for_layers(())  # raises where each layer needs settings of its own
-    chosen, layers = read_stored(stored, method)
+    chosen, layers = read_stored(stored, method, causal=causal)
     warn_of_other_settings(module.config, chosen, layers)
     if layers is None and not chosen.differs_by_layer:
         return chosen

@@ -83,6 +83,7 @@ class Method(ABC):
     """
 
     method: ClassVar[str]
+    causal: ClassVar[bool | None] = None  # whether the settings are those of decoders; None: of all models
     summary: ClassVar[str]  # half a sentence, for a reader who has to choose
     needs_fine_tuning: ClassVar[bool] = False  # it changes what the model computes, and is trained into it
     stays_exact: ClassVar[bool] = False  # in every layer, at every length
@@ -124,7 +125,7 @@ class Method(ABC):
         if self.min_length is not None:
             return self.min_length
         price = {name: getattr(self, name) for name in self.price}
-        return crossover_length(self.method, price, device_type, causal=causal)
+        return crossover_length(self.method, price, device_type, causal=bool(self.causal))
 
     def chooses_exact(self, length: int, device_type: str, *, causal: bool = False) -> bool:
         """What `is_exact` says of so many tokens; a traced graph raises at lengths of which it says otherwise."""
@@ -230,10 +231,6 @@ class Method(ABC):
         identity = torch.eye(key.shape[2], dtype=query.dtype, device=query.device)[:, columns]
         return attend(identity.expand(*key.shape[:2], -1, -1))
 
-    def causal_options(self) -> dict[str, Any]:
-        """What the method tells its causal op otherwise than its fields, or beyond what all methods do."""
-        return {}
-
     def is_for(self, stack: Stack) -> bool:
         """Whether the settings were made for a stack, or for none in particular."""
         return True
@@ -321,9 +318,6 @@ class Method(ABC):
     ) -> torch.Tensor:
         """Attention with the groups that `group` returned, `(B, H, N, Dv)`."""
 
-    def check_causal(self, module: nn.Module | None) -> None:  # noqa: B027
-        """Raise where the settings ask for something that the causal form of an attention module has not."""
-
     def check_weights(self) -> None:  # noqa: B027
         """Raise where what the method computes is no matrix of weights on the values."""
 
@@ -361,8 +355,9 @@ class Method(ABC):
         return {}
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON values; without a tolerance nothing of it, so earlier versions know all of them."""
-        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        """The settings as JSON values, and `"causal"` where a decoder's; without a tolerance nothing of it."""
+        found = {"causal": True} if self.causal else {}
+        found |= {one.name: getattr(self, one.name) for one in fields(self)}
         if self.tolerance is None:
             del found["tolerance"], found["on_excess"]
         return found

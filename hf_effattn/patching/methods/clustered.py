@@ -9,11 +9,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from ...ops import (
     bi_clustered_attention,
-    causal_clustered_attention,
     cluster_queries,
     clustered_attention,
     improved_clustered_attention,
@@ -21,7 +19,6 @@ from ...ops import (
     query_offsets,
 )
 from ...ops.bi_clustered_attention.labels import Inputs, cluster_both
-from ...ops.causal_clustered_attention import DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW
 from ...ops.cluster_queries import (
     DEFAULT_BITS,
     DEFAULT_FIT_QUERIES,
@@ -35,11 +32,6 @@ CLUSTERINGS = ("kmeans", "lsh")
 METRICS = ("keys", "queries")
 # Of Lloyd's algorithm on the keys, at most: a third round saves no error that its time would not save elsewhere.
 KEY_ITERATIONS = 2
-# In models that mask the future, measured by scripts/benchmark/language_model.py: exact keys are those of a head, not
-# of a cluster, so there are more of them and fewer clusters; key clusters are those of a segment; older keys get a
-# part of the weight only, so an error of theirs may be so many times as large.
-OLDER_TOPK, OLDER_ERROR = 6, 4
-OLDER_KEY_CLUSTERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +46,16 @@ class Clustered(Method):
         iterations (`int`): rounds of Lloyd's algorithm.
         bits (`int`): length of the code of `"lsh"`.
         fit_queries (`int`, *optional*): queries per head that the clusters are fitted on, before all are assigned.
-            Default: 2,048, for `"bi-clustered"` at least 64 per cluster of queries; in models that mask the future 32
-            per cluster of a segment.
+            Default: 2,048, for `"bi-clustered"` at least 64 per cluster of queries.
         seed (`int`): of the clustering; the same seed gives the same clusters.
         check_finite (`bool`): raise at the first attention whose queries are not finite, instead of going on.
-        segment_length (`int`): tokens of a segment in models that mask the future.
-        window (`int`): keys before the segment that those attend to exactly.
     """
 
     method: ClassVar[str] = "clustered"
+    causal: ClassVar[bool | None] = False
     summary: ClassVar[str] = "each query uses the attention of its cluster's mean query"
     price: ClassVar[tuple[str, ...]] = ("clusters",)
     fit_per_cluster: ClassVar[int] = 0  # queries at least
-    decoder_loss: ClassVar[tuple[float, float] | None] = (0.417, 0.251)
     purpose: ClassVar[dict[str, str]] = {
         **Method.purpose,
         "clusters": "the number of query clusters per head; more are more exact and slower",
@@ -77,8 +66,6 @@ class Clustered(Method):
         "fit_queries": "the queries per head that clusters are fitted on; more are slower on long inputs",
         "seed": "the same seed gives the same clusters",
         "check_finite": "whether to raise where queries are not finite",
-        "segment_length": "in causal models, the tokens of a segment, which attends to itself exactly",
-        "window": "in causal models, the keys before a segment that it attends to exactly",
     }
 
     clusters: int = 100
@@ -89,13 +76,10 @@ class Clustered(Method):
     fit_queries: int | None = None
     seed: int = 0
     check_finite: bool = False
-    segment_length: int = DEFAULT_SEGMENT_LENGTH
-    window: int = DEFAULT_WINDOW
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_int("window", minimum=0)
-        counts = ("clusters", "bits", "segment_length")
+        counts = ("clusters", "bits")
         for name in counts if self.fit_queries is None else (*counts, "fit_queries"):
             self._check_int(name, minimum=1)
         self._check_int("iterations", minimum=0)
@@ -106,14 +90,8 @@ class Clustered(Method):
             raise TypeError(f"check_finite must be True or False, got {self.check_finite!r}")
 
     def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
-        last_segment = (query_length - 1) // self.segment_length * self.segment_length
-        all_local = causal and last_segment <= self.window
-        clusters = self.causal_options().get("clusters", self.clusters) if causal else self.clusters
-        return (
-            all_local
-            or clusters >= query_length
-            or super().is_exact(query_length, key_length, device_type, causal=causal)
-        )
+        too_many = self.clusters >= query_length
+        return too_many or super().is_exact(query_length, key_length, device_type, causal=causal)
 
     @property
     def fitted_queries(self) -> int:
@@ -164,36 +142,10 @@ class Clustered(Method):
             dropout_p=options.dropout_p,
         )
 
-    def check_causal(self, module: nn.Module | None) -> None:
-        """Raise where the settings ask for something that the causal form of an attention module has not."""
-        if self.clustering != "kmeans" or self.metric != "keys":
-            raise ValueError(
-                f'causal attention clusters by clustering="kmeans" with metric="keys" only, got {self.clustering!r} '
-                f"with {self.metric!r}; leave both out"
-            )
-
     def attend_causal(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
     ) -> torch.Tensor:
-        self.check_causal(options.module)
-        if self.check_finite and not query.isfinite().all():
-            raise ValueError("query has values that are not finite: look for an overflow or a bad weight before it")
-        return causal_clustered_attention(
-            query,
-            key,
-            value,
-            method=self.method,
-            **{"clusters": self.clusters} | self.causal_options(),
-            segment_length=self.segment_length,
-            window=self.window,
-            iterations=self.iterations,
-            fit_queries=self.fit_queries,
-            seed=self.seed,
-            key_mask=options.key_mask,
-            sinks=options.sinks,
-            scale=options.scale,
-            dropout_p=options.dropout_p,
-        )
+        raise ValueError(f'these settings of "{self.method}" are an encoder\'s, and this attention masks the future')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,13 +155,11 @@ class ImprovedClustered(Clustered):
     Source: Vyas 2020, improved clustered.
 
     Args:
-        topk (`int`): keys recomputed exactly per cluster; more are more exact and slower. In models that mask the
-            future six times as many per head, the same for all clusters of a segment.
+        topk (`int`): keys recomputed exactly per cluster; more are more exact and slower.
     """
 
     method: ClassVar[str] = "i-clustered"
     summary: ClassVar[str] = "each query uses its cluster's attention, with the cluster's top keys recomputed exactly"
-    decoder_loss: ClassVar[tuple[float, float] | None] = (0.138, 0.156)
     price: ClassVar[tuple[str, ...]] = ("clusters", "topk")
     purpose: ClassVar[dict[str, str]] = {
         **Clustered.purpose,
@@ -229,9 +179,6 @@ class ImprovedClustered(Clustered):
     def op(self) -> Callable[..., torch.Tensor]:
         return partial(improved_clustered_attention, topk=self.topk)
 
-    def causal_options(self) -> dict[str, Any]:
-        return {"topk": OLDER_TOPK * self.topk}
-
 
 @dataclass(frozen=True, kw_only=True)
 class BiClustered(ImprovedClustered):
@@ -240,21 +187,18 @@ class BiClustered(ImprovedClustered):
     Ours, beyond Vyas 2020; see `hf_effattn.ops.bi_clustered_attention`.
 
     Args:
-        clusters (`int`): of queries, as in `Clustered`. In models that mask the future one per segment, whatever this.
-        topk (`int`): keys attended to exactly per query cluster; more are more exact and slower. In models that mask
-            the future six times as many per head.
+        clusters (`int`): of queries, as in `Clustered`.
+        topk (`int`): keys attended to exactly per query cluster; more are more exact and slower.
         key_clusters (`int`): clusters of keys per head, by K-means in the metric of the queries' offsets from their
-            centroids; more are more exact and slower. In models that mask the future half of them per segment.
+            centroids; more are more exact and slower.
         exact_above (`float`, *optional*): heads whose predicted error (`hf_effattn.ops.predicted_error`) is larger run
-            exact attention; None: none does. In models that mask the future decided segment by segment, from earlier
-            tokens, and for an error of the older keys four times as large.
+            exact attention; None: none does.
     """
 
     method: ClassVar[str] = "bi-clustered"
     summary: ClassVar[str] = (
         "each query uses a few keys exactly, and all other keys by the first order of clusters of keys"
     )
-    decoder_loss: ClassVar[tuple[float, float] | None] = (0.011, 0.05)
     # Its error falls with the square of a cluster's radius, which a fit on few queries of each does not find.
     fit_per_cluster: ClassVar[int] = 64
     price: ClassVar[tuple[str, ...]] = ("clusters", "topk", "key_clusters")
@@ -277,19 +221,12 @@ class BiClustered(ImprovedClustered):
         self._check_number("exact_above")
 
     def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
-        own_clusters = not causal and self.key_clusters >= key_length
+        own_clusters = self.key_clusters >= key_length
         return own_clusters or super().is_exact(query_length, key_length, device_type, causal=causal)
 
     @property
     def op(self) -> Callable[..., torch.Tensor]:
         return partial(_attend_bi_clustered, topk=self.topk, key_clusters=self.key_clusters)
-
-    def causal_options(self) -> dict[str, Any]:
-        return super().causal_options() | {
-            "clusters": 1,  # what more of them save is saved in less time by more clusters of keys
-            "key_clusters": -(-self.key_clusters // OLDER_KEY_CLUSTERS),
-            "exact_above": None if self.exact_above is None else OLDER_ERROR * self.exact_above,
-        }
 
     def group(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None

@@ -11,7 +11,6 @@ from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from ...ops import bi_clustered_attention
 from ...ops.derivatives import learns
@@ -43,6 +42,7 @@ class PerHead(Method):
     """
 
     method: ClassVar[str] = "per-head"
+    causal: ClassVar[bool | None] = False
     summary: ClassVar[str] = "each head runs the cheapest settings that keep its error within a budget, or is exact"
     purpose: ClassVar[dict[str, str]] = {
         **Method.purpose,
@@ -50,7 +50,6 @@ class PerHead(Method):
         "heads": "for every layer and key/value head the index of its rung; one more than the last: exact",
         "calibration": "how the table of heads was found",
     }
-    decoder_loss: ClassVar[tuple[float, float] | None] = (0.005, 0.032)
     differs_by_layer: ClassVar[bool] = True
     unnamed: ClassVar[tuple[str, ...]] = (*Method.unnamed, "rungs", "heads", "calibration")
 
@@ -60,7 +59,7 @@ class PerHead(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "rungs", tuple(_rung(one, self.min_length) for one in _listed("rungs", self.rungs)))
+        object.__setattr__(self, "rungs", tuple(map(self._rung, _listed("rungs", self.rungs))))
         rows = tuple(tuple(_listed("heads", row)) for row in _listed("heads", self.heads))
         object.__setattr__(self, "heads", rows)
         for index in (index for row in rows for index in row):
@@ -75,6 +74,27 @@ class PerHead(Method):
             raise ValueError(f"heads must have as many heads in every layer, got {sorted(set(map(len, rows)))}")
         if self.calibration is not None and not isinstance(self.calibration, Mapping):
             raise TypeError(f"calibration must be a dict or None, got {self.calibration!r}")
+
+    def _rung(self, one: Any) -> Method:
+        """A rung as a method; `min_length`, where the heads share one, is the rung's too."""
+        from . import make_method
+
+        if isinstance(one, Mapping) and "method" in one:
+            one = make_method(**{"causal": self.causal, **one})
+        if not isinstance(one, Method):
+            raise TypeError(f'a rung must be a method or a dict {{"method": name, **settings}}, got {one!r}')
+        if one.needs_fine_tuning or one.stays_exact or isinstance(one, PerHead) or one.tolerance is not None:
+            raise ValueError(
+                f'"{one.method}"{"" if one.tolerance is None else " with a tolerance"} cannot be a rung: rungs are '
+                "approximations, and the tolerance is that of all heads"
+            )
+        if one.causal != self.causal:
+            kinds = ("an encoder", "a decoder")
+            raise ValueError(
+                f"a rung has the settings of {kinds[bool(one.causal)]}, and the heads are those of "
+                f"{kinds[bool(self.causal)]}: give rungs for it"
+            )
+        return one if self.min_length is None else replace(one, min_length=self.min_length)
 
     @property
     def label_parts(self) -> dict[str, Any]:
@@ -160,10 +180,6 @@ class PerHead(Method):
         row = self.heads[layer]
         index = row[head * len(row) // num_heads]
         return None if index == len(self.rungs) else self.rungs[index]
-
-    def check_causal(self, module: nn.Module | None) -> None:
-        for rung in self.rungs:
-            rung.check_causal(module)
 
     def _shares(self, key: torch.Tensor) -> list[Share]:
         """The rungs in use with their key/value heads, the dearest first; None: exact."""
@@ -312,6 +328,14 @@ class PerHead(Method):
         parts += [(part, slice(None)) for part in _of_threads(others, query.device)]
         for_every_chunk(attend_part, parts, query.device)
         return output
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalPerHead(PerHead):
+    """The same for a decoder, whose rungs are settings of decoders."""
+
+    causal: ClassVar[bool | None] = True
+    decoder_loss: ClassVar[tuple[float, float] | None] = (0.005, 0.032)
 
 
 _NOTHING = (
@@ -472,19 +496,3 @@ def _listed(name: str, values: Any) -> list[Any]:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a list, got {values!r}: {PerHead.purpose[name]}")
     return list(values)
-
-
-def _rung(one: Any, min_length: int | None) -> Method:
-    """A rung as a method; `min_length`, where the heads share one, is the rung's too."""
-    from . import make_method
-
-    if isinstance(one, Mapping) and "method" in one:
-        one = make_method(**one)
-    if not isinstance(one, Method):
-        raise TypeError(f'a rung must be a method or a dict {{"method": name, **settings}}, got {one!r}')
-    if one.needs_fine_tuning or one.stays_exact or isinstance(one, PerHead) or one.tolerance is not None:
-        raise ValueError(
-            f'"{one.method}"{"" if one.tolerance is None else " with a tolerance"} cannot be a rung: rungs are '
-            "approximations, and the tolerance is that of all heads"
-        )
-    return one if min_length is None else replace(one, min_length=min_length)

@@ -41,6 +41,11 @@ class Stack:
     unknown: dict[int, nn.Module]
     exact: ExactKind
 
+    @property
+    def causal(self) -> bool:
+        """Whether it masks the future."""
+        return any(map(is_causal, self.modules))
+
 
 class _Place(NamedTuple):
     """Where a module stands: in which list of layers, under which number, and by which path from there."""

@@ -169,7 +169,7 @@ def _image(
 
 
 def _tower(attention: str, positions: OtherPositions = _PATCHES, more: str = "", **options: Any) -> ModelType:
-    """The eyes of a model that reads images among its text: each image, or frame, is attended to by itself."""
+    """A vision encoder of a model that reads images among its text: each image, or frame, is attended to alone."""
     return ModelType((attention,), positions, reads="image", longest=f"any number of patches{more}", **options)
 
 
@@ -463,11 +463,11 @@ MODEL_TYPES: dict[str, ModelType] = {
 }
 
 _NO_DISPATCH = "computes its attention itself, without transformers' AttentionInterface"
-_GRID = "adds a bias of the place in the image to every score, within small windows"
-_WITHOUT_SDPA = "refuses SDPA in transformers, by which whatever no method serves would have to run"
-_OWN_MASK = "makes a mask of its own, to be added to the scores, which no method reads"
-_CAUSAL_TEXT = "hides the future by a keyword, in texts of at most 77 tokens, where nothing is to be gained"
-_SHORT_TEXT = "reads at most 64 tokens, where nothing is to be gained"
+_GRID = "adds a bias for the position in the image to every score, within small windows"
+_WITHOUT_SDPA = "does not support SDPA in transformers, which runs what no method serves"
+_OWN_MASK = "makes a mask of its own for the scores, which no method reads"
+_CAUSAL_TEXT = "hides the future by a keyword, in texts of at most 77 tokens, which are too short to gain anything"
+_SHORT_TEXT = "reads at most 64 tokens, too few to gain anything"
 _TRAINED_WITH_IT = "is trained from scratch with an efficient attention of its own: there is no exact one to replace"
 _LITTLE_GAIN = "takes 512 tokens, at which exact attention without matrices of distances was 1.0 to 1.2 times as fast"
 _OWN_SPARSE = "has a sparse attention of its own, and " + _NO_DISPATCH
@@ -485,7 +485,7 @@ NOT_SERVED: dict[str, str] = {
     "swin": _GRID,
     "beit": _GRID,
     "sam": _GRID,
-    "seamless_m4t_v2": "adds the product of the query and a vector of the distance to every score, by itself",
+    "seamless_m4t_v2": "adds the product of the query and a distance vector to every score, in code of its own",
     "falcon": _NO_DISPATCH,
     "bloom": _NO_DISPATCH,
     "mpt": _NO_DISPATCH,

@@ -38,7 +38,7 @@ HEADS = (
 )  # fmt: skip
 SETTINGS: dict[str, Any] = {"clusters": 3, "topk": 4, "min_length": 0}
 # So short that the inputs have tokens before their last segment, and fewer keys recomputed than there are of these.
-CAUSAL: dict[str, Any] = SETTINGS | {"clusters": 2, "topk": 2, "segment_length": 4, "window": 4}
+CAUSAL: dict[str, Any] = {"clusters": 2, "exact_keys": 12, "segment_length": 4, "window": 4, "min_length": 0}
 
 
 def with_ours(mapping: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import hf_effattn
 
+OF_DECODER = {"exact_keys": 24, "key_clusters": 2, "segment_length": 32, "window": 16, "min_length": 0}
 PATCH = {"clusters": 4, "topk": 4, "key_clusters": 4, "min_length": 0}
 
 
@@ -49,7 +50,7 @@ def test_likelihoods_are_those_of_the_patched_model(encoder: str) -> None:
         return float(found.sum())
 
     exact = likelihood()
-    hf_effattn.patch_attention(model, "bi-clustered", segment_length=32, window=16, **PATCH)
+    hf_effattn.patch_attention(model, "bi-clustered", **OF_DECODER)
     assert likelihood() == pytest.approx(expected(), abs=1e-4)
     assert likelihood() != pytest.approx(exact, abs=1e-3)
 

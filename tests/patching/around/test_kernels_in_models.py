@@ -96,7 +96,7 @@ def test_a_decoder_with_dropout_learns_alike_with_and_without_checkpoints(kernel
     torch.manual_seed(0)
     sizes = {"vocab_size": 60, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
     config = GPT2Config(**sizes, attn_pdrop=0.3, resid_pdrop=0.0, embd_pdrop=0.0, use_cache=False)
-    settings = {"clusters": 8, "topk": 2, "segment_length": 12, "window": 5, "min_length": 0}
+    settings = {"exact_keys": 12, "segment_length": 12, "window": 5, "min_length": 0}
     model = hf_effattn.patch_attention(GPT2LMHeadModel(config).train(), "bi-clustered", **settings)
     ids = torch.randint(60, (1, 34), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)

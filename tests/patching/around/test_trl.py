@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import hf_effattn
 
-PATCH = {"topk": 8, "key_clusters": 8, "segment_length": 64, "window": 32, "min_length": 0}
+PATCH = {"exact_keys": 48, "key_clusters": 4, "segment_length": 64, "window": 32, "min_length": 0}
 TRAINING = {"max_steps": 1, "report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no", "logging_steps": 1}
 
 

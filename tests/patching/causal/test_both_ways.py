@@ -115,7 +115,9 @@ def test_a_decoder_called_both_ways_is_exact_then(attended: list[str]) -> None:
     """Its settings are a decoder's: one patched as an encoder is told by its config."""
     model, inputs = make_model("llama", is_causal=True), batch()
     exact = model(**inputs, is_causal=False).last_hidden_state
-    hf_effattn.patch_attention(model, "i-clustered", clusters=4, topk=4, segment_length=4, window=4, min_length=0)
+    hf_effattn.patch_attention(
+        model, "i-clustered", clusters=4, exact_keys=24, segment_length=4, window=4, min_length=0
+    )
     torch.testing.assert_close(model(**inputs, is_causal=False).last_hidden_state, exact)
     assert attended == []
     model(**inputs)
@@ -140,9 +142,9 @@ def test_calibration_and_report_measure_an_encoder(model_type: str) -> None:
     about = found.settings.calibration
     assert about is not None
     assert about["model"]["both_ways"]
-    assert "bi-clustered C=6 k=8 G=7" in str(found)
+    assert "bi-clustered clusters=6 topk=8 key_clusters=7" in str(found)
     one_way = make_model(model_type, is_causal=True, use_bidirectional_attention=False)
-    with pytest.raises(ValueError, match="both_ways True and not False"):
+    with pytest.raises(ValueError, match="in decoders, only in encoders"):
         hf_effattn.patch_attention(one_way, settings=found)
     report = hf_effattn.report(model, batch("left"), [settings], repeats=0, memory=False)
     assert not report.environment["causal"]

@@ -16,18 +16,18 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 import hf_effattn
 from hf_effattn.patching.methods import METHODS as EVERY_METHOD
-from hf_effattn.patching.methods import clustered as clustered_settings
+from hf_effattn.patching.methods import causal as causal_settings
 from hf_effattn.patching.methods import crossover
 from hf_effattn.patching.model_types.stacks import find_stacks
 from hf_effattn.patching.model_types.table import MODEL_TYPES
 
 SMALL: dict[str, dict[str, Any]] = {
-    "clustered": {},
-    "i-clustered": {"topk": 3},
-    "bi-clustered": {"topk": 3, "key_clusters": 6},
+    "clustered": {"clusters": 4},
+    "i-clustered": {"clusters": 4, "exact_keys": 18},
+    "bi-clustered": {"exact_keys": 18, "key_clusters": 3},
 }
 METHODS = tuple(SMALL)
-TINY = [{"method": "bi-clustered", "clusters": 2, "topk": 1, "key_clusters": 2, "segment_length": 4, "window": 4}]
+TINY = [{"method": "bi-clustered", "exact_keys": 6, "key_clusters": 1, "segment_length": 4, "window": 4}]
 LENGTH = 61
 # Their routers, or layers without attention, calculate in float32 whatever the model's dtype.
 FLOAT32_WITHIN = (
@@ -77,7 +77,7 @@ each_model_and_method = pytest.mark.parametrize(
 
 
 def patch(model: Any, method: str = "bi-clustered", **settings: Any) -> Any:
-    small = {"clusters": 4, "segment_length": 4, "window": 4, "min_length": 0} | SMALL[method]
+    small = {"segment_length": 4, "window": 4, "min_length": 0} | SMALL[method]
     return hf_effattn.patch_attention(model, method, **small | settings)
 
 
@@ -89,13 +89,13 @@ def tokens(length: int = LENGTH, batch: int = 2) -> torch.Tensor:
 def attended(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """One entry per call of the causal op: its settings and the length."""
     calls: list[dict[str, Any]] = []
-    run = clustered_settings.causal_clustered_attention
+    run = causal_settings.causal_clustered_attention
 
     def counted(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         calls.append(kwargs | {"length": query.shape[2]})
         return run(query, *args, **kwargs)
 
-    monkeypatch.setattr(clustered_settings, "causal_clustered_attention", counted)
+    monkeypatch.setattr(causal_settings, "causal_clustered_attention", counted)
     return calls
 
 
@@ -142,7 +142,7 @@ def test_a_window_over_all_is_the_exact_model(model_type: str, attended: list[di
     ids = tokens()
     exact = model(ids, attention_mask=mask).logits
     # A longer window than the input would be handed to SDPA at once; this leaves the op one segment of older keys.
-    patch(model, "bi-clustered", window=52, topk=60)
+    patch(model, "bi-clustered", window=52, exact_keys=60)
     actual = model(ids, attention_mask=mask).logits
     assert len(attended) == 3
     close = 5e-5 if eager else 4e-14
@@ -254,7 +254,7 @@ def test_further_chunks_of_a_prompt_are_exact_over_the_cache(
     model(ids[:, :25], past_key_values=exact_cache)
     exact = model(ids[:, 25:], past_key_values=exact_cache).logits
     # A window over the first chunk makes that one exact too, so that the second can be compared.
-    patch(model, window=20, topk=24)
+    patch(model, window=20, exact_keys=24)
     own_cache = make_cache()
     model(ids[:, :25], past_key_values=own_cache)
     assert [call["length"] for call in attended] == [25] * 3
@@ -393,7 +393,7 @@ def test_scaling_of_gpt2(options: dict[str, bool], attended: list[dict[str, Any]
     model = make_model("gpt2", **options).double()
     ids = tokens()
     exact = model(ids).logits
-    patch(model, window=52, topk=60)
+    patch(model, window=52, exact_keys=60)
     torch.testing.assert_close(model(ids).logits, exact, rtol=0, atol=4e-14)
     expected = [1.0] * 3 if "scale_attn_weights" in options else [8**-0.5 / (layer + 1) for layer in range(3)]
     assert [call["scale"] for call in attended] == pytest.approx(expected)
@@ -588,8 +588,16 @@ def test_what_a_language_model_loses_is_said(recwarn: pytest.WarningsRecorder) -
 
 def test_settings_that_the_causal_form_has_not() -> None:
     model = make_model("llama")
-    with pytest.raises(ValueError, match='clustering="kmeans" with metric="keys" only'):
+    with pytest.raises(
+        ValueError, match="has no setting 'clustering' in decoders, only in encoders; decoders have \""
+    ):
         patch(model, "clustered", clustering="lsh")
+    for method in METHODS[1:]:
+        with pytest.raises(ValueError, match=r"has no setting 'topk' in decoders, .*\"exact_keys\"") as refused:
+            patch(model, method, topk=3)
+        assert len(str(refused.value)) <= 300
+    with pytest.raises(ValueError, match=r"causal says whether the settings are a decoder's, .* got 'prefill'"):
+        patch(model, causal="prefill")
     for settings, message in (
         ({"segment_length": 0}, "segment_length must be at least 1"),
         ({"window": -1}, "window must be at least 0"),

@@ -10,7 +10,7 @@ from transformers import MllamaConfig, MllamaForConditionalGeneration
 import hf_effattn
 from hf_effattn.patching.model_types.stacks import find_stacks
 
-SMALL: dict[str, Any] = {"clusters": 4, "segment_length": 4, "key_clusters": 6, "min_length": 0}
+SMALL: dict[str, Any] = {"segment_length": 4, "key_clusters": 3, "min_length": 0}
 TEXT = GROUPED | {"num_hidden_layers": 4, "cross_attention_layers": [1], "vocab_size": 52}
 VISION: dict[str, Any] = {
     "hidden_size": 16,
@@ -68,7 +68,7 @@ def test_with_an_image(lengths: list[int]) -> None:
     exact = model(**inputs).logits
     blind = model(**inputs | {"pixel_values": torch.zeros_like(inputs["pixel_values"])}).logits
     assert (exact - blind)[:, 3:].abs().max() > 1e-3
-    hf_effattn.patch_attention(model, "bi-clustered", topk=59, window=44, **SMALL)
+    hf_effattn.patch_attention(model, "bi-clustered", exact_keys=59, window=44, **SMALL)
     torch.testing.assert_close(model(**inputs).logits, exact, rtol=0, atol=1e-5)
     assert lengths == [LENGTH] * 3
     hf_effattn.unpatch_attention(model)
@@ -79,7 +79,7 @@ def test_with_an_image(lengths: list[int]) -> None:
 def test_no_logit_sees_a_later_token(lengths: list[int]) -> None:
     model, inputs = make_model(), image_and_text()
     exact = model(**inputs).logits
-    hf_effattn.patch_attention(model, "bi-clustered", topk=1, window=4, **SMALL)
+    hf_effattn.patch_attention(model, "bi-clustered", exact_keys=6, window=4, **SMALL)
     before = model(**inputs).logits
     assert (before - exact).abs().max() > 0.1
     changed = inputs | {"input_ids": inputs["input_ids"].clone()}
@@ -93,7 +93,7 @@ def test_no_logit_sees_a_later_token(lengths: list[int]) -> None:
 @torch.no_grad()
 def test_generation(lengths: list[int]) -> None:
     model, inputs = make_model(), image_and_text()
-    hf_effattn.patch_attention(model, "bi-clustered", topk=1, window=4, **SMALL)
+    hf_effattn.patch_attention(model, "bi-clustered", exact_keys=6, window=4, **SMALL)
     first = model(**inputs).logits[0, -1].argmax()
     written = model.generate(**inputs, do_sample=False, max_new_tokens=4, eos_token_id=10**6)
     assert written[0, LENGTH] == first

@@ -12,7 +12,7 @@ import hf_effattn
 from hf_effattn.patching.methods import METHODS
 from hf_effattn.patching.model_types.stacks import find_stacks, is_causal
 
-SMALL: dict[str, Any] = {"clusters": 4, "segment_length": 4, "key_clusters": 6, "min_length": 0}
+SMALL: dict[str, Any] = {"segment_length": 4, "key_clusters": 3, "min_length": 0}
 each_model = pytest.mark.parametrize("model_type", MODELS)
 
 
@@ -29,7 +29,7 @@ def tower_of(model: Any) -> Any:
 def test_a_window_over_all_is_the_exact_model(model_type: str, lengths: list[int]) -> None:
     model, inputs = make_model(model_type), image_and_text(model_type)
     exact = model(**inputs).logits
-    hf_effattn.patch_attention(decoder_of(model), "bi-clustered", topk=59, window=44, **SMALL)
+    hf_effattn.patch_attention(decoder_of(model), "bi-clustered", exact_keys=59, window=44, **SMALL)
     torch.testing.assert_close(model(**inputs).logits, exact, rtol=0, atol=1e-5)
     assert lengths == [60] * 3
     hf_effattn.unpatch_attention(model)
@@ -41,7 +41,7 @@ def test_a_window_over_all_is_the_exact_model(model_type: str, lengths: list[int
 def test_no_logit_sees_a_later_token(model_type: str, lengths: list[int]) -> None:
     model, inputs = make_model(model_type), image_and_text(model_type)
     exact = model(**inputs).logits
-    hf_effattn.patch_attention(decoder_of(model), "bi-clustered", topk=1, window=4, **SMALL)
+    hf_effattn.patch_attention(decoder_of(model), "bi-clustered", exact_keys=6, window=4, **SMALL)
     before = model(**inputs).logits
     assert (before - exact).abs().max() > 0.1
     changed = inputs | {"input_ids": inputs["input_ids"].clone()}
@@ -60,7 +60,7 @@ def test_no_logit_sees_a_later_token(model_type: str, lengths: list[int]) -> Non
 def test_generation(model_type: str, lengths: list[int]) -> None:
     """The prompt runs by the method, every step after it exactly over the keys of the cache."""
     model, inputs = make_model(model_type), image_and_text(model_type)
-    hf_effattn.patch_attention(model, "bi-clustered", topk=1, window=4, **SMALL)
+    hf_effattn.patch_attention(model, "bi-clustered", exact_keys=6, window=4, **SMALL)
     first = model(**inputs).logits[0, -1].argmax()
     written = model.generate(**inputs, do_sample=False, max_new_tokens=4, eos_token_id=10**6)
     assert written[0, 60] == first
@@ -69,7 +69,8 @@ def test_generation(model_type: str, lengths: list[int]) -> None:
 
 # Enough patches in two images that the settings leave something out.
 IMAGES: dict[str, Any] = {"sides": (12, 16)}
-FEW: dict[str, Any] = SMALL | {"topk": 2, "window": 4}
+FEW: dict[str, Any] = SMALL | {"exact_keys": 12, "window": 4}
+OF_IMAGES: dict[str, Any] = {"clusters": 4, "topk": 2, "key_clusters": 6, "min_length": 0}
 # Of two layers; the first of the one sees windows of an image.
 WHOLE = {"qwen2_5_vl": [144, 256]}
 
@@ -103,7 +104,7 @@ def test_both_parts_run_the_method_saved_and_loaded(
 ) -> None:
     model, inputs = make_model(model_type), image_and_text(model_type, 200, **IMAGES)
     exact = model(**inputs).logits
-    hf_effattn.patch_attention(tower_of(model), "bi-clustered", **SMALL | {"topk": 2, "seed": 1})
+    hf_effattn.patch_attention(tower_of(model), "bi-clustered", **OF_IMAGES | {"seed": 1})
     hf_effattn.patch_attention(decoder_of(model), "bi-clustered", **FEW)
     patched = model(**inputs).logits
     assert (patched - exact).abs().max() > 1e-3
@@ -122,7 +123,7 @@ def test_a_part_is_calibrated_and_patched_alone(model_type: str, lengths: list[i
     model, inputs = make_model(model_type), image_and_text(model_type, 200, **IMAGES)
     with pytest.raises(ValueError, match=r"calibrate one: part=model\.model\.\w+, part=model\.model\.\w+$"):
         hf_effattn.calibrate(model, inputs, min_length=0)
-    ladder = [{"method": "bi-clustered", **SMALL, "topk": topk, "exact_above": None} for topk in (2, 8)]
+    ladder = [{"method": "bi-clustered", **OF_IMAGES, "topk": topk, "exact_above": None} for topk in (2, 8)]
     for texts in (1, 2):
         found = hf_effattn.calibrate(model, [inputs] * texts, 10.0, ladder=ladder, part=tower_of(model))
         about = found.settings.calibration
@@ -149,9 +150,31 @@ def test_a_part_that_the_inputs_do_not_reach() -> None:
 
 def test_a_report_of_both_parts() -> None:
     model, inputs = make_model("qwen3_vl"), image_and_text("qwen3_vl", 200, **IMAGES)
-    found = hf_effattn.report(model, inputs, [{"method": "bi-clustered", **FEW}], repeats=1, memory=False)
+    methods = [{"method": "bi-clustered", **counts} for counts in (OF_IMAGES, FEW)]
+    found = hf_effattn.report(model, inputs, methods, repeats=1, memory=False)
     assert next(iter(found.layers.values())) == "model.visual.blocks.0.attn"
     assert found.inputs[0].encoder_lengths == {"model.visual": 144, "model.language_model": 200}
-    errors = found.measurements[1].attention_error
-    assert sorted(errors) == [0, 1, 2, 3, 4]
-    assert all(torch.as_tensor(of_layer).max() > 0 for of_layer in errors.values())
+    of_parts = [[0, 1], [2, 3, 4]]
+    for measured, layers in zip(found.measurements[1:], of_parts, strict=True):
+        errors = measured.attention_error
+        assert sorted(errors) == [0, 1, 2, 3, 4]
+        assert [layer for layer, of_layer in errors.items() if torch.as_tensor(of_layer).max() > 0] == layers
+
+
+def test_each_part_gets_the_settings_of_its_kind(tmp_path: Path) -> None:
+    model = hf_effattn.patch_attention(make_model("qwen3_vl"), "bi-clustered", min_length=0)
+    kept = [part(model).config.effattn for part in (tower_of, decoder_of)]
+    assert [(one.get("causal"), one.get("topk"), one.get("exact_keys")) for one in kept] == [
+        (None, 64, None),
+        (True, None, 384),
+    ]
+    model.save_pretrained(tmp_path)
+    loaded = hf_effattn.from_pretrained(AutoModelForImageTextToText, tmp_path)
+    assert [part(loaded).config.effattn for part in (tower_of, decoder_of)] == kept
+    # Settings that only one kind has are for its parts alone.
+    for counts, part, other in (({"topk": 8}, tower_of, decoder_of), ({"exact_keys": 8}, decoder_of, tower_of)):
+        model = hf_effattn.patch_attention(make_model("qwen3_vl"), "bi-clustered", min_length=0, **counts)
+        assert part(model).config.effattn | counts == part(model).config.effattn
+        assert not hasattr(other(model).config, "effattn")
+    with pytest.raises(ValueError, match="has no setting 'colour'"):
+        hf_effattn.patch_attention(model, "bi-clustered", colour=8)

@@ -105,7 +105,10 @@ def test_compiles_to_one_graph(model_type: str, composition: str) -> None:
     logits, found = run(torch.compile(model, fullgraph=True, backend="aot_eager"))
     assert_close_to_reference("logits", logits, expected, rtol=1e-12)
     for name, gradient in found.items():
-        assert_close_to_reference(name, gradient, plain[name], rtol=1e-10)
+        if plain[name].abs().max() < 1e-13:  # a key's bias adds the same to all scores of a query: 0 but for rounding
+            assert gradient.abs().max() < 1e-13, name
+        else:
+            assert_close_to_reference(name, gradient, plain[name], rtol=1e-10)
 
 
 @pytest.mark.usefixtures("autocast_rules")

@@ -15,8 +15,8 @@ from hf_effattn.patching.exact.reference import causal_rows, exact_attention, ex
 from hf_effattn.patching.methods import make_method
 
 LENGTH = 61
-SMALL = {"clusters": 4, "topk": 3, "key_clusters": 6, "segment_length": 4, "window": 4, "min_length": 0}
-RUNGS = [{"method": "bi-clustered", **SMALL}, {"method": "bi-clustered", **SMALL, "topk": 1}]
+SMALL = {"exact_keys": 18, "key_clusters": 3, "segment_length": 4, "window": 4, "min_length": 0}
+RUNGS = [{"method": "bi-clustered", **SMALL}, {"method": "bi-clustered", **SMALL, "exact_keys": 6}]
 WINDOWED = {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 9}
 WITH_SINKS = [name for name in SINKING if name in MODELS]
 each_model = pytest.mark.parametrize("model_type", WITH_SINKS)
@@ -104,7 +104,7 @@ def test_weights() -> None:
     query, key, value, sinks = drawn()
     weights = exact_weights(query, key, None, None, causal=True, sinks=sinks)
     torch.testing.assert_close(weights @ value.repeat_interleave(2, 1), exact(query, key, value, None, sinks))
-    settings = make_method("bi-clustered", **SMALL)
+    settings = make_method("bi-clustered", causal=True, **SMALL)
     weights = settings.weights(query, key, causal=True, sinks=sinks)
     actual = settings.run(query, key, value, causal=True, sinks=sinks)
     torch.testing.assert_close(weights @ value.repeat_interleave(2, 1), actual)
@@ -170,7 +170,7 @@ def test_training_reaches_the_sinks() -> None:
     for name in ("eager", "patched"):
         model = make_sinking().double()
         if name == "patched":
-            hf_effattn.patch_attention(model, "bi-clustered", **SMALL | {"window": 52, "topk": 60})
+            hf_effattn.patch_attention(model, "bi-clustered", **SMALL | {"window": 52, "exact_keys": 60})
         model.train()(tokens(), labels=tokens(), attention_mask=left_padded()).loss.backward()
         found[name] = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
     assert sum(key.endswith("sinks") for key in found["patched"]) == 3
@@ -183,7 +183,7 @@ def test_every_head_has_its_own_sink(threads: int, on_threads: Callable[[int], N
     """Exact heads and rungs, with gradients and, in parts, without."""
     on_threads(threads)
     query, key, value, sinks = drawn()
-    method = make_method("per-head", rungs=RUNGS, heads=[[2, 0]]).for_layers((0,))
+    method = make_method("per-head", causal=True, rungs=RUNGS, heads=[[2, 0]]).for_layers((0,))
     assert method is not None
     with torch.no_grad():
         parts = method.run(query, key, value, causal=True, sinks=sinks)
@@ -221,13 +221,13 @@ def test_a_tolerance_measures_beside_the_sinks() -> None:
     query, key, value, sinks = drawn(400)
     expected = exact(query, key, value, None, sinks)
     asked: dict[str, Any] = {"causal": True, "sinks": sinks, "module": torch.nn.Module().eval()}
-    method = make_method("bi-clustered", **SMALL, tolerance=1e-3)
+    method = make_method("bi-clustered", causal=True, **SMALL, tolerance=1e-3)
     output = method.run(query, key, value, **asked)
     measured = hf_effattn.patching.measured.last_measured(asked["module"])
     assert measured is not None
     assert measured.exact.all()
     torch.testing.assert_close(output, expected)
-    plain = make_method("bi-clustered", **SMALL).run(query, key, value, **asked)
+    plain = make_method("bi-clustered", causal=True, **SMALL).run(query, key, value, **asked)
     true = ((plain - expected).square().sum(dim=(2, 3)) / expected.square().sum(dim=(2, 3))).sqrt()
     assert ((measured.error / true > 0.5) & (measured.error / true < 2)).all()
 
@@ -245,7 +245,7 @@ def test_calibration_and_reports_compare_with_sinks() -> None:
     with recording(Measured.of(model), look):
         torch.testing.assert_close(model(tokens()).logits, expected, rtol=0, atol=5e-5)
     assert [one.layer for one in seen] == [0, 2]
-    wide = make_method("bi-clustered", **SMALL | {"window": 52, "topk": 60})
+    wide = make_method("bi-clustered", causal=True, **SMALL | {"window": 52, "exact_keys": 60})
     for one in seen:
         assert one.sinks is model.model.layers[one.layer].self_attn.sinks
         by_hand = exact(one.query, one.key, one.value, None, one.sinks)

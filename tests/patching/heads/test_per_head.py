@@ -25,7 +25,17 @@ RUNGS: list[dict[str, Any]] = [
 ]
 # Three layers of two heads.
 HEADS = [[0, 2], [1, 0], [2, 2]]
-LOCAL = {"segment_length": 4, "window": 4}
+OF_DECODER: list[dict[str, Any]] = [
+    {"method": "i-clustered", "clusters": 4, "exact_keys": 18, "segment_length": 4, "window": 4},
+    {
+        "method": "bi-clustered",
+        "exact_keys": 18,
+        "key_clusters": 4,
+        "exact_above": None,
+        "segment_length": 4,
+        "window": 4,
+    },
+]
 
 
 def per_head(heads: list[list[int]], rungs: list[dict[str, Any]] = RUNGS, **settings: Any) -> Method:
@@ -67,15 +77,15 @@ def test_threads_group_about_as_much_in_as_few_pieces_as_they_can(
 @pytest.mark.parametrize("group", [1, 2])
 def test_every_head_runs_as_its_rung_alone(group: int, mask: torch.Tensor | None, causal: bool) -> None:
     row = [0, 2, 1, 0]
-    rungs = [rung | LOCAL for rung in RUNGS]
-    method = per_head([row], rungs)
+    rungs = OF_DECODER if causal else RUNGS
+    method = per_head([row], rungs, causal=causal)
     query, key, value = tensors(4 * group)
     options: dict[str, Any] = {"key_mask": mask, "causal": causal}
     output = method.run(query, key, value, **options)
     for head, index in enumerate(row):
         inputs = query[:, group * head : group * (head + 1)], key[:, [head]], value[:, [head]]
         if index < len(rungs):
-            alone = make_method(**rungs[index], min_length=0).run(*inputs, **options)
+            alone = make_method(**rungs[index], causal=causal, min_length=0).run(*inputs, **options)
         else:
             visible = visible_keys(mask, query.shape[2], causal=causal)
             alone = exact_attention(*inputs, visible, scale=None, dropout_p=0.0, causal=causal)
@@ -94,7 +104,7 @@ def test_every_head_runs_as_its_rung_alone(group: int, mask: torch.Tensor | None
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_same_is_dropped_with_gradients_and_without(causal: bool, on_threads: Callable[[int], None]) -> None:
     """As the two passes of a checkpoint, `use_reentrant=True`, do."""
-    method, outputs = per_head([[0, 2, 1, 1]], [rung | LOCAL for rung in RUNGS]), []
+    method, outputs = per_head([[0, 2, 1, 1]], OF_DECODER if causal else RUNGS, causal=causal), []
     on_threads(2)
     for learns in (False, True):
         torch.manual_seed(0)
@@ -109,7 +119,7 @@ def three_threads(on_threads: Callable[[int], None]) -> None:
 
 
 def test_no_token_changes_what_comes_before_it(three_threads: None) -> None:
-    method = per_head([[0, 2, 1, 1]], [rung | LOCAL for rung in RUNGS])
+    method = per_head([[0, 2, 1, 1]], OF_DECODER, causal=True)
     inputs = tensors()
     before = method.run(*inputs, causal=True)
     for tensor in inputs:
@@ -145,7 +155,7 @@ def test_queries_of_exact_heads_are_divided_among_threads(
         return causal_rows(query, key, value, rows, *asked)
 
     monkeypatch.setattr("hf_effattn.patching.methods.per_head.causal_rows", noted)
-    method = per_head([[0, 2, 1, 2]], [rung | LOCAL for rung in RUNGS])
+    method = per_head([[0, 2, 1, 2]], OF_DECODER, causal=True)
     query, key, value = tensors()
     with torch.no_grad():
         whole = method.run(query, key, value, causal=True)
@@ -211,17 +221,16 @@ def test_each_rung_is_exact_below_its_own_length() -> None:
 def test_saved_and_loaded_in_a_fresh_process(tmp_path: Path) -> None:
     model = tiny_model("bert")
     batch = batch_for(model, padding="right")
-    rungs = [rung | LOCAL for rung in RUNGS]
     made = {"error": 0.1, "errors": [[0.01, 0.0]] * 3}
     hf_effattn.patch_attention(
-        model, "per-head", rungs=rungs, heads=HEADS, min_length=0, calibration=made, tolerance=0.5
+        model, "per-head", rungs=RUNGS, heads=HEADS, min_length=0, calibration=made, tolerance=0.5
     )
     with torch.no_grad():
         expected = model(**batch.inputs).last_hidden_state
     model.save_pretrained(tmp_path)
     torch.save((batch.inputs, expected), tmp_path / "batch.pt")
     saved = json.loads((tmp_path / "config.json").read_text())["effattn"]
-    assert saved["version"] == 2
+    assert saved["version"] == 3
     assert saved == model.config.effattn
     code = f"""
         import json, torch, hf_effattn
@@ -244,10 +253,9 @@ def test_saved_and_loaded_in_a_fresh_process(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
-def test_what_was_written_before_is_written_still() -> None:
+def test_without_a_tolerance_nothing_of_it_is_written() -> None:
     model = tiny_model("bert")
     hf_effattn.patch_attention(model, "i-clustered", clusters=6, min_length=0)
-    assert model.config.effattn["version"] == 1
     assert not {"tolerance", "on_excess"} & set(model.config.effattn)
 
 
@@ -275,11 +283,11 @@ def test_another_models_settings_are_refused(tmp_path: Path) -> None:
     refused(model, "a rung must be a method or a dict", TypeError, method="per-head", rungs=["x"], heads=HEADS)
     refused(model, "name a method")
 
-    newer = {"version": 3, **rungs, "heads": HEADS}
+    newer = {"version": 4, **rungs, "heads": HEADS}
     file = tmp_path / "effattn.json"
     file.write_text(json.dumps(newer))
-    refused(model, r"newer hf_effattn \(format 3", settings=file)
-    file.write_text(json.dumps(newer | {"version": 2}))
+    refused(model, r"newer hf_effattn \(format 4", settings=file)
+    file.write_text(json.dumps(newer | {"version": 3}))
     refused(
         model,
         'holds settings of "per-head", and the method asked for is "clustered"',
@@ -305,7 +313,7 @@ def test_the_name_alone_is_refused_by_the_forward_pass() -> None:
 
 
 def test_settings_of_a_file_serve_a_model_with_a_head(tmp_path: Path) -> None:
-    stored = {"version": 2, "method": "per-head", "rungs": RUNGS, "heads": HEADS, "min_length": 0}
+    stored = {"version": 3, "method": "per-head", "rungs": RUNGS, "heads": HEADS, "min_length": 0}
     (tmp_path / "effattn.json").write_text(json.dumps(stored))
     model = AutoModel.from_config(tiny_model("bert").config)
     hf_effattn.patch_attention(model, settings=tmp_path, tolerance=0.1)
@@ -352,8 +360,7 @@ def test_a_decoder_generates_after_a_prompt_by_its_heads(tolerance: float | None
     tokens = torch.randint(5, 60, (1, 50), generator=torch.Generator().manual_seed(1))
     options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "pad_token_id": 0}
     exact = model.generate(tokens, return_dict_in_generate=True, **options).logits[0]
-    rungs = [rung | LOCAL for rung in RUNGS]
-    hf_effattn.patch_attention(model, "per-head", rungs=rungs, heads=HEADS, min_length=0, tolerance=tolerance)
+    hf_effattn.patch_attention(model, "per-head", rungs=OF_DECODER, heads=HEADS, min_length=0, tolerance=tolerance)
     logits = model.generate(tokens, return_dict_in_generate=True, **options).logits[0]
     # A prompt's outputs but the last are not read, so that the heads above the tolerance may be exact.
     assert torch.allclose(logits, exact, atol=1e-4) == (tolerance is not None)

@@ -139,11 +139,11 @@ def test_settings_near_earlier_results_by_hand():
     ]
     rows += [row(5, 4, 6, 9.0, 0.19), row(6, 4, 6, 8.0, 0.12), row(7, 4, 6, 7.0, 0.12)]
     tried = benchmark_frontier.settings_to_try(10**6, rows)
-    names = [benchmark_frontier.short_name(settings) for settings in tried]
+    names = [benchmark_frontier.name_settings(settings) for settings in tried]
     assert len(names) == 5 + len(benchmark_frontier.LARGER)
     assert set(names[:5]) == {
-        "i-clustered C=3 k=5", "i-clustered C=3 k=6", "i-clustered C=4 k=6",
-        "bi-clustered C=7 k=4 G=6", "bi-clustered C=6 k=4 G=6",
+        "i-clustered clusters=3 topk=5", "i-clustered clusters=3 topk=6", "i-clustered clusters=4 topk=6",
+        "bi-clustered clusters=7 topk=4 key_clusters=6", "bi-clustered clusters=6 topk=4 key_clusters=6",
     }  # fmt: skip
     assert max(one.to_dict()["clusters"] for one in benchmark_frontier.settings_to_try(16 * 200, rows)) == 200
 

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from hf_effattn.measuring.ladder import default_ladder
 from hf_effattn.ops import causal_clustered_attention
-from hf_effattn.patching.methods import METHODS, make_method
+from hf_effattn.patching.methods import DECODER_METHODS, make_method
 from hf_effattn.reporting.calibration import Calibration
 from hf_effattn.samples.texts import bundled_books
 from hf_effattn.training import train_tokenizer
@@ -78,9 +78,9 @@ def test_language_model(model_folder, tmp_path, monkeypatch):
     config = LlamaConfig(vocab_size=300, num_key_value_heads=2, initializer_range=0.2, **sizes)
     loaded = LlamaForCausalLM(config).eval(), _inputs.load_causal_model(model_folder)[1]
     monkeypatch.setattr(language_model, "load", lambda: loaded)
-    settings = {"segment_length": 64, "window": 32, "clusters": 8, "fit_queries": 64}
+    settings = {"segment_length": 64, "window": 32, "fit_queries": 64}
     for name, chosen in language_model.METHODS.items():
-        own = settings if name == "clustered" else settings | {"topk": 8}
+        own = settings | ({"clusters": 8} if name == "clustered" else {"exact_keys": 48})
         monkeypatch.setitem(language_model.METHODS, name, chosen | own)
     output = tmp_path / "language_model.json"
     names = f"pg98,{language_model.CODE}"
@@ -145,11 +145,11 @@ def test_the_warning_for_decoders_says_what_was_measured(method):
     name = "calibrated" if method == "per-head" else method
     rows = [row for row in json.loads(kept.read_text(encoding="utf-8"))["rows"] if row["name"] == name]
     worst = max(row["perplexity_change"] for row in rows), max(1 - row["agreement"] for row in rows)
-    assert METHODS[method].decoder_loss == tuple(round(loss, 3) for loss in worst)
+    assert DECODER_METHODS[method].decoder_loss == tuple(round(loss, 3) for loss in worst)
 
 
 def test_the_kept_calibration_has_the_rungs_that_calibrate_tries_by_itself():
     kept = Calibration.load(str(language_model.CALIBRATION)).settings
-    assert list(kept.rungs) == [make_method(**one, min_length=0) for one in default_ladder(causal=True)]
+    assert list(kept.rungs) == [make_method(**one, causal=True, min_length=0) for one in default_ladder(causal=True)]
     assert {rung.segment_length for rung in kept.rungs} == {512}
     assert all("segment_length" not in one for one in default_ladder(causal=False))

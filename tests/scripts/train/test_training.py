@@ -145,7 +145,7 @@ def test_run_classification_of_pairs_with_a_method_resumes(tmp_path):
     common += "--text_column one --text_pair_column two --label_column same --max_length 32".split()  # noqa: SIM905
     common += ["--tokenizer_name", "bytes", "--model_type", "bert"]
     common += ["--config_overrides", SMALL["bert"] + ",hidden_dropout_prob=0"]
-    common += "--method bi-clustered --method_settings clusters=2,topk=2,key_clusters=4,min_length=0".split()  # noqa: SIM905
+    common += ["--method", "bi-clustered clusters=2 topk=2 key_clusters=4 min_length=0"]
     common += "--do_train --do_predict --max_steps 20 --save_steps 10".split()  # noqa: SIM905
     whole = run_classification.main([*common, "--output_dir", str(tmp_path / "whole")])
     shutil.copytree(tmp_path / "whole" / "checkpoint-10", tmp_path / "stopped" / "checkpoint-10")

@@ -11,6 +11,7 @@ Gradients of tables are kept over the `n_j` queries of a cluster, as in `cluster
 import torch
 import triton.language as tl
 
+from ...shared.torch_internals import softmax_backward
 from ...shared.triton.chips import on_device_of
 from ...shared.triton.cluster_table import (
     _cluster_table_bwd_delta_kernel,
@@ -232,7 +233,7 @@ def attend_backward(
             at_centroid = saved.at_centroid.view(P, rows, -1)
             grad_covariances = at_centroid.mT @ by_head
             grad_logits = by_head @ saved.covariances.view(P, key_clusters, -1).mT
-            grad_logits = torch._softmax_backward_data(grad_logits, at_centroid, 2, torch.float32)
+            grad_logits = softmax_backward(grad_logits, at_centroid, 2)
             constant += grad_logits.view_as(constant)
         _bi_clustered_attention_bwd_key_kernel[(P * keys.tiles.shape[1],)](
             saved.centroids, key, value, saved.log_squares, saved.taken, exact_heads, queries.starts, keys.order,

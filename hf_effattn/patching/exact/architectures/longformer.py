@@ -18,6 +18,7 @@ from transformers.models.led.modeling_led import LEDEncoderSelfAttention
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
 from ....ops.shared.graphs import is_traced
+from ...transformers_internals import has_hooks
 from ..windows import KeysForAll, Window, attend_in_blocks, block_length, seen_in_blocks
 
 if TYPE_CHECKING:
@@ -159,6 +160,5 @@ def _rows(each: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 def _is_untouched(layer: nn.Module, inputs: torch.Tensor) -> bool:
     """Whether a linear layer is its weights alone: no adapter, hook or other precision takes part in a call of it."""
-    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    plain = type(layer) is nn.Linear and "forward" not in vars(layer) and not any(hooks)
+    plain = type(layer) is nn.Linear and "forward" not in vars(layer) and not has_hooks(layer)
     return plain and not torch.is_autocast_enabled(inputs.device.type)

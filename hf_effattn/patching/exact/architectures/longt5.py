@@ -9,7 +9,7 @@ The file is read with the first model that needs it, for it reads transformers' 
 Sizes: `B` batch, `N` length, `E` hidden size, `H` heads, `D` head_dim, `L` length of a block, `n` blocks, `G` means.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import nn
 from transformers.models.longt5 import modeling_longt5
 
 from ....ops.shared.graphs import is_traced
+from ...transformers_internals import longt5_means
 
 if TYPE_CHECKING:
     _Exact = nn.Module
@@ -100,8 +101,4 @@ class LongT5TransientGlobalInBlocks(_InBlocks, modeling_longt5.LongT5TransientGl
 
     def _means(self, hidden_states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         seen = hidden_states.new_ones(hidden_states.shape[:2]) if mask is None else mask
-        found: Any = modeling_longt5._make_global_fixed_block_ids(seen, self.global_block_size)
-        blocks, segments = found
-        return self.global_input_layer_norm(
-            modeling_longt5._create_global_aggregates(hidden_states, blocks, segments.shape[-1])
-        )
+        return self.global_input_layer_norm(longt5_means(hidden_states, seen, self.global_block_size))

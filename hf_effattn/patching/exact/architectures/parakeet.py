@@ -19,8 +19,8 @@ from transformers.models.parakeet.modeling_parakeet import ParakeetEncoderAttent
 
 from ....ops.derivatives import learns
 from ....ops.shared.graphs import in_a_graph
+from ...transformers_internals import matrices_are_collected
 from ..query_chunks import ROWS, added_mask, in_query_chunks
-from ..weights_asked import matrices_are_collected
 from .t5_and_mpnet import shifted
 
 

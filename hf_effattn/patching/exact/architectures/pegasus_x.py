@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.pegasus_x.modeling_pegasus_x import DimensionInfo, PegasusXGlobalLocalAttention
 
-from ..weights_asked import matrices_are_collected
+from ...transformers_internals import matrices_are_collected
 
 
 class PegasusXInBlocks(PegasusXGlobalLocalAttention):

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.pixtral import modeling_pixtral
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from ....ops.shared.graphs import is_traced
 from ...module_patch import swap_class
+from ...transformers_internals import remember_outputs
 from ..images import IMAGES, block_diagonal
 
 # Patches that are read together, unless one image has more: transformers' mask takes 64 MiB in float32.
@@ -56,7 +56,7 @@ class PixtralVisionModel(modeling_pixtral.PixtralVisionModel):
 
 
 # Under the name of its class a model remembers what can be asked of it, such as hidden states.
-dict.__setitem__(_CAN_RECORD_REGISTRY, str(PixtralVisionModel), PixtralVisionModel._can_record_outputs)
+remember_outputs(PixtralVisionModel)
 
 
 def read_apart(model: nn.Module, *, apart: bool) -> None:

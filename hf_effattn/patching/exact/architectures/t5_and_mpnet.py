@@ -22,8 +22,8 @@ from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 from ....ops.derivatives import learns
 from ....ops.shared.graphs import in_a_graph
+from ...transformers_internals import matrices_are_collected
 from ..query_chunks import added_mask, floor, in_query_chunks
-from ..weights_asked import matrices_are_collected
 
 if TYPE_CHECKING:
     _Exact = nn.Module

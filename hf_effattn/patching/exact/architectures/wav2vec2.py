@@ -18,8 +18,8 @@ from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import Wav2Vec2Ber
 from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import Wav2Vec2ConformerSelfAttention
 
 from ....ops.shared.graphs import in_a_graph
+from ...transformers_internals import matrices_are_collected
 from ..query_chunks import added_mask
-from ..weights_asked import matrices_are_collected
 from .parakeet import attend_by_distance_vectors
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from ....ops.shared.graphs import is_exported
 from ...model_types.stacks import Stack, find_stacks
 from ...module_patch import RECORD, ModulePatch
 from ...position_rows import POSITION_ROWS, READ_BY, PositionRows
+from ...transformers_internals import execution_device, hooks_of, implementation_of
 from .attention import Projected
 
 NAME = "hf_effattn_cst"
@@ -84,7 +85,7 @@ def put_positions_in_front(
     """
     patch: ModulePatch | None = vars(module).get(RECORD)
     method: Any = None if patch is None else patch.method
-    implementation = module.config._attn_implementation  # type: ignore[union-attr]
+    implementation = implementation_of(module.config)
     if patch is None or patch.owner is None or method is None or implementation not in READ_BY:
         return None
     tables = held_by(patch.owner)
@@ -117,7 +118,7 @@ def put_positions_in_front(
     scale = _scale_to_hidden_states(table)
     rows = F.pad((table * scale).to(hidden.dtype), (0, 0, 1, 0))
     # A hook may treat each text differently, as PEFT's do for a batch of several adapters.
-    shared = not any(projection._forward_pre_hooks for projection in _projections(module))
+    shared = not any(hooks_of(vars(projection))[0][0] for projection in _projections(module))
     count = rows.shape[0]
     in_front = -(-count // B) if shared and not is_graph else count
     if in_front < count:
@@ -180,19 +181,12 @@ def positions_for(stack: Stack, window: int, slice_length: int) -> SlicePosition
     trainable = (one.dtype for one in parameters if one.is_floating_point() and one.element_size() > 1)
     dtype = next(trainable, torch.get_default_dtype())
     like = next(stack.modules[0].parameters(), None)
-    device = _execution_device(stack.modules[0])
+    device = execution_device(stack.modules[0])
     if device is None:
         device = stack.model.device if like is None else like.device
     # Tensors made in inference mode could never be trained.
     with torch.inference_mode(False):
         return SlicePositions(*sizes, dtype=dtype, device=device)
-
-
-def _execution_device(module: nn.Module) -> torch.device | int | str | None:
-    """Where the hooks of an offloaded module compute, whose weights are on no device between its calls."""
-    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
-    devices = (getattr(hook, "execution_device", None) for hook in hooks)
-    return next((device for device in devices if device is not None), None)
 
 
 def held_by(model: nn.Module) -> SlicePositions | None:
@@ -220,13 +214,9 @@ def detach(model: nn.Module) -> None:
     """Take the tables of a model away, if it holds any."""
     getattr(model, "base_model", model)._modules.pop(NAME, None)
     for module in model.modules():
-        _remove_hook(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, put_positions_in_front)
-        _remove_hook(module._forward_hooks, module._forward_hooks_with_kwargs, take_positions_away)
-
-
-def _remove_hook(hooks: dict[int, Any], with_kwargs: dict[int, bool], ours: Any) -> None:
-    for key in [key for key, hook in hooks.items() if hook is ours]:
-        del hooks[key], with_kwargs[key]
+        for hooks, with_kwargs in hooks_of(vars(module)):
+            for key in [key for key, hook in hooks.items() if hook in (put_positions_in_front, take_positions_away)]:
+                del hooks[key], with_kwargs[key]
 
 
 def plain_tables(model: nn.Module) -> SlicePositions | None:

@@ -1,0 +1,30 @@
+"""The private names of torch that the ops read: each as one function, with the versions that it was seen in.
+
+`tests/test_assumptions.py` holds what they are taken for.
+"""
+
+import torch
+
+
+def is_traced() -> bool:
+    """Whether `torch.jit.trace`, or an export by it, is running: `torch._C._get_tracing_state`, 2.6 to 2.13."""
+    return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None
+
+
+def unbatched(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor within `vmap` stands for, as many of them side by side: `torch._C._functorch`, 2.6 to 2.13."""
+    functorch = torch._C._functorch
+    while not torch.compiler.is_compiling() and functorch.is_batchedtensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def is_followed_by_func(tensor: torch.Tensor) -> bool:
+    """Whether `torch.func` follows a tensor for its gradient, under any `vmap`: `torch._C._functorch`, 2.6 to 2.13."""
+    tensor = unbatched(tensor)
+    return bool(torch._C._functorch.is_gradtrackingtensor(tensor) and tensor.requires_grad)
+
+
+def softmax_backward(grad: torch.Tensor, softmax: torch.Tensor, dim: int) -> torch.Tensor:
+    """The gradient of the scores of a softmax, in one pass: `torch._softmax_backward_data`, 2.6 to 2.13."""
+    return torch._softmax_backward_data(grad, softmax, dim, softmax.dtype)
