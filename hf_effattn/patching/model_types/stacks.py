@@ -32,6 +32,7 @@ class Stack:
         unknown (`dict[int, nn.Module]`): by layer, what stands where others have their self-attention and is none
             that the table names, or never calls transformers' attention function.
         exact (`ExactKind`): which layers stay exact under every method, and what is gained in them.
+        causal (`bool`): whether it masks the future.
     """
 
     model: PreTrainedModel
@@ -40,11 +41,7 @@ class Stack:
     depth: int
     unknown: dict[int, nn.Module]
     exact: ExactKind
-
-    @property
-    def causal(self) -> bool:
-        """Whether it masks the future."""
-        return any(map(is_causal, self.modules))
+    causal: bool
 
 
 class _Place(NamedTuple):
@@ -193,6 +190,7 @@ def _stack(model: PreTrainedModel, attending: list[tuple[nn.Module, _Place]]) ->
         1 + max(layer for place in range(count) for layer in layers_at(config, place)),
         unknown,
         kind_of(config)(model, modules),
+        any(map(is_causal, modules)),
     )
 
 
