@@ -96,6 +96,7 @@ def methods(as_json: AsJSON = False) -> None:
 def _own_and_default_methods(model: Any) -> list[dict[str, Any]]:
     """The settings of a patched model, and the methods that a report measures by default."""
     from ..measuring.candidates import make_candidates
+    from ..measuring.recording import Measured
     from ..patching.stored import FIELD, read_stored
     from ..reporting.measure import default_methods
 
@@ -108,7 +109,10 @@ def _own_and_default_methods(model: Any) -> list[dict[str, Any]]:
         )
     own = {"method": settings.method, **settings.to_dict(), "layers": layers}
     (candidate,) = make_candidates(own)
-    return [own, *(one for one in default_methods(model) if make_candidates(one)[0].label != candidate.label)]
+    return [
+        own,
+        *(one for one in default_methods(Measured.of(model)) if make_candidates(one)[0].label != candidate.label),
+    ]
 
 
 @app.command()

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from ..ops.shared.precision import cast_by_autocast
-from ..patching.exact.images import IMAGES, Attended, attend_to_each
+from ..patching.exact.images import IMAGES, AttentionOutput, attend_to_each
 from ..patching.exact.reference import sdpa_path
 from ..patching.exact.windows import hides_keys
 from ..patching.methods import list_methods
@@ -93,7 +93,7 @@ def recording_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> Attended:
+) -> AttentionOutput:
     """Exact attention, shown to the module's observer where it has one; arguments and result are transformers'."""
     images = kwargs.pop(IMAGES, None)
     if images is not None:
@@ -131,58 +131,68 @@ def _padding_of(mask: torch.Tensor | None) -> torch.Tensor | None:
     return None if mask is None else mask[:, 0, -1, :].contiguous()
 
 
-def stacks_to_report(model: nn.Module) -> list[Stack]:
-    """The stacks a report looks at; raises, as patching does, where a model has none that a method serves."""
-    return stacks_to_patch(model, list_methods()[0])
+@dataclass(frozen=True)
+class Measured:
+    """A model that is measured, and where its attention is.
 
+    Args:
+        model (`PreTrainedModel`): the model.
+        stacks (`list[Stack]`): those that patching would change.
+        modules (`dict[nn.Module, tuple[int, ...]]`): the layers that each module serves, counted through all stacks;
+            without the modules that stay exact.
+        layers (`dict[int, str]`): by layer the path of its attention module.
+    """
 
-def stacks_to_record(model: nn.Module) -> list[Stack]:
-    """The same; raises where none of them has a layer to record."""
-    stacks = stacks_to_report(model)
-    if not _numbered_modules(stacks):
-        raise ValueError(
-            f"{type(model).__name__} has no attention to measure: all its layers {stacks[0].exact.why}, and "
-            "patch_attention runs them exactly"
-        )
-    return stacks
+    model: PreTrainedModel
+    stacks: list[Stack]
+    modules: dict[nn.Module, tuple[int, ...]]
+    layers: dict[int, str]
 
+    @classmethod
+    def of(cls, model: Any, *, to_record: bool = False) -> "Measured":
+        """Look for the attention of a model.
 
-def layer_names(model: nn.Module) -> dict[int, str]:
-    """The layers a report looks at, `{index: path of the attention module}`; not those that stay exact."""
-    paths = {module: path for path, module in model.named_modules()}
-    return {layer: paths[module] for module, layers in _numbered_modules(stacks_to_report(model)) for layer in layers}
+        Args:
+            model (`PreTrainedModel`): the model.
+            to_record (`bool`): whether there must be a layer that does not stay exact.
 
-
-def _numbered_modules(stacks: Sequence[Stack]) -> list[tuple[nn.Module, tuple[int, ...]]]:
-    numbered = []
-    offset = 0
-    for stack in stacks:
-        for module, layers in zip(stack.modules, stack.layers, strict=True):
-            if stack.exact.serves(module):
-                numbered.append((module, tuple(offset + layer for layer in layers)))
-        offset += stack.depth
-    return numbered
+        Raises:
+            ValueError: there is nothing to patch, or to record.
+        """
+        stacks = stacks_to_patch(model, list_methods()[0])
+        modules, offset = {}, 0
+        for stack in stacks:
+            for module, layers in zip(stack.modules, stack.layers, strict=True):
+                if stack.exact.serves(module):
+                    modules[module] = tuple(offset + layer for layer in layers)
+            offset += stack.depth
+        if to_record and not modules:
+            raise ValueError(
+                f"{type(model).__name__} has no attention to measure: all its layers {stacks[0].exact.why}, and "
+                "patch_attention runs them exactly"
+            )
+        paths = {module: path for path, module in model.named_modules()}
+        names = {layer: paths[module] for module, layers in modules.items() for layer in layers}
+        return cls(model, stacks, modules, names)
 
 
 @contextmanager
-def recording(model: nn.Module, observer: Observer) -> Iterator[None]:
-    """Run the model's attention exactly inside the block, one forward pass, and show every call to an observer.
+def recording(measured: Measured, observer: Observer) -> Iterator[None]:
+    """Run a model's attention exactly inside the block, one forward pass, and show every call to an observer.
 
     Args:
-        model (`PreTrainedModel`): restored when the block ends.
+        measured (`Measured`): its model is restored when the block ends.
         observer (`Callable`): gets a `SeenAttention`, returns the attention's output `(B, N, H, D)`.
     """
-    stacks = stacks_to_record(model)
-    numbered = _numbered_modules(stacks)
-    with as_it_was(model):
-        for stack in stacks:
+    with as_it_was(measured.model):
+        for stack in measured.stacks:
             _switch(stack, RECORDING)
         try:
-            for module, layers in numbered:
+            for module, layers in measured.modules.items():
                 _watched[module] = _Watch(observer, layers)
             yield
         finally:
-            for module, _ in numbered:
+            for module in measured.modules:
                 _watched.pop(module, None)
 
 

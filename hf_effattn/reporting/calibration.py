@@ -30,7 +30,7 @@ from ..measuring.errors import run_model
 from ..measuring.inputs import check_inputs
 from ..measuring.ladder import LadderErrors, default_ladder
 from ..measuring.progress import Progress, progress_bar
-from ..measuring.recording import as_it_was, layer_names, recording, stacks_to_record
+from ..measuring.recording import Measured, as_it_was, recording
 from ..patching.methods import Method, make_method
 from ..patching.methods.crossover import why_never
 from ..patching.methods.per_head import CausalPerHead, PerHead, described
@@ -201,7 +201,8 @@ def calibrate(
     if over not in OVER:
         raise ValueError(f'over must be "heads" or "layers", got {over!r}')
     own = {} if min_length is None else {"min_length": min_length}
-    stack = _stack_to_calibrate(model, part)
+    measured = _part_to_calibrate(model, part)
+    (stack,) = measured.stacks
     causal, device_type = stack.causal, model.device.type
     given = [dict(one) | own for one in ladder or default_ladder(causal=causal, over=over)]
     rungs = list((CausalPerHead if causal else PerHead)(rungs=given).rungs)
@@ -214,8 +215,7 @@ def calibrate(
     if lengths and all(rung.is_exact(N, N, device_type, causal=causal) for rung in rungs for N in lengths):
         raise _nothing_to_measure(rungs, lengths, device_type, causal)
     found = LadderErrors(rungs, training=training)
-    watched = model if part is None else part
-    with progress_bar(progress, len(batches) * len(layer_names(watched)), "calibrate") as advance:
+    with progress_bar(progress, len(batches) * len(measured.layers), "calibrate") as advance:
 
         def watch(seen: Any) -> torch.Tensor:
             exact = found.watch(seen)
@@ -227,7 +227,7 @@ def calibrate(
         with as_it_was(model), torch.inference_mode(False), torch.no_grad():
             model.eval()
             for batch in batches:
-                with recording(watched, watch):
+                with recording(measured, watch):
                     run_model(model, batch)
                 found.first_text = len(found.errors)
     if not found.errors:
@@ -314,15 +314,15 @@ def _checked_budget(error: float | None, speed: float | None, coverage: float) -
     return 0.1 if error is None and speed is None else error
 
 
-def _stack_to_calibrate(model: nn.Module, part: nn.Module | None) -> Stack:
+def _part_to_calibrate(model: nn.Module, part: nn.Module | None) -> Measured:
     if part is not None and not any(module is part for module in model.modules()):
         raise ValueError(f"part must be a module of the model, such as model.model.language_model, got {part!r:.60}")
-    stacks = stacks_to_record(model if part is None else part)
-    if len(stacks) > 1:
+    measured = Measured.of(model if part is None else part, to_record=True)
+    if len(measured.stacks) > 1:
         paths = {module: path for path, module in model.named_modules()}
-        parts = ", ".join(f"part=model.{paths[stack.model]}" for stack in stacks)
+        parts = ", ".join(f"part=model.{paths[stack.model]}" for stack in measured.stacks)
         raise ValueError(f"{type(model).__name__} has several parts with their own attention; calibrate one: {parts}")
-    return stacks[0]
+    return measured
 
 
 def _reads_text(stack: Stack) -> bool:

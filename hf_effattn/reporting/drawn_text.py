@@ -12,7 +12,7 @@ from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedModel
 
 from ..measuring.inputs import check_inputs
-from ..measuring.recording import layer_names, stacks_to_report
+from ..measuring.recording import Measured
 from ..patching.model_types.stacks import is_causal
 
 MOST_TOKENS = 256
@@ -78,10 +78,11 @@ def text_to_draw(model: PreTrainedModel, inputs: Any, tokenizer: Any = None) -> 
         special = [segments[place] is None for place in places]
     else:
         raise NothingToDraw("the tokens of the text are not known: give the tokenizer too")
-    if not layer_names(model):
+    measured = Measured.of(model)
+    if not measured.layers:
         raise NothingToDraw("all layers see a sliding window")
     own = [index for index, is_special in enumerate(special) if not is_special] or list(range(len(places)))
-    masks_the_future = any(is_causal(module) for encoder in stacks_to_report(model) for module in encoder.modules)
+    masks_the_future = any(is_causal(module) for stack in measured.stacks for module in stack.modules)
     question = [index for index, place in enumerate(places) if segments[place] == 0] if 1 in segments else []
     return DrawnText(
         # The mask is left out: nothing of what is kept is padding.

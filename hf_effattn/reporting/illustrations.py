@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..measuring.recording import layer_names
+from ..measuring.recording import Measured
 from ..patching.sentence_transformers import is_sentence_transformer, model_and_inputs
 from .drawn_text import DrawnText, NothingToDraw, text_to_draw
 from .findings import Findings
@@ -113,10 +113,11 @@ def illustrate_text(
         raise ValueError(f"pictures of a text need the model and its inputs; got {given} without {missing}")
     tokenizer = tokenizer or (model.tokenizer if is_sentence_transformer(model) else None)
     model, inputs = model_and_inputs(model, inputs)
-    if type(model).__name__ != report.environment.get("model") or layer_names(model) != report.layers:
+    layers = Measured.of(model).layers
+    if type(model).__name__ != report.environment.get("model") or layers != report.layers:
         raise ValueError(
             f"the report is of a {report.environment.get('model')} with {len(report.layers)} attention layers, but "
-            f"model is another: a {type(model).__name__} with {len(layer_names(model))}"
+            f"model is another: a {type(model).__name__} with {len(layers)}"
         )
     try:
         text = text_to_draw(model, inputs, tokenizer)

@@ -21,12 +21,11 @@ from ..measuring.progress import Progress, progress_bar
 from ..measuring.recording import (
     BASELINE,
     EAGER,
+    Measured,
     SeenAttention,
     as_it_was,
-    layer_names,
     make_exact,
     recording,
-    stacks_to_report,
 )
 from ..patching.methods import Method
 from ..patching.methods.exact import Exact
@@ -101,9 +100,10 @@ def report(
     model, inputs = model_and_inputs(model, inputs)
     if not isinstance(model, PreTrainedModel):
         raise not_a_model(model)
-    stacks = stacks_to_report(model)
+    measured = Measured.of(model)
+    stacks = measured.stacks
     if methods is None:
-        methods = default_methods(model)
+        methods = default_methods(measured)
         if not methods:
             raise ValueError(
                 f"{type(model).__name__} has no attention to measure: all its layers {stacks[0].exact.why}, and no "
@@ -119,12 +119,12 @@ def report(
         for one in candidates
     }
     batches = check_inputs(model, inputs)
-    if not layer_names(model):
+    if not measured.layers:
         _check_tokens(batches)
     _check_options(error_budget, repeats)
     found = Report(
         environment=_environment(model, stacks, repeats, memory),
-        layers=layer_names(model),
+        layers=measured.layers,
         methods={candidate.label: candidate.to_dict() for candidate in candidates},
         error_budget=error_budget,
     )
@@ -135,20 +135,18 @@ def report(
                 model.eval()
                 by_label = {candidate.label: candidate for candidate in candidates}
                 for batch in batches:
-                    _MeasureInput(
-                        model, stacks, by_label, plans, batch, found, repeats, memory, advance, put_back
-                    ).run()
+                    _MeasureInput(measured, by_label, plans, batch, found, repeats, memory, advance, put_back).run()
         except KeyboardInterrupt:
             found.complete = False
             warnings.warn("report was interrupted: it holds the measurements made before that", stacklevel=2)
     return found
 
 
-def default_methods(model: PreTrainedModel) -> list[dict[str, Any]]:
+def default_methods(measured: Measured) -> list[dict[str, Any]]:
     """What a report measures of a model: a few settings of every method, and windows alone where it has some."""
-    exactly = [{"method": Exact.method}] if any(stack.exact.gains() for stack in stacks_to_report(model)) else []
-    kinds = {stack.causal for stack in stacks_to_report(model)}
-    approximate = make_candidates(None, kinds=kinds) if layer_names(model) else []
+    exactly = [{"method": Exact.method}] if any(stack.exact.gains() for stack in measured.stacks) else []
+    kinds = {stack.causal for stack in measured.stacks}
+    approximate = make_candidates(None, kinds=kinds) if measured.layers else []
     return [*(one.to_dict() for one in approximate), *exactly]
 
 
@@ -156,8 +154,7 @@ def default_methods(model: PreTrainedModel) -> list[dict[str, Any]]:
 class _MeasureInput:
     """All measurements of one input, added to the report as they are made."""
 
-    model: PreTrainedModel
-    stacks: list[Stack]
+    subject: Measured
     candidates: dict[str, Candidate]
     plans: dict[str, list[PatchPlan]]
     batch: dict[str, Any]
@@ -171,6 +168,7 @@ class _MeasureInput:
     reasons: dict[str, set[str | None]] = field(default_factory=lambda: defaultdict(set))
 
     def __post_init__(self) -> None:
+        self.model, self.stacks = self.subject.model, self.subject.stacks
         paths = {module: path for path, module in self.model.named_modules()}
         self.encoder_of = {module: paths[one.model] for one in self.stacks for module in one.modules}
         # What runs in each module: nothing where it stays exact.
@@ -190,7 +188,7 @@ class _MeasureInput:
         # Another method's patch took away what a converted model was trained with.
         self.put_back()
         if self.found.layers:
-            with recording(self.model, self._watch_attention):
+            with recording(self.subject, self._watch_attention):
                 run_model(self.model, self.batch)
         elif SOUND & self.batch.keys() and (heard := [stack for stack in self.stacks if reads_sound(stack.model)]):
             self._note_frames(heard[0])

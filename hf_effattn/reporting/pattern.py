@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..measuring.candidates import UNPATCHED, Candidate, make_candidates
 from ..measuring.errors import run_model
 from ..measuring.inputs import check_inputs
-from ..measuring.recording import SeenAttention, as_it_was, layer_names, recording, stacks_to_record
+from ..measuring.recording import Measured, SeenAttention, as_it_was, recording
 from ..patching.exact.reference import exact_weights, visible_keys
 
 DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
@@ -82,7 +82,8 @@ def find_pattern(
 
     `special` says of each token whether the tokenizer added it; without it, what a fast tokenizer keeps does.
     """
-    kinds = {stack.causal for stack in stacks_to_record(model)}
+    measured = Measured.of(model, to_record=True)
+    layers, kinds = measured.layers, {stack.causal for stack in measured.stacks}
     if methods is None:
         methods = DECODER_METHODS if kinds == {True} else DEFAULT_METHODS
     candidates = make_candidates(methods, kinds=kinds)
@@ -91,7 +92,6 @@ def find_pattern(
     first, known = _segments(inputs, len(labels))
     special = known if special is None else list(special)
     chosen_rows = _checked_rows(rows, first, len(labels))
-    layers = layer_names(model)
     if layer is not None and layer not in layers:
         raise ValueError(f"layer {layer} is not among the layers with attention to approximate: {list(layers)}")
 
@@ -112,7 +112,7 @@ def find_pattern(
 
     with as_it_was(model), torch.no_grad():
         model.eval()
-        with recording(model, keep_the_best):
+        with recording(measured, keep_the_best):
             run_model(model, batch)
         if best is None:
             raise ValueError(f"the forward pass of {type(model).__name__} did not reach layer {layer}")

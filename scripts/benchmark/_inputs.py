@@ -23,7 +23,7 @@ from transformers import (
 
 from hf_effattn import extend_positions
 from hf_effattn.data.gutenberg import GUTENBERG
-from hf_effattn.measuring.recording import SeenAttention, recording
+from hf_effattn.measuring.recording import Measured, SeenAttention, recording
 from hf_effattn.samples.model import default_model_folder, load_model
 from hf_effattn.samples.texts import Book, Passages, bundled_books
 
@@ -94,7 +94,7 @@ def layer_inputs(
             kept.append((query, key, value))
         return seen.exact()
 
-    with torch.no_grad(), recording(model.to(device), keep):
+    with torch.no_grad(), recording(Measured.of(model.to(device)), keep):
         model(input_ids=tokens.to(device))
     return kept
 

@@ -27,7 +27,7 @@ from hf_effattn.measuring.bench import Attend, Inputs, exact_output, forward
 from hf_effattn.measuring.choosing import OfLayers, held_out_coverage, least_margin
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.measuring.ladder import LadderErrors, default_ladder
-from hf_effattn.measuring.recording import recording
+from hf_effattn.measuring.recording import Measured, recording
 from hf_effattn.patching.methods import make_method
 from hf_effattn.patching.methods.per_head import PerHead
 from hf_effattn.reporting.calibration import COVERAGE
@@ -74,7 +74,7 @@ def errors_of_books(length: int, *, training: bool) -> tuple[LadderErrors, torch
         tokens = tokens_of(tokenizer, "calibrated", book, length)
         if length > model.config.max_position_embeddings:
             extend_positions(model, length)
-        with recording(model, found.watch):
+        with recording(Measured.of(model), found.watch):
             model(input_ids=tokens)
         found.first_text = len(found.errors)
     return found, found.stacked(model.config.num_hidden_layers)[1]

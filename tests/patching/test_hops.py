@@ -19,7 +19,7 @@ import hf_effattn
 from hf_effattn.patching.model_types.stacks import Stack
 
 MOST = 6
-MOST_CHANGES = 12
+MOST_CHANGES, MOST_CHANGES_OF_REPORT = 12, 28
 LIBRARY = str(Path(hf_effattn.__file__).parent)
 PATCHING = str(Path(hf_effattn.patching.__file__).parent)
 LOCAL: dict[str, Any] = {"segment_length": 4, "window": 4}
@@ -98,3 +98,10 @@ def test_patching_goes_through_few_files() -> None:
     files = files_walked(model, lambda: hf_effattn.patch_attention(model, "bi-clustered", min_length=0))
     assert files[0] == files[-1] == hf_effattn.patching.patch.__file__
     assert len(files) - 1 <= MOST_CHANGES, "\n".join(files)
+
+
+def test_a_report_goes_through_few_files() -> None:
+    """Not one: it comes back from each room that it measures with."""
+    model, inputs = small_model("bert"), {"input_ids": tokens()}
+    files = files_walked(model, lambda: hf_effattn.report(model, inputs, "bi-clustered", repeats=1, progress=False))
+    assert len(files) - 1 <= MOST_CHANGES_OF_REPORT, "\n".join(files)

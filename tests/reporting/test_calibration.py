@@ -28,7 +28,7 @@ from hf_effattn.measuring.choosing import (
 )
 from hf_effattn.measuring.errors import head_errors, relative_error
 from hf_effattn.measuring.ladder import LadderErrors, layer_shares, text_errors, text_squares
-from hf_effattn.measuring.recording import SeenAttention, recording
+from hf_effattn.measuring.recording import Measured, SeenAttention, recording
 from hf_effattn.patching.methods import crossover, make_method
 from hf_effattn.patching.methods.per_head import PerHead
 from hf_effattn.samples.model import load_model
@@ -190,7 +190,7 @@ def errors_with(model: Any, inputs: list[dict[str, torch.Tensor]], of_layer: Any
         )
         return exact
 
-    with torch.no_grad(), recording(model, watch):
+    with torch.no_grad(), recording(Measured.of(model), watch):
         for batch in inputs:
             model(**batch)
     return torch.stack([torch.cat(found[layer]) for layer in sorted(found)], dim=1)
@@ -300,7 +300,7 @@ def test_over_layers_the_mean_of_the_layers_keeps_the_budget(model_type: str, mo
             errors.setdefault(seen.layer, []).append(relative_error(exact[text][rows], output[text][rows]))
         return exact
 
-    with torch.no_grad(), recording(model, watch):
+    with torch.no_grad(), recording(Measured.of(model), watch):
         for batch in inputs:
             model(**batch)
     of_texts = torch.tensor(list(errors.values())).mean(dim=0)

@@ -86,7 +86,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "mllama_text_model": GROUPED | {"num_hidden_layers": 4, "cross_attention_layers": [1]},
     "gemma": GROUPED | {"num_key_value_heads": 1},
-    # Methods run where no tanh bends the scores; where it does: tests/patching/exact/test_softcap.py.
+    # Methods run without softcapping; with it: tests/patching/exact/test_softcap.py.
     "gemma2": UNBENT,
     "vaultgemma": UNBENT,
     "granite": GROUPED,
@@ -260,7 +260,7 @@ FROM_5_23 = (
     "olmo_hybrid",
     "gemma3n_text",
 )
-# Transformers runs them eagerly: with attention sinks, the last one in layers with windows only, or bent scores.
+# Transformers runs them eagerly: with attention sinks, the last one in layers with windows only, or softcapping.
 SINKING = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint", "mimo_v2_flash")
 EAGER = (*SINKING, "gemma2", "vaultgemma")
 KNOWN = [name for name in SIZES if name in CONFIG_MAPPING]  # older versions lack some

@@ -12,9 +12,9 @@ from torch import nn
 from ...ops.shared.precision import cast_by_autocast
 from ..model_types.stacks import hides_the_future
 from ..position_rows import PositionTerms
-from .images import Attended
+from .images import AttentionOutput
 from .reference import exact_weights, sdpa_path, visible_keys
-from .softcap import attend_bent
+from .softcap import attend_with_softcap
 from .windows import IN_BLOCKS, attend_in_blocks, dense_mask
 
 # Keywords by which transformers' SDPA path adds to the scores of all keys, or finds the keys elsewhere.
@@ -27,7 +27,7 @@ class Call:
 
     Args:
         sinks (`torch.Tensor`, *optional*): `(H,)`, a score of each query head that has a weight and no value.
-        softcap (`float`, *optional*): to which a tanh bends the scores.
+        softcap (`float`, *optional*): the bound of the scores, by a tanh.
         wants_weights (`bool`): whether the attention weights are asked for.
         hides_future (`bool`): whether no query may see a later key.
         prompt (`bool`): whether, of a prompt, only what follows the last token will be read.
@@ -55,7 +55,7 @@ class Call:
         self.query, self.key, self.value = cast_by_autocast(self.query, self.key, self.value)
 
 
-def run_exactly(call: Call) -> Attended:
+def run_exactly(call: Call) -> AttentionOutput:
     """What no method serves, by transformers' own SDPA path; what that has not, by what is next to it."""
     query, key, mask = call.query, call.key, call.mask
     asked: dict[str, Any]
@@ -82,8 +82,8 @@ def run_exactly(call: Call) -> Attended:
     return output, exact_weights(query, key, mask, call.scale, causal=call.hides_future, **given)
 
 
-def _with_softcap(call: Call, softcap: float) -> Attended:
-    """Exact attention whose scores are bent by a tanh."""
+def _with_softcap(call: Call, softcap: float) -> AttentionOutput:
+    """Exact attention with logit softcapping."""
     if call.sinks is not None:
         raise ValueError(
             f"{type(call.module).__name__} passes s_aux= beside softcap=, which nothing here attends with"
@@ -92,7 +92,7 @@ def _with_softcap(call: Call, softcap: float) -> Attended:
     in_blocks = mask is not None and mask.ndim == IN_BLOCKS
     causal = hides_the_future(call.module.config) if in_blocks else call.hides_future and N > 1
     asked: dict[str, Any] = {"softcap": softcap, "scale": call.scale, "dropout": call.dropout}
-    output = attend_bent(call.query, call.key, call.value, mask, causal=causal, **asked)
+    output = attend_with_softcap(call.query, call.key, call.value, mask, causal=causal, **asked)
     if not call.wants_weights:
         return output, None
     if mask is not None and in_blocks:

@@ -10,16 +10,16 @@ import torch
 # The keyword by which a patched model tells its layers how many patches each image has.
 IMAGES = "effattn_images"
 
-Attended = tuple[torch.Tensor, torch.Tensor | None]
+AttentionOutput = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def attend_to_each(
-    attend: Callable[..., Attended],
+    attend: Callable[..., AttentionOutput],
     images: Sequence[int],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-) -> Attended:
+) -> AttentionOutput:
     """Attention of each image to itself.
 
     Args:

@@ -107,7 +107,7 @@ class Softcap(ExactKind):
 
     @property
     def why(self) -> str:
-        return "bend their scores by a tanh"
+        return "bound their scores by a tanh"
 
     @property
     def baseline(self) -> str:
@@ -119,7 +119,7 @@ class Softcap(ExactKind):
     def check(self) -> None:
         if implementation_of(self.model.config) == "sdpa":
             raise ValueError(
-                f'{type(self.model).__name__} runs "sdpa", which drops the tanh that bends its scores '
+                f'{type(self.model).__name__} runs "sdpa", which drops the tanh that bounds its scores '
                 "(config.attn_logit_softcapping): it is not the model that was trained. Load it with "
                 'attn_implementation="eager", then patch it'
             )

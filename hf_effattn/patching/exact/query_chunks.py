@@ -11,16 +11,16 @@ from torch.utils.checkpoint import checkpoint
 
 from ...ops.shared.graphs import in_a_graph
 
-# Queries at a time on a CPU where nothing learns: what is made for them stays in its caches.
+# Queries in a chunk on a CPU without gradients: their scores stay in its caches.
 ROWS = 128
-# Scores that are computed at once where the view does not serve; a GPU needs more to be busy.
+# Scores in a chunk. A GPU needs more of them to be busy.
 SCORES = {"cpu": 2**24}
 SCORES_OF_GPU = 2**27
-# Of more scores than these none are kept for the gradients: they are computed again, which costs time.
+# With more scores than this the backward pass computes them again, which costs time, instead of keeping them.
 KEPT = 2**26
 
 
-def by_rows(
+def in_query_chunks(
     attend: Callable[[torch.Tensor, int], torch.Tensor], query: torch.Tensor, keys: int, most: int | None = None
 ) -> torch.Tensor:
     """What `attend` gives for some queries at a time.

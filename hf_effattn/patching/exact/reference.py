@@ -17,7 +17,7 @@ from ...ops.causal_clustered_attention.local import Attended, merge_
 from ...ops.causal_clustered_attention.sinks import add_sinks_
 from ...ops.shared.precision import accumulation_dtype
 from .sinks import with_sinks
-from .softcap import bend
+from .softcap import apply_softcap
 
 
 def exact_attention(
@@ -147,7 +147,7 @@ def exact_weights(
         rows (`Sequence[int]`, *optional*): the queries whose weights are wanted. Default: all.
         sinks (`torch.Tensor`, *optional*): `(H,)`, of a score whose weight is left out.
         bias (`torch.Tensor`, *optional*): `(1, H, N, M)`, added to the scores; not with `rows`.
-        softcap (`float`, *optional*): to which a tanh bends the scores.
+        softcap (`float`, *optional*): the bound of the scores, by a tanh.
     """
     if mask is None and causal and query.shape[2] > 1:
         mask = causal_square(query.shape[2], key.shape[2], query.device)
@@ -158,7 +158,7 @@ def exact_weights(
     if bias is not None:
         scores = scores + bias
     if softcap is not None:
-        scores = bend(scores, softcap)
+        scores = apply_softcap(scores, softcap)
     seen = mask if mask is not None and mask.dtype == torch.bool else None
     if seen is not None:
         scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)

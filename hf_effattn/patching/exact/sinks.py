@@ -36,7 +36,7 @@ def with_sinks(
     """
     B, H, N, D = query.shape
     scale = D**-0.5 if scale is None else scale
-    # Finite, as -inf, a sink that is none, would be NaN at all other keys, times their 0.
+    # A missing sink is -inf. Keep it finite: -inf times the zero padding of the other keys would be NaN.
     most = torch.finfo(query.dtype).max
     scores = (sinks.to(torch.promote_types(query.dtype, torch.float32)) / scale).clamp(-most, most)
     high = scores.to(query.dtype)

@@ -1,4 +1,4 @@
-"""Exact attention whose scores are bent by a tanh, the softcap of Gemma 2 (Riviere et al. 2024, section 2).
+"""Exact attention with logit softcapping, a tanh on the scores (Gemma 2: Riviere et al. 2024, section 2).
 
 SDPA has none. transformers computes it eagerly, with several matrices of `N * N` for each head, half of them hidden in
 a decoder. Here some rows at a time meet the keys that they see, in float32, and nothing is approximated.
@@ -14,19 +14,19 @@ import torch.nn.functional as F
 
 from ...ops.derivatives import learns
 from ...ops.shared.precision import accumulation_dtype, split_scale
-from .query_chunks import by_rows
+from .query_chunks import in_query_chunks
 from .windows import IN_BLOCKS, keys_beside_block
 
-# Queries at once: fewer leave matrix products small, more compute what is hidden.
+# Queries in a chunk. Smaller chunks make small matrix products, larger ones compute more scores that are masked.
 ROWS = 256
 
 
-def bend(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+def apply_softcap(scores: torch.Tensor, softcap: float) -> torch.Tensor:
     """`softcap * tanh(scores / softcap)`."""
     return softcap * torch.tanh(scores / softcap)
 
 
-def attend_bent(
+def attend_with_softcap(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -59,15 +59,16 @@ def attend_bent(
         for index, queries in enumerate(query.split(L, dim=2)):
             seen = partial(_seen_in_block, mask[:, :, index], index * L, sides, key.shape[2])
             attend = partial(_of_rows, run, seen)
-            parts.append(by_rows(attend, queries, mask.shape[4], ROWS))
+            parts.append(in_query_chunks(attend, queries, mask.shape[4], ROWS))
         output = torch.cat(parts, dim=2)
     else:
         attend = partial(_of_rows, run, partial(_seen, mask, causal, key.shape[2]))
-        output = by_rows(attend, query, key.shape[2], ROWS)
+        output = in_query_chunks(attend, query, key.shape[2], ROWS)
     return output.transpose(1, 2).contiguous()
 
 
-# Of so many queries from the first on: the keys to compute, and who sees them, `(B or 1, H or 1, n or 1, keys)`.
+# From the place of the first of some queries and their number: the slice of keys that they see, and the mask of these,
+# `(B or 1, H or 1, n or 1, keys)`.
 Seen = Callable[[int, int], tuple[slice, torch.Tensor | None]]
 
 
@@ -117,7 +118,7 @@ def _attend(
     together = (query * of_query).unflatten(1, (heads, -1)).flatten(2, 3)  # heads that share keys, as rows of one
     scores = (together @ key[:, :, keys].transpose(2, 3)).to(accumulation_dtype(query.dtype))
     if learns(scores):
-        scores = bend(scores * of_score, softcap)
+        scores = apply_softcap(scores * of_score, softcap)
     else:
         scores = scores.mul_(of_score / softcap).tanh_().mul_(softcap)
     if mask is not None:

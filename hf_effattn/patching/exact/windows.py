@@ -23,8 +23,8 @@ from .sinks import with_sinks
 # The dimensions of a mask of blocks.
 IN_BLOCKS = 5
 SHORTEST_BLOCK = 64
-# Fewer spans of a block stay with transformers' path, bit for bit: from so many on a forward pass in blocks takes less
-# time on a CPU, of one text and, as blocks stand between texts, of several (scripts/benchmark/windows.py).
+# Below this many spans of a block transformers' own path is faster on a CPU: for one text, and for a batch, in which
+# empty blocks stand between the texts. Measured by scripts/benchmark/windows.py.
 LEAST_SPANS, LEAST_SPANS_OF_BATCH = 2, 3
 
 

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ...ops.shared.callers import stacklevel_of_user
 from ...ops.shared.graphs import in_a_graph
 from ..exact.call import Call, run_exactly
-from ..exact.images import IMAGES, Attended, attend_to_each
+from ..exact.images import IMAGES, AttentionOutput, attend_to_each
 from ..exact.reference import exact_weights, visible_keys
 from ..exact.windows import hides_keys
 from ..measured import expect_measurement, last_measured
@@ -55,7 +55,7 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
-) -> Attended:
+) -> AttentionOutput:
     """Attention of one module by a method, or exactly where the method does not apply.
 
     Args:
@@ -105,7 +105,7 @@ def attention(
     asked = scaling, dropout, wants_weights, hides_future, prompt
     call = Call(module, query, key, value, attention_mask, sinks, softcap, *asked, kwargs, positions)
     not_by_method = softcap is not None or (sinks is not None and not hides_future)
-    attend: Callable[[Call], Attended] = run_exactly
+    attend: Callable[[Call], AttentionOutput] = run_exactly
     if chosen is None or unknown or not as_its_type or not_by_method:
         _say_once_if_trained(chosen, call)
     elif over_cache:
@@ -187,7 +187,7 @@ def _say_once_if_trained(method: Method | None, call: Call) -> None:
     )
 
 
-def _over_cache(method: Method, call: Call) -> Attended:
+def _over_cache(method: Method, call: Call) -> AttentionOutput:
     """The last tokens over a cache: by a method that has a form for them, and exactly where it has none."""
     if call.mask is not None and call.mask.dtype != torch.bool:
         _say_once_if_trained(method, call)
@@ -201,7 +201,7 @@ def _over_cache(method: Method, call: Call) -> Attended:
     return result.transpose(1, 2).contiguous(), weights
 
 
-def _by_method(method: Method, call: Call) -> Attended:
+def _by_method(method: Method, call: Call) -> AttentionOutput:
     """A whole text, or the prompt of one, by the method; its causal form where the future is masked."""
     options: dict[str, Any] = {
         "key_mask": call.mask,

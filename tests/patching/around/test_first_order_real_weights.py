@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from support.closeness import assert_close_to_reference
 
-from hf_effattn.measuring.recording import recording
+from hf_effattn.measuring.recording import Measured, recording
 from hf_effattn.ops import bi_clustered_attention, cluster_queries, query_offsets
 from hf_effattn.ops.bi_clustered_attention import batched
 from hf_effattn.ops.bi_clustered_attention.reference import LARGEST_LIFT
@@ -31,7 +31,7 @@ def layers(real_model_folder):
         seen.append([tensor.double() for tensor in (attention.query, attention.key, attention.value)])
         return attention.exact()
 
-    with torch.no_grad(), recording(model, keep):
+    with torch.no_grad(), recording(Measured.of(model), keep):
         model(input_ids=tokens[:1])
     inputs = []
     for query, key, value in seen:

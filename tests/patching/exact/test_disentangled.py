@@ -1,5 +1,6 @@
 """DeBERTa's disentangled attention in rows: the definition, and the configs that test_relative_bias.py has not."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,29 +16,48 @@ from transformers import (
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
 import hf_effattn
-from hf_effattn.patching.exact import query_chunks
 from hf_effattn.patching.exact.architectures import deberta
-from hf_effattn.patching.exact.architectures.deberta import DebertaV2ByRows, attend_disentangled
+from hf_effattn.patching.exact.architectures.deberta import attend_disentangled
 
-from .test_relative_bias import METHOD, assert_near, classes_of, encoded, gradients, inputs_of, make_model
+from .contract import (
+    METHOD,
+    Kind,
+    Near,
+    check_against,
+    check_recomputed_dropout,
+    classes_of_ours,
+    each,
+    each_precision,
+)
+from .test_relative_bias import OURS, encoded, inputs_of, make_model
 
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "v3, as published": ("deberta-v2", {}),
-    "v2, vectors of its own": ("deberta-v2", {"share_att_key": False}),
-    "v2, no buckets": ("deberta-v2", {"position_buckets": -1}),
-    "v2, as many positions as it has": ("deberta-v2", {"max_relative_positions": -1}),
-    "v2, queries alone": ("deberta-v2", {"pos_att_type": "c2p", "share_att_key": False}),
-    "v2, keys alone": ("deberta-v2", {"pos_att_type": "p2c"}),
-    "v2, neither": ("deberta-v2", {"pos_att_type": []}),
-    "v2, fewer distances than buckets": ("deberta-v2", {"max_relative_positions": 6}),
-    "v2, no more distances than buckets": (
-        "deberta-v2",
-        {"max_relative_positions": 160, "position_buckets": 160},
-    ),
-    "v2, an odd number of buckets": ("deberta-v2", {"max_relative_positions": 24, "position_buckets": 15}),
-    "v2, no distances": ("deberta-v2", {"relative_attention": False}),
-    "v2, positions beside them": ("deberta-v2", {"position_biased_input": True}),
+VARIANTS: dict[str, dict[str, Any]] = {
+    "v3, as published": {},
+    "v2, vectors of its own": {"share_att_key": False},
+    "v2, no buckets": {"position_buckets": -1},
+    "v2, as many positions as it has": {"max_relative_positions": -1},
+    "v2, queries alone": {"pos_att_type": "c2p", "share_att_key": False},
+    "v2, keys alone": {"pos_att_type": "p2c"},
+    "v2, neither": {"pos_att_type": []},
+    "v2, fewer distances than buckets": {"max_relative_positions": 6},
+    "v2, no more distances than buckets": {"max_relative_positions": 160, "position_buckets": 160},
+    "v2, an odd number of buckets": {"max_relative_positions": 24, "position_buckets": 15},
+    "v2, no distances": {"relative_attention": False},
+    "v2, positions beside them": {"position_biased_input": True},
 }
+KINDS = [
+    Kind(
+        name,
+        partial(make_model, "deberta-v2", **options),
+        inputs_of,
+        encoded,
+        OURS["deberta-v2"],
+        near=Near(atol=5e-5),
+        cases=each(padded=(False,)) | each(padded=(True,), length=(150, 9)),
+        constants=((deberta, "ROWS", 40),),  # keys lie far before them, and far after
+    )
+    for name, options in VARIANTS.items()
+]
 
 
 def by_definition(
@@ -62,63 +82,37 @@ def by_definition(
     return (scores if seen is None else scores.masked_fill(~seen, -torch.inf)).softmax(dim=-1) @ value
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@each_precision
 @pytest.mark.parametrize("vectors", ["both", "of keys", "of queries", "none"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("length", [1, 37, 64])
 def test_against_the_definition(
     length: int, masked: bool, vectors: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(query_chunks, "KEPT", 2 * 3 * 40 * 40)  # those of 64 tokens are computed again
-    monkeypatch.setitem(query_chunks.SCORES, "cpu", 2 * 3 * 64 * 20)  # several pieces, the last one shorter
     monkeypatch.setattr(deberta, "ROWS", 17)
     span, heads = 6, 3
-    draw = torch.Generator().manual_seed(length)
-    shapes = [(2, heads, length, 8)] * 3 + [(heads, 2 * span, 8)] * 2
-    leaves = [torch.randn(s, dtype=torch.float64, generator=draw).to(dtype).requires_grad_() for s in shapes]
-    given = [True] * 3 + [vectors in ("both", "of keys"), vectors in ("both", "of queries")]
     index = (torch.arange(1 - length, length) + span).clamp(0, 2 * span - 1)
     mask = torch.ones(2, 1, 1, length, dtype=torch.bool)
     mask[1, ..., length // 2 + 1 :] = False
-    seen = mask if masked else None
-    weights = torch.randn(shapes[0], dtype=torch.float64, generator=draw)
+    of_key, of_query = vectors in ("both", "of keys"), vectors in ("both", "of queries")
 
-    def gradients_of(output: torch.Tensor, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        wanted = [one for one, used in zip(inputs, given, strict=True) if used]
-        return torch.autograd.grad((output * weights).sum(), wanted)
+    def way(attend: Any, **how: Any) -> Any:
+        def attend_with(query: Any, key: Any, value: Any, *distances: Any) -> torch.Tensor:
+            given = iter(distances)
+            vectors = (next(given) if used else None for used in (of_key, of_query))
+            return attend(query, key, value, *vectors, index, mask if masked else None, scale=0.3, **how)
 
-    def chosen(inputs: list[torch.Tensor]) -> Any:
-        return [one if used else None for one, used in zip(inputs, given, strict=True)]
+        return attend_with
 
-    how: dict[str, Any] = {"scale": 0.3, "reach": span, "dropout": 0.0}
-    found = attend_disentangled(*chosen(leaves), index, seen, **how)
-    assert found.dtype == dtype
-    wide = [one.detach().double().requires_grad_() for one in leaves]
-    expected = by_definition(*chosen(wide), index, seen, scale=0.3)
-    bound = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
-    of_found, of_expected = gradients_of(found, leaves), gradients_of(expected, wide)
-    with torch.no_grad():
-        unlearned = attend_disentangled(*chosen(leaves), index, seen, **how)
-        everywhere = attend_disentangled(*chosen(leaves), index, seen, **how | {"reach": None})
-    pairs = [(found, expected), (unlearned, expected), (everywhere, expected)]
-    for one, other in [*pairs, *zip(of_found, of_expected, strict=True)]:
-        assert (one - other).norm() <= bound * max(1.0, other.norm().item())
+    sizes = [(2, heads, length, 8)] * 3 + [(heads, 2 * span, 8)] * (of_key + of_query)
+    attend, everywhere = (way(attend_disentangled, reach=reach, dropout=0.0) for reach in (span, None))
+    check_against(way(by_definition), attend, sizes, dtype, monkeypatch, also=(everywhere,))
 
 
 def test_rows_computed_again_lose_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(query_chunks.SCORES, "cpu", 1)
-    monkeypatch.setattr(query_chunks, "KEPT", 0)
-    draw = torch.Generator().manual_seed(3)
-    shapes = [(1, 1, 19, 2)] * 3 + [(1, 10, 2)] * 2
-    leaves = [torch.randn(shape, dtype=torch.float64, generator=draw).requires_grad_() for shape in shapes]
     index = (torch.arange(-18, 19) + 5).clamp(0, 9)
-
-    def attend(*tensors: torch.Tensor, dropout: float = 0.4) -> torch.Tensor:
-        torch.manual_seed(5)
-        return attend_disentangled(*tensors, index, None, scale=0.5, reach=5, dropout=dropout)
-
-    assert torch.autograd.gradcheck(attend, leaves)
-    assert not torch.equal(attend(*leaves), attend(*leaves, dropout=0.0))
+    attend = partial(attend_disentangled, index=index, mask=None, scale=0.5, reach=5)
+    check_recomputed_dropout(attend, [(1, 1, 19, 2)] * 3 + [(1, 10, 2)] * 2, 1, monkeypatch)
 
 
 @pytest.mark.parametrize("length", [1, 7, 40, 300])
@@ -140,34 +134,6 @@ def test_distances_are_transformers(buckets: int, largest: int, length: int) -> 
     distances, index = torch.arange(1 - length, length), (row + span).clamp(0, 2 * span - 1)
     assert (index[distances >= reach] == 2 * span - 1).all()
     assert (index[distances <= -reach] == 0).all()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("padded", "length"), [(False, 150), (True, 150), (True, 9)])
-def test_values_and_gradients(variant: str, padded: bool, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deberta, "ROWS", 40)  # keys lie far before them, and far after
-    kind, options = VARIANTS[variant]
-    model, inputs = make_model(kind, **options), inputs_of(padded=padded, length=length)
-    with torch.no_grad():
-        exact = encoded(model, inputs)
-    expected = gradients(model, inputs)
-    hf_effattn.patch_attention(model, METHOD)
-    assert classes_of(model) == {DebertaV2ByRows}
-    with torch.no_grad():
-        found = encoded(model, inputs)
-    for layer, (one, other) in enumerate(zip(found, exact, strict=True)):
-        torch.testing.assert_close(one, other, rtol=0, atol=5e-5, msg=lambda said, at=layer: f"layer {at}: {said}")
-    assert_near(gradients(model, inputs), expected)
-
-
-def test_dropout_on_the_vectors_is_transformers() -> None:
-    """Drawn as there, so that the same numbers are drawn after it."""
-    model, inputs = make_model("deberta-v2", hidden_dropout_prob=0.3).train(), inputs_of()
-    torch.manual_seed(1)
-    exact = encoded(model, inputs)[-1]
-    hf_effattn.patch_attention(model, METHOD)
-    torch.manual_seed(1)
-    torch.testing.assert_close(encoded(model, inputs)[-1], exact, rtol=0, atol=5e-5)
 
 
 @torch.no_grad()
@@ -219,7 +185,7 @@ def test_a_classifier() -> None:
     inputs = {name: given[:2] for name, given in inputs_of(length=700).items()}  # the third begins with padding
     exact = model(**inputs).logits
     hf_effattn.patch_attention(model, "bi-clustered")
-    assert classes_of(model) == {DebertaV2ByRows}
+    assert classes_of_ours(model) == OURS["deberta-v2"]
     torch.testing.assert_close(model(**inputs).logits, exact, rtol=0, atol=1e-5)
 
 

@@ -1,8 +1,6 @@
 """Longformer and LED, whose attention transformers computes itself: the same values and gradients, in blocks."""
 
-import copy
-import io
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,15 +14,16 @@ from transformers import (
 )
 
 import hf_effattn
+from hf_effattn.patching.exact.architectures import longformer
 from hf_effattn.patching.exact.architectures.longformer import LEDEncoderInBlocks, LongformerInBlocks
 from hf_effattn.patching.exact.windows import block_length
-from hf_effattn.patching.model_types.stacks import find_stacks
+from hf_effattn.patching.interface import attention_function
 
-METHOD = "exact"
+from .contract import EQUAL, METHOD, Kind, Near, classes_of_ours, each, shapes, write_by_beams
+
 IN_BLOCKS = {"longformer": LongformerInBlocks, "led": LEDEncoderInBlocks}
 WINDOWS = [16, 32, 16]
 LENGTH = 180  # padded to 192, a multiple of the widest window
-each_type = pytest.mark.parametrize("model_type", IN_BLOCKS)
 
 
 def make_model(model_type: str, auto_class: Any = AutoModel, **changes: Any) -> Any:
@@ -93,120 +92,76 @@ def hidden_states(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Te
     return tuple(getattr(output, "encoder_hidden_states", None) or output.hidden_states)
 
 
-def gradients(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    last = hidden_states(model, inputs)[-1]
-    (last * torch.linspace(-1, 1, last.shape[2])).sum().backward()
-    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+def weigh(model_type: str, model: Any) -> list[torch.Tensor]:
+    output = model(**inputs_of(model_type), output_attentions=True)
+    names = "attentions", "global_attentions", "encoder_attentions", "encoder_global_attentions"
+    return [output[0], *(weights for name in names for weights in getattr(output, name, None) or ())]
 
 
-def classes_of(model: Any) -> set[type]:
-    return {type(module) for module in find_stacks(model)[0].modules}
+def check_blocks(calls: list[torch.Tensor], _: Any) -> None:
+    assert shapes(calls) == [(3, 1, 4, 64, 64 + window) for window in WINDOWS]
 
 
-@each_type
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("global_tokens", ["none", "some", "many"])
-def test_values_and_gradients(model_type: str, padded: bool, global_tokens: str, in_blocks: list[torch.Size]) -> None:
-    """Of each layer and parameter, the exact model's; of padding too, which is 0 in the attention's output."""
-    model = make_model(model_type)
-    inputs = inputs_of(model_type, padded=padded, global_tokens=global_tokens)
-    exact, expected = hidden_states(model, inputs), gradients(model, inputs)
-    assert in_blocks == []
-    assert hf_effattn.patch_attention(model, METHOD) is model
-    assert classes_of(model) == {IN_BLOCKS[model_type]}
-    found = hidden_states(model, inputs)
-    spans = [(3, 1, 4, 64, 64 + window) for window in WINDOWS]
-    assert [tuple(one) for one in in_blocks] == spans
-    assert len(found) == 4
-    for layer, (one, other) in enumerate(zip(found, exact, strict=True)):
-        torch.testing.assert_close(one, other, rtol=0, atol=2e-5, msg=lambda said, at=layer: f"layer {at}: {said}")
-    of_patched = gradients(model, inputs)
-    assert of_patched.keys() == expected.keys()  # DDP waits for each
-    for name, gradient in expected.items():
-        torch.testing.assert_close(
-            of_patched[name], gradient, rtol=1e-4, atol=2e-4, msg=lambda said, at=name: f"{at}: {said}"
-        )
+def kind_of(model_type: str, **promises: Any) -> Kind:
+    return Kind(
+        model_type,
+        partial(make_model, model_type),
+        partial(inputs_of, model_type),
+        hidden_states,  # of padding too, which is 0 in the attention's output
+        frozenset({IN_BLOCKS[model_type]}),
+        slopes=Near(rtol=1e-4, atol=2e-4),
+        cases=each(global_tokens=("none", "some", "many"), padded=(False, True)),
+        watched=((attention_function, "attend_in_blocks"), (longformer, "attend_in_blocks")),
+        ran=check_blocks,
+        unpatched=True,
+        auto=AutoModel,
+        weigh=partial(weigh, model_type),
+        weights_near=EQUAL,
+        alone=True,
+        **promises,
+    )
 
 
-@each_type
-@torch.no_grad()
-def test_weights_come_from_transformers(model_type: str, in_blocks: list[torch.Size]) -> None:
-    model, inputs = make_model(model_type), inputs_of(model_type)
-    exact = model(**inputs, output_attentions=True)
-    hf_effattn.patch_attention(model, METHOD)
-    asked = model(**inputs, output_attentions=True)
-    assert in_blocks == []
-    for name in ("attentions", "global_attentions", "encoder_attentions", "encoder_global_attentions"):
-        for one, other in zip(getattr(asked, name, None) or (), getattr(exact, name, None) or (), strict=True):
-            assert torch.equal(one, other)
-    assert torch.equal(asked[0], exact[0])
+KINDS = [
+    kind_of(
+        "longformer",
+        retrained=EQUAL,
+        compiled="eager",
+        says="see a sliding window",
+    ),
+    kind_of("led"),
+    Kind(
+        "longformer's classifier",
+        partial(make_model, "longformer", AutoModelForSequenceClassification),
+        partial(inputs_of, "longformer"),
+        lambda model, inputs: (model(**inputs).logits,),
+        frozenset({LongformerInBlocks}),
+        cases={},
+        auto=AutoModelForSequenceClassification,
+    ),
+    Kind(
+        "led's writer",
+        partial(make_model, "led", AutoModelForSeq2SeqLM),
+        partial(inputs_of, "led"),
+        hidden_states,
+        frozenset({LEDEncoderInBlocks}),
+        cases={},
+        watched=((longformer, "attend_in_blocks"),),
+        write=write_by_beams,
+        alone=True,
+    ),
+]
 
 
-@each_type
-@torch.no_grad()
-def test_unpatched_copied_and_pickled(model_type: str) -> None:
-    model, inputs = make_model(model_type), inputs_of(model_type)
-    exact = model(**inputs)[0]
-    before = classes_of(model)
-    hf_effattn.patch_attention(model, METHOD)
-    patched = model(**inputs)[0]
-    assert not torch.equal(patched, exact)
-    assert torch.equal(copy.deepcopy(model)(**inputs)[0], patched)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert classes_of(loaded) == {IN_BLOCKS[model_type]}
-    assert torch.equal(loaded(**inputs)[0], patched)
-    hf_effattn.unpatch_attention(model)
-    assert classes_of(model) == before
-    assert not hasattr(model.config, "effattn")
-    assert model.config._attn_implementation == "eager"
-    assert torch.equal(model(**inputs)[0], exact)
-
-
-@torch.no_grad()
-def test_saved_and_loaded(tmp_path: Path) -> None:
-    model = make_model("longformer", AutoModelForSequenceClassification)
-    inputs = inputs_of("longformer")
-    exact = model(**inputs).logits
-    expected = hf_effattn.patch_attention(model, METHOD)(**inputs).logits
-    model.save_pretrained(tmp_path)
-    loaded = hf_effattn.from_pretrained(AutoModelForSequenceClassification, tmp_path).eval()
-    assert classes_of(loaded) == {LongformerInBlocks}
-    assert torch.equal(loaded(**inputs).logits, expected)
-    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-    assert torch.equal(plain(**inputs).logits, exact)
-
-
-@torch.no_grad()
-def test_led_writes_the_same(in_blocks: list[torch.Size]) -> None:
-    model = make_model("led", AutoModelForSeq2SeqLM)
-    inputs = {name: one for name, one in inputs_of("led").items() if name != "decoder_input_ids"}
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "num_beams": 2}
-    written = model.generate(**inputs, **options)
-    hf_effattn.patch_attention(model, METHOD)
-    assert torch.equal(model.generate(**inputs, **options), written)
-    assert len(in_blocks) == len(WINDOWS)
-
-
-def test_other_methods_run_it_too_and_say_so(in_blocks: list[torch.Size]) -> None:
-    model = make_model("longformer")
-    with pytest.warns(UserWarning, match="approximate nothing: all layers of LongformerModel see a sliding window"):
-        hf_effattn.patch_attention(model, "bi-clustered", clusters=2, topk=2, key_clusters=2, min_length=0)
-    model(**inputs_of("longformer"))
-    assert len(in_blocks) == len(WINDOWS)
-    with pytest.raises(ValueError, match="all its layers see a sliding window"):
-        hf_effattn.calibrate(model, [inputs_of("longformer")] * 2)
+def test_cst_refuses_a_longformer() -> None:
+    model = hf_effattn.patch_attention(make_model("longformer"), METHOD)
     with pytest.raises(ValueError, match=r'"cst" does not know where LongformerModel'):
         hf_effattn.patch_attention(model, "cst")
-    assert classes_of(model) == {LongformerInBlocks}
+    assert classes_of_ours(model) == {LongformerInBlocks}
 
 
 def test_a_patch_that_fails_leaves_the_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("longformer")
-    before = classes_of(model)
 
     def fail(*_: Any) -> None:
         raise RuntimeError("too late")
@@ -214,7 +169,7 @@ def test_a_patch_that_fails_leaves_the_classes(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("hf_effattn.patching.patch.write_stored", fail)
     with pytest.raises(RuntimeError, match="too late"):
         hf_effattn.patch_attention(model, METHOD)
-    assert classes_of(model) == before
+    assert classes_of_ours(model) == set()
 
 
 @torch.no_grad()
@@ -281,25 +236,6 @@ def test_other_precisions(dtype: torch.dtype, autocast: bool) -> None:
     assert patched.dtype == by_transformers.dtype
     error, usual = ((one.double() - exact).norm() / exact.norm() for one in (patched, by_transformers))
     assert error <= 1.1 * usual + 1e-6  # transformers takes the softmax in float32, of float64 too
-
-
-@torch.no_grad()
-def test_compiled() -> None:
-    model, inputs = make_model("longformer"), inputs_of("longformer")
-    exact = model(**inputs)[0]
-    hf_effattn.patch_attention(model, METHOD)
-    compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(compiled(**inputs)[0], exact, rtol=0, atol=2e-5)
-
-
-def test_trains_with_gradient_checkpointing(in_blocks: list[torch.Size]) -> None:
-    model, inputs = make_model("longformer").train(), inputs_of("longformer")
-    expected = gradients(hf_effattn.patch_attention(model, METHOD), inputs)
-    model.gradient_checkpointing_enable()
-    in_blocks.clear()
-    for name, gradient in gradients(model, inputs).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=0)
-    assert len(in_blocks) == 2 * len(WINDOWS)
 
 
 @torch.no_grad()

@@ -14,7 +14,8 @@ from transformers.models.pixtral import modeling_pixtral
 import hf_effattn
 from hf_effattn.patching.exact.architectures import pixtral
 
-EXACTLY = "exact"
+from .contract import METHOD, Kind, Near
+
 FEW: dict[str, Any] = {"clusters": 6, "topk": 8, "key_clusters": 7, "min_length": 0}
 LAYERS = 3
 VISION: dict[str, Any] = {
@@ -57,18 +58,25 @@ def make_tower() -> PreTrainedModel:
     return AutoModel.from_config(AutoConfig.for_model(**VISION)).eval()
 
 
-def images(count: int = len(SIZES)) -> dict[str, Any]:
+def images(count: int = len(SIZES)) -> dict[str, torch.Tensor]:
     """Images, of which what is beyond their sizes is not 0."""
     drawn = torch.randn(len(SIZES), 3, 32, 32, generator=torch.Generator().manual_seed(1))
     return {"pixel_values": drawn[:count], "image_sizes": torch.tensor(SIZES[:count])}
 
 
-@pytest.fixture(params=[4096, 70, 1], ids=["one group", "three groups", "one each"])
+GROUPS = {
+    "one group": (4096, [PATCHES]),
+    "three groups": (70, [[48, 16], [8], [64, 6]]),
+    "one each": (1, [[one] for one in PATCHES]),
+}
+
+
+@pytest.fixture(params=GROUPS)
 def groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The patches of the images of every group, by a limit of so many."""
-    monkeypatch.setattr(pixtral, "GROUP", request.param)
-    expected = {4096: [PATCHES], 70: [[48, 16], [8], [64, 6]], 1: [[one] for one in PATCHES]}
-    return expected[request.param]
+    limit, patches = GROUPS[request.param]
+    monkeypatch.setattr(pixtral, "GROUP", limit)
+    return patches
 
 
 @pytest.fixture
@@ -85,18 +93,51 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return made
 
 
-@pytest.fixture
-def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """The queries of every call of SDPA, and whether it had a mask."""
-    calls: list[tuple[int, bool]] = []
-    attend = torch.nn.functional.scaled_dot_product_attention
+def encoded(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    found = model(**inputs, output_hidden_states=True)
+    assert len(found.hidden_states) == LAYERS + 1
+    return (*found.hidden_states, found.last_hidden_state)
 
-    def watched(query: torch.Tensor, *args: torch.Tensor, attn_mask: Any = None, **how: Any) -> torch.Tensor:
-        calls.append((query.shape[2], attn_mask is not None))
-        return attend(query, *args, attn_mask=attn_mask, **how)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    return calls
+def query_and_mask(query: torch.Tensor, *_: torch.Tensor, attn_mask: Any = None, **__: Any) -> tuple[int, bool]:
+    return query.shape[2], attn_mask is not None
+
+
+def check_images(calls: list[tuple[int, bool]], _: Any) -> None:
+    """Each image is seen by itself, without a mask."""
+    assert sorted(calls) == sorted((patches, False) for patches in PATCHES * LAYERS)
+
+
+def weigh(model: Any) -> list[torch.Tensor]:
+    """Those of each image along the diagonal."""
+    found = model(**images(), output_attentions=True).attentions
+    assert len(found) == LAYERS
+    return found
+
+
+ONCE: dict[str, Any] = {"auto": AutoModel, "bfloat16": 1.1, "compiled": "eager"}
+KINDS = [
+    Kind(
+        f"pixtral, {name}",
+        make_tower,
+        images,
+        encoded,
+        frozenset({pixtral.PixtralVisionModel}),
+        near=Near(rtol=1e-5, atol=2e-5),
+        slopes=Near(rtol=1e-3, atol=1e-3),
+        cases={"images": {}},
+        constants=((pixtral, "GROUP", limit),),
+        recorded=query_and_mask,
+        ran=check_images,
+        unpatched=True,
+        weigh=weigh,
+        weights_near=Near(rtol=1e-5, atol=2e-5),
+        eager=True,
+        retrained=Near(atol=1e-5),
+        **(ONCE if name == "one group" else {}),
+    )
+    for name, (limit, _) in GROUPS.items()
+]
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -104,88 +145,29 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def test_all_that_is_asked_for(
-    groups: list[list[int]], masks: list[list[int]], attended: list[tuple[int, bool]]
-) -> None:
+def test_each_group_has_a_mask_and_outputs_are_transformers(groups: list[list[int]], masks: list[list[int]]) -> None:
     model, inputs = make_tower(), images()
-    exact = model(**inputs, output_hidden_states=True)
-    assert (masks, attended) == ([PATCHES], [(142, True)] * LAYERS)
+    exact = model(**inputs)
+    assert masks == [PATCHES]
     masks.clear()
-    attended.clear()
-    hf_effattn.patch_attention(model, EXACTLY)
-    found = model(**inputs, output_hidden_states=True)
+    hf_effattn.patch_attention(model, METHOD)
+    found = model(**inputs)
     assert masks == groups
-    assert sorted(attended) == sorted((patches, False) for patches in PATCHES * LAYERS)
     assert type(found) is type(exact)
-    assert_close(found.last_hidden_state, exact.last_hidden_state)
-    assert len(found.hidden_states) == LAYERS + 1
-    for one, other in zip(found.hidden_states, exact.hidden_states, strict=True):
-        assert_close(one, other)
     (last,) = model(**inputs, return_dict=False)
     assert torch.equal(last, found.last_hidden_state)
-    hf_effattn.unpatch_attention(model)
-    assert type(model) is modeling_pixtral.PixtralVisionModel
-    assert torch.equal(model(**inputs).last_hidden_state, exact.last_hidden_state)
 
 
 @torch.no_grad()
-def test_attention_weights(groups: list[list[int]]) -> None:
-    """Those of each image along the diagonal, by whatever ran."""
-    model, inputs = make_tower(), images()
+def test_weights_of_a_method_are_of_each_image_alone(groups: list[list[int]]) -> None:
+    model = make_tower()
     model.set_attn_implementation("eager")
-    exact = model(**inputs, output_attentions=True).attentions
-    hf_effattn.patch_attention(model, EXACTLY)
-    found = model(**inputs, output_attentions=True).attentions
-    assert len(found) == LAYERS
-    for one, other in zip(found, exact, strict=True):
-        assert_close(one, other)
+    exact = weigh(model)[0]
     hf_effattn.patch_attention(model, "bi-clustered", **FEW)
-    approximate = model(**inputs, output_attentions=True).attentions[0]
+    approximate = weigh(model)[0]
     seen = torch.block_diag(*(torch.ones(patches, patches) for patches in PATCHES))
     assert not approximate[:, :, seen == 0].any()
-    assert 1e-3 < (approximate - exact[0]).abs().max() < 0.9
-
-
-@torch.no_grad()
-def test_images_without_sizes_are_whole(groups: list[list[int]]) -> None:
-    model, pixels = make_tower(), images()["pixel_values"]
-    exact = model(pixels).last_hidden_state
-    hf_effattn.patch_attention(model, EXACTLY)
-    assert_close(model(pixels).last_hidden_state, exact)
-    assert exact.shape == (1, 5 * 64, 32)
-
-
-def test_gradients(groups: list[list[int]]) -> None:
-    """Also by gradient checkpointing."""
-
-    def gradients() -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        last = model(**images()).last_hidden_state
-        (last * torch.linspace(-1, 1, last.shape[2])).sum().backward()
-        return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-
-    model = make_tower()
-    expected = gradients()
-    hf_effattn.patch_attention(model, EXACTLY).train()
-    for checkpointing in (False, True):
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        found = gradients()
-        assert found.keys() == expected.keys()
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-3, msg=lambda it, at=name: at + it)
-
-
-@torch.no_grad()
-def test_bfloat16_is_as_near_as_transformers() -> None:
-    inputs = images()
-    exact = make_tower()(**inputs).last_hidden_state
-    model = make_tower().bfloat16()
-    by_transformers = model(**inputs).last_hidden_state
-    found = hf_effattn.patch_attention(model, EXACTLY)(**inputs).last_hidden_state
-    assert found.dtype == torch.bfloat16
-    error, usual = ((one.float() - exact).norm() for one in (found, by_transformers))
-    assert error <= 1.1 * usual
+    assert 1e-3 < (approximate - exact).abs().max() < 0.9
 
 
 @torch.no_grad()
@@ -198,23 +180,12 @@ def test_copied_and_pickled() -> None:
 
 
 @torch.no_grad()
-def test_compiled() -> None:
-    model, inputs = hf_effattn.patch_attention(make_tower(), EXACTLY), images(2)
-    expected = model(**inputs).last_hidden_state
-    compiled = torch.compile(model, backend="eager")
-    assert_close(compiled(**inputs).last_hidden_state, expected)
-
-
-@torch.no_grad()
-def test_saved_and_loaded(tmp_path: Path) -> None:
-    model, inputs = hf_effattn.patch_attention(make_tower(), EXACTLY), images()
-    expected = model(**inputs).last_hidden_state
-    model.save_pretrained(tmp_path)
-    assert AutoConfig.from_pretrained(tmp_path).architectures == ["PixtralVisionModel"]
-    loaded = hf_effattn.from_pretrained(AutoModel, tmp_path)
-    assert type(loaded) is pixtral.PixtralVisionModel
-    assert torch.equal(loaded(**inputs).last_hidden_state, expected)
-    assert type(AutoModel.from_pretrained(tmp_path)) is modeling_pixtral.PixtralVisionModel
+def test_images_without_sizes_are_whole(groups: list[list[int]]) -> None:
+    model, pixels = make_tower(), images()["pixel_values"]
+    exact = model(pixels).last_hidden_state
+    hf_effattn.patch_attention(model, METHOD)
+    assert_close(model(pixels).last_hidden_state, exact)
+    assert exact.shape == (1, 5 * 64, 32)
 
 
 @torch.no_grad()
@@ -239,7 +210,7 @@ def test_a_report_measures_the_first_image(masks: list[list[int]]) -> None:
     model, inputs = make_tower(), images()
     before = model(**inputs).last_hidden_state
     masks.clear()
-    found = hf_effattn.report(model, inputs, [EXACTLY, {"method": "bi-clustered", **FEW}], repeats=1, progress=False)
+    found = hf_effattn.report(model, inputs, [METHOD, {"method": "bi-clustered", **FEW}], repeats=1, progress=False)
     assert found.inputs[0].length == PATCHES[0]
     exactly, approximately = found.measurements[1:]
     assert max(max(errors) for errors in exactly.attention_error.values()) < 1e-5
@@ -248,7 +219,7 @@ def test_a_report_measures_the_first_image(masks: list[list[int]]) -> None:
     assert type(model) is modeling_pixtral.PixtralVisionModel
     assert torch.equal(model(**inputs).last_hidden_state, before)
     default = hf_effattn.report(model, inputs, repeats=1, progress=False)
-    assert EXACTLY in {settings["method"] for settings in default.methods.values()}
+    assert METHOD in {settings["method"] for settings in default.methods.values()}
 
 
 @pytest.mark.parametrize("model_type", TOGETHER)
@@ -262,7 +233,7 @@ def test_within_a_model_that_reads_text(model_type: str, tmp_path: Path, masks: 
     inputs["input_ids"] = torch.randint(5, 45, (1, 90), generator=torch.Generator().manual_seed(1))
     inputs["input_ids"][0, 10 : 10 + patches] = 50
     exact = model(**inputs).logits
-    hf_effattn.patch_attention(model, EXACTLY)
+    hf_effattn.patch_attention(model, METHOD)
     assert_close(model(**inputs).logits, exact)
     hf_effattn.patch_attention(model, "bi-clustered", **FEW)
     approximate = model(**inputs).logits
@@ -283,6 +254,6 @@ def test_within_the_hooks_of_a_device_map(masks: list[list[int]], monkeypatch: p
     exact = model(**inputs).last_hidden_state
     masks.clear()
     add_hook_to_module(model, AlignDevicesHook(execution_device="cpu", io_same_device=True))
-    hf_effattn.patch_attention(model, EXACTLY)
+    hf_effattn.patch_attention(model, METHOD)
     assert_close(model(**inputs).last_hidden_state, exact)
     assert masks == [[one] for one in PATCHES]

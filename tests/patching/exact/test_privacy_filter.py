@@ -1,6 +1,5 @@
 """The privacy filter of OpenAI: windows to both sides and sinks in all layers, which transformers runs eagerly."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +7,11 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForTokenClassification
 
 import hf_effattn
+from hf_effattn.patching.interface import attention_function
 
-MODEL_TYPE, METHOD = "openai_privacy_filter", "exact"
+from .contract import METHOD, Kind, Near, each, logits_of_seen, shapes
+
+MODEL_TYPE = "openai_privacy_filter"
 pytestmark = pytest.mark.skipif(MODEL_TYPE not in CONFIG_MAPPING, reason="transformers is too old for it")
 SIZES: dict[str, Any] = {
     "vocab_size": 60,
@@ -41,7 +43,7 @@ def make_model(**changes: Any) -> Any:
     return model
 
 
-def inputs_of(padding: str | None, length: int = 300) -> dict[str, torch.Tensor]:
+def inputs_of(padding: str | None = "right", length: int = 300) -> dict[str, torch.Tensor]:
     inputs = {"input_ids": torch.randint(5, 60, (2, length), generator=torch.Generator().manual_seed(1))}
     if padding is not None:
         mask = torch.ones(2, length, dtype=torch.long)
@@ -50,29 +52,43 @@ def inputs_of(padding: str | None, length: int = 300) -> dict[str, torch.Tensor]
     return inputs
 
 
-def logits_and_gradients(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    logits = model(**inputs).logits[inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()]
-    (logits * torch.linspace(-1, 1, logits.shape[1])).sum().backward()
-    return {"logits": logits.detach()} | {
-        name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
-    }
+def weigh(model: Any) -> list[torch.Tensor]:
+    """Those of short texts, too; of rows of tokens that are no padding."""
+    found = []
+    for inputs in (inputs_of("right", 120), inputs_of("right")):
+        output, real = model(**inputs, output_attentions=True), inputs["attention_mask"].bool()
+        found += [output.logits[real], *(weights.transpose(1, 2)[real] for weights in output.attentions)]
+    return found
 
 
-@pytest.mark.parametrize("padding", [None, "left", "right"])
-def test_values_and_gradients(padding: str | None, in_blocks: list[torch.Size]) -> None:
-    model, inputs = make_model(), inputs_of(padding)
-    exact = logits_and_gradients(model, inputs)
-    assert sum(name.endswith("sinks") for name in exact) == 2
-    hf_effattn.patch_attention(model, METHOD)
-    found = logits_and_gradients(model, inputs)
-    assert in_blocks == [BLOCKS] * 2
-    assert found.keys() == exact.keys()
-    for name, expected in exact.items():
-        close = 2e-5 * max(1.0, float(expected.abs().max()))
-        torch.testing.assert_close(
-            found[name], expected, rtol=0, atol=close, msg=lambda said, at=name: f"{at}: {said}"
-        )
+def check_blocks(calls: list[torch.Tensor], _: Any) -> None:
+    assert shapes(calls) == [BLOCKS] * 2
+
+
+KINDS = [
+    Kind(
+        "privacy filter",
+        make_model,
+        inputs_of,
+        logits_of_seen,
+        slopes=Near(atol=1e-5, of_each=1e-5),
+        cases=each(padding=(None, "left", "right")),
+        watched=((attention_function, "attend_in_blocks"),),
+        ran=check_blocks,
+        learns=("sinks",),
+        unpatched=True,
+        auto=AutoModelForTokenClassification,
+        load={"experts_implementation": "eager"},
+        weigh=weigh,
+        weights_near=Near(atol=1e-5),
+        retrained=Near(rtol=1e-4, atol=1e-4),
+        says="see a sliding window only",
+        reports=(2, 300, None),
+        alone=True,
+    )
+]
+if MODEL_TYPE not in CONFIG_MAPPING:
+    KINDS = []
 
 
 @torch.no_grad()
@@ -86,60 +102,20 @@ def test_a_layer_sees_its_window_and_no_more(in_blocks: list[torch.Size]) -> Non
     assert len(in_blocks) == 2
 
 
-@torch.no_grad()
-def test_short_texts_weights_and_the_way_back(in_blocks: list[torch.Size]) -> None:
-    model, short, long = make_model(), inputs_of("right", 120), inputs_of("right")
-    exact = [model(**one, output_attentions=True) for one in (short, long)]
-    hf_effattn.patch_attention(model, METHOD)
-    for inputs, expected in zip((short, long), exact, strict=True):
-        found = model(**inputs, output_attentions=True)
-        real = inputs["attention_mask"].bool()
-        torch.testing.assert_close(found.logits[real], expected.logits[real], rtol=0, atol=2e-5)
-        for one, other in zip(found.attentions, expected.attentions, strict=True):
-            torch.testing.assert_close(one.transpose(1, 2)[real], other.transpose(1, 2)[real], rtol=0, atol=1e-5)
-    assert in_blocks == []
-    hf_effattn.unpatch_attention(model)
-    assert model.config._attn_implementation == "eager"
-    assert torch.equal(model(**long).logits, exact[1].logits)
-
-
-def test_saved_loaded_and_switched_on_by_name(tmp_path: Path, in_blocks: list[torch.Size]) -> None:
-    model, inputs = make_model(), inputs_of("right")
-    hf_effattn.patch_attention(model, METHOD).save_pretrained(tmp_path)
-    loaded = hf_effattn.from_pretrained(AutoModelForTokenClassification, tmp_path, experts_implementation="eager")
-    exact = hf_effattn.unpatch_attention(model)
-    named = make_model()
-    named.set_attn_implementation(METHOD)
+def test_it_runs_in_blocks_when_it_is_switched_on_by_name(in_blocks: list[torch.Size]) -> None:
+    model, inputs = make_model(), inputs_of()
     with torch.no_grad():
-        expected = exact(**inputs).logits
-        for one in (loaded, named):
-            real = inputs["attention_mask"].bool()
-            torch.testing.assert_close(one(**inputs).logits[real], expected[real], rtol=0, atol=2e-5)
-    assert len(in_blocks) == 4
-
-
-def test_any_other_method_approximates_nothing_and_says_so(in_blocks: list[torch.Size]) -> None:
-    model = make_model()
-    with pytest.warns(UserWarning, match="will approximate nothing: all layers of .* see a sliding window only"):
-        hf_effattn.patch_attention(model, "bi-clustered")
-    model(**inputs_of(None))
+        expected = logits_of_seen(model, inputs)
+        model.set_attn_implementation(METHOD)
+        Near(atol=2e-5).check(logits_of_seen(model, inputs), expected)
     assert len(in_blocks) == 2
 
 
-def test_checkpointing_and_autocast(in_blocks: list[torch.Size]) -> None:
-    model, inputs = hf_effattn.patch_attention(make_model(), METHOD).train(), inputs_of("right")
-    expected = logits_and_gradients(model, inputs)
-    model.gradient_checkpointing_enable()
-    for name, one in logits_and_gradients(model, inputs).items():
-        torch.testing.assert_close(one, expected[name], rtol=1e-4, atol=1e-4, msg=name)
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-        logits = model(**inputs).logits[inputs["attention_mask"].bool()]
-    assert (logits - expected["logits"]).norm() < 0.05 * expected["logits"].norm()
-    assert len(in_blocks) == 8
-
-
-def test_a_report() -> None:
-    found = hf_effattn.report(make_model(), inputs_of("right"), repeats=1, progress=False)
-    assert list(found.methods) == [METHOD]
-    assert found.measurements[1].change.hidden_error < 1e-5
-    assert found.measurements[1].change.argmax_agreement == {"logits": 1.0}
+@torch.no_grad()
+def test_autocast_runs_it_in_blocks(in_blocks: list[torch.Size]) -> None:
+    model, inputs = hf_effattn.patch_attention(make_model(), METHOD).train(), inputs_of()
+    (expected,) = logits_of_seen(model, inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (found,) = logits_of_seen(model, inputs)
+    assert (found - expected).norm() < 0.05 * expected.norm()
+    assert len(in_blocks) == 4

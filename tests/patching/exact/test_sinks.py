@@ -10,7 +10,7 @@ from support.tiny_decoders import EAGER, MODELS, SINKING, class_of, make_model
 from transformers import DynamicCache
 
 import hf_effattn
-from hf_effattn.measuring.recording import SeenAttention, recording
+from hf_effattn.measuring.recording import Measured, SeenAttention, recording
 from hf_effattn.patching.exact.reference import causal_rows, exact_attention, exact_weights
 from hf_effattn.patching.methods import make_method
 
@@ -242,7 +242,7 @@ def test_calibration_and_reports_compare_with_sinks() -> None:
         return one.exact()
 
     expected = model(tokens()).logits
-    with recording(model, look):
+    with recording(Measured.of(model), look):
         torch.testing.assert_close(model(tokens()).logits, expected, rtol=0, atol=5e-5)
     assert [one.layer for one in seen] == [0, 2]
     wide = make_method("bi-clustered", causal=True, **SMALL | {"window": 52, "exact_keys": 60})

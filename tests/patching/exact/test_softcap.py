@@ -1,5 +1,6 @@
 """Logit softcapping, which SDPA does not support: Gemma 2 and VaultGemma, exactly, some rows at a time."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,14 +11,14 @@ from transformers import StaticCache
 import hf_effattn
 from hf_effattn.patching.exact import query_chunks, softcap
 from hf_effattn.patching.exact.reference import exact_weights
-from hf_effattn.patching.exact.softcap import attend_bent
+from hf_effattn.patching.exact.softcap import attend_with_softcap
 from hf_effattn.patching.exact.windows import Window, dense_mask, seen_in_blocks
 
+from .contract import METHOD, Kind, Near, logits_of_seen, record
 from .test_sinks import LENGTH, left_padded, tokens
 
-EXACTLY = "exact"
 BENT = [name for name in ("gemma2", "vaultgemma") if name in MODELS]
-# A tanh that bends nearly all scores; the first two layers see all earlier tokens, the third a window.
+# A bound that changes nearly all scores; the first two layers see all earlier tokens, the third a window.
 CAPPED: dict[str, Any] = {"attn_logit_softcapping": 2.0}
 WINDOWED = {"layer_types": ["full_attention", "full_attention", "sliding_attention"], "sliding_window": 17}
 each_model = pytest.mark.parametrize("model_type", BENT)
@@ -32,21 +33,75 @@ def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
 @pytest.fixture
 def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Queries and keys of every block of rows."""
-    found: list[tuple[int, int]] = []
-    attend = softcap._attend
-
-    def watched(query: torch.Tensor, **given: Any) -> torch.Tensor:
-        found.append((query.shape[2], given["keys"].stop - given["keys"].start))
-        return attend(query, **given)
-
-    monkeypatch.setattr(softcap, "_attend", watched)
-    return found
+    return record(monkeypatch, [(softcap, "_attend")], queries_and_keys)
 
 
-def make_bent(model_type: str, **changes: Any) -> Any:
+def make_softcapped(model_type: str, **changes: Any) -> Any:
     model = make_model(model_type, **CAPPED | changes)
     model.set_attn_implementation("eager")  # by default in newer versions of transformers
     return model
+
+
+def inputs_of(length: int = LENGTH, *, padded: bool = False) -> dict[str, torch.Tensor]:
+    return {"input_ids": tokens(length)} | ({"attention_mask": left_padded(length)} if padded else {})
+
+
+def queries_and_keys(query: torch.Tensor, **given: Any) -> tuple[int, int]:
+    return query.shape[2], given["keys"].stop - given["keys"].start
+
+
+def check_rows(calls: list[tuple[int, int]], inputs: dict[str, torch.Tensor]) -> None:
+    """Eager scores of three layers would be as many; of windows a block of 64 rows sees 16 keys before it."""
+    length = inputs["input_ids"].shape[1]
+    assert calls
+    assert sum(queries * keys for queries, keys in calls) <= 3 * length**2
+    if length == 250:
+        assert max(keys for queries, keys in calls if queries <= 64) <= 64 + 16
+
+
+def weigh(model: Any) -> list[torch.Tensor]:
+    """Those of rows of tokens that are no padding."""
+    found = []
+    for inputs in (inputs_of(250), inputs_of(250, padded=True)):
+        real = inputs.get("attention_mask", torch.ones(2, 250)).bool()[:, None, :, None]
+        found += [weights * real for weights in model(**inputs, output_attentions=True).attentions]
+    return found
+
+
+def kinds_of(model_type: str) -> list[Kind]:
+    """Without windows and with."""
+    alike: dict[str, Any] = {
+        "near": Near(atol=1e-4),
+        "slopes": Near(rtol=1e-3, atol=1e-3),
+        "watched": ((softcap, "_attend"),),
+        "recorded": queries_and_keys,
+        "ran": check_rows,
+        "unpatched": True,
+    }
+    return [
+        Kind(
+            model_type,
+            partial(make_softcapped, model_type),
+            inputs_of,
+            logits_of_seen,
+            says="bound their scores by a tanh",
+            reports=(2, LENGTH, "eager"),
+            compiled="eager",
+            **alike,
+        ),
+        Kind(
+            f"{model_type}, windows",
+            partial(make_softcapped, model_type, **WINDOWED),
+            partial(inputs_of, 250),
+            logits_of_seen,
+            weigh=weigh,
+            weights_near=Near(atol=1e-5),
+            **alike,
+        ),
+    ]
+
+
+KINDS = [kind for model_type in BENT for kind in kinds_of(model_type)]
 
 
 def drawn(dtype: torch.dtype = torch.float64, keys: int = 40, width: int = 8) -> tuple[torch.Tensor, ...]:
@@ -109,14 +164,14 @@ def test_values_gradients_and_weights(mask: str, rows: int, attended: list[tuple
     leaves = [tensor.requires_grad_() for tensor in drawn(width=6)]
     asked: dict[str, Any] = {"softcap": 2.0, "scale": None, "dropout": 0.0, "causal": causal}
     expected = by_definition(*leaves, seen, 2.0)
-    actual = attend_bent(*leaves, given, **asked)
+    actual = attend_with_softcap(*leaves, given, **asked)
     torch.testing.assert_close(actual, expected)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).double()
     ours, theirs = (torch.autograd.grad((output * weight).sum(), leaves) for output in (actual, expected))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)
     with torch.no_grad():
-        torch.testing.assert_close(attend_bent(*leaves, given, **asked), expected)
+        torch.testing.assert_close(attend_with_softcap(*leaves, given, **asked), expected)
     # What no row of a block sees is not computed.
     if rows == 7 and (causal or "window" in mask):
         widest = {"causal": 40, "keys, causal": 40, "window": 12, "window, both sides": 17}[mask]
@@ -129,12 +184,12 @@ def test_values_gradients_and_weights(mask: str, rows: int, attended: list[tuple
 
 
 def test_backward_through_vmap() -> None:
-    """Scores within `vmap` say that they need no gradient, and were bent in place."""
+    """Scores within `vmap` say that they need no gradient, and were changed in place."""
     leaves = [tensor.requires_grad_() for tensor in drawn()]
     asked: dict[str, Any] = {"softcap": 2.0, "scale": None, "dropout": 0.0, "causal": True}
 
     def attended(*given: torch.Tensor) -> torch.Tensor:
-        return attend_bent(*given, None, **asked)
+        return attend_with_softcap(*given, None, **asked)
 
     together = torch.func.vmap(lambda *one: attended(*(part[None] for part in one))[0])(*leaves)
     found, expected = (torch.autograd.grad(each.square().sum(), leaves) for each in (together, attended(*leaves)))
@@ -146,8 +201,8 @@ def test_keys_of_another_text() -> None:
     query, key, value = drawn(keys=23)
     asked: dict[str, Any] = {"softcap": 2.0, "scale": 0.5, "dropout": 0.0, "causal": False}
     expected = by_definition(query * 0.5 * 8**0.5, key, value, None, 2.0)
-    torch.testing.assert_close(attend_bent(query, key, value, None, **asked), expected)
-    torch.testing.assert_close(attend_bent(query[:, :, :1], key, value, None, **asked), expected[:, :1])
+    torch.testing.assert_close(attend_with_softcap(query, key, value, None, **asked), expected)
+    torch.testing.assert_close(attend_with_softcap(query[:, :, :1], key, value, None, **asked), expected[:, :1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -157,7 +212,7 @@ def test_low_precision(dtype: torch.dtype, rows: int) -> None:
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
             leaves = [one.clone().requires_grad_(grad) for one in given]
-            actual = attend_bent(*leaves, None, softcap=2.0, scale=None, dropout=0.0, causal=True)
+            actual = attend_with_softcap(*leaves, None, softcap=2.0, scale=None, dropout=0.0, causal=True)
         assert actual.dtype == dtype
         error = (actual.double() - expected).norm() / expected.norm()
         assert error < 2 * torch.finfo(dtype).eps
@@ -171,59 +226,17 @@ def test_dropout_and_gradients_that_are_computed_again(monkeypatch: pytest.Monke
     def drawn_twice() -> list[torch.Tensor]:
         leaves = [one.clone().requires_grad_() for one in given]
         torch.manual_seed(5)
-        output = attend_bent(*leaves, None, **asked)
+        output = attend_with_softcap(*leaves, None, **asked)
         return [output, *torch.autograd.grad(output.square().sum(), leaves)]
 
     kept = drawn_twice()
     monkeypatch.setattr(query_chunks, "KEPT", 0)
     for one, other in zip(drawn_twice(), kept, strict=True):
         torch.testing.assert_close(one, other)
-    exact = attend_bent(*given, None, **asked | {"dropout": 0.0})
-    means = torch.stack([attend_bent(*given, None, **asked) for _ in range(300)]).mean(dim=0)
+    exact = attend_with_softcap(*given, None, **asked | {"dropout": 0.0})
+    means = torch.stack([attend_with_softcap(*given, None, **asked) for _ in range(300)]).mean(dim=0)
     assert (means - exact).norm() / exact.norm() < 0.1
     assert not torch.equal(kept[0], exact)
-
-
-@each_model
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("windows", [False, True])
-def test_a_patched_model_is_the_exact_one(
-    model_type: str, padded: bool, windows: bool, attended: list[tuple[int, int]]
-) -> None:
-    model, length = make_bent(model_type, **WINDOWED if windows else {}), 250 if windows else LENGTH
-    inputs: dict[str, Any] = {"input_ids": tokens(length)}
-    real = torch.ones(2, length, dtype=torch.bool)
-    if padded:
-        inputs["attention_mask"] = left_padded(length)
-        real = inputs["attention_mask"].bool()
-
-    def gradients() -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        logits = model(**inputs).logits[real]
-        (logits * torch.linspace(-1, 1, logits.shape[1])).sum().backward()
-        return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-
-    with torch.no_grad():
-        exact = model(**inputs).logits
-    expected = gradients()
-    assert attended == []
-    hf_effattn.patch_attention(model, EXACTLY)
-    with torch.no_grad():
-        found = model(**inputs).logits
-    torch.testing.assert_close(found[real], exact[real], rtol=0, atol=1e-4)
-    # Eager scores of three layers would be as many.
-    assert attended
-    assert sum(queries * keys for queries, keys in attended) <= 3 * length**2
-    if windows:  # of the third layer a block of 64 rows sees 16 keys before it
-        assert max(keys for queries, keys in attended if queries <= 64) <= 64 + 16
-    for name, gradient in gradients().items():
-        torch.testing.assert_close(
-            gradient, expected[name], rtol=1e-3, atol=1e-3, msg=lambda said, at=name: f"{at}: {said}"
-        )
-    hf_effattn.unpatch_attention(model)
-    assert model.config._attn_implementation == "eager"
-    with torch.no_grad():
-        assert torch.equal(model(**inputs).logits, exact)
 
 
 @each_model
@@ -232,7 +245,7 @@ def test_a_patched_model_is_the_exact_one(
 @torch.no_grad()
 def test_a_mask_to_be_added_is_added_as_without_the_patch(model_type: str, heads: int, use_cache: bool) -> None:
     """Also one of its own for each head, of which two share their keys."""
-    model = make_bent(model_type)
+    model = make_softcapped(model_type)
     assert model.config.num_attention_heads == 2 * model.config.num_key_value_heads
     later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     slopes = -torch.arange(1, heads + 1)[:, None, None] * later.T.float() / 8
@@ -248,7 +261,7 @@ def test_a_mask_to_be_added_is_added_as_without_the_patch(model_type: str, heads
         return [whole.logits, model(**step, past_key_values=whole.past_key_values).logits]
 
     expected = outputs()
-    for settings in ({"method": EXACTLY}, {"method": "bi-clustered", "min_length": 0}):
+    for settings in ({"method": METHOD}, {"method": "bi-clustered", "min_length": 0}):
         hf_effattn.patch_attention(model, **settings)
         for found, exact in zip(outputs(), expected, strict=True):
             torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
@@ -257,7 +270,7 @@ def test_a_mask_to_be_added_is_added_as_without_the_patch(model_type: str, heads
 @each_model
 @torch.no_grad()
 def test_no_token_sees_a_later_one(model_type: str) -> None:
-    model, ids = hf_effattn.patch_attention(make_bent(model_type, **WINDOWED), EXACTLY), tokens(250)
+    model, ids = hf_effattn.patch_attention(make_softcapped(model_type, **WINDOWED), METHOD), tokens(250)
     before = model(ids).logits
     ids[:, 100] = (ids[:, 100] + 1) % 60
     after = model(ids).logits
@@ -269,7 +282,7 @@ def test_no_token_sees_a_later_one(model_type: str) -> None:
 @pytest.mark.parametrize("how", ["cache", "static", "beams", "left padding"])
 @torch.no_grad()
 def test_generation(model_type: str, how: str) -> None:
-    model, ids = make_bent(model_type, **WINDOWED), tokens(30)
+    model, ids = make_softcapped(model_type, **WINDOWED), tokens(30)
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
     if how == "beams":
         options["num_beams"] = 2
@@ -282,51 +295,8 @@ def test_generation(model_type: str, how: str) -> None:
         return model.generate(ids, **options)
 
     expected = written()
-    hf_effattn.patch_attention(model, EXACTLY)
+    hf_effattn.patch_attention(model, METHOD)
     assert torch.equal(written(), expected)
-
-
-@each_model
-@torch.no_grad()
-def test_attention_weights(model_type: str) -> None:
-    model = make_bent(model_type, **WINDOWED)
-    for asked in ({}, {"attention_mask": left_padded(250)}):
-        real = asked.get("attention_mask", torch.ones(2, 250)).bool()[:, None, :, None]
-        exact = model(tokens(250), output_attentions=True, **asked).attentions
-        hf_effattn.patch_attention(model, EXACTLY)
-        found = model(tokens(250), output_attentions=True, **asked).attentions
-        hf_effattn.unpatch_attention(model)
-        for one, other in zip(found, exact, strict=True):
-            torch.testing.assert_close(one * real, other * real, rtol=0, atol=1e-5)
-
-
-@each_model
-@torch.no_grad()
-def test_methods_approximate_nothing_and_say_so(model_type: str) -> None:
-    model = make_bent(model_type)
-    exact = model(tokens()).logits
-    settings: dict[str, Any] = {"exact_keys": 18, "key_clusters": 3, "segment_length": 4, "window": 4}
-    with pytest.warns(UserWarning, match="will approximate nothing: all layers of .* bend their scores by a tanh"):
-        hf_effattn.patch_attention(model, "bi-clustered", min_length=0, **settings)
-    torch.testing.assert_close(model(tokens()).logits, exact, rtol=0, atol=1e-4)
-    with pytest.raises(ValueError, match="no attention to patch: all its layers bend their scores by a tanh"):
-        hf_effattn.patch_attention(model, "bi-clustered", layers=[0])
-    with pytest.raises(ValueError, match="all its layers bend their scores by a tanh, and patch_attention runs them"):
-        hf_effattn.calibrate(model, {"input_ids": tokens()}, error=0.1, progress=False)
-
-
-@each_model
-@torch.no_grad()
-def test_a_report_compares_with_transformers_own(model_type: str) -> None:
-    model = make_bent(model_type)
-    before = model(tokens()).logits
-    found = hf_effattn.report(model, {"input_ids": tokens()}, repeats=1, progress=False)
-    assert found.environment["baseline"] == "eager"
-    assert found.inputs[0].length == LENGTH
-    (measured,) = found.measurements[1:]
-    assert measured.method == EXACTLY
-    assert measured.change.logits_error["logits"] < 1e-5
-    assert torch.equal(model(tokens()).logits, before)
 
 
 @torch.no_grad()
@@ -334,26 +304,18 @@ def test_no_bend_no_rows(attended: list[tuple[int, int]]) -> None:
     """Of a config without a softcap layers run as those of any other decoder."""
     model = make_model("gemma2", **FULL)
     exact = model(tokens()).logits
-    hf_effattn.patch_attention(model, EXACTLY)
+    hf_effattn.patch_attention(model, METHOD)
     torch.testing.assert_close(model(tokens()).logits, exact, rtol=0, atol=5e-5)
     assert attended == []
 
 
-@torch.no_grad()
-def test_compiled() -> None:
-    model = hf_effattn.patch_attention(make_bent("gemma2"), EXACTLY)
-    expected = model(tokens()).logits
-    actual = torch.compile(model, backend="eager")(tokens()).logits
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-
-
 def test_a_model_whose_bend_was_dropped_is_refused() -> None:
     """Older versions of transformers run it by SDPA, unless told otherwise."""
-    model = make_bent("gemma2")
+    model = make_softcapped("gemma2")
     model.config._attn_implementation = "sdpa"
     with pytest.raises(
         ValueError, match=r'runs "sdpa", which drops the tanh .* Load it with attn_implementation="eager"'
     ):
-        hf_effattn.patch_attention(model, EXACTLY)
+        hf_effattn.patch_attention(model, METHOD)
     assert model.config._attn_implementation == "sdpa"
     assert not hasattr(model.config, "effattn")

@@ -1,7 +1,7 @@
 """Wav2Vec2-BERT and Wav2Vec2-Conformer: the same values and gradients without a matrix for the distances."""
 
-import copy
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,15 +15,14 @@ from transformers import (
     Wav2Vec2ConformerConfig,
     Wav2Vec2ConformerModel,
 )
-from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import Wav2Vec2BertSelfAttention
-from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import Wav2Vec2ConformerSelfAttention
 
 import hf_effattn
 from hf_effattn.patching.exact.architectures import parakeet
 from hf_effattn.patching.exact.architectures.wav2vec2 import Wav2Vec2BertByRows, Wav2Vec2ConformerByRows
-from hf_effattn.patching.model_types.stacks import find_stacks
 
-METHOD = "exact"
+from .contract import METHOD, Kind, Near, each, logits_of_seen, with_large_weights
+from .test_parakeet import check_rows
+
 LAYERS, HEADS, FRAMES = 3, 4, 150
 SIZES: dict[str, Any] = {
     "vocab_size": 20,
@@ -41,7 +40,7 @@ SIZES: dict[str, Any] = {
 BERT = SIZES | {"feature_projection_input_dim": 16, "conformer_conv_dropout": 0.0}
 CONVOLUTIONS = {"conv_dim": [8, 8], "conv_kernel": [5, 3], "conv_stride": [4, 2], "num_feat_extract_layers": 2}
 CONFORMER = SIZES | CONVOLUTIONS | {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
-KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+DISTANCES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     # Fewer vectors than distances, and more, those of some distances never used.
     "key": (Wav2Vec2BertModel, Wav2Vec2BertConfig, BERT | {"left_max_position_embeddings": 20}),
     "far key": (Wav2Vec2BertModel, Wav2Vec2BertConfig, BERT | {"left_max_position_embeddings": 200}),
@@ -58,18 +57,14 @@ PLAIN: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         CONFORMER | {"position_embeddings_type": "rotary"},
     ),
 }
-each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def make_model(kind: str = "key", model_class: Any = None, **options: Any) -> Any:
     """A small random model in eval mode whose weights and biases are large enough to matter."""
     torch.manual_seed(0)
-    default, config, sizes = (KINDS | PLAIN)[kind]
+    default, config, sizes = (DISTANCES | PLAIN)[kind]
     model = (model_class or default)(config(**sizes | options))
-    for name, weight in model.named_parameters():
-        if weight.ndim > 1 and "parametrizations" not in name:
-            torch.nn.init.normal_(weight, std=0.5 if "pos_bias" in name or "distance" in name else 0.2)
-    return model.eval()
+    return with_large_weights(model, 0.2, pos_bias=0.5, distance=0.5)
 
 
 def inputs_of(kind: str = "key", *, padded: bool = True) -> dict[str, torch.Tensor]:
@@ -86,69 +81,70 @@ def inputs_of(kind: str = "key", *, padded: bool = True) -> dict[str, torch.Tens
 
 def encoded(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """What all layers give for the frames that are seen."""
-    found = model(**inputs, output_hidden_states=True)
-    mask = inputs["attention_mask"]
+    mask, found = inputs["attention_mask"], model(**inputs, output_hidden_states=True)
     if "input_values" in inputs:
         mask = model._get_feature_vector_attention_mask(found.last_hidden_state.shape[1], mask)
-    seen = mask.bool()
-    return tuple(state[seen] for state in (*found.hidden_states, found.last_hidden_state))
+    return tuple(state[mask.bool()] for state in (*found.hidden_states, found.last_hidden_state))
 
 
-def gradients(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    last = encoded(model, inputs)[-1]
-    (last * torch.linspace(-1, 1, last.shape[1], dtype=last.dtype)).sum().backward()
-    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+def weigh_as(kind: str) -> Callable[[Any], list[torch.Tensor]]:
+    """Its weights, those of rows of padding aside."""
+
+    def weigh(model: Any) -> list[torch.Tensor]:
+        found = model(**inputs_of(kind), output_attentions=True).attentions
+        assert len(found) == LAYERS
+        return [part for weights in found for part in (weights[0], weights[1, :, :90])]
+
+    return weigh
 
 
-def assert_all_near(found: Any, expected: Any, atol: float = 2e-5) -> None:
-    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
-        torch.testing.assert_close(one, other, rtol=0, atol=atol, msg=lambda said, at=place: f"{at}: {said}")
+def kind_of(kind: str, **promises: Any) -> Kind:
+    return Kind(
+        f"wav2vec2, {kind}",
+        partial(make_model, kind),
+        partial(inputs_of, kind),
+        encoded,
+        frozenset({Wav2Vec2ConformerByRows if kind == "conformer" else Wav2Vec2BertByRows}),
+        slopes=Near(of_each=1e-5, of_all=1e-6),
+        constants=((parakeet, "ROWS", 40),),
+        ran=check_rows,
+        learns=("encoder.layers.0.self_attn." + ("distance_embedding.weight" if "key" in kind else "pos_bias_v"),),
+        whole=encoded,
+        auto=AutoModel,
+        weigh=weigh_as(kind),
+        eager=True,
+        bfloat16=1.2,
+        compiled_as={"num_hidden_layers": 1},
+        reports=(3, FRAMES, None),
+        **promises,
+    )
 
 
-def classes_of(model: Any) -> set[type]:
-    (stack,) = find_stacks(model)
-    return {type(module) for module in stack.modules}
-
-
-@each_kind
-@pytest.mark.parametrize("padded", [False, True])
-def test_values_and_gradients(kind: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parakeet, "ROWS", 40)
-    model, inputs = make_model(kind), inputs_of(kind, padded=padded)
-    with torch.no_grad():
-        exact = encoded(model, inputs)
-    expected = gradients(model, inputs)
-    of_distances = "distance_embedding.weight" if "key" in kind else "pos_bias_v"
-    assert f"encoder.layers.0.self_attn.{of_distances}" in expected
-    hf_effattn.patch_attention(model, METHOD)
-    assert classes_of(model) == {Wav2Vec2ConformerByRows if kind == "conformer" else Wav2Vec2BertByRows}
-    with torch.no_grad():
-        assert_all_near(encoded(model, inputs), exact)
-    found, largest = gradients(model, inputs), max(gradient.abs().max().item() for gradient in expected.values())
-    for name, gradient in expected.items():
-        bound = 1e-5 * gradient.abs().max().item() + 1e-6 * largest
-        torch.testing.assert_close(
-            found[name], gradient, rtol=0, atol=bound, msg=lambda said, at=name: f"{at}: {said}"
-        )
-
-
-@each_kind
-@torch.no_grad()
-def test_rows_of_some_queries_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the products with distances no more are made, in layers of all kinds."""
-    monkeypatch.setattr(parakeet, "ROWS", 40)
-    model, inputs = hf_effattn.patch_attention(make_model(kind), METHOD), inputs_of(kind)
-    added: list[torch.Size] = []
-    attend = torch.nn.functional.scaled_dot_product_attention
-
-    def watched(*args: torch.Tensor, attn_mask: torch.Tensor, **how: Any) -> torch.Tensor:
-        added.append(attn_mask.shape)
-        return attend(*args, attn_mask=attn_mask, **how)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    model(**inputs)
-    assert added == [(3, HEADS, rows, FRAMES) for rows in (40, 40, 40, 30)] * LAYERS
+KINDS = [
+    kind_of(
+        "key",
+        unpatched=True,
+        retrained=Near(atol=1e-3),
+        drops=True,
+        all_padded=True,
+        compiled="aot_eager",
+        says="add biases of distances",
+    ),
+    kind_of("far key"),
+    kind_of("bert"),
+    kind_of("conformer", compiled="aot_eager"),
+    Kind(
+        "wav2vec2's recognizer",
+        partial(make_model, model_class=Wav2Vec2BertForCTC),
+        inputs_of,
+        logits_of_seen,
+        frozenset({Wav2Vec2BertByRows}),
+        slopes=Near(of_each=1e-5, of_all=1e-6),
+        cases=each(padded=(True,)),
+        auto=AutoModelForCTC,
+        write=lambda model, inputs: logits_of_seen(model, inputs)[0].argmax(dim=-1),
+    ),
+]
 
 
 @pytest.mark.parametrize("kind", PLAIN)
@@ -157,7 +153,7 @@ def test_where_positions_are_no_distances_transformers_code_runs(kind: str) -> N
     model, inputs = make_model(kind), inputs_of(kind)
     exact = encoded(model, inputs)
     hf_effattn.patch_attention(model, METHOD)
-    assert_all_near(encoded(model, inputs), exact)
+    Near(atol=2e-5).check(encoded(model, inputs), exact)
 
 
 @torch.no_grad()
@@ -175,131 +171,6 @@ def test_an_adapter_behind_it() -> None:
     torch.testing.assert_close(found[1, : exact.shape[1] // 2], exact[1, : exact.shape[1] // 2], rtol=0, atol=2e-5)
 
 
-@torch.no_grad()
-def test_unpatched_it_is_what_it_was() -> None:
-    model, inputs = make_model(), inputs_of()
-    exact, implementation = encoded(model, inputs), model.config._attn_implementation
-    hf_effattn.patch_attention(model, METHOD)
-    copied, patched = copy.deepcopy(model), encoded(model, inputs)
-    hf_effattn.unpatch_attention(model)
-    assert classes_of(model) == {Wav2Vec2BertSelfAttention}
-    assert model.config._attn_implementation == implementation
-    assert not hasattr(model.config, "effattn")
-    for one, other in zip([*encoded(model, inputs), *encoded(copied, inputs)], [*exact, *patched], strict=True):
-        assert torch.equal(one, other)
-
-
-@each_kind
-@torch.no_grad()
-def test_saved_and_loaded(kind: str, tmp_path: Path) -> None:
-    model, inputs = hf_effattn.patch_attention(make_model(kind), METHOD), inputs_of(kind)
-    model.save_pretrained(tmp_path)
-    loaded = hf_effattn.from_pretrained(AutoModel, tmp_path).eval()
-    assert classes_of(loaded) == classes_of(model)
-    assert all(map(torch.equal, encoded(loaded, inputs), encoded(model, inputs)))
-    exact = {Wav2Vec2ConformerSelfAttention if kind == "conformer" else Wav2Vec2BertSelfAttention}
-    assert classes_of(AutoModel.from_pretrained(tmp_path)) == exact
-
-
-@torch.no_grad()
-def test_a_recognizer_hears_the_same(tmp_path: Path) -> None:
-    model, inputs = make_model(model_class=Wav2Vec2BertForCTC), inputs_of()
-    exact, seen = model(**inputs).logits, inputs["attention_mask"].bool()
-    hf_effattn.patch_attention(model, METHOD).save_pretrained(tmp_path)
-    for one in (model, hf_effattn.from_pretrained(AutoModelForCTC, tmp_path).eval()):
-        logits = one(**inputs).logits[seen]
-        torch.testing.assert_close(logits, exact[seen], rtol=0, atol=2e-5)
-        assert torch.equal(logits.argmax(dim=-1), exact[seen].argmax(dim=-1))
-
-
-@each_kind
-@torch.no_grad()
-def test_weights_are_transformers(kind: str) -> None:
-    model, inputs = make_model(kind), inputs_of(kind)
-    model.set_attn_implementation("eager")
-    exact = model(**inputs, output_attentions=True)
-    hf_effattn.patch_attention(model, METHOD)
-    found = model(**inputs, output_attentions=True)
-    assert len(found.attentions) == LAYERS
-    for one, other in zip(found.attentions, exact.attentions, strict=True):
-        assert_all_near([one[0], one[1, :, :90]], [other[0], other[1, :, :90]])
-
-
-@each_kind
-@torch.no_grad()
-def test_the_switch_of_transformers_changes_nothing(kind: str) -> None:
-    """It is heard where transformers calls a function, which then runs exactly, with the matrix that it is given."""
-    model, inputs = make_model(kind), inputs_of(kind)
-    exact = encoded(model, inputs)
-    model.set_attn_implementation(METHOD)
-    assert_all_near(encoded(model, inputs), exact)
-
-
-def test_trains_with_gradient_checkpointing_and_dropout() -> None:
-    model, inputs = hf_effattn.patch_attention(make_model(), METHOD).train(), inputs_of()
-    expected = gradients(model, inputs)
-    model.gradient_checkpointing_enable()
-    found = gradients(model, inputs)
-    assert_all_near([found[name] for name in expected], expected.values(), atol=1e-3)
-    model.encoder.layers[-1].self_attn.dropout.p = 0.5
-    with torch.no_grad():
-        assert not torch.equal(*(encoded(model, inputs)[-1] for _ in range(2)))
-        model.eval()
-        assert torch.equal(*(encoded(model, inputs)[-1] for _ in range(2)))
-
-
-@each_kind
-@torch.no_grad()
-def test_bfloat16_is_as_near_as_transformers(kind: str) -> None:
-    inputs = inputs_of(kind)
-    exact = encoded(make_model(kind), inputs)[-1]
-    model = make_model(kind).bfloat16()
-    inputs = {name: one.bfloat16() if one.is_floating_point() else one for name, one in inputs.items()}
-    by_transformers = encoded(model, inputs)[-1]
-    patched = encoded(hf_effattn.patch_attention(model, METHOD), inputs)[-1]
-    error, usual = ((one.float() - exact).norm() for one in (patched, by_transformers))
-    assert error <= 1.2 * usual
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@torch.no_grad()
-def test_a_recording_of_padding_alone_is_finite(dtype: torch.dtype) -> None:
-    model, inputs = hf_effattn.patch_attention(make_model(), METHOD), inputs_of()
-    inputs["attention_mask"][1] = 0
-    with torch.autocast("cpu", dtype=dtype):
-        assert model(**inputs).last_hidden_state.isfinite().all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["key", "conformer"])
-def test_compiled(kind: str) -> None:
-    model, inputs = hf_effattn.patch_attention(make_model(kind, num_hidden_layers=1), METHOD), inputs_of(kind)
-    with torch.no_grad():
-        expected = encoded(model, inputs)[-1]
-        torch.compiler.reset()
-        model.encoder.compile(backend="aot_eager")
-        torch.testing.assert_close(encoded(model, inputs)[-1], expected, rtol=0, atol=2e-5)
-
-
-@each_kind
-def test_a_report(kind: str) -> None:
-    model, inputs = make_model(kind), inputs_of(kind)
-    for _ in range(2):  # also of a model that is patched
-        found = hf_effattn.report(model, inputs, repeats=0, progress=False)
-        (measured,) = found.inputs
-        assert (measured.batch_size, measured.length) == (3, FRAMES)
-        assert FRAMES < measured.valid_tokens < 2 * FRAMES
-        assert 0 < found.measurements[1].change.hidden_error < 1e-5
-        hf_effattn.patch_attention(model, METHOD)
-
-
-def test_other_methods_say_what_it_is() -> None:
-    with pytest.warns(
-        UserWarning, match="approximate nothing: all layers of Wav2Vec2BertModel add biases of distances"
-    ):
-        hf_effattn.patch_attention(make_model(), "i-clustered")
-
-
 @pytest.mark.parametrize("kind", ["key", *PLAIN])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @torch.no_grad()
@@ -310,9 +181,9 @@ def test_masks_have_the_precision_of_the_model(kind: str, dtype: torch.dtype) ->
     exact = encoded(model, inputs)
     hf_effattn.patch_attention(model, METHOD)
     bound = 1e-12 if dtype == torch.float64 else 0.1
-    assert_all_near(encoded(model, inputs), exact, atol=bound)
+    Near(atol=bound).check(encoded(model, inputs), exact)
     model.set_attn_implementation("eager")
-    assert_all_near(encoded(model, inputs), exact, atol=2 * bound)
+    Near(atol=2 * bound).check(encoded(model, inputs), exact)
     assert {one.dtype for one in model(**inputs, output_attentions=True).attentions} == {dtype}
 
 
@@ -329,7 +200,7 @@ def test_flex_attention_goes_on_with_masks_of_its_own(kind: str) -> None:
         assert (measured.length, measured.valid_tokens) == (FRAMES, int(inputs["attention_mask"].sum()))
     hf_effattn.patch_attention(model, METHOD)
     model.set_attn_implementation("flex_attention")
-    assert_all_near(encoded(model, inputs), exact)
+    Near(atol=2e-5).check(encoded(model, inputs), exact)
 
 
 @pytest.mark.parametrize("kind", PLAIN)

@@ -23,7 +23,7 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import (
 
 from ....ops.derivatives import learns
 from ....ops.shared.graphs import is_traced
-from ..query_chunks import ROWS, added_mask, by_rows
+from ..query_chunks import ROWS, added_mask, in_query_chunks
 from .t5_and_mpnet import of_pairs, shifted
 
 
@@ -94,7 +94,7 @@ def attend_disentangled(
         return F.scaled_dot_product_attention(query, key, value, attn_mask=added, dropout_p=dropout, scale=scale)
 
     in_short_parts = query.device.type == "cpu" and not learns(query, key, value)
-    return by_rows(attend, query, N, ROWS if in_short_parts else None)
+    return in_query_chunks(attend, query, N, ROWS if in_short_parts else None)
 
 
 def _matrix(row: torch.Tensor | None, length: int) -> torch.Tensor | None:

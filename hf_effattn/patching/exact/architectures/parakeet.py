@@ -20,7 +20,7 @@ from transformers.models.parakeet.modeling_parakeet import ParakeetEncoderAttent
 from ....ops.derivatives import learns
 from ....ops.shared.graphs import in_a_graph
 from ...transformers_internals import matrices_are_collected
-from ..query_chunks import ROWS, added_mask, by_rows
+from ..query_chunks import ROWS, added_mask, in_query_chunks
 from .t5_and_mpnet import shifted
 
 
@@ -66,7 +66,7 @@ def attend_by_distance_vectors(
     both = query, distance_query
     queries = torch.cat([query, distance_query * scale], dim=3)
     in_short_parts = query.device.type == "cpu" and not learns(*both, key, value, distance_key)
-    return by_rows(attend, queries, N, ROWS if in_short_parts else None)
+    return in_query_chunks(attend, queries, N, ROWS if in_short_parts else None)
 
 
 class ParakeetByRows(ParakeetEncoderAttention):

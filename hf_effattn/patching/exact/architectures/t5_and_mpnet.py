@@ -23,7 +23,7 @@ from transformers.models.umt5.modeling_umt5 import UMT5Attention
 from ....ops.derivatives import learns
 from ....ops.shared.graphs import in_a_graph
 from ...transformers_internals import matrices_are_collected
-from ..query_chunks import added_mask, by_rows, floor
+from ..query_chunks import added_mask, floor, in_query_chunks
 
 if TYPE_CHECKING:
     _Exact = nn.Module
@@ -57,7 +57,7 @@ def attend_by_distance(
     query = query.flip(2)  # so that each row of the matrix begins one to the right of that above, as a view can
     if query.device.type == "cpu" and not dropout and not learns(bias):
         return _by_view(query, key, value, bias, mask, scale=scale).flip(2)
-    return _by_rows(query, key, value, bias, mask, scale=scale, dropout=dropout).flip(2)
+    return _in_query_chunks(query, key, value, bias, mask, scale=scale, dropout=dropout).flip(2)
 
 
 def _by_view(
@@ -81,7 +81,7 @@ def _by_view(
     return F.scaled_dot_product_attention(query, key, value, attn_mask=rows, scale=scale)[..., :D]
 
 
-def _by_rows(
+def _in_query_chunks(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -102,7 +102,7 @@ def _by_rows(
         rows = rows.contiguous() if mask is None else rows + mask
         return F.scaled_dot_product_attention(query, key, value, attn_mask=rows, dropout_p=dropout, scale=scale)
 
-    return by_rows(attend, query, N)
+    return in_query_chunks(attend, query, N)
 
 
 def shifted(products: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,286 @@
+"""What models that stay exact promise once they are patched: each test runs every kind that makes its promise."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_effattn
+
+from . import (
+    test_disentangled,
+    test_longformer,
+    test_own_attention,
+    test_parakeet,
+    test_pixtral,
+    test_privacy_filter,
+    test_relative_bias,
+    test_softcap,
+    test_wav2vec2_distances,
+)
+from .contract import EQUAL, METHOD, Kind, classes_of_ours, implementations, record, with_dropout
+
+KINDS: list[Kind] = [
+    *test_parakeet.KINDS,
+    *test_wav2vec2_distances.KINDS,
+    *test_relative_bias.KINDS,
+    *test_disentangled.KINDS,
+    *test_own_attention.KINDS,
+    *test_longformer.KINDS,
+    *test_pixtral.KINDS,
+    *test_privacy_filter.KINDS,
+    *test_softcap.KINDS,
+]
+
+
+def each_kind(promises: Callable[[Kind], Any]) -> pytest.MarkDecorator:
+    """Of all kinds those that make a promise."""
+    return pytest.mark.parametrize(
+        "kind", [pytest.param(kind, id=kind.name) for kind in KINDS if promises(kind) not in (None, False, "", {}, ())]
+    )
+
+
+@pytest.fixture
+def calls(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was recorded of every call of the functions that a kind watches."""
+    return record(monkeypatch, kind.watched, kind.recorded)
+
+
+@pytest.fixture
+def constants(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, value in kind.constants:
+        monkeypatch.setattr(module, name, value)
+
+
+@pytest.mark.usefixtures("constants")
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [pytest.param(kind, case, id=f"{kind.name}, {name}") for kind in KINDS for name, case in kind.cases.items()],
+)
+def test_a_patched_model_has_the_values_and_gradients_of_the_exact_one(
+    kind: Kind, case: dict[str, Any], calls: list[Any]
+) -> None:
+    model, inputs = kind.make(), kind.inputs(**case)
+    with torch.no_grad():
+        exact = kind.encode(model, inputs)
+    expected = kind.gradients(model, inputs)
+    assert not kind.learns or any(part in name for part in kind.learns for name in expected)
+    assert hf_effattn.patch_attention(model, METHOD) is model
+    kind.near.check(kind.encode_patched(model, inputs, calls), exact)
+    kind.slopes.check(kind.gradients(model, inputs), expected)
+    hf_effattn.unpatch_attention(model)
+    with torch.no_grad():
+        EQUAL.check(kind.encode(model, inputs), exact)
+
+
+@each_kind(lambda kind: kind.unpatched)
+@torch.no_grad()
+def test_an_unpatched_model_is_what_it_was_and_copies_are_patched(kind: Kind) -> None:
+    pickled = pickle.loads(pickle.dumps(kind.patched()))  # transformers' hooks cannot be pickled once it has run
+    model, inputs = kind.make(), kind.inputs()
+    classes, named = [type(module) for module in model.modules()], implementations(model)
+    exact = kind.encode(model, inputs)
+    hf_effattn.patch_attention(model, METHOD)
+    patched = kind.encode(model, inputs)
+    for copied in (copy.deepcopy(model), pickled):
+        kind.check_classes(copied)
+        EQUAL.check(kind.encode(copied, inputs), patched)
+    hf_effattn.unpatch_attention(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert implementations(model) == named
+    assert not hasattr(model.config, "effattn")
+    EQUAL.check(kind.encode(model, inputs), exact)
+
+
+@pytest.mark.usefixtures("constants")
+@each_kind(lambda kind: kind.auto)
+@torch.no_grad()
+def test_a_saved_model_loads_patched_and_by_transformers_exact(kind: Kind, tmp_path: Path, calls: list[Any]) -> None:
+    model, inputs = kind.make(), kind.inputs()
+    exact, name = kind.encode(model, inputs), type(model).__name__
+    hf_effattn.patch_attention(model, METHOD).save_pretrained(tmp_path)
+    loaded = hf_effattn.from_pretrained(kind.auto, tmp_path, **kind.load).eval()
+    EQUAL.check(kind.encode_patched(loaded, inputs, calls), kind.encode(model, inputs))
+    plain = kind.auto.from_pretrained(tmp_path, **kind.load).eval()
+    assert plain.config.architectures == [name]
+    assert not classes_of_ours(plain)
+    kind.near.check(kind.encode(plain, inputs), exact)
+
+
+@pytest.mark.usefixtures("constants")
+@each_kind(lambda kind: kind.weigh)
+@torch.no_grad()
+def test_attention_weights_are_transformers(kind: Kind, calls: list[Any]) -> None:
+    model = kind.make()
+    if kind.eager:
+        model.set_attn_implementation("eager")
+    expected = kind.weigh(model)
+    hf_effattn.patch_attention(model, METHOD)
+    calls.clear()
+    kind.weights_near.check(kind.weigh(model), expected)
+    assert not (kind.alone and calls)
+
+
+@each_kind(lambda kind: kind.whole)
+@torch.no_grad()
+def test_the_switch_of_transformers_changes_nothing(kind: Kind) -> None:
+    """It is heard where transformers calls a function, which then runs exactly, with the matrix that it is given."""
+    model, inputs = kind.make(), kind.inputs()
+    exact = kind.whole(model, inputs)
+    model.set_attn_implementation(METHOD)
+    kind.whole_near.check(kind.whole(model, inputs), exact)
+    hf_effattn.unpatch_attention(model)
+    EQUAL.check(kind.whole(model, inputs), exact)
+
+
+@each_kind(lambda kind: kind.retrained)
+def test_a_patched_model_trains_with_gradient_checkpointing_and_dropout(kind: Kind, calls: list[Any]) -> None:
+    model, inputs = kind.patched().train(), kind.inputs()
+    calls.clear()
+    expected, once = kind.gradients(model, inputs), len(calls)
+    if model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+        calls.clear()
+        kind.retrained.check(kind.gradients(model, inputs), expected)
+        assert len(calls) == 2 * once > 0
+    if not kind.drops:
+        return
+    with_dropout(model, 0.5)
+    with torch.no_grad():
+        assert not torch.equal(*(kind.encode(model, inputs)[-1] for _ in range(2)))
+        model.eval()
+        assert torch.equal(*(kind.encode(model, inputs)[-1] for _ in range(2)))
+
+
+@each_kind(lambda kind: kind.redrawn)
+@torch.no_grad()
+def test_dropout_is_drawn_as_in_transformers(kind: Kind) -> None:
+    """Each text's own, and the same numbers are drawn after it."""
+    model, inputs = kind.make(**kind.redrawn).train(), kind.inputs()
+
+    def drawn() -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(7)
+        return kind.encode(model, inputs)
+
+    exact = drawn()
+    hf_effattn.patch_attention(model, METHOD)
+    kind.near.check(drawn(), exact)
+
+
+@each_kind(lambda kind: kind.bfloat16)
+@torch.no_grad()
+def test_bfloat16_is_as_near_as_transformers(kind: Kind) -> None:
+    inputs = kind.inputs()
+    exact = kind.encode(kind.make(), inputs)[-1]
+    rounded = {name: one.bfloat16() if one.is_floating_point() else one for name, one in inputs.items()}
+    model = kind.make().bfloat16()
+    by_transformers = kind.encode(model, rounded)[-1]
+    found = kind.encode(hf_effattn.patch_attention(model, METHOD), rounded)[-1]
+    assert found.dtype == torch.bfloat16
+    error, usual = ((one.float() - exact).norm() for one in (found, by_transformers))
+    assert error <= kind.bfloat16 * usual
+
+
+@each_kind(lambda kind: kind.all_padded)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_text_of_padding_alone_is_finite(kind: Kind, dtype: torch.dtype, learns: bool) -> None:
+    """Under autocast, whose numbers are smaller than those that the mask was made of."""
+    model, inputs = kind.patched(), kind.inputs()
+    inputs["attention_mask"][1] = 0
+    with torch.autocast("cpu", dtype=dtype), torch.set_grad_enabled(learns):
+        assert kind.part(model)(**inputs)[0].isfinite().all()
+
+
+@each_kind(lambda kind: kind.traced)
+@torch.no_grad()
+def test_a_trace_is_of_transformers_code(kind: Kind) -> None:
+    inputs = kind.inputs()
+    model = hf_effattn.patch_attention(kind.part(kind.make()), METHOD)
+    expected = model(**inputs)
+    found = torch.jit.trace(model, tuple(inputs.values()), strict=False, check_trace=False)(*inputs.values())
+    last = found["last_hidden_state"] if isinstance(found, dict) else found[0]
+    seen = kind.traced(expected, inputs)
+    kind.near.check([last[seen]], [expected[0][seen]])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=kind.name, marks=[] if kind.compiled == "eager" else [pytest.mark.slow])
+        for kind in KINDS
+        if kind.compiled
+    ],
+)
+def test_a_compiled_model_gives_the_same(kind: Kind) -> None:
+    """And the same gradients, unless the backend is no compiler."""
+    model, inputs = kind.patched(**kind.compiled_as), kind.inputs()
+    with torch.no_grad():
+        expected = kind.encode(model, inputs)
+    slopes = kind.gradients(model, inputs) if kind.compiled != "eager" else {}
+    torch.compiler.reset()
+    kind.part(model).compile(backend=kind.compiled)
+    with torch.no_grad():
+        kind.near.check(kind.encode(model, inputs), expected)
+    if slopes:
+        kind.slopes.check(kind.gradients(model, inputs), slopes)
+
+
+@pytest.mark.usefixtures("constants")
+@each_kind(lambda kind: kind.says)
+def test_other_methods_approximate_nothing_and_say_so(kind: Kind, calls: list[Any]) -> None:
+    model, inputs = kind.make(), kind.inputs()
+    with torch.no_grad():
+        exact = kind.encode(model, inputs)
+    for method in ("i-clustered", "bi-clustered"):
+        warning = f"will approximate nothing: all layers of {type(model).__name__} {kind.says}"
+        with pytest.warns(UserWarning, match=warning):
+            hf_effattn.patch_attention(model, method, clusters=2, topk=2, min_length=0)
+        kind.near.check(kind.encode_patched(model, inputs, calls), exact)
+    with pytest.raises(ValueError, match=f"no attention to patch: all its layers {kind.says}.* and stay exact"):
+        hf_effattn.patch_attention(model, "bi-clustered", layers=[0])
+    with pytest.raises(
+        ValueError, match=f"no attention to measure: all its layers {kind.says}.*, and patch_attention"
+    ):
+        hf_effattn.calibrate(model, inputs, progress=False)
+
+
+@each_kind(lambda kind: kind.reports)
+def test_a_report_compares_the_patched_model_with_transformers_own(kind: Kind) -> None:
+    """Also of a model that is patched."""
+    model, inputs = kind.make(), kind.inputs()
+    texts, length, baseline = kind.reports
+    with torch.no_grad():
+        exact = kind.encode(model, inputs)
+    for patched in (False, True):
+        found = hf_effattn.report(model, inputs, repeats=0, progress=False)
+        assert baseline in (None, found.environment["baseline"])
+        (measured,) = found.inputs
+        assert (measured.batch_size, measured.length, measured.valid_tokens) == (texts, length, len(exact[-1]))
+        (ours,) = found.measurements[1:]
+        assert ours.method == METHOD
+        assert 0 < ours.change.hidden_error < 1e-5
+        assert all(error < 1e-5 for error in ours.change.logits_error.values())
+        assert all(agreement == 1 for agreement in ours.change.argmax_agreement.values())
+        if not patched:
+            with torch.no_grad():
+                EQUAL.check(kind.encode(model, inputs), exact)
+            hf_effattn.patch_attention(model, METHOD)
+
+
+@each_kind(lambda kind: kind.write)
+@torch.no_grad()
+def test_a_patched_model_writes_the_same(kind: Kind, calls: list[Any]) -> None:
+    """An encoder beside a decoder runs once."""
+    model, inputs = kind.make(), kind.inputs()
+    written = kind.write(model, inputs)
+    hf_effattn.patch_attention(model, METHOD)
+    kind.encode_patched(model, inputs, calls)
+    once = len(calls)
+    calls.clear()
+    assert torch.equal(kind.write(model, inputs), written)
+    assert not kind.alone or len(calls) == once > 0
