@@ -11,15 +11,12 @@ filter, whose experts take nearly all of a step.
 What the output file holds is not measured again.
 """
 
-import copy
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import track
 from transformers import (
     Gemma2Config,
     Gemma2Model,
@@ -36,12 +33,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_effattn import patch_attention
-from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio, peak_memory_added
-
 from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, device_defaults, print_rows
-from .attention import EXACT
+from ._exact import Dtypes, Repeats, beside_own_code, check_models, measure_all
 from .models import TOKENS
 
 PRIVACY_FILTER, GEMMA = "privacy-filter", "Gemma-2-2b"
@@ -56,7 +49,6 @@ LENGTHS = {
     GEMMA: (1024, 4096),
 }
 FORWARD_ONLY = ("LongT5-base", PRIVACY_FILTER)
-BLOCKS = "in blocks"
 
 
 def encoder(name: str, length: int, **sizes: Any) -> PreTrainedModel:
@@ -104,48 +96,6 @@ def run(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     return called(tokens, attention_mask=torch.ones_like(tokens), global_attention_mask=first)[0]
 
 
-def forward(model: PreTrainedModel, once: Callable[[PreTrainedModel], torch.Tensor]) -> torch.Tensor:
-    """The last hidden state, without gradients."""
-    with torch.no_grad():
-        return once(model.eval())
-
-
-def training_step(model: PreTrainedModel, once: Callable[[PreTrainedModel], torch.Tensor]) -> None:
-    """Forward and backward pass, gradients thrown away."""
-    once(model.train()).float().square().mean().backward()
-    model.zero_grad(set_to_none=True)
-
-
-def beside_own_code(
-    case: dict[str, Any],
-    exact: PreTrainedModel,
-    once: Callable[[PreTrainedModel], torch.Tensor],
-    device: torch.device,
-    repeats: int,
-    *,
-    trains: bool,
-) -> list[dict[str, Any]]:
-    """A row for each way: seconds, how often as fast, the most bytes held, and the relative L2 distance.
-
-    `once` gives the last hidden state of a model; `trains`: whether a step of training is timed, too.
-    """
-    exact = exact.to(device, getattr(torch, case["dtype"]))
-    models = {EXACT: exact, BLOCKS: patch_attention(copy.deepcopy(exact), "exact")}
-    outputs = {name: forward(model, once).double() for name, model in models.items()}
-    away = (outputs[BLOCKS] - outputs[EXACT]).norm() / outputs[EXACT].norm()
-    rows = {name: case | {"method": name} for name in models}
-    rows[BLOCKS]["error"] = away.item()
-    passes: dict[str, Callable] = {"forward": forward} | ({"training": training_step} if trains else {})
-    for name, in_pass in passes.items():
-        calls = {method: partial(in_pass, model, once) for method, model in models.items()}
-        for method, call in calls.items():  # each warms up as it is weighed
-            rows[method][f"{name}_peak_bytes"] = peak_memory_added(call, device)[1]
-        seconds = interleaved_rounds(calls, device, repeats)
-        for method, taken in seconds.items():
-            rows[method] |= {f"{name}_seconds": median(taken), name: median_ratio(seconds[EXACT], taken)}
-    return list(rows.values())
-
-
 def measure(case: dict[str, Any], device: torch.device, repeats: int, **sizes: Any) -> list[dict[str, Any]]:
     """The rows of one model and length."""
     tokens = torch.randint(3, TOKENS, (1, case["length"]), generator=torch.Generator().manual_seed(0)).to(device)
@@ -155,25 +105,18 @@ def measure(case: dict[str, Any], device: torch.device, repeats: int, **sizes: A
 
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(LENGTHS),
-    dtypes: Annotated[str | None, typer.Option(help="Comma-separated. Default: float32, on a GPU bfloat16.")] = None,
-    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 3,
+    dtypes: Dtypes = None,
+    repeats: Repeats = 3,
     output: Path | None = None,
 ) -> None:
     """Measure each of them at its lengths; keep it as JSON."""
-    unknown = set(models.split(",")) - LENGTHS.keys()
-    if unknown:
-        raise typer.BadParameter(f"models must be of {', '.join(LENGTHS)}, got {', '.join(sorted(unknown))}")
-    device, dtypes, output = device_defaults("benchmark_longformer", dtypes, output)
-    kept = KeptRuns(output, {}, device)
+    check_models(models, LENGTHS)
     cases = [
-        {"model": name, "layers": LAYERS[name], "length": length, "dtype": dtype}
+        {"model": name, "layers": LAYERS[name], "length": length}
         for name in models.split(",")
         for length in LENGTHS[name]
-        for dtype in dtypes.split(",")
     ]
-    for case in track(kept.missing(cases), description="longformer"):
-        kept.add(*measure(case, device, repeats))
-    print_rows(kept)
+    measure_all("longformer", {}, cases, dtypes, output, partial(measure, repeats=repeats))
 
 
 if __name__ == "__main__":

@@ -10,16 +10,13 @@ What the output file holds is not measured again.
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from rich.progress import track
 from transformers import PixtralVisionConfig, PixtralVisionModel, PreTrainedModel
 
 from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, device_defaults, print_rows
-from .longformer import beside_own_code
+from ._exact import Dtypes, Repeats, beside_own_code, measure_all
 
 LAYERS = 2
 # Images, the patches of a side of each, and whether a step of training is timed. 64 are 1,024 pixels, what the model
@@ -47,23 +44,15 @@ def measure(case: dict[str, Any], device: torch.device, repeats: int, *, trains:
     return beside_own_code(case, model, partial(run, pixels=images), device, repeats, trains=trains)
 
 
-def main(
-    dtypes: Annotated[str | None, typer.Option(help="Comma-separated. Default: float32, on a GPU bfloat16.")] = None,
-    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 3,
-    output: Path | None = None,
-) -> None:
+def main(dtypes: Dtypes = None, repeats: Repeats = 3, output: Path | None = None) -> None:
     """Measure each number and size of images; keep it as JSON."""
-    device, dtypes, output = device_defaults("benchmark_pixtral", dtypes, output)
-    kept = KeptRuns(output, {"layers": LAYERS}, device)
     trained = {(images, side**2): trains for images, side, trains in CASES}
-    cases = [
-        {"model": "Pixtral-12B", "texts": images, "length": patches, "dtype": dtype}
-        for images, patches in trained
-        for dtype in dtypes.split(",")
-    ]
-    for case in track(kept.missing(cases), description="pixtral"):
-        kept.add(*measure(case, device, repeats, trains=trained[case["texts"], case["length"]]))
-    print_rows(kept)
+    cases = [{"model": "Pixtral-12B", "texts": images, "length": patches} for images, patches in trained]
+
+    def rows(case: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+        return measure(case, device, repeats, trains=trained[case["texts"], case["length"]])
+
+    measure_all("pixtral", {"layers": LAYERS}, cases, dtypes, output, rows)
 
 
 if __name__ == "__main__":

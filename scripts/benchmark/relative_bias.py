@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import track
 from torch import nn
 from transformers import (
     DebertaV2Config,
@@ -33,8 +32,7 @@ from transformers import (
 )
 
 from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, device_defaults, print_rows
-from .longformer import beside_own_code
+from ._exact import Dtypes, Repeats, beside_own_code, check_models, measure_all
 from .models import TOKENS
 
 LAYERS = 3
@@ -117,27 +115,19 @@ def measure(
 
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(CASES),
-    dtypes: Annotated[str | None, typer.Option(help="Comma-separated. Default: float32, on a GPU bfloat16.")] = None,
-    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 3,
+    dtypes: Dtypes = None,
+    repeats: Repeats = 3,
     output: Path | None = None,
 ) -> None:
     """Measure each of them on its batches; keep it as JSON."""
-    unknown = set(models.split(",")) - CASES.keys()
-    if unknown:
-        raise typer.BadParameter(f"models must be of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
-    device, dtypes, output = device_defaults("benchmark_relative_bias", dtypes, output)
-    kept = KeptRuns(output, {"layers": LAYERS}, device)
-    trained = {(name, texts, length): trains for name, cases in CASES.items() for texts, length, trains in cases}
-    cases = [
-        {"model": name, "texts": texts, "length": length, "dtype": dtype}
-        for name, texts, length in trained
-        if name in models.split(",")
-        for dtype in dtypes.split(",")
-    ]
-    for case in track(kept.missing(cases), description="relative bias"):
-        trains = trained[case["model"], case["texts"], case["length"]]
-        kept.add(*measure(case, device, repeats, trains=trains))
-    print_rows(kept)
+    check_models(models, CASES)
+    trained = {(name, texts, length): trains for name in models.split(",") for texts, length, trains in CASES[name]}
+    cases = [{"model": name, "texts": texts, "length": length} for name, texts, length in trained]
+
+    def rows(case: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+        return measure(case, device, repeats, trains=trained[case["model"], case["texts"], case["length"]])
+
+    measure_all("relative_bias", {"layers": LAYERS}, cases, dtypes, output, rows)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import track
 from transformers.masking_utils import causal_mask_function, eager_mask, sliding_window_causal_mask_function
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
@@ -28,7 +27,7 @@ from hf_effattn.patching.exact.windows import attend_in_blocks, mask_of_blocks
 from hf_effattn.patching.methods import make_method
 
 from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, device_defaults, print_rows
+from ._exact import Repeats, measure_all
 
 EAGER, EXACT = "eager", "exact"
 WINDOW = 128
@@ -99,22 +98,13 @@ def measure(run: dict[str, Any], device: torch.device, repeats: int) -> list[dic
 def main(
     lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "1024,4096,16384",
     dtypes: Annotated[str, typer.Option(help="Comma-separated: float32, bfloat16.")] = "bfloat16",
-    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 3,
+    repeats: Repeats = 3,
     output: Path | None = None,
 ) -> None:
     """Measure both kinds of layers at every length and dtype, and keep it as JSON."""
-    device, _, output = device_defaults("benchmark_sinks", None, output)
     settings = {"heads": HEADS, "key_heads": KEY_HEADS, "head_dim": HEAD_DIM, "window": WINDOW}
-    kept = KeptRuns(output, settings, device)
-    runs: list[dict[str, Any]] = [
-        {"layer": layer, "length": int(length), "dtype": dtype}
-        for layer in ("full", "window")
-        for length in lengths.split(",")
-        for dtype in dtypes.split(",")
-    ]
-    for run in track(kept.missing(runs), description="sinks"):
-        kept.add(*measure(run, device, repeats))
-    print_rows(kept)
+    cases = [{"layer": layer, "length": int(length)} for layer in ("full", "window") for length in lengths.split(",")]
+    measure_all("sinks", settings, cases, dtypes, output, partial(measure, repeats=repeats))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from rich.progress import track
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import (
     sdpa_mask,
@@ -36,7 +35,8 @@ from hf_effattn.patching.exact.windows import (
 )
 
 from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, device_defaults, print_rows
+from ..kept.runs import device_defaults
+from ._exact import Repeats, measure_all
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 WINDOWS: tuple[Window, ...] = (Window(64, 64), Window(512, 512), Window(511, 0), Window(1023, 0))
@@ -111,37 +111,30 @@ def main(
     heads: int = 12,
     sharing: Annotated[str, typer.Option(help="In decoders: query heads that share keys, comma-separated.")] = "1,6",
     head_dim: int = 64,
-    repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 3,
+    repeats: Repeats = 3,
     output: Path | None = None,
 ) -> None:
     """Measure every window, length and dtype, and batches at the shortest length; keep it as JSON."""
-    device, dtype, output = device_defaults("benchmark_windows", None, output)
-    dtypes = dtypes or ",".join(dict.fromkeys((dtype, "bfloat16")))
-    kept = KeptRuns(output, {"heads": heads, "head_dim": head_dim}, device)
+    _, dtype, _ = device_defaults("benchmark_windows", None, output)
     runs: list[dict[str, Any]] = [
-        {
-            "before": window.before,
-            "after": window.after,
-            "sharing": int(group),
-            "length": tokens,
-            "batch": batch,
-            "dtype": dtype,
-        }
+        {"before": window.before, "after": window.after, "sharing": int(group), "length": tokens, "batch": batch}
         for window in WINDOWS
         for group in (sharing.split(",") if not window.after else "1")
         for length in lengths.split(",")
         for batch in (BATCHES if length == SHORTEST else (1,))
         for tokens in (shortest_length(window, batch) if length == SHORTEST else int(length),)
-        for dtype in dtypes.split(",")
     ]
     if any(run["length"] < shortest_length(Window(run["before"], run["after"]), run["batch"]) for run in runs):
         least = max(shortest_length(window, batch_size=1) for window in WINDOWS)
         raise typer.BadParameter(f"lengths must be at least {least:,}: in fewer tokens not all windows run in blocks")
     if any(heads % run["sharing"] for run in runs):
         raise typer.BadParameter(f"sharing must divide the {heads} heads, got {sharing}")
-    for run in track(kept.missing(runs), description="windows"):
-        kept.add(run | measure(run, heads, head_dim, device, repeats))
-    print_rows(kept)
+
+    def row(run: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+        return [run | measure(run, heads, head_dim, device, repeats)]
+
+    dtypes = dtypes or ",".join(dict.fromkeys((dtype, "bfloat16")))
+    measure_all("windows", {"heads": heads, "head_dim": head_dim}, runs, dtypes, output, row)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from typing import Any
 
 from hf_effattn.reporting.table import markdown
 
-from ..benchmark import longformer as benchmark_longformer
+from ..benchmark._exact import BLOCKS
 from ..benchmark.attention import EXACT
 from .cst_tables import Table, of_file
 
@@ -61,10 +61,10 @@ def _beside_own_code(result: dict[str, Any]) -> tuple[list[str], list[list[str]]
         found.items(), key=lambda at: (order.index(at[0][0]), at[0][2], at[0][1])
     ):
         cells = [DROPPED.get(name, name), f"{texts} × {length:,}" if texts > 1 else f"{length:,}"]
-        for patched in (case[one][benchmark_longformer.BLOCKS] for one in dtypes):
+        for patched in (case[one][BLOCKS] for one in dtypes):
             speeds = (f"{patched[name]:.1f}×" if name in patched else "" for name in ("forward", "training"))
             cells += [*speeds, f"{patched['error']:.0e}"]
-        ways = case[dtypes[0]][EXACT], case[dtypes[0]][benchmark_longformer.BLOCKS]
+        ways = case[dtypes[0]][EXACT], case[dtypes[0]][BLOCKS]
         peaks = [[row[peak] / 2**20 for row in ways if peak in row] for peak in held.values()]
         cells += [" to ".join(f"{peak:,.0f}" for peak in both) + " MiB" if both else "" for both in peaks]
         rows.append(cells)

@@ -31,7 +31,7 @@ from scripts.benchmark import relative_bias as benchmark_relative_bias
 from scripts.benchmark import rivals as benchmark_rivals
 from scripts.benchmark import sinks as benchmark_sinks
 from scripts.benchmark import windows as benchmark_windows
-from scripts.benchmark.longformer import BLOCKS
+from scripts.benchmark._exact import BLOCKS
 from scripts.kept import data as shared_data
 from scripts.publish import cst_tables
 from scripts.publish import readme as update_readme
