@@ -16,7 +16,7 @@ from ..whole_files import PART, write_whole
 from .documents import Document, Skipped, as_shown
 from .plan import Batch
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST, DOCUMENTS, SKIPPED, SHARDS, LOCK = "embed.json", "documents.jsonl", "skipped.jsonl", "shards", ".lock"
 IDS, VECTORS = "ids.jsonl", {"npy": "vectors.npy", "parquet": "vectors.parquet"}
 OWN = {MANIFEST, DOCUMENTS, SKIPPED, SHARDS, LOCK, IDS, *VECTORS.values()}
@@ -53,7 +53,7 @@ class RunFolder:
         """What the run was begun with; None where it was not begun.
 
         Raises:
-            ValueError: a newer version wrote it, or it is damaged.
+            ValueError: another version wrote it, or it is damaged.
         """
         try:
             found: dict[str, Any] = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
@@ -64,8 +64,9 @@ class RunFolder:
             raise ValueError(
                 f"{self.path / MANIFEST} is damaged ({error}): delete the folder and start anew"
             ) from None
-        if version > FORMAT_VERSION:
-            raise ValueError(f"{self.path / MANIFEST} has format {version}, at most {FORMAT_VERSION} is read: update")
+        if version != FORMAT_VERSION:
+            what = "update hf_effattn" if version > FORMAT_VERSION else "start anew in another folder"
+            raise ValueError(f"{self.path / MANIFEST} has format {version}, and {FORMAT_VERSION} is read: {what}")
         return found
 
     def write_manifest(self, **values: Any) -> None:

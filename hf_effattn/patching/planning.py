@@ -242,7 +242,7 @@ def warn_of_decoder_loss(plan: PatchPlan) -> None:
         f'"{plan.method.method}", alike for all heads, raised the perplexity of a language model by {loss[0]:.1%} and '
         f"changed {loss[1]:.1%} of its most likely next tokens; with what hf_effattn.calibrate found for each head it "
         f"was {least[0]:.1%} and {least[1]:.1%} (SmolLM2-135M, scripts/benchmark/language_model.py, the worst text). "
-        "Take patch_attention(model, settings=hf_effattn.calibrate(model, inputs, error=0.11)), inputs like yours.",
+        "Take patch_attention(model, settings=hf_effattn.calibrate(model, inputs, max_error=0.11)), of your inputs.",
         stacklevel=3,
     )
 

@@ -13,17 +13,15 @@ from transformers.utils import cached_file
 from .methods import METHODS, Method, make_method, setting_names
 
 FIELD = "effattn"
-# Written is the oldest that says it all, so that earlier versions of the package read what they can run.
-FORMAT_VERSION = 2  # 1: no "per-head", no tolerance
+FORMAT_VERSION = 3
 SETTINGS_FILE = "effattn.json"
 BASE_MODEL = "base_model"
 
 
 def write_stored(method: Method, layers: Iterable[int] | None, base_model: str | None = None) -> dict[str, Any]:
     """The dict for `config.effattn`; `layers` None means all, `base_model` is the exact model's id on the Hub."""
-    newer = method.tolerance is not None or method.differs_by_layer
     return {
-        "version": FORMAT_VERSION if newer else 1,
+        "version": FORMAT_VERSION,
         "method": method.method,
         "layers": None if layers is None else list(layers),
         **({} if base_model is None else {BASE_MODEL: base_model}),
@@ -63,7 +61,7 @@ def read_stored(stored: object, method: str | None = None, **overrides: Any) -> 
         `(Method, list[int] | None)`: the method with its settings, and the layers as they stand in the dict.
 
     Raises:
-        ValueError: written in a newer format, no method, an unknown method, a value outside its range.
+        ValueError: written in another format, no method, an unknown method, a value outside its range.
         TypeError: not a dict, a value of the wrong type, layers that are no list of ints.
 
     Fields that this version does not know are ignored with a warning that names them.
@@ -78,10 +76,13 @@ def read_stored(stored: object, method: str | None = None, **overrides: Any) -> 
         raise TypeError(
             f"config.effattn['version'] must be an int, got {version!r}; this package writes {FORMAT_VERSION}"
         )
-    if version > FORMAT_VERSION:
+    if version != FORMAT_VERSION:
+        whose, update = "an earlier hf_effattn, whose settings had other names", ""
+        if version > FORMAT_VERSION:
+            whose, update = "a newer hf_effattn", "update hf_effattn, or "
         raise ValueError(
-            f"config.effattn was written by a newer hf_effattn (format {version}, this one reads up to "
-            f"{FORMAT_VERSION}): update hf_effattn, or delete the field and call patch_attention with new settings"
+            f"config.effattn was written by {whose} (format {version}, this one reads {FORMAT_VERSION}): {update}"
+            "delete the field and call patch_attention, or calibrate, anew"
         )
     method = values.pop("method", method)
     if method is None:

@@ -66,7 +66,7 @@ CALIBRATED = "bi-clustered, calibrated"
 BUDGET = 0.1
 METHODS: dict[str, dict[str, Any]] = {
     "i-clustered clusters=100 topk=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
-    CALIBRATED: {"method": "per-head", "error": BUDGET},  # the heads: `calibrated_heads`
+    CALIBRATED: {"method": "per-head", "max_error": BUDGET},  # the heads: `calibrated_heads`
 }
 WINDOWS_ALONE = "exact, windows in blocks"
 HEADS = "heads"  # what a row is about: the settings of heads
@@ -140,7 +140,7 @@ def switches(model: PreTrainedModel, table: list[list[int]]) -> dict[str, Callab
         if name == CALIBRATED:
             own = described(stack)
             heads = heads_like(table, own["layers"], own["key_heads"])
-            ladder = default_ladder(causal=False, over="layers")
+            ladder = default_ladder(causal=False, error_of="layer")
             settings = {"method": "per-head", "rungs": ladder, "heads": heads}
         found[name] = partial(patch_attention, model, **settings, min_length=0)
     return found
@@ -190,7 +190,7 @@ def main(
 ) -> None:
     """Measure one document of every shape, length and dtype, print the table, and keep it as JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kept = KeptRuns(output, {"methods": METHODS, "rungs": default_ladder(causal=False, over="layers")}, device)
+    kept = KeptRuns(output, {"methods": METHODS, "rungs": default_ladder(causal=False, error_of="layer")}, device)
     for length in sorted({int(part) for part in lengths.split(",")}):
         if not kept.matching({"what": HEADS, "length": length}):
             kept.add({"what": HEADS, "length": length, "method": CALIBRATED} | calibrated_heads(length))

@@ -1,8 +1,8 @@
 """What does a budget of error over layers gain, beside one setting for all heads, and beside others' methods?
 
-Settings of every head are found as `hf_effattn.calibrate(…, over="layers")` finds them, on books; errors and times are
-those of `scripts/benchmark/rivals.py`, on its held-out novels: all heads of a layer together, the mean of the layers.
-In the same rounds run what was the fastest setting of each method for an error in `benchmark_rivals.json`, which may
+Settings of every head are found as `hf_effattn.calibrate(…, error_of="layer")` finds them, on books; errors and times
+are those of `scripts/benchmark/rivals.py`, on its held-out novels: all heads of a layer, the mean of the layers. In
+the same rounds run what was the fastest setting of each method for an error in `benchmark_rivals.json`, which may
 come from another machine. Both passes are timed of a few, beside settings found with `training=True`.
 
     python -m scripts.benchmark.layers            # writes scripts/results/benchmark_layers.json
@@ -58,7 +58,7 @@ RIVALS_FILE = Path(__file__).parents[1] / "results" / "benchmark_rivals.json"
 
 
 def named(budget: float) -> Name:
-    return METHOD, f"error={budget:g}"
+    return METHOD, f"max_error={budget:g}"
 
 
 @torch.no_grad()
@@ -68,7 +68,7 @@ def errors_of_books(length: int, *, training: bool) -> tuple[LadderErrors, torch
     `training`: what both passes cost, too.
     """
     model, tokenizer, _ = load_model(None)
-    ladder = [make_method(**one, min_length=0) for one in default_ladder(causal=False, over="layers")]
+    ladder = [make_method(**one, min_length=0) for one in default_ladder(causal=False, error_of="layer")]
     found = LadderErrors(ladder, training=training)
     for book in track(CALIBRATED[:BOOKS], description=f"{length:,} tokens: calibration"):
         tokens = tokens_of(tokenizer, "calibrated", book, length)

@@ -82,7 +82,7 @@ IMPROVED = grid(clusters=(25, 50, 100, 200, 400), topk=(64, 192, 384))
 SUMMARIES = grid(clusters=(32, 64, 128, 256), key_clusters=(32, 64, 128))
 # With more heads exact there is less error, for which smaller clusters would take longer.
 SPARED = [
-    sizes | {"exact_above": least}
+    sizes | {"max_predicted_error": least}
     for least in (0.1, 0.2, 0.3)
     for sizes in rows_of(
         "clusters topk key_clusters", (32, 64, 32), (64, 128, 64), (100, 128, 64), (128, 128, 128), (200, 256, 128)
@@ -91,7 +91,7 @@ SPARED = [
 # How a curve's settings become something to call, and the settings.
 RIVALS: dict[str, tuple[Callable[..., Attend], list[Settings]]] = {
     OURS[0]: (_method("bi-clustered"), SIZES + SPARED),
-    OURS[1]: (_method("bi-clustered", exact_above=None), SIZES),
+    OURS[1]: (_method("bi-clustered", max_predicted_error=None), SIZES),
     "bi-clustered, order zero": (_rival(_rivals.order_zero), SIZES + LARGER),
     "i-clustered, K-means": (_method("i-clustered"), IMPROVED),
     "i-clustered, LSH": (_method("i-clustered", clustering="lsh", iterations=10, bits=32), IMPROVED),

@@ -329,8 +329,8 @@ def documents(result: dict[str, Any]) -> Table:
     )
     note = (
         "Random weights; attention: its share of the exact model's time. Calibrated: heads have the settings that "
-        f'`calibrate(…, over="layers")` finds for MiniLM\'s at {benchmark_documents.BUDGET}; on other books it errs '
-        f"{errors} tokens, the mean of its layers. "
+        f'`calibrate(…, error_of="layer")` finds for MiniLM\'s at {benchmark_documents.BUDGET}; on other books it '
+        f"errs {errors} tokens, the mean of its layers. "
     )
     if weighed:
         note += "Memory beside weights and tokens, on one thread. "

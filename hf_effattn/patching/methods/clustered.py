@@ -272,9 +272,9 @@ class BiClustered(ImprovedClustered):
             the future six times as many per head.
         key_clusters (`int`): clusters of keys per head, by K-means in the metric of the queries' offsets from their
             centroids; more are more exact and slower. In models that mask the future half of them per segment.
-        exact_above (`float`, *optional*): heads whose predicted error (`hf_effattn.ops.predicted_error`) is larger run
-            exact attention; None: none does. In models that mask the future decided segment by segment, from earlier
-            tokens, and for an error of the older keys four times as large.
+        max_predicted_error (`float`, *optional*): heads whose predicted error (`hf_effattn.ops.predicted_error`) is
+            larger run exact attention; None: none does. In models that mask the future decided segment by segment,
+            from earlier tokens, and for an error of the older keys four times as large.
     """
 
     method: ClassVar[str] = "bi-clustered"
@@ -289,19 +289,19 @@ class BiClustered(ImprovedClustered):
         **ImprovedClustered.purpose,
         "topk": "the number of keys per cluster that its queries attend to exactly",
         "key_clusters": "the number of key clusters per head that stand for all other keys",
-        "exact_above": "heads with a larger predicted error run exact attention; None: none does",
+        "max_predicted_error": "heads with a larger predicted error run exact attention; None: none does",
     }
 
     # The least time for an error, on real queries and keys: scripts/benchmark/rivals.py.
     clusters: int = 32
     topk: int = 64
     key_clusters: int = 32
-    exact_above: float | None = 0.5
+    max_predicted_error: float | None = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_int("key_clusters", minimum=1)
-        self._check_number("exact_above")
+        self._check_number("max_predicted_error")
 
     def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
         own_clusters = not causal and self.key_clusters >= key_length
@@ -315,7 +315,9 @@ class BiClustered(ImprovedClustered):
         return super().causal_options() | {
             "clusters": 1,  # what more of them save is saved in less time by more clusters of keys
             "key_clusters": -(-self.key_clusters // OLDER_KEY_CLUSTERS),
-            "exact_above": None if self.exact_above is None else OLDER_ERROR * self.exact_above,
+            "max_predicted_error": None
+            if self.max_predicted_error is None
+            else OLDER_ERROR * self.max_predicted_error,
         }
 
     def group(
@@ -324,7 +326,11 @@ class BiClustered(ImprovedClustered):
         on_cpu = query.device.type == "cpu" and not torch.compiler.is_compiling()
         find = self._group_on_cpu if on_cpu else self._group_heads
         labels, key_labels, predicted = find(query, key, key_mask, scale)
-        return (labels, key_labels) if self.exact_above is None else (labels, key_labels, predicted > self.exact_above)
+        return (
+            (labels, key_labels)
+            if self.max_predicted_error is None
+            else (labels, key_labels, predicted > self.max_predicted_error)
+        )
 
     def _group_on_cpu(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None
@@ -344,7 +350,7 @@ class BiClustered(ImprovedClustered):
             fit_queries=self.fitted_queries,
             seed=self.seed,
             scale=query.shape[3] ** -0.5 if scale is None else scale,
-            predict=self.exact_above is not None,
+            predict=self.max_predicted_error is not None,
         )
         return cluster_both(*x)
 
@@ -366,7 +372,7 @@ class BiClustered(ImprovedClustered):
             query_mask=key_mask,
             seed=self.seed,
         )
-        if self.exact_above is None:
+        if self.max_predicted_error is None:
             return labels, key_labels, key.new_zeros(key.shape[:2])
         group = query.shape[1] // key.shape[1]
         predicted = predicted_error(
@@ -377,7 +383,7 @@ class BiClustered(ImprovedClustered):
     def exact_heads(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
     ) -> list[int]:
-        if self.exact_above is None or self.is_exact(query.shape[2], key.shape[2], query.device.type):
+        if self.max_predicted_error is None or self.is_exact(query.shape[2], key.shape[2], query.device.type):
             return []
         exact = self.group(query, key, key_mask, scale)[2].any(dim=0)  # (key/value heads,)
         return exact.repeat_interleave(query.shape[1] // key.shape[1]).nonzero()[:, 0].tolist()

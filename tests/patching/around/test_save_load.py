@@ -231,14 +231,19 @@ def test_switching_to_another_method_needs_its_settings() -> None:
     ("stored", "error", "message"),
     [
         (
-            {"version": 3, "method": "clustered"},
+            {"version": 4, "method": "clustered"},
             ValueError,
-            "newer hf_effattn .format 3, this one reads up to 2.*update",
+            "newer hf_effattn .format 4, this one reads 3.*update",
+        ),
+        (
+            {"version": 2, "method": "bi-clustered", "exact_above": None},
+            ValueError,
+            "earlier hf_effattn, whose settings had other names .format 2, this one reads 3.*anew",
         ),
         ({"version": "1", "method": "clustered"}, TypeError, "'version'. must be an int"),
-        ({"version": 1, "method": "cluster"}, ValueError, 'unknown attention method .*did you mean "clustered"'),
-        ({"version": 1, "method": "clustered", "clusters": 0}, ValueError, "clusters must be at least 1"),
-        ({"version": 1, "method": "clustered", "layers": [7]}, ValueError, "layers has 7, but the model has 3 layers"),
+        ({"version": 3, "method": "cluster"}, ValueError, 'unknown attention method .*did you mean "clustered"'),
+        ({"version": 3, "method": "clustered", "clusters": 0}, ValueError, "clusters must be at least 1"),
+        ({"version": 3, "method": "clustered", "layers": [7]}, ValueError, "layers has 7, but the model has 3 layers"),
         ("clustered", TypeError, "config.effattn must be a dict"),
     ],
 )
@@ -265,7 +270,7 @@ def test_settings_without_a_method(tmp_path: Path) -> None:
 
 
 def test_unknown_fields_warn_by_name(tmp_path: Path) -> None:
-    stored = {"version": 1, "method": "clustered", "clusters": 4, "sharpness": 3, "aim": "x"}
+    stored = {"version": 3, "method": "clustered", "clusters": 4, "sharpness": 3, "aim": "x"}
     tiny_model("bert", effattn=stored).save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="does not know and ignores: aim, sharpness"):
         model = hf_effattn.from_pretrained(AutoModel, tmp_path)

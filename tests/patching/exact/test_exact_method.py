@@ -94,7 +94,7 @@ def test_saved_and_loaded(model_type: str, tmp_path: Path, in_blocks: list[torch
     auto_class = AutoModel if model_type == "modernbert" else AutoModelForCausalLM
     expected = output(model)
     model.save_pretrained(tmp_path)
-    assert model.config.effattn == {"version": 1, "method": METHOD, "layers": None}
+    assert model.config.effattn == {"version": 3, "method": METHOD, "layers": None}
     loaded = hf_effattn.from_pretrained(auto_class, tmp_path).eval()
     assert torch.equal(output(loaded), expected)
     by_transformers = auto_class.from_pretrained(tmp_path, attn_implementation=METHOD).eval()

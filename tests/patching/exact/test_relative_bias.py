@@ -473,4 +473,4 @@ def test_what_is_said_of_it() -> None:
     with pytest.raises(ValueError, match="all its layers add biases of distances and stay exact"):
         hf_effattn.patch_attention(model, "bi-clustered", layers=[0])
     with pytest.raises(ValueError, match="no attention to measure: all its layers add biases of distances"):
-        hf_effattn.calibrate(model, inputs_of(), error=0.1)
+        hf_effattn.calibrate(model, inputs_of(), max_error=0.1)

@@ -312,7 +312,7 @@ def test_methods_approximate_nothing_and_say_so(model_type: str) -> None:
     with pytest.raises(ValueError, match="no attention to patch: all its layers bend their scores by a tanh"):
         hf_effattn.patch_attention(model, "bi-clustered", layers=[0])
     with pytest.raises(ValueError, match="all its layers bend their scores by a tanh, and patch_attention runs them"):
-        hf_effattn.calibrate(model, {"input_ids": tokens()}, error=0.1, progress=False)
+        hf_effattn.calibrate(model, {"input_ids": tokens()}, max_error=0.1, progress=False)
 
 
 @each_model

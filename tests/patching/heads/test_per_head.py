@@ -21,7 +21,7 @@ from hf_effattn.patching.methods.per_head import PerHead, Share, _grouping_cost,
 
 RUNGS: list[dict[str, Any]] = [
     {"method": "i-clustered", "clusters": 4, "topk": 3},
-    {"method": "bi-clustered", "clusters": 6, "topk": 8, "key_clusters": 7, "exact_above": None},
+    {"method": "bi-clustered", "clusters": 6, "topk": 8, "key_clusters": 7, "max_predicted_error": None},
 ]
 # Three layers of two heads.
 HEADS = [[0, 2], [1, 0], [2, 2]]
@@ -212,7 +212,7 @@ def test_saved_and_loaded_in_a_fresh_process(tmp_path: Path) -> None:
     model = tiny_model("bert")
     batch = batch_for(model, padding="right")
     rungs = [rung | LOCAL for rung in RUNGS]
-    made = {"error": 0.1, "errors": [[0.01, 0.0]] * 3}
+    made = {"max_error": 0.1, "error_of": "head", "errors": [[0.01, 0.0]] * 3}
     hf_effattn.patch_attention(
         model, "per-head", rungs=rungs, heads=HEADS, min_length=0, calibration=made, tolerance=0.5
     )
@@ -221,7 +221,7 @@ def test_saved_and_loaded_in_a_fresh_process(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     torch.save((batch.inputs, expected), tmp_path / "batch.pt")
     saved = json.loads((tmp_path / "config.json").read_text())["effattn"]
-    assert saved["version"] == 2
+    assert saved["version"] == 3
     assert saved == model.config.effattn
     code = f"""
         import json, torch, hf_effattn
@@ -244,10 +244,9 @@ def test_saved_and_loaded_in_a_fresh_process(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
-def test_what_was_written_before_is_written_still() -> None:
+def test_nothing_of_a_tolerance_is_written_where_there_is_none() -> None:
     model = tiny_model("bert")
     hf_effattn.patch_attention(model, "i-clustered", clusters=6, min_length=0)
-    assert model.config.effattn["version"] == 1
     assert not {"tolerance", "on_excess"} & set(model.config.effattn)
 
 
@@ -275,11 +274,11 @@ def test_another_models_settings_are_refused(tmp_path: Path) -> None:
     refused(model, "a rung must be a method or a dict", TypeError, method="per-head", rungs=["x"], heads=HEADS)
     refused(model, "name a method")
 
-    newer = {"version": 3, **rungs, "heads": HEADS}
+    newer = {"version": 4, **rungs, "heads": HEADS}
     file = tmp_path / "effattn.json"
     file.write_text(json.dumps(newer))
-    refused(model, r"newer hf_effattn \(format 3", settings=file)
-    file.write_text(json.dumps(newer | {"version": 2}))
+    refused(model, r"newer hf_effattn \(format 4", settings=file)
+    file.write_text(json.dumps(newer | {"version": 3}))
     refused(
         model,
         'holds settings of "per-head", and the method asked for is "clustered"',
@@ -305,7 +304,7 @@ def test_the_name_alone_is_refused_by_the_forward_pass() -> None:
 
 
 def test_settings_of_a_file_serve_a_model_with_a_head(tmp_path: Path) -> None:
-    stored = {"version": 2, "method": "per-head", "rungs": RUNGS, "heads": HEADS, "min_length": 0}
+    stored = {"version": 3, "method": "per-head", "rungs": RUNGS, "heads": HEADS, "min_length": 0}
     (tmp_path / "effattn.json").write_text(json.dumps(stored))
     model = AutoModel.from_config(tiny_model("bert").config)
     hf_effattn.patch_attention(model, settings=tmp_path, tolerance=0.1)

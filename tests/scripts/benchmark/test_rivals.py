@@ -180,7 +180,7 @@ def test_heads_that_share_a_budget(real_model_folder, tmp_path, monkeypatch):
         return Passages(tokenizer, bundled_books()).spread(length, layers.BOOKS)[layers.CALIBRATED.index(name)][None]
 
     ladder = [
-        {"method": "bi-clustered", "clusters": C, "topk": k, "key_clusters": C, "exact_above": None}
+        {"method": "bi-clustered", "clusters": C, "topk": k, "key_clusters": C, "max_predicted_error": None}
         for C, k in ((8, 8), (32, 64))
     ]
     monkeypatch.setattr(layers, "tokens_of", tokens_of)
@@ -210,7 +210,7 @@ def test_heads_that_share_a_budget(real_model_folder, tmp_path, monkeypatch):
     assert shared[0.3]["error"] > 2 * shared[0.05]["error"]
     assert {0, 1} <= {index for row in shared.values() for heads in row["heads"] for index in heads}
     trained = [row for row in rows if row.get("part")]
-    assert [row["name"] for row in trained] == ["error=0.2", "error=0.1", "error=0.05"]
+    assert [row["name"] for row in trained] == ["max_error=0.2", "max_error=0.1", "max_error=0.05"]
     assert {index for row in trained for heads in row["heads"] for index in heads} <= {1, 2}
     assert all(row["error"] <= 1.2 * row["budget"] for row in trained)
     lines = layers.verdicts(rows)
