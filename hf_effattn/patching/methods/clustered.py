@@ -326,11 +326,9 @@ class BiClustered(ImprovedClustered):
         on_cpu = query.device.type == "cpu" and not torch.compiler.is_compiling()
         find = self._group_on_cpu if on_cpu else self._group_heads
         labels, key_labels, predicted = find(query, key, key_mask, scale)
-        return (
-            (labels, key_labels)
-            if self.max_predicted_error is None
-            else (labels, key_labels, predicted > self.max_predicted_error)
-        )
+        if self.max_predicted_error is None:
+            return labels, key_labels
+        return labels, key_labels, predicted > self.max_predicted_error
 
     def _group_on_cpu(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None
