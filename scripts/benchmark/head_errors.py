@@ -27,7 +27,7 @@ from hf_effattn.samples.model import load_model
 from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, print_table
 from ._inputs import HELD_OUT, Inputs, held_out_inputs, held_out_tokens
-from ._rivals import order_zero
+from ._other_methods import order_zero
 
 LENGTHS = (2048, 4096, 8192)
 # Clusters, top keys, key clusters.

@@ -329,18 +329,18 @@ def test_a_run_that_stops_at_any_write_goes_on_to_the_same_file(
     options = ["--batch-tokens", "70", "--format", form]
     assert embed(encoder, documents, tmp_path / "whole", *options).exit_code == 0
     expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir() if path.name != "embed.json"}
-    write = kept.write_whole
+    write = kept.write_atomically
     stops = 0
     while True:
         output = tmp_path / f"stopped-{stops}"
-        monkeypatch.setattr(kept, "write_whole", stop_at_write(stops, moment, write))
+        monkeypatch.setattr(kept, "write_atomically", stop_at_write(stops, moment, write))
         try:
             embed(encoder, documents, output, *options)
         except StoppedError:
             stops += 1
         else:
             break
-        monkeypatch.setattr(kept, "write_whole", write)
+        monkeypatch.setattr(kept, "write_atomically", write)
         assert embed(encoder, documents, output, *options).exit_code == 0
         assert {path.name for path in output.iterdir()} == expected.keys() | {"embed.json"}
         for name, content in expected.items():

@@ -25,7 +25,7 @@ def test_tuned_on_ones_own_text_beyond_the_models_positions(tmp_path: Path) -> N
     assert result.exit_code == 0, result.output
     assert "knows 64 positions" in result.stderr
     assert "12/12 layer 1, 150 tokens" in result.stderr
-    assert {path.name for path in output.iterdir()} == {"effattn.json", "rungs.png"}
+    assert {path.name for path in output.iterdir()} == {"effattn.json", "head_settings.png"}
     stored = json.loads((output / "effattn.json").read_text())
     found = stored["calibration"]
     assert (found["max_error"], found["training"], found["lengths"], found["texts"]) == (0.2, True, [80, 150], 6)

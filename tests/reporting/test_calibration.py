@@ -361,7 +361,7 @@ def test_a_report_says_what_was_asked_calibrated_and_measured(tmp_path: Path) ->
     assert "asked was at most 20% in every head" in said
     assert "on the texts it was calibrated on, and here is" in said
     files = [path.name for path in report.save(tmp_path)]
-    assert "rungs.png" in files
+    assert "head_settings.png" in files
     again = hf_effattn.Report.load(tmp_path)
     assert again.summary() == said
 

@@ -292,7 +292,7 @@ class BiClustered(ImprovedClustered):
         "max_predicted_error": "heads with a larger predicted error run exact attention; None: none does",
     }
 
-    # The least time for an error, on real queries and keys: scripts/benchmark/rivals.py.
+    # The least time for an error, on real queries and keys: scripts/benchmark/other_methods.py.
     clusters: int = 32
     topk: int = 64
     key_clusters: int = 32
