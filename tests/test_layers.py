@@ -26,7 +26,7 @@ LAYERS = (
     "models",
     "data",
     "ops",
-    "whole_files",
+    "atomic_files",
     "settings_text",
     "version",
 )

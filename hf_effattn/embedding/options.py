@@ -20,7 +20,7 @@ class EmbedOptions:
         output (`Path`): the folder of the run: new, or that of a run with the same options, which goes on.
         method (`dict`, *optional*): a method and its settings. Default: as the model was patched, or else exact,
             on a CPU by `"exact"` where it has windows.
-        error_budget (`float`, *optional*): choose the fastest method within this error of the last hidden state.
+        max_error (`float`, *optional*): choose the fastest method within this error of the last hidden state.
         pooling (`str`, *optional*): `"mean"`, `"cls"` or `"last"`. Default: as stored with the model, else the mean.
         normalize (`bool`, *optional*): whether vectors get length 1. Default: as stored with the model, else no.
         prompt (`str`, *optional*): put before every document. Default: as stored with the model, else none.
@@ -40,7 +40,7 @@ class EmbedOptions:
     documents: Path
     output: Path
     method: dict[str, Any] | None = None
-    error_budget: float | None = None
+    max_error: float | None = None
     pooling: str | None = None
     normalize: bool | None = None
     prompt: str | None = None
@@ -64,10 +64,10 @@ class EmbedOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        if self.method is not None and self.error_budget is not None:
-            raise ValueError("--method names a method and --error-budget chooses one: give one of them")
-        if self.error_budget is not None and not self.error_budget > 0:
-            raise ValueError(f"--error-budget must be above 0, got {self.error_budget}: only exact attention has none")
+        if self.method is not None and self.max_error is not None:
+            raise ValueError("--method names a method and --max-error chooses one: give one of them")
+        if self.max_error is not None and not self.max_error > 0:
+            raise ValueError(f"--max-error must be above 0, got {self.max_error}: only exact attention has none")
         if self.chunk is not None and self.extend_positions:
             raise ValueError("--chunk keeps to the model's positions and --extend-positions repeats them: give one")
         if self.method is not None:

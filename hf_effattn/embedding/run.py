@@ -27,6 +27,7 @@ from ..measuring.environment import environment, usable_device
 from ..patching import extend_positions, patch_attention
 from ..patching.model_types.stacks import find_stacks
 from ..patching.stored import FIELD, read_stored
+from ..reporting.findings import ERROR_OF
 from ..reporting.numbers import count
 from ..samples.model import TextModel, load_text_model
 from ..version import __version__
@@ -110,6 +111,7 @@ class _Run:
             begun = {
                 "model": self.options.model,
                 "asked": asked,
+                "error_of": ERROR_OF,
                 "chosen": self._choose(found),
                 **_counts(found, skipped),
             }
@@ -142,12 +144,12 @@ class _Run:
         stored = getattr(loaded.model.config, FIELD, None)
         if stored is not None:
             settings, _ = read_stored(stored)
-            if settings.needs_fine_tuning and (self.options.method or self.options.error_budget):
+            if settings.needs_fine_tuning and (self.options.method or self.options.max_error):
                 raise ValueError(
                     f'the model is a conversion to "{settings.method}", fine-tuned as one: leave --method and '
-                    "--error-budget out"
+                    "--max-error out"
                 )
-            if self.options.method is None and self.options.error_budget is None:
+            if self.options.method is None and self.options.max_error is None:
                 loaded = load_text_model(self.options.model, self.options.dtype, patched=True)
         loaded.model.to(device)
         return loaded
@@ -285,7 +287,7 @@ class _Run:
 
     def _choose(self, documents: Sequence[tuple[Document, int]]) -> dict[str, Any] | None:
         """The method of the run, with its settings; None for the model's own."""
-        if self.options.error_budget is None:
+        if self.options.max_error is None:
             return self.options.method or exact_method(self.model)
         self._extend(documents)
         counts = [tokens for _, tokens in documents]
@@ -299,14 +301,14 @@ class _Run:
         ] or [self._sequences(*documents[int(np.argmax(lengths))])[0]]
         longest = max(map(len, tried))
         self.progress.say(f"Measuring the methods on {len(tried)} of the longer texts, of up to {longest:,} tokens.")
-        return fastest_method(self.model, tried, self.options.error_budget, self.progress.advance)
+        return fastest_method(self.model, tried, self.options.max_error, self.progress.advance)
 
     def _prepare(self, chosen: dict[str, Any] | None, documents: Sequence[tuple[Document, int]]) -> None:
         """The model as the documents need it."""
         self._extend(documents)
         if chosen is None:
-            if self.options.error_budget is not None:
-                self.progress.say("No method is faster within the error budget: exact attention.")
+            if self.options.max_error is not None:
+                self.progress.say("No method is faster within --max-error: exact attention.")
             return
         settings = {name: value for name, value in chosen.items() if name != "hidden_error"}
         patch_attention(self.model, **settings)

@@ -332,13 +332,13 @@ def _rungs(settings: PerHead) -> list[str]:
     table = [[name, str(heads.count(index))] for index, name in enumerate(rung_names(settings))]
     found = [markdown(["settings", "key/value heads"], table)]
     made = settings.calibration
-    if made is not None and "error" in made:
+    if made is not None and "max_error" in made:
         lengths = ", ".join(f"{length:,}" for length in made["lengths"])
         kept, counted = "Each head has the cheapest that kept the relative L2 error of its attention output", "heads"
-        if made.get("over") == "layers":
+        if made["error_of"] == "layer":
             kept, counted = "The heads take the least time in which the layers' mean relative L2 error kept", "texts"
         found.append(
-            f"{kept} within {made['error']:g} on {made['texts']} texts of {lengths} tokens; of those left out, "
+            f"{kept} within {made['max_error']:g} on {made['texts']} texts of {lengths} tokens; of those left out, "
             f"{100 * made['held_out']:.0f}% of the {counted} did, and attention was {made['speed']:.1f} times as fast "
             "as exact attention. The table of heads is in `config.json`."
         )

@@ -14,7 +14,7 @@ DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
     {"method": "clustered", "clusters": 100},
     {"method": "i-clustered", "clusters": 25, "topk": 32},
     {"method": "i-clustered", "clusters": 100, "topk": 32},
-    # The least time for an error, from scripts/benchmark/rivals.py.
+    # The least time for an error, from scripts/benchmark/other_methods.py.
     {"method": "bi-clustered", "clusters": 32, "topk": 64, "key_clusters": 32},
     {"method": "bi-clustered", "clusters": 64, "topk": 128, "key_clusters": 64},
     {"method": "bi-clustered", "clusters": 128, "topk": 128, "key_clusters": 128},

@@ -9,7 +9,8 @@ from typing import Protocol
 
 import torch
 
-OVER = ("heads", "layers")
+# What `max_error` bounds in a calibration.
+ERROR_OF = ("head", "layer")
 # The margins that are tried, beside which texts that a table was not made from stay within the budget.
 MARGINS = tuple(1 + step / 50 for step in range(101))
 MOST_ERROR, BUDGET_STEP = 2.0, 0.005

@@ -19,7 +19,7 @@ from .recording import SeenAttention
 # Of least error for their time in scripts/results/benchmark_frontier.json, the fastest first. No rung predicts which
 # heads are to be exact: that is measured here.
 LADDER: tuple[dict[str, Any], ...] = tuple(
-    {"method": "bi-clustered", "clusters": C, "topk": k, "key_clusters": G, "exact_above": None}
+    {"method": "bi-clustered", "clusters": C, "topk": k, "key_clusters": G, "max_predicted_error": None}
     for C, k, G in (
         (16, 16, 16), (32, 16, 32), (32, 64, 32), (64, 64, 64), (96, 96, 64), (128, 128, 64), (128, 128, 128),
     )
@@ -29,7 +29,7 @@ LAYERS_LADDER: tuple[dict[str, Any], ...] = (
     {"method": "clustered", "clusters": 32},
     {"method": "i-clustered", "clusters": 25, "topk": 384},
     *(
-        {"method": "bi-clustered", "clusters": C, "topk": k, "key_clusters": G, "exact_above": None}
+        {"method": "bi-clustered", "clusters": C, "topk": k, "key_clusters": G, "max_predicted_error": None}
         # The dearest are for long texts, where one exact head takes as long as a layer of others.
         for C, k, G in ((16, 16, 16), (32, 32, 32), (32, 256, 32), (64, 128, 64), (128, 256, 128), (256, 512, 128))
     ),
@@ -37,14 +37,14 @@ LAYERS_LADDER: tuple[dict[str, Any], ...] = (
 # Of models that mask the future, which plain clusters spoil. Half the default segments: fewer scores, which pay for
 # exact heads.
 CAUSAL_LADDER: tuple[dict[str, Any], ...] = tuple(
-    {"method": "bi-clustered", "exact_keys": k, "key_clusters": G, "segment_length": 512, "exact_above": None}
+    {"method": "bi-clustered", "exact_keys": k, "key_clusters": G, "segment_length": 512, "max_predicted_error": None}
     for k, G in ((96, 4), (96, 8), (384, 8), (384, 16), (768, 16), (768, 32), (768, 64))
 )
 
 
-def default_ladder(*, causal: bool, over: str = "heads") -> list[dict[str, Any]]:
+def default_ladder(*, causal: bool, error_of: str = "head") -> list[dict[str, Any]]:
     """The settings that heads choose from; `causal`: of a model that masks the future."""
-    ladder = CAUSAL_LADDER if causal else LADDER if over == "heads" else LAYERS_LADDER
+    ladder = CAUSAL_LADDER if causal else LADDER if error_of == "head" else LAYERS_LADDER
     return [dict(one) for one in ladder]
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
+from ..atomic_files import write_atomically
 from ..ops.shared.callers import stacklevel_of_user
-from ..whole_files import write_whole
 from .methods import METHODS, Method, list_methods, methods_for, setting_names
 from .methods.cst.checkpoint import HUB_OPTIONS
 from .model_types.stacks import Stack, find_stacks
@@ -204,7 +204,7 @@ def keep_beside_adapters(model: Any, folder: Path) -> None:
             stacklevel=stacklevel_of_user(),
         )
         return
-    write_whole(folder / SETTINGS_FILE, lambda file: file.write(json.dumps(stored[0], indent=1).encode()))
+    write_atomically(folder / SETTINGS_FILE, lambda file: file.write(json.dumps(stored[0], indent=1).encode()))
     added = {}
     for stack in stacks:
         owner, name = stack.model.base_model, METHODS[stored[0]["method"]].parameters_name

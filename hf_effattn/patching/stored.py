@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 from .methods import METHODS, Method, make_method, other_kind, setting_names
 
 FIELD = "effattn"
-FORMAT_VERSION = 3  # before it the settings of decoders were those of encoders, and meant other numbers
+FORMAT_VERSION = 3  # before it settings had other names, and those of decoders meant other numbers
 SETTINGS_FILE = "effattn.json"
 BASE_MODEL = "base_model"
 
@@ -97,7 +97,7 @@ def read_fields(stored: object, method: str | None = None) -> tuple[str, Any, di
     if version < FORMAT_VERSION:
         raise ValueError(
             f"config.effattn was written by an older hf_effattn (format {version}, this one reads {FORMAT_VERSION}), "
-            "whose settings meant other numbers in decoders: delete the field, patch the exact model again, and "
+            "whose settings had other names and meanings: delete the field, patch the exact model again, and "
             "calibrate again what hf_effattn.calibrate had found"
         )
     method = values.pop("method", method)

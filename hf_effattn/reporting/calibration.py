@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..atomic_files import write_atomically
 from ..measuring.candidates import rung_names
 from ..measuring.choosing import (
-    OVER,
+    ERROR_OF,
     OfHeads,
     OfLayers,
     Rule,
@@ -38,16 +39,15 @@ from ..patching.model_types.stacks import Stack, model_type_of
 from ..patching.planning import not_a_model
 from ..patching.sentence_transformers import model_and_inputs
 from ..patching.stored import SETTINGS_FILE, base_model_of, read_settings, write_stored
-from ..whole_files import write_whole
 from .numbers import count, percent
-from .pictures import draw_rungs
+from .pictures import draw_head_settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COVERAGE = 0.99
-# What a budget's coverage is a part of.
-COUNTED: dict[str, str] = {"heads": "heads", "layers": "texts"}
+# What the coverage is a part of.
+COUNTED: dict[str, str] = {"head": "heads", "layer": "texts"}
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class Calibration:
     """What `calibrate` found: `patch_attention(model, settings=calibration)`, `print(calibration)`.
 
     Args:
-        settings (`PerHead`): the rungs, the table of heads, and in `calibration` how they were found: `error` (the
-            budget), `over` (what it counts), `lengths`, `texts`, `margin`, `held_out` (the part of the heads, or of
-            the texts, within the budget on texts left out), `errors` (the largest on these texts, by layer and head),
-            over layers `layers_error` (their mean, the largest on these texts), `speed` against exact attention and
+        settings (`PerHead`): the rungs, the table of heads, and in `calibration` how they were found: `max_error`,
+            `error_of` (what it bounds), `lengths`, `texts`, `margin`, `held_out` (the part of the heads, or of
+            the texts, within it on texts left out), `errors` (the largest on these texts, by layer and head),
+            of layers `layers_error` (their mean, the largest on these texts), `speed` against exact attention and
             whether it is that of `training`.
         base_model (`str`, *optional*): the id on the Hub of the model.
     """
@@ -80,7 +80,7 @@ class Calibration:
         if path.suffix != ".json":
             path.mkdir(parents=True, exist_ok=True)
             path = path / SETTINGS_FILE
-        write_whole(path, lambda file: file.write(json.dumps(self.to_dict(), indent=None).encode() + b"\n"))
+        write_atomically(path, lambda file: file.write(json.dumps(self.to_dict(), indent=None).encode() + b"\n"))
         return path
 
     @classmethod
@@ -98,13 +98,13 @@ class Calibration:
         return cls(found)
 
     @property
-    def error(self) -> float:
-        """The budget."""
-        return float((self.settings.calibration or {})["error"])
+    def max_error(self) -> float:
+        """The error allowed."""
+        return float((self.settings.calibration or {})["max_error"])
 
     def plot(self) -> "Figure":
         """The rung of every layer and head, as a heat map; ImportError where matplotlib is missing."""
-        return draw_rungs(self.settings)
+        return draw_head_settings(self.settings)
 
     def __str__(self) -> str:
         made = self.settings.calibration or {}
@@ -113,10 +113,9 @@ class Calibration:
         unused = {*about.get("windowed_layers", ()), *about.get("layers_without_attention", ())}
         heads = [index for layer, row in enumerate(self.settings.heads) if layer not in unused for index in row]
         names = rung_names(self.settings)
-        over: str = made.get("over", "heads")
-        of = "of the heads on texts" if over == "heads" else "of the texts, their layers' mean,"
+        of = "of the heads on texts" if made["error_of"] == "head" else "of the texts, their layers' mean,"
         lines = [
-            f"Within an error of {percent(made['error'])}: {percent(made['held_out'])} {of} left out "
+            f"Within an error of {percent(made['max_error'])}: {percent(made['held_out'])} {of} left out "
             f"({count(made['texts'], 'text')} of {lengths} tokens, margin {made['margin']:.2f}); attention "
             f"{made['speed']:.2g} times as fast as exact{', both passes' if made.get('training') else ''}.",
             *(f"  {heads.count(index):>4} heads: {name}" for index, name in enumerate(names)),
@@ -127,9 +126,9 @@ class Calibration:
 def calibrate(
     model: PreTrainedModel,
     inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    error: float | None = None,
+    max_error: float | None = None,
     *,
-    over: str = "heads",
+    error_of: str = "head",
     speed: float | None = None,
     training: bool = False,
     ladder: Sequence[Mapping[str, Any]] | None = None,
@@ -138,16 +137,16 @@ def calibrate(
     part: nn.Module | None = None,
     progress: bool | Progress | None = None,
 ) -> Calibration:
-    """Find for each head the cheapest settings that keep the error of the attention output within a budget.
+    """Find for each head the cheapest settings that keep the error of the attention output within a bound.
 
     On the exact model's own queries, keys and values every rung of a ladder of settings runs, and of every head it
-    is told how large its error is on each text. Over heads, a head gets the first rung whose mean error, times a
-    margin, keeps the budget, or else stays exact. Over layers, heads get the rungs of which a layer takes the least
-    time, as timed here, while the mean error of the layers' outputs keeps the budget: faster at the same error, with
-    single heads beyond it that are a small part of their layer. The margin is the smallest with which that part of
-    the heads, or of the texts (`coverage`), keeps the budget on each text left out, when the rungs are chosen on the
-    others. Query heads that share keys share the rung. Errors grow with the length: give texts as long as yours. The
-    model is afterwards what it was.
+    is told how large its error is on each text. With `error_of="head"` a head gets the first rung whose mean error,
+    times a margin, is within `max_error`, or else stays exact. With `error_of="layer"` heads get the rungs of which a
+    layer takes the least time, as timed here, while the mean error of the layers' outputs is within it: faster at the
+    same error, with single heads beyond it that are a small part of their layer. The margin is the smallest with which
+    that part of the heads, or of the texts (`coverage`), is within it on each text left out, when the rungs are chosen
+    on the others. Query heads that share keys share the rung. Errors grow with the length: give texts as long as
+    yours. The model is afterwards what it was.
 
     Args:
         model (`PreTrainedModel`): an encoder or decoder of a served model type, with or without a head; or a model of
@@ -155,19 +154,19 @@ def calibrate(
         inputs (`Mapping` or `Sequence[Mapping]`): what the tokenizer returned with `return_tensors="pt"`, two texts or
             more, eight for a margin to rely on, of the lengths and the kinds that matter to you; for a model of
             sentence-transformers also texts.
-        error (`float`, *optional*): the budget, relative L2 of the attention output. Default: 0.1, unless `speed` is
-            given.
-        over (`str`): what the budget counts: `"heads"`, the output of each; or `"layers"`, the output of all heads of
-            a layer together, in the mean of the layers, as the tables of the README do.
-        speed (`float`, *optional*): instead of `error`: how many times faster than exact attention the heads shall be
-            at the longest length; the budget is the smallest that is.
+        max_error (`float`, *optional*): the relative L2 error allowed to the attention output. Default: 0.1, unless
+            `speed` is given.
+        error_of (`str`): what `max_error` bounds: `"head"`, the output of each; or `"layer"`, the output of all heads
+            of a layer together, in the mean of the layers, as the tables of the README do.
+        speed (`float`, *optional*): instead of `max_error`: how many times faster than exact attention the heads
+            shall be at the longest length; `max_error` is the smallest that is.
         training (`bool`): for a model that will learn: the times are those of both passes, in which exact heads cost
-            more. Over heads they decide only with `speed`.
+            more. Of heads they decide only with `speed`.
         ladder (`Sequence[dict]`, *optional*): the settings to choose from, the cheapest first, as of `report`.
-            Default: seven of `"bi-clustered"`, where the future is masked in segments of 512 tokens; over the layers
+            Default: seven of `"bi-clustered"`, where the future is masked in segments of 512 tokens; for the layers
             of an encoder one of `"clustered"`, one of `"i-clustered"` and six of `"bi-clustered"`.
-        coverage (`float`): the part of the heads, or over layers of the texts, that shall be within the budget on a
-            text left out.
+        coverage (`float`): the part of the heads, or of the texts, that shall be within `max_error` on a text left
+            out.
         min_length (`int`, *optional*): as of the methods: inputs with fewer tokens run exact attention. Default: each
             rung's own; a rung that runs exact attention at all the lengths given is left out.
         part (`nn.Module`, *optional*): of a model with several parts that attend, such as one for images and one for
@@ -179,10 +178,10 @@ def calibrate(
         `Calibration`: `patch_attention(model, settings=calibration)`, `.save("effattn.json")`, `.plot()`, `print`.
 
     Raises:
-        ValueError: fewer than two texts, inputs that the model cannot take, a value outside its range, error and speed
-            together, an unknown `over`, a speed that no budget reaches, inputs on which every rung runs exact
-            attention or that do not reach the part, no layer whose attention is finite, a model of several parts and
-            none named, or without attention to patch.
+        ValueError: fewer than two texts, inputs that the model cannot take, a value outside its range, `max_error` and
+            `speed` together, an unknown `error_of`, a speed that no error reaches, inputs on which every rung runs
+            exact attention or that do not reach the part, no layer whose attention is finite, a model of several parts
+            and none named, or without attention to patch.
         TypeError: a value of the wrong type, something that is not a transformers model.
 
     Example:
@@ -197,14 +196,14 @@ def calibrate(
     model, inputs = model_and_inputs(model, inputs)
     if not isinstance(getattr(model, "_orig_mod", model), PreTrainedModel):  # a compiled one is measured as it is
         raise not_a_model(model)
-    budget = _checked_budget(error, speed, coverage)
-    if over not in OVER:
-        raise ValueError(f'over must be "heads" or "layers", got {over!r}')
+    budget = _checked_budget(max_error, speed, coverage)
+    if error_of not in ERROR_OF:
+        raise ValueError(f'error_of must be "head" or "layer", got {error_of!r}')
     own = {} if min_length is None else {"min_length": min_length}
     measured = _part_to_calibrate(model, part)
     (stack,) = measured.stacks
     causal, device_type = stack.causal, model.device.type
-    given = [dict(one) | own for one in ladder or default_ladder(causal=causal, over=over)]
+    given = [dict(one) | own for one in ladder or default_ladder(causal=causal, error_of=error_of)]
     rungs = list((CausalPerHead if causal else PerHead)(rungs=given).rungs)
     for rung in rungs:
         rung.check_stack(stack)
@@ -233,14 +232,14 @@ def calibrate(
     if not found.errors:
         raise ValueError(f"the inputs do not reach {type(stack.model).__name__}: give what it reads")
     _check_enough(len(found.errors))
-    return _chosen(found, model, stack, over, budget, speed, coverage, min_length)
+    return _chosen(found, model, stack, error_of, budget, speed, coverage, min_length)
 
 
 def _chosen(
     found: LadderErrors,
     model: PreTrainedModel,
     stack: Stack,
-    over: str,
+    error_of: str,
     budget: float | None,
     speed: float | None,
     coverage: float,
@@ -254,8 +253,8 @@ def _chosen(
     rungs = [rung for rung, one in zip(found.rungs, ran.tolist(), strict=True) if one]
     costs = torch.cat([costs[:-1][ran], costs[-1:]])
     errors, shares = (one[:, ran] for one in found.stacked(model_of["layers"]))
-    rule: Rule = OfHeads() if over == "heads" else OfLayers(costs)
-    counted = errors if over == "heads" else shares
+    rule: Rule = OfHeads() if error_of == "head" else OfLayers(costs)
+    counted = errors if error_of == "head" else shares
     served = served_layers(counted)
     if not served.any():
         raise _not_finite(found)
@@ -274,15 +273,15 @@ def _chosen(
     kept = held_out_coverage(counted, budget, margin, rule)
     if kept < coverage:
         warnings.warn(
-            f"{percent(kept)} of the {COUNTED[over]} keep the error of {budget:g} on texts left out, "
+            f"{percent(kept)} of the {COUNTED[error_of]} keep the error of {budget:g} on texts left out, "
             f"{percent(coverage)} were asked for: the texts differ too much for a table of heads; patch with a "
             "tolerance, checked in each pass",
             stacklevel=3,
         )
     calibration = {
         "model": model_of,
-        "error": budget,
-        "over": over,
+        "max_error": budget,
+        "error_of": error_of,
         "speed": round(speed_of(table, costs), 3),
         "training": found.training,
         "lengths": sorted(found.seconds),
@@ -293,15 +292,15 @@ def _chosen(
         "errors": [[round(value, 4) for value in row] for row in errors_of(table, errors).amax(dim=0).tolist()],
         "environment": environment(model.device),
     }
-    if over == "layers":
+    if error_of == "layer":
         calibration["layers_error"] = round(float(mean_of_layers(table, shares).max()), 4)
     kind = CausalPerHead if stack.causal else PerHead
     settings = kind(rungs=rungs, heads=table.tolist(), calibration=calibration, min_length=min_length)
     return Calibration(settings, base_model_of(model.config))
 
 
-def _checked_budget(error: float | None, speed: float | None, coverage: float) -> float | None:
-    given = {"error": error, "speed": speed, "coverage": coverage}
+def _checked_budget(max_error: float | None, speed: float | None, coverage: float) -> float | None:
+    given = {"max_error": max_error, "speed": speed, "coverage": coverage}
     for name, value in given.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise TypeError(f"{name} must be a number, got {value!r}")
@@ -309,9 +308,9 @@ def _checked_budget(error: float | None, speed: float | None, coverage: float) -
             raise ValueError(f"{name} must be above 0, got {value}")
     if coverage > 1:
         raise ValueError(f"coverage is a part of the heads, at most 1; got {coverage}")
-    if error is not None and speed is not None:
-        raise ValueError("give an error or a speed: the one decides the other")
-    return 0.1 if error is None and speed is None else error
+    if max_error is not None and speed is not None:
+        raise ValueError("give max_error or speed: the one decides the other")
+    return 0.1 if max_error is None and speed is None else max_error
 
 
 def _part_to_calibrate(model: nn.Module, part: nn.Module | None) -> Measured:

@@ -12,7 +12,8 @@ from ..measuring.json_numbers import finite_or_none, none_to_nan
 if TYPE_CHECKING:
     import pandas
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+ERROR_OF = "hidden state"  # what `max_error` bounds
 COLUMNS = ("input", "batch_size", "length", "valid_tokens", "method", "why_exact", "layer", "head", "metric", "value")
 
 
@@ -84,7 +85,7 @@ class Findings:
             patched.
         inputs (`list[MeasuredInput]`): the batches.
         measurements (`list[Measurement]`): one per input and method, `"unpatched"` among them.
-        error_budget (`float`, *optional*): allowed relative L2 change of the last hidden state.
+        max_error (`float`, *optional*): allowed relative L2 change of the last hidden state.
         complete (`bool`): False where the measurement was interrupted.
     """
 
@@ -93,7 +94,7 @@ class Findings:
     methods: dict[str, dict[str, Any]]
     inputs: list[MeasuredInput] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
-    error_budget: float | None = None
+    max_error: float | None = None
     complete: bool = True
 
     def of(self, method: str, index: int | None = None) -> list[Measurement]:
@@ -132,11 +133,11 @@ class Findings:
                 return measurement.forward_peak_bytes / exact.forward_peak_bytes
         return None
 
-    def fastest_within(self, error_budget: float) -> str | None:
+    def fastest_within(self, max_error: float) -> str | None:
         """The fastest method whose change of the last hidden state stays within a budget on every input.
 
         Args:
-            error_budget (`float`): allowed relative L2 error.
+            max_error (`float`): allowed relative L2 error.
 
         Returns:
             `str`, *optional*: its label; None where no method meets the budget and was timed on every input. Speed is
@@ -149,7 +150,7 @@ class Findings:
             speedups = [self.speedup(m) for m in found]
             if len(found) < len(self.inputs) or not found or all(m.why_exact == "settings" for m in found):
                 continue
-            if any(error is None or not error <= error_budget for error in errors):  # NaN keeps to no budget
+            if any(error is None or not error <= max_error for error in errors):  # NaN keeps to no budget
                 continue
             if any(speedup is None for speedup in speedups):
                 continue
@@ -210,14 +211,14 @@ class Findings:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON values, every single time included; what is not finite is None."""
-        return {"format": FORMAT_VERSION, **finite_or_none(asdict(self))}
+        return {"format": FORMAT_VERSION, "error_of": ERROR_OF, **finite_or_none(asdict(self))}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """The findings that `to_dict` wrote, also after a trip through JSON.
 
         Raises:
-            ValueError: written by a newer version, or no report.
+            ValueError: written by another version, or no report.
         """
         version = values.get("format") if isinstance(values, dict) else None
         if not isinstance(version, int):
@@ -225,11 +226,12 @@ class Findings:
                 "this is no report of hf_effattn: it names no format. Give a file written by Report.save or "
                 "effattn report --output"
             )
-        if version > FORMAT_VERSION:
+        if version != FORMAT_VERSION:
             raise ValueError(
-                f"the report has format {version}, this hf_effattn reads up to {FORMAT_VERSION}; update it"
+                f"the report has format {version}, and this hf_effattn reads {FORMAT_VERSION}: "
+                f"{'update hf_effattn' if version > FORMAT_VERSION else 'measure it anew'}"
             )
-        values = {name: value for name, value in values.items() if name != "format"}
+        values = {name: value for name, value in values.items() if name not in ("format", "error_of")}
         try:
             values["layers"] = {int(layer): path for layer, path in values["layers"].items()}
             values["inputs"] = [MeasuredInput(**measured) for measured in values["inputs"]]

@@ -44,7 +44,7 @@ def report(
     inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     methods: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None = None,
     *,
-    error_budget: float | None = None,
+    max_error: float | None = None,
     repeats: int = 3,
     memory: bool = True,
     progress: bool | Progress | None = None,
@@ -73,7 +73,7 @@ def report(
             (`"i-clustered clusters=100"`), dicts `{"method": name, **settings}`, with `"layers"` where only some are
             to be patched, or what `calibrate` returned. Default: every method with a few settings, `"exact"`
             where the model has windows, alone where it has nothing else.
-        error_budget (`float`, *optional*): allowed relative L2 change of the last hidden state, such as 0.05; the
+        max_error (`float`, *optional*): allowed relative L2 change of the last hidden state, such as 0.05; the
             report then names the fastest of the methods that keep to it on every input, or says that none does.
         repeats (`int`): timed rounds (short inputs get more); 0 leaves the times out.
         memory (`bool`): False leaves peak memory out. On CUDA its measurement resets the device's peak statistics.
@@ -121,12 +121,12 @@ def report(
     batches = check_inputs(model, inputs)
     if not measured.layers:
         _check_tokens(batches)
-    _check_options(error_budget, repeats)
+    _check_options(max_error, repeats)
     found = Report(
         environment=_environment(model, stacks, repeats, memory),
         layers=measured.layers,
         methods={candidate.label: candidate.to_dict() for candidate in candidates},
-        error_budget=error_budget,
+        max_error=max_error,
     )
     steps = len(batches) * (len(found.layers) + (1 + len(candidates)) * (1 + repeats))
     with progress_bar(progress, steps, "report") as advance:
@@ -356,19 +356,19 @@ def _keys_of(mask: torch.Tensor | None) -> torch.Tensor | None:
     return seen if seen.ndim == 2 else seen.any(dim=2)[:, 0]
 
 
-def _check_options(error_budget: float | None, repeats: int) -> None:
+def _check_options(max_error: float | None, repeats: int) -> None:
     if isinstance(repeats, bool) or not isinstance(repeats, int):
         raise TypeError(f"repeats must be an int, got {repeats!r}")
     if repeats < 0:
         raise ValueError(f"repeats must be at least 0, got {repeats}")
-    if error_budget is None:
+    if max_error is None:
         return
-    if isinstance(error_budget, bool) or not isinstance(error_budget, int | float):
-        raise TypeError(f"error_budget must be a number such as 0.05, got {error_budget!r}")
-    if not error_budget > 0:
-        raise ValueError(f"error_budget must be above 0, got {error_budget}; only exact attention has no error")
+    if isinstance(max_error, bool) or not isinstance(max_error, int | float):
+        raise TypeError(f"max_error must be a number such as 0.05, got {max_error!r}")
+    if not max_error > 0:
+        raise ValueError(f"max_error must be above 0, got {max_error}; only exact attention has no error")
     if repeats == 0:
-        raise ValueError("error_budget asks for the fastest method, so it needs times: repeats must be at least 1")
+        raise ValueError("max_error asks for the fastest method, so it needs times: repeats must be at least 1")
 
 
 def _has_own_code(stack: Stack) -> bool:

@@ -297,7 +297,7 @@ def _labelled_columns(weights: torch.Tensor, columns: int) -> list[int]:
     return sorted(places)
 
 
-def draw_rungs(settings: Any) -> "Figure":
+def draw_head_settings(settings: Any) -> "Figure":
     """The rung of every layer and head of `"per-head"` settings; see `Calibration.plot`."""
     grid = torch.tensor(settings.heads)
     layers, heads = grid.shape
@@ -318,7 +318,7 @@ def draw_rungs(settings: Any) -> "Figure":
                 panel.text(column, line, text, ha="center", va="center", fontsize=6.5, color=dark)
     bar = figure.colorbar(image, ax=panel, ticks=range(len(names)), pad=0.015)
     bar.ax.set_yticklabels(names, fontsize=8)
-    asked = (settings.calibration or {}).get("error")
+    asked = (settings.calibration or {}).get("max_error")
     shares = "" if errors is None else "; numbers: largest error on the calibration texts, per cent"
     budget = "" if asked is None else f" for an error of at most {percent(asked)}"
     figure.suptitle(f"Settings of every head{budget}\n(dark: dear{shares})", fontsize=10)

@@ -11,7 +11,7 @@ from .findings import Findings
 from .html import render_fragment, render_page
 from .illustrations import illustrate, illustrate_text
 from .pattern import one_of_each
-from .pictures import draw_cost, draw_errors, draw_rungs, plot_attention
+from .pictures import draw_cost, draw_errors, draw_head_settings, plot_attention
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,7 +54,7 @@ class Report(Findings):
         for place, settings in enumerate(settings for settings in self.methods.values() if "rungs" in settings):
             if pictures:
                 files.append(folder / f"rungs{'' if place == 0 else f'_{place + 1}'}.png")
-                draw_rungs(make_candidates(settings)[0].settings).savefig(files[-1])
+                draw_head_settings(make_candidates(settings)[0].settings).savefig(files[-1])
         return files
 
     @classmethod

@@ -17,7 +17,7 @@ MOST_LENGTHS_APART = 4
 
 
 def summary(report: Findings) -> str:
-    """What a report found: the setting, each method at each length (at most four; else all together), the budget."""
+    """What a report found: the setting, each method at each length (at most four; else all together), the choice."""
     lines = [_headline(report)]
     if not report.complete:
         lines.append("The measurement was interrupted; the numbers below were measured before that.")
@@ -29,7 +29,7 @@ def summary(report: Findings) -> str:
         lines += [_method_line(report, label, length) for label in report.methods]
         lines += _min_length_line(report, length)
     lines += _fine_tuning_line(report)
-    lines += ["", *budget_lines(report)] if report.error_budget is not None else []
+    lines += ["", *choice_lines(report)] if report.max_error is not None else []
     return "\n".join(lines)
 
 
@@ -117,19 +117,19 @@ def _method_line(report: Findings, label: str, length: int | None) -> str:
 
 
 def _asked(settings: Mapping[str, Any], errors: Sequence[tuple[float, int, int]]) -> list[str]:
-    """Of settings with a budget of error: what was asked, found in calibrating, and found here."""
+    """Of calibrated settings: what was asked, found in calibrating, and found here."""
     calibration = settings.get("calibration") or {}
     facts = []
-    if calibration.get("over") == "layers":
+    if calibration.get("error_of") == "layer":
         facts.append(
-            f"asked was at most {percent(calibration['error'])} in the mean of the layers, which has been at most "
+            f"asked was at most {percent(calibration['max_error'])} in the mean of the layers, which has been at most "
             f"{percent(calibration['layers_error'])} on the texts it was calibrated on"
         )
-    elif "error" in calibration and errors:
-        beyond = sum(value > calibration["error"] for value, _, _ in errors)
+    elif "max_error" in calibration and errors:
+        beyond = sum(value > calibration["max_error"] for value, _, _ in errors)
         calibrated = max(value for row in calibration["errors"] for value in row)
         facts.append(
-            f"asked was at most {percent(calibration['error'])} in every head, which has been at most "
+            f"asked was at most {percent(calibration['max_error'])} in every head, which has been at most "
             f"{percent(calibrated)} on the texts it was calibrated on, and here is {percent(max(errors)[0])}"
             + (f", with {count(beyond, 'head')} of {len(errors)} beyond" if beyond else "")
         )
@@ -187,12 +187,12 @@ def _fine_tuning_line(report: Findings) -> list[str]:
     ]
 
 
-def budget_lines(report: Findings) -> list[str]:
-    """What to choose under the report's error budget, or that nothing does."""
-    budget = report.error_budget
+def choice_lines(report: Findings) -> list[str]:
+    """The method to choose within the error allowed, or that there is none."""
+    budget = report.max_error
     if budget is None:
         return []
-    start = f"Error budget {percent(budget)} for the last hidden state: "
+    start = f"Error of the last hidden state at most {percent(budget)}: "
     if all(m.change.hidden_error is None for m in report.measurements):
         return [start + "not decided, no last hidden state was measured."]
     label = report.fastest_within(budget)

@@ -15,7 +15,7 @@ from ..kept.command_line import run_with_help
 
 RESULTS = Path(__file__).parents[1] / "results"
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive")
-RIVAL_COLORS = ("black", *COLORS, "tab:cyan", "tab:gray")
+CURVE_COLORS = ("black", *COLORS, "tab:cyan", "tab:gray")
 
 
 def draw_lengths(rows: list[dict[str, Any]], output: Path, title: str) -> list[Path]:
@@ -95,7 +95,7 @@ def draw_frontier(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-def draw_rivals(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+def draw_other_methods(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     """Each method's frontier of error against time as a share of SDPA's: a panel per length.
 
     Rows without a time are references, horizontal lines at their errors.
@@ -107,7 +107,7 @@ def draw_rivals(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         mine = [row for row in rows if row["length"] == length and row["error"] is not None]
         for number, method in enumerate(methods):
             found = [row for row in mine if row["method"] == method and row["speedup"]]
-            color = RIVAL_COLORS[number % len(RIVAL_COLORS)]
+            color = CURVE_COLORS[number % len(CURVE_COLORS)]
             panel.scatter([1 / r["speedup"] for r in found], [r["error"] for r in found], s=8, alpha=0.3, color=color)
             best = sorted((1 / row["speedup"], row["error"]) for row in found if row["on_frontier"])
             width = 2.5 if number == 0 else 1.2
@@ -140,7 +140,7 @@ def main() -> None:
         result = json.loads(path.read_text(encoding="utf-8"))
         settings, machine = result["settings"], result["environment"]["device_name"]
         draw_lengths(result["rows"], path, f"H={settings['heads']}, D={settings['head_dim']}, {machine}")
-    for name, draw in (("frontier", draw_frontier), ("rivals", draw_rivals)):
+    for name, draw in (("frontier", draw_frontier), ("other_methods", draw_other_methods)):
         for path in sorted(RESULTS.glob(f"benchmark_{name}*.json")):
             result = json.loads(path.read_text(encoding="utf-8"))
             draw(result["rows"], path.with_suffix(".png"), result["environment"]["device_name"])

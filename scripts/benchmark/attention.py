@@ -4,7 +4,7 @@ Every call of a length is timed in the same run, interleaved, clustering include
 `--heads` heads; the errors are those of the attention output on these, and on the queries, keys and values which the
 pretrained BERT of the demo makes of novels at the same length (its positions repeated beyond 512 tokens); null where
 that is not at hand (`scripts/benchmark/_inputs.py`). Heads of those run exactly where they ask for it, and none of the
-random ones does: `scripts.benchmark.rivals` has times and errors of the same calls.
+random ones does: `scripts.benchmark.other_methods` has times and errors of the same calls.
 
     python -m scripts.benchmark.attention      # writes scripts/results/benchmark_attention.{json,png}
 

@@ -203,7 +203,7 @@ def best_uniform(
         threshold = None if not len(above) else float(above.min()) * (1 - 1e-6)
         exact = 0 if threshold is None else int((of_heads > threshold).sum())
         seconds = cost * (of_heads.numel() - exact) + costs[-1] * exact
-        found.append((seconds, replace(rung, exact_above=threshold), exact))
+        found.append((seconds, replace(rung, max_predicted_error=threshold), exact))
     _, rung, exact = min(found, key=lambda one: one[0])
     return rung, {"setting": name_settings(rung), "exact_heads": exact}
 

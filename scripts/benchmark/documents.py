@@ -3,8 +3,9 @@
 Encoders that embed and rank documents of 8k and 32k tokens, in their real shapes. The weights are random and the
 vocabulary small: time and memory don't depend on them, errors would, and are measured elsewhere (`hf_effattn.report`).
 Which settings which head needs random weights cannot tell: heads have those that MiniLM's need on this machine for a
-mean error of its layers of 0.1 at that length, found on books, measured on others (`scripts/benchmark/layers.py`). The
-exact model also says what share of its time is attention, the most that a patch can save, and how much of that is in
+mean error of its layers of 0.1 at that length, found on books, measured on others
+(`scripts/benchmark/layer_budgets.py`). The exact model also says what share of its time is attention, the most that a
+patch can save, and how much of that is in
 layers with a sliding window, which a patch runs in blocks, without error: what that alone gives has a row of its own.
 All calls of a document are interleaved in one run.
 
@@ -40,7 +41,7 @@ from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, print_table
 from ._inputs import held_out_inputs
 from .attention import EXACT
-from .layers import by_layer, errors_of_books, errors_of_layers, within
+from .layer_budgets import by_layer, errors_of_books, errors_of_layers, within
 from .models import SHAPES as BERT_SHAPES
 from .models import TOKENS, forward
 
@@ -66,7 +67,7 @@ CALIBRATED = "bi-clustered, calibrated"
 BUDGET = 0.1
 METHODS: dict[str, dict[str, Any]] = {
     "i-clustered clusters=100 topk=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
-    CALIBRATED: {"method": "per-head", "error": BUDGET},  # the heads: `calibrated_heads`
+    CALIBRATED: {"method": "per-head", "max_error": BUDGET},  # the heads: `calibrated_heads`
 }
 WINDOWS_ALONE = "exact, windows in blocks"
 HEADS = "heads"  # what a row is about: the settings of heads
@@ -140,7 +141,7 @@ def switches(model: PreTrainedModel, table: list[list[int]]) -> dict[str, Callab
         if name == CALIBRATED:
             own = described(stack)
             heads = heads_like(table, own["layers"], own["key_heads"])
-            ladder = default_ladder(causal=False, over="layers")
+            ladder = default_ladder(causal=False, error_of="layer")
             settings = {"method": "per-head", "rungs": ladder, "heads": heads}
         found[name] = partial(patch_attention, model, **settings, min_length=0)
     return found
@@ -190,7 +191,7 @@ def main(
 ) -> None:
     """Measure one document of every shape, length and dtype, print the table, and keep it as JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kept = KeptRuns(output, {"methods": METHODS, "rungs": default_ladder(causal=False, over="layers")}, device)
+    kept = KeptRuns(output, {"methods": METHODS, "rungs": default_ladder(causal=False, error_of="layer")}, device)
     for length in sorted({int(part) for part in lengths.split(",")}):
         if not kept.matching({"what": HEADS, "length": length}):
             kept.add({"what": HEADS, "length": length, "method": CALIBRATED} | calibrated_heads(length))

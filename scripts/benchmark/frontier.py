@@ -109,9 +109,9 @@ def measure_length(
 def mark_frontier(rows: list[dict[str, Any]]) -> None:
     """Say of every row of one length whether no setting of its method is faster and as exact."""
     for row in rows:
-        rivals = [other for other in rows if other["method"] == row["method"]]
+        same_method = [other for other in rows if other["method"] == row["method"]]
         row["on_frontier"] = row["error"] is not None and not any(
-            other["ms"] < row["ms"] and other["error"] <= row["error"] for other in rivals
+            other["ms"] < row["ms"] and other["error"] <= row["error"] for other in same_method
         )
 
 

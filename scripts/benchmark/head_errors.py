@@ -27,7 +27,7 @@ from hf_effattn.samples.model import load_model
 from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, print_table
 from ._inputs import HELD_OUT, Inputs, held_out_inputs, held_out_tokens
-from ._rivals import order_zero
+from ._other_methods import order_zero
 
 LENGTHS = (2048, 4096, 8192)
 # Clusters, top keys, key clusters.
@@ -50,7 +50,7 @@ def measure_heads(book: str, length: int) -> list[dict[str, Any]]:
         for clusters, topk, key_clusters in SETTINGS:
             sizes: dict[str, Any] = {"clusters": clusters, "topk": topk, "key_clusters": key_clusters}
             query, key, value = inputs
-            method = BiClustered(**sizes, exact_above=None, min_length=0)
+            method = BiClustered(**sizes, max_predicted_error=None, min_length=0)
             labels, key_labels = method.group(query, key, None)
             offsets, _ = query_offsets(query, labels, clusters)
             predicted = predicted_error(offsets, None, key, key_labels, key_clusters)
@@ -84,7 +84,7 @@ def measure_hidden_state(book: str, length: int, clusters: int, topk: int, key_c
     batch = {"input_ids": tokens[None, :length]}
     exact = run_model(model, batch).hidden
     sizes: dict[str, Any] = {"clusters": clusters, "topk": topk, "key_clusters": key_clusters}
-    patch_attention(model, "bi-clustered", **sizes, exact_above=None, min_length=0)
+    patch_attention(model, "bi-clustered", **sizes, max_predicted_error=None, min_length=0)
     changed = run_model(model, batch).hidden
     unpatch_attention(model)
     assert exact is not None

@@ -85,7 +85,7 @@ def calibrate(model: Any, tokenizer: Any) -> None:
         letters = LETTERS_READ * (SKIPPED + CALIBRATION_LENGTH)
         ids = torch.tensor(tokenizer(text[:letters], verbose=False)["input_ids"])[SKIPPED:][:CALIBRATION_LENGTH]
         inputs.append({"input_ids": ids[None]})
-    found = hf_effattn.calibrate(model, inputs, error=CALIBRATION_ERROR, min_length=0, progress=True)
+    found = hf_effattn.calibrate(model, inputs, max_error=CALIBRATION_ERROR, min_length=0, progress=True)
     print(found)
     found.save(CALIBRATION)
 

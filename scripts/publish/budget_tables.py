@@ -5,8 +5,8 @@ from typing import Any
 from hf_effattn.reporting.table import markdown
 
 from ..benchmark import budget as benchmark_budget
-from ..benchmark import layers as benchmark_layers
-from ..benchmark.rivals import TRAINING
+from ..benchmark import layer_budgets
+from ..benchmark.other_methods import TRAINING
 from ..kept.markdown import number
 from .cst_tables import Table, of_file
 
@@ -56,14 +56,14 @@ def budgets_of_a_decoder(result: dict[str, Any]) -> Table:
     return kept_budgets(result), f"{result['settings']['model']}, strict, its heads of keys and values; as above. "
 
 
-@of_file("benchmark_layers")
+@of_file("benchmark_layer_budgets")
 def layers(result: dict[str, Any]) -> Table:
     """Of heads that share a budget: speed and error, beside one setting for all and beside other methods."""
     cells = {(row["length"], row["method"], row["name"], row.get("part")): row for row in result["rows"]}
     rows = []
-    for line in benchmark_layers.verdicts(result["rows"]):
+    for line in layer_budgets.verdicts(result["rows"]):
         length, budget = line["tokens"], line["error at most"]
-        forward, training = (cells.get((length, *benchmark_layers.named(budget), part)) for part in (None, TRAINING))
+        forward, training = (cells.get((length, *layer_budgets.named(budget), part)) for part in (None, TRAINING))
         other = "-" if line["which"] is None else f"{line['which']} {line['others']:.1f}×"
         rows.append([
             f"{length:,}, {budget:g}",
@@ -74,7 +74,7 @@ def layers(result: dict[str, Any]) -> Table:
             other,
         ])  # fmt: skip
     note = (
-        f"Calibrated on {benchmark_layers.BOOKS} books of that length; errors and times on two other novels, the mean "
+        f"Calibrated on {layer_budgets.BOOKS} books of that length; errors and times on two other novels, the mean "
         "of the six layers of all-MiniLM-L6-v2, positions repeated beyond 512, D=32, float32. Training: of settings "
         "found with `training=True`, speed of forward and backward at their error. One setting: the fastest of "
         "bi-clustered's within the error, some heads exact. Others: of the settings that are the fastest in the table "

@@ -28,8 +28,8 @@ from ..benchmark import documents as benchmark_documents
 from ..benchmark import frontier as benchmark_frontier
 from ..benchmark import head_errors as benchmark_head_errors
 from ..benchmark import images as benchmark_images
+from ..benchmark import other_methods as benchmark_other_methods
 from ..benchmark import retrieval as benchmark_retrieval
-from ..benchmark import rivals as benchmark_rivals
 from ..benchmark.attention import EXACT
 from ..kept.command_line import run_with_help
 from ..kept.markdown import number
@@ -64,11 +64,11 @@ SHOWN = (
 )
 
 
-@of_file("benchmark_rivals")
+@of_file("benchmark_other_methods")
 def gains(result: dict[str, Any]) -> Table:
     """Times faster than exact attention, and the error, of a few settings at each length."""
     cells = {(row["method"], row["name"], row["length"]): row for row in result["rows"] if not row.get("part")}
-    lengths = sorted({row["length"] for row in result["rows"] if row.get("part") == benchmark_rivals.TRAINING})
+    lengths = sorted({row["length"] for row in result["rows"] if row.get("part") == benchmark_other_methods.TRAINING})
 
     def cell(row: dict[str, Any]) -> str:
         return f"{number(row, 'speedup', '.1f', '×')} ({number(row, 'error', '.2f')})"
@@ -140,15 +140,15 @@ def head_errors(result: dict[str, Any]) -> Table:
     return markdown(header, rows), note
 
 
-@of_file("benchmark_rivals")
-def rivals(result: dict[str, Any]) -> Table:
+@of_file("benchmark_other_methods")
+def other_methods(result: dict[str, Any]) -> Table:
     """How much faster than exact attention every approximation is, within an error, at each length."""
     lengths = sorted({row["length"] for row in result["rows"]})
     methods = list(dict.fromkeys(row["method"] for row in result["rows"] if row.get("speedup")))
     best = {
-        (length, target): benchmark_rivals.fastest(result["rows"], length, target)
+        (length, target): benchmark_other_methods.fastest(result["rows"], length, target)
         for length in lengths
-        for target in benchmark_rivals.TARGETS
+        for target in benchmark_other_methods.TARGETS
     }
 
     def cell(method: str, length: int, target: float) -> str:
@@ -233,7 +233,7 @@ def whole_models(result: dict[str, Any]) -> Table:
         f"A random RoBERTa of {first['shape']} size in {first['dtype']}, one text, medians of {rounds} rounds; "
         "min_length=0 forces the methods where exact attention would run. "
     )
-    attention = kept("benchmark_rivals")
+    attention = kept("benchmark_other_methods")
     other = attention and attention["settings"]["dtype"]
     if other and other != first["dtype"]:
         note += f"The README's table of attention alone is in {other}. "
@@ -330,8 +330,8 @@ def documents(result: dict[str, Any]) -> Table:
     )
     note = (
         "Random weights; attention: its share of the exact model's time. Calibrated: heads have the settings that "
-        f'`calibrate(…, over="layers")` finds for MiniLM\'s at {benchmark_documents.BUDGET}; on other books it errs '
-        f"{errors} tokens, the mean of its layers. "
+        f'`calibrate(…, error_of="layer")` finds for MiniLM\'s at {benchmark_documents.BUDGET}; on other books it '
+        f"errs {errors} tokens, the mean of its layers. "
     )
     if weighed:
         note += "Memory beside weights and tokens, on one thread. "
@@ -403,7 +403,7 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
         "budgets": budget_tables.budgets,
         "budgets of a decoder": budget_tables.budgets_of_a_decoder,
         "layers": budget_tables.layers,
-        "rivals": rivals,
+        "other methods": other_methods,
         "clustering": clustering,
         "language model": decoder_tables.language_model,
         "causal speed": decoder_tables.causal_speed,

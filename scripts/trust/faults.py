@@ -175,7 +175,9 @@ def kill(what: str, trials: Trials, drawn: random.Random) -> tuple[str, str]:
     if what == "tuning":  # in its place lies an older one
         shutil.copytree(trials.finished[what], output)
         file = output / "effattn.json"
-        file.write_text(file.read_text(encoding="utf-8").replace('"error": 0.1,', '"error": 0.2,'), encoding="utf-8")
+        file.write_text(
+            file.read_text(encoding="utf-8").replace('"max_error": 0.1,', '"max_error": 0.2,'), encoding="utf-8"
+        )
         whole.append(result_of(what, output))
         assert whole[0] != whole[1]
     killed = Child(trials.begin(what, output), trials.folder / "said").kill(moment)

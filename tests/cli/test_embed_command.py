@@ -268,7 +268,7 @@ def test_windows_run_in_blocks_unless_something_else_is_asked_for(encoder, tmp_p
 
 
 @pytest.mark.parametrize(("budget", "best"), [(10.0, "clustered"), (1e-9, None)])
-def test_an_error_budget_chooses_from_the_methods_of_report(budget, best, encoder, tmp_path, monkeypatch):
+def test_a_largest_error_chooses_from_the_methods_of_report(budget, best, encoder, tmp_path, monkeypatch):
     """The speeds are given, for a machine's would make another choice each time; the errors are measured."""
     settings = {"clusters": 6, "min_length": 0}
     ladder = ({"method": "clustered", **settings}, {"method": "i-clustered", "topk": 8, **settings})
@@ -276,12 +276,12 @@ def test_an_error_budget_chooses_from_the_methods_of_report(budget, best, encode
     speeds = {"clustered clusters=6": 3.0, "i-clustered clusters=6 topk=8": 2.0}
     monkeypatch.setattr(Findings, "speedup", lambda self, measured, part="forward": speeds.get(measured.method, 1.0))
     documents = save_documents(tmp_path / "documents", LONG)
-    found, said = embedded(encoder, documents, tmp_path / "out", "--extend-positions", "--error-budget", budget)
+    found, said = embedded(encoder, documents, tmp_path / "out", "--extend-positions", "--max-error", budget)
     assert "Measuring the methods on 1 of the longer texts, of up to 702 tokens." in said
     chosen = json.loads((tmp_path / "out" / "embed.json").read_text())["chosen"]
     assert (chosen and chosen["method"]) == best
     if best is None:
-        assert "No method is faster within the error budget: exact attention." in said
+        assert "No method is faster within --max-error: exact attention." in said
         expected, _ = embedded(encoder, documents, tmp_path / "exact", "--extend-positions")
     else:
         assert 0 < chosen["hidden_error"] <= budget
@@ -292,9 +292,9 @@ def test_an_error_budget_chooses_from_the_methods_of_report(budget, best, encode
         np.testing.assert_array_equal(found[name], vector)
 
 
-def test_an_error_budget_of_short_documents_measures_nothing(encoder, documents, tmp_path, monkeypatch):
+def test_a_largest_error_of_short_documents_measures_nothing(encoder, documents, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_effattn.embedding.choice.report", None)
-    _, said = embedded(encoder, documents, tmp_path / "out", "--error-budget", "0.1")
+    _, said = embedded(encoder, documents, tmp_path / "out", "--max-error", "0.1")
     assert "exact attention" in said
 
 
@@ -329,18 +329,18 @@ def test_a_run_that_stops_at_any_write_goes_on_to_the_same_file(
     options = ["--batch-tokens", "70", "--format", form]
     assert embed(encoder, documents, tmp_path / "whole", *options).exit_code == 0
     expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir() if path.name != "embed.json"}
-    write = kept.write_whole
+    write = kept.write_atomically
     stops = 0
     while True:
         output = tmp_path / f"stopped-{stops}"
-        monkeypatch.setattr(kept, "write_whole", stop_at_write(stops, moment, write))
+        monkeypatch.setattr(kept, "write_atomically", stop_at_write(stops, moment, write))
         try:
             embed(encoder, documents, output, *options)
         except StoppedError:
             stops += 1
         else:
             break
-        monkeypatch.setattr(kept, "write_whole", write)
+        monkeypatch.setattr(kept, "write_atomically", write)
         assert embed(encoder, documents, output, *options).exit_code == 0
         assert {path.name for path in output.iterdir()} == expected.keys() | {"embed.json"}
         for name, content in expected.items():
@@ -387,8 +387,8 @@ def test_a_run_with_other_options_is_refused_in_words(encoder, documents, tmp_pa
         (["{encoder}", "documents", "--chunk", "2"], "leave no room for text"),
         (["{encoder}", "documents", "--max-length", "65"], "add --extend-positions"),
         (["{encoder}", "documents", "--batch-tokens", "0"], "--batch-tokens must be at least 1"),
-        (["{encoder}", "documents", "--error-budget", "0"], "--error-budget must be above 0"),
-        (["{encoder}", "documents", "--error-budget", "0.1", "--method", "clustered"], "give one of them"),
+        (["{encoder}", "documents", "--max-error", "0"], "--max-error must be above 0"),
+        (["{encoder}", "documents", "--max-error", "0.1", "--method", "clustered"], "give one of them"),
         (["{encoder}", "documents", "--chunk", "9", "--extend-positions"], "give one"),
         (["{encoder}", "documents", "--method", "j-clustered"], "did you mean"),
         (["{encoder}", "documents", "--text-field", "body"], "are for JSON Lines"),

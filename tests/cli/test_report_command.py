@@ -206,7 +206,7 @@ def test_of_a_patched_model_with_windows_these_alone_are_measured_too():
         (["--lengths", "many"], 2, "numbers of tokens"),
         (["--text", "no-such-file.txt"], 1, "there is no file"),
         (["./no-such-folder"], 1, "Error"),
-        (["--error-budget", "0.1", *SMALL], 1, "Error"),
+        (["--max-error", "0.1", *SMALL], 1, "Error"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

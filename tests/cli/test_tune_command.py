@@ -21,14 +21,14 @@ def test_tuned_on_ones_own_text_beyond_the_models_positions(tmp_path: Path) -> N
     options = ["--text", str(tmp_path / "one.txt"), "--text", str(tmp_path / "two.txt"), "--min-length", "0"]
     output = tmp_path / "tuned"
     arguments = ["tune", str(folder), *options, "--lengths", "80,150", "--texts", "3", "--output", str(output)]
-    result = runner.invoke(app, [*arguments, "--error", "0.2", "--training"])
+    result = runner.invoke(app, [*arguments, "--max-error", "0.2", "--training"])
     assert result.exit_code == 0, result.output
     assert "knows 64 positions" in result.stderr
     assert "12/12 layer 1, 150 tokens" in result.stderr
-    assert {path.name for path in output.iterdir()} == {"effattn.json", "rungs.png"}
+    assert {path.name for path in output.iterdir()} == {"effattn.json", "head_settings.png"}
     stored = json.loads((output / "effattn.json").read_text())
     found = stored["calibration"]
-    assert (found["error"], found["training"], found["lengths"], found["texts"]) == (0.2, True, [80, 150], 6)
+    assert (found["max_error"], found["training"], found["lengths"], found["texts"]) == (0.2, True, [80, 150], 6)
     assert f'settings="{output / "effattn.json"}", tolerance=0.2' in result.stdout
     model = hf_effattn.extend_positions(AutoModel.from_pretrained(folder), 150)
     hf_effattn.patch_attention(model, settings=output, tolerance=0.2)
@@ -43,7 +43,7 @@ def test_mistakes_in_words(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text(text(60), encoding="utf-8")
     base = ["tune", str(folder), "--text", str(tmp_path / "short.txt"), "--output", str(tmp_path / "tuned")]
     for more, said in (
-        (["--lengths", "40", "--error", "0.1", "--speed", "2"], "the one decides the other"),
+        (["--lengths", "40", "--max-error", "0.1", "--speed", "2"], "the one decides the other"),
         (["--lengths", "40"], "two texts or more"),
         (["--lengths", "90"], "the text is too short"),
         (["--lengths", "20", "--texts", "2"], "--min-length 0"),

@@ -326,10 +326,10 @@ def causal_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any
             (head_dim, 4, 4, "i-clustered", 16, 1, inf, False),
             (60, 4, 2, "bi-clustered", 10, 7, 0.1, True),
         ]
-    for dim, heads, key_heads, method, clusters, key_clusters, exact_above, dropout in variants:
+    for dim, heads, key_heads, method, clusters, key_clusters, max_predicted_error, dropout in variants:
         length = 4096 if dim == head_dim else 3001
         query, key, value = tensors(dim, dtype, length=length, heads=heads, key_heads=key_heads)
-        sizes = clusters, 384, key_clusters, 1024, 256, 1, 2048, exact_above, 0
+        sizes = clusters, 384, key_clusters, 1024, 256, 1, 2048, max_predicted_error, 0
         seed = torch.zeros(1, dtype=torch.int64) if dropout else None
         rest = seed, torch.zeros(heads, dtype=dtype) if dropout else None, method, *sizes, False, 0.125
         yield partial(attention, query, key, value, None, *rest, 0.1 * dropout, True)

@@ -193,7 +193,7 @@ GRAPHS = {
     "i-clustered": ("i-clustered", {}),
     "i-clustered, LSH": ("i-clustered", {"clustering": "lsh"}),
     "bi-clustered": ("bi-clustered", {}),
-    "bi-clustered, every head exact": ("bi-clustered", {"exact_above": 0.0}),
+    "bi-clustered, every head exact": ("bi-clustered", {"max_predicted_error": 0.0}),
 }
 
 

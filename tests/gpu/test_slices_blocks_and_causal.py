@@ -104,7 +104,9 @@ CASES: dict[str, Callable[..., Case]] = {
 METHODS = ("clustered", "i-clustered", "bi-clustered")
 # The labels that they find are those of no other form: values are compared in tests/ops, where both get the same.
 CAUSAL: dict[str, Callable[..., Case]] = {f"causal {method}": partial(causal, method=method) for method in METHODS}
-CAUSAL["causal bi-clustered, some heads exact"] = partial(causal, method="bi-clustered", exact_above=0.1, key_heads=4)
+CAUSAL["causal bi-clustered, some heads exact"] = partial(
+    causal, method="bi-clustered", max_predicted_error=0.1, key_heads=4
+)
 with_dropout = pytest.mark.parametrize("name", [name for name in CASES | CAUSAL if "neural" not in name])
 each_case = pytest.mark.parametrize("name", CASES | CAUSAL)
 

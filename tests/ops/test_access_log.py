@@ -215,7 +215,7 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], None]]:
         yield partial(blocks, dtype, masks=masks, gated=True, key_heads=1)
     yield partial(causal, dtype)
     yield partial(causal, dtype, "i-clustered", B=2, masks="holes")
-    yield partial(causal, dtype, H=4, key_heads=2, key_clusters=2, exact_above=0.1, dropout_p=0.2)
+    yield partial(causal, dtype, H=4, key_heads=2, key_clusters=2, max_predicted_error=0.1, dropout_p=0.2)
     yield partial(causal, dtype, "clustered", segment_length=70, N=150, D=20, Dv=12)
     yield partial(slices, dtype)
     yield partial(slices, dtype, key_heads=1, ratio=2, positions=True, sinks=True, masks="holes")

@@ -29,7 +29,7 @@ each_method = pytest.mark.parametrize("method", METHODS)
 each_backend = pytest.mark.parametrize("backend", ["reference", "batched"])
 
 
-SOME_EXACT = {"exact_above": 0.04, "H": 6, "key_heads": 3, "clusters": 2, "key_clusters": 2}
+SOME_EXACT = {"max_predicted_error": 0.04, "H": 6, "key_heads": 3, "clusters": 2, "key_clusters": 2}
 CASES = (
     Case("plain"),
     Case("one_token", N=1),
@@ -44,13 +44,21 @@ CASES = (
     Case("odd_dimensions", D=5, Dv=3, segment_length=7, window=6),
     Case("one_cluster", clusters=1),
     Case("one_cluster_and_dropout", clusters=1, topk=11, dropout_p=0.3, H=4, key_heads=2, Dv=5),
-    Case("one_cluster_some_heads_exact", clusters=1, exact_above=0.1, H=6, key_heads=3, key_clusters=2, masks="holes"),
+    Case(
+        "one_cluster_some_heads_exact",
+        clusters=1,
+        max_predicted_error=0.1,
+        H=6,
+        key_heads=3,
+        key_clusters=2,
+        masks="holes",
+    ),
     Case("more_clusters_than_queries", clusters=100),
     Case("topk_beyond_the_first_older_keys", topk=11),
     Case("topk_beyond_keys", topk=99),
     Case("one_key_cluster", key_clusters=1),
     Case("no_iterations", iterations=0),
-    Case("all_heads_exact", exact_above=0.0, H=4, key_heads=2, clusters=2, key_clusters=2),
+    Case("all_heads_exact", max_predicted_error=0.0, H=4, key_heads=2, clusters=2, key_clusters=2),
     Case("some_heads_exact", **SOME_EXACT),
     Case("some_heads_exact_and_dropout", **SOME_EXACT, dropout_p=0.3),
     Case("some_heads_exact_and_holes", **SOME_EXACT, masks="holes"),
@@ -338,8 +346,8 @@ def test_compiles_to_one_op(method):
         ({"window": -1}, ValueError, "window must be at least 0, got -1"),
         ({"window": 1.5}, TypeError, "window must be an int"),
         ({"key_clusters": 0}, ValueError, "key_clusters must be at least 1"),
-        ({"exact_above": -0.1}, ValueError, "exact_above must be at least 0, got -0.1"),
-        ({"exact_above": float("nan")}, ValueError, "exact_above must be at least 0, got nan"),
+        ({"max_predicted_error": -0.1}, ValueError, "max_predicted_error must be at least 0, got -0.1"),
+        ({"max_predicted_error": float("nan")}, ValueError, "max_predicted_error must be at least 0, got nan"),
         ({"scale": "a"}, TypeError, "scale must be a number, got 'a'"),
         ({"dropout_p": "a"}, TypeError, "dropout_p must be a number, got 'a'"),
         ({"key_mask": [True] * 6}, TypeError, "key_mask must be a tensor or None, got list"),

@@ -44,7 +44,7 @@ CASES = (
         key_clusters=3,
         H=4,
         key_heads=2,
-        exact_above=0.1,
+        max_predicted_error=0.1,
         B=2,
         masks="left",
     ),
@@ -54,8 +54,10 @@ CASES = (
     replace(SMALL, name="grouped_heads", H=4, key_heads=2),
     replace(SMALL, name="sinks_of_grouped_heads", H=4, key_heads=2, sinks=True),
     replace(SMALL, name="sinks_and_holes", B=2, N=21, masks="holes", sinks=True),
-    replace(SMALL, name="all_heads_exact", exact_above=0.0),
-    replace(SMALL, name="some_heads_exact", exact_above=0.08, H=4, key_heads=2, clusters=2, key_clusters=2, N=33),
+    replace(SMALL, name="all_heads_exact", max_predicted_error=0.0),
+    replace(
+        SMALL, name="some_heads_exact", max_predicted_error=0.08, H=4, key_heads=2, clusters=2, key_clusters=2, N=33
+    ),
     replace(SMALL, name="right_padding", B=2, H=1, masks="right"),
     replace(SMALL, name="row_fully_padded", B=2, H=1, masks="row", N=30),
     replace(SMALL, name="holes", B=2, H=1, masks="holes"),
@@ -63,7 +65,7 @@ CASES = (
         SMALL,
         name="some_heads_exact_and_holes",
         B=2,
-        exact_above=0.06,
+        max_predicted_error=0.06,
         key_heads=1,
         clusters=2,
         key_clusters=2,
@@ -324,15 +326,15 @@ def test_dropout(method, name):
 @pytest.mark.slow
 def test_registered_with_torch_library():
     """torch's own check of the schema, the fake function and the autograd formula."""
-    for case in (replace(SMALL, N=30, masks="holes"), replace(SMALL, N=20, exact_above=0.1, sinks=True)):
+    for case in (replace(SMALL, N=30, masks="holes"), replace(SMALL, N=20, max_predicted_error=0.1, sinks=True)):
         *tensors, mask = make_inputs(case, torch.float32)
         leaves = [tensor.to(DEVICE).requires_grad_() for tensor in tensors]
         sinks = make_sinks(case, torch.float32)
         given = Settings(
             *leaves, None if mask is None else mask.to(DEVICE), None,
             None if sinks is None else sinks.to(DEVICE).requires_grad_(), "bi-clustered", case.clusters, case.topk,
-            case.key_clusters, case.segment_length, case.window, 1, case.fit_queries, case.exact_above or torch.inf, 0,
-            False, 0.3, 0.0, True,
+            case.key_clusters, case.segment_length, case.window, 1, case.fit_queries,
+            case.max_predicted_error or torch.inf, 0, False, 0.3, 0.0, True,
         )  # fmt: skip
         op = torch.ops.hf_effattn.causal_clustered_attention_triton.default
         # The sets of rows in no cluster, and heads that are exact, leave memory as it was.

@@ -97,15 +97,15 @@ def test_one_thread_and_two_give_the_same(op, dropout_p, two_threads):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("exact_above", [None, 0.5])
+@pytest.mark.parametrize("max_predicted_error", [None, 0.5])
 @pytest.mark.parametrize("masks", ["none", "right"])
-def test_keys_and_queries_are_grouped_alike_on_any_number_of_threads(masks, exact_above, two_threads):
+def test_keys_and_queries_are_grouped_alike_on_any_number_of_threads(masks, max_predicted_error, two_threads):
     inputs = make_inputs(Case("threads", H=6, key_heads=3, N=90, M=90, masks=masks), seed=0)
-    method = make_method("bi-clustered", clusters=7, topk=3, key_clusters=5, exact_above=exact_above)
+    method = make_method("bi-clustered", clusters=7, topk=3, key_clusters=5, max_predicted_error=max_predicted_error)
     on_two = method.group(inputs.query, inputs.key, inputs.key_mask)
     torch.set_num_threads(1)
     on_one = method.group(inputs.query, inputs.key, inputs.key_mask)
-    assert len(on_two) == len(on_one) == (2 if exact_above is None else 3)
+    assert len(on_two) == len(on_one) == (2 if max_predicted_error is None else 3)
     assert all(torch.equal(*pair) for pair in zip(on_two, on_one, strict=True))
     assert [int(labels.amax()) for labels in on_one[:2]] == [6, 4]
 
@@ -151,7 +151,7 @@ def test_a_walk_is_fitted_on_as_many_queries_as_the_method_says(monkeypatch):
     monkeypatch.setattr(clustered, "DEFAULT_FIT_QUERIES", 8)
     monkeypatch.setattr(clustered.BiClustered, "fit_per_cluster", 6)
     query, key = (torch.randn(1, 2, 95, 8, dtype=torch.float64) for _ in range(2))
-    method = make_method("bi-clustered", clusters=7, key_clusters=5, exact_above=None)
+    method = make_method("bi-clustered", clusters=7, key_clusters=5, max_predicted_error=None)
     for find in (method._group_on_cpu, method._group_heads):
         labels, *_ = find(query, key, None, None)
         assert torch.equal(labels, cluster_queries(query, 7, key=key, fit_queries=42))

@@ -106,7 +106,7 @@ improved = partial(attend, "improved_clustered_attention", topk=32)
         (blocks, 1, 2),
         (words, 3, 3),
         (causal, 31, 10),
-        (partial(causal, exact_above=0.1), 32, 10),
+        (partial(causal, max_predicted_error=0.1), 32, 10),
         (partial(causal, method="i-clustered"), 23, 10),
     ],
     ids=[
@@ -153,7 +153,7 @@ def test_a_causal_layer_is_34_launches(monkeypatch, length):
     sizes = CausalBiClustered().of_older_keys
     given = Settings(
         query, key, value, None, None, None, "bi-clustered", sizes["clusters"], sizes["topk"], sizes["key_clusters"],
-        DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW, 3, 2048, sizes["exact_above"], 0, 0.1, 0.0, False,
+        DEFAULT_SEGMENT_LENGTH, DEFAULT_WINDOW, 3, 2048, sizes["max_predicted_error"], 0, 0.1, 0.0, False,
     )  # fmt: skip
     forward = import_module("hf_effattn.ops.causal_clustered_attention.triton")._forward
     with caught_launches(monkeypatch) as launches, StepsOfTorch() as torch_steps:

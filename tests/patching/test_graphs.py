@@ -18,7 +18,7 @@ ANY = torch.export.Dim.DYNAMIC
 LOCAL: dict[str, Any] = {"segment_length": 16, "window": 16, "min_length": 0}
 BI: dict[str, Any] = SMALL_SETTINGS["bi-clustered"]
 PATCHES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, own) for name, own in SMALL_SETTINGS.items()} | {
-    "none exact": ("bi-clustered", BI | {"exact_above": None}),
+    "none exact": ("bi-clustered", BI | {"max_predicted_error": None}),
     "per-head": ("per-head", {"rungs": [{"method": "bi-clustered", **BI}], "heads": [[0, 1]]}),
     "cst": ("cst", {"slice_length": 8}),
     "local-global": ("cst", {"slice_length": 8, "composition": "local-global"}),

@@ -61,13 +61,13 @@ def test_names_and_defaults() -> None:
         "topk": 32,
     }
     bi_clustered = make_method("bi-clustered").to_dict()
-    own = {"clusters": 32, "topk": 64, "key_clusters": 32, "exact_above": 0.5}
+    own = {"clusters": 32, "topk": 64, "key_clusters": 32, "max_predicted_error": 0.5}
     assert bi_clustered == settings.to_dict() | own
     local = {"segment_length": 1024, "window": 256, "iterations": 1, "fit_queries": None, "seed": 0}
     shared = {"causal": True, "min_length": None, **local, "check_finite": False}
     assert make_method("clustered", causal=True).to_dict() == shared | {"clusters": 100}
     assert make_method("i-clustered", causal=True).to_dict() == shared | {"clusters": 100, "exact_keys": 192}
-    counts = {"exact_keys": 384, "key_clusters": 16, "exact_above": 2.0}
+    counts = {"exact_keys": 384, "key_clusters": 16, "max_predicted_error": 2.0}
     assert make_method("bi-clustered", causal=True).to_dict() == shared | counts
     assert make_method("cst").to_dict() == {
         "min_length": 0,
@@ -154,14 +154,19 @@ def test_wrong_settings_of_bi_clustered_are_named() -> None:
     with pytest.raises(ValueError, match="topk must be at least 1, got 0: the number of keys per cluster that its"):
         make_method("bi-clustered", topk=0)
     for wrong in ("0.5", True, [0.5]):
-        with pytest.raises(TypeError, match="exact_above must be a number or None, got"):
-            make_method("bi-clustered", exact_above=wrong)
+        with pytest.raises(TypeError, match="max_predicted_error must be a number or None, got"):
+            make_method("bi-clustered", max_predicted_error=wrong)
     for wrong in (-0.1, float("nan")):
-        with pytest.raises(ValueError, match="exact_above must be at least 0, got"):
-            make_method("bi-clustered", exact_above=wrong)
-    assert make_method("bi-clustered", exact_above=np.float32(0.25)) == make_method("bi-clustered", exact_above=0.25)
-    assert json.loads(json.dumps(make_method("bi-clustered", exact_above=1).to_dict()))["exact_above"] == 1.0
-    assert make_method("bi-clustered", exact_above=None).exact_above is None
+        with pytest.raises(ValueError, match="max_predicted_error must be at least 0, got"):
+            make_method("bi-clustered", max_predicted_error=wrong)
+    assert make_method("bi-clustered", max_predicted_error=np.float32(0.25)) == make_method(
+        "bi-clustered", max_predicted_error=0.25
+    )
+    assert (
+        json.loads(json.dumps(make_method("bi-clustered", max_predicted_error=1).to_dict()))["max_predicted_error"]
+        == 1.0
+    )
+    assert make_method("bi-clustered", max_predicted_error=None).max_predicted_error is None
 
 
 def test_a_setting_of_another_method_is_refused() -> None:
@@ -312,8 +317,8 @@ def test_heads_of_a_large_predicted_error_attend_exactly(masked: bool, key_heads
 
     dense = None if mask is None else mask[:, None, None, :]
     exact = F.scaled_dot_product_attention(query, key, value, attn_mask=dense, enable_gqa=True)
-    some, none = settings, dataclasses.replace(settings, exact_above=None)
-    every = dataclasses.replace(settings, exact_above=0)
+    some, none = settings, dataclasses.replace(settings, max_predicted_error=None)
+    every = dataclasses.replace(settings, max_predicted_error=0)
     counts = torch.ones(2, 30, dtype=torch.bool) if mask is None else mask
     exactly = [head // (4 // key_heads) == spread_out for head in range(4)]
     for method, heads in ((some, exactly), (none, [False] * 4), (every, [True] * 4)):
@@ -327,7 +332,7 @@ def test_predicted_error_follows_the_scale() -> None:
     decided = []
     for limit in torch.logspace(-4, 2, 100).tolist():
         methods = [
-            make_method("bi-clustered", clusters=5, topk=4, key_clusters=4, min_length=0, exact_above=above)
+            make_method("bi-clustered", clusters=5, topk=4, key_clusters=4, min_length=0, max_predicted_error=above)
             for above in (limit, 8 * limit)
         ]
         default, own = methods[0].group(query, key, None)[2], methods[1].group(query, key, None, 1.0)[2]

@@ -36,14 +36,14 @@ from hf_effattn.samples.texts import Passages, bundled_books
 
 LADDER: list[dict[str, Any]] = [
     {"method": "i-clustered", "clusters": 3, "topk": 2},
-    {"method": "bi-clustered", "clusters": 6, "topk": 8, "key_clusters": 7, "exact_above": None},
-    {"method": "bi-clustered", "clusters": 12, "topk": 16, "key_clusters": 12, "exact_above": None},
+    {"method": "bi-clustered", "clusters": 6, "topk": 8, "key_clusters": 7, "max_predicted_error": None},
+    {"method": "bi-clustered", "clusters": 12, "topk": 16, "key_clusters": 12, "max_predicted_error": None},
 ]
 OF_DECODER: list[dict[str, Any]] = [
     {"method": "i-clustered", "clusters": 3, "exact_keys": 6, "segment_length": 4, "window": 4},
     *(
         {"method": "bi-clustered", "exact_keys": k, "key_clusters": G, "segment_length": 4, "window": 4}
-        | {"exact_above": None}
+        | {"max_predicted_error": None}
         for k, G in ((6, 1), (6, 2))
     ),
 ]
@@ -210,11 +210,11 @@ def test_every_head_gets_the_cheapest_within_the_budget(model_type: str) -> None
     model = encoder_or_llama(model_type)
     inputs = texts(padded=9)
     ladder = OF_DECODER if model_type == "llama" else LADDER
-    found = hf_effattn.calibrate(model, inputs, error=0.15, **OPTIONS | {"ladder": ladder})
+    found = hf_effattn.calibrate(model, inputs, max_error=0.15, **OPTIONS | {"ladder": ladder})
     assert model.config._attn_implementation == "sdpa"
     made = found.settings.calibration
     assert made is not None
-    assert (made["error"], made["texts"], made["lengths"]) == (0.15, 4, [40])
+    assert (made["max_error"], made["texts"], made["lengths"]) == (0.15, 4, [40])
     heads = torch.tensor(found.settings.heads)
     rungs = [make_method(**one, causal=model_type == "llama", min_length=0) for one in ladder]
     by_rung = torch.stack([errors_with(model, inputs, lambda layer, rung=rung: rung) for rung in rungs], dim=1)
@@ -260,7 +260,7 @@ def test_training_counts_both_passes(model_type: str, monkeypatch: pytest.Monkey
     with torch.inference_mode():
         forward, both = (
             hf_effattn.calibrate(
-                model, texts(padded=9), 10.0, over="layers", training=training, **OPTIONS | {"ladder": rungs}
+                model, texts(padded=9), 10.0, error_of="layer", training=training, **OPTIONS | {"ladder": rungs}
             )
             for training in (False, True)
         )
@@ -285,10 +285,12 @@ def test_over_layers_the_mean_of_the_layers_keeps_the_budget(model_type: str, mo
     model = encoder_or_llama(model_type)
     inputs = texts(padded=9)
     ladder = OF_DECODER if model_type == "llama" else LADDER
-    found = hf_effattn.calibrate(model, inputs, 0.15, over="layers", **OPTIONS | {"ladder": ladder, "coverage": 1.0})
+    found = hf_effattn.calibrate(
+        model, inputs, 0.15, error_of="layer", **OPTIONS | {"ladder": ladder, "coverage": 1.0}
+    )
     made = found.settings.calibration
     assert made is not None
-    assert made["over"] == "layers"
+    assert made["error_of"] == "layer"
     errors: dict[int, list[float]] = {}
 
     def watch(seen: SeenAttention) -> torch.Tensor:
@@ -315,7 +317,7 @@ def test_over_layers_the_mean_of_the_layers_keeps_the_budget(model_type: str, mo
 
 def test_kept_in_a_file_and_loaded(tmp_path: Path) -> None:
     model = tiny_model("bert")
-    found = hf_effattn.calibrate(model, texts(), error=0.2, **OPTIONS)
+    found = hf_effattn.calibrate(model, texts(), max_error=0.2, **OPTIONS)
     assert found.save(tmp_path / "mine") == tmp_path / "mine" / "effattn.json"
     file = found.save(tmp_path / "mine.json")
     assert json.loads(file.read_text()) == found.to_dict()
@@ -334,10 +336,10 @@ def test_kept_in_a_file_and_loaded(tmp_path: Path) -> None:
 
 
 def test_a_kill_while_it_is_saved_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = hf_effattn.calibrate(tiny_model("bert"), texts(), error=0.2, **OPTIONS)
+    found = hf_effattn.calibrate(tiny_model("bert"), texts(), max_error=0.2, **OPTIONS)
     file = found.save(tmp_path)
     before = file.read_bytes()
-    found.settings.calibration["error"] = 0.3
+    found.settings.calibration["max_error"] = 0.3
 
     def killed(descriptor: int) -> None:
         raise KeyboardInterrupt
@@ -348,16 +350,16 @@ def test_a_kill_while_it_is_saved_leaves_what_was_there(tmp_path: Path, monkeypa
     assert file.read_bytes() == before
     monkeypatch.undo()
     assert found.save(tmp_path) == file
-    assert hf_effattn.Calibration.load(file).error == 0.3
+    assert hf_effattn.Calibration.load(file).max_error == 0.3
     assert [path.name for path in tmp_path.iterdir()] == ["effattn.json"]
 
 
 def test_a_report_says_what_was_asked_calibrated_and_measured(tmp_path: Path) -> None:
     model = tiny_model("bert")
-    found = hf_effattn.calibrate(model, texts(), error=0.2, **OPTIONS)
+    found = hf_effattn.calibrate(model, texts(), max_error=0.2, **OPTIONS)
     report = hf_effattn.report(model, texts(2), [found, LADDER[0]], repeats=0, memory=False, progress=False)
     label = next(iter(report.methods))
-    assert label == "per-head rungs=3 error=0.2"
+    assert label == "per-head rungs=3 max_error=0.2"
     errors = report.measurements[1].attention_error
     expected = errors_with(model, texts(2), lambda layer: found.settings.for_layers((layer,)))
     both = torch.tensor([errors[layer] for layer in range(3)])
@@ -367,7 +369,7 @@ def test_a_report_says_what_was_asked_calibrated_and_measured(tmp_path: Path) ->
     assert "asked was at most 20% in every head" in said
     assert "on the texts it was calibrated on, and here is" in said
     files = [path.name for path in report.save(tmp_path)]
-    assert "rungs.png" in files
+    assert "head_settings.png" in files
     again = hf_effattn.Report.load(tmp_path)
     assert again.summary() == said
 
@@ -375,11 +377,11 @@ def test_a_report_says_what_was_asked_calibrated_and_measured(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("given", "error", "match"),
     [
-        ({"error": 0.1, "speed": 2.0}, ValueError, "the one decides the other"),
-        ({"error": 0}, ValueError, "error must be above 0"),
+        ({"max_error": 0.1, "speed": 2.0}, ValueError, "the one decides the other"),
+        ({"max_error": 0}, ValueError, "max_error must be above 0"),
         ({"speed": "fast"}, TypeError, "speed must be a number"),
         ({"coverage": 1.5}, ValueError, "at most 1"),
-        ({"over": "head"}, ValueError, 'over must be "heads" or "layers"'),
+        ({"error_of": "heads"}, ValueError, 'error_of must be "head" or "layer"'),
         ({"ladder": [{"method": "cst"}]}, ValueError, "cannot be a rung"),
         ({"ladder": [{"method": "bi-clusterd"}]}, ValueError, "did you mean"),
         ({"min_length": 50}, ValueError, "every rung runs exact attention on these inputs of at most 40 tokens"),
@@ -446,13 +448,13 @@ def test_texts_that_differ_too_much() -> None:
     # Six tokens are too few to approximate: no error there, whatever the rung.
     both = [{"input_ids": torch.arange(5, 11)[None]}, {"input_ids": texts()[0]["input_ids"][:1]}]
     with pytest.warns(UserWarning, match="the texts differ too much"):
-        hf_effattn.calibrate(model, both, error=0.02, **OPTIONS | {"coverage": 1.0, "ladder": LADDER[1:]})
+        hf_effattn.calibrate(model, both, max_error=0.02, **OPTIONS | {"coverage": 1.0, "ladder": LADDER[1:]})
 
 
-@pytest.mark.parametrize("over", ["heads", "layers"])
-@pytest.mark.parametrize("given", [{"error": 0.2}, {"speed": 0.001}], ids=["error", "speed"])
+@pytest.mark.parametrize("error_of", ["head", "layer"])
+@pytest.mark.parametrize("given", [{"max_error": 0.2}, {"speed": 0.001}], ids=["max_error", "speed"])
 @pytest.mark.parametrize("bad", [[3], [0, 1, 2, 3]], ids=["a_text", "every_text"])
-def test_attention_that_is_finite_in_no_layer(over: str, given: dict[str, float], bad: list[int]) -> None:
+def test_attention_that_is_finite_in_no_layer(error_of: str, given: dict[str, float], bad: list[int]) -> None:
     """The table of heads said all exact, its errors were NaN."""
     model, inputs = tiny_model("bert"), texts()
     for batch in inputs:
@@ -464,7 +466,7 @@ def test_attention_that_is_finite_in_no_layer(over: str, given: dict[str, float]
     with pytest.raises(
         ValueError, match=f"not finite on texts {re.escape(str(bad))} of 4, from 0: leave them out, or"
     ):
-        hf_effattn.calibrate(model, inputs, over=over, **given, **OPTIONS)
+        hf_effattn.calibrate(model, inputs, error_of=error_of, **given, **OPTIONS)
 
 
 def test_attention_that_is_not_finite_in_one_layer() -> None:
@@ -472,7 +474,7 @@ def test_attention_that_is_not_finite_in_one_layer() -> None:
     with torch.no_grad():
         model.encoder.layer[2].attention.self.query.weight[0, 0] = torch.nan
     with pytest.warns(UserWarning, match=r"not finite in layers \[2\]: they stay exact"):
-        found = hf_effattn.calibrate(model, texts(), error=5.0, **OPTIONS)
+        found = hf_effattn.calibrate(model, texts(), max_error=5.0, **OPTIONS)
     assert [max(row) == len(LADDER) for row in found.settings.heads] == [False, False, True]
 
 
@@ -502,7 +504,7 @@ def test_a_tolerance_catches_texts_unlike_the_calibration(real_model_folder: Pat
     passages = Passages(tokenizer, bundled_books())
     # Of other texts, and shorter ones: errors grow with the length.
     inputs = [{"input_ids": ids[None]} for ids in passages.spread(128, 6)]
-    found = hf_effattn.calibrate(model, inputs, error=budget, min_length=0, progress=False)
+    found = hf_effattn.calibrate(model, inputs, max_error=budget, min_length=0, progress=False)
     plain = {layer: found.settings.for_layers((layer,)) for layer in range(6)}
     checked = {layer: method and replace(method, tolerance=budget) for layer, method in plain.items()}
     beyond, left = {}, {}

@@ -20,7 +20,7 @@ def broken():
     model = tiny_model("bert")
     with torch.no_grad():
         model.encoder.layer[-1].output.dense.bias[0] = float("nan")
-    options = {"error_budget": 0.05, "repeats": 1, "memory": False, "progress": False}
+    options = {"max_error": 0.05, "repeats": 1, "memory": False, "progress": False}
     return hf_effattn.report(model, batch_for(model).inputs, {"method": "clustered", "clusters": 5}, **options)
 
 
@@ -61,7 +61,7 @@ def test_json_has_no_word_for_it(broken):
         (lambda values: {name: value for name, value in values.items() if name != "inputs"}, "damaged .KeyError"),
         (lambda values: {**values, "layers": ["a"]}, "damaged"),
         (lambda values: {**values, "measurements": [{"input": 0}]}, "damaged"),
-        (lambda values: {**values, "format": 99}, "reads up to 1"),
+        (lambda values: {**values, "format": 99}, "reads 2: update"),
     ],
 )
 def test_what_is_no_report_is_told(change, message, broken):

@@ -193,7 +193,7 @@ def test_progress_counts_every_step():
 def test_times_and_memory_are_measured_in_whole_rounds():
     model = tiny_model("bert")
     inputs = [batch_for(model, length=length).inputs for length in (30, 60)]
-    found = quick_report(model, inputs, repeats=2, memory=True, error_budget=1e-6)
+    found = quick_report(model, inputs, repeats=2, memory=True, max_error=1e-6)
     for index in (0, 1):
         rounds = {len(found.of(method, index)[0].forward_seconds) for method in ("unpatched", CLUSTERED, IMPROVED)}
         assert len(rounds) == 1
@@ -211,7 +211,7 @@ def test_times_and_memory_are_measured_in_whole_rounds():
     largest = max(m.change.hidden_error for method in (CLUSTERED, IMPROVED) for m in found.of(method))
     assert found.fastest_within(2 * largest) in (CLUSTERED, IMPROVED)
     # What a patched model would not run is not recommended without a word.
-    found.error_budget = 2 * largest
+    found.max_error = 2 * largest
     for measured in found.of(CLUSTERED):  # the fastest, whatever else the machine does
         measured.forward_seconds = [1e-9] * len(measured.forward_seconds)
     assert "These lengths are below its min_length: to force the method, patch with min_length=0" in found.summary()
@@ -334,9 +334,9 @@ MISTAKES = {
     "the same twice": ({"methods": ["clustered", {"method": "clustered", "min_length": 0}]}, ValueError, "twice"),
     "negative repeats": ({"repeats": -1}, ValueError, "repeats"),
     "repeats as float": ({"repeats": 1.5}, TypeError, "repeats"),
-    "budget zero": ({"error_budget": 0, "repeats": 1}, ValueError, "above 0"),
-    "budget as text": ({"error_budget": "5%", "repeats": 1}, TypeError, "error_budget"),
-    "budget without times": ({"error_budget": 0.1}, ValueError, "repeats must be at least 1"),
+    "budget zero": ({"max_error": 0, "repeats": 1}, ValueError, "above 0"),
+    "budget as text": ({"max_error": "5%", "repeats": 1}, TypeError, "max_error"),
+    "budget without times": ({"max_error": 0.1}, ValueError, "repeats must be at least 1"),
     "not a model": ({"model": torch.nn.Linear(2, 2)}, TypeError, "must be a transformers model"),
 }
 

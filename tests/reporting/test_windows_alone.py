@@ -99,7 +99,7 @@ def test_what_is_measured(name: str, patched: bool, tmp_path: Any) -> None:
     if patched:
         hf_effattn.patch_attention(model, METHOD)
     before = attention_of(model)
-    found = hf_effattn.report(model, inputs(), error_budget=0.01, repeats=1, progress=False)
+    found = hf_effattn.report(model, inputs(), max_error=0.01, repeats=1, progress=False)
     assert attention_of(model) == before
     assert found.layers == {}
     assert list(found.methods) == [METHOD]
@@ -148,7 +148,7 @@ def test_sound(headed: bool, padded: bool, tmp_path: Path) -> None:
     mask = torch.ones(2, 300, dtype=torch.long)
     mask[1, 200:] = 0
     given = {"input_features": features} | ({"attention_mask": mask} if padded else {})
-    found = hf_effattn.report(model, given, error_budget=0.01, repeats=1, progress=False)
+    found = hf_effattn.report(model, given, max_error=0.01, repeats=1, progress=False)
     (measured,) = found.inputs
     assert (measured.batch_size, measured.length) == (2, 150)
     assert measured.valid_tokens == (250 if padded else 300)

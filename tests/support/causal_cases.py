@@ -32,7 +32,7 @@ class Case:
     window: int = 4
     fit_queries: int = 16
     iterations: int = 3
-    exact_above: float | None = None
+    max_predicted_error: float | None = None
     dropout_p: float = 0.0
     sinks: bool = False
 
@@ -55,7 +55,7 @@ def make_sinks(case, dtype=torch.float64):
 
 def attend(method, case, query, key, value, mask, **options):
     names = "clusters", "topk", "key_clusters", "segment_length", "window", "fit_queries", "iterations"
-    chosen = {name: getattr(case, name) for name in (*names, "exact_above", "dropout_p")}
+    chosen = {name: getattr(case, name) for name in (*names, "max_predicted_error", "dropout_p")}
     if case.sinks:
         chosen["sinks"] = make_sinks(case, query.dtype).to(query.device)
     torch.manual_seed(4)

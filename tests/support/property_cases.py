@@ -242,7 +242,7 @@ def attend(case: Case, inputs: Inputs, backend: str | None = None) -> torch.Tens
         key_clusters=2 * case.key_clusters,
         segment_length=case.length,
         window=case.topk,
-        exact_above=0.05 if case.exact else None,
+        max_predicted_error=0.05 if case.exact else None,
         **common,
     )
 

@@ -70,7 +70,7 @@ KINDS = {
         "per-head",
         rungs=[
             {"method": "i-clustered", "clusters": 4, "topk": 8},
-            {"method": "bi-clustered", "clusters": 5, "topk": 8, "key_clusters": 7, "exact_above": None},
+            {"method": "bi-clustered", "clusters": 5, "topk": 8, "key_clusters": 7, "max_predicted_error": None},
         ],
         heads=[[0, 1], [2, 0], [1, 2]],
         tolerance=0.3,

@@ -43,7 +43,7 @@ def causal_clustered_attention(
     window: int = DEFAULT_WINDOW,
     iterations: int = DEFAULT_ITERATIONS,
     fit_queries: int | None = None,
-    exact_above: float | None = None,
+    max_predicted_error: float | None = None,
     seed: int = 0,
     key_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -89,9 +89,9 @@ def causal_clustered_attention(
         iterations (`int`): rounds of Lloyd's algorithm; at most one is run.
         fit_queries (`int`, *optional*): queries, and keys, of a segment that clusters are fitted on, at most. Default:
             32 for each cluster.
-        exact_above (`float`, *optional*): of `"bi-clustered"`: heads in which the error predicted for a segment is
-            larger (`predicted_error`, of the past queries that its clusters are made of) attend exactly to all older
-            keys. Default: none does.
+        max_predicted_error (`float`, *optional*): of `"bi-clustered"`: heads in which the error predicted for a
+            segment is larger (`predicted_error`, of the past queries that its clusters are of) attend exactly to all
+            older keys. Default: none does.
         seed (`int`): of the clustering of queries and keys.
         key_mask (`torch.BoolTensor`, *optional*): `(B, N)`, True = counts. Masked tokens are taken out, as if they
             did not stand there: their outputs are 0.
@@ -107,7 +107,7 @@ def causal_clustered_attention(
 
     Raises:
         ValueError: an unknown method or a backend that cannot run, sizes that do not fit together, counts below 1
-            (`window` and `iterations`, `exact_above`: below 0), a `dropout_p` outside [0, 1).
+            (`window` and `iterations`, `max_predicted_error`: below 0), a `dropout_p` outside [0, 1).
         TypeError: a mask that is not boolean, a count that is not an int, any other argument of a wrong type.
     """
     if method not in METHODS:
@@ -116,8 +116,8 @@ def causal_clustered_attention(
     check_counts(segment_length=segment_length, **{} if fit_queries is None else {"fit_queries": fit_queries})
     check_counts(minimum=0, window=window, iterations=iterations)
     check_seed(seed)
-    if exact_above is not None:
-        check_number("exact_above", exact_above, minimum=0)
+    if max_predicted_error is not None:
+        check_number("max_predicted_error", max_predicted_error, minimum=0)
     if scale is not None:
         check_number("scale", scale)
     check_query_key_value(query, key, value)
@@ -149,7 +149,7 @@ def causal_clustered_attention(
         min(window, N),
         iterations,
         fit_queries or FIT_QUERIES_PER_CLUSTER * max(clusters, key_clusters),
-        inf if exact_above is None or method != "bi-clustered" else float(exact_above),
+        inf if max_predicted_error is None or method != "bi-clustered" else float(max_predicted_error),
         seed,
         query.shape[3] ** -0.5 if scale is None else float(scale),
         dropout_p,

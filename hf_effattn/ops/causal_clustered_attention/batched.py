@@ -80,8 +80,8 @@ class _Segments:
             self.key_labels = chunk.key_labels[:, span.new_keys].unflatten(1, (span.count, -1)).flatten(0, 1)
         finished.add(span, self.key_labels, covariance)
         exact = torch.zeros(len(query), dtype=torch.bool, device=query.device)
-        if settings.exact_above < inf:
-            exact = finished.predicted(self.past.of_heads, span) > settings.exact_above
+        if settings.max_predicted_error < inf:
+            exact = finished.predicted(self.past.of_heads, span) > settings.max_predicted_error
             for i, older in enumerate(span.older):
                 heads = exact[i :: span.count].nonzero()[:, 0]
                 if len(heads):

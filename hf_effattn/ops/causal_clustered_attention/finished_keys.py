@@ -108,7 +108,7 @@ class FinishedKeys:
             spread = packed.view(P * S, width, -1)[..., :D]
             found = torch.linalg.vecdot(spread @ covariance, spread).clamp_(min=SMALLEST)
             distances.copy_(found.view(P, -1))
-            if settings.exact_above < inf:
+            if settings.max_predicted_error < inf:
                 within = (spread.transpose(1, 2) @ spread).unflatten(0, (P, S))
                 self.within = within.cumsum(dim=1) + self.within[:, -1:]
         distances.masked_fill_(empty, -1.0)

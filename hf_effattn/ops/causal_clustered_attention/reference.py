@@ -34,7 +34,7 @@ class Settings(NamedTuple):
     window: int
     iterations: int
     fit_queries: int
-    exact_above: float
+    max_predicted_error: float
     seed: int
     scale: float
     dropout_p: float
@@ -241,7 +241,7 @@ def attend_segment(
         key_labels = torch.cat([b * settings.key_clusters + block.labels for b, block in enumerate(finished)])
         distances = torch.cat([block.distances for block in finished])
         spread = torch.cat([block.spread for block in finished])
-        if settings.first_order and predicted_error(spread, clustered) > settings.exact_above:
+        if settings.first_order and predicted_error(spread, clustered) > settings.max_predicted_error:
             older, clustered = 0, []
     first = settings.older(start) if clustered else 0  # of the local keys
     position = torch.arange(len(key), device=key.device)

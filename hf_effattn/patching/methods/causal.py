@@ -168,7 +168,7 @@ class CausalBiClustered(CausalMethod):
         exact_keys (`int`): older keys that a head attends to exactly, the same for a whole segment; more are more
             exact and slower.
         key_clusters (`int`): clusters of each segment's keys; more are more exact and slower.
-        exact_above (`float`, *optional*): heads whose predicted error of the older keys
+        max_predicted_error (`float`, *optional*): heads whose predicted error of the older keys
             (`hf_effattn.ops.predicted_error`) is larger attend exactly, decided for each segment from earlier tokens;
             None: none does. Older keys have a part of the weight only.
     """
@@ -182,17 +182,17 @@ class CausalBiClustered(CausalMethod):
     purpose: ClassVar[dict[str, str]] = {
         **CausalImprovedClustered.purpose,
         "key_clusters": "the clusters of each segment's keys that stand for all other older keys",
-        "exact_above": "heads with a larger predicted error of the older keys attend exactly; None: none does",
+        "max_predicted_error": "heads with a larger predicted error of the older keys attend exactly; None: none does",
     }
 
     # The least loss of perplexity for the scores: scripts/benchmark/language_model.py.
     exact_keys: int = 384
     key_clusters: int = 16
-    exact_above: float | None = 2.0
+    max_predicted_error: float | None = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_number("exact_above")
+        self._check_number("max_predicted_error")
 
     def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = True) -> bool:
         too_many = self.exact_keys >= key_length
@@ -204,5 +204,5 @@ class CausalBiClustered(CausalMethod):
             "clusters": 1,
             "topk": self.exact_keys,
             "key_clusters": self.key_clusters,
-            "exact_above": self.exact_above,
+            "max_predicted_error": self.max_predicted_error,
         }

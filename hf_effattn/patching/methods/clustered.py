@@ -191,8 +191,8 @@ class BiClustered(ImprovedClustered):
         topk (`int`): keys attended to exactly per query cluster; more are more exact and slower.
         key_clusters (`int`): clusters of keys per head, by K-means in the metric of the queries' offsets from their
             centroids; more are more exact and slower.
-        exact_above (`float`, *optional*): heads whose predicted error (`hf_effattn.ops.predicted_error`) is larger run
-            exact attention; None: none does.
+        max_predicted_error (`float`, *optional*): heads whose predicted error (`hf_effattn.ops.predicted_error`) is
+            larger run exact attention; None: none does.
     """
 
     method: ClassVar[str] = "bi-clustered"
@@ -206,19 +206,19 @@ class BiClustered(ImprovedClustered):
         **ImprovedClustered.purpose,
         "topk": "the number of keys per cluster that its queries attend to exactly",
         "key_clusters": "the number of key clusters per head that stand for all other keys",
-        "exact_above": "heads with a larger predicted error run exact attention; None: none does",
+        "max_predicted_error": "heads with a larger predicted error run exact attention; None: none does",
     }
 
-    # The least time for an error, on real queries and keys: scripts/benchmark/rivals.py.
+    # The least time for an error, on real queries and keys: scripts/benchmark/other_methods.py.
     clusters: int = 32
     topk: int = 64
     key_clusters: int = 32
-    exact_above: float | None = 0.5
+    max_predicted_error: float | None = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_int("key_clusters", minimum=1)
-        self._check_number("exact_above")
+        self._check_number("max_predicted_error")
 
     def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
         own_clusters = self.key_clusters >= key_length
@@ -234,7 +234,9 @@ class BiClustered(ImprovedClustered):
         on_cpu = query.device.type == "cpu" and not torch.compiler.is_compiling()
         find = self._group_on_cpu if on_cpu else self._group_heads
         labels, key_labels, predicted = find(query, key, key_mask, scale)
-        return (labels, key_labels) if self.exact_above is None else (labels, key_labels, predicted > self.exact_above)
+        if self.max_predicted_error is None:
+            return labels, key_labels
+        return labels, key_labels, predicted > self.max_predicted_error
 
     def _group_on_cpu(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None
@@ -254,7 +256,7 @@ class BiClustered(ImprovedClustered):
             fit_queries=self.fitted_queries,
             seed=self.seed,
             scale=query.shape[3] ** -0.5 if scale is None else scale,
-            predict=self.exact_above is not None,
+            predict=self.max_predicted_error is not None,
         )
         return cluster_both(*x)
 
@@ -276,7 +278,7 @@ class BiClustered(ImprovedClustered):
             query_mask=key_mask,
             seed=self.seed,
         )
-        if self.exact_above is None:
+        if self.max_predicted_error is None:
             return labels, key_labels, key.new_zeros(key.shape[:2])
         group = query.shape[1] // key.shape[1]
         predicted = predicted_error(
@@ -287,7 +289,7 @@ class BiClustered(ImprovedClustered):
     def exact_heads(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
     ) -> list[int]:
-        if self.exact_above is None or self.is_exact(query.shape[2], key.shape[2], query.device.type):
+        if self.max_predicted_error is None or self.is_exact(query.shape[2], key.shape[2], query.device.type):
             return []
         exact = self.group(query, key, key_mask, scale)[2].any(dim=0)  # (key/value heads,)
         return exact.repeat_interleave(query.shape[1] // key.shape[1]).nonzero()[:, 0].tolist()

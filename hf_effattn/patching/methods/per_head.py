@@ -43,7 +43,7 @@ class PerHead(Method):
 
     method: ClassVar[str] = "per-head"
     causal: ClassVar[bool | None] = False
-    summary: ClassVar[str] = "each head runs the cheapest settings that keep its error within a budget, or is exact"
+    summary: ClassVar[str] = "each head runs the cheapest settings that keep its error within a bound, or is exact"
     purpose: ClassVar[dict[str, str]] = {
         **Method.purpose,
         "rungs": "the settings that heads share, the cheapest first",
@@ -99,8 +99,8 @@ class PerHead(Method):
     @property
     def label_parts(self) -> dict[str, Any]:
         """What names these settings beside the method."""
-        asked = (self.calibration or {}).get("error")
-        return {"rungs": len(self.rungs)} | ({} if asked is None else {"error": asked})
+        asked = (self.calibration or {}).get("max_error")
+        return {"rungs": len(self.rungs)} | ({} if asked is None else {"max_error": asked})
 
     def to_dict(self) -> dict[str, Any]:
         rungs = [{"method": rung.method, **rung.to_dict()} for rung in self.rungs]
@@ -137,7 +137,7 @@ class PerHead(Method):
             raise ValueError(
                 f"the settings are another model's ({differences}) and do not fit this {type(stack.model).__name__}; "
                 "they serve fine-tunes of their model only. Calibrate this one: hf_effattn.calibrate(model, inputs, "
-                "error=...)"
+                "max_error=...)"
             )
         for rung in self.rungs:
             rung.check_stack(stack)
@@ -261,7 +261,7 @@ class PerHead(Method):
             clusters, topk, key_clusters = (
                 [getattr(rungs[head], name, 1) for head in heads] for name in ("clusters", "topk", "key_clusters")
             )
-            some_exact = any(rung is None or getattr(rung, "exact_above", None) for rung in rungs.values())
+            some_exact = any(rung is None or getattr(rung, "max_predicted_error", None) for rung in rungs.values())
             output = bi_clustered_attention(
                 _heads(query, of_queries),
                 _heads(key, heads),
@@ -339,7 +339,7 @@ class CausalPerHead(PerHead):
 
 
 _NOTHING = (
-    '"per-head" has no settings of its own: hf_effattn.calibrate(model, inputs, error=...) finds them, and '
+    '"per-head" has no settings of its own: hf_effattn.calibrate(model, inputs, max_error=...) finds them, and '
     "patch_attention(model, settings=...) takes what it returns or saved"
 )
 

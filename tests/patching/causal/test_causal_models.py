@@ -318,7 +318,7 @@ def test_a_model_of_windows_only_runs_exactly_and_says_so(attended: list[dict[st
     with pytest.raises(ValueError, match="all its layers see a sliding window only and stay exact"):
         patch(model, layers=[1])
     with pytest.raises(ValueError, match="no attention to measure: all its layers see a sliding window only, and"):
-        hf_effattn.calibrate(model, [{"input_ids": ids[:1]}, {"input_ids": ids[1:]}], error=0.1)
+        hf_effattn.calibrate(model, [{"input_ids": ids[:1]}, {"input_ids": ids[1:]}], max_error=0.1)
     assert model.config._attn_implementation == "sdpa"
     with pytest.warns(UserWarning, match="will approximate nothing: all layers of MistralForCausalLM see a sliding"):
         patch(model)
@@ -342,7 +342,7 @@ def test_a_window_that_no_input_is_longer_than_is_none(model_type: str, attended
     assert torch.equal(actual, without(ids, attention_mask=mask).logits)
     texts = [{"input_ids": ids[:1]}, {"input_ids": ids[1:]}]
     windowed = make_model(model_type, sliding_window=256)
-    found = hf_effattn.calibrate(windowed, texts, error=0.9, min_length=0, ladder=TINY)
+    found = hf_effattn.calibrate(windowed, texts, max_error=0.9, min_length=0, ladder=TINY)
     assert "   6 heads: bi-clustered" in str(found)
     attended.clear()
     further = tokens(300, batch=1)  # longer than all that the model is made for: the window cuts
@@ -377,7 +377,7 @@ def test_layers_of_a_hybrid_keep_their_numbers(model_type: str, attended: list[d
     model(ids)
     assert len(attended) == 1
     texts = [{"input_ids": ids[:1]}, {"input_ids": ids[1:]}]
-    found = hf_effattn.calibrate(model, texts, error=0.9, ladder=TINY, min_length=0)
+    found = hf_effattn.calibrate(model, texts, max_error=0.9, ladder=TINY, min_length=0)
     assert f"{3 * model.config.num_key_value_heads:>4} heads: bi-clustered" in str(found)
     assert "   0 heads: exact" in str(found)
     attended.clear()

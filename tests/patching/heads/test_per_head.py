@@ -21,7 +21,7 @@ from hf_effattn.patching.methods.per_head import PerHead, Share, _grouping_cost,
 
 RUNGS: list[dict[str, Any]] = [
     {"method": "i-clustered", "clusters": 4, "topk": 3},
-    {"method": "bi-clustered", "clusters": 6, "topk": 8, "key_clusters": 7, "exact_above": None},
+    {"method": "bi-clustered", "clusters": 6, "topk": 8, "key_clusters": 7, "max_predicted_error": None},
 ]
 # Three layers of two heads.
 HEADS = [[0, 2], [1, 0], [2, 2]]
@@ -31,7 +31,7 @@ OF_DECODER: list[dict[str, Any]] = [
         "method": "bi-clustered",
         "exact_keys": 18,
         "key_clusters": 4,
-        "exact_above": None,
+        "max_predicted_error": None,
         "segment_length": 4,
         "window": 4,
     },
@@ -221,7 +221,7 @@ def test_each_rung_is_exact_below_its_own_length() -> None:
 def test_saved_and_loaded_in_a_fresh_process(tmp_path: Path) -> None:
     model = tiny_model("bert")
     batch = batch_for(model, padding="right")
-    made = {"error": 0.1, "errors": [[0.01, 0.0]] * 3}
+    made = {"max_error": 0.1, "error_of": "head", "errors": [[0.01, 0.0]] * 3}
     hf_effattn.patch_attention(
         model, "per-head", rungs=RUNGS, heads=HEADS, min_length=0, calibration=made, tolerance=0.5
     )

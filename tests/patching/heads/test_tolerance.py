@@ -21,7 +21,7 @@ from hf_effattn.patching.methods import make_method
 from hf_effattn.patching.model_types.stacks import find_stacks
 from hf_effattn.patching.tolerance import FIRST, SAMPLED, Attended, neighbours, sampled_rows
 
-SETTINGS: dict[str, Any] = {"clusters": 6, "topk": 4, "key_clusters": 5, "exact_above": None, "min_length": 0}
+SETTINGS: dict[str, Any] = {"clusters": 6, "topk": 4, "key_clusters": 5, "max_predicted_error": None, "min_length": 0}
 
 
 def tensors(length: int, heads: int = 3, key_heads: int = 3, texts: int = 2) -> list[torch.Tensor]:
@@ -413,7 +413,7 @@ def test_gradients_go_through_what_was_computed_exactly() -> None:
 
 
 def test_a_decision_never_tells_of_the_future() -> None:
-    local = {"segment_length": 4, "window": 4, "exact_keys": 24, "key_clusters": 3, "exact_above": None}
+    local = {"segment_length": 4, "window": 4, "exact_keys": 24, "key_clusters": 3, "max_predicted_error": None}
     inputs = tensors(120)
     strict = make_method("bi-clustered", causal=True, **local, min_length=0, tolerance=0.0)
     module = torch.nn.Identity().eval()

@@ -15,6 +15,7 @@ from hf_effattn.measuring.environment import environment
 from hf_effattn.patching.exact.windows import Window
 from scripts.benchmark import _inputs
 from scripts.benchmark import attention as benchmark_attention
+from scripts.benchmark import busy_machine as benchmark_busy_machine
 from scripts.benchmark import clustering as benchmark_clustering
 from scripts.benchmark import crossover as measure_crossover
 from scripts.benchmark import documents as benchmark_documents
@@ -24,11 +25,10 @@ from scripts.benchmark import images as benchmark_images
 from scripts.benchmark import kmeans as benchmark_kmeans
 from scripts.benchmark import longformer as benchmark_longformer
 from scripts.benchmark import models as benchmark_models
-from scripts.benchmark import neighbour as benchmark_neighbour
+from scripts.benchmark import other_methods as benchmark_other_methods
 from scripts.benchmark import pixtral as benchmark_pixtral
 from scripts.benchmark import prefill as benchmark_prefill
 from scripts.benchmark import relative_bias as benchmark_relative_bias
-from scripts.benchmark import rivals as benchmark_rivals
 from scripts.benchmark import sinks as benchmark_sinks
 from scripts.benchmark import windows as benchmark_windows
 from scripts.benchmark._exact import BLOCKS
@@ -520,8 +520,8 @@ def test_missing_data_says_what_and_where(tmp_path, monkeypatch):
         benchmark_embeddings,
         benchmark_frontier,
         benchmark_models,
-        benchmark_neighbour,
-        benchmark_rivals,
+        benchmark_busy_machine,
+        benchmark_other_methods,
         measure_crossover,
     ],
     ids=lambda m: m.__name__,

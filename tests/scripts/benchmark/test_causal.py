@@ -55,15 +55,15 @@ def test_causal_attention_inputs_are_those_of_the_model(model_folder):
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize(("clusters", "exact_above"), [(3, None), (1, None), (3, 0.0)])
-def test_scores_are_counted_one_by_one(clusters, exact_above):
+@pytest.mark.parametrize(("clusters", "max_predicted_error"), [(3, None), (1, None), (3, 0.0)])
+def test_scores_are_counted_one_by_one(clusters, max_predicted_error):
     query, key, value = (torch.randn(1, heads, 200, 8) for heads in (4, 2, 2))
     with counted_scores() as count:
         sizes = {"clusters": clusters, "topk": 5, "key_clusters": 7, "segment_length": 64, "window": 32}
-        causal_clustered_attention(query, key, value, **sizes, exact_above=exact_above)
+        causal_clustered_attention(query, key, value, **sizes, max_predicted_error=max_predicted_error)
     seen = sum(position % 64 + 1 + (32 if position >= 64 else 0) for position in range(200))
     older = {64: 32, 128: 96, 192: 160}  # of the segment that begins there
-    if exact_above is None:
+    if max_predicted_error is None:
         seen += sum(min(64, 200 - start) * (5 + 7 * (start // 64)) + clusters * keys for start, keys in older.items())
     else:
         seen += sum(min(64, 200 - start) * keys for start, keys in older.items())

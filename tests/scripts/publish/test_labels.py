@@ -69,8 +69,13 @@ def test_labels_beside_their_settings_say_them():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"method": "bi-clustered", "exact_above": None, "layers": (-1, 0)},
-        {"method": "bi-clustered", "exact_above": 0.06342583512604237, "clustering": "lsh", "fit_queries": 100},
+        {"method": "bi-clustered", "max_predicted_error": None, "layers": (-1, 0)},
+        {
+            "method": "bi-clustered",
+            "max_predicted_error": 0.06342583512604237,
+            "clustering": "lsh",
+            "fit_queries": 100,
+        },
         {"method": "cst", "slice_length": 4, "composition": "local-global", "extension_ratio": 2.5},
         {"method": "i-clustered", "tolerance": 0.1, "on_excess": "warn", "check_finite": True},
         {"method": "exact"},

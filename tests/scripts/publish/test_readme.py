@@ -24,7 +24,6 @@ from scripts.publish import cst_tables
 from scripts.publish import readme as update_readme
 
 README = Path(__file__).resolve().parents[3] / "README.md"
-NEW_WORDS = pytest.mark.xfail(strict=True, reason="the pages say max_error=, the library error_budget= and error= yet")
 
 
 @pytest.mark.parametrize("path", update_readme.TEXTS, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -165,7 +164,6 @@ def test_the_quick_start_runs(real_model_folder, tmp_path, monkeypatch, capsys):
         assert all(start in " ".join(text.split()) for start in starts)
 
 
-@NEW_WORDS
 def test_the_lines_for_long_documents_run(tmp_path, monkeypatch):
     """As printed, with a tiny local model in place of its name on the Hub and less text."""
     page = (ROOT / "model_cards" / "LONG_DOCUMENTS.md").read_text(encoding="utf-8")
@@ -184,7 +182,6 @@ def test_the_lines_for_long_documents_run(tmp_path, monkeypatch):
     assert names["vector"].norm().item() == pytest.approx(1.0, rel=1e-5)
 
 
-@NEW_WORDS
 def test_the_commands_in_the_texts_name_options_that_there_are():
     """Those of `effattn`: their names and options, without running them."""
     group = typer.main.get_command(app)

@@ -104,7 +104,7 @@ def _fake(x: Settings) -> list[torch.Tensor]:
         key_order=empty(keys, n),
         key_starts=empty(keys, G + 2),
         key_tiles=empty(keys, n // tiles[1] + G + 1),
-        exact=empty(L if x.exact_above < inf else 0, B * x.key.shape[1], dtype=torch.bool),
+        exact=empty(L if x.max_predicted_error < inf else 0, B * x.key.shape[1], dtype=torch.bool),
     )
     return [empty_output(x.query, x.value), *saved]
 

@@ -65,7 +65,7 @@ def find_clusters(layout: Layout, rows: Rows, tiles: tuple[int, int]) -> Cluster
     spread, _ = cluster_products(blocks, blocks, keys, mean_keys, parts=1)
     log_squares, _ = distances_of(blocks, keys, mean_keys, products, queries, g, settings.scale)
     exact = None
-    if settings.exact_above < inf:
+    if settings.max_predicted_error < inf:
         exact = too_far(layout, rows, products, queries.starts, spread)
     return Clusters(labels.view(L * P * g, n), centroids, queries.starts, readers, keys, log_squares, exact)
 
@@ -92,7 +92,7 @@ def kmeans_labels(
 @kernel
 def _causal_error_kernel(
     products_ptr, spread_ptr, starts_ptr, exact_ptr,
-    key_heads, group, numbers, clusters, segment_length, shift, factor, exact_above,
+    key_heads, group, numbers, clusters, segment_length, shift, factor, max_predicted_error,
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Whether the error that first order will make in a segment, of the worst query head, is too large.
@@ -120,13 +120,13 @@ def _causal_error_kernel(
     b_counted = tl.maximum(tl.load(p_counted, mask=m_g, other=1), 1).to(tl.float32)
     older = (seen * segment_length - shift).to(tl.float32)
     error = tl.max(tl.where(m_g, b_total / b_counted, 0.0), 0) / older * factor
-    tl.store(exact_ptr + i_p, error > exact_above)
+    tl.store(exact_ptr + i_p, error > max_predicted_error)
 
 
 def too_far(
     layout: Layout, rows: Rows, products: torch.Tensor, starts: torch.Tensor, spread: torch.Tensor
 ) -> torch.Tensor:
-    """The late segments `(L, P)` in which the predicted error is larger than `exact_above`: boolean.
+    """The late segments `(L, P)` in which the predicted error is larger than `max_predicted_error`: boolean.
 
     `products` are those of offsets `(L · P · g, D, D)` from clusters that begin at `starts`, `spread` those of a
     block's keys in their clusters `(L · P, D, D)`.
@@ -137,7 +137,7 @@ def too_far(
     with on_device_of(spread):
         _causal_error_kernel[(exact.numel(),)](
             products, spread, starts, exact, exact.shape[1], rows.group, spread[0].numel(), settings.clusters,
-            settings.segment_length, layout.shift, settings.scale**2 * ERROR_PER_VARIANCE, settings.exact_above,
-            GROUP=group, BLOCK=max(64, 4096 // group),
+            settings.segment_length, layout.shift, settings.scale**2 * ERROR_PER_VARIANCE,
+            settings.max_predicted_error, GROUP=group, BLOCK=max(64, 4096 // group),
         )  # fmt: skip
     return exact

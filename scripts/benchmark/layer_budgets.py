@@ -1,11 +1,12 @@
 """What does a budget of error over layers gain, beside one setting for all heads, and beside others' methods?
 
-Settings of every head are found as `hf_effattn.calibrate(…, over="layers")` finds them, on books; errors and times are
-those of `scripts/benchmark/rivals.py`, on its held-out novels: all heads of a layer together, the mean of the layers.
-In the same rounds run what was the fastest setting of each method for an error in `benchmark_rivals.json`, which may
-come from another machine. Both passes are timed of a few, beside settings found with `training=True`.
+Settings of every head are found as `hf_effattn.calibrate(…, error_of="layer")` finds them, on books; errors and times
+are those of `scripts/benchmark/other_methods.py`, on its held-out novels: all heads of a layer together, the mean of
+the layers. In the same rounds run what was the fastest setting of each method for an error in
+`benchmark_other_methods.json`, which may come from another machine. Both passes are timed of a few, beside settings
+found with `training=True`.
 
-    python -m scripts.benchmark.layers            # writes scripts/results/benchmark_layers.json
+    python -m scripts.benchmark.layer_budgets            # writes scripts/results/benchmark_layer_budgets.json
 
 What the output file holds is not measured again.
 """
@@ -37,9 +38,9 @@ from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, print_table
 from ._inputs import HEAD_DIM, HEADS, held_out_inputs
 from .budget import CALIBRATED, tokens_of
-from .rivals import (
+from .other_methods import (
+    CURVES,
     OURS,
-    RIVALS,
     TARGETS,
     TRAINED,
     TRAINING,
@@ -54,11 +55,11 @@ from .rivals import (
 METHOD = "bi-clustered, calibrated over layers"
 BOOKS = 4
 TRAINED_BUDGETS = (0.2, 0.1, 0.05)
-RIVALS_FILE = Path(__file__).parents[1] / "results" / "benchmark_rivals.json"
+OTHER_METHODS = Path(__file__).parents[1] / "results" / "benchmark_other_methods.json"
 
 
 def named(budget: float) -> Name:
-    return METHOD, f"error={budget:g}"
+    return METHOD, f"max_error={budget:g}"
 
 
 @torch.no_grad()
@@ -68,7 +69,7 @@ def errors_of_books(length: int, *, training: bool) -> tuple[LadderErrors, torch
     `training`: what both passes cost, too.
     """
     model, tokenizer, _ = load_model(None)
-    ladder = [make_method(**one, min_length=0) for one in default_ladder(causal=False, over="layers")]
+    ladder = [make_method(**one, min_length=0) for one in default_ladder(causal=False, error_of="layer")]
     found = LadderErrors(ladder, training=training)
     for book in track(CALIBRATED[:BOOKS], description=f"{length:,} tokens: calibration"):
         tokens = tokens_of(tokenizer, "calibrated", book, length)
@@ -103,7 +104,7 @@ def best_of_others(rows: list[dict[str, Any]], length: int) -> dict[Name, Attend
     names = {(row["method"], row["name"]) for target in TARGETS for row in fastest(rows, length, target).values()}
     return {
         (method, label(settings)): make(**settings)
-        for method, (make, _) in RIVALS.items()
+        for method, (make, _) in CURVES.items()
         for settings in settings_to_try(method, length)
         if (method, label(settings)) in names
     }
@@ -116,7 +117,7 @@ def errors_of_layers(attends: list[Attend], layers: list[Inputs], exact: list[to
     return [relative_error(one, attend(*inputs)) for attend, inputs, one in runs]
 
 
-def measure(length: int, repeats: int, rivals: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def measure(length: int, repeats: int, rows_of_others: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Errors and times at a length, forward, and of both passes."""
     of_books = errors_of_books(length, training=True)
     tables = {budget: within(budget, *of_books) for budget in TARGETS}
@@ -144,9 +145,9 @@ def measure(length: int, repeats: int, rivals: list[dict[str, Any]]) -> list[dic
         times = times_of_layers(calls, layers, repeats, forward, f"{length:,} tokens: times")
         return [{"length": length, "method": name[0], "name": name[1], **of_call} for name, of_call in times.items()]
 
-    others = {name: [attend] * len(layers) for name, attend in best_of_others(rivals, length).items()}
+    others = {name: [attend] * len(layers) for name, attend in best_of_others(rows_of_others, length).items()}
     trained = {
-        (method, label(settings)): [RIVALS[method][0](**settings)] * len(layers)
+        (method, label(settings)): [CURVES[method][0](**settings)] * len(layers)
         for method, chosen in TRAINED.items()
         for settings in chosen
     }
@@ -176,13 +177,13 @@ def verdicts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main(
     lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "4096,8192,16384",
     repeats: Annotated[int, typer.Option(help="Rounds of timing for each layer; short calls get more.")] = 2,
-    output: Path = Path(__file__).parents[1] / "results" / "benchmark_layers.json",
+    output: Path = Path(__file__).parents[1] / "results" / "benchmark_layer_budgets.json",
 ) -> None:
     """Measure every length, print what a budget over layers gains, and keep all as JSON."""
     kept = KeptRuns(output, {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "repeats": repeats})
-    rivals = json.loads(RIVALS_FILE.read_text(encoding="utf-8"))["rows"]
+    rows_of_others = json.loads(OTHER_METHODS.read_text(encoding="utf-8"))["rows"]
     for run in kept.missing([{"length": int(part)} for part in lengths.split(",")]):
-        kept.add(*measure(run["length"], repeats, rivals))
+        kept.add(*measure(run["length"], repeats, rows_of_others))
     print_table(pd.DataFrame(verdicts(kept.rows)), output)
 
 

@@ -1,4 +1,4 @@
-"""Every rival is exact in its exact limit, gets better with its budget, and the scripts keep what they print."""
+"""Other methods are exact in their exact limit and better with their budget; the scripts keep what they print."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.measuring.ladder import LadderErrors
 from hf_effattn.samples.texts import Passages, bundled_books
-from scripts.benchmark import _inputs, _rivals, layers, neighbour, rivals
+from scripts.benchmark import _inputs, _other_methods, busy_machine, layer_budgets, other_methods
 
 N = 64
 
@@ -30,35 +30,35 @@ def error_of(function, inputs, **settings):
 @pytest.mark.parametrize(
     ("function", "settings"),
     [
-        (_rivals.order_zero, {"clusters": 8, "topk": N, "key_clusters": 5}),
-        (_rivals.order_zero, {"clusters": 8, "topk": 4, "key_clusters": N}),
-        (_rivals.tilted, {"clusters": N, "key_clusters": 5}),
-        (_rivals.tilted, {"clusters": 8, "key_clusters": N}),
-        (_rivals.tilted, {"clusters": 8, "key_clusters": N, "dipole": True}),
-        (_rivals.wildcat, {"coreset": N}),
-        (_rivals.wildcat, {"coreset": N, "bins": 4}),
-        (_rivals.hyper_attention, {"block": N, "samples": 8}),
-        (_rivals.hyper_attention, {"block": 16, "samples": N}),
-        (_rivals.nystromformer, {"landmarks": N, "iterations": 40}),
-        (_rivals.top_keys, {"topk": N}),
+        (_other_methods.order_zero, {"clusters": 8, "topk": N, "key_clusters": 5}),
+        (_other_methods.order_zero, {"clusters": 8, "topk": 4, "key_clusters": N}),
+        (_other_methods.tilted, {"clusters": N, "key_clusters": 5}),
+        (_other_methods.tilted, {"clusters": 8, "key_clusters": N}),
+        (_other_methods.tilted, {"clusters": 8, "key_clusters": N, "dipole": True}),
+        (_other_methods.wildcat, {"coreset": N}),
+        (_other_methods.wildcat, {"coreset": N, "bins": 4}),
+        (_other_methods.hyper_attention, {"block": N, "samples": 8}),
+        (_other_methods.hyper_attention, {"block": 16, "samples": N}),
+        (_other_methods.nystromformer, {"landmarks": N, "iterations": 40}),
+        (_other_methods.top_keys, {"topk": N}),
     ],
 )
-def test_a_rival_is_exact_in_its_exact_limit(inputs, function, settings):
+def test_a_method_is_exact_in_its_exact_limit(inputs, function, settings):
     assert error_of(function, inputs, **settings) < 1e-9
 
 
 @pytest.mark.parametrize(
     ("function", "settings"),
     [
-        (_rivals.order_zero, [{"clusters": 8, "topk": size, "key_clusters": 8} for size in (4, 16, 48)]),
-        (_rivals.tilted, [{"clusters": size, "key_clusters": size} for size in (4, 16, 48)]),
-        (_rivals.wildcat, [{"coreset": size, "temperature": 2.0} for size in (8, 24, 63)]),
-        (_rivals.hyper_attention, [{"block": 16, "samples": size} for size in (8, 32, 60)]),
-        (_rivals.nystromformer, [{"landmarks": size} for size in (2, 8, 32)]),
-        (_rivals.top_keys, [{"topk": size} for size in (4, 16, 48)]),
+        (_other_methods.order_zero, [{"clusters": 8, "topk": size, "key_clusters": 8} for size in (4, 16, 48)]),
+        (_other_methods.tilted, [{"clusters": size, "key_clusters": size} for size in (4, 16, 48)]),
+        (_other_methods.wildcat, [{"coreset": size, "temperature": 2.0} for size in (8, 24, 63)]),
+        (_other_methods.hyper_attention, [{"block": 16, "samples": size} for size in (8, 32, 60)]),
+        (_other_methods.nystromformer, [{"landmarks": size} for size in (2, 8, 32)]),
+        (_other_methods.top_keys, [{"topk": size} for size in (4, 16, 48)]),
     ],
 )
-def test_a_rival_gets_better_with_its_budget(inputs, function, settings):
+def test_a_method_gets_better_with_its_budget(inputs, function, settings):
     errors = [error_of(function, inputs, **one) for one in settings]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < errors[0]
@@ -67,7 +67,7 @@ def test_a_rival_gets_better_with_its_budget(inputs, function, settings):
 def test_the_weights_of_a_coreset_are_those_of_nystrom(inputs):
     """`W [V, 1]` of `W = h(S, S)^-1 h(S, K)` with the exponential kernel itself."""
     keys, values = inputs[1][0], inputs[2][0]
-    core, weighted = _rivals.weighted_coreset(keys, values, 12, 0.2, torch.Generator().manual_seed(0))
+    core, weighted = _other_methods.weighted_coreset(keys, values, 12, 0.2, torch.Generator().manual_seed(0))
     kernel = torch.linalg.solve((0.2 * core @ core.mT).exp(), (0.2 * core @ keys.mT).exp())
     expected = kernel @ torch.cat([values, values.new_ones(3, N, 1)], dim=2)
     torch.testing.assert_close(weighted, expected)
@@ -75,7 +75,7 @@ def test_the_weights_of_a_coreset_are_those_of_nystrom(inputs):
 
 def test_neighbours_in_the_order_of_a_gray_code_differ_in_one_sign():
     signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 4)
-    order = _rivals.gray_order(signs[None], torch.eye(4))
+    order = _other_methods.gray_order(signs[None], torch.eye(4))
     steps = (signs[order][1:] != signs[order][:-1]).sum(dim=1)
     assert steps.tolist() == [1] * 15
 
@@ -84,32 +84,36 @@ def test_softmax_attention_with_values_of_another_width(inputs):
     query, key, value = (rows.flatten(0, 1) for rows in inputs)
     bias = torch.randn(len(query), 1, N, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     wide = torch.cat([value, value[..., :1]], dim=2)
-    narrow = _rivals.softmax_attention(query, key, value, bias)
-    torch.testing.assert_close(_rivals.softmax_attention(query, key, wide, bias)[..., :-1], narrow)
+    narrow = _other_methods.softmax_attention(query, key, value, bias)
+    torch.testing.assert_close(_other_methods.softmax_attention(query, key, wide, bias)[..., :-1], narrow)
 
 
 @pytest.mark.slow
-def test_benchmark_rivals(real_model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(rivals, "held_out_inputs", _inputs.attention_inputs)
-    for name, (make, settings) in rivals.RIVALS.items():
-        monkeypatch.setitem(rivals.RIVALS, name, (make, settings[:1]))
-    make = rivals.RIVALS[rivals.OURS[0]][0]
-    small = rivals.rows_of("clusters topk key_clusters", (8, 8, 8), (16, 32, 16))
-    monkeypatch.setitem(rivals.RIVALS, rivals.OURS[0], (make, small))
-    monkeypatch.setattr(rivals, "TRAINED", {rivals.OURS[0]: small[:1]})
-    monkeypatch.setattr(rivals, "ORACLE_QUERIES", 16)
-    output = tmp_path / "rivals.json"
-    rivals.main("512", repeats=1, output=output)
+def test_benchmark_other_methods(real_model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(other_methods, "held_out_inputs", _inputs.attention_inputs)
+    for name, (make, settings) in other_methods.CURVES.items():
+        monkeypatch.setitem(other_methods.CURVES, name, (make, settings[:1]))
+    make = other_methods.CURVES[other_methods.OURS[0]][0]
+    small = other_methods.rows_of("clusters topk key_clusters", (8, 8, 8), (16, 32, 16))
+    monkeypatch.setitem(other_methods.CURVES, other_methods.OURS[0], (make, small))
+    monkeypatch.setattr(other_methods, "TRAINED", {other_methods.OURS[0]: small[:1]})
+    monkeypatch.setattr(other_methods, "ORACLE_QUERIES", 16)
+    output = tmp_path / "other_methods.json"
+    other_methods.main("512", repeats=1, output=output)
     *rows, training = json.loads(output.read_text(encoding="utf-8"))["rows"]
-    assert (training["part"], training["method"], training["error"]) == (rivals.TRAINING, rivals.OURS[0], None)
+    assert (training["part"], training["method"], training["error"]) == (
+        other_methods.TRAINING,
+        other_methods.OURS[0],
+        None,
+    )
     assert training["speedup"] == pytest.approx(training["sdpa_ms"] / training["ms"])
-    assert {row["method"] for row in rows} == {*rivals.RIVALS, rivals.ORACLE}
+    assert {row["method"] for row in rows} == {*other_methods.CURVES, other_methods.ORACLE}
     assert all(0 < row["error"] < 2 and len(row["layer_errors"]) == 3 for row in rows)
     assert [row["name"] for row in rows if row["speedup"] is None] == ["topk=64", "topk=256"]
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(rivals, "measure", None)
-    monkeypatch.setattr(rivals, "measure_training", None)
-    rivals.main("512", repeats=1, output=output)
+    monkeypatch.setattr(other_methods, "measure", None)
+    monkeypatch.setattr(other_methods, "measure_training", None)
+    other_methods.main("512", repeats=1, output=output)
     assert json.loads(output.read_text(encoding="utf-8"))["rows"] == [*rows, training]
 
 
@@ -117,14 +121,14 @@ def test_verdicts_by_hand():
     def row(method, speedup, error):
         return {"length": 8, "method": method, "name": "x", "speedup": speedup, "error": error}
 
-    rows = [row(rivals.OURS[0], 2.0, 0.09), row("WildCat", 3.0, 0.25), row("WildCat", 1.5, 0.04)]
-    rows.append(row(rivals.ORACLE, None, 0.01))
-    lines = dict(zip(rivals.TARGETS, rivals.verdicts(rows), strict=True))
+    rows = [row(other_methods.OURS[0], 2.0, 0.09), row("WildCat", 3.0, 0.25), row("WildCat", 1.5, 0.04)]
+    rows.append(row(other_methods.ORACLE, None, 0.01))
+    lines = dict(zip(other_methods.TARGETS, other_methods.verdicts(rows), strict=True))
     assert lines[0.3].endswith("bi-clustered 2.00x, beaten by WildCat (3.00x)")
     assert lines[0.1].endswith("bi-clustered 2.00x, no rival is faster")
     assert lines[0.05].endswith("no setting of bi-clustered stays below it; WildCat does")
     assert lines[0.02].endswith("no setting of bi-clustered stays below it; no method does")
-    best = rivals.best_settings(rows)
+    best = other_methods.best_settings(rows)
     assert list(best[best["error at most"] == 0.3]["method"]) == ["WildCat", "bi-clustered"]
 
 
@@ -138,18 +142,18 @@ def test_held_out_inputs(real_model_folder, large_data):
         _inputs.held_out_inputs(10**7)
 
 
-def test_benchmark_neighbour(tmp_path, monkeypatch):
-    monkeypatch.setattr(neighbour, "METHODS", {"clustered": {"clusters": 8}})
+def test_benchmark_busy_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(busy_machine, "METHODS", {"clustered": {"clusters": 8}})
     small = partial(torch.randn, 1, 2, 128, 8)
-    monkeypatch.setattr(neighbour, "inputs_of", lambda length: (small(), small(), small()))
+    monkeypatch.setattr(busy_machine, "inputs_of", lambda length: (small(), small(), small()))
     output = tmp_path / "neighbour.json"
-    neighbour.main("128", repeats=1, output=output)
+    busy_machine.main("128", repeats=1, output=output)
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     assert [(row["where"], row["method"]) for row in rows] == [
-        (where, method) for where in (neighbour.ALONE, neighbour.BESIDE) for method in ("SDPA", "clustered")
+        (where, method) for where in (busy_machine.ALONE, busy_machine.BESIDE) for method in ("SDPA", "clustered")
     ]
-    assert neighbour.table(rows).shape == (2, 1)
-    neighbour.main("128", repeats=1, output=output)
+    assert busy_machine.table(rows).shape == (2, 1)
+    busy_machine.main("128", repeats=1, output=output)
     assert json.loads(output.read_text(encoding="utf-8"))["rows"] == rows
 
 
@@ -161,14 +165,14 @@ def test_the_busy_process_is_ended_whatever_happens(monkeypatch):
         started.append(popen(*arguments, **options))
         return started[-1]
 
-    monkeypatch.setattr(neighbour.subprocess, "Popen", recorded)
-    running = neighbour.busy_process()
+    monkeypatch.setattr(busy_machine.subprocess, "Popen", recorded)
+    running = busy_machine.busy_process()
     running.__enter__()
     assert started[0].poll() is None
     assert not running.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert started[0].returncode is not None
     # One whose parent is not the process that it is told of ends by itself.
-    orphan = popen([neighbour.sys.executable, "-c", neighbour.BUSY, str(os.getppid())])
+    orphan = popen([busy_machine.sys.executable, "-c", busy_machine.BUSY, str(os.getppid())])
     assert orphan.wait(timeout=60) == 0
 
 
@@ -177,14 +181,16 @@ def test_heads_that_share_a_budget(real_model_folder, tmp_path, monkeypatch):
     """Calibrated on bundled novels instead of books, measured on others; the least time keeps each budget."""
 
     def tokens_of(tokenizer, part, name, length):
-        return Passages(tokenizer, bundled_books()).spread(length, layers.BOOKS)[layers.CALIBRATED.index(name)][None]
+        return Passages(tokenizer, bundled_books()).spread(length, layer_budgets.BOOKS)[
+            layer_budgets.CALIBRATED.index(name)
+        ][None]
 
     ladder = [
-        {"method": "bi-clustered", "clusters": C, "topk": k, "key_clusters": C, "exact_above": None}
+        {"method": "bi-clustered", "clusters": C, "topk": k, "key_clusters": C, "max_predicted_error": None}
         for C, k in ((8, 8), (32, 64))
     ]
-    monkeypatch.setattr(layers, "tokens_of", tokens_of)
-    monkeypatch.setattr(layers, "default_ladder", lambda **given: ladder)
+    monkeypatch.setattr(layer_budgets, "tokens_of", tokens_of)
+    monkeypatch.setattr(layer_budgets, "default_ladder", lambda **given: ladder)
     # So short, exact attention is the fastest. Both passes shall be slow with the first rung.
     monkeypatch.setattr(
         LadderErrors, "costs", lambda found, training=False: torch.tensor([3.0 if training else 1.0, 2.0, 9.0])
@@ -192,17 +198,27 @@ def test_heads_that_share_a_budget(real_model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(
         _inputs, "held_out_tokens", lambda tokenizer, files: [Passages(tokenizer, bundled_books()).longest(500)[0]]
     )
-    monkeypatch.setattr(layers, "TRAINED", {})
+    monkeypatch.setattr(layer_budgets, "TRAINED", {})
     size = {"clusters": 16, "topk": 16, "key_clusters": 16}
-    monkeypatch.setitem(rivals.RIVALS, rivals.OURS[0], (rivals.RIVALS[rivals.OURS[0]][0], [size]))
-    known = [{"length": 400, "method": rivals.OURS[0], "name": rivals.label(size), "speedup": 1.0, "error": 0.01}]
-    monkeypatch.setattr(layers, "RIVALS_FILE", tmp_path / "rivals.json")
-    layers.RIVALS_FILE.write_text(json.dumps({"rows": known}), encoding="utf-8")
-    output = tmp_path / "layers.json"
-    layers.main("400", repeats=1, output=output)
+    monkeypatch.setitem(
+        other_methods.CURVES, other_methods.OURS[0], (other_methods.CURVES[other_methods.OURS[0]][0], [size])
+    )
+    known = [
+        {
+            "length": 400,
+            "method": other_methods.OURS[0],
+            "name": other_methods.label(size),
+            "speedup": 1.0,
+            "error": 0.01,
+        }
+    ]
+    monkeypatch.setattr(layer_budgets, "OTHER_METHODS", tmp_path / "other_methods.json")
+    layer_budgets.OTHER_METHODS.write_text(json.dumps({"rows": known}), encoding="utf-8")
+    output = tmp_path / "layer_budgets.json"
+    layer_budgets.main("400", repeats=1, output=output)
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     shared = {row["budget"]: row for row in rows if "budget" in row and "part" not in row}
-    assert list(shared) == list(rivals.TARGETS)
+    assert list(shared) == list(other_methods.TARGETS)
     for budget, row in shared.items():
         assert row["error"] <= 1.2 * budget
         assert row["error"] == pytest.approx(sum(row["layer_errors"]) / 6)
@@ -210,10 +226,10 @@ def test_heads_that_share_a_budget(real_model_folder, tmp_path, monkeypatch):
     assert shared[0.3]["error"] > 2 * shared[0.05]["error"]
     assert {0, 1} <= {index for row in shared.values() for heads in row["heads"] for index in heads}
     trained = [row for row in rows if row.get("part")]
-    assert [row["name"] for row in trained] == ["error=0.2", "error=0.1", "error=0.05"]
+    assert [row["name"] for row in trained] == ["max_error=0.2", "max_error=0.1", "max_error=0.05"]
     assert {index for row in trained for heads in row["heads"] for index in heads} <= {1, 2}
     assert all(row["error"] <= 1.2 * row["budget"] for row in trained)
-    lines = layers.verdicts(rows)
-    assert [line["error at most"] for line in lines] == list(rivals.TARGETS)
+    lines = layer_budgets.verdicts(rows)
+    assert [line["error at most"] for line in lines] == list(other_methods.TARGETS)
     assert [line["others"] for line in lines] == [None] * len(lines)
-    assert lines[0]["one setting"] == next(row["speedup"] for row in rows if row["method"] == rivals.OURS[0])
+    assert lines[0]["one setting"] == next(row["speedup"] for row in rows if row["method"] == other_methods.OURS[0])

@@ -3,9 +3,9 @@
 Error and time on the queries, keys and values which the pretrained BERT of the demo makes of held-out novels, its
 positions repeated beyond 512 tokens: the error is the relative L2 error of the attention output, all heads of a layer
 together, the mean of its six layers; so is the time, with all clustering, hashing and choosing, as a share of SDPA's
-in the same rounds. What each method does: `scripts/benchmark/_rivals.py`.
+in the same rounds. What each method does: `scripts/benchmark/_other_methods.py`.
 
-    python -m scripts.benchmark.rivals            # writes scripts/results/benchmark_rivals.{json,png}
+    python -m scripts.benchmark.other_methods            # writes scripts/results/benchmark_other_methods.{json,png}
 
 The oracle chooses every query's true top keys from all scores and has no time: its errors are measured on some of the
 queries. Of a few settings of ours both passes are timed, too, for training. A length that the output file holds is not
@@ -32,9 +32,9 @@ from hf_effattn.patching.methods import make_method
 
 from ..kept.command_line import run_with_help
 from ..kept.runs import KeptRuns, print_table
-from . import _rivals
+from . import _other_methods
 from ._inputs import HEAD_DIM, HEADS, held_out_inputs
-from ._plots import draw_rivals
+from ._plots import draw_other_methods
 from .frontier import mark_frontier
 
 TARGETS = (0.3, 0.2, 0.15, 0.1, 0.075, 0.05, 0.03, 0.02)
@@ -63,7 +63,7 @@ def _method(name: str, **fixed: Any) -> Callable[..., Attend]:
     return lambda **settings: make_method(name, min_length=0, **fixed, **settings).run
 
 
-def _rival(function: Callable[..., torch.Tensor], **fixed: Any) -> Callable[..., Attend]:
+def _other(function: Callable[..., torch.Tensor], **fixed: Any) -> Callable[..., Attend]:
     return lambda **settings: partial(function, **fixed, **settings)
 
 
@@ -82,23 +82,23 @@ IMPROVED = grid(clusters=(25, 50, 100, 200, 400), topk=(64, 192, 384))
 SUMMARIES = grid(clusters=(32, 64, 128, 256), key_clusters=(32, 64, 128))
 # With more heads exact there is less error, for which smaller clusters would take longer.
 SPARED = [
-    sizes | {"exact_above": least}
+    sizes | {"max_predicted_error": least}
     for least in (0.1, 0.2, 0.3)
     for sizes in rows_of(
         "clusters topk key_clusters", (32, 64, 32), (64, 128, 64), (100, 128, 64), (128, 128, 128), (200, 256, 128)
     )
 ]
 # How a curve's settings become something to call, and the settings.
-RIVALS: dict[str, tuple[Callable[..., Attend], list[Settings]]] = {
+CURVES: dict[str, tuple[Callable[..., Attend], list[Settings]]] = {
     OURS[0]: (_method("bi-clustered"), SIZES + SPARED),
-    OURS[1]: (_method("bi-clustered", exact_above=None), SIZES),
-    "bi-clustered, order zero": (_rival(_rivals.order_zero), SIZES + LARGER),
+    OURS[1]: (_method("bi-clustered", max_predicted_error=None), SIZES),
+    "bi-clustered, order zero": (_other(_other_methods.order_zero), SIZES + LARGER),
     "i-clustered, K-means": (_method("i-clustered"), IMPROVED),
     "i-clustered, LSH": (_method("i-clustered", clustering="lsh", iterations=10, bits=32), IMPROVED),
-    "tilted summaries (MuSe)": (_rival(_rivals.tilted), SUMMARIES),
-    "tilted summaries, dipole": (_rival(_rivals.tilted, dipole=True), SUMMARIES),
+    "tilted summaries (MuSe)": (_other(_other_methods.tilted), SUMMARIES),
+    "tilted summaries, dipole": (_other(_other_methods.tilted, dipole=True), SUMMARIES),
     "WildCat": (
-        _rival(_rivals.wildcat),
+        _other(_other_methods.wildcat),
         [
             sizes | {"temperature": temperature}
             for temperature in (2.0, 4.0, 8.0)
@@ -106,10 +106,10 @@ RIVALS: dict[str, tuple[Callable[..., Attend], list[Settings]]] = {
         ],
     ),
     "HyperAttention": (
-        _rival(_rivals.hyper_attention),
+        _other(_other_methods.hyper_attention),
         rows_of("block samples", (64, 64), (128, 128), (128, 512), (256, 256), (256, 1024), (512, 512), (512, 2048)),
     ),
-    "Nyströmformer": (_rival(_rivals.nystromformer), grid(landmarks=(32, 64, 128, 256, 512))),
+    "Nyströmformer": (_other(_other_methods.nystromformer), grid(landmarks=(32, 64, 128, 256, 512))),
 }  # fmt: skip
 ORACLE_TOPK = (64, 256, 1024)
 # What is timed forward and backward, cheap to dear; the README shows it.
@@ -129,7 +129,7 @@ def settings_to_try(method: str, length: int) -> list[Settings]:
     most = {"clusters": length // 16, "key_clusters": length // 16, "block": length // 4}
     return [
         settings
-        for settings in RIVALS[method][1]
+        for settings in CURVES[method][1]
         if all(not isinstance(size, int) or size <= most.get(name, length // 2) for name, size in settings.items())
     ]
 
@@ -140,7 +140,7 @@ def measure(length: int, repeats: int) -> list[dict[str, Any]]:
     exact = [exact_output(inputs) for inputs in layers]
     calls: dict[Name, Attend] = {
         (method, label(settings)): make(**settings)
-        for method, (make, _) in RIVALS.items()
+        for method, (make, _) in CURVES.items()
         for settings in settings_to_try(method, length)
     }
     errors = {
@@ -187,7 +187,7 @@ def times_of_layers(
 def measure_training(length: int, repeats: int) -> list[dict[str, Any]]:
     """Times of both passes of a few settings, in the same rounds as SDPA's."""
     calls = {
-        (method, label(settings)): RIVALS[method][0](**settings)
+        (method, label(settings)): CURVES[method][0](**settings)
         for method, chosen in TRAINED.items()
         for settings in chosen
     }
@@ -216,7 +216,7 @@ def oracle_errors(length: int, layers: list[Inputs], exact: list[torch.Tensor]) 
     found = []
     for topk in (one for one in ORACLE_TOPK if one <= length // 2):
         errors = [
-            relative_error(one[:, :, some], _rivals.top_keys(query[:, :, some], key, value, topk=topk))
+            relative_error(one[:, :, some], _other_methods.top_keys(query[:, :, some], key, value, topk=topk))
             for one, (query, key, value) in zip(exact, layers, strict=True)
         ]
         named = {"length": length, "method": ORACLE, "name": f"topk={topk}", "ms": None, "speedup": None}
@@ -267,7 +267,7 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
 def main(
     lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "4096,8192,16384",
     repeats: Annotated[int, typer.Option(help="Rounds of timing for each layer; short calls get more.")] = 2,
-    output: Path = Path(__file__).parents[1] / "results" / "benchmark_rivals.json",
+    output: Path = Path(__file__).parents[1] / "results" / "benchmark_other_methods.json",
 ) -> None:
     """Measure every method, print the fastest setting for each error, and keep all as JSON and as a plot beside it."""
     kept = KeptRuns(output, {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "repeats": repeats})
@@ -275,7 +275,9 @@ def main(
         kept.add(*measure(run["length"], repeats))
     for run in kept.missing([{"length": int(part), "part": TRAINING} for part in lengths.split(",")]):
         kept.add(*measure_training(run["length"], repeats))
-    draw_rivals(kept.rows, output.with_suffix(".png"), f"{kept.environment['device_name']}, float32, H=12, D=32")
+    draw_other_methods(
+        kept.rows, output.with_suffix(".png"), f"{kept.environment['device_name']}, float32, H=12, D=32"
+    )
     print(*verdicts(kept.rows), sep="\n")
     print_table(best_settings(kept.rows), output, output.with_suffix(".png"))
 

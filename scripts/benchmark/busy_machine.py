@@ -4,7 +4,7 @@ Exact attention has few long steps, clustered attention many short ones, which s
 other. The busy process is started here and ended, whatever happens. Run it without variables that change how threads
 wait (`OMP_WAIT_POLICY`, ...), as users do; those that are set are kept with the numbers.
 
-    python -m scripts.benchmark.neighbour         # writes scripts/results/benchmark_neighbour.json
+    python -m scripts.benchmark.busy_machine         # writes scripts/results/benchmark_busy_machine.json
 """
 
 import os
@@ -86,7 +86,7 @@ def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
 def main(
     lengths: Annotated[str, typer.Option(help="Comma-separated numbers of tokens.")] = "2048,4096,8192,16384",
     repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 7,
-    output: Path = Path(__file__).parents[1] / "results" / "benchmark_neighbour.json",
+    output: Path = Path(__file__).parents[1] / "results" / "benchmark_busy_machine.json",
 ) -> None:
     """Measure every length alone and beside a busy process, print the speed-ups and keep all as JSON."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(THREAD_VARIABLES)}

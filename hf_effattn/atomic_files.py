@@ -8,7 +8,7 @@ from typing import IO
 PART = ".part"
 
 
-def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Let `write` fill a file that takes its place when it is whole and on disk; what was there stays till then.
 
     Args:
