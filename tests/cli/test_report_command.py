@@ -226,5 +226,5 @@ def test_methods_are_those_of_the_library():
     shown = runner.invoke(app, ["methods"]).stdout
     assert all(name in shown for name in (*list_methods(), "slice_length", "key_clusters"))
     lines = [line.split()[0] for line in shown.splitlines() if line.startswith(" ") and line.strip()]
-    assert all(lines.count(name) == 1 for name in ("seed", "key_clusters", "segment_length", "slice_length"))
-    assert all(lines.count(name) == 2 for name in ("clusters", "topk", "min_length"))  # two defaults
+    assert all(lines.count(name) == 1 for name in ("seed", "segment_length", "slice_length"))
+    assert all(lines.count(name) == 2 for name in ("key_clusters", "topk", "min_length"))  # two defaults
