@@ -149,14 +149,14 @@ class Kind:
         return hf_effattn.patch_attention(self.make(**changes), METHOD)
 
     def check_classes(self, model: Any) -> None:
-        """All modules of the attention have the classes of a patch, or none where it is another that has."""
+        """The model has the classes of the patch; the attention modules of all layers are alike."""
         assert classes_of_ours(model) == self.ours
         assert len({type(module) in self.ours for stack in find_stacks(model) for module in stack.modules}) == 1
 
     def encode_patched(
         self, model: Any, inputs: dict[str, torch.Tensor], calls: list[Any]
     ) -> tuple[torch.Tensor, ...]:
-        """By the classes, and in the calls, of a patch."""
+        """What a patched model encodes; its classes and the calls of attention are checked."""
         self.check_classes(model)
         calls.clear()
         with torch.no_grad():

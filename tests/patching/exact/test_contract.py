@@ -68,6 +68,7 @@ def test_a_patched_model_has_the_values_and_gradients_of_the_exact_one(
     with torch.no_grad():
         exact = kind.encode(model, inputs)
     expected = kind.gradients(model, inputs)
+    assert not (kind.alone and calls)
     assert not kind.learns or any(part in name for part in kind.learns for name in expected)
     assert hf_effattn.patch_attention(model, METHOD) is model
     kind.near.check(kind.encode_patched(model, inputs, calls), exact)
@@ -225,9 +226,11 @@ def test_a_compiled_model_gives_the_same(kind: Kind) -> None:
     torch.compiler.reset()
     kind.part(model).compile(backend=kind.compiled)
     with torch.no_grad():
-        kind.near.check(kind.encode(model, inputs), expected)
+        near = kind.near if slopes else EQUAL
+        near.check(kind.encode(model, inputs), expected)
     if slopes:
-        kind.slopes.check(kind.gradients(model, inputs), slopes)
+        found = kind.gradients(model, inputs)  # the compiler has some, of 0, of what nothing reads
+        kind.slopes.check({name: found[name] for name in slopes}, slopes)
 
 
 @pytest.mark.usefixtures("constants")
@@ -277,10 +280,12 @@ def test_a_report_compares_the_patched_model_with_transformers_own(kind: Kind) -
 def test_a_patched_model_writes_the_same(kind: Kind, calls: list[Any]) -> None:
     """An encoder beside a decoder runs once."""
     model, inputs = kind.make(), kind.inputs()
-    written = kind.write(model, inputs)
+    written, whole = kind.write(model, inputs), kind.whole and kind.whole(model, inputs)
     hf_effattn.patch_attention(model, METHOD)
     kind.encode_patched(model, inputs, calls)
     once = len(calls)
     calls.clear()
     assert torch.equal(kind.write(model, inputs), written)
     assert not kind.alone or len(calls) == once > 0
+    if kind.whole:
+        kind.whole_near.check(kind.whole(model, inputs), whole)

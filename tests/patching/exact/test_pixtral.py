@@ -14,7 +14,7 @@ from transformers.models.pixtral import modeling_pixtral
 import hf_effattn
 from hf_effattn.patching.exact.architectures import pixtral
 
-from .contract import METHOD, Kind, Near
+from .contract import METHOD, Kind, Near, record
 
 FEW: dict[str, Any] = {"clusters": 6, "topk": 8, "key_clusters": 7, "min_length": 0}
 LAYERS = 3
@@ -145,10 +145,12 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def test_each_group_has_a_mask_and_outputs_are_transformers(groups: list[list[int]], masks: list[list[int]]) -> None:
-    model, inputs = make_tower(), images()
+def test_each_group_has_a_mask_and_outputs_are_transformers(
+    groups: list[list[int]], masks: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs, calls = make_tower(), images(), record(monkeypatch, recorded=query_and_mask)
     exact = model(**inputs)
-    assert masks == [PATCHES]
+    assert (masks, calls) == ([PATCHES], [(142, True)] * LAYERS)
     masks.clear()
     hf_effattn.patch_attention(model, METHOD)
     found = model(**inputs)
