@@ -27,11 +27,3 @@ def assert_close_to_reference(
         return
     limit = rtol if baseline is None else max(rtol, factor * relative_rms(baseline))
     assert relative_rms(actual) <= limit, f"{name}: relative error {relative_rms(actual):.2e}, allowed {limit:.2e}"
-
-
-def assert_equal_but_for_order(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Equal bit for bit; on a GPU the gradients of keys and values are sums in no fixed order."""
-    assert actual.keys() == expected.keys()
-    for name, tensor in actual.items():
-        unordered = tensor.is_cuda and name in ("key", "value")
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6 if unordered else 0)
