@@ -53,7 +53,7 @@ class Report(Findings):
                 figure.savefig(files[-1])
         for place, settings in enumerate(settings for settings in self.methods.values() if "rungs" in settings):
             if pictures:
-                files.append(folder / f"rungs{'' if place == 0 else f'_{place + 1}'}.png")
+                files.append(folder / f"head_settings{'' if place == 0 else f'_{place + 1}'}.png")
                 draw_head_settings(make_candidates(settings)[0].settings).savefig(files[-1])
         return files
 

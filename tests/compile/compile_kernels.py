@@ -331,7 +331,7 @@ def causal_calls(head_dim: int, dtype: torch.dtype) -> Iterator[Callable[[], Any
         query, key, value = tensors(dim, dtype, length=length, heads=heads, key_heads=key_heads)
         sizes = clusters, 384, key_clusters, 1024, 256, 1, 2048, max_predicted_error, 0
         seed = torch.zeros(1, dtype=torch.int64) if dropout else None
-        rest = seed, torch.zeros(heads, dtype=dtype) if dropout else None, method, *sizes, False, 0.125
+        rest = seed, torch.zeros(heads, dtype=dtype) if dropout else None, method, *sizes, 0.125
         yield partial(attention, query, key, value, None, *rest, 0.1 * dropout, True)
 
 

@@ -97,7 +97,7 @@ def layers(length: int = LENGTH) -> dict[str, Callable[[], Any]]:
 
     causal_attention = import_module("hf_effattn.ops.causal_clustered_attention.triton").causal_clustered_attention
     sizes = 1, 384, 16, 1024, 256, 1, 512, 2.0, 0  # as models are patched
-    causal = partial(causal_attention, query, key, value, *[None] * 3, "bi-clustered", *sizes, False, 0.125, 0.0, True)
+    causal = partial(causal_attention, query, key, value, *[None] * 3, "bi-clustered", *sizes, 0.125, 0.0, True)
     slice_length, extension = 32, 32
     sinks = torch.ones(1, length, dtype=torch.bool)
     cst = partial(

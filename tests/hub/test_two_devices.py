@@ -26,6 +26,10 @@ PATCHES = {
     "bi-clustered": {"clusters": 4, "key_clusters": 4, "topk": 4},
     "cst": {"slice_length": 4},
 }
+DECODER_PATCHES = {
+    "i-clustered": {"clusters": 4, "exact_keys": 4, "segment_length": 8, "window": 4, "min_length": 0},
+    "bi-clustered": {"key_clusters": 4, "exact_keys": 4, "segment_length": 8, "window": 4, "min_length": 0},
+}
 HEADS = ("ForCausalLM", "ForMaskedLM", "ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
 
 
@@ -127,6 +131,6 @@ def test_patched_models_on_two_devices(method):
         spread(encoder, [encoder.bert.embeddings, encoder.bert.encoder.layer[0]])
         assert encoder(words, attention_mask=torch.ones_like(words)).logits.device == FIRST
         decoder = GPT2LMHeadModel(GPT2Config(vocab_size=60, n_positions=64, n_embd=32, n_layer=2, n_head=2)).eval()
-        hf_effattn.patch_attention(decoder, method, **settings)
+        hf_effattn.patch_attention(decoder, method, **DECODER_PATCHES.get(method, settings))
         spread(decoder, [decoder.transformer.wte, decoder.transformer.wpe, decoder.transformer.h[0]])
         assert decoder(words).logits.device == FIRST

@@ -44,7 +44,7 @@ def patched(model_type: str, auto_class: str, method: str, **settings: Any) -> K
     def build() -> Any:
         return cst_conversions.small_model(model_type, getattr(transformers, auto_class))
 
-    forced = {"cst": {}, "per-head": {"min_length": 0}}.get(method, {"clusters": 4, "min_length": 0})
+    forced = {} if method == "cst" else {"min_length": 0}
     return Kind(auto_class, build, method, forced | settings)
 
 
@@ -61,9 +61,9 @@ def from_scratch(auto_class: str, cases: Any, **changes: Any) -> Kind:
 CLASSIFICATION, CAUSAL = "AutoModelForSequenceClassification", "AutoModelForCausalLM"
 SEGMENTS = {"segment_length": 4, "window": 4}
 KINDS = {
-    "bert-clustered": patched("bert", CLASSIFICATION, "clustered"),
-    "bert-i-clustered": patched("bert", CLASSIFICATION, "i-clustered", topk=8, layers=[0, 2]),
-    "bert-bi-clustered": patched("bert", CLASSIFICATION, "bi-clustered", topk=8, key_clusters=7),
+    "bert-clustered": patched("bert", CLASSIFICATION, "clustered", clusters=4),
+    "bert-i-clustered": patched("bert", CLASSIFICATION, "i-clustered", clusters=4, topk=8, layers=[0, 2]),
+    "bert-bi-clustered": patched("bert", CLASSIFICATION, "bi-clustered", clusters=4, topk=8, key_clusters=7),
     "bert-per-head": patched(
         "bert",
         CLASSIFICATION,
@@ -75,8 +75,8 @@ KINDS = {
         heads=[[0, 1], [2, 0], [1, 2]],
         tolerance=0.3,
     ),
-    "gpt2-clustered": patched("gpt2", CAUSAL, "clustered", **SEGMENTS),
-    "gpt2-i-clustered": patched("gpt2", CAUSAL, "i-clustered", exact_keys=18, **SEGMENTS),
+    "gpt2-clustered": patched("gpt2", CAUSAL, "clustered", clusters=4, **SEGMENTS),
+    "gpt2-i-clustered": patched("gpt2", CAUSAL, "i-clustered", clusters=4, exact_keys=18, **SEGMENTS),
     "gpt2-bi-clustered": patched("gpt2", CAUSAL, "bi-clustered", exact_keys=18, key_clusters=3, **SEGMENTS),
     "bert-cst": patched("bert", CLASSIFICATION, "cst"),
     "gpt2-cst": patched("gpt2", CAUSAL, "cst", extension_ratio=2),

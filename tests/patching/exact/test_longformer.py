@@ -14,10 +14,10 @@ from transformers import (
 )
 
 import hf_effattn
+from hf_effattn.patching.exact import call
 from hf_effattn.patching.exact.architectures import longformer
 from hf_effattn.patching.exact.architectures.longformer import LEDEncoderInBlocks, LongformerInBlocks
 from hf_effattn.patching.exact.windows import block_length
-from hf_effattn.patching.interface import attention_function
 
 from .contract import EQUAL, METHOD, Kind, Near, classes_of_ours, each, shapes, write_by_beams
 
@@ -111,7 +111,7 @@ def kind_of(model_type: str, **promises: Any) -> Kind:
         frozenset({IN_BLOCKS[model_type]}),
         slopes=Near(rtol=1e-4, atol=2e-4),
         cases=each(global_tokens=("none", "some", "many"), padded=(False, True)),
-        watched=((attention_function, "attend_in_blocks"), (longformer, "attend_in_blocks")),
+        watched=((call, "attend_in_blocks"), (longformer, "attend_in_blocks")),
         ran=check_blocks,
         unpatched=True,
         auto=AutoModel,

@@ -7,7 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForTokenClassification
 
 import hf_effattn
-from hf_effattn.patching.interface import attention_function
+from hf_effattn.patching.exact import call
 
 from .contract import METHOD, Kind, Near, each, logits_of_seen, shapes
 
@@ -73,7 +73,7 @@ KINDS = [
         logits_of_seen,
         slopes=Near(atol=1e-5, of_each=1e-5),
         cases=each(padding=(None, "left", "right")),
-        watched=((attention_function, "attend_in_blocks"),),
+        watched=((call, "attend_in_blocks"),),
         ran=check_blocks,
         learns=("sinks",),
         unpatched=True,

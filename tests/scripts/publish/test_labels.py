@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 JSON = sorted([*(ROOT / "scripts" / "results").rglob("*.json"), *(ROOT / "model_cards").rglob("report.json")])
 TEXTS = sorted(path for path in ROOT.rglob("*.md") if not {".venv", "node_modules"} & set(path.parts))
 LABEL = re.compile(r"""(?<![\w-])(?:(?:i-|bi-)?clustered|cst)(?: \w+=(?:\[[^\]]*\]|[^\s|`",:;)]+))+""")
+BOTH = False, True  # encoders, decoders
 IN_LETTERS = re.compile(r"clustered (?:\(\w+=|[CkG]=)")
 
 
@@ -47,7 +48,8 @@ def measured(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def settings_of(method: Any) -> dict[str, Any]:
-    return make_candidates(method)[0].to_dict() | {"min_length": 0}
+    """Of whichever kind of model has them."""
+    return make_candidates(method, kinds=BOTH)[0].to_dict() | {"min_length": 0}
 
 
 @pytest.mark.parametrize("path", [*JSON, *TEXTS], ids=lambda path: str(path.relative_to(ROOT)))
@@ -56,7 +58,7 @@ def test_a_label_is_read_back(path):
     assert not IN_LETTERS.search(text)
     for label in set(LABEL.findall("\n".join(strings(json.loads(text))) if path.suffix == ".json" else text)):
         settings = settings_of(method_of(label))
-        assert settings_of(method_of(make_candidates(settings)[0].label)) == settings
+        assert settings_of(method_of(make_candidates(settings, kinds=BOTH)[0].label)) == settings
 
 
 def test_labels_beside_their_settings_say_them():
@@ -78,10 +80,18 @@ def test_labels_beside_their_settings_say_them():
         },
         {"method": "cst", "slice_length": 4, "composition": "local-global", "extension_ratio": 2.5},
         {"method": "i-clustered", "tolerance": 0.1, "on_excess": "warn", "check_finite": True},
+        {
+            "method": "bi-clustered",
+            "causal": True,
+            "exact_keys": 96,
+            "max_predicted_error": None,
+            "segment_length": 512,
+        },
         {"method": "exact"},
     ],
     ids=lambda settings: settings["method"],
 )
 def test_any_settings_are_typed_as_they_are_printed(settings):
-    (candidate,) = make_candidates([settings])
-    assert make_candidates(method_of(candidate.label)) == [candidate]
+    kinds = [settings.get("causal", False)]
+    (candidate,) = make_candidates([settings], kinds=kinds)
+    assert make_candidates(method_of(candidate.label), kinds=kinds) == [candidate]
