@@ -486,7 +486,9 @@ def test_rungs_are_named_as_they_are_typed() -> None:
 
 def unlike_texts(tokenizer: Any, length: int) -> dict[str, torch.Tensor]:
     """What no book is: code, a table, repeated words, random tokens."""
-    code = Path(hf_effattn.__file__).with_name("patching").joinpath("attention.py").read_text(encoding="utf-8")
+    code = (
+        Path(hf_effattn.__file__).with_name("patching").joinpath("methods", "per_head.py").read_text(encoding="utf-8")
+    )
     table = "\n".join(" | ".join(str((17 * row * column) % 991) for column in range(1, 9)) for row in range(1, 200))
     words = {"code": code, "table": table, "repeated": "the same two words " * length}
     encoded = {
