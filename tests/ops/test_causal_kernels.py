@@ -334,7 +334,7 @@ def test_registered_with_torch_library():
             *leaves, None if mask is None else mask.to(DEVICE), None,
             None if sinks is None else sinks.to(DEVICE).requires_grad_(), "bi-clustered", case.clusters, case.topk,
             case.key_clusters, case.segment_length, case.window, 1, case.fit_queries,
-            case.max_predicted_error or torch.inf, 0, False, 0.3, 0.0, True,
+            case.max_predicted_error or torch.inf, 0, 0.3, 0.0, True,
         )  # fmt: skip
         op = torch.ops.hf_effattn.causal_clustered_attention_triton.default
         # The sets of rows in no cluster, and heads that are exact, leave memory as it was.
