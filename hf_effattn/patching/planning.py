@@ -251,7 +251,7 @@ def _warn_of_decoder_loss(plan: PatchPlan) -> None:
         return
     warnings.warn(
         f'"{plan.method.method}" with the same settings for all heads raised the perplexity of SmolLM2-135M by '
-        f"{loss[0]:.1%}, with settings that hf_effattn.calibrate found for each head by {least[0]:.1%} (worst text). "
+        f"{loss:.1%}, with settings that hf_effattn.calibrate found for each head by {least:.1%} (worst text). "
         "Pass settings=hf_effattn.calibrate(model, inputs, max_error=0.11), with inputs like yours.",
         stacklevel=stacklevel_of_user(),
     )

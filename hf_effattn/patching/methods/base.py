@@ -89,8 +89,8 @@ class Method(ABC):
     stays_exact: ClassVar[bool] = False  # in every layer, at every length
     price: ClassVar[tuple[str, ...]] = ()  # the counts that the method's time depends on most
     parameters_name: ClassVar[str] = ""  # of the module with the parameters that it adds to the model without its head
-    # What it did to a language model at most: to its perplexity, and to how many of its most likely next tokens.
-    decoder_loss: ClassVar[tuple[float, float] | None] = None
+    # By how much it raised the perplexity of a language model at most.
+    decoder_loss: ClassVar[float | None] = None
     purpose: ClassVar[dict[str, str]] = {
         "min_length": "inputs with fewer tokens run exact attention; None: the measured length, 0: force the method",
         "tolerance": "the error allowed, measured on up to 64 queries of each head and text; None: unmeasured",

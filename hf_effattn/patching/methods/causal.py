@@ -111,7 +111,7 @@ class CausalClustered(CausalMethod):
     method: ClassVar[str] = "clustered"
     summary: ClassVar[str] = "each query attends to nearby keys exactly, and to older ones as its cluster's mean query"
     price: ClassVar[tuple[str, ...]] = ("clusters",)
-    decoder_loss: ClassVar[tuple[float, float] | None] = (0.417, 0.251)
+    decoder_loss: ClassVar[float | None] = 0.417
     purpose: ClassVar[dict[str, str]] = {
         **CausalMethod.purpose,
         "clusters": "the clusters of past queries per head and segment; more are more exact and slower",
@@ -140,7 +140,7 @@ class CausalImprovedClustered(CausalClustered):
     method: ClassVar[str] = "i-clustered"
     summary: ClassVar[str] = "as clustered, with a few of the older keys exactly"
     price: ClassVar[tuple[str, ...]] = ("clusters", "exact_keys")
-    decoder_loss: ClassVar[tuple[float, float] | None] = (0.138, 0.156)
+    decoder_loss: ClassVar[float | None] = 0.138
     purpose: ClassVar[dict[str, str]] = {
         **CausalClustered.purpose,
         "exact_keys": "the older keys of a head and segment that are attended to exactly; more are slower",
@@ -178,7 +178,7 @@ class CausalBiClustered(CausalMethod):
         "each query attends to nearby keys and a few older ones exactly, to others by clusters of keys"
     )
     price: ClassVar[tuple[str, ...]] = ("exact_keys", "key_clusters")
-    decoder_loss: ClassVar[tuple[float, float] | None] = (0.011, 0.05)
+    decoder_loss: ClassVar[float | None] = 0.011
     purpose: ClassVar[dict[str, str]] = {
         **CausalImprovedClustered.purpose,
         "key_clusters": "the clusters of each segment's keys that stand for all other older keys",

@@ -335,7 +335,7 @@ class CausalPerHead(PerHead):
     """The same for a decoder, whose rungs are settings of decoders."""
 
     causal: ClassVar[bool | None] = True
-    decoder_loss: ClassVar[tuple[float, float] | None] = (0.005, 0.032)
+    decoder_loss: ClassVar[float | None] = 0.005
 
 
 _NOTHING = (
