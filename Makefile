@@ -38,22 +38,22 @@ test-slow: $(READY)
 
 # Properties of every op and method on 100,000 random cases; stop it when you like, it goes on where it was.
 fuzz: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.trust.fuzz
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.reliability.fuzz
 
 # Planted defects, one at a time, and whether the tests see them; it goes on where it was.
 mutants: $(READY)
-	nice -n 10 $(BIN)/python -m scripts.trust.mutants
+	nice -n 10 $(BIN)/python -m scripts.reliability.mutants
 
 # Kills, full disks, damaged checkpoints; peak memory, growth, threads. Both go on where they were.
 faults: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.trust.faults
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.reliability.faults
 
 memory: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.trust.memory
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.reliability.memory
 
 # Other versions of Python, torch and transformers, each in an environment of its own, with transformers' own tests.
 versions: $(READY)
-	$(BIN)/python -m scripts.trust.versions
+	$(BIN)/python -m scripts.reliability.versions
 
 lint: $(READY)
 	$(BIN)/python -m ruff check --fix .

@@ -66,7 +66,7 @@ def autocast_rules(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def large_data() -> Callable[[str], Path]:
     """Paths inside the large data sets, which a user's machine has not: there a test that asks for one is skipped."""
-    from scripts.kept.data import dataset_path
+    from scripts.shared.data import dataset_path
 
     def path(name: str) -> Path:
         try:

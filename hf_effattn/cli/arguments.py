@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import typer
 from safetensors import SafetensorError
 
-from .. import settings_text
+from .. import settings_parsing
 
 
 @contextmanager
@@ -58,13 +58,13 @@ def lengths_of(text: str | None) -> tuple[int, ...] | None:
 
 
 def method_of(text: str) -> dict[str, Any]:
-    """A method with its settings, as `settings_text.method_of` reads them.
+    """A method with its settings, as `settings_parsing.method_of` reads them.
 
     Raises:
         typer.BadParameter: a setting without a value.
     """
     try:
-        return settings_text.method_of(text)
+        return settings_parsing.method_of(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 

@@ -11,7 +11,7 @@ import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..measuring.candidates import ALWAYS_NAMED, name_settings, rung_names
+from ..measuring.candidates import ALWAYS_NAMED, candidate_names, name_settings
 from ..models import ClusterFormerConfig, CSTConfig
 from ..patching.methods import Method, list_methods
 from ..patching.methods.per_head import PerHead
@@ -26,7 +26,7 @@ from . import module_folders
 from .heads import TASKS, auto_class_of
 
 TAG = "hf_effattn"
-PER_HEAD = ("rungs", "heads", "calibration")  # which a card tells in a table of their own
+PER_HEAD = ("candidates", "heads", "calibration")  # which a card tells in a table of their own
 LIBRARY = "sentence-transformers"
 VYAS = (
     "Vyas, Katharopoulos, Fleuret: Fast Transformers with Clustered Attention. NeurIPS 2020, "
@@ -317,7 +317,10 @@ def _settings(config: Any, settings: Method | None, layers: Sequence[int] | None
             rows.append(["`layers`", f"`{list(layers)!r}`", "the layers that have it, from 0; the others stay exact"])
         if isinstance(settings, PerHead):
             return "\n\n".join(
-                [*_rungs(settings), *([markdown(["setting", "value", "meaning"], rows, right=())] if rows else [])]
+                [
+                    *_candidates(settings),
+                    *([markdown(["setting", "value", "meaning"], rows, right=())] if rows else []),
+                ]
             )
         others = "\n\nAll others have their defaults, which `effattn methods` lists."
         return markdown(["setting", "value", "meaning"], rows, right=()) + others
@@ -326,10 +329,10 @@ def _settings(config: Any, settings: Method | None, layers: Sequence[int] | None
     return markdown(["setting", "value"], rows, right=())
 
 
-def _rungs(settings: PerHead) -> list[str]:
+def _candidates(settings: PerHead) -> list[str]:
     """Which settings how many heads run, and how they were found."""
     heads = [index for row in settings.heads for index in row]
-    table = [[name, str(heads.count(index))] for index, name in enumerate(rung_names(settings))]
+    table = [[name, str(heads.count(index))] for index, name in enumerate(candidate_names(settings))]
     found = [markdown(["settings", "key/value heads"], table)]
     made = settings.calibration
     if made is not None and "max_error" in made:

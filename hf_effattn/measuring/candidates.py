@@ -7,7 +7,7 @@ from typing import Any
 from ..patching.methods import Method, methods_for
 from ..patching.methods.exact import Exact
 from ..patching.methods.per_head import PerHead
-from ..settings_text import method_of, method_text
+from ..settings_parsing import method_of, method_text
 
 UNPATCHED = "unpatched"
 DEFAULT_METHODS: tuple[dict[str, Any], ...] = (
@@ -124,7 +124,7 @@ def name_settings(settings: Method, layers: Sequence[int] | None = None) -> str:
     """The settings as a command line takes them, such as `bi-clustered clusters=32 topk=64 key_clusters=32`.
 
     Shown are the counts and every other setting that is not the default, without `min_length`. The heads of
-    `"per-head"` are too many to type: of them only their number of rungs and the error allowed.
+    `"per-head"` are too many to type: of them only their number of candidates and the error allowed.
     """
     defaults = type(settings)()
     shown = {
@@ -137,9 +137,9 @@ def name_settings(settings: Method, layers: Sequence[int] | None = None) -> str:
     return method_text(settings.method, shown | settings.label_parts | chosen)
 
 
-def rung_names(settings: PerHead) -> list[str]:
+def candidate_names(settings: PerHead) -> list[str]:
     """The names of what the indices in a table of heads stand for, exact attention last."""
-    return [*map(name_settings, settings.rungs), Exact.method]
+    return [*map(name_settings, settings.candidates), Exact.method]
 
 
 def _settings(method: object, kinds: Iterable[bool] | None) -> tuple[dict[bool, Method], tuple[int, ...] | None]:

@@ -1,7 +1,7 @@
-"""Which rung of a ladder each head gets: the cheapest within a budget of error, with a margin for other texts.
+"""Which candidate each head gets: the cheapest within a budget of error, with a margin for other texts.
 
-Sizes: `T` texts, `R` rungs, `L` layers, `H` key/value heads. A table of heads is `(L, H)`, `R` where a head is exact.
-Errors of layers that no method is for are infinite: they stay exact, and no budget counts them.
+Sizes: `T` texts, `R` candidates, `L` layers, `H` key/value heads. A table of heads is `(L, H)`: `R` where a head is
+exact. Errors of layers that no method is for are infinite: they stay exact, and no budget counts them.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class OfHeads:
     """Every head within the budget; errors are relative L2 errors of a head's attention output."""
 
     def choose(self, errors: torch.Tensor, budget: float, margin: float) -> torch.Tensor:
-        """For every head the first rung whose mean error over the texts is small enough."""
+        """For every head the first candidate whose mean error over the texts is small enough."""
         within = errors.mean(dim=0) * margin <= budget
         return torch.cat([within, torch.ones_like(within[:1])]).int().argmax(dim=0)
 
@@ -51,7 +51,7 @@ class OfLayers:
     is a small part of its layer's output may err more than the others.
 
     Args:
-        costs (`torch.Tensor`): `(R + 1,)`, seconds of a layer by rung, exact attention last.
+        costs (`torch.Tensor`): `(R + 1,)`, seconds of a layer by candidate, exact attention last.
     """
 
     costs: torch.Tensor
@@ -59,8 +59,8 @@ class OfLayers:
     def choose(self, errors: torch.Tensor, budget: float, margin: float) -> torch.Tensor:
         """Of the least time that single steps find.
 
-        From the cheapest rung of all, the head that gains most error per second moves to the rung where it does,
-        until the budget is kept; then heads that the last large step has left room for move to cheaper ones.
+        From the cheapest candidate of all, the head that gains most error per second moves to the candidate where it
+        does, until the budget is kept. Then heads that the last large step has left room for move to cheaper ones.
         """
         served = served_layers(errors)
         table = torch.full(errors.shape[2:], errors.shape[1])
@@ -84,8 +84,8 @@ class OfLayers:
             changes[layer] = (after - of_layer.sqrt()).mean(dim=0)
 
         def step(scores: torch.Tensor) -> None:
-            layer, head, rung = (int(index) for index in torch.unravel_index(scores.argmax(), scores.shape))
-            table[layer, head] = rung
+            layer, head, candidate = (int(index) for index in torch.unravel_index(scores.argmax(), scores.shape))
+            table[layer, head] = candidate
             look(layer)
 
         for layer in range(L):
@@ -112,7 +112,7 @@ def served_layers(errors: torch.Tensor) -> torch.Tensor:
 
 
 def errors_of(table: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
-    """The errors that heads have on the rungs of a table `(L, H)`: `(T, L, H)`."""
+    """The errors that heads have on the candidates of a table `(L, H)`: `(T, L, H)`."""
     with_exact = torch.cat([errors, torch.zeros_like(errors[:, :1])], dim=1)
     return with_exact.gather(1, table.expand(len(errors), 1, -1, -1))[:, 0]
 
@@ -123,7 +123,7 @@ def mean_of_layers(table: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
 
 
 def held_out_coverage(errors: torch.Tensor, budget: float, margin: float, rule: Rule) -> float:
-    """The part within the budget on texts that the rungs were not chosen on: each text left out once."""
+    """The part within the budget on texts that the candidates were not chosen on: each text left out once."""
     inside = []
     for text in range(len(errors)):
         others = torch.cat([errors[:text], errors[text + 1 :]])
@@ -146,7 +146,7 @@ def speed_of(table: torch.Tensor, costs: torch.Tensor) -> float:
 
 
 def budget_for(errors: torch.Tensor, costs: torch.Tensor, speed: float, coverage: float, rule: Rule) -> float | None:
-    """The least budget of error with which the heads' rungs are that many times faster than exact attention."""
+    """The least budget of error with which the heads' candidates are that many times faster than exact attention."""
     low, high = 0, round(MOST_ERROR / BUDGET_STEP)
 
     def reaches(step: int) -> bool:

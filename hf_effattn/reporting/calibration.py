@@ -12,7 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..atomic_files import write_atomically
-from ..measuring.candidates import rung_names
+from ..measuring.candidate_errors import CandidateErrors, default_candidates
+from ..measuring.candidates import candidate_names
 from ..measuring.choosing import (
     ERROR_OF,
     OfHeads,
@@ -29,7 +30,6 @@ from ..measuring.choosing import (
 from ..measuring.environment import environment
 from ..measuring.errors import run_model
 from ..measuring.inputs import check_inputs
-from ..measuring.ladder import LadderErrors, default_ladder
 from ..measuring.progress import Progress, progress_bar
 from ..measuring.recording import Measured, as_it_was, recording
 from ..patching.methods import Method, make_method
@@ -55,11 +55,11 @@ class Calibration:
     """What `calibrate` found: `patch_attention(model, settings=calibration)`, `print(calibration)`.
 
     Args:
-        settings (`PerHead`): the rungs, the table of heads, and in `calibration` how they were found: `max_error`,
-            `error_of` (what it bounds), `lengths`, `texts`, `margin`, `held_out` (the part of the heads, or of
-            the texts, within it on texts left out), `errors` (the largest on these texts, by layer and head),
-            of layers `layers_error` (their mean, the largest on these texts), `speed` against exact attention and
-            whether it is that of `training`.
+        settings (`PerHead`): the candidates, the table of heads, and in `calibration` how they were found:
+            `max_error`, `error_of` (what it bounds), `lengths`, `texts`, `margin`, `held_out` (the part of the heads,
+            or of the texts, within it on texts left out), `errors` (the largest on these texts, by layer and head), of
+            layers `layers_error` (their mean, the largest on these texts), `speed` against exact attention and whether
+            it is that of `training`.
         base_model (`str`, *optional*): the id on the Hub of the model.
     """
 
@@ -103,7 +103,7 @@ class Calibration:
         return float((self.settings.calibration or {})["max_error"])
 
     def plot(self) -> "Figure":
-        """The rung of every layer and head, as a heat map; ImportError where matplotlib is missing."""
+        """The candidate of every layer and head, as a heat map; ImportError where matplotlib is missing."""
         return draw_head_settings(self.settings)
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ class Calibration:
         about: dict[str, Any] = made.get("model", {})
         unused = {*about.get("windowed_layers", ()), *about.get("layers_without_attention", ())}
         heads = [index for layer, row in enumerate(self.settings.heads) if layer not in unused for index in row]
-        names = rung_names(self.settings)
+        names = candidate_names(self.settings)
         of = "of the heads on texts" if made["error_of"] == "head" else "of the texts, their layers' mean,"
         lines = [
             f"Within an error of {percent(made['max_error'])}: {percent(made['held_out'])} {of} left out "
@@ -131,7 +131,7 @@ def calibrate(
     error_of: str = "head",
     speed: float | None = None,
     training: bool = False,
-    ladder: Sequence[Mapping[str, Any]] | None = None,
+    candidates: Sequence[Mapping[str, Any]] | None = None,
     coverage: float = COVERAGE,
     min_length: int | None = None,
     part: nn.Module | None = None,
@@ -139,14 +139,14 @@ def calibrate(
 ) -> Calibration:
     """Find for each head the cheapest settings that keep the error of the attention output within a bound.
 
-    On the exact model's own queries, keys and values every rung of a ladder of settings runs, and of every head it
-    is told how large its error is on each text. With `error_of="head"` a head gets the first rung whose mean error,
-    times a margin, is within `max_error`, or else stays exact. With `error_of="layer"` heads get the rungs of which a
-    layer takes the least time, as timed here, while the mean error of the layers' outputs is within it: faster at the
-    same error, with single heads beyond it that are a small part of their layer. The margin is the smallest with which
-    that part of the heads, or of the texts (`coverage`), is within it on each text left out, when the rungs are chosen
-    on the others. Query heads that share keys share the rung. Errors grow with the length: give texts as long as
-    yours. The model is afterwards what it was.
+    Every candidate runs on the exact model's own queries, keys and values, and the error of every head is measured on
+    each text. With `error_of="head"` a head gets the first candidate whose mean error, times a margin, is within
+    `max_error`; a head without one stays exact. With `error_of="layer"` the heads get the candidates that take the
+    least time, as measured here, while the mean error of the layers' outputs is within `max_error`. This is faster at
+    the same error, but single heads that are a small part of their layer may exceed it. The margin is the smallest
+    with which that part of the heads, or of the texts (`coverage`), is within `max_error` on each text left out, when
+    the candidates are chosen on the others. Query heads that share keys share the candidate. Errors grow with the
+    length: give texts as long as yours. The model is afterwards what it was.
 
     Args:
         model (`PreTrainedModel`): an encoder or decoder of a served model type, with or without a head; or a model of
@@ -162,13 +162,13 @@ def calibrate(
             shall be at the longest length; `max_error` is the smallest that is.
         training (`bool`): for a model that will learn: the times are those of both passes, in which exact heads cost
             more. Of heads they decide only with `speed`.
-        ladder (`Sequence[dict]`, *optional*): the settings to choose from, the cheapest first, as of `report`.
+        candidates (`Sequence[dict]`, *optional*): the settings to choose from, the cheapest first, as of `report`.
             Default: seven of `"bi-clustered"`, where the future is masked in segments of 512 tokens; for the layers
             of an encoder one of `"clustered"`, one of `"i-clustered"` and six of `"bi-clustered"`.
         coverage (`float`): the part of the heads, or of the texts, that shall be within `max_error` on a text left
             out.
         min_length (`int`, *optional*): as of the methods: inputs with fewer tokens run exact attention. Default: each
-            rung's own; a rung that runs exact attention at all the lengths given is left out.
+            candidate's own; a candidate that runs exact attention at all the lengths given is left out.
         part (`nn.Module`, *optional*): of a model with several parts that attend, such as one for images and one for
             text, the one to calibrate; the whole model reads the inputs. Each image counts as a text.
         progress (`bool` or `Callable`, *optional*): show a progress bar on stderr; a function gets
@@ -179,9 +179,9 @@ def calibrate(
 
     Raises:
         ValueError: fewer than two texts, inputs that the model cannot take, a value outside its range, `max_error` and
-            `speed` together, an unknown `error_of`, a speed that no error reaches, inputs on which every rung runs
-            exact attention or that do not reach the part, no layer whose attention is finite, a model of several parts
-            and none named, or without attention to patch.
+            `speed` together, an unknown `error_of`, a speed that no error reaches, inputs on which every candidate
+            runs exact attention or that do not reach the part, no layer whose attention is finite, a model of several
+            parts and none named, or without attention to patch.
         TypeError: a value of the wrong type, something that is not a transformers model.
 
     Example:
@@ -203,17 +203,17 @@ def calibrate(
     measured = _part_to_calibrate(model, part)
     (stack,) = measured.stacks
     causal, device_type = stack.causal, model.device.type
-    given = [dict(one) | own for one in ladder or default_ladder(causal=causal, error_of=error_of)]
-    rungs = list((CausalPerHead if causal else PerHead)(rungs=given).rungs)
-    for rung in rungs:
-        rung.check_stack(stack)
+    given = [dict(one) | own for one in candidates or default_candidates(causal=causal, error_of=error_of)]
+    settings = list((CausalPerHead if causal else PerHead)(candidates=given).candidates)
+    for candidate in settings:
+        candidate.check_stack(stack)
     batches = check_inputs(model, inputs)
     if _reads_text(stack):  # of images each counts, which shows when they are seen
         _check_enough(sum(_texts_of(batch) for batch in batches))
     lengths = _lengths_of(batches, stack)
-    if lengths and all(rung.is_exact(N, N, device_type, causal=causal) for rung in rungs for N in lengths):
-        raise _nothing_to_measure(rungs, lengths, device_type, causal)
-    found = LadderErrors(rungs, training=training)
+    if lengths and all(one.is_exact(N, N, device_type, causal=causal) for one in settings for N in lengths):
+        raise _nothing_to_measure(settings, lengths, device_type, causal)
+    found = CandidateErrors(settings, training=training)
     with progress_bar(progress, len(batches) * len(measured.layers), "calibrate") as advance:
 
         def watch(seen: Any) -> torch.Tensor:
@@ -236,7 +236,7 @@ def calibrate(
 
 
 def _chosen(
-    found: LadderErrors,
+    found: CandidateErrors,
     model: PreTrainedModel,
     stack: Stack,
     error_of: str,
@@ -248,9 +248,9 @@ def _chosen(
     costs = found.costs(training=found.training)
     ran = costs[:-1].isfinite()
     if not ran.any():
-        raise _nothing_to_measure(found.rungs, found.seconds, model.device.type, stack.causal)
+        raise _nothing_to_measure(found.candidates, found.seconds, model.device.type, stack.causal)
     model_of = described(stack)
-    rungs = [rung for rung, one in zip(found.rungs, ran.tolist(), strict=True) if one]
+    candidates = [candidate for candidate, one in zip(found.candidates, ran.tolist(), strict=True) if one]
     costs = torch.cat([costs[:-1][ran], costs[-1:]])
     errors, shares = (one[:, ran] for one in found.stacked(model_of["layers"]))
     rule: Rule = OfHeads() if error_of == "head" else OfLayers(costs)
@@ -266,7 +266,7 @@ def _chosen(
             cheapest = torch.zeros(errors.shape[2:], dtype=torch.long)
             raise ValueError(
                 f"no budget makes attention {speed:g} times faster than exact attention at {max(found.seconds):,} "
-                f"tokens: the cheapest rung is {speed_of(cheapest, costs):.2g} times as fast"
+                f"tokens: the cheapest candidate is {speed_of(cheapest, costs):.2g} times as fast"
             )
     margin = least_margin(counted, budget, coverage, rule)
     table = rule.choose(counted, budget, margin)
@@ -295,7 +295,7 @@ def _chosen(
     if error_of == "layer":
         calibration["layers_error"] = round(float(mean_of_layers(table, shares).max()), 4)
     kind = CausalPerHead if stack.causal else PerHead
-    settings = kind(rungs=rungs, heads=table.tolist(), calibration=calibration, min_length=min_length)
+    settings = kind(candidates=candidates, heads=table.tolist(), calibration=calibration, min_length=min_length)
     return Calibration(settings, base_model_of(model.config))
 
 
@@ -337,22 +337,22 @@ def _check_enough(texts: int) -> None:
         )
 
 
-def _nothing_to_measure(rungs: Sequence[Method], lengths: Iterable[int], device: str, causal: bool) -> ValueError:
+def _nothing_to_measure(candidates: Sequence[Method], lengths: Iterable[int], device: str, causal: bool) -> ValueError:
     lengths = list(lengths)
-    said = f"every rung runs exact attention on these inputs of at most {max(lengths):,} tokens"
-    forced = [replace(rung, min_length=0) for rung in rungs]
-    if all(rung.is_exact(N, N, device, causal=causal) for rung in forced for N in lengths):
+    said = f"every candidate runs exact attention on these inputs of at most {max(lengths):,} tokens"
+    forced = [replace(candidate, min_length=0) for candidate in candidates]
+    if all(candidate.is_exact(N, N, device, causal=causal) for candidate in forced for N in lengths):
         what = "one segment and its window, or exact_keys," if causal else "one of its counts"
         return ValueError(f"{said}, since {what} reaches so far, which min_length=0 does not change: give longer ones")
-    if all(rung.shortest_length(device, causal=causal) is None for rung in rungs):
+    if all(candidate.shortest_length(device, causal=causal) is None for candidate in candidates):
         return ValueError(f"{said}: {why_never(PerHead.method, device)} (on the command line --min-length 0)")
     return ValueError(
         f"{said}, as that is faster: give longer ones, or min_length=0 (on the command line --min-length 0) to force "
-        "the rungs"
+        "the candidates"
     )
 
 
-def _not_finite(found: LadderErrors) -> ValueError:
+def _not_finite(found: CandidateErrors) -> ValueError:
     texts = [
         text for text, of_text in found.errors.items() if not all(one.isfinite().all() for one in of_text.values())
     ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from ..measuring.candidates import UNPATCHED, rung_names
+from ..measuring.candidates import UNPATCHED, candidate_names
 from .findings import Findings
 from .numbers import duration, megabytes, percent
 from .pattern import AttentionPattern, find_pattern
@@ -298,10 +298,10 @@ def _labelled_columns(weights: torch.Tensor, columns: int) -> list[int]:
 
 
 def draw_head_settings(settings: Any) -> "Figure":
-    """The rung of every layer and head of `"per-head"` settings; see `Calibration.plot`."""
+    """The candidate of every layer and head of `"per-head"` settings; see `Calibration.plot`."""
     grid = torch.tensor(settings.heads)
     layers, heads = grid.shape
-    names = rung_names(settings)
+    names = candidate_names(settings)
     figure = new_figure(max(4.2, 1.2 + 0.36 * heads) + 3, max(2.4, 1.1 + 0.3 * layers))
     panel = figure.subplots()
     image = panel.imshow(grid.numpy(), cmap=_steps(len(names)), vmin=-0.5, vmax=len(names) - 0.5, aspect="auto")
@@ -312,7 +312,7 @@ def draw_head_settings(settings: Any) -> "Figure":
     errors = (settings.calibration or {}).get("errors")
     if errors is not None and grid.numel() <= MOST_NUMBERED_CELLS:
         for line, column in ((line, column) for line in range(layers) for column in range(heads)):
-            if grid[line, column] < len(settings.rungs):
+            if grid[line, column] < len(settings.candidates):
                 dark = "white" if int(grid[line, column]) > 0.6 * len(names) else "#333333"
                 text = f"{100 * errors[line][column]:.0f}"
                 panel.text(column, line, text, ha="center", va="center", fontsize=6.5, color=dark)

@@ -24,7 +24,7 @@ class Report(Findings):
     """The findings of `hf_effattn.report` in words, pictures and files; `print(report)` says them in words."""
 
     def save(self, folder: str | Path, *, pictures: bool = True) -> list[Path]:
-        """Write `report.json` and the heat maps as PNG, of calibrated settings also who runs which rung.
+        """Write `report.json` and the heat maps as PNG, of calibrated settings also who runs which candidate.
 
         Args:
             folder (`str` or `Path`): made if missing.
@@ -51,7 +51,7 @@ class Report(Findings):
                     continue  # interrupted before all layers of that length
                 files.append(folder / f"attention_error{'' if length is None else f'_{length}'}.png")
                 figure.savefig(files[-1])
-        for place, settings in enumerate(settings for settings in self.methods.values() if "rungs" in settings):
+        for place, settings in enumerate(settings for settings in self.methods.values() if "candidates" in settings):
             if pictures:
                 files.append(folder / f"head_settings{'' if place == 0 else f'_{place + 1}'}.png")
                 draw_head_settings(make_candidates(settings)[0].settings).savefig(files[-1])

@@ -7,7 +7,7 @@ any work starts (`parsed_arguments`, `check_splits`), makes the tokenizer and th
 promised as stable. They need the extra `training`.
 """
 
-from ..settings_text import parse_settings
+from ..settings_parsing import parse_settings
 from .arguments import (
     ModelArguments,
     check_model,

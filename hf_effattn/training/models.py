@@ -19,7 +19,7 @@ import hf_effattn
 
 from ..patching.model_types.stacks import longest_input
 from ..patching.model_types.table import MODEL_TYPES
-from ..settings_text import method_of, parse_settings
+from ..settings_parsing import method_of, parse_settings
 from .arguments import NO_MODEL, ModelArguments
 from .run import checkpoint_to_resume
 

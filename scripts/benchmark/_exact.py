@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_effattn import patch_attention
 from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio, peak_memory_added
 
-from ..kept.runs import KeptRuns, device_defaults, print_rows
+from ..shared.runs import KeptRuns, device_defaults, print_rows
 from .attention import EXACT
 
 Dtypes = Annotated[str | None, typer.Option(help="Comma-separated. Default: float32, on a GPU bfloat16.")]

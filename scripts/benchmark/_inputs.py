@@ -27,8 +27,8 @@ from hf_effattn.measuring.recording import Measured, SeenAttention, recording
 from hf_effattn.samples.model import default_model_folder, load_model
 from hf_effattn.samples.texts import Book, Passages, bundled_books
 
-from ..kept.command_line import run_with_help
-from ..kept.data import dataset_path
+from ..shared.command_line import run_with_help
+from ..shared.data import dataset_path
 
 # The BERT's layers that count, and where `main` keeps it.
 LAYERS = (0, 2, 5)

@@ -29,10 +29,10 @@ from hf_effattn.measuring.cost import without_profiler_notes
 from hf_effattn.measuring.environment import environment
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.patching.methods import Method, make_method
-from hf_effattn.settings_text import method_of
+from hf_effattn.settings_parsing import method_of
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import print_table
+from ..shared.command_line import run_with_help
+from ..shared.runs import print_table
 from ._inputs import Inputs, attention_inputs
 from ._plots import draw_lengths
 

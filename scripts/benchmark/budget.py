@@ -1,7 +1,7 @@
 """Do calibrated heads keep their budget of error on other texts, does a tolerance catch the rest, and what is gained?
 
 The model is all-MiniLM-L6-v2, its positions repeated beyond 512 tokens, its attention exact: on its own queries, keys
-and values every rung of the ladder of `hf_effattn.calibrate` runs, and of every layer, head and text the error is
+and values every candidate of `hf_effattn.calibrate` runs, and of every layer, head and text the error is
 kept, and the bounds that a tolerance decides by, of the first queries and of all. Heads are calibrated on six books;
 five others and four QMSum meetings are held out. Times are those of all six layers' attention on the first held-out
 book, interleaved.
@@ -28,10 +28,10 @@ import torch.nn.functional as F
 import typer
 from rich.progress import track
 
+from hf_effattn.measuring.candidate_errors import CANDIDATES, default_candidates, text_errors, text_squares
 from hf_effattn.measuring.candidates import name_settings
 from hf_effattn.measuring.choosing import OfHeads, errors_of, held_out_coverage, least_margin
 from hf_effattn.measuring.cost import compare, interleaved_rounds, median_ratio, timed
-from hf_effattn.measuring.ladder import LADDER, default_ladder, text_errors, text_squares
 from hf_effattn.ops import predicted_error, query_offsets
 from hf_effattn.patching.methods import Method, make_method
 from hf_effattn.patching.methods.clustered import BiClustered
@@ -41,8 +41,8 @@ from hf_effattn.reporting.calibration import COVERAGE
 from hf_effattn.samples.model import load_model
 from hf_effattn.samples.texts import Book, Passages
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns
 from ._inputs import Inputs, book_text, layer_inputs
 from .language_model import WEIGHTS
 from .language_model import load as load_decoder
@@ -68,9 +68,9 @@ DIGITS = 4
 LARGEST = 99.0  # for JSON, which has no infinite numbers
 
 
-def rungs(decoder: bool = False) -> list[Any]:
-    """The ladder, forced at every length."""
-    return [make_method(**one, causal=decoder, min_length=0) for one in default_ladder(causal=decoder)]
+def candidates(decoder: bool = False) -> list[Any]:
+    """The candidates, forced at every length."""
+    return [make_method(**one, causal=decoder, min_length=0) for one in default_candidates(causal=decoder)]
 
 
 def texts(length: int) -> list[dict[str, str]]:
@@ -105,7 +105,7 @@ def inputs_of(run: dict[str, Any], decoder: bool = False) -> list[Inputs]:
 
 @torch.no_grad()
 def measure_errors(run: dict[str, Any], decoder: bool = False) -> dict[str, Any]:
-    """The error of every rung, layer and key/value head on one text, and the bounds by which a tolerance decides.
+    """The error of every candidate, layer and key/value head on one text, and the bounds by which a tolerance decides.
 
     Where the future is masked there are no first queries: all of them decide.
     """
@@ -117,8 +117,8 @@ def measure_errors(run: dict[str, Any], decoder: bool = False) -> dict[str, Any]
         exact = exact.transpose(1, 2)
         for of_layers in found.values():
             of_layers.append([])
-        for rung in rungs(decoder):
-            output = rung.run(query, key, value, causal=decoder)
+        for candidate in candidates(decoder):
+            output = candidate.run(query, key, value, causal=decoder)
             attended = Attended(query, key, value, None, None, decoder, output)
             of_heads = {"errors": text_errors(text_squares(exact, output.transpose(1, 2), None), key.shape[1])}
             of_heads["bounds"] = attended.sampled_errors()[1].unflatten(1, (-1, group)).amax(dim=2)
@@ -130,7 +130,7 @@ def measure_errors(run: dict[str, Any], decoder: bool = False) -> dict[str, Any]
 
 
 def stacked(rows: list[dict[str, Any]], name: str) -> torch.Tensor:
-    """Of every text, rung, layer and head, `(T, R, L, H)`."""
+    """Of every text, candidate, layer and head, `(T, R, L, H)`."""
     return torch.tensor([row[name] for row in rows]).transpose(1, 2)
 
 
@@ -148,7 +148,7 @@ def coverage(rows: list[dict[str, Any]]) -> pd.DataFrame:
         for budget in BUDGETS:
             table, margin, left_out = calibrated(rows, length, budget)
             line: dict[str, Any] = {"length": length, "budget": budget, "margin": margin, "left out": left_out}
-            line["exact heads"] = int((table == len(LADDER)).sum())
+            line["exact heads"] = int((table == len(CANDIDATES)).sum())
             held = [row for row in rows if row["length"] == length and row["part"] != "calibrated"]
             errors, bounds = (errors_of(table, stacked(held, name)) for name in ("errors", "bounds"))
             above, within = bounds > budget, errors <= budget
@@ -173,19 +173,19 @@ def coverage(rows: list[dict[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def predicted(rung: BiClustered, inputs: Inputs) -> torch.Tensor:
-    """The error that a rung predicts of every head before it attends, `(H,)`."""
+def predicted(candidate: BiClustered, inputs: Inputs) -> torch.Tensor:
+    """The error that a candidate predicts of every head before it attends, `(H,)`."""
     query, key, _ = inputs
-    labels, key_labels = rung.group(query, key, None)
-    offsets, mask = query_offsets(query, labels, rung.clusters)
-    return predicted_error(offsets, mask, key, key_labels, rung.key_clusters)[0]
+    labels, key_labels = candidate.group(query, key, None)
+    offsets, mask = query_offsets(query, labels, candidate.clusters)
+    return predicted_error(offsets, mask, key, key_labels, candidate.key_clusters)[0]
 
 
 @torch.no_grad()
 def best_uniform(
     errors: torch.Tensor, layers: list[Inputs], worst: float, costs: list[float]
 ) -> tuple[BiClustered, dict[str, Any]]:
-    """Of the rungs, each for all heads but those predicted above a threshold, the fastest with no worse a head.
+    """Of the candidates, each for all heads but those predicted above a threshold, the fastest with no worse a head.
 
     The threshold is the largest with which the worst head of this very text stays within the error: chosen with
     hindsight, unlike the table of heads.
@@ -194,18 +194,18 @@ def best_uniform(
         errors (`torch.Tensor`): `(R, L, H)` of this text.
         layers (`list[Inputs]`): of this text.
         worst (`float`): the error allowed to the worst head.
-        costs (`list[float]`): seconds of a layer by rung, exact attention last.
+        costs (`list[float]`): seconds of a layer by candidate, exact attention last.
     """
     found = []
-    for rung, of_rung, cost in zip(rungs(), errors, costs, strict=False):
-        of_heads = torch.stack([predicted(rung, inputs) for inputs in layers])  # (L, H)
-        above = of_heads[of_rung > worst]
+    for candidate, of_candidate, cost in zip(candidates(), errors, costs, strict=False):
+        of_heads = torch.stack([predicted(candidate, inputs) for inputs in layers])  # (L, H)
+        above = of_heads[of_candidate > worst]
         threshold = None if not len(above) else float(above.min()) * (1 - 1e-6)
         exact = 0 if threshold is None else int((of_heads > threshold).sum())
         seconds = cost * (of_heads.numel() - exact) + costs[-1] * exact
-        found.append((seconds, replace(rung, max_predicted_error=threshold), exact))
-    _, rung, exact = min(found, key=lambda one: one[0])
-    return rung, {"setting": name_settings(rung), "exact_heads": exact}
+        found.append((seconds, replace(candidate, max_predicted_error=threshold), exact))
+    _, candidate, exact = min(found, key=lambda one: one[0])
+    return candidate, {"setting": name_settings(candidate), "exact_heads": exact}
 
 
 @torch.no_grad()
@@ -216,7 +216,7 @@ def measure_speed(rows: list[dict[str, Any]], length: int, repeats: int) -> list
     (row,) = [row for row in rows if run.items() <= row.items()]
     errors = stacked([row], "errors")
     costs = []
-    for method in (*rungs(), None):
+    for method in (*candidates(), None):
         attend = F.scaled_dot_product_attention if method is None else method.run
         attend(*layers[0])
         costs.append(timed(partial(attend, *layers[0]), torch.device("cpu"))[1])
@@ -258,8 +258,8 @@ def all_layers(chosen: Method | None, layers: list[Inputs]) -> Callable[[], None
 
 
 def checked_and_not(table: torch.Tensor, budget: float) -> tuple[PerHead, PerHead]:
-    """Heads with the rungs of a table, and the same with a tolerance as large as the budget that recomputes none."""
-    heads = PerHead(rungs=rungs(), heads=table.tolist(), min_length=0)
+    """Heads with the candidates of a table, and the same with the budget as a tolerance that recomputes none."""
+    heads = PerHead(candidates=candidates(), heads=table.tolist(), min_length=0)
     return heads, replace(heads, tolerance=budget, on_excess="warn")
 
 
@@ -292,7 +292,7 @@ def main(
     output: Path | None = None,
 ) -> None:
     """Measure the errors, or with --speed or --check the times, and print all tables."""
-    settings = {"model": WEIGHTS if decoder else "all-MiniLM-L6-v2", "ladder": default_ladder(causal=decoder)}
+    settings = {"model": WEIGHTS if decoder else "all-MiniLM-L6-v2", "candidates": default_candidates(causal=decoder)}
     if decoder:
         lengths = str(DECODER_LENGTH)
     results = Path(__file__).parents[1] / "results"

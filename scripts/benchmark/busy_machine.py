@@ -26,8 +26,8 @@ from hf_effattn.measuring.bench import Attend, Inputs, forward, random_inputs
 from hf_effattn.measuring.cost import compare
 from hf_effattn.patching.methods import make_method
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, print_table
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns, print_table
 from ._inputs import HEAD_DIM, HEADS, attention_inputs
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -15,8 +15,8 @@ from rich.progress import track
 import hf_effattn
 from hf_effattn.measuring.environment import environment
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import print_table
+from ..shared.command_line import run_with_help
+from ..shared.runs import print_table
 from ._inputs import SKIPPED, held_out_tokens, load_causal_model
 from ._scores import counted_scores
 

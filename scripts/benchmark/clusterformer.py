@@ -33,8 +33,8 @@ from hf_effattn.models.clusterformer import ClusterFormerConfig
 from hf_effattn.models.clusterformer.modeling_clusterformer import ClusterFormerLayer
 from hf_effattn.models.clusterformer.sorting import SortedWords
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, print_table
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns, print_table
 
 EXACT = f"exact ({CHOSEN_BY_TORCH})"
 ROUTINGS: dict[str, dict[str, Any]] = {

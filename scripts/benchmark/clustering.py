@@ -22,8 +22,8 @@ from hf_effattn.measuring.environment import environment
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.ops import cluster_queries, improved_clustered_attention
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import print_table
+from ..shared.command_line import run_with_help
+from ..shared.runs import print_table
 from ._inputs import attention_inputs
 
 EVERY_QUERY = 2**31

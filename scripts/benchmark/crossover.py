@@ -24,7 +24,7 @@ from hf_effattn.measuring.environment import environment
 from hf_effattn.measuring.exact_kernels import exact_kernels
 from hf_effattn.patching.methods import make_method
 
-from ..kept.command_line import run_with_help
+from ..shared.command_line import run_with_help
 
 LENGTHS = (512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096, 6144, 8192)
 SETTINGS: tuple[dict[str, Any], ...] = (

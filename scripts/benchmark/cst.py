@@ -32,8 +32,8 @@ from hf_effattn.models.cst.modeling_cst import CSTLayer, CSTPositions
 from hf_effattn.samples.model import load_model
 from hf_effattn.samples.texts import Passages, bundled_books
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import print_table
+from ..shared.command_line import run_with_help
+from ..shared.runs import print_table
 from .embeddings import embed
 
 EXACT = CHOSEN_BY_TORCH

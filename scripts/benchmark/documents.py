@@ -32,13 +32,13 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_effattn import patch_attention, unpatch_attention
 from hf_effattn.measuring.bench import exact_output
+from hf_effattn.measuring.candidate_errors import default_candidates
 from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio, peak_memory_added, timed
-from hf_effattn.measuring.ladder import default_ladder
 from hf_effattn.patching.methods.per_head import described
 from hf_effattn.patching.model_types.stacks import find_stacks
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, print_table
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns, print_table
 from ._inputs import held_out_inputs
 from .attention import EXACT
 from .layer_budgets import by_layer, errors_of_books, errors_of_layers, within
@@ -141,8 +141,8 @@ def switches(model: PreTrainedModel, table: list[list[int]]) -> dict[str, Callab
         if name == CALIBRATED:
             own = described(stack)
             heads = heads_like(table, own["layers"], own["key_heads"])
-            ladder = default_ladder(causal=False, error_of="layer")
-            settings = {"method": "per-head", "rungs": ladder, "heads": heads}
+            candidates = default_candidates(causal=False, error_of="layer")
+            settings = {"method": "per-head", "candidates": candidates, "heads": heads}
         found[name] = partial(patch_attention, model, **settings, min_length=0)
     return found
 
@@ -191,7 +191,9 @@ def main(
 ) -> None:
     """Measure one document of every shape, length and dtype, print the table, and keep it as JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kept = KeptRuns(output, {"methods": METHODS, "rungs": default_ladder(causal=False, error_of="layer")}, device)
+    kept = KeptRuns(
+        output, {"methods": METHODS, "candidates": default_candidates(causal=False, error_of="layer")}, device
+    )
     for length in sorted({int(part) for part in lengths.split(",")}):
         if not kept.matching({"what": HEADS, "length": length}):
             kept.add({"what": HEADS, "length": length, "method": CALIBRATED} | calibrated_heads(length))

@@ -22,9 +22,9 @@ from hf_effattn.measuring.environment import environment
 from hf_effattn.samples.model import load_model
 from hf_effattn.samples.texts import Book, Passages, bundled_books
 
-from ..kept.command_line import run_with_help
-from ..kept.data import dataset_path
-from ..kept.runs import print_table
+from ..shared.command_line import run_with_help
+from ..shared.data import dataset_path
+from ..shared.runs import print_table
 
 # Tokens, clusters, topk, key clusters.
 SIZES = ((128, 25, 32, 50), (256, 25, 32, 50), (256, 100, 64, 200), (512, 100, 64, 200))

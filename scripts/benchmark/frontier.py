@@ -30,8 +30,8 @@ from hf_effattn.measuring.candidates import name_settings
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.patching.methods import Method, make_method
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, print_table
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns, print_table
 from ._inputs import HEAD_DIM, HEADS, attention_inputs
 from ._plots import draw_frontier
 

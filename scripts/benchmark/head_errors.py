@@ -24,8 +24,8 @@ from hf_effattn.ops import bi_clustered_attention, predicted_error, query_offset
 from hf_effattn.patching.methods.clustered import BiClustered
 from hf_effattn.samples.model import load_model
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, print_table
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns, print_table
 from ._inputs import HELD_OUT, Inputs, held_out_inputs, held_out_tokens
 from ._other_methods import order_zero
 

@@ -29,8 +29,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionConfig, 
 from hf_effattn import patch_attention
 from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, print_rows
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns, print_rows
 from .attention import EXACT
 
 # What builds each, and in how few layers it is timed: one of eight of Qwen2.5-VL's sees whole images.

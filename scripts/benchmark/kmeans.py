@@ -25,8 +25,8 @@ from sklearn.cluster import KMeans  # type: ignore[import-untyped]
 from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio, peak_memory_added
 from hf_effattn.ops import kmeans
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, device_defaults, print_rows
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns, device_defaults, print_rows
 
 OURS, FLASH, SCIKIT = "hf_effattn", "flash-kmeans", "scikit-learn"
 Clustered = tuple[torch.Tensor, torch.Tensor]

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_effattn
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, print_rows
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns, print_rows
 from ._inputs import HELD_OUT, SKIPPED, book_text, held_out_tokens
 from ._scores import counted_scores
 
@@ -100,7 +100,7 @@ def log_probabilities(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def exact_share(settings: dict[str, Any]) -> float:
     """The part of the heads that a table of heads leaves exact; nothing counts their scores."""
     heads = [index for row in settings.get("heads", ()) for index in row]
-    return heads.count(len(settings["rungs"])) / len(heads) if heads else 0.0
+    return heads.count(len(settings["candidates"])) / len(heads) if heads else 0.0
 
 
 def measure(model: Any, ids: torch.Tensor, methods: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -25,17 +25,17 @@ from rich.progress import track
 
 from hf_effattn import extend_positions
 from hf_effattn.measuring.bench import Attend, Inputs, exact_output, forward
+from hf_effattn.measuring.candidate_errors import CandidateErrors, default_candidates
 from hf_effattn.measuring.choosing import OfLayers, held_out_coverage, least_margin
 from hf_effattn.measuring.errors import relative_error
-from hf_effattn.measuring.ladder import LadderErrors, default_ladder
 from hf_effattn.measuring.recording import Measured, recording
 from hf_effattn.patching.methods import make_method
 from hf_effattn.patching.methods.per_head import PerHead
 from hf_effattn.reporting.calibration import COVERAGE
 from hf_effattn.samples.model import load_model
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, print_table
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns, print_table
 from ._inputs import HEAD_DIM, HEADS, held_out_inputs
 from .budget import CALIBRATED, tokens_of
 from .other_methods import (
@@ -63,14 +63,14 @@ def named(budget: float) -> Name:
 
 
 @torch.no_grad()
-def errors_of_books(length: int, *, training: bool) -> tuple[LadderErrors, torch.Tensor]:
-    """What every rung costs on books, and its shares of the layers' errors, `(T, R, L, H)`.
+def errors_of_books(length: int, *, training: bool) -> tuple[CandidateErrors, torch.Tensor]:
+    """What every candidate costs on books, and its shares of the layers' errors, `(T, R, L, H)`.
 
     `training`: what both passes cost, too.
     """
     model, tokenizer, _ = load_model(None)
-    ladder = [make_method(**one, min_length=0) for one in default_ladder(causal=False, error_of="layer")]
-    found = LadderErrors(ladder, training=training)
+    candidates = [make_method(**one, min_length=0) for one in default_candidates(causal=False, error_of="layer")]
+    found = CandidateErrors(candidates, training=training)
     for book in track(CALIBRATED[:BOOKS], description=f"{length:,} tokens: calibration"):
         tokens = tokens_of(tokenizer, "calibrated", book, length)
         if length > model.config.max_position_embeddings:
@@ -81,13 +81,13 @@ def errors_of_books(length: int, *, training: bool) -> tuple[LadderErrors, torch
     return found, found.stacked(model.config.num_hidden_layers)[1]
 
 
-def within(budget: float, found: LadderErrors, shares: torch.Tensor, *, training: bool = False) -> dict[str, Any]:
+def within(budget: float, found: CandidateErrors, shares: torch.Tensor, *, training: bool = False) -> dict[str, Any]:
     """The settings for a budget, the margin, and the part of the books that stay within it when left out."""
     rule = OfLayers(found.costs(training=training))
     margin = least_margin(shares, budget, COVERAGE, rule)
     table = rule.choose(shares, budget, margin).tolist()
     return {
-        "settings": PerHead(rungs=found.rungs, heads=table, min_length=0),
+        "settings": PerHead(candidates=found.candidates, heads=table, min_length=0),
         "budget": budget, "heads": table, "margin": margin,
         "left_out": held_out_coverage(shares, budget, margin, rule),
     }  # fmt: skip

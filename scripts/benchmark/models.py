@@ -22,10 +22,10 @@ from transformers import PreTrainedModel, RobertaConfig, RobertaModel
 
 from hf_effattn import patch_attention
 from hf_effattn.measuring.cost import interleaved_rounds, median, median_ratio, peak_memory_added
-from hf_effattn.settings_text import method_of
+from hf_effattn.settings_parsing import method_of
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, print_rows
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns, print_rows
 from .attention import EXACT
 
 SHAPES: dict[str, dict[str, int]] = {

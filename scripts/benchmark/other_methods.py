@@ -30,8 +30,8 @@ from hf_effattn.measuring.errors import relative_error
 from hf_effattn.measuring.json_numbers import finite_or_none
 from hf_effattn.patching.methods import make_method
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, print_table
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns, print_table
 from . import _other_methods
 from ._inputs import HEAD_DIM, HEADS, held_out_inputs
 from ._plots import draw_other_methods

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PixtralVisionConfig, PixtralVisionModel, PreTrainedModel
 
-from ..kept.command_line import run_with_help
+from ..shared.command_line import run_with_help
 from ._exact import Dtypes, Repeats, beside_own_code, measure_all
 
 LAYERS = 2

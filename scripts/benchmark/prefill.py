@@ -23,10 +23,10 @@ from torch.nn.attention import SDPBackend
 
 import hf_effattn
 from hf_effattn.measuring.bench import Attend, forward_backward
+from hf_effattn.measuring.candidate_errors import CAUSAL_CANDIDATES
 from hf_effattn.measuring.cost import compare, peak_memory_added
 from hf_effattn.measuring.errors import relative_error
 from hf_effattn.measuring.exact_kernels import sdpa
-from hf_effattn.measuring.ladder import CAUSAL_LADDER
 from hf_effattn.ops import causal_clustered_attention
 from hf_effattn.patching.methods import Method
 from hf_effattn.patching.methods.causal import CausalBiClustered
@@ -34,8 +34,8 @@ from hf_effattn.patching.methods.per_head import PerHead
 from hf_effattn.reporting.calibration import Calibration
 from hf_effattn.samples.texts import bundled_books
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, device_defaults, print_rows
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns, device_defaults, print_rows
 from ._inputs import Inputs, causal_attention_inputs, load_causal_model
 from ._scores import counted_scores
 from .language_model import CALIBRATION, exact_share
@@ -47,7 +47,7 @@ DEFAULT_LENGTHS = {"cpu": "4096,8192,16384", "cuda": "4096,8192,16384,32768,6553
 DEFAULT_SHAPES = {"cpu": (12, 12, 64), "cuda": (32, 8, 128)}
 # What `patch_attention(model, "bi-clustered")` tells the op.
 PATCHED: dict[str, Any] = {"method": "bi-clustered"} | CausalBiClustered().of_older_keys
-CHEAPEST = CausalBiClustered(**{name: value for name, value in CAUSAL_LADDER[0].items() if name != "method"})
+CHEAPEST = CausalBiClustered(**{name: value for name, value in CAUSAL_CANDIDATES[0].items() if name != "method"})
 METHODS: dict[str, dict[str, Any]] = {
     "i-clustered clusters=100 topk=32": {"method": "i-clustered", "clusters": 100, "topk": 32},
     "bi-clustered": PATCHED,
@@ -58,7 +58,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "key_clusters": 16,
     },
     # The one that most heads of a calibrated model run.
-    "cheapest rung": {"method": "bi-clustered"} | CHEAPEST.of_older_keys,
+    "cheapest candidate": {"method": "bi-clustered"} | CHEAPEST.of_older_keys,
 }
 CALIBRATED = "calibrated heads"
 
@@ -104,10 +104,10 @@ def real_errors(length: int, device: torch.device, dtype: torch.dtype) -> dict[s
 
 
 def calibrated_heads(key_heads: int) -> Method:
-    """One layer whose heads run the rungs of the calibrated language model, in the same shares; some are exact."""
+    """One layer whose heads run the calibrated language model's candidates, in the same shares; some are exact."""
     table = Calibration.load(str(CALIBRATION)).settings
     assert isinstance(table, PerHead)
-    every = sorted(rung for row in table.heads for rung in row)
+    every = sorted(candidate for row in table.heads for candidate in row)
     row = tuple(every[(2 * head + 1) * len(every) // (2 * key_heads)] for head in range(key_heads))
     found = replace(table, heads=(row,), calibration=None).for_layers((0,))
     assert found is not None

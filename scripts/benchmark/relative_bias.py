@@ -31,7 +31,7 @@ from transformers import (
     Wav2Vec2BertModel,
 )
 
-from ..kept.command_line import run_with_help
+from ..shared.command_line import run_with_help
 from ._exact import Dtypes, Repeats, beside_own_code, check_models, measure_all
 from .models import TOKENS
 

@@ -32,11 +32,11 @@ from hf_effattn.embedding.pooling import stored_pooling
 from hf_effattn.embedding.tokens import Tokens
 from hf_effattn.patching.methods import make_method
 from hf_effattn.samples.model import installed_model_folder, load_model
-from hf_effattn.settings_text import method_of
+from hf_effattn.settings_parsing import method_of
 
-from ..kept.command_line import run_with_help
-from ..kept.data import dataset_path
-from ..kept.runs import KeptRuns, print_table, run_folder
+from ..shared.command_line import run_with_help
+from ..shared.data import dataset_path
+from ..shared.runs import KeptRuns, print_table, run_folder
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "retrieval"
 CUT, CHUNKS, EXACT = "cut at 512", "mean of chunks of 512", "exact"

@@ -20,8 +20,8 @@ from rich.progress import track
 
 import hf_effattn
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, print_table
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns, print_table
 from .language_model import EXACT, METHODS, WEIGHTS, load
 
 TASKS = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")

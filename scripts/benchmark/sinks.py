@@ -26,7 +26,7 @@ from hf_effattn.patching.exact.reference import exact_attention
 from hf_effattn.patching.exact.windows import attend_in_blocks, mask_of_blocks
 from hf_effattn.patching.methods import make_method
 
-from ..kept.command_line import run_with_help
+from ..shared.command_line import run_with_help
 from ._exact import Repeats, measure_all
 
 EAGER, EXACT = "eager", "exact"

@@ -34,8 +34,8 @@ from hf_effattn.patching.exact.windows import (
     window_of,
 )
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import device_defaults
+from ..shared.command_line import run_with_help
+from ..shared.runs import device_defaults
 from ._exact import Repeats, measure_all
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

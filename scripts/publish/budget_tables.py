@@ -7,7 +7,7 @@ from hf_effattn.reporting.table import markdown
 from ..benchmark import budget as benchmark_budget
 from ..benchmark import layer_budgets
 from ..benchmark.other_methods import TRAINING
-from ..kept.markdown import number
+from ..shared.markdown import number
 from .cst_tables import Table, of_file
 
 

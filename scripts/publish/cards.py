@@ -19,7 +19,7 @@ from hf_effattn.models.clusterformer.outputs import CLUSTERING_FIELDS
 from hf_effattn.reporting import Report
 from hf_effattn.reporting.table import markdown
 
-from ..kept.markdown import machine
+from ..shared.markdown import machine
 from . import cst_tables as paper_tables
 
 CARDS = Path(__file__).resolve().parents[2] / "model_cards"

@@ -11,13 +11,13 @@ import pandas as pd
 from hf_effattn.reporting.table import markdown
 
 from ..benchmark import clusterformer as benchmark_clusterformer
-from ..kept.markdown import by_length, of_frame
-from ..kept.runs import mean_and_deviation
 from ..reproduce import classification as classification_table
 from ..reproduce import digits as mnist_clustering
 from ..reproduce import translation as translation_table
 from ..reproduce.classification_data import DATA_SETS
 from ..reproduce.partner_recall import LOSSES, ROUTINGS, VALUES
+from ..shared.markdown import by_length, of_frame
+from ..shared.runs import mean_and_deviation
 from .cst_tables import Table, of_file
 
 

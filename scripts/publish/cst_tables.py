@@ -14,11 +14,11 @@ from hf_effattn import CSTConfig
 from hf_effattn.patching.methods.cst import CompositeSlices
 from hf_effattn.reporting.table import markdown
 
-from ..kept.markdown import machine, number
-from ..kept.runs import mean_and_deviation
 from ..lra import train as run_lra
 from ..reproduce import approximation as approximate
 from ..reproduce import lra as lra_table
+from ..shared.markdown import machine, number
+from ..shared.runs import mean_and_deviation
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 NOT_RUN = "Not run yet."

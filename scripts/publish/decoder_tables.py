@@ -5,7 +5,7 @@ from typing import Any
 from hf_effattn.reporting.table import markdown
 
 from ..benchmark.language_model import CODE
-from ..kept.markdown import number
+from ..shared.markdown import number
 from .cst_tables import Table, of_file
 
 
@@ -78,8 +78,8 @@ def causal_speed(result: dict[str, Any]) -> Table:
     sizes = result["settings"]
     note = (
         f"Times faster than SDPA's causal attention, clustering included: {sizes['heads']} heads of "
-        f"{sizes['head_dim']}, random. Calibrated heads: the rungs of SmolLM2's, in the same shares, some exact; "
-        "cheapest rung: what most of these run. Error: of the attention output of the small GPT-2 of `model_cards/`, "
-        "the mean of its layers. "
+        f"{sizes['head_dim']}, random. Calibrated heads: the candidates of SmolLM2's, in the same shares, some exact; "
+        "cheapest candidate: what most of these run. Error: of the attention output of the small GPT-2 of "
+        "`model_cards/`, the mean of its layers. "
     )
     return markdown(header, rows), note

@@ -5,7 +5,7 @@ from typing import Any
 
 from hf_effattn.reporting.table import markdown
 
-from ..kept.markdown import machine, number
+from ..shared.markdown import machine, number
 from .cst_tables import NOT_RUN, kept
 
 LENGTHS = (4096, 8192, 16384)

@@ -22,7 +22,7 @@ from hf_effattn.patching.model_types.table import (
     served_rows,
 )
 from hf_effattn.reporting.table import markdown
-from hf_effattn.settings_text import method_text
+from hf_effattn.settings_parsing import method_text
 
 from ..benchmark import documents as benchmark_documents
 from ..benchmark import frontier as benchmark_frontier
@@ -31,8 +31,8 @@ from ..benchmark import images as benchmark_images
 from ..benchmark import other_methods as benchmark_other_methods
 from ..benchmark import retrieval as benchmark_retrieval
 from ..benchmark.attention import EXACT
-from ..kept.command_line import run_with_help
-from ..kept.markdown import number
+from ..shared.command_line import run_with_help
+from ..shared.markdown import number
 from . import (
     budget_tables,
     clusterformer_tables,
@@ -40,7 +40,7 @@ from . import (
     decoder_tables,
     exact_tables,
     gpu_tables,
-    trust_tables,
+    reliability_tables,
 )
 from . import cards as project_cards
 from . import cst_tables as paper_tables
@@ -419,8 +419,8 @@ TABLES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "hf_effattn" / "ops" / "README.md": {"kernels": gpu_tables.kernels},
     CARDS / "LONG_DOCUMENTS.md": {"whole models": whole_models, "one document": documents},
     CARDS / "RELIABILITY.md": {
-        "verdicts": trust_tables.verdicts,
-        "versions": trust_tables.versions,
+        "verdicts": reliability_tables.verdicts,
+        "versions": reliability_tables.versions,
     },
     CARDS / "RESULTS.md": {
         "verdicts": verdicts,

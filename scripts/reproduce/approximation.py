@@ -29,12 +29,12 @@ from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClas
 from hf_effattn import report
 from hf_effattn.data import glue_tasks
 from hf_effattn.samples.model import DEFAULT_NAME, installed_model_folder
-from hf_effattn.settings_text import method_text
+from hf_effattn.settings_parsing import method_text
 
-from ..kept.command_line import command_line_of, run_with_help, switches
-from ..kept.data import VARIABLE, dataset_path
-from ..kept.markdown import machine, of_frame
-from ..kept.runs import KeptRuns, mean_and_deviation, print_table, run_folder
+from ..shared.command_line import command_line_of, run_with_help, switches
+from ..shared.data import VARIABLE, dataset_path
+from ..shared.markdown import machine, of_frame
+from ..shared.runs import KeptRuns, mean_and_deviation, print_table, run_folder
 from ..train import glue as run_glue
 from ..train import qa as run_qa
 

@@ -32,8 +32,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hf_effattn import ClusterFormerConfig
 
-from ..kept.command_line import check_names, command_line_of, run_with_help, switches
-from ..kept.runs import KeptRuns, mean_and_deviation, print_rows, print_table
+from ..shared.command_line import check_names, command_line_of, run_with_help, switches
+from ..shared.runs import KeptRuns, mean_and_deviation, print_rows, print_table
 from ..train import classification as run_classification
 from .answer_ranking import rank_answers
 from .classification_data import DATA_SETS

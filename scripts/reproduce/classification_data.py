@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_effattn.data.labelled_texts import load_classes
 
-from ..kept.data import dataset_path
+from ..shared.data import dataset_path
 
 Example = dict[str, str]
 

@@ -27,11 +27,11 @@ from rich.progress import track
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_effattn.samples.model import installed_model_folder
-from hf_effattn.settings_text import method_text
+from hf_effattn.settings_parsing import method_text
 
-from ..kept.command_line import check_names, command_line_of, run_with_help, switches
-from ..kept.data import dataset_path
-from ..kept.runs import KeptRuns, print_table, run_folder, with_wall_time
+from ..shared.command_line import check_names, command_line_of, run_with_help, switches
+from ..shared.data import dataset_path
+from ..shared.runs import KeptRuns, print_table, run_folder, with_wall_time
 from ..train import classification as run_classification
 from ..train import clm as run_clm
 from .step_costs import step_costs

@@ -27,9 +27,9 @@ from sklearn.preprocessing import normalize  # type: ignore[import-untyped]
 
 from hf_effattn.models.clusterformer import NeuralClustering
 
-from ..kept.command_line import check_names, run_with_help
-from ..kept.data import dataset_path
-from ..kept.runs import KeptRuns, mean_and_deviation, print_table
+from ..shared.command_line import check_names, run_with_help
+from ..shared.data import dataset_path
+from ..shared.runs import KeptRuns, mean_and_deviation, print_table
 
 CLASSES = 10
 MAP_EPOCHS = 5

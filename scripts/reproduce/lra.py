@@ -24,10 +24,10 @@ import torch
 import typer
 from rich.progress import track
 
-from ..kept.command_line import check_names, command_line_of, run_with_help, switches
-from ..kept.runs import KeptRuns, mean_and_deviation, print_table, run_folder, with_wall_time
 from ..lra import train as run_lra
 from ..lra.load import GENERATED
+from ..shared.command_line import check_names, command_line_of, run_with_help, switches
+from ..shared.runs import KeptRuns, mean_and_deviation, print_table, run_folder, with_wall_time
 
 KEPT = ("test_accuracy", "test_loss", "parameters", "train_seconds")
 # Attention dropout is off: SDPA on a CPU is slow with it, and the comparison would be one of that.

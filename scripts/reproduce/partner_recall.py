@@ -25,8 +25,8 @@ from rich.progress import Progress
 from hf_effattn.models.clusterformer import ClusterFormerConfig, ClusterFormerForTokenClassification
 from hf_effattn.models.clusterformer.sorting import SortedWords, WordSorting
 
-from ..kept.command_line import check_names, run_with_help
-from ..kept.runs import KeptRuns, mean_and_deviation
+from ..shared.command_line import check_names, run_with_help
+from ..shared.runs import KeptRuns, mean_and_deviation
 
 VALUES = 8
 DEFAULT, RANDOM, GATE_ON_RANDOM_ORDER = "gated with centroids", "random order", "gate on a random order"

@@ -25,9 +25,9 @@ import torch
 import typer
 from rich.progress import track
 
-from ..kept.command_line import check_names, command_line_of, run_with_help, switches
-from ..kept.data import dataset_path
-from ..kept.runs import KeptRuns, mean_and_deviation, print_table, run_folder, with_wall_time
+from ..shared.command_line import check_names, command_line_of, run_with_help, switches
+from ..shared.data import dataset_path
+from ..shared.runs import KeptRuns, mean_and_deviation, print_table, run_folder, with_wall_time
 from ..train import translation as run_translation
 from .classification import (
     CENTROIDS,

@@ -19,9 +19,8 @@ from typer.testing import CliRunner
 import hf_effattn
 from hf_effattn.cli import app
 from hf_effattn.embedding import kept, run
-from hf_effattn.measuring import candidates
 from hf_effattn.reporting.findings import Findings
-from scripts.trust._children import Child
+from scripts.reliability._children import Child
 
 runner = CliRunner()
 LENGTHS = [3, 40, 12, 61, 7, 25, 1, 33]
@@ -271,8 +270,8 @@ def test_windows_run_in_blocks_unless_something_else_is_asked_for(encoder, tmp_p
 def test_a_largest_error_chooses_from_the_methods_of_report(budget, best, encoder, tmp_path, monkeypatch):
     """The speeds are given, for a machine's would make another choice each time; the errors are measured."""
     settings = {"clusters": 6, "min_length": 0}
-    ladder = ({"method": "clustered", **settings}, {"method": "i-clustered", "topk": 8, **settings})
-    monkeypatch.setattr(candidates, "DEFAULT_METHODS", ladder)
+    candidates = ({"method": "clustered", **settings}, {"method": "i-clustered", "topk": 8, **settings})
+    monkeypatch.setattr(candidates, "DEFAULT_METHODS", candidates)
     speeds = {"clustered clusters=6": 3.0, "i-clustered clusters=6 topk=8": 2.0}
     monkeypatch.setattr(Findings, "speedup", lambda self, measured, part="forward": speeds.get(measured.method, 1.0))
     documents = save_documents(tmp_path / "documents", LONG)

@@ -35,7 +35,7 @@ def test_tuned_on_ones_own_text_beyond_the_models_positions(tmp_path: Path) -> N
     with torch.no_grad():
         model(torch.randint(4, 10, (1, 150)))
     heads = [index for row in stored["heads"] for index in row]
-    assert any(index == len(stored["rungs"]) for index in heads) or hf_effattn.measured_error(model)
+    assert any(index == len(stored["candidates"]) for index in heads) or hf_effattn.measured_error(model)
 
 
 def test_mistakes_in_words(tmp_path: Path) -> None:

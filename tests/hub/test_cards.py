@@ -63,7 +63,7 @@ def test_the_metadata_is_read_back_and_names_task_and_method(name):
     assert data.license == "mit"
     assert "None" not in re.sub(
         "None: [a-z]|max_predicted_error=None", "", text
-    )  # the meaning of a setting, a rung's own
+    )  # the meaning of a setting, a candidate's own
     assert SOURCES[data.tags[1]] in text
     assert f"\n# {name}\n" in text
     assert "\n\n\n" not in text

@@ -22,13 +22,13 @@ RUNGS: dict[bool, list[dict[str, Any]]] = {
 COUNTS: dict[bool, dict[str, Any]] = {False: {"topk": 2}, True: {"exact_keys": 12}}
 METHODS = [
     (causal, method)
-    for causal, (rung,) in RUNGS.items()
+    for causal, (candidate,) in RUNGS.items()
     for method in (
         make_method("clustered", causal=causal, clusters=3, **LOCAL[causal], min_length=0),
         make_method("i-clustered", causal=causal, clusters=3, **COUNTS[causal], **LOCAL[causal], min_length=0),
-        make_method(**rung, causal=causal, min_length=0),
-        make_method(**rung, causal=causal, min_length=0, tolerance=0.5),
-        make_method("per-head", causal=causal, rungs=[rung], heads=[[0, 1]], min_length=0),
+        make_method(**candidate, causal=causal, min_length=0),
+        make_method(**candidate, causal=causal, min_length=0, tolerance=0.5),
+        make_method("per-head", causal=causal, candidates=[candidate], heads=[[0, 1]], min_length=0),
         make_method("cst", slice_length=4),
         make_method("exact"),
     )

@@ -17,22 +17,22 @@ OF_DECODERS: dict[str, dict[str, Any]] = {
     "i-clustered": LOCAL | {"clusters": 6, "exact_keys": 8},
     "bi-clustered": LOCAL | {"exact_keys": 8, "key_clusters": 4},
 }
-RUNGS = [{"method": name, **settings} for name, settings in SETTINGS.items()]
-EXACT = len(RUNGS)
-# Of two heads: every rung, exact heads beside one, and alone.
+CANDIDATES = [{"method": name, **settings} for name, settings in SETTINGS.items()]
+EXACT = len(CANDIDATES)
+# Of two heads: every candidate, exact heads beside one, and alone.
 ROWS = [[0, 1], [2, EXACT], [EXACT, EXACT]]
 
 
 def methods(causal: bool, settings: dict[str, dict[str, Any]]) -> list[tuple[bool, Method]]:
-    rungs = [{"method": name, **own} for name, own in settings.items()]
+    candidates = [{"method": name, **own} for name, own in settings.items()]
     found = [make_method(name, causal=causal, **own) for name, own in settings.items()]
     found.append(make_method("bi-clustered", causal=causal, **settings["bi-clustered"], tolerance=0.1))
-    found += [make_method("per-head", causal=causal, rungs=rungs, heads=[row], min_length=0) for row in ROWS]
+    found += [make_method("per-head", causal=causal, candidates=candidates, heads=[row], min_length=0) for row in ROWS]
     return [(causal, method) for method in found]
 
 
 PATCHES: dict[str, dict[str, Any]] = SETTINGS | {
-    "per-head": {"rungs": RUNGS, "heads": ROWS, "min_length": 0},
+    "per-head": {"candidates": CANDIDATES, "heads": ROWS, "min_length": 0},
     "cst": {"slice_length": 8, "min_length": 0},
 }
 

@@ -19,7 +19,7 @@ LOCAL: dict[str, Any] = {"segment_length": 16, "window": 16, "min_length": 0}
 BI: dict[str, Any] = SMALL_SETTINGS["bi-clustered"]
 PATCHES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, own) for name, own in SMALL_SETTINGS.items()} | {
     "none exact": ("bi-clustered", BI | {"max_predicted_error": None}),
-    "per-head": ("per-head", {"rungs": [{"method": "bi-clustered", **BI}], "heads": [[0, 1]]}),
+    "per-head": ("per-head", {"candidates": [{"method": "bi-clustered", **BI}], "heads": [[0, 1]]}),
     "cst": ("cst", {"slice_length": 8}),
     "local-global": ("cst", {"slice_length": 8, "composition": "local-global"}),
 }
@@ -28,7 +28,7 @@ CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
     "bi-clustered": ("bi-clustered", {"exact_keys": 6, "key_clusters": 2} | LOCAL),
     "per-head": (
         "per-head",
-        {"rungs": [{"method": "bi-clustered", "exact_keys": 6, "key_clusters": 2} | LOCAL], "heads": [[0, 1]]},
+        {"candidates": [{"method": "bi-clustered", "exact_keys": 6, "key_clusters": 2} | LOCAL], "heads": [[0, 1]]},
     ),
 }
 pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")

@@ -213,12 +213,18 @@ def test_no_length_is_the_default_of_a_causal_form_that_was_not_timed(method: st
     assert settings.is_exact(10**9, 10**9, device, causal=True)
     assert not make_method(method).is_exact(10**6, 10**6, device)
     assert not dataclasses.replace(settings, min_length=2000).is_exact(2000, 2000, device, causal=True)
-    rungs = [{"method": method}, {"method": method, "seed": 7, "min_length": 2000}]
+    candidates = [{"method": method}, {"method": method, "seed": 7, "min_length": 2000}]
     assert (
-        make_method("per-head", causal=True, rungs=rungs, heads=[[0, 0]]).shortest_length(device, causal=True) is None
+        make_method("per-head", causal=True, candidates=candidates, heads=[[0, 0]]).shortest_length(
+            device, causal=True
+        )
+        is None
     )
     assert (
-        make_method("per-head", causal=True, rungs=rungs, heads=[[0, 1]]).shortest_length(device, causal=True) == 2000
+        make_method("per-head", causal=True, candidates=candidates, heads=[[0, 1]]).shortest_length(
+            device, causal=True
+        )
+        == 2000
     )
 
 

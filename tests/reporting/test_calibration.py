@@ -1,4 +1,4 @@
-"""`calibrate`: the cheapest rung of every head within a budget, the margin by texts left out, and where it is kept."""
+"""`calibrate`: the cheapest candidate of every head within a budget, the margin by texts left out, what is saved."""
 
 import json
 import os
@@ -14,7 +14,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModel
 
 import hf_effattn
-from hf_effattn.measuring.candidates import rung_names
+from hf_effattn.measuring.candidate_errors import CandidateErrors, layer_shares, text_errors, text_squares
+from hf_effattn.measuring.candidates import candidate_names
 from hf_effattn.measuring.choosing import (
     MARGINS,
     OfHeads,
@@ -27,14 +28,13 @@ from hf_effattn.measuring.choosing import (
     speed_of,
 )
 from hf_effattn.measuring.errors import head_errors, relative_error
-from hf_effattn.measuring.ladder import LadderErrors, layer_shares, text_errors, text_squares
 from hf_effattn.measuring.recording import Measured, SeenAttention, recording
 from hf_effattn.patching.methods import crossover, make_method
 from hf_effattn.patching.methods.per_head import PerHead
 from hf_effattn.samples.model import load_model
 from hf_effattn.samples.texts import Passages, bundled_books
 
-LADDER: list[dict[str, Any]] = [
+CANDIDATES: list[dict[str, Any]] = [
     {"method": "i-clustered", "clusters": 3, "topk": 2},
     {"method": "bi-clustered", "clusters": 6, "topk": 8, "key_clusters": 7, "max_predicted_error": None},
     {"method": "bi-clustered", "clusters": 12, "topk": 16, "key_clusters": 12, "max_predicted_error": None},
@@ -48,7 +48,7 @@ OF_DECODER: list[dict[str, Any]] = [
     ),
 ]
 HEADS = OfHeads()
-OPTIONS: dict[str, Any] = {"ladder": LADDER, "min_length": 0, "progress": False, "coverage": 0.5}
+OPTIONS: dict[str, Any] = {"candidates": CANDIDATES, "min_length": 0, "progress": False, "coverage": 0.5}
 # The layers with windows stay exact.
 WITH_WINDOWS = [name for name in ("modernbert", "embedding_gemma2_text") if name in MODEL_TYPES]
 
@@ -65,14 +65,14 @@ def texts(count: int = 4, length: int = 40, padded: int = 0) -> list[dict[str, t
 
 
 def drawn_errors(count: int = 6) -> torch.Tensor:
-    """Errors `(T, R, L, H)` that fall with the rung and differ between heads and texts."""
+    """Errors `(T, R, L, H)` that fall with the candidate and differ between heads and texts."""
     generator = torch.Generator().manual_seed(0)
     of_head = torch.rand(1, 1, 4, 5, generator=generator)
     of_text = 1 + 0.2 * torch.randn(count, 1, 4, 5, generator=generator).abs()
     return of_head * of_text * torch.tensor([1.0, 0.5, 0.2])[None, :, None, None]
 
 
-def test_the_first_rung_within_the_budget() -> None:
+def test_the_first_candidate_within_the_budget() -> None:
     errors = torch.tensor([[0.3, 0.1, 0.2], [0.5, 0.3, 0.0]])[:, :, None, None].expand(-1, -1, 1, 2)
     chosen = {budget: HEADS.choose(errors, budget, 1.0)[0].tolist() for budget in (0.4, 0.2, 0.15, 0.05)}
     assert chosen == {0.4: [0, 0], 0.2: [1, 1], 0.15: [2, 2], 0.05: [3, 3]}
@@ -88,8 +88,8 @@ def test_the_margin_is_the_least_that_keeps_texts_left_out() -> None:
         table = HEADS.choose(errors[others], budget, 1.1)
         for layer in range(4):
             for head in range(5):
-                rung = int(table[layer, head])
-                by_hand.append(rung == 3 or float(errors[text, rung, layer, head]) <= budget)
+                candidate = int(table[layer, head])
+                by_hand.append(candidate == 3 or float(errors[text, candidate, layer, head]) <= budget)
     assert held_out_coverage(errors, budget, 1.1, HEADS) == pytest.approx(sum(by_hand) / len(by_hand))
     for coverage in (0.8, 0.95, 1.0):
         margin = least_margin(errors, budget, coverage, HEADS)
@@ -209,24 +209,26 @@ def encoder_or_llama(model_type: str) -> Any:
 def test_every_head_gets_the_cheapest_within_the_budget(model_type: str) -> None:
     model = encoder_or_llama(model_type)
     inputs = texts(padded=9)
-    ladder = OF_DECODER if model_type == "llama" else LADDER
-    found = hf_effattn.calibrate(model, inputs, max_error=0.15, **OPTIONS | {"ladder": ladder})
+    candidates = OF_DECODER if model_type == "llama" else CANDIDATES
+    found = hf_effattn.calibrate(model, inputs, max_error=0.15, **OPTIONS | {"candidates": candidates})
     assert model.config._attn_implementation == "sdpa"
     made = found.settings.calibration
     assert made is not None
     assert (made["max_error"], made["texts"], made["lengths"]) == (0.15, 4, [40])
     heads = torch.tensor(found.settings.heads)
-    rungs = [make_method(**one, causal=model_type == "llama", min_length=0) for one in ladder]
-    by_rung = torch.stack([errors_with(model, inputs, lambda layer, rung=rung: rung) for rung in rungs], dim=1)
-    group = by_rung.shape[3] // heads.shape[1]
-    by_rung = by_rung.unflatten(3, (-1, group)).amax(dim=4)
+    candidates = [make_method(**one, causal=model_type == "llama", min_length=0) for one in candidates]
+    by_candidate = torch.stack(
+        [errors_with(model, inputs, lambda layer, candidate=candidate: candidate) for candidate in candidates], dim=1
+    )
+    group = by_candidate.shape[3] // heads.shape[1]
+    by_candidate = by_candidate.unflatten(3, (-1, group)).amax(dim=4)
     seen = [layer for layer in range(len(heads)) if model_type not in WITH_WINDOWS or layer % 2 == 0]
-    assert (heads[[layer for layer in range(len(heads)) if layer not in seen]] == len(rungs)).all()
-    means = by_rung.mean(dim=0) * made["margin"]
+    assert (heads[[layer for layer in range(len(heads)) if layer not in seen]] == len(candidates)).all()
+    means = by_candidate.mean(dim=0) * made["margin"]
     for place, layer in enumerate(seen):
-        for head, rung in enumerate(heads[layer].tolist()):
-            within = [float(means[index, place, head]) <= 0.15 for index in range(len(rungs))]
-            assert rung == (within.index(True) if any(within) else len(rungs))
+        for head, candidate in enumerate(heads[layer].tolist()):
+            within = [float(means[index, place, head]) <= 0.15 for index in range(len(candidates))]
+            assert candidate == (within.index(True) if any(within) else len(candidates))
     assert len(heads.unique()) > 1
 
     hf_effattn.patch_attention(model, settings=found)
@@ -237,7 +239,7 @@ def test_every_head_gets_the_cheapest_within_the_budget(model_type: str) -> None
 
 @pytest.mark.parametrize("model_type", ["bert", "modernbert", "llama"])
 def test_training_counts_both_passes(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the backward pass of the middle rung is free, and that of others is not, heads take it."""
+    """Where the backward pass of the middle candidate is free, and that of others is not, heads take it."""
     first, second, third = (0, 1, 2) if model_type == "llama" else (0, 7, 12)  # clusters of keys
     seconds = {
         "forward": {None: 9.0, first: 1.0, second: 2.0, third: 4.0},
@@ -250,28 +252,35 @@ def test_training_counts_both_passes(model_type: str, monkeypatch: pytest.Monkey
         if isinstance(result, tuple):
             passes, (attend, leaves) = "both", call.args
             assert [one.shape for one in result] == [one.shape for one in leaves]
-        rung = getattr(getattr(attend, "func", None), "__self__", None)
-        timed_calls.append((passes, None if rung is None else getattr(rung, "key_clusters", 0)))
+        candidate = getattr(getattr(attend, "func", None), "__self__", None)
+        timed_calls.append((passes, None if candidate is None else getattr(candidate, "key_clusters", 0)))
         return result, seconds[passes][timed_calls[-1][1]]
 
-    monkeypatch.setattr("hf_effattn.measuring.ladder.timed", timed)
+    monkeypatch.setattr("hf_effattn.measuring.candidate_errors.timed", timed)
     model = encoder_or_llama(model_type)
-    rungs = OF_DECODER if model_type == "llama" else LADDER
+    candidates = OF_DECODER if model_type == "llama" else CANDIDATES
     with torch.inference_mode():
         forward, both = (
             hf_effattn.calibrate(
-                model, texts(padded=9), 10.0, error_of="layer", training=training, **OPTIONS | {"ladder": rungs}
+                model,
+                texts(padded=9),
+                10.0,
+                error_of="layer",
+                training=training,
+                **OPTIONS | {"candidates": candidates},
             )
             for training in (False, True)
         )
     # Layers with a window stay exact.
     layers = len(both.settings.heads) if model_type != "modernbert" else -(-len(both.settings.heads) // 2)
-    assert [timed_calls.count(("both", rung)) for rung in (first, second, third)] == [2 * layers] * 3  # of two batches
+    assert [timed_calls.count(("both", candidate)) for candidate in (first, second, third)] == [
+        2 * layers
+    ] * 3  # of two batches
     assert timed_calls.count(("both", None)) == layers  # of the first batch
-    for found, rung in ((forward, 0), (both, 1)):
+    for found, candidate in ((forward, 0), (both, 1)):
         heads = [index for row in found.settings.heads for index in row]
-        assert heads.count(rung) * len(both.settings.heads) == layers * len(heads)
-        assert set(heads) <= {rung, 3}
+        assert heads.count(candidate) * len(both.settings.heads) == layers * len(heads)
+        assert set(heads) <= {candidate, 3}
         assert (found.settings.calibration or {})["training"] == (found is both)
     assert "times as fast as exact, both passes." in str(both)
     assert "times as fast as exact." in str(forward)
@@ -281,12 +290,12 @@ def test_training_counts_both_passes(model_type: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("model_type", ["bert", "modernbert", "llama"])
 def test_over_layers_the_mean_of_the_layers_keeps_the_budget(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # So short, exact attention is the fastest.
-    monkeypatch.setattr(LadderErrors, "costs", lambda found, training: torch.tensor([1.0, 2.0, 4.0, 10.0]))
+    monkeypatch.setattr(CandidateErrors, "costs", lambda found, training: torch.tensor([1.0, 2.0, 4.0, 10.0]))
     model = encoder_or_llama(model_type)
     inputs = texts(padded=9)
-    ladder = OF_DECODER if model_type == "llama" else LADDER
+    candidates = OF_DECODER if model_type == "llama" else CANDIDATES
     found = hf_effattn.calibrate(
-        model, inputs, 0.15, error_of="layer", **OPTIONS | {"ladder": ladder, "coverage": 1.0}
+        model, inputs, 0.15, error_of="layer", **OPTIONS | {"candidates": candidates, "coverage": 1.0}
     )
     made = found.settings.calibration
     assert made is not None
@@ -357,9 +366,9 @@ def test_a_kill_while_it_is_saved_leaves_what_was_there(tmp_path: Path, monkeypa
 def test_a_report_says_what_was_asked_calibrated_and_measured(tmp_path: Path) -> None:
     model = tiny_model("bert")
     found = hf_effattn.calibrate(model, texts(), max_error=0.2, **OPTIONS)
-    report = hf_effattn.report(model, texts(2), [found, LADDER[0]], repeats=0, memory=False, progress=False)
+    report = hf_effattn.report(model, texts(2), [found, CANDIDATES[0]], repeats=0, memory=False, progress=False)
     label = next(iter(report.methods))
-    assert label == "per-head rungs=3 max_error=0.2"
+    assert label == "per-head candidates=3 max_error=0.2"
     errors = report.measurements[1].attention_error
     expected = errors_with(model, texts(2), lambda layer: found.settings.for_layers((layer,)))
     both = torch.tensor([errors[layer] for layer in range(3)])
@@ -382,9 +391,9 @@ def test_a_report_says_what_was_asked_calibrated_and_measured(tmp_path: Path) ->
         ({"speed": "fast"}, TypeError, "speed must be a number"),
         ({"coverage": 1.5}, ValueError, "at most 1"),
         ({"error_of": "heads"}, ValueError, 'error_of must be "head" or "layer"'),
-        ({"ladder": [{"method": "cst"}]}, ValueError, "cannot be a rung"),
-        ({"ladder": [{"method": "bi-clusterd"}]}, ValueError, "did you mean"),
-        ({"min_length": 50}, ValueError, "every rung runs exact attention on these inputs of at most 40 tokens"),
+        ({"candidates": [{"method": "cst"}]}, ValueError, "cannot be a candidate"),
+        ({"candidates": [{"method": "bi-clusterd"}]}, ValueError, "did you mean"),
+        ({"min_length": 50}, ValueError, "every candidate runs exact attention on these inputs of at most 40 tokens"),
         ({"speed": 1e9}, ValueError, "no budget makes attention 1e.09 times faster"),
     ],
 )
@@ -412,14 +421,14 @@ def test_a_compiled_model_is_calibrated() -> None:
 
 
 @pytest.mark.parametrize(("model_type", "runs"), [("bert", False), ("vit", True)])
-def test_rungs_that_never_run_are_refused_before_the_model_runs_where_its_inputs_tell(
+def test_candidates_that_never_run_are_refused_before_the_model_runs_where_its_inputs_tell(
     model_type: str, runs: bool
 ) -> None:
     model = tiny_model(model_type)
     calls: list[Any] = []
     inputs = batch_for(model).inputs
     model.register_forward_pre_hook(lambda *given: calls.append(given))
-    with pytest.raises(ValueError, match=r"every rung runs exact attention .*min_length=0 .*--min-length 0"):
+    with pytest.raises(ValueError, match=r"every candidate runs exact attention .*min_length=0 .*--min-length 0"):
         hf_effattn.calibrate(model, inputs, **OPTIONS | {"min_length": 50})
     assert bool(calls) == runs
 
@@ -427,16 +436,18 @@ def test_rungs_that_never_run_are_refused_before_the_model_runs_where_its_inputs
 @pytest.mark.parametrize(("model_type", "reason"), [("bert", "one of its counts"), ("llama", "one segment")])
 def test_inputs_that_no_min_length_makes_long_enough(model_type: str, reason: str) -> None:
     """The advice was min_length=0, which had been given."""
-    ladder = [{"method": "clustered", "clusters": 64} | ({"segment_length": 64} if model_type == "llama" else {})]
+    candidates = [{"method": "clustered", "clusters": 64} | ({"segment_length": 64} if model_type == "llama" else {})]
     with pytest.raises(ValueError, match=f"at most 40 tokens, since {reason}.*give longer ones$"):
-        hf_effattn.calibrate(encoder_or_llama(model_type), texts(), **OPTIONS | {"min_length": 0, "ladder": ladder})
+        hf_effattn.calibrate(
+            encoder_or_llama(model_type), texts(), **OPTIONS | {"min_length": 0, "candidates": candidates}
+        )
 
 
 def test_inputs_that_no_length_is_enough_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the future is masked on a kind of device without kernels for that, longer ones would not help."""
     monkeypatch.setattr(crossover, "CAUSAL_CROSSOVER", {"elsewhere": crossover.CAUSAL_CROSSOVER["cpu"]})
-    ladder = [{"method": "clustered", "clusters": 4, "segment_length": 4, "window": 4}]
-    options = OPTIONS | {"min_length": None, "ladder": ladder}
+    candidates = [{"method": "clustered", "clusters": 4, "segment_length": 4, "window": 4}]
+    options = OPTIONS | {"min_length": None, "candidates": candidates}
     with pytest.raises(ValueError, match=r'on "cpu" exact attention runs at every length.*--min-length 0\)$'):
         hf_effattn.calibrate(encoder_or_llama("llama"), texts(), **options)
 
@@ -445,10 +456,10 @@ def test_texts_that_differ_too_much() -> None:
     model = tiny_model("bert")
     with pytest.raises(ValueError, match="needs two texts or more"):
         hf_effattn.calibrate(model, {"input_ids": torch.arange(5, 45)[None]}, **OPTIONS)
-    # Six tokens are too few to approximate: no error there, whatever the rung.
+    # Six tokens are too few to approximate: no error there, whatever the candidate.
     both = [{"input_ids": torch.arange(5, 11)[None]}, {"input_ids": texts()[0]["input_ids"][:1]}]
     with pytest.warns(UserWarning, match="the texts differ too much"):
-        hf_effattn.calibrate(model, both, max_error=0.02, **OPTIONS | {"coverage": 1.0, "ladder": LADDER[1:]})
+        hf_effattn.calibrate(model, both, max_error=0.02, **OPTIONS | {"coverage": 1.0, "candidates": CANDIDATES[1:]})
 
 
 @pytest.mark.parametrize("error_of", ["head", "layer"])
@@ -475,13 +486,13 @@ def test_attention_that_is_not_finite_in_one_layer() -> None:
         model.encoder.layer[2].attention.self.query.weight[0, 0] = torch.nan
     with pytest.warns(UserWarning, match=r"not finite in layers \[2\]: they stay exact"):
         found = hf_effattn.calibrate(model, texts(), max_error=5.0, **OPTIONS)
-    assert [max(row) == len(LADDER) for row in found.settings.heads] == [False, False, True]
+    assert [max(row) == len(CANDIDATES) for row in found.settings.heads] == [False, False, True]
 
 
-def test_rungs_are_named_as_they_are_typed() -> None:
-    rungs = [{"method": "bi-clustered", "topk": 16, "key_clusters": 8}, {"method": "i-clustered", "topk": 16}]
+def test_candidates_are_named_as_they_are_typed() -> None:
+    candidates = [{"method": "bi-clustered", "topk": 16, "key_clusters": 8}, {"method": "i-clustered", "topk": 16}]
     names = ["bi-clustered clusters=32 topk=16 key_clusters=8", "i-clustered clusters=100 topk=16", "exact"]
-    assert rung_names(PerHead(rungs=rungs, heads=[[0, 1]])) == names
+    assert candidate_names(PerHead(candidates=candidates, heads=[[0, 1]])) == names
 
 
 def unlike_texts(tokenizer: Any, length: int) -> dict[str, torch.Tensor]:

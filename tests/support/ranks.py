@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from scripts.trust._children import Child
+from scripts.reliability._children import Child
 
 LONGEST_WAIT_SECONDS = 300
 

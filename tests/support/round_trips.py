@@ -68,7 +68,7 @@ KINDS = {
         "bert",
         CLASSIFICATION,
         "per-head",
-        rungs=[
+        candidates=[
             {"method": "i-clustered", "clusters": 4, "topk": 8},
             {"method": "bi-clustered", "clusters": 5, "topk": 8, "key_clusters": 7, "max_predicted_error": None},
         ],

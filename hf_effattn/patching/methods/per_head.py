@@ -1,4 +1,4 @@
-"""Settings of their own for every head, as a method of patching: a ladder of other methods' settings.
+"""Settings of their own for every head, as a method of patching: a list of other methods' candidate settings.
 
 Sizes: `B` batch, `H` heads, `N` query length, `D` head_dim of query and key, `Dv` of value.
 """
@@ -33,10 +33,10 @@ class PerHead(Method):
     """Every key/value head with the settings that it needs, or exact: what `hf_effattn.calibrate` finds.
 
     Args:
-        rungs (`Sequence[Method | dict]`): the settings, the cheapest first, as methods or as `{"method": name,
+        candidates (`Sequence[Method | dict]`): the settings, the cheapest first, as methods or as `{"method": name,
             **settings}`; none that is to be fine-tuned. Each runs exact attention below its own `min_length`.
-        heads (`Sequence[Sequence[int]]`): for every layer and key/value head the index of its rung, `len(rungs)` for
-            exact attention. Query heads that share keys share the rung.
+        heads (`Sequence[Sequence[int]]`): for every layer and key/value head the index of its candidate,
+            `len(candidates)` for exact attention. Query heads that share keys share the candidate.
         calibration (`dict`, *optional*): how the table was found, as JSON values; `hf_effattn.calibrate` writes it.
             Its `model` names what the table is for, and another model is refused.
     """
@@ -46,53 +46,53 @@ class PerHead(Method):
     summary: ClassVar[str] = "each head runs the cheapest settings that keep its error within a bound, or is exact"
     purpose: ClassVar[dict[str, str]] = {
         **Method.purpose,
-        "rungs": "the settings that heads share, the cheapest first",
-        "heads": "for every layer and key/value head the index of its rung; one more than the last: exact",
+        "candidates": "the settings that heads share, the cheapest first",
+        "heads": "for every layer and key/value head the index of its candidate; one more than the last: exact",
         "calibration": "how the table of heads was found",
     }
     differs_by_layer: ClassVar[bool] = True
-    unnamed: ClassVar[tuple[str, ...]] = (*Method.unnamed, "rungs", "heads", "calibration")
+    unnamed: ClassVar[tuple[str, ...]] = (*Method.unnamed, "candidates", "heads", "calibration")
 
-    rungs: Sequence[Any] = ()
+    candidates: Sequence[Any] = ()
     heads: Sequence[Sequence[int]] = ()
     calibration: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "rungs", tuple(map(self._rung, _listed("rungs", self.rungs))))
+        object.__setattr__(self, "candidates", tuple(map(self._candidate, _listed("candidates", self.candidates))))
         rows = tuple(tuple(_listed("heads", row)) for row in _listed("heads", self.heads))
         object.__setattr__(self, "heads", rows)
         for index in (index for row in rows for index in row):
             if isinstance(index, bool) or not isinstance(index, int):
-                raise TypeError(f"heads must hold indices of rungs, got {index!r}")
-            if not 0 <= index <= len(self.rungs):
+                raise TypeError(f"heads must hold indices of candidates, got {index!r}")
+            if not 0 <= index <= len(self.candidates):
                 raise ValueError(
-                    f"heads has {index}, but there are {len(self.rungs)} rungs: give an index from 0, or "
-                    f"{len(self.rungs)} for exact attention"
+                    f"heads has {index}, but there are {len(self.candidates)} candidates: give an index from 0, or "
+                    f"{len(self.candidates)} for exact attention"
                 )
         if len(set(map(len, rows))) > 1:
             raise ValueError(f"heads must have as many heads in every layer, got {sorted(set(map(len, rows)))}")
         if self.calibration is not None and not isinstance(self.calibration, Mapping):
             raise TypeError(f"calibration must be a dict or None, got {self.calibration!r}")
 
-    def _rung(self, one: Any) -> Method:
-        """A rung as a method; `min_length`, where the heads share one, is the rung's too."""
+    def _candidate(self, one: Any) -> Method:
+        """A candidate as a method; `min_length`, where the heads share one, is the candidate's too."""
         from . import make_method
 
         if isinstance(one, Mapping) and "method" in one:
             one = make_method(**{"causal": self.causal, **one})
         if not isinstance(one, Method):
-            raise TypeError(f'a rung must be a method or a dict {{"method": name, **settings}}, got {one!r}')
+            raise TypeError(f'a candidate must be a method or a dict {{"method": name, **settings}}, got {one!r}')
         if one.needs_fine_tuning or one.stays_exact or isinstance(one, PerHead) or one.tolerance is not None:
             raise ValueError(
-                f'"{one.method}"{"" if one.tolerance is None else " with a tolerance"} cannot be a rung: rungs are '
-                "approximations, and the tolerance is that of all heads"
+                f'"{one.method}"{"" if one.tolerance is None else " with a tolerance"} cannot be a candidate: '
+                "candidates are approximations, and the tolerance is that of all heads"
             )
         if one.causal != self.causal:
             kinds = ("an encoder", "a decoder")
             raise ValueError(
-                f"a rung has the settings of {kinds[bool(one.causal)]}, and the heads are those of "
-                f"{kinds[bool(self.causal)]}: give rungs for it"
+                f"a candidate has the settings of {kinds[bool(one.causal)]}, and the heads are those of "
+                f"{kinds[bool(self.causal)]}: give candidates for it"
             )
         return one if self.min_length is None else replace(one, min_length=self.min_length)
 
@@ -100,13 +100,13 @@ class PerHead(Method):
     def label_parts(self) -> dict[str, Any]:
         """What names these settings beside the method."""
         asked = (self.calibration or {}).get("max_error")
-        return {"rungs": len(self.rungs)} | ({} if asked is None else {"max_error": asked})
+        return {"candidates": len(self.candidates)} | ({} if asked is None else {"max_error": asked})
 
     def to_dict(self) -> dict[str, Any]:
-        rungs = [{"method": rung.method, **rung.to_dict()} for rung in self.rungs]
+        candidates = [{"method": candidate.method, **candidate.to_dict()} for candidate in self.candidates]
         calibration = None if self.calibration is None else dict(self.calibration)
         return super().to_dict() | {
-            "rungs": rungs,
+            "candidates": candidates,
             "heads": [list(row) for row in self.heads],
             "calibration": calibration,
         }
@@ -116,7 +116,7 @@ class PerHead(Method):
             raise ValueError(_NOTHING)
         # A module that serves several layers runs what the most demanding of them needs.
         row = tuple(map(max, zip(*(self.heads[layer] for layer in layers), strict=True)))
-        return None if min(row) == len(self.rungs) else replace(self, heads=(row,))
+        return None if min(row) == len(self.candidates) else replace(self, heads=(row,))
 
     def _differences(self, stack: Stack) -> str:
         """What tells the model that the settings were made for from a stack; empty where nothing does."""
@@ -139,21 +139,23 @@ class PerHead(Method):
                 "they serve fine-tunes of their model only. Calibrate this one: hf_effattn.calibrate(model, inputs, "
                 "max_error=...)"
             )
-        for rung in self.rungs:
-            rung.check_stack(stack)
+        for candidate in self.candidates:
+            candidate.check_stack(stack)
 
     def is_exact(self, query_length: int, key_length: int, device_type: str, *, causal: bool = False) -> bool:
-        return all(rung.is_exact(query_length, key_length, device_type, causal=causal) for rung in self._used())
+        return all(
+            candidate.is_exact(query_length, key_length, device_type, causal=causal) for candidate in self._used()
+        )
 
     def shortest_length(self, device_type: str, *, causal: bool = False) -> int | None:
-        lengths = [rung.shortest_length(device_type, causal=causal) for rung in self._used()]
+        lengths = [candidate.shortest_length(device_type, causal=causal) for candidate in self._used()]
         if not lengths:
             return self.min_length or 0
         return min((length for length in lengths if length is not None), default=None)
 
     def _used(self) -> list[Method]:
         used = {index for row in self.heads for index in row}
-        return [rung for index, rung in enumerate(self.rungs) if index in used]
+        return [candidate for index, candidate in enumerate(self.candidates) if index in used]
 
     def exact_heads(
         self, query: torch.Tensor, key: torch.Tensor, key_mask: torch.Tensor | None, scale: float | None = None
@@ -162,44 +164,47 @@ class PerHead(Method):
             return []
         found: list[int] = []
         group = query.shape[1] // key.shape[1]
-        for rung, heads in self._shares(key):
+        for candidate, heads in self._shares(key):
             of_queries = _query_heads(heads, group)
             inside = list(range(len(of_queries)))
-            if rung is not None:
-                inside = rung.exact_heads(query[:, of_queries], key[:, heads], key_mask, scale)
+            if candidate is not None:
+                inside = candidate.exact_heads(query[:, of_queries], key[:, heads], key_mask, scale)
             found += [of_queries[place] for place in inside]
         return sorted(found)
 
     def approximated_heads(self, group: int) -> list[int] | None:
         (row,) = self.heads
-        if max(row) < len(self.rungs):
+        if max(row) < len(self.candidates):
             return None
-        return _query_heads([head for head, index in enumerate(row) if index < len(self.rungs)], group)
+        return _query_heads([head for head, index in enumerate(row) if index < len(self.candidates)], group)
 
     def of_head(self, layer: int, head: int, num_heads: int) -> Method | None:
         row = self.heads[layer]
         index = row[head * len(row) // num_heads]
-        return None if index == len(self.rungs) else self.rungs[index]
+        return None if index == len(self.candidates) else self.candidates[index]
 
     def _shares(self, key: torch.Tensor) -> list[Share]:
-        """The rungs in use with their key/value heads, the dearest first; None: exact."""
+        """The candidates in use with their key/value heads, the dearest first; None: exact."""
         (row,) = self.heads
         if len(row) != key.shape[1]:
             raise ValueError(f"the settings are for {len(row)} key/value heads, and the attention has {key.shape[1]}")
-        ladder: list[Method | None] = [*self.rungs, None]
-        shares = [(rung, [head for head, at in enumerate(row) if at == index]) for index, rung in enumerate(ladder)]
-        return [(rung, heads) for rung, heads in reversed(shares) if heads]
+        candidates: list[Method | None] = [*self.candidates, None]
+        shares = [
+            (candidate, [head for head, at in enumerate(row) if at == index])
+            for index, candidate in enumerate(candidates)
+        ]
+        return [(candidate, heads) for candidate, heads in reversed(shares) if heads]
 
     def _shares_of(self, query: torch.Tensor, key: torch.Tensor) -> list[Share]:
-        """The same for these inputs, for which some of the rungs may be exact."""
+        """The same for these inputs, for which some of the candidates may be exact."""
         N, device_type = query.shape[2], query.device.type
         exact: list[int] = []
         shares: list[Share] = []
-        for rung, heads in self._shares(key):
-            if rung is None or rung.chooses_exact(N, device_type):
+        for candidate, heads in self._shares(key):
+            if candidate is None or candidate.chooses_exact(N, device_type):
                 exact += heads
             else:
-                shares.append((rung, heads))
+                shares.append((candidate, heads))
         return [(None, sorted(exact)), *shares] if exact else shares
 
     def _group(
@@ -207,7 +212,7 @@ class PerHead(Method):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Labels of all queries and keys, `(B, heads, N)`, and which heads are exact, `(B, key/value heads)`.
 
-        0 where a head's rung groups none.
+        0 where a head's candidate groups none.
         """
         labels = query.new_zeros(query.shape[:3], dtype=torch.int64)
         key_labels = key.new_zeros(key.shape[:3], dtype=torch.int64)
@@ -215,13 +220,13 @@ class PerHead(Method):
         group = query.shape[1] // key.shape[1]
 
         def group_share(share: Share) -> None:
-            rung, heads = share
-            if rung is None:
+            candidate, heads = share
+            if candidate is None:
                 exact_heads[:, heads] = True
                 return
             of_queries = _query_heads(heads, group)
             inputs = _heads(query, of_queries), _heads(key, heads)
-            own, *of_keys = rung.group(*inputs, options.key_mask, options.scale)
+            own, *of_keys = candidate.group(*inputs, options.key_mask, options.scale)
             _store(labels, of_queries, own)
             for store, found in zip((key_labels, exact_heads), of_keys, strict=False):
                 _store(store, heads, found)
@@ -231,9 +236,11 @@ class PerHead(Method):
                 group_share(share)
 
         alike: dict[Method | None, list[int]] = {}
-        for rung, heads in shares:
+        for candidate, heads in shares:
             # How many keys are exact does not change how queries and keys are grouped.
-            alike.setdefault(replace(rung, topk=1) if isinstance(rung, BiClustered) else rung, []).extend(heads)
+            alike.setdefault(
+                replace(candidate, topk=1) if isinstance(candidate, BiClustered) else candidate, []
+            ).extend(heads)
         shares = list(alike.items())
         if in_a_graph():
             group_shares(shares)
@@ -244,7 +251,7 @@ class PerHead(Method):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, groups: Groups = ()
     ) -> torch.Tensor:
-        """Every rung on its heads; where a CPU learns, those of `"bi-clustered"` and the exact ones in one call."""
+        """Every candidate on its heads; training on a CPU, `"bi-clustered"` and exact ones in one call."""
         group, shares = query.shape[1] // key.shape[1], self._shares_of(query, key)
         if _in_parts(options, query, key, value):
             return self._attend_in_parts(query, key, value, options, shares)
@@ -254,14 +261,17 @@ class PerHead(Method):
             one_call = [share for share in shares if share[0] is None or isinstance(share[0], BiClustered)]
         outputs: list[tuple[list[int], torch.Tensor]] = []
         if one_call:
-            rungs = {head: rung for rung, heads in one_call for head in heads}
-            heads = sorted(rungs)
+            candidates = {head: candidate for candidate, heads in one_call for head in heads}
+            heads = sorted(candidates)
             of_queries = _query_heads(heads, group)
             # An exact head's counts are not looked at.
             clusters, topk, key_clusters = (
-                [getattr(rungs[head], name, 1) for head in heads] for name in ("clusters", "topk", "key_clusters")
+                [getattr(candidates[head], name, 1) for head in heads] for name in ("clusters", "topk", "key_clusters")
             )
-            some_exact = any(rung is None or getattr(rung, "max_predicted_error", None) for rung in rungs.values())
+            some_exact = any(
+                candidate is None or getattr(candidate, "max_predicted_error", None)
+                for candidate in candidates.values()
+            )
             output = bi_clustered_attention(
                 _heads(query, of_queries),
                 _heads(key, heads),
@@ -278,20 +288,20 @@ class PerHead(Method):
                 dropout_p=options.dropout_p,
             )
             outputs.append((of_queries, output))
-        for rung, heads in (share for share in shares if share not in one_call):
+        for candidate, heads in (share for share in shares if share not in one_call):
             of_queries = _query_heads(heads, group)
             inputs = _heads(query, of_queries), _heads(key, heads), _heads(value, heads)
-            if rung is None:
+            if candidate is None:
                 output = _attend_exactly(*inputs, options)
             else:
-                output = rung.attend(*inputs, options, (_heads(labels, of_queries),))
+                output = candidate.attend(*inputs, options, (_heads(labels, of_queries),))
             outputs.append((of_queries, output))
         return _joined(outputs)
 
     def attend_causal(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
     ) -> torch.Tensor:
-        """Every rung on its heads."""
+        """Every candidate on its heads."""
         shares = self._shares(key)
         if _in_parts(options, query, key, value):
             return self._attend_in_parts(query, key, value, options, shares)
@@ -299,8 +309,8 @@ class PerHead(Method):
         of_queries = [_query_heads(heads, query.shape[1] // key.shape[1]) for heads in of_keys]
         inputs = zip(_split(query, of_queries), _split(key, of_keys), _split(value, of_keys), strict=True)
         outputs = [
-            (heads, _attend(rung, *own, _options_of(heads, options)))
-            for (rung, _), heads, own in zip(shares, of_queries, inputs, strict=True)
+            (heads, _attend(candidate, *own, _options_of(heads, options)))
+            for (candidate, _), heads, own in zip(shares, of_queries, inputs, strict=True)
         ]
         return _joined(outputs)
 
@@ -312,10 +322,10 @@ class PerHead(Method):
         group, N = query.shape[1] // key.shape[1], query.shape[2]
 
         def attend_part(part: tuple[Share, slice]) -> None:
-            (rung, heads), rows = part
+            (candidate, heads), rows = part
             of_queries = _query_heads(heads, group)
             inputs = _heads(query, of_queries), _heads(key, heads), _heads(value, heads)
-            found = _attend(rung, *inputs, _options_of(of_queries, options), rows)
+            found = _attend(candidate, *inputs, _options_of(of_queries, options), rows)
             _store(output[:, :, rows], of_queries, found)
 
         # An exact head takes as long as all others together: its queries are divided, not the heads.
@@ -332,7 +342,7 @@ class PerHead(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class CausalPerHead(PerHead):
-    """The same for a decoder, whose rungs are settings of decoders."""
+    """The same for a decoder, whose candidates are settings of decoders."""
 
     causal: ClassVar[bool | None] = True
     decoder_loss: ClassVar[float | None] = 0.005
@@ -400,17 +410,17 @@ def _options_of(heads: list[int], options: Options) -> Options:
 
 
 def _attend(
-    rung: Method | None,
+    candidate: Method | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     options: Options,
     rows: slice = slice(None),
 ) -> torch.Tensor:
-    """The output of heads that share a rung, None for exact attention; `rows`: of these queries alone, where exact."""
-    if rung is None:
+    """The output of heads that share a candidate, None: exact attention; `rows`: of these queries, where exact."""
+    if candidate is None:
         return _attend_exactly(query, key, value, options, rows)
-    return rung.run(query, key, value, **vars(options))
+    return candidate.run(query, key, value, **vars(options))
 
 
 def _in_parts(options: Options, *tensors: torch.Tensor) -> bool:
@@ -424,16 +434,16 @@ def _in_parts(options: Options, *tensors: torch.Tensor) -> bool:
 
 def _of_threads(shares: Sequence[Share], device: torch.device) -> list[Share]:
     """In as many parts each as there are threads, the dearest first, so that none waits long for the last."""
-    parts = [(rung, heads[part]) for rung, heads in shares for part in heads_of_threads(len(heads), device)]
+    parts = [(candidate, heads[part]) for candidate, heads in shares for part in heads_of_threads(len(heads), device)]
     return sorted(parts, key=_cost, reverse=True)
 
 
 def _cost(share: Share) -> float:
     """Of a part beside others, measured at 8,192 tokens."""
-    rung, heads = share
-    if rung is None:
+    candidate, heads = share
+    if candidate is None:
         return math.inf
-    return len(heads) * (COST_OF_A_HEAD + sum(getattr(rung, name) for name in rung.price))
+    return len(heads) * (COST_OF_A_HEAD + sum(getattr(candidate, name) for name in candidate.price))
 
 
 def _runs_of_threads(shares: Sequence[Share], device: torch.device) -> list[list[Share]]:
@@ -442,21 +452,21 @@ def _runs_of_threads(shares: Sequence[Share], device: torch.device) -> list[list
     The heads stand in a row, cut as often as there are further threads: each part of a share walks all the small steps
     of its clusterings, which take as long as the arithmetic of some heads.
     """
-    row = [(rung, head) for rung, heads in shares for head in heads]
-    ends = list(accumulate(_grouping_cost(rung) for rung, _ in row))
+    row = [(candidate, head) for candidate, heads in shares for head in heads]
+    ends = list(accumulate(_grouping_cost(candidate) for candidate, _ in row))
     runs = []
     for part in heads_of_threads(ends[-1], device):
         own: dict[Method | None, list[int]] = {}
-        for (rung, head), end in zip(row, ends, strict=True):
-            if part.start < end - _grouping_cost(rung) / 2 <= part.stop:
-                own.setdefault(rung, []).append(head)
+        for (candidate, head), end in zip(row, ends, strict=True):
+            if part.start < end - _grouping_cost(candidate) / 2 <= part.stop:
+                own.setdefault(candidate, []).append(head)
         runs.append(list(own.items()))
     return runs
 
 
-def _grouping_cost(rung: Method | None) -> int:
-    """The time that a head of this rung takes to be grouped, in units of about 30 microseconds."""
-    counts = [getattr(rung, name, 0) for name in ("clusters", "key_clusters")]
+def _grouping_cost(candidate: Method | None) -> int:
+    """The time that a head of this candidate takes to be grouped, in units of about 30 microseconds."""
+    counts = [getattr(candidate, name, 0) for name in ("clusters", "key_clusters")]
     return 1 + sum(COST_OF_CLUSTERING + count for count in counts if count)
 
 

@@ -138,7 +138,7 @@ def test_saved_and_loaded(model_type: str, tmp_path: Path) -> None:
 def test_calibration_and_report_measure_an_encoder(model_type: str) -> None:
     model = make_model(model_type)
     settings = {"method": "bi-clustered", **SMALL_SETTINGS["bi-clustered"], "max_predicted_error": None}
-    found = hf_effattn.calibrate(model, batch("left"), 5.0, ladder=[settings], min_length=0)
+    found = hf_effattn.calibrate(model, batch("left"), 5.0, candidates=[settings], min_length=0)
     about = found.settings.calibration
     assert about is not None
     assert about["model"]["both_ways"]

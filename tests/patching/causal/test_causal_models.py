@@ -342,7 +342,7 @@ def test_a_window_that_no_input_is_longer_than_is_none(model_type: str, attended
     assert torch.equal(actual, without(ids, attention_mask=mask).logits)
     texts = [{"input_ids": ids[:1]}, {"input_ids": ids[1:]}]
     windowed = make_model(model_type, sliding_window=256)
-    found = hf_effattn.calibrate(windowed, texts, max_error=0.9, min_length=0, ladder=TINY)
+    found = hf_effattn.calibrate(windowed, texts, max_error=0.9, min_length=0, candidates=TINY)
     assert "   6 heads: bi-clustered" in str(found)
     attended.clear()
     further = tokens(300, batch=1)  # longer than all that the model is made for: the window cuts
@@ -377,7 +377,7 @@ def test_layers_of_a_hybrid_keep_their_numbers(model_type: str, attended: list[d
     model(ids)
     assert len(attended) == 1
     texts = [{"input_ids": ids[:1]}, {"input_ids": ids[1:]}]
-    found = hf_effattn.calibrate(model, texts, max_error=0.9, ladder=TINY, min_length=0)
+    found = hf_effattn.calibrate(model, texts, max_error=0.9, candidates=TINY, min_length=0)
     assert f"{3 * model.config.num_key_value_heads:>4} heads: bi-clustered" in str(found)
     assert "   0 heads: exact" in str(found)
     attended.clear()
@@ -581,8 +581,8 @@ def test_what_a_language_model_loses_is_said(recwarn: pytest.WarningsRecorder) -
     recwarn.clear()
     model = make_model("llama")
     heads = [[0] * model.config.num_key_value_heads] * model.config.num_hidden_layers
-    rungs = [{"method": "bi-clustered"}]
-    hf_effattn.patch_attention(model, "per-head", rungs=rungs, heads=heads, min_length=0)
+    candidates = [{"method": "bi-clustered"}]
+    hf_effattn.patch_attention(model, "per-head", candidates=candidates, heads=heads, min_length=0)
     assert not [warned for warned in recwarn if "raised the perplexity" in str(warned.message)]
 
 

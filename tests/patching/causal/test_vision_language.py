@@ -123,14 +123,18 @@ def test_a_part_is_calibrated_and_patched_alone(model_type: str, lengths: list[i
     model, inputs = make_model(model_type), image_and_text(model_type, 200, **IMAGES)
     with pytest.raises(ValueError, match=r"calibrate one: part=model\.model\.\w+, part=model\.model\.\w+$"):
         hf_effattn.calibrate(model, inputs, min_length=0)
-    ladder = [{"method": "bi-clustered", **OF_IMAGES, "topk": topk, "max_predicted_error": None} for topk in (2, 8)]
+    candidates = [
+        {"method": "bi-clustered", **OF_IMAGES, "topk": topk, "max_predicted_error": None} for topk in (2, 8)
+    ]
     for texts in (1, 2):
-        found = hf_effattn.calibrate(model, [inputs] * texts, 10.0, ladder=ladder, part=tower_of(model))
+        found = hf_effattn.calibrate(model, [inputs] * texts, 10.0, candidates=candidates, part=tower_of(model))
         about = found.settings.calibration
         assert about is not None
         assert (about["texts"], about["lengths"]) == (2 * texts, [144, 256])  # every image counts
     with pytest.raises(ValueError, match=r"two texts or more, .* got 1;"):
-        hf_effattn.calibrate(model, image_and_text(model_type, 200, (12,)), ladder=ladder, part=tower_of(model))
+        hf_effattn.calibrate(
+            model, image_and_text(model_type, 200, (12,)), candidates=candidates, part=tower_of(model)
+        )
     lengths.clear()
     seen.clear()
     hf_effattn.patch_attention(model, settings=found)

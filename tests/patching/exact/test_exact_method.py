@@ -58,8 +58,8 @@ def test_settings_that_would_do_nothing_are_refused(settings: dict[str, Any], me
 def test_what_compares_approximations_refuses_it() -> None:
     with pytest.raises(ValueError, match="exact approximates nothing, and there are no windows here"):
         bench(methods=[METHOD], lengths=[16])
-    with pytest.raises(ValueError, match='"exact" cannot be a rung'):
-        PerHead(rungs=[{"method": METHOD}], heads=[[0]])
+    with pytest.raises(ValueError, match='"exact" cannot be a candidate'):
+        PerHead(candidates=[{"method": METHOD}], heads=[[0]])
 
 
 @pytest.mark.parametrize("causal", [False, True])

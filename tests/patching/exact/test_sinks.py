@@ -16,7 +16,7 @@ from hf_effattn.patching.methods import make_method
 
 LENGTH = 61
 SMALL = {"exact_keys": 18, "key_clusters": 3, "segment_length": 4, "window": 4, "min_length": 0}
-RUNGS = [{"method": "bi-clustered", **SMALL}, {"method": "bi-clustered", **SMALL, "exact_keys": 6}]
+CANDIDATES = [{"method": "bi-clustered", **SMALL}, {"method": "bi-clustered", **SMALL, "exact_keys": 6}]
 WINDOWED = {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 9}
 WITH_SINKS = [name for name in SINKING if name in MODELS]
 each_model = pytest.mark.parametrize("model_type", WITH_SINKS)
@@ -180,17 +180,17 @@ def test_training_reaches_the_sinks() -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_every_head_has_its_own_sink(threads: int, on_threads: Callable[[int], None]) -> None:
-    """Exact heads and rungs, with gradients and, in parts, without."""
+    """Exact heads and candidates, with gradients and, in parts, without."""
     on_threads(threads)
     query, key, value, sinks = drawn()
-    method = make_method("per-head", causal=True, rungs=RUNGS, heads=[[2, 0]]).for_layers((0,))
+    method = make_method("per-head", causal=True, candidates=CANDIDATES, heads=[[2, 0]]).for_layers((0,))
     assert method is not None
     with torch.no_grad():
         parts = method.run(query, key, value, causal=True, sinks=sinks)
     whole = method.run(query.requires_grad_(), key, value, causal=True, sinks=sinks)
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(parts[:, :2], exact(query, key, value, None, sinks)[:, :2])
-    alone = method.rungs[0].run(query[:, 2:], key[:, 1:], value[:, 1:], causal=True, sinks=sinks[2:])
+    alone = method.candidates[0].run(query[:, 2:], key[:, 1:], value[:, 1:], causal=True, sinks=sinks[2:])
     torch.testing.assert_close(parts[:, 2:], alone)
     assert not torch.allclose(parts, method.run(query, key, value, causal=True))
     given = query.detach(), key, value
@@ -252,7 +252,7 @@ def test_calibration_and_reports_compare_with_sinks() -> None:
         torch.testing.assert_close(one.exact().transpose(1, 2), by_hand, rtol=0, atol=1e-5)
         torch.testing.assert_close(wide.run(one.query, one.key, one.value, **one.asked), by_hand, rtol=0, atol=1e-5)
     texts = [{"input_ids": tokens()[:1]}, {"input_ids": tokens()[1:]}]
-    found = hf_effattn.calibrate(model, texts, max_error=0.2, ladder=RUNGS)
+    found = hf_effattn.calibrate(model, texts, max_error=0.2, candidates=CANDIDATES)
     assert model.config._attn_implementation == "eager"
     hf_effattn.patch_attention(model, settings=found)
     assert model.config._attn_implementation == "per-head"

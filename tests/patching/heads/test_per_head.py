@@ -1,4 +1,4 @@
-"""Settings of their own for every head: each runs as its rung does alone, through saving and loading too."""
+"""Settings of their own for every head: each runs as its candidate does alone, through saving and loading too."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ from hf_effattn.patching.exact.reference import causal_rows, exact_attention, vi
 from hf_effattn.patching.methods import Method, make_method
 from hf_effattn.patching.methods.per_head import PerHead, Share, _grouping_cost, _runs_of_threads
 
-RUNGS: list[dict[str, Any]] = [
+CANDIDATES: list[dict[str, Any]] = [
     {"method": "i-clustered", "clusters": 4, "topk": 3},
     {"method": "bi-clustered", "clusters": 6, "topk": 8, "key_clusters": 7, "max_predicted_error": None},
 ]
@@ -38,8 +38,8 @@ OF_DECODER: list[dict[str, Any]] = [
 ]
 
 
-def per_head(heads: list[list[int]], rungs: list[dict[str, Any]] = RUNGS, **settings: Any) -> Method:
-    return make_method("per-head", rungs=rungs, heads=heads, min_length=0, **settings)
+def per_head(heads: list[list[int]], candidates: list[dict[str, Any]] = CANDIDATES, **settings: Any) -> Method:
+    return make_method("per-head", candidates=candidates, heads=heads, min_length=0, **settings)
 
 
 def tensors(heads: int = 4, key_heads: int = 4, length: int = 45) -> list[torch.Tensor]:
@@ -59,33 +59,33 @@ def test_threads_group_about_as_much_in_as_few_pieces_as_they_can(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    rungs: list[Method | None] = [make_method(**rung) for rung in RUNGS]
-    shares: list[Share] = [(None, [5]), (rungs[1], [2, 3, 7, 9, 10]), (rungs[0], [0, 1, 4, 6, 8])]
+    candidates: list[Method | None] = [make_method(**candidate) for candidate in CANDIDATES]
+    shares: list[Share] = [(None, [5]), (candidates[1], [2, 3, 7, 9, 10]), (candidates[0], [0, 1, 4, 6, 8])]
     runs = _runs_of_threads(shares, torch.device("cpu"))
     assert len(runs) == threads
     assert sum(len(run) for run in runs if run) <= len(shares) + threads - 1
-    costs = [sum(_grouping_cost(rung) * len(heads) for rung, heads in run) for run in runs]
-    dearest = max(_grouping_cost(rung) for rung in rungs)
+    costs = [sum(_grouping_cost(candidate) * len(heads) for candidate, heads in run) for run in runs]
+    dearest = max(_grouping_cost(candidate) for candidate in candidates)
     assert max(costs) - sum(costs) / threads <= dearest
-    for rung, heads in shares:
-        assert [head for run in runs for one, own in run if one == rung for head in own] == heads
+    for candidate, heads in shares:
+        assert [head for run in runs for one, own in run if one == candidate for head in own] == heads
 
 
 @pytest.mark.slow_except("*-False", "1-all-True", "2-padded-True")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mask", [None, padded()], ids=["all", "padded"])
 @pytest.mark.parametrize("group", [1, 2])
-def test_every_head_runs_as_its_rung_alone(group: int, mask: torch.Tensor | None, causal: bool) -> None:
+def test_every_head_runs_as_its_candidate_alone(group: int, mask: torch.Tensor | None, causal: bool) -> None:
     row = [0, 2, 1, 0]
-    rungs = OF_DECODER if causal else RUNGS
-    method = per_head([row], rungs, causal=causal)
+    candidates = OF_DECODER if causal else CANDIDATES
+    method = per_head([row], candidates, causal=causal)
     query, key, value = tensors(4 * group)
     options: dict[str, Any] = {"key_mask": mask, "causal": causal}
     output = method.run(query, key, value, **options)
     for head, index in enumerate(row):
         inputs = query[:, group * head : group * (head + 1)], key[:, [head]], value[:, [head]]
-        if index < len(rungs):
-            alone = make_method(**rungs[index], causal=causal, min_length=0).run(*inputs, **options)
+        if index < len(candidates):
+            alone = make_method(**candidates[index], causal=causal, min_length=0).run(*inputs, **options)
         else:
             visible = visible_keys(mask, query.shape[2], causal=causal)
             alone = exact_attention(*inputs, visible, scale=None, dropout_p=0.0, causal=causal)
@@ -104,7 +104,7 @@ def test_every_head_runs_as_its_rung_alone(group: int, mask: torch.Tensor | None
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_same_is_dropped_with_gradients_and_without(causal: bool, on_threads: Callable[[int], None]) -> None:
     """As the two passes of a checkpoint, `use_reentrant=True`, do."""
-    method, outputs = per_head([[0, 2, 1, 1]], OF_DECODER if causal else RUNGS, causal=causal), []
+    method, outputs = per_head([[0, 2, 1, 1]], OF_DECODER if causal else CANDIDATES, causal=causal), []
     on_threads(2)
     for learns in (False, True):
         torch.manual_seed(0)
@@ -166,12 +166,12 @@ def test_queries_of_exact_heads_are_divided_among_threads(
     torch.testing.assert_close(whole[:, [1, 3]], exact[:, [1, 3]])
 
 
-def test_as_uniform_settings_where_all_heads_share_a_rung() -> None:
+def test_as_uniform_settings_where_all_heads_share_a_candidate() -> None:
     model = tiny_model("bert")
     batch = batch_for(model, padding="right")
-    hf_effattn.patch_attention(model, **RUNGS[1], min_length=0)
+    hf_effattn.patch_attention(model, **CANDIDATES[1], min_length=0)
     expected = encoded(model, batch)
-    hf_effattn.patch_attention(model, "per-head", rungs=RUNGS, heads=[[1, 1]] * 3, min_length=0)
+    hf_effattn.patch_attention(model, "per-head", candidates=CANDIDATES, heads=[[1, 1]] * 3, min_length=0)
     torch.testing.assert_close(encoded(model, batch), expected)
 
 
@@ -180,10 +180,10 @@ def test_layers_of_exact_heads_are_not_patched(attended: list[str]) -> None:
     batch = batch_for(model)
     exact = encoded(model, batch)
     with pytest.warns(UserWarning, match="The patch will do nothing"):
-        hf_effattn.patch_attention(model, "per-head", rungs=RUNGS, heads=[[2, 2]] * 3, min_length=0)
+        hf_effattn.patch_attention(model, "per-head", candidates=CANDIDATES, heads=[[2, 2]] * 3, min_length=0)
     assert torch.equal(encoded(model, batch), exact)
     assert attended == []
-    hf_effattn.patch_attention(model, "per-head", rungs=RUNGS, heads=HEADS, min_length=0)
+    hf_effattn.patch_attention(model, "per-head", candidates=CANDIDATES, heads=HEADS, min_length=0)
     assert not torch.equal(encoded(model, batch), exact)
     assert attended.count("per-head") == 2
     assert attended.count("i-clustered") == 2
@@ -198,13 +198,13 @@ def test_a_shared_module_runs_the_most_exact_of_its_layers() -> None:
     assert method.for_layers((2,)) is None
     model = tiny_model("albert")
     batch = batch_for(model)
-    hf_effattn.patch_attention(model, "per-head", rungs=RUNGS, heads=HEADS[:1] * 3, min_length=0)
+    hf_effattn.patch_attention(model, "per-head", candidates=CANDIDATES, heads=HEADS[:1] * 3, min_length=0)
     encoded(model, batch)
 
 
-def test_each_rung_is_exact_below_its_own_length() -> None:
-    rungs = [RUNGS[0] | {"min_length": 40}, RUNGS[1] | {"min_length": 60}]
-    method = make_method("per-head", rungs=rungs, heads=[[0, 1]])
+def test_each_candidate_is_exact_below_its_own_length() -> None:
+    candidates = [CANDIDATES[0] | {"min_length": 40}, CANDIDATES[1] | {"min_length": 60}]
+    method = make_method("per-head", candidates=candidates, heads=[[0, 1]])
     assert method.shortest_length("cpu") == 40
     assert method.is_exact(39, 39, "cpu")
     assert not method.is_exact(40, 40, "cpu")
@@ -223,7 +223,7 @@ def test_saved_and_loaded_in_a_fresh_process(tmp_path: Path) -> None:
     batch = batch_for(model, padding="right")
     made = {"max_error": 0.1, "error_of": "head", "errors": [[0.01, 0.0]] * 3}
     hf_effattn.patch_attention(
-        model, "per-head", rungs=RUNGS, heads=HEADS, min_length=0, calibration=made, tolerance=0.5
+        model, "per-head", candidates=CANDIDATES, heads=HEADS, min_length=0, calibration=made, tolerance=0.5
     )
     with torch.no_grad():
         expected = model(**batch.inputs).last_hidden_state
@@ -269,21 +269,23 @@ def refused(model: PreTrainedModel, match: str, kind: type[Exception] = ValueErr
 
 def test_another_models_settings_are_refused(tmp_path: Path) -> None:
     model = tiny_model("bert")
-    rungs = {"method": "per-head", "rungs": RUNGS}
-    refused(model, "layers 2 and not 3", **rungs, heads=HEADS[:2])
-    refused(model, "key_heads 3 and not 2", **rungs, heads=[[0, 1, 2]] * 3)
+    candidates = {"method": "per-head", "candidates": CANDIDATES}
+    refused(model, "layers 2 and not 3", **candidates, heads=HEADS[:2])
+    refused(model, "key_heads 3 and not 2", **candidates, heads=[[0, 1, 2]] * 3)
     made = {"model": {"model_type": "roberta", "layers": 3, "key_heads": 2, "hidden_size": 32}}
-    refused(model, "model_type 'roberta' and not 'bert'", **rungs, heads=HEADS, calibration=made)
+    refused(model, "model_type 'roberta' and not 'bert'", **candidates, heads=HEADS, calibration=made)
     refused(model, "hf_effattn.calibrate", method="per-head")
-    refused(model, "heads has 3, but there are 2 rungs", **rungs, heads=[[0, 3]] * 3)
-    refused(model, "as many heads in every layer", **rungs, heads=[[0, 1], [0], [0, 1]])
-    refused(model, "indices of rungs", TypeError, **rungs, heads=[[0, 0.5]] * 3)
-    refused(model, "cannot be a rung", method="per-head", rungs=[{"method": "cst"}], heads=HEADS)
-    refused(model, "with a tolerance", method="per-head", rungs=[RUNGS[0] | {"tolerance": 0.1}], heads=HEADS)
-    refused(model, "a rung must be a method or a dict", TypeError, method="per-head", rungs=["x"], heads=HEADS)
+    refused(model, "heads has 3, but there are 2 candidates", **candidates, heads=[[0, 3]] * 3)
+    refused(model, "as many heads in every layer", **candidates, heads=[[0, 1], [0], [0, 1]])
+    refused(model, "indices of candidates", TypeError, **candidates, heads=[[0, 0.5]] * 3)
+    refused(model, "cannot be a candidate", method="per-head", candidates=[{"method": "cst"}], heads=HEADS)
+    refused(model, "with a tolerance", method="per-head", candidates=[CANDIDATES[0] | {"tolerance": 0.1}], heads=HEADS)
+    refused(
+        model, "a candidate must be a method or a dict", TypeError, method="per-head", candidates=["x"], heads=HEADS
+    )
     refused(model, "name a method")
 
-    newer = {"version": 4, **rungs, "heads": HEADS}
+    newer = {"version": 4, **candidates, "heads": HEADS}
     file = tmp_path / "effattn.json"
     file.write_text(json.dumps(newer))
     refused(model, r"newer hf_effattn \(format 4", settings=file)
@@ -313,7 +315,7 @@ def test_the_name_alone_is_refused_by_the_forward_pass() -> None:
 
 
 def test_settings_of_a_file_serve_a_model_with_a_head(tmp_path: Path) -> None:
-    stored = {"version": 3, "method": "per-head", "rungs": RUNGS, "heads": HEADS, "min_length": 0}
+    stored = {"version": 3, "method": "per-head", "candidates": CANDIDATES, "heads": HEADS, "min_length": 0}
     (tmp_path / "effattn.json").write_text(json.dumps(stored))
     model = AutoModel.from_config(tiny_model("bert").config)
     hf_effattn.patch_attention(model, settings=tmp_path, tolerance=0.1)
@@ -326,7 +328,7 @@ def test_settings_of_a_file_serve_a_model_with_a_head(tmp_path: Path) -> None:
 def test_the_weights_are_those_of_the_heads() -> None:
     model = tiny_model("bert")
     batch = batch_for(model)
-    hf_effattn.patch_attention(model, "per-head", rungs=RUNGS, heads=HEADS, min_length=0)
+    hf_effattn.patch_attention(model, "per-head", candidates=CANDIDATES, heads=HEADS, min_length=0)
     with torch.no_grad():
         output = model(**batch.inputs, output_attentions=True)
     plain = tiny_model("bert")
@@ -341,7 +343,7 @@ def test_the_weights_are_those_of_the_heads() -> None:
 def test_compiled() -> None:
     model = tiny_model("bert")
     batch = batch_for(model, padding="right")
-    hf_effattn.patch_attention(model, "per-head", rungs=RUNGS, heads=HEADS, min_length=0)
+    hf_effattn.patch_attention(model, "per-head", candidates=CANDIDATES, heads=HEADS, min_length=0)
     with torch.no_grad():
         expected = encoded(model, batch)
         compiled = torch.compile(model, fullgraph=True)
@@ -360,7 +362,9 @@ def test_a_decoder_generates_after_a_prompt_by_its_heads(tolerance: float | None
     tokens = torch.randint(5, 60, (1, 50), generator=torch.Generator().manual_seed(1))
     options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "pad_token_id": 0}
     exact = model.generate(tokens, return_dict_in_generate=True, **options).logits[0]
-    hf_effattn.patch_attention(model, "per-head", rungs=OF_DECODER, heads=HEADS, min_length=0, tolerance=tolerance)
+    hf_effattn.patch_attention(
+        model, "per-head", candidates=OF_DECODER, heads=HEADS, min_length=0, tolerance=tolerance
+    )
     logits = model.generate(tokens, return_dict_in_generate=True, **options).logits[0]
     # A prompt's outputs but the last are not read, so that the heads above the tolerance may be exact.
     assert torch.allclose(logits, exact, atol=1e-4) == (tolerance is not None)

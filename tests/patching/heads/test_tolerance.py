@@ -123,9 +123,9 @@ def test_heads_above_the_tolerance_are_exact(method: str, padded: int) -> None:
 def test_heads_that_are_exact_anyway_are_not_computed_again(padded: int, monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = tensors(200, heads=4, key_heads=2)
     mask = left_padded(200, padded)
-    rungs = [{"method": "bi-clustered", **SETTINGS}]
+    candidates = [{"method": "bi-clustered", **SETTINGS}]
     module = torch.nn.Identity().eval()
-    heads = make_method("per-head", rungs=rungs, heads=[[0, 1]], min_length=0)
+    heads = make_method("per-head", candidates=candidates, heads=[[0, 1]], min_length=0)
     output = heads.run(query, key, value, key_mask=mask)
     error, bound = Attended(query, key, value, mask, None, False, output).first_errors()
     called: list[torch.Tensor] = []

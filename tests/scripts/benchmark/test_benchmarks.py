@@ -32,9 +32,9 @@ from scripts.benchmark import relative_bias as benchmark_relative_bias
 from scripts.benchmark import sinks as benchmark_sinks
 from scripts.benchmark import windows as benchmark_windows
 from scripts.benchmark._exact import BLOCKS
-from scripts.kept import data as shared_data
 from scripts.publish import cst_tables
 from scripts.publish import readme as update_readme
+from scripts.shared import data as shared_data
 
 
 @pytest.mark.slow

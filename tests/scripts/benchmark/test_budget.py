@@ -6,18 +6,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_effattn.measuring.ladder import LADDER
+from hf_effattn.measuring.candidate_errors import CANDIDATES
 from scripts.benchmark import budget
 
 HEADS = (2, 3)  # layers, heads
 
 
 def row(part: str, error: float, bound: float, first_bound: float | None = None) -> dict[str, Any]:
-    """A text on which every rung but the last has that error in every head."""
+    """A text on which every candidate but the last has that error in every head."""
 
     def filled(value: float) -> list[list[list[float]]]:
-        of_rungs = [value] * (len(LADDER) - 1) + [0.001]
-        return [[[one] * HEADS[1] for one in of_rungs] for _ in range(HEADS[0])]
+        of_candidates = [value] * (len(CANDIDATES) - 1) + [0.001]
+        return [[[one] * HEADS[1] for one in of_candidates] for _ in range(HEADS[0])]
 
     return {
         "kind": "errors",
@@ -47,7 +47,7 @@ def test_coverage_with_and_without_a_tolerance() -> None:
     assert found["recomputed"] == pytest.approx(0.5)
     assert found["worst"] == pytest.approx(0.2)
     assert found["worst, tolerance"] == pytest.approx(0.12)
-    # At half of it only the last rung, which no text disturbs.
+    # At half of it only the last candidate, which no text disturbs.
     assert budget.coverage(rows).set_index("budget").loc[0.05, "within"] == 1.0
 
 
@@ -70,7 +70,7 @@ def test_errors_and_times_are_those_of_all_layers(monkeypatch: pytest.MonkeyPatc
     runs.append({"part": "books", "text": budget.HELD_OUT[0], "length": 300})
     rows = [budget.measure_errors(run) for run in runs]
     errors = budget.stacked(rows, "errors")
-    assert errors.shape == (3, len(LADDER), 2, 3)
+    assert errors.shape == (3, len(CANDIDATES), 2, 3)
     assert (errors[0].mean(dim=(1, 2)).diff() < 0.02).all()
     bounds, first_bounds = budget.stacked(rows, "bounds"), budget.stacked(rows, "first_bounds")
     assert bounds.shape == first_bounds.shape == errors.shape
@@ -93,8 +93,8 @@ def test_heads_of_a_decoder_that_share_keys_are_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(budget, "inputs_of", lambda run, decoder: [(query, key, value)])
     row = budget.measure_errors({"part": "books", "text": "0", "length": 1500}, decoder=True)
     errors = budget.stacked([row], "errors")
-    assert errors.shape == (1, len(LADDER), 1, 2)
+    assert errors.shape == (1, len(CANDIDATES), 1, 2)
     exact = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    output = budget.rungs(decoder=True)[0].run(query, key, value, causal=True)
+    output = budget.candidates(decoder=True)[0].run(query, key, value, causal=True)
     of_heads = (output - exact).square().sum(dim=(0, 2, 3)).div(exact.square().sum(dim=(0, 2, 3))).sqrt()
     assert errors[0, 0, 0].tolist() == pytest.approx(of_heads.view(2, 2).amax(dim=1).tolist(), abs=1e-4)

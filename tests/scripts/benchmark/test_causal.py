@@ -8,7 +8,7 @@ import torch
 import typer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from hf_effattn.measuring.ladder import default_ladder
+from hf_effattn.measuring.candidate_errors import default_candidates
 from hf_effattn.ops import causal_clustered_attention
 from hf_effattn.patching.methods import DECODER_METHODS, make_method
 from hf_effattn.reporting.calibration import Calibration
@@ -121,7 +121,7 @@ def test_a_method_without_memory_is_noted_and_the_others_go_on(model_folder, tmp
 def test_the_shares_of_the_calibrated_heads_are_those_of_the_model():
     heads = prefill.calibrated_heads(90).heads
     table = Calibration.load(str(language_model.CALIBRATION)).settings.heads
-    assert heads == (tuple(sorted(rung for row in table for rung in row)),)
+    assert heads == (tuple(sorted(candidate for row in table for candidate in row)),)
     assert len(prefill.calibrated_heads(12).heads[0]) == 12
 
 
@@ -147,8 +147,10 @@ def test_the_warning_for_decoders_says_what_was_measured(method):
     assert DECODER_METHODS[method].decoder_loss == round(max(row["perplexity_change"] for row in rows), 3)
 
 
-def test_the_kept_calibration_has_the_rungs_that_calibrate_tries_by_itself():
+def test_the_kept_calibration_has_the_candidates_that_calibrate_tries_by_itself():
     kept = Calibration.load(str(language_model.CALIBRATION)).settings
-    assert list(kept.rungs) == [make_method(**one, causal=True, min_length=0) for one in default_ladder(causal=True)]
-    assert {rung.segment_length for rung in kept.rungs} == {512}
-    assert all("segment_length" not in one for one in default_ladder(causal=False))
+    assert list(kept.candidates) == [
+        make_method(**one, causal=True, min_length=0) for one in default_candidates(causal=True)
+    ]
+    assert {candidate.segment_length for candidate in kept.candidates} == {512}
+    assert all("segment_length" not in one for one in default_candidates(causal=False))

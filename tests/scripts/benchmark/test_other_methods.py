@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hf_effattn.measuring.candidate_errors import CandidateErrors
 from hf_effattn.measuring.errors import relative_error
-from hf_effattn.measuring.ladder import LadderErrors
 from hf_effattn.samples.texts import Passages, bundled_books
 from scripts.benchmark import _inputs, _other_methods, busy_machine, layer_budgets, other_methods
 
@@ -185,15 +185,15 @@ def test_heads_that_share_a_budget(real_model_folder, tmp_path, monkeypatch):
             layer_budgets.CALIBRATED.index(name)
         ][None]
 
-    ladder = [
+    candidates = [
         {"method": "bi-clustered", "clusters": C, "topk": k, "key_clusters": C, "max_predicted_error": None}
         for C, k in ((8, 8), (32, 64))
     ]
     monkeypatch.setattr(layer_budgets, "tokens_of", tokens_of)
-    monkeypatch.setattr(layer_budgets, "default_ladder", lambda **given: ladder)
-    # So short, exact attention is the fastest. Both passes shall be slow with the first rung.
+    monkeypatch.setattr(layer_budgets, "default_candidates", lambda **given: candidates)
+    # So short, exact attention is the fastest. Both passes shall be slow with the first candidate.
     monkeypatch.setattr(
-        LadderErrors, "costs", lambda found, training=False: torch.tensor([3.0 if training else 1.0, 2.0, 9.0])
+        CandidateErrors, "costs", lambda found, training=False: torch.tensor([3.0 if training else 1.0, 2.0, 9.0])
     )
     monkeypatch.setattr(
         _inputs, "held_out_tokens", lambda tokenizer, files: [Passages(tokenizer, bundled_books()).longest(500)[0]]

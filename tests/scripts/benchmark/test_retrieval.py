@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scripts.benchmark import retrieval
-from scripts.kept.data import VARIABLE
+from scripts.shared.data import VARIABLE
 
 MEETINGS = {
     "cooking": (

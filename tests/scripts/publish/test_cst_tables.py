@@ -1,7 +1,7 @@
 """The tables beside the papers' numbers, made of results that stand here."""
 
 import pytest
-from support.kept_results import keeper
+from support.stored_results import keeper
 
 from scripts.publish import cst_tables as paper_tables
 

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from support.kept_results import keeper
+from support.stored_results import keeper
 
 from scripts.publish import cst_tables, gpu_tables
 

@@ -3,7 +3,7 @@
 from itertools import islice
 
 import pytest
-from support.kept_results import keeper
+from support.stored_results import keeper
 
 from scripts.publish import verdicts
 from scripts.reproduce.classification import DEFAULT, RANDOM, settings_of

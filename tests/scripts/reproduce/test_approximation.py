@@ -10,9 +10,9 @@ import typer
 from transformers import AutoConfig, AutoModel
 
 from hf_effattn import training
-from scripts.kept import data as shared_data
 from scripts.reproduce import approximation as approximate
 from scripts.reproduce import cst as cst_training
+from scripts.shared import data as shared_data
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 

@@ -8,9 +8,9 @@ import typer
 from typer.testing import CliRunner
 
 from hf_effattn import ClusterFormerConfig
-from scripts.kept import data as shared_data
 from scripts.reproduce import answer_ranking, classification_data
 from scripts.reproduce import classification as classification_table
+from scripts.shared import data as shared_data
 
 
 def rows_of(path):

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from hf_effattn.ops import cluster_queries
 from scripts.benchmark import clusterformer as benchmark_clusterformer
-from scripts.kept import data as shared_data
-from scripts.kept.runs import KeptRuns, mean_and_deviation
 from scripts.reproduce import digits as mnist_clustering
 from scripts.reproduce import partner_recall
+from scripts.shared import data as shared_data
+from scripts.shared.runs import KeptRuns, mean_and_deviation
 
 SCRIPTS = (benchmark_clusterformer, mnist_clustering, partner_recall)
 

@@ -11,8 +11,8 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from scripts.benchmark import cst as benchmark_cst
-from scripts.kept import data as shared_data
 from scripts.reproduce import cst as cst_training
+from scripts.shared import data as shared_data
 
 
 def test_layers_are_measured_and_kept(tmp_path):

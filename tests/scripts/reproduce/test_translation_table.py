@@ -7,8 +7,8 @@ import random
 import pytest
 import typer
 
-from scripts.kept import data as shared_data
 from scripts.reproduce import translation as translation_table
+from scripts.shared import data as shared_data
 from scripts.train import translation as run_translation
 
 

@@ -4,8 +4,8 @@ Each combination gets a virtual environment of its own under `.cache/versions`; 
 source distribution, which is downloaded there and never committed. `judges/exceptions.toml` says which of them are
 expected to fail, and why: any other failure is one of ours.
 
-    python -m scripts.trust.versions               # writes scripts/results/versions.json
-    python -m scripts.trust.versions --here        # with this interpreter and what is installed
+    python -m scripts.reliability.versions               # writes scripts/results/versions.json
+    python -m scripts.reliability.versions --here        # with this interpreter and what is installed
 
 A version of torch is left out where the index has no CPU build of it for that Python: one for GPUs brings gigabytes.
 """
@@ -31,8 +31,8 @@ import typer
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns
 
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".cache" / "versions"

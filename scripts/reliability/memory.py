@@ -8,7 +8,7 @@ What is left behind is counted where it was allocated, as bytes of malloc, objec
 memory also has what malloc keeps for later. oneDNN keeps a compiled kernel for each new shape, so each length passes
 once before the count; exact attention is counted beside, once without that cache.
 
-    python -m scripts.trust.memory                 # writes scripts/results/memory.json
+    python -m scripts.reliability.memory                 # writes scripts/results/memory.json
 """
 
 import ctypes
@@ -28,8 +28,8 @@ import typer
 
 import hf_effattn
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns, print_rows
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns, print_rows
 from ._children import run
 from ._tiny import KINDS, ids_of, patch, tiny
 

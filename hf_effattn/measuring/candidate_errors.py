@@ -1,6 +1,6 @@
-"""What a ladder of settings errs by, and costs, on several texts: of every layer and head.
+"""What a list of candidate settings errs by, and costs, on several texts: of every layer and head.
 
-Sizes: `T` texts, `R` rungs, `L` layers, `H` key/value heads.
+Sizes: `T` texts, `R` candidates, `L` layers, `H` key/value heads.
 """
 
 from dataclasses import dataclass, field
@@ -16,16 +16,16 @@ from .cost import median, timed
 from .errors import head_squares, ratio
 from .recording import SeenAttention
 
-# Of least error for their time in scripts/results/benchmark_frontier.json, the fastest first. No rung predicts which
+# Of least error for their time in scripts/results/benchmark_frontier.json, the fastest first. None predicts which
 # heads are to be exact: that is measured here.
-LADDER: tuple[dict[str, Any], ...] = tuple(
+CANDIDATES: tuple[dict[str, Any], ...] = tuple(
     {"method": "bi-clustered", "clusters": C, "topk": k, "key_clusters": G, "max_predicted_error": None}
     for C, k, G in (
         (16, 16, 16), (32, 16, 32), (32, 64, 32), (64, 64, 64), (96, 96, 64), (128, 128, 64), (128, 128, 128),
     )
 )  # fmt: skip
 # Where heads share a budget of their layers: heads that are a small part of the output may have a large error.
-LAYERS_LADDER: tuple[dict[str, Any], ...] = (
+LAYER_CANDIDATES: tuple[dict[str, Any], ...] = (
     {"method": "clustered", "clusters": 32},
     {"method": "i-clustered", "clusters": 25, "topk": 384},
     *(
@@ -36,33 +36,33 @@ LAYERS_LADDER: tuple[dict[str, Any], ...] = (
 )
 # Of models that mask the future, which plain clusters spoil. Half the default segments: fewer scores, which pay for
 # exact heads.
-CAUSAL_LADDER: tuple[dict[str, Any], ...] = tuple(
+CAUSAL_CANDIDATES: tuple[dict[str, Any], ...] = tuple(
     {"method": "bi-clustered", "exact_keys": k, "key_clusters": G, "segment_length": 512, "max_predicted_error": None}
     for k, G in ((96, 4), (96, 8), (384, 8), (384, 16), (768, 16), (768, 32), (768, 64))
 )
 
 
-def default_ladder(*, causal: bool, error_of: str = "head") -> list[dict[str, Any]]:
+def default_candidates(*, causal: bool, error_of: str = "head") -> list[dict[str, Any]]:
     """The settings that heads choose from; `causal`: of a model that masks the future."""
-    ladder = CAUSAL_LADDER if causal else LADDER if error_of == "head" else LAYERS_LADDER
-    return [dict(one) for one in ladder]
+    candidates = CAUSAL_CANDIDATES if causal else CANDIDATES if error_of == "head" else LAYER_CANDIDATES
+    return [dict(one) for one in candidates]
 
 
 @dataclass
-class LadderErrors:
-    """The errors of every rung on every text, collected while a model runs, exactly, inside of `recording`.
+class CandidateErrors:
+    """The errors of every candidate on every text, collected while a model runs, exactly, inside of `recording`.
 
     Args:
-        rungs (`list[Method]`): the settings; one that runs exact attention at a length has no error there.
+        candidates (`list[Method]`): the settings; one that runs exact attention at a length has no error there.
         errors (`dict[int, dict[int, torch.Tensor]]`): by the number of the text and layer, `(2, R, H)`: what
             `text_errors` and `layer_shares` say.
-        seconds (`dict[int, list[list[float]]]`): by length and rung, exact attention last, of one text and layer.
+        seconds (`dict[int, list[list[float]]]`): by length and candidate, exact attention last, of one text and layer.
         training (`bool`): whether both passes are timed, too.
         training_seconds (`dict[int, list[list[float]]]`): of these the same, of exact attention on one text.
         exact_timed (`set[tuple[int, int]]`): the lengths and layers whose exact attention is in them.
     """
 
-    rungs: list[Method]
+    candidates: list[Method]
     errors: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     seconds: dict[int, list[list[float]]] = field(default_factory=dict)
     training: bool = False
@@ -71,7 +71,7 @@ class LadderErrors:
     first_text: int = 0
 
     def watch(self, seen: SeenAttention) -> torch.Tensor:
-        """An observer of `recording`: run every rung on the queries, keys and values of a layer."""
+        """An observer of `recording`: run every candidate on the queries, keys and values of a layer."""
         device, (N, key_heads) = seen.query.device, (seen.query.shape[2], seen.key.shape[1])
         asked = seen.asked
         exact, taken = timed(seen.exact, device)
@@ -80,13 +80,13 @@ class LadderErrors:
             self.exact_timed.add((N, seen.layer))
             self._time_training(partial(attend_exactly, options=Options(**asked)), seen, -1)
         found = []
-        for index, rung in enumerate(self.rungs):
-            if rung.is_exact(N, N, device.type, causal=seen.causal):
+        for index, candidate in enumerate(self.candidates):
+            if candidate.is_exact(N, N, device.type, causal=seen.causal):
                 found.append(torch.zeros(2, len(seen.query), key_heads))
                 continue
-            output, taken = timed(partial(rung.run, seen.query, seen.key, seen.value, **asked), device)
+            output, taken = timed(partial(candidate.run, seen.query, seen.key, seen.value, **asked), device)
             self._keep(self.seconds, N, index, taken)
-            self._time_training(partial(rung.run, **asked, training=True), seen, index)
+            self._time_training(partial(candidate.run, **asked, training=True), seen, index)
             squares = text_squares(exact, output.transpose(1, 2), seen.key_mask)
             found.append(torch.stack([text_errors(squares, key_heads), layer_shares(squares, key_heads)]))
         errors = torch.stack(found, dim=2)  # (2, B, R, H)
@@ -101,7 +101,7 @@ class LadderErrors:
         return {layer for of_text in self.errors.values() for layer in of_text}
 
     def _keep(self, seconds: dict[int, list[list[float]]], length: int, index: int, taken: float) -> None:
-        seconds.setdefault(length, [[] for _ in range(len(self.rungs) + 1)])[index].append(taken)
+        seconds.setdefault(length, [[] for _ in range(len(self.candidates) + 1)])[index].append(taken)
 
     def _time_training(self, attend: Attend, seen: SeenAttention, index: int) -> None:
         if self.training:
@@ -113,14 +113,14 @@ class LadderErrors:
     def stacked(self, layers: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Errors of heads and shares of layers, `(T, R, L, H)`; infinite in layers that no method is for."""
         heads = next(iter(next(iter(self.errors.values())).values())).shape[2]
-        errors = torch.full((2, len(self.errors), len(self.rungs), layers, heads), torch.inf)
+        errors = torch.full((2, len(self.errors), len(self.candidates), layers, heads), torch.inf)
         for text, of_text in enumerate(self.errors.values()):
             for layer, found in of_text.items():
                 errors[:, text, :, layer] = found
         return errors[0], errors[1]
 
     def costs(self, *, training: bool = False) -> torch.Tensor:
-        """Seconds of a layer at the longest length, by rung and exact attention last; infinite where none ran.
+        """Seconds of a layer at the longest length, by candidate and exact attention last; infinite where none ran.
 
         `training`: of both passes.
         """

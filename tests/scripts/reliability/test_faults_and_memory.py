@@ -1,4 +1,4 @@
-"""What the trust scripts say of runs and files that are known to be good or bad."""
+"""What the reliability scripts say of runs and files that are known to be good or bad."""
 
 import gc
 import json
@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import hf_effattn
-from scripts.publish import trust_tables
-from scripts.trust import _children, faults, memory, versions
-from scripts.trust._children import Child, run
-from scripts.trust._tiny import KINDS, ids_of, tiny
+from scripts.publish import reliability_tables
+from scripts.reliability import _children, faults, memory, versions
+from scripts.reliability._children import Child, run
+from scripts.reliability._tiny import KINDS, ids_of, tiny
 
 
 def test_children_answer_raise_and_are_killed(tmp_path):
@@ -49,7 +49,7 @@ def test_what_a_child_said_last_names_no_folder_of_this_machine(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(lines), resource.RLIM_INFINITY))
         raise ArithmeticError
 
-    with pytest.raises(RuntimeError, match=r'File "scripts/trust/_children\.py"$') as raised:
+    with pytest.raises(RuntimeError, match=r'File "scripts/reliability/_children\.py"$') as raised:
         run(cut, tmp_path / "said")
     assert str(Path(__file__).parents[3]) not in str(raised.value)
 
@@ -223,8 +223,8 @@ def test_older_versions_lack_models():
 
 
 def test_the_table_of_versions_names_failures_and_what_did_not_run(monkeypatch, tmp_path):
-    monkeypatch.setattr(trust_tables, "RESULTS", tmp_path)
-    monkeypatch.setattr(trust_tables, "TRIED", versions.TRIED[:2])
+    monkeypatch.setattr(reliability_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(reliability_tables, "TRIED", versions.TRIED[:2])
     first, second = versions.TRIED[:2]
     counts = {"passed": 5, "excepted": 1}
     rows = [
@@ -233,7 +233,7 @@ def test_the_table_of_versions_names_failures_and_what_did_not_run(monkeypatch, 
     ]
     rows[0] |= {"failed": ["TestA::test_bad"], "passed_but_excepted": ["TestA::test_good"]}
     (tmp_path / "versions.json").write_text(json.dumps({"rows": rows}))
-    table = trust_tables.versions()
+    table = reliability_tables.versions()
     others = len(rows) - 2  # beside two suites of ours
     assert f"| {first.name} | 10 | {others} | {5 * others} | {others} | 2 |" in table
     assert f"Failed: `TestA::test_bad` ({first.name}), `TestA::test_good` passed ({first.name})." in table
@@ -246,8 +246,8 @@ def test_versions_from_the_oldest_to_the_newest_that_the_readme_names_are_tried_
     allowed = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     oldest = next(one for one in allowed if one.startswith("transformers")).removeprefix("transformers>=")
     rows = json.loads((root / "scripts/results/versions.json").read_text(encoding="utf-8"))["rows"]
-    ran = sorted({row["transformers"] for row in rows}, key=trust_tables.numbers_in)
-    assert ran == sorted({tried.transformers for tried in versions.TRIED}, key=trust_tables.numbers_in)
+    ran = sorted({row["transformers"] for row in rows}, key=reliability_tables.numbers_in)
+    assert ran == sorted({tried.transformers for tried in versions.TRIED}, key=reliability_tables.numbers_in)
     assert ran[0] == f"{oldest}.0"
     assert f"transformers {oldest} to {ran[-1].removesuffix('.0')}" in (root / "README.md").read_text("utf-8")
     assert all(row["failed"] == row["passed_but_excepted"] == [] for row in rows)
@@ -269,5 +269,5 @@ def test_rows_of_versions_that_are_no_longer_allowed_go_with_the_next_run(tmp_pa
 
 
 def test_a_table_without_results_says_how_to_get_them(monkeypatch, tmp_path):
-    monkeypatch.setattr(trust_tables, "RESULTS", tmp_path)
-    assert "| Not run to its end yet: `make faults`. |" in trust_tables.verdicts()
+    monkeypatch.setattr(reliability_tables, "RESULTS", tmp_path)
+    assert "| Not run to its end yet: `make faults`. |" in reliability_tables.verdicts()

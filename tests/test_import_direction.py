@@ -27,11 +27,11 @@ LAYERS = (
     "data",
     "ops",
     "atomic_files",
-    "settings_text",
+    "settings_parsing",
     "version",
 )
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-ROOMS = ("publish", "trust", "reproduce", "benchmark", "lra", "train", "kept")
+ROOMS = ("publish", "reliability", "reproduce", "benchmark", "lra", "train", "shared")
 
 
 def modules_below(root: Path) -> dict[str, Path]:

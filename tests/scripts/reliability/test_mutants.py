@@ -5,9 +5,9 @@ from contextlib import nullcontext
 
 import pytest
 
-from scripts.trust import mutants
-from scripts.trust._pytest_runs import PytestRuns
-from scripts.trust.mutants import ROOT, Mutant, first_failure, listed_mutants, try_mutant
+from scripts.reliability import mutants
+from scripts.reliability._pytest_runs import PytestRuns
+from scripts.reliability.mutants import ROOT, Mutant, first_failure, listed_mutants, try_mutant
 
 
 def test_every_defect_can_be_planted():

@@ -3,7 +3,7 @@
 In rounds of about 11,000 cases, each with a seed of its own: stop it whenever you like and start it again, it goes on
 where it was. A round that finds something ends it, and shows the smallest case that fails.
 
-    python -m scripts.trust.fuzz                 # writes scripts/results/fuzz.json
+    python -m scripts.reliability.fuzz                 # writes scripts/results/fuzz.json
 """
 
 import json
@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns
 
 ROOT = Path(__file__).parents[2]
 TESTS = "tests/properties"

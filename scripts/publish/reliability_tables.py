@@ -1,4 +1,4 @@
-"""The tables of `model_cards/RELIABILITY.md`, from what the scripts of `scripts/trust` keep."""
+"""The tables of `model_cards/RELIABILITY.md`, from what the scripts of `scripts/reliability` keep."""
 
 import json
 import re
@@ -9,10 +9,10 @@ from typing import Any
 
 from hf_effattn.reporting.table import markdown
 
-from ..trust.faults import VERDICTS
-from ..trust.memory import LENGTHS, slope
-from ..trust.mutants import listed_mutants
-from ..trust.versions import TRIED, suites_of
+from ..reliability.faults import VERDICTS
+from ..reliability.memory import LENGTHS, slope
+from ..reliability.mutants import listed_mutants
+from ..reliability.versions import TRIED, suites_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "scripts" / "results"
 OUR_SUITES = ("core", "compatibility")

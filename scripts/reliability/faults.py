@@ -5,7 +5,7 @@ Kills at random moments of a training, an embedding, a tuning and a saving, one 
 A fault is survived where the run goes on to the bits of an unbroken one, and where what is damaged is refused in
 words. Damage that a file cannot show is counted apart, as `unseen`: safetensors keeps no checksum of the weights.
 
-    python -m scripts.trust.faults                 # writes scripts/results/faults.json
+    python -m scripts.reliability.faults                 # writes scripts/results/faults.json
 """
 
 import hashlib
@@ -36,8 +36,8 @@ from hf_effattn.embedding.options import EmbedOptions
 from hf_effattn.embedding.run import Progress, embed
 from hf_effattn.training import RepeatableTrainer
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns
 from ..train import clm
 from ._children import Child, run
 

@@ -1,4 +1,4 @@
-"""Tiny random models of every kind that the trust scripts try, patched."""
+"""Tiny random models of every kind that the reliability scripts try, patched."""
 
 from typing import Any
 

@@ -1,11 +1,12 @@
 """Plants defects in a copy of the package, one at a time, and asks whether the tests see them.
 
-A defect is an exact replacement in `scripts/trust/mutants/*.toml`: a `name`, the `file`, the text `old`, which occurs
-there once, what stands there instead, `new`, and the files of `tests` that are expected to fail. They run up to their
-first failure, and the tests that failed must pass without a defect; `--whole` lets `make test`'s own choice of tests
-look at those that survive. Results are kept after every four defects: stop it whenever you like and start it again.
+A defect is an exact replacement in `scripts/reliability/mutants/*.toml`: a `name`, the `file`, the text `old`, which
+occurs there once, what stands there instead, `new`, and the files of `tests` that are expected to fail. They run up to
+their first failure, and the tests that failed must pass without a defect; `--whole` lets `make test`'s own choice of
+tests look at those that survive. Results are kept after every four defects: stop it whenever you like and start it
+again.
 
-    python -m scripts.trust.mutants                 # writes scripts/results/mutants.json
+    python -m scripts.reliability.mutants                 # writes scripts/results/mutants.json
 """
 
 import hashlib
@@ -22,8 +23,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..kept.command_line import run_with_help
-from ..kept.runs import KeptRuns
+from ..shared.command_line import run_with_help
+from ..shared.runs import KeptRuns
 from ._pytest_runs import TOO_LONG, PytestRuns
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +60,7 @@ class Mutant:
         if text.count(self.old) != 1:
             raise ValueError(
                 f"{self.name!r}: its text occurs {text.count(self.old)} times in {self.file}, not once; bring "
-                "scripts/trust/mutants up to date"
+                "scripts/reliability/mutants up to date"
             )
         return text.replace(self.old, self.new)
 
