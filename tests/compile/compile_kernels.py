@@ -8,8 +8,8 @@ is decided by the code that launches them, not by a list. It needs a process of 
 is off and Triton's driver is one that names the GPU.
 
 All of it takes a processor more than an hour, so `compiled.json` remembers what fitted: a hash of the kernel's source
-with all that it calls, its configuration, the GPU and Triton's version. What has not changed is not compiled again,
-except, with `--again`, every kernel at `FRESH_HEAD_DIM`.
+with all that it calls, its configuration, the GPU and the version of Triton up to its patch release. What has not
+changed is not compiled again except, with `--again`, every kernel at `FRESH_HEAD_DIM`.
 """
 
 import hashlib
@@ -42,6 +42,8 @@ from hf_effattn.ops.shared.triton.tiles import load_rows
 
 KIB = 1024
 FRESH_HEAD_DIM = 64
+# Patch releases need the same registers and memory: seen of 3.7.0 and 3.7.1 in machine_code.json.
+TRITON = ".".join(triton.__version__.split(".")[:2])
 HEAD_DIMS = (FRESH_HEAD_DIM, 128, 32, 256, 16)
 RECORD = Path(__file__).with_name("compiled.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -179,7 +181,7 @@ class Compiler:
         types = [str(getattr(x, "dtype", type(x).__name__)) for x in args]
         options = {name: x for name, x in kwargs.items() if name not in function.arg_names}
         general = [p.name for p in function.params if p.do_not_specialize]
-        described = [function.cache_key, constants, types, options, general, self.gpu, triton.__version__]
+        described = [function.cache_key, constants, types, options, general, self.gpu, TRITON]
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16], constants
 
     def launched(self, function: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], grid: Any) -> None:
