@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
@@ -16,83 +17,54 @@ from ..shared.command_line import run_with_help
 RESULTS = Path(__file__).parents[1] / "results"
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive")
 CURVE_COLORS = ("black", *COLORS, "tab:cyan", "tab:gray")
+# What README shows: the shape and, of each processor, the dtype in which its exact model is the faster.
+SHAPE = "gte-base"
+METHODS = ("exact", "bi-clustered, calibrated")
+PROCESSORS = {"benchmark_documents": ("bfloat16", "AVX-512"), "benchmark_documents_avx2": ("float32", "AVX2")}
+# By theme: text and axes, exact attention, patched.
+THEMES = {"light": ("#1f2328", "#6e7781", "#0969da"), "dark": ("#f0f6fc", "#9198a1", "#58a6ff")}
+SECONDS = (1, 10, 100)
 
 
-def draw_lengths(rows: list[dict[str, Any]], output: Path, title: str) -> list[Path]:
-    """Time, memory and speed-up against length, and error against speed-up: one PNG per dtype and batch size.
+def draw_documents(processors: dict[str, pd.DataFrame], folder: Path) -> None:
+    """Seconds of one document against its length, exact and patched: a light and a dark picture.
 
-    The first shape's picture is named like `output`, the others have their shape in the name.
+    Args:
+        processors (`dict[str, pd.DataFrame]`): by the words on its lines the rows of one processor and dtype, with
+            `method`, `length` and `seconds`.
+        folder (`Path`): where `documents_light.png` and `documents_dark.png` go.
     """
-    paths: list[Path] = []
-    for dtype, batch in dict.fromkeys((row["dtype"], row["batch"]) for row in rows):
-        mine = [row for row in rows if (row["dtype"], row["batch"]) == (dtype, batch)]
-        suffix = "" if not paths else f"_{dtype}_batch{batch}"
-        paths.append(output.with_name(f"{output.stem}{suffix}.png"))
-        _draw_shape(mine, f"B={batch}, {dtype}, {title}, clustering included; random inputs, no head exact").savefig(
-            paths[-1], dpi=110
-        )
-    return paths
-
-
-def _draw_shape(rows: list[dict[str, Any]], title: str) -> Figure:
-    figure = Figure(figsize=(15, 9), layout="constrained")
-    panels = figure.subplots(2, 3)
-    kernels = list(dict.fromkeys(row["method"] for row in rows if row["exact"]))
-    methods = list(dict.fromkeys(row["method"] for row in rows if not row["exact"]))
-    styles: dict[str, dict[str, Any]] = {
-        name: {"color": "black", "linestyle": ("--", ":", "-.", (0, (1, 3)))[number % 4], "linewidth": 1}
-        for number, name in enumerate(kernels)
-    }
-    styles |= {name: {"color": COLORS[number % 8], "marker": "o"} for number, name in enumerate(methods)}
-    for panel, column, label, unit in (
-        (panels[0, 0], "forward_ms", "forward, ms", 1),
-        (panels[0, 1], "forward_backward_ms", "forward + backward, ms", 1),
-        (panels[0, 2], "forward_backward_peak_bytes", "peak memory added, forward + backward, MiB", 2**20),
-        (panels[1, 0], "forward_speedup", "forward: times faster than the fastest exact", 1),
-        (panels[1, 1], "forward_backward_speedup", "forward + backward: times faster", 1),
-    ):
-        for name, style in styles.items():
-            seen = [(row["length"], row[column] / unit) for row in rows if row["method"] == name and row.get(column)]
-            panel.plot(*zip(*seen, strict=True) if seen else ((), ()), label=name, markersize=4, **style)
-        _log_axes(panel, label, sorted({row["length"] for row in rows}))
-    panels[1, 2].axis("off")
-    panels[1, 2].legend(*panels[0, 0].get_legend_handles_labels(), loc="center")
-    figure.suptitle(title)
-    return figure
-
-
-def _log_axes(panel: Axes, label: str, lengths: list[int]) -> None:
-    panel.set(xscale="log", yscale="log", xlabel="tokens", title=label)
-    panel.set_xticks(lengths, minor=False)
-    panel.get_xaxis().set_major_formatter(lambda value, _: f"{value:,.0f}")
-    panel.get_yaxis().set_major_formatter(lambda value, _: f"{value:g}")
-    panel.tick_params(axis="x", rotation=45, which="major")
-    panel.xaxis.set_minor_locator(NullLocator())
-    panel.grid(alpha=0.3)
-
-
-def draw_frontier(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Error against time of every setting, with each method's frontier as a line: a panel per length.
-
-    Rows without an error are left out; nothing is drawn where there is no other.
-    """
-    rows = [row for row in rows if row["error"] is not None]
-    if not rows:
-        return
-    lengths = sorted({row["length"] for row in rows})
-    figure = Figure(figsize=(6.5 * len(lengths), 5), layout="constrained")
-    for panel, length in zip(figure.subplots(1, len(lengths), squeeze=False)[0], lengths, strict=True):
-        for number, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
-            mine = [row for row in rows if row["method"] == method and row["length"] == length]
-            panel.scatter([r["ms"] for r in mine], [r["error"] for r in mine], s=12, alpha=0.5, color=COLORS[number])
-            best = sorted((row["ms"], row["error"]) for row in mine if row["on_frontier"])
-            panel.plot(*zip(*best, strict=True), color=COLORS[number], label=method, drawstyle="steps-post")
-        panel.set(xscale="log", yscale="log", xlabel="forward, ms, clustering included", title=f"{length:,} tokens")
-        panel.set_ylabel("relative error of the attention output")
-        _plain_numbers(panel)
-        panel.legend()
-    figure.suptitle(title)
-    figure.savefig(path, dpi=110)
+    lines = [
+        (name, style, patched, rows[(rows["method"] != "exact") == patched].sort_values("length"))
+        for style, (name, rows) in zip(("-", "--"), processors.items(), strict=True)
+        for patched in (False, True)
+    ]
+    for theme, (ink, *colors) in THEMES.items():
+        figure = Figure(figsize=(4, 3), layout="constrained")
+        panel = figure.subplots()
+        for name, style, patched, line in lines:
+            color, (length, seconds) = colors[patched], line[["length", "seconds"]].iloc[-1]
+            panel.plot(line["length"], line["seconds"], style, color=color, marker="o", markersize=4, linewidth=2)
+            slowest = max(other["seconds"].iloc[-1] for _, _, also, other in lines if also == patched)
+            panel.annotate(
+                f"{'patched' if patched else 'exact'}, {name}: {seconds:.0f} s",
+                (length, seconds),
+                xytext=(6, 0),
+                textcoords="offset points",
+                color=color,
+                verticalalignment="bottom" if seconds == slowest else "top",  # so that equal ends stay readable
+            )
+        lengths = sorted(set(pd.concat(processors.values())["length"]))
+        panel.set(xscale="log", yscale="log", xlim=(lengths[0] / 1.2, lengths[-1] * 12))
+        panel.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        panel.set_yticks(SECONDS, [f"{seconds} s" for seconds in SECONDS])
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_minor_locator(NullLocator())
+        panel.tick_params(colors=ink)
+        panel.spines[:].set_color(ink)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_xlabel("tokens of one document", color=ink, loc="left")
+        figure.savefig(folder / f"documents_{theme}.png", dpi=200, transparent=True)
 
 
 def draw_other_methods(rows: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -136,14 +108,19 @@ def _plain_numbers(panel: Axes) -> None:
 
 def main() -> None:
     """Draw every picture that has its JSON in `scripts/results`."""
-    for path in sorted(RESULTS.glob("benchmark_attention*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        settings, machine = result["settings"], result["environment"]["device_name"]
-        draw_lengths(result["rows"], path, f"H={settings['heads']}, D={settings['head_dim']}, {machine}")
-    for name, draw in (("frontier", draw_frontier), ("other_methods", draw_other_methods)):
-        for path in sorted(RESULTS.glob(f"benchmark_{name}*.json")):
-            result = json.loads(path.read_text(encoding="utf-8"))
-            draw(result["rows"], path.with_suffix(".png"), result["environment"]["device_name"])
+    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("benchmark_*.json")}
+    draw_documents(
+        {
+            words: pd.DataFrame(results[name]["rows"]).query(
+                "what == 'seconds' and shape == @SHAPE and dtype == @dtype and method in @METHODS"
+            )
+            for name, (dtype, words) in PROCESSORS.items()
+        },
+        RESULTS,
+    )
+    other = results["benchmark_other_methods"]
+    path = RESULTS / "benchmark_other_methods.png"
+    draw_other_methods(other["rows"], path, other["environment"]["device_name"])
 
 
 if __name__ == "__main__":

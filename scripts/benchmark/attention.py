@@ -6,9 +6,9 @@ pretrained BERT of the demo makes of novels at the same length (its positions re
 that is not at hand (`scripts/benchmark/_inputs.py`). Heads of those run exactly where they ask for it, and none of the
 random ones does: `scripts.benchmark.other_methods` has times and errors of the same calls.
 
-    python -m scripts.benchmark.attention      # writes scripts/results/benchmark_attention.{json,png}
+    python -m scripts.benchmark.attention      # writes scripts/results/benchmark_attention.json
 
-Where there is a GPU it runs there, in bfloat16 with 16 heads, and writes benchmark_attention_gpu.{json,png}. What the
+Where there is a GPU it runs there, in bfloat16 with 16 heads, and writes benchmark_attention_gpu.json. What the
 output file already holds, from this machine with these versions and methods, is not measured again: an interrupted run
 goes on.
 """
@@ -34,7 +34,6 @@ from hf_effattn.settings_parsing import method_of
 from ..shared.command_line import run_with_help
 from ..shared.runs import print_table
 from ._inputs import Inputs, attention_inputs
-from ._plots import draw_lengths
 
 EXACT = "exact"
 METHODS: dict[str, Method] = {
@@ -137,7 +136,7 @@ def main(
     repeats: Annotated[int, typer.Option(help="Rounds of timing; short calls get more.")] = 10,
     output: Path | None = None,
 ) -> None:
-    """Measure every shape, print the table, and keep it as JSON and as a plot beside it."""
+    """Measure every shape, print the table, and keep it as JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     machine = environment(device)
     heads, output = heads or DEFAULT_HEADS[device.type], output or DEFAULT_OUTPUTS[device.type]
@@ -152,8 +151,6 @@ def main(
     for dtype, batch, length in track([shape for shape in shapes if shape not in done], description="shapes"):
         rows += measure(batch, length, heads, head_dim, getattr(torch, dtype), device, repeats)
         output.write_text(json.dumps({"environment": machine, "settings": settings, "rows": rows}, indent=1))
-    for path in draw_lengths(rows, output, f"H={heads}, D={head_dim}, {machine['device_name']}"):
-        print(f"written: {path}")
     print_table(table(rows))
     for row in rows:
         for name, reason in row.get("refused", {}).items():

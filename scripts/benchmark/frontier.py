@@ -4,7 +4,7 @@ Times (clustering included, interleaved with the exact kernels of the machine) a
 queries, keys and values which the pretrained BERT of the demo makes of novels, its positions repeated beyond 512
 tokens. Where that is not at hand (`scripts/benchmark/_inputs.py`) the inputs are random, and the errors null.
 
-    python -m scripts.benchmark.frontier          # writes scripts/results/benchmark_frontier.{json,png}
+    python -m scripts.benchmark.frontier          # writes scripts/results/benchmark_frontier.json
     python -m scripts.benchmark.frontier --near scripts/results/benchmark_frontier.json --lengths 16384,65536
 
 The second form tries fewer settings, for a machine on which each has to be compiled: errors hardly depend on the
@@ -33,7 +33,6 @@ from hf_effattn.patching.methods import Method, make_method
 from ..shared.command_line import run_with_help
 from ..shared.runs import KeptRuns, print_table
 from ._inputs import HEAD_DIM, HEADS, attention_inputs
-from ._plots import draw_frontier
 
 CLUSTERS = (32, 64, 100, 200)
 TOPK = (32, 64, 192, 384)
@@ -139,7 +138,7 @@ def main(
     near: Annotated[Path | None, typer.Option(help="Earlier results: try only what comes into question.")] = None,
     output: Path = Path(__file__).parents[1] / "results" / "benchmark_frontier.json",
 ) -> None:
-    """Measure every setting, print the least time for each error, and keep all as JSON and as a plot beside it."""
+    """Measure every setting, print the least time for each error, and keep all as JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     earlier = None if near is None else json.loads(near.read_text(encoding="utf-8"))["rows"]
     settings = {"batch": 1, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": dtype, "repeats": repeats}
@@ -147,8 +146,7 @@ def main(
     wanted = [{"length": int(part)} for part in lengths.split(",")]
     for run in track(kept.missing(wanted), description="lengths"):
         kept.add(*measure_length(run["length"], repeats, device, getattr(torch, dtype), earlier))
-    draw_frontier(kept.rows, output.with_suffix(".png"), f"{kept.environment['device_name']}, {dtype}, H=12, D=32")
-    print_table(least_times(kept.rows), output, output.with_suffix(".png"))
+    print_table(least_times(kept.rows), output)
 
 
 if __name__ == "__main__":

@@ -53,8 +53,6 @@ def test_benchmark_attention(real_model_folder, tmp_path):
         if row["method"] == row["forward_fastest_exact"]:
             assert row["forward_speedup"] == 1.0
     assert "flash-attn" in rows[0]["refused"]
-    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "attention_bfloat16_batch1.png").exists()
 
 
 @pytest.mark.slow
@@ -85,7 +83,6 @@ def test_benchmark_frontier(real_model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark_frontier, "measure_length", None)
     benchmark_frontier.main("200", repeats=1, output=output)
     assert json.loads(output.read_text(encoding="utf-8")) == result
-    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -80,7 +80,8 @@ def test_links_lead_somewhere(path):
     """Pictures, files and the headings in them."""
     text = path.read_text(encoding="utf-8")
     named = re.findall(r"^\[\w+\]: (?!https?:)([^#\n]*)#?(.*)", text, re.MULTILINE)
-    for target, heading in [*re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text), *named]:
+    pictures = re.findall(r'src(?:set)?="([^"#]*)()"', text)
+    for target, heading in [*re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text), *named, *pictures]:
         other = path.parent / target if target else path
         assert other.exists(), target
         if heading:
