@@ -42,17 +42,15 @@ def kmeans(
     gradient flows through it. Distances and means are computed in float32, or float64 for float64 points; the
     kernels multiply 16-bit points with centroids in the points' dtype.
 
-    Sizes: `P` problems, `N` points, `D` dimensions, `C` clusters.
-
     Args:
         points (`torch.Tensor`): `(P, N, D)`, any strides.
-        clusters (`int`): number of clusters; with `clusters` or fewer points that count, each gets its own.
+        clusters (`int`): number of clusters `C`; with `C` or fewer points that count, each gets its own.
         iterations (`int`): rounds of Lloyd's algorithm; 0 takes the seeds as they are.
         mask (`torch.BoolTensor`, *optional*): `(P, N)`, True = counts; other points get label 0.
         fit_points (`int`, *optional*): how many evenly spread points the centroids are fitted on, at least 4 per
             cluster, before every point goes to the nearest centroid; default: all.
         seed (`int`): decides the first seed.
-        backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`; default: Triton on a GPU, else batched.
+        backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`. Default: Triton on a GPU, else batched.
 
     Returns:
         Integer labels `(P, N)` in `0 .. clusters - 1`, and the centroids `(P, C, D)` that the points are nearest to,

@@ -32,8 +32,7 @@ def neural_clustering(
     With `φ` the similarity times the sharpness: `U_ij = softmax_j φ(C_i, Z_j)` over the words of a row that count,
     `Ĉ = U Z` and `I_j = argmax_i U_ij`, the first of equals. The gradient of `Ĉ` is exact; labels have none.
 
-    Sizes: `B` batch, `N` words, `d` their width, `k` centroids. The fast forms keep nothing of size `k×N`
-    for the backward pass, and the kernels have at most 32 MiB of it in memory at a time, or that of 64 words of a row.
+    Sizes: `B` batch, `N` words, `d` their width, `k` centroids. The fast forms keep nothing of size `k×N`.
 
     Args:
         words (`torch.Tensor`): `(B, N, d)`, the paper's `Z = X W^C`, any strides.
@@ -42,7 +41,6 @@ def neural_clustering(
         similarity (`str`): `"dot"`, the paper's inner product, or `"cosine"`; a word of length 0 is similar to none.
         sharpness (`float`): factor on the similarity inside the softmax; the paper's is 1.
         backend (`str`, *optional*): `"reference"`, `"batched"` or `"triton"`. Default: Triton on a GPU, else batched.
-            Only the reference has second and forward-mode derivatives.
 
     Returns:
         `Ĉ` `(B, k, d)` in the dtype of `words`, 0 in a row without words; labels `(B, N)`, int64 in `0 .. k - 1`.

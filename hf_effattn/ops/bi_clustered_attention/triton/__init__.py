@@ -6,7 +6,6 @@ import torch
 
 from ...shared.gradients import register_op
 from ...shared.tables import empty_output, unwritten_output
-from ...shared.triton.chips import on_device_of
 from ...shared.triton.cluster_table_forward import _cluster_table_fwd_kernel, blocks_of_queries
 from ...shared.triton.sort import SortedRows, empty_sorted, sort_both_by_cluster
 from ...shared.triton.tiles import LOG2_E, tile_config
@@ -46,14 +45,13 @@ def _forward(x: Inputs) -> list[torch.Tensor]:
     lse, share = (query.new_empty(B * H, N, dtype=torch.float32) for _ in range(2))
     config = tile_config(query, D, Dv, three=dropout_seed is None)
     blocks, sizes = blocks_of_queries(query, clusters, topk, key_clusters, config)
-    with on_device_of(query):
-        _cluster_table_fwd_kernel[(B * H * blocks[0],)](
-            query, key, value, dropout_seed, exact_heads, queries.order, queries.starts, top,
-            None, None, table_keys, table_values, bias, centroids, dipoles, output, lse, share,
-            *query.stride(), *key.stride(), *value.stride(), *output.stride(),
-            H, H // Hk, N, D, Dv, clusters, key_clusters, *blocks, topk, scale, scale * LOG2_E, dropout_p,
-            HAS_SUMMARIES=True, HAS_REST=False, **sizes, **config,
-        )  # fmt: skip
+    _cluster_table_fwd_kernel[(B * H * blocks[0],)](
+        query, key, value, dropout_seed, exact_heads, queries.order, queries.starts, top,
+        None, None, table_keys, table_values, bias, centroids, dipoles, output, lse, share,
+        *query.stride(), *key.stride(), *value.stride(), *output.stride(),
+        H, H // Hk, N, D, Dv, clusters, key_clusters, *blocks, topk, scale, scale * LOG2_E, dropout_p,
+        HAS_SUMMARIES=True, HAS_REST=False, **sizes, **config,
+    )  # fmt: skip
     if exact_heads is not None:
         attend_exactly(output, lse, x, exact_heads)
     saved = Saved(

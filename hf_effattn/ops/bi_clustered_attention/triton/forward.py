@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ...shared.triton.centroids import centroid_pass
-from ...shared.triton.chips import block_width, chip_of, on_device_of
+from ...shared.triton.chips import block_width, chip_of
 from ...shared.triton.cluster_table import dipole_part, is_exact
 from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import dot_rows, softmax_weights
@@ -288,19 +288,18 @@ def distances_of(
     log_squares = key.new_empty(P, M, dtype=torch.float32)
     taken = key.new_empty(P, M, words, dtype=torch.int32)
     tiles, chip, block_d = keys.tiles.shape[1], chip_of(key), block_width(D)
-    with on_device_of(key):
-        _bi_clustered_attention_fwd_covariance_kernel[(P * -(-D // 16),)](
-            products, queries.starts, covariance, sizes, group, len(products) // P, D, queries.clusters,
-            scale**2, BLOCK_D=block_d, COLUMNS=16, **chip.all_registers,
-        )  # fmt: skip
-        blocks = -(-tiles // TILES)
-        _bi_clustered_attention_fwd_distance_kernel[(P * blocks,)](
-            key, mean_keys, covariance, sizes, exact_heads, keys.order, keys.starts, keys.tiles, log_squares,
-            taken, *key.stride(), Hk, M, D, keys.clusters, tiles, words, blocks,
-            TILES=TILES, ROWS=keys.tile, BLOCK_D=block_d,
-            BLOCK_K=min(block_d, 32) if key.element_size() == 4 else block_d, PART=dipole_part(key, block_d),
-            PRECISION=chip.dot_precision(key.dtype), **chip.all_registers,
-        )  # fmt: skip
+    _bi_clustered_attention_fwd_covariance_kernel[(P * -(-D // 16),)](
+        products, queries.starts, covariance, sizes, group, len(products) // P, D, queries.clusters,
+        scale**2, BLOCK_D=block_d, COLUMNS=16, **chip.all_registers,
+    )  # fmt: skip
+    blocks = -(-tiles // TILES)
+    _bi_clustered_attention_fwd_distance_kernel[(P * blocks,)](
+        key, mean_keys, covariance, sizes, exact_heads, keys.order, keys.starts, keys.tiles, log_squares,
+        taken, *key.stride(), Hk, M, D, keys.clusters, tiles, words, blocks,
+        TILES=TILES, ROWS=keys.tile, BLOCK_D=block_d,
+        BLOCK_K=min(block_d, 32) if key.element_size() == 4 else block_d, PART=dipole_part(key, block_d),
+        PRECISION=chip.dot_precision(key.dtype), **chip.all_registers,
+    )  # fmt: skip
     return log_squares, taken
 
 
@@ -337,17 +336,16 @@ def make_tables(
     if config["COLUMNS"] == 32 and config["ROWS"] == 64 and max(D, Dv) <= 64:
         config["COLUMNS"] = 64  # half as many steps, each of which waits
     blocks = -(-rows // config["ROWS"])
-    with on_device_of(key):
-        _bi_clustered_attention_fwd_table_kernel[(P * G * blocks,)](
-            centroids, key, value, log_squares, taken, exact_heads, keys.order, keys.starts, table_keys, table_values,
-            log_mass, bias, *key.stride(), *value.stride(), Hk, rows, M, D, Dv, G, words, blocks, x.scale * LOG2_E,
-            **config,
-        )  # fmt: skip
-        tile = 64 if key.element_size() == 2 else 32
-        row_blocks, blocks = -(-rows // tile), -(-(D * Dv) // 128)
-        _bi_clustered_attention_fwd_dipole_kernel[(P * blocks * row_blocks,)](
-            log_mass, covariances, exact_heads, at_centroid, dipoles, rows, D * Dv, G, blocks, row_blocks,
-            ROWS=tile, COLUMNS=128, BLOCK_G=32, PRECISION=config["PRECISION"], num_warps=8,
-            num_stages=1, **chip_of(key).all_registers,
-        )  # fmt: skip
+    _bi_clustered_attention_fwd_table_kernel[(P * G * blocks,)](
+        centroids, key, value, log_squares, taken, exact_heads, keys.order, keys.starts, table_keys, table_values,
+        log_mass, bias, *key.stride(), *value.stride(), Hk, rows, M, D, Dv, G, words, blocks, x.scale * LOG2_E,
+        **config,
+    )  # fmt: skip
+    tile = 64 if key.element_size() == 2 else 32
+    row_blocks, blocks = -(-rows // tile), -(-(D * Dv) // 128)
+    _bi_clustered_attention_fwd_dipole_kernel[(P * blocks * row_blocks,)](
+        log_mass, covariances, exact_heads, at_centroid, dipoles, rows, D * Dv, G, blocks, row_blocks,
+        ROWS=tile, COLUMNS=128, BLOCK_G=32, PRECISION=config["PRECISION"], num_warps=8,
+        num_stages=1, **chip_of(key).all_registers,
+    )  # fmt: skip
     return table_keys, table_values, log_mass, bias, at_centroid, dipoles

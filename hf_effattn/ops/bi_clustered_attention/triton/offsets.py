@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from ...kmeans.triton.rows import find_rows, finite, load_fit_rows, load_points
-from ...shared.triton.chips import Chip, block_width, chip_of, on_device_of
+from ...shared.triton.chips import Chip, block_width, chip_of
 from ...shared.triton.launch import kernel
 
 PART, MOST_PARTS = 512, 32  # fitted rows of a part at least, and parts of a problem at most
@@ -154,14 +154,13 @@ def query_offsets(
     parts = -(-D // of_sums["BLOCK_K"]) * -(-clusters // of_sums["BLOCK_C"])
     row_blocks = -(-fitted.most // of_offsets["BLOCK_R"])
     inputs = *query.stride(), *labels.stride(), H, N, fitted.most, splits
-    with on_device_of(query):
-        _query_offsets_sums_kernel[(B * H * splits * parts,)](
-            query, labels, fitted.fit, sums, sizes, *inputs, length, clusters, D,
-            PRECISION=chip.dot_precision(torch.float32), **of_sums,
-        )  # fmt: skip
-        _query_offsets_kernel[(B * H * row_blocks * -(-D // of_offsets["BLOCK_K"]),)](
-            query, labels, fitted.fit, sums, sizes, offsets, *inputs, clusters, D, **of_offsets
-        )
+    _query_offsets_sums_kernel[(B * H * splits * parts,)](
+        query, labels, fitted.fit, sums, sizes, *inputs, length, clusters, D,
+        PRECISION=chip.dot_precision(torch.float32), **of_sums,
+    )  # fmt: skip
+    _query_offsets_kernel[(B * H * row_blocks * -(-D // of_offsets["BLOCK_K"]),)](
+        query, labels, fitted.fit, sums, sizes, offsets, *inputs, clusters, D, **of_offsets
+    )
     return offsets
 
 

@@ -17,7 +17,6 @@ from ...kmeans.sampling import most_fit_rows
 from ...kmeans.triton import assign, fit, own_clusters
 from ...kmeans.triton.rows import Rows as CountedRows
 from ...kmeans.triton.rows import find_rows
-from ...shared.triton.chips import on_device_of
 from ...shared.triton.launch import kernel
 from ...shared.triton.sort import SortedRows, sort_by_cluster
 from .layout import Layout, Rows
@@ -134,10 +133,9 @@ def too_far(
     settings = layout.settings
     exact = torch.empty(layout.late, rows.heads // rows.group, dtype=torch.bool, device=spread.device)
     group = 1 << (rows.group - 1).bit_length()
-    with on_device_of(spread):
-        _causal_error_kernel[(exact.numel(),)](
-            products, spread, starts, exact, exact.shape[1], rows.group, spread[0].numel(), settings.clusters,
-            settings.segment_length, layout.shift, settings.scale**2 * ERROR_PER_VARIANCE,
-            settings.max_predicted_error, GROUP=group, BLOCK=max(64, 4096 // group),
-        )  # fmt: skip
+    _causal_error_kernel[(exact.numel(),)](
+        products, spread, starts, exact, exact.shape[1], rows.group, spread[0].numel(), settings.clusters,
+        settings.segment_length, layout.shift, settings.scale**2 * ERROR_PER_VARIANCE,
+        settings.max_predicted_error, GROUP=group, BLOCK=max(64, 4096 // group),
+    )  # fmt: skip
     return exact

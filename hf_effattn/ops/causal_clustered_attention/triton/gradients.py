@@ -2,7 +2,7 @@
 
 import torch
 
-from ...shared.triton.chips import block_width, on_device_of
+from ...shared.triton.chips import block_width
 from ...shared.triton.cluster_table import _cluster_table_bwd_summary_kernel, table_config
 from ...shared.triton.tiles import LOG2_E, tile_config
 from .backward import (
@@ -49,16 +49,15 @@ class BackwardPass:
     def run(self, found: Clusters | None, top: torch.Tensor) -> None:
         """All of it, by what the forward pass found: `found` is None where no segment is late."""
         layout, rows = self.layout, self.rows
-        with on_device_of(rows.query):
-            self._near_queries((0, min(layout.first_late, layout.segments)))
-            self._near_keys(None if found is None else found.exact)
-            if found is None:
-                return
-            for late in late_segments(layout, rows, found):
-                own = late.own(top)
-                self._near_queries((layout.first_late + late.first, late.segments), own, late.exact)
-                self._exact_keys(late, own)
-                self._older(found, late, own)
+        self._near_queries((0, min(layout.first_late, layout.segments)))
+        self._near_keys(None if found is None else found.exact)
+        if found is None:
+            return
+        for late in late_segments(layout, rows, found):
+            own = late.own(top)
+            self._near_queries((layout.first_late + late.first, late.segments), own, late.exact)
+            self._exact_keys(late, own)
+            self._older(found, late, own)
 
     def _near_queries(
         self, segments: tuple[int, int], top: torch.Tensor | None = None, exact: torch.Tensor | None = None

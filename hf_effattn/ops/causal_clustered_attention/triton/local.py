@@ -5,7 +5,6 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from ...shared.triton.chips import on_device_of
 from ...shared.triton.cluster_table import is_exact, load_top
 from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import CENTROID_KIND, attend
@@ -106,10 +105,9 @@ def attend_near(
     config = forward_config(settings, query, Dv)
     config["num_stages"] = min(2, config["num_stages"])  # of two loops: more ahead would leave room for two programs
     tiles, topk = -(-settings.segment_length // config["ROWS"]), 0 if top is None else top.shape[1]
-    with on_device_of(query):
-        _causal_attention_fwd_near_kernel[(rows.heads * count * tiles,)](
-            query, key, value, settings.dropout_seed, settings.sinks, top if topk else None, exact, output, lse,
-            *output.stride(),
-            H, rows.group, layout.length, layout.padded, key.shape[2], D, Dv, first, settings.segment_length,
-            settings.window, layout.shift, topk, count, tiles, settings.scale * LOG2_E, settings.dropout_p, **config,
-        )  # fmt: skip
+    _causal_attention_fwd_near_kernel[(rows.heads * count * tiles,)](
+        query, key, value, settings.dropout_seed, settings.sinks, top if topk else None, exact, output, lse,
+        *output.stride(),
+        H, rows.group, layout.length, layout.padded, key.shape[2], D, Dv, first, settings.segment_length,
+        settings.window, layout.shift, topk, count, tiles, settings.scale * LOG2_E, settings.dropout_p, **config,
+    )  # fmt: skip

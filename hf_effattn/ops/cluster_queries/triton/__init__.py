@@ -8,7 +8,6 @@ from ...kmeans.sampling import most_fit_rows
 from ...kmeans.triton import assign, fit, own_clusters
 from ...kmeans.triton.rows import find_rows
 from ...shared.gradients import register_op
-from ...shared.triton.chips import on_device_of
 from ...shared.triton.launch import kernel
 from ..reference import Inputs, empty_labels
 from .metric import keys_metric
@@ -31,8 +30,7 @@ def draw_planes(query: torch.Tensor, bits: int, seed: int) -> torch.Tensor:
     They are not those of the other forms, whose generator runs on the host only.
     """
     planes = query.new_empty(query.shape[3], bits)
-    with on_device_of(query):
-        _cluster_queries_planes_kernel[(-(-planes.numel() // 1024),)](planes, planes.numel(), seed, BLOCK=1024)
+    _cluster_queries_planes_kernel[(-(-planes.numel() // 1024),)](planes, planes.numel(), seed, BLOCK=1024)
     return planes
 
 

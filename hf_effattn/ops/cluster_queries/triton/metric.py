@@ -4,7 +4,7 @@ import torch
 import triton.language as tl
 
 from ...kmeans.triton.rows import Rows, finite, load_fit_rows, load_fitted, load_points, sample_mean
-from ...shared.triton.chips import block_width, chip_of, on_device_of
+from ...shared.triton.chips import block_width, chip_of
 from ...shared.triton.launch import kernel
 from ..reference import METRIC_RIDGE
 
@@ -107,14 +107,13 @@ def keys_metric(key: torch.Tensor, rows: Rows) -> torch.Tensor:
     )
     most = 64 if wide or not chip.is_large else 256 if block_d == 64 else 128
     block_i = min(BLOCK_I if block_d <= 128 or not wide else BLOCK_I // 2, block_d)
-    with on_device_of(key):
-        _cluster_queries_products_kernel[(B * heads * splits * -(-D // block_i),)](
-            key, *key.stride(), rows.fit, rows.counts, products, sums, heads, rows.total, rows.most, splits, D,
-            WIDE=wide, PART=part, BLOCK_R=max(16, min(most, 64 * most // block_d)), BLOCK_I=block_i, BLOCK_D=block_d,
-            PRECISION=chip.dot_precision(torch.float32), num_warps=8, num_stages=1, **chip.all_registers,
-        )  # fmt: skip
-        _cluster_queries_metric_kernel[(B * heads * -(-D // 16),)](
-            products, sums, rows.counts, metric, heads, rows.total, rows.most, splits, D,
-            RIDGE=METRIC_RIDGE, BLOCK_I=16, BLOCK_D=block_d,
-        )  # fmt: skip
+    _cluster_queries_products_kernel[(B * heads * splits * -(-D // block_i),)](
+        key, *key.stride(), rows.fit, rows.counts, products, sums, heads, rows.total, rows.most, splits, D,
+        WIDE=wide, PART=part, BLOCK_R=max(16, min(most, 64 * most // block_d)), BLOCK_I=block_i, BLOCK_D=block_d,
+        PRECISION=chip.dot_precision(torch.float32), num_warps=8, num_stages=1, **chip.all_registers,
+    )  # fmt: skip
+    _cluster_queries_metric_kernel[(B * heads * -(-D // 16),)](
+        products, sums, rows.counts, metric, heads, rows.total, rows.most, splits, D,
+        RIDGE=METRIC_RIDGE, BLOCK_I=16, BLOCK_D=block_d,
+    )  # fmt: skip
     return metric

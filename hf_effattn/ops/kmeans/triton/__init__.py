@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...shared.gradients import register_op
-from ...shared.triton.chips import Chip, block_width, chip_of, on_device_of
+from ...shared.triton.chips import Chip, block_width, chip_of
 from ..reference import Inputs, empty_clusters
 from ..sampling import KERNEL_SEEDING, SHARE_BITS, first_seed_share, most_fit_rows
 from .lloyd import _kmeans_assign_kernel, _kmeans_update_kernel
@@ -82,22 +82,21 @@ def fit(
     labels = torch.empty(P, R * (not in_one_launch), dtype=torch.int32, device=points.device)
     arrived = torch.empty(P, dtype=torch.int32, device=points.device)
     strided_points = points, *points.stride()
-    with on_device_of(points):
-        _kmeans_seed_kernel[(P * groups,)](
-            *strided_points, rows.fit, rows.counts, metric, origin, centroids, directions, half_norms, arrived,
-            H, per_metric, rows.total, R, KERNEL_SEEDING.most_rows(clusters), groups, clusters, D,
-            first_seed_share(seed), SHARE_BITS=SHARE_BITS, ROWS=KERNEL_SEEDING.rows, SEEDS=16,
-            BLOCK_K=min(block_d, 16 if wide else 32), PRECISION=chip.dot_precision(torch.float32), BINARY=binary,
+    _kmeans_seed_kernel[(P * groups,)](
+        *strided_points, rows.fit, rows.counts, metric, origin, centroids, directions, half_norms, arrived,
+        H, per_metric, rows.total, R, KERNEL_SEEDING.most_rows(clusters), groups, clusters, D,
+        first_seed_share(seed), SHARE_BITS=SHARE_BITS, ROWS=KERNEL_SEEDING.rows, SEEDS=16,
+        BLOCK_K=min(block_d, 16 if wide else 32), PRECISION=chip.dot_precision(torch.float32), BINARY=binary,
+    )  # fmt: skip
+    for _ in range(iterations):
+        if not in_one_launch:
+            assign(points, rows, result, labels, fitted_only=True)
+        _kmeans_update_kernel[(P * blocks * splits,)](
+            *strided_points, rows.fit, labels, metric, origin, centroids, directions, half_norms,
+            sums, sizes, arrived, H, per_metric, rows.total, R, blocks, splits, PART if in_one_launch else R,
+            clusters, D, LABELS=in_one_launch, PARTS=4, BLOCK_D=block_d,
+            PRECISION=chip.dot_precision(torch.float32), BINARY=binary, **update,
         )  # fmt: skip
-        for _ in range(iterations):
-            if not in_one_launch:
-                assign(points, rows, result, labels, fitted_only=True)
-            _kmeans_update_kernel[(P * blocks * splits,)](
-                *strided_points, rows.fit, labels, metric, origin, centroids, directions, half_norms,
-                sums, sizes, arrived, H, per_metric, rows.total, R, blocks, splits, PART if in_one_launch else R,
-                clusters, D, LABELS=in_one_launch, PARTS=4, BLOCK_D=block_d,
-                PRECISION=chip.dot_precision(torch.float32), BINARY=binary, **update,
-            )  # fmt: skip
     return result
 
 
@@ -111,14 +110,13 @@ def assign(
     wide = centroids.directions.dtype == torch.float32
     clusters = centroids.directions.shape[1]
     block_n, block_c, part_d, num_warps, num_stages = assign_blocks(block_d, wide, chip.shared_memory)
-    with on_device_of(points):
-        _kmeans_assign_kernel[(B * H * -(-length // block_n),)](
-            points, *points.stride(), rows.fit, rows.counts, rows.ranks, centroids.directions, centroids.half_norms,
-            labels, H, rows.total, length, clusters, D,
-            HAS_ROWS=fitted_only, SPLIT=part_d < block_d,
-            BLOCK_N=block_n, BLOCK_C=block_c, BLOCK_D=part_d, PRECISION=chip.dot_precision(points.dtype),
-            num_warps=num_warps, num_stages=num_stages, **chip.all_registers,
-        )  # fmt: skip
+    _kmeans_assign_kernel[(B * H * -(-length // block_n),)](
+        points, *points.stride(), rows.fit, rows.counts, rows.ranks, centroids.directions, centroids.half_norms,
+        labels, H, rows.total, length, clusters, D,
+        HAS_ROWS=fitted_only, SPLIT=part_d < block_d,
+        BLOCK_N=block_n, BLOCK_C=block_c, BLOCK_D=part_d, PRECISION=chip.dot_precision(points.dtype),
+        num_warps=num_warps, num_stages=num_stages, **chip.all_registers,
+    )  # fmt: skip
 
 
 def own_clusters(points: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

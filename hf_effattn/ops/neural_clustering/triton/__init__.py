@@ -12,7 +12,7 @@ import torch
 from ...shared.gradients import register_op
 from ...shared.tables import empty_gradient
 from ...shared.triton.centroids import split_count
-from ...shared.triton.chips import chip_of, on_device_of
+from ...shared.triton.chips import chip_of
 from ..reference import Inputs
 from .backward import (
     _neural_clustering_bwd_direction_kernel,
@@ -115,19 +115,18 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
             **step, **sizes, COSINE=cosine, **narrow,
         )  # fmt: skip
 
-    with on_device_of(words):
-        if cosine:
-            tiles = -(-N // tile)
-            _neural_clustering_fwd_length_kernel[(B * tiles,)](
-                words, mask, inverse, *words.stride(), *mask_strides, N, d, tiles, WORDS=tile,
-                BLOCK_D=config["BLOCK_D"],
-            )  # fmt: skip
-        for step in walk.steps():
-            score(step)
-            _neural_clustering_fwd_update_kernel[(B * walk.blocks * walk.splits, columns)](
-                words, mask, scores, partial, lse, *words.stride(), *mask_strides, k, d, step["first_row"],
-                step["last_row"], **sizes, **parts, **config,
-            )  # fmt: skip
+    if cosine:
+        tiles = -(-N // tile)
+        _neural_clustering_fwd_length_kernel[(B * tiles,)](
+            words, mask, inverse, *words.stride(), *mask_strides, N, d, tiles, WORDS=tile,
+            BLOCK_D=config["BLOCK_D"],
+        )  # fmt: skip
+    for step in walk.steps():
+        score(step)
+        _neural_clustering_fwd_update_kernel[(B * walk.blocks * walk.splits, columns)](
+            words, mask, scores, partial, lse, *words.stride(), *mask_strides, k, d, step["first_row"],
+            step["last_row"], **sizes, **parts, **config,
+        )  # fmt: skip
     lse = lse[..., 0]
     highest = lse.amax(dim=2, keepdim=True)
     shares = torch.exp2(lse - highest)
@@ -135,15 +134,14 @@ def _forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
     with torch.autocast(words.device.type, enabled=False):
         exact = torch.einsum("bks,bksd->bkd", shares / total[..., None], partial)
     total = highest[..., 0] + total.log2()
-    with on_device_of(words):
-        # Backwards: the scores of the last words are still there.
-        for place, step in enumerate(reversed(walk.steps())):
-            if place > 0:
-                score(step)
-            _neural_clustering_fwd_label_kernel[(B * step["tiles"],)](
-                scores, total, labels, N, k, **step, **sizes, WORDS=tile, CENTROIDS=config["CENTROIDS"],
-                num_warps=config["num_warps"], **chip_of(words).all_registers,
-            )  # fmt: skip
+    # Backwards: the scores of the last words are still there.
+    for place, step in enumerate(reversed(walk.steps())):
+        if place > 0:
+            score(step)
+        _neural_clustering_fwd_label_kernel[(B * step["tiles"],)](
+            scores, total, labels, N, k, **step, **sizes, WORDS=tile, CENTROIDS=config["CENTROIDS"],
+            num_warps=config["num_warps"], **chip_of(words).all_registers,
+        )  # fmt: skip
     return exact.to(words.dtype, copy=True), labels, exact, total, inverse
 
 
@@ -182,20 +180,19 @@ def gradients(
     mean = (grad_updated.float() * exact).sum(dim=2)
     mask_strides = (0, 0) if mask is None else mask.stride()
     strides = *words.stride(), *directions.stride(), *mask_strides, *grad_updated.stride()
-    with on_device_of(words):
-        for step in walk.steps():
-            _neural_clustering_bwd_score_kernel[(B * step["tiles"] * walk.blocks,)](
-                words, directions, mask, inverse, total, grad_updated, mean, weights, grad_scores, pull, *strides,
-                N, k, d, **step, **sizes, COSINE=cosine, **narrow,
-            )  # fmt: skip
-            _neural_clustering_bwd_direction_kernel[(B * walk.blocks * walk.splits, columns)](
-                words, mask, grad_scores, partial, *words.stride(), *mask_strides, k, d, step["first_row"],
-                step["last_row"], **sizes, **parts, **config,
-            )  # fmt: skip
-            _neural_clustering_bwd_word_kernel[(B * step["tiles"], columns)](
-                words, directions, mask, grad_updated, weights, grad_scores, pull, grad_words, *strides,
-                *grad_words.stride(), k, d, **step, **sizes, COSINE=cosine, **config,
-            )  # fmt: skip
+    for step in walk.steps():
+        _neural_clustering_bwd_score_kernel[(B * step["tiles"] * walk.blocks,)](
+            words, directions, mask, inverse, total, grad_updated, mean, weights, grad_scores, pull, *strides,
+            N, k, d, **step, **sizes, COSINE=cosine, **narrow,
+        )  # fmt: skip
+        _neural_clustering_bwd_direction_kernel[(B * walk.blocks * walk.splits, columns)](
+            words, mask, grad_scores, partial, *words.stride(), *mask_strides, k, d, step["first_row"],
+            step["last_row"], **sizes, **parts, **config,
+        )  # fmt: skip
+        _neural_clustering_bwd_word_kernel[(B * step["tiles"], columns)](
+            words, directions, mask, grad_updated, weights, grad_scores, pull, grad_words, *strides,
+            *grad_words.stride(), k, d, **step, **sizes, COSINE=cosine, **config,
+        )  # fmt: skip
     return grad_words, partial.sum(dim=1).to(directions.dtype)
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .chips import chip_of, on_device_of
+from .chips import chip_of
 from .dropout import dropout_factor
 from .launch import kernel
 from .softmax import CENTROID_KIND, KINDS, softmax_weights
@@ -195,30 +195,29 @@ def centroid_pass(
     top = key.new_empty(total, topk, dtype=torch.int32)
     top_scores = key.new_empty(total, topk, dtype=torch.float32)
     key_strides = *key.stride(), *((0, 0) if key_mask is None else key_mask.stride())
-    with on_device_of(key):
-        for first, last in score_chunks(B * Hk, rows, 4 * columns):
-            bins = key.new_empty(last - first, columns, dtype=torch.float32)
-            tables = -(-last // rows) - first // rows
-            blocks = -(-min(rows, last - first) // config["ROWS"])
-            _centroid_attention_fwd_kernel[(tables * splits * blocks,)](
-                centroids, key, value, key_mask, bias, dropout_seed, values, lse, bins,
-                *key.stride(), *((0, 0, 0, 0) if value is None else value.stride()), *key_strides[4:],
-                Hk, rows, M, D, Dv, first, last, blocks, splits, split_length, bin_keys, columns, scale * LOG2_E,
-                dropout_p,
-                HAS_BINS=topk > 0, **config,
+    for first, last in score_chunks(B * Hk, rows, 4 * columns):
+        bins = key.new_empty(last - first, columns, dtype=torch.float32)
+        tables = -(-last // rows) - first // rows
+        blocks = -(-min(rows, last - first) // config["ROWS"])
+        _centroid_attention_fwd_kernel[(tables * splits * blocks,)](
+            centroids, key, value, key_mask, bias, dropout_seed, values, lse, bins,
+            *key.stride(), *((0, 0, 0, 0) if value is None else value.stride()), *key_strides[4:],
+            Hk, rows, M, D, Dv, first, last, blocks, splits, split_length, bin_keys, columns, scale * LOG2_E,
+            dropout_p,
+            HAS_BINS=topk > 0, **config,
+        )  # fmt: skip
+        out = top[first:last], top_scores[first:last]
+        if topk and bin_keys == 1:
+            select_topk(bins, topk, out, marks, first, rows)
+        elif topk:
+            block_n = max(64, 1 << (topk * bin_keys - 1).bit_length())
+            num_warps = min(16, max(1, block_n // 128))
+            _select_candidates_kernel[(last - first,)](
+                centroids, key, key_mask, bias, select_topk(bins, topk)[0], *out, marks, *key_strides,
+                Hk, rows, M, D, topk, first, 0 if marks is None else marks.shape[2], bin_keys, scale * LOG2_E,
+                COLUMNS=config["COLUMNS"], BLOCK_N=block_n, BLOCK_D=16, num_warps=num_warps,
+                **chip_of(key).registers(num_warps),
             )  # fmt: skip
-            out = top[first:last], top_scores[first:last]
-            if topk and bin_keys == 1:
-                select_topk(bins, topk, out, marks, first, rows)
-            elif topk:
-                block_n = max(64, 1 << (topk * bin_keys - 1).bit_length())
-                num_warps = min(16, max(1, block_n // 128))
-                _select_candidates_kernel[(last - first,)](
-                    centroids, key, key_mask, bias, select_topk(bins, topk)[0], *out, marks, *key_strides,
-                    Hk, rows, M, D, topk, first, 0 if marks is None else marks.shape[2], bin_keys, scale * LOG2_E,
-                    COLUMNS=config["COLUMNS"], BLOCK_N=block_n, BLOCK_D=16, num_warps=num_warps,
-                    **chip_of(key).registers(num_warps),
-                )  # fmt: skip
     return CentroidPass(values, lse, top, top_scores)
 
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .chips import chip_of, on_device_of
+from .chips import chip_of
 from .dropout import dropout_factor
 from .launch import kernel
 from .softmax import CENTROID_KIND, KIND, KINDS, add_to_keys, add_to_queries, dot_rows, score_gradients
@@ -325,14 +325,13 @@ def add_exact_keys(
     if blocks == 0:
         return
     shares = sums.new_empty(B * H * C * topk, D + Dv) if ordered else sums
-    with on_device_of(query):
-        _cluster_table_bwd_key_kernel[(B * H * C * blocks * splits,)](
-            query, key, value, grad_output, x.dropout_seed, exact_heads, members.order, members.starts, top, lse,
-            delta, *([None] * 6 if rest is None else rest), shares,
-            *query.stride(), *key.stride(), *value.stride(), *grad_output.stride(),
-            H, H // Hk, N, M, D, Dv, C, topk, columns, blocks, splits, ROWS_OF_A_SPLIT, x.scale, x.scale * LOG2_E,
-            x.dropout_p, HAS_REST=rest is not None, ORDERED=ordered, **config,
-        )  # fmt: skip
+    _cluster_table_bwd_key_kernel[(B * H * C * blocks * splits,)](
+        query, key, value, grad_output, x.dropout_seed, exact_heads, members.order, members.starts, top, lse,
+        delta, *([None] * 6 if rest is None else rest), shares,
+        *query.stride(), *key.stride(), *value.stride(), *grad_output.stride(),
+        H, H // Hk, N, M, D, Dv, C, topk, columns, blocks, splits, ROWS_OF_A_SPLIT, x.scale, x.scale * LOG2_E,
+        x.dropout_p, HAS_REST=rest is not None, ORDERED=ordered, **config,
+    )  # fmt: skip
     if ordered:
         # Places without a key hold 0 and may go anywhere.
         first = torch.arange(B * Hk, device=key.device).repeat_interleave(H // Hk * C * topk) * M

@@ -35,14 +35,24 @@ class Kernel(JITFunction):
         self.remembered: dict[tuple[Any, ...], tuple[Any, list[str]]] = {}
 
     def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **named: Any) -> Any:
-        """Launch on a grid, or with `warmup` only compile."""
+        """Launch on a grid, on the GPU that holds the tensors, or with `warmup` only compile.
+
+        Triton launches on the current GPU, whatever the tensors are on. An empty grid launches nothing.
+        """
+        if 0 in grid:
+            return None
+        device = driver.active.get_current_device()
+        held_by = next((x.device for x in (*args, *named.values()) if isinstance(x, torch.Tensor) and x.is_cuda), None)
+        if held_by is not None and held_by.index != device:
+            with torch.cuda.device(held_by):
+                return self.run(*args, grid=grid, warmup=warmup, **named)
         if warmup or not REMEMBERS:
             return super().run(*args, grid=grid, warmup=warmup, **named)
         kinds = [
             (x.dtype, x.data_ptr() % ALIGNMENT == 0) if isinstance(x, torch.Tensor) else (x, type(x))
             for x in (*args, *named.values())
         ]
-        key = driver.active.get_current_device(), *named, *kinds
+        key = device, *named, *kinds
         found = self.remembered.get(key)
         if found is not None:
             compiled, names = found

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from ...shared.triton.chips import on_device_of
 from ...shared.triton.launch import kernel
 from ...shared.triton.softmax import softmax_step
 from ...shared.triton.tiles import LOG2_E, LOWEST, load_mask, load_rows, store_rows
@@ -179,7 +178,7 @@ def strides(prefix: str, tensor: torch.Tensor) -> dict[str, int]:
 def forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output `(B, H, N, Dv)`, means `(B, H, slices, Dv)` and log-sum-exps `(B, H, N)`."""
     (query, key, value), call = x[:3], Call.of(x)
-    B, H, N, D = query.shape
+    B, H, _, D = query.shape
     Dv, slices = value.shape[3], call.numbers["slices"]
     output, _, lse = empty_outputs(x)
     config = tile_config(query, call.numbers["L"], D, Dv)
@@ -187,13 +186,11 @@ def forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     per_slice = tiling["tiles_per_slice"]
     # A slice of several tiles gets a part of its mean from each.
     pooled = query.new_empty(B, H, slices, per_slice, Dv, dtype=torch.float32 if per_slice > 1 else query.dtype)
-    if B and N:
-        with on_device_of(query):
-            _slice_attention_fwd_kernel[(B * H * tiling["tiles"],)](
-                query, key, value, output_ptr=output, pooled_ptr=pooled, lse_ptr=lse, Dv=Dv,
-                scale_log2=x.scale * LOG2_E, **call.tensors, **call.numbers, **call.flags, **tiling, **config,
-                **strides("query", query), **strides("key", key), **strides("value", value),
-                **strides("output", output),
-            )  # fmt: skip
+    _slice_attention_fwd_kernel[(B * H * tiling["tiles"],)](
+        query, key, value, output_ptr=output, pooled_ptr=pooled, lse_ptr=lse, Dv=Dv,
+        scale_log2=x.scale * LOG2_E, **call.tensors, **call.numbers, **call.flags, **tiling, **config,
+        **strides("query", query), **strides("key", key), **strides("value", value),
+        **strides("output", output),
+    )  # fmt: skip
     pooled = pooled.sum(dim=3).to(query.dtype) if per_slice > 1 else pooled[:, :, :, 0]
     return output, pooled, lse

@@ -3,7 +3,6 @@
 import torch
 import triton.language as tl
 
-from ...shared.triton.chips import on_device_of
 from ...shared.triton.launch import kernel
 from ...shared.triton.tiles import load_mask
 from ..reference import Inputs
@@ -61,12 +60,10 @@ def sinks_and_sizes(x: Inputs) -> tuple[torch.Tensor | None, torch.Tensor | None
     if sink_mask is not None:
         sinks, counts = (sink_mask.new_empty(size, dtype=torch.int64) for size in (sink_mask.shape, B))
     blocks = -(-slices // SLICES)
-    with on_device_of(query):
-        if B * N:
-            _slice_attention_sizes_kernel[(B * blocks,)](
-                mask, *((0, 0) if mask is None else mask.stride()),
-                sink_mask, *((0, 0) if sink_mask is None else sink_mask.stride()),
-                sinks, counts, inverse_sizes, N, L, slices, blocks,
-                TOKENS=max(32, min(MOST_AT_ONCE, 1 << (N - 1).bit_length())), SLICES=SLICES, COLUMNS=32, num_warps=8,
-            )  # fmt: skip
+    _slice_attention_sizes_kernel[(B * blocks,)](
+        mask, *((0, 0) if mask is None else mask.stride()),
+        sink_mask, *((0, 0) if sink_mask is None else sink_mask.stride()),
+        sinks, counts, inverse_sizes, N, L, slices, blocks,
+        TOKENS=max(32, min(MOST_AT_ONCE, 1 << (N - 1).bit_length())), SLICES=SLICES, COLUMNS=32, num_warps=8,
+    )  # fmt: skip
     return sinks, counts, inverse_sizes
